@@ -1,0 +1,3 @@
+"""Stoker keeps accelerators fed."""
+
+__version__ = "0.1.0.dev0"

@@ -1,0 +1,1 @@
+"""Datasets into shards: sources are scanned, planned, packed; shard sets are summarised and verified."""

@@ -1,0 +1,80 @@
+"""Datasets as they are found: each source lists its samples cheaply and reads one on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from stoker.core.registry import Registry
+from stoker.errors import SourceError
+from stoker.shards.sample import Content, Item
+
+
+class Source(Protocol):
+    """An opened dataset. Opening looks only at the outside: names, headers, class lists."""
+
+    name: str
+    """What the dataset is called; the default prefix of its shards."""
+    classes: Sequence[str]
+    """Class names by label; empty when the dataset does not tell."""
+    splits: Sequence[str]
+    """`train`, `val`, `test`: as many as there are."""
+    notes: Sequence[str]
+    """Sentences that the user should see with the plan; complete once every split was scanned."""
+
+    def scan(self, split: str) -> Iterator[Item]:
+        """List the samples of a split, always in the same order."""
+        ...
+
+    def read(self, split: str, item: Item) -> Content:
+        """Read one sample; called from many threads at once."""
+        ...
+
+    def close(self) -> None:
+        """Close what was opened."""
+        ...
+
+
+class Opener(Protocol):
+    """A source's class: recognises a dataset by its outside, and opens it."""
+
+    def recognises(self, where: str) -> bool:
+        """Whether this looks like such a dataset; must not raise."""
+        ...
+
+    def __call__(self, where: str, *, scratch: Path) -> Source:
+        """Open the dataset; `scratch` is an existing empty folder for what must be unpacked first."""
+        ...
+
+
+SOURCES: Registry[Opener] = Registry(
+    "source",
+    {
+        "cifar10": "stoker.shards.sources.cifar10:Cifar10Source",
+        "folder": "stoker.shards.sources.folder:FolderSource",
+        "imagenet": "stoker.shards.sources.imagenet:ImagenetSource",
+        "mnist": "stoker.shards.sources.mnist:MnistSource",
+        "shards": "stoker.shards.sources.shards:ShardsSource",
+        "synthetic": "stoker.shards.sources.synthetic:SyntheticSource",
+    },
+)
+
+# A class folder is the least specific shape, so it is tried last.
+DETECTION_ORDER = ("synthetic", "imagenet", "cifar10", "mnist", "shards", "folder")
+
+
+def open_source(where: str, kind: str, *, scratch: Path) -> Source:
+    """Open the dataset at `where`; `kind` names the source, or is `auto`."""
+    if kind != "auto":
+        return SOURCES.get(kind)(where, scratch=scratch)
+    for name in DETECTION_ORDER:
+        opener = SOURCES.get(name)
+        if opener.recognises(where):
+            return opener(where, scratch=scratch)
+    raise SourceError(
+        "no dataset is recognised here",
+        where=where,
+        hint="a folder needs train/<class>/<image> or <class>/<image>; or name the kind with --source "
+        + "|".join(SOURCES.names()),
+    )
