@@ -11,9 +11,10 @@
     │   ├── MissingExtraError             a Python package behind an extra
     │   ├── MissingProgramError           a program that is not on the PATH
     │   └── NotYetError                   a command that this version does not have
-    └── UnavailableError         exit 5   a store or host that does not answer, or says no
-        ├── AccessError                   it answered: permission denied
-        └── FullError                     it answered: no space left
+    ├── UnavailableError         exit 5   a store or host that does not answer, or says no
+    │   ├── AccessError                   it answered: permission denied
+    │   └── FullError                     it answered: no space left
+    └── StoppedError             exit 130 the user ended it with Ctrl-C
 
 An error carries evidence: *where* it happened (a path, URL or key), *what* is wrong, and a *hint* that says
 what to do. `str(error)` is the one sentence that a user reads.
@@ -118,3 +119,9 @@ class AccessError(UnavailableError):
 
 class FullError(UnavailableError):
     """It answered: no space left."""
+
+
+class StoppedError(StokerError):
+    """The user ended it with Ctrl-C."""
+
+    exit_code = 130

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
+from urllib.parse import quote, unquote
+
+from stoker.core.registry import Registry
+from stoker.errors import InputError
 
 
 class Entry(NamedTuple):
@@ -36,9 +41,111 @@ class Store(Protocol):
         ...
 
     def put(self, name: str, source: bytes | Path) -> None:
-        """Write an object that appears whole or not at all; a file given by its path is moved in and is gone after."""
+        """Write an object that appears whole or not at all; a file given by its path is gone after."""
         ...
 
     def delete(self, name: str) -> None:
         """Remove an object; one that is not there is no error."""
         ...
+
+
+STORES: Registry[Callable[[str], Store]] = Registry(
+    "store",
+    {
+        "file": "stoker.storage.local:LocalStore",
+        "gs": "stoker.storage.gcs:open_gcs",
+        "http": "stoker.storage.http:HttpStore",
+        "https": "stoker.storage.http:HttpStore",
+        "s3": "stoker.storage.s3:S3Store",
+    },
+)
+
+
+def open_store(url: str) -> Store:
+    """Open the folder of objects at a path or URL; nothing is read yet."""
+    return STORES.get(_Parts.of(url).scheme)(url)
+
+
+def split(url: str) -> tuple[str, str]:
+    """Split the URL of one object into the URL of its folder and its name there."""
+    parts = _Parts.of(url)
+    folder, slash, name = parts.path.rpartition("/")
+    if parts.scheme == "file":
+        folder = folder or slash or "."
+    if name in ("", ".", "..") or not folder:
+        raise InputError("names no object", where=url, hint="give the path of one file, not of a folder")
+    return str(parts._replace(path=folder)), unquote(name) if parts.quoted else name
+
+
+def join(url: str, name: str) -> str:
+    """Give the URL of one object of a folder."""
+    parts = _Parts.of(url)
+    name = quote(name) if parts.quoted else name
+    return str(parts._replace(path=f"{parts.path.rstrip('/')}/{name}"))
+
+
+def local_path(url: str) -> Path | None:
+    """Give the path behind a plain path or a file:// URL; None for every other scheme."""
+    parts = _Parts.of(url)
+    if parts.scheme != "file":
+        return None
+    if not parts.quoted:
+        return Path(parts.path)
+    path = parts.path.removeprefix("localhost")
+    if not path.startswith("/"):
+        raise InputError("is not a path of this machine", where=url, hint="write file:///absolute/path")
+    return Path(unquote(path))
+
+
+def checked(name: str) -> str:
+    """Return an object's name as it is, or refuse one that could lead out of its store."""
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        raise InputError(
+            "is not an object's name", where=repr(name), hint="names are relative, like train/00000.tar"
+        )
+    return name
+
+
+def read_chunks(store: Store, name: str, size: int, chunk: int = 8 << 20) -> Iterator[bytes]:
+    """Read an object of `size` bytes piece by piece, so that memory stays bounded."""
+    for start in range(0, size, chunk):
+        yield store.range(name, start, min(chunk, size - start))
+
+
+def download(store: Store, name: str, path: Path) -> None:
+    """Copy an object to a local file, which appears only when it is whole."""
+    from stoker.storage.local import LocalStore
+
+    LocalStore(str(path.parent)).write(path.name, read_chunks(store, name, store.size(name)))
+
+
+class _Parts(NamedTuple):
+    """A path or URL in three pieces that join to it again; `start` is empty for a plain path."""
+
+    start: str
+    path: str
+    query: str
+
+    @classmethod
+    def of(cls, url: str) -> _Parts:
+        if not url:
+            raise InputError("an empty path names no folder")
+        scheme, colon, rest = url.partition("://")
+        if not colon or not re.fullmatch(r"[a-zA-Z][a-zA-Z0-9+.-]*", scheme):
+            return cls("", url, "")
+        if scheme.lower() not in ("http", "https"):
+            return cls(scheme.lower() + colon, rest, "")
+        path, mark, query = rest.partition("?")
+        return cls(scheme.lower() + colon, path, mark + query)
+
+    @property
+    def scheme(self) -> str:
+        return self.start.removesuffix("://") or "file"
+
+    @property
+    def quoted(self) -> bool:
+        """Whether the path is percent-encoded, as in a true URL; the keys of buckets are not."""
+        return self.start in ("file://", "http://", "https://")
+
+    def __str__(self) -> str:
+        return "".join(self)

@@ -64,17 +64,19 @@ SOURCES: Registry[Opener] = Registry(
 DETECTION_ORDER = ("synthetic", "imagenet", "cifar10", "mnist", "shards", "folder")
 
 
-def open_source(where: str, kind: str, *, scratch: Path) -> Source:
-    """Open the dataset at `where`; `kind` names the source, or is `auto`."""
-    if kind != "auto":
-        return SOURCES.get(kind)(where, scratch=scratch)
+def kind_of(where: str) -> str:
+    """Recognise the dataset at `where`."""
     for name in DETECTION_ORDER:
-        opener = SOURCES.get(name)
-        if opener.recognises(where):
-            return opener(where, scratch=scratch)
+        if SOURCES.get(name).recognises(where):
+            return name
     raise SourceError(
         "no dataset is recognised here",
         where=where,
         hint="a folder needs train/<class>/<image> or <class>/<image>; or name the kind with --source "
         + "|".join(SOURCES.names()),
     )
+
+
+def open_source(where: str, kind: str, *, scratch: Path) -> Source:
+    """Open the dataset at `where` as what `kind` names."""
+    return SOURCES.get(kind)(where, scratch=scratch)

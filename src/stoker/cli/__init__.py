@@ -1,0 +1,1 @@
+"""The command line: one file per noun; work and heavy imports happen inside the commands."""

@@ -1,0 +1,257 @@
+"""`stoker data`: datasets into shards, and shards under the eye."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stoker.cli import planned
+from stoker.cli.output import byte_bar, counter, print_json, print_table, remark
+
+if TYPE_CHECKING:
+    from stoker.shards.convert import Conversion
+    from stoker.shards.verify import Report
+
+app = typer.Typer(help="Datasets into shards, and shards to their readers.", no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Jobs = Annotated[str, typer.Option(metavar="N", help="Threads at work; `auto` is one per core.")]
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A dataset: a folder, a file or a URL.")],
+    dest: Annotated[str, typer.Argument(metavar="DEST", help="A new folder, or s3://… or gs://….")],
+    kind: Annotated[
+        str,
+        typer.Option("--source", metavar="KIND", help="auto|folder|imagenet|cifar10|mnist|shards|synthetic"),
+    ] = "auto",
+    shard_format: Annotated[str, typer.Option("--format", metavar="FORMAT", help="tar|tfrecord")] = "tar",
+    prefix: Annotated[
+        str | None, typer.Option(metavar="NAME", help="How shards' names start; tar: the dataset's name.")
+    ] = None,
+    shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="About how large a shard should be.")
+    ] = "256MiB",
+    shard_samples: Annotated[
+        int | None, typer.Option(metavar="N", help="At most so many samples a shard, instead of a size.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the shuffle; the same seed gives the same bytes.")] = 0,
+    jobs: Jobs = "auto",
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", help="Only so many samples of each split, drawn at random.")
+    ] = None,
+    max_side: Annotated[
+        int | None, typer.Option(metavar="PX", help="Re-encode larger images as JPEG with this longer side.")
+    ] = None,
+    quality: Annotated[int, typer.Option(metavar="Q", help="The JPEG quality of re-encoded images.")] = 90,
+    scratch: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="For what must be unpacked first; the system's by default."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Turn a dataset into shards.
+
+    Image bytes are copied as they are, shuffled by the seed. A run that was killed goes on when the same command is
+    given again. Bad images are left out and listed in quarantine.jsonl.
+    """
+    from stoker.core.units import parse_bytes
+    from stoker.shards.convert import prepared
+    from stoker.shards.plan import Options
+
+    options = Options(
+        format=shard_format,
+        prefix=prefix,
+        shard_bytes=parse_bytes(shard_size),
+        shard_samples=shard_samples,
+        seed=seed,
+        limit=limit,
+        max_side=max_side,
+        quality=quality,
+    )
+    threads = _threads(jobs)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-", dir=scratch))
+        with counter("scanning") as found:
+            ready = prepared(source, options, scratch=Path(folder), kind=kind, progress=found)
+            conversion = stack.enter_context(ready)
+        for note in conversion.source.notes:
+            remark(note)
+        if dry_run:
+            _show_plan(conversion, as_json)
+        else:
+            _carry_out(conversion, dest, threads, as_json)
+
+
+@app.command()
+def summary(
+    url: Annotated[
+        str, typer.Argument(metavar="URL|-", help="A shard set, a brace pattern, or - for a listing.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Sum up shards: patterns, counts, bytes, classes, and gaps in the numbering."""
+    from stoker.core.units import format_bytes
+    from stoker.shards.locate import find_sets
+    from stoker.shards.summary import summarise, summarise_listing
+
+    rows = (
+        summarise_listing(sys.stdin)
+        if url == "-"
+        else [row for one in find_sets(url) for row in summarise(one)]
+    )
+    if as_json:
+        print_json(rows)
+        return
+    print_table(
+        ("shards", "pattern", "samples", "bytes", "classes", "missing"),
+        [
+            (
+                row.shards,
+                row.pattern,
+                row.samples,
+                None if row.bytes is None else format_bytes(row.bytes),
+                row.classes,
+                len(row.missing),
+            )
+            for row in rows
+        ],
+    )
+    for row in rows:
+        if row.missing:
+            more = f" and {len(row.missing) - 5:,} more" if len(row.missing) > 5 else ""
+            remark(f"missing in {row.pattern}: {', '.join(row.missing[:5])}{more}")
+        if row.quarantined:
+            remark(f"{row.quarantined:,} bad images of {row.split!r} were left out: see its quarantine.jsonl")
+
+
+@app.command()
+def verify(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A shard set, or a folder of them.")],
+    deep: Annotated[bool, typer.Option("--deep", help="Decode every image, not only its header.")] = False,
+    jobs: Jobs = "auto",
+    as_json: Json = False,
+) -> None:
+    """Check digests, counts, members, image headers, keys and labels, and report every fault."""
+    from stoker.errors import DataFaultError
+    from stoker.shards.locate import find_sets
+    from stoker.shards.verify import verify as verify_set
+
+    sets = find_sets(url)
+    threads = _threads(jobs)
+    with byte_bar("verifying", sum(entry.size for one in sets for entry in one.shards)) as advance:
+        reports = [verify_set(one, deep=deep, jobs=threads, progress=advance) for one in sets]
+    _show_reports(reports, as_json)
+    if faults := sum(len(report.findings) for report in reports):
+        raise DataFaultError(f"{faults:,} faults found", where=url)
+
+
+planned.add_commands(app, "data")
+
+
+def _threads(jobs: str) -> int:
+    """Read --jobs."""
+    from stoker.errors import InputError
+
+    if jobs == "auto":
+        return len(os.sched_getaffinity(0))
+    if not jobs.isdecimal() or not 1 <= int(jobs) <= 1024:
+        raise InputError(f"--jobs is {jobs!r}, and must be `auto` or a number from 1 to 1024")
+    return int(jobs)
+
+
+def _show_plan(conversion: Conversion, as_json: bool) -> None:
+    """Print what would be written."""
+    from stoker.core.units import format_bytes
+    from stoker.shards.formats import FORMATS
+    from stoker.shards.pack import list_shards
+
+    plan = conversion.plan
+    names = [(task.split.split, task.path) for task in list_shards(plan, FORMATS.get(plan.options.format))]
+    if as_json:
+        print_json({"digest": plan.digest, "plan": plan, "shards": [path for _, path in names]})
+        return
+    print_table(
+        ("split", "samples", "classes", "shards", "bytes (about)", "lanes", "first shard"),
+        [
+            (
+                split.split,
+                split.samples,
+                len(plan.classes),
+                split.shards,
+                format_bytes(split.bytes),
+                split.lanes,
+                next(path for name, path in names if name == split.split),
+            )
+            for split in plan.splits
+        ],
+    )
+
+
+def _carry_out(conversion: Conversion, dest: str, threads: int, as_json: bool) -> None:
+    """Convert, then print what was written and how fast."""
+    from stoker.core.units import format_bytes
+    from stoker.errors import StoppedError
+
+    started = time.monotonic()
+    try:
+        with byte_bar("converting", conversion.plan.bytes) as advance:
+            manifests = conversion.run(dest, jobs=threads, progress=lambda step: advance(step.bytes))
+    except KeyboardInterrupt as error:
+        hint = "run the same command again to go on: finished shards are kept"
+        raise StoppedError("interrupted", where=dest, hint=hint) from error
+    seconds = time.monotonic() - started
+    if as_json:
+        fields = ("split", "format", "samples", "bytes", "quarantined", "classes", "lanes", "window")
+        rows = [{name: getattr(manifest, name) for name in fields} for manifest in manifests]
+        print_json([row | {"shards": len(m.shards)} for row, m in zip(rows, manifests, strict=True)])
+        return
+    print_table(
+        ("split", "samples", "classes", "shards", "bytes", "bad", "where"),
+        [
+            (
+                manifest.split,
+                manifest.samples,
+                len(manifest.classes),
+                len(manifest.shards),
+                format_bytes(manifest.bytes),
+                manifest.quarantined,
+                f"{dest.rstrip('/')}/{manifest.split}",
+            )
+            for manifest in manifests
+        ],
+    )
+    for manifest in manifests:
+        if manifest.quarantined:
+            where = f"{dest.rstrip('/')}/{manifest.split}/quarantine.jsonl"
+            remark(f"{manifest.quarantined:,} bad images were left out: see {where}")
+    total = sum(manifest.bytes for manifest in manifests)
+    remark(f"done in {seconds:.1f} s, {format_bytes(int(total / max(seconds, 1e-9)))}/s")
+
+
+def _show_reports(reports: list[Report], as_json: bool) -> None:
+    """Print what was looked at, and every fault."""
+    from stoker.core.units import format_bytes
+
+    if as_json:
+        print_json(reports)
+        return
+    print_table(
+        ("split", "shards", "samples", "bytes", "faults", "where"),
+        [(r.split, r.shards, r.samples, format_bytes(r.bytes), len(r.findings), r.url) for r in reports],
+    )
+    findings = [finding for report in reports for finding in report.findings]
+    if findings:
+        print_table(
+            ("shard", "at byte", "key", "fault"),
+            [(f.shard, f.offset, f.key, f.what) for f in findings],
+        )

@@ -1,0 +1,87 @@
+"""The commands of the design that this version does not have: named in the help, and honest when called."""
+
+from __future__ import annotations
+
+import typer
+
+from stoker.errors import NotYetError
+
+PLANNED = {
+    "": {
+        "init": "Write a commented job file to start from.",
+        "dash": "Show runs on a dashboard.",
+        "profile": "Watch GPU, CPU and network around any command.",
+        "doctor": "Find what would fail before it burns hours.",
+        "bench": "Measure this machine against the peers.",
+    },
+    "data": {
+        "peek": "Show keys, labels and a contact sheet.",
+        "plan": "Show what each rank would read.",
+        "serve": "Serve shards over http.",
+        "cache": "Cache shards of other servers and buckets.",
+        "warm": "Fill a cache with the shards needed first.",
+        "loadtest": "Measure a data server under load.",
+        "bench": "Measure the loader on a shard set.",
+    },
+    "job": {
+        "plan": "Show what a job would start.",
+        "run": "Start a job.",
+        "list": "List runs.",
+        "status": "Tell how a run is doing.",
+        "logs": "Show or follow the logs of a run.",
+        "stop": "End a run.",
+        "exec": "Run a command beside a running job.",
+        "forward": "Forward a port of a running job.",
+        "shell": "Open a shell with a job's image and volumes.",
+        "report": "Bundle all that is known of a run.",
+        "schema": "Print the job file's JSON Schema.",
+    },
+    "volume": {
+        "create": "Make a volume.",
+        "inspect": "Look into a volume.",
+        "delete": "Delete a volume.",
+    },
+    "image": {
+        "build": "Build a job's image.",
+        "push": "Push a job's image.",
+    },
+    "cluster": {
+        "plan": "Show what a cluster would be.",
+        "up": "Make or change a cluster.",
+        "status": "Tell how a cluster is doing.",
+        "down": "Delete a cluster.",
+    },
+}
+NOUNS = {
+    "job": "Jobs: one file, every place.",
+    "volume": "Volumes in a cluster.",
+    "image": "Container images.",
+    "cluster": "GKE and EKS clusters.",
+}
+LATER = "not in this version"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add every noun that has no working command yet."""
+    for name, text in PLANNED[""].items():
+        add_command(app, name, text, f"stoker {name}")
+    for noun, text in NOUNS.items():
+        group = typer.Typer(help=f"{text} ({LATER})", no_args_is_help=True)
+        add_commands(group, noun)
+        app.add_typer(group, name=noun)
+
+
+def add_commands(group: typer.Typer, noun: str) -> None:
+    """Add the commands of one noun."""
+    for name, text in PLANNED[noun].items():
+        add_command(group, name, text, f"stoker {noun} {name}")
+
+
+def add_command(group: typer.Typer, name: str, text: str, line: str) -> None:
+    """Add one command that takes any arguments and says that it is not there yet."""
+
+    def refuse() -> None:
+        raise NotYetError(f"`{line}` is {LATER}", hint="CHANGELOG.md tells what each version has")
+
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    group.command(name, help=f"{text} ({LATER})", context_settings=settings)(refuse)

@@ -1,0 +1,177 @@
+"""Processes that are ended with their group, so that nothing a program started outlives it.
+
+Each process leads a session of its own. Its leader is reaped only by `end`: until then the kernel cannot give
+its number to anyone else, so a signal to the group never reaches a stranger.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
+from types import TracebackType
+from typing import IO, NamedTuple, Self
+
+from stoker.core.units import format_duration
+from stoker.errors import MissingProgramError, NotFoundError, StokerError, UnavailableError
+
+
+class Process:
+    """A started program and its group; a context manager that ends them on the way out, however that is."""
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self._popen = popen
+        self.pid = popen.pid
+        """Also the id of the group."""
+
+    def poll(self) -> int | None:
+        """Return the leader's exit code (negative: the signal that ended it), or None while it runs."""
+        if self._popen.returncode is not None:
+            return self._popen.returncode
+        try:
+            state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # another thread is in `end` and has reaped it
+            return self._popen.wait()
+        if state is None:
+            return None
+        return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait until the leader exits and return its code; TimeoutError when it takes longer."""
+        _until(lambda: self.poll() is not None, timeout_s)
+        code = self.poll()
+        if code is None:
+            raise TimeoutError(f"process {self.pid} still runs after {timeout_s} s")
+        return code
+
+    def end(self, grace_s: float = 5.0) -> int:
+        """End the whole group: TERM, up to `grace_s` to leave, KILL; return the leader's exit code.
+
+        Works on what is left of the group when the leader is gone already; a second call does nothing.
+        """
+        if self._popen.returncode is None:
+            try:
+                os.killpg(self.pid, signal.SIGTERM)
+                _until(self._is_gone, grace_s)
+            finally:  # also when a second Ctrl-C cuts the grace short
+                os.killpg(self.pid, signal.SIGKILL)
+                _until(self._is_gone, None)
+                self._popen.wait()
+        return self._popen.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def _is_gone(self) -> bool:
+        """Whether nothing in the group runs; dead processes that nobody has reaped do not count."""
+        return self.poll() is not None and not _has_members(self.pid)
+
+
+class Completed(NamedTuple):
+    """What a program printed, and its exit code."""
+
+    stdout: str
+    stderr: str
+    code: int
+
+
+def start(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    stdin: int | IO[bytes] = subprocess.DEVNULL,
+    stdout: int | IO[bytes] | None = None,
+    stderr: int | IO[bytes] | None = None,
+) -> Process:
+    """Start a program in its own session; `env` replaces the environment, as in `subprocess`."""
+    try:
+        popen = subprocess.Popen(
+            argv, env=env, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+        )
+    except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
+        reason = (error.strerror or "not found").lower()
+        if cwd is not None and error.filename == cwd:
+            raise NotFoundError(f"cannot work in this folder: {reason}", where=cwd) from error
+        raise MissingProgramError(
+            f"cannot start the program {argv[0]!r}: {reason}",
+            hint="install it, or add its folder to the PATH",
+        ) from error
+    return Process(popen)
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    input: str | None = None,  # noqa: A002 (the name that subprocess taught everyone)
+    timeout_s: float | None = None,
+    check: bool = True,
+) -> Completed:
+    """Run a program to its end and return what it printed; with `check`, a bad exit code is an error.
+
+    Files and not pipes carry the text, so a child left in the background cannot keep us waiting.
+    """
+    with TemporaryFile() as stdin, TemporaryFile() as stdout, TemporaryFile() as stderr:
+        stdin.write((input or "").encode())
+        stdin.seek(0)
+        with start(argv, stdin=stdin, stdout=stdout, stderr=stderr) as process:
+            try:
+                code = process.wait(timeout_s)
+            except TimeoutError as error:
+                limit = format_duration(timeout_s or 0)
+                raise UnavailableError(f"no end within {limit}", where=shlex.join(argv)) from error
+        done = Completed(_text(stdout), _text(stderr), code)
+    if check and code != 0:
+        ended = f"failed with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+        said = done.stderr.strip() or done.stdout.strip()
+        raise StokerError(f"{ended}: {said}" if said else ended, where=shlex.join(argv))
+    return done
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _until(condition: Callable[[], bool], timeout_s: float | None) -> None:
+    """Poll, quickly at first, until the condition holds or the time is over."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    pause = 0.001
+    while not condition():
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            pause = min(pause, left)
+        time.sleep(pause)
+        pause = min(pause * 2, 0.05)
+
+
+def _has_members(group: int) -> bool:
+    """Whether a live process belongs to the group.
+
+    /proc tells the dead from the living; `killpg(group, 0)` does not, and in a container whose first process
+    reaps nobody, the dead stay for ever.
+    """
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            stat = (folder / "stat").read_text(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        # The name, in parentheses, may hold spaces and parentheses itself.
+        state, _parent, its_group = stat.rpartition(")")[2].split()[:3]
+        if int(its_group) == group and state not in "ZX":
+            return True
+    return False

@@ -1,0 +1,95 @@
+"""Brace patterns: `a-{000..127}.tar` to names, and names back to patterns with their gaps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from stoker.errors import InputError
+
+MAX_NAMES = 10_000_000
+
+_GROUP = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+# The number that counts shards: the one before `-of-N`, else the last one in the name.
+_NUMBERED = re.compile(r"^(?P<head>.*?)(?P<number>\d+)(?P<tail>-of-\d+[^/]*|\D*)$", re.DOTALL)
+
+
+class Run(NamedTuple):
+    """Names that differ only in one number, as a pattern; the names that a gap leaves out are `missing`."""
+
+    pattern: str
+    names: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+def has_braces(text: str) -> bool:
+    """Whether there is a brace group to expand."""
+    return _GROUP.search(text) is not None
+
+
+def expand(pattern: str) -> Iterator[str]:
+    """Yield every name that a pattern stands for: `{000..127}` and `{a,b}`, any number of them."""
+    found = _GROUP.search(pattern)
+    if found is None:
+        if "{" in pattern or "}" in pattern:
+            raise InputError(f"unbalanced braces in {pattern!r}", hint="write ranges as {000000..000127}")
+        yield pattern
+        return
+    before, after = pattern[: found.start()], pattern[found.end() :]
+    for middle in _alternatives(found[1], pattern):
+        for rest in expand(after):
+            yield f"{before}{middle}{rest}"
+
+
+def collapse(names: Iterable[str]) -> list[Run]:
+    """Group names into numbered runs; a name without a number is a run of its own."""
+    runs: dict[tuple[str, int, str], list[int]] = {}
+    rest = []
+    for name in names:
+        found = _NUMBERED.match(name)
+        if found is None:
+            rest.append(name)
+        else:
+            key = (found["head"], len(found["number"]), found["tail"])
+            runs.setdefault(key, []).append(int(found["number"]))
+    return [_run(*key, set(numbers)) for key, numbers in sorted(runs.items())] + [
+        Run(name, (name,), ()) for name in sorted(rest)
+    ]
+
+
+def _alternatives(inside: str, pattern: str) -> Iterator[str]:
+    span = _RANGE.fullmatch(inside)
+    if span is None:
+        if "," not in inside:
+            raise InputError(
+                f"{{{inside}}} in {pattern!r} is no range and no list",
+                hint="write {000000..000127} or {train,val}",
+            )
+        yield from inside.split(",")
+        return
+    first, last = int(span[1]), int(span[2])
+    if last < first or last - first >= MAX_NAMES:
+        raise InputError(f"the range {{{inside}}} in {pattern!r} is empty or too long")
+    width = len(span[1]) if span[1].startswith("0") or len(span[1]) == len(span[2]) else 0
+    for number in range(first, last + 1):
+        yield f"{number:0{width}d}"
+
+
+def _run(head: str, width: int, tail: str, present: set[int]) -> Run:
+    first, last = min(present), max(present)
+    if (total := re.match(r"-of-(\d+)", tail)) is not None:
+        # The name tells how many there should be, so the ends can be missing too.
+        first, last = min(first, 0), max(last, int(total[1]) - 1)
+    if last - first >= MAX_NAMES:
+        raise InputError(
+            f"the numbers of {head}…{tail} run from {first} to {last}: these are no shard numbers"
+        )
+
+    def name(number: int) -> str:
+        return f"{head}{number:0>{width}}{tail}"
+
+    pattern = name(first) if first == last else f"{head}{{{first:0{width}d}..{last:0{width}d}}}{tail}"
+    missing = tuple(name(number) for number in range(first, last + 1) if number not in present)
+    return Run(pattern, tuple(map(name, sorted(present))), missing)

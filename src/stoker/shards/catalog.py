@@ -1,0 +1,136 @@
+"""The list of a split's samples, on disk, so that its length costs no memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker.errors import SourceError
+from stoker.shards.sample import Item, key_of
+
+ROW = struct.Struct("<IiQQII")
+ROW_DTYPE = np.dtype(
+    [
+        ("file", "<u4"),
+        ("label", "<i4"),
+        ("offset", "<u8"),
+        ("name_at", "<u8"),
+        ("name_len", "<u4"),
+        ("size", "<u4"),
+    ]
+)
+BLOCK = 1 << 16
+BUCKETS = 64
+
+
+class Catalog:
+    """What a scan found, in the order of the scan; rows are read back by number, with reads that hold no memory."""
+
+    def __init__(self, folder: Path, split: str, digest: str) -> None:
+        self.split = split
+        self.digest = digest
+        self._rows = (folder / f"{split}.rows").open("rb", buffering=0)
+        self._names = (folder / f"{split}.names").open("rb", buffering=0)
+        self._count = os.fstat(self._rows.fileno()).st_size // ROW.size
+
+    @classmethod
+    def write(
+        cls, folder: Path, split: str, items: Iterable[Item], progress: Callable[[int], None] = lambda _: None
+    ) -> Catalog:
+        """Store what a scan yields; refuse an empty scan and two samples with one key."""
+        digest = hashlib.sha256()
+        name_at = 0
+        with ExitStack() as stack:
+            rows = stack.enter_context((folder / f"{split}.rows").open("wb"))
+            names = stack.enter_context((folder / f"{split}.names").open("wb"))
+            hashes = [stack.enter_context(_bucket(folder, split, i).open("wb")) for i in range(BUCKETS)]
+            for count, item in enumerate(items):
+                name = item.name.encode()
+                rows.write(ROW.pack(item.file, item.label, item.offset, name_at, len(name), item.size))
+                names.write(name)
+                key_hash = hash(key_of(item.name))
+                hashes[key_hash % BUCKETS].write(key_hash.to_bytes(8, "little", signed=True))
+                digest.update(b"%d %d %d " % (item.label, item.size, len(name)) + name)
+                name_at += len(name)
+                if count % 1000 == 999:
+                    progress(1000)
+        if name_at == 0:
+            raise SourceError("this split has no images", where=split)
+        catalog = cls(folder, split, digest.hexdigest())
+        catalog._refuse_twin_keys(folder)
+        return catalog
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Item]:
+        for start in range(0, len(self), BLOCK):
+            yield from self.take(range(start, min(start + BLOCK, len(self))))
+
+    def take(self, numbers: Iterable[int]) -> Iterator[Item]:
+        """Read the rows with these numbers, one by one."""
+        rows, names = self._rows.fileno(), self._names.fileno()
+        for number in numbers:
+            file, label, offset, name_at, name_len, size = ROW.unpack(
+                os.pread(rows, ROW.size, number * ROW.size)
+            )
+            yield Item(os.pread(names, name_len, name_at).decode(), label, size, file, offset)
+
+    def weight(self, overhead: int) -> int:
+        """Add up the bytes of all samples, each with a format's overhead."""
+        return sum(int(block["size"].sum(dtype=np.int64)) for block in self._blocks()) + overhead * len(self)
+
+    def label_range(self) -> tuple[int, int]:
+        """Tell the smallest and the largest label."""
+        extremes = [(int(block["label"].min()), int(block["label"].max())) for block in self._blocks()]
+        return min(low for low, _ in extremes), max(high for _, high in extremes)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._rows.close()
+        self._names.close()
+
+    def _blocks(self) -> Iterator[npt.NDArray[np.void]]:
+        for start in range(0, len(self), BLOCK):
+            count = min(BLOCK, len(self) - start)
+            yield np.frombuffer(os.pread(self._rows.fileno(), count * ROW.size, start * ROW.size), ROW_DTYPE)
+
+    def _refuse_twin_keys(self, folder: Path) -> None:
+        """Look for equal 64-bit hashes, a bucket at a time; only those are compared as text."""
+        suspects: set[int] = set()
+        for i in range(BUCKETS):
+            path = _bucket(folder, self.split, i)
+            suspects.update(twins(np.fromfile(path, dtype=np.int64)))
+            path.unlink()
+        if not suspects:
+            return
+        seen: dict[str, str] = {}
+        for item in self:
+            key = key_of(item.name)
+            if hash(key) not in suspects:
+                continue
+            if key in seen:
+                raise SourceError(
+                    f"{seen[key]} and {item.name} would both have the key {key!r}",
+                    where=self.split,
+                    hint="rename or remove one of them",
+                )
+            seen[key] = item.name
+
+
+def twins(hashes: npt.NDArray[np.int64]) -> list[int]:
+    """Return the values that stand more than once."""
+    hashes = np.sort(hashes)
+    found: list[int] = hashes[1:][hashes[1:] == hashes[:-1]].tolist()
+    return found
+
+
+def _bucket(folder: Path, split: str, number: int) -> Path:
+    return folder / f"{split}.keys-{number:02d}"

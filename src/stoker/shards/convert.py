@@ -1,0 +1,82 @@
+"""From a dataset to a plan, and from the plan to shards: what `stoker data convert` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from stoker.errors import InputError
+from stoker.shards.catalog import Catalog
+from stoker.shards.formats import FORMATS
+from stoker.shards.manifest import Manifest
+from stoker.shards.pack import Progress, pack
+from stoker.shards.plan import Options, Plan, make_plan
+from stoker.shards.sources import Source, kind_of, open_source
+from stoker.storage import open_store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """A scanned dataset with the plan for it; nothing is written yet."""
+
+    plan: Plan
+    source: Source
+    catalogs: dict[str, Catalog]
+    scratch: Path
+
+    def run(
+        self, dest: str, *, jobs: int, progress: Callable[[Progress], None] = lambda _: None
+    ) -> list[Manifest]:
+        """Carry the plan out."""
+        store = open_store(dest)
+        return pack(
+            self.plan, self.source, self.catalogs, store, scratch=self.scratch, jobs=jobs, progress=progress
+        )
+
+
+@contextmanager
+def prepared(
+    where: str,
+    options: Options,
+    *,
+    scratch: Path,
+    kind: str = "auto",
+    progress: Callable[[int], None] = lambda _: None,
+) -> Iterator[Conversion]:
+    """Open a dataset, scan it, and plan its shards; `progress` is told of samples as they are found."""
+    options.check()
+    shard_format = FORMATS.get(options.format)
+    kind = kind_of(where) if kind == "auto" else kind
+    unpacked, lists = scratch / "unpacked", scratch / "lists"
+    unpacked.mkdir()
+    lists.mkdir()
+    with ExitStack() as stack:
+        source = open_source(where, kind, scratch=unpacked)
+        stack.callback(source.close)
+        catalogs = {}
+        for split in source.splits:
+            catalogs[split] = Catalog.write(lists, split, source.scan(split), progress)
+            stack.callback(catalogs[split].close)
+        classes = source.classes
+        _check_labels(where, len(classes), catalogs)
+        plan = make_plan(
+            name=source.name,
+            source=kind,
+            classes=classes,
+            catalogs=catalogs,
+            options=options,
+            kind=shard_format,
+        )
+        yield Conversion(plan=plan, source=source, catalogs=catalogs, scratch=scratch)
+
+
+def _check_labels(where: str, classes: int, catalogs: dict[str, Catalog]) -> None:
+    for split, catalog in catalogs.items():
+        low, high = catalog.label_range()
+        if low < 0 or (classes and high >= classes):
+            wanted = f"0 to {classes - 1}" if classes else "0 or more"
+            raise InputError(
+                f"labels of {split!r} run from {low} to {high}, and must be {wanted}", where=where
+            )

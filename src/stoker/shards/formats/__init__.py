@@ -1,0 +1,92 @@
+"""Shard formats: how a sample stands in a shard, and how it is found there again.
+
+`encode` turns a sample into chunks for `os.writev`; `walk` and `parse` turn bytes back into samples. Neither
+direction copies an image: encoding passes its buffer through, reading returns views.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+from stoker.core.registry import Registry
+from stoker.shards.sample import Buffer, Sample
+
+
+class Encoded(NamedTuple):
+    """One sample as it will stand in a shard; `image_at` counts from the sample's first byte."""
+
+    chunks: list[Buffer]
+    length: int
+    image_at: int
+
+
+class Found(NamedTuple):
+    """One sample met while walking a shard; all offsets count from the shard's first byte.
+
+    The sample's buffers are views into the shard: an mmap cannot be closed before they are gone.
+    """
+
+    start: int
+    end: int
+    image_at: int
+    sample: Sample
+
+
+class Format(Protocol):
+    """What a shard format offers; bytes that are not of the format raise SourceError and nothing else."""
+
+    name: str
+    trailer: bytes
+    """What ends a shard after its last sample."""
+    overhead: int
+    """About how many bytes a sample takes beside its image."""
+
+    def shard_name(self, prefix: str, split: str, number: int, total: int) -> str:
+        """The file name of shard `number` out of `total`."""
+        ...
+
+    def encode(self, sample: Sample) -> Encoded:
+        """The bytes of one sample; the same sample always gives the same bytes."""
+        ...
+
+    def walk(self, data: Buffer, where: str, *, check: bool = False) -> Iterator[Found]:
+        """Every sample of a whole shard, in order; `check` also verifies every checksum there is."""
+        ...
+
+    def parse(self, data: Buffer, where: str) -> Sample:
+        """The sample whose span (`start` to `end`, as `walk` gave it) is `data`."""
+        ...
+
+
+KIND_OF_EXTENSION: Mapping[str, str] = {
+    "jpg": "jpg",
+    "jpeg": "jpg",
+    "png": "png",
+    "webp": "webp",
+    "bmp": "bmp",
+    "gif": "gif",
+    "tif": "tif",
+    "tiff": "tif",
+    "ppm": "ppm",
+    "pgm": "ppm",
+}
+"""The extensions, in lower case, that mark an image, each with the one spelling that `Sample.kind` uses."""
+
+FORMATS: Registry[Format] = Registry(
+    "format",
+    {
+        "tar": "stoker.shards.formats.tar:FORMAT",
+        "tfrecord": "stoker.shards.formats.tfrecord:FORMAT",
+    },
+)
+
+_TFRECORD_NAME = re.compile(r"(-\d{5,}-of-\d{5,}|\.tfrecords?)$")
+
+
+def format_of(name: str) -> str | None:
+    """The format that a shard's file name (or URL) promises, None when it promises none."""
+    if name.endswith(".tar"):
+        return "tar"
+    return "tfrecord" if _TFRECORD_NAME.search(name) else None

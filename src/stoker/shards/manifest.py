@@ -1,0 +1,86 @@
+"""The manifest of a shard set: written last, so that what has one is complete."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import msgspec
+
+from stoker.core import spec
+from stoker.errors import InputError
+from stoker.storage import Store
+
+MANIFEST = "manifest.json"
+VERSION = 1
+WINDOW = 2
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One shard of a set; the digest of its index covers the labels too."""
+
+    name: str
+    samples: int
+    bytes: int
+    sha256: str
+    index_sha256: str
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a set was made from; the digest covers every name, size and label."""
+
+    kind: str
+    samples: int
+    digest: str
+
+
+class Shrunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Says that larger images were re-encoded, and how many."""
+
+    max_side: int
+    quality: int
+    images: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A complete shard set: one split of one dataset in one format."""
+
+    version: int
+    name: str
+    split: str
+    format: str
+    samples: int
+    bytes: int
+    quarantined: int
+    classes: tuple[str, ...]
+    seed: int
+    lanes: int
+    window: int
+    source: Origin
+    shrunk: Shrunk | None
+    plan: str
+    shards: tuple[Shard, ...]
+
+
+def default_lanes(shards: int) -> int:
+    """Choose the largest of 1, 2, 4, 8, 24, 48, 96, … that leaves each lane 16 shards or more."""
+    steps = itertools.chain((1, 2, 4, 8), (24 << i for i in itertools.count()))
+    return max((1, *itertools.takewhile(lambda lanes: 16 * lanes <= shards, steps)))
+
+
+def read_manifest(store: Store, folder: str = "") -> Manifest:
+    """Read the manifest of the set that lies in a folder of the store."""
+    name = folder + MANIFEST
+    where = f"{store.url.rstrip('/')}/{name}"
+    data = store.get(name)
+    try:
+        version = json.loads(data).get("version")
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"not a manifest: {error}", where=where) from error
+    if version != VERSION:
+        raise InputError(
+            f"a manifest of version {version!r}, and this stoker reads version {VERSION}",
+            where=where,
+            hint="upgrade stoker, or convert the dataset again",
+        )
+    return spec.load(data, Manifest, where)

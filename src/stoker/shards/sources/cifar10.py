@@ -1,0 +1,246 @@
+"""CIFAR-10 as downloaded: six pickles of Python 2 in a tar, read without letting them run anything."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker.errors import NotFoundError, SourceError
+from stoker.shards.sample import Content, Item
+from stoker.shards.sources.files import OpenFile, open_decompressed, writing_to
+from stoker.shards.sources.png import encode_png
+from stoker.shards.sources.tarfiles import members
+
+ARCHIVE = "cifar-10-python.tar.gz"
+FOLDER = "cifar-10-batches-py"
+META = "batches.meta"
+BATCHES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
+FILES = (META, *BATCHES)
+SPLITS = {"train": range(5), "test": range(5, 6)}
+CLASSES = 10
+ROW = 3 * 32 * 32
+MAX_FILE = 100_000_000  # a batch has 31 million bytes and is read whole
+
+
+class Cifar10Source:
+    """Rows of the batches as lossless PNG; a batch is unpickled once and its pixels laid down in scratch."""
+
+    name = "cifar10"
+
+    def __init__(self, where: str, *, scratch: Path) -> None:
+        self._scratch = scratch
+        self._batches: dict[int, _Batch] = {}
+        self._lock = threading.Lock()
+        self._files = _find(Path(where), scratch)
+        try:
+            for file in FILES:
+                if file not in self._files:
+                    raise SourceError(f"there is no {file}", where=where, hint=f"download {ARCHIVE} again")
+            self.classes: Sequence[str] = _class_names(self._files[META])
+        except BaseException:
+            self.close()
+            raise
+        self.splits: Sequence[str] = tuple(SPLITS)
+        self.notes: Sequence[str] = ()
+
+    @staticmethod
+    def recognises(where: str) -> bool:
+        """Whether this is the archive, the unpacked folder, or a folder with either of them."""
+        path = Path(where)
+        try:
+            return (path.name == ARCHIVE and path.is_file()) or any(
+                (path / inside).is_file() for inside in (ARCHIVE, f"{FOLDER}/{BATCHES[0]}", BATCHES[0])
+            )
+        except (OSError, ValueError):
+            return False
+
+    def scan(self, split: str) -> Iterator[Item]:
+        """List the rows of the split's batches in order."""
+        batches = [(number, self._batch(number)) for number in SPLITS[split]]
+        names = np.unique(np.concatenate([batch.names for _, batch in batches]))
+        named = len(names) == sum(len(batch.labels) for _, batch in batches)
+        if not named:
+            note = f"{split}: file names are missing or not unique, so samples are named by batch and row"
+            self.notes = tuple(dict.fromkeys((*self.notes, note)))
+        for number, batch in batches:
+            for row, label in enumerate(batch.labels):
+                file = batch.names[row].decode() if named else f"{BATCHES[number]}_{row:05d}.png"
+                yield Item(
+                    name=f"{self.classes[label]}/{file}", label=label, size=ROW, file=number, offset=row
+                )
+
+    def read(self, split: str, item: Item) -> Content:  # noqa: ARG002 - the batch tells the split
+        """Encode one row; its bytes are the red, then the green, then the blue plane."""
+        planes = self._batch(item.file).pixels[item.offset].reshape(3, 32, 32)
+        return Content(encode_png(np.ascontiguousarray(planes.transpose(1, 2, 0))))
+
+    def close(self) -> None:
+        """Close the files and let go of the mapped pixels."""
+        self._batches.clear()
+        for file in self._files.values():
+            file.file.close()
+
+    def _batch(self, number: int) -> _Batch:
+        with self._lock:
+            if number not in self._batches:
+                name = BATCHES[number]
+                self._batches[number] = _load_batch(self._files[name], self._scratch / f"{name}.npy")
+            return self._batches[number]
+
+
+class _File(NamedTuple):
+    """One of the seven files: a part of the archive, or a file by itself."""
+
+    file: OpenFile
+    offset: int
+    size: int
+    where: str
+
+
+class _Batch(NamedTuple):
+    """A batch in little memory: the pixels are mapped from a file, and names and labels are flat arrays."""
+
+    pixels: npt.NDArray[np.uint8]
+    labels: bytes
+    names: npt.NDArray[np.bytes_]
+
+
+class _Inert:
+    """What a batch's pickle builds in place of an array or a dtype: it only remembers what it was told."""
+
+    def __init__(self, *args: object) -> None:
+        self.args = args
+        self.state: object = None
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+class RestrictedUnpickler(pickle.Unpickler):
+    """Gives `_Inert` for the three names of numpy that a batch needs, and refuses every other name."""
+
+    ALLOWED = frozenset(
+        {
+            ("numpy.core.multiarray", "_reconstruct"),
+            ("numpy._core.multiarray", "_reconstruct"),
+            ("numpy", "ndarray"),
+            ("numpy", "dtype"),
+        }
+    )
+
+    def __init__(self, file: IO[bytes], where: str) -> None:
+        super().__init__(file, encoding="bytes")
+        self._where = where
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Stand in for numpy; nothing that a pickle names is ever imported."""
+        if (module, name) not in self.ALLOWED:
+            raise SourceError(
+                f"refuses to unpickle {module}.{name}, which no CIFAR-10 file holds",
+                where=self._where,
+                hint="do not trust this file; download it again",
+            )
+        return _Inert
+
+
+def _load(file: _File) -> dict[bytes, Any]:
+    """Unpickle a file that must hold a dict with byte strings as keys."""
+    if file.size > MAX_FILE:
+        raise SourceError(
+            f"is {file.size} bytes long; no CIFAR-10 file is longer than {MAX_FILE}", where=file.where
+        )
+    try:
+        content = RestrictedUnpickler(io.BytesIO(file.file.read(file.offset, file.size)), file.where).load()
+    except SourceError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise SourceError(f"damaged pickle: {type(error).__name__}: {error}", where=file.where) from error
+    if not isinstance(content, dict):
+        raise SourceError(f"holds a {type(content).__name__}, not a dict", where=file.where)
+    return content
+
+
+def _class_names(file: _File) -> tuple[str, ...]:
+    names = _load(file).get(b"label_names")
+    if not isinstance(names, list) or len(names) != CLASSES or not all(map(_is_plain_name, names)):
+        raise SourceError(f"label_names must be {CLASSES} names, not {names!r:.200}", where=file.where)
+    return tuple(name.decode() for name in names)
+
+
+def _load_batch(file: _File, laid_down: Path) -> _Batch:
+    content = _load(file)
+    pixels = _pixels(content.get(b"data"), file.where)
+    labels = _labels(content.get(b"labels"), len(pixels), file.where)
+    names = content.get(b"filenames")
+    if not isinstance(names, list) or len(names) != len(pixels) or not all(map(_is_png_name, names)):
+        names = []
+    with writing_to(laid_down.parent):
+        np.save(laid_down, pixels)
+    return _Batch(np.load(laid_down, mmap_mode="r"), labels, np.array(names, np.bytes_))
+
+
+def _pixels(data: object, where: str) -> npt.NDArray[np.uint8]:
+    """Make the array that the pickle describes: state = (version, shape, dtype, column order, bytes)."""
+    match data:
+        case _Inert(state=(_, (int(rows), int(width)), _Inert(args=(b"u1", *_)), int(columns), bytes(raw))):
+            if width != ROW or rows < 1 or len(raw) != rows * ROW:
+                raise SourceError(
+                    f"data is {rows} × {width} in {len(raw)} bytes; expected rows of {ROW} bytes", where=where
+                )
+            return np.frombuffer(raw, np.uint8).reshape((rows, ROW), order="F" if columns else "C")
+    raise SourceError("data is not an array of bytes in two dimensions", where=where)
+
+
+def _labels(labels: object, rows: int, where: str) -> bytes:
+    if not isinstance(labels, list):
+        raise SourceError("labels is not a list", where=where)
+    if len(labels) != rows:
+        raise SourceError(f"holds {rows} rows but {len(labels)} labels", where=where)
+    for row, label in enumerate(labels):
+        if not isinstance(label, int) or not 0 <= label < CLASSES:
+            raise SourceError(
+                f"label {label!r:.50} of row {row} is not within 0 to {CLASSES - 1}", where=where
+            )
+    return bytes(labels)
+
+
+def _is_plain_name(name: object) -> bool:
+    """Whether a name can be one part of a path: printable ASCII, no slash, no dot in front."""
+    return isinstance(name, bytes) and re.fullmatch(rb"(?!\.)[ -.0-~]+", name) is not None
+
+
+def _is_png_name(name: object) -> bool:
+    return isinstance(name, bytes) and name.endswith(b".png") and _is_plain_name(name)
+
+
+def _find(path: Path, scratch: Path) -> dict[str, _File]:
+    """Find the seven files, in the archive or in the folder that it unpacks to."""
+    if path.is_dir():
+        for folder in (path / FOLDER, path):
+            if any((folder / name).is_file() for name in BATCHES):
+                files = (OpenFile(folder / name) for name in FILES if (folder / name).is_file())
+                return {file.path.name: _File(file, 0, file.size, str(file.path)) for file in files}
+        if not (path / ARCHIVE).is_file():
+            raise SourceError(f"there is no {ARCHIVE} and no {FOLDER}/ here", where=path)
+        path /= ARCHIVE
+    elif not path.is_file():
+        raise NotFoundError("there is no such file or folder", where=path)
+    archive = open_decompressed(path, scratch)
+    found = {}
+    try:
+        for name, offset, size in members(archive):
+            inside = name.removeprefix("./").removeprefix(f"{FOLDER}/")
+            if inside in FILES:
+                found[inside] = _File(archive, offset, size, f"{path} ({inside})")
+    except BaseException:
+        archive.close()
+        raise
+    return found

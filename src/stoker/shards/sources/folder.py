@@ -1,0 +1,173 @@
+"""A tree of class folders: `train/<class>/…` and `val/<class>/…`, or `<class>/…` alone."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from stoker.errors import NotFoundError, SourceError
+from stoker.shards.images import EXTENSIONS, sniff
+from stoker.shards.sample import Content, Item
+
+SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+
+
+class FolderSource:
+    """Class folders; the label of a class is its place in the sorted list of the training classes."""
+
+    def __init__(self, where: str, *, scratch: Path) -> None:  # noqa: ARG002 - nothing needs unpacking
+        root = Path(where)
+        if not root.is_dir():
+            raise NotFoundError("there is no such folder", where=where)
+        self.name = root.resolve().name or "dataset"
+        self._roots = _split_roots(root)
+        self.splits: Sequence[str] = tuple(self._roots)
+        by_split = {split: _class_folders(folder) for split, folder in self._roots.items()}
+        self.classes: Sequence[str] = by_split.get("train") or next(iter(by_split.values()))
+        self._labels = {name: label for label, name in enumerate(self.classes)}
+        self._left_out: Counter[str] = Counter()
+        for split, names in by_split.items():
+            if strangers := [name for name in names if name not in self._labels]:
+                raise SourceError(
+                    f"{_some(strangers)} is a class here but not in {self._roots[self.splits[0]]}",
+                    where=self._roots[split],
+                    hint="every class needs a folder in the training split",
+                )
+
+    @staticmethod
+    def recognises(where: str) -> bool:
+        """Whether there is a folder with folders in it."""
+        try:
+            return bool(_subfolders(Path(where)))
+        except OSError:
+            return False
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Tell what was left out."""
+        if not self._left_out:
+            return ()
+        kinds = ", ".join(f"{count:,} × {kind}" for kind, count in self._left_out.most_common(8))
+        return (f"left out {self._left_out.total():,} files that are not images: {kinds}",)
+
+    def scan(self, split: str) -> Iterator[Item]:
+        """List the images of every class, in order of path."""
+        root = self._roots[split]
+        for name in _class_folders(root):
+            label, empty = self._labels[name], True
+            for path, size in self._images(root / name):
+                empty = False
+                yield Item(name=f"{name}/{path}", label=label, size=size)
+            if empty:
+                raise SourceError(
+                    "this class folder has no images", where=root / name, hint="remove it or put images in it"
+                )
+
+    def read(self, split: str, item: Item) -> Content:
+        """Read one image file."""
+        path = f"{self._roots[split]}/{item.name}"
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                data = os.read(fd, item.size + 1)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise SourceError(f"cannot be read: {error.strerror}", where=path) from error
+        if len(data) != item.size:
+            raise SourceError(
+                f"changed while it was converted: it had {item.size} bytes",
+                where=path,
+                hint="run again once it rests",
+            )
+        return Content(data)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _images(
+        self, folder: Path, inside: str = "", above: tuple[tuple[int, int], ...] = ()
+    ) -> Iterator[tuple[str, int]]:
+        """Yield (path below the class folder, size) of each image; folders are entered, links followed."""
+        here = folder / inside
+        stat = here.stat()
+        if (stat.st_dev, stat.st_ino) in above:
+            raise SourceError("a link leads back to a folder above it", where=here, hint="remove the link")
+        for entry in sorted(os.scandir(here), key=lambda entry: entry.name):
+            path = inside + entry.name
+            if not _is_utf8(entry.name):
+                raise SourceError(f"the name {entry.name!r} is not UTF-8", where=here, hint="rename the file")
+            if entry.name.startswith("."):
+                self._left_out["hidden"] += 1
+            elif entry.is_dir():
+                yield from self._images(folder, path + "/", (*above, (stat.st_dev, stat.st_ino)))
+            elif not entry.is_file():
+                raise SourceError("a link that leads nowhere, or no regular file", where=here / entry.name)
+            elif os.path.splitext(entry.name)[1].lower() in EXTENSIONS:
+                yield path, entry.stat().st_size
+            else:
+                self._leave_out(entry)
+
+    def _leave_out(self, entry: os.DirEntry[str]) -> None:
+        """Count a file that is not named like an image; refuse it when it is one, for it would be lost in silence."""
+        with open(entry.path, "rb") as file:
+            kind = sniff(file.read(16))
+        extension = os.path.splitext(entry.name)[1]
+        if kind is not None:
+            raise SourceError(
+                f"this file holds a {kind.upper()} image but is not named like one",
+                where=entry.path,
+                hint=f"rename it to end in .{kind}, or remove it",
+            )
+        self._left_out[extension.lower() or "no extension"] += 1
+
+
+def _split_roots(root: Path) -> dict[str, Path]:
+    """Map each split to its folder; a tree without split folders is all training data."""
+    folders = _subfolders(root)
+    named = [name for name in folders if name.lower() in SPLITS]
+    if "train" not in (name.lower() for name in named) and len(named) < len(folders):
+        named = []
+    if not named:
+        return {"train": root}
+    roots: dict[str, Path] = {}
+    for name in named:
+        split = SPLITS[name.lower()]
+        if split in roots:
+            raise SourceError(f"{roots[split].name}/ and {name}/ are both the {split!r} split", where=root)
+        roots[split] = root / name
+    return {split: roots[split] for split in ("train", "val", "test") if split in roots}
+
+
+def _class_folders(root: Path) -> tuple[str, ...]:
+    """List the class folders, sorted; refuse images that lie outside of any class."""
+    stray = [
+        e.name for e in os.scandir(root) if e.is_file() and os.path.splitext(e.name)[1].lower() in EXTENSIONS
+    ]
+    if stray:
+        raise SourceError(
+            f"{_some(sorted(stray))} lies outside of any class folder",
+            where=root,
+            hint="put every image into the folder of its class",
+        )
+    names = _subfolders(root)
+    if not names:
+        raise SourceError(
+            "there are no class folders here", where=root, hint="put images into <class>/<image>"
+        )
+    return names
+
+
+def _subfolders(root: Path) -> tuple[str, ...]:
+    return tuple(sorted(e.name for e in os.scandir(root) if e.is_dir() and not e.name.startswith(".")))
+
+
+def _is_utf8(name: str) -> bool:
+    return "\udc80" > max(name) or not any("\udc80" <= char <= "\udcff" for char in name)
+
+
+def _some(names: Sequence[str]) -> str:
+    """Name the first few of many."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

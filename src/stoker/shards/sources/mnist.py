@@ -1,0 +1,195 @@
+"""MNIST, and Fashion-MNIST in its files: idx arrays of pixels and of labels, gzipped or not."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from stoker.errors import NotFoundError, SourceError
+from stoker.shards.sample import Content, Item
+from stoker.shards.sources.files import open_decompressed
+from stoker.shards.sources.png import encode_png
+
+DIGITS = tuple("0123456789")
+FASHION = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+PREFIXES = {"train": "train", "test": "t10k"}
+FOLDERS = ("", "raw", "MNIST/raw", "FashionMNIST/raw")
+UNSIGNED_BYTES = 0x08
+CHUNK = 1 << 16
+
+
+class MnistSource:
+    """Rows are read by position and encoded as grey PNG; a sample's label is the folder in its name."""
+
+    def __init__(self, where: str, *, scratch: Path) -> None:
+        if not Path(where).is_dir():
+            raise NotFoundError("there is no such folder", where=where)
+        folder = _only_folder(where)
+        fashion = "fashion" in (folder.parent if folder.name == "raw" else folder).resolve().name.lower()
+        self.name = "fashion-mnist" if fashion else "mnist"
+        self.classes: Sequence[str] = FASHION if fashion else DIGITS
+        self.notes: Sequence[str] = (
+            ("the folder's name says fashion, so the classes are named as Fashion-MNIST names them",)
+            if fashion
+            else ()
+        )
+        self._splits: dict[str, tuple[_Idx, _Idx]] = {}
+        try:
+            for split, prefix in PREFIXES.items():
+                if _find(folder, prefix, "images", 3) or _find(folder, prefix, "labels", 1):
+                    self._splits[split] = _open_pair(folder, prefix, scratch)
+        except BaseException:
+            self.close()
+            raise
+        self.splits: Sequence[str] = tuple(self._splits)
+
+    @staticmethod
+    def recognises(where: str) -> bool:
+        """Whether there are idx files with MNIST's names."""
+        try:
+            return bool(_folders(where))
+        except (OSError, ValueError):
+            return False
+
+    def scan(self, split: str) -> Iterator[Item]:
+        """List the rows in order."""
+        images, labels = self._splits[split]
+        for start in range(0, len(labels), CHUNK):
+            for row, label in enumerate(labels.rows(start, min(CHUNK, len(labels) - start)), start):
+                if label >= len(self.classes):
+                    raise SourceError(
+                        f"label {label} of row {row} is not within 0 to {len(self.classes) - 1}",
+                        where=labels.path,
+                    )
+                yield Item(name=f"{label}/{row:08d}.png", label=label, size=images.row_size, offset=row)
+
+    def read(self, split: str, item: Item) -> Content:
+        """Encode one row."""
+        images, _ = self._splits[split]
+        pixels = np.frombuffer(images.rows(item.offset, 1), np.uint8).reshape(images.shape[1:])
+        return Content(encode_png(pixels))
+
+    def close(self) -> None:
+        """Close the idx files."""
+        for images, labels in self._splits.values():
+            images.close()
+            labels.close()
+
+
+class _Idx:
+    """An idx file of bytes: two zero bytes, the type, the number of dimensions, the dimensions, the data."""
+
+    def __init__(self, path: Path, dimensions: int, scratch: Path) -> None:
+        self.path = path
+        self._file = open_decompressed(path, scratch)
+        try:
+            self._check(dimensions)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self, dimensions: int) -> None:
+        self._header = 4 + 4 * dimensions
+        if self._file.size < self._header:
+            raise SourceError(
+                f"truncated: an idx header of {self._header} bytes was expected", where=self.path
+            )
+        head = self._file.read(0, self._header)
+        expected = bytes((0, 0, UNSIGNED_BYTES, dimensions))
+        if head[:4] != expected:
+            raise SourceError(
+                f"not such an idx file: it starts {head[:4].hex()}, not {expected.hex()}", where=self.path
+            )
+        self.shape: tuple[int, ...] = struct.unpack(f">{dimensions}I", head[4:])
+        self.row_size = math.prod(self.shape[1:])
+        if 0 in self.shape:
+            raise SourceError(f"holds nothing: its dimensions are {_by(self.shape)}", where=self.path)
+        size = self._header + math.prod(self.shape)
+        if self._file.size != size:
+            raise SourceError(
+                f"is {self._file.size} bytes long, but its dimensions {_by(self.shape)} need {size}",
+                where=self.path,
+            )
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def rows(self, start: int, count: int) -> bytes:
+        return self._file.read(self._header + start * self.row_size, count * self.row_size)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _open_pair(folder: Path, prefix: str, scratch: Path) -> tuple[_Idx, _Idx]:
+    paths = []
+    for what, dimensions in (("images", 3), ("labels", 1)):
+        path = _find(folder, prefix, what, dimensions)
+        if path is None:
+            raise SourceError(f"there is no {prefix}-{what}-idx{dimensions}-ubyte[.gz]", where=folder)
+        paths.append((path, dimensions))
+    images = _Idx(*paths[0], scratch)
+    try:
+        labels = _Idx(*paths[1], scratch)
+    except BaseException:
+        images.close()
+        raise
+    if len(images) != len(labels):
+        images.close()
+        labels.close()
+        raise SourceError(
+            f"holds {len(images)} images, but {labels.path.name} has {len(labels)} labels", where=images.path
+        )
+    return images, labels
+
+
+def _find(folder: Path, prefix: str, what: str, dimensions: int) -> Path | None:
+    """Find a file under either spelling, the decompressed one first."""
+    for suffix in ("", ".gz"):
+        for mark in "-.":
+            path = folder / f"{prefix}-{what}{mark}idx{dimensions}-ubyte{suffix}"
+            if path.is_file():
+                return path
+    return None
+
+
+def _folders(where: str) -> list[Path]:
+    """List the folders, here or where torchvision puts them, that hold images of a split."""
+    folders = [Path(where, inside) for inside in FOLDERS]
+    return [
+        folder
+        for folder in folders
+        if any(_find(folder, prefix, "images", 3) for prefix in PREFIXES.values())
+    ]
+
+
+def _only_folder(where: str) -> Path:
+    folders = _folders(where)
+    if not folders:
+        raise SourceError(
+            "there is no train-images-idx3-ubyte[.gz] and no t10k-images-idx3-ubyte[.gz]", where=where
+        )
+    if len(folders) > 1:
+        raise SourceError(
+            f"holds two datasets: {folders[0]} and {folders[1]}", where=where, hint="name one of them"
+        )
+    return folders[0]
+
+
+def _by(shape: Sequence[int]) -> str:
+    return " × ".join(map(str, shape))

@@ -1,0 +1,16 @@
+"""Lossless PNG for datasets that store bare pixels."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+
+def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """Encode height × width (grey) or height × width × 3 (RGB); the same pixels give the same bytes."""
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG", optimize=False, compress_level=6)
+    return out.getvalue()

@@ -1,0 +1,169 @@
+"""Images out of nothing: drawn from a seed, learnable, of any size and number, for drills and benchmarks."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from stoker.errors import InputError
+from stoker.shards.sample import Content, Item
+from stoker.shards.sources.png import encode_png
+
+PREFIX = "synthetic:"
+EXAMPLE = "synthetic:samples=1000,classes=10,size=64x48,val=200,seed=0,kind=jpg"
+MAX_SAMPLES = 10**12
+MAX_CLASSES = 100_000
+MAX_SIDE = 8192
+SPLITS = ("train", "val")
+# Steps across and down for stripes of eight directions.
+DIRECTIONS = ((8, 0), (7, 3), (6, 6), (3, 7), (0, 8), (-3, 7), (-6, 6), (-7, 3))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What the part after `synthetic:` asks for."""
+
+    samples: int = 1000
+    classes: int = 10
+    size: tuple[int, int] = (64, 64)
+    val: int = 0
+    seed: int = 0
+    kind: str = "jpg"
+
+
+class SyntheticSource:
+    """Labelled images by arithmetic: each depends on nothing but the seed, the split and its number."""
+
+    name = "synthetic"
+
+    def __init__(self, where: str, *, scratch: Path) -> None:  # noqa: ARG002 - nothing needs unpacking
+        self._recipe = parse_recipe(where)
+        counts = zip(SPLITS, (self._recipe.samples, self._recipe.val), strict=True)
+        self._counts = {split: count for split, count in counts if count}
+        self.splits: Sequence[str] = tuple(self._counts)
+        digits = max(2, len(str(self._recipe.classes - 1)))
+        self.classes: Sequence[str] = tuple(
+            f"class{label:0{digits}d}" for label in range(self._recipe.classes)
+        )
+        self.notes: Sequence[str] = ("the images are synthetic: a training run on them proves no model",)
+
+    @staticmethod
+    def recognises(where: str) -> bool:
+        """Whether the name starts with `synthetic:`."""
+        return where.startswith(PREFIX)
+
+    def scan(self, split: str) -> Iterator[Item]:
+        """Deal the labels in turn."""
+        width, height = self._recipe.size
+        # A guess, for nothing is drawn yet: such JPEGs take 3 bits per pixel, and noise leaves PNG no gain.
+        size = 600 + width * height * (3 if self._recipe.kind == "jpg" else 18) // 8
+        for index in range(self._counts[split]):
+            label = index % self._recipe.classes
+            name = f"{self.classes[label]}/{index:08d}.{self._recipe.kind}"
+            yield Item(name=name, label=label, size=size, offset=index)
+
+    def read(self, split: str, item: Item) -> Content:
+        """Draw and encode one image."""
+        pixels = draw(self._recipe, SPLITS.index(split), item.offset)
+        if self._recipe.kind == "png":
+            return Content(encode_png(pixels))
+        out = io.BytesIO()
+        Image.fromarray(pixels).save(out, "JPEG", quality=90)
+        return Content(out.getvalue())
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def draw(recipe: Recipe, split: int, index: int) -> npt.NDArray[np.uint8]:
+    """Draw stripes whose colour, direction and width tell the class; the seed shifts, dims and adds noise.
+
+    Raw words and whole numbers only: those are the same in every version of numpy and on every machine, which
+    the distributions of numpy and the sines of libm are not.
+    """
+    label = index % recipe.classes
+    width, height = recipe.size
+    words = np.random.Philox(key=np.array([recipe.seed, split << 62 | index], np.uint64)).random_raw(
+        1 + -(-3 * width * height // 8)
+    )
+    noise = words[1:].astype("<u8").view(np.uint8)[: 3 * width * height].reshape(height, width, 3)
+    shift, light = int(words[0]) & 511, 192 + (int(words[0]) >> 9 & 63)
+    across, down = DIRECTIONS[label % len(DIRECTIONS)]
+    thickness = 1 + label // len(DIRECTIONS) % 3
+    x, y = np.arange(width, dtype=np.int32), np.arange(height, dtype=np.int32)[:, None]
+    phase = ((x * across + y * down) * 4 // thickness + shift) & 511
+    stripes = 96 + (np.where(phase < 256, phase, 511 - phase) * 160 >> 8)
+    colour = np.array(_hue(label * 1536 // recipe.classes), np.int32) * light >> 8
+    pixels = (stripes[:, :, None] * colour >> 8) * 7 // 8 + (noise >> 3)
+    return pixels.astype(np.uint8)
+
+
+def _hue(hue: int) -> tuple[int, int, int]:
+    """Return the colour at `hue` of 1536 steps around the colour circle, each channel from 32 to 255."""
+
+    def channel(at: int) -> int:
+        distance = abs((hue - at + 768) % 1536 - 768)
+        return min(max(512 - distance, 32), 255)
+
+    return channel(0), channel(512), channel(1024)
+
+
+def parse_recipe(where: str) -> Recipe:
+    """Parse `synthetic:key=value,…`; raise one InputError that tells every fault."""
+    found: dict[str, Any] = {}
+    faults: list[str] = []
+    for part in filter(None, (part.strip() for part in where.removeprefix(PREFIX).split(","))):
+        key, equals, value = part.partition("=")
+        if key not in SETTINGS or not equals:
+            faults.append(f"{part!r} is not a setting")
+        elif key in found:
+            faults.append(f"{key} is given twice")
+        else:
+            try:
+                found[key] = SETTINGS[key](value)
+            except ValueError as error:
+                faults.append(f"{key} must be {error}, not {value!r}")
+                found[key] = None
+    if faults:
+        raise InputError("; ".join(faults), where=where, hint=f"all settings, each optional: {EXAMPLE}")
+    return Recipe(**found)
+
+
+def _whole(low: int, high: int, text: str) -> int:
+    # int() also takes signs, spaces and underscores, and balks at 4300 digits.
+    if not (text.isascii() and text.isdigit() and len(text) < 40 and low <= int(text) <= high):
+        raise ValueError(f"a whole number from {low} to {high}")
+    return int(text)
+
+
+def _size(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([0-9]{1,5})(?:x([0-9]{1,5}))?", text)
+    width, height = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not (1 <= width <= MAX_SIDE and 1 <= height <= MAX_SIDE):
+        raise ValueError(f"a side or WIDTHxHEIGHT, each from 1 to {MAX_SIDE}")
+    return width, height
+
+
+def _kind(text: str) -> str:
+    if text not in ("jpg", "png"):
+        raise ValueError("jpg or png")
+    return text
+
+
+SETTINGS: dict[str, Callable[[str], Any]] = {
+    "samples": partial(_whole, 1, MAX_SAMPLES),
+    "classes": partial(_whole, 1, MAX_CLASSES),
+    "size": _size,
+    "val": partial(_whole, 0, MAX_SAMPLES),
+    "seed": partial(_whole, 0, 2**64 - 1),
+    "kind": _kind,
+}

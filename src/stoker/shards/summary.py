@@ -1,0 +1,68 @@
+"""What shards there are, in one line a set: pattern, counts, bytes, gaps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from stoker.errors import InputError
+from stoker.shards.braces import collapse
+from stoker.shards.formats import format_of
+from stoker.shards.locate import ShardSet, split_of
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of shards; what a listing alone cannot tell is None."""
+
+    pattern: str
+    split: str
+    format: str
+    shards: int
+    missing: tuple[str, ...]
+    samples: int | None = None
+    bytes: int | None = None
+    classes: int | None = None
+    quarantined: int | None = None
+
+
+def summarise(one: ShardSet) -> list[Summary]:
+    """Sum up a set; one whose shards are called by several patterns gives several rows."""
+    manifest = one.manifest
+    sizes = {entry.name: entry.size for entry in one.shards}
+    samples = {} if manifest is None else {shard.name: shard.samples for shard in manifest.shards}
+    return [
+        Summary(
+            pattern=one.url_of(run.pattern),
+            split=one.split,
+            format=one.format,
+            shards=len(run.names),
+            missing=run.missing,
+            samples=None if manifest is None else sum(samples[name] for name in run.names),
+            bytes=sum(sizes[name] for name in run.names),
+            classes=None if manifest is None else len(manifest.classes),
+            quarantined=None if manifest is None else manifest.quarantined,
+        )
+        for run in collapse(sizes)
+    ]
+
+
+def summarise_listing(lines: Iterable[str]) -> list[Summary]:
+    """Sum up a listing, as `ls`, `ls -l` or a bucket's own tool prints it: the name is a line's last word."""
+    words = [line.split()[-1] for line in lines if line.strip()]
+    names = [name for name in words if format_of(name) is not None]
+    if not names:
+        raise InputError(
+            f"none of the {len(words)} names on standard input is a shard's",
+            hint="give one a line, such as: ls shards | stoker data summary -",
+        )
+    return [
+        Summary(
+            pattern=run.pattern,
+            split=split_of(run.pattern.rpartition("/")[2]),
+            format=format_of(run.names[0]) or "",
+            shards=len(run.names),
+            missing=run.missing,
+        )
+        for run in collapse(names)
+    ]

@@ -1,0 +1,188 @@
+"""Whether a shard set is what its manifest says: every fault is found and told, not only the first."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from stoker.errors import StokerError
+from stoker.shards import index
+from stoker.shards.catalog import twins
+from stoker.shards.formats import FORMATS, Found, format_of
+from stoker.shards.images import BadImageError, decode, probe
+from stoker.shards.locate import MappedFile, ShardSet
+from stoker.shards.manifest import Shard
+
+CHUNK = 8 << 20
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault: in which shard, and where in it when that is known."""
+
+    shard: str
+    what: str
+    offset: int | None = None
+    key: str | None = None
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What was looked at in a set, and all that is wrong with it."""
+
+    url: str
+    split: str
+    shards: int
+    samples: int
+    bytes: int
+    findings: tuple[Finding, ...]
+
+
+class _Checked(NamedTuple):
+    """What one shard gave."""
+
+    samples: int
+    keys: array[int]
+    findings: list[Finding]
+
+
+def verify(
+    one: ShardSet, *, deep: bool = False, jobs: int = 2, progress: Callable[[int], None] = lambda _: None
+) -> Report:
+    """Check every shard of a set; `progress` is told the bytes of each shard as it is done."""
+    recorded = {} if one.manifest is None else {shard.name: shard for shard in one.manifest.shards}
+
+    def check(number: int) -> _Checked:
+        entry = one.shards[number]
+        checked = _check_shard(one, entry.name, recorded.get(entry.name), deep)
+        progress(entry.size)
+        return checked
+
+    with ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="verify") as pool:
+        results = list(pool.map(check, range(len(one.shards))))
+    findings = [finding for result in results for finding in result.findings]
+    findings += _twin_keys(one, [result.keys for result in results])
+    findings += _strangers(one)
+    samples = sum(result.samples for result in results)
+    if one.manifest is not None and one.manifest.samples != sum(
+        shard.samples for shard in one.manifest.shards
+    ):
+        findings.append(
+            Finding(shard="manifest.json", what="its count of samples is not the sum of its shards'")
+        )
+    return Report(
+        url=one.url,
+        split=one.split,
+        shards=len(one.shards),
+        samples=samples,
+        bytes=sum(entry.size for entry in one.shards),
+        findings=tuple(findings),
+    )
+
+
+def _check_shard(one: ShardSet, name: str, shard: Shard | None, deep: bool) -> _Checked:
+    """Check one shard's bytes, members, images, labels and index."""
+    keys = array("q")
+    findings: list[Finding] = []
+    rows = index.IndexBuilder()
+    try:
+        with one.mapped(name) as reader:
+            if shard is not None:
+                findings += _check_bytes(reader, shard)
+            for found in FORMATS.get(one.format).walk(reader.view, name, check=True):
+                keys.append(hash(found.sample.key))
+                rows.add(found.image_at, len(found.sample.image), found.sample.label)
+                findings += _check_sample(one, name, found, deep)
+                reader.passed(found.end)
+    except StokerError as error:
+        findings.append(Finding(shard=name, what=str(error).removeprefix(f"{name}: ")))
+    if shard is not None:
+        if len(rows) != shard.samples:
+            findings.append(
+                Finding(shard=name, what=f"{len(rows):,} samples, and the manifest says {shard.samples:,}")
+            )
+        findings += _check_index(one, shard, rows)
+    return _Checked(len(rows), keys, findings)
+
+
+def _check_bytes(reader: MappedFile, shard: Shard) -> Iterator[Finding]:
+    data = reader.view
+    if len(data) != shard.bytes:
+        yield Finding(shard=shard.name, what=f"{len(data):,} bytes, and the manifest says {shard.bytes:,}")
+        return
+    digest = hashlib.sha256()
+    for start in range(0, len(data), CHUNK):
+        digest.update(data[start : start + CHUNK])
+        reader.passed(start)
+    if digest.hexdigest() != shard.sha256:
+        yield Finding(shard=shard.name, what=f"its sha256 is {digest.hexdigest()}, not {shard.sha256}")
+
+
+def _check_sample(one: ShardSet, name: str, found: Found, deep: bool) -> Iterator[Finding]:
+    sample = found.sample
+    try:
+        probe(sample.image)
+        if deep:
+            decode(sample.image)
+    except BadImageError as error:
+        yield Finding(shard=name, offset=found.image_at, key=sample.key, what=str(error))
+    classes = 0 if one.manifest is None else len(one.manifest.classes)
+    if sample.label < 0 or (classes and sample.label >= classes):
+        wanted = f"0 to {classes - 1}" if classes else "0 or more"
+        yield Finding(
+            shard=name, offset=found.start, key=sample.key, what=f"its label is {sample.label}, not {wanted}"
+        )
+
+
+def _check_index(one: ShardSet, shard: Shard, rows: index.IndexBuilder) -> Iterator[Finding]:
+    """Compare the index beside a shard with what the shard holds."""
+    name = index.index_name(shard.name)
+    try:
+        data = one.store.get(one.folder + name)
+    except StokerError as error:
+        yield Finding(shard=shard.name, what=f"its index {name} cannot be read: {error.what}")
+        return
+    if hashlib.sha256(data).hexdigest() != shard.index_sha256:
+        yield Finding(shard=shard.name, what=f"the sha256 of its index {name} is not the manifest's")
+    elif data != rows.to_bytes():
+        yield Finding(shard=shard.name, what=f"its index {name} does not tell where its samples lie")
+
+
+def _twin_keys(one: ShardSet, keys: Sequence[array[int]]) -> Iterator[Finding]:
+    """Find keys that stand twice: by 64-bit hash first, then by name in the shards concerned."""
+    suspects = set(twins(np.concatenate([np.frombuffer(part, dtype=np.int64) for part in keys])))
+    if not suspects:
+        return
+    seen: dict[str, str] = {}
+    for part, entry in zip(keys, one.shards, strict=True):
+        if suspects.isdisjoint(part):
+            continue
+        try:
+            with one.mapped(entry.name) as reader:
+                for found in FORMATS.get(one.format).walk(reader.view, entry.name):
+                    key = found.sample.key
+                    if hash(key) in suspects:
+                        if key in seen:
+                            what = f"the key stands in {seen[key]} already"
+                            yield Finding(shard=entry.name, offset=found.start, key=key, what=what)
+                        seen.setdefault(key, entry.name)
+        except StokerError:
+            continue  # told before
+
+
+def _strangers(one: ShardSet) -> Iterator[Finding]:
+    """Find shards that lie in the folder and are not in the manifest."""
+    if one.manifest is None:
+        return
+    known = {shard.name for shard in one.manifest.shards}
+    try:
+        names = [entry.name.removeprefix(one.folder) for entry in one.store.list(one.folder)]
+    except StokerError:  # an http server that lists nothing
+        return
+    for name in names:
+        if "/" not in name and format_of(name) is not None and name not in known:
+            yield Finding(shard=name, what="lies here, but the manifest does not know it")

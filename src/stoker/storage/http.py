@@ -1,0 +1,161 @@
+"""Folders behind a web server: read-only, listed through the server's own index pages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import NoReturn
+from urllib.parse import unquote, urljoin, urlsplit
+
+from urllib3 import make_headers
+
+from stoker.errors import InputError, NotFoundError, UnavailableError
+from stoker.storage import Entry, checked, join
+from stoker.storage.web import Answer, Client, Window, exactly, refusal, shown
+
+MAX_DEPTH = 16
+
+
+class HttpStore:
+    """The files below a URL; a login in it is sent, and its query goes with every request."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            parts = urlsplit(url)
+            _ = parts.port
+        except ValueError as error:
+            raise InputError("is not a URL", where=url) from error
+        if not parts.hostname:
+            raise InputError("names no host", where=url)
+        self.url = url
+        self._root = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        self._tried = "the URL holds no login"
+        self._headers: dict[str, str] = {}
+        if parts.username:
+            login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            self._headers = dict(make_headers(basic_auth=login))
+            self._tried = f"tried the URL's login as {unquote(parts.username)!r}"
+        self._client = Client(url)
+
+    def get(self, name: str) -> bytes:
+        """Read a whole file."""
+        return self._ask("GET", name).body
+
+    def range(self, name: str, start: int, length: int) -> bytes:
+        """Read exactly `length` bytes from `start`, also from a server that knows no ranges."""
+        if not length:
+            return b""
+        window = Window(start, length)
+        return exactly(window, self._ask("GET", name, window), self._where(name))
+
+    def size(self, name: str) -> int:
+        """Tell a file's size in bytes."""
+        length = self._ask("HEAD", name).headers.get("Content-Length")
+        if length is None:
+            raise UnavailableError("the server does not tell the file's size", where=self._where(name))
+        return int(length)
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """List the files whose name starts with `prefix`, in order of name, by the server's index pages."""
+        folder = prefix.rpartition("/")[0]
+        if folder:
+            checked(folder)
+        return self._walk(f"{folder}/" if folder else "", prefix)
+
+    def put(self, name: str, source: bytes | Path) -> None:  # noqa: ARG002
+        """Refuse: a web server only gives."""
+        self._refuse()
+
+    def delete(self, name: str) -> None:  # noqa: ARG002
+        """Refuse: a web server only gives."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise InputError(
+            "http stores are read-only",
+            where=shown(self.url),
+            hint="write to a folder, s3:// or gs://, and serve that",
+        )
+
+    def _where(self, name: str) -> str:
+        return shown(join(self._root, name))
+
+    def _ask(self, method: str, name: str, window: Window | None = None) -> Answer:
+        url = join(self._root, checked(name))
+        where = shown(url)
+        answer = self._client.ask(method, url, where=where, headers=self._headers, window=window)
+        if answer.path.endswith("/"):
+            raise NotFoundError("is a folder, not a file", where=where)
+        if answer.status in (200, 206) or (window and answer.status == 416):
+            return answer
+        raise refusal(answer, where, tried=self._tried)
+
+    def _walk(self, folder: str, prefix: str) -> Iterator[Entry]:
+        """List a folder, whose name is empty or ends with a slash, and the folders in it."""
+        if folder.count("/") > MAX_DEPTH:
+            raise UnavailableError(f"folders nest deeper than {MAX_DEPTH}", where=self._where(folder))
+        for child, size in sorted(self._index(folder).items()):
+            name = folder + child
+            if not name.startswith(prefix):
+                continue
+            if name.endswith("/"):
+                yield from self._walk(name, prefix)
+            else:
+                yield Entry(name, self.size(name) if size is None else size)
+
+    def _index(self, folder: str) -> dict[str, int | None]:
+        """Read a folder's index page: its files with their sizes where told, its folders with a slash."""
+        url = join(self._root, folder)
+        answer = self._client.ask("GET", url, where=shown(url), headers=self._headers)
+        if answer.status == 404 and folder:
+            return {}
+        if answer.status != 200:
+            missing = "no such folder, or the server has no index page for it"
+            tried = f"{self._tried}; the server must also list folders (nginx: autoindex on)"
+            raise refusal(answer, shown(url), missing=missing, tried=tried)
+        if answer.headers.get("Content-Type", "").startswith("application/json"):
+            return _json_index(answer.body, shown(url))
+        return dict.fromkeys(_html_index(answer.body, url))
+
+
+def _json_index(page: bytes, where: str) -> dict[str, int | None]:
+    """Read what nginx writes under `autoindex_format json`."""
+    try:
+        return {
+            row["name"] + "/" * (row["type"] == "directory"): row.get("size")
+            for row in json.loads(page)
+            if _is_plain(row["name"])
+        }
+    except (ValueError, TypeError, KeyError) as error:
+        raise UnavailableError(
+            "the index page is not one of nginx's", where=where, hint="want autoindex_format json or html"
+        ) from error
+
+
+def _html_index(page: bytes, url: str) -> Iterator[str]:
+    """Read the links of an index page of nginx, Apache or Python that lead one step down, nowhere else."""
+    here = urlsplit(url)
+    links = _Links()
+    links.feed(page.decode("utf-8", "replace"))
+    for link in links.found:
+        there = urlsplit(urljoin(url, link))
+        if there[:2] != here[:2] or there.query or not unquote(there.path).startswith(unquote(here.path)):
+            continue
+        child = unquote(there.path).removeprefix(unquote(here.path))
+        if _is_plain(child.removesuffix("/")):
+            yield child
+
+
+def _is_plain(name: str) -> bool:
+    return "/" not in name and name not in ("", ".", "..")
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value for key, value in attrs if tag == "a" and key == "href" and value]

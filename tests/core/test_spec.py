@@ -1,0 +1,426 @@
+from __future__ import annotations
+
+import copy
+import enum
+import json
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Meta
+
+from stoker.core import spec
+from stoker.core.units import Bytes, Seconds
+from stoker.errors import Fault, SpecError
+
+Count = Annotated[int, Meta(ge=1)]
+
+
+class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Elastic(Struct, frozen=True, kw_only=True):
+    min: Count
+    max: Count
+
+    def faults(self) -> Iterable[Fault]:
+        if self.min > self.max:
+            yield Fault("min", f"above max: {self.min} > {self.max}")
+
+
+class Volume(Struct, frozen=True, kw_only=True):
+    path: Annotated[str, Meta(pattern="^/")]
+    read_only: bool = False
+    size: Bytes | None = None
+
+
+class Role(Struct, frozen=True, kw_only=True):
+    count: Annotated[int, Meta(ge=0, le=100)]
+    image: str | None = None
+
+
+class Local(Struct, frozen=True, kw_only=True, tag_field="kind", tag="local"):
+    slots: int = 1
+
+
+class Ssh(Struct, frozen=True, kw_only=True, tag_field="kind", tag="ssh"):
+    hosts: Annotated[list[str], Meta(min_length=1)]
+
+
+class Job(Struct, frozen=True, kw_only=True, rename={"image_": "image"}):
+    name: str
+    workers: Count | Elastic = 1
+    processes: Annotated[int, Meta(ge=1)] | Literal["auto"] = "auto"
+    sampling: Literal["exact", "join", "resampled"] = "exact"
+    color: Color = Color.RED
+    rate: float = 0.1
+    every: Seconds = Seconds("30s")
+    roles: dict[str, Role] = {}
+    volumes: list[Volume] = []
+    pair: tuple[int, str] = (1, "a")
+    env: dict[str, str] = {}
+    args: tuple[str | int | float, ...] = ()
+    place: Local | Ssh | None = None
+    image_: str = ""
+
+    def faults(self) -> Iterable[Fault]:
+        if self.sampling == "join" and self.workers == 1:
+            yield Fault("", "joining needs two workers")
+
+
+def faults_of(data: object) -> dict[str, str]:
+    with pytest.raises(SpecError) as caught:
+        spec.decode(data, Job, "job.yaml")
+    assert caught.value.where == "job.yaml"
+    found = dict(caught.value.faults)
+    assert len(found) == len(caught.value.faults)
+    return found
+
+
+def job(**values: object) -> dict[str, object]:
+    return {"name": "a", **values}
+
+
+COUNT = "an integer (at least 0, at most 100)"
+
+
+def test_decodes_a_whole_file() -> None:
+    text = """
+    name: a
+    workers: {min: 2, max: 8}
+    every: 1h30m
+    rate: 1e-3
+    volumes: [{path: /data, size: 200Gi}]
+    args: [--lr, 0.5, 90]
+    place: {kind: ssh, hosts: [n1]}
+    image: x:1
+    """
+    assert spec.load(text, Job, "job.yaml") == Job(
+        name="a",
+        workers=Elastic(min=2, max=8),
+        every=Seconds(5400),
+        rate=0.001,
+        volumes=[Volume(path="/data", size=Bytes("200Gi"))],
+        args=("--lr", 0.5, 90),
+        place=Ssh(hosts=["n1"]),
+        image_="x:1",
+    )
+    assert type(spec.load(text, Job, None).every) is Seconds
+
+
+@pytest.mark.parametrize(
+    ("data", "path", "what"),
+    [
+        (job(processes="many"), "processes", "expected an integer (at least 1) or 'auto', got 'many'"),
+        (job(roles={"ps": {"count": "many"}}), "roles.ps.count", f"expected {COUNT}, got 'many'"),
+        (job(roles={"ps": {"count": 101}}), "roles.ps.count", f"expected {COUNT}, got 101"),
+        (job(roles={"ps": {"count": 1.5}}), "roles.ps.count", f"expected {COUNT}, got 1.5"),
+        (job(roles={"a.b/c": {}}), 'roles["a.b/c"].count', f"missing (expected {COUNT})"),
+        (job(roles={"ps": 3}), "roles.ps", "expected a mapping, got 3"),
+        (job(roles=None), "roles", "expected a mapping, got nothing"),
+        (job(roles={8: {"count": 1}}), "roles.8", "as a key: expected text, got 8 (quote it)"),
+        (job(rate="fast"), "rate", "expected a number, got 'fast'"),
+        (job(rate=True), "rate", "expected a number, got true"),
+        (job(volumes={}), "volumes", "expected a list, got an empty mapping"),
+        (job(volumes=[{"path": "data"}]), "volumes[0].path", "expected text (matching ^/), got 'data'"),
+        (job(volumes=[{"path": "/a", "read_only": "yes"}]), "volumes[0].read_only",
+         "expected true or false, got 'yes'"),
+        (job(volumes=[{"path": "/a", "size": "100m"}]), "volumes[0].size",
+         "expected a size such as 200Gi, 1.5GB or 1048576, got '100m'"),
+        (job(volumes=[{"path": "/a", "size": -1}]), "volumes[0].size",
+         "expected a size such as 200Gi, 1.5GB or 1048576, got -1"),
+        (job(every=True), "every",
+         "expected a duration such as 30s, 1h30m or 500ms, or a number of seconds, got true"),
+        (job(sampling="exat"), "sampling", "expected one of 'exact', 'join', 'resampled', got 'exat'"),
+        (job(color="green"), "color", "expected one of 'red', 'blue', got 'green'"),
+        (job(pair=[1]), "pair", "expected a list of 2, got a list of 1"),
+        (job(pair=[1, 2]), "pair[1]", "expected text, got 2 (quote it)"),
+        (job(args=["a", None]), "args[1]", "expected text or an integer or a number, got nothing"),
+        (job(workers=0), "workers", "expected an integer (at least 1) or a mapping, got 0"),
+        (job(workers={"min": 1}), "workers.max", "missing (expected an integer (at least 1))"),
+        (job(workers={"min": 3, "max": 2}), "workers.min", "above max: 3 > 2"),
+        (job(sampling="join"), "", "joining needs two workers"),
+        (job(place={}), "place.kind", "missing (expected one of 'local', 'ssh')"),
+        (job(place={"kind": "moon"}), "place.kind", "expected one of 'local', 'ssh', got 'moon'"),
+        (job(place={"kind": ["ssh"]}), "place.kind", "expected one of 'local', 'ssh', got a list of 1"),
+        (job(place={"kind": "ssh", "hosts": [1]}), "place.hosts[0]", "expected text, got 1 (quote it)"),
+        (job(place={"kind": "ssh", "hosts": []}), "place.hosts",
+         "expected a list (at least 1 long), got an empty list"),
+        (job(place={"kind": "local", "slotz": 1}), "place.slotz", "unknown key (did you mean 'slots'?)"),
+        (job(image=1.5), "image", "expected text, got 1.5 (quote it)"),
+        (job(image_="x"), "image_", "unknown key (did you mean 'image'?)"),
+        (job(workerz=1), "workerz", "unknown key (did you mean 'workers'?)"),
+        ({}, "name", "missing (expected text)"),
+        ([], "", "expected a mapping, got an empty list"),
+        ("job", "", "expected a mapping, got 'job'"),
+    ],
+)  # fmt: skip
+def test_says_what_is_wrong_and_where(data: object, path: str, what: str) -> None:
+    assert faults_of(data) == {path: what}
+
+
+def test_unlike_any_key_lists_those_known() -> None:
+    assert faults_of(job(roles={"ps": {"count": 1, "zzz": 1}})) == {
+        "roles.ps.zzz": "unknown key (known: count, image)"
+    }
+
+
+def test_lists_every_reason_at_once() -> None:
+    data = job(
+        nam="b",
+        workers={"min": 9, "max": 2},
+        roles={"ps": {"count": -1, "image": 3}, "chief": {}},
+        volumes=[{"path": "/ok"}, {"pat": "/x"}, 7],
+        env={"A": False},
+        place={"kind": "ssh", "hosts": ["a", 1], "user": "x"},
+    )
+    assert set(faults_of(data)) == {
+        "nam",
+        "workers.min",
+        "roles.ps.count",
+        "roles.ps.image",
+        "roles.chief.count",
+        "volumes[1].pat",
+        "volumes[1].path",
+        "volumes[2]",
+        "env.A",
+        "place.hosts[1]",
+        "place.user",
+    }
+
+
+def test_a_struct_with_faulty_fields_is_not_asked_for_combinations() -> None:
+    assert set(faults_of(job(sampling="join", rate="x"))) == {"rate"}
+    assert set(faults_of(job(workers={"min": 3, "max": 2, "mid": 1}))) == {"workers.mid"}
+
+
+def test_combinations_of_nested_structs_add_up() -> None:
+    class Pair(Struct, frozen=True, kw_only=True):
+        jobs: dict[str, Job]
+        ranges: list[Elastic]
+
+    wrong = {"min": 2, "max": 1}
+    data = {
+        "jobs": {"x": job(sampling="join"), "y": job(workers=wrong)},
+        "ranges": [wrong, {"min": 1, "max": 1}],
+    }
+    with pytest.raises(SpecError) as caught:
+        spec.decode(data, Pair)
+    assert [fault.path for fault in caught.value.faults] == ["jobs.x", "jobs.y.workers.min", "ranges[0].min"]
+
+
+def test_a_structs_own_words_are_kept() -> None:
+    class Even(msgspec.Struct, frozen=True):
+        n: int
+
+        def __post_init__(self) -> None:
+            if self.n % 2:
+                raise ValueError("must be even")
+
+    with pytest.raises(SpecError) as caught:
+        spec.decode([{"n": 2}, {"n": 3}], list[Even])
+    assert caught.value.faults == (Fault("[1]", "must be even"),)
+
+
+def test_a_lenient_struct_stays_lenient() -> None:
+    class Loose(msgspec.Struct, frozen=True):
+        n: int
+
+    assert spec.decode({"n": 1, "later": 2}, Loose) == Loose(1)
+    with pytest.raises(SpecError) as caught:
+        spec.decode({"n": "x", "later": 2}, Loose)
+    assert [fault.path for fault in caught.value.faults] == ["n"]
+
+
+def load_faults(text: str | bytes) -> dict[str, str]:
+    with pytest.raises(SpecError) as caught:
+        spec.load(text, Job, "job.yaml")
+    assert str(caught.value).startswith("job.yaml: ")
+    return dict(caught.value.faults)
+
+
+@pytest.mark.parametrize(
+    ("text", "faults"),
+    [
+        ("name: no", {"name": "expected text, got false (quote it: a bare off or no or false means false)"}),
+        ("name: 1.10", {"name": "expected text, got 1.1 (quote it)"}),
+        ("name: 2024-01-02", {"name": "expected text, got 2024-01-02 (quote it)"}),
+        ("name:", {"name": "expected text, got nothing"}),
+        ("name: a\non: 1",
+         {"true": "as a key: expected text, got true (quote it: a bare on or yes or true means true)"}),
+        ("", {"": "expected a mapping, got nothing"}),
+        ("name: a\nname: b", {"name": "given twice (lines 1 and 2)"}),
+        ("{name: a, name: b}", {"name": "given twice (lines 1 and 1)"}),
+        ('{"name": "a", "name": "b", "rate": 1e-3}', {"name": "given twice (lines 1 and 1)"}),
+        ("name: a\nenv:\n  A: x\n  B: y\n  A: z\nrate: x",
+         {"env.A": "given twice (lines 3 and 5)", "rate": "expected a number, got 'x'"}),
+    ],
+)  # fmt: skip
+def test_yaml_traps(text: str, faults: dict[str, str]) -> None:
+    assert load_faults(text) == faults
+
+
+@pytest.mark.parametrize(
+    ("text", "ending"),
+    [
+        ("name: a\n b: 2", "at line 2, column 3"),
+        ("name: [1", "at line 2, column 1"),
+        ("a: é\nb: \x07", "at line 2, column 4"),
+        ("name: a\nrate: !moon 1", "at line 2, column 7"),
+        ("name: a\nrate: 2024-13-45", "at line 2, column 7"),
+        ("name: a\nenv: &e {A: *e}", "at line 2, column 6"),
+        ("? [1]\n: 2", "at line 1, column 3"),
+        ("name: a\n---\nname: b", "at line 2, column 1"),
+        (b"name: \xff", "not UTF-8 text, at byte 6"),
+    ],
+)
+def test_text_that_is_no_yaml_has_a_position(text: str | bytes, ending: str) -> None:
+    (what,) = load_faults(text).values()
+    assert what.endswith(ending)
+
+
+def test_merge_keys_may_be_overridden() -> None:
+    text = "name: a\nenv: &base {A: x, B: y}\n"
+    both = text + "roles: {one: &one {count: 1, image: i}, two: {<<: *one, count: 2}, three: {<<: *one}}"
+    roles = spec.load(both, Job, None).roles
+    assert (roles["two"], roles["three"]) == (Role(count=2, image="i"), Role(count=1, image="i"))
+
+
+def test_byte_order_mark_is_ignored() -> None:
+    assert spec.load(b"\xef\xbb\xbfname: a", Job, None).name == "a"
+
+
+@given(st.text(), st.floats(allow_nan=False, allow_infinity=False), st.dictionaries(st.text(), st.text()))
+def test_json_comes_back_as_it_was(name: str, rate: float, env: dict[str, str]) -> None:
+    before = Job(name=name, rate=rate, env=env, volumes=[Volume(path="/", size=Bytes("1Gi"))])
+    assert spec.load(spec.to_json(before), Job, None) == before
+
+
+def test_json_is_deterministic() -> None:
+    text = spec.to_json({"b": Bytes("1Ki"), "a": [Seconds("1m")]})
+    assert text == b'{\n  "a": [\n    60.0\n  ],\n  "b": 1024\n}\n'
+    assert list(json.loads(spec.to_json(Job(name="a")))) == sorted(json.loads(spec.to_json(Job(name="a"))))
+
+
+def test_schema_knows_units_and_defaults() -> None:
+    definitions = spec.schema(Job)["$defs"]
+    properties = definitions["Job"]["properties"]
+    assert properties["every"]["type"] == ["number", "string"]
+    assert properties["every"]["default"] == 30
+    assert properties["volumes"] == {"type": "array", "items": {"$ref": "#/$defs/Volume"}, "default": []}
+    assert properties["roles"]["additionalProperties"] == {"$ref": "#/$defs/Role"}
+    assert properties["workers"]["anyOf"][0] == {"type": "integer", "minimum": 1}
+    assert properties["color"] == {"$ref": "#/$defs/Color", "default": "red"}
+    assert definitions["Color"]["enum"] == ["blue", "red"]
+    assert definitions["Ssh"]["properties"]["hosts"]["minItems"] == 1
+    assert definitions["Ssh"]["required"] == ["kind", "hosts"]
+    assert definitions["Job"]["required"] == ["name"]
+    assert definitions["Job"]["additionalProperties"] is False
+
+
+def test_schema_is_msgspecs_own_where_msgspec_can() -> None:
+    class Tree(Struct, frozen=True, kw_only=True):
+        """A tree."""
+
+        size: Annotated[float, Meta(gt=0, description="how large")] = 1.5
+        names: Annotated[dict[str, list[int | None]], Meta(max_length=3)] = {}
+        pair: tuple[int, str] = (1, "a")
+        depth: Annotated[int | None, Meta(description="how deep")] = None
+        branch: Annotated[Local | None, Meta(description="where to")] = None
+        modes: tuple[Literal["a", "b"], ...] = ("a",)
+
+    assert spec.schema(Tree) == msgspec.json.schema(Tree)
+
+
+VALID: dict[str, Any] = {
+    "name": "a",
+    "workers": {"min": 1, "max": 4},
+    "rate": 0.5,
+    "every": "10m",
+    "roles": {"ps": {"count": 1, "image": "i"}, "chief": {"count": 1}},
+    "volumes": [{"path": "/a", "size": "1Gi"}, {"path": "/b", "read_only": True}],
+    "env": {"A": "x", "B": "y"},
+    "args": ["--lr", 1],
+    "place": {"kind": "ssh", "hosts": ["a", "b"]},
+}
+
+Keys = tuple[str | int, ...]
+
+
+def written(keys: Keys) -> str:
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
+
+
+def leaves(data: Any, keys: Keys = ()) -> list[Keys]:
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else None
+    if items is None:
+        return [keys]
+    return [leaf for key, value in items for leaf in leaves(value, (*keys, key))]
+
+
+# A tag decides how its neighbours are read, so a fault in one hides theirs.
+LEAVES = [keys for keys in leaves(VALID) if keys[-1] != "kind"]
+REQUIRED: list[Keys] = [
+    ("workers", "min"),
+    ("roles", "ps", "count"),
+    ("volumes", 1, "path"),
+    ("place", "hosts"),
+]
+STRUCTS: list[Keys] = [(), ("workers",), ("roles", "chief"), ("volumes", 0), ("volumes", 1), ("place",)]
+
+
+def at(data: Any, keys: Keys) -> Any:
+    for key in keys:
+        data = data[key]
+    return data
+
+
+@given(
+    wrong=st.sets(st.sampled_from(LEAVES)),
+    missing=st.sets(st.sampled_from(REQUIRED)),
+    unknown=st.sets(st.sampled_from(STRUCTS)),
+)
+def test_all_planted_faults_are_found_and_no_other(
+    wrong: set[Keys], missing: set[Keys], unknown: set[Keys]
+) -> None:
+    data = copy.deepcopy(VALID)
+    for keys in wrong:
+        at(data, keys[:-1])[keys[-1]] = [{}]  # right for no leaf
+    for keys in unknown:
+        at(data, keys)["zzz"] = 1
+    for keys in missing:
+        del at(data, keys[:-1])[keys[-1]]
+    hidden = {keys for keys in wrong for gone in missing if keys[: len(gone)] == gone}
+    expected = {written(keys) for keys in (wrong - hidden) | missing | {(*keys, "zzz") for keys in unknown}}
+    if expected:
+        assert set(faults_of(data)) == expected
+    else:
+        assert spec.decode(data, Job).name == "a"
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text("abc/0"),
+    lambda inner: (
+        st.lists(inner) | st.dictionaries(st.sampled_from(["name", "workers", "min", "kind"]), inner)
+    ),
+)
+
+
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(Job.__struct_encode_fields__, ANYTHING)))
+def test_any_data_is_decoded_or_refused_in_plain_words(data: dict[str, object]) -> None:
+    message = ""
+    try:
+        spec.decode(data, Job)
+    except SpecError as error:
+        message = str(error)
+    assert not re.search(r"msgspec|`|\bstr\b|\bint\b|\bobject\b|NoneType", message)

@@ -1,0 +1,190 @@
+"""Real servers on loopback for the tests, each a context manager that gives its URL."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import NamedTuple
+from urllib.request import Request, urlopen
+
+import pytest
+
+_NGINX_CONF = """
+daemon off;
+master_process off;
+pid nginx.pid;
+events {{}}
+http {{
+    access_log off;
+    default_type application/octet-stream;
+    client_body_temp_path body;
+    proxy_temp_path proxy;
+    fastcgi_temp_path fastcgi;
+    uwsgi_temp_path uwsgi;
+    scgi_temp_path scgi;
+    server {{
+        listen 127.0.0.1:{port};
+        root "{root}";
+        autoindex on;
+        autoindex_format {index};
+        {directives}
+    }}
+}}
+"""
+# obstore wants these of every object.
+_MADE = {"ETag": '"1"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+
+
+def free_port() -> int:
+    """Find a loopback port that nothing listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+@contextmanager
+def nginx(root: Path, *, index: str = "json", directives: str = "") -> Iterator[str]:
+    """Serve a folder with a real, unprivileged nginx; `index` is its autoindex_format."""
+    program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+    if program is None:
+        pytest.skip("nginx is not installed")
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="nginx-") as prefix:
+        conf = Path(prefix, "nginx.conf")
+        conf.write_text(_NGINX_CONF.format(port=port, root=root, index=index, directives=directives))
+        log = Path(prefix, "error.log")
+        process = subprocess.Popen([program, "-p", prefix, "-c", conf, "-e", log])
+        try:
+            _wait_for(port, process, log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(500):
+        if process.poll() is not None:
+            raise RuntimeError(log.read_text())
+        with socket.socket() as sock:
+            if sock.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.01)
+    raise TimeoutError(f"nginx does not listen on port {port}")
+
+
+@contextmanager
+def moto(bucket: str = "bucket") -> Iterator[str]:
+    """Run moto's S3 with one bucket; the URL is for AWS_ENDPOINT_URL, see `aws_environ`."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    url = "http://{}:{}".format(*server.get_host_and_port())
+    try:
+        urlopen(Request(f"{url}/{bucket}", method="PUT")).close()
+        yield url
+    finally:
+        server.stop()
+        server._server.server_close()
+
+
+def aws_environ(url: str) -> dict[str, str]:
+    """Give the environment that leads s3:// URLs to a server here."""
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+    }
+
+
+@contextmanager
+def gcs_emulator(bucket: str = "bucket") -> Iterator[str]:
+    """Run gcp-storage-emulator in memory with one bucket; the URL is for STORAGE_EMULATOR_HOST."""
+    from gcp_storage_emulator.server import create_server
+
+    port = free_port()
+    server = create_server("127.0.0.1", port, in_memory=True, default_bucket=bucket)
+    server.start()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.stop()
+
+
+class Asked(NamedTuple):
+    """One request that a scripted server received; the names of its headers are in lower case."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
+@dataclass
+class Reply:
+    """What a scripted server answers; `length` other than the body's breaks the answer off."""
+
+    status: int = 200
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+    length: int | None = None
+
+
+class Scripted(NamedTuple):
+    """A scripted server: its URL, and what it was asked so far."""
+
+    url: str
+    asked: list[Asked]
+
+
+@contextmanager
+def scripted(reply: Callable[[Asked, int], Reply]) -> Iterator[Scripted]:
+    """Answer every request by a function of the request and of how many came before it."""
+    asked: list[Asked] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            headers = {key.lower(): value for key, value in self.headers.items()}
+            request = Asked(self.command, self.path, headers, body)
+            asked.append(request)
+            made = reply(request, len(asked) - 1)
+            self.send_response(made.status)
+            length = len(made.body) if made.length is None else made.length
+            for key, value in ({"Content-Length": str(length)} | _MADE | made.headers).items():
+                self.send_header(key, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(made.body)
+
+        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield Scripted(f"http://127.0.0.1:{server.server_address[1]}", asked)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def as_json(value: object) -> Reply:
+    """Answer with JSON."""
+    return Reply(body=json.dumps(value).encode(), headers={"Content-Type": "application/json"})

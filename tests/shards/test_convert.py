@@ -1,0 +1,357 @@
+"""`stoker data convert` from end to end, through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from trees import digests, image_bytes, make_dataset, make_tree, stoker
+
+from stoker.shards import index
+from stoker.shards.formats import FORMATS
+from stoker.shards.locate import MappedFile, find_sets
+
+
+def samples_of(url: Path) -> dict[str, tuple[bytes, int, dict[str, bytes]]]:
+    """Every sample of a set: its image, label and extras by key."""
+    (one,) = find_sets(str(url))
+    out = {}
+    for entry in one.shards:
+        for found in FORMATS.get(one.format).walk(MappedFile(url / entry.name).view, entry.name, check=True):
+            sample = found.sample
+            extras = {name: bytes(data) for name, data in sample.extras.items()}
+            out[sample.key] = (bytes(sample.image), sample.label, extras)
+    return out
+
+
+@pytest.mark.parametrize("shard_format", ["tar", "tfrecord"])
+def test_bytes_labels_and_order(tmp_path: Path, shard_format: str) -> None:
+    data = make_dataset(tmp_path / "pets")
+    out = tmp_path / "out"
+    assert stoker("data", "convert", data, out, "--format", shard_format, "--shard-samples", 8) == 0
+
+    for split in ("train", "val"):
+        files = {path.relative_to(data / split): path.read_bytes() for path in (data / split).rglob("*.jpg")}
+        found = samples_of(out / split)
+        assert {key: image for key, (image, _, _) in found.items()} == {
+            str(path.with_suffix("")): content for path, content in files.items()
+        }
+        assert all(
+            label == ["ant", "bee", "cat"].index(key.split("/")[0]) for key, (_, label, _) in found.items()
+        )
+    manifest = json.loads((out / "train/manifest.json").read_text())
+    assert manifest["classes"] == ["ant", "bee", "cat"]
+    assert [shard["samples"] for shard in manifest["shards"]] == [7, 8, 7, 8]
+    assert manifest["samples"] == 30
+    assert (manifest["lanes"], manifest["window"]) == (1, 2)
+    assert not (out / "_work").exists()
+    # Shuffled: a shard of eight from three sorted classes of ten would otherwise hold one or two.
+    first = [label for _, label, _ in list(samples_of(out / "train").values())[:7]]
+    assert len(set(first)) == 3
+
+
+def test_names_of_shards(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "pets")
+    for shard_format, prefix, expected in [
+        ("tar", None, "pets-train-000000.tar"),
+        ("tar", "my", "my-train-000000.tar"),
+        ("tfrecord", None, "train-00000-of-00002"),
+        ("tfrecord", "my", "my-train-00000-of-00002"),
+    ]:
+        out = tmp_path / f"{shard_format}-{prefix}"
+        options = [] if prefix is None else ["--prefix", prefix]
+        assert (
+            stoker("data", "convert", data, out, "--format", shard_format, "--shard-samples", 15, *options)
+            == 0
+        )
+        assert (out / "train" / expected).is_file()
+        assert (out / "train" / "index" / f"{expected}.npy").is_file()
+
+
+@pytest.mark.parametrize("shard_format", ["tar", "tfrecord"])
+def test_the_index_leads_to_each_image(tmp_path: Path, shard_format: str) -> None:
+    data = make_dataset(tmp_path / "pets")
+    out = tmp_path / "out"
+    assert stoker("data", "convert", data, out, "--format", shard_format, "--shard-samples", 8) == 0
+    images = Counter(path.read_bytes() for path in (data / "train").rglob("*.jpg"))
+    found: Counter[bytes] = Counter()
+    for shard in (out / "train/index").iterdir():
+        content = (out / "train" / shard.name.removesuffix(".npy")).read_bytes()
+        rows = np.load(shard)
+        assert rows.dtype == index.INDEX_DTYPE
+        found.update(content[row["offset"] : row["offset"] + row["length"]] for row in rows)
+    assert found == images
+
+
+def test_any_number_of_jobs_gives_the_same_bytes(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "pets", train=40)
+    for jobs in (1, 2, 7):
+        assert (
+            stoker("data", "convert", data, tmp_path / f"out{jobs}", "--shard-samples", 9, "--jobs", jobs)
+            == 0
+        )
+    assert digests(tmp_path / "out1") == digests(tmp_path / "out2") == digests(tmp_path / "out7")
+    assert stoker("data", "convert", data, tmp_path / "other", "--shard-samples", 9, "--seed", 1) == 0
+    assert digests(tmp_path / "other") != digests(tmp_path / "out1")
+
+
+def test_a_moved_or_touched_source_gives_the_same_bytes(tmp_path: Path) -> None:
+    make_dataset(tmp_path / "a" / "pets")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for path in (tmp_path / "b").rglob("*.jpg"):
+        os.utime(path, (1, 1))
+    for name in ("a", "b"):
+        assert stoker("data", "convert", tmp_path / name / "pets", tmp_path / f"out-{name}") == 0
+    assert digests(tmp_path / "out-a") == digests(tmp_path / "out-b")
+
+
+def test_a_limit_draws_from_all_classes(tmp_path: Path) -> None:
+    data = make_tree(tmp_path / "pets", {name: 30 for name in "abcdef"})
+    assert stoker("data", "convert", data, tmp_path / "out", "--limit", 60) == 0
+    labels = Counter(label for _, label, _ in samples_of(tmp_path / "out/train").values())
+    assert labels.total() == 60
+    assert len(labels) == 6
+
+
+def test_dry_run_shows_all_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = make_dataset(tmp_path / "pets")
+    out = tmp_path / "out"
+    command = ("data", "convert", data, out, "--shard-samples", 8)
+    assert stoker(*command, "--dry-run", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert not out.exists()
+    assert stoker(*command) == 0
+    written = {str(path.relative_to(out)) for path in out.rglob("*.tar")}
+    assert set(plan["shards"]) == written
+    assert json.loads((out / "train/manifest.json").read_text())["plan"] == plan["digest"]
+
+
+def test_bad_images_are_left_out_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = make_dataset(tmp_path / "pets")
+    (data / "train/bee/00010.jpg").write_bytes(image_bytes(10)[:-30])
+    (data / "train/cat/00020.jpg").write_bytes(b"")
+    (data / "train/cat/00021.jpg").write_text("<html>404</html>")
+    out = tmp_path / "out"
+    assert stoker("data", "convert", data, out, "--shard-samples", 4) == 0
+    assert "3 bad images" in capsys.readouterr().err
+    lines = [json.loads(line) for line in (out / "train/quarantine.jsonl").read_text().splitlines()]
+    assert {line["name"]: line["reason"] for line in lines} == {
+        "bee/00010.jpg": "truncated: no end-of-image marker",
+        "cat/00020.jpg": "the file is empty",
+        "cat/00021.jpg": "these bytes are no image",
+    }
+    assert json.loads((out / "train/manifest.json").read_text())["quarantined"] == 3
+    assert len(samples_of(out / "train")) == 27
+    assert not (out / "val/quarantine.jsonl").exists()
+    assert stoker("data", "verify", out) == 0
+
+
+def test_nothing_but_bad_images_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = make_tree(tmp_path / "pets", {"ant": 2})
+    for path in data.rglob("*.jpg"):
+        path.write_bytes(b"no")
+    assert stoker("data", "convert", data, tmp_path / "out") == 2
+    assert "none of the 2 images can be used" in capsys.readouterr().err
+    assert not list((tmp_path / "out").rglob("manifest.json"))
+
+
+def test_a_png_called_jpeg_gets_its_true_extension(tmp_path: Path) -> None:
+    data = make_tree(tmp_path / "pets", {"ant": 1})
+    (data / "ant/odd.JPEG").write_bytes(image_bytes(7, "PNG"))
+    assert stoker("data", "convert", data, tmp_path / "out") == 0
+    with tarfile.open(tmp_path / "out/train/pets-train-000000.tar") as tar:
+        assert sorted(tar.getnames()) == ["ant/00000.cls", "ant/00000.jpg", "ant/odd.cls", "ant/odd.png"]
+
+
+def test_larger_images_are_shrunk_when_asked_for(tmp_path: Path) -> None:
+    data = make_tree(tmp_path / "pets", {"ant": 2})
+    (data / "ant/large.png").write_bytes(image_bytes(9, "PNG", (300, 200)))
+    out = tmp_path / "out"
+    assert stoker("data", "convert", data, out, "--max-side", 100, "--quality", 80) == 0
+    found = samples_of(out / "train")
+    import io
+
+    with Image.open(io.BytesIO(found["ant/large"][0])) as image:
+        assert (image.format, image.size) == ("JPEG", (100, 67))
+    assert found["ant/00000"][0] == (data / "ant/00000.jpg").read_bytes()
+    assert json.loads((out / "train/manifest.json").read_text())["shrunk"] == {
+        "max_side": 100,
+        "quality": 80,
+        "images": 1,
+    }
+
+
+@pytest.mark.parametrize("there", ["tar", "tfrecord"])
+@pytest.mark.parametrize("back", ["tar", "tfrecord"])
+def test_resharding_keeps_every_sample(tmp_path: Path, there: str, back: str) -> None:
+    data = make_dataset(tmp_path / "pets")
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert stoker("data", "convert", data, first, "--format", there, "--shard-samples", 7) == 0
+    assert stoker("data", "convert", first, second, "--format", back, "--shard-samples", 11, "--seed", 5) == 0
+    for split in ("train", "val"):
+        assert samples_of(first / split) == samples_of(second / split)
+    assert json.loads((second / "train/manifest.json").read_text())["classes"] == ["ant", "bee", "cat"]
+
+
+def test_resharding_keeps_further_members(tmp_path: Path) -> None:
+    import webdataset as wds
+
+    (tmp_path / "shards").mkdir()
+    with wds.TarWriter(str(tmp_path / "shards/pets-train-0.tar")) as writer:
+        for i in range(5):
+            writer.write(
+                {"__key__": f"k{i}", "jpg": image_bytes(i), "cls": i, "json": {"n": i}, "txt": f"t{i}"}
+            )
+    for shard_format in ("tfrecord", "tar"):
+        source = tmp_path / ("shards/pets-train-0.tar" if shard_format == "tfrecord" else "tfrecord")
+        assert stoker("data", "convert", source, tmp_path / shard_format, "--format", shard_format) == 0
+    found = samples_of(tmp_path / "tar/train")
+    assert found["k3"] == (image_bytes(3), 3, {"json": b'{"n": 3}', "txt": b"t3"})
+
+
+# --- Killed and run again
+
+
+def start(data: Path, out: Path, *options: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "stoker", "data", "convert", str(data), str(out), *options]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def kill_when(process: subprocess.Popen[bytes], out: Path, files: int, pause_s: float) -> None:
+    """Kill a run once so many files lie in its destination, and a moment later."""
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        if sum(1 for path in out.rglob("*") if path.is_file()) >= files:
+            time.sleep(pause_s)
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    root = tmp_path_factory.mktemp("kill")
+    data = make_dataset(root / "pets", train=150, val=20)
+    (data / "train/bee/00200.jpg").write_bytes(b"broken")
+    assert stoker("data", "convert", data, root / "whole", "--shard-samples", 5) == 0
+    return data, digests(root / "whole")
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kills=st.lists(st.tuples(st.integers(0, 300), st.floats(0, 0.02)), min_size=1, max_size=3))
+def test_killed_at_any_moment_and_run_again_gives_the_same_bytes(
+    undisturbed: tuple[Path, dict[str, str]], tmp_path: Path, kills: list[tuple[int, float]]
+) -> None:
+    data, expected = undisturbed
+    out = tmp_path / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    for files, pause_s in kills:
+        kill_when(start(data, out, "--shard-samples", "5"), out, files, pause_s)
+        for path in out.rglob("*.tar"):  # whatever is there is whole
+            assert expected[str(path.relative_to(out))] == digests(path.parent)[path.name]
+        if (out / "train/manifest.json").exists():
+            assert {k for k in expected if k.startswith("train/")} <= set(digests(out))
+    assert stoker("data", "convert", data, out, "--shard-samples", 5) == 0
+    assert digests(out) == expected
+
+
+def test_a_second_run_writes_only_what_is_missing(
+    tmp_path: Path, undisturbed: tuple[Path, dict[str, str]]
+) -> None:
+    data, expected = undisturbed
+    out = tmp_path / "out"
+    kill_when(start(data, out, "--shard-samples", "5"), out, 60, 0.0)
+    done = {path: path.stat().st_mtime_ns for path in out.rglob("_work/receipts/train/*.json")}
+    shards = {path: (out / "train" / path.name.removesuffix(".json")).stat().st_mtime_ns for path in done}
+    assert done
+    assert stoker("data", "convert", data, out, "--shard-samples", 5) == 0
+    assert digests(out) == expected
+    for path, written in shards.items():
+        assert (out / "train" / path.name.removesuffix(".json")).stat().st_mtime_ns == written
+
+
+def test_a_finished_set_is_left_alone(tmp_path: Path, undisturbed: tuple[Path, dict[str, str]]) -> None:
+    data, _ = undisturbed
+    out = tmp_path / "out"
+    assert stoker("data", "convert", data, out, "--shard-samples", 50) == 0
+    times = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    assert stoker("data", "convert", data, out, "--shard-samples", 50) == 0
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == times
+
+
+def test_a_half_written_shard_of_a_power_cut_is_written_again(
+    tmp_path: Path, undisturbed: tuple[Path, dict[str, str]]
+) -> None:
+    data, expected = undisturbed
+    out = tmp_path / "out"
+    kill_when(start(data, out, "--shard-samples", "5"), out, 60, 0.0)
+    receipt = next(iter(sorted(out.rglob("_work/receipts/train/*.json"))))
+    shard = out / "train" / receipt.name.removesuffix(".json")
+    shard.write_bytes(shard.read_bytes()[:1000])
+    assert stoker("data", "convert", data, out, "--shard-samples", 5) == 0
+    assert digests(out) == expected
+
+
+def test_ctrl_c_ends_it_with_a_sentence(tmp_path: Path, undisturbed: tuple[Path, dict[str, str]]) -> None:
+    data, expected = undisturbed
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "stoker", "data", "convert", str(data), str(out), "--shard-samples", "5"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(out.rglob("*.tar")) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "run the same command again" in err
+    assert not list(out.rglob("*.part"))
+    assert stoker("data", "convert", data, out, "--shard-samples", 5) == 0
+    assert digests(out) == expected
+
+
+def test_two_runs_at_once_do_not_mix(tmp_path: Path, undisturbed: tuple[Path, dict[str, str]]) -> None:
+    data, expected = undisturbed
+    out = tmp_path / "out"
+    runs = [start(data, out, "--shard-samples", "5") for _ in range(2)]
+    codes = sorted(run.wait() for run in runs)
+    assert codes in ([0, 2], [0, 0])  # the second may have come when the first was done
+    assert digests(out) == expected
+
+
+# --- Memory
+
+
+def test_memory_does_not_grow_with_the_dataset(tmp_path: Path) -> None:
+    """A tar of 300,000 samples in 400 MB: a list of them in Python would take more."""
+    shard = tmp_path / "many-train-000000.tar"
+    tar = FORMATS.get("tar")
+    from stoker.shards.sample import Sample
+
+    image = image_bytes(1, size=(8, 8))
+    with shard.open("wb") as file:
+        for i in range(300_000):
+            file.writelines(tar.encode(Sample(f"{'deep/' * 8}{i:08d}", image, "jpg", 0)).chunks)
+        file.write(tar.trailer)
+    code = (
+        "import resource, sys\nfrom stoker.cli.main import run\n"
+        f"code = run(['data', 'convert', {str(shard)!r}, {str(tmp_path / 'out')!r}, '--shard-size', '64MiB'])\n"
+        "print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code_text, peak_kb = done.stdout.split()[-2:]
+    assert code_text == "0"
+    assert int(peak_kb) < 400_000

@@ -1,0 +1,280 @@
+import gzip
+import io
+import os
+import pickle
+import subprocess
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from miniatures import CIFAR_CLASSES, Cifar10, cifar_batch, cifar_meta, make_cifar10, python2_pickle, tar_of
+from stoker.errors import NotFoundError, SourceError
+from stoker.shards.sources.cifar10 import Cifar10Source
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    path = tmp_path / "scratch"
+    path.mkdir()
+    return path
+
+
+def check(where: Path, scratch: Path, made: Cifar10) -> Cifar10Source:
+    """Open `where`, and compare everything with the miniature."""
+    source = Cifar10Source(str(where), scratch=scratch)
+    assert (source.name, source.splits, source.classes) == ("cifar10", ("train", "test"), CIFAR_CLASSES)
+    for split, expected in (("train", made.train), ("test", made.test)):
+        items = list(source.scan(split))
+        assert items == list(source.scan(split))
+        assert [item.name for item in items] == list(expected)
+        assert {item.size for item in items} == {3072}
+        with ThreadPoolExecutor(8) as threads:
+            images = list(threads.map(lambda item: source.read(split, item).image, items))  # noqa: B023
+        for item, image, (label, pixels) in zip(items, images, expected.values(), strict=True):
+            opened = Image.open(io.BytesIO(image))
+            assert (opened.format, opened.mode, item.label) == ("PNG", "RGB", label)
+            assert (np.asarray(opened) == pixels).all()
+        assert source.read(split, items[0]).image == images[0]
+    source.close()
+    return source
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("column_order", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_reads_it_all(tmp_path: Path, scratch: Path, packed: bool, column_order: bool, inside: bool) -> None:
+    made = make_cifar10(tmp_path / "data", packed=packed, column_order=column_order)
+    where = made.where if inside else tmp_path / "data"
+    assert Cifar10Source.recognises(str(where))
+    assert check(where, scratch, made).notes == ()
+
+
+def test_read_before_any_scan(tmp_path: Path, scratch: Path) -> None:
+    made = make_cifar10(tmp_path)
+    items = list(Cifar10Source(str(made.where), scratch=scratch).scan("train"))
+    (tmp_path / "other").mkdir()
+    source = Cifar10Source(str(made.where), scratch=tmp_path / "other")
+    with ThreadPoolExecutor(8) as threads:
+        images = list(threads.map(lambda item: source.read("train", item).image, items))
+    for image, (_, pixels) in zip(images, made.train.values(), strict=True):
+        assert (np.asarray(Image.open(io.BytesIO(image))) == pixels).all()
+
+
+def test_a_batch_of_a_newer_numpy(tmp_path: Path, scratch: Path) -> None:
+    made = make_cifar10(tmp_path, packed=False, rows=2)
+    names = ["x_s_1.png", "x_s_2.png"]
+    batch = cifar_batch(np.ones((2, 3072), np.uint8), [3, 4], names)
+    (made.where / "test_batch").write_bytes(python2_pickle(batch, "numpy._core"))
+    source = Cifar10Source(str(made.where), scratch=scratch)
+    assert [item.name for item in source.scan("test")] == ["cat/x_s_1.png", "deer/x_s_2.png"]
+
+
+def test_little_memory_is_held(tmp_path: Path, scratch: Path) -> None:
+    made = make_cifar10(tmp_path, rows=800)  # 2.5 MB of pixels per batch
+    source = Cifar10Source(str(made.where), scratch=scratch)
+    tracemalloc.start()
+    try:
+        count = sum(1 for _ in source.scan("train"))
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert count == 4000
+    assert held < 1_000_000
+    assert peak < 3.5 * 800 * 3072
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["a.png", "a.png"],
+        ["a.png"],
+        ["a.png", "../b.png"],
+        ["a.png", "b"],
+        [],
+        ["a.png", ".png"],
+        ["a.png", "b\n.png"],
+    ],
+)
+def test_names_that_cannot_be_used(tmp_path: Path, scratch: Path, names: list[str]) -> None:
+    made = make_cifar10(tmp_path, packed=False, rows=2)
+    batch = cifar_batch(np.ones((2, 3072), np.uint8), [0, 9], names)
+    (made.where / "test_batch").write_bytes(python2_pickle(batch))
+    source = Cifar10Source(str(made.where), scratch=scratch)
+    for _ in range(2):
+        assert [item.name for item in source.scan("test")] == [
+            "airplane/test_batch_00000.png",
+            "truck/test_batch_00001.png",
+        ]
+    assert next(source.scan("train")).name in made.train
+    assert source.notes == (
+        "test: file names are missing or not unique, so samples are named by batch and row",
+    )
+
+
+def test_no_names(tmp_path: Path, scratch: Path) -> None:
+    made = make_cifar10(tmp_path, packed=False, rows=2)
+    batch = cifar_batch(np.ones((2, 3072), np.uint8), [0, 9], [])
+    del batch[b"filenames"]
+    (made.where / "data_batch_3").write_bytes(python2_pickle(batch))
+    items = list(Cifar10Source(str(made.where), scratch=scratch).scan("train"))
+    assert items[0].name.endswith("/data_batch_1_00000.png")
+    assert len({item.name for item in items}) == 10
+
+
+def scan_all(where: Path, scratch: Path) -> None:
+    source = Cifar10Source(str(where), scratch=scratch)
+    for split in source.splits:
+        list(source.scan(split))
+
+
+def refused(where: Path, scratch: Path, *parts: str) -> None:
+    with pytest.raises(SourceError) as caught:
+        scan_all(where, scratch)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def malicious(command: str) -> bytes:
+    class Payload:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.system, (command,)
+
+    return pickle.dumps({"data": Payload(), "labels": []}, protocol=2)
+
+
+@pytest.mark.parametrize("file", ["data_batch_2", "test_batch", "batches.meta"])
+def test_a_malicious_pickle_runs_nothing(tmp_path: Path, scratch: Path, file: str) -> None:
+    made = make_cifar10(tmp_path / "data", packed=False)
+    marker, proof = tmp_path / "ran", tmp_path / "proof"
+    (made.where / file).write_bytes(malicious(f"touch {marker}"))
+    refused(made.where, scratch, file, "refuses to unpickle posix.system")
+    assert not marker.exists()
+    pickle.loads(malicious(f"touch {proof}"))  # the payload is a live one: without the guard it runs
+    assert proof.exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("os", "system"),
+        ("builtins", "eval"),
+        ("__builtin__", "eval"),
+        ("numpy", "load"),
+        ("numpy.core.multiarray", "fromfile"),
+        ("numpy", "core.multiarray._reconstruct"),
+        ("_codecs", "encode"),
+        ("copyreg", "_reconstructor"),
+        ("stoker.shards.sources.cifar10", "_Inert"),
+    ],
+)
+def test_no_other_name_is_known(tmp_path: Path, scratch: Path, module: str, name: str) -> None:
+    made = make_cifar10(tmp_path, packed=False)
+    (made.where / "data_batch_1").write_bytes(b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"K\x01\x85R.")
+    refused(made.where, scratch, "data_batch_1", f"refuses to unpickle {module}.{name}")
+
+
+def test_the_opener_of_processes_is_refused(tmp_path: Path, scratch: Path) -> None:
+    made = make_cifar10(tmp_path, packed=False)
+    (made.where / "data_batch_1").write_bytes(pickle.dumps(subprocess.Popen, protocol=4))
+    refused(made.where, scratch, "refuses to unpickle subprocess.Popen")
+
+
+PIXELS = np.zeros((2, 3072), np.uint8)
+NAMES = ["a.png", "b.png"]
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (cifar_batch(PIXELS, [0, 10], NAMES), ["label 10 of row 1", "0 to 9"]),
+        (cifar_batch(PIXELS, [-1, 1], NAMES), ["label -1 of row 0"]),
+        (cifar_batch(PIXELS, [0, b"1"], NAMES), ["label b'1' of row 1"]),
+        (cifar_batch(PIXELS, [0], NAMES), ["2 rows but 1 labels"]),
+        (cifar_batch(PIXELS[:, :3071].copy(), [0, 1], NAMES), ["data is 2 × 3071", "3072"]),
+        (cifar_batch(PIXELS[:0], [], []), ["data is 0 × 3072"]),
+        (cifar_batch(PIXELS.ravel(), [0, 1], NAMES), ["not an array of bytes in two dimensions"]),
+        (cifar_batch(PIXELS.astype("<u2"), [0, 1], NAMES), ["not an array of bytes in two dimensions"]),
+        (cifar_batch(b"text", [0, 1], NAMES), ["not an array"]),
+        ({b"data": PIXELS, b"labels": b"01"}, ["labels is not a list"]),
+        ({}, ["not an array"]),
+        ([1, 2], ["holds a list, not a dict"]),
+    ],
+)
+def test_bad_batches(tmp_path: Path, scratch: Path, content: object, parts: list[str]) -> None:
+    made = make_cifar10(tmp_path, packed=False)
+    (made.where / "data_batch_4").write_bytes(python2_pickle(content))
+    refused(made.where, scratch, "data_batch_4", *parts)
+
+
+@pytest.mark.parametrize("names", [[b"cat"] * 9, None, [b"cat"] * 9 + [b"a/b"], [b"cat"] * 9 + [3]])
+def test_bad_class_names(tmp_path: Path, scratch: Path, names: object) -> None:
+    made = make_cifar10(tmp_path, packed=False)
+    (made.where / "batches.meta").write_bytes(python2_pickle({**cifar_meta(), b"label_names": names}))
+    refused(made.where, scratch, "batches.meta", "label_names must be 10 names")
+
+
+@pytest.mark.parametrize("keep", [0, 1, 50, 0.5, -1])
+def test_a_truncated_pickle(tmp_path: Path, scratch: Path, keep: float) -> None:
+    made = make_cifar10(tmp_path, packed=False)
+    path = made.where / "data_batch_5"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * keep) if isinstance(keep, float) else keep])
+    refused(made.where, scratch, "data_batch_5", "damaged pickle")
+
+
+@pytest.mark.parametrize(
+    "data", [b"not a pickle", b"\x80\x02]e.", b"\x80\x04\x8e" + b"\xff" * 7 + b"\x3f.", b"\x80\x63."]
+)
+def test_a_malformed_pickle(tmp_path: Path, scratch: Path, data: bytes) -> None:
+    made = make_cifar10(tmp_path, packed=False)
+    (made.where / "data_batch_5").write_bytes(data)
+    refused(made.where, scratch, "data_batch_5", "damaged pickle")
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("file", ["data_batch_3", "test_batch", "batches.meta"])
+def test_a_missing_file(tmp_path: Path, scratch: Path, packed: bool, file: str) -> None:
+    made = make_cifar10(tmp_path, packed=False)
+    (made.where / file).unlink()
+    if packed:
+        files = {f"cifar-10-batches-py/{path.name}": path.read_bytes() for path in made.where.iterdir()}
+        made.where = tmp_path / "cifar-10-python.tar.gz"
+        made.where.write_bytes(tar_of(files, "w:gz"))
+    refused(made.where, scratch, f"there is no {file}")
+
+
+def test_a_file_too_large_to_be_true(tmp_path: Path, scratch: Path) -> None:
+    made = make_cifar10(tmp_path, packed=False)
+    with open(made.where / "data_batch_1", "ab") as file:
+        file.truncate(200_000_000)
+    refused(made.where, scratch, "data_batch_1", "200000000 bytes")
+
+
+def test_damaged_archives(tmp_path: Path, scratch: Path) -> None:
+    made = make_cifar10(tmp_path)
+    whole = made.where.read_bytes()
+    plain = gzip.decompress(whole)
+    for number, data in enumerate(
+        [
+            whole[: len(whole) // 2],
+            whole[:1000] + bytes(50) + whole[1050:],
+            b"no archive",
+            plain[: len(plain) // 2],
+            gzip.compress(plain[: len(plain) // 2]),
+        ]
+    ):
+        made.where.write_bytes(data)
+        (scratch / str(number)).mkdir()
+        refused(made.where, scratch / str(number), "cifar-10-python.tar.gz")
+
+
+def test_nothing_there(tmp_path: Path, scratch: Path) -> None:
+    refused(tmp_path, scratch, "cifar-10-python.tar.gz")
+    with pytest.raises(NotFoundError):
+        Cifar10Source(str(tmp_path / "none"), scratch=scratch)
+    assert not Cifar10Source.recognises(str(tmp_path))
+    assert not Cifar10Source.recognises("a\0b")

@@ -1,0 +1,491 @@
+import builtins
+import errno
+import gzip
+import io
+import os
+import shutil
+import tarfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from miniatures import WNIDS_BY_ID, Expected, Imagenet, jpeg, make_imagenet, meta_mat, tar_of
+from stoker.errors import FullError, MissingExtraError, NotFoundError, SourceError
+from stoker.shards.sources.files import OpenFile
+from stoker.shards.sources.imagenet import ImagenetSource
+from stoker.shards.sources.tarfiles import members
+
+TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
+TRUTH = "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"
+META = "ILSVRC2012_devkit_t12/data/meta.mat"
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    path = tmp_path / "scratch"
+    path.mkdir()
+    return path
+
+
+def check(
+    where: Path, scratch: Path, made: Imagenet, splits: tuple[str, ...] = ("train", "val")
+) -> ImagenetSource:
+    """Open `where`, and compare everything with the miniature."""
+    source = ImagenetSource(str(where), scratch=scratch)
+    assert (source.name, tuple(source.splits), list(source.classes)) == ("imagenet", splits, made.classes)
+    wanted: dict[str, Mapping[str, Expected]] = {"train": made.train, "val": made.val}
+    for split in splits:
+        items = list(source.scan(split))
+        assert items == list(source.scan(split))
+        with ThreadPoolExecutor(8) as threads:
+            images = list(threads.map(lambda item: source.read(split, item).image, items))  # noqa: B023
+        found = {
+            item.name: Expected(item.label, bytes(image)) for item, image in zip(items, images, strict=True)
+        }
+        assert len(found) == len(items)
+        assert found == wanted[split]
+        assert all(item.size == len(image) for item, image in zip(items, images, strict=True))
+    source.close()
+    source.close()
+    return source
+
+
+def scan_all(where: Path, scratch: Path) -> None:
+    source = ImagenetSource(str(where), scratch=scratch)
+    for split in source.splits:
+        list(source.scan(split))
+
+
+def refused(where: Path, scratch: Path, *parts: str) -> None:
+    with pytest.raises(SourceError) as caught:
+        scan_all(where, scratch)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["tars", "class tars", "folders", "kaggle"])
+@pytest.mark.parametrize("truth", ["devkit.tar.gz", "devkit", "csv"])
+def test_every_layout(tmp_path: Path, scratch: Path, layout: str, truth: str) -> None:
+    made = make_imagenet(tmp_path / "data", layout=layout, truth=truth)
+    assert ImagenetSource.recognises(str(made.folder))
+    assert check(made.folder, scratch, made).notes == ()
+    assert not list(scratch.glob("*img*"))
+
+
+def test_the_miniature_tests_the_mapping(tmp_path: Path) -> None:
+    made = make_imagenet(tmp_path / "data")
+    assert list(WNIDS_BY_ID) != made.classes
+    assert {one.label for one in made.val.values()} == {0, 1, 2, 3}
+
+
+def test_val_by_class_needs_no_devkit(tmp_path: Path, scratch: Path) -> None:
+    made = make_imagenet(tmp_path / "data", layout="val by class", truth="none")
+    check(made.folder, scratch, made)
+
+
+def test_the_folders_of_the_tars_names(tmp_path: Path, scratch: Path) -> None:
+    made = make_imagenet(tmp_path / "data", layout="folders")
+    for split in ("train", "val"):
+        (made.folder / split).rename(made.folder / f"ILSVRC2012_img_{split}")
+    check(made.folder, scratch, made)
+
+
+def test_the_train_tar_itself(tmp_path: Path, scratch: Path) -> None:
+    made = make_imagenet(tmp_path / "data")
+    assert ImagenetSource.recognises(str(made.folder / TRAIN))
+    check(made.folder / TRAIN, scratch, made, ("train",))
+
+
+@pytest.mark.parametrize("layout", ["tars", "folders"])
+@pytest.mark.parametrize("truth", ["devkit.tar.gz", "csv"])
+def test_one_split_alone(tmp_path: Path, scratch: Path, layout: str, truth: str) -> None:
+    made = make_imagenet(tmp_path / "train only", layout=layout, val=0, truth="none")
+    check(made.folder, scratch, made, ("train",))
+    made = make_imagenet(tmp_path / "val only", layout=layout, per_class=0, truth=truth)
+    check(made.folder, scratch, made, ("val",))
+
+
+def test_one_class(tmp_path: Path, scratch: Path) -> None:
+    made = make_imagenet(tmp_path / "data", wnids_by_id=["n01440764"], per_class=1, val=1)
+    check(made.folder, scratch, made)
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_the_gz_names(tmp_path: Path, scratch: Path, compressed: bool) -> None:
+    made = make_imagenet(tmp_path / "data")
+    for name in (TRAIN, VAL):
+        data = (made.folder / name).read_bytes()
+        (made.folder / name).unlink()
+        (made.folder / f"{name}.gz").write_bytes(gzip.compress(data) if compressed else data)
+    assert ImagenetSource.recognises(str(made.folder))
+    check(made.folder, scratch, made)
+    assert len(list(scratch.glob("*img*"))) == (2 if compressed else 0)
+
+
+def test_the_tar_is_preferred_and_it_is_said(tmp_path: Path, scratch: Path) -> None:
+    made = make_imagenet(tmp_path / "data")
+    (made.folder / "train" / "n01440764").mkdir(parents=True)
+    (made.folder / "val").mkdir()
+    source = check(made.folder, scratch, made)
+    assert source.notes == (f"train: read from {TRAIN}; train was left alone",)
+
+
+def test_what_is_not_an_image_is_left_out_and_told(tmp_path: Path, scratch: Path) -> None:
+    made = make_imagenet(tmp_path / "data", layout="folders")
+    for stray in (
+        "train/n01440764/notes.txt",
+        "train/n01440764/.hidden.JPEG",
+        "val/list.txt",
+        "train/readme.md",
+    ):
+        (made.folder / stray).write_text("x")
+    source = check(made.folder, scratch, made)
+    assert source.notes == (
+        "train: left out 1 files that are not images",
+        "val: left out 1 files that are not images",
+    )
+
+
+def test_strays_inside_tars(tmp_path: Path, scratch: Path) -> None:
+    made = make_imagenet(tmp_path / "data", layout="class tars", val=0, truth="none")
+    path = made.folder / "train" / "n01440764.tar"
+    with tarfile.open(path, "a") as tar:
+        for name in ("._n01440764_1.JPEG", "notes.txt"):
+            tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+    assert "left out 2 files" in check(made.folder, scratch, made, ("train",)).notes[0]
+
+
+def test_a_read_needs_no_scan(tmp_path: Path, scratch: Path) -> None:
+    made = make_imagenet(tmp_path / "data", layout="class tars", truth="csv")
+    items = list(ImagenetSource(str(made.folder), scratch=scratch).scan("val"))
+    other = ImagenetSource(str(made.folder), scratch=scratch)
+    assert [other.read("val", item).image for item in items] == [one.image for one in made.val.values()]
+
+
+# What is damaged
+
+
+def test_a_truncated_train_tar(tmp_path: Path, scratch: Path) -> None:
+    made = make_imagenet(tmp_path / "data", truth="none", val=0)
+    path = made.folder / TRAIN
+    whole = path.read_bytes()
+    inner = len(tar_of({f"n01000000_{number}.JPEG": jpeg(number) for number in range(3)}))
+    path.write_bytes(whole[: 512 + inner // 2])
+    refused(path, scratch, TRAIN, "truncated", "'n01000000.tar' at offset 512", f"ends at {512 + inner // 2}")
+    end = 4 * (512 + inner)
+    for size in (end, end + 100):  # all members are whole, but nothing says that they are all
+        path.write_bytes(whole[:size])
+        refused(path, scratch, TRAIN, "truncated", f"header at offset {end}", f"ends at {size}")
+
+
+def test_a_truncated_class_tar(tmp_path: Path, scratch: Path) -> None:
+    images = {f"n01440764_{number}.JPEG": jpeg(number) for number in range(3)}
+    inner = tar_of(images)
+    end = sum(512 + -(-len(image) // 512) * 512 for image in images.values())
+    for size, part in ((700, "'n01440764_0.JPEG' at offset"), (end, f"header at offset {512 + end}")):
+        path = tmp_path / TRAIN
+        path.write_bytes(tar_of({"n01440764.tar": inner[:size]}))
+        refused(path, scratch, f"{TRAIN} (n01440764.tar)", "truncated", part, f"ends at {512 + size}")
+
+
+def test_a_truncated_val_tar(tmp_path: Path, scratch: Path) -> None:
+    made = make_imagenet(tmp_path / "data")
+    path = made.folder / VAL
+    path.write_bytes(path.read_bytes()[:3000])
+    refused(made.folder, scratch, VAL, "truncated", "offset", "3000")
+
+
+def test_a_tar_that_is_none(tmp_path: Path, scratch: Path) -> None:
+    path = tmp_path / TRAIN
+    path.write_bytes(b"<html>please log in</html>" * 100)
+    refused(path, scratch, TRAIN, "not a tar", "offset 0")
+    path.write_bytes(b"")
+    refused(path, scratch, TRAIN, "truncated")
+    path.write_bytes(tar_of({}))
+    refused(path, scratch, TRAIN, "no class tars")
+
+
+@pytest.mark.parametrize("name", ["readme.txt", "ILSVRC2012_val_00000001.JPEG", "cat.tar"])
+def test_a_train_tar_of_something_else(tmp_path: Path, scratch: Path, name: str) -> None:
+    path = tmp_path / TRAIN
+    path.write_bytes(tar_of({"n01440764.tar": tar_of({"n01440764_1.JPEG": jpeg(1)}), name: b"x"}))
+    refused(path, scratch, name, "not a tar of one more class")
+
+
+def test_a_damaged_gzip(tmp_path: Path, scratch: Path) -> None:
+    made = make_imagenet(tmp_path / "data", val=0, truth="none")
+    data = gzip.compress((made.folder / TRAIN).read_bytes())
+    (made.folder / TRAIN).write_bytes(data[: len(data) // 2])
+    refused(made.folder, scratch, TRAIN, "truncated: the gzip stream has no end")
+
+
+def test_a_full_disk(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_imagenet(tmp_path / "data", val=0, truth="none")
+    (made.folder / TRAIN).write_bytes(gzip.compress((made.folder / TRAIN).read_bytes()))
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    with pytest.raises(FullError, match="no space left to unpack"):
+        ImagenetSource(str(made.folder), scratch=scratch)
+
+
+@pytest.mark.parametrize("inner", [tar_of({}), b"", tar_of({"notes.txt": b"x"})])
+def test_an_empty_class_tar(tmp_path: Path, scratch: Path, inner: bytes) -> None:
+    path = tmp_path / TRAIN
+    path.write_bytes(tar_of({"n01440764.tar": tar_of({"n01440764_1.JPEG": jpeg(1)}), "n02119789.tar": inner}))
+    refused(path, scratch, "class n02119789 has no images")
+
+
+@pytest.mark.parametrize("layout", ["folders", "val by class", "class tars"])
+def test_an_empty_class_in_a_folder(tmp_path: Path, scratch: Path, layout: str) -> None:
+    made = make_imagenet(tmp_path / "data", layout=layout)
+    if layout == "class tars":
+        (made.folder / "train" / "n01440764.tar").write_bytes(tar_of({}))
+    else:
+        shutil.rmtree(made.folder / "train" / "n01440764")
+        (made.folder / "train" / "n01440764").mkdir()
+    refused(made.folder, scratch, "class n01440764 has no images")
+
+
+@pytest.mark.parametrize("layout", ["tars", "folders"])
+@pytest.mark.parametrize("lines", [9, 11])
+def test_ground_truth_of_another_length(tmp_path: Path, scratch: Path, layout: str, lines: int) -> None:
+    made = make_imagenet(tmp_path / "data", layout=layout, truth="devkit")
+    (made.folder / TRUTH).write_text("1\n" * lines)
+    refused(made.folder, scratch, "holds 10 images", f"has {lines} lines", "ground_truth.txt")
+
+
+@pytest.mark.parametrize("layout", ["tars", "folders"])
+def test_a_gap_in_the_numbers(tmp_path: Path, scratch: Path, layout: str) -> None:
+    made = make_imagenet(tmp_path / "data", layout=layout)
+    name, other = "ILSVRC2012_val_00000004.JPEG", "ILSVRC2012_val_00000011.JPEG"
+    if layout == "folders":
+        (made.folder / "val" / name).rename(made.folder / "val" / other)
+        refused(made.folder, scratch, f"there is no {name}")
+    else:
+        files = {f"ILSVRC2012_val_{n:08d}.JPEG": jpeg(n) for n in (1, 2, 3, 11, 5, 6, 7, 8, 9, 10)}
+        (made.folder / VAL).write_bytes(tar_of(files))
+        refused(made.folder, scratch, f"no line for {other}")
+
+
+def test_a_val_image_twice(tmp_path: Path, scratch: Path) -> None:
+    made = make_imagenet(tmp_path / "data")
+    names = ("ILSVRC2012_val_00000004.JPEG", "./ILSVRC2012_val_00000004.JPEG")
+    (made.folder / VAL).write_bytes(tar_of({name: jpeg(1) for name in names}))
+    refused(made.folder, scratch, "holds ILSVRC2012_val_00000004.JPEG twice")
+
+
+@pytest.mark.parametrize("layout", ["tars", "folders", "kaggle"])
+def test_no_ground_truth(tmp_path: Path, scratch: Path, layout: str) -> None:
+    made = make_imagenet(tmp_path / "data", layout=layout, truth="none")
+    assert ImagenetSource.recognises(str(made.folder))
+    refused(made.folder, scratch, f"put {DEVKIT}", f"into {made.folder}", "LOC_val_solution.csv")
+
+
+@pytest.mark.parametrize("line", ["0", "5", "6", "x", "-1", "9" * 100])
+def test_a_bad_line_of_ground_truth(tmp_path: Path, scratch: Path, line: str) -> None:
+    made = make_imagenet(tmp_path / "data", truth="devkit")
+    (made.folder / TRUTH).write_text("1\n2\n" + line + "\n")  # 5 and 6 are synsets, but not leaves
+    refused(made.folder, scratch, "line 3 is", "no class's ILSVRC2012_ID")
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"nonsense" * 50, meta_mat(WNIDS_BY_ID)[:400], meta_mat(["x", "y"]), meta_mat([])]
+)
+def test_a_bad_meta_mat(tmp_path: Path, scratch: Path, data: bytes) -> None:
+    made = make_imagenet(tmp_path / "data", truth="devkit")
+    (made.folder / META).write_bytes(data)
+    refused(made.folder, scratch, "meta.mat")
+
+
+@pytest.mark.parametrize("truth", ["devkit", "devkit.tar.gz"])
+@pytest.mark.parametrize("name", [TRUTH, META])
+def test_half_a_devkit(tmp_path: Path, scratch: Path, truth: str, name: str) -> None:
+    made = make_imagenet(tmp_path / "data", truth="devkit")
+    (made.folder / name).unlink()
+    if truth == "devkit.tar.gz":
+        folder = made.folder / "ILSVRC2012_devkit_t12"
+        files = {str(path.relative_to(made.folder)): path.read_bytes() for path in folder.rglob("*.*")}
+        (made.folder / DEVKIT).write_bytes(tar_of(files, "w:gz"))
+        shutil.rmtree(folder)
+    refused(made.folder, scratch, f"lacks data/{Path(name).name}")
+
+
+def test_a_damaged_devkit(tmp_path: Path, scratch: Path) -> None:
+    made = make_imagenet(tmp_path / "data")
+    (made.folder / DEVKIT).write_bytes((made.folder / DEVKIT).read_bytes()[:300])
+    refused(made.folder, scratch, DEVKIT, "truncated")
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("ILSVRC2012_val_00000001,n01440764 1 2\nILSVRC2012_val_00000001,n01440764\n", "line 2"),
+        ("ILSVRC2012_val_00000001,cat 1 2 3 4\n", "line 1"),
+        ("ILSVRC2012_val_1,n01440764 1 2\n", "line 1"),
+        ("alone\n", "line 1"),
+        ("ILSVRC2012_val_00000002,n01440764 1 2\n", "none has number 1"),
+        ('"' + "x" * 200_000, "not a CSV file"),
+    ],
+)
+def test_a_bad_solution(tmp_path: Path, scratch: Path, text: str, part: str) -> None:
+    made = make_imagenet(tmp_path / "data", layout="kaggle", truth="csv")
+    (made.folder / "LOC_val_solution.csv").write_text(text)
+    refused(made.folder, scratch, "LOC_val_solution.csv", part)
+
+
+@pytest.mark.parametrize("truth", ["devkit", "csv"])
+def test_val_has_a_class_that_train_lacks(tmp_path: Path, scratch: Path, truth: str) -> None:
+    made = make_imagenet(tmp_path / "data", layout="folders", truth=truth)
+    shutil.rmtree(made.folder / "train" / "n02119789")
+    refused(made.folder, scratch, "different classes: only in train none, only in val n02119789")
+
+
+@pytest.mark.parametrize("truth", ["devkit", "csv", "by class"])
+def test_train_has_a_class_that_val_lacks(tmp_path: Path, scratch: Path, truth: str) -> None:
+    layout = "val by class" if truth == "by class" else "folders"
+    made = make_imagenet(tmp_path / "data", layout=layout, truth=truth)
+    shutil.copytree(made.folder / "train" / "n02119789", made.folder / "train" / "n09999999")
+    refused(made.folder, scratch, "only in train n09999999, only in val none")
+
+
+def test_a_devkit_with_a_class_of_which_val_has_no_image_is_fine(tmp_path: Path, scratch: Path) -> None:
+    made = make_imagenet(tmp_path / "data", val=2)
+    check(made.folder, scratch, made)
+
+
+def test_half_moved_val(tmp_path: Path, scratch: Path) -> None:
+    made = make_imagenet(tmp_path / "data", layout="folders")
+    (made.folder / "val" / "n01440764").mkdir()
+    refused(made.folder, scratch, "by number as well as class folders")
+
+
+def test_half_unpacked_train(tmp_path: Path, scratch: Path) -> None:
+    made = make_imagenet(tmp_path / "data", layout="class tars")
+    (made.folder / "train" / "n01440764").mkdir()
+    refused(made.folder, scratch, "4 class tars and 1 class folders")
+
+
+@pytest.mark.parametrize("stray", ["cat", "n123"])
+def test_a_folder_that_is_no_class(tmp_path: Path, scratch: Path, stray: str) -> None:
+    made = make_imagenet(tmp_path / "data", layout="folders")
+    (made.folder / "train" / stray).mkdir()
+    refused(made.folder, scratch, f"{stray} is neither a class folder nor a class tar")
+
+
+def test_a_name_that_is_no_text(tmp_path: Path, scratch: Path) -> None:
+    path = tmp_path / TRAIN
+    path.write_bytes(tar_of({"n01440764.tar": tar_of({"n\udcff.JPEG": jpeg(1)})}))
+    refused(path, scratch, "not printable")
+
+
+def test_an_image_that_changes(tmp_path: Path, scratch: Path) -> None:
+    made = make_imagenet(tmp_path / "data", layout="folders")
+    source = ImagenetSource(str(made.folder), scratch=scratch)
+    item = next(source.scan("train"))
+    with open(made.folder / "train" / item.name, "ab") as file:
+        file.write(b"more")
+    with pytest.raises(SourceError, match="changed since"):
+        source.read("train", item)
+    (made.folder / "train" / item.name).unlink()
+    with pytest.raises(SourceError, match="cannot be opened: No such file"):
+        source.read("train", item)
+
+
+def test_a_tar_that_shrinks(tmp_path: Path, scratch: Path) -> None:
+    made = make_imagenet(tmp_path / "data")
+    source = ImagenetSource(str(made.folder), scratch=scratch)
+    items = list(source.scan("val"))
+    os.truncate(made.folder / VAL, items[-1].offset + 5)
+    with pytest.raises(SourceError, match="truncated: expected"):
+        source.read("val", items[-1])
+    source.close()
+    with pytest.raises(SourceError, match="cannot be read"):
+        source.read("val", items[0])
+
+
+def test_without_scipy(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_imagenet(tmp_path / "data", layout="folders")
+    actual = builtins.__import__
+
+    def no_scipy(name: str, *args: object) -> ModuleType:
+        if name.startswith("scipy"):
+            raise ModuleNotFoundError(name)
+        return actual(name, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builtins, "__import__", no_scipy)
+    with pytest.raises(MissingExtraError, match=r"pip install 'stoker\[imagenet\]'"):
+        ImagenetSource(str(made.folder), scratch=scratch)
+
+
+def test_nothing_there(tmp_path: Path, scratch: Path) -> None:
+    refused(tmp_path, scratch, "neither")
+    with pytest.raises(NotFoundError):
+        ImagenetSource(str(tmp_path / "none"), scratch=scratch)
+    assert not ImagenetSource.recognises(str(tmp_path))
+    assert not ImagenetSource.recognises(str(tmp_path / "none"))
+    assert not ImagenetSource.recognises("a\0b")
+
+
+def test_what_is_recognised(tmp_path: Path) -> None:
+    """A plain tree with wnids may be one of the smaller sets, and is left to the folder source."""
+    small = make_imagenet(tmp_path / "imagenette", layout="val by class", truth="none")
+    assert not ImagenetSource.recognises(str(small.folder))
+    for label in range(1000):
+        (tmp_path / "full" / "train" / f"n{label:08d}").mkdir(parents=True)
+    assert ImagenetSource.recognises(str(tmp_path / "full"))
+    (tmp_path / "full" / "train" / "cat").mkdir()
+    assert not ImagenetSource.recognises(str(tmp_path / "full"))
+
+
+# The walk through a tar
+
+
+@pytest.mark.parametrize("style", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
+def test_members_as_tarfile_finds_them(tmp_path: Path, style: int) -> None:
+    path = tmp_path / "a.tar"
+    names = ["a.jpg", "deep/" * 15 + "b.jpg", "c" * 90 + ".jpg"]
+    if style != tarfile.USTAR_FORMAT:
+        names += ["long/" * 60 + "d.jpg", "é" * 80 + ".jpg"]
+    with tarfile.open(path, "w", format=style) as tar:
+        folder = tarfile.TarInfo("deep")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        for size, name in enumerate(names):
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = 512 * size, size + 0.5
+            tar.addfile(info, io.BytesIO(bytes(512 * size)))
+    with OpenFile(path) as file, tarfile.open(path) as tar:
+        expected = [(one.name, one.offset_data, one.size) for one in tar if one.isreg()]
+        assert list(members(file)) == expected
+        assert [name for name, _, _ in expected] == names
+
+
+def test_a_size_in_a_pax_record(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    record = b"12 size=700\n"
+    extended = tarfile.TarInfo("x")
+    extended.type, extended.size = tarfile.XHDTYPE, len(record)
+    data = extended.tobuf(tarfile.USTAR_FORMAT) + record.ljust(512, b"\0")
+    data += tarfile.TarInfo("a.jpg").tobuf(tarfile.USTAR_FORMAT) + bytes(1024) + bytes(1024)
+    path.write_bytes(data)
+    with OpenFile(path) as file:
+        assert list(members(file)) == [("a.jpg", 1536, 700)]
+    path.write_bytes(data.replace(record, b"zz size=700\n"))
+    with OpenFile(path) as file, pytest.raises(SourceError, match="bad pax record at offset 512"):
+        list(members(file))
+
+
+def test_links_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as tar:
+        link = tarfile.TarInfo("a.jpg")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    with OpenFile(path) as file, pytest.raises(SourceError, match="neither a file nor a folder"):
+        list(members(file))

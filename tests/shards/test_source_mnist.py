@@ -1,0 +1,142 @@
+import gzip
+import io
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from miniatures import Mnist, idx, make_mnist
+from stoker.errors import NotFoundError, SourceError
+from stoker.shards.sources.mnist import MnistSource
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    path = tmp_path / "scratch"
+    path.mkdir()
+    return path
+
+
+def check(where: Path, scratch: Path, made: Mnist) -> MnistSource:
+    """Open `where`, and compare everything with the miniature."""
+    source = MnistSource(str(where), scratch=scratch)
+    assert list(source.splits) == list(made.pixels)
+    for split, pixels in made.pixels.items():
+        items = list(source.scan(split))
+        assert [item.label for item in items] == made.labels[split]
+        assert {item.size for item in items} == {pixels[0].size}
+        assert items[3].name == f"{made.labels[split][3]}/00000003.png"
+        with ThreadPoolExecutor(8) as threads:
+            images = list(threads.map(lambda item: source.read(split, item).image, items))  # noqa: B023
+        for image, expected in zip(images, pixels, strict=True):
+            opened = Image.open(io.BytesIO(image))
+            assert (opened.format, opened.mode) == ("PNG", "L")
+            assert (np.asarray(opened) == expected).all()
+    source.close()
+    return source
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("mark", ["-", "."])
+@pytest.mark.parametrize("inside", ["", "raw", "MNIST/raw"])
+def test_reads_it_all(tmp_path: Path, scratch: Path, packed: bool, mark: str, inside: str) -> None:
+    made = make_mnist(tmp_path / "data" / inside, packed=packed, mark=mark)
+    assert MnistSource.recognises(str(tmp_path / "data"))
+    source = check(tmp_path / "data", scratch, made)
+    assert (source.name, source.classes, source.notes) == ("mnist", tuple("0123456789"), ())
+
+
+@pytest.mark.parametrize("inside", ["fashion-mnist", "FashionMNIST/raw"])
+def test_fashion_by_the_name_of_the_folder(tmp_path: Path, scratch: Path, inside: str) -> None:
+    made = make_mnist(tmp_path / inside)
+    source = check(tmp_path / inside, scratch, made)
+    assert (source.name, source.classes[9]) == ("fashion-mnist", "Ankle boot")
+    assert "Fashion-MNIST" in source.notes[0]
+
+
+def test_one_split_and_other_dimensions(tmp_path: Path, scratch: Path) -> None:
+    check(tmp_path / "d", scratch, make_mnist(tmp_path / "d", train=0, size=(5, 9)))
+
+
+def test_the_decompressed_file_is_preferred(tmp_path: Path, scratch: Path) -> None:
+    make_mnist(tmp_path / "d", packed=True)
+    check(tmp_path / "d", scratch, make_mnist(tmp_path / "d", packed=False))
+    assert not list(scratch.iterdir())
+
+
+def scan_all(where: Path, scratch: Path) -> None:
+    source = MnistSource(str(where), scratch=scratch)
+    for split in source.splits:
+        list(source.scan(split))
+
+
+def refused(where: Path, scratch: Path, *parts: str) -> None:
+    with pytest.raises(SourceError) as caught:
+        scan_all(where, scratch)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+
+
+@pytest.mark.parametrize(
+    ("file", "data", "parts"),
+    [
+        (IMAGES, idx(np.zeros((3, 4), np.uint8)), ["starts 00000802, not 00000803"]),
+        (LABELS, b"\0\0\x08", ["truncated", "header of 8 bytes"]),
+        (IMAGES, idx(np.zeros((25, 28, 28), np.uint8))[:-1], ["19615 bytes", "25 × 28 × 28 need 19616"]),
+        (IMAGES, idx(np.zeros((25, 28, 28), np.uint8)) + b"x", ["19617 bytes", "need 19616"]),
+        (IMAGES, idx(np.zeros((25, 0, 28), np.uint8)), ["holds nothing", "25 × 0 × 28"]),
+        (IMAGES, idx(np.zeros((24, 28, 28), np.uint8)), ["24 images", "25 labels"]),
+        (LABELS, idx(np.array([0] * 24 + [10], np.uint8)), ["label 10 of row 24", "0 to 9"]),
+    ],
+)
+def test_bad_files(tmp_path: Path, scratch: Path, file: str, data: bytes, parts: list[str]) -> None:
+    made = make_mnist(tmp_path / "d", packed=False)
+    (made.folder / file).write_bytes(data)
+    refused(made.folder, scratch, file, *parts)
+
+
+@pytest.mark.parametrize("file", [IMAGES, LABELS])
+def test_a_missing_half(tmp_path: Path, scratch: Path, file: str) -> None:
+    made = make_mnist(tmp_path / "d")
+    (made.folder / f"{file}.gz").unlink()
+    refused(made.folder, scratch, f"there is no {file}")
+
+
+def test_damaged_gzip(tmp_path: Path, scratch: Path) -> None:
+    made = make_mnist(tmp_path / "d")
+    packed = made.folder / f"{IMAGES}.gz"
+    whole = packed.read_bytes()
+    packed.write_bytes(whole[: len(whole) // 2])
+    refused(made.folder, scratch, f"{IMAGES}.gz", "truncated")
+    shutil.rmtree(scratch)
+    scratch.mkdir()
+    packed.write_bytes(whole[:100] + bytes(100) + whole[200:])
+    refused(made.folder, scratch, f"{IMAGES}.gz", "damaged")
+
+
+def test_plain_bytes_under_a_gz_name(tmp_path: Path, scratch: Path) -> None:
+    made = make_mnist(tmp_path / "d")
+    for packed in made.folder.iterdir():
+        packed.write_bytes(gzip.decompress(packed.read_bytes()))
+    check(made.folder, scratch, made)
+
+
+def test_nothing_there(tmp_path: Path, scratch: Path) -> None:
+    refused(tmp_path, scratch, "train-images-idx3-ubyte")
+    with pytest.raises(NotFoundError):
+        MnistSource(str(tmp_path / "none"), scratch=scratch)
+    assert not MnistSource.recognises(str(tmp_path))
+    assert not MnistSource.recognises("a\0b")
+
+
+def test_two_datasets(tmp_path: Path, scratch: Path) -> None:
+    make_mnist(tmp_path / "MNIST/raw")
+    make_mnist(tmp_path / "FashionMNIST/raw")
+    assert MnistSource.recognises(str(tmp_path))
+    refused(tmp_path, scratch, "two datasets")

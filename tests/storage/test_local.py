@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from storage.contract import StorageContract
+
+from stoker.errors import AccessError, FullError, NotFoundError
+from stoker.storage import Entry, Store, open_store
+from stoker.storage.local import LocalStore
+
+Mount = Callable[[str], Path]
+
+
+class TestLocal(StorageContract):
+    @pytest.fixture
+    def store(self, folder: Path) -> Store:
+        return open_store(str(folder))
+
+
+class TestFileUrl(StorageContract):
+    @pytest.fixture
+    def store(self, folder: Path) -> Store:
+        (folder / "sp ace").mkdir()
+        return open_store(f"file://{folder}/sp%20ace")
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Mount]:
+    """Mount a small filesystem of its own, by its options."""
+    mounted: list[Path] = []
+
+    def mount(options: str) -> Path:
+        if os.geteuid() != 0:
+            pytest.skip("only root can mount a small filesystem")
+        place = tmp_path / f"mount{len(mounted)}"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
+        mounted.append(place)
+        return place
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_folder_that_is_absent_lists_nothing(tmp_path: Path) -> None:
+    assert list(LocalStore(str(tmp_path / "absent")).list()) == []
+
+
+def test_a_file_on_the_same_filesystem_is_renamed_in(tmp_path: Path, folder: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"data")
+    inode = source.stat().st_ino
+    LocalStore(str(folder)).put("a", source)
+    assert (folder / "a").stat().st_ino == inode
+
+
+def test_a_file_of_another_filesystem_is_copied_in(mount: Mount, folder: Path) -> None:
+    source = mount("size=1m") / "source"
+    source.write_bytes(b"data")
+    LocalStore(str(folder)).put("a", source)
+    assert not source.exists()
+    assert [path.name for path in folder.iterdir()] == ["a"]
+    assert (folder / "a").read_bytes() == b"data"
+
+
+def test_a_full_disk_is_reported_and_left_clean(mount: Mount, tmp_path: Path) -> None:
+    place = mount("size=1m")
+    store = LocalStore(str(place))
+    store.put("a", b"kept")
+    source = tmp_path / "source"
+    source.write_bytes(bytes(2 << 20))
+    for large in (bytes(2 << 20), source):
+        with pytest.raises(FullError, match="a: no space left"):
+            store.put("a", large)
+    assert source.exists()
+    assert [path.name for path in place.iterdir()] == ["a"]
+    assert store.get("a") == b"kept"
+
+
+def test_a_read_only_place_is_reported(mount: Mount) -> None:
+    store = LocalStore(str(mount("size=1m,ro")))
+    with pytest.raises(AccessError, match="permission denied"):
+        store.put("a", b"")
+
+
+def test_a_folder_in_the_way_is_reported(folder: Path) -> None:
+    (folder / "a").mkdir()
+    with pytest.raises(NotFoundError, match="is a folder"):
+        LocalStore(str(folder)).put("a", b"")
+    assert [path.name for path in folder.iterdir()] == ["a"]
+
+
+def test_a_failing_source_leaves_nothing(folder: Path) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b"half"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        LocalStore(str(folder)).write("a", chunks())
+    assert list(folder.iterdir()) == []
+
+
+def test_kill_9_leaves_no_object(folder: Path) -> None:
+    program = """
+import sys, time
+from stoker.storage.local import LocalStore
+
+def chunks():
+    yield bytes(1 << 20)
+    print("half", flush=True)
+    time.sleep(60)
+
+LocalStore(sys.argv[1]).write("a", chunks())
+"""
+    with subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"half\n"
+        child.send_signal(signal.SIGKILL)
+    assert [path.name[:3] for path in folder.iterdir()] == [".a."]
+    assert list(LocalStore(str(folder)).list()) == []
+
+
+def test_follows_links_and_passes_over_what_is_no_file(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a").write_bytes(b"1")
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    (folder / "dangling").symlink_to(tmp_path / "nothing")
+    os.mkfifo(folder / "fifo")
+    store = LocalStore(str(folder))
+    assert list(store.list()) == [Entry("link/a", 1)]
+    with pytest.raises(NotFoundError, match="not a file"):
+        store.size("fifo")

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import boto3
+import pytest
+from servers import Asked, Reply, aws_environ, scripted
+from storage.contract import StorageContract
+
+from stoker.errors import AccessError, InputError, MissingExtraError, NotFoundError
+from stoker.storage import Store, open_store
+
+DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+
+
+@pytest.fixture
+def s3(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Lead s3:// to moto, and give a URL there that is this test's own."""
+    for key, value in aws_environ(moto_url).items():
+        monkeypatch.setenv(key, value)
+    return f"s3://bucket/{uuid.uuid4().hex}"
+
+
+class TestS3(StorageContract):
+    @pytest.fixture
+    def store(self, s3: str) -> Store:
+        return open_store(s3)
+
+
+class TestOddPrefix(StorageContract):
+    @pytest.fixture
+    def store(self, s3: str) -> Store:
+        return open_store(f"{s3}/odd +%41 ü/")
+
+
+def test_the_whole_bucket_is_a_store_too(s3: str) -> None:
+    folder = s3.removeprefix("s3://bucket/")
+    open_store(s3).put("a", b"data")
+    assert open_store("s3://bucket").get(f"{folder}/a") == b"data"
+
+
+def test_the_endpoint_of_s3_alone_is_honoured(
+    s3: str, moto_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", moto_url)
+    open_store(s3).put("a", b"data")
+    assert open_store(s3).get("a") == b"data"
+
+
+def test_a_missing_bucket_is_not_found(s3: str) -> None:
+    store = open_store("s3://no-such-bucket/a")
+    for use in (lambda: store.get("a"), lambda: list(store.list()), lambda: store.put("a", b"")):
+        with pytest.raises(NotFoundError, match="no such bucket"):
+            use()
+
+
+def test_denied_names_the_credentials_that_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    with scripted(lambda *_: Reply(403, DENIED)) as server:
+        for key, value in aws_environ(server.url).items():
+            monkeypatch.setenv(key, value)
+        store = open_store("s3://bucket/folder")
+        for use in (
+            lambda: store.get("a"),
+            lambda: store.size("a"),
+            lambda: list(store.list()),
+            lambda: store.put("a", b""),
+            lambda: store.delete("a"),
+        ):
+            with pytest.raises(AccessError, match="permission denied; tried AWS_ACCESS_KEY_ID") as caught:
+                use()
+            assert "Debug" not in str(caught.value)
+            assert caught.value.__cause__ is not None
+    assert len(server.asked) == 5
+
+
+def test_a_profile_is_read_through_boto3(s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _profile(tmp_path, monkeypatch)
+    open_store(s3).put("a", b"data")
+    assert open_store(s3).get("a") == b"data"
+    with scripted(lambda *_: Reply(403, DENIED)) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        with pytest.raises(AccessError, match="tried the default profile"):
+            open_store(s3).get("a")
+    assert "Credential=FROMPROFILE/" in server.asked[0].headers["authorization"]
+
+
+def test_a_profile_that_does_not_exist_is_named(
+    s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _profile(tmp_path, monkeypatch)
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(InputError, match="nobody"):
+        open_store(s3)
+
+
+def test_a_profile_without_credentials_is_reported(
+    s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _profile(tmp_path, monkeypatch)
+    (tmp_path / ".aws" / "credentials").unlink()
+    with pytest.raises(AccessError, match="no credentials; tried the default profile"):
+        open_store(s3)
+
+
+def test_profiles_need_boto3(s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _profile(tmp_path, monkeypatch)
+    for module in ("botocore.exceptions", "boto3"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=r"stoker\[s3\]"):
+        open_store(s3)
+
+
+def test_no_credentials_at_all_is_reported(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    with pytest.raises(InputError, match="Missing AccessKeyId; check the variables AWS_"):
+        open_store(s3)
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(AccessError, match="no credentials; tried the roles of this machine"):
+        open_store(s3).get("a")
+
+
+def test_a_public_bucket_needs_no_credentials(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = f"{s3.removeprefix('s3://bucket/')}/a"
+    boto3.client("s3").put_object(Bucket="bucket", Key=key, Body=b"data", ACL="public-read")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    assert open_store(s3).get("a") == b"data"
+
+
+def test_what_the_server_says_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = b"<Error><Code>Odd</Code><Message>Something odd.</Message></Error>"
+    with scripted(lambda *_: Reply(400, said)) as server:
+        for key, value in aws_environ(server.url).items():
+            monkeypatch.setenv(key, value)
+        with pytest.raises(Exception, match=r"^s3://bucket/a: the server answered 400: Something odd\.$"):
+            open_store("s3://bucket").get("a")
+
+
+def test_a_failed_upload_is_aborted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started = b"<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>"
+
+    def reply(asked: Asked, _: int) -> Reply:
+        return {"POST": Reply(body=started), "DELETE": Reply(204)}.get(asked.method, Reply(403, DENIED))
+
+    source = tmp_path / "source"
+    source.write_bytes(bytes(20 << 20))
+    with scripted(reply) as server:
+        for key, value in aws_environ(server.url).items():
+            monkeypatch.setenv(key, value)
+        with pytest.raises(AccessError):
+            open_store("s3://bucket").put("a", source)
+    assert source.exists()
+    assert [asked.method for asked in server.asked if asked.method != "PUT"] == ["POST", "DELETE"]
+
+
+def test_kill_9_leaves_no_object(s3: str, moto_url: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    with source.open("wb") as file:
+        file.truncate(256 << 20)
+    client = boto3.client("s3")
+    program = (
+        "import sys; from pathlib import Path; from stoker.storage import open_store;"
+        "open_store(sys.argv[1]).put('a', Path(sys.argv[2]))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, s3, str(source)]) as child:
+        while not client.list_multipart_uploads(Bucket="bucket").get("Uploads"):
+            assert child.poll() is None
+            time.sleep(0.001)
+        child.send_signal(signal.SIGKILL)
+    assert child.returncode == -signal.SIGKILL
+    assert list(open_store(s3).list()) == []
+    assert source.exists()
+
+
+def _profile(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the credentials in a profile instead of the environment."""
+    (home / ".aws").mkdir()
+    (home / ".aws" / "credentials").write_text(
+        "[default]\naws_access_key_id = FROMPROFILE\naws_secret_access_key = test\n"
+    )
+    (home / ".aws" / "config").write_text("[default]\nregion = eu-west-1\n")
+    monkeypatch.setenv("HOME", str(home))
+    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.delenv(key)

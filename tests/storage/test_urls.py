@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stoker.errors import InputError
+from stoker.storage import join, local_path, open_store, split
+
+
+@pytest.mark.parametrize(
+    ("url", "root", "name"),
+    [
+        ("a/b.tar", "a", "b.tar"),
+        ("/b.tar", "/", "b.tar"),
+        ("b.tar", ".", "b.tar"),
+        ("../b 100%.tar", "..", "b 100%.tar"),
+        ("file:///a%20b/c%2B.tar", "file:///a%20b", "c+.tar"),
+        ("file:///c.tar", "file:///", "c.tar"),
+        ("s3://bucket/a/b%.tar", "s3://bucket/a", "b%.tar"),
+        ("gs://bucket/b?.tar", "gs://bucket", "b?.tar"),
+        ("http://host:80/a/b%20c.tar?token=/x", "http://host:80/a?token=/x", "b c.tar"),
+        ("https://u:p@host/b.tar", "https://u:p@host", "b.tar"),
+    ],
+)
+def test_split_and_join_are_inverse(url: str, root: str, name: str) -> None:
+    assert split(url) == (root, name)
+    assert join(root, name) == ("./b.tar" if url == "b.tar" else url)
+
+
+@pytest.mark.parametrize(
+    "url", ["a/", "s3://bucket", "s3://bucket/", "http://host", "..", "", "http://host/a/?q=b"]
+)
+def test_split_refuses_what_names_no_object(url: str) -> None:
+    with pytest.raises(InputError, match="names no"):
+        split(url)
+
+
+def test_join_takes_a_folder_with_or_without_a_slash() -> None:
+    assert join("s3://b/a", "x/y") == join("s3://b/a/", "x/y") == "s3://b/a/x/y"
+    assert join("http://h/a/?t=1", "x y") == "http://h/a/x%20y?t=1"
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("a b%20", Path("a b%20")),
+        ("file:///a%20b", Path("/a b")),
+        ("FILE://localhost/a", Path("/a")),
+        ("s3://bucket/a", None),
+        ("https://host/a", None),
+    ],
+)
+def test_local_path(url: str, path: Path | None) -> None:
+    assert local_path(url) == path
+
+
+def test_local_path_refuses_another_host() -> None:
+    with pytest.raises(InputError, match="this machine"):
+        local_path("file://host/a")
+
+
+def test_an_unknown_scheme_names_the_known() -> None:
+    with pytest.raises(InputError, match="'ftp'.*file, gs, http, https, s3"):
+        open_store("ftp://host/a")
+
+
+@pytest.mark.parametrize("url", ["s3://", "gs://", "http://"])
+def test_a_url_of_nothing_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    with pytest.raises(InputError, match="names no"):
+        open_store(url)

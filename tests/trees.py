@@ -1,0 +1,50 @@
+"""Small datasets and shard sets for tests."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+from PIL import Image
+from stoker.cli.main import run
+
+
+def image_bytes(number: int, kind: str = "JPEG", size: tuple[int, int] = (24, 18)) -> bytes:
+    """An image that no other number gives."""
+    image = Image.new("RGB", size, (number * 37 % 256, number * 101 % 256, number * 7 % 256))
+    for x in range(8):
+        image.putpixel((x, 0), (255, 255, 255) if number >> x & 1 else (0, 0, 0))
+    out = io.BytesIO()
+    image.save(out, kind, quality=95)
+    return out.getvalue()
+
+
+def make_tree(root: Path, classes: Mapping[str, int], start: int = 0) -> Path:
+    """Write `<class>/<number>.jpg` files: so many for each class."""
+    number = start
+    for name, count in classes.items():
+        (root / name).mkdir(parents=True)
+        for _ in range(count):
+            (root / name / f"{number:05d}.jpg").write_bytes(image_bytes(number))
+            number += 1
+    return root
+
+
+def make_dataset(root: Path, train: int = 10, val: int = 3) -> Path:
+    """Write train/ and val/ with three classes, so many images for each."""
+    make_tree(root / "train", {"ant": train, "bee": train, "cat": train})
+    make_tree(root / "val", {"ant": val, "bee": val, "cat": val}, start=10_000)
+    return root
+
+
+def digests(root: Path) -> dict[str, str]:
+    """The sha256 of every file below a folder, by its relative path."""
+    files = (path for path in sorted(root.rglob("*")) if path.is_file())
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def stoker(*words: object) -> int:
+    """Run a command line in this process and return its exit code."""
+    return run([str(word) for word in words])
