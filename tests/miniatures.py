@@ -114,12 +114,8 @@ def make_imagenet(
         for name, content in devkit.items():
             _write(folder / name, content)
     elif truth == "csv":
-        rows = [
-            f"{name[:-5]},{wnids_by_id[one - 1]} 1 2 3 4 \n" for name, one in zip(numbered, ids, strict=True)
-        ]
-        _write(
-            folder / "LOC_val_solution.csv", "".join(["ImageId,PredictionString\n", *reversed(rows)]).encode()
-        )
+        rows = [f"{name[:-5]},{wnids_by_id[one - 1]} 1 2 3 4 \n" for name, one in zip(numbered, ids, strict=True)]
+        _write(folder / "LOC_val_solution.csv", "".join(["ImageId,PredictionString\n", *reversed(rows)]).encode())
     return made
 
 
@@ -170,9 +166,7 @@ def make_cifar10(folder: Path, *, rows: int = 12, packed: bool = True, column_or
     ):
         data = random.integers(0, 256, (rows, 3072), np.uint8)
         labels = [(row * 7 + number) % 10 for row in range(rows)]
-        names = [
-            f"{CIFAR_CLASSES[label]}_s_{number * rows + row:06d}.png" for row, label in enumerate(labels)
-        ]
+        names = [f"{CIFAR_CLASSES[label]}_s_{number * rows + row:06d}.png" for row, label in enumerate(labels)]
         samples = made.test if batch == "test_batch" else made.train
         for row, (label, name) in enumerate(zip(labels, names, strict=True)):
             samples[f"{CIFAR_CLASSES[label]}/{name}"] = (
@@ -183,9 +177,7 @@ def make_cifar10(folder: Path, *, rows: int = 12, packed: bool = True, column_or
         files[batch] = python2_pickle(cifar_batch(stored, labels, names, batch))
     folder.mkdir(parents=True, exist_ok=True)
     if packed:
-        made.where.write_bytes(
-            tar_of({f"cifar-10-batches-py/{name}": data for name, data in files.items()}, "w:gz")
-        )
+        made.where.write_bytes(tar_of({f"cifar-10-batches-py/{name}": data for name, data in files.items()}, "w:gz"))
     else:
         for name, content in files.items():
             _write(made.where / name, content)
@@ -239,14 +231,7 @@ def python2_pickle(value: object, numpy_core: str = "numpy.core") -> bytes:
                 dtype += dump((3, b"|", None, None, None, -1, -1, 0)) + pickle.BUILD
                 columns = value.flags.f_contiguous and not value.flags.c_contiguous
                 blank = f"c{numpy_core}.multiarray\n_reconstruct\n".encode()
-                blank += (
-                    pickle.MARK
-                    + b"cnumpy\nndarray\n"
-                    + dump((0,))
-                    + dump(b"b")
-                    + pickle.TUPLE
-                    + pickle.REDUCE
-                )
+                blank += pickle.MARK + b"cnumpy\nndarray\n" + dump((0,)) + dump(b"b") + pickle.TUPLE + pickle.REDUCE
                 state = dump(1) + dump(value.shape) + dtype + dump(columns) + dump(value.tobytes("A"))
                 return blank + pickle.MARK + state + pickle.TUPLE + pickle.BUILD
         raise TypeError(type(value))

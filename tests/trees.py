@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from PIL import Image
+
 from stoker.cli.main import run
 
 

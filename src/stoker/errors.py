@@ -92,9 +92,7 @@ class MissingExtraError(MissingError):
     """A Python package that lies behind an extra is not installed."""
 
     def __init__(self, package: str, extra: str, *, purpose: str) -> None:
-        super().__init__(
-            f"{purpose} needs the Python package {package!r}", hint=f"run: pip install 'stoker[{extra}]'"
-        )
+        super().__init__(f"{purpose} needs the Python package {package!r}", hint=f"run: pip install 'stoker[{extra}]'")
         self.package = package
         self.extra = extra
 

@@ -86,9 +86,7 @@ def test_kills_what_ignores_term(shell: Shell) -> None:
 
 
 def test_grace_lets_a_program_finish(shell: Shell) -> None:
-    process = shell.start(
-        "trap 'echo saved > saved; exit 7' TERM; echo 1 > ready; while :; do sleep 0.01; done"
-    )
+    process = shell.start("trap 'echo saved > saved; exit 7' TERM; echo 1 > ready; while :; do sleep 0.01; done")
     shell.pid("ready")
     began = time.monotonic()
     assert process.end(grace_s=60) == 7

@@ -16,9 +16,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     info = tmp_path / "drill_plugin-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: drill-plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[stoker.drill]\nthing = drill_plugin:Thing\npath = drill_plugin:Thing\n"
-    )
+    (info / "entry_points.txt").write_text("[stoker.drill]\nthing = drill_plugin:Thing\npath = drill_plugin:Thing\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "drill_plugin", raising=False)
     return tmp_path
@@ -48,9 +46,7 @@ def test_unknown_name_lists_the_names_and_guesses() -> None:
     registry: Registry[type] = Registry("source", {"imagenet": "a:b", "folder": "a:b"})
     with pytest.raises(InputError) as caught:
         registry.get("imagenett")
-    assert str(caught.value) == (
-        "unknown source 'imagenett'; did you mean 'imagenet'? known: folder, imagenet"
-    )
+    assert str(caught.value) == ("unknown source 'imagenett'; did you mean 'imagenet'? known: folder, imagenet")
     with pytest.raises(InputError) as caught:
         registry.get("zzz")
     assert str(caught.value) == "unknown source 'zzz'; known: folder, imagenet"
@@ -66,9 +62,7 @@ def test_missing_package_names_the_extra(site: Path, package: str) -> None:
     assert "the launcher 'k8s'" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "line", ["import another_missing", "import json.no_such", "from json import no_such"]
-)
+@pytest.mark.parametrize("line", ["import another_missing", "import json.no_such", "from json import no_such"])
 def test_other_import_errors_are_not_disguised(site: Path, line: str) -> None:
     (site / "drill_broken.py").write_text(line + "\n")
     registry: Registry[type] = Registry("launcher", {"k8s": Plug("drill_broken:X", "k8s", "json")})

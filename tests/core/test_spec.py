@@ -170,9 +170,7 @@ def test_says_what_is_wrong_and_where(data: object, path: str, what: str) -> Non
 
 
 def test_unlike_any_key_lists_those_known() -> None:
-    assert faults_of(job(roles={"ps": {"count": 1, "zzz": 1}})) == {
-        "roles.ps.zzz": "unknown key (known: count, image)"
-    }
+    assert faults_of(job(roles={"ps": {"count": 1, "zzz": 1}})) == {"roles.ps.zzz": "unknown key (known: count, image)"}
 
 
 def test_lists_every_reason_at_once() -> None:
@@ -390,9 +388,7 @@ def at(data: Any, keys: Keys) -> Any:
     missing=st.sets(st.sampled_from(REQUIRED)),
     unknown=st.sets(st.sampled_from(STRUCTS)),
 )
-def test_all_planted_faults_are_found_and_no_other(
-    wrong: set[Keys], missing: set[Keys], unknown: set[Keys]
-) -> None:
+def test_all_planted_faults_are_found_and_no_other(wrong: set[Keys], missing: set[Keys], unknown: set[Keys]) -> None:
     data = copy.deepcopy(VALID)
     for keys in wrong:
         at(data, keys[:-1])[keys[-1]] = [{}]  # right for no leaf
@@ -410,9 +406,7 @@ def test_all_planted_faults_are_found_and_no_other(
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text("abc/0"),
-    lambda inner: (
-        st.lists(inner) | st.dictionaries(st.sampled_from(["name", "workers", "min", "kind"]), inner)
-    ),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["name", "workers", "min", "kind"]), inner),
 )
 
 

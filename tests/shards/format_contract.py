@@ -42,9 +42,7 @@ lax = settings(deadline=None, max_examples=60, suppress_health_check=[HealthChec
 
 _part = st.text("abcXYZ019 _-+éß日🙂", min_size=1, max_size=40)
 _keys = st.lists(_part, min_size=1, max_size=4).map("/".join).filter(lambda key: not key.startswith("_"))
-_extensions = st.text("abcdefg019._", min_size=1, max_size=12).filter(
-    lambda extension: extension not in MAGIC
-)
+_extensions = st.text("abcdefg019._", min_size=1, max_size=12).filter(lambda extension: extension not in MAGIC)
 
 
 @st.composite
@@ -99,9 +97,7 @@ class FormatContract:
 
     def test_encoding_passes_the_image_through_and_reading_gives_views(self) -> None:
         for image in (SAMPLES[1].image, bytearray(SAMPLES[1].image), memoryview(bytearray(SAMPLES[1].image))):
-            assert any(
-                chunk is image for chunk in self.format.encode(SAMPLES[1]._replace(image=image)).chunks
-            )
+            assert any(chunk is image for chunk in self.format.encode(SAMPLES[1]._replace(image=image)).chunks)
         data = shard_of(self.format, SAMPLES)
         for one in self.format.walk(data, "shard"):
             for buffer in (one.sample.image, *one.sample.extras.values()):
@@ -123,11 +119,7 @@ class FormatContract:
 
         assert using(bytes) == using(bytearray) == using(memoryview)
         data = using(bytes)
-        assert (
-            read(self.format, data)
-            == read(self.format, bytearray(data))
-            == read(self.format, memoryview(data))
-        )
+        assert read(self.format, data) == read(self.format, bytearray(data)) == read(self.format, memoryview(data))
 
     def test_the_order_of_extras_does_not_matter(self) -> None:
         turned = SAMPLES[1]._replace(extras=dict(sorted(SAMPLES[1].extras.items(), reverse=True)))

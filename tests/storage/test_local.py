@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from storage.contract import StorageContract
 
 from stoker.errors import AccessError, FullError, NotFoundError
 from stoker.storage import Entry, Store, open_store
 from stoker.storage.local import LocalStore
+from storage.contract import StorageContract
 
 Mount = Callable[[str], Path]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import boto3
 import pytest
-from servers import Asked, Reply, aws_environ, scripted
-from storage.contract import StorageContract
 
+from servers import Asked, Reply, aws_environ, scripted
 from stoker.errors import AccessError, InputError, MissingExtraError, NotFoundError
 from stoker.storage import Store, open_store
+from storage.contract import StorageContract
 
 DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
 
@@ -44,9 +44,7 @@ def test_the_whole_bucket_is_a_store_too(s3: str) -> None:
     assert open_store("s3://bucket").get(f"{folder}/a") == b"data"
 
 
-def test_the_endpoint_of_s3_alone_is_honoured(
-    s3: str, moto_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_endpoint_of_s3_alone_is_honoured(s3: str, moto_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", moto_url)
     open_store(s3).put("a", b"data")
@@ -90,18 +88,14 @@ def test_a_profile_is_read_through_boto3(s3: str, monkeypatch: pytest.MonkeyPatc
     assert "Credential=FROMPROFILE/" in server.asked[0].headers["authorization"]
 
 
-def test_a_profile_that_does_not_exist_is_named(
-    s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_profile_that_does_not_exist_is_named(s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _profile(tmp_path, monkeypatch)
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(InputError, match="nobody"):
         open_store(s3)
 
 
-def test_a_profile_without_credentials_is_reported(
-    s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_profile_without_credentials_is_reported(s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _profile(tmp_path, monkeypatch)
     (tmp_path / ".aws" / "credentials").unlink()
     with pytest.raises(AccessError, match="no credentials; tried the default profile"):

@@ -28,9 +28,7 @@ def test_split_and_join_are_inverse(url: str, root: str, name: str) -> None:
     assert join(root, name) == ("./b.tar" if url == "b.tar" else url)
 
 
-@pytest.mark.parametrize(
-    "url", ["a/", "s3://bucket", "s3://bucket/", "http://host", "..", "", "http://host/a/?q=b"]
-)
+@pytest.mark.parametrize("url", ["a/", "s3://bucket", "s3://bucket/", "http://host", "..", "", "http://host/a/?q=b"])
 def test_split_refuses_what_names_no_object(url: str) -> None:
     with pytest.raises(InputError, match="names no"):
         split(url)
@@ -61,7 +59,7 @@ def test_local_path_refuses_another_host() -> None:
 
 
 def test_an_unknown_scheme_names_the_known() -> None:
-    with pytest.raises(InputError, match="'ftp'.*file, gs, http, https, s3"):
+    with pytest.raises(InputError, match=r"'ftp'.*file, gs, http, https, s3"):
         open_store("ftp://host/a")
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.cli import planned
-from stoker.cli.output import byte_bar, counter, print_json, print_table, remark
+from stoker.cli.output import byte_bar, counted, counter, print_json, print_table, remark
 
 if TYPE_CHECKING:
     from stoker.shards.convert import Conversion
@@ -37,9 +37,7 @@ def convert(
     prefix: Annotated[
         str | None, typer.Option(metavar="NAME", help="How shards' names start; tar: the dataset's name.")
     ] = None,
-    shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="About how large a shard should be.")
-    ] = "256MiB",
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="About how large a shard should be.")] = "256MiB",
     shard_samples: Annotated[
         int | None, typer.Option(metavar="N", help="At most so many samples a shard, instead of a size.")
     ] = None,
@@ -66,7 +64,9 @@ def convert(
     """
     from stoker.core.units import parse_bytes
     from stoker.shards.convert import prepared
+    from stoker.shards.pack import check_destination
     from stoker.shards.plan import Options
+    from stoker.storage import open_writable
 
     options = Options(
         format=shard_format,
@@ -79,6 +79,7 @@ def convert(
         quality=quality,
     )
     threads = _threads(jobs)
+    check_destination(open_writable(dest))
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-", dir=scratch))
         with counter("scanning") as found:
@@ -94,9 +95,7 @@ def convert(
 
 @app.command()
 def summary(
-    url: Annotated[
-        str, typer.Argument(metavar="URL|-", help="A shard set, a brace pattern, or - for a listing.")
-    ],
+    url: Annotated[str, typer.Argument(metavar="URL|-", help="A shard set, a brace pattern, or - for a listing.")],
     as_json: Json = False,
 ) -> None:
     """Sum up shards: patterns, counts, bytes, classes, and gaps in the numbering."""
@@ -104,11 +103,7 @@ def summary(
     from stoker.shards.locate import find_sets
     from stoker.shards.summary import summarise, summarise_listing
 
-    rows = (
-        summarise_listing(sys.stdin)
-        if url == "-"
-        else [row for one in find_sets(url) for row in summarise(one)]
-    )
+    rows = summarise_listing(sys.stdin) if url == "-" else [row for one in find_sets(url) for row in summarise(one)]
     if as_json:
         print_json(rows)
         return
@@ -131,7 +126,8 @@ def summary(
             more = f" and {len(row.missing) - 5:,} more" if len(row.missing) > 5 else ""
             remark(f"missing in {row.pattern}: {', '.join(row.missing[:5])}{more}")
         if row.quarantined:
-            remark(f"{row.quarantined:,} bad images of {row.split!r} were left out: see its quarantine.jsonl")
+            bad = counted(row.quarantined, "bad image")
+            remark(f"{bad} of {row.split!r} left out: see its quarantine.jsonl")
 
 
 @app.command()
@@ -152,7 +148,7 @@ def verify(
         reports = [verify_set(one, deep=deep, jobs=threads, progress=advance) for one in sets]
     _show_reports(reports, as_json)
     if faults := sum(len(report.findings) for report in reports):
-        raise DataFaultError(f"{faults:,} faults found", where=url)
+        raise DataFaultError(f"{counted(faults, 'fault')} found", where=url)
 
 
 planned.add_commands(app, "data")
@@ -233,7 +229,7 @@ def _carry_out(conversion: Conversion, dest: str, threads: int, as_json: bool) -
     for manifest in manifests:
         if manifest.quarantined:
             where = f"{dest.rstrip('/')}/{manifest.split}/quarantine.jsonl"
-            remark(f"{manifest.quarantined:,} bad images were left out: see {where}")
+            remark(f"left out {counted(manifest.quarantined, 'bad image')}: see {where}")
     total = sum(manifest.bytes for manifest in manifests)
     remark(f"done in {seconds:.1f} s, {format_bytes(int(total / max(seconds, 1e-9)))}/s")
 

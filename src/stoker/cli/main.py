@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 
-import click
 import typer
 
 from stoker import __version__
 from stoker.cli import data, demo, planned
-from stoker.errors import StokerError, StoppedError
+from stoker.errors import StokerError, UnavailableError
 
 app = typer.Typer(
     name="stoker",
@@ -31,7 +30,7 @@ def _show_version(value: bool) -> None:
 
 @app.callback()
 def options(
-    version: bool = typer.Option(  # noqa: ARG001 - its callback does it all
+    version: bool = typer.Option(
         False, "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
     ),
 ) -> None:
@@ -46,21 +45,14 @@ def main() -> None:
 def run(argv: list[str]) -> int:
     """Run one command line and return its exit code."""
     try:
-        code = app(args=argv, standalone_mode=False, prog_name="stoker")
-        if code == StoppedError.exit_code:  # typer makes this of a KeyboardInterrupt
-            raise StoppedError("interrupted")
-        return code if isinstance(code, int) else 0
-    except click.exceptions.ClickException as error:
-        error.show()
-        return error.exit_code
+        app(args=argv, prog_name="stoker")
+    except SystemExit as done:  # typer has shown usage errors itself
+        return done.code if isinstance(done.code, int) else 0
     except StokerError as error:
         typer.echo(f"stoker: {error}", err=True)
         return error.exit_code
-    except BrokenPipeError:
-        # Whoever read our output has left; point it nowhere so that the interpreter's last flush is quiet.
-        sys.stdout = None  # type: ignore[assignment]
-        return 0
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         typer.echo(f"stoker: {where}{error.strerror or error}", err=True)
-        return 5
+        return UnavailableError.exit_code
+    return 0

@@ -222,9 +222,7 @@ def _inner_of_struct(raw: Mapping[Any, object], into: Any, path: str) -> Iterato
             yield Fault(at, f"unknown key ({hint})")
     for name, field in fields.items():
         if field.required and name not in raw:
-            yield Fault(
-                _under(path, _segment(name)), f"missing (expected {_wanted(shape.type_info(field.type))})"
-            )
+            yield Fault(_under(path, _segment(name)), f"missing (expected {_wanted(shape.type_info(field.type))})")
 
 
 def _combinations(value: object, path: str) -> Iterator[Fault]:
@@ -320,9 +318,7 @@ def _wanted(info: shape.Type) -> str:
         case shape.Metadata():
             return _wanted(info.type)
         case shape.UnionType():
-            return " or ".join(
-                _wanted(option) for option in info.types if not isinstance(option, shape.NoneType)
-            )
+            return " or ".join(_wanted(option) for option in info.types if not isinstance(option, shape.NoneType))
         case shape.LiteralType():
             return _choice(info.values)
         case shape.EnumType():
@@ -348,9 +344,7 @@ def _wanted(info: shape.Type) -> str:
         case _:
             word = "another value"
     limits = [
-        words.format(limit)
-        for name, words in _LIMITS.items()
-        if (limit := getattr(info, name, None)) is not None
+        words.format(limit) for name, words in _LIMITS.items() if (limit := getattr(info, name, None)) is not None
     ]
     return f"{word} ({', '.join(limits)})" if limits else word
 

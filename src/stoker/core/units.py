@@ -11,9 +11,7 @@ from stoker.errors import InputError
 
 _NUMBER = r"\d+(?:\.\d*)?|\.\d+"
 # Only `k` has two cases: a lone `m` means milli where Kubernetes reads it, so a guess would be off by 10^9.
-_SIZE = re.compile(
-    rf"(?P<number>(?:{_NUMBER})(?:[eE][+-]?\d{{1,2}})?)\s*(?P<prefix>[kKMGTP]?)(?P<binary>i?)[bB]?"
-)
+_SIZE = re.compile(rf"(?P<number>(?:{_NUMBER})(?:[eE][+-]?\d{{1,2}})?)\s*(?P<prefix>[kKMGTP]?)(?P<binary>i?)[bB]?")
 _POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 _LARGEST = 2**63 - 1
 

@@ -25,13 +25,14 @@ def road(folder: Path) -> list[Step]:
     tars, records = str(folder / "tar"), str(folder / "tfrecord")
     dataset = "synthetic:samples=4000,classes=10,size=320x240,val=500"
     return [
-        Step(
-            "What would be written", ("data", "convert", dataset, tars, "--shard-size", "2MiB", "--dry-run")
-        ),
+        Step("What would be written", ("data", "convert", dataset, tars, "--shard-size", "2MiB", "--dry-run")),
         Step("A dataset into tar shards", ("data", "convert", dataset, tars, "--shard-size", "2MiB")),
         Step("Every digest, member, key, label and pixel", ("data", "verify", tars, "--deep")),
         Step("What there is", ("data", "summary", tars)),
-        Step("The same samples as TFRecords", ("data", "convert", tars, records, "--format", "tfrecord")),
+        Step(
+            "The same samples as TFRecords",
+            ("data", "convert", tars, records, "--format", "tfrecord", "--shard-size", "16MiB"),
+        ),
         Step("Which hold as well", ("data", "verify", records)),
         Step("What there is now", ("data", "summary", records)),
     ]

@@ -83,9 +83,7 @@ def _run(head: str, width: int, tail: str, present: set[int]) -> Run:
         # The name tells how many there should be, so the ends can be missing too.
         first, last = min(first, 0), max(last, int(total[1]) - 1)
     if last - first >= MAX_NAMES:
-        raise InputError(
-            f"the numbers of {head}…{tail} run from {first} to {last}: these are no shard numbers"
-        )
+        raise InputError(f"the numbers of {head}…{tail} run from {first} to {last}: these are no shard numbers")
 
     def name(number: int) -> str:
         return f"{head}{number:0>{width}}{tail}"

@@ -64,7 +64,11 @@ class Catalog:
         if name_at == 0:
             raise SourceError("this split has no images", where=split)
         catalog = cls(folder, split, digest.hexdigest())
-        catalog._refuse_twin_keys(folder)
+        try:
+            catalog._refuse_twin_keys(folder)
+        except BaseException:
+            catalog.close()
+            raise
         return catalog
 
     def __len__(self) -> int:
@@ -78,9 +82,7 @@ class Catalog:
         """Read the rows with these numbers, one by one."""
         rows, names = self._rows.fileno(), self._names.fileno()
         for number in numbers:
-            file, label, offset, name_at, name_len, size = ROW.unpack(
-                os.pread(rows, ROW.size, number * ROW.size)
-            )
+            file, label, offset, name_at, name_len, size = ROW.unpack(os.pread(rows, ROW.size, number * ROW.size))
             yield Item(os.pread(names, name_len, name_at).decode(), label, size, file, offset)
 
     def weight(self, overhead: int) -> int:

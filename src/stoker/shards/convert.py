@@ -14,7 +14,7 @@ from stoker.shards.manifest import Manifest
 from stoker.shards.pack import Progress, pack
 from stoker.shards.plan import Options, Plan, make_plan
 from stoker.shards.sources import Source, kind_of, open_source
-from stoker.storage import open_store
+from stoker.storage import open_writable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +26,16 @@ class Conversion:
     catalogs: dict[str, Catalog]
     scratch: Path
 
-    def run(
-        self, dest: str, *, jobs: int, progress: Callable[[Progress], None] = lambda _: None
-    ) -> list[Manifest]:
+    def run(self, dest: str, *, jobs: int, progress: Callable[[Progress], None] = lambda _: None) -> list[Manifest]:
         """Carry the plan out."""
-        store = open_store(dest)
         return pack(
-            self.plan, self.source, self.catalogs, store, scratch=self.scratch, jobs=jobs, progress=progress
+            self.plan,
+            self.source,
+            self.catalogs,
+            open_writable(dest),
+            scratch=self.scratch,
+            jobs=jobs,
+            progress=progress,
         )
 
 
@@ -77,6 +80,4 @@ def _check_labels(where: str, classes: int, catalogs: dict[str, Catalog]) -> Non
         low, high = catalog.label_range()
         if low < 0 or (classes and high >= classes):
             wanted = f"0 to {classes - 1}" if classes else "0 or more"
-            raise InputError(
-                f"labels of {split!r} run from {low} to {high}, and must be {wanted}", where=where
-            )
+            raise InputError(f"labels of {split!r} run from {low} to {high}, and must be {wanted}", where=where)

@@ -14,7 +14,8 @@ from stoker.errors import InputError, NotFoundError, UnavailableError
 from stoker.shards.braces import expand, has_braces
 from stoker.shards.formats import format_of
 from stoker.shards.manifest import MANIFEST, Manifest, read_manifest
-from stoker.storage import Entry, Store, download, local_path, open_store, split
+from stoker.storage import Entry, Store, download, local_path, open_store, shown, split
+from stoker.storage.local import explained
 
 SPLIT_ORDER = ("train", "val", "test")
 
@@ -29,7 +30,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self._map: mmap.mmap | None = None
         self._forgotten = 0
-        with path.open("rb") as file:
+        with explained(path), path.open("rb") as file:
             if path.stat().st_size > 0:  # an empty file cannot be mapped
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.view = memoryview(b"" if self._map is None else self._map)
@@ -57,7 +58,7 @@ class ShardSet:
     @property
     def url(self) -> str:
         """Where the set lies."""
-        return f"{self.store.url.rstrip('/')}/{self.folder}".rstrip("/")
+        return f"{shown(self.store.url).rstrip('/')}/{self.folder}".rstrip("/")
 
     def url_of(self, name: str) -> str:
         """Where one object of the set lies."""
@@ -109,16 +110,12 @@ def _from_pattern(url: str) -> list[ShardSet]:
 
 def _below(store: Store) -> list[ShardSet]:
     entries = list(store.list())
-    manifests = [
-        entry.name.removesuffix(MANIFEST) for entry in entries if entry.name.endswith(f"/{MANIFEST}")
-    ]
+    manifests = [entry.name.removesuffix(MANIFEST) for entry in entries if entry.name.endswith(f"/{MANIFEST}")]
     if manifests:
         return sorted((_with_manifest(store, folder) for folder in manifests), key=_rank)
     shards = [entry for entry in entries if format_of(entry.name) is not None and "_work/" not in entry.name]
     if not shards:
-        raise NotFoundError(
-            "there are no shards here", where=store.url, hint="make some with: stoker data convert"
-        )
+        raise NotFoundError("there are no shards here", where=store.url, hint="make some with: stoker data convert")
     return _group(store, shards)
 
 
@@ -170,8 +167,6 @@ def splits_of(sets: Iterable[ShardSet]) -> dict[str, ShardSet]:
     out: dict[str, ShardSet] = {}
     for one in sets:
         if one.split in out:
-            raise InputError(
-                f"{out[one.split].url} and {one.url} are both the {one.split!r} split; name one of them"
-            )
+            raise InputError(f"{out[one.split].url} and {one.url} are both the {one.split!r} split; name one of them")
         out[one.split] = one
     return out

@@ -9,7 +9,7 @@ import msgspec
 
 from stoker.core import spec
 from stoker.errors import InputError
-from stoker.storage import Store
+from stoker.storage import Store, shown
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -71,7 +71,7 @@ def default_lanes(shards: int) -> int:
 def read_manifest(store: Store, folder: str = "") -> Manifest:
     """Read the manifest of the set that lies in a folder of the store."""
     name = folder + MANIFEST
-    where = f"{store.url.rstrip('/')}/{name}"
+    where = f"{shown(store.url).rstrip('/')}/{name}"
     data = store.get(name)
     try:
         version = json.loads(data).get("version")

@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from stoker.shards.sample import Buffer, Content, Item, Sample, key_of
 from stoker.shards.shuffle import Permutation
 from stoker.shards.sources import Source
 from stoker.storage import Store, local_path
-from stoker.storage.local import _explain as explain
+from stoker.storage.local import explained
 
 WORK = "_work/"
 PLAN = WORK + "plan.json"
@@ -85,9 +85,7 @@ def list_shards(plan: Plan, kind: Format) -> list[Task]:
     """List every shard of a plan."""
     prefix = plan.options.prefix
     if prefix is None:
-        prefix = (
-            plan.name if kind.name == "tar" else ""
-        )  # TFRecords are called train-00000-of-01024 by custom
+        prefix = plan.name if kind.name == "tar" else ""  # TFRecords are called train-00000-of-01024 by custom
     return [
         Task(split, number, kind.shard_name(prefix, split.split, number, split.shards))
         for split in plan.splits
@@ -106,7 +104,8 @@ def pack(
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> list[Manifest]:
     """Write the shards of a plan, then their manifests; return those."""
-    _refuse_strangers(store)
+    check_destination(store)
+    _finished(plan, store)  # another dataset is refused before anything is touched
     with _claimed(store):
         if (finished := _finished(plan, store)) is not None:
             _clear_work(store)
@@ -167,9 +166,7 @@ class Packer:
         self._format = kind
         self._source = source
         self._catalogs = catalogs
-        self._orders = {
-            split.split: Permutation(split.found, plan.options.seed, split.split) for split in plan.splits
-        }
+        self._orders = {split.split: Permutation(split.found, plan.options.seed, split.split) for split in plan.splits}
         self._desk = desk
         self._progress = progress
         self._stop = threading.Event()
@@ -210,17 +207,12 @@ class Packer:
                 image = content.image
                 try:
                     info = probe(image)
-                    if (
-                        self._options.max_side is not None
-                        and max(info.width, info.height) > self._options.max_side
-                    ):
+                    if self._options.max_side is not None and max(info.width, info.height) > self._options.max_side:
                         image = shrink(image, self._options.max_side, self._options.quality)
                         info = probe(image)
                         shrunk += 1
                 except BadImageError as error:
-                    bad.append(
-                        Bad(key=key_of(item.name), name=item.name, bytes=len(image), reason=str(error))
-                    )
+                    bad.append(Bad(key=key_of(item.name), name=item.name, bytes=len(image), reason=str(error)))
                     tally.add(0)
                     continue
                 sample = Sample(key_of(item.name), image, info.kind, item.label, content.extras)
@@ -245,7 +237,7 @@ class Packer:
         numbers = self._orders[split].span(*task.split.span(task.number))
         for item in self._catalogs[split].take(map(int, numbers)):
             if self._stop.is_set():
-                raise InterruptedError
+                raise CancelledError
             yield item, self._source.read(split, item)
 
 
@@ -322,16 +314,13 @@ class _Tally:
 
 @contextlib.contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turn an operating system's error while writing into one of ours."""
+    """Turn an operating system's error while writing into one of ours; a full disk is no loss."""
     try:
-        yield
-    except InterruptedError:
+        with explained(path):
+            yield
+    except FullError as error:
+        error.hint = "free some space and run the same command again: finished shards are kept"
         raise
-    except OSError as error:
-        failure = explain(error, path)
-        if isinstance(failure, FullError):
-            failure.hint = "free some space and run the same command again: finished shards are kept"
-        raise failure from error
 
 
 @contextlib.contextmanager
@@ -349,13 +338,11 @@ def _claimed(store: Store) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConflictError(
-                "another conversion is writing here", where=store.url, hint="wait for it"
-            ) from error
+            raise ConflictError("another conversion is writing here", where=store.url, hint="wait for it") from error
         yield
 
 
-def _refuse_strangers(store: Store) -> None:
+def check_destination(store: Store) -> None:
     """Refuse a destination that holds anything but a conversion of ours."""
     strangers = []
     for entry in store.list():
@@ -438,9 +425,7 @@ def _commit(plan: Plan, tasks: list[Task], receipts: Mapping[str, Receipt], desk
         bad = sorted((one for receipt in mine for one in receipt.bad), key=lambda one: one.name)
         manifest = _manifest(plan, split, mine, len(bad))
         if manifest.samples == 0:
-            raise SourceError(
-                f"none of the {len(bad):,} images can be used: {bad[0].reason}", where=bad[0].name
-            )
+            raise SourceError(f"none of the {len(bad):,} images can be used: {bad[0].reason}", where=bad[0].name)
         if bad:
             desk.put(f"{split.split}/{QUARANTINE}", b"".join(msgspec.json.encode(one) + b"\n" for one in bad))
         manifests.append(manifest)

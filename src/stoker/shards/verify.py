@@ -68,12 +68,8 @@ def verify(
     findings += _twin_keys(one, [result.keys for result in results])
     findings += _strangers(one)
     samples = sum(result.samples for result in results)
-    if one.manifest is not None and one.manifest.samples != sum(
-        shard.samples for shard in one.manifest.shards
-    ):
-        findings.append(
-            Finding(shard="manifest.json", what="its count of samples is not the sum of its shards'")
-        )
+    if one.manifest is not None and one.manifest.samples != sum(shard.samples for shard in one.manifest.shards):
+        findings.append(Finding(shard="manifest.json", what="its count of samples is not the sum of its shards'"))
     return Report(
         url=one.url,
         split=one.split,
@@ -102,9 +98,7 @@ def _check_shard(one: ShardSet, name: str, shard: Shard | None, deep: bool) -> _
         findings.append(Finding(shard=name, what=str(error).removeprefix(f"{name}: ")))
     if shard is not None:
         if len(rows) != shard.samples:
-            findings.append(
-                Finding(shard=name, what=f"{len(rows):,} samples, and the manifest says {shard.samples:,}")
-            )
+            findings.append(Finding(shard=name, what=f"{len(rows):,} samples, and the manifest says {shard.samples:,}"))
         findings += _check_index(one, shard, rows)
     return _Checked(len(rows), keys, findings)
 
@@ -133,9 +127,7 @@ def _check_sample(one: ShardSet, name: str, found: Found, deep: bool) -> Iterato
     classes = 0 if one.manifest is None else len(one.manifest.classes)
     if sample.label < 0 or (classes and sample.label >= classes):
         wanted = f"0 to {classes - 1}" if classes else "0 or more"
-        yield Finding(
-            shard=name, offset=found.start, key=sample.key, what=f"its label is {sample.label}, not {wanted}"
-        )
+        yield Finding(shard=name, offset=found.start, key=sample.key, what=f"its label is {sample.label}, not {wanted}")
 
 
 def _check_index(one: ShardSet, shard: Shard, rows: index.IndexBuilder) -> Iterator[Finding]:

@@ -62,8 +62,33 @@ STORES: Registry[Callable[[str], Store]] = Registry(
 
 
 def open_store(url: str) -> Store:
-    """Open the folder of objects at a path or URL; nothing is read yet."""
+    """Open the folder of objects at a path or URL; no object is asked for yet."""
     return STORES.get(_Parts.of(url).scheme)(url)
+
+
+def open_writable(url: str) -> Store:
+    """Open a folder of objects to write to; a web server only gives."""
+    if _Parts.of(url).scheme in ("http", "https"):
+        raise read_only(url)
+    return open_store(url)
+
+
+def read_only(url: str) -> InputError:
+    """Say that a store cannot be written to."""
+    return InputError(
+        "http stores are read-only",
+        where=shown(url),
+        hint="write to a folder, s3:// or gs://, and serve that",
+    )
+
+
+def shown(url: str) -> str:
+    """Give a path or URL as messages may show it: without a password or a token."""
+    parts = _Parts.of(url)
+    if parts.scheme not in ("http", "https"):
+        return url
+    host, slash, path = parts.path.partition("/")
+    return f"{parts.start}{host.rpartition('@')[2]}{slash}{path.partition('#')[0]}"
 
 
 def split(url: str) -> tuple[str, str]:
@@ -99,11 +124,15 @@ def local_path(url: str) -> Path | None:
 
 def checked(name: str) -> str:
     """Return an object's name as it is, or refuse one that could lead out of its store."""
-    if any(part in ("", ".", "..") for part in name.split("/")):
-        raise InputError(
-            "is not an object's name", where=repr(name), hint="names are relative, like train/00000.tar"
-        )
+    if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+        raise InputError("is not an object's name", where=repr(name), hint="names are relative, like train/00000.tar")
     return name
+
+
+def folder_of(prefix: str) -> str:
+    """Give the folder in which all names with this prefix lie, or nothing for the whole store."""
+    folder = prefix.rpartition("/")[0]
+    return checked(folder) if folder else ""
 
 
 def read_chunks(store: Store, name: str, size: int, chunk: int = 8 << 20) -> Iterator[bytes]:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from urllib.parse import quote, urlencode
 
 from stoker.errors import AccessError, InputError, MissingExtraError, UnavailableError
-from stoker.storage import Entry, checked, join
+from stoker.storage import Entry, checked, folder_of, join
 from stoker.storage.local import explained
 from stoker.storage.web import Answer, Client, Window, exactly, refusal
 
@@ -65,6 +65,7 @@ class GcsStore:
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """List the objects whose name starts with `prefix`, in order of name."""
+        folder_of(prefix)  # refuses what every store refuses, though names here are flat
         query = {"prefix": self._prefix + prefix, "fields": "items(name,size),nextPageToken"}
         while True:
             address = f"{self._host}{self._objects}?{urlencode(query)}"

@@ -6,14 +6,13 @@ import json
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import NoReturn
 from urllib.parse import unquote, urljoin, urlsplit
 
 from urllib3 import make_headers
 
 from stoker.errors import InputError, NotFoundError, UnavailableError
-from stoker.storage import Entry, checked, join
-from stoker.storage.web import Answer, Client, Window, exactly, refusal, shown
+from stoker.storage import Entry, checked, folder_of, join, read_only, shown
+from stoker.storage.web import Answer, Client, Window, exactly, refusal
 
 MAX_DEPTH = 16
 
@@ -59,25 +58,16 @@ class HttpStore:
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """List the files whose name starts with `prefix`, in order of name, by the server's index pages."""
-        folder = prefix.rpartition("/")[0]
-        if folder:
-            checked(folder)
+        folder = folder_of(prefix)
         return self._walk(f"{folder}/" if folder else "", prefix)
 
     def put(self, name: str, source: bytes | Path) -> None:  # noqa: ARG002
         """Refuse: a web server only gives."""
-        self._refuse()
+        raise read_only(self.url)
 
     def delete(self, name: str) -> None:  # noqa: ARG002
         """Refuse: a web server only gives."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise InputError(
-            "http stores are read-only",
-            where=shown(self.url),
-            hint="write to a folder, s3:// or gs://, and serve that",
-        )
+        raise read_only(self.url)
 
     def _where(self, name: str) -> str:
         return shown(join(self._root, name))

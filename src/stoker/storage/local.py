@@ -21,7 +21,7 @@ from stoker.errors import (
     StokerError,
     UnavailableError,
 )
-from stoker.storage import Entry, checked, local_path
+from stoker.storage import Entry, checked, folder_of, local_path
 
 _TEMPORARY = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.tmp")
 
@@ -65,10 +65,7 @@ class LocalStore:
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """List the files whose name starts with `prefix`, in order of name; none if the folder is absent."""
-        folder = prefix.rpartition("/")[0]
-        if folder:
-            checked(folder)
-        return (entry for entry in self._walk(folder) if entry.name.startswith(prefix))
+        return (entry for entry in self._walk(folder_of(prefix)) if entry.name.startswith(prefix))
 
     def put(self, name: str, source: bytes | Path) -> None:
         """Write a file, or move one in: by a rename if it lies on the same filesystem."""

@@ -23,7 +23,7 @@ from stoker.errors import (
     StokerError,
     UnavailableError,
 )
-from stoker.storage import Entry, checked, join
+from stoker.storage import Entry, checked, folder_of, join
 from stoker.storage.local import explained
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class S3Store:
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """List the objects whose name starts with `prefix`, in order of name."""
         # obstore's own prefix ends at a slash, ours anywhere.
-        folder = prefix.rpartition("/")[0]
+        folder = folder_of(prefix)
         with self._explained(folder):
             for batch in obstore.list(self._bucket, folder or None):
                 for meta in batch:
@@ -144,7 +144,9 @@ class S3Store:
             reason = f": {message[1].strip()}" if message else ""
             return UnavailableError(f"the server answered {status}{reason}", where=where)
         if "HTTP error" in report:
-            return UnavailableError("the server does not answer", where=where, hint="tried 5 times")
+            retries = re.search(r"after (\d+) retries", report)
+            hint = f"tried {int(retries[1]) + 1 if retries else 1} times"
+            return UnavailableError("the server does not answer", where=where, hint=hint)
         return UnavailableError(report, where=where)
 
 

@@ -16,7 +16,6 @@ from urllib3.exceptions import HTTPError, NameResolutionError, SSLError
 from stoker.errors import (
     AccessError,
     DataFaultError,
-    InputError,
     NotFoundError,
     StokerError,
     UnavailableError,
@@ -125,12 +124,6 @@ def exactly(window: Window, answer: Answer, where: str) -> bytes:
     if got != window.length:
         raise DataFaultError(f"wanted {window.length} bytes from {window.start}, got {got}", where=where)
     return answer.body
-
-
-def shown(url: str) -> str:
-    """Give a URL as messages may show it: without a password or a token."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 def _pool(url: str) -> PoolManager:

@@ -120,9 +120,7 @@ def split_path(path: str) -> tuple[str, str] | None:
     return None
 
 
-def _found(
-    view: memoryview, where: str, key: str, start: int, end: int, members: dict[str, tuple[int, int]]
-) -> Found:
+def _found(view: memoryview, where: str, key: str, start: int, end: int, members: dict[str, tuple[int, int]]) -> Found:
     for image in members:
         if image in KIND_OF_EXTENSION:
             break
@@ -160,9 +158,7 @@ def _members(view: memoryview, where: str, check: bool) -> Iterator[_Member]:
     while at < total:
         data_at = at + BLOCK
         if data_at > total:
-            raise SourceError(
-                f"truncated at byte {total}: a header at byte {at} wants {BLOCK} bytes", where=where
-            )
+            raise SourceError(f"truncated at byte {total}: a header at byte {at} wants {BLOCK} bytes", where=where)
         name, octal, kind, magic, prefix = _HEADER.unpack_from(view, at)
         if not name[0] and view[at:data_at].tobytes() == ZEROS:
             break
@@ -202,9 +198,7 @@ def _members(view: memoryview, where: str, check: bool) -> Iterator[_Member]:
         _check_end(view, where, at)
 
 
-def _extension(
-    view: memoryview, where: str, at: int, kind: bytes, size: int
-) -> tuple[str | None, int | None]:
+def _extension(view: memoryview, where: str, at: int, kind: bytes, size: int) -> tuple[str | None, int | None]:
     """The path and the size that an extended header gives to the member behind it."""
     if size > LONGEST_EXTENSION:
         raise SourceError(f"the extended header at byte {at} claims {size} bytes", where=where)
@@ -271,16 +265,12 @@ def _check_header(view: memoryview, where: str, at: int) -> None:
         claimed = -1
     actual = sum(block) - sum(field) + 8 * ord(" ")
     if claimed != actual:
-        raise SourceError(
-            f"not a tar header at byte {at}: its checksum is {field!r}, not {actual:o}", where=where
-        )
+        raise SourceError(f"not a tar header at byte {at}: its checksum is {field!r}, not {actual:o}", where=where)
 
 
 def _check_end(view: memoryview, where: str, at: int) -> None:
     if len(view) - at < 2 * BLOCK:
-        raise SourceError(
-            f"truncated at byte {len(view)}: two zero blocks should follow at byte {at}", where=where
-        )
+        raise SourceError(f"truncated at byte {len(view)}: two zero blocks should follow at byte {at}", where=where)
     for more in range(at, len(view), BLOCK):
         if any(view[more : more + BLOCK]):
             raise SourceError(f"the archive ends at byte {at}, but byte {more} starts more", where=where)

@@ -64,8 +64,7 @@ class TFRecord:
         try:
             file_name = f"{key}.{kind}".encode("utf-8", "surrogateescape")
             members = sorted(
-                (MEMBER + extension.encode("utf-8", "surrogateescape"), data)
-                for extension, data in extras.items()
+                (MEMBER + extension.encode("utf-8", "surrogateescape"), data) for extension, data in extras.items()
             )
         except UnicodeEncodeError:
             raise SourceError(f"a TFRecord cannot hold the names of the sample {key!r}") from None
@@ -89,23 +88,17 @@ class TFRecord:
         at = number = 0
         while at < total:
             if at + 12 > total:
-                raise SourceError(
-                    f"truncated at byte {total}: record {number} at byte {at} has no length", where=where
-                )
+                raise SourceError(f"truncated at byte {total}: record {number} at byte {at} has no length", where=where)
             size, checksum = _LENGTH.unpack_from(view, at)
             if checksum != _mask(_extend(0, view[at : at + 8].tobytes())):
-                raise SourceError(
-                    f"record {number} at byte {at}: its length does not match its checksum", where=where
-                )
+                raise SourceError(f"record {number} at byte {at}: its length does not match its checksum", where=where)
             start, end = at + 12, at + 12 + size
             if end + 4 > total:
                 raise SourceError(
                     f"truncated at byte {total}: record {number} at byte {at} wants {size} bytes", where=where
                 )
             if check and _CRC.unpack_from(view, end)[0] != _mask(_extend(0, view[start:end])):
-                raise SourceError(
-                    f"record {number} at byte {at}: its data do not match their checksum", where=where
-                )
+                raise SourceError(f"record {number} at byte {at}: its data do not match their checksum", where=where)
             try:
                 image_at, sample = _sample(view, start, end, number)
             except _ExampleError as error:
@@ -155,10 +148,7 @@ def _sample(view: memoryview, at: int, end: int, number: int) -> tuple[int, Samp
         raise _ExampleError("its image is of no known format")
     extras = NO_EXTRAS
     if members:
-        spans = {
-            name: _only_bytes(view, name.encode("utf-8", "surrogateescape"), members[name])
-            for name in members
-        }
+        spans = {name: _only_bytes(view, name.encode("utf-8", "surrogateescape"), members[name]) for name in members}
         extras = {name: view[first:last] for name, (first, last) in spans.items()}
     return start, Sample(key, image, kind, label, extras)
 
@@ -192,9 +182,7 @@ def _only_bytes(view: memoryview, name: bytes, feature: tuple[int, int] | None) 
         if tag == _FIELD_1
     ]
     if len(values) != 1:
-        raise _ExampleError(
-            f"its feature {name.decode(errors='replace')!r} holds {len(values)} byte strings, not 1"
-        )
+        raise _ExampleError(f"its feature {name.decode(errors='replace')!r} holds {len(values)} byte strings, not 1")
     return values[0]
 
 
@@ -246,9 +234,7 @@ def _fields(view: memoryview, at: int, end: int) -> Iterator[tuple[int, int, int
         else:
             raise _ExampleError(f"its Example has a field of wire type {wire_type} near byte {at}")
         if stop > end:
-            raise _ExampleError(
-                f"its Example has a field that ends {stop - end} bytes too late, near byte {at}"
-            )
+            raise _ExampleError(f"its Example has a field that ends {stop - end} bytes too late, near byte {at}")
         yield tag, at, stop
         at = stop
 

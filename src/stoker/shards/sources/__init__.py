@@ -14,14 +14,25 @@ from stoker.shards.sample import Content, Item
 class Source(Protocol):
     """An opened dataset. Opening looks only at the outside: names, headers, class lists."""
 
-    name: str
-    """What the dataset is called; the default prefix of its shards."""
-    classes: Sequence[str]
-    """Class names by label; empty when the dataset does not tell."""
-    splits: Sequence[str]
-    """`train`, `val`, `test`: as many as there are."""
-    notes: Sequence[str]
-    """Sentences that the user should see with the plan; complete once every split was scanned."""
+    @property
+    def name(self) -> str:
+        """What the dataset is called; the default prefix of its shards."""
+        ...
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Class names by label; empty when the dataset does not tell."""
+        ...
+
+    @property
+    def splits(self) -> Sequence[str]:
+        """`train`, `val`, `test`: as many as there are."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Sentences that the user should see with the plan; complete once every split was scanned."""
+        ...
 
     def scan(self, split: str) -> Iterator[Item]:
         """List the samples of a split, always in the same order."""

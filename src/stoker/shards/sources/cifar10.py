@@ -73,9 +73,7 @@ class Cifar10Source:
         for number, batch in batches:
             for row, label in enumerate(batch.labels):
                 file = batch.names[row].decode() if named else f"{BATCHES[number]}_{row:05d}.png"
-                yield Item(
-                    name=f"{self.classes[label]}/{file}", label=label, size=ROW, file=number, offset=row
-                )
+                yield Item(name=f"{self.classes[label]}/{file}", label=label, size=ROW, file=number, offset=row)
 
     def read(self, split: str, item: Item) -> Content:  # noqa: ARG002 - the batch tells the split
         """Encode one row; its bytes are the red, then the green, then the blue plane."""
@@ -154,9 +152,7 @@ class RestrictedUnpickler(pickle.Unpickler):
 def _load(file: _File) -> dict[bytes, Any]:
     """Unpickle a file that must hold a dict with byte strings as keys."""
     if file.size > MAX_FILE:
-        raise SourceError(
-            f"is {file.size} bytes long; no CIFAR-10 file is longer than {MAX_FILE}", where=file.where
-        )
+        raise SourceError(f"is {file.size} bytes long; no CIFAR-10 file is longer than {MAX_FILE}", where=file.where)
     try:
         content = RestrictedUnpickler(io.BytesIO(file.file.read(file.offset, file.size)), file.where).load()
     except SourceError:
@@ -206,9 +202,7 @@ def _labels(labels: object, rows: int, where: str) -> bytes:
         raise SourceError(f"holds {rows} rows but {len(labels)} labels", where=where)
     for row, label in enumerate(labels):
         if not isinstance(label, int) or not 0 <= label < CLASSES:
-            raise SourceError(
-                f"label {label!r:.50} of row {row} is not within 0 to {CLASSES - 1}", where=where
-            )
+            raise SourceError(f"label {label!r:.50} of row {row} is not within 0 to {CLASSES - 1}", where=where)
     return bytes(labels)
 
 

@@ -65,9 +65,7 @@ def read_devkit(devkit: Path, scratch: Path) -> Truth:
         wnid = leaves.get(int(line)) if line.isdigit() and len(line) < 10 else None
         if wnid is None:
             text = line.decode(errors="replace")
-            raise SourceError(
-                f"line {number} is {text!r:.50}, no class's ILSVRC2012_ID in meta.mat", where=where
-            )
+            raise SourceError(f"line {number} is {text!r:.50}, no class's ILSVRC2012_ID in meta.mat", where=where)
         classes.append(places[wnid])
     return Truth(wnids, classes, where)
 
@@ -84,9 +82,7 @@ def read_solution(path: Path) -> Truth:
                 wnid = row[1].split(" ", 1)[0] if image else ""
                 if image is None or not WNID.fullmatch(wnid) or int(image[1]) in found:
                     text = ",".join(row)
-                    raise SourceError(
-                        f"line {line} is {text!r:.80}, not a new image and its class", where=path
-                    )
+                    raise SourceError(f"line {line} is {text!r:.80}, not a new image and its class", where=path)
                 found[int(image[1])] = wnid
     except csv.Error as error:
         raise SourceError(f"is not a CSV file: {error}", where=path) from error
@@ -103,9 +99,7 @@ def _leaves(meta: bytes, where: str) -> dict[int, str]:
     try:
         from scipy.io import loadmat
     except ImportError as error:
-        raise MissingExtraError(
-            "scipy", "imagenet", purpose="reading meta.mat of ImageNet's devkit"
-        ) from error
+        raise MissingExtraError("scipy", "imagenet", purpose="reading meta.mat of ImageNet's devkit") from error
     try:
         synsets = loadmat(io.BytesIO(meta), variable_names=["synsets"])["synsets"].ravel()
         leaves = {
@@ -114,9 +108,7 @@ def _leaves(meta: bytes, where: str) -> dict[int, str]:
             if synset["num_children"].item() == 0
         }
     except Exception as error:  # scipy raises whatever a damaged file leads it to
-        raise SourceError(
-            f"is not ImageNet's meta.mat: {type(error).__name__}: {error}", where=where
-        ) from error
+        raise SourceError(f"is not ImageNet's meta.mat: {type(error).__name__}: {error}", where=where) from error
     if not leaves or len(set(leaves.values())) < len(leaves) or not all(map(WNID.fullmatch, leaves.values())):
         raise SourceError("does not give each class a wnid of its own", where=where)
     return leaves

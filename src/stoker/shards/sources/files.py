@@ -57,9 +57,7 @@ class OpenFile:
         try:
             return os.pread(self._fd, size, offset)
         except OSError as error:
-            raise SourceError(
-                f"cannot be read at offset {offset}: {error.strerror}", where=self.path
-            ) from error
+            raise SourceError(f"cannot be read at offset {offset}: {error.strerror}", where=self.path) from error
 
     def __enter__(self) -> Self:
         return self

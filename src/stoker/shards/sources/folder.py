@@ -143,9 +143,7 @@ def _split_roots(root: Path) -> dict[str, Path]:
 
 def _class_folders(root: Path) -> tuple[str, ...]:
     """List the class folders, sorted; refuse images that lie outside of any class."""
-    stray = [
-        e.name for e in os.scandir(root) if e.is_file() and os.path.splitext(e.name)[1].lower() in EXTENSIONS
-    ]
+    stray = [e.name for e in os.scandir(root) if e.is_file() and os.path.splitext(e.name)[1].lower() in EXTENSIONS]
     if stray:
         raise SourceError(
             f"{_some(sorted(stray))} lies outside of any class folder",
@@ -154,9 +152,7 @@ def _class_folders(root: Path) -> tuple[str, ...]:
         )
     names = _subfolders(root)
     if not names:
-        raise SourceError(
-            "there are no class folders here", where=root, hint="put images into <class>/<image>"
-        )
+        raise SourceError("there are no class folders here", where=root, hint="put images into <class>/<image>")
     return names
 
 
@@ -165,7 +161,7 @@ def _subfolders(root: Path) -> tuple[str, ...]:
 
 
 def _is_utf8(name: str) -> bool:
-    return "\udc80" > max(name) or not any("\udc80" <= char <= "\udcff" for char in name)
+    return max(name) < "\udc80" or not any("\udc80" <= char <= "\udcff" for char in name)
 
 
 def _some(names: Sequence[str]) -> str:

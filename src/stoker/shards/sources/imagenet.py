@@ -14,12 +14,8 @@ from stoker.shards.sources.devkit import DEVKIT, DEVKIT_TAR, SOLUTION, VAL_IMAGE
 from stoker.shards.sources.files import OpenFile, open_decompressed
 from stoker.shards.sources.tarfiles import Member, members
 
-TARS = {
-    split: (f"ILSVRC2012_img_{split}.tar", f"ILSVRC2012_img_{split}.tar.gz") for split in ("train", "val")
-}
-FOLDERS = {
-    split: (split, f"ILSVRC2012_img_{split}", f"ILSVRC/Data/CLS-LOC/{split}") for split in ("train", "val")
-}
+TARS = {split: (f"ILSVRC2012_img_{split}.tar", f"ILSVRC2012_img_{split}.tar.gz") for split in ("train", "val")}
+FOLDERS = {split: (split, f"ILSVRC2012_img_{split}", f"ILSVRC/Data/CLS-LOC/{split}") for split in ("train", "val")}
 ALL_CLASSES = 1000
 
 
@@ -165,9 +161,7 @@ class _TarOfClassTars:
             for member in members(file):
                 wnid, _, suffix = _last(member.name).partition(".")
                 if suffix != "tar" or not WNID.fullmatch(wnid) or wnid in self._tars:
-                    raise SourceError(
-                        f"member {member.name!r} is not a tar of one more class", where=file.path
-                    )
+                    raise SourceError(f"member {member.name!r} is not a tar of one more class", where=file.path)
                 self._tars[wnid] = member
             if not self._tars:
                 raise SourceError("holds no class tars", where=file.path)
@@ -333,11 +327,7 @@ def _open_val(root: Path, path: Path, scratch: Path) -> _Part:
             where=path,
             hint=f"put {DEVKIT_TAR} (or the unpacked {DEVKIT}/, or Kaggle's {SOLUTION}) into {root}",
         )
-    return (
-        _NumberedFolder(path, truth)
-        if path.is_dir()
-        else _NumberedTar(open_decompressed(path, scratch), truth)
-    )
+    return _NumberedFolder(path, truth) if path.is_dir() else _NumberedTar(open_decompressed(path, scratch), truth)
 
 
 def _by_class(folder: Path) -> _Part:
@@ -373,8 +363,7 @@ def _compare(train: _Part, val: _Part, root: Path) -> None:
     only_train = sorted(set(train.wnids) - set(val.wnids))
     if only_val or only_train:
         raise SourceError(
-            "train and val have different classes: "
-            f"only in train {_some(only_train)}, only in val {_some(only_val)}",
+            f"train and val have different classes: only in train {_some(only_train)}, only in val {_some(only_val)}",
             where=root,
         )
 

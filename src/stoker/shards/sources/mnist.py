@@ -44,9 +44,7 @@ class MnistSource:
         self.name = "fashion-mnist" if fashion else "mnist"
         self.classes: Sequence[str] = FASHION if fashion else DIGITS
         self.notes: Sequence[str] = (
-            ("the folder's name says fashion, so the classes are named as Fashion-MNIST names them",)
-            if fashion
-            else ()
+            ("the folder's name says fashion, so the classes are named as Fashion-MNIST names them",) if fashion else ()
         )
         self._splits: dict[str, tuple[_Idx, _Idx]] = {}
         try:
@@ -106,9 +104,7 @@ class _Idx:
     def _check(self, dimensions: int) -> None:
         self._header = 4 + 4 * dimensions
         if self._file.size < self._header:
-            raise SourceError(
-                f"truncated: an idx header of {self._header} bytes was expected", where=self.path
-            )
+            raise SourceError(f"truncated: an idx header of {self._header} bytes was expected", where=self.path)
         head = self._file.read(0, self._header)
         expected = bytes((0, 0, UNSIGNED_BYTES, dimensions))
         if head[:4] != expected:
@@ -171,23 +167,15 @@ def _find(folder: Path, prefix: str, what: str, dimensions: int) -> Path | None:
 def _folders(where: str) -> list[Path]:
     """List the folders, here or where torchvision puts them, that hold images of a split."""
     folders = [Path(where, inside) for inside in FOLDERS]
-    return [
-        folder
-        for folder in folders
-        if any(_find(folder, prefix, "images", 3) for prefix in PREFIXES.values())
-    ]
+    return [folder for folder in folders if any(_find(folder, prefix, "images", 3) for prefix in PREFIXES.values())]
 
 
 def _only_folder(where: str) -> Path:
     folders = _folders(where)
     if not folders:
-        raise SourceError(
-            "there is no train-images-idx3-ubyte[.gz] and no t10k-images-idx3-ubyte[.gz]", where=where
-        )
+        raise SourceError("there is no train-images-idx3-ubyte[.gz] and no t10k-images-idx3-ubyte[.gz]", where=where)
     if len(folders) > 1:
-        raise SourceError(
-            f"holds two datasets: {folders[0]} and {folders[1]}", where=where, hint="name one of them"
-        )
+        raise SourceError(f"holds two datasets: {folders[0]} and {folders[1]}", where=where, hint="name one of them")
     return folders[0]
 
 

@@ -24,9 +24,7 @@ class ShardsSource:
         self.classes: Sequence[str] = manifests[0].classes if manifests else ()
         self.notes: Sequence[str] = ()
         if any(manifest.classes != self.classes for manifest in manifests):
-            raise SourceError(
-                "the splits have different classes", where=where, hint="convert them one by one"
-            )
+            raise SourceError("the splits have different classes", where=where, hint="convert them one by one")
 
     @staticmethod
     def recognises(where: str) -> bool:

@@ -51,9 +51,7 @@ class SyntheticSource:
         self._counts = {split: count for split, count in counts if count}
         self.splits: Sequence[str] = tuple(self._counts)
         digits = max(2, len(str(self._recipe.classes - 1)))
-        self.classes: Sequence[str] = tuple(
-            f"class{label:0{digits}d}" for label in range(self._recipe.classes)
-        )
+        self.classes: Sequence[str] = tuple(f"class{label:0{digits}d}" for label in range(self._recipe.classes))
         self.notes: Sequence[str] = ("the images are synthetic: a training run on them proves no model",)
 
     @staticmethod

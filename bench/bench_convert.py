@@ -1,0 +1,94 @@
+"""Class folders into shards: `stoker data convert` beside webdataset's ShardWriter and plain tar."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import peer_shardwriter
+from measure import Contestant, Lab, Limit, Ran, Result, Versus, command, in_process, take_turns
+from stoker.shards.convert import prepared
+from stoker.shards.plan import Options
+
+COMMAND = "stoker data convert"
+TFRECORD = "stoker data convert --format tfrecord"
+CALL = "stoker, the call alone"
+SCRIPT = "webdataset ShardWriter script"
+WRITER = "webdataset ShardWriter, the call alone"
+SHA256SUM = "tar -cf && sha256sum"
+OPENSSL = "tar -cf && openssl sha256"
+
+STOKER = Path(sys.executable).with_name("stoker")
+
+
+def run(lab: Lab) -> Result:
+    out = lab.work / "converted"
+
+    def clean() -> None:
+        shutil.rmtree(out, ignore_errors=True)
+
+    def convert(shard_format: str) -> Ran:
+        return command(STOKER, "data", "convert", "--format", shard_format, lab.images, out)
+
+    def call() -> None:
+        threads = len(os.sched_getaffinity(0))
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            prepared(str(lab.images), Options(), scratch=Path(scratch)) as conversion,
+        ):
+            conversion.run(str(out), jobs=threads)
+
+    def tar(digest: str) -> Ran:
+        out.mkdir()
+        script = f'tar -cf "$1" -C "$0" . && {digest} "$1"'
+        return command("sh", "-c", script, lab.images, out / "all.tar")
+
+    contestants = [
+        Contestant(name=COMMAND, act=lambda: convert("tar"), clean=clean, ours=True),
+        Contestant(
+            name=SCRIPT,
+            act=lambda: command(sys.executable, peer_shardwriter.__file__, lab.images, out),
+            clean=clean,
+        ),
+        Contestant(name=SHA256SUM, act=lambda: tar("sha256sum"), clean=clean),
+        Contestant(name=CALL, act=lambda: in_process(call), clean=clean, ours=True, info=True),
+        Contestant(
+            name=WRITER,
+            act=lambda: in_process(lambda: peer_shardwriter.write(lab.images, out)),
+            clean=clean,
+            info=True,
+        ),
+        Contestant(name=TFRECORD, act=lambda: convert("tfrecord"), clean=clean, ours=True, info=True),
+    ]
+    versus = [
+        Versus(ours=COMMAND, peer=SCRIPT, target=2.0, note="whole processes"),
+        Versus(ours=COMMAND, peer=SHA256SUM, target=0.8, note="whole processes"),
+        Versus(ours=CALL, peer=WRITER, note="imports left out on both sides"),
+    ]
+    if shutil.which("openssl"):
+        contestants.insert(3, Contestant(name=OPENSSL, act=lambda: tar("openssl dgst -sha256"), clean=clean, info=True))
+        versus.insert(2, Versus(ours=COMMAND, peer=OPENSSL, note="a faster sha256 than coreutils'"))
+    speeds, peaks = take_turns(contestants, lab.rounds, lab.bytes / 1e6)
+    return Result(
+        name="convert",
+        title="Class folders into tar shards",
+        unit="MB/s",
+        contestants=contestants,
+        speeds=speeds,
+        versus=versus,
+        limits=[
+            Limit(what=f"Peak memory of `{COMMAND}`", value=peaks[COMMAND] / 1e6, bound=400, unit="MB"),
+        ],
+        notes=[
+            "MB of image bytes by wall time. Ratios with a target compare whole processes: start, imports, scan, "
+            "shuffle, shards, and for stoker digests, indexes and manifest.",
+            "stoker: defaults (256 MiB shards, sha256 of every shard, every image's header checked, one thread "
+            "per core). ShardWriter: shards of the same size, one thread, no digests, for it offers none.",
+            "The ShardWriter script runs with torch hidden, in its favour: where torch is installed webdataset "
+            "imports it, which takes seconds and serves no writing.",
+            "tar writes one archive in the order of the folders, unshuffled; its digest is taken afterwards.",
+        ],
+    )

@@ -1,0 +1,30 @@
+"""The conversion that a user of webdataset writes: walk the class folders, shuffle, read, write shards."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+
+
+def write(images: Path, dest: Path) -> None:
+    import webdataset
+
+    files = []
+    for label, name in enumerate(sorted(entry.name for entry in os.scandir(images))):
+        folder = images / name
+        files += [(f"{folder}/{file}", f"{name}/{file}", label) for file in sorted(os.listdir(folder))]
+    random.Random(0).shuffle(files)
+    dest.mkdir(parents=True)
+    with webdataset.ShardWriter(f"{dest}/train-%06d.tar", maxsize=256 << 20, verbose=0) as shards:
+        for path, name, label in files:
+            with open(path, "rb") as file:
+                data = file.read()
+            shards.write({"__key__": os.path.splitext(name)[0], "jpg": data, "cls": label})
+
+
+if __name__ == "__main__":
+    # webdataset imports torch where it is installed, which takes seconds and serves no writing: spare it that.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    write(Path(sys.argv[1]), Path(sys.argv[2]))

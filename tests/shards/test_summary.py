@@ -1,0 +1,83 @@
+"""`stoker data summary`: sets, patterns and listings."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from trees import make_dataset, stoker
+
+
+def rows(capsys: pytest.CaptureFixture[str], url: object) -> list[dict[str, object]]:
+    capsys.readouterr()
+    assert stoker("data", "summary", url, "--json") == 0
+    found: list[dict[str, object]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    assert stoker("data", "convert", make_dataset(tmp_path / "pets"), tmp_path / "out", "--shard-samples", 5) == 0
+    return tmp_path / "out"
+
+
+def test_a_folder_of_sets(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train, val = rows(capsys, shards)
+    assert train == {
+        "pattern": f"{shards}/train/pets-train-{{000000..000005}}.tar",
+        "split": "train",
+        "format": "tar",
+        "shards": 6,
+        "samples": 30,
+        "bytes": sum(path.stat().st_size for path in (shards / "train").glob("*.tar")),
+        "classes": 3,
+        "quarantined": 0,
+        "missing": [],
+    }
+    assert (val["split"], val["shards"], val["samples"]) == ("val", 2, 9)
+
+
+def test_what_it_prints_can_be_used_again(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pattern = rows(capsys, shards)[0]["pattern"]
+    again = rows(capsys, pattern)[0]
+    assert (again["pattern"], again["shards"]) == (pattern, 6)
+    assert again["samples"] is None  # a pattern has no manifest to tell
+
+
+def test_gaps(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (shards / "train/manifest.json").unlink()
+    (shards / "train/pets-train-000003.tar").unlink()
+    (row,) = rows(capsys, shards / "train")
+    assert row["missing"] == ["pets-train-000003.tar"]
+    capsys.readouterr()
+    assert stoker("data", "summary", shards / "train") == 0
+    assert "missing in" in capsys.readouterr().err
+    assert stoker("data", "summary", shards / "train/pets-train-{000000..000005}.tar") == 2
+    assert "pets-train-000003.tar of 6 shards do not exist" in capsys.readouterr().err
+
+
+def test_a_listing_on_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"imagenet-train-{i:06d}.tar" for i in range(1282)] + [f"imagenet-val-{i:06d}.tar" for i in range(50)]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join([*names, "README", "manifest.json"])))
+    train, val = rows(capsys, "-")
+    assert (train["pattern"], train["shards"]) == ("imagenet-train-{000000..001281}.tar", 1282)
+    assert (val["pattern"], val["shards"], val["split"]) == ("imagenet-val-{000000..000049}.tar", 50, "val")
+
+
+def test_a_long_listing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "2024-01-01 10:00:00  268435456 train-00000-of-00003\n2024-01-01 10:00:00 5 train-00002-of-00003\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    (row,) = rows(capsys, "-")
+    assert row["pattern"] == "train-{00000..00002}-of-00003"
+    assert row["missing"] == ["train-00001-of-00003"]
+
+
+def test_nothing_to_sum_up(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("README\n"))
+    assert stoker("data", "summary", "-") == 2
+    assert stoker("data", "summary", tmp_path) == 2
+    assert "there are no shards here" in capsys.readouterr().err
+    assert stoker("data", "summary", tmp_path / "nowhere") == 2

@@ -1,0 +1,163 @@
+"""`stoker data verify`: every kind of fault is found, named and placed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stoker.shards.formats import FORMATS
+from stoker.shards.sample import Sample
+from trees import image_bytes, make_dataset, stoker
+
+
+def findings(capsys: pytest.CaptureFixture[str], url: object, *options: str) -> list[dict[str, object]]:
+    capsys.readouterr()
+    code = stoker("data", "verify", url, "--json", *options)
+    out = capsys.readouterr()
+    found = [finding for report in json.loads(out.out) for finding in report["findings"]]
+    assert code == (2 if found else 0), out.err
+    return found
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    assert stoker("data", "convert", make_dataset(tmp_path / "pets"), tmp_path / "out", "--shard-samples", 10) == 0
+    return tmp_path / "out/train"
+
+
+def first(shards: Path) -> Path:
+    return sorted(shards.glob("*.tar"))[0]
+
+
+def write(path: Path, *samples: Sample) -> None:
+    tar = FORMATS.get("tar")
+    path.write_bytes(b"".join(bytes(c) for s in samples for c in tar.encode(s).chunks) + tar.trailer)
+
+
+def test_a_good_set_has_none(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert findings(capsys, shards.parent) == []
+    assert findings(capsys, shards.parent, "--deep") == []
+    assert findings(capsys, str(shards / "pets-train-{000000..000002}.tar")) == []
+
+
+def flip_a_bit(shards: Path) -> None:
+    data = bytearray(first(shards).read_bytes())
+    data[700] ^= 1  # inside an image
+    first(shards).write_bytes(data)
+
+
+def cut_it(shards: Path) -> None:
+    first(shards).write_bytes(first(shards).read_bytes()[:5000])
+
+
+def remove_it(shards: Path) -> None:
+    first(shards).unlink()
+
+
+def add_one(shards: Path) -> None:
+    (shards / "pets-train-000009.tar").write_bytes(first(shards).read_bytes())
+
+
+def remove_the_index(shards: Path) -> None:
+    (shards / "index" / f"{first(shards).name}.npy").unlink()
+
+
+def change_the_index(shards: Path) -> None:
+    path = shards / "index" / f"{first(shards).name}.npy"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x07")
+
+
+def change_the_count(shards: Path) -> None:
+    manifest = json.loads((shards / "manifest.json").read_text())
+    manifest["shards"][0]["samples"] += 1
+    (shards / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (flip_a_bit, ["sha256"]),
+        (cut_it, ["5,000 bytes", "truncated"]),
+        (remove_it, ["no such file"]),
+        (add_one, ["the manifest does not know it"]),
+        (remove_the_index, ["its index"]),
+        (change_the_index, ["sha256 of its index"]),
+        (change_the_count, ["10 samples, and the manifest says 11", "not the sum"]),
+    ],
+)
+def test_damage_is_found(
+    shards: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None], words: list[str]
+) -> None:
+    spoil(shards)
+    found = " | ".join(str(finding["what"]) for finding in findings(capsys, shards))
+    assert all(word in found for word in words), found
+
+
+def test_every_fault_is_told_and_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A set made elsewhere, without a manifest: four faults in three shards, all reported at once."""
+    good = image_bytes(1)
+    write(tmp_path / "x-train-0.tar", Sample("a", good, "jpg", 0), Sample("b", good[:-30], "jpg", 0))
+    write(tmp_path / "x-train-1.tar", Sample("c", good, "jpg", -5), Sample("a", good, "jpg", 1))
+    (tmp_path / "x-train-2.tar").write_bytes(b"\x01" * 3000)
+    found = findings(capsys, tmp_path)
+    by_key = {(finding["shard"], finding["key"]): finding for finding in found}
+    assert "no end-of-image" in str(by_key["x-train-0.tar", "b"]["what"])
+    assert "label is -5" in str(by_key["x-train-1.tar", "c"]["what"])
+    assert "stands in x-train-0.tar already" in str(by_key["x-train-1.tar", "a"]["what"])
+    assert ("x-train-2.tar", None) in by_key
+    assert len(found) == 4
+    shard = (tmp_path / "x-train-0.tar").read_bytes()
+    at = by_key["x-train-0.tar", "b"]["offset"]
+    assert isinstance(at, int)
+    assert shard[at : at + 3] == b"\xff\xd8\xff"
+
+
+def test_only_a_deep_look_finds_damaged_pixels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = bytearray(image_bytes(1, "PNG", (64, 64)))
+    middle = image.index(b"IDAT") + 20
+    image[middle : middle + 8] = random.Random(1).randbytes(8)
+    write(tmp_path / "x-train-0.tar", Sample("a", bytes(image), "png", 0))
+    assert findings(capsys, tmp_path) == []
+    (found,) = findings(capsys, tmp_path, "--deep")
+    assert "does not decode" in str(found["what"])
+
+
+def test_labels_must_be_classes(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = json.loads((shards / "manifest.json").read_text())
+    manifest["classes"] = ["ant", "bee"]
+    (shards / "manifest.json").write_text(json.dumps(manifest))
+    found = findings(capsys, shards)
+    assert len(found) == 10
+    assert all("label is 2, not 0 to 1" in str(finding["what"]) for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("{", "not a manifest"),
+        ("[]", "not a manifest"),
+        ('{"version": 2}', "version 2"),
+        ('{"version": 1, "shards": "none", "extra": 1}', "unknown key"),
+    ],
+)
+def test_a_broken_manifest_is_one_sentence(
+    shards: Path, capsys: pytest.CaptureFixture[str], text: str, word: str
+) -> None:
+    (shards / "manifest.json").write_text(text)
+    assert stoker("data", "verify", shards) == 2
+    err = capsys.readouterr().err
+    assert word in err
+    assert "manifest.json" in err
+
+
+def test_the_table_for_people(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip_a_bit(shards)
+    capsys.readouterr()
+    assert stoker("data", "verify", shards) == 2
+    captured = capsys.readouterr()
+    assert "pets-train-000000.tar" in captured.out
+    assert captured.err.strip().endswith("1 fault found")
