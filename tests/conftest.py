@@ -1,9 +1,37 @@
-"""Options that hold for the whole suite."""
+"""Options, session servers, and an environment in which no credentials of this machine can be found."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
+
+from servers import free_port, gcs_emulator, moto
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="Rewrite the files in tests/golden.")
+
+
+@pytest.fixture(autouse=True)
+def _hermetic(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    for key in os.environ:
+        if key.upper().startswith(("AWS_", "GOOGLE_", "GCE_", "STORAGE_")) or key.upper().endswith("_PROXY"):
+            monkeypatch.delenv(key)
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+
+
+@pytest.fixture(scope="session")
+def moto_url() -> Iterator[str]:
+    with moto() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def gcs_url() -> Iterator[str]:
+    with gcs_emulator() as url:
+        yield url

@@ -1,37 +1,10 @@
-"""Session servers, and an environment in which no credentials of this machine can be found."""
+"""What the storage tests share."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from servers import free_port, gcs_emulator, moto
-
-
-@pytest.fixture(autouse=True)
-def _hermetic(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    for key in os.environ:
-        if key.upper().startswith(("AWS_", "GOOGLE_", "GCE_", "STORAGE_")) or key.upper().endswith("_PROXY"):
-            monkeypatch.delenv(key)
-    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setenv("NO_GCE_CHECK", "true")
-
-
-@pytest.fixture(scope="session")
-def moto_url() -> Iterator[str]:
-    with moto() as url:
-        yield url
-
-
-@pytest.fixture(scope="session")
-def gcs_url() -> Iterator[str]:
-    with gcs_emulator() as url:
-        yield url
 
 
 @pytest.fixture

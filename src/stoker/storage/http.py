@@ -103,7 +103,7 @@ class HttpStore:
             return {}
         if answer.status != 200:
             missing = "no such folder, or the server has no index page for it"
-            tried = f"{self._tried}; the server must also list folders (nginx: autoindex on)"
+            tried = f"{self._tried}; the server must also list folders (nginx: autoindex on), else give a brace pattern"
             raise refusal(answer, shown(url), missing=missing, tried=tried)
         if answer.headers.get("Content-Type", "").startswith("application/json"):
             return _json_index(answer.body, shown(url))

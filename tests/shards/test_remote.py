@@ -1,0 +1,183 @@
+"""Conversion to and from buckets and web servers, against moto, gcp-storage-emulator and a real nginx."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from servers import Asked, Reply, aws_environ, nginx, scripted
+from stoker.storage import download, open_store
+from trees import digests, make_dataset, make_tree, stoker
+
+
+@pytest.fixture(params=["s3", "gs"])
+def bucket(
+    request: pytest.FixtureRequest, moto_url: str, gcs_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> str:
+    """A fresh folder in a bucket."""
+    if request.param == "s3":
+        for name, value in aws_environ(moto_url).items():
+            monkeypatch.setenv(name, value)
+    else:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_url)
+    return f"{request.param}://bucket/{tmp_path.name}"
+
+
+def fetch_all(url: str, to: Path) -> dict[str, str]:
+    """Copy a bucket's folder here and return the digests of its files."""
+    store = open_store(url)
+    for entry in list(store.list()):
+        (to / entry.name).parent.mkdir(parents=True, exist_ok=True)
+        download(store, entry.name, to / entry.name)
+    return digests(to)
+
+
+def test_a_bucket_gets_the_same_bytes_as_a_folder(tmp_path: Path, bucket: str) -> None:
+    data = make_dataset(tmp_path / "pets")
+    options = ("--shard-samples", 7)
+    assert stoker("data", "convert", data, tmp_path / "here", *options) == 0
+    assert stoker("data", "convert", data, bucket, *options) == 0
+    assert fetch_all(bucket, tmp_path / "there") == digests(tmp_path / "here")
+
+
+def test_verify_summary_and_resharding_from_a_bucket(
+    tmp_path: Path, bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = make_dataset(tmp_path / "pets")
+    assert stoker("data", "convert", data, bucket, "--shard-samples", 7) == 0
+    assert stoker("data", "verify", bucket, "--deep") == 0
+    capsys.readouterr()
+    assert stoker("data", "summary", bucket, "--json") == 0
+    train, _ = json.loads(capsys.readouterr().out)
+    assert train["pattern"] == f"{bucket}/train/pets-train-{{000000..000004}}.tar"
+    assert stoker("data", "summary", train["pattern"], "--json") == 0
+    assert json.loads(capsys.readouterr().out)[0]["bytes"] == train["bytes"]
+    assert stoker("data", "convert", bucket, tmp_path / "back", "--format", "tfrecord") == 0
+    assert stoker("data", "verify", tmp_path / "back") == 0
+
+
+def test_a_killed_upload_goes_on(tmp_path: Path, bucket: str) -> None:
+    data = make_dataset(tmp_path / "pets", train=60)
+    assert stoker("data", "convert", data, tmp_path / "here", "--shard-samples", 4) == 0
+    command = [sys.executable, "-m", "stoker", "data", "convert", str(data), bucket, "--shard-samples", "4"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    store = open_store(bucket)
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        if sum(1 for entry in store.list() if entry.name.endswith(".tar")) >= 3:
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not any(entry.name.endswith("manifest.json") for entry in store.list())
+    assert stoker("data", "convert", data, bucket, "--shard-samples", 4) == 0
+    assert fetch_all(bucket, tmp_path / "there") == digests(tmp_path / "here")
+
+
+def test_a_bucket_with_another_dataset_is_left_alone(
+    tmp_path: Path, bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stoker("data", "convert", make_dataset(tmp_path / "pets"), bucket) == 0
+    before = fetch_all(bucket, tmp_path / "before")
+    assert stoker("data", "convert", make_tree(tmp_path / "other", {"x": 2}), bucket) == 2
+    assert "already holds another dataset" in capsys.readouterr().err
+    assert fetch_all(bucket, tmp_path / "after") == before
+
+
+def test_a_bucket_without_permission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def deny(_: Asked, __: int) -> Reply:
+        return Reply(403, b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>")
+
+    data = make_dataset(tmp_path / "pets")
+    with scripted(deny) as server:
+        for name, value in aws_environ(server.url).items():
+            monkeypatch.setenv(name, value)
+        assert stoker("data", "convert", data, "s3://private/pets") == 5
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        assert stoker("data", "convert", data, "gs://private/pets") == 5
+    first, second = capsys.readouterr().err.strip().splitlines()
+    assert first.startswith("stoker: s3://private/pets: permission denied; tried AWS_ACCESS_KEY_ID")
+    assert second.startswith("stoker: gs://private/pets: permission denied")
+
+
+def test_a_bucket_that_lets_one_list_but_not_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def reply(asked: Asked, _: int) -> Reply:
+        if asked.method == "GET" and "list-type=2" in asked.path:
+            return Reply(200, b'<?xml version="1.0"?><ListBucketResult><KeyCount>0</KeyCount></ListBucketResult>')
+        return (
+            Reply(404) if asked.method in ("GET", "HEAD") else Reply(403, b"<Error><Code>AccessDenied</Code></Error>")
+        )
+
+    data = make_dataset(tmp_path / "pets")
+    with scripted(reply) as server:
+        for name, value in aws_environ(server.url).items():
+            monkeypatch.setenv(name, value)
+        assert stoker("data", "convert", data, "s3://private/pets") == 5
+        assert not any(asked.method == "PUT" and "manifest" in asked.path for asked in server.asked)
+    assert "permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("index", ["json", "html"])
+def test_a_web_server_with_a_listing(tmp_path: Path, index: str, capsys: pytest.CaptureFixture[str]) -> None:
+    data = make_dataset(tmp_path / "pets")
+    assert stoker("data", "convert", data, tmp_path / "out", "--shard-samples", 7) == 0
+    with nginx(tmp_path / "out", index=index) as url:
+        assert stoker("data", "verify", url, "--deep") == 0
+        assert stoker("data", "verify", f"{url}/train") == 0
+        capsys.readouterr()
+        assert stoker("data", "summary", f"{url}/train/pets-train-{{000000..000004}}.tar", "--json") == 0
+        (row,) = json.loads(capsys.readouterr().out)
+        assert row["bytes"] == sum(path.stat().st_size for path in (tmp_path / "out/train").glob("*.tar"))
+        assert stoker("data", "convert", f"{url}/train", tmp_path / "back") == 0
+    assert stoker("data", "verify", tmp_path / "back") == 0
+
+
+def test_a_web_server_without_a_listing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = make_dataset(tmp_path / "pets")
+    assert stoker("data", "convert", data, tmp_path / "out", "--shard-samples", 7) == 0
+    with nginx(tmp_path / "out", directives="location ~ /$ { return 403; }") as url:
+        assert stoker("data", "verify", f"{url}/train") == 0
+        assert stoker("data", "summary", f"{url}/train/pets-train-{{000000..000004}}.tar") == 0
+        capsys.readouterr()
+        assert stoker("data", "summary", url) != 0
+        assert "brace pattern" in capsys.readouterr().err
+        assert stoker("data", "summary", f"{url}/train/pets-train-{{000000..000005}}.tar") == 2
+        assert "pets-train-000005.tar" in capsys.readouterr().err
+
+
+def test_a_login_is_never_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = make_dataset(tmp_path / "pets")
+    assert stoker("data", "convert", data, tmp_path / "out") == 0
+    with nginx(tmp_path / "out") as url:
+        secret = url.replace("http://", "http://me:hunter2@")
+        assert stoker("data", "verify", secret) == 0
+        assert stoker("data", "summary", f"{secret}/train") == 0
+        assert stoker("data", "verify", f"{secret}/nowhere") == 2
+    captured = capfd.readouterr()
+    assert "hunter2" not in captured.out + captured.err
+    assert "/nowhere" in captured.err
+
+
+def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    from servers import free_port
+
+    assert stoker("data", "verify", f"http://127.0.0.1:{free_port()}/set") == 5
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_scratch_is_left_empty(tmp_path: Path, bucket: str) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    data = make_dataset(tmp_path / "pets")
+    assert stoker("data", "convert", data, bucket, "--scratch", scratch) == 0
+    assert os.listdir(scratch) == []
