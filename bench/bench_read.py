@@ -23,7 +23,7 @@ STOKER = Path(sys.executable).with_name("stoker")
 def run(lab: Lab) -> Result:
     out = lab.work / "shards"
     shutil.rmtree(out, ignore_errors=True)
-    command(STOKER, "data", "convert", lab.images, out)
+    command(STOKER, "data", "convert", "--shard-size", "64MiB", lab.images, out)
     shards = sorted((out / "train").glob("*.tar"))
 
     def counted(read: Callable[[list[Path]], int]) -> Callable[[], None]:

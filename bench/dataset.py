@@ -77,7 +77,7 @@ def _invented() -> Iterator[Image]:
     for number in range(CLASSES):
         coarse = Pillow.fromarray(random.integers(0, 256, (6, 8, 3), dtype=np.uint8))
         smooth = np.asarray(coarse.resize((500, 375), Pillow.Resampling.BICUBIC), dtype=np.float32)
-        grain = random.normal(0, random.uniform(6, 16), smooth.shape)
+        grain = random.normal(0, random.uniform(4, 12), smooth.shape)
         out = io.BytesIO()
         pixels = np.clip(smooth + grain, 0, 255).astype(np.uint8)
         Pillow.fromarray(pixels).save(out, "JPEG", quality=90, subsampling=0)

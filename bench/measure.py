@@ -5,18 +5,20 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 TIMED = Path(__file__).with_name("timed.py")
-OURS, PEER, PALE = "#c2410c", "#64748b", "#f0b490"
+# Ours and the peers', each strong, and pale for what is shown for information.
+OURS, PEERS = ("#c2410c", "#f0b490"), ("#64748b", "#b6c0cd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,6 @@ class Result:
     versus: Sequence[Versus]
     limits: Sequence[Limit] = ()
     notes: Sequence[str] = ()
-    peaks: dict[str, int] = field(default_factory=dict)
 
     def speed(self, name: str) -> float:
         """The median over the rounds."""
@@ -132,6 +133,29 @@ def take_turns(
     return speeds, peaks
 
 
+class Neighbours:
+    """How much of the machine others took while something was measured: figures of a busy machine are worth little."""
+
+    def __init__(self) -> None:
+        self._start, self._busy, self._mine = time.monotonic(), _busy_seconds(), _own_seconds()
+
+    def share(self) -> float:
+        """The part of all cores' time that was spent on neither this process nor its children."""
+        others = _busy_seconds() - self._busy - (_own_seconds() - self._mine)
+        return max(0.0, others / (time.monotonic() - self._start) / (os.cpu_count() or 1))
+
+
+def _busy_seconds() -> float:
+    ticks = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, ticks)
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
 def report(result: Result) -> str:
     """One subject as Markdown."""
     lines = [
@@ -175,7 +199,7 @@ def plot(result: Result, path: Path) -> None:
         [value - min(result.speeds[name]) for name, value in zip(names, values, strict=True)],
         [max(result.speeds[name]) - value for name, value in zip(names, values, strict=True)],
     ]
-    colours = [(PALE if one.info else OURS) if one.ours else PEER for one in reversed(result.contestants)]
+    colours = [(OURS if one.ours else PEERS)[one.info] for one in reversed(result.contestants)]
     figure, axes = pyplot.subplots(figsize=(9, 0.55 * len(names) + 1.3), layout="constrained")
     axes.barh(names, values, color=colours, height=0.62)
     axes.errorbar(values, names, xerr=spread, fmt="none", ecolor="#1e293b", elinewidth=1, capsize=3)
@@ -209,18 +233,23 @@ def machine() -> list[tuple[str, str]]:
         ("system", f"{platform.system()} {platform.release()}"),
         ("Python", platform.python_version()),
     ]
-    for package in ("stoker", "webdataset", "numpy", "torch"):
-        try:
-            facts.append((package, metadata.version(package)))
-        except metadata.PackageNotFoundError:
-            continue
+    for package in ("stoker", "webdataset", "numpy"):
+        facts.append((package, metadata.version(package)))
     for program in (["tar", "--version"], ["sha256sum", "--version"], ["openssl", "version"]):
-        try:
-            said = subprocess.run(program, capture_output=True, text=True, check=True).stdout
-        except (OSError, subprocess.CalledProcessError):
-            continue
-        facts.append((program[0], said.splitlines()[0]))
+        if said := _said(*program):
+            facts.append((program[0], said.splitlines()[0]))
+    if commit := _said("git", "-C", str(TIMED.parent), "rev-parse", "--short", "HEAD"):
+        changed = _said("git", "-C", str(TIMED.parent.parent), "status", "--porcelain", "--", "src")
+        facts.append(("commit", commit + (", with changes in src" if changed else "")))
     return facts
+
+
+def _said(*argv: str) -> str:
+    """What a program prints, nothing when it is absent or fails."""
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def _processor() -> str:

@@ -7,6 +7,8 @@ import random
 import sys
 from pathlib import Path
 
+SHARD_BYTES = 64 << 20
+
 
 def write(images: Path, dest: Path) -> None:
     import webdataset
@@ -17,7 +19,7 @@ def write(images: Path, dest: Path) -> None:
         files += [(f"{folder}/{file}", f"{name}/{file}", label) for file in sorted(os.listdir(folder))]
     random.Random(0).shuffle(files)
     dest.mkdir(parents=True)
-    with webdataset.ShardWriter(f"{dest}/train-%06d.tar", maxsize=256 << 20, verbose=0) as shards:
+    with webdataset.ShardWriter(f"{dest}/train-%06d.tar", maxsize=SHARD_BYTES, verbose=0) as shards:
         for path, name, label in files:
             with open(path, "rb") as file:
                 data = file.read()

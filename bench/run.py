@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import dataset
-from measure import Lab, machine, plot, report
+from measure import Lab, Neighbours, machine, plot, report
 
 HERE = Path(__file__).resolve().parent
 SUBJECTS = sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
@@ -34,10 +34,12 @@ def main() -> None:
         )
         for subject in options.only:
             print(f"measuring {subject}", file=sys.stderr)
+            neighbours = Neighbours()
             result = importlib.import_module(f"bench_{subject}").run(lab)
+            share = f"Meanwhile other processes took {neighbours.share():.0%} of the machine's cores."
             plot(result, options.out / f"{result.name}.png")
-            sections.append(f"{report(result)}\n![{result.title}]({result.name}.png)\n")
-            print(f"\n{report(result)}", flush=True)
+            print(f"\n{report(result)}\n{share}", flush=True)
+            sections.append(f"{report(result)}\n{share}\n\n![{result.title}]({result.name}.png)\n")
     text = "\n".join([preface(images.origin, where, options.rounds), *sections])
     (options.out / "results.md").write_text(text, encoding="utf-8")
     print(f"saved in {options.out}", file=sys.stderr)
@@ -47,7 +49,7 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure stoker beside its peers.")
     parser.add_argument("--only", type=subjects, default=SUBJECTS, metavar="A,B", help=", ".join(SUBJECTS))
     parser.add_argument("--rounds", type=positive, default=5, metavar="N")
-    parser.add_argument("--samples", type=positive, default=6000, metavar="N", help="image files to make")
+    parser.add_argument("--samples", type=positive, default=12000, metavar="N", help="image files to make")
     parser.add_argument("--out", type=Path, default=HERE, metavar="DIR", help="for results.md and the plots")
     return parser.parse_args()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
+import mmap
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -28,17 +28,17 @@ ROW_DTYPE = np.dtype(
 )
 BLOCK = 1 << 16
 BUCKETS = 64
+FORGET_EVERY = 4096
 
 
 class Catalog:
-    """What a scan found, in the order of the scan; rows are read back by number, with reads that hold no memory."""
+    """What a scan found, in the order of the scan; rows are read back by number."""
 
     def __init__(self, folder: Path, split: str, digest: str) -> None:
         self.split = split
         self.digest = digest
-        self._rows = (folder / f"{split}.rows").open("rb", buffering=0)
-        self._names = (folder / f"{split}.names").open("rb", buffering=0)
-        self._count = os.fstat(self._rows.fileno()).st_size // ROW.size
+        self._rows = _mapped(folder / f"{split}.rows")
+        self._names = _mapped(folder / f"{split}.names")
 
     @classmethod
     def write(
@@ -57,7 +57,7 @@ class Catalog:
                 names.write(name)
                 key_hash = hash(key_of(item.name))
                 hashes[key_hash % BUCKETS].write(key_hash.to_bytes(8, "little", signed=True))
-                digest.update(b"%d %d %d " % (item.label, item.size, len(name)) + name)
+                digest.update(b"%d %d %d %s" % (item.label, item.size, len(name), name))
                 name_at += len(name)
                 if count % 1000 == 999:
                     progress(1000)
@@ -72,7 +72,7 @@ class Catalog:
         return catalog
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._rows) // ROW.size
 
     def __iter__(self) -> Iterator[Item]:
         for start in range(0, len(self), BLOCK):
@@ -80,10 +80,11 @@ class Catalog:
 
     def take(self, numbers: Iterable[int]) -> Iterator[Item]:
         """Read the rows with these numbers, one by one."""
-        rows, names = self._rows.fileno(), self._names.fileno()
-        for number in numbers:
-            file, label, offset, name_at, name_len, size = ROW.unpack(os.pread(rows, ROW.size, number * ROW.size))
-            yield Item(os.pread(names, name_len, name_at).decode(), label, size, file, offset)
+        for count, number in enumerate(numbers):
+            file, label, offset, name_at, name_len, size = ROW.unpack_from(self._rows, number * ROW.size)
+            yield Item(self._names[name_at : name_at + name_len].decode(), label, size, file, offset)
+            if count % FORGET_EVERY == FORGET_EVERY - 1:
+                self._forget()
 
     def weight(self, overhead: int) -> int:
         """Add up the bytes of all samples, each with a format's overhead."""
@@ -102,7 +103,13 @@ class Catalog:
     def _blocks(self) -> Iterator[npt.NDArray[np.void]]:
         for start in range(0, len(self), BLOCK):
             count = min(BLOCK, len(self) - start)
-            yield np.frombuffer(os.pread(self._rows.fileno(), count * ROW.size, start * ROW.size), ROW_DTYPE)
+            yield np.frombuffer(self._rows[start * ROW.size : (start + count) * ROW.size], ROW_DTYPE)
+            self._forget()
+
+    def _forget(self) -> None:
+        """Give back the pages that were read, so that memory does not grow with the dataset."""
+        self._rows.madvise(mmap.MADV_DONTNEED)
+        self._names.madvise(mmap.MADV_DONTNEED)
 
     def _refuse_twin_keys(self, folder: Path) -> None:
         """Look for equal 64-bit hashes, a bucket at a time; only those are compared as text."""
@@ -132,6 +139,11 @@ def twins(hashes: npt.NDArray[np.int64]) -> list[int]:
     hashes = np.sort(hashes)
     found: list[int] = hashes[1:][hashes[1:] == hashes[:-1]].tolist()
     return found
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _bucket(folder: Path, split: str, number: int) -> Path:

@@ -75,19 +75,25 @@ class Tar:
         """Every sample: consecutive members with one key, as webdataset groups them."""
         view = memoryview(data)
         key: str | None = None
+        expected: str | None = None
         first = last = 0
         members: dict[str, tuple[int, int]] = {}
         for start, path, at, size, end in _members(view, where, check):
-            names = split_path(path)
-            if names is None:
-                continue
-            if names[0] != key:
-                if key is not None:
-                    yield _found(view, where, key, first, last, members)
-                key, first, members = names[0], start, {}
-            if names[1] in members:
+            if path == expected:  # the label behind an image: nothing to take apart
+                extension = "cls"
+            else:
+                names = split_path(path)
+                if names is None:
+                    continue
+                if names[0] != key:
+                    if key is not None:
+                        yield _found(view, where, key, first, last, members)
+                    key, first, members = names[0], start, {}
+                    expected = f"{key}.cls"
+                extension = names[1]
+            if extension in members:
                 raise SourceError(f"member {path!r} at byte {start} is there twice", where=where)
-            members[names[1]] = at, size
+            members[extension] = at, size
             last = end
         if key is not None:
             yield _found(view, where, key, first, last, members)

@@ -59,7 +59,7 @@ class FolderSource:
             label, empty = self._labels[name], True
             for path, size in self._images(root / name):
                 empty = False
-                yield Item(name=f"{name}/{path}", label=label, size=size)
+                yield Item(f"{name}/{path}", label, size)
             if empty:
                 raise SourceError(
                     "this class folder has no images", where=root / name, hint="remove it or put images in it"
@@ -161,7 +161,7 @@ def _subfolders(root: Path) -> tuple[str, ...]:
 
 
 def _is_utf8(name: str) -> bool:
-    return max(name) < "\udc80" or not any("\udc80" <= char <= "\udcff" for char in name)
+    return name.isascii() or not any("\udc80" <= char <= "\udcff" for char in name)
 
 
 def _some(names: Sequence[str]) -> str:

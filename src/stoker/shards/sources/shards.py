@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from stoker.errors import SourceError, StokerError
-from stoker.shards.formats import FORMATS
+from stoker.shards.formats import FORMATS, format_of
 from stoker.shards.locate import ShardSet, find_sets, splits_of
+from stoker.shards.manifest import MANIFEST
 from stoker.shards.sample import Content, Item
+from stoker.storage import local_path
 
 
 class ShardsSource:
@@ -28,9 +31,15 @@ class ShardsSource:
 
     @staticmethod
     def recognises(where: str) -> bool:
-        """Whether a shard set is found there."""
+        """Whether a shard set is found there; in a local tree only where one would lie, for it may be large."""
         try:
-            return bool(find_sets(where))
+            folder = local_path(where)
+            if folder is None or not folder.is_dir():
+                return bool(find_sets(where))
+            if any(folder.glob(f"*/{MANIFEST}")):
+                return True
+            places = [folder, *(folder / name for name in ("train", "val", "validation", "test"))]
+            return any(_holds_shards(place) for place in places if place.is_dir())
         except (StokerError, OSError):
             return False
 
@@ -61,6 +70,11 @@ class ShardsSource:
 
     def close(self) -> None:
         """Nothing is held open."""
+
+
+def _holds_shards(folder: Path) -> bool:
+    with os.scandir(folder) as entries:
+        return any(format_of(entry.name) is not None or entry.name == MANIFEST for entry in entries)
 
 
 def _name_of(one: ShardSet) -> str:
