@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from miniatures import make_cifar10, make_imagenet
+from stoker.shards.formats import FORMATS
+from stoker.shards.sample import Sample
 from trees import digests, image_bytes, make_dataset, make_tree, stoker
 
 
@@ -189,6 +191,23 @@ def test_a_destination_with_another_dataset(tmp_path: Path, capsys: pytest.Captu
     sentence = refused(capsys, 2, "data", "convert", tmp_path / "pets", out, "--seed", 1)
     assert "already holds another dataset" in sentence
     assert digests(out) == before
+
+
+def test_a_destination_inside_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = make_dataset(tmp_path / "pets")
+    for inside in (data, data / "shards", data / "train/../deep/er"):
+        assert "inside the source" in refused(capsys, 2, "data", "convert", data, inside)
+
+
+def test_labels_that_no_index_can_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = FORMATS.get("tfrecord")
+    chunks = records.encode(Sample("a", image_bytes(1), "jpg", 2**40)).chunks
+    (tmp_path / "x-train-0.tfrecord").write_bytes(b"".join(map(bytes, chunks)))
+    assert "labels of 'train' run from" in refused(
+        capsys, 2, "data", "convert", tmp_path, tmp_path.parent / "out-labels"
+    )
+    assert stoker("data", "verify", tmp_path) == 2
+    assert "label is 1099511627776" in capsys.readouterr().out
 
 
 def test_a_destination_with_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,7 @@ def convert(
     given again. Bad images are left out and listed in quarantine.jsonl.
     """
     from stoker.core.units import parse_bytes
-    from stoker.shards.convert import prepared
+    from stoker.shards.convert import check_apart, prepared
     from stoker.shards.pack import check_destination
     from stoker.shards.plan import Options
     from stoker.storage import open_writable
@@ -79,6 +79,7 @@ def convert(
         quality=quality,
     )
     threads = _threads(jobs)
+    check_apart(source, dest)
     check_destination(open_writable(dest))
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-", dir=scratch))

@@ -15,16 +15,9 @@ import numpy.typing as npt
 from stoker.errors import SourceError
 from stoker.shards.sample import Item, key_of
 
-ROW = struct.Struct("<IiQQII")
+ROW = struct.Struct("<IqQQIQ")
 ROW_DTYPE = np.dtype(
-    [
-        ("file", "<u4"),
-        ("label", "<i4"),
-        ("offset", "<u8"),
-        ("name_at", "<u8"),
-        ("name_len", "<u4"),
-        ("size", "<u4"),
-    ]
+    [("file", "<u4"), ("label", "<i8"), ("offset", "<u8"), ("name_at", "<u8"), ("name_len", "<u4"), ("size", "<u8")]
 )
 BLOCK = 1 << 16
 BUCKETS = 64

@@ -10,11 +10,12 @@ from pathlib import Path
 from stoker.errors import InputError
 from stoker.shards.catalog import Catalog
 from stoker.shards.formats import FORMATS
+from stoker.shards.index import MAX_LABEL
 from stoker.shards.manifest import Manifest
 from stoker.shards.pack import Progress, pack
 from stoker.shards.plan import Options, Plan, make_plan
 from stoker.shards.sources import Source, kind_of, open_source
-from stoker.storage import open_writable
+from stoker.storage import local_path, open_writable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +76,21 @@ def prepared(
         yield Conversion(plan=plan, source=source, catalogs=catalogs, scratch=scratch)
 
 
+def check_apart(where: str, dest: str) -> None:
+    """Refuse a destination inside the source: the next scan would take it for data."""
+    source, target = (_resolved(url) for url in (where, dest))
+    if source is not None and target is not None and source.is_dir() and target.is_relative_to(source):
+        raise InputError("the destination lies inside the source", where=dest, hint="choose a place outside of it")
+
+
+def _resolved(url: str) -> Path | None:
+    path = local_path(url)
+    return None if path is None else path.resolve()
+
+
 def _check_labels(where: str, classes: int, catalogs: dict[str, Catalog]) -> None:
     for split, catalog in catalogs.items():
         low, high = catalog.label_range()
-        if low < 0 or (classes and high >= classes):
-            wanted = f"0 to {classes - 1}" if classes else "0 or more"
-            raise InputError(f"labels of {split!r} run from {low} to {high}, and must be {wanted}", where=where)
+        last = classes - 1 if classes else MAX_LABEL
+        if low < 0 or high > last:
+            raise InputError(f"labels of {split!r} run from {low} to {high}, and must be 0 to {last}", where=where)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from stoker.errors import DataFaultError
 
+MAX_LABEL = 2**31 - 1
 INDEX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("label", "<i4")])
 
 Index = npt.NDArray[np.void]

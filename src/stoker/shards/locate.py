@@ -14,7 +14,7 @@ from stoker.errors import InputError, NotFoundError, UnavailableError
 from stoker.shards.braces import expand, has_braces
 from stoker.shards.formats import format_of
 from stoker.shards.manifest import MANIFEST, Manifest, read_manifest
-from stoker.storage import Entry, Store, download, local_path, open_store, shown, split
+from stoker.storage import Entry, Store, checked, download, local_path, open_store, shown, split
 from stoker.storage.local import explained
 
 SPLIT_ORDER = ("train", "val", "test")
@@ -69,7 +69,7 @@ class ShardSet:
         """Map a shard; a remote shard is fetched for the while."""
         folder = local_path(self.store.url)
         if folder is not None:
-            yield MappedFile(folder / (self.folder + name))
+            yield MappedFile(folder / checked(self.folder + name))
             return
         with tempfile.TemporaryDirectory(dir=scratch, prefix="stoker-") as temporary:
             path = Path(temporary) / "shard"

@@ -91,16 +91,17 @@ def _check_shard(one: ShardSet, name: str, shard: Shard | None, deep: bool) -> _
                 findings += _check_bytes(reader, shard)
             for found in FORMATS.get(one.format).walk(reader.view, name, check=True):
                 keys.append(hash(found.sample.key))
-                rows.add(found.image_at, len(found.sample.image), found.sample.label)
+                if abs(found.sample.label) <= index.MAX_LABEL:
+                    rows.add(found.image_at, len(found.sample.image), found.sample.label)
                 findings += _check_sample(one, name, found, deep)
                 reader.passed(found.end)
     except StokerError as error:
         findings.append(Finding(shard=name, what=str(error).removeprefix(f"{name}: ")))
     if shard is not None:
-        if len(rows) != shard.samples:
-            findings.append(Finding(shard=name, what=f"{len(rows):,} samples, and the manifest says {shard.samples:,}"))
+        if len(keys) != shard.samples:
+            findings.append(Finding(shard=name, what=f"{len(keys):,} samples, and the manifest says {shard.samples:,}"))
         findings += _check_index(one, shard, rows)
-    return _Checked(len(rows), keys, findings)
+    return _Checked(len(keys), keys, findings)
 
 
 def _check_bytes(reader: MappedFile, shard: Shard) -> Iterator[Finding]:
@@ -125,9 +126,11 @@ def _check_sample(one: ShardSet, name: str, found: Found, deep: bool) -> Iterato
     except BadImageError as error:
         yield Finding(shard=name, offset=found.image_at, key=sample.key, what=str(error))
     classes = 0 if one.manifest is None else len(one.manifest.classes)
-    if sample.label < 0 or (classes and sample.label >= classes):
-        wanted = f"0 to {classes - 1}" if classes else "0 or more"
-        yield Finding(shard=name, offset=found.start, key=sample.key, what=f"its label is {sample.label}, not {wanted}")
+    last = classes - 1 if classes else index.MAX_LABEL
+    if not 0 <= sample.label <= last:
+        yield Finding(
+            shard=name, offset=found.start, key=sample.key, what=f"its label is {sample.label}, not 0 to {last}"
+        )
 
 
 def _check_index(one: ShardSet, shard: Shard, rows: index.IndexBuilder) -> Iterator[Finding]:
