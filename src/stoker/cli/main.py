@@ -15,6 +15,7 @@ app = typer.Typer(
     help="Keeps accelerators fed: datasets into shards, shards into batches, one job file for every place.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(data.app, name="data")

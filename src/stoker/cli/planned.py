@@ -58,7 +58,7 @@ NOUNS = {
     "image": "Container images.",
     "cluster": "GKE and EKS clusters.",
 }
-LATER = "not in this version"
+MARK = "(not yet)"
 
 
 def add_to(app: typer.Typer) -> None:
@@ -66,7 +66,7 @@ def add_to(app: typer.Typer) -> None:
     for name, text in PLANNED[""].items():
         add_command(app, name, text, f"stoker {name}")
     for noun, text in NOUNS.items():
-        group = typer.Typer(help=f"{text} ({LATER})", no_args_is_help=True)
+        group = typer.Typer(help=f"{MARK} {text}", no_args_is_help=True)
         add_commands(group, noun)
         app.add_typer(group, name=noun)
 
@@ -81,7 +81,7 @@ def add_command(group: typer.Typer, name: str, text: str, line: str) -> None:
     """Add one command that takes any arguments and says that it is not there yet."""
 
     def refuse() -> None:
-        raise NotYetError(f"`{line}` is {LATER}", hint="CHANGELOG.md tells what each version has")
+        raise NotYetError(f"`{line}` is not in this version", hint="CHANGELOG.md tells what each version has")
 
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
-    group.command(name, help=f"{text} ({LATER})", context_settings=settings)(refuse)
+    group.command(name, help=f"{MARK} {text}", context_settings=settings)(refuse)
