@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,21 +35,14 @@ def print_json(value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows under headings; numbers go to the right, and a pipe is never wrapped."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    numeric = [all(isinstance(row[i], int | None) for row in rows) for i in range(len(columns))]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, right in zip(columns, numeric, strict=True):
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_cell(value)) for value in row))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 10_000
-    console.print(table)
+    """Print rows under headings; numbers go to the right."""
+    cells = [columns, *([_cell(value) for value in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    right = [all(isinstance(row[i], int | None) for row in rows) for i in range(len(columns))]
+    for row in cells:
+        words = zip(row, widths, right, strict=True)
+        line = "  ".join(word.rjust(width) if numeric else word.ljust(width) for word, width, numeric in words)
+        typer.echo(line.rstrip())
 
 
 def _cell(value: object) -> str:
@@ -60,11 +54,13 @@ def _cell(value: object) -> str:
 @contextmanager
 def counter(label: str) -> Iterator[Callable[[int], None]]:
     """Show a running count of things found, when someone is watching."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
     from rich.progress import Progress, SpinnerColumn, TextColumn
 
-    console = _stderr()
     columns = (SpinnerColumn(), TextColumn("{task.description} {task.completed:,}"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=_stderr(), transient=True) as bar:
         task = bar.add_task(label, total=None)
         yield lambda count: bar.advance(task, count)
 
@@ -72,19 +68,11 @@ def counter(label: str) -> Iterator[Callable[[int], None]]:
 @contextmanager
 def byte_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a bar of bytes with rate and time left; into a log, a line now and then."""
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    console = _stderr()
-    if not console.is_terminal:
+    if not sys.stderr.isatty():
         yield _LogLines(label, total).advance
         return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -92,7 +80,7 @@ def byte_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=_stderr(), transient=True) as bar:
         task = bar.add_task(label, total=total)
         yield lambda count: bar.advance(task, count)
 

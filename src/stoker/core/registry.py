@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from stoker.errors import InputError, MissingExtraError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
 
 T = TypeVar("T")
 
@@ -32,7 +35,7 @@ class Registry(Generic[T]):
 
     def names(self) -> tuple[str, ...]:
         """List every name that `get` knows, third parties' too; imports none of them."""
-        return tuple(sorted({*self._table, *entry_points(group=self._group).names}))
+        return tuple(sorted({*self._table, *(entry.name for entry in self._entries())}))
 
     def get(self, name: str) -> T:
         """Import the implementation called `name`."""
@@ -41,7 +44,8 @@ class Registry(Generic[T]):
             return self._third_party(name)
         target = plug if isinstance(plug, str) else plug.target
         try:
-            built_in: T = EntryPoint(name, target, self._group).load()
+            module, _, attribute = target.partition(":")
+            built_in: T = getattr(import_module(module), attribute)
         except ModuleNotFoundError as error:
             if isinstance(plug, Plug) and _lacks(error, plug.package):
                 purpose = f"the {self.kind} {name!r}"
@@ -49,10 +53,16 @@ class Registry(Generic[T]):
             raise
         return built_in
 
+    def _entries(self) -> EntryPoints:
+        from importlib.metadata import entry_points  # takes long to import, and built-ins do without
+
+        return entry_points(group=self._group)
+
     def _third_party(self, name: str) -> T:
-        for entry in entry_points(group=self._group, name=name):
-            found: T = entry.load()
-            return found
+        for entry in self._entries():
+            if entry.name == name:
+                found: T = entry.load()
+                return found
         names = self.names()
         known = f"known: {', '.join(names)}"
         close = get_close_matches(name, names, n=1)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
-from stoker.core import spec
+from stoker.core import permute, spec
 from stoker.core.units import format_bytes
 from stoker.errors import ConflictError, FullError, NotFoundError, SourceError
 from stoker.shards import index
@@ -25,7 +26,6 @@ from stoker.shards.images import BadImageError, probe, shrink
 from stoker.shards.manifest import MANIFEST, VERSION, Manifest, Origin, Shard, Shrunk, read_manifest
 from stoker.shards.plan import Options, Plan, SplitPlan
 from stoker.shards.sample import Buffer, Content, Item, Sample, key_of
-from stoker.shards.shuffle import Permutation
 from stoker.shards.sources import Source
 from stoker.storage import Store, local_path
 from stoker.storage.local import explained
@@ -166,7 +166,7 @@ class Packer:
         self._format = kind
         self._source = source
         self._catalogs = catalogs
-        self._orders = {split.split: Permutation(split.found, plan.options.seed, split.split) for split in plan.splits}
+        self._seed = plan.options.seed
         self._desk = desk
         self._progress = progress
         self._stop = threading.Event()
@@ -234,7 +234,8 @@ class Packer:
     def _contents(self, task: Task) -> Iterator[tuple[Item, Content]]:
         """Read a shard's samples in shuffled order."""
         split = task.split.split
-        numbers = self._orders[split].span(*task.split.span(task.number))
+        positions = np.arange(*task.split.span(task.number), dtype=np.uint64)
+        numbers = permute.permute(positions, task.split.found, permute.key("pack", self._seed, split))
         for item in self._catalogs[split].take(map(int, numbers)):
             if self._stop.is_set():
                 raise CancelledError
