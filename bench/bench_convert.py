@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
+import call_stoker
 import peer_shardwriter
-from measure import Contestant, Lab, Limit, Ran, Result, Versus, command, in_process, take_turns
-from stoker.shards.convert import prepared
-from stoker.shards.plan import Options
+from measure import Contestant, Lab, Limit, Ran, Result, Versus, call, command, take_turns
 
 COMMAND = "stoker data convert"
 TFRECORD = "stoker data convert --format tfrecord"
@@ -34,15 +31,6 @@ def run(lab: Lab) -> Result:
         size = str(peer_shardwriter.SHARD_BYTES)
         return command(STOKER, "data", "convert", "--format", shard_format, "--shard-size", size, lab.images, out)
 
-    def call() -> None:
-        threads = len(os.sched_getaffinity(0))
-        options = Options(shard_bytes=peer_shardwriter.SHARD_BYTES)
-        with (
-            tempfile.TemporaryDirectory() as scratch,
-            prepared(str(lab.images), options, scratch=Path(scratch)) as conversion,
-        ):
-            conversion.run(str(out), jobs=threads)
-
     def tar(digest: str) -> Ran:
         out.mkdir()
         script = f'tar -cf "$1" -C "$0" . && {digest} "$1"'
@@ -56,10 +44,10 @@ def run(lab: Lab) -> Result:
             clean=clean,
         ),
         Contestant(name=SHA256SUM, act=lambda: tar("sha256sum"), clean=clean),
-        Contestant(name=CALL, act=lambda: in_process(call), clean=clean, ours=True),
+        Contestant(name=CALL, act=lambda: call(call_stoker.__file__, lab.images, out), clean=clean, ours=True),
         Contestant(
             name=WRITER,
-            act=lambda: in_process(lambda: peer_shardwriter.write(lab.images, out)),
+            act=lambda: call(peer_shardwriter.__file__, lab.images, out),
             clean=clean,
         ),
         Contestant(name=TFRECORD, act=lambda: convert("tfrecord"), clean=clean, ours=True, info=True),
@@ -67,7 +55,7 @@ def run(lab: Lab) -> Result:
     versus = [
         Versus(ours=CALL, peer=WRITER, target=2.0, note="library calls: scan, shuffle, shards"),
         Versus(ours=COMMAND, peer=SHA256SUM, target=0.8, note="whole processes"),
-        Versus(ours=COMMAND, peer=SCRIPT, note="whole processes, start-up and all"),
+        Versus(ours=COMMAND, peer=SCRIPT, target=2.0, note="whole processes, start-up and all"),
     ]
     if shutil.which("openssl"):
         contestants.insert(3, Contestant(name=OPENSSL, act=lambda: tar("openssl dgst -sha256"), clean=clean, info=True))
@@ -84,12 +72,13 @@ def run(lab: Lab) -> Result:
             Limit(what=f"Peak memory of `{COMMAND}`", value=peaks[COMMAND] / 1e6, bound=400, unit="MB"),
         ],
         notes=[
-            "MB of image bytes by wall time. Library calls leave out the interpreter's start and the imports, which "
-            "weigh here and not on a dataset of some size; whole processes have them in.",
+            "MB of image bytes by wall time. Library calls run in a fresh process each "
+            "and leave out its start and imports, which weigh here and not on a dataset of some size; whole processes "
+            "have them in.",
             f"stoker: {peer_shardwriter.SHARD_BYTES >> 20} MiB shards, sha256 of every shard, every image's header "
             "checked, one thread per core, indexes and manifest. ShardWriter: shards of the same size, one thread, no "
             "digests, for it offers none.",
-            "The ShardWriter script runs with torch hidden, in its favour: where torch is installed webdataset "
+            "ShardWriter runs with torch hidden, in its favour: where torch is installed webdataset "
             "imports it, which takes seconds and serves no writing.",
             "tar writes one archive in the order of the folders, unshuffled; its digest is taken afterwards.",
         ],

@@ -111,6 +111,13 @@ def command(*argv: str | Path) -> Ran:
     return Ran(float(seconds), int(peak))
 
 
+def call(script: str | Path, *args: str | Path) -> Ran:
+    """Take the seconds that a script prints of its work alone; in a fresh process, so that no import weighs on it."""
+    words = [sys.executable, str(script), *map(str, args)]
+    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=True)
+    return Ran(float(done.stdout))
+
+
 def take_turns(
     contestants: Sequence[Contestant], rounds: int, amount: float
 ) -> tuple[dict[str, list[float]], dict[str, int]]:

@@ -22,8 +22,17 @@ what to do. `str(error)` is the one sentence that a user reads.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
+
+_LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
+_QUERY = re.compile(r"(https?://[^\s?]*)\?[^\s;,]*")
+
+
+def without_secrets(text: str) -> str:
+    """Take logins and queries out of the URLs in a text; every message passes here, so that none can forget."""
+    return _QUERY.sub(r"\1", _LOGIN.sub("", text))
 
 
 class StokerError(Exception):
@@ -39,7 +48,7 @@ class StokerError(Exception):
 
     def __str__(self) -> str:
         sentence = self.what if self.where is None else f"{self.where}: {self.what}"
-        return sentence if self.hint is None else f"{sentence}; {self.hint}"
+        return without_secrets(sentence if self.hint is None else f"{sentence}; {self.hint}")
 
 
 class InputError(StokerError):

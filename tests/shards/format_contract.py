@@ -92,7 +92,9 @@ class FormatContract:
             assert (one.start, one.end) == (at, at + encoded.length)
             assert one.image_at == at + encoded.image_at
             assert data[one.image_at : one.image_at + len(sample.image)] == sample.image
-            assert self.format.parse(data[one.start : one.end], "span") == sample
+            for check in (False, True):
+                assert self.format.parse(data[one.start : one.end], "span", check=check) == sample
+            self.format.check_key(sample.key)
             at = one.end
 
     def test_encoding_passes_the_image_through_and_reading_gives_views(self) -> None:
@@ -155,18 +157,26 @@ class FormatContract:
         with pytest.raises(SourceError, match="cannot hold"):
             self.format.encode(SAMPLES[0]._replace(**change))  # type: ignore[arg-type]
 
+    @pytest.mark.parametrize("key", ["", "\ud800", "a/\udc00"])
+    def test_a_key_that_it_cannot_hold_is_told_without_encoding(self, key: str) -> None:
+        with pytest.raises(SourceError, match="cannot hold"):
+            self.format.check_key(key)
+
     def test_a_cut_shard_is_a_fault_or_ends_between_samples(self) -> None:
+        """A format that ends with a trailer has it even there, and then no sample can be lost."""
         written = SAMPLES[:2]
         data = shard_of(self.format, written)
         ends = {one.end for one in self.format.walk(data, "shard")} | {0}
         for cut in range(len(data)):
-            got: Sequence[Sample] = ()
             try:
-                got = read(self.format, data[:cut])
+                got: Sequence[Sample] = read(self.format, data[:cut])
             except SourceError as error:
                 assert error.where == "shard"  # noqa: PT017
-                assert cut not in ends
+                assert self.format.trailer or cut not in ends
+                continue
             assert tuple(got) == written[: len(got)]
+            assert cut in ends or cut > max(ends)
+            assert not self.format.trailer or len(got) == len(written)
 
     @lax
     @given(st.data())
@@ -191,5 +201,5 @@ class FormatContract:
                     assert len(str(one.sample.label)) <= 20
             except SourceError as error:
                 assert str(error).startswith("shard: ")  # noqa: PT017
-        with contextlib.suppress(SourceError):
-            self.format.parse(data, "span")
+            with contextlib.suppress(SourceError):
+                self.format.parse(data, "span", check=check)

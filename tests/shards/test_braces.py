@@ -15,7 +15,10 @@ def test_lists_and_several_groups() -> None:
     assert list(expand("{train,val}-{0..1}.tar")) == ["train-0.tar", "train-1.tar", "val-0.tar", "val-1.tar"]
 
 
-@pytest.mark.parametrize("pattern", ["a-{0..3", "a-0..3}", "a-{x}", "a-{5..2}", "a-{0..99999999999}", "{}"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["a-{0..3", "a-0..3}", "a-{x}", "a-{5..2}", "a-{0..99999999999}", "{}", "{0..٣}", "{0.." + "9" * 5000 + "}"],
+)
 def test_what_is_no_pattern_is_refused(pattern: str) -> None:
     with pytest.raises(InputError):
         list(expand(pattern))
@@ -35,6 +38,28 @@ def test_tfrecord_names_tell_of_missing_ends() -> None:
     (run,) = collapse(["train-00001-of-00004", "train-00002-of-00004"])
     assert run.pattern == "train-{00000..00003}-of-00004"
     assert run.missing == ("train-00000-of-00004", "train-00003-of-00004")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["a-0.tar", "a-٣.tar"],
+        ["a-20240101.tar", "a-99991231.tar"],
+        ["a-00000-of-999999999", "a-00001-of-999999999"],
+        ["a-" + "7" * 5000 + ".tar", "a-" + "8" * 5000 + ".tar"],
+    ],
+)
+def test_a_number_that_does_not_count_shards_makes_no_gaps(names: list[str]) -> None:
+    runs = collapse(names)
+    assert sorted(name for run in runs for name in run.names) == sorted(names)
+    assert [run.missing for run in runs] == [(), ()]
+    assert [run.pattern for run in runs] == sorted(names)
+
+
+def test_a_name_that_tells_the_total_may_be_nearly_alone() -> None:
+    (run,) = collapse(["train-00007-of-09000"])
+    assert run.pattern == "train-{00000..08999}-of-09000"
+    assert len(run.missing) == 8999
 
 
 @given(

@@ -11,7 +11,9 @@ import sys
 import tarfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,8 @@ from PIL import Image
 from stoker.shards import index
 from stoker.shards.formats import FORMATS
 from stoker.shards.locate import MappedFile, find_sets
+from stoker.shards.pack import ShardFile
+from stoker.storage.local import LocalStore
 from trees import digests, image_bytes, make_dataset, make_tree, stoker
 
 
@@ -258,17 +262,107 @@ def test_killed_at_any_moment_and_run_again_gives_the_same_bytes(
     assert digests(out) == expected
 
 
+def crash(data: Path, out: Path, at: int, *options: object) -> bool:
+    """Convert in a child that dies, without any clean-up, before its `at`-th step that others could see."""
+    if (child := os.fork()) == 0:
+        steps = 0
+
+        def counted(step: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapper(*args: object, **kwargs: object) -> object:
+                nonlocal steps
+                steps += 1
+                if steps == at:
+                    os._exit(9)
+                return step(*args, **kwargs)
+
+            return wrapper
+
+        LocalStore.put = counted(LocalStore.put)  # type: ignore[method-assign]
+        LocalStore.delete = counted(LocalStore.delete)  # type: ignore[method-assign]
+        ShardFile._flush = counted(ShardFile._flush)  # type: ignore[method-assign]
+        os._exit(stoker("data", "convert", data, out, "--jobs", 1, *options))
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) == 9
+
+
+def test_a_crash_at_every_single_step_and_run_again_gives_the_same_bytes(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "pets", train=4, val=2)
+    (data / "train/bee/00004.jpg").write_bytes(b"broken")
+    options = ("--shard-samples", 4)
+    assert stoker("data", "convert", data, tmp_path / "whole", *options) == 0
+    expected = digests(tmp_path / "whole")
+    steps = 0
+    while crash(data, out := tmp_path / f"out{steps + 1}", steps + 1, *options):
+        steps += 1
+        whole = {path: digest for path, digest in digests(out).items() if path.endswith(".tar")}
+        assert whole.items() <= expected.items()
+        if not (out / "_work/plan.json").exists() and any(out.rglob("manifest.json")):
+            assert digests(out).items() >= expected.items()
+        assert stoker("data", "convert", data, out, *options) == 0
+        assert digests(out) == expected, steps
+    assert steps > 30  # it really was interrupted at each of them
+    assert digests(out) == expected
+
+
 def test_a_second_run_writes_only_what_is_missing(tmp_path: Path, undisturbed: tuple[Path, dict[str, str]]) -> None:
     data, expected = undisturbed
     out = tmp_path / "out"
-    kill_when(start(data, out, "--shard-samples", "5"), out, 60, 0.0)
-    done = {path: path.stat().st_mtime_ns for path in out.rglob("_work/receipts/train/*.json")}
-    shards = {path: (out / "train" / path.name.removesuffix(".json")).stat().st_mtime_ns for path in done}
-    assert done
+    assert crash(data, out, 100, "--shard-samples", 5)
+    shards = {path: path.stat().st_mtime_ns for path in (out / "train").glob("*.tar")}
+    assert len(shards) > 10
     assert stoker("data", "convert", data, out, "--shard-samples", 5) == 0
     assert digests(out) == expected
-    for path, written in shards.items():
-        assert (out / "train" / path.name.removesuffix(".json")).stat().st_mtime_ns == written
+    assert {path: path.stat().st_mtime_ns for path in shards} == shards
+
+
+def test_an_unfinished_conversion_is_no_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = make_dataset(tmp_path / "pets")
+    out = tmp_path / "out"
+    assert crash(data, out, 12, "--shard-samples", 4)
+    for words in (("verify", out), ("summary", out), ("verify", out / "train"), ("convert", out, tmp_path / "again")):
+        assert stoker("data", *words) == 2
+        assert "unfinished conversion" in capsys.readouterr().err
+
+
+def test_changed_files_are_not_mixed_with_what_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = make_dataset(tmp_path / "pets")
+    out = tmp_path / "out"
+    assert crash(data, out, 12, "--shard-samples", 4)
+    image = data / "train/ant/00000.jpg"
+    image.write_bytes(bytes(reversed(image.read_bytes())))
+    os.utime(image, ns=(1, 1))
+    assert stoker("data", "convert", data, out, "--shard-samples", 4) == 2
+    assert "have changed since" in capsys.readouterr().err
+    assert stoker("data", "convert", data, out, "--shard-samples", 4, "--restart") == 0
+    assert stoker("data", "verify", out) == 0
+
+
+def test_restart_throws_only_the_unfinished_away(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "pets")
+    out = tmp_path / "out"
+    assert crash(data, out, 12, "--shard-samples", 4)
+    assert stoker("data", "convert", data, out, "--shard-samples", 9) == 2
+    assert stoker("data", "convert", data, out, "--shard-samples", 9, "--restart") == 0
+    assert stoker("data", "convert", data, tmp_path / "plain", "--shard-samples", 9) == 0
+    assert digests(out) == digests(tmp_path / "plain")
+    assert stoker("data", "convert", data, out, "--restart") == 2  # a finished set is not thrown away
+
+
+def test_how_images_are_made_is_part_of_the_plan(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert stoker("data", "convert", "synthetic:samples=9,seed=0", out) == 0
+    assert stoker("data", "convert", "synthetic:samples=9,seed=1", out) == 2
+
+
+def test_a_damaged_set_is_written_again(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "pets")
+    out = tmp_path / "out"
+    assert stoker("data", "convert", data, out, "--shard-samples", 9) == 0
+    expected = digests(out)
+    for spoil in ("train/pets-train-000001.tar", "val/index/pets-val-000000.tar.npy"):
+        (out / spoil).unlink()
+        assert stoker("data", "convert", data, out, "--shard-samples", 9) == 0
+        assert digests(out) == expected
 
 
 def test_a_finished_set_is_left_alone(tmp_path: Path, undisturbed: tuple[Path, dict[str, str]]) -> None:
@@ -280,35 +374,36 @@ def test_a_finished_set_is_left_alone(tmp_path: Path, undisturbed: tuple[Path, d
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == times
 
 
-def test_a_half_written_shard_of_a_power_cut_is_written_again(
+def test_what_a_power_cut_left_half_written_is_written_again(
     tmp_path: Path, undisturbed: tuple[Path, dict[str, str]]
 ) -> None:
     data, expected = undisturbed
     out = tmp_path / "out"
-    kill_when(start(data, out, "--shard-samples", "5"), out, 60, 0.0)
-    receipt = next(iter(sorted(out.rglob("_work/receipts/train/*.json"))))
-    shard = out / "train" / receipt.name.removesuffix(".json")
-    shard.write_bytes(shard.read_bytes()[:1000])
+    assert crash(data, out, 100, "--shard-samples", 5)
+    shards = sorted((out / "train").glob("*.tar"))
+    shards[0].write_bytes(shards[0].read_bytes()[:1000])
+    (out / "_work/receipts/train" / f"{shards[1].name}.json").write_bytes(b"")
     assert stoker("data", "convert", data, out, "--shard-samples", 5) == 0
     assert digests(out) == expected
 
 
-def test_ctrl_c_ends_it_with_a_sentence(tmp_path: Path, undisturbed: tuple[Path, dict[str, str]]) -> None:
-    data, expected = undisturbed
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_so_and_goes_on_later(tmp_path: Path, how: signal.Signals) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "stoker", "data", "convert", str(data), str(out), "--shard-samples", "5"]
+    words = ["synthetic:samples=4000,size=200", str(out), "--shard-samples", "20", "--scratch", str(tmp_path)]
+    command = [sys.executable, "-m", "stoker", "data", "convert", *words]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not list(out.rglob("*.tar")) and time.monotonic() < deadline:
         time.sleep(0.002)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(how)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "run the same command again" in err
     assert not list(out.rglob("*.part"))
-    assert stoker("data", "convert", data, out, "--shard-samples", 5) == 0
-    assert digests(out) == expected
+    assert not list(tmp_path.glob("stoker-scratch-*"))
+    assert not list(out.rglob("manifest.json"))
 
 
 def test_two_runs_at_once_do_not_mix(tmp_path: Path, undisturbed: tuple[Path, dict[str, str]]) -> None:

@@ -1,9 +1,16 @@
 import io
+import struct
+import threading
+import warnings
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from PIL import Image
 
-from stoker.shards.images import BadImageError, decode, probe, shrink, sniff
+from stoker.shards import images
+from stoker.shards.formats import KIND_OF_EXTENSION
+from stoker.shards.images import EXTENSIONS, MAX_BYTES, BadImageError, decode, probe, shrink, sniff
 from trees import image_bytes
 
 
@@ -41,7 +48,10 @@ def probe_and_decode(data: bytes) -> None:
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF"])
 def test_every_truncation_is_found_by_probe_or_decode(kind: str) -> None:
     data = image_bytes(3, kind)
+    whole_without_iend = len(data) - 12 if kind == "PNG" else -1
     for length in range(0, len(data) - 1, 7):
+        if length == whole_without_iend:
+            continue
         with pytest.raises(BadImageError):
             probe_and_decode(data[:length])
 
@@ -94,3 +104,184 @@ def test_shrinking_keeps_the_shape_and_stands_upright() -> None:
     assert probe(shrink(out.getvalue(), 100, 90)) == ("jpg", 75, 100)
     with pytest.raises(BadImageError):
         shrink(b"\xff\xd8\xff no", 10, 90)
+
+
+def saved(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def shrunk(image: Image.Image, kind: str = "PNG", **options: object) -> tuple[int, ...]:
+    """The middle pixel after shrinking to half the size."""
+    data = shrink(saved(image, kind, **options), 16, 95)
+    with Image.open(io.BytesIO(data)) as small:
+        assert (small.format, small.mode, small.size) == ("JPEG", "RGB", (16, 16))
+        pixel = small.getpixel((8, 8))
+    assert isinstance(pixel, tuple)
+    return pixel
+
+
+def palette(index: int) -> Image.Image:
+    image = Image.new("P", (32, 32), index)
+    image.putpalette([255, 0, 0, 0, 0, 255])
+    return image
+
+
+@pytest.mark.parametrize(
+    ("image", "kind", "options", "expected"),
+    [
+        (Image.new("RGB", (32, 32), (200, 30, 60)), "PNG", {}, (200, 30, 60)),
+        (Image.new("L", (32, 32), 90), "PNG", {}, (90, 90, 90)),
+        (Image.new("1", (32, 32), 1), "PNG", {}, (255, 255, 255)),
+        (Image.new("I;16", (32, 32), 0x4040), "PNG", {}, (64, 64, 64)),
+        (Image.new("I;16", (32, 32), 0xC0C0), "TIFF", {}, (192, 192, 192)),
+        (Image.new("I", (32, 32), 0x8080), "TIFF", {}, (128, 128, 128)),
+        (Image.new("I;16", (32, 32), 0x4040), "PNG", {"transparency": 7}, (64, 64, 64)),
+        (Image.new("RGBA", (32, 32), (0, 0, 0, 0)), "PNG", {}, (255, 255, 255)),
+        (Image.new("RGBA", (32, 32), (0, 0, 0, 128)), "PNG", {}, (127, 127, 127)),
+        (Image.new("RGBA", (32, 32), (0, 0, 0, 0)), "WEBP", {"lossless": True}, (255, 255, 255)),
+        (Image.new("RGB", (32, 32), (200, 30, 60)), "WEBP", {"lossless": True}, (200, 30, 60)),
+        (Image.new("LA", (32, 32), (0, 128)), "PNG", {}, (127, 127, 127)),
+        (Image.new("RGB", (32, 32), (1, 2, 3)), "PNG", {"transparency": (1, 2, 3)}, (255, 255, 255)),
+        (palette(1), "PNG", {}, (0, 0, 255)),
+        (palette(1), "PNG", {"transparency": 1}, (255, 255, 255)),
+        (palette(0), "GIF", {"transparency": 0}, (255, 255, 255)),
+        (Image.new("CMYK", (32, 32), (255, 0, 0, 0)), "TIFF", {}, (0, 255, 255)),
+    ],
+)
+def test_shrinking_keeps_the_colours(
+    image: Image.Image, kind: str, options: dict[str, object], expected: tuple[int, int, int]
+) -> None:
+    pixel = shrunk(image, kind, **options)
+    assert all(abs(a - b) <= 2 for a, b in zip(pixel, expected, strict=True)), pixel
+
+
+@pytest.mark.parametrize(("mode", "value"), [("F", 0.5), ("I", 70_000)])
+def test_pixels_without_a_known_white_are_refused(mode: str, value: float) -> None:
+    with pytest.raises(BadImageError, match="which value is white"):
+        shrink(saved(Image.new(mode, (32, 32), value), "TIFF"), 16, 90)
+
+
+def test_shrinking_keeps_an_rgb_profile_and_no_exif() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for space, kept in ((b"RGB ", True), (b"CMYK", False)):
+        profile = b"\0" * 16 + space + b"\0" * 108
+        data = saved(Image.new("RGB", (40, 30)), "PNG", icc_profile=profile, exif=exif)
+        with Image.open(io.BytesIO(shrink(data, 20, 90))) as small:
+            assert small.size == (15, 20)
+            assert small.info.get("icc_profile") == (profile if kept else None)
+            assert not small.getexif()
+
+
+def png_of(width: int, height: int) -> bytes:
+    """A black grey-scale PNG, made without holding its pixels."""
+
+    def chunk(name: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    packer, row = zlib.compressobj(1), bytes(width + 1)
+    body = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+
+
+def test_huge_images_pass_but_are_not_shrunk() -> None:
+    data = png_of(10_000, 9_500)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert probe(data) == ("png", 10_000, 9_500)
+        decode(data)
+        with pytest.raises(BadImageError, match=r"10000×9500 pixels take .* MB to shrink"):
+            shrink(data, 256, 90)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_twenty_megapixels_fit(kind: str) -> None:
+    image = Image.new("RGB", (5, 4))
+    image.format = kind
+    image._size = (5_000, 4_000)  # type: ignore[attr-defined]
+    image.info["progressive"] = kind == "JPEG"
+    for max_side in (256, 4_999):
+        assert images._memory(image, image.size, max_side) <= images._decoding.total
+
+
+def test_a_budget_is_never_overdrawn_and_one_too_large_runs_alone() -> None:
+    budget = images._Budget(100)
+    lock, held, peak = threading.Lock(), 0, 0
+
+    def work(amount: int) -> None:
+        nonlocal held, peak
+        with budget.take(amount):
+            with lock:
+                held += min(amount, 100)
+                peak = max(peak, held)
+            threading.Event().wait(0.001)
+            with lock:
+                held -= min(amount, 100)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, [30, 1_000, 60, 100, 10] * 10))
+    assert held == 0
+    assert 60 <= peak <= 100
+
+
+def test_decodes_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    budget = images._Budget(1 << 20)
+    take = budget.take
+    monkeypatch.setattr(budget, "take", lambda amount: taken.append(amount) or take(amount))
+    monkeypatch.setattr(images, "_decoding", budget)
+    decode(image_bytes(1, "PNG", (100, 50)))
+    shrink(image_bytes(1, "PNG", (100, 50)), 10, 90)
+    assert taken[0] == 4 * 100 * 50
+    assert taken[1] > taken[0]
+    with pytest.raises(BadImageError):
+        decode(image_bytes(1, "PNG")[:-30])
+    assert budget._free == budget.total
+
+
+def test_more_bytes_than_an_image_has() -> None:
+    with pytest.raises(BadImageError, match="64 MiB: larger than an image"):
+        probe(memoryview(bytes(MAX_BYTES + 1)))
+
+
+def after_the_first_segment(stray: bytes) -> bytes:
+    data = image_bytes(4)
+    at = 4 + int.from_bytes(data[4:6], "big")
+    return data[:at] + stray + data[at:]
+
+
+def bmp_with_reserved_bytes() -> bytes:
+    data = bytearray(image_bytes(4, "BMP"))
+    data[6:10] = b"abcd"
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (after_the_first_segment(b"stray"), "jpg"),
+        (after_the_first_segment(b"\xff\x00"), "jpg"),
+        (image_bytes(4, "PNG")[:-12], "png"),
+        (bmp_with_reserved_bytes(), "bmp"),
+    ],
+)
+def test_what_decoders_read_is_no_bad_image(data: bytes, kind: str) -> None:
+    assert probe(data) == (kind, 24, 18)
+    decode(data)
+
+
+@pytest.mark.parametrize("stray", [b"stray", b"\xff\x00"])
+def test_an_odd_image_that_is_cut_is_still_found(stray: bytes) -> None:
+    with pytest.raises(BadImageError, match="not a JPEG marker"):
+        probe(after_the_first_segment(stray)[:-100])
+
+
+def test_text_is_no_bmp() -> None:
+    assert sniff(b"BMW, Audi, Opel and so on") is None
+
+
+def test_the_extensions_are_those_of_the_formats() -> None:
+    assert {f".{extension}" for extension in KIND_OF_EXTENSION} == EXTENSIONS

@@ -286,12 +286,17 @@ def test_a_huge_extended_header_is_not_read() -> None:
         read(FORMAT, data)
 
 
-def test_the_end_of_the_archive_counts_only_when_checked() -> None:
+@pytest.mark.parametrize("check", [False, True])
+def test_an_archive_without_its_end_is_truncated_even_between_samples(check: bool) -> None:
     data = shard_of(FORMAT, SAMPLES)
-    for ended in (data[:-1024], data[:-512]):
-        assert tuple(read(FORMAT, ended)) == SAMPLES
-        with pytest.raises(SourceError, match="two zero blocks should follow"):
-            read(FORMAT, ended, check=True)
+    for end in [0, *(found.end for found in FORMAT.walk(data, "shard"))]:
+        with pytest.raises(SourceError, match=f"^shard: truncated at byte {end}: the end of the archive is missing"):
+            read(FORMAT, data[:end], check=check)
+    assert tuple(read(FORMAT, data[:-512], check=check)) == SAMPLES
+
+
+def test_nothing_may_follow_the_end_when_checked() -> None:
+    data = shard_of(FORMAT, SAMPLES)
     assert tuple(read(FORMAT, data + bytes(8192), check=True)) == SAMPLES
     assert tuple(read(FORMAT, data + data)) == SAMPLES
     with pytest.raises(SourceError, match=f"ends at byte {len(data) - 1024}, but byte {len(data)} starts more"):
@@ -305,10 +310,14 @@ def test_a_check_notices_a_damaged_header() -> None:
         hurt[at] ^= 0x40
         with pytest.raises(SourceError, match="at byte 0: its checksum"):
             read(FORMAT, bytes(hurt), check=True)
+        with pytest.raises(SourceError, match="at byte 0: its checksum"):
+            FORMAT.parse(bytes(hurt[: -len(FORMAT.trailer)]), "span", check=True)
 
 
 @pytest.mark.parametrize("key", ["a.b", "a/.b", "__x__/a", "nul\0"])
 def test_refuses_keys_that_webdataset_would_not_give_back(key: str) -> None:
+    with pytest.raises(SourceError, match="cannot hold"):
+        FORMAT.check_key(key)
     with pytest.raises(SourceError, match="cannot hold"):
         FORMAT.encode(Sample(key, JPEG, "jpg", 1))
 

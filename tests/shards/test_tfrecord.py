@@ -97,12 +97,20 @@ def test_unknown_features_and_fields_are_skipped() -> None:
         empty=b"",
     )
     data = framed(UNKNOWN_FIELDS + features + UNKNOWN_FIELDS)
-    assert read(FORMAT, data, check=True) == [Sample("00000000", JPEG, "jpg", 5)]
+    assert read(FORMAT, data, check=True) == [Sample("shard/00000000", JPEG, "jpg", 5)]
 
 
-def test_a_record_without_a_file_name_is_known_by_its_number() -> None:
+@pytest.mark.parametrize(
+    ("where", "stem"),
+    [
+        ("train-00000-of-00002", "train-00000-of-00002"),
+        ("s3://bucket/a.b/train-0.tfrecord", "train-0"),
+        ("x.tfrecord-00000-of-00001", "x.tfrecord-00000-of-00001"),
+    ],
+)
+def test_a_record_without_a_file_name_is_known_by_its_shard_and_number(where: str, stem: str) -> None:
     data = framed(example(**LABEL, **IMAGE))
-    assert [one.key for one in read(FORMAT, data * 3)] == ["00000000", "00000001", "00000002"]
+    assert [found.sample.key for found in FORMAT.walk(data * 2, where)] == [f"{stem}/00000000", f"{stem}/00000001"]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +187,8 @@ def test_a_check_notices_every_flipped_bit() -> None:
         hurt[at] ^= 1 << at % 8
         with pytest.raises(SourceError, match=r"record 0 at byte 0: its (length|data) do(es)? not match"):
             read(FORMAT, bytes(hurt), check=True)
+        with pytest.raises(SourceError, match=r"its (length|data) do(es)? not match"):
+            FORMAT.parse(bytes(hurt), "span", check=True)
 
 
 def test_a_hostile_length_allocates_nothing() -> None:
@@ -282,5 +292,5 @@ def test_tensorflow_reads_ours(tensorflow_says: tuple[list[dict[str, Any]], byte
 def test_we_read_what_tensorflow_wrote(tensorflow_says: tuple[list[dict[str, Any]], bytes]) -> None:
     assert read(FORMAT, tensorflow_says[1], check=True) == [
         Sample(key, b"\xff\xd8\xff" + bytes([number]) * 300 * number, "jpg", number - 1)
-        for number, key in enumerate(["00000000", "n01440764_1", "00000002", "n01440764_3"])
+        for number, key in enumerate(["shard/00000000", "n01440764_1", "shard/00000002", "n01440764_3"])
     ]

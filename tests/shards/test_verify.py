@@ -77,6 +77,26 @@ def change_the_count(shards: Path) -> None:
     (shards / "manifest.json").write_text(json.dumps(manifest))
 
 
+def change_the_bytes(shards: Path) -> None:
+    manifest = json.loads((shards / "manifest.json").read_text())
+    (shards / "manifest.json").write_text(json.dumps(manifest | {"bytes": manifest["bytes"] + 1}))
+
+
+def empty_the_manifest(shards: Path) -> None:
+    manifest = json.loads((shards / "manifest.json").read_text())
+    (shards / "manifest.json").write_text(json.dumps(manifest | {"shards": [], "samples": 0, "bytes": 0}))
+
+
+def claim_bad_images(shards: Path) -> None:
+    manifest = json.loads((shards / "manifest.json").read_text())
+    (shards / "manifest.json").write_text(json.dumps(manifest | {"quarantined": 2}))
+
+
+def list_too_few_bad_images(shards: Path) -> None:
+    claim_bad_images(shards)
+    (shards / "quarantine.jsonl").write_text('{"key": "a"}\n')
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -87,6 +107,10 @@ def change_the_count(shards: Path) -> None:
         (remove_the_index, ["its index"]),
         (change_the_index, ["sha256 of its index"]),
         (change_the_count, ["10 samples, and the manifest says 11", "not the sum"]),
+        (change_the_bytes, ["its count of bytes is not the sum"]),
+        (empty_the_manifest, ["no samples", "the manifest does not know it"]),
+        (claim_bad_images, ["cannot be read: no such file"]),
+        (list_too_few_bad_images, ["1 images, and the manifest says 2"]),
     ],
 )
 def test_damage_is_found(
@@ -114,6 +138,11 @@ def test_every_fault_is_told_and_placed(tmp_path: Path, capsys: pytest.CaptureFi
     at = by_key["x-train-0.tar", "b"]["offset"]
     assert isinstance(at, int)
     assert shard[at : at + 3] == b"\xff\xd8\xff"
+
+
+def test_a_set_without_samples_is_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "x-train-0.tar")
+    assert [finding["what"] for finding in findings(capsys, tmp_path)] == ["no samples"]
 
 
 def test_only_a_deep_look_finds_damaged_pixels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

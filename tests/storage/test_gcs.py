@@ -86,15 +86,54 @@ class TestUpload:
             f"bytes {12 << 20}-{total - 1}/{total}",
         ]
 
+    @pytest.fixture
+    def _soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("stoker.storage.gcs.time.sleep", lambda _: None)
+
+    @pytest.mark.usefixtures("_soon")
     def test_that_stands_still_is_given_up(self) -> None:
         def reply(asked: Asked, _: int) -> Reply:
             if asked.method == "POST":
                 return Reply(headers={"Location": f"{server.url}/session"})
             return Reply(308)
 
+        wanted = pytest.raises(UnavailableError, match="stands still at byte 0; tried 5 times")
+        with scripted(reply) as server, wanted:
+            self.upload(server.url, 1000)
+        assert len(server.asked) == 6
+
+    @pytest.mark.usefixtures("_soon")
+    def test_that_stands_still_for_a_while_goes_on(self) -> None:
+        def reply(asked: Asked, number: int) -> Reply:
+            if asked.method == "POST":
+                return Reply(headers={"Location": "/session"})
+            return Reply(308) if number < 4 else Reply()
+
+        with scripted(reply) as server:
+            self.upload(server.url, 1000)
+        assert {asked.headers["content-range"] for asked in server.asked[1:]} == {"bytes 0-999/1000"}
+        assert len(server.asked) == 5
+
+    @pytest.mark.usefixtures("_soon")
+    def test_a_server_that_claims_more_than_it_was_sent_is_not_believed(self) -> None:
+        def reply(asked: Asked, _: int) -> Reply:
+            if asked.method == "POST":
+                return Reply(headers={"Location": "/session"})
+            return Reply(308, headers={"Range": f"bytes=0-{10 << 20}"})
+
         wanted = pytest.raises(UnavailableError, match="stands still at byte 0")
         with scripted(reply) as server, wanted:
             self.upload(server.url, 13 << 20)
+
+    @pytest.mark.parametrize("location", ["http://example.invalid/session", "https://{host}/session"])
+    def test_another_server_is_told_nothing(self, location: str) -> None:
+        def reply(*_: object) -> Reply:
+            return Reply(headers={"Location": location.format(host=server.url.removeprefix("http://"))})
+
+        wanted = pytest.raises(UnavailableError, match=r"leads the upload to https?://.*, which gets no credentials")
+        with scripted(reply) as server, wanted:
+            self.upload(server.url, 10)
+        assert len(server.asked) == 1
 
 
 def test_kill_9_leaves_no_object(gs: str, tmp_path: Path) -> None:

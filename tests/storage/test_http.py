@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from servers import Asked, Reply, as_json, nginx, scripted
-from stoker.errors import AccessError, InputError, NotFoundError, UnavailableError
+from stoker.errors import AccessError, DataFaultError, InputError, NotFoundError, UnavailableError
 from stoker.storage import Entry, Store, open_store
 from storage.contract import TEN, Fill, ReadContract
 
@@ -134,6 +134,30 @@ def test_a_range_of_a_server_that_ignores_ranges_is_cut_out() -> None:
         store = open_store(server.url)
         assert store.range("a", (3 << 20) + 7, 1000) == data[(3 << 20) + 7 :][:1000]
         assert store.range("a", 0, 5) == data[:5]
+
+
+@pytest.mark.parametrize(
+    ("told", "what"),
+    [
+        ("bytes 0-3/10", "the server sent bytes from 0, asked from 2"),
+        ("bytes 2-3/10", "the server sent bytes to 3 of 10, asked to 5"),
+        ("", "the server does not say which bytes it sent"),
+    ],
+)
+def test_other_bytes_than_were_asked_for_are_not_taken(told: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.storage.web.time.sleep", lambda _: None)
+    wrong = Reply(206, TEN[:4], {"Content-Range": told} if told else {})
+    right = Reply(206, TEN[2:6], {"Content-Range": "bytes 2-5/10"})
+    with scripted(lambda _, number: right if number else wrong) as server:
+        assert open_store(server.url).range("a", 2, 4) == TEN[2:6]
+    with scripted(lambda *_: wrong) as server, pytest.raises(UnavailableError, match=what):
+        open_store(server.url).range("a", 2, 4)
+
+
+def test_a_range_behind_the_end_is_a_fault() -> None:
+    short = Reply(206, TEN[8:], {"Content-Range": "bytes 8-9/10"})
+    with scripted(lambda *_: short) as server, pytest.raises(DataFaultError, match="wanted 4 bytes from 8, got 2"):
+        open_store(server.url).range("a", 8, 4)
 
 
 def test_bytes_are_never_decoded() -> None:

@@ -13,6 +13,7 @@ import pytest
 from servers import Asked, Reply, aws_environ, scripted
 from stoker.errors import AccessError, InputError, MissingExtraError, NotFoundError
 from stoker.storage import Store, open_store
+from stoker.storage.s3 import _credentials
 from storage.contract import StorageContract
 
 DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
@@ -126,6 +127,20 @@ def test_a_public_bucket_needs_no_credentials(s3: str, monkeypatch: pytest.Monke
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
     assert open_store(s3).get("a") == b"data"
+
+
+@pytest.mark.parametrize(
+    ("value", "skips"), [("true", True), ("1", True), ("yes", True), ("false", False), ("0", False)]
+)
+def test_signatures_are_skipped_only_when_that_is_meant(
+    value: str, skips: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for key in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", value)
+    tried, _ = _credentials("s3://bucket")
+    assert tried.startswith("sent no credentials") == skips
 
 
 def test_what_the_server_says_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

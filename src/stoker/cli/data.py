@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,13 +30,15 @@ def convert(
     dest: Annotated[str, typer.Argument(metavar="DEST", help="A new folder, or s3://… or gs://….")],
     kind: Annotated[
         str,
-        typer.Option("--source", metavar="KIND", help="auto|folder|imagenet|cifar10|mnist|shards|synthetic"),
+        typer.Option("--source", metavar="KIND", help="auto, folder, imagenet, cifar10, mnist, shards or synthetic."),
     ] = "auto",
-    shard_format: Annotated[str, typer.Option("--format", metavar="FORMAT", help="tar|tfrecord")] = "tar",
+    shard_format: Annotated[str, typer.Option("--format", metavar="FORMAT", help="tar or tfrecord.")] = "tar",
     prefix: Annotated[
         str | None, typer.Option(metavar="NAME", help="How shards' names start; tar: the dataset's name.")
     ] = None,
-    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="About how large a shard should be.")] = "256MiB",
+    shard_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="About how large a shard should be; 256MiB by default.")
+    ] = None,
     shard_samples: Annotated[
         int | None, typer.Option(metavar="N", help="At most so many samples a shard, instead of a size.")
     ] = None,
@@ -49,11 +50,16 @@ def convert(
     max_side: Annotated[
         int | None, typer.Option(metavar="PX", help="Re-encode larger images as JPEG with this longer side.")
     ] = None,
-    quality: Annotated[int, typer.Option(metavar="Q", help="The JPEG quality of re-encoded images.")] = 90,
+    quality: Annotated[
+        int | None, typer.Option(metavar="Q", help="The JPEG quality of re-encoded images; 90 by default.")
+    ] = None,
     scratch: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="For what must be unpacked first; the system's by default."),
     ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Throw away an unfinished conversion that lies at DEST.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -62,36 +68,46 @@ def convert(
     Image bytes are copied as they are, shuffled by the seed. A run that was killed goes on when the same command is
     given again. Bad images are left out and listed in quarantine.jsonl.
     """
+    from stoker.core.scratch import scratch_folder
     from stoker.core.units import parse_bytes
+    from stoker.errors import InputError
     from stoker.shards.convert import check_apart, prepared
-    from stoker.shards.pack import check_destination
+    from stoker.shards.destination import check_destination
     from stoker.shards.plan import Options
     from stoker.storage import open_writable
 
+    if shard_size is not None and shard_samples is not None:
+        raise InputError("--shard-size and --shard-samples are two ways to say one thing", hint="give one of them")
+    if quality is not None and max_side is None:
+        raise InputError("--quality is for images that --max-side re-encodes", hint="give both or neither")
+    if scratch is not None and not scratch.is_dir():
+        raise InputError("--scratch names no folder", where=scratch, hint="make it first")
     options = Options(
         format=shard_format,
         prefix=prefix,
-        shard_bytes=parse_bytes(shard_size),
+        shard_bytes=parse_bytes(shard_size or "256MiB"),
         shard_samples=shard_samples,
         seed=seed,
         limit=limit,
         max_side=max_side,
-        quality=quality,
+        quality=quality or 90,
     )
     threads = _threads(jobs)
     check_apart(source, dest)
     check_destination(open_writable(dest))
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-", dir=scratch))
+        folder = stack.enter_context(scratch_folder(scratch))
         with counter("scanning") as found:
-            ready = prepared(source, options, scratch=Path(folder), kind=kind, progress=found)
+            ready = prepared(source, options, scratch=folder, kind=kind, progress=found)
             conversion = stack.enter_context(ready)
         for note in conversion.source.notes:
             remark(note)
         if dry_run:
+            if not restart:
+                conversion.check(dest)
             _show_plan(conversion, as_json)
         else:
-            _carry_out(conversion, dest, threads, as_json)
+            _carry_out(conversion, dest, threads, restart, as_json)
 
 
 @app.command()
@@ -104,7 +120,11 @@ def summary(
     from stoker.shards.locate import find_sets
     from stoker.shards.summary import summarise, summarise_listing
 
-    rows = summarise_listing(sys.stdin) if url == "-" else [row for one in find_sets(url) for row in summarise(one)]
+    rows = (
+        summarise_listing(sys.stdin)
+        if url == "-"
+        else [row for one in find_sets(url, gaps=True) for row in summarise(one)]
+    )
     if as_json:
         print_json(rows)
         return
@@ -194,7 +214,7 @@ def _show_plan(conversion: Conversion, as_json: bool) -> None:
     )
 
 
-def _carry_out(conversion: Conversion, dest: str, threads: int, as_json: bool) -> None:
+def _carry_out(conversion: Conversion, dest: str, threads: int, restart: bool, as_json: bool) -> None:
     """Convert, then print what was written and how fast."""
     from stoker.core.units import format_bytes
     from stoker.errors import StoppedError
@@ -202,7 +222,9 @@ def _carry_out(conversion: Conversion, dest: str, threads: int, as_json: bool) -
     started = time.monotonic()
     try:
         with byte_bar("converting", conversion.plan.bytes) as advance:
-            manifests = conversion.run(dest, jobs=threads, progress=lambda step: advance(step.bytes))
+            manifests, written = conversion.run(
+                dest, jobs=threads, restart=restart, progress=lambda step: advance(step.bytes)
+            )
     except KeyboardInterrupt as error:
         hint = "run the same command again to go on: finished shards are kept"
         raise StoppedError("interrupted", where=dest, hint=hint) from error
@@ -231,6 +253,9 @@ def _carry_out(conversion: Conversion, dest: str, threads: int, as_json: bool) -
         if manifest.quarantined:
             where = f"{dest.rstrip('/')}/{manifest.split}/quarantine.jsonl"
             remark(f"left out {counted(manifest.quarantined, 'bad image')}: see {where}")
+    if not written:
+        remark("already complete: nothing was written")
+        return
     total = sum(manifest.bytes for manifest in manifests)
     remark(f"done in {seconds:.1f} s, {format_bytes(int(total / max(seconds, 1e-9)))}/s")
 

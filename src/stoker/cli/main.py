@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import signal
 import sys
+import tempfile
 
 import typer
 
 from stoker import __version__
 from stoker.cli import data, demo, planned
-from stoker.errors import StokerError, UnavailableError
+from stoker.errors import StokerError, StoppedError, UnavailableError, without_secrets
 
 app = typer.Typer(
     name="stoker",
@@ -40,6 +44,10 @@ def options(
 
 def main() -> None:
     """Run a command and exit by the class of what went wrong."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that temporary files are removed
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a name is no reason to fail
     sys.exit(run(sys.argv[1:]))
 
 
@@ -48,12 +56,16 @@ def run(argv: list[str]) -> int:
     try:
         app(args=argv, prog_name="stoker")
     except SystemExit as done:  # typer has shown usage errors itself
+        if done.code == StoppedError.exit_code:
+            typer.echo("stoker: interrupted", err=True)
         return done.code if isinstance(done.code, int) else 0
     except StokerError as error:
         typer.echo(f"stoker: {error}", err=True)
         return error.exit_code
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        typer.echo(f"stoker: {where}{error.strerror or error}", err=True)
+        if error.errno == errno.ENOSPC and not where:  # a list or an archive that did not fit
+            where = f"{tempfile.gettempdir()}: "
+        typer.echo(f"stoker: {without_secrets(where)}{error.strerror or error}", err=True)
         return UnavailableError.exit_code
     return 0

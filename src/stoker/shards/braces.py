@@ -9,11 +9,12 @@ from typing import NamedTuple
 from stoker.errors import InputError
 
 MAX_NAMES = 10_000_000
+MAX_GAP = 100_000
 
 _GROUP = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_RANGE = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})")
 # The number that counts shards: the one before `-of-N`, else the last one in the name.
-_NUMBERED = re.compile(r"^(?P<head>.*?)(?P<number>\d+)(?P<tail>-of-\d+[^/]*|\D*)$", re.DOTALL)
+_NUMBERED = re.compile(r"^(?P<head>.*?)(?P<number>[0-9]{1,18})(?P<tail>-of-[0-9]+[^/]*|[^0-9]*)$", re.DOTALL)
 
 
 class Run(NamedTuple):
@@ -44,7 +45,7 @@ def expand(pattern: str) -> Iterator[str]:
 
 
 def collapse(names: Iterable[str]) -> list[Run]:
-    """Group names into numbered runs; a name without a number is a run of its own."""
+    """Group names into numbered runs; a name without a number that counts is a run of its own."""
     runs: dict[tuple[str, int, str], list[int]] = {}
     rest = []
     for name in names:
@@ -54,7 +55,7 @@ def collapse(names: Iterable[str]) -> list[Run]:
         else:
             key = (found["head"], len(found["number"]), found["tail"])
             runs.setdefault(key, []).append(int(found["number"]))
-    return [_run(*key, set(numbers)) for key, numbers in sorted(runs.items())] + [
+    return [run for key, numbers in sorted(runs.items()) for run in _runs(*key, set(numbers))] + [
         Run(name, (name,), ()) for name in sorted(rest)
     ]
 
@@ -77,17 +78,21 @@ def _alternatives(inside: str, pattern: str) -> Iterator[str]:
         yield f"{number:0{width}d}"
 
 
-def _run(head: str, width: int, tail: str, present: set[int]) -> Run:
+def _runs(head: str, width: int, tail: str, present: set[int]) -> list[Run]:
+    """Make one run of the names, or a run of each when the gaps say that the number does not count shards."""
     first, last = min(present), max(present)
-    if (total := re.match(r"-of-(\d+)", tail)) is not None:
-        # The name tells how many there should be, so the ends can be missing too.
+    most = 1000 + 100 * len(present)
+    if (total := re.match(r"-of-([0-9]{1,18})", tail)) is not None:
+        # The name tells how many there should be, so the ends can be missing too, and many more.
         first, last = min(first, 0), max(last, int(total[1]) - 1)
-    if last - first >= MAX_NAMES:
-        raise InputError(f"the numbers of {head}…{tail} run from {first} to {last}: these are no shard numbers")
+        most = max(most, MAX_GAP)
 
     def name(number: int) -> str:
         return f"{head}{number:0>{width}}{tail}"
 
+    names = tuple(map(name, sorted(present)))
+    if last - first + 1 - len(present) > most:
+        return [Run(one, (one,), ()) for one in names]
     pattern = name(first) if first == last else f"{head}{{{first:0{width}d}..{last:0{width}d}}}{tail}"
     missing = tuple(name(number) for number in range(first, last + 1) if number not in present)
-    return Run(pattern, tuple(map(name, sorted(present))), missing)
+    return [Run(pattern, names, missing)]

@@ -27,36 +27,49 @@ FORGET_EVERY = 4096
 class Catalog:
     """What a scan found, in the order of the scan; rows are read back by number."""
 
-    def __init__(self, folder: Path, split: str, digest: str) -> None:
+    def __init__(self, folder: Path, split: str, digest: str, stamp: str) -> None:
         self.split = split
         self.digest = digest
+        self.stamp = stamp
         self._rows = _mapped(folder / f"{split}.rows")
         self._names = _mapped(folder / f"{split}.names")
 
     @classmethod
     def write(
-        cls, folder: Path, split: str, items: Iterable[Item], progress: Callable[[int], None] = lambda _: None
+        cls,
+        folder: Path,
+        split: str,
+        items: Iterable[Item],
+        *,
+        check_key: Callable[[str], None] = lambda _: None,
+        progress: Callable[[int], None] = lambda _: None,
     ) -> Catalog:
-        """Store what a scan yields; refuse an empty scan and two samples with one key."""
-        digest = hashlib.sha256()
+        """Store what a scan yields; refuse an empty scan, two samples with one key, and keys that a format cannot hold.
+
+        The digest covers names, sizes and labels; the stamp covers what tells a changed file.
+        """
+        digest, stamps = hashlib.sha256(), hashlib.sha256()
         name_at = 0
         with ExitStack() as stack:
             rows = stack.enter_context((folder / f"{split}.rows").open("wb"))
             names = stack.enter_context((folder / f"{split}.names").open("wb"))
             hashes = [stack.enter_context(_bucket(folder, split, i).open("wb")) for i in range(BUCKETS)]
             for count, item in enumerate(items):
-                name = item.name.encode()
+                name = _encoded(item.name)
                 rows.write(ROW.pack(item.file, item.label, item.offset, name_at, len(name), item.size))
                 names.write(name)
-                key_hash = hash(key_of(item.name))
+                key = key_of(item.name)
+                check_key(key)
+                key_hash = hash(key)
                 hashes[key_hash % BUCKETS].write(key_hash.to_bytes(8, "little", signed=True))
                 digest.update(b"%d %d %d %s" % (item.label, item.size, len(name), name))
+                stamps.update(b"%d " % item.stamp)
                 name_at += len(name)
                 if count % 1000 == 999:
                     progress(1000)
         if name_at == 0:
             raise SourceError("this split has no images", where=split)
-        catalog = cls(folder, split, digest.hexdigest())
+        catalog = cls(folder, split, digest.hexdigest(), stamps.hexdigest())
         try:
             catalog._refuse_twin_keys(folder)
         except BaseException:
@@ -132,6 +145,13 @@ def twins(hashes: npt.NDArray[np.int64]) -> list[int]:
     hashes = np.sort(hashes)
     found: list[int] = hashes[1:][hashes[1:] == hashes[:-1]].tolist()
     return found
+
+
+def _encoded(name: str) -> bytes:
+    try:
+        return name.encode()
+    except UnicodeEncodeError as error:
+        raise SourceError(f"the name {name!r} is not UTF-8", hint="rename it") from error
 
 
 def _mapped(path: Path) -> mmap.mmap:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from stoker.errors import InputError
 from stoker.shards.catalog import Catalog
+from stoker.shards.destination import Destination
 from stoker.shards.formats import FORMATS
+from stoker.shards.images import PILLOW
 from stoker.shards.index import MAX_LABEL
-from stoker.shards.manifest import Manifest
-from stoker.shards.pack import Progress, pack
+from stoker.shards.pack import Packed, Progress, pack
 from stoker.shards.plan import Options, Plan, make_plan
 from stoker.shards.sources import Source, kind_of, open_source
 from stoker.storage import local_path, open_writable
@@ -27,7 +28,13 @@ class Conversion:
     catalogs: dict[str, Catalog]
     scratch: Path
 
-    def run(self, dest: str, *, jobs: int, progress: Callable[[Progress], None] = lambda _: None) -> list[Manifest]:
+    def check(self, dest: str) -> None:
+        """Refuse a destination where the plan could not be carried out, as `run` would."""
+        Destination(open_writable(dest), self.scratch).check(self.plan)
+
+    def run(
+        self, dest: str, *, jobs: int, restart: bool = False, progress: Callable[[Progress], None] = lambda _: None
+    ) -> Packed:
         """Carry the plan out."""
         return pack(
             self.plan,
@@ -36,6 +43,7 @@ class Conversion:
             open_writable(dest),
             scratch=self.scratch,
             jobs=jobs,
+            restart=restart,
             progress=progress,
         )
 
@@ -61,19 +69,26 @@ def prepared(
         stack.callback(source.close)
         catalogs = {}
         for split in source.splits:
-            catalogs[split] = Catalog.write(lists, split, source.scan(split), progress)
+            catalogs[split] = Catalog.write(
+                lists, split, source.scan(split), check_key=shard_format.check_key, progress=progress
+            )
             stack.callback(catalogs[split].close)
         classes = source.classes
         _check_labels(where, len(classes), catalogs)
         plan = make_plan(
             name=source.name,
             source=kind,
+            recipe=_recipe(source, options),
             classes=classes,
             catalogs=catalogs,
             options=options,
             kind=shard_format,
         )
         yield Conversion(plan=plan, source=source, catalogs=catalogs, scratch=scratch)
+
+
+def _recipe(source: Source, options: Options) -> str:
+    return source.recipe if options.max_side is None else f"{source.recipe}; JPEG by Pillow {PILLOW}"
 
 
 def check_apart(where: str, dest: str) -> None:

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import io
 import struct
-from typing import NamedTuple
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, cast
 
-from PIL import Image
+from PIL import Image, ImageOps, __version__
 
+from stoker.shards.formats import KIND_OF_EXTENSION
 from stoker.shards.sample import Buffer
 
-MAX_PIXELS = 178_956_970  # Pillow refuses to decode more
+PILLOW = __version__
+
+MAX_PIXELS = 178_956_970  # what Pillow, and so most readers of a training set, would decode at all
+MAX_BYTES = 64 << 20
+EXTENSIONS = frozenset(f".{extension}" for extension in KIND_OF_EXTENSION)
 
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 PNG_END = b"IEND\xaeB`\x82"
-PILLOW_KINDS = {
-    "JPEG": "jpg",
-    "PNG": "png",
-    "WEBP": "webp",
-    "BMP": "bmp",
-    "GIF": "gif",
-    "TIFF": "tif",
-    "PPM": "ppm",
-}
-EXTENSIONS = frozenset(
-    {".jpg", ".jpeg", ".jpe", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"}
-)
+_BMP_HEADERS = frozenset({12, 40, 52, 56, 64, 108, 124})
+_PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+_ONE_COPY = 4  # bytes: Pillow pads the three of an RGB pixel
+
+# Pillow's own guard warns on stderr from half of this size on, and is no use where _open checks MAX_PIXELS itself.
+Image.MAX_IMAGE_PIXELS = None
 
 
 class BadImageError(ValueError):
@@ -38,6 +40,33 @@ class ImageInfo(NamedTuple):
     kind: str
     width: int
     height: int
+
+
+class _Budget:
+    """Memory that threads share: each takes what it needs, at most all of it, and waits until that is free."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._free = total
+        self._turn = threading.Lock()
+        self._returned = threading.Condition()
+
+    @contextmanager
+    def take(self, amount: int) -> Iterator[None]:
+        """Hold so many bytes; more than there are means to be alone."""
+        amount = min(amount, self.total)
+        with self._turn, self._returned:  # in turn, or many small takers would starve a large one
+            self._returned.wait_for(lambda: self._free >= amount)
+            self._free -= amount
+        try:
+            yield
+        finally:
+            with self._returned:
+                self._free += amount
+                self._returned.notify()
+
+
+_decoding = _Budget(320_000_000)  # 20 megapixels of WebP, 26 of others at worst, 70 of a PNG made small
 
 
 def sniff(head: Buffer) -> str | None:
@@ -53,7 +82,7 @@ def sniff(head: Buffer) -> str | None:
         return "gif"
     if start.startswith((b"II*\0", b"MM\0*")):
         return "tif"
-    if start.startswith(b"BM") and start[6:10] == b"\0\0\0\0":
+    if start.startswith(b"BM") and int.from_bytes(start[14:16], "little") in _BMP_HEADERS:
         return "bmp"
     if start[:1] == b"P" and start[1:2] in b"123456" and start[2:3].isspace():
         return "ppm"
@@ -64,97 +93,198 @@ def probe(data: Buffer) -> ImageInfo:
     """Read the header and look for the end; raise BadImageError for what no decoder would finish."""
     if len(data) == 0:
         raise BadImageError("the file is empty")
+    if len(data) > MAX_BYTES:
+        raise BadImageError(too_large(len(data)))
     kind = sniff(data)
     if kind is None:
         raise BadImageError("these bytes are no image")
     # By hand for the two formats of nearly all datasets: Pillow takes ten times as long and holds the GIL.
-    if kind == "jpg":
-        info = _probe_jpeg(data)
-    elif kind == "png":
-        info = _probe_png(data)
-    else:
-        info = _probe_with_pillow(data)
-    if info.width == 0 or info.height == 0:
-        raise BadImageError(f"the image is {info.width}×{info.height} pixels")
-    if info.width * info.height > MAX_PIXELS:
-        raise BadImageError(f"{info.width}×{info.height} pixels are more than {MAX_PIXELS:,} can be")
-    return info
+    try:
+        if kind == "jpg":
+            width, height = _jpeg_size(data)
+        elif kind == "png":
+            width, height = _png_size(data)
+        else:
+            with _pillow("no readable header"):
+                width, height = _open(data).size
+    except _OddImageError as odd:
+        width, height = _decoded_size(data, odd)
+    _check_size(width, height)
+    return ImageInfo(kind, width, height)
+
+
+def too_large(size: int) -> str:
+    """Say why a file of so many bytes is not even read."""
+    return f"{size >> 20} MiB: larger than an image of a training set is"
 
 
 def decode(data: Buffer) -> None:
-    """Decode every pixel and throw them away; raise BadImageError when that fails."""
-    try:
-        with Image.open(io.BytesIO(data)) as image:
+    """Decode every pixel and throw them away; raise BadImageError when that fails.
+
+    An image that needs more than the budget is decoded all the same, alone: nothing smaller could check it.
+    """
+    with _pillow("does not decode"):
+        image = _open(data)
+        with _decoding.take(_memory(image)):
             image.load()
-    except Exception as error:  # Pillow's plugins raise whatever their format led them to
-        raise BadImageError(f"does not decode: {error}") from error
+            del image  # before others may take the memory
 
 
 def shrink(data: Buffer, max_side: int, quality: int) -> bytes:
-    """Re-encode as JPEG with the longer side at `max_side`, upright as the EXIF rotation says."""
-    from PIL import ImageOps
+    """Re-encode as an RGB JPEG with the longer side at `max_side`, upright as the EXIF rotation says.
 
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            image.draft("RGB", (max_side, max_side))
-            upright = ImageOps.exif_transpose(image)
-            upright.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)
+    Transparency becomes white, 16 bits become 8, an RGB colour profile stays; raises BadImageError for an image that
+    cannot be decoded within the memory there is for it.
+    """
+    with _pillow("does not decode"):
+        image = _open(data)
+        width, height = full = image.size
+        image.draft("RGB", (max_side, max_side))
+        memory = _memory(image, full, max_side)
+        if memory > _decoding.total:
+            raise BadImageError(f"{width}×{height} pixels take {memory // 1_000_000} MB to shrink: too many")
+        profile = image.info.get("icc_profile") or b""
+        with _decoding.take(memory):
+            if image.format == "WEBP":
+                image = image.copy()  # without the decoder, which holds on to its canvases
+            image = _flat(image)
+            image.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)
+            image = ImageOps.exif_transpose(image)
             out = io.BytesIO()
-            upright.convert("RGB").save(out, "JPEG", quality=quality)
-    except Exception as error:  # as in decode
-        raise BadImageError(f"does not decode: {error}") from error
+            image.convert("RGB").save(
+                out, "JPEG", quality=quality, icc_profile=profile if profile[16:20] == b"RGB " else None
+            )
+            del image
     return out.getvalue()
 
 
-def _probe_jpeg(data: Buffer) -> ImageInfo:
+class _OddImageError(BadImageError):
+    """Not as the format's specification has it; decoders may read it even so."""
+
+
+@contextmanager
+def _pillow(failure: str) -> Iterator[None]:
+    """Turn what Pillow's plugins raise, which may be anything, into BadImageError."""
+    try:
+        yield
+    except BadImageError:
+        raise
+    except Exception as error:
+        raise BadImageError(f"{failure}: {error}") from error
+
+
+def _open(data: Buffer) -> Image.Image:
+    image = Image.open(io.BytesIO(data), formats=_PILLOW_FORMATS)
+    _check_size(*image.size)
+    return image
+
+
+def _check_size(width: int, height: int) -> None:
+    if width == 0 or height == 0:
+        raise BadImageError(f"the image is {width}×{height} pixels")
+    if width * height > MAX_PIXELS:
+        raise BadImageError(f"{width}×{height} pixels are more than {MAX_PIXELS:,} can be")
+
+
+def _memory(image: Image.Image, full: tuple[int, int] | None = None, max_side: int = 0) -> int:
+    """Estimate the peak of decoding an opened image, of `full` size before its draft, and shrinking it."""
+    pixels = image.width * image.height
+    full_width, full_height = full or image.size
+    loading = _ONE_COPY * pixels
+    if image.format == "WEBP":
+        loading *= 4  # libwebp's two canvases, the bytes it returns, and the image
+    if image.info.get("progressive"):
+        loading += 6 * full_width * full_height  # 16-bit coefficients, whatever the draft
+    if not max_side:
+        return loading
+    # Resizing holds the image, its pass in one direction, and the result: three copies near the full size.
+    copies = 1 + 2 * min(1.0, max_side / max(image.size))
+    if image.mode not in ("L", "RGB"):
+        copies = max(copies, 2.5)  # _flat
+    return max(loading, int(_ONE_COPY * copies * pixels))
+
+
+def _flat(image: Image.Image) -> Image.Image:
+    """Decode as L or RGB, with white behind what is transparent; a plain image is given back as it is."""
+    if image.mode == "F":
+        raise BadImageError("floating-point pixels: it is not told which value is white")
+    if image.mode.startswith("I"):
+        return _eight_bits(image)
+    if image.has_transparency_data:
+        image = image if image.mode == "RGBA" else image.convert("RGBA")
+        white = Image.new("RGB", image.size, "white")
+        white.paste(image, mask=image)
+        white.info = image.info
+        return white
+    return image if image.mode in ("L", "RGB") else image.convert("RGB")
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Scale 16-bit grey to 8 bits, which Pillow would clip instead."""
+    image = image.convert("I")
+    low, high = image.getextrema()
+    if not 0 <= cast(int, low) <= cast(int, high) <= 0xFFFF:
+        raise BadImageError("32-bit pixels: it is not told which value is white")
+    return image.point([(value + 128) // 257 for value in range(0x10000)], "L")
+
+
+def _decoded_size(data: Buffer, odd: _OddImageError) -> tuple[int, int]:
+    """Let Pillow decide about an odd image, within the budget: the size if it decodes, the oddity raised if not."""
+    try:
+        image = _open(data)
+        if (memory := _memory(image)) > _decoding.total:
+            raise odd
+        with _decoding.take(memory):
+            image.load()
+            return image.size
+    except Exception:  # as in _pillow
+        raise odd from None
+
+
+def _jpeg_size(data: Buffer) -> tuple[int, int]:
     width = height = -1
     at, end = 2, len(data)
     while True:
         while at < end and data[at] == 0xFF and at + 1 < end and data[at + 1] == 0xFF:
             at += 1  # fill bytes
         if at + 4 > end:
-            raise BadImageError("truncated inside the JPEG header")
-        if data[at] != 0xFF:
-            raise BadImageError(f"not a JPEG marker at byte {at}")
+            raise _OddImageError("truncated inside the JPEG header")
+        if data[at] != 0xFF or data[at + 1] == 0x00:
+            raise _OddImageError(f"not a JPEG marker at byte {at}")
         marker = data[at + 1]
         if marker == 0x01 or 0xD0 <= marker <= 0xD7:
             at += 2
             continue
         length = (data[at + 2] << 8) | data[at + 3]
         if length < 2:
-            raise BadImageError(f"a JPEG segment without length at byte {at}")
+            raise _OddImageError(f"a JPEG segment without length at byte {at}")
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             if at + 9 > end:
-                raise BadImageError("truncated inside the JPEG header")
+                raise _OddImageError("truncated inside the JPEG header")
             height, width = struct.unpack_from(">HH", data, at + 5)
         at += 2 + length
         if marker == 0xDA:
             break
         if marker == 0xD9:
-            raise BadImageError("a JPEG without a picture")
+            raise _OddImageError("a JPEG without a picture")
     if width < 0:
-        raise BadImageError("a JPEG without a frame header")
+        raise _OddImageError("a JPEG without a frame header")
     if (data[end - 2] != 0xFF or data[end - 1] != 0xD9) and bytes(data[at:]).rfind(b"\xff\xd9") < 0:
         raise BadImageError("truncated: no end-of-image marker")
-    return ImageInfo("jpg", width, height)
+    return width, height
 
 
-def _probe_png(data: Buffer) -> ImageInfo:
+def _png_size(data: Buffer) -> tuple[int, int]:
     if len(data) < 33 or bytes(data[12:16]) != b"IHDR":
-        raise BadImageError("truncated inside the PNG header")
+        raise _OddImageError("truncated inside the PNG header")
+    width: int
+    height: int
     width, height = struct.unpack_from(">II", data, 16)
     if bytes(data[-8:]) != PNG_END and PNG_END not in bytes(data):
-        raise BadImageError("truncated: no IEND chunk")
-    return ImageInfo("png", width, height)
-
-
-def _probe_with_pillow(data: Buffer) -> ImageInfo:
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            kind = PILLOW_KINDS.get(image.format or "")
-            width, height = image.size
-    except Exception as error:  # as in decode
-        raise BadImageError(f"no readable header: {error}") from error
-    if kind is None:
-        raise BadImageError(f"{image.format} images are not supported")
-    return ImageInfo(kind, width, height)
+        at = len(PNG_MAGIC)
+        while at + 12 <= len(data):
+            at += 12 + int.from_bytes(data[at : at + 4], "big")
+        if at != len(data):
+            raise BadImageError("truncated: no IEND chunk")
+        raise _OddImageError("no IEND chunk")
+    return width, height

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stoker.errors import InputError, NotFoundError, UnavailableError
+from stoker.errors import InputError, NotFoundError, StokerError, UnavailableError
 from stoker.shards.braces import expand, has_braces
 from stoker.shards.formats import format_of
-from stoker.shards.manifest import MANIFEST, Manifest, read_manifest
+from stoker.shards.manifest import MANIFEST, PLAN, Manifest, read_manifest
 from stoker.storage import Entry, Store, checked, download, local_path, open_store, shown, split
 from stoker.storage.local import explained
 
@@ -53,6 +54,7 @@ class ShardSet:
     split: str
     format: str
     shards: tuple[Entry, ...]
+    missing: tuple[str, ...] = ()
     manifest: Manifest | None = None
 
     @property
@@ -77,56 +79,108 @@ class ShardSet:
             yield MappedFile(path)
 
 
-def find_sets(url: str) -> list[ShardSet]:
-    """Find the shard sets that a URL names: one, or the splits below a folder."""
-    if has_braces(url):
-        return _from_pattern(url)
-    if format_of(url) is not None:
+def find_sets(url: str, *, gaps: bool = False) -> list[ShardSet]:
+    """Find the shard sets that a URL names: one, or the splits below a folder.
+
+    With `gaps`, shards that a pattern or a manifest names and that are not there are told as missing, not refused.
+    """
+    path = local_path(url)
+    if has_braces(url) and (path is None or not path.exists()):
+        return _from_pattern(url, gaps)
+    if format_of(url) is not None and (path is None or not path.is_dir()):
         root, name = split(url)
         store = open_store(root)
         return _group(store, [Entry(name, store.size(name))])
     store = open_store(url)
     try:
-        return [_with_manifest(store, "")]
+        return [_with_manifest(store, "", gaps)]
     except NotFoundError:
-        return _below(store)
+        _refuse_unfinished(url)
+        return _below(store, gaps)
 
 
-def _from_pattern(url: str) -> list[ShardSet]:
+def _refuse_unfinished(url: str) -> None:
+    """Refuse what a conversion that was killed, or still runs, has left: neither a set nor all of its shards."""
+    places = [url]
+    with contextlib.suppress(InputError):
+        places.append(split(url.rstrip("/"))[0])  # the URL may name a split
+    for place in places:
+        try:
+            open_store(place).size(PLAN)
+        except StokerError:
+            continue
+        raise _unfinished(url)
+
+
+def _from_pattern(url: str, gaps: bool) -> list[ShardSet]:
+    url, mark, query = url.partition("?") if url.startswith(("http://", "https://")) else (url, "", "")
     root, slash, _ = url[: url.index("{")].rpartition("/")
-    store = open_store(root + slash or ".")
-    names = list(expand(url[len(root + slash) :]))
+    store = open_store((root + slash or ".") + mark + query)
+    pattern = url[len(root + slash) :]
+    names = list(expand(pattern))
     try:
-        sizes = {entry.name: entry.size for entry in store.list()}
+        sizes = {entry.name: entry.size for entry in store.list(pattern[: pattern.index("{")])}
     except (InputError, UnavailableError):  # an http server that lists nothing
         sizes = {}
     if not sizes:
-        sizes = {name: store.size(name) for name in names}
-    if missing := [name for name in names if name not in sizes]:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise NotFoundError(f"{missing[0]}{more} of {len(names)} shards do not exist", where=url)
-    return _group(store, [Entry(name, sizes[name]) for name in names])
+        sizes = _ask_sizes(store, names, gaps)
+    missing = [name for name in names if name not in sizes]
+    if missing and (not gaps or len(missing) == len(names)):
+        raise NotFoundError(f"{len(missing)} of {len(names)} shards are missing, {missing[0]} the first", where=url)
+    sets = _group(store, [Entry(name, sizes[name]) for name in names if name in sizes])
+    return [replace(sets[0], missing=tuple(missing)), *sets[1:]]
 
 
-def _below(store: Store) -> list[ShardSet]:
+def _ask_sizes(store: Store, names: Sequence[str], gaps: bool) -> dict[str, int]:
+    """Ask for one object after the other; without `gaps` the first that is missing ends it."""
+    sizes = {}
+    for name in names:
+        try:
+            sizes[name] = store.size(name)
+        except NotFoundError:
+            if not gaps:
+                raise
+    return sizes
+
+
+def _below(store: Store, gaps: bool) -> list[ShardSet]:
     entries = list(store.list())
-    manifests = [entry.name.removesuffix(MANIFEST) for entry in entries if entry.name.endswith(f"/{MANIFEST}")]
-    if manifests:
-        return sorted((_with_manifest(store, folder) for folder in manifests), key=_rank)
-    shards = [entry for entry in entries if format_of(entry.name) is not None and "_work/" not in entry.name]
-    if not shards:
+    if any(entry.name == PLAN or entry.name.endswith(f"/{PLAN}") for entry in entries):
+        raise _unfinished(store.url)
+    described = [entry.name.removesuffix(MANIFEST) for entry in entries if entry.name.endswith(f"/{MANIFEST}")]
+    sets = [_with_manifest(store, folder, gaps) for folder in described]
+    # A split that lost its manifest is still there to be seen.
+    shards = [entry for entry in entries if format_of(entry.name) and not entry.name.startswith(tuple(described))]
+    if shards:
+        sets += _group(store, shards)
+    if not sets:
         raise NotFoundError("there are no shards here", where=store.url, hint="make some with: stoker data convert")
-    return _group(store, shards)
+    return sorted(sets, key=_rank)
 
 
-def _with_manifest(store: Store, folder: str) -> ShardSet:
+def _unfinished(where: str) -> InputError:
+    hint = "run its `stoker data convert` again to finish it"
+    return InputError("an unfinished conversion lies here", where=where, hint=hint)
+
+
+def _with_manifest(store: Store, folder: str, gaps: bool = False) -> ShardSet:
     manifest = read_manifest(store, folder)
+    shards = [Entry(shard.name, shard.bytes) for shard in manifest.shards]
+    missing: list[str] = []
+    if gaps:
+        try:
+            there = {entry.name.removeprefix(folder) for entry in store.list(folder)}
+        except (InputError, UnavailableError):  # an http server that lists nothing
+            there = {shard.name for shard in shards}
+        missing = [shard.name for shard in shards if shard.name not in there]
+        shards = [shard for shard in shards if shard.name in there]
     return ShardSet(
         store=store,
         folder=folder,
         split=manifest.split,
         format=manifest.format,
-        shards=tuple(Entry(shard.name, shard.bytes) for shard in manifest.shards),
+        shards=tuple(shards),
+        missing=tuple(missing),
         manifest=manifest,
     )
 
@@ -143,12 +197,24 @@ def _group(store: Store, entries: Sequence[Entry]) -> list[ShardSet]:
                 where=entry.name,
                 hint="shards end in .tar, .tfrecord or -of-NNNNN",
             )
-        groups.setdefault((folder + slash, split_of(name), kind), []).append(Entry(name, entry.size))
+        groups.setdefault((folder + slash, split_of(entry.name), kind), []).append(Entry(name, entry.size))
     sets = (
-        ShardSet(store=store, folder=folder, split=part, format=kind, shards=tuple(shards))
+        _described(ShardSet(store=store, folder=folder, split=part, format=kind, shards=tuple(shards)))
         for (folder, part, kind), shards in groups.items()
     )
     return sorted(sets, key=_rank)
+
+
+def _described(one: ShardSet) -> ShardSet:
+    """Give a set that was named by its shards the manifest that lies beside them, if it knows them all."""
+    try:
+        manifest = read_manifest(one.store, one.folder)
+    except NotFoundError:
+        return one
+    known = {shard.name for shard in manifest.shards}
+    if manifest.format != one.format or not known.issuperset(entry.name for entry in one.shards):
+        return one
+    return replace(one, split=manifest.split, manifest=manifest)
 
 
 def _rank(one: ShardSet) -> tuple[int, str]:
@@ -157,8 +223,9 @@ def _rank(one: ShardSet) -> tuple[int, str]:
 
 
 def split_of(name: str) -> str:
-    """Guess a shard's split from its name; a name that does not tell is training data."""
-    found = _SPLIT.findall(name)
+    """Guess a shard's split from its name, else from its folder's; what does not tell is training data."""
+    folder, _, file = name.rpartition("/")
+    found = _SPLIT.findall(file) or _SPLIT.findall(folder)
     return "train" if not found else found[-1].lower().replace("validation", "val")
 
 

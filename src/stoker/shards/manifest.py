@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+from collections.abc import Iterator
 
 import msgspec
 
 from stoker.core import spec
-from stoker.errors import InputError
+from stoker.errors import Fault, InputError
 from stoker.storage import Store, shown
 
 MANIFEST = "manifest.json"
+QUARANTINE = "quarantine.jsonl"
+WORK = "_work/"
+PLAN = WORK + "plan.json"
+"""Lies in a destination from the first moment of a conversion until its manifests are written."""
 VERSION = 1
+"""Raised when older readers would go wrong; keys that only add something are passed over by them."""
 WINDOW = 2
 
+_PLAIN_NAME = re.compile(r"(?!\.)[^/\\\0]+")
+_SPLIT_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
-class Shard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """One shard of a set; the digest of its index covers the labels too."""
 
     name: str
@@ -25,8 +35,15 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sha256: str
     index_sha256: str
 
+    def faults(self) -> Iterator[Fault]:
+        """Refuse a name that could lead out of the set, for a manifest may come from anywhere."""
+        if not _PLAIN_NAME.fullmatch(self.name):
+            yield Fault("name", f"{self.name!r} is not the plain name of a file")
+        if self.samples < 0 or self.bytes < 0:
+            yield Fault("samples", "counts cannot be negative")
 
-class Origin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """What a set was made from; the digest covers every name, size and label."""
 
     kind: str
@@ -34,7 +51,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     digest: str
 
 
-class Shrunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Shrunk(msgspec.Struct, frozen=True, kw_only=True):
     """Says that larger images were re-encoded, and how many."""
 
     max_side: int
@@ -42,7 +59,7 @@ class Shrunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     images: int
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A complete shard set: one split of one dataset in one format."""
 
     version: int
@@ -60,6 +77,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     shrunk: Shrunk | None
     plan: str
     shards: tuple[Shard, ...]
+
+    def faults(self) -> Iterator[Fault]:
+        """Refuse what could lead out of the set."""
+        if not _SPLIT_NAME.fullmatch(self.split):
+            yield Fault("split", f"{self.split!r} is not the name of a split")
+        if self.lanes < 1 or self.window < 1:
+            yield Fault("lanes", "lanes and window must be 1 or more")
 
 
 def default_lanes(shards: int) -> int:

@@ -2,58 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import os
-import shutil
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from stoker.core import permute, spec
-from stoker.core.units import format_bytes
-from stoker.errors import ConflictError, FullError, NotFoundError, SourceError
+from stoker.errors import SourceError
 from stoker.shards import index
 from stoker.shards.catalog import Catalog
+from stoker.shards.destination import Bad, Destination, Receipt, Task, resumable
 from stoker.shards.formats import FORMATS, Format
-from stoker.shards.images import BadImageError, probe, shrink
-from stoker.shards.manifest import MANIFEST, VERSION, Manifest, Origin, Shard, Shrunk, read_manifest
+from stoker.shards.images import MAX_BYTES, BadImageError, probe, shrink, too_large
+from stoker.shards.manifest import VERSION, Manifest, Origin, Shard, Shrunk
 from stoker.shards.plan import Options, Plan, SplitPlan
 from stoker.shards.sample import Buffer, Content, Item, Sample, key_of
 from stoker.shards.sources import Source
-from stoker.storage import Store, local_path
-from stoker.storage.local import explained
-
-WORK = "_work/"
-PLAN = WORK + "plan.json"
-QUARANTINE = "quarantine.jsonl"
+from stoker.storage import Store
 
 # So many bytes are hashed and written at once: enough to leave the interpreter's lock alone for long, few enough to
 # stay in a core's cache.
 WRITE_BYTES = 1 << 20
-
-
-class Bad(msgspec.Struct, frozen=True, kw_only=True):
-    """An image that was left out, and why."""
-
-    key: str
-    name: str
-    bytes: int
-    reason: str
-
-
-class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a finished shard; a run that was killed goes by these."""
-
-    shard: Shard
-    bad: tuple[Bad, ...] = ()
-    shrunk: int = 0
 
 
 class Progress(NamedTuple):
@@ -63,34 +38,24 @@ class Progress(NamedTuple):
     bytes: int
 
 
-class Task(NamedTuple):
-    """One shard to write."""
-
-    split: SplitPlan
-    number: int
-    name: str
-
-    @property
-    def path(self) -> str:
-        """Where the shard will lie in the destination."""
-        return f"{self.split.split}/{self.name}"
-
-    @property
-    def receipt(self) -> str:
-        """Where its receipt lies until the set is complete."""
-        return f"{WORK}receipts/{self.path}.json"
-
-
 def list_shards(plan: Plan, kind: Format) -> list[Task]:
     """List every shard of a plan."""
     prefix = plan.options.prefix
     if prefix is None:
-        prefix = plan.name if kind.name == "tar" else ""  # TFRecords are called train-00000-of-01024 by custom
+        # TFRecords are called train-00000-of-01024 by custom.
+        prefix = re.sub(r"[^A-Za-z0-9._-]+", "-", plan.name).strip("-.") if kind.name == "tar" else ""
     return [
         Task(split, number, kind.shard_name(prefix, split.split, number, split.shards))
         for split in plan.splits
         for number in range(split.shards)
     ]
+
+
+class Packed(NamedTuple):
+    """What a conversion came to: the manifests, and how many shards this run wrote."""
+
+    manifests: list[Manifest]
+    written: int
 
 
 def pack(
@@ -101,53 +66,41 @@ def pack(
     *,
     scratch: Path,
     jobs: int,
+    restart: bool = False,
     progress: Callable[[Progress], None] = lambda _: None,
-) -> list[Manifest]:
-    """Write the shards of a plan, then their manifests; return those."""
-    check_destination(store)
-    _finished(plan, store)  # another dataset is refused before anything is touched
-    with _claimed(store):
-        if (finished := _finished(plan, store)) is not None:
-            _clear_work(store)
-            return finished
-        desk = Desk(store, scratch)
-        _begin(plan, desk)
-        kind = FORMATS.get(plan.options.format)
-        tasks = list_shards(plan, kind)
-        receipts = _receipts(tasks, store)
+) -> Packed:
+    """Write the shards of a plan, then their manifests; `restart` throws an unfinished conversion away first."""
+    destination = Destination(store, scratch)
+    if restart:
+        with destination.claimed():
+            destination.discard()
+    destination.check(plan)
+    kind = FORMATS.get(plan.options.format)
+    tasks = list_shards(plan, kind)
+    with destination.claimed():
+        if (manifests := destination.finished(plan)) is not None:
+            destination.clear()
+            return Packed(manifests, 0)
+        receipts = destination.receipts(tasks)
+        left = [task for task in tasks if task.path not in receipts]
+        if plan.options.max_side is None:  # how small re-encoded images come out is not known
+            destination.check_space(sum(task.split.bytes // task.split.shards for task in left))
+        destination.begin(plan, "/".join(catalogs[split.split].stamp for split in plan.splits))
         for receipt in receipts.values():
             progress(Progress(receipt.shard.samples + len(receipt.bad), receipt.shard.bytes))
-        left = [task for task in tasks if task.path not in receipts]
-        _check_space(plan, store, left)
-        packer = Packer(plan, kind, source, catalogs, desk, progress)
-        receipts |= packer.run(left, jobs)
-        manifests = _commit(plan, tasks, receipts, desk)
-        _clear_work(store)
-        return manifests
-
-
-class Desk:
-    """Where files are made before they are put in their place: all that a kill can leave behind lies here."""
-
-    def __init__(self, store: Store, scratch: Path) -> None:
-        self.store = store
-        folder = local_path(store.url)
-        self._folder = (scratch if folder is None else folder / WORK) / "parts"
-        with _explained(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
-
-    def part(self, name: str) -> Path:
-        """Give the path to write a file at that will be put as `name`."""
-        return self._folder / f"{name.replace('/', '-')}.part"
-
-    def put(self, name: str, content: bytes | Path) -> None:
-        """Put a file in its place, whole."""
-        if isinstance(content, bytes):
-            part = self.part(name)
-            with _explained(part):
-                part.write_bytes(content)
-            content = part
-        self.store.put(name, content)
+        try:
+            receipts |= Packer(plan, kind, source, catalogs, destination, progress).run(left, jobs)
+        except BaseException:
+            if not destination.receipts(tasks):
+                destination.discard()  # nothing to go on from, so any other conversion may come here
+            raise
+        try:
+            manifests = make_manifests(plan, tasks, receipts)
+        except SourceError:
+            destination.discard()
+            raise
+        destination.commit(manifests, bad_images(plan, tasks, receipts))
+        return Packed(manifests, len(left))
 
 
 class Packer:
@@ -159,7 +112,7 @@ class Packer:
         kind: Format,
         source: Source,
         catalogs: Mapping[str, Catalog],
-        desk: Desk,
+        destination: Destination,
         progress: Callable[[Progress], None],
     ) -> None:
         self._options = plan.options
@@ -167,7 +120,7 @@ class Packer:
         self._source = source
         self._catalogs = catalogs
         self._seed = plan.options.seed
-        self._desk = desk
+        self._destination = destination
         self._progress = progress
         self._stop = threading.Event()
 
@@ -186,13 +139,14 @@ class Packer:
         return {task.path: future.result() for future, task in futures.items()}
 
     def _write(self, task: Task) -> Receipt:
-        part = self._desk.part(task.path)
+        part = self._destination.part(task.path)
         try:
-            with _explained(part):
+            with resumable(part):
                 receipt, rows = self._fill(task, part)
-            self._desk.put(f"{task.split.split}/{index.index_name(task.name)}", rows)
-            self._desk.put(task.path, part)
-            self._desk.put(task.receipt, spec.to_json(receipt))
+            # The shard comes last: whatever shard lies there has its receipt, and so can be removed with it.
+            self._destination.put(task.receipt, spec.to_json(receipt))
+            self._destination.put(f"{task.split.split}/{index.index_name(task.name)}", rows)
+            self._destination.put(task.path, part)
         finally:
             part.unlink(missing_ok=True)
         return receipt
@@ -204,15 +158,17 @@ class Packer:
         shrunk = 0
         with ShardFile(part) as out, _Tally(self._progress) as tally:
             for item, content in self._contents(task):
-                image = content.image
                 try:
+                    if content is None:
+                        raise BadImageError(too_large(item.size))
+                    image = content.image
                     info = probe(image)
                     if self._options.max_side is not None and max(info.width, info.height) > self._options.max_side:
                         image = shrink(image, self._options.max_side, self._options.quality)
                         info = probe(image)
                         shrunk += 1
                 except BadImageError as error:
-                    bad.append(Bad(key=key_of(item.name), name=item.name, bytes=len(image), reason=str(error)))
+                    bad.append(Bad(key=key_of(item.name), name=item.name, bytes=item.size, reason=str(error)))
                     tally.add(0)
                     continue
                 sample = Sample(key_of(item.name), image, info.kind, item.label, content.extras)
@@ -231,7 +187,7 @@ class Packer:
         )
         return Receipt(shard=shard, bad=tuple(bad), shrunk=shrunk), encoded_rows
 
-    def _contents(self, task: Task) -> Iterator[tuple[Item, Content]]:
+    def _contents(self, task: Task) -> Iterator[tuple[Item, Content | None]]:
         """Read a shard's samples in shuffled order."""
         split = task.split.split
         positions = np.arange(*task.split.span(task.number), dtype=np.uint64)
@@ -239,7 +195,10 @@ class Packer:
         for item in self._catalogs[split].take(map(int, numbers)):
             if self._stop.is_set():
                 raise CancelledError
-            yield item, self._source.read(split, item)
+            if item.size > MAX_BYTES:  # not even read
+                yield item, None
+            else:
+                yield item, self._source.read(split, item)
 
 
 class ShardFile:
@@ -259,6 +218,7 @@ class ShardFile:
         try:
             if kind is None:
                 self._flush()
+                os.fsync(self._fd)  # a receipt must not outlive its shard, through a power cut either
         finally:
             os.close(self._fd)
 
@@ -309,129 +269,31 @@ class _Tally:
         self._samples = self._bytes = 0
 
 
-@contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Turn an operating system's error while writing into one of ours; a full disk is no loss."""
-    try:
-        with explained(path):
-            yield
-    except FullError as error:
-        error.hint = "free some space and run the same command again: finished shards are kept"
-        raise
-
-
-@contextlib.contextmanager
-def _claimed(store: Store) -> Iterator[None]:
-    """Keep a second run out of a local destination while this one is at work."""
-    folder = local_path(store.url)
-    if folder is None:
-        yield
-        return
-    lock = folder / WORK / "lock"
-    with _explained(folder):
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        file = lock.open("w")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConflictError("another conversion is writing here", where=store.url, hint="wait for it") from error
-        yield
-
-
-def check_destination(store: Store) -> None:
-    """Refuse a destination that holds anything but a conversion of ours."""
-    strangers = []
-    for entry in store.list():
-        if entry.name.endswith(MANIFEST) or entry.name == PLAN:
-            return
-        if not entry.name.startswith(WORK):
-            strangers.append(entry.name)
-    if strangers:
-        raise ConflictError(
-            f"the destination is not empty: it holds {strangers[0]}",
-            where=store.url,
-            hint="choose an empty or new destination",
-        )
-
-
-def _finished(plan: Plan, store: Store) -> list[Manifest] | None:
-    """Return the manifests when this very plan was carried out before; refuse another's."""
-    manifests = []
-    folders = [entry.name.removesuffix(MANIFEST) for entry in store.list() if entry.name.endswith(MANIFEST)]
-    for folder in folders:
-        manifest = read_manifest(store, folder)
-        if manifest.plan != plan.digest:
-            raise ConflictError(
-                f"the destination already holds another dataset: {manifest.name}, "
-                f"{manifest.samples:,} samples of {manifest.split} in {manifest.format} shards",
-                where=store.url,
-                hint="choose an empty or new destination, or remove that one",
-            )
-        manifests.append(manifest)
-    return manifests if len(manifests) == len(plan.splits) else None
-
-
-def _begin(plan: Plan, desk: Desk) -> None:
-    """Write down which plan is being carried out; refuse to go on with another's remains."""
-    try:
-        begun = msgspec.json.decode(desk.store.get(PLAN))
-    except NotFoundError:
-        desk.put(PLAN, spec.to_json({"plan": plan.digest}))
-        return
-    if begun != {"plan": plan.digest}:
-        raise ConflictError(
-            "the destination holds an unfinished conversion of other data or with other options",
-            where=desk.store.url,
-            hint="finish that one with its own command, or remove the destination and run again",
-        )
-
-
-def _receipts(tasks: list[Task], store: Store) -> dict[str, Receipt]:
-    """Read what a killed run had finished; a shard counts if it lies there in its full size."""
-    sizes = {entry.name: entry.size for entry in store.list()}
-    receipts = {}
-    for task in tasks:
-        if task.receipt in sizes and task.path in sizes:
-            receipt = spec.load(store.get(task.receipt), Receipt, task.receipt)
-            if sizes[task.path] == receipt.shard.bytes:
-                receipts[task.path] = receipt
-    return receipts
-
-
-def _check_space(plan: Plan, store: Store, left: list[Task]) -> None:
-    """Refuse to start what cannot fit."""
-    folder = local_path(store.url)
-    if folder is None or plan.options.max_side is not None:
-        return
-    total = sum(task.split.bytes // task.split.shards for task in left)
-    free = shutil.disk_usage(folder).free
-    if total > free:
-        raise FullError(
-            f"the shards need about {format_bytes(total)} and only {format_bytes(free)} are free",
-            where=folder,
-            hint="free some space or choose another destination",
-        )
-
-
-def _commit(plan: Plan, tasks: list[Task], receipts: Mapping[str, Receipt], desk: Desk) -> list[Manifest]:
-    """Write the lists of bad images, then the manifests."""
+def make_manifests(plan: Plan, tasks: list[Task], receipts: Mapping[str, Receipt]) -> list[Manifest]:
+    """Sum up what was written; refuse a split of which nothing could be used."""
     manifests = []
     for split in plan.splits:
         mine = [receipts[task.path] for task in tasks if task.split is split]
-        bad = sorted((one for receipt in mine for one in receipt.bad), key=lambda one: one.name)
-        manifest = _manifest(plan, split, mine, len(bad))
+        manifest = _manifest(plan, split, mine)
         if manifest.samples == 0:
-            raise SourceError(f"none of the {len(bad):,} images can be used: {bad[0].reason}", where=bad[0].name)
-        if bad:
-            desk.put(f"{split.split}/{QUARANTINE}", b"".join(msgspec.json.encode(one) + b"\n" for one in bad))
+            bad = next(one for receipt in mine for one in receipt.bad)
+            count = manifest.quarantined
+            raise SourceError(f"none of the {count:,} images can be used: {bad.reason}", where=bad.name)
         manifests.append(manifest)
-    for manifest in manifests:
-        desk.put(f"{manifest.split}/{MANIFEST}", spec.to_json(manifest))
     return manifests
 
 
-def _manifest(plan: Plan, split: SplitPlan, receipts: list[Receipt], bad: int) -> Manifest:
+def bad_images(plan: Plan, tasks: list[Task], receipts: Mapping[str, Receipt]) -> dict[str, list[Bad]]:
+    """List what was left out of each split, in order of name."""
+    return {
+        split.split: sorted(
+            (one for task in tasks if task.split is split for one in receipts[task.path].bad), key=lambda one: one.name
+        )
+        for split in plan.splits
+    }
+
+
+def _manifest(plan: Plan, split: SplitPlan, receipts: list[Receipt]) -> Manifest:
     options: Options = plan.options
     shrunk = None
     if options.max_side is not None:
@@ -444,7 +306,7 @@ def _manifest(plan: Plan, split: SplitPlan, receipts: list[Receipt], bad: int) -
         format=options.format,
         samples=sum(receipt.shard.samples for receipt in receipts),
         bytes=sum(receipt.shard.bytes for receipt in receipts),
-        quarantined=bad,
+        quarantined=sum(len(receipt.bad) for receipt in receipts),
         classes=plan.classes,
         seed=options.seed,
         lanes=split.lanes,
@@ -454,11 +316,3 @@ def _manifest(plan: Plan, split: SplitPlan, receipts: list[Receipt], bad: int) -
         plan=plan.digest,
         shards=tuple(receipt.shard for receipt in receipts),
     )
-
-
-def _clear_work(store: Store) -> None:
-    """Remove what only a resumed run would need."""
-    for entry in list(store.list(WORK)):
-        store.delete(entry.name)
-    if (folder := local_path(store.url)) is not None:
-        shutil.rmtree(folder / WORK, ignore_errors=True)

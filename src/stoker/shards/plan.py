@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -42,7 +43,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"--max-side is {self.max_side}, and must be 1 or more")
         if not 1 <= self.quality <= 100:
             raise InputError(f"--quality is {self.quality}, and must be from 1 to 100")
-        if self.prefix is not None and (not self.prefix or set(self.prefix) & set("/\\{}*?[] \0")):
+        if self.prefix is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.prefix):
             raise InputError(
                 f"--prefix {self.prefix!r} cannot start a file's name",
                 hint="use letters, digits, dots and dashes",
@@ -71,6 +72,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     source: str
+    recipe: str
     options: Options
     classes: tuple[str, ...]
     splits: tuple[SplitPlan, ...]
@@ -90,6 +92,7 @@ def make_plan(
     *,
     name: str,
     source: str,
+    recipe: str,
     classes: Sequence[str],
     catalogs: Mapping[str, Catalog],
     options: Options,
@@ -100,6 +103,7 @@ def make_plan(
     return Plan(
         name=name,
         source=source,
+        recipe=recipe,
         options=options,
         classes=tuple(classes),
         splits=tuple(_plan_split(split, catalog, options, kind) for split, catalog in catalogs.items()),

@@ -16,6 +16,7 @@ class Item(NamedTuple):
 
     `name` is the sample's path inside the dataset with its extension (`cat/0001.jpg`). `file` and `offset` mean what
     the source wants them to mean (a tar and a position in it, a batch and a row); `size` weighs the sample in bytes.
+    `stamp` changes when the sample does, where that can be told cheaply; a run that goes on compares it.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Item(NamedTuple):
     size: int
     file: int = 0
     offset: int = 0
+    stamp: int = 0
 
 
 class Content(NamedTuple):

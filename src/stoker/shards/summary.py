@@ -30,21 +30,25 @@ def summarise(one: ShardSet) -> list[Summary]:
     """Sum up a set; one whose shards are called by several patterns gives several rows."""
     manifest = one.manifest
     sizes = {entry.name: entry.size for entry in one.shards}
+    missing = set(one.missing)
     samples = {} if manifest is None else {shard.name: shard.samples for shard in manifest.shards}
-    return [
-        Summary(
-            pattern=one.url_of(run.pattern),
-            split=one.split,
-            format=one.format,
-            shards=len(run.names),
-            missing=run.missing,
-            samples=None if manifest is None else sum(samples[name] for name in run.names),
-            bytes=sum(sizes[name] for name in run.names),
-            classes=None if manifest is None else len(manifest.classes),
-            quarantined=None if manifest is None else manifest.quarantined,
+    rows = []
+    for run in collapse([*sizes, *one.missing]):
+        there = [name for name in run.names if name not in missing]
+        rows.append(
+            Summary(
+                pattern=one.url_of(run.pattern),
+                split=one.split,
+                format=one.format,
+                shards=len(there),
+                missing=tuple(sorted({*run.missing, *missing.intersection(run.names)})),
+                samples=None if manifest is None else sum(samples[name] for name in there),
+                bytes=sum(sizes[name] for name in there),
+                classes=None if manifest is None else len(manifest.classes),
+                quarantined=None if manifest is None else manifest.quarantined,
+            )
         )
-        for run in collapse(sizes)
-    ]
+    return rows
 
 
 def summarise_listing(lines: Iterable[str]) -> list[Summary]:

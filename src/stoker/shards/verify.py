@@ -17,7 +17,7 @@ from stoker.shards.catalog import twins
 from stoker.shards.formats import FORMATS, Found, format_of
 from stoker.shards.images import BadImageError, decode, probe
 from stoker.shards.locate import MappedFile, ShardSet
-from stoker.shards.manifest import Shard
+from stoker.shards.manifest import MANIFEST, QUARANTINE, Manifest, Shard
 
 CHUNK = 8 << 20
 
@@ -68,8 +68,11 @@ def verify(
     findings += _twin_keys(one, [result.keys for result in results])
     findings += _strangers(one)
     samples = sum(result.samples for result in results)
-    if one.manifest is not None and one.manifest.samples != sum(shard.samples for shard in one.manifest.shards):
-        findings.append(Finding(shard="manifest.json", what="its count of samples is not the sum of its shards'"))
+    if samples == 0:
+        findings.append(Finding(shard=one.url, what="no samples"))
+    if one.manifest is not None:
+        findings += _check_sums(one.manifest)
+        findings += _check_quarantine(one, one.manifest)
     return Report(
         url=one.url,
         split=one.split,
@@ -147,9 +150,31 @@ def _check_index(one: ShardSet, shard: Shard, rows: index.IndexBuilder) -> Itera
         yield Finding(shard=shard.name, what=f"its index {name} does not tell where its samples lie")
 
 
+def _check_sums(manifest: Manifest) -> Iterator[Finding]:
+    if manifest.samples != sum(shard.samples for shard in manifest.shards):
+        yield Finding(shard=MANIFEST, what="its count of samples is not the sum of its shards'")
+    if manifest.bytes != sum(shard.bytes for shard in manifest.shards):
+        yield Finding(shard=MANIFEST, what="its count of bytes is not the sum of its shards'")
+
+
+def _check_quarantine(one: ShardSet, manifest: Manifest) -> Iterator[Finding]:
+    """Compare the list of images that were left out with their count."""
+    if manifest.quarantined == 0:
+        return
+    try:
+        lines = len(one.store.get(one.folder + QUARANTINE).splitlines())
+    except StokerError as error:
+        yield Finding(shard=QUARANTINE, what=f"cannot be read: {error.what}")
+        return
+    if lines != manifest.quarantined:
+        what = f"{lines:,} images, and the manifest says {manifest.quarantined:,}"
+        yield Finding(shard=QUARANTINE, what=what)
+
+
 def _twin_keys(one: ShardSet, keys: Sequence[array[int]]) -> Iterator[Finding]:
     """Find keys that stand twice: by 64-bit hash first, then by name in the shards concerned."""
-    suspects = set(twins(np.concatenate([np.frombuffer(part, dtype=np.int64) for part in keys])))
+    hashes = [np.empty(0, dtype=np.int64), *(np.frombuffer(part, dtype=np.int64) for part in keys)]
+    suspects = set(twins(np.concatenate(hashes)))
     if not suspects:
         return
     seen: dict[str, str] = {}

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, urlencode, urljoin, urlsplit
 
 from stoker.errors import AccessError, InputError, MissingExtraError, UnavailableError
 from stoker.storage import Entry, checked, folder_of, join
 from stoker.storage.local import explained
-from stoker.storage.web import Answer, Client, Window, exactly, refusal
+from stoker.storage.web import RETRIES, Answer, Client, Window, exactly, refusal
 
 HOST = "https://storage.googleapis.com"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
@@ -95,8 +96,9 @@ class GcsStore:
     def _upload(self, name: str, file: BinaryIO, size: int) -> None:
         query = urlencode({"uploadType": "resumable", "name": self._prefix + checked(name)})
         address = f"{self._host}/upload{self._objects}?{query}"
-        session = self._ask("POST", address, name, missing="no such bucket").headers["Location"]
-        start = 0
+        begun = self._ask("POST", address, name, missing="no such bucket")
+        session = self._own(urljoin(address, begun.headers.get("Location", "")), name)
+        start = stalls = 0
         while True:
             file.seek(start)
             chunk = file.read(_CHUNK)
@@ -105,10 +107,26 @@ class GcsStore:
             answer = self._ask("PUT", session, name, also=(201, 308), headers=headers, body=chunk)
             if answer.status != 308:
                 return
-            kept = re.fullmatch(r"bytes=0-(\d+)", answer.headers.get("Range", ""))
-            if not kept or int(kept[1]) < start:
-                raise UnavailableError(f"the upload stands still at byte {start}", where=join(self.url, name))
-            start = int(kept[1]) + 1
+            kept = re.fullmatch(r"bytes=0-([0-9]+)", answer.headers.get("Range", ""))
+            reached = int(kept[1]) + 1 if kept else 0
+            if start < reached <= start + len(chunk):
+                start, stalls = reached, 0
+                continue
+            if stalls == RETRIES:
+                what, tried = f"the upload stands still at byte {start}", f"tried {RETRIES + 1} times"
+                raise UnavailableError(what, where=join(self.url, name), hint=tried)
+            time.sleep(0.2 * 2**stalls)
+            stalls += 1
+
+    def _own(self, address: str, name: str) -> str:
+        """Refuse to go on at another server: it would be told the credentials."""
+        here, there = urlsplit(self._host), urlsplit(address)
+        if (there.scheme, there.netloc.lower()) != (here.scheme, here.netloc.lower()):
+            raise UnavailableError(
+                f"the server leads the upload to {there.scheme}://{there.hostname}, which gets no credentials",
+                where=join(self.url, name),
+            )
+        return address
 
     def _address(self, name: str, **query: str) -> str:
         path = f"{self._host}{self._objects}/{quote(self._prefix + checked(name), safe='')}"

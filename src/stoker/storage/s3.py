@@ -46,6 +46,7 @@ _CLIENT: ClientConfig = {
     "timeout": timedelta(hours=1),  # of a whole body, which may be large; a stalled one ends by read_timeout
 }
 _PART = 8 << 20
+_TRUE = frozenset({"1", "true", "on", "yes", "y"})  # what obstore takes for true
 _PUBLIC = "a public bucket needs AWS_SKIP_SIGNATURE=true"
 
 
@@ -165,7 +166,7 @@ def _credentials(where: str) -> tuple[str, Boto3CredentialProvider | None]:
     profile = os.environ.get("AWS_PROFILE")
     if os.environ.get("AWS_ACCESS_KEY_ID"):
         return "tried AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", None
-    if os.environ.get("AWS_SKIP_SIGNATURE"):
+    if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in _TRUE:
         return "sent no credentials, for AWS_SKIP_SIGNATURE is set", None
     if not profile and not Path("~/.aws").expanduser().is_dir():
         return f"tried the roles of this machine, for AWS_ACCESS_KEY_ID is not set; {_PUBLIC}", None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Mapping
 from itertools import count
@@ -27,6 +28,7 @@ PATIENCE_S = 15.0
 
 _RETRYABLE = frozenset({408, 429, 500, 502, 503, 504})
 _PIECE = 1 << 20
+_SENT = re.compile(r"bytes ([0-9]+)-([0-9]+)/([0-9]+|\*)")
 # Only redirects: what else is tried again is decided here, because a body can break off too.
 _REDIRECTS = Retry(total=5, connect=0, read=0, status=0, other=0, redirect=5)
 
@@ -45,6 +47,10 @@ class Window(NamedTuple):
 
     start: int
     length: int
+
+
+class _WrongBytesError(HTTPError):
+    """An answer with other bytes than were asked for; a cache on the way may do better next time."""
 
 
 class Client:
@@ -139,6 +145,8 @@ def _pool(url: str) -> PoolManager:
 
 def _read(response: BaseHTTPResponse, window: Window | None) -> bytes:
     """Read a body; from a server that ignores ranges the window alone, without holding what precedes it."""
+    if window is not None and response.status == 206:
+        _check_sent(response.headers.get("Content-Range", ""), window)
     if window is None or response.status != 200:
         return response.read()
     for start in range(0, window.start, _PIECE):
@@ -146,6 +154,18 @@ def _read(response: BaseHTTPResponse, window: Window | None) -> bytes:
     data = _take(response, window.length)
     response.close()
     return data
+
+
+def _check_sent(told: str, window: Window) -> None:
+    """Refuse bytes from elsewhere, and fewer than there are; what lies behind an object's end cannot be sent."""
+    sent = _SENT.fullmatch(told)
+    if sent is None:
+        raise _WrongBytesError(f"the server does not say which bytes it sent, asked from {window.start}")
+    if int(sent[1]) != window.start:
+        raise _WrongBytesError(f"the server sent bytes from {sent[1]}, asked from {window.start}")
+    last = window.start + window.length - 1
+    if sent[3] != "*" and int(sent[2]) != min(last, int(sent[3]) - 1):
+        raise _WrongBytesError(f"the server sent bytes to {sent[2]} of {sent[3]}, asked to {last}")
 
 
 def _take(response: BaseHTTPResponse, length: int) -> bytes:
@@ -156,6 +176,8 @@ def _take(response: BaseHTTPResponse, length: int) -> bytes:
 
 
 def _silence(error: HTTPError) -> str:
+    if isinstance(error, _WrongBytesError):
+        return str(error)
     reason = getattr(error, "reason", None) or error
     if isinstance(reason, NameResolutionError):
         return "no such host"

@@ -1,7 +1,7 @@
 """Shard formats: how a sample stands in a shard, and how it is found there again.
 
-`encode` turns a sample into chunks for `os.writev`; `walk` and `parse` turn bytes back into samples. Neither
-direction copies an image: encoding passes its buffer through, reading returns views.
+`encode` turns a sample into chunks, which the packer joins into large writes; `walk` and `parse` turn bytes back
+into samples. Neither direction copies an image here: encoding passes its buffer through, reading returns views.
 """
 
 from __future__ import annotations
@@ -47,22 +47,30 @@ class Format(Protocol):
         """The file name of shard `number` out of `total`."""
         ...
 
+    def check_key(self, key: str) -> None:
+        """Raise SourceError for a key that no shard of this format gives back as it was."""
+        ...
+
     def encode(self, sample: Sample) -> Encoded:
         """The bytes of one sample; the same sample always gives the same bytes."""
         ...
 
     def walk(self, data: Buffer, where: str, *, check: bool = False) -> Iterator[Found]:
-        """Every sample of a whole shard, in order; `check` also verifies every checksum there is."""
+        """Every sample of a whole shard, in order; `check` also verifies every checksum there is.
+
+        `where` is the shard's path or URL: it stands in errors, and in the keys of samples that have no name.
+        """
         ...
 
-    def parse(self, data: Buffer, where: str) -> Sample:
-        """The sample whose span (`start` to `end`, as `walk` gave it) is `data`."""
+    def parse(self, data: Buffer, where: str, *, check: bool = False) -> Sample:
+        """The sample whose span (`start` to `end`, as `walk` gave it) is `data`; only `walk` knows a nameless key."""
         ...
 
 
 KIND_OF_EXTENSION: Mapping[str, str] = {
     "jpg": "jpg",
     "jpeg": "jpg",
+    "jpe": "jpg",
     "png": "png",
     "webp": "webp",
     "bmp": "bmp",
@@ -71,8 +79,12 @@ KIND_OF_EXTENSION: Mapping[str, str] = {
     "tiff": "tif",
     "ppm": "ppm",
     "pgm": "ppm",
+    "pbm": "ppm",
 }
-"""The extensions, in lower case, that mark an image, each with the one spelling that `Sample.kind` uses."""
+"""The extensions, in lower case, that mark an image, each with the one spelling that `Sample.kind` uses.
+
+The one table of extensions: what else asks whether a name is an image's derives from it.
+"""
 
 FORMATS: Registry[Format] = Registry(
     "format",
@@ -82,7 +94,7 @@ FORMATS: Registry[Format] = Registry(
     },
 )
 
-_TFRECORD_NAME = re.compile(r"(-\d{5,}-of-\d{5,}|\.tfrecords?)$")
+_TFRECORD_NAME = re.compile(r"(-[0-9]{5,}-of-[0-9]{5,}|\.tfrecords?)$")
 
 
 def format_of(name: str) -> str | None:

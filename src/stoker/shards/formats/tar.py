@@ -54,11 +54,18 @@ class Tar:
         """`PREFIX-train-000000.tar`; the number of shards is not part of it."""
         return f"{prefix}{'-' if prefix else ''}{split}-{number:06d}.tar"
 
+    def check_key(self, key: str) -> None:
+        """Refuse a key that webdataset would skip or split elsewhere; the kind of the image does not matter."""
+        if "\0" in key or split_path(f"{key}.jpg") != (key, "jpg"):
+            raise SourceError(f"a tar cannot hold a sample with key {key!r}", hint="webdataset would not give it back")
+        _encoded(key)
+
     def encode(self, sample: Sample) -> Encoded:
         """Image first, so that a reader that wants only the image reads on from the start; label last."""
         key, image, kind, label, extras = sample
-        if KIND_OF_EXTENSION.get(kind) != kind or "\0" in key or split_path(f"{key}.{kind}") != (key, kind):
-            raise SourceError(f"a tar cannot hold a sample with key {key!r} and kind {kind!r}")
+        self.check_key(key)
+        if KIND_OF_EXTENSION.get(kind) != kind:
+            raise SourceError(f"a tar cannot hold a sample of kind {kind!r}")
         size = len(image)
         head = _header(f"{key}.{kind}", size)
         tail: list[Buffer] = [ZEROS[: -size % BLOCK]]
@@ -72,35 +79,12 @@ class Tar:
         return Encoded([head, image, rest], len(head) + size + len(rest), len(head))
 
     def walk(self, data: Buffer, where: str, *, check: bool = False) -> Iterator[Found]:
-        """Every sample: consecutive members with one key, as webdataset groups them."""
-        view = memoryview(data)
-        key: str | None = None
-        expected: str | None = None
-        first = last = 0
-        members: dict[str, tuple[int, int]] = {}
-        for start, path, at, size, end in _members(view, where, check):
-            if path == expected:  # the label behind an image: nothing to take apart
-                extension = "cls"
-            else:
-                names = split_path(path)
-                if names is None:
-                    continue
-                if names[0] != key:
-                    if key is not None:
-                        yield _found(view, where, key, first, last, members)
-                    key, first, members = names[0], start, {}
-                    expected = f"{key}.cls"
-                extension = names[1]
-            if extension in members:
-                raise SourceError(f"member {path!r} at byte {start} is there twice", where=where)
-            members[extension] = at, size
-            last = end
-        if key is not None:
-            yield _found(view, where, key, first, last, members)
+        """Every sample; an archive without its end is truncated, though it may end between two of them."""
+        return _walk(memoryview(data), where, check, whole=True)
 
-    def parse(self, data: Buffer, where: str) -> Sample:
+    def parse(self, data: Buffer, where: str, *, check: bool = False) -> Sample:
         """The one sample in these bytes."""
-        samples = [found.sample for found in self.walk(data, where)]
+        samples = [found.sample for found in _walk(memoryview(data), where, check, whole=False)]
         if len(samples) != 1:
             raise SourceError(f"expected the bytes of 1 sample, found {len(samples)}", where=where)
         return samples[0]
@@ -124,6 +108,33 @@ def split_path(path: str) -> tuple[str, str] | None:
     if slash and "." not in folder.rpartition("/")[2]:
         return folder + slash, extension.lower()
     return None
+
+
+def _walk(view: memoryview, where: str, check: bool, *, whole: bool) -> Iterator[Found]:
+    """Every sample: consecutive members with one key, as webdataset groups them."""
+    key: str | None = None
+    expected: str | None = None
+    first = last = 0
+    members: dict[str, tuple[int, int]] = {}
+    for start, path, at, size, end in _members(view, where, check, whole=whole):
+        if path == expected:  # the label behind an image: nothing to take apart
+            extension = "cls"
+        else:
+            names = split_path(path)
+            if names is None:
+                continue
+            if names[0] != key:
+                if key is not None:
+                    yield _found(view, where, key, first, last, members)
+                key, first, members = names[0], start, {}
+                expected = f"{key}.cls"
+            extension = names[1]
+        if extension in members:
+            raise SourceError(f"member {path!r} at byte {start} is there twice", where=where)
+        members[extension] = at, size
+        last = end
+    if key is not None:
+        yield _found(view, where, key, first, last, members)
 
 
 def _found(view: memoryview, where: str, key: str, start: int, end: int, members: dict[str, tuple[int, int]]) -> Found:
@@ -155,8 +166,11 @@ def _found(view: memoryview, where: str, key: str, start: int, end: int, members
     return Found(start, end, at, Sample(key, view[at : at + size], KIND_OF_EXTENSION[image], label, extras))
 
 
-def _members(view: memoryview, where: str, check: bool) -> Iterator[_Member]:
-    """Every regular file; the headers that extend a file's own header count as its first bytes."""
+def _members(view: memoryview, where: str, check: bool, *, whole: bool) -> Iterator[_Member]:
+    """Every regular file; the headers that extend a file's own header count as its first bytes.
+
+    A whole archive must end with a block of zeros: without one there is no telling how many members were cut off.
+    """
     total = len(view)
     at = start = 0
     long_path: str | None = None
@@ -200,7 +214,9 @@ def _members(view: memoryview, where: str, check: bool) -> Iterator[_Member]:
         long_path = long_size = None
     if long_path is not None or long_size is not None:
         raise SourceError(f"the header at byte {start} describes a member that does not follow", where=where)
-    if check:
+    if whole and at == total:
+        raise SourceError(f"truncated at byte {total}: the end of the archive is missing", where=where)
+    if whole and check:
         _check_end(view, where, at)
 
 
@@ -275,8 +291,6 @@ def _check_header(view: memoryview, where: str, at: int) -> None:
 
 
 def _check_end(view: memoryview, where: str, at: int) -> None:
-    if len(view) - at < 2 * BLOCK:
-        raise SourceError(f"truncated at byte {len(view)}: two zero blocks should follow at byte {at}", where=where)
     for more in range(at, len(view), BLOCK):
         if any(view[more : more + BLOCK]):
             raise SourceError(f"the archive ends at byte {at}, but byte {more} starts more", where=where)
@@ -291,16 +305,19 @@ def _header(path: str, size: int) -> bytes:
     """The header of a regular file, behind a PAX header where plain ustar cannot say it."""
     if path.isascii() and len(path) <= NAME_BYTES and size < OCTAL_SIZES:
         return _block(path.encode(), size, b"0")
-    try:
-        raw = path.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        raise SourceError(f"a tar cannot hold a member called {path!r}") from None
     # By hand rather than by TarInfo.tobuf: its bytes differ between versions of Python.
-    records = _record(b"path", raw)
+    records = _record(b"path", _encoded(path))
     if size >= OCTAL_SIZES:
         records += _record(b"size", b"%d" % size)
     extended = _block(b"././@PaxHeader", len(records), b"x") + records + ZEROS[: -len(records) % BLOCK]
     return extended + _block(path.encode("ascii", "replace")[:NAME_BYTES], min(size, OCTAL_SIZES - 1), b"0")
+
+
+def _encoded(text: str) -> bytes:
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise SourceError(f"a tar cannot hold the name {text!r}") from None
 
 
 def _block(name: bytes, size: int, kind: bytes) -> bytes:

@@ -6,6 +6,7 @@ protocol-buffer messages, is written and read by hand: a generated parser would 
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from functools import cache, lru_cache
@@ -29,6 +30,7 @@ _LENGTH = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
 _MASK = 0xA282EAD8
 _INT64 = 1 << 63
+_SUFFIX = re.compile(r"\.tfrecords?$")
 
 # Field numbers with their wire types: in Example, Features, its map's entries, Feature and every list alike.
 _FIELD_1, _FIELD_2, _FIELD_3 = 0x0A, 0x12, 0x1A
@@ -56,18 +58,20 @@ class TFRecord:
         """`PREFIX-train-00000-of-01024`."""
         return f"{prefix}{'-' if prefix else ''}{split}-{number:05d}-of-{total:05d}"
 
+    def check_key(self, key: str) -> None:
+        """Refuse what is no file name without its extension; any other text will do."""
+        if not key or key.endswith("/"):
+            raise SourceError(f"a TFRecord cannot hold a sample with key {key!r}")
+        _encoded(key)
+
     def encode(self, sample: Sample) -> Encoded:
         """Features in the order of their names, which is how a deterministic TensorFlow writes them."""
         key, image, kind, label, extras = sample
-        if kind not in _FORMAT_NAMES or not key or key.endswith("/"):
-            raise SourceError(f"a TFRecord cannot hold a sample with key {key!r} and kind {kind!r}")
-        try:
-            file_name = f"{key}.{kind}".encode("utf-8", "surrogateescape")
-            members = sorted(
-                (MEMBER + extension.encode("utf-8", "surrogateescape"), data) for extension, data in extras.items()
-            )
-        except UnicodeEncodeError:
-            raise SourceError(f"a TFRecord cannot hold the names of the sample {key!r}") from None
+        self.check_key(key)
+        if kind not in _FORMAT_NAMES:
+            raise SourceError(f"a TFRecord cannot hold a sample of kind {kind!r}")
+        file_name = _encoded(f"{key}.{kind}")
+        members = sorted((MEMBER + _encoded(extension), data) for extension, data in extras.items())
         size = len(image)
         head = _label_feature(label) + _bytes_head(IMAGE, size)
         rest: list[Buffer] = [_bytes_head(FILE_NAME, len(file_name)), file_name, _format_feature(kind)]
@@ -82,8 +86,12 @@ class TFRecord:
         return Encoded([framed, image, tail + checksum], length + 16, len(framed))
 
     def walk(self, data: Buffer, where: str, *, check: bool = False) -> Iterator[Found]:
-        """Every record; a length is always checked, the rest of a record when `check` says so."""
+        """Every record; a length is always checked, the rest of a record when `check` says so.
+
+        A record without a file name is known by its shard and number: `train-00000-of-00002/00000000`.
+        """
         view = memoryview(data)
+        stem = _SUFFIX.sub("", where.rpartition("/")[2])
         total = len(view)
         at = number = 0
         while at < total:
@@ -100,16 +108,16 @@ class TFRecord:
             if check and _CRC.unpack_from(view, end)[0] != _mask(_extend(0, view[start:end])):
                 raise SourceError(f"record {number} at byte {at}: its data do not match their checksum", where=where)
             try:
-                image_at, sample = _sample(view, start, end, number)
+                image_at, sample = _sample(view, start, end, f"{stem}/{number:08d}")
             except _ExampleError as error:
                 raise SourceError(f"record {number} at byte {at}: {error}", where=where) from None
             yield Found(at, end + 4, image_at, sample)
             at = end + 4
             number += 1
 
-    def parse(self, data: Buffer, where: str) -> Sample:
+    def parse(self, data: Buffer, where: str, *, check: bool = False) -> Sample:
         """The one record in these bytes; without a file name in it, its key is that of record 0."""
-        samples = [found.sample for found in self.walk(data, where)]
+        samples = [found.sample for found in self.walk(data, where, check=check)]
         if len(samples) != 1:
             raise SourceError(f"expected the bytes of 1 record, found {len(samples)}", where=where)
         return samples[0]
@@ -122,8 +130,8 @@ class _ExampleError(Exception):
     """What is wrong with a record; `walk` adds where."""
 
 
-def _sample(view: memoryview, at: int, end: int, number: int) -> tuple[int, Sample]:
-    """Where an Example's image starts, and the sample."""
+def _sample(view: memoryview, at: int, end: int, key: str) -> tuple[int, Sample]:
+    """Where an Example's image starts, and the sample; it has this key if no file name gives it another."""
     features: dict[bytes, tuple[int, int]] = {}
     members: dict[str, tuple[int, int]] = {}
     for name, start, stop in _features(view, at, end):
@@ -134,7 +142,7 @@ def _sample(view: memoryview, at: int, end: int, number: int) -> tuple[int, Samp
     start, stop = _only_bytes(view, IMAGE, features.get(IMAGE))
     image = view[start:stop]
     label = _only_int(view, LABEL, features.get(LABEL))
-    key, extension = f"{number:08d}", ""
+    extension = ""
     if FILE_NAME in features:
         text = _text(view, FILE_NAME, features[FILE_NAME])
         folder, slash, file = text.rpartition("/")
@@ -248,6 +256,13 @@ def _read_varint(view: memoryview, at: int, end: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         shift += 7
     raise _ExampleError(f"its Example has a number without an end at byte {at}")
+
+
+def _encoded(text: str) -> bytes:
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise SourceError(f"a TFRecord cannot hold the name {text!r}") from None
 
 
 def _varint(value: int) -> bytes:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Protocol
 
 from stoker.core.registry import Registry
-from stoker.errors import SourceError
+from stoker.errors import NotFoundError, SourceError
+from stoker.shards.braces import has_braces
 from stoker.shards.sample import Content, Item
+from stoker.storage import local_path
 
 
 class Source(Protocol):
@@ -32,6 +34,11 @@ class Source(Protocol):
     @property
     def notes(self) -> Sequence[str]:
         """Sentences that the user should see with the plan; complete once every split was scanned."""
+        ...
+
+    @property
+    def recipe(self) -> str:
+        """What decides the images' bytes beside the items: nothing, or how they are made."""
         ...
 
     def scan(self, split: str) -> Iterator[Item]:
@@ -76,7 +83,12 @@ DETECTION_ORDER = ("synthetic", "imagenet", "cifar10", "mnist", "shards", "folde
 
 
 def kind_of(where: str) -> str:
-    """Recognise the dataset at `where`."""
+    """Recognise the dataset at `where`; what lies behind a URL can only be shards, and its errors are told as such."""
+    path = None if where.startswith("synthetic") else local_path(where)
+    if path is None and not where.startswith("synthetic"):
+        return "shards"
+    if path is not None and not path.exists() and not has_braces(where):
+        raise NotFoundError("there is no such file or folder", where=where)
     for name in DETECTION_ORDER:
         if SOURCES.get(name).recognises(where):
             return name

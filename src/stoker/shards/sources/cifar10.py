@@ -16,7 +16,7 @@ import numpy.typing as npt
 from stoker.errors import NotFoundError, SourceError
 from stoker.shards.sample import Content, Item
 from stoker.shards.sources.files import OpenFile, open_decompressed, writing_to
-from stoker.shards.sources.png import encode_png
+from stoker.shards.sources.png import RECIPE, encode_png
 from stoker.shards.sources.tarfiles import members
 
 ARCHIVE = "cifar-10-python.tar.gz"
@@ -34,6 +34,7 @@ class Cifar10Source:
     """Rows of the batches as lossless PNG; a batch is unpickled once and its pixels laid down in scratch."""
 
     name = "cifar10"
+    recipe = RECIPE
 
     def __init__(self, where: str, *, scratch: Path) -> None:
         self._scratch = scratch

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from stoker.errors import NotFoundError, SourceError
+from stoker.errors import InputError, NotFoundError, SourceError
 from stoker.shards.images import EXTENSIONS, sniff
 from stoker.shards.sample import Content, Item
+from stoker.storage import local_path
 
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 
@@ -17,12 +18,14 @@ SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "
 class FolderSource:
     """Class folders; the label of a class is its place in the sorted list of the training classes."""
 
+    recipe = ""
+
     def __init__(self, where: str, *, scratch: Path) -> None:  # noqa: ARG002 - nothing needs unpacking
-        root = Path(where)
-        if not root.is_dir():
+        root = local_path(where)
+        if root is None or not root.is_dir():
             raise NotFoundError("there is no such folder", where=where)
         self.name = root.resolve().name or "dataset"
-        self._roots = _split_roots(root)
+        self._roots, self._passed_over = _split_roots(root)
         self.splits: Sequence[str] = tuple(self._roots)
         by_split = {split: _class_folders(folder) for split, folder in self._roots.items()}
         self.classes: Sequence[str] = by_split.get("train") or next(iter(by_split.values()))
@@ -31,8 +34,8 @@ class FolderSource:
         for split, names in by_split.items():
             if strangers := [name for name in names if name not in self._labels]:
                 raise SourceError(
-                    f"{_some(strangers)} is a class here but not in {self._roots[self.splits[0]]}",
-                    where=self._roots[split],
+                    f"{_some(strangers)} is a class here but not in {_shown(self._roots[self.splits[0]])}",
+                    where=_shown(self._roots[split]),
                     hint="every class needs a folder in the training split",
                 )
 
@@ -40,29 +43,30 @@ class FolderSource:
     def recognises(where: str) -> bool:
         """Whether there is a folder with folders in it."""
         try:
-            return bool(_subfolders(Path(where)))
-        except OSError:
+            root = local_path(where)
+            return root is not None and bool(_subfolders(root))
+        except (OSError, ValueError, InputError):
             return False
 
     @property
     def notes(self) -> Sequence[str]:
         """Tell what was left out."""
         if not self._left_out:
-            return ()
+            return self._passed_over
         kinds = ", ".join(f"{count:,} × {kind}" for kind, count in self._left_out.most_common(8))
-        return (f"left out {self._left_out.total():,} files that are not images: {kinds}",)
+        return (*self._passed_over, f"left out {self._left_out.total():,} files that are not images: {kinds}")
 
     def scan(self, split: str) -> Iterator[Item]:
         """List the images of every class, in order of path."""
         root = self._roots[split]
         for name in _class_folders(root):
             label, empty = self._labels[name], True
-            for path, size in self._images(root / name):
+            for path, stat in self._images(root / name):
                 empty = False
-                yield Item(f"{name}/{path}", label, size)
+                yield Item(f"{name}/{path}", label, stat.st_size, stamp=stat.st_mtime_ns)
             if empty:
                 raise SourceError(
-                    "this class folder has no images", where=root / name, hint="remove it or put images in it"
+                    "this class folder has no images", where=_shown(root / name), hint="remove it or put images in it"
                 )
 
     def read(self, split: str, item: Item) -> Content:
@@ -72,14 +76,16 @@ class FolderSource:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 data = os.read(fd, item.size + 1)
+                while len(data) < item.size and (more := os.read(fd, item.size + 1 - len(data))):
+                    data += more  # network file systems may give less than was asked for
             finally:
                 os.close(fd)
         except OSError as error:
-            raise SourceError(f"cannot be read: {error.strerror}", where=path) from error
+            raise SourceError(f"cannot be read: {error.strerror}", where=_shown(path)) from error
         if len(data) != item.size:
             raise SourceError(
                 f"changed while it was converted: it had {item.size} bytes",
-                where=path,
+                where=_shown(path),
                 hint="run again once it rests",
             )
         return Content(data)
@@ -89,24 +95,23 @@ class FolderSource:
 
     def _images(
         self, folder: Path, inside: str = "", above: tuple[tuple[int, int], ...] = ()
-    ) -> Iterator[tuple[str, int]]:
-        """Yield (path below the class folder, size) of each image; folders are entered, links followed."""
+    ) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield (path below the class folder, stat) of each image; folders are entered, links followed."""
         here = folder / inside
         stat = here.stat()
         if (stat.st_dev, stat.st_ino) in above:
-            raise SourceError("a link leads back to a folder above it", where=here, hint="remove the link")
+            raise SourceError("a link leads back to a folder above it", where=_shown(here), hint="remove the link")
         for entry in sorted(os.scandir(here), key=lambda entry: entry.name):
             path = inside + entry.name
-            if not _is_utf8(entry.name):
-                raise SourceError(f"the name {entry.name!r} is not UTF-8", where=here, hint="rename the file")
+            _check_utf8(entry.name, here)
             if entry.name.startswith("."):
                 self._left_out["hidden"] += 1
             elif entry.is_dir():
                 yield from self._images(folder, path + "/", (*above, (stat.st_dev, stat.st_ino)))
             elif not entry.is_file():
-                raise SourceError("a link that leads nowhere, or no regular file", where=here / entry.name)
+                raise SourceError("a link that leads nowhere, or no regular file", where=_shown(here / entry.name))
             elif os.path.splitext(entry.name)[1].lower() in EXTENSIONS:
-                yield path, entry.stat().st_size
+                yield path, entry.stat()
             else:
                 self._leave_out(entry)
 
@@ -118,27 +123,41 @@ class FolderSource:
         if kind is not None:
             raise SourceError(
                 f"this file holds a {kind.upper()} image but is not named like one",
-                where=entry.path,
+                where=_shown(entry.path),
                 hint=f"rename it to end in .{kind}, or remove it",
             )
-        self._left_out[extension.lower() or "no extension"] += 1
+        self._left_out[_shown(extension.lower()) or "no extension"] += 1
 
 
-def _split_roots(root: Path) -> dict[str, Path]:
-    """Map each split to its folder; a tree without split folders is all training data."""
+def _split_roots(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
+    """Map each split to its folder, and tell which folders are none; a tree without splits is all training data."""
     folders = _subfolders(root)
     named = [name for name in folders if name.lower() in SPLITS]
-    if "train" not in (name.lower() for name in named) and len(named) < len(folders):
-        named = []
-    if not named:
-        return {"train": root}
+    if _is_bare(root, folders, named):
+        return {"train": root}, ()
     roots: dict[str, Path] = {}
     for name in named:
         split = SPLITS[name.lower()]
         if split in roots:
-            raise SourceError(f"{roots[split].name}/ and {name}/ are both the {split!r} split", where=root)
+            raise SourceError(f"{roots[split].name}/ and {name}/ are both the {split!r} split", where=_shown(root))
         roots[split] = root / name
-    return {split: roots[split] for split in ("train", "val", "test") if split in roots}
+    notes = []
+    if others := [name for name in folders if name not in named]:
+        notes.append(f"left out the folder{'s'[: len(others) > 1]} {_some(others)} beside {roots['train'].name}")
+    if "train" in roots and "test" in roots and not _subfolders(roots["test"]):
+        notes.append(f"left out the folder {roots.pop('test').name}: it has no class folders")
+    return {split: roots[split] for split in ("train", "val", "test") if split in roots}, tuple(notes)
+
+
+def _is_bare(root: Path, folders: Sequence[str], named: Sequence[str]) -> bool:
+    """Whether these are class folders, of which one may be called like a split: car, bus, train."""
+    if not named:
+        return True
+    if len(named) == len(folders):
+        return False
+    if "train" not in (name.lower() for name in named):
+        return True
+    return len(named) == 1 and not _subfolders(root / named[0])
 
 
 def _class_folders(root: Path) -> tuple[str, ...]:
@@ -147,12 +166,14 @@ def _class_folders(root: Path) -> tuple[str, ...]:
     if stray:
         raise SourceError(
             f"{_some(sorted(stray))} lies outside of any class folder",
-            where=root,
+            where=_shown(root),
             hint="put every image into the folder of its class",
         )
     names = _subfolders(root)
     if not names:
-        raise SourceError("there are no class folders here", where=root, hint="put images into <class>/<image>")
+        raise SourceError("there are no class folders here", where=_shown(root), hint="put images into <class>/<image>")
+    for name in names:
+        _check_utf8(name, root)
     return names
 
 
@@ -160,10 +181,17 @@ def _subfolders(root: Path) -> tuple[str, ...]:
     return tuple(sorted(e.name for e in os.scandir(root) if e.is_dir() and not e.name.startswith(".")))
 
 
-def _is_utf8(name: str) -> bool:
-    return name.isascii() or not any("\udc80" <= char <= "\udcff" for char in name)
+def _check_utf8(name: str, folder: Path) -> None:
+    if not name.isascii() and any("\udc80" <= char <= "\udcff" for char in name):
+        raise SourceError(f"the name {name!r} is not UTF-8", where=_shown(folder), hint="rename it")
+
+
+def _shown(name: object) -> str:
+    """Give a dataset's own name as messages may show it: quoted if a terminal would obey it."""
+    text = str(name)
+    return text if text.isprintable() else repr(text)
 
 
 def _some(names: Sequence[str]) -> str:
     """Name the first few of many."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(map(_shown, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -23,6 +23,7 @@ class ImagenetSource:
     """Labels are the places of the sorted wnids, the order that every published model uses."""
 
     name = "imagenet"
+    recipe = ""
 
     def __init__(self, where: str, *, scratch: Path) -> None:
         root = Path(where)

@@ -12,7 +12,7 @@ import numpy as np
 from stoker.errors import NotFoundError, SourceError
 from stoker.shards.sample import Content, Item
 from stoker.shards.sources.files import open_decompressed
-from stoker.shards.sources.png import encode_png
+from stoker.shards.sources.png import RECIPE, encode_png
 
 DIGITS = tuple("0123456789")
 FASHION = (
@@ -35,6 +35,8 @@ CHUNK = 1 << 16
 
 class MnistSource:
     """Rows are read by position and encoded as grey PNG; a sample's label is the folder in its name."""
+
+    recipe = RECIPE
 
     def __init__(self, where: str, *, scratch: Path) -> None:
         if not Path(where).is_dir():

@@ -6,7 +6,10 @@ import io
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+from PIL import Image, __version__, features
+
+RECIPE = f"PNG by Pillow {__version__}, zlib {features.version_codec('zlib')}"
+"""Other versions may pack the same pixels into other bytes."""
 
 
 def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:

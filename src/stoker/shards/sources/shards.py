@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from stoker.errors import SourceError, StokerError
-from stoker.shards.formats import FORMATS, format_of
-from stoker.shards.locate import ShardSet, find_sets, splits_of
-from stoker.shards.manifest import MANIFEST
+from stoker.shards.formats import FORMATS, Found, format_of
+from stoker.shards.locate import MappedFile, ShardSet, find_sets, splits_of
+from stoker.shards.manifest import MANIFEST, Shard
 from stoker.shards.sample import Content, Item
 from stoker.storage import local_path
 
 
 class ShardsSource:
     """A shard set by URL; a scan walks every shard once, and samples are then read by their span."""
+
+    recipe = ""
 
     def __init__(self, where: str, *, scratch: Path) -> None:
         self._scratch = scratch
@@ -44,14 +47,23 @@ class ShardsSource:
             return False
 
     def scan(self, split: str) -> Iterator[Item]:
-        """Walk the shards one after the other; a remote one is on disk only while it is walked."""
+        """Walk the shards one after the other; a remote one is on disk only while it is walked.
+
+        Every checksum is verified and a manifest believed: what is damaged here would be whole in the new shards.
+        """
         one = self._sets[split]
         walk = self._formats[split].walk
-        for number, shard in enumerate(one.shards):
-            with one.mapped(shard.name, self._scratch) as file:
-                for found in walk(file.view, one.url_of(shard.name)):
+        recorded = {} if one.manifest is None else {shard.name: shard for shard in one.manifest.shards}
+        for number, entry in enumerate(one.shards):
+            where = one.url_of(entry.name)
+            with one.mapped(entry.name, self._scratch) as file:
+                samples = walk(file.view, where, check=True)
+                if entry.name in recorded:
+                    samples = _compared(samples, file, recorded[entry.name], where)
+                for found in samples:
                     file.passed(found.end)
                     sample = found.sample
+                    _check_key(sample.key, found.start, where)
                     yield Item(
                         name=f"{sample.key}.{sample.kind}",
                         label=sample.label,
@@ -65,11 +77,43 @@ class ShardsSource:
         one = self._sets[split]
         name = one.shards[item.file].name
         data = one.store.range(one.folder + name, item.offset, item.size)
-        sample = self._formats[split].parse(data, one.url_of(name))
+        sample = self._formats[split].parse(data, one.url_of(name), check=True)
         return Content(sample.image, sample.extras)
 
     def close(self) -> None:
         """Nothing is held open."""
+
+
+def _compared(samples: Iterable[Found], file: MappedFile, shard: Shard, where: str) -> Iterator[Found]:
+    """Pass a shard's samples on, and refuse it when its size, count or bytes are not the manifest's."""
+    if len(file.view) != shard.bytes:
+        raise _damaged(f"{len(file.view):,} bytes, and the manifest says {shard.bytes:,}", where)
+    digest = hashlib.sha256()
+    count = hashed = 0
+    for found in samples:
+        digest.update(file.view[hashed : found.end])
+        hashed = found.end
+        count += 1
+        yield found
+    digest.update(file.view[hashed:])
+    if digest.hexdigest() != shard.sha256:
+        raise _damaged(f"its sha256 is {digest.hexdigest()}, not {shard.sha256}", where)
+    if count != shard.samples:
+        raise _damaged(f"{count:,} samples, and the manifest says {shard.samples:,}", where)
+
+
+def _damaged(what: str, where: str) -> SourceError:
+    return SourceError(f"{what}; the source is damaged", where=where, hint="see: stoker data verify")
+
+
+def _check_key(key: str, at: int, where: str) -> None:
+    """Refuse a key that cannot be written down, or that leads out of the folder a shard is unpacked in."""
+    if any(part in ("", ".", "..") for part in key.split("/")):
+        raise SourceError(f"sample {key!r} at byte {at} has a key with an empty, '.' or '..' part", where=where)
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        raise SourceError(f"sample {key!r} at byte {at} has a key that is not UTF-8", where=where) from None
 
 
 def _holds_shards(folder: Path) -> bool:

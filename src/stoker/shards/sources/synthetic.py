@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+from PIL import Image, __version__
 
 from stoker.errors import InputError
 from stoker.shards.sample import Content, Item
@@ -47,6 +47,7 @@ class SyntheticSource:
 
     def __init__(self, where: str, *, scratch: Path) -> None:  # noqa: ARG002 - nothing needs unpacking
         self._recipe = parse_recipe(where)
+        self.recipe = f"{self._recipe!r} by Pillow {__version__}"
         counts = zip(SPLITS, (self._recipe.samples, self._recipe.val), strict=True)
         self._counts = {split: count for split, count in counts if count}
         self.splits: Sequence[str] = tuple(self._counts)
@@ -57,7 +58,7 @@ class SyntheticSource:
     @staticmethod
     def recognises(where: str) -> bool:
         """Whether the name starts with `synthetic:`."""
-        return where.startswith(PREFIX)
+        return where.startswith(PREFIX) or where == PREFIX.rstrip(":")
 
     def scan(self, split: str) -> Iterator[Item]:
         """Deal the labels in turn."""
@@ -119,7 +120,7 @@ def parse_recipe(where: str) -> Recipe:
     """Parse `synthetic:key=value,…`; raise one InputError that tells every fault."""
     found: dict[str, Any] = {}
     faults: list[str] = []
-    for part in filter(None, (part.strip() for part in where.removeprefix(PREFIX).split(","))):
+    for part in filter(None, (part.strip() for part in where.partition(":")[2].split(","))):
         key, equals, value = part.partition("=")
         if key not in SETTINGS or not equals:
             faults.append(f"{part!r} is not a setting")
