@@ -145,11 +145,17 @@ def test_truncated_archives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert nothing_written(tmp_path / "out")
 
 
-def test_a_truncated_shard_as_a_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("cut", [3_000, 1_024])
+def test_a_truncated_shard_as_a_source(tmp_path: Path, capsys: pytest.CaptureFixture[str], cut: int) -> None:
+    """With its manifest and without, also when the cut falls between two samples."""
     assert stoker("data", "convert", make_dataset(tmp_path / "pets"), tmp_path / "first") == 0
     (shard,) = (tmp_path / "first/train").glob("*.tar")
-    shard.write_bytes(shard.read_bytes()[:-3_000])
+    shard.write_bytes(shard.read_bytes()[:-cut])
     sentence = refused(capsys, 2, "data", "convert", tmp_path / "first", tmp_path / "out")
+    assert shard.name in sentence
+    assert "the manifest says" in sentence
+    (tmp_path / "first/train/manifest.json").unlink()
+    sentence = refused(capsys, 2, "data", "convert", tmp_path / "first/train", tmp_path / "out")
     assert shard.name in sentence
     assert "truncated at byte" in sentence
     assert nothing_written(tmp_path / "out")

@@ -151,8 +151,9 @@ def test_a_web_server_without_a_listing(tmp_path: Path, capsys: pytest.CaptureFi
         capsys.readouterr()
         assert stoker("data", "summary", url) != 0
         assert "brace pattern" in capsys.readouterr().err
-        assert stoker("data", "summary", f"{url}/train/pets-train-{{000000..000005}}.tar") == 2
+        assert stoker("data", "summary", f"{url}/train/pets-train-{{000000..000005}}.tar") == 0
         assert "pets-train-000005.tar" in capsys.readouterr().err
+        assert stoker("data", "verify", f"{url}/train/pets-train-{{000000..000005}}.tar") == 2
 
 
 def test_a_login_is_never_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -163,6 +164,12 @@ def test_a_login_is_never_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str
         assert stoker("data", "verify", secret) == 0
         assert stoker("data", "summary", f"{secret}/train") == 0
         assert stoker("data", "verify", f"{secret}/nowhere") == 2
+        assert stoker("data", "convert", f"{secret}/nowhere", tmp_path / "x") == 2
+        assert stoker("data", "convert", data, secret) == 2
+        assert stoker("data", "summary", f"{secret}/train/pets-train-{{000000..000000}}.tar?token=hunter2") == 0
+        shard = next((tmp_path / "out/train").glob("*.tar"))
+        shard.write_bytes(shard.read_bytes()[:-5000])
+        assert stoker("data", "verify", secret) == 2
     captured = capfd.readouterr()
     assert "hunter2" not in captured.out + captured.err
     assert "/nowhere" in captured.err
@@ -171,8 +178,28 @@ def test_a_login_is_never_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     from servers import free_port
 
-    assert stoker("data", "verify", f"http://127.0.0.1:{free_port()}/set") == 5
-    assert capsys.readouterr().err.count("\n") == 1
+    for words in (["verify"], ["summary"], ["convert"]):
+        more = ["/tmp/never"] if words == ["convert"] else []
+        assert stoker("data", *words, f"http://127.0.0.1:{free_port()}/set", *more) == 5
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert "127.0.0.1" in err
+
+
+def test_a_server_that_dies_on_the_way_is_no_fault_of_the_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stoker("data", "convert", make_dataset(tmp_path / "pets"), tmp_path / "out", "--shard-samples", 5) == 0
+
+    def reply(asked: Asked, number: int) -> Reply:
+        if number > 4:
+            return Reply(503)
+        path = tmp_path / "out/train" / asked.path.lstrip("/")
+        return Reply(200, path.read_bytes()) if path.is_file() else Reply(404)
+
+    with scripted(reply) as server:
+        assert stoker("data", "verify", server.url, "--jobs", 1) == 5
+    assert "the server answered 503" in capsys.readouterr().err
 
 
 def test_scratch_is_left_empty(tmp_path: Path, bucket: str) -> None:

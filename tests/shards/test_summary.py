@@ -44,19 +44,34 @@ def test_what_it_prints_can_be_used_again(shards: Path, capsys: pytest.CaptureFi
     pattern = rows(capsys, shards)[0]["pattern"]
     again = rows(capsys, pattern)[0]
     assert (again["pattern"], again["shards"]) == (pattern, 6)
-    assert again["samples"] is None  # a pattern has no manifest to tell
+    assert again["samples"] == 30  # from the manifest beside the shards
 
 
 def test_gaps(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (shards / "train/manifest.json").unlink()
     (shards / "train/pets-train-000003.tar").unlink()
-    (row,) = rows(capsys, shards / "train")
-    assert row["missing"] == ["pets-train-000003.tar"]
-    capsys.readouterr()
-    assert stoker("data", "summary", shards / "train") == 0
-    assert "missing in" in capsys.readouterr().err
-    assert stoker("data", "summary", shards / "train/pets-train-{000000..000005}.tar") == 2
-    assert "pets-train-000003.tar of 6 shards do not exist" in capsys.readouterr().err
+    pattern = shards / "train/pets-train-{000000..000005}.tar"
+    for manifest in ("there", "gone"):
+        for url in (shards / "train", pattern):
+            (row,) = rows(capsys, url)
+            assert (row["shards"], row["missing"]) == (5, ["pets-train-000003.tar"])
+            assert row["samples"] == (25 if manifest == "there" else None)
+        assert stoker("data", "summary", pattern) == 0
+        assert "missing in" in capsys.readouterr().err
+        (shards / "train/manifest.json").unlink(missing_ok=True)
+    assert stoker("data", "verify", pattern) == 2  # only a summary passes over a gap
+    assert "1 of 6 shards are missing, pets-train-000003.tar" in capsys.readouterr().err
+
+
+def test_a_split_that_lost_its_manifest_is_still_seen(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (shards / "train/manifest.json").unlink()
+    assert [(row["split"], row["samples"]) for row in rows(capsys, shards)] == [("train", None), ("val", 9)]
+
+
+def test_folders_tell_the_split_where_names_do_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "000000.tar").write_bytes(b"")
+    assert [row["split"] for row in rows(capsys, tmp_path)] == ["train", "val"]
 
 
 def test_a_listing_on_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,7 @@ def test_labels_must_be_classes(shards: Path, capsys: pytest.CaptureFixture[str]
         ("{", "not a manifest"),
         ("[]", "not a manifest"),
         ('{"version": 2}', "version 2"),
-        ('{"version": 1, "shards": "none", "extra": 1}', "unknown key"),
+        ('{"version": 1, "shards": "none", "extra": 1}', "missing (expected"),
     ],
 )
 def test_a_broken_manifest_is_one_sentence(

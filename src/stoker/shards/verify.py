@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from stoker.errors import StokerError
+from stoker.errors import NotFoundError, SourceError, StokerError
 from stoker.shards import index
 from stoker.shards.catalog import twins
 from stoker.shards.formats import FORMATS, Found, format_of
@@ -88,18 +88,22 @@ def _check_shard(one: ShardSet, name: str, shard: Shard | None, deep: bool) -> _
     keys = array("q")
     findings: list[Finding] = []
     rows = index.IndexBuilder()
+    faults: list[SourceError] = []
     try:
         with one.mapped(name) as reader:
             if shard is not None:
                 findings += _check_bytes(reader, shard)
-            for found in FORMATS.get(one.format).walk(reader.view, name, check=True):
+            for found in FORMATS.get(one.format).walk(reader.view, name, check=True, faults=faults):
                 keys.append(hash(found.sample.key))
                 if abs(found.sample.label) <= index.MAX_LABEL:
                     rows.add(found.image_at, len(found.sample.image), found.sample.label)
                 findings += _check_sample(one, name, found, deep)
                 reader.passed(found.end)
-    except StokerError as error:
-        findings.append(Finding(shard=name, what=str(error).removeprefix(f"{name}: ")))
+    except NotFoundError as error:
+        return _Checked(0, keys, [Finding(shard=name, what=error.what)])
+    except SourceError as error:  # the rest of the shard cannot be walked
+        faults.append(error)
+    findings += [Finding(shard=name, what=fault.what) for fault in faults]
     if shard is not None:
         if len(keys) != shard.samples:
             findings.append(Finding(shard=name, what=f"{len(keys):,} samples, and the manifest says {shard.samples:,}"))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from stoker.core.registry import Registry
+from stoker.errors import SourceError
 from stoker.shards.sample import Buffer, Sample
 
 
@@ -55,10 +56,12 @@ class Format(Protocol):
         """The bytes of one sample; the same sample always gives the same bytes."""
         ...
 
-    def walk(self, data: Buffer, where: str, *, check: bool = False) -> Iterator[Found]:
+    def walk(
+        self, data: Buffer, where: str, *, check: bool = False, faults: list[SourceError] | None = None
+    ) -> Iterator[Found]:
         """Every sample of a whole shard, in order; `check` also verifies every checksum there is.
 
-        `where` is the shard's path or URL: it stands in errors, and in the keys of samples that have no name.
+        With `faults`, a sample that is wrong in itself goes there, and the walk goes on behind it.
         """
         ...
 

@@ -41,6 +41,7 @@ _META = re.compile(r"__[^/]*__($|/)")
 
 # start of its first header, path, where its bytes start, how many, end of its last block
 _Member: TypeAlias = tuple[int, str, int, int, int]
+_Group: TypeAlias = tuple[str, int, int, dict[str, tuple[int, int]]]
 
 
 class Tar:
@@ -78,9 +79,11 @@ class Tar:
         rest = b"".join(tail)
         return Encoded([head, image, rest], len(head) + size + len(rest), len(head))
 
-    def walk(self, data: Buffer, where: str, *, check: bool = False) -> Iterator[Found]:
+    def walk(
+        self, data: Buffer, where: str, *, check: bool = False, faults: list[SourceError] | None = None
+    ) -> Iterator[Found]:
         """Every sample; an archive without its end is truncated, though it may end between two of them."""
-        return _walk(memoryview(data), where, check, whole=True)
+        return _walk(memoryview(data), where, check, whole=True, faults=faults)
 
     def parse(self, data: Buffer, where: str, *, check: bool = False) -> Sample:
         """The one sample in these bytes."""
@@ -110,8 +113,22 @@ def split_path(path: str) -> tuple[str, str] | None:
     return None
 
 
-def _walk(view: memoryview, where: str, check: bool, *, whole: bool) -> Iterator[Found]:
-    """Every sample: consecutive members with one key, as webdataset groups them."""
+def _walk(
+    view: memoryview, where: str, check: bool, *, whole: bool, faults: list[SourceError] | None = None
+) -> Iterator[Found]:
+    for key, first, last, members in _groups(view, where, check, whole=whole):
+        try:
+            found = _found(view, where, key, first, last, members)
+        except SourceError as error:
+            if faults is None:
+                raise
+            faults.append(error)
+        else:
+            yield found
+
+
+def _groups(view: memoryview, where: str, check: bool, *, whole: bool) -> Iterator[_Group]:
+    """Consecutive members with one key, as webdataset groups them."""
     key: str | None = None
     expected: str | None = None
     first = last = 0
@@ -125,7 +142,7 @@ def _walk(view: memoryview, where: str, check: bool, *, whole: bool) -> Iterator
                 continue
             if names[0] != key:
                 if key is not None:
-                    yield _found(view, where, key, first, last, members)
+                    yield key, first, last, members
                 key, first, members = names[0], start, {}
                 expected = f"{key}.cls"
             extension = names[1]
@@ -134,7 +151,7 @@ def _walk(view: memoryview, where: str, check: bool, *, whole: bool) -> Iterator
         members[extension] = at, size
         last = end
     if key is not None:
-        yield _found(view, where, key, first, last, members)
+        yield key, first, last, members
 
 
 def _found(view: memoryview, where: str, key: str, start: int, end: int, members: dict[str, tuple[int, int]]) -> Found:

@@ -85,7 +85,9 @@ class TFRecord:
         checksum = _masked(_extend(_extend(_extend(0, head), image), tail))
         return Encoded([framed, image, tail + checksum], length + 16, len(framed))
 
-    def walk(self, data: Buffer, where: str, *, check: bool = False) -> Iterator[Found]:
+    def walk(
+        self, data: Buffer, where: str, *, check: bool = False, faults: list[SourceError] | None = None
+    ) -> Iterator[Found]:
         """Every record; a length is always checked, the rest of a record when `check` says so.
 
         A record without a file name is known by its shard and number: `train-00000-of-00002/00000000`.
@@ -105,13 +107,17 @@ class TFRecord:
                 raise SourceError(
                     f"truncated at byte {total}: record {number} at byte {at} wants {size} bytes", where=where
                 )
-            if check and _CRC.unpack_from(view, end)[0] != _mask(_extend(0, view[start:end])):
-                raise SourceError(f"record {number} at byte {at}: its data do not match their checksum", where=where)
             try:
+                if check and _CRC.unpack_from(view, end)[0] != _mask(_extend(0, view[start:end])):
+                    raise _ExampleError("its data do not match their checksum")
                 image_at, sample = _sample(view, start, end, f"{stem}/{number:08d}")
             except _ExampleError as error:
-                raise SourceError(f"record {number} at byte {at}: {error}", where=where) from None
-            yield Found(at, end + 4, image_at, sample)
+                fault = SourceError(f"record {number} at byte {at}: {error}", where=where)
+                if faults is None:
+                    raise fault from None
+                faults.append(fault)
+            else:
+                yield Found(at, end + 4, image_at, sample)
             at = end + 4
             number += 1
 

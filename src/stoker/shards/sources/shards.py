@@ -63,9 +63,10 @@ class ShardsSource:
                 for found in samples:
                     file.passed(found.end)
                     sample = found.sample
-                    _check_key(sample.key, found.start, where)
+                    key = sample.key.removeprefix("./")  # as `tar cf x.tar .` writes them
+                    _check_key(key, found.start, where)
                     yield Item(
-                        name=f"{sample.key}.{sample.kind}",
+                        name=f"{key}.{sample.kind}",
                         label=sample.label,
                         size=found.end - found.start,
                         file=number,
