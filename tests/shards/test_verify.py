@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -190,3 +192,37 @@ def test_the_table_for_people(shards: Path, capsys: pytest.CaptureFixture[str]) 
     captured = capsys.readouterr()
     assert "pets-train-000000.tar" in captured.out
     assert captured.err.strip().endswith("1 fault found")
+
+
+def test_a_walk_goes_on_behind_a_bad_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with tarfile.open(tmp_path / "x-train-0.tar", "w") as tar:
+        for name, data in [
+            ("a.jpg", image_bytes(1)),
+            ("b.cls", b"1"),
+            ("c.jpg", image_bytes(2)[:-30]),
+            ("c.cls", b"0"),
+            ("d.jpg", image_bytes(3)),
+            ("d.cls", b"x"),
+        ]:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    found = " | ".join(str(finding["what"]) for finding in findings(capsys, tmp_path))
+    assert all(word in found for word in ("'a'", "no label", "'b'", "no image", "end-of-image", "label b'x'"))
+
+
+def test_a_missing_shard_is_one_fault(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    remove_it(shards)
+    (found,) = findings(capsys, shards)
+    assert found["shard"] == "pets-train-000000.tar"
+
+
+def test_a_damaged_record_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = FORMATS.get("tfrecord")
+    parts = [b"".join(map(bytes, records.encode(Sample(f"k{i}", image_bytes(i), "jpg", 0)).chunks)) for i in range(4)]
+    for i in (1, 3):
+        parts[i] = parts[i][:60] + bytes([parts[i][60] ^ 1]) + parts[i][61:]
+    (tmp_path / "x-train-0.tfrecord").write_bytes(b"".join(parts))
+    found = findings(capsys, tmp_path)
+    assert ["record 1" in str(found[0]["what"]), "record 3" in str(found[1]["what"])] == [True, True]
+    assert len(found) == 2
