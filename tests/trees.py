@@ -7,9 +7,12 @@ import io
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from stoker.cli.main import run
+from stoker.errors import SourceError
+from stoker.shards.sources import Opener
 
 
 def image_bytes(number: int, kind: str = "JPEG", size: tuple[int, int] = (24, 18)) -> bytes:
@@ -49,3 +52,18 @@ def digests(root: Path) -> dict[str, str]:
 def stoker(*words: object) -> int:
     """Run a command line in this process and return its exit code."""
     return run([str(word) for word in words])
+
+
+def scan_all(opener: Opener, where: Path, scratch: Path) -> None:
+    """Open a dataset and list every split."""
+    source = opener(str(where), scratch=scratch)
+    for split in source.splits:
+        list(source.scan(split))
+
+
+def refused_by(opener: Opener, where: Path, scratch: Path, *parts: str) -> None:
+    """Expect a source to refuse a dataset with a sentence that holds all of these parts."""
+    with pytest.raises(SourceError) as caught:
+        scan_all(opener, where, scratch)
+    for part in parts:
+        assert part in str(caught.value)

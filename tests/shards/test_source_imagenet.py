@@ -17,6 +17,7 @@ from stoker.errors import FullError, MissingExtraError, NotFoundError, SourceErr
 from stoker.shards.sources.files import OpenFile
 from stoker.shards.sources.imagenet import ImagenetSource
 from stoker.shards.sources.tarfiles import members
+from trees import refused_by
 
 TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
 TRUTH = "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"
@@ -47,19 +48,6 @@ def check(where: Path, scratch: Path, made: Imagenet, splits: tuple[str, ...] = 
     source.close()
     source.close()
     return source
-
-
-def scan_all(where: Path, scratch: Path) -> None:
-    source = ImagenetSource(str(where), scratch=scratch)
-    for split in source.splits:
-        list(source.scan(split))
-
-
-def refused(where: Path, scratch: Path, *parts: str) -> None:
-    with pytest.raises(SourceError) as caught:
-        scan_all(where, scratch)
-    for part in parts:
-        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("layout", ["tars", "class tars", "folders", "kaggle"])
@@ -170,11 +158,19 @@ def test_a_truncated_train_tar(tmp_path: Path, scratch: Path) -> None:
     whole = path.read_bytes()
     inner = len(tar_of({f"n01000000_{number}.JPEG": jpeg(number) for number in range(3)}))
     path.write_bytes(whole[: 512 + inner // 2])
-    refused(path, scratch, TRAIN, "truncated", "'n01000000.tar' at offset 512", f"ends at {512 + inner // 2}")
+    refused_by(
+        ImagenetSource,
+        path,
+        scratch,
+        TRAIN,
+        "truncated",
+        "'n01000000.tar' at offset 512",
+        f"ends at {512 + inner // 2}",
+    )
     end = 4 * (512 + inner)
     for size in (end, end + 100):  # all members are whole, but nothing says that they are all
         path.write_bytes(whole[:size])
-        refused(path, scratch, TRAIN, "truncated", f"header at offset {end}", f"ends at {size}")
+        refused_by(ImagenetSource, path, scratch, TRAIN, "truncated", f"header at offset {end}", f"ends at {size}")
 
 
 def test_a_truncated_class_tar(tmp_path: Path, scratch: Path) -> None:
@@ -184,38 +180,40 @@ def test_a_truncated_class_tar(tmp_path: Path, scratch: Path) -> None:
     for size, part in ((700, "'n01440764_0.JPEG' at offset"), (end, f"header at offset {512 + end}")):
         path = tmp_path / TRAIN
         path.write_bytes(tar_of({"n01440764.tar": inner[:size]}))
-        refused(path, scratch, f"{TRAIN} (n01440764.tar)", "truncated", part, f"ends at {512 + size}")
+        refused_by(
+            ImagenetSource, path, scratch, f"{TRAIN} (n01440764.tar)", "truncated", part, f"ends at {512 + size}"
+        )
 
 
 def test_a_truncated_val_tar(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data")
     path = made.folder / VAL
     path.write_bytes(path.read_bytes()[:3000])
-    refused(made.folder, scratch, VAL, "truncated", "offset", "3000")
+    refused_by(ImagenetSource, made.folder, scratch, VAL, "truncated", "offset", "3000")
 
 
 def test_a_tar_that_is_none(tmp_path: Path, scratch: Path) -> None:
     path = tmp_path / TRAIN
     path.write_bytes(b"<html>please log in</html>" * 100)
-    refused(path, scratch, TRAIN, "not a tar", "offset 0")
+    refused_by(ImagenetSource, path, scratch, TRAIN, "not a tar", "offset 0")
     path.write_bytes(b"")
-    refused(path, scratch, TRAIN, "truncated")
+    refused_by(ImagenetSource, path, scratch, TRAIN, "truncated")
     path.write_bytes(tar_of({}))
-    refused(path, scratch, TRAIN, "no class tars")
+    refused_by(ImagenetSource, path, scratch, TRAIN, "no class tars")
 
 
 @pytest.mark.parametrize("name", ["readme.txt", "ILSVRC2012_val_00000001.JPEG", "cat.tar"])
 def test_a_train_tar_of_something_else(tmp_path: Path, scratch: Path, name: str) -> None:
     path = tmp_path / TRAIN
     path.write_bytes(tar_of({"n01440764.tar": tar_of({"n01440764_1.JPEG": jpeg(1)}), name: b"x"}))
-    refused(path, scratch, name, "not a tar of one more class")
+    refused_by(ImagenetSource, path, scratch, name, "not a tar of one more class")
 
 
 def test_a_damaged_gzip(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data", val=0, truth="none")
     data = gzip.compress((made.folder / TRAIN).read_bytes())
     (made.folder / TRAIN).write_bytes(data[: len(data) // 2])
-    refused(made.folder, scratch, TRAIN, "truncated: the gzip stream has no end")
+    refused_by(ImagenetSource, made.folder, scratch, TRAIN, "truncated: the gzip stream has no end")
 
 
 def test_a_full_disk(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +232,7 @@ def test_a_full_disk(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPa
 def test_an_empty_class_tar(tmp_path: Path, scratch: Path, inner: bytes) -> None:
     path = tmp_path / TRAIN
     path.write_bytes(tar_of({"n01440764.tar": tar_of({"n01440764_1.JPEG": jpeg(1)}), "n02119789.tar": inner}))
-    refused(path, scratch, "class n02119789 has no images")
+    refused_by(ImagenetSource, path, scratch, "class n02119789 has no images")
 
 
 @pytest.mark.parametrize("layout", ["folders", "val by class", "class tars"])
@@ -245,7 +243,7 @@ def test_an_empty_class_in_a_folder(tmp_path: Path, scratch: Path, layout: str) 
     else:
         shutil.rmtree(made.folder / "train" / "n01440764")
         (made.folder / "train" / "n01440764").mkdir()
-    refused(made.folder, scratch, "class n01440764 has no images")
+    refused_by(ImagenetSource, made.folder, scratch, "class n01440764 has no images")
 
 
 @pytest.mark.parametrize("layout", ["tars", "folders"])
@@ -253,7 +251,7 @@ def test_an_empty_class_in_a_folder(tmp_path: Path, scratch: Path, layout: str) 
 def test_ground_truth_of_another_length(tmp_path: Path, scratch: Path, layout: str, lines: int) -> None:
     made = make_imagenet(tmp_path / "data", layout=layout, truth="devkit")
     (made.folder / TRUTH).write_text("1\n" * lines)
-    refused(made.folder, scratch, "holds 10 images", f"has {lines} lines", "ground_truth.txt")
+    refused_by(ImagenetSource, made.folder, scratch, "holds 10 images", f"has {lines} lines", "ground_truth.txt")
 
 
 @pytest.mark.parametrize("layout", ["tars", "folders"])
@@ -262,32 +260,32 @@ def test_a_gap_in_the_numbers(tmp_path: Path, scratch: Path, layout: str) -> Non
     name, other = "ILSVRC2012_val_00000004.JPEG", "ILSVRC2012_val_00000011.JPEG"
     if layout == "folders":
         (made.folder / "val" / name).rename(made.folder / "val" / other)
-        refused(made.folder, scratch, f"there is no {name}")
+        refused_by(ImagenetSource, made.folder, scratch, f"there is no {name}")
     else:
         files = {f"ILSVRC2012_val_{n:08d}.JPEG": jpeg(n) for n in (1, 2, 3, 11, 5, 6, 7, 8, 9, 10)}
         (made.folder / VAL).write_bytes(tar_of(files))
-        refused(made.folder, scratch, f"no line for {other}")
+        refused_by(ImagenetSource, made.folder, scratch, f"no line for {other}")
 
 
 def test_a_val_image_twice(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data")
     names = ("ILSVRC2012_val_00000004.JPEG", "./ILSVRC2012_val_00000004.JPEG")
     (made.folder / VAL).write_bytes(tar_of({name: jpeg(1) for name in names}))
-    refused(made.folder, scratch, "holds ILSVRC2012_val_00000004.JPEG twice")
+    refused_by(ImagenetSource, made.folder, scratch, "holds ILSVRC2012_val_00000004.JPEG twice")
 
 
 @pytest.mark.parametrize("layout", ["tars", "folders", "kaggle"])
 def test_no_ground_truth(tmp_path: Path, scratch: Path, layout: str) -> None:
     made = make_imagenet(tmp_path / "data", layout=layout, truth="none")
     assert ImagenetSource.recognises(str(made.folder))
-    refused(made.folder, scratch, f"put {DEVKIT}", f"into {made.folder}", "LOC_val_solution.csv")
+    refused_by(ImagenetSource, made.folder, scratch, f"put {DEVKIT}", f"into {made.folder}", "LOC_val_solution.csv")
 
 
 @pytest.mark.parametrize("line", ["0", "5", "6", "x", "-1", "9" * 100])
 def test_a_bad_line_of_ground_truth(tmp_path: Path, scratch: Path, line: str) -> None:
     made = make_imagenet(tmp_path / "data", truth="devkit")
     (made.folder / TRUTH).write_text("1\n2\n" + line + "\n")  # 5 and 6 are synsets, but not leaves
-    refused(made.folder, scratch, "line 3 is", "no class's ILSVRC2012_ID")
+    refused_by(ImagenetSource, made.folder, scratch, "line 3 is", "no class's ILSVRC2012_ID")
 
 
 @pytest.mark.parametrize(
@@ -296,7 +294,7 @@ def test_a_bad_line_of_ground_truth(tmp_path: Path, scratch: Path, line: str) ->
 def test_a_bad_meta_mat(tmp_path: Path, scratch: Path, data: bytes) -> None:
     made = make_imagenet(tmp_path / "data", truth="devkit")
     (made.folder / META).write_bytes(data)
-    refused(made.folder, scratch, "meta.mat")
+    refused_by(ImagenetSource, made.folder, scratch, "meta.mat")
 
 
 @pytest.mark.parametrize("truth", ["devkit", "devkit.tar.gz"])
@@ -309,13 +307,13 @@ def test_half_a_devkit(tmp_path: Path, scratch: Path, truth: str, name: str) -> 
         files = {str(path.relative_to(made.folder)): path.read_bytes() for path in folder.rglob("*.*")}
         (made.folder / DEVKIT).write_bytes(tar_of(files, "w:gz"))
         shutil.rmtree(folder)
-    refused(made.folder, scratch, f"lacks data/{Path(name).name}")
+    refused_by(ImagenetSource, made.folder, scratch, f"lacks data/{Path(name).name}")
 
 
 def test_a_damaged_devkit(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data")
     (made.folder / DEVKIT).write_bytes((made.folder / DEVKIT).read_bytes()[:300])
-    refused(made.folder, scratch, DEVKIT, "truncated")
+    refused_by(ImagenetSource, made.folder, scratch, DEVKIT, "truncated")
 
 
 @pytest.mark.parametrize(
@@ -332,14 +330,14 @@ def test_a_damaged_devkit(tmp_path: Path, scratch: Path) -> None:
 def test_a_bad_solution(tmp_path: Path, scratch: Path, text: str, part: str) -> None:
     made = make_imagenet(tmp_path / "data", layout="kaggle", truth="csv")
     (made.folder / "LOC_val_solution.csv").write_text(text)
-    refused(made.folder, scratch, "LOC_val_solution.csv", part)
+    refused_by(ImagenetSource, made.folder, scratch, "LOC_val_solution.csv", part)
 
 
 @pytest.mark.parametrize("truth", ["devkit", "csv"])
 def test_val_has_a_class_that_train_lacks(tmp_path: Path, scratch: Path, truth: str) -> None:
     made = make_imagenet(tmp_path / "data", layout="folders", truth=truth)
     shutil.rmtree(made.folder / "train" / "n02119789")
-    refused(made.folder, scratch, "different classes: only in train none, only in val n02119789")
+    refused_by(ImagenetSource, made.folder, scratch, "different classes: only in train none, only in val n02119789")
 
 
 @pytest.mark.parametrize("truth", ["devkit", "csv", "by class"])
@@ -347,7 +345,7 @@ def test_train_has_a_class_that_val_lacks(tmp_path: Path, scratch: Path, truth: 
     layout = "val by class" if truth == "by class" else "folders"
     made = make_imagenet(tmp_path / "data", layout=layout, truth=truth)
     shutil.copytree(made.folder / "train" / "n02119789", made.folder / "train" / "n09999999")
-    refused(made.folder, scratch, "only in train n09999999, only in val none")
+    refused_by(ImagenetSource, made.folder, scratch, "only in train n09999999, only in val none")
 
 
 def test_a_devkit_with_a_class_of_which_val_has_no_image_is_fine(tmp_path: Path, scratch: Path) -> None:
@@ -358,26 +356,26 @@ def test_a_devkit_with_a_class_of_which_val_has_no_image_is_fine(tmp_path: Path,
 def test_half_moved_val(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data", layout="folders")
     (made.folder / "val" / "n01440764").mkdir()
-    refused(made.folder, scratch, "by number as well as class folders")
+    refused_by(ImagenetSource, made.folder, scratch, "by number as well as class folders")
 
 
 def test_half_unpacked_train(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data", layout="class tars")
     (made.folder / "train" / "n01440764").mkdir()
-    refused(made.folder, scratch, "4 class tars and 1 class folders")
+    refused_by(ImagenetSource, made.folder, scratch, "4 class tars and 1 class folders")
 
 
 @pytest.mark.parametrize("stray", ["cat", "n123"])
 def test_a_folder_that_is_no_class(tmp_path: Path, scratch: Path, stray: str) -> None:
     made = make_imagenet(tmp_path / "data", layout="folders")
     (made.folder / "train" / stray).mkdir()
-    refused(made.folder, scratch, f"{stray} is neither a class folder nor a class tar")
+    refused_by(ImagenetSource, made.folder, scratch, f"{stray} is neither a class folder nor a class tar")
 
 
 def test_a_name_that_is_no_text(tmp_path: Path, scratch: Path) -> None:
     path = tmp_path / TRAIN
     path.write_bytes(tar_of({"n01440764.tar": tar_of({"n\udcff.JPEG": jpeg(1)})}))
-    refused(path, scratch, "not printable")
+    refused_by(ImagenetSource, path, scratch, "not printable")
 
 
 def test_an_image_that_changes(tmp_path: Path, scratch: Path) -> None:
@@ -420,7 +418,7 @@ def test_without_scipy(tmp_path: Path, scratch: Path, monkeypatch: pytest.Monkey
 
 
 def test_nothing_there(tmp_path: Path, scratch: Path) -> None:
-    refused(tmp_path, scratch, "neither")
+    refused_by(ImagenetSource, tmp_path, scratch, "neither")
     with pytest.raises(NotFoundError):
         ImagenetSource(str(tmp_path / "none"), scratch=scratch)
     assert not ImagenetSource.recognises(str(tmp_path))

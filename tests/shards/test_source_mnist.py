@@ -9,8 +9,9 @@ import pytest
 from PIL import Image
 
 from miniatures import Mnist, idx, make_mnist
-from stoker.errors import NotFoundError, SourceError
+from stoker.errors import NotFoundError
 from stoker.shards.sources.mnist import MnistSource
+from trees import refused_by
 
 
 @pytest.fixture
@@ -67,19 +68,6 @@ def test_the_decompressed_file_is_preferred(tmp_path: Path, scratch: Path) -> No
     assert not list(scratch.iterdir())
 
 
-def scan_all(where: Path, scratch: Path) -> None:
-    source = MnistSource(str(where), scratch=scratch)
-    for split in source.splits:
-        list(source.scan(split))
-
-
-def refused(where: Path, scratch: Path, *parts: str) -> None:
-    with pytest.raises(SourceError) as caught:
-        scan_all(where, scratch)
-    for part in parts:
-        assert part in str(caught.value)
-
-
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 
 
@@ -98,14 +86,14 @@ IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 def test_bad_files(tmp_path: Path, scratch: Path, file: str, data: bytes, parts: list[str]) -> None:
     made = make_mnist(tmp_path / "d", packed=False)
     (made.folder / file).write_bytes(data)
-    refused(made.folder, scratch, file, *parts)
+    refused_by(MnistSource, made.folder, scratch, file, *parts)
 
 
 @pytest.mark.parametrize("file", [IMAGES, LABELS])
 def test_a_missing_half(tmp_path: Path, scratch: Path, file: str) -> None:
     made = make_mnist(tmp_path / "d")
     (made.folder / f"{file}.gz").unlink()
-    refused(made.folder, scratch, f"there is no {file}")
+    refused_by(MnistSource, made.folder, scratch, f"there is no {file}")
 
 
 def test_damaged_gzip(tmp_path: Path, scratch: Path) -> None:
@@ -113,11 +101,11 @@ def test_damaged_gzip(tmp_path: Path, scratch: Path) -> None:
     packed = made.folder / f"{IMAGES}.gz"
     whole = packed.read_bytes()
     packed.write_bytes(whole[: len(whole) // 2])
-    refused(made.folder, scratch, f"{IMAGES}.gz", "truncated")
+    refused_by(MnistSource, made.folder, scratch, f"{IMAGES}.gz", "truncated")
     shutil.rmtree(scratch)
     scratch.mkdir()
     packed.write_bytes(whole[:100] + bytes(100) + whole[200:])
-    refused(made.folder, scratch, f"{IMAGES}.gz", "damaged")
+    refused_by(MnistSource, made.folder, scratch, f"{IMAGES}.gz", "damaged")
 
 
 def test_plain_bytes_under_a_gz_name(tmp_path: Path, scratch: Path) -> None:
@@ -128,7 +116,7 @@ def test_plain_bytes_under_a_gz_name(tmp_path: Path, scratch: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path, scratch: Path) -> None:
-    refused(tmp_path, scratch, "train-images-idx3-ubyte")
+    refused_by(MnistSource, tmp_path, scratch, "train-images-idx3-ubyte")
     with pytest.raises(NotFoundError):
         MnistSource(str(tmp_path / "none"), scratch=scratch)
     assert not MnistSource.recognises(str(tmp_path))
@@ -139,4 +127,4 @@ def test_two_datasets(tmp_path: Path, scratch: Path) -> None:
     make_mnist(tmp_path / "MNIST/raw")
     make_mnist(tmp_path / "FashionMNIST/raw")
     assert MnistSource.recognises(str(tmp_path))
-    refused(tmp_path, scratch, "two datasets")
+    refused_by(MnistSource, tmp_path, scratch, "two datasets")
