@@ -41,7 +41,6 @@ _META = re.compile(r"__[^/]*__($|/)")
 
 # start of its first header, path, where its bytes start, how many, end of its last block
 _Member: TypeAlias = tuple[int, str, int, int, int]
-_Group: TypeAlias = tuple[str, int, int, dict[str, tuple[int, int]]]
 
 
 class Tar:
@@ -116,20 +115,8 @@ def split_path(path: str) -> tuple[str, str] | None:
 def _walk(
     view: memoryview, where: str, check: bool, *, whole: bool, faults: list[SourceError] | None = None
 ) -> Iterator[Found]:
-    for key, first, last, members in _groups(view, where, check, whole=whole):
-        try:
-            found = _found(view, where, key, first, last, members)
-        except SourceError as error:
-            if faults is None:
-                raise
-            faults.append(error)
-        else:
-            yield found
-
-
-def _groups(view: memoryview, where: str, check: bool, *, whole: bool) -> Iterator[_Group]:
-    """Consecutive members with one key, as webdataset groups them."""
-    key: str | None = None
+    """Every sample: consecutive members with one key, as webdataset groups them."""
+    key = ""
     expected: str | None = None
     first = last = 0
     members: dict[str, tuple[int, int]] = {}
@@ -140,9 +127,9 @@ def _groups(view: memoryview, where: str, check: bool, *, whole: bool) -> Iterat
             names = split_path(path)
             if names is None:
                 continue
-            if names[0] != key:
-                if key is not None:
-                    yield key, first, last, members
+            if names[0] != key or not members:
+                if members and (found := _found(view, where, key, first, last, members, faults)):
+                    yield found
                 key, first, members = names[0], start, {}
                 expected = f"{key}.cls"
             extension = names[1]
@@ -150,11 +137,31 @@ def _groups(view: memoryview, where: str, check: bool, *, whole: bool) -> Iterat
             raise SourceError(f"member {path!r} at byte {start} is there twice", where=where)
         members[extension] = at, size
         last = end
-    if key is not None:
-        yield key, first, last, members
+    if members and (found := _found(view, where, key, first, last, members, faults)):
+        yield found
 
 
-def _found(view: memoryview, where: str, key: str, start: int, end: int, members: dict[str, tuple[int, int]]) -> Found:
+def _found(
+    view: memoryview,
+    where: str,
+    key: str,
+    start: int,
+    end: int,
+    members: dict[str, tuple[int, int]],
+    faults: list[SourceError] | None,
+) -> Found | None:
+    try:
+        return _sample_of(view, where, key, start, end, members)
+    except SourceError as error:
+        if faults is None:
+            raise
+        faults.append(error)
+        return None
+
+
+def _sample_of(
+    view: memoryview, where: str, key: str, start: int, end: int, members: dict[str, tuple[int, int]]
+) -> Found:
     for image in members:
         if image in KIND_OF_EXTENSION:
             break
@@ -197,6 +204,14 @@ def _members(view: memoryview, where: str, check: bool, *, whole: bool) -> Itera
         if data_at > total:
             raise SourceError(f"truncated at byte {total}: a header at byte {at} wants {BLOCK} bytes", where=where)
         name, octal, kind, magic, prefix = _HEADER.unpack_from(view, at)
+        if kind == b"0" and magic == b"ustar\0" and at == start and name[0] and not prefix[0] and not check:
+            # A plain file in a plain header, as nearly all are; whatever is odd about it falls through.
+            size = _number(octal, where, at)
+            end = data_at + (size + BLOCK - 1) // BLOCK * BLOCK
+            if end <= total:
+                yield start, name.partition(b"\0")[0].decode("utf-8", "surrogateescape"), data_at, size, end
+                at = start = end
+                continue
         if not name[0] and view[at:data_at].tobytes() == ZEROS:
             break
         # The oldest tars have no magic: only the checksum tells them from something that is not a tar.
@@ -263,7 +278,8 @@ def _number(field: bytes, where: str, at: int) -> int:
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     try:
-        number = int(field.partition(b"\0")[0].strip() or b"0", 8)
+        # Nearly all writers fill the field; int() then needs no help.
+        number = int(field[:11], 8) if field[11] == 0 < field[10] else int(field.partition(b"\0")[0].strip() or b"0", 8)
     except ValueError:
         number = -1
     if number < 0:
