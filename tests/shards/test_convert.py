@@ -23,7 +23,7 @@ from PIL import Image
 
 from stoker.shards import index
 from stoker.shards.formats import FORMATS
-from stoker.shards.locate import MappedFile, find_sets
+from stoker.shards.locate import MappedFile, find_sets, read_images
 from stoker.shards.pack import ShardFile
 from stoker.storage.local import LocalStore
 from trees import digests, image_bytes, make_dataset, make_tree, stoker
@@ -93,6 +93,9 @@ def test_the_index_leads_to_each_image(tmp_path: Path, shard_format: str) -> Non
         assert rows.dtype == index.INDEX_DTYPE
         found.update(content[row["offset"] : row["offset"] + row["length"]] for row in rows)
     assert found == images
+    (one,) = find_sets(str(out / "train"))
+    read = [(bytes(view), label) for entry in one.shards for view, label in read_images(one, entry.name)]
+    assert sorted(read) == sorted((image, label) for image, label, _ in samples_of(out / "train").values())
 
 
 def test_any_number_of_jobs_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -145,11 +145,13 @@ class Destination:
         return self._parts / f"{name.replace('/', '-')}.part"
 
     def put(self, name: str, content: bytes | Path) -> None:
-        """Put a file in its place, whole."""
+        """Put a file in its place, whole, and on the disk before anything else can tell of it."""
         if isinstance(content, bytes):
             part = self.part(name)
-            with resumable(part):
-                part.write_bytes(content)
+            with resumable(part), part.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
             content = part
         self._store.put(name, content)
 
@@ -159,10 +161,10 @@ class Destination:
             if images:
                 lines = b"".join(msgspec.json.encode(one) + b"\n" for one in images)
                 self.put(f"{split}/{QUARANTINE}", lines)
-        self._sync()
+        self._sync(manifests)
         for manifest in manifests:
             self.put(f"{manifest.split}/{MANIFEST}", spec.to_json(manifest))
-        self._sync()
+        self._sync(manifests)
         self.clear()
 
     def clear(self) -> None:
@@ -211,10 +213,17 @@ class Destination:
     def _sizes(self) -> dict[str, int]:
         return {entry.name: entry.size for entry in self._store.list()}
 
-    def _sync(self) -> None:
-        """Have everything on the disk, so that through a power cut a manifest means a complete set."""
-        if self._folder is not None:
-            os.sync()
+    def _sync(self, manifests: list[Manifest]) -> None:
+        """Have the files' names on the disk too, so that through a power cut a manifest means a complete set."""
+        if self._folder is None:
+            return
+        for manifest in manifests:
+            for folder in (self._folder / manifest.split, self._folder / manifest.split / "index"):
+                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
 
 
 def check_destination(store: Store) -> None:

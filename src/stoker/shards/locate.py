@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stoker.errors import InputError, NotFoundError, StokerError, UnavailableError
+from stoker.shards import index
 from stoker.shards.braces import expand, has_braces
 from stoker.shards.formats import format_of
 from stoker.shards.manifest import MANIFEST, PLAN, Manifest, read_manifest
@@ -77,6 +78,15 @@ class ShardSet:
             path = Path(temporary) / "shard"
             download(self.store, self.folder + name, path)
             yield MappedFile(path)
+
+
+def read_images(one: ShardSet, name: str) -> Iterator[tuple[memoryview, int]]:
+    """Give every image of a shard with its label, as views of the mapped file; the index tells where they lie."""
+    rows = index.from_bytes(one.store.get(one.folder + index.index_name(name)), one.url_of(name))
+    with one.mapped(name) as file:
+        view = file.view
+        for offset, length, label in rows.tolist():
+            yield view[offset : offset + length], label
 
 
 def find_sets(url: str, *, gaps: bool = False) -> list[ShardSet]:
