@@ -202,13 +202,13 @@ class Packer:
 
 
 class ShardFile:
-    """A file that is written in large pieces and hashed on the way."""
+    """A file that is hashed and written in large pieces, gathered in one buffer that is used again and again."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         self._hash = hashlib.sha256()
-        self._chunks: list[Buffer] = []
-        self._pending = 0
+        self._buffer = memoryview(bytearray(WRITE_BYTES))
+        self._filled = 0
         self.position = 0
 
     def __enter__(self) -> ShardFile:
@@ -228,21 +228,27 @@ class ShardFile:
         return self._hash.hexdigest()
 
     def write(self, chunks: list[Buffer], length: int) -> None:
-        """Add the chunks; they are kept as they are until the next flush."""
-        self._chunks += chunks
-        self._pending += length
+        """Add the chunks."""
+        for chunk in chunks:
+            end = self._filled + len(chunk)
+            if end > WRITE_BYTES:
+                self._flush()
+                end = len(chunk)
+            if end > WRITE_BYTES:
+                self._out(memoryview(chunk))
+            else:
+                self._buffer[self._filled : end] = chunk
+                self._filled = end
         self.position += length
-        if self._pending >= WRITE_BYTES:
-            self._flush()
 
     def _flush(self) -> None:
-        data = b"".join(self._chunks)
+        self._out(self._buffer[: self._filled])
+        self._filled = 0
+
+    def _out(self, data: memoryview) -> None:
         self._hash.update(data)
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(self._fd, rest) :]
-        self._chunks = []
-        self._pending = 0
+        while data:
+            data = data[os.write(self._fd, data) :]
 
 
 class _Tally:
