@@ -21,8 +21,6 @@ from stoker.shards.plan import Plan, SplitPlan
 from stoker.storage import Store, local_path
 from stoker.storage.local import explained
 
-REMOVE = "choose an empty or new destination, or remove that one"
-
 
 class Bad(msgspec.Struct, frozen=True, kw_only=True):
     """An image that was left out, and why."""
@@ -90,7 +88,7 @@ class Destination:
                     f"the destination already holds another dataset: {manifest.name}, "
                     f"{manifest.samples:,} samples of {manifest.split} in {manifest.format} shards",
                     where=self._store.url,
-                    hint=REMOVE,
+                    hint="choose an empty or new destination, or remove that one",
                 )
         whole = all(_is_whole(manifest, sizes) for manifest in manifests)
         return manifests if whole and len(manifests) == len(plan.splits) else None
@@ -101,9 +99,7 @@ class Destination:
         if self._folder is None:
             yield
             return
-        with resumable(self._folder):
-            self._parts.mkdir(parents=True, exist_ok=True)
-        with _locked(self._folder / WORK / "lock", self._store.url):
+        with _lock(self._folder / WORK / "lock", self._store.url):
             yield
 
     def begin(self, plan: Plan, stamp: str) -> None:
@@ -268,14 +264,8 @@ def _is_whole(manifest: Manifest, sizes: Mapping[str, int]) -> bool:
     )
 
 
-@contextlib.contextmanager
-def _locked(path: Path, where: str) -> Iterator[None]:
-    """Hold a lock on a file; where the file system knows no locks, go on without."""
-    with _open_lock(path, where):
-        yield
-
-
-def _open_lock(path: Path, where: str) -> IO[str]:
+def _lock(path: Path, where: str) -> IO[str]:
+    """Open a file and lock it until it is closed; where the file system knows no locks, go on without."""
     while True:
         with resumable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
