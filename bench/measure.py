@@ -112,10 +112,16 @@ def command(*argv: str | Path) -> Ran:
 
 
 def call(script: str | Path, *args: str | Path) -> Ran:
-    """Take the seconds that a script prints of its work alone; in a fresh process, so that no import weighs on it."""
+    """Take the seconds that a script prints of its work alone, and its peak bytes if it prints those after them.
+
+    In a fresh process, so that no import weighs on it.
+    """
     words = [sys.executable, str(script), *map(str, args)]
-    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=True)
-    return Ran(float(done.stdout))
+    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(words)} failed with {done.returncode}: {done.stderr.strip()}")
+    seconds, *peak = done.stdout.split()
+    return Ran(float(seconds), *map(int, peak))
 
 
 def take_turns(

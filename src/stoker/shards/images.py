@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, cast
 
+import numpy as np
+import numpy.typing as npt
 from PIL import Image, ImageOps, __version__
 
 from stoker.shards.formats import KIND_OF_EXTENSION
@@ -24,6 +26,7 @@ PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 PNG_END = b"IEND\xaeB`\x82"
 _BMP_HEADERS = frozenset({12, 40, 52, 56, 64, 108, 124})
 _PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+_ORIENTATION, _SHORT = 0x0112, 3
 _ONE_COPY = 4  # bytes: Pillow pads the three of an RGB pixel
 
 # Pillow's own guard warns on stderr from half of this size on, and is no use where _open checks MAX_PIXELS itself.
@@ -109,7 +112,7 @@ def probe(data: Buffer) -> ImageInfo:
                 width, height = _open(data).size
     except _OddImageError as odd:
         width, height = _decoded_size(data, odd)
-    _check_size(width, height)
+    check_size(width, height)
     return ImageInfo(kind, width, height)
 
 
@@ -158,6 +161,62 @@ def shrink(data: Buffer, max_side: int, quality: int) -> bytes:
     return out.getvalue()
 
 
+def orientation(data: Buffer) -> int:
+    """Tell how a JPEG's EXIF says its pixels are stored: 1 upright, 2–8 mirrored or turned; 1 when it says nothing."""
+    at = 2
+    while at + 4 <= len(data) and data[at] == 0xFF and (0xE0 <= data[at + 1] <= 0xEF or data[at + 1] == 0xFE):
+        length = (data[at + 2] << 8) | data[at + 3]
+        if data[at + 1] == 0xE1 and bytes(data[at + 4 : at + 10]) == b"Exif\x00\x00":
+            return _tiff_orientation(bytes(data[at + 10 : at + 2 + length]))
+        at += 2 + length
+    return 1
+
+
+def _tiff_orientation(exif: bytes) -> int:
+    order = {b"II*\x00": "<", b"MM\x00*": ">"}.get(exif[:4])
+    if order is None or len(exif) < 8:
+        return 1
+    try:
+        (at,) = struct.unpack_from(f"{order}I", exif, 4)
+        (entries,) = struct.unpack_from(f"{order}H", exif, at)
+        for entry in range(entries):
+            tag, kind, _, value = struct.unpack_from(f"{order}HHIH", exif, at + 2 + 12 * entry)
+            if tag == _ORIENTATION and kind == _SHORT:
+                return value if 1 <= value <= 8 else 1
+    except struct.error:  # cut short: it says nothing
+        pass
+    return 1
+
+
+def upright_size(data: Buffer) -> tuple[int, int]:
+    """Tell the size of an image of any format once it stands upright; raise BadImageError if it has no header."""
+    with _pillow("no readable header"):
+        image = _open(data)
+        turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
+        return (image.height, image.width) if turned else image.size
+
+
+def pixels(data: Buffer) -> npt.NDArray[np.uint8]:
+    """Decode an image of any format into upright RGB pixels, white behind what is transparent, 16 bits made 8."""
+    with _pillow("does not decode"):
+        image = _open(data)
+        width, height = image.size
+        memory = _memory(image) + 2 * _ONE_COPY * width * height  # made flat and upright, and copied out
+        if memory > _decoding.total:
+            raise BadImageError(f"{width}×{height} pixels take {memory // 1_000_000} MB to decode: too many")
+        with _decoding.take(memory):
+            upright = ImageOps.exif_transpose(_flat(image))
+            return np.asarray(upright.convert("RGB"))
+
+
+def resized(pixels: npt.NDArray[np.uint8], box: tuple[float, float, float, float], size: int) -> npt.NDArray[np.uint8]:
+    """Resize a box (left, top, width, height), whose edges may lie between pixels, to a square, antialiased."""
+    left, top, width, height = box
+    right, bottom = min(left + width, pixels.shape[1]), min(top + height, pixels.shape[0])
+    image = Image.fromarray(pixels)
+    return np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box=(left, top, right, bottom)))
+
+
 class _OddImageError(BadImageError):
     """Not as the format's specification has it; decoders may read it even so."""
 
@@ -175,11 +234,12 @@ def _pillow(failure: str) -> Iterator[None]:
 
 def _open(data: Buffer) -> Image.Image:
     image = Image.open(io.BytesIO(data), formats=_PILLOW_FORMATS)
-    _check_size(*image.size)
+    check_size(*image.size)
     return image
 
 
-def _check_size(width: int, height: int) -> None:
+def check_size(width: int, height: int) -> None:
+    """Refuse what no reader would decode."""
     if width == 0 or height == 0:
         raise BadImageError(f"the image is {width}×{height} pixels")
     if width * height > MAX_PIXELS:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import mmap
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
-from stoker.errors import InputError, NotFoundError, StokerError, UnavailableError
-from stoker.shards import index
+from stoker.errors import DataFaultError, InputError, NotFoundError, StokerError, UnavailableError
 from stoker.shards.braces import expand, has_braces
 from stoker.shards.formats import format_of
-from stoker.shards.manifest import MANIFEST, PLAN, Manifest, read_manifest
+from stoker.shards.index import Index, from_bytes, index_name
+from stoker.shards.manifest import MANIFEST, PLAN, Manifest, Shard, read_manifest
 from stoker.storage import Entry, Store, checked, download, local_path, open_store, shown, split
 from stoker.storage.local import explained
 
@@ -45,10 +47,18 @@ class MappedFile:
             self._forgotten = position - position % mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, 0, self._forgotten)
 
+    def forget(self) -> None:
+        """Give all of it back; what is looked at again is read again."""
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True)
 class ShardSet:
-    """Shards of one split and format; `folder` is empty or ends with a slash, names are relative to it."""
+    """Shards of one split and format; `folder` is empty or ends with a slash, names are relative to it.
+
+    Index files lie beside the shards, or in the store `indexes` where the set was made elsewhere and scanned here.
+    """
 
     store: Store
     folder: str
@@ -57,6 +67,7 @@ class ShardSet:
     shards: tuple[Entry, ...]
     missing: tuple[str, ...] = ()
     manifest: Manifest | None = None
+    indexes: Store | None = None
 
     @property
     def url(self) -> str:
@@ -66,6 +77,33 @@ class ShardSet:
     def url_of(self, name: str) -> str:
         """Where one object of the set lies."""
         return f"{self.url}/{name}"
+
+    @cached_property
+    def known(self) -> dict[str, Shard]:
+        """What the manifest tells of each shard, by name."""
+        return {} if self.manifest is None else {shard.name: shard for shard in self.manifest.shards}
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(self.shards)
+
+    def index(self, name: str) -> Index:
+        """Read where a shard's images lie; refuse an index that is not the manifest's or leads out of the shard."""
+        place = self if self.indexes is None else replace(self, store=self.indexes, folder="")
+        where = place.url_of(index_name(name))
+        hint = "see: stoker data verify" if place is self else f"remove {place.url} and the set is scanned anew"
+        if name not in self._sizes:
+            raise NotFoundError("the set has no such shard", where=self.url_of(name))
+        data = place.store.get(place.folder + index_name(name))
+        shard = self.known.get(name)
+        if shard and shard.index_sha256 and hashlib.sha256(data).hexdigest() != shard.index_sha256:
+            raise DataFaultError("the sha256 of this index is not the manifest's", where=where, hint=hint)
+        rows = from_bytes(data, where)
+        if shard and len(rows) != shard.samples:
+            what = f"the index tells of {len(rows):,} samples, and the manifest of {shard.samples:,}"
+            raise DataFaultError(what, where=where, hint=hint)
+        _refuse_outside(rows, self._sizes[name], where, hint)
+        return rows
 
     @contextmanager
     def mapped(self, name: str, scratch: Path | None = None) -> Iterator[MappedFile]:
@@ -82,11 +120,23 @@ class ShardSet:
 
 def read_images(one: ShardSet, name: str) -> Iterator[tuple[memoryview, int]]:
     """Give every image of a shard with its label, as views of the mapped file; the index tells where they lie."""
-    rows = index.from_bytes(one.store.get(one.folder + index.index_name(name)), one.url_of(name))
+    rows = one.index(name)
     with one.mapped(name) as file:
         view = file.view
+        _refuse_outside(rows, len(view), one.url_of(name), "the shard is cut off; see: stoker data verify")
         for offset, length, label in rows.tolist():
             yield view[offset : offset + length], label
+
+
+def _refuse_outside(rows: Index, size: int, where: str, hint: str) -> None:
+    """Refuse rows that lead out of a shard: a slice would quietly give less, and a range request would fail late."""
+    offsets, lengths = rows["offset"], rows["length"]
+    # Compared one by one, for the sum of an offset and a length may pass 64 bits and come out small.
+    outside = (offsets > size) | (lengths > size - offsets)
+    if outside.any():
+        row = int(outside.argmax())
+        what = f"image {row} would lie at byte {offsets[row]}, {lengths[row]} bytes long, in a shard of {size} bytes"
+        raise DataFaultError(what, where=where, hint=hint)
 
 
 def find_sets(url: str, *, gaps: bool = False) -> list[ShardSet]:

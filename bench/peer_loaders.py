@@ -1,0 +1,207 @@
+"""One loader in a process of its own: `peer_loaders.py NAME SHARDS BATCHES` prints seconds and peak resident bytes.
+
+Imports, opening and the first batches are left out of the seconds. NAME is a key of `LOADERS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+BATCH = 64
+SIZE = 224
+WORKERS = 2
+WARM = 4
+"""How many batches are taken before the clock starts."""
+SHUFFLE = 256
+SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
+
+
+def draw_crop(width: int, height: int) -> tuple[int, int, int, int]:
+    """Draw left, top, width and height as torchvision's RandomResizedCrop does."""
+    for _ in range(10):
+        area = width * height * random.uniform(*SCALE)
+        ratio = math.exp(random.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return random.randint(0, width - w), random.randint(0, height - h), w, h
+    w = min(width, round(height * RATIO[1]))
+    h = min(height, round(width / RATIO[0]))
+    return (width - w) // 2, (height - h) // 2, w, h
+
+
+def stoker_loader(shards: Path, *, antialias: bool) -> Iterator[Any]:
+    from stoker import Loader
+
+    loader = Loader(str(shards), global_batch=BATCH, transform="imagenet-train", size=SIZE, seed=0, antialias=antialias)
+    try:
+        for batch in loader:
+            yield batch.images, batch.labels
+    finally:
+        loader.close()
+
+
+def thread_pool(shards: Path, *, antialias: bool) -> Iterator[Any]:
+    """Only decode and resize: encoded bytes, headers, crops and flips lie ready in memory, and nothing is handed on."""
+    import threading
+
+    import numpy as np
+
+    from stoker.load.decode import Decoder
+    from stoker.load.transforms import Crop
+    from stoker.shards.locate import find_sets, read_images
+
+    random.seed(0)
+    (one,) = find_sets(str(shards))
+    names = [path.name for path in sorted(shards.glob("*.tar"))]
+    images = [bytes(image) for name in names for image, _ in read_images(one, name)]
+    looked = [(data, Decoder().look(data)) for data in images]
+    tasks = [(data, head, Crop(*draw_crop(head.width, head.height)), random.random() < 0.5) for data, head in looked]
+    own = threading.local()
+
+    def prepare() -> None:
+        own.decoder = Decoder(antialias=antialias)
+        own.out = np.empty((BATCH, SIZE, SIZE, 3), np.uint8)
+
+    def decode(first: int) -> int:
+        for task, out in zip(tasks[first : first + BATCH], own.out, strict=True):
+            own.decoder.fill(*task, out)
+        return BATCH
+
+    with ThreadPoolExecutor(WORKERS, initializer=prepare) as pool:
+        # The first results are waited for, the rest is handed out only then: none is done before the clock starts.
+        firsts = range(0, len(tasks) - BATCH + 1, BATCH)
+        yield from pool.map(decode, firsts[:WARM])
+        yield from pool.map(decode, firsts[WARM:])
+
+
+def webdataset_pil(shards: Path) -> Iterator[Any]:
+    import io
+
+    import numpy as np
+    from PIL import Image
+
+    def decode(data: bytes) -> Any:
+        image = Image.open(io.BytesIO(data))
+        if image.mode != "RGB":
+            image = image.convert("RGB")
+        left, top, width, height = draw_crop(*image.size)
+        box = (left, top, left + width, top + height)
+        image = image.resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=box)
+        if random.random() < 0.5:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return np.array(image)
+
+    return _webdataset(shards, decode)
+
+
+def webdataset_cv2(shards: Path) -> Iterator[Any]:
+    import cv2
+    import numpy as np
+
+    cv2.setNumThreads(0)
+
+    def decode(data: bytes) -> Any:
+        image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB)
+        left, top, width, height = draw_crop(image.shape[1], image.shape[0])
+        crop = image[top : top + height, left : left + width]
+        small = cv2.resize(crop, (SIZE, SIZE), interpolation=cv2.INTER_LINEAR)
+        return cv2.flip(small, 1) if random.random() < 0.5 else small
+
+    return _webdataset(shards, decode)
+
+
+def _webdataset(shards: Path, decode: Callable[[bytes], Any]) -> Iterator[Any]:
+    """Shards split among the workers and repeated, so that none idles; batches leave a worker in shared memory."""
+    import webdataset
+    from torch.utils.data import DataLoader, default_collate
+
+    def sample(found: dict[str, Any]) -> tuple[Any, int]:
+        data = next(found[kind] for kind in ("jpg", "jpeg") if kind in found)
+        return decode(data), int(found["cls"])
+
+    urls = [str(path) for path in sorted(shards.glob("*.tar"))]
+    dataset = webdataset.WebDataset(urls, shardshuffle=len(urls)).repeat()
+    dataset = dataset.shuffle(SHUFFLE).map(sample).batched(BATCH, collation_fn=default_collate, partial=False)
+    return iter(DataLoader(dataset, batch_size=None, num_workers=WORKERS))
+
+
+def tf_data(records: Path, *, antialias: bool) -> Iterator[Any]:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    import tensorflow as tf
+
+    tune = tf.data.AUTOTUNE
+    features = {
+        "image/encoded": tf.io.FixedLenFeature([], tf.string),
+        "image/class/label": tf.io.FixedLenFeature([], tf.int64),
+    }
+
+    def sample(record: Any) -> tuple[Any, Any]:
+        found = tf.io.parse_single_example(record, features)
+        data = found["image/encoded"]
+        begin, size, _ = tf.image.sample_distorted_bounding_box(
+            tf.io.extract_jpeg_shape(data),
+            tf.zeros([1, 0, 4]),
+            min_object_covered=0.0,
+            aspect_ratio_range=RATIO,
+            area_range=SCALE,
+            max_attempts=10,
+            use_image_if_no_bounding_boxes=True,
+        )
+        top, left, _ = tf.unstack(begin)
+        height, width, _ = tf.unstack(size)
+        image = tf.io.decode_and_crop_jpeg(data, tf.stack([top, left, height, width]), channels=3)
+        image = tf.cast(tf.image.resize(image, [SIZE, SIZE], method="bilinear", antialias=antialias), tf.uint8)
+        return tf.image.random_flip_left_right(image), found["image/class/label"]
+
+    files = tf.data.Dataset.list_files(f"{records}/*-of-*", shuffle=True).repeat()
+    dataset = files.interleave(tf.data.TFRecordDataset, cycle_length=2, num_parallel_calls=tune, deterministic=False)
+    dataset = dataset.shuffle(SHUFFLE).map(sample, num_parallel_calls=tune, deterministic=False)
+    dataset = dataset.batch(BATCH, drop_remainder=True).prefetch(tune)
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = WORKERS
+    options.threading.max_intra_op_parallelism = 1
+    return iter(dataset.with_options(options).as_numpy_iterator())
+
+
+LOADERS: dict[str, Callable[[Path], Iterator[Any]]] = {
+    "stoker-antialiased": functools.partial(stoker_loader, antialias=True),
+    "stoker": functools.partial(stoker_loader, antialias=False),
+    "limit-antialiased": functools.partial(thread_pool, antialias=True),
+    "limit": functools.partial(thread_pool, antialias=False),
+    "webdataset-pil": webdataset_pil,
+    "webdataset-cv2": webdataset_cv2,
+    "tf-antialiased": functools.partial(tf_data, antialias=True),
+    "tf": functools.partial(tf_data, antialias=False),
+}
+
+
+def peak_bytes() -> int:
+    """The most that this process held; unlike getrusage's, without what its parent held at the fork."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def main(name: str, shards: str, batches: int) -> None:
+    iterator = LOADERS[name](Path(shards))
+    for _ in itertools.islice(iterator, WARM):
+        pass
+    start = time.perf_counter()
+    taken = sum(1 for _ in itertools.islice(iterator, batches - WARM))
+    seconds = time.perf_counter() - start
+    if taken != batches - WARM:
+        raise RuntimeError(f"{name} gave {taken} batches after the first {WARM}, not {batches - WARM}")
+    print(seconds, peak_bytes())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

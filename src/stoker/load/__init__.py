@@ -1,0 +1,1 @@
+"""Shards into batches: read by the plan, decoded by threads, handed over in order."""

@@ -1,0 +1,155 @@
+"""Encoded images into the rows of a batch: as they are, as pixels of a named transform, or by the user's own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker.core.permute import key
+from stoker.load.buffers import Buffers
+from stoker.load.decode import Decoder, Pixels, to_planes
+from stoker.load.transforms import Transform, draws
+from stoker.sampling.order import Numbers
+from stoker.shards.images import BadImageError
+from stoker.shards.sample import Buffer
+
+UserTransform = Callable[[Pixels, np.random.Generator], npt.NDArray[Any]]
+
+
+class Filled(NamedTuple):
+    """What became of some rows: which are bad and why, and the seconds of decoding and of the user's transform."""
+
+    bad: list[tuple[int, str]]
+    decode_s: float = 0.0
+    transform_s: float = 0.0
+
+
+class Rows(Protocol):
+    """Makes the rows of a batch, in slices, from several threads at once."""
+
+    def room(self, count: int) -> Any:
+        """Give room for so many rows."""
+        ...
+
+    def fill(self, room: Any, first: int, images: Sequence[Buffer], epoch: int, positions: Numbers) -> Filled:
+        """Fill the rows from `first` on."""
+        ...
+
+    def pick(self, room: Any, good: Sequence[int] | None) -> Any:
+        """Give the batch: all rows, or only the good ones."""
+        ...
+
+
+class EncodedRows:
+    """Images as their shard holds them: views of it, nothing is decoded."""
+
+    def room(self, count: int) -> list[Buffer]:
+        """Give room for so many rows."""
+        return [b""] * count
+
+    def fill(
+        self,
+        room: list[Buffer],
+        first: int,
+        images: Sequence[Buffer],
+        epoch: int,  # noqa: ARG002
+        positions: Numbers,  # noqa: ARG002
+    ) -> Filled:
+        """Put the images where they belong."""
+        room[first : first + len(images)] = images
+        return Filled([])
+
+    def pick(self, room: list[Buffer], good: Sequence[int] | None) -> list[Buffer]:
+        """Give the images."""
+        return room if good is None else [room[row] for row in good]
+
+
+class PixelRows:
+    """Pixels of one size, decoded straight into the batch."""
+
+    def __init__(
+        self, transform: Transform, *, size: int, planes: bool, antialias: bool, seed: int, buffers: Buffers
+    ) -> None:
+        self._transform, self._size, self._planes, self._seed = transform, size, planes, seed
+        self._antialias, self._buffers = antialias, buffers
+        self._own = threading.local()
+
+    def room(self, count: int) -> Pixels:
+        """Give room for so many rows."""
+        row = (3, self._size, self._size) if self._planes else (self._size, self._size, 3)
+        return self._buffers.take((count, *row))
+
+    def fill(self, room: Pixels, first: int, images: Sequence[Buffer], epoch: int, positions: Numbers) -> Filled:
+        """Draw the crops, and decode each of them into its row."""
+        started = time.perf_counter()
+        if not hasattr(self._own, "decoder"):
+            self._own.decoder = Decoder(antialias=self._antialias)
+            self._own.square = np.empty((self._size, self._size, 3), dtype=np.uint8)
+        decoder: Decoder = self._own.decoder
+        bad = []
+        numbers = draws(self._seed, epoch, positions).tolist()
+        for row, (data, drawn) in enumerate(zip(images, numbers, strict=True), first):
+            try:
+                header = decoder.look(data)
+                crop, flip = self._transform(header.width, header.height, drawn)
+                if self._planes:
+                    decoder.fill(data, header, crop, flip, self._own.square)
+                    to_planes(self._own.square, room[row])
+                else:
+                    decoder.fill(data, header, crop, flip, room[row])
+            except BadImageError as error:
+                bad.append((row, str(error)))
+        return Filled(bad, time.perf_counter() - started)
+
+    def pick(self, room: Pixels, good: Sequence[int] | None) -> Pixels:
+        """Give the batch."""
+        return room if good is None else room[np.array(good, dtype=np.int64)]
+
+
+class UserRows:
+    """What the user's own function makes of upright RGB pixels and a generator that depends on the position alone."""
+
+    def __init__(self, transform: UserTransform, *, seed: int) -> None:
+        self._transform, self._seed = transform, seed
+        self._own = threading.local()
+
+    def room(self, count: int) -> list[npt.NDArray[Any] | None]:
+        """Give room for so many rows."""
+        return [None] * count
+
+    def fill(
+        self,
+        room: list[npt.NDArray[Any] | None],
+        first: int,
+        images: Sequence[Buffer],
+        epoch: int,
+        positions: Numbers,
+    ) -> Filled:
+        """Decode whole images, and hand each to the function."""
+        if not hasattr(self._own, "decoder"):
+            self._own.decoder = Decoder()
+        bad, decode_s, transform_s = [], 0.0, 0.0
+        for row, (data, position) in enumerate(zip(images, positions.tolist(), strict=True), first):
+            started = time.perf_counter()
+            try:
+                pixels = self._own.decoder.whole(data)
+            except BadImageError as error:
+                bad.append((row, str(error)))
+                continue
+            finally:
+                decoded = time.perf_counter()
+                decode_s += decoded - started
+            stream = np.random.Philox(key=key("augment", self._seed, epoch, position))
+            room[row] = self._transform(pixels, np.random.Generator(stream))
+            transform_s += time.perf_counter() - decoded
+        return Filled(bad, decode_s, transform_s)
+
+    def pick(self, room: list[npt.NDArray[Any] | None], good: Sequence[int] | None) -> npt.NDArray[Any]:
+        """Stack what was made."""
+        made = [one for one in (room if good is None else [room[row] for row in good]) if one is not None]
+        return np.stack(made) if made else np.empty(0)

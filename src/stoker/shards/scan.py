@@ -1,0 +1,184 @@
+"""Shard sets made elsewhere: scanned once, and what a manifest would have told is kept in the local cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from stoker.core import spec
+from stoker.errors import DataFaultError, InputError, NotFoundError, SourceError, UnavailableError
+from stoker.shards.formats import FORMATS, Found
+from stoker.shards.images import MAX_BYTES, too_large
+from stoker.shards.index import MAX_LABEL, IndexBuilder, index_name
+from stoker.shards.locate import ShardSet
+from stoker.shards.manifest import MANIFEST, VERSION, WINDOW, Manifest, Origin, Shard, default_lanes, read_manifest
+from stoker.storage import Entry, Store, local_path, open_store
+from stoker.storage.local import explained
+
+
+def described(
+    one: ShardSet, *, jobs: int = 1, cache: Path | None = None, progress: Callable[[int], None] = lambda _: None
+) -> ShardSet:
+    """Give a set its manifest and indexes: its own, those that an earlier scan has kept, or those of a scan now.
+
+    `progress` is told the bytes of each shard as it is done, from several threads.
+    """
+    if one.manifest is not None:
+        return one
+    cache = default_cache() if cache is None else cache
+    place = _place(one)
+    kept = cache / _digest(one, place)
+    with suppress(NotFoundError):
+        return _known(one, kept)
+    with _using(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(prefix=f"{kept.name}.", dir=cache, ignore_cleanup_errors=True)
+    with temporary as private:
+        made = Path(private) / "scan"  # one deeper, for others may read what is kept
+        store = open_store(str(made))
+        shards = _scan(one, store, jobs, progress)
+        manifest = _manifest(one, Path(place).name or "dataset", shards)
+        with _using(cache):
+            store.put(MANIFEST, spec.to_json(manifest))
+            read_manifest(store)  # what could not be read again must not be kept
+            _rename(made, kept)
+    return _known(one, kept)
+
+
+def default_cache() -> Path:
+    """Where scans are kept: below STOKER_CACHE_DIR, else in the user's cache folder."""
+    if own := os.environ.get("STOKER_CACHE_DIR"):
+        return Path(own).expanduser() / "scans"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stoker" / "scans"
+
+
+def _place(one: ShardSet) -> str:
+    """Where a set lies, without secrets, and the same from every working directory."""
+    folder = local_path(one.store.url)
+    return one.url if folder is None else str((folder / one.folder).resolve())
+
+
+def _digest(one: ShardSet, place: str) -> str:
+    """Name a set by all that can be told of it without reading: other shards must not be taken for these."""
+    local = local_path(one.store.url) is not None
+    shards = [[*entry, _changed(Path(place, entry.name)) if local else None] for entry in one.shards]
+    facts = json.dumps([VERSION, place, one.split, one.format, shards])
+    return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+
+
+def _changed(path: Path) -> int:
+    with explained(path):
+        return path.stat().st_mtime_ns
+
+
+def _known(one: ShardSet, kept: Path) -> ShardSet:
+    """Give the set as a finished scan has described it."""
+    store = open_store(str(kept))
+    try:
+        with _using(kept):
+            return replace(one, manifest=read_manifest(store), indexes=store)
+    except InputError as error:
+        error.hint = f"remove {kept} and the set is scanned anew"
+        raise
+
+
+def _rename(made: Path, kept: Path) -> None:
+    """Put a finished scan in its place, or leave there what a process that scanned at the same time has put."""
+    try:
+        made.rename(kept)
+    except OSError:
+        if not kept.is_dir():
+            raise
+
+
+def _scan(one: ShardSet, store: Store, jobs: int, progress: Callable[[int], None]) -> list[Shard]:
+    """Walk every shard, one a thread, and write its index at once, so that memory does not grow with the set."""
+
+    def scan(entry: Entry) -> Shard:
+        rows = _rows(one, entry)
+        data = rows.to_bytes()
+        with _using(Path(store.url)):
+            store.put(index_name(entry.name), data)
+        progress(entry.size)
+        digest = hashlib.sha256(data).hexdigest()
+        return Shard(name=entry.name, samples=len(rows), bytes=entry.size, sha256="", index_sha256=digest)
+
+    with ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="scan") as pool:
+        return list(pool.map(scan, one.shards))
+
+
+def _rows(one: ShardSet, entry: Entry) -> IndexBuilder:
+    """Find the images of one shard; their bytes are not looked at."""
+    where = one.url_of(entry.name)
+    rows = IndexBuilder()
+    with one.mapped(entry.name) as file:
+        if len(file.view) != entry.size:
+            what = f"{len(file.view):,} bytes, and {entry.size:,} a moment ago"
+            raise DataFaultError(what, where=where, hint="try again when nobody writes it any more")
+        try:
+            for found in FORMATS.get(one.format).walk(file.view, where):
+                _check(found, where)
+                rows.add(found.image_at, len(found.sample.image), found.sample.label)
+                file.passed(found.end)
+        except SourceError as error:
+            hint = "mend or leave out this shard; stoker data verify tells every fault"
+            raise DataFaultError(error.what, where=where, hint=hint) from error
+    return rows
+
+
+def _check(found: Found, where: str) -> None:
+    """Refuse what an index cannot hold."""
+    sample = found.sample
+    if not 0 <= sample.label <= MAX_LABEL:
+        what = f"the label {sample.label}, not 0 to {MAX_LABEL}"
+    elif len(sample.image) > MAX_BYTES:
+        what = f"an image of {too_large(len(sample.image))}"
+    else:
+        return
+    raise SourceError(f"sample {sample.key!r} at byte {found.start} has {what}", where=where)
+
+
+def _manifest(one: ShardSet, name: str, shards: list[Shard]) -> Manifest:
+    """Sum a scan up; what only the set's maker could know stays empty: class names, the shards' digests, the plan."""
+    samples = sum(shard.samples for shard in shards)
+    if samples == 0:
+        what = f"there are no samples in its {len(shards):,} shards"
+        raise InputError(what, where=one.url, hint="name other shards, or make some with: stoker data convert")
+    digest = hashlib.blake2b(digest_size=16)
+    for shard in shards:
+        digest.update(spec.to_json(shard))
+    return Manifest(
+        version=VERSION,
+        name=name,
+        split=one.split,
+        format=one.format,
+        samples=samples,
+        bytes=sum(shard.bytes for shard in shards),
+        quarantined=0,
+        classes=(),
+        seed=0,
+        lanes=default_lanes(len(shards)),
+        window=WINDOW,
+        source=Origin(kind="scan", samples=samples, digest=digest.hexdigest()),
+        shrunk=None,
+        plan="",
+        shards=tuple(shards),
+    )
+
+
+@contextmanager
+def _using(path: Path) -> Iterator[None]:
+    """Say what helps when the cache cannot be used."""
+    try:
+        with explained(path):
+            yield
+    except (NotFoundError, UnavailableError) as error:
+        error.hint = "set STOKER_CACHE_DIR to a folder that can be written and has space"
+        raise
