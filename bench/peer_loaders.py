@@ -85,23 +85,19 @@ def thread_pool(shards: Path, *, antialias: bool) -> Iterator[Any]:
 
 
 def webdataset_pil(shards: Path) -> Iterator[Any]:
-    import io
-
+    """Decode, crop and resize as torchvision's RandomResizedCrop does with PIL images."""
     import numpy as np
     from PIL import Image
 
-    def decode(data: bytes) -> Any:
-        image = Image.open(io.BytesIO(data))
-        if image.mode != "RGB":
-            image = image.convert("RGB")
+    def transform(image: Any) -> Any:
         left, top, width, height = draw_crop(*image.size)
-        box = (left, top, left + width, top + height)
-        image = image.resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=box)
+        image = image.crop((left, top, left + width, top + height))
+        image = image.resize((SIZE, SIZE), Image.Resampling.BILINEAR)
         if random.random() < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         return np.array(image)
 
-    return _webdataset(shards, decode)
+    return _webdataset(shards, "pilrgb", transform)
 
 
 def webdataset_cv2(shards: Path) -> Iterator[Any]:
@@ -110,28 +106,27 @@ def webdataset_cv2(shards: Path) -> Iterator[Any]:
 
     cv2.setNumThreads(0)
 
-    def decode(data: bytes) -> Any:
+    def transform(data: bytes) -> Any:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB)
         left, top, width, height = draw_crop(image.shape[1], image.shape[0])
         crop = image[top : top + height, left : left + width]
         small = cv2.resize(crop, (SIZE, SIZE), interpolation=cv2.INTER_LINEAR)
         return cv2.flip(small, 1) if random.random() < 0.5 else small
 
-    return _webdataset(shards, decode)
+    return _webdataset(shards, None, transform)
 
 
-def _webdataset(shards: Path, decode: Callable[[bytes], Any]) -> Iterator[Any]:
-    """Shards split among the workers and repeated, so that none idles; batches leave a worker in shared memory."""
+def _webdataset(shards: Path, decoder: str | None, transform: Callable[[Any], Any]) -> Iterator[Any]:
+    """Read by the documented idiom; shards repeat, so that no worker idles, and batches leave it in shared memory."""
     import webdataset
     from torch.utils.data import DataLoader, default_collate
 
-    def sample(found: dict[str, Any]) -> tuple[Any, int]:
-        data = next(found[kind] for kind in ("jpg", "jpeg") if kind in found)
-        return decode(data), int(found["cls"])
-
     urls = [str(path) for path in sorted(shards.glob("*.tar"))]
-    dataset = webdataset.WebDataset(urls, shardshuffle=len(urls)).repeat()
-    dataset = dataset.shuffle(SHUFFLE).map(sample).batched(BATCH, collation_fn=default_collate, partial=False)
+    dataset = webdataset.WebDataset(urls, shardshuffle=len(urls)).repeat().shuffle(SHUFFLE)
+    if decoder is not None:
+        dataset = dataset.decode(decoder)
+    dataset = dataset.to_tuple("jpg;jpeg", "cls").map_tuple(transform, int)
+    dataset = dataset.batched(BATCH, collation_fn=default_collate, partial=False)
     return iter(DataLoader(dataset, batch_size=None, num_workers=WORKERS))
 
 

@@ -18,7 +18,7 @@ from stoker.shards.sources import Opener
 def image_bytes(number: int, kind: str = "JPEG", size: tuple[int, int] = (24, 18)) -> bytes:
     """An image that no other number gives."""
     image = Image.new("RGB", size, (number * 37 % 256, number * 101 % 256, number * 7 % 256))
-    for x in range(8):
+    for x in range(min(16, size[0])):
         image.putpixel((x, 0), (255, 255, 255) if number >> x & 1 else (0, 0, 0))
     out = io.BytesIO()
     image.save(out, kind, quality=95)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -281,7 +282,12 @@ def test_where_scans_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_a_scan_that_is_overtaken_takes_the_other(theirs: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both walk every shard; the slower finds the place taken when it is done."""
+    """Without locks both walk every shard; the slower finds the place taken when it is done."""
+
+    def no_locks(file: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(scan.fcntl, "flock", no_locks)
     one = one_set(pattern(theirs))
     rename = scan._rename
     overtaken: list[ShardSet] = []
@@ -310,8 +316,10 @@ def test_many_threads_and_processes_at_once(theirs: Path, cache: Path) -> None:
     (kept,) = cache.iterdir()
     shutil.rmtree(kept)
     one = one_set(pattern(theirs))
+    walked: list[int] = []
     with ThreadPoolExecutor(6) as pool:
-        sets = list(pool.map(lambda _: described(one), range(6)))
+        sets = list(pool.map(lambda _: described(one, progress=walked.append), range(6)))
+    assert len(walked) == len(one.shards)  # one of them did it for all
     found |= {full.manifest.source.digest for full in sets if full.manifest is not None}
     assert len(found) == 1
     assert all(images_of(full) == expected() for full in sets)

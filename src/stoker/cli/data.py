@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,12 +16,19 @@ from stoker.cli import planned
 from stoker.cli.output import byte_bar, counted, counter, print_json, print_table, remark
 
 if TYPE_CHECKING:
+    from stoker.load.bench import Measured
+    from stoker.sampling.forecast import Forecast
     from stoker.shards.convert import Conversion
+    from stoker.shards.locate import ShardSet
     from stoker.shards.verify import Report
 
 app = typer.Typer(help="Datasets into shards, and shards to their readers.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Url = Annotated[str, typer.Argument(metavar="URL", help="A shard set, or a brace pattern of shards.")]
+Transform = Annotated[str, typer.Option(metavar="NAME", help="imagenet-train or imagenet-val.")]
+Size = Annotated[int, typer.Option(metavar="PX", help="Width and height of what the model sees.")]
+Antialias = Annotated[bool, typer.Option(help="Shrink smoothly, or as fast as can be.")]
 Jobs = Annotated[str, typer.Option(metavar="N", help="Threads at work; `auto` is one per core.")]
 
 
@@ -172,18 +180,217 @@ def verify(
         raise DataFaultError(f"{counted(faults, 'fault')} found", where=url)
 
 
+@app.command()
+def plan(
+    url: Url,
+    world: Annotated[int, typer.Option(metavar="N", help="Ranks: processes that train.")] = 1,
+    nodes: Annotated[int, typer.Option(metavar="N", help="Machines that the ranks are spread over.")] = 1,
+    workers: Annotated[int, typer.Option(metavar="N", help="DataLoader workers of each rank; 0 for none.")] = 0,
+    batch: Annotated[int, typer.Option(metavar="N", help="The global batch: samples of all ranks a step.")] = 256,
+    sampling: Annotated[str, typer.Option(metavar="MODE", help="exact, join or resampled.")] = "exact",
+    epoch_samples: Annotated[
+        int | None, typer.Option(metavar="N", help="How long an epoch of `resampled` is; the dataset by default.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the order.")] = 0,
+    resume: Annotated[str, typer.Option(metavar="EPOCH:CONSUMED", help="Where a run would go on.")] = "0:0",
+    as_json: Json = False,
+) -> None:
+    """Show what each rank would read, how the epoch ends, and what a node holds; refuse what would hang or starve."""
+    import numpy as np
+
+    from stoker.load.loader import find_one, plan_of
+    from stoker.sampling.cursor import Cursor
+    from stoker.sampling.forecast import forecast
+    from stoker.shards.mixing import mixing
+
+    one = _described(find_one(url))
+    how = plan_of(one, sampling=sampling, seed=seed, epoch_samples=epoch_samples)
+    told = forecast(
+        how,
+        shard_bytes=np.array([entry.size for entry in one.shards], dtype=np.int64),
+        world=world,
+        nodes=nodes,
+        workers=workers,
+        global_batch=batch,
+        cursor=Cursor.parse(resume, how.digest),
+    )
+    mixed = mixing(one)
+    if as_json:
+        print_json({**asdict(told), "mixing": {**mixed._asdict(), "poor": mixed.poor}})
+    else:
+        _show_forecast(told)
+    for text in told.remarks:
+        remark(f"note: {text}")
+    if mixed.poor:
+        remark(
+            f"warning: shards look sorted by class: about {mixed.seen:.0f} classes in each, where a mixed one would "
+            f"have {mixed.expected:.0f}; convert them anew, which shuffles: stoker data convert {url} NEW"
+        )
+
+
+@app.command()
+def peek(
+    url: Url,
+    number: Annotated[int, typer.Option("--n", metavar="N", help="How many samples.")] = 16,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw a contact sheet of what the model will see.")
+    ] = None,
+    transform: Transform = "imagenet-train",
+    size: Size = 224,
+    antialias: Antialias = True,
+    seed: Annotated[int, typer.Option(help="Of the augmentation.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Show keys, labels and sizes, and a contact sheet of what the model will see, augmentation included."""
+    from stoker.core.units import format_bytes
+    from stoker.errors import InputError
+    from stoker.load.loader import find_one
+    from stoker.load.peek import peek as peek_at
+    from stoker.shards.sheet import contact_sheet
+    from stoker.storage.local import LocalStore
+
+    _check_transform(transform, size)
+    if number < 1:
+        raise InputError(f"--n is {number}, and must be 1 or more")
+    found = list(peek_at(find_one(url), number, transform=transform, size=size, antialias=antialias, seed=seed))
+    if as_json:
+        print_json([{name: value for name, value in one._asdict().items() if name != "pixels"} for one in found])
+    else:
+        print_table(
+            ("key", "label", "class", "kind", "width", "height", "bytes", "fault"),
+            [
+                (one.key, one.label, one.name, one.kind, one.width, one.height, format_bytes(one.bytes), one.fault)
+                for one in found
+            ],
+        )
+    if png is not None:
+        tiles = [(one.pixels, f"{one.name or one.label} · {one.key}") for one in found if one.pixels is not None]
+        if not tiles:
+            raise InputError("no image could be decoded", where=url, hint="see: stoker data verify --deep")
+        LocalStore(str(png.parent)).put(png.name, contact_sheet(tiles))
+        remark(f"{png}: {counted(len(tiles), 'image')} as {transform} shows them")
+
+
+@app.command()
+def bench(
+    url: Url,
+    batch: Annotated[int, typer.Option(metavar="N", help="Images of a batch.")] = 64,
+    transform: Transform = "imagenet-train",
+    size: Size = 224,
+    antialias: Antialias = True,
+    threads: Annotated[str, typer.Option(metavar="N", help="Decoding threads; `auto` is one per core.")] = "auto",
+    cache: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where remote shards are kept; a temporary folder by default.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(metavar="S", help="How long to measure.")] = 12.0,
+    as_json: Json = False,
+) -> None:
+    """Measure the loader: images per second, by stage, and beside the limit of the decoder itself."""
+    from stoker.errors import InputError
+    from stoker.load.bench import measure
+    from stoker.load.loader import find_one
+
+    _check_transform(transform, size)
+    if not 0 < seconds <= 3600:
+        raise InputError(f"--seconds is {seconds:g}, and must be from above 0 to 3600")
+    one = _described(find_one(url))
+    with counter("images") as advance:
+        found = measure(
+            one,
+            global_batch=batch,
+            transform=transform,
+            size=size,
+            antialias=antialias,
+            threads=_threads(threads, "--threads"),
+            cache=cache,
+            seconds=seconds,
+            progress=advance,
+        )
+    _show_measured(found, as_json)
+
+
 planned.add_commands(app, "data")
 
 
-def _threads(jobs: str) -> int:
-    """Read --jobs."""
+def _threads(jobs: str, option: str = "--jobs") -> int:
+    """Read a number of threads."""
     from stoker.errors import InputError
 
     if jobs == "auto":
         return len(os.sched_getaffinity(0))
     if not jobs.isdecimal() or not 1 <= int(jobs) <= 1024:
-        raise InputError(f"--jobs is {jobs!r}, and must be `auto` or a number from 1 to 1024")
+        raise InputError(f"{option} is {jobs!r}, and must be `auto` or a number from 1 to 1024")
     return int(jobs)
+
+
+def _check_transform(transform: str, size: int) -> None:
+    """Refuse a transform that there is none of."""
+    from stoker.errors import InputError
+    from stoker.load.transforms import TRANSFORMS
+
+    if transform not in TRANSFORMS:
+        raise InputError(f"--transform is {transform!r}, and must be one of {', '.join(TRANSFORMS)}")
+    if not 1 <= size <= 4096:
+        raise InputError(f"--size is {size}, and must be from 1 to 4096")
+
+
+def _described(one: ShardSet) -> ShardSet:
+    """Scan a set that was made elsewhere, with a bar."""
+    from stoker.shards.scan import described
+
+    if one.manifest is not None:
+        return one
+    with byte_bar("scanning", sum(entry.size for entry in one.shards)) as advance:
+        return described(one, jobs=_threads("auto"), progress=advance)
+
+
+def _show_forecast(told: Forecast) -> None:
+    """Print what a world would read, rank by rank."""
+    from stoker.core.units import format_bytes
+
+    print_table(
+        ("rank", "node", "shards", "batches", "samples", "bytes", "last batch"),
+        [(r.rank, r.node, r.shards, r.batches, r.samples, format_bytes(r.bytes), r.tail) for r in told.ranks],
+    )
+    typer.echo()
+    print_table(
+        ("sampling", told.sampling),
+        [
+            ("means", told.meaning),
+            ("epoch", f"{told.epoch}, {told.consumed:,} samples consumed, {told.samples:,} left"),
+            ("steps", f"{told.batches:,}, the last with {told.tail:,} samples"),
+            ("read again", f"{told.duplicates:,} samples"),
+            ("not read", f"{told.unread:,} samples"),
+            ("a node holds", f"{counted(told.held_shards, 'shard')}, about {format_bytes(told.held_bytes)}, at once"),
+            ("plan", told.plan),
+        ],
+    )
+
+
+def _show_measured(found: Measured, as_json: bool) -> None:
+    """Print how fast the loader is, and what holds it back."""
+    from stoker.core.units import format_bytes
+
+    if as_json:
+        print_json({**asdict(found), "verdict": found.verdict})
+        return
+    print_table(
+        ("images/s", "bytes/s", "decoder alone", "share", "threads", "cores at work", *found.stages),
+        [
+            (
+                round(found.images_per_s),
+                f"{format_bytes(int(found.bytes_per_s))}/s",
+                round(found.limit_images_per_s),
+                f"{found.share_of_limit:.0%}",
+                found.threads,
+                f"{found.cpu:.1f}",
+                *(f"{share:.0%}" for share in found.stages.values()),
+            )
+        ],
+    )
+    remark(found.verdict)
+    if found.bad:
+        remark(f"{counted(found.bad, 'bad sample')} left out: see stoker data verify --deep")
 
 
 def _show_plan(conversion: Conversion, as_json: bool) -> None:

@@ -15,13 +15,10 @@ PLANNED = {
         "bench": "Measure this machine against the peers.",
     },
     "data": {
-        "peek": "Show keys, labels and a contact sheet.",
-        "plan": "Show what each rank would read.",
         "serve": "Serve shards over http.",
         "cache": "Cache shards of other servers and buckets.",
         "warm": "Fill a cache with the shards needed first.",
         "loadtest": "Measure a data server under load.",
-        "bench": "Measure the loader on a shard set.",
     },
     "job": {
         "plan": "Show what a job would start.",

@@ -21,8 +21,10 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
         _remove_if_stale(stale)
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=place, ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        with (folder / "lock").open("w") as lock:  # a kill releases it, whatever killed
+        new = folder / "new"
+        with new.open("w") as lock:  # a kill releases it, whatever killed
             _locks(lock)
+            new.rename(folder / "lock")  # only now, or another process could find it free
             inside = folder / "files"
             inside.mkdir()
             yield inside

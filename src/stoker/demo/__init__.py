@@ -35,4 +35,10 @@ def road(folder: Path) -> list[Step]:
         ),
         Step("Which hold as well", ("data", "verify", records)),
         Step("What there is now", ("data", "summary", records)),
+        Step("What each of four ranks would read", ("data", "plan", f"{tars}/train", "--world", "4", "--batch", "128")),
+        Step(
+            "What the model will see",
+            ("data", "peek", f"{tars}/train", "--n", "9", "--png", str(folder / "sheet.png")),
+        ),
+        Step("How fast it loads, beside its decoder", ("data", "bench", f"{tars}/train", "--seconds", "6")),
     ]

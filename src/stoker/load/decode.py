@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import NamedTuple
 
 import cv2
@@ -21,8 +22,11 @@ cv2.setNumThreads(0)
 
 GAP = 2.0
 """The JPEG decoder itself shrinks what would be shrunk further by this factor or more afterwards."""
+ROWS_BELOW = 16
+"""Rows decoded below a crop: the colours of its last row may be mixed with those of the next."""
 KEPT_BYTES = 16 << 20
 _PLAIN = ("YCbCr", "Gray", "RGB")
+_LEFT_OVER = re.compile(r"extraneous bytes before marker 0xd[0-9]")
 
 
 class Header(NamedTuple):
@@ -59,15 +63,12 @@ class Decoder:
             self._resize(images.pixels(data), crop, flip, out)
             return
         stored = _stored(crop, header)
-        try:
-            pixels = self._decode_jpeg(data, header, stored, out.shape[0])
-        except ValueError:  # odd, or damaged: Pillow decides which
+        pixels, eighths = self._decode_jpeg(data, header, stored, out.shape[0])
+        if pixels is None:  # odd, or damaged: Pillow decides which
             self._resize(images.pixels(data), crop, flip, out)
             return
-        full_width = header.height if header.turn >= 5 else header.width
-        factor = round(8 * pixels.shape[1] / full_width) / 8  # the decoder shrinks by eighths
-        if factor != 1:
-            stored = Crop(*(side * factor for side in stored))
+        if eighths != 8:
+            stored = Crop(*(side * eighths / 8 for side in stored))
         if header.turn == 1:
             self._resize(pixels, stored, flip, out)
             return
@@ -91,20 +92,34 @@ class Decoder:
         width, height = images.upright_size(data)
         return Header(width, height, None)
 
-    def _decode_jpeg(self, data: Buffer, header: Header, stored: Crop, size: int) -> Pixels:
-        """Decode the image as it is stored, shrunk by the decoder itself where little of it is needed."""
+    def _decode_jpeg(self, data: Buffer, header: Header, stored: Crop, size: int) -> tuple[Pixels | None, int]:
+        """Decode the image as it is stored down to the crop's last row, and tell by how many eighths it is shrunk.
+
+        The decoder itself shrinks an image of which little is needed. None if it does not like what it decodes.
+        """
         width, height = header.width, header.height
         if header.turn is not None and header.turn >= 5:
             width, height = height, width
-        pixels: Pixels
         shrink = min(stored.width, stored.height) / (size * GAP)
-        if shrink >= 2:
-            pixels = simplejpeg.decode_jpeg(
-                data, "RGB", min_width=math.ceil(width / shrink), min_height=math.ceil(height / shrink), min_factor=2
-            )
-            return pixels
-        pixels = simplejpeg.decode_jpeg(data, "RGB", buffer=self._hard.room((height, width, 3)))
-        return pixels
+        eighths = math.ceil(8 / shrink) if shrink >= 2 else 8
+        rows = math.ceil(stored.top + stored.height) + ROWS_BELOW
+        short = images.shortened(data, rows)
+        if short is not None:
+            pixels, said = self._decode_whole(short, width, rows, eighths)
+            if not said or _LEFT_OVER.search(said):  # the rows that were not asked for
+                return pixels, eighths
+        pixels, said = self._decode_whole(data, width, height, eighths)
+        return (None if said else pixels), eighths
+
+    def _decode_whole(self, data: Buffer, width: int, height: int, eighths: int) -> tuple[Pixels, str]:
+        """Decode a JPEG into memory that is kept, and tell what the decoder said about it."""
+        shape = (-(-height * eighths // 8), -(-width * eighths // 8), 3)
+        out = self._hard.room(shape)
+        try:
+            simplejpeg.decode_jpeg(data, "RGB", min_height=shape[0], min_width=shape[1], buffer=out)
+        except ValueError as error:
+            return out, str(error)
+        return out, ""
 
     def _resize(self, pixels: Pixels, crop: Crop, flip: bool, out: Pixels) -> None:
         size = out.shape[0]
@@ -112,7 +127,8 @@ class Decoder:
         if self._antialias and any(side != int(side) for side in crop):
             target[:] = images.resized(pixels, crop, size)
         else:
-            left, top, width, height = map(round, crop)
+            left, top = round(crop.left), round(crop.top)
+            width, height = max(1, round(crop.width)), max(1, round(crop.height))
             part = pixels[top : top + height, left : left + width]
             if self._antialias:
                 part = self._blurred(part, width / size, height / size)

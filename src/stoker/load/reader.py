@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from stoker.core.scratch import scratch_folder
 from stoker.errors import DataFaultError, StokerError
 from stoker.sampling.order import Numbers, Place
 from stoker.shards.index import Index
@@ -56,8 +56,8 @@ class Reader:
         self._lock = threading.Lock()
         self._open: dict[int, Future[_Open]] = {}
         self._touched = 0
-        self._cache = cache
-        self._scratch: Path | None = None
+        self._cache = self._folder = cache
+        self._scratch = ExitStack()
         self._pools: dict[str, ThreadPoolExecutor] = {}
 
     def keep(self, shards: Iterable[int]) -> None:
@@ -80,8 +80,13 @@ class Reader:
         touched = 0
         started = time.perf_counter()
         for number in set(place.shards.tolist()):
-            shards[number] = self._begin(number).result()
-            self._arrive(shards[number])
+            shards[number] = shard = self._begin(number).result()
+            try:
+                self._arrive(shard)
+            except DataFaultError as error:
+                wanted = int(shard.offsets[place.samples[place.shards == number][0]])
+                what = f"{error.what} (its sample at byte {wanted:,} is wanted)"
+                raise DataFaultError(what, where=error.where, hint=error.hint) from error
         opened = time.perf_counter()
         for row, (number, sample) in enumerate(zip(place.shards.tolist(), place.samples.tolist(), strict=True)):
             shard = shards[number]
@@ -114,9 +119,8 @@ class Reader:
             pool.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             self._open.clear()
-            scratch, self._scratch = self._scratch, None
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
+            self._folder = self._cache
+            self._scratch.close()
 
     def _begin(self, number: int) -> Future[_Open]:
         """Open a shard unless it is open: here if it is local, else in a thread."""
@@ -147,9 +151,9 @@ class Reader:
 
     def _fetch(self, shard: _Open) -> Future[Path]:
         with self._lock:
-            folder = self._cache or self._scratch or Path(tempfile.mkdtemp(prefix="stoker-"))
-            if self._cache is None:
-                self._scratch = folder
+            if self._folder is None:
+                self._folder = self._scratch.enter_context(scratch_folder())
+            folder = self._folder
         name, known = self._set.folder + shard.name, self._set.known.get(shard.name)
         digest = "" if known is None else known.sha256
         return self._pool("fetch").submit(fetched, self._set.store, name, folder, size=shard.size, sha256=digest)

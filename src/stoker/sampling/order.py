@@ -87,6 +87,13 @@ class Order:
             weight += float(weighed[:current].sum()) * left / length + float(weighed[current:].sum())
         return len(np.unique(np.concatenate(shards))), weight
 
+    def distinct(self, sizes: Numbers) -> int:
+        """Count the samples that come at least once; a shard may have been given many times."""
+        lengths = np.diff(self._starts)
+        reach = np.zeros(len(sizes), dtype=np.int64)
+        np.maximum.at(reach, self._shards, self._first + lengths)  # only the last one given is not read to its end
+        return int(reach.sum())
+
     def _lane_at(self, consumed: int, lanes: Numbers) -> Numbers:
         """Give where each lane stands after so many positions."""
         taken = np.maximum(0, (consumed - lanes + self.lanes - 1) // self.lanes)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -22,7 +22,11 @@ from stoker.sampling.cursor import Cursor
 from stoker.sampling.order import Numbers, Order, Place
 from stoker.sampling.seat import Seat
 
-MODES = ("exact", "join", "resampled")
+MEANINGS = {
+    "exact": "every sample once; all ranks make the same steps, the last with what is left; resumes anywhere",
+    "join": "every sample once; ranks get whole shards and end unevenly; resumes at the start of an epoch",
+    "resampled": "shards drawn with replacement, so that samples come again or not at all; resumes anywhere",
+}
 ALGORITHM = 1
 """Raised whenever a change gives another order for the same numbers: cursors of the old one are then refused."""
 
@@ -50,7 +54,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         faults = [
-            *_unless(self.mode in MODES, "sampling", f"{self.mode!r} is none of {', '.join(MODES)}"),
+            *_unless(self.mode in MEANINGS, "sampling", f"{self.mode!r} is none of {', '.join(MEANINGS)}"),
             *_unless(self.seed >= 0, "seed", f"{self.seed} is negative"),
             *_unless(self.lanes >= 1 and self.window >= 1, "lanes", "lanes and window must be 1 or more"),
             *_unless(self.epoch_samples >= 0, "epoch_samples", f"{self.epoch_samples} is negative"),
@@ -136,6 +140,10 @@ class Epoch:
     def __init__(self, plan: Plan, number: int, seat: Seat, order: Order) -> None:
         self.plan, self.number, self.seat, self.order = plan, number, seat, order
 
+    def seated(self, seat: Seat) -> Self:
+        """Give the same epoch as another seat sees it, where all go through one order."""
+        return type(self)(self.plan, self.number, seat, self.order)
+
     def at(self, positions: Numbers) -> Place:
         """Tell where the samples at these positions lie."""
         return self.order.at(positions)
@@ -159,6 +167,10 @@ class Epoch:
 
     def share(self, consumed: int) -> int:
         """Count the samples that this seat reads from there to the epoch's end."""
+        raise NotImplementedError
+
+    def tail(self, consumed: int, global_batch: int) -> int:
+        """Count the samples of this seat's last batch."""
         raise NotImplementedError
 
 
@@ -186,6 +198,9 @@ class _Shared(Epoch):
         first = consumed + (rank - consumed) % world
         return max(0, -(-(self.order.samples - first) // world))
 
+    def tail(self, consumed: int, global_batch: int) -> int:
+        return self.share(consumed + max(0, self.count(consumed, global_batch) - 1) * global_batch)
+
 
 class _Dealt(Epoch):
     """Each seat has shards, and so an order, of its own; its last batch is what is left."""
@@ -207,6 +222,9 @@ class _Dealt(Epoch):
 
     def share(self, consumed: int) -> int:
         return self.order.samples - consumed
+
+    def tail(self, consumed: int, global_batch: int) -> int:
+        return self.share(consumed + max(0, self.count(consumed, global_batch) - 1) * self._batch(global_batch))
 
     def _batch(self, global_batch: int) -> int:
         rank, world, _ = self.seat

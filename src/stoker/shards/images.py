@@ -188,6 +188,26 @@ def _tiff_orientation(exif: bytes) -> int:
     return 1
 
 
+def shortened(data: Buffer, rows: int) -> bytearray | None:
+    """Give a JPEG that claims to have only so many rows, so that its decoder stops there; None where that cannot be.
+
+    Only for JPEGs of one pass: in others the rows come in several, and their decoder goes through all of the file.
+    """
+    at, end = 2, len(data)
+    while at + 9 <= end and data[at] == 0xFF:
+        marker, length = data[at + 1], (data[at + 2] << 8) | data[at + 3]
+        if marker in (0xC0, 0xC1):
+            if rows >= (data[at + 5] << 8) | data[at + 6]:
+                return None
+            short = bytearray(data)
+            struct.pack_into(">H", short, at + 5, rows)
+            return short
+        if marker == 0xDA or length < 2:
+            return None
+        at += 2 + length
+    return None
+
+
 def upright_size(data: Buffer) -> tuple[int, int]:
     """Tell the size of an image of any format once it stands upright; raise BadImageError if it has no header."""
     with _pillow("no readable header"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -37,8 +38,15 @@ def described(
     kept = cache / _digest(one, place)
     with suppress(NotFoundError):
         return _known(one, kept)
+    with _alone(cache):
+        with suppress(NotFoundError):
+            return _known(one, kept)  # another process has scanned it meanwhile
+        return _scanned(one, kept, place, jobs, progress)
+
+
+def _scanned(one: ShardSet, kept: Path, place: str, jobs: int, progress: Callable[[int], None]) -> ShardSet:
+    cache = kept.parent
     with _using(cache):
-        cache.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(prefix=f"{kept.name}.", dir=cache, ignore_cleanup_errors=True)
     with temporary as private:
         made = Path(private) / "scan"  # one deeper, for others may read what is kept
@@ -57,6 +65,20 @@ def default_cache() -> Path:
     if own := os.environ.get("STOKER_CACHE_DIR"):
         return Path(own).expanduser() / "scans"
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stoker" / "scans"
+
+
+@contextmanager
+def _alone(cache: Path) -> Iterator[None]:
+    """Let one process scan at a time: all ranks of a machine begin at once, and the first can do it for all."""
+    with _using(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        folder = os.open(cache, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a filesystem without locks: each scans for itself
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _place(one: ShardSet) -> str:
