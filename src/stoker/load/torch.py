@@ -189,8 +189,8 @@ def _constants(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Put the constants on a device, once: each time would wait for all that the device still has to do."""
-    shift = torch.tensor(mean, device=device).mul_(255).view(1, -1, 1, 1)
-    scale = torch.tensor(std, device=device).mul_(255).reciprocal_().view(1, -1, 1, 1)
+    shift = torch.tensor(mean, dtype=torch.float32, device=device).mul_(255).view(1, -1, 1, 1)
+    scale = torch.tensor(std, dtype=torch.float32, device=device).mul_(255).reciprocal_().view(1, -1, 1, 1)
     return shift, scale
 
 

@@ -82,7 +82,8 @@ class Plan:
         """Draw one epoch as a seat sees it."""
         draw = (self.seed, number)
         if self.mode == "join":
-            mine = _shuffled(len(self.sizes), key("deal", *draw))[seat.rank :: seat.world]
+            full = np.flatnonzero(self.sizes)
+            mine = full[_shuffled(len(full), key("deal", *draw))][seat.rank :: seat.world]
             order = Order(mine, self.sizes[mine], lanes=1, window=self.window, draw=draw)
             return _Dealt(self, number, seat, order)
         if self.mode == "resampled":
@@ -114,6 +115,9 @@ class Plan:
         world, samples = seat.world, self.epoch_samples or int(self.sizes.sum())
         yield from _unless(world >= 1, "world", f"{world} is less than 1")
         yield from _unless(global_batch >= 1, "global_batch", f"{global_batch} is less than 1")
+        yield from _unless(
+            world < 1 or 0 <= seat.rank < world, "seat", f"there is no rank {seat.rank} in a world of {world}"
+        )
         if world < 1 or global_batch < 1:
             return
         yield from _unless(
