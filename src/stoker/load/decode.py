@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 from typing import NamedTuple
 
 import cv2
@@ -26,7 +27,7 @@ ROWS_BELOW = 16
 """Rows decoded below a crop: the colours of its last row may be mixed with those of the next."""
 KEPT_BYTES = 16 << 20
 _PLAIN = ("YCbCr", "Gray", "RGB")
-_LEFT_OVER = re.compile(r"extraneous bytes before marker 0xd[0-9]")
+_LEFT_OVER = re.compile(r"extraneous bytes before marker 0xd9")
 
 
 class Header(NamedTuple):
@@ -80,13 +81,11 @@ class Decoder:
     def whole(self, data: Buffer) -> Pixels:
         """Decode a whole image, upright, into pixels of its own."""
         header = self.look(data)
-        if header.turn != 1:
-            return images.pixels(data)
-        try:
-            pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB")
-        except ValueError:
-            return images.pixels(data)
-        return pixels
+        if header.turn == 1:
+            with suppress(ValueError):  # odd, or damaged: Pillow decides which
+                pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB")
+                return pixels
+        return np.array(images.pixels(data))  # Pillow's own cannot be written to
 
     def _look_general(self, data: Buffer) -> Header:
         width, height = images.upright_size(data)

@@ -91,7 +91,7 @@ class Loader:
 
     def __init__(
         self,
-        url: str | ShardSet,
+        url: str | Path | ShardSet,
         *,
         global_batch: int,
         transform: str | UserTransform | None = "imagenet-train",
@@ -109,12 +109,14 @@ class Loader:
         allocate: Allocate | None = None,
     ) -> None:
         faults = _setting_faults(transform, size, layout, prefetch, threads, max_bad)
-        if faults:
-            raise SpecError(faults)
         self.seat = Seat.from_environ(os.environ) if seat is None else Seat(*seat)
-        self.set = described(find_one(url)) if isinstance(url, str) else url
-        self.plan = plan_of(self.set, sampling=sampling, seed=seed, epoch_samples=epoch_samples)
-        if faults := list(self.plan.faults(self.seat, global_batch)):
+        self.set = described(url if isinstance(url, ShardSet) else find_one(str(url)))
+        try:
+            self.plan = plan_of(self.set, sampling=sampling, seed=seed, epoch_samples=epoch_samples)
+            faults += self.plan.faults(self.seat, global_batch)
+        except SpecError as error:
+            faults += error.faults
+        if faults:
             raise SpecError(faults, where=self.set.url)
         self.global_batch = global_batch
         self.threads = threads or max(1, len(os.sched_getaffinity(0)) // self.seat.local_world)

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
 from stoker.core.scratch import scratch_folder
-from stoker.errors import DataFaultError, StokerError
+from stoker.errors import DataFaultError, StokerError, StoppedError
 from stoker.sampling.order import Numbers, Place
 from stoker.shards.index import Index
 from stoker.shards.locate import MappedFile, ShardSet
 from stoker.shards.sample import Buffer
-from stoker.storage import Entry, checked, local_path
-from stoker.storage.cached import fetched
+from stoker.storage import Entry, Store, checked, local_path
+from stoker.storage.cached import fetched, kept
 
 THREADS = {"fetch": 2, "range": 16}
 """Whole shards come by few threads; single samples, each of which waits for one answer, by many."""
 TOUCHED_BYTES = 96 << 20
 """Once so much of the mapped shards was read, all of it is given back to the system, so that memory stays small."""
+
+AROUND_BYTES = 64 << 10  # that the system maps around what is touched
 
 
 class Samples(NamedTuple):
@@ -33,6 +36,15 @@ class Samples(NamedTuple):
     images: list[Buffer]
     labels: Numbers
     fetch_s: float
+
+
+class _Object(TypedDict):
+    """An object of a store, as the cache wants it named."""
+
+    store: Store
+    name: str
+    size: int
+    sha256: str
 
 
 class _Open:
@@ -44,7 +56,14 @@ class _Open:
         self.lengths = rows["length"].astype(np.int64)
         self.labels = rows["label"].astype(np.int64)
         self.file: MappedFile | None = None
-        self.coming: Future[Path] | None = None
+        self.coming: Future[MappedFile] | None = None
+        self.wanted = True
+
+    def let_go(self) -> None:
+        """Stop what is on its way; who still reads from it does so by ranges."""
+        self.wanted = False
+        if self.coming is not None:
+            self.coming.cancel()
 
 
 class Reader:
@@ -58,6 +77,7 @@ class Reader:
         self._touched = 0
         self._cache = self._folder = cache
         self._scratch = ExitStack()
+        self._numbers = itertools.count()
         self._pools: dict[str, ThreadPoolExecutor] = {}
 
     def keep(self, shards: Iterable[int]) -> None:
@@ -66,7 +86,7 @@ class Reader:
         with self._lock:
             dropped = [self._open.pop(number) for number in list(self._open) if number not in wanted]
         for shard in dropped:
-            shard.add_done_callback(self._drop)
+            shard.add_done_callback(_let_go)
         if self._local is None:
             for number in wanted:
                 self._begin(number)
@@ -83,7 +103,10 @@ class Reader:
             shards[number] = shard = self._begin(number).result()
             try:
                 self._arrive(shard)
-            except DataFaultError as error:
+            except StokerError as error:
+                self._forget_failures()
+                if not isinstance(error, DataFaultError):
+                    raise
                 wanted = int(shard.offsets[place.samples[place.shards == number][0]])
                 what = f"{error.what} (its sample at byte {wanted:,} is wanted)"
                 raise DataFaultError(what, where=error.where, hint=error.hint) from error
@@ -97,7 +120,7 @@ class Reader:
                 continue
             offset, length = int(shard.offsets[sample]), int(shard.lengths[sample])
             images.append(shard.file.view[offset : offset + length])
-            touched += length
+            touched += length + AROUND_BYTES
         self._forget(touched)
         if not cold:
             return Samples(images, labels, 0.0 if self._local else opened - started)
@@ -112,13 +135,18 @@ class Reader:
         return self._set.url_of(shard.name), int(shard.offsets[sample])
 
     def close(self) -> None:
-        """Let go of everything and end all threads; what was fetched without a cache folder is removed."""
+        """Let go of everything and end all threads; what was fetched without a cache folder is gone then."""
         with self._lock:
             pools, self._pools = self._pools, {}
+            opened, self._open = self._open, {}
+        for shard in opened.values():
+            shard.add_done_callback(_let_go)
         for pool in pools.values():
             pool.shutdown(wait=True, cancel_futures=True)
+        for shard in opened.values():
+            with suppress(InvalidStateError):  # nobody will open it any more, and somebody may wait for it
+                shard.set_exception(StoppedError("the loader was closed", where=self._set.url))
         with self._lock:
-            self._open.clear()
             self._folder = self._cache
             self._scratch.close()
 
@@ -141,27 +169,56 @@ class Reader:
             made = _Open(entry, self._set.index(entry.name))
             if self._local is not None:
                 made.file = self._mapped(made, self._local / checked(self._set.folder + entry.name))
+            elif self._cache is not None and (path := kept(folder=self._cache, **self._object(made))):
+                made.file = self._mapped(made, path)
             else:
-                made.coming = self._fetch(made)
-            shard.set_result(made)
+                made.coming = self._pool("fetch").submit(self._fetch, made)
         except BaseException as error:
             with self._lock:  # whoever asks again tries again
                 self._open.pop(number, None)
             shard.set_exception(error)
+        else:
+            with suppress(InvalidStateError):  # closed meanwhile
+                shard.set_result(made)
 
-    def _fetch(self, shard: _Open) -> Future[Path]:
+    def _fetch(self, shard: _Open) -> MappedFile:
+        """Fetch a shard and map it; without a cache folder its copy has no name from then on, so that none is left."""
+        if self._cache is not None:
+            return self._mapped(shard, fetched(folder=self._cache, wanted=lambda: shard.wanted, **self._object(shard)))
         with self._lock:
             if self._folder is None:
                 self._folder = self._scratch.enter_context(scratch_folder())
-            folder = self._folder
-        name, known = self._set.folder + shard.name, self._set.known.get(shard.name)
-        digest = "" if known is None else known.sha256
-        return self._pool("fetch").submit(fetched, self._set.store, name, folder, size=shard.size, sha256=digest)
+            folder = self._folder / str(next(self._numbers))  # two may fetch one shard, when it is wanted again
+        path = fetched(folder=folder, wanted=lambda: shard.wanted, **self._object(shard))
+        file = self._mapped(shard, path)
+        path.unlink()
+        return file
+
+    def _object(self, shard: _Open) -> _Object:
+        known = self._set.known.get(shard.name)
+        return {
+            "store": self._set.store,
+            "name": self._set.folder + shard.name,
+            "size": shard.size,
+            "sha256": "" if known is None else known.sha256,
+        }
 
     def _arrive(self, shard: _Open) -> None:
-        """Map a remote shard that has come; its failure is raised here, where its samples are wanted."""
-        if shard.file is None and shard.coming is not None and shard.coming.done():
-            shard.file = self._mapped(shard, shard.coming.result())
+        """Take a remote shard that has come; its failure is raised here, where its samples are wanted."""
+        if shard.file is not None or shard.coming is None or not shard.coming.done() or shard.coming.cancelled():
+            return
+        try:
+            shard.file = shard.coming.result()
+        except StoppedError:  # it was let go
+            return
+
+    def _forget_failures(self) -> None:
+        """Let shards that did not come be asked for again."""
+        with self._lock:
+            for number, shard in list(self._open.items()):
+                coming = shard.result().coming if shard.done() and not shard.exception() else None
+                if coming is not None and coming.done() and (coming.cancelled() or coming.exception()):
+                    del self._open[number]
 
     def _mapped(self, shard: _Open, path: Path) -> MappedFile:
         file = MappedFile(path)
@@ -177,14 +234,6 @@ class Reader:
         shard, sample = one
         offset, length = int(shard.offsets[sample]), int(shard.lengths[sample])
         return self._set.store.range(self._set.folder + shard.name, offset, length)
-
-    def _drop(self, opened: Future[_Open]) -> None:
-        """Let go of one shard; a fetched copy that no cache folder keeps is removed."""
-        if opened.exception() is not None:
-            return
-        coming = opened.result().coming
-        if coming is not None and not coming.cancel() and self._cache is None:
-            coming.add_done_callback(_remove)
 
     def _forget(self, touched: int) -> None:
         with self._lock:
@@ -204,8 +253,6 @@ class Reader:
             return self._pools[kind]
 
 
-def _remove(done: Future[Path]) -> None:
-    try:
-        done.result().unlink(missing_ok=True)
-    except (StokerError, OSError):
-        return  # it never came
+def _let_go(opened: Future[_Open]) -> None:
+    if opened.exception() is None:
+        opened.result().let_go()

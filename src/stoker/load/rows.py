@@ -117,6 +117,8 @@ class UserRows:
     def __init__(self, transform: UserTransform, *, seed: int) -> None:
         self._transform, self._seed = transform, seed
         self._own = threading.local()
+        self._like: npt.NDArray[Any] = np.empty(0)
+        """What the function made last: an empty batch looks like it."""
 
     def room(self, count: int) -> list[npt.NDArray[Any] | None]:
         """Give room for so many rows."""
@@ -152,4 +154,7 @@ class UserRows:
     def pick(self, room: list[npt.NDArray[Any] | None], good: Sequence[int] | None) -> npt.NDArray[Any]:
         """Stack what was made."""
         made = [one for one in (room if good is None else [room[row] for row in good]) if one is not None]
-        return np.stack(made) if made else np.empty(0)
+        if made:
+            self._like = made[0]
+            return np.stack(made)
+        return np.empty((0, *self._like.shape), dtype=self._like.dtype)

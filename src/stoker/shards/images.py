@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import threading
 from collections.abc import Iterator
@@ -26,7 +27,9 @@ PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 PNG_END = b"IEND\xaeB`\x82"
 _BMP_HEADERS = frozenset({12, 40, 52, 56, 64, 108, 124})
 _PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-_ORIENTATION, _SHORT = 0x0112, 3
+_ORIENTATION = 0x0112
+_INTEGERS = {3: "H", 4: "I"}
+_XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([1-8])')
 _ONE_COPY = 4  # bytes: Pillow pads the three of an RGB pixel
 
 # Pillow's own guard warns on stderr from half of this size on, and is no use where _open checks MAX_PIXELS itself.
@@ -162,30 +165,36 @@ def shrink(data: Buffer, max_side: int, quality: int) -> bytes:
 
 
 def orientation(data: Buffer) -> int:
-    """Tell how a JPEG's EXIF says its pixels are stored: 1 upright, 2–8 mirrored or turned; 1 when it says nothing."""
-    at = 2
+    """Tell how a JPEG's EXIF, or else its XMP, says its pixels are stored: 1 upright, 2–8 mirrored or turned."""
+    at, said = 2, 1
     while at + 4 <= len(data) and data[at] == 0xFF and (0xE0 <= data[at + 1] <= 0xEF or data[at + 1] == 0xFE):
-        length = (data[at + 2] << 8) | data[at + 3]
-        if data[at + 1] == 0xE1 and bytes(data[at + 4 : at + 10]) == b"Exif\x00\x00":
-            return _tiff_orientation(bytes(data[at + 10 : at + 2 + length]))
-        at += 2 + length
-    return 1
+        end = at + 2 + ((data[at + 2] << 8) | data[at + 3])
+        if data[at + 1] == 0xE1:
+            segment = bytes(data[at + 4 : end])
+            if segment.startswith(b"Exif\x00\x00") and (found := _tiff_orientation(segment[6:])):
+                return found if found <= 8 else 1
+            if segment.startswith(b"http://ns.adobe.com/xap/1.0/") and (told := _XMP_ORIENTATION.search(segment)):
+                said = int(told[1])
+        at = end
+    return said
 
 
 def _tiff_orientation(exif: bytes) -> int:
-    order = {b"II*\x00": "<", b"MM\x00*": ">"}.get(exif[:4])
-    if order is None or len(exif) < 8:
-        return 1
+    order = {b"II*\x00": "<", b"MM\x00*": ">"}.get(exif[:4], "")
+    if not order:
+        return 0
     try:
         (at,) = struct.unpack_from(f"{order}I", exif, 4)
         (entries,) = struct.unpack_from(f"{order}H", exif, at)
-        for entry in range(entries):
-            tag, kind, _, value = struct.unpack_from(f"{order}HHIH", exif, at + 2 + 12 * entry)
-            if tag == _ORIENTATION and kind == _SHORT:
-                return value if 1 <= value <= 8 else 1
+        for place in range(at + 2, at + 2 + 12 * entries, 12):
+            tag, kind = struct.unpack_from(f"{order}HH", exif, place)
+            if tag == _ORIENTATION and kind in _INTEGERS:
+                value: int
+                (value,) = struct.unpack_from(order + _INTEGERS[kind], exif, place + 8)
+                return value
     except struct.error:  # cut short: it says nothing
         pass
-    return 1
+    return 0
 
 
 def shortened(data: Buffer, rows: int) -> bytearray | None:
@@ -193,17 +202,21 @@ def shortened(data: Buffer, rows: int) -> bytearray | None:
 
     Only for JPEGs of one pass: in others the rows come in several, and their decoder goes through all of the file.
     """
-    at, end = 2, len(data)
-    while at + 9 <= end and data[at] == 0xFF:
+    at, frame = 2, 0
+    while at + 9 <= len(data) and data[at] == 0xFF:
         marker, length = data[at + 1], (data[at + 2] << 8) | data[at + 3]
         if marker in (0xC0, 0xC1):
-            if rows >= (data[at + 5] << 8) | data[at + 6]:
+            frame = at + 5
+            if rows >= (data[frame] << 8) | data[frame + 1]:
+                return None
+        elif marker == 0xDD or length < 2:  # restarts look like the end of the rows that are left out
+            return None
+        elif marker == 0xDA:
+            if not frame:
                 return None
             short = bytearray(data)
-            struct.pack_into(">H", short, at + 5, rows)
+            struct.pack_into(">H", short, frame, rows)
             return short
-        if marker == 0xDA or length < 2:
-            return None
         at += 2 + length
     return None
 
@@ -212,19 +225,22 @@ def upright_size(data: Buffer) -> tuple[int, int]:
     """Tell the size of an image of any format once it stands upright; raise BadImageError if it has no header."""
     with _pillow("no readable header"):
         image = _open(data)
+        if image.format == "TIFF":  # Pillow turns it while it loads, and not every version tells so before
+            height, width, _ = pixels(data).shape
+            return width, height
         turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
         return (image.height, image.width) if turned else image.size
 
 
 def pixels(data: Buffer) -> npt.NDArray[np.uint8]:
-    """Decode an image of any format into upright RGB pixels, white behind what is transparent, 16 bits made 8."""
+    """Decode an image of any format into upright RGB pixels, white behind what is transparent, 16 bits made 8.
+
+    An image that needs more than the budget is decoded alone.
+    """
     with _pillow("does not decode"):
         image = _open(data)
-        width, height = image.size
-        memory = _memory(image) + 2 * _ONE_COPY * width * height  # made flat and upright, and copied out
-        if memory > _decoding.total:
-            raise BadImageError(f"{width}×{height} pixels take {memory // 1_000_000} MB to decode: too many")
-        with _decoding.take(memory):
+        flat = 2 * _ONE_COPY * image.width * image.height  # made flat and upright, and copied out
+        with _decoding.take(_memory(image) + flat):
             upright = ImageOps.exif_transpose(_flat(image))
             return np.asarray(upright.convert("RGB"))
 
