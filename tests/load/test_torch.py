@@ -74,9 +74,6 @@ def expected(shards: str, epochs: int = 4) -> list[Seen]:
 
 
 def workers(dataset: Dataset, number: int, **more: Any) -> DataLoader[TorchBatch]:
-    # A thread that has decoded gives back OpenCV's memory under a lock a little after it was joined; a process that is
-    # forked meanwhile would find the lock held for ever.
-    time.sleep(0.05)
     return DataLoader(dataset, batch_size=None, num_workers=number, **more)
 
 

@@ -198,3 +198,22 @@ def _profile(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(home))
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
         monkeypatch.delenv(key)
+
+
+def test_a_forked_process_is_told_instead_of_left_waiting(s3: str) -> None:
+    """obstore's threads stay behind in the parent; a child would wait for them for ever."""
+    program = (
+        "import os, sys\n"
+        "from stoker.errors import UnavailableError\n"
+        "from stoker.storage import open_store\n"
+        "store = open_store(sys.argv[1])\n"
+        "store.put('a', b'1')\n"
+        "if child := os.fork():\n"
+        "    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "try:\n"
+        "    store.get('a')\n"
+        "except UnavailableError as error:\n"
+        "    os._exit(0 if 'forkserver or spawn' in str(error) else 1)\n"
+        "os._exit(2)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program, s3], timeout=60, check=False).returncode == 0

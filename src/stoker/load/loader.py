@@ -8,7 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from stoker.core.threads import Threads
 from stoker.errors import DataFaultError, Fault, InputError, SpecError
 from stoker.load.buffers import Allocate, Buffers
 from stoker.load.reader import Reader
@@ -190,8 +191,9 @@ class Loader:
         allowed = self._max_bad * epoch.share(0) / workers
         found: list[Bad] = []
         threads = max(1, self.threads // workers)
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="stoker-decode")
+        pool = Threads(threads, "stoker-decode")
         making: deque[_Making] = deque()
+        self._reader.begin()
         try:
             while True:
                 for step in itertools.islice(steps, self._prefetch - len(making)):
@@ -219,9 +221,7 @@ class Loader:
 class _Making:
     """A batch in the making: its rows are filled in slices, each a task of the pool."""
 
-    def __init__(
-        self, epoch: Epoch, step: Step, rows: Rows, reader: Reader, pool: ThreadPoolExecutor, threads: int
-    ) -> None:
+    def __init__(self, epoch: Epoch, step: Step, rows: Rows, reader: Reader, pool: Threads, threads: int) -> None:
         self.step = step
         self._epoch, self._rows, self._reader = epoch, rows, reader
         count = len(step.positions)

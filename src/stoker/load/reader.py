@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -14,6 +14,7 @@ from typing import NamedTuple, TypedDict
 import numpy as np
 
 from stoker.core.scratch import scratch_folder
+from stoker.core.threads import Threads
 from stoker.errors import DataFaultError, StokerError, StoppedError
 from stoker.sampling.order import Numbers, Place
 from stoker.shards.index import Index
@@ -75,10 +76,17 @@ class Reader:
         self._lock = threading.Lock()
         self._open: dict[int, Future[_Open]] = {}
         self._touched = 0
+        self._failed = False
         self._cache = self._folder = cache
         self._scratch = ExitStack()
         self._numbers = itertools.count()
-        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._pools: dict[str, Threads] = {}
+
+    def begin(self) -> None:
+        """Begin an iteration: after a failure everything is asked for anew."""
+        if self._failed:
+            self._failed = False
+            self.keep(())
 
     def keep(self, shards: Iterable[int]) -> None:
         """Let go of all other shards, and begin to fetch these, the first ones first."""
@@ -104,7 +112,7 @@ class Reader:
             try:
                 self._arrive(shard)
             except StokerError as error:
-                self._forget_failures()
+                self._failed = True
                 if not isinstance(error, DataFaultError):
                     raise
                 wanted = int(shard.offsets[place.samples[place.shards == number][0]])
@@ -212,14 +220,6 @@ class Reader:
         except StoppedError:  # it was let go
             return
 
-    def _forget_failures(self) -> None:
-        """Let shards that did not come be asked for again."""
-        with self._lock:
-            for number, shard in list(self._open.items()):
-                coming = shard.result().coming if shard.done() and not shard.exception() else None
-                if coming is not None and coming.done() and (coming.cancelled() or coming.exception()):
-                    del self._open[number]
-
     def _mapped(self, shard: _Open, path: Path) -> MappedFile:
         file = MappedFile(path)
         if len(file.view) != shard.size:
@@ -246,10 +246,10 @@ class Reader:
             if shard.file is not None:
                 shard.file.forget()
 
-    def _pool(self, kind: str) -> ThreadPoolExecutor:
+    def _pool(self, kind: str) -> Threads:
         with self._lock:
             if kind not in self._pools:
-                self._pools[kind] = ThreadPoolExecutor(THREADS[kind], thread_name_prefix=f"stoker-{kind}")
+                self._pools[kind] = Threads(THREADS[kind], f"stoker-{kind}")
             return self._pools[kind]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ except ImportError as error:
     raise MissingExtraError("tensorflow", "tf", purpose="stoker.load.tf") from error
 
 
-def dataset(url: str | ShardSet, **settings: Any) -> tf.data.Dataset:
+def dataset(url: str | Path | ShardSet, **settings: Any) -> tf.data.Dataset:
     """Give a shard set as batches of (images, labels), one epoch for each iteration; takes what `TfLoader` takes."""
     return TfLoader(url, **settings).dataset
 
@@ -34,7 +35,7 @@ class TfLoader:
 
     def __init__(
         self,
-        url: str | ShardSet,
+        url: str | Path | ShardSet,
         *,
         with_cursor: bool = False,
         images: tf.TensorSpec | None = None,

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import inspect
-import multiprocessing
 import os
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import DupFd
+from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from stoker.errors import InputError, MissingExtraError, SpecError
 from stoker.load.decode import Pixels
 from stoker.load.loader import Batch, Loader
+from stoker.load.turns import Turn, Turns
 from stoker.sampling.cursor import Cursor
 from stoker.shards.locate import ShardSet
 
@@ -34,8 +28,6 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 IN_FLIGHT = 2
 """Host batches that are held at once because their copy to the device is not known to be done."""
-CLAIMS = 8
-"""Iterations whose beginning is remembered: as many can start their workers at the same time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,14 +65,16 @@ class Dataset(IterableDataset[TorchBatch]):
     epoch, unless `load_state_dict(batch.cursor.state())` says where to go on.
     """
 
-    def __init__(self, url: str | ShardSet, *, device: torch.device | str | None = None, **settings: Any) -> None:
+    def __init__(
+        self, url: str | Path | ShardSet, *, device: torch.device | str | None = None, **settings: Any
+    ) -> None:
         inspect.signature(Loader).bind(url, **settings)  # a wrong keyword is told here, not by a worker
         self._url, self._settings = url, settings
         cuda = _cuda(device)
         self._upload = None if cuda is None else _Upload(cuda)
         if self._upload is not None:
             self._settings = {"allocate": _pinned, **settings}
-        self._turns = _Turns(_Turn(Cursor(0, 0, "")))
+        self._turns = Turns(Turn(Cursor(0, 0, "")))
         self._rounds = 0
         # By process, so that a forked worker leaves alone what it inherited, whose threads it has not.
         self._loaders: dict[int, Loader] = {}
@@ -233,88 +227,3 @@ class _Upload:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Upload, (self.device,)
-
-
-class _Claim(msgspec.Struct):
-    """Where one iteration starts, and which of its workers know."""
-
-    start: Cursor
-    workers: list[int] = msgspec.field(default_factory=list)
-
-
-class _Turn(msgspec.Struct):
-    """Where the next iteration of one consumer starts, and whether that is where the last one was left."""
-
-    next: Cursor
-    known: bool = True
-    claims: dict[str, _Claim] = msgspec.field(default_factory=dict)
-
-
-class _Turns:
-    """The turn of each process that takes batches of a dataset, in memory that it shares with its workers.
-
-    A worker has a copy of the dataset, and DataLoader tells neither the original that an iteration begins nor the copy
-    which one it is. The lock is one of the system's: it is free again when its holder is killed.
-    """
-
-    def __init__(self, first: _Turn | None, memory: int | None = None) -> None:
-        self._memory = os.memfd_create("stoker-turns") if memory is None else memory
-        weakref.finalize(self, os.close, self._memory)
-        if first is not None:
-            self._write({os.getpid(): first})
-
-    @contextmanager
-    def turn(self) -> Iterator[_Turn]:
-        """Give this consumer's turn while no other process can change it, and keep what is changed."""
-        fcntl.lockf(self._memory, fcntl.LOCK_EX)
-        try:
-            turns = self._read()
-            made_with = next(iter(turns.values()))  # a process that got a copy goes on from where the maker stands
-            turn = turns.setdefault(_consumer(), _Turn(made_with.next, made_with.known))
-            yield turn
-            self._write(turns)
-        finally:
-            fcntl.lockf(self._memory, fcntl.LOCK_UN)
-
-    def claim(self, iteration: str, worker: int) -> Cursor:
-        """Tell a worker where its iteration starts; the first of them to ask begins it.
-
-        Iterations are told apart by the seed that DataLoader drew. Where the user made it draw the same one again, the
-        worker that asks a second time does so for a new iteration.
-        """
-        with self.turn() as turn:
-            claim = turn.claims.get(iteration)
-            if claim is None or worker in claim.workers:
-                claim = _Claim(turn.next)
-                turn.claims.pop(iteration, None)
-                turn.claims = dict([*turn.claims.items(), (iteration, claim)][-CLAIMS:])
-                turn.next, turn.known = Cursor(claim.start.epoch + 1, 0, claim.start.plan), False
-            claim.workers.append(worker)
-            return claim.start
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if get_spawning_popen() is not None:
-            return _attached, (DupFd(self._memory),)
-        with self.turn() as turn:  # a copy that is not for a worker stands alone
-            return _Turns, (_Turn(turn.next, turn.known),)
-
-    def _read(self) -> dict[int, _Turn]:
-        data = os.pread(self._memory, os.fstat(self._memory).st_size, 0)
-        return msgspec.msgpack.decode(data, type=dict[int, _Turn])
-
-    def _write(self, turns: dict[int, _Turn]) -> None:
-        data = msgspec.msgpack.encode(turns)
-        os.ftruncate(self._memory, len(data))
-        os.pwrite(self._memory, data, 0)
-
-
-def _attached(memory: Any) -> _Turns:
-    return _Turns(None, memory.detach())
-
-
-def _consumer() -> int:
-    """Number the process that takes the batches: this one, or the one whose DataLoader started this worker."""
-    parent = multiprocessing.parent_process()
-    if get_worker_info() is None or parent is None or parent.pid is None:
-        return os.getpid()
-    return parent.pid

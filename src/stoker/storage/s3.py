@@ -46,6 +46,8 @@ _CLIENT: ClientConfig = {
     "timeout": timedelta(hours=1),  # of a whole body, which may be large; a stalled one ends by read_timeout
 }
 _PART = 8 << 20
+_owner: int | None = None
+"""The process that obstore's threads run in, once it has used them."""
 _TRUE = frozenset({"1", "true", "on", "yes", "y"})  # what obstore takes for true
 _PUBLIC = "a public bucket needs AWS_SKIP_SIGNATURE=true"
 
@@ -124,6 +126,7 @@ class S3Store:
 
     @contextmanager
     def _explained(self, name: str) -> Iterator[None]:
+        _refuse_fork(self.url)
         try:
             yield
         except (BaseError, FileNotFoundError) as error:
@@ -159,6 +162,18 @@ def _report(error: Exception) -> str:
 def _status(error: Exception) -> int | None:
     found = re.search(r"status code: (\d{3})", _report(error))
     return int(found[1]) if found else None
+
+
+def _refuse_fork(url: str) -> None:
+    """Refuse to wait for threads that did not come along when this process was forked."""
+    global _owner
+    _owner = _owner or os.getpid()
+    if _owner != os.getpid():
+        raise UnavailableError(
+            "this process was forked from one that had used s3:// already, and cannot",
+            where=url,
+            hint="start it by forkserver or spawn (DataLoader: multiprocessing_context), or use s3:// only in workers",
+        )
 
 
 def _credentials(where: str) -> tuple[str, Boto3CredentialProvider | None]:
