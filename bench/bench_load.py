@@ -20,7 +20,7 @@ SMOOTH_TF = "tf.data, antialiased"
 
 STOKER = Path(sys.executable).with_name("stoker")
 MOST_SAMPLES = 8192
-MOST_ROUNDS = 3
+MOST_ROUNDS = 5
 
 
 def run(lab: Lab) -> Result:
@@ -57,6 +57,7 @@ def run(lab: Lab) -> Result:
         speeds=speeds,
         versus=[
             Versus(ours=SMOOTH, peer=PIL, target=1.9, note="both antialiased"),
+            Versus(ours=PLAIN, peer=PIL, note="only PIL antialiased"),
             Versus(ours=PLAIN, peer=CV2, target=1.2, note="neither antialiased"),
             Versus(ours=PLAIN, peer=TF, target=0.9, note="neither antialiased"),
             Versus(ours=SMOOTH, peer=SMOOTH_LIMIT, target=0.9, note="what the loader adds to decoding"),
@@ -74,12 +75,13 @@ def run(lab: Lab) -> Result:
             f"{peer_loaders.SIZE} × {peer_loaders.SIZE}, flipped half the time, uint8, with labels. "
             f"Each act is a fresh process; its start, its imports, opening and the first {peer_loaders.WARM} batches "
             f"are left out, the {timed:,} images after them are timed. At most {MOST_ROUNDS} rounds.",
-            "webdataset: DataLoader with 2 workers, which crop, batch and collate into shared memory; shards repeat, "
-            "so that no worker runs dry. tf.data: the same images as TFRecord, AUTOTUNE, a private pool of 2 threads, "
+            "webdataset: `decode`, `to_tuple`, `map_tuple`, `batched` in a DataLoader with 2 workers, which collate "
+            "into shared memory; PIL images are cropped, then resized, as torchvision does it; shards repeat, so that "
+            "no worker runs dry. tf.data: the same images as TFRecord, AUTOTUNE, a private pool of 2 threads, "
             "repeated too. stoker: one epoch to its end.",
             "Only tf.data draws its crops otherwise, by `sample_distorted_bounding_box` as its users do: at the same "
             "bounds they cover 37 % of a 500 × 375 image on average, torchvision's 43 %, and it decodes no more than "
-            "they cover. It decodes by the fast DCT, its default, the others by the accurate one.",
+            "they cover. It decodes by the fast DCT, its default; stoker by the accurate one.",
             "Antialiased: PIL and tf.data by a triangle filter, stoker by a Gaussian blur of about its width and then "
             "bilinear. Not antialiased: bilinear alone.",
             "Bare decoding threads: stoker's own decoder in 2 threads on bytes in memory; headers, crops and flips "

@@ -23,8 +23,8 @@ cv2.setNumThreads(0)
 
 GAP = 2.0
 """The JPEG decoder itself shrinks what would be shrunk further by this factor or more afterwards."""
-ROWS_BELOW = 16
-"""Rows decoded below a crop: the colours of its last row may be mixed with those of the next."""
+ROWS_BELOW = 4
+"""Rows decoded below a crop: where colours are stored at half the height, those of its last row take in the next."""
 KEPT_BYTES = 16 << 20
 _PLAIN = ("YCbCr", "Gray", "RGB")
 _LEFT_OVER = re.compile(r"extraneous bytes before marker 0xd9")
@@ -43,7 +43,7 @@ class Decoder:
 
     def __init__(self, *, antialias: bool = True) -> None:
         self._antialias = antialias
-        self._hard, self._soft = _Kept(), _Kept()
+        self._hard, self._soft, self._square = _Kept(), _Kept(), _Kept()
 
     def look(self, data: Buffer) -> Header:
         """Read an image's header; raise BadImageError for what cannot be decoded."""
@@ -122,7 +122,7 @@ class Decoder:
 
     def _resize(self, pixels: Pixels, crop: Crop, flip: bool, out: Pixels) -> None:
         size = out.shape[0]
-        target = np.empty_like(out) if flip else out
+        target = self._square.room(out.shape) if flip else out
         if self._antialias and any(side != int(side) for side in crop):
             target[:] = images.resized(pixels, crop, size)
         else:

@@ -31,6 +31,8 @@ from stoker.shards.scan import described
 
 SLICE = 16
 """Rows that a thread makes at a time: handing over single images costs more than it spreads."""
+PLACED = 16
+"""Steps whose places are found at once."""
 LAYOUTS = ("NHWC", "NCHW")
 
 log = logging.getLogger(__name__)
@@ -140,7 +142,8 @@ class Loader:
         return self._cursor.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a cursor, whatever world it was made in; the next `for` starts there."""
+        """Go on from a cursor, whatever world it was made in: the next `for` starts there, one that runs is ended."""
+        self._stop()
         self._cursor = self.plan.check_cursor(Cursor.from_state(state))
 
     def __len__(self) -> int:
@@ -194,13 +197,13 @@ class Loader:
         pool = Threads(threads, "stoker-decode")
         making: deque[_Making] = deque()
         self._reader.begin()
+        placed = self._placed(epoch, steps)
         try:
             while True:
-                for step in itertools.islice(steps, self._prefetch - len(making)):
-                    making.append(_Making(epoch, step, self._rows, self._reader, pool, threads))
+                for step, place in itertools.islice(placed, self._prefetch - len(making)):
+                    making.append(_Making(epoch, step, place, self._rows, self._reader, pool, threads))
                 if not making:
                     break
-                self._reader.keep(epoch.ahead(making[0].step.start).tolist())
                 batch, bad, times = making.popleft().finish()
                 self.times += times
                 self.bad += bad
@@ -217,15 +220,27 @@ class Loader:
         if found:
             log.warning("%s: epoch %d left out %s", self.set.url, epoch.number, _counted(found))
 
+    def _placed(self, epoch: Epoch, steps: Iterator[Step]) -> Iterator[tuple[Step, Place]]:
+        """Find the places of some steps at once, which costs little more than those of one, and their shards."""
+        while some := list(itertools.islice(steps, PLACED)):
+            self._reader.keep(epoch.ahead(some[0].start).tolist())
+            places = epoch.at(np.concatenate([step.positions for step in some]))
+            ends = itertools.accumulate(len(step.positions) for step in some)
+            for step, end in zip(some, ends, strict=True):
+                part = slice(end - len(step.positions), end)
+                yield step, Place(places.shards[part], places.samples[part])
+
 
 class _Making:
     """A batch in the making: its rows are filled in slices, each a task of the pool."""
 
-    def __init__(self, epoch: Epoch, step: Step, rows: Rows, reader: Reader, pool: Threads, threads: int) -> None:
+    def __init__(
+        self, epoch: Epoch, step: Step, place: Place, rows: Rows, reader: Reader, pool: Threads, threads: int
+    ) -> None:
         self.step = step
         self._epoch, self._rows, self._reader = epoch, rows, reader
         count = len(step.positions)
-        self._place = epoch.at(step.positions)
+        self._place = place
         self._room = rows.room(count)
         self._labels = np.empty(count, dtype=np.int64)
         length = max(1, count if isinstance(rows, EncodedRows) else min(SLICE, -(-count // threads)))

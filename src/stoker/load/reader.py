@@ -27,7 +27,6 @@ THREADS = {"fetch": 2, "range": 16}
 """Whole shards come by few threads; single samples, each of which waits for one answer, by many."""
 TOUCHED_BYTES = 96 << 20
 """Once so much of the mapped shards was read, all of it is given back to the system, so that memory stays small."""
-
 AROUND_BYTES = 64 << 10  # that the system maps around what is touched
 
 
@@ -145,12 +144,14 @@ class Reader:
     def close(self) -> None:
         """Let go of everything and end all threads; what was fetched without a cache folder is gone then."""
         with self._lock:
-            pools, self._pools = self._pools, {}
             opened, self._open = self._open, {}
         for shard in opened.values():
             shard.add_done_callback(_let_go)
-        for pool in pools.values():
-            pool.shutdown(wait=True, cancel_futures=True)
+        while self._pools:  # the last task of one may have started another
+            with self._lock:
+                pools, self._pools = self._pools, {}
+            for pool in pools.values():
+                pool.shutdown(wait=True, cancel_futures=True)
         for shard in opened.values():
             with suppress(InvalidStateError):  # nobody will open it any more, and somebody may wait for it
                 shard.set_exception(StoppedError("the loader was closed", where=self._set.url))
@@ -182,11 +183,13 @@ class Reader:
             else:
                 made.coming = self._pool("fetch").submit(self._fetch, made)
         except BaseException as error:
-            with self._lock:  # whoever asks again tries again
-                self._open.pop(number, None)
-            shard.set_exception(error)
-        else:
+            with self._lock:
+                if self._open.get(number) is shard:  # whoever asks again tries again
+                    del self._open[number]
             with suppress(InvalidStateError):  # closed meanwhile
+                shard.set_exception(error)
+        else:
+            with suppress(InvalidStateError):
                 shard.set_result(made)
 
     def _fetch(self, shard: _Open) -> MappedFile:

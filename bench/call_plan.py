@@ -1,0 +1,33 @@
+"""An epoch's first batch, in a process of its own: `call_plan.py stoker|permutation` prints seconds and peak bytes."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import numpy as np
+
+from peer_loaders import peak_bytes
+from stoker.sampling.plan import Plan
+from stoker.sampling.seat import Seat
+from stoker.shards.manifest import default_lanes
+
+SHARDS, SAMPLES = 1_000_000, 1_000
+STORED = 10_000_000
+"""Samples whose shuffle is stored: a hundredth of those above, for all of them would take 8 GB."""
+
+
+def stoker() -> None:
+    sizes = np.full(SHARDS, SAMPLES, dtype=np.int64)
+    epoch = Plan(data="bench", sizes=sizes, lanes=default_lanes(SHARDS)).epoch(0, Seat(3, 8))
+    epoch.at(next(epoch.steps(0, 256)).positions)
+
+
+def permutation() -> None:
+    np.random.default_rng(0).permutation(STORED)[3:256:8]
+
+
+if __name__ == "__main__":
+    start = time.perf_counter()
+    {"stoker": stoker, "permutation": permutation}[sys.argv[1]]()
+    print(time.perf_counter() - start, peak_bytes())
