@@ -393,8 +393,8 @@ def test_a_bad_sample_is_fatal_by_default(
     first = loader.bad[0]
     assert (first.shard, first.offset) in spots.values()
     assert re.fullmatch(
-        rf"{re.escape(url)}: [1-4] bad samples? \(the first: {re.escape(first.shard)} at byte {first.offset:,}: .+\) "
-        r"(is|are) more than max_bad=0\.001 allows; mend the dataset .*stoker data verify --deep.*, or raise max_bad",
+        rf"{re.escape(url)}: [1-4] bad samples? \(the first: {re.escape(first.shard)} at byte {first.offset:,}: .+\)"
+        r": more than max_bad=0\.001 allows; mend the dataset .*stoker data verify --deep.*, or raise max_bad",
         str(caught.value),
         re.DOTALL,
     )
@@ -477,7 +477,8 @@ def test_close_ends_everything_and_the_loader_can_be_used_again(anywhere: str) -
     next(batches)
     loader.close()
     assert left_behind() == []
-    assert next(batches, None) is None
+    with pytest.raises(InputError, match="this iteration was ended"):
+        next(batches)
     loader.close()
     assert sum(batch.count for batch in loader) == 82
     loader.close()
@@ -523,7 +524,8 @@ def test_a_second_iteration_ends_the_first(shards: str) -> None:
     next(first)
     second = iter(loader)
     assert next(second).cursor.consumed == 16
-    assert next(first, None) is None
+    with pytest.raises(InputError, match="this iteration was ended: another one began"):
+        next(first)  # and does not look like the end of an epoch
     assert len(list(second)) == 10
 
 
@@ -573,7 +575,7 @@ def test_every_bad_setting_at_once(shards: str) -> None:
         Loader(shards, global_batch=8, transform="imagenet", size=0, layout="XYZ", prefetch=0, threads=0, max_bad=2)
     assert str(caught.value) == (
         f"{shards}: transform: 'imagenet' is none of imagenet-train, imagenet-val; give one of them, a function, "
-        "or None; size: 0 is less than 1; layout: 'XYZ' is none of NHWC, NCHW; prefetch: 0 is less than 1; "
+        "or None; size: 0 is not from 1 to 4096; layout: 'XYZ' is none of NHWC, NCHW; prefetch: 0 is less than 1; "
         "threads: 0 is less than 1; max_bad: 2 is no share from 0 to 1"
     )
 

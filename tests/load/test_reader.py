@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import os
 import re
 import tempfile
@@ -17,9 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from servers import Asked, Reply, scripted
-from stoker.errors import DataFaultError, NotFoundError, StokerError, UnavailableError
+from stoker.errors import DataFaultError, InputError, NotFoundError, StokerError, UnavailableError
 from stoker.load.loader import Batch, Loader, find_one
 from stoker.load.reader import Reader
 from stoker.sampling.order import Place
@@ -454,7 +456,8 @@ def test_a_remote_loader_that_is_closed_can_be_used_again(shards: Path, scratch:
         loader.close()
         assert our_threads() == []
         assert os.listdir(scratch) == []
-        assert list(batches) == []  # it was ended
+        with pytest.raises(InputError, match="this iteration was ended"):
+            next(batches)
         assert all(bytes(image)[:2] == b"\xff\xd8" for batch in taken for image in batch.images)
     assert loader.state_dict()["consumed"] == 36
     assert sum(batch.count for batch in loader) == 24
@@ -486,3 +489,32 @@ def ended(reader: Reader, shard: int) -> None:
     """Read from a shard; that it fails is as good as that it works, as long as it ends."""
     with suppress(StokerError, RuntimeError, CancelledError):
         reader.read(place((shard, 0)))
+
+
+def test_a_spoilt_shard_is_told_even_if_it_was_read_before_it_came(many: Path) -> None:
+    """Samples read by ranges are not checked; when their shard has come and is another, the next read says so."""
+    one, store = far(many, held=True)
+    assert one.manifest is not None
+    spoilt = [replace_struct(shard, sha256="0" * 64) for shard in one.manifest.shards]
+    one = replace(one, manifest=replace_struct(one.manifest, shards=tuple(spoilt)))
+    with Loader(one, global_batch=6, transform=None, prefetch=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        store.release()
+        with pytest.raises(DataFaultError, match=r"its sha256 is .* \(its sample at byte [0-9,]+ is wanted\)"):
+            list(itertools.chain(batches, epochs(loader)))
+
+
+def test_a_server_without_ranges_is_not_asked_for_single_samples(shards: Path) -> None:
+    asked: list[str] = []
+
+    def whole(request: Asked, number: int) -> Reply:
+        path = shards / request.path.lstrip("/")
+        if path.suffix == ".tar":
+            asked.append(path.name)
+        return Reply(200, path.read_bytes()) if path.is_file() else Reply(404)
+
+    with scripted(whole) as server, Loader(server.url, global_batch=6, transform=None, prefetch=1) as loader:
+        loader.set.store.range(loader.set.shards[0].name, 0, 1)  # now it is known
+        assert sum(batch.count for batch in loader) == 60
+    assert len(asked) <= 1 + 2

@@ -17,6 +17,7 @@ from stoker.cli.output import byte_bar, counted, counter, print_json, print_tabl
 
 if TYPE_CHECKING:
     from stoker.load.bench import Measured
+    from stoker.load.peek import Peeked
     from stoker.sampling.forecast import Forecast
     from stoker.shards.convert import Conversion
     from stoker.shards.locate import ShardSet
@@ -252,6 +253,8 @@ def peek(
     _check_transform(transform, size)
     if number < 1:
         raise InputError(f"--n is {number}, and must be 1 or more")
+    if png is not None and (png.suffix.lower() != ".png" or png.is_dir()):
+        raise InputError("--png must name a file that ends in .png", where=png)
     found = list(peek_at(find_one(url), number, transform=transform, size=size, antialias=antialias, seed=seed))
     if as_json:
         print_json([{name: value for name, value in one._asdict().items() if name != "pixels"} for one in found])
@@ -264,11 +267,12 @@ def peek(
             ],
         )
     if png is not None:
-        tiles = [(one.pixels, f"{one.name or one.label} · {one.key}") for one in found if one.pixels is not None]
+        tiles = [(one.pixels, _caption(one)) for one in found if one.pixels is not None]
         if not tiles:
             raise InputError("no image could be decoded", where=url, hint="see: stoker data verify --deep")
         LocalStore(str(png.parent)).put(png.name, contact_sheet(tiles))
-        remark(f"{png}: {counted(len(tiles), 'image')} as {transform} shows them")
+        bad = len(found) - len(tiles)
+        remark(f"{png}: {counted(len(tiles), 'image')} as {transform} shows them" + (f", {bad} bad" if bad else ""))
 
 
 @app.command()
@@ -344,13 +348,22 @@ def _described(one: ShardSet) -> ShardSet:
         return described(one, jobs=_threads("auto"), progress=advance)
 
 
+def _caption(one: Peeked) -> str:
+    """Say below a picture what it is; a key often starts with the name of its class."""
+    name = one.name or str(one.label)
+    return one.key if one.key.startswith(f"{name}/") else f"{name} · {one.key}"
+
+
 def _show_forecast(told: Forecast) -> None:
     """Print what a world would read, rank by rank."""
     from stoker.core.units import format_bytes
 
     print_table(
-        ("rank", "node", "shards", "batches", "samples", "bytes", "last batch"),
-        [(r.rank, r.node, r.shards, r.batches, r.samples, format_bytes(r.bytes), r.tail) for r in told.ranks],
+        ("rank", "node", "batches", "last batch", "samples", "bytes", "shards", "bytes of shards"),
+        [
+            (r.rank, r.node, r.batches, r.tail, r.samples, format_bytes(r.bytes), r.shards, format_bytes(r.shard_bytes))
+            for r in told.ranks
+        ],
     )
     typer.echo()
     print_table(

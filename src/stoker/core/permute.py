@@ -37,7 +37,8 @@ def permute(positions: Words, lengths: Words | int, keys: Words | int) -> Words:
     """
     n = np.broadcast_to(np.asarray(lengths, dtype=np.uint64), positions.shape)
     k = np.broadcast_to(np.asarray(keys, dtype=np.uint64), positions.shape)
-    bits = np.maximum(_bit_length(n - _ONE), np.uint64(2))
+    # Very small networks shuffle visibly unevenly, so that none has fewer than 6 bits.
+    bits = np.maximum(_bit_length(n - _ONE), np.uint64(6))
     out = _feistel(positions, bits, k)
     outside = np.flatnonzero(out >= n)
     while outside.size:

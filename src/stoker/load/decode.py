@@ -14,6 +14,7 @@ import simplejpeg
 
 from stoker.load.transforms import Crop
 from stoker.shards import images
+from stoker.shards.images import BadImageError
 from stoker.shards.sample import Buffer
 
 Pixels = npt.NDArray[np.uint8]
@@ -61,12 +62,12 @@ class Decoder:
     def fill(self, data: Buffer, header: Header, crop: Crop, flip: bool, out: Pixels) -> None:
         """Fill `out`, a square of RGB pixels, with the crop of the upright image; raise BadImageError if it cannot."""
         if header.turn is None:
-            self._resize(images.pixels(data), crop, flip, out)
+            self._fill_general(data, header, crop, flip, out)
             return
         stored = _stored(crop, header)
         pixels, eighths = self._decode_jpeg(data, header, stored, out.shape[0])
         if pixels is None:  # odd, or damaged: Pillow decides which
-            self._resize(images.pixels(data), crop, flip, out)
+            self._fill_general(data, header, crop, flip, out)
             return
         if eighths != 8:
             stored = Crop(*(side * eighths / 8 for side in stored))
@@ -91,6 +92,12 @@ class Decoder:
         width, height = images.upright_size(data)
         return Header(width, height, None)
 
+    def _fill_general(self, data: Buffer, header: Header, crop: Crop, flip: bool, out: Pixels) -> None:
+        pixels = images.pixels(data)
+        if pixels.shape != (header.height, header.width, 3):
+            raise BadImageError("its header and its pixels do not agree on its size or how it is turned")
+        self._resize(pixels, crop, flip, out)
+
     def _decode_jpeg(self, data: Buffer, header: Header, stored: Crop, size: int) -> tuple[Pixels | None, int]:
         """Decode the image as it is stored down to the crop's last row, and tell by how many eighths it is shrunk.
 
@@ -102,6 +109,8 @@ class Decoder:
         shrink = min(stored.width, stored.height) / (size * GAP)
         eighths = math.ceil(8 / shrink) if shrink >= 2 else 8
         rows = math.ceil(stored.top + stored.height) + ROWS_BELOW
+        if eighths != 8 or stored.height != int(stored.height):  # Pillow's filter looks below a crop
+            rows += math.ceil(stored.height / size) + ROWS_BELOW
         short = images.shortened(data, rows)
         if short is not None:
             pixels, said = self._decode_whole(short, width, rows, eighths)

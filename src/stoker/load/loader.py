@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, SupportsIndex
 
 import numpy as np
 
@@ -33,6 +33,7 @@ SLICE = 16
 """Rows that a thread makes at a time: handing over single images costs more than it spreads."""
 PLACED = 16
 """Steps whose places are found at once."""
+MAX_SIZE = 4096
 LAYOUTS = ("NHWC", "NCHW")
 
 log = logging.getLogger(__name__)
@@ -111,9 +112,16 @@ class Loader:
         max_bad: float = 0.001,
         allocate: Allocate | None = None,
     ) -> None:
+        if odd := _odd_numbers(
+            {"global_batch": global_batch, "size": size, "seed": seed, "prefetch": prefetch},
+            {"epoch_samples": epoch_samples, "threads": threads},
+            seat,
+        ):
+            raise SpecError(odd)
         faults = _setting_faults(transform, size, layout, prefetch, threads, max_bad)
         self.seat = Seat.from_environ(os.environ) if seat is None else Seat(*seat)
-        self.set = described(url if isinstance(url, ShardSet) else find_one(str(url)))
+        cores = len(os.sched_getaffinity(0))
+        self.set = described(url if isinstance(url, ShardSet) else find_one(str(url)), jobs=cores)
         try:
             self.plan = plan_of(self.set, sampling=sampling, seed=seed, epoch_samples=epoch_samples)
             faults += self.plan.faults(self.seat, global_batch)
@@ -122,7 +130,7 @@ class Loader:
         if faults:
             raise SpecError(faults, where=self.set.url)
         self.global_batch = global_batch
-        self.threads = threads or max(1, len(os.sched_getaffinity(0)) // self.seat.local_world)
+        self.threads = threads or max(1, cores // self.seat.local_world)
         self.times = Times()
         self.bad: list[Bad] = []
         """What was left out so far, of all epochs."""
@@ -139,6 +147,8 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Give the cursor as plain values, for a checkpoint."""
+        if self.plan.mode == "join" and self._running is not None:
+            log.warning("%s: `join` resumes at an epoch's start: what was read of this one comes again", self.set.url)
         return self._cursor.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -158,6 +168,11 @@ class Loader:
             for batch in batches:
                 self._cursor = batch.cursor
                 yield batch
+            if self._running is not batches:  # to end quietly would look like the end of the epoch
+                raise InputError(
+                    "this iteration was ended: another one began, a cursor was loaded, or the loader was closed",
+                    where=self.set.url,
+                )
         finally:
             batches.close()
 
@@ -191,13 +206,13 @@ class Loader:
 
     def _batches(self, epoch: Epoch, steps: Iterator[Step], workers: int) -> Generator[Batch]:
         """Keep `prefetch` batches in the making, and give them in order."""
-        allowed = self._max_bad * epoch.share(0) / workers
+        allowed = self._max_bad * self.plan.samples
         found: list[Bad] = []
         threads = max(1, self.threads // workers)
         pool = Threads(threads, "stoker-decode")
         making: deque[_Making] = deque()
         self._reader.begin()
-        placed = self._placed(epoch, steps)
+        placed = self._placed(epoch, steps, making)
         try:
             while True:
                 for step, place in itertools.islice(placed, self._prefetch - len(making)):
@@ -210,21 +225,22 @@ class Loader:
                 found += bad
                 if len(found) > allowed:
                     raise DataFaultError(
-                        f"{_counted(found)} are more than max_bad={self._max_bad:g} allows",
+                        f"{_counted(found)}: more than max_bad={self._max_bad:g} allows",
                         where=self.set.url,
                         hint="mend the dataset (stoker data verify --deep lists them all), or raise max_bad",
                     )
                 yield batch
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-        if found:
-            log.warning("%s: epoch %d left out %s", self.set.url, epoch.number, _counted(found))
+            if found:
+                log.warning("%s: epoch %d left out %s", self.set.url, epoch.number, _counted(found))
 
-    def _placed(self, epoch: Epoch, steps: Iterator[Step]) -> Iterator[tuple[Step, Place]]:
+    def _placed(self, epoch: Epoch, steps: Iterator[Step], making: deque[_Making]) -> Iterator[tuple[Step, Place]]:
         """Find the places of some steps at once, which costs little more than those of one, and their shards."""
         while some := list(itertools.islice(steps, PLACED)):
-            self._reader.keep(epoch.ahead(some[0].start).tolist())
             places = epoch.at(np.concatenate([step.positions for step in some]))
+            oldest = making[0].step.start if making else some[0].start
+            self._reader.keep([*epoch.ahead(oldest).tolist(), *np.unique(places.shards).tolist()])
             ends = itertools.accumulate(len(step.positions) for step in some)
             for step, end in zip(some, ends, strict=True):
                 part = slice(end - len(step.positions), end)
@@ -267,8 +283,8 @@ class _Making:
         samples = self._reader.read(Place(self._place.shards[part], self._place.samples[part]))
         read_s = time.perf_counter() - started - samples.fetch_s
         self._labels[part] = samples.labels
-        positions = self.step.positions[part]
-        filled = self._rows.fill(self._room, part.start, samples.images, self._epoch.number, positions)
+        numbers = self._epoch.numbers(self.step.positions, self._place)[part]
+        filled = self._rows.fill(self._room, part.start, samples.images, self._epoch.number, numbers)
         return filled, Times(
             fetch=samples.fetch_s,
             read=read_s,
@@ -294,9 +310,11 @@ def find_one(url: str) -> ShardSet:
 def plan_of(one: ShardSet, *, sampling: str = "exact", seed: int = 0, epoch_samples: int | None = None) -> Plan:
     """Plan the sampling of a set that has a manifest."""
     assert one.manifest is not None
+    if epoch_samples is not None and epoch_samples < 1:
+        raise SpecError([Fault("epoch_samples", f"{epoch_samples} is less than 1")])
     shards = [one.known[entry.name] for entry in one.shards]
     return Plan(
-        data=data_digest([(shard.name, shard.samples, shard.sha256 or str(shard.bytes)) for shard in shards]),
+        data=data_digest([(shard.name, shard.samples, shard.sha256 or shard.index_sha256) for shard in shards]),
         sizes=np.array([shard.samples for shard in shards], dtype=np.int64),
         mode=sampling,
         seed=seed,
@@ -306,19 +324,32 @@ def plan_of(one: ShardSet, *, sampling: str = "exact", seed: int = 0, epoch_samp
     )
 
 
+def _odd_numbers(needed: Mapping[str, object], optional: Mapping[str, object], seat: object) -> list[Fault]:
+    """Find what should be whole numbers and is not: text from the environment, or a ratio that was not rounded."""
+    given = {**needed, **{name: value for name, value in optional.items() if value is not None}}
+    faults = [Fault(name, f"{value!r} is not a whole number") for name, value in given.items() if not _is_whole(value)]
+    if seat is not None and not (isinstance(seat, tuple) and len(seat) in (2, 3) and all(map(_is_whole, seat))):
+        faults.append(Fault("seat", f"{seat!r} is not (rank, world) in whole numbers"))
+    return faults
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
+
+
 def _setting_faults(
     transform: object, size: int, layout: str, prefetch: int, threads: int | None, max_bad: float
 ) -> list[Fault]:
     checks = {
         "transform": (
-            not isinstance(transform, str) or transform in TRANSFORMS,
+            transform is None or callable(transform) or transform in TRANSFORMS,
             f"{transform!r} is none of {', '.join(TRANSFORMS)}; give one of them, a function, or None",
         ),
-        "size": (size >= 1, f"{size} is less than 1"),
+        "size": (1 <= size <= MAX_SIZE, f"{size} is not from 1 to {MAX_SIZE}"),
         "layout": (layout in LAYOUTS, f"{layout!r} is none of {', '.join(LAYOUTS)}"),
         "prefetch": (prefetch >= 1, f"{prefetch} is less than 1"),
         "threads": (threads is None or threads >= 1, f"{threads} is less than 1"),
-        "max_bad": (0 <= max_bad <= 1, f"{max_bad} is no share from 0 to 1"),
+        "max_bad": (isinstance(max_bad, int | float) and 0 <= max_bad <= 1, f"{max_bad} is no share from 0 to 1"),
     }
     return [Fault(path, what) for path, (fine, what) in checks.items() if not fine]
 

@@ -30,7 +30,7 @@ class Peeked(NamedTuple):
 
 
 def peek(one: ShardSet, number: int, *, transform: str, size: int, antialias: bool, seed: int) -> Iterator[Peeked]:
-    """Give the first samples of a set, as they are in the first epoch."""
+    """Give the first samples of the first shards, each with a crop as an epoch might draw it."""
     walk = FORMATS.get(one.format).walk
     decoder, choose = Decoder(antialias=antialias), TRANSFORMS[transform](size)
     classes = () if one.manifest is None else one.manifest.classes
@@ -54,7 +54,7 @@ def peek(one: ShardSet, number: int, *, transform: str, size: int, antialias: bo
                 yield Peeked(
                     key=sample.key,
                     label=sample.label,
-                    name=classes[sample.label] if sample.label < len(classes) else "",
+                    name=classes[sample.label] if 0 <= sample.label < len(classes) else "",
                     kind=sample.kind,
                     bytes=len(sample.image),
                     width=width,

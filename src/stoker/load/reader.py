@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Iterable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -58,6 +59,8 @@ class _Open:
         self.file: MappedFile | None = None
         self.coming: Future[MappedFile] | None = None
         self.wanted = True
+        self.read_cold = False
+        """Whether samples were read from it before it could be checked as a whole."""
 
     def let_go(self) -> None:
         """Stop what is on its way; who still reads from it does so by ranges."""
@@ -76,6 +79,8 @@ class Reader:
         self._open: dict[int, Future[_Open]] = {}
         self._touched = 0
         self._failed = False
+        self._spoilt: DataFaultError | None = None
+        self._unchecked: set[_Open] = set()
         self._cache = self._folder = cache
         self._scratch = ExitStack()
         self._numbers = itertools.count()
@@ -106,6 +111,10 @@ class Reader:
         cold: dict[int, tuple[_Open, int]] = {}
         touched = 0
         started = time.perf_counter()
+        if self._spoilt is not None:
+            self._failed = True
+            spoilt, self._spoilt = self._spoilt, None
+            raise spoilt
         for number in set(place.shards.tolist()):
             shards[number] = shard = self._begin(number).result()
             try:
@@ -114,14 +123,13 @@ class Reader:
                 self._failed = True
                 if not isinstance(error, DataFaultError):
                     raise
-                wanted = int(shard.offsets[place.samples[place.shards == number][0]])
-                what = f"{error.what} (its sample at byte {wanted:,} is wanted)"
-                raise DataFaultError(what, where=error.where, hint=error.hint) from error
+                raise _with_sample(error, shard, int(place.samples[place.shards == number][0])) from error
         opened = time.perf_counter()
         for row, (number, sample) in enumerate(zip(place.shards.tolist(), place.samples.tolist(), strict=True)):
             shard = shards[number]
             labels[row] = shard.labels[sample]
             if shard.file is None:
+                self._note_cold(shard, sample)
                 cold[row] = (shard, sample)
                 images.append(b"")
                 continue
@@ -146,7 +154,9 @@ class Reader:
         with self._lock:
             opened, self._open = self._open, {}
         for shard in opened.values():
-            shard.add_done_callback(_let_go)
+            shard.add_done_callback(lambda done: _let_go(done, closing=True))
+        for cold in list(self._unchecked):
+            cold.let_go()
         while self._pools:  # the last task of one may have started another
             with self._lock:
                 pools, self._pools = self._pools, {}
@@ -203,6 +213,7 @@ class Reader:
         path = fetched(folder=folder, wanted=lambda: shard.wanted, **self._object(shard))
         file = self._mapped(shard, path)
         path.unlink()
+        folder.rmdir()
         return file
 
     def _object(self, shard: _Open) -> _Object:
@@ -215,13 +226,36 @@ class Reader:
         }
 
     def _arrive(self, shard: _Open) -> None:
-        """Take a remote shard that has come; its failure is raised here, where its samples are wanted."""
-        if shard.file is not None or shard.coming is None or not shard.coming.done() or shard.coming.cancelled():
+        """Take a remote shard that has come; its failure is raised here, where its samples are wanted.
+
+        From a server that knows no ranges it is waited for: each single sample would cost all that lies before it.
+        """
+        if shard.file is not None or shard.coming is None or shard.coming.cancelled():
+            return
+        if not shard.coming.done() and getattr(self._set.store, "ranged", True):
             return
         try:
             shard.file = shard.coming.result()
-        except StoppedError:  # it was let go
+        except (StoppedError, CancelledError):  # it was let go
             return
+
+    def _note_cold(self, shard: _Open, sample: int) -> None:
+        """Remember a shard that is read before it could be checked: should the check fail, the next read says so."""
+        if shard.read_cold or shard.coming is None:
+            return
+        shard.read_cold = True
+        self._unchecked.add(shard)
+
+        reader = weakref.ref(self)  # one that is forgotten must not live on in what it waits for
+
+        def was_checked(done: Future[MappedFile]) -> None:
+            if (me := reader()) is None:
+                return
+            me._unchecked.discard(shard)
+            if not done.cancelled() and isinstance(error := done.exception(), DataFaultError):
+                me._spoilt = _with_sample(error, shard, sample)
+
+        shard.coming.add_done_callback(was_checked)
 
     def _mapped(self, shard: _Open, path: Path) -> MappedFile:
         file = MappedFile(path)
@@ -256,6 +290,13 @@ class Reader:
             return self._pools[kind]
 
 
-def _let_go(opened: Future[_Open]) -> None:
-    if opened.exception() is None:
+def _with_sample(error: DataFaultError, shard: _Open, sample: int) -> DataFaultError:
+    """Say of a shard's fault which sample was wanted."""
+    what = f"{error.what} (its sample at byte {int(shard.offsets[sample]):,} is wanted)"
+    return DataFaultError(what, where=error.where, hint=error.hint)
+
+
+def _let_go(opened: Future[_Open], *, closing: bool = False) -> None:
+    """Let go of a shard; one that was read before it was checked still comes, to be checked, unless all is closed."""
+    if opened.exception() is None and (closing or not opened.result().read_cold):
         opened.result().let_go()

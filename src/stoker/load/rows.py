@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.core.permute import key
+from stoker.errors import InputError
 from stoker.load.buffers import Buffers
 from stoker.load.decode import Decoder, Pixels, to_planes
 from stoker.load.transforms import Transform, draws
@@ -147,14 +148,17 @@ class UserRows:
                 decoded = time.perf_counter()
                 decode_s += decoded - started
             stream = np.random.Philox(key=key("augment", self._seed, epoch, position))
-            room[row] = self._transform(pixels, np.random.Generator(stream))
+            made = self._transform(pixels, np.random.Generator(stream))
+            if made is None:
+                raise InputError("the transform returned None", where=f"position {position} of epoch {epoch}")
+            room[row] = made
             transform_s += time.perf_counter() - decoded
         return Filled(bad, decode_s, transform_s)
 
     def pick(self, room: list[npt.NDArray[Any] | None], good: Sequence[int] | None) -> npt.NDArray[Any]:
         """Stack what was made."""
-        made = [one for one in (room if good is None else [room[row] for row in good]) if one is not None]
-        if made:
+        rows = range(len(room)) if good is None else good
+        if made := [np.asarray(room[row]) for row in rows]:
             self._like = made[0]
             return np.stack(made)
         return np.empty((0, *self._like.shape), dtype=self._like.dtype)

@@ -13,7 +13,7 @@ from typing import Any
 
 from stoker.errors import InputError, MissingExtraError, SpecError
 from stoker.load.decode import Pixels
-from stoker.load.loader import Batch, Loader
+from stoker.load.loader import Bad, Batch, Loader
 from stoker.load.turns import Turn, Turns
 from stoker.sampling.cursor import Cursor
 from stoker.shards.locate import ShardSet
@@ -91,14 +91,13 @@ class Dataset(IterableDataset[TorchBatch]):
 
     def state_dict(self) -> dict[str, Any]:
         """Give the cursor as plain values, for a checkpoint."""
-        with self._turns.turn() as turn:
-            cursor, known = turn.next, turn.known
-        if not known:
+        turn = self._turns.look()
+        if not turn.known:
             raise InputError(
                 "with worker processes a dataset cannot know which of its batches were taken",
                 hint="save batch.cursor.state() of the last one",
             )
-        return self._named(cursor).state()
+        return self._named(turn.next).state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a cursor: the next `for` starts there, and refuses one that another plan made.
@@ -108,6 +107,11 @@ class Dataset(IterableDataset[TorchBatch]):
         cursor = Cursor.from_state(state)
         with self._turns.turn() as turn:
             turn.next, turn.known = cursor, True
+
+    @property
+    def bad(self) -> list[Bad]:
+        """What a plain loop has left out; worker processes write what they left out to the log."""
+        return self._loaders[os.getpid()].bad if os.getpid() in self._loaders else []
 
     def close(self) -> None:
         """End this process's threads and let go of all shards. A dataset that is used again opens them again."""
@@ -119,9 +123,7 @@ class Dataset(IterableDataset[TorchBatch]):
 
     def _rest(self) -> Iterator[TorchBatch]:
         loader = self._loader()
-        with self._turns.turn() as turn:
-            cursor = turn.next
-        loader.load_state_dict(self._named(cursor).state())
+        loader.load_state_dict(self._named(self._turns.look().next).state())
         for batch in loader:
             made = self._tensors(batch)
             with self._turns.turn() as turn:
@@ -175,7 +177,7 @@ def normalise(
 ) -> torch.Tensor:
     """Give uint8 images as numbers around 0, on their device and in their memory format; rounded to `dtype` once."""
     shift, scale = _constants(tuple(mean), tuple(std), images.device)
-    return images.to(torch.float32).sub_(shift).mul_(scale).to(dtype)
+    return images.to(torch.float32, copy=True).sub_(shift).mul_(scale).to(dtype)
 
 
 @functools.lru_cache(maxsize=16)

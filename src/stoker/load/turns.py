@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
+import struct
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ import msgspec
 
 from stoker.sampling.cursor import Cursor
 
+_LENGTH = struct.Struct("<Q")
 CLAIMS = 8
 """Iterations whose beginning is remembered: as many can start their workers at the same time."""
 
@@ -44,6 +47,8 @@ class Turns:
 
     def __init__(self, first: Turn | None, memory: int | None = None) -> None:
         self._memory = os.memfd_create("stoker-turns") if memory is None else memory
+        self._threads: dict[int, threading.Lock] = {}
+        """By process: what a forked one inherited may be held for ever."""
         weakref.finalize(self, os.close, self._memory)
         if first is not None:
             self._write({os.getpid(): first})
@@ -51,15 +56,18 @@ class Turns:
     @contextmanager
     def turn(self, consumer: int | None = None) -> Iterator[Turn]:
         """Give the turn of a process, this one by default, while no other can change it; keep what is changed."""
-        fcntl.lockf(self._memory, fcntl.LOCK_EX)
-        try:
+        with self._alone():
             turns = self._read()
             made_with = next(iter(turns.values()))  # a process that got a copy goes on from where the maker stands
             turn = turns.setdefault(consumer or os.getpid(), Turn(made_with.next, made_with.known))
             yield turn
             self._write(turns)
-        finally:
-            fcntl.lockf(self._memory, fcntl.LOCK_UN)
+
+    def look(self) -> Turn:
+        """Give the turn of this process as it is now."""
+        with self._alone():
+            turns = self._read()
+        return turns.get(os.getpid()) or next(iter(turns.values()))
 
     def claim(self, iteration: str, worker: int) -> Cursor:
         """Tell a worker where its iteration starts; the first of them to ask begins it.
@@ -81,17 +89,27 @@ class Turns:
     def __reduce__(self) -> tuple[Any, ...]:
         if get_spawning_popen() is not None:
             return _attached, (DupFd(self._memory),)
-        with self.turn() as turn:  # a copy that is not for a worker stands alone
-            return Turns, (Turn(turn.next, turn.known),)
+        turn = self.look()  # a copy that is not for a worker stands alone
+        return Turns, (Turn(turn.next, turn.known),)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep out other threads, by a lock of this process's own, and other processes, by one of the system's."""
+        with self._threads.setdefault(os.getpid(), threading.Lock()):
+            fcntl.lockf(self._memory, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self._memory, fcntl.LOCK_UN)
 
     def _read(self) -> dict[int, Turn]:
         data = os.pread(self._memory, os.fstat(self._memory).st_size, 0)
-        return msgspec.msgpack.decode(data, type=dict[int, Turn])
+        (length,) = _LENGTH.unpack_from(data)
+        return msgspec.msgpack.decode(data[_LENGTH.size : _LENGTH.size + length], type=dict[int, Turn])
 
     def _write(self, turns: dict[int, Turn]) -> None:
         data = msgspec.msgpack.encode(turns)
-        os.ftruncate(self._memory, len(data))
-        os.pwrite(self._memory, data, 0)
+        os.pwrite(self._memory, _LENGTH.pack(len(data)) + data, 0)  # in one call: a kill falls before or after it
 
 
 def _attached(memory: Any) -> Turns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -30,9 +31,13 @@ class Cursor(NamedTuple):
             epoch, consumed, plan = (state[name] for name in cls._fields)
         except (KeyError, TypeError) as error:
             raise InputError("this state holds no cursor", hint=f"it must hold {', '.join(cls._fields)}") from error
-        if not (isinstance(epoch, int) and isinstance(consumed, int) and epoch >= 0 and consumed >= 0):
+        try:
+            cursor = cls(operator.index(epoch), operator.index(consumed), str(plan))  # numpy's integers too
+        except TypeError:
+            cursor = cls(-1, -1, "")
+        if isinstance(epoch, bool) or isinstance(consumed, bool) or cursor.epoch < 0 or cursor.consumed < 0:
             raise InputError(f"a cursor cannot stand at epoch {epoch!r}, consumed {consumed!r}")
-        return cls(epoch, consumed, str(plan))
+        return cursor
 
     def state(self) -> dict[str, Any]:
         """Give the cursor as plain values, for a checkpoint."""

@@ -11,13 +11,17 @@ import numpy.typing as npt
 
 from stoker.errors import Fault, SpecError
 from stoker.sampling.cursor import Cursor
+from stoker.sampling.order import Numbers
 from stoker.sampling.plan import MEANINGS, Epoch, Plan
 from stoker.sampling.seat import Seat
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankForecast:
-    """What one rank reads to the end of the epoch; `tail` is how many samples its last batch has."""
+    """What one rank reads to the end of the epoch; `tail` is how many samples its last batch has.
+
+    `bytes` are about its own samples, `shard_bytes` all of the shards they lie in: what it fetches if they are remote.
+    """
 
     rank: int
     node: int
@@ -25,6 +29,7 @@ class RankForecast:
     batches: int
     samples: int
     bytes: int
+    shard_bytes: int
     tail: int
 
 
@@ -72,11 +77,11 @@ def forecast(
         raise SpecError(faults)
     cursor = plan.check_cursor(cursor)
     weights = shard_bytes / np.maximum(plan.sizes, 1)
-    known: dict[int, tuple[int, float]] = {}
+    known: dict[int, tuple[Numbers, float]] = {}
     epoch = plan.epoch(cursor.epoch, Seat(0, world))
     seats = [Seat(rank, world) for rank in range(world)]
     epochs = (plan.epoch(cursor.epoch, seat) if plan.mode == "join" else epoch.seated(seat) for seat in seats)
-    ranks = [_rank(one, cursor.consumed, global_batch, weights, nodes, known) for one in epochs]
+    ranks = [_rank(one, cursor.consumed, global_batch, shard_bytes, weights, nodes, known) for one in epochs]
     batches = max(one.batches for one in ranks)
     held = _held_lanes(plan, world, nodes) * plan.window
     duplicates, unread = _repeats(plan, epoch)
@@ -104,9 +109,10 @@ def _rank(
     epoch: Epoch,
     consumed: int,
     global_batch: int,
+    shard_bytes: Numbers,
     weights: npt.NDArray[np.float64],
     nodes: int,
-    known: dict[int, tuple[int, float]],
+    known: dict[int, tuple[Numbers, float]],
 ) -> RankForecast:
     rank, world, _ = epoch.seat
     lanes = epoch.lanes
@@ -119,10 +125,11 @@ def _rank(
     return RankForecast(
         rank=rank,
         node=rank * nodes // world,
-        shards=shards,
+        shards=len(shards),
         batches=epoch.count(consumed, global_batch),
         samples=epoch.share(consumed),
         bytes=round(weight / sharers),
+        shard_bytes=int(shard_bytes[shards].sum()),
         tail=epoch.tail(consumed, global_batch),
     )
 
@@ -154,7 +161,8 @@ def _remarks(plan: Plan, ranks: list[RankForecast], world: int, workers: int) ->
     if plan.mode != "join" and world > 1 and plan.lanes % world:
         yield (
             f"the number of ranks, {world}, does not divide the number of lanes, {plan.lanes}: coverage stays as "
-            "planned, but ranks read from the same shards, so that a node fetches more than its part"
+            "planned, but ranks read from the same shards, so that a node fetches more than its part; "
+            "more and smaller shards give more lanes"
         )
     fewest, most = (pick(one.batches for one in ranks) for pick in (min, max))
     if plan.mode == "join" and fewest != most:

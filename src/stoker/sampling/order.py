@@ -28,7 +28,7 @@ class Order:
     `p % lanes`.
     """
 
-    def __init__(self, shards: Numbers, lengths: Numbers, *, lanes: int, window: int, draw: tuple[int, int]) -> None:
+    def __init__(self, shards: Numbers, lengths: Numbers, *, lanes: int, window: int, draw: tuple[int, ...]) -> None:
         self.lanes = lanes
         self.window = window
         self.samples = int(lengths.sum())
@@ -63,14 +63,14 @@ class Order:
         last = np.searchsorted(self._window_starts, self._lane_starts[lanes[alive] + 1], side="left")
         found = []
         for step in range(windows):
-            window = first[first + step < last[: len(first)]] + step
+            window = first[first + step < last] + step
             for piece in range(self.window):
                 heads = self._heads[window] + piece
                 found.append(self._shards[heads[heads < self._heads[window + 1]]])
         return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
-    def rest(self, consumed: int, lanes: Numbers, weights: npt.NDArray[np.float64]) -> tuple[int, float]:
-        """Count the shards that these lanes still touch, and weigh the samples left, each by its shard's weight."""
+    def rest(self, consumed: int, lanes: Numbers, weights: npt.NDArray[np.float64]) -> tuple[Numbers, float]:
+        """Name the shards that these lanes still touch, and weigh the samples left, each by its shard's weight."""
         shards, weight = [np.empty(0, dtype=np.int64)], 0.0
         for at, end in zip(self._lane_at(consumed, lanes), self._lane_starts[lanes + 1], strict=True):
             if at >= end:
@@ -85,7 +85,7 @@ class Order:
             length = int(self._window_starts[window + 1] - self._window_starts[window])
             left = int(self._window_starts[window + 1] - at)
             weight += float(weighed[:current].sum()) * left / length + float(weighed[current:].sum())
-        return len(np.unique(np.concatenate(shards))), weight
+        return np.unique(np.concatenate(shards)), weight
 
     def distinct(self, sizes: Numbers) -> int:
         """Count the samples that come at least once; a shard may have been given many times."""

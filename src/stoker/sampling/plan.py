@@ -71,8 +71,14 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Name all that the order depends on; a cursor holds it."""
-        parts = (ALGORITHM, self.data, self.mode, self.seed, self.lanes, self.window, self.epoch_samples)
+        numbers = (self.seed, self.lanes, self.window, self.epoch_samples)
+        parts = (ALGORITHM, self.data, self.mode, *map(int, numbers))  # one may be of numpy, and prints otherwise
         return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
+
+    @property
+    def samples(self) -> int:
+        """How many samples an epoch has, over all ranks."""
+        return self.epoch_samples or int(self.sizes.sum())
 
     def start(self, epoch: int = 0) -> Cursor:
         """Give the cursor at an epoch's beginning."""
@@ -84,10 +90,10 @@ class Plan:
         if self.mode == "join":
             full = np.flatnonzero(self.sizes)
             mine = full[_shuffled(len(full), key("deal", *draw))][seat.rank :: seat.world]
-            order = Order(mine, self.sizes[mine], lanes=1, window=self.window, draw=draw)
+            order = Order(mine, self.sizes[mine], lanes=1, window=self.window, draw=(*draw, seat.rank))
             return _Dealt(self, number, seat, order)
         if self.mode == "resampled":
-            shards, lengths = _drawn(self.sizes, self.epoch_samples or int(self.sizes.sum()), key("drawn", *draw))
+            shards, lengths = _drawn(self.sizes, self.samples, key("drawn", *draw))
         else:
             shards = _shuffled(len(self.sizes), key("shards", self.seed))
             lengths = self.sizes[shards]
@@ -105,14 +111,13 @@ class Plan:
                 f"a `join` epoch cannot be entered at {cursor.consumed:,} consumed",
                 hint="what a rank reads depends on the world: it resumes at the beginning of an epoch",
             )
-        samples = self.epoch_samples or int(self.sizes.sum())
-        if cursor.consumed > samples:
-            raise InputError(f"the cursor stands at {cursor.consumed:,} of an epoch of {samples:,} samples")
-        return self.start(cursor.epoch + 1) if cursor.consumed == samples else cursor
+        if cursor.consumed > self.samples:
+            raise InputError(f"the cursor stands at {cursor.consumed:,} of an epoch of {self.samples:,} samples")
+        return self.start(cursor.epoch + 1) if cursor.consumed == self.samples else cursor
 
     def faults(self, seat: Seat, global_batch: int) -> Iterator[Fault]:
         """Tell what would hang or starve a world, every reason at once."""
-        world, samples = seat.world, self.epoch_samples or int(self.sizes.sum())
+        world, samples = seat.world, self.samples
         yield from _unless(world >= 1, "world", f"{world} is less than 1")
         yield from _unless(global_batch >= 1, "global_batch", f"{global_batch} is less than 1")
         yield from _unless(
@@ -128,7 +133,7 @@ class Plan:
         yield from _unless(
             global_batch <= samples,
             "global_batch",
-            f"{global_batch:,} is more than an epoch's {samples:,} samples",
+            f"{global_batch:,} is more than an epoch's {samples:,} samples: give at most those",
         )
         shards = int((self.sizes > 0).sum())
         yield from _unless(
@@ -151,6 +156,10 @@ class Epoch:
     def at(self, positions: Numbers) -> Place:
         """Tell where the samples at these positions lie."""
         return self.order.at(positions)
+
+    def numbers(self, positions: Numbers, place: Place) -> Numbers:  # noqa: ARG002
+        """Number samples of the epoch so that no two of all seats have the same: what randomness is drawn by."""
+        return positions
 
     @property
     def lanes(self) -> Numbers:
@@ -208,6 +217,10 @@ class _Shared(Epoch):
 
 class _Dealt(Epoch):
     """Each seat has shards, and so an order, of its own; its last batch is what is left."""
+
+    def numbers(self, positions: Numbers, place: Place) -> Numbers:  # noqa: ARG002
+        starts = np.cumsum(self.plan.sizes) - self.plan.sizes
+        return starts[place.shards] + place.samples
 
     @property
     def lanes(self) -> Numbers:

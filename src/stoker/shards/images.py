@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps, __version__
+from PIL import Image, ImageOps, UnidentifiedImageError, __version__
 
 from stoker.shards.formats import KIND_OF_EXTENSION
 from stoker.shards.sample import Buffer
@@ -28,7 +28,7 @@ PNG_END = b"IEND\xaeB`\x82"
 _BMP_HEADERS = frozenset({12, 40, 52, 56, 64, 108, 124})
 _PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _ORIENTATION = 0x0112
-_INTEGERS = {3: "H", 4: "I"}
+_INTEGERS = {1: "B", 3: "H", 4: "I", 6: "b", 8: "h", 9: "i"}
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([1-8])')
 _ONE_COPY = 4  # bytes: Pillow pads the three of an RGB pixel
 
@@ -167,22 +167,25 @@ def shrink(data: Buffer, max_side: int, quality: int) -> bytes:
 def orientation(data: Buffer) -> int:
     """Tell how a JPEG's EXIF, or else its XMP, says its pixels are stored: 1 upright, 2–8 mirrored or turned."""
     at, said = 2, 1
-    while at + 4 <= len(data) and data[at] == 0xFF and (0xE0 <= data[at + 1] <= 0xEF or data[at + 1] == 0xFE):
+    while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] != 0xDA:
+        if data[at + 1] == 0xFF:
+            at += 1  # fill bytes
+            continue
         end = at + 2 + ((data[at + 2] << 8) | data[at + 3])
         if data[at + 1] == 0xE1:
             segment = bytes(data[at + 4 : end])
-            if segment.startswith(b"Exif\x00\x00") and (found := _tiff_orientation(segment[6:])):
-                return found if found <= 8 else 1
+            if segment.startswith(b"Exif\x00\x00") and (found := _tiff_orientation(segment[6:])) is not None:
+                return found if 1 <= found <= 8 else 1
             if segment.startswith(b"http://ns.adobe.com/xap/1.0/") and (told := _XMP_ORIENTATION.search(segment)):
                 said = int(told[1])
         at = end
     return said
 
 
-def _tiff_orientation(exif: bytes) -> int:
+def _tiff_orientation(exif: bytes) -> int | None:
     order = {b"II*\x00": "<", b"MM\x00*": ">"}.get(exif[:4], "")
     if not order:
-        return 0
+        return None
     try:
         (at,) = struct.unpack_from(f"{order}I", exif, 4)
         (entries,) = struct.unpack_from(f"{order}H", exif, at)
@@ -194,7 +197,7 @@ def _tiff_orientation(exif: bytes) -> int:
                 return value
     except struct.error:  # cut short: it says nothing
         pass
-    return 0
+    return None
 
 
 def shortened(data: Buffer, rows: int) -> bytearray | None:
@@ -264,6 +267,8 @@ def _pillow(failure: str) -> Iterator[None]:
         yield
     except BadImageError:
         raise
+    except UnidentifiedImageError as error:  # whose text names an object in memory
+        raise BadImageError(f"{failure}: no known image format") from error
     except Exception as error:
         raise BadImageError(f"{failure}: {error}") from error
 

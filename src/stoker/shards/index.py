@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from array import array
 
 import numpy as np
@@ -14,6 +15,9 @@ MAX_LABEL = 2**31 - 1
 INDEX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("label", "<i4")])
 
 Index = npt.NDArray[np.void]
+
+# NumPy reads a header by Python's own parser, which in 3.11 fails now and then when threads use it at the same time.
+_parsing = threading.Lock()
 
 
 def index_name(shard: str) -> str:
@@ -50,7 +54,8 @@ class IndexBuilder:
 def from_bytes(data: bytes, where: str) -> Index:
     """Decode an index; refuse anything that is not one."""
     try:
-        rows: Index = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+        with _parsing:
+            rows: Index = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
     except ValueError as error:
         raise DataFaultError(f"not a shard index: {error}", where=where) from error
     if rows.dtype != INDEX_DTYPE or rows.ndim != 1:

@@ -6,13 +6,13 @@ import contextlib
 import hashlib
 import mmap
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from stoker.core.scratch import scratch_folder
 from stoker.errors import DataFaultError, InputError, NotFoundError, StokerError, UnavailableError
 from stoker.shards.braces import expand, has_braces
 from stoker.shards.formats import format_of
@@ -112,8 +112,8 @@ class ShardSet:
         if folder is not None:
             yield MappedFile(folder / checked(self.folder + name))
             return
-        with tempfile.TemporaryDirectory(dir=scratch, prefix="stoker-") as temporary:
-            path = Path(temporary) / "shard"
+        with scratch_folder(scratch) as temporary:
+            path = temporary / "shard"
             download(self.store, self.folder + name, path)
             yield MappedFile(path)
 

@@ -19,8 +19,8 @@ class Mixing(NamedTuple):
 
     @property
     def poor(self) -> bool:
-        """Whether shards have less than half of the classes that chance would give them."""
-        return self.seen < self.expected / 2
+        """Whether shards lack a quarter or more of the classes that chance would give them."""
+        return self.seen < 0.75 * self.expected
 
 
 def mixing(one: ShardSet) -> Mixing:

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 GAP = 8
 CAPTION = 18
-PAPER, INK = "#ffffff", "#1e293b"
+PAPER, INK, FRAME = "#ffffff", "#1e293b", "#cbd5e1"
 
 
 def contact_sheet(tiles: Sequence[tuple[npt.NDArray[np.uint8], str]]) -> bytes:
@@ -26,6 +26,7 @@ def contact_sheet(tiles: Sequence[tuple[npt.NDArray[np.uint8], str]]) -> bytes:
         x = GAP + number % columns * (side + GAP)
         y = GAP + number // columns * (side + CAPTION + GAP)
         sheet.paste(Image.fromarray(pixels), (x, y))
+        draw.rectangle((x - 1, y - 1, x + side, y + side), outline=FRAME)
         while caption and draw.textlength(caption, font) > side:
             caption = caption[:-2] + "…" if len(caption) > 2 else ""
         draw.text((x, y + side + 2), caption, fill=INK, font=font)

@@ -37,6 +37,8 @@ class HttpStore:
             self._headers = dict(make_headers(basic_auth=login))
             self._tried = f"tried the URL's login as {unquote(parts.username)!r}"
         self._client = Client(url)
+        self.ranged = True
+        """Whether the server has not yet answered with a whole file where a part was asked for."""
 
     def get(self, name: str) -> bytes:
         """Read a whole file."""
@@ -47,7 +49,9 @@ class HttpStore:
         if not length:
             return b""
         window = Window(start, length)
-        return exactly(window, self._ask("GET", name, window), self._where(name))
+        answer = self._ask("GET", name, window)
+        self.ranged = self.ranged and answer.status != 200
+        return exactly(window, answer, self._where(name))
 
     def size(self, name: str) -> int:
         """Tell a file's size in bytes."""
