@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
-from pathlib import Path
 
 import call_stoker
 import peer_shardwriter
-from measure import Contestant, Lab, Limit, Ran, Result, Versus, call, command, take_turns
+from measure import STOKER, Contestant, Lab, Limit, Ran, Result, Versus, call, command, take_turns
 
 COMMAND = "stoker data convert"
 TFRECORD = "stoker data convert --format tfrecord"
@@ -17,8 +16,6 @@ SCRIPT = "webdataset ShardWriter script"
 WRITER = "webdataset ShardWriter, the call alone"
 SHA256SUM = "tar -cf && sha256sum"
 OPENSSL = "tar -cf && openssl sha256"
-
-STOKER = Path(sys.executable).with_name("stoker")
 
 
 def run(lab: Lab) -> Result:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import peer_loaders
-from measure import Contestant, Lab, Limit, Ran, Result, Versus, call, command, take_turns
+from measure import STOKER, Contestant, Lab, Limit, Ran, Result, Versus, call, command, take_turns
 
 SMOOTH = "stoker.Loader, antialiased"
 PLAIN = "stoker.Loader, not antialiased"
@@ -18,7 +17,6 @@ CV2 = "webdataset + cv2, not antialiased"
 TF = "tf.data, not antialiased"
 SMOOTH_TF = "tf.data, antialiased"
 
-STOKER = Path(sys.executable).with_name("stoker")
 MOST_SAMPLES = 8192
 MOST_ROUNDS = 5
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 from bench_read import several, views
-from measure import Contestant, Lab, Result, Versus, command, take_turns
+from measure import STOKER, Contestant, Lab, Result, Versus, command, take_turns
 
 LOADER = "stoker.Loader, transform=None"
 WALK = "bare walk over the mapped tars"
 
-STOKER = Path(sys.executable).with_name("stoker")
 BATCH = 64
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
-from measure import Contestant, Lab, Ran, Result, Versus, command, in_process, take_turns
+from measure import STOKER, Contestant, Lab, Ran, Result, Versus, command, in_process, take_turns
 from stoker.shards.formats import FORMATS
 from stoker.shards.locate import MappedFile, find_sets, read_images
 
@@ -17,8 +16,6 @@ INDEXED = "stoker, views by the index"
 COPIES = "stoker, images copied to bytes"
 WEBDATASET = "webdataset.WebDataset"
 TARFILE = "Python tarfile"
-
-STOKER = Path(sys.executable).with_name("stoker")
 
 
 def run(lab: Lab) -> Result:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 TIMED = Path(__file__).with_name("timed.py")
+STOKER = Path(sys.executable).with_name("stoker")
 # Ours and the peers', each strong, and pale for what is shown for information.
 OURS, PEERS = ("#c2410c", "#f0b490"), ("#64748b", "#b6c0cd")
 

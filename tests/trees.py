@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -67,3 +69,14 @@ def refused_by(opener: Opener, where: Path, scratch: Path, *parts: str) -> None:
         scan_all(opener, where, scratch)
     for part in parts:
         assert part in str(caught.value)
+
+
+def import_without(package: str, module: str) -> str:
+    """Import a module in a process that lacks a package, and give what it says is missing."""
+    program = (
+        f"import sys; sys.modules['{package}'] = None\n"
+        "from stoker.errors import MissingExtraError\n"
+        f"try: import {module}\n"
+        "except MissingExtraError as error: print(error)"
+    )
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout

@@ -9,8 +9,6 @@ import multiprocessing
 import os
 import pickle
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -25,7 +23,7 @@ import pytest
 
 from stoker import Loader
 from stoker.errors import InputError
-from trees import make_dataset, stoker
+from trees import import_without, make_dataset, stoker
 
 torch = pytest.importorskip("torch")
 
@@ -367,14 +365,10 @@ def test_workers_do_not_touch_the_device(shards: str, cuda: None) -> None:
 
 
 def test_without_torch_the_import_says_what_to_install() -> None:
-    program = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from stoker.errors import MissingExtraError\n"
-        "try: import stoker.load.torch\n"
-        "except MissingExtraError as error: print(error)"
+    assert (
+        import_without("torch", "stoker.load.torch")
+        == "stoker.load.torch needs the Python package 'torch'; run: pip install 'stoker[torch]'\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "stoker.load.torch needs the Python package 'torch'; run: pip install 'stoker[torch]'\n"
 
 
 def augment(pixels: npt.NDArray[np.uint8], draw: np.random.Generator) -> npt.NDArray[np.uint8]:

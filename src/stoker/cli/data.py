@@ -330,12 +330,12 @@ def _threads(jobs: str, option: str = "--jobs") -> int:
 def _check_transform(transform: str, size: int) -> None:
     """Refuse a transform that there is none of."""
     from stoker.errors import InputError
-    from stoker.load.transforms import TRANSFORMS
+    from stoker.load.transforms import MAX_SIZE, TRANSFORMS
 
     if transform not in TRANSFORMS:
         raise InputError(f"--transform is {transform!r}, and must be one of {', '.join(TRANSFORMS)}")
-    if not 1 <= size <= 4096:
-        raise InputError(f"--size is {size}, and must be from 1 to 4096")
+    if not 1 <= size <= MAX_SIZE:
+        raise InputError(f"--size is {size}, and must be from 1 to {MAX_SIZE}")
 
 
 def _described(one: ShardSet) -> ShardSet:

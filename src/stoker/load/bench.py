@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stoker.load.buffers import Buffers
-from stoker.load.loader import Batch, Loader, Times
+from stoker.load.loader import SLICE, Batch, Loader, Times
 from stoker.load.rows import PixelRows
 from stoker.load.transforms import TRANSFORMS
 from stoker.shards.locate import ShardSet
@@ -20,7 +20,6 @@ from stoker.shards.sample import Buffer
 
 ROUNDS = 3
 IN_MEMORY_BYTES = 128 << 20
-SLICE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +80,12 @@ def measure(
             limits.append(_limit(kept, transform, size, antialias, loader.threads, seconds / (2 * ROUNDS)))
             turns.append(_turn(loader, seconds / (2 * ROUNDS), progress))
         times, bad = loader.times, len(loader.bad)
-    had = times.images / statistics.median(turn.speed for turn in turns) * loader.threads
+    speed = statistics.median(turn.speed for turn in turns)
+    had = times.images / speed * loader.threads
     stages = {name: getattr(times, name) / had for name in ("fetch", "read", "decode", "transform")}
     return Measured(
-        images_per_s=statistics.median(turn.speed for turn in turns),
-        bytes_per_s=statistics.median(turn.speed for turn in turns) * sum(map(len, kept)) / len(kept),
+        images_per_s=speed,
+        bytes_per_s=speed * sum(map(len, kept)) / len(kept),
         limit_images_per_s=statistics.median(limits),
         share_of_limit=statistics.median(turn.speed / limit for turn, limit in zip(turns, limits, strict=True)),
         threads=loader.threads,

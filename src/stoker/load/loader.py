@@ -21,7 +21,7 @@ from stoker.errors import DataFaultError, Fault, InputError, SpecError
 from stoker.load.buffers import Allocate, Buffers
 from stoker.load.reader import Reader
 from stoker.load.rows import EncodedRows, Filled, PixelRows, Rows, UserRows, UserTransform
-from stoker.load.transforms import TRANSFORMS
+from stoker.load.transforms import MAX_SIZE, TRANSFORMS
 from stoker.sampling.cursor import Cursor
 from stoker.sampling.order import Numbers, Place
 from stoker.sampling.plan import Epoch, Plan, Step, data_digest
@@ -33,7 +33,6 @@ SLICE = 16
 """Rows that a thread makes at a time: handing over single images costs more than it spreads."""
 PLACED = 16
 """Steps whose places are found at once."""
-MAX_SIZE = 4096
 LAYOUTS = ("NHWC", "NCHW")
 
 log = logging.getLogger(__name__)
@@ -257,6 +256,7 @@ class _Making:
         self._epoch, self._rows, self._reader = epoch, rows, reader
         count = len(step.positions)
         self._place = place
+        self._numbers = epoch.numbers(step.positions, place)
         self._room = rows.room(count)
         self._labels = np.empty(count, dtype=np.int64)
         length = max(1, count if isinstance(rows, EncodedRows) else min(SLICE, -(-count // threads)))
@@ -283,8 +283,7 @@ class _Making:
         samples = self._reader.read(Place(self._place.shards[part], self._place.samples[part]))
         read_s = time.perf_counter() - started - samples.fetch_s
         self._labels[part] = samples.labels
-        numbers = self._epoch.numbers(self.step.positions, self._place)[part]
-        filled = self._rows.fill(self._room, part.start, samples.images, self._epoch.number, numbers)
+        filled = self._rows.fill(self._room, part.start, samples.images, self._epoch.number, self._numbers[part])
         return filled, Times(
             fetch=samples.fetch_s,
             read=read_s,

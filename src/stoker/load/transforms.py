@@ -18,6 +18,7 @@ DRAWS = 2 * ATTEMPTS + 3
 """Random numbers for one sample: area and shape for each attempt, the place of the crop, and the mirror."""
 _STRIDE = 32  # counters set apart for each position; more than DRAWS
 VAL_MARGIN = 256 / 224
+MAX_SIZE = 4096
 
 
 class Crop(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -74,6 +75,12 @@ class Plan:
         numbers = (self.seed, self.lanes, self.window, self.epoch_samples)
         parts = (ALGORITHM, self.data, self.mode, *map(int, numbers))  # one may be of numpy, and prints otherwise
         return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
+
+    @cached_property
+    def starts(self) -> Numbers:
+        """How many samples lie before each shard."""
+        starts: Numbers = np.cumsum(self.sizes) - self.sizes
+        return starts
 
     @property
     def samples(self) -> int:
@@ -143,7 +150,7 @@ class Plan:
         )
 
 
-class Epoch:
+class Epoch(ABC):
     """One epoch as a seat sees it."""
 
     def __init__(self, plan: Plan, number: int, seat: Seat, order: Order) -> None:
@@ -162,29 +169,29 @@ class Epoch:
         return positions
 
     @property
+    @abstractmethod
     def lanes(self) -> Numbers:
         """The lanes that this seat reads."""
-        raise NotImplementedError
 
     def ahead(self, consumed: int, windows: int = 2) -> Numbers:
         """Tell which shards this seat needs now and soon, those needed first in front."""
         return self.order.ahead(consumed, self.lanes, windows)
 
+    @abstractmethod
     def steps(self, consumed: int, global_batch: int) -> Iterator[Step]:
         """Give this seat's share of every step from there to the epoch's end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def count(self, consumed: int, global_batch: int) -> int:
         """Count the steps from there to the epoch's end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def share(self, consumed: int) -> int:
         """Count the samples that this seat reads from there to the epoch's end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tail(self, consumed: int, global_batch: int) -> int:
         """Count the samples of this seat's last batch."""
-        raise NotImplementedError
 
 
 class _Shared(Epoch):
@@ -219,8 +226,7 @@ class _Dealt(Epoch):
     """Each seat has shards, and so an order, of its own; its last batch is what is left."""
 
     def numbers(self, positions: Numbers, place: Place) -> Numbers:  # noqa: ARG002
-        starts = np.cumsum(self.plan.sizes) - self.plan.sizes
-        return starts[place.shards] + place.samples
+        return self.plan.starts[place.shards] + place.samples
 
     @property
     def lanes(self) -> Numbers:
