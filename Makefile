@@ -20,7 +20,7 @@ test:  ## Install, then check and test everything but the long drills
 	$(BIN)/pytest
 
 test-all:  ## The same with the long drills
-	@scripts/setup dev
+	@scripts/setup all
 	@$(MAKE) --no-print-directory lint
 	$(BIN)/pytest -m ''
 

@@ -39,10 +39,18 @@ def draw_crop(width: int, height: int) -> tuple[int, int, int, int]:
     return (width - w) // 2, (height - h) // 2, w, h
 
 
-def stoker_loader(shards: Path, *, antialias: bool) -> Iterator[Any]:
+def stoker_loader(shards: Path, *, antialias: bool, decoder: str) -> Iterator[Any]:
     from stoker import Loader
 
-    loader = Loader(str(shards), global_batch=BATCH, transform="imagenet-train", size=SIZE, seed=0, antialias=antialias)
+    loader = Loader(
+        str(shards),
+        global_batch=BATCH,
+        transform="imagenet-train",
+        size=SIZE,
+        seed=0,
+        antialias=antialias,
+        decoder=decoder,
+    )
     try:
         for batch in loader:
             yield batch.images, batch.labels
@@ -50,13 +58,14 @@ def stoker_loader(shards: Path, *, antialias: bool) -> Iterator[Any]:
         loader.close()
 
 
-def thread_pool(shards: Path, *, antialias: bool) -> Iterator[Any]:
+def thread_pool(shards: Path, *, antialias: bool, decoder: str) -> Iterator[Any]:
     """Only decode and resize: encoded bytes, headers, crops and flips lie ready in memory, and nothing is handed on."""
     import threading
 
     import numpy as np
 
-    from stoker.load.decode import Decoder
+    from stoker.load.decode import Decoder, Task
+    from stoker.load.native import NativeDecoder
     from stoker.load.transforms import Crop
     from stoker.shards.locate import find_sets, read_images
 
@@ -65,16 +74,24 @@ def thread_pool(shards: Path, *, antialias: bool) -> Iterator[Any]:
     names = [path.name for path in sorted(shards.glob("*.tar"))]
     images = [bytes(image) for name in names for image, _ in read_images(one, name)]
     looked = [(data, Decoder().look(data)) for data in images]
-    tasks = [(data, head, Crop(*draw_crop(head.width, head.height)), random.random() < 0.5) for data, head in looked]
+    tasks = [
+        Task(number % BATCH, data, head, Crop(*draw_crop(head.width, head.height)), random.random() < 0.5)
+        for number, (data, head) in enumerate(looked)
+    ]
     own = threading.local()
 
     def prepare() -> None:
-        own.decoder = Decoder(antialias=antialias)
         own.out = np.empty((BATCH, SIZE, SIZE, 3), np.uint8)
+        own.decoder = Decoder(antialias=antialias)
+        if decoder == "native":
+            own.native = NativeDecoder(antialias=antialias)
 
     def decode(first: int) -> int:
-        for task, out in zip(tasks[first : first + BATCH], own.out, strict=True):
-            own.decoder.fill(*task, out)
+        left = tasks[first : first + BATCH]
+        if decoder == "native":
+            left = own.native.fill(left, own.out)
+        for row, *task in left:
+            own.decoder.fill(*task, own.out[row])
         return BATCH
 
     with ThreadPoolExecutor(WORKERS, initializer=prepare) as pool:
@@ -169,10 +186,14 @@ def tf_data(records: Path, *, antialias: bool) -> Iterator[Any]:
 
 
 LOADERS: dict[str, Callable[[Path], Iterator[Any]]] = {
-    "stoker-antialiased": functools.partial(stoker_loader, antialias=True),
-    "stoker": functools.partial(stoker_loader, antialias=False),
-    "limit-antialiased": functools.partial(thread_pool, antialias=True),
-    "limit": functools.partial(thread_pool, antialias=False),
+    **{
+        f"{name}-{decoder}{'-antialiased' if antialias else ''}": functools.partial(
+            loader, antialias=antialias, decoder=decoder
+        )
+        for name, loader in (("stoker", stoker_loader), ("limit", thread_pool))
+        for decoder in ("native", "python")
+        for antialias in (True, False)
+    },
     "webdataset-pil": webdataset_pil,
     "webdataset-cv2": webdataset_cv2,
     "tf-antialiased": functools.partial(tf_data, antialias=True),

@@ -282,6 +282,9 @@ def bench(
     transform: Transform = "imagenet-train",
     size: Size = 224,
     antialias: Antialias = True,
+    decoder: Annotated[
+        str, typer.Option(metavar="NAME", help="native, python, or auto: native where it is installed.")
+    ] = "auto",
     threads: Annotated[str, typer.Option(metavar="N", help="Decoding threads; `auto` is one per core.")] = "auto",
     cache: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where remote shards are kept; a temporary folder by default.")
@@ -293,8 +296,11 @@ def bench(
     from stoker.errors import InputError
     from stoker.load.bench import measure
     from stoker.load.loader import find_one
+    from stoker.load.native import DECODERS
 
     _check_transform(transform, size)
+    if decoder not in DECODERS:
+        raise InputError(f"--decoder is {decoder!r}, and must be one of {', '.join(DECODERS)}")
     if not 0 < seconds <= 3600:
         raise InputError(f"--seconds is {seconds:g}, and must be from above 0 to 3600")
     one = _described(find_one(url))
@@ -305,6 +311,7 @@ def bench(
             transform=transform,
             size=size,
             antialias=antialias,
+            decoder=decoder,
             threads=_threads(threads, "--threads"),
             cache=cache,
             seconds=seconds,
@@ -388,11 +395,12 @@ def _show_measured(found: Measured, as_json: bool) -> None:
         print_json({**asdict(found), "verdict": found.verdict})
         return
     print_table(
-        ("images/s", "bytes/s", "decoder alone", "share", "threads", "cores at work", *found.stages),
+        ("images/s", "bytes/s", "decoder", "alone", "share", "threads", "cores at work", *found.stages),
         [
             (
                 round(found.images_per_s),
                 f"{format_bytes(int(found.bytes_per_s))}/s",
+                found.decoder,
                 round(found.limit_images_per_s),
                 f"{found.share_of_limit:.0%}",
                 found.threads,

@@ -11,7 +11,7 @@ import tempfile
 import typer
 
 from stoker import __version__
-from stoker.cli import data, demo, planned
+from stoker.cli import data, demo, doctor, planned
 from stoker.errors import StokerError, StoppedError, UnavailableError, without_secrets
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 app.add_typer(data.app, name="data")
 app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
 planned.add_to(app)
 
 

@@ -11,7 +11,6 @@ PLANNED = {
         "init": "Write a commented job file to start from.",
         "dash": "Show runs on a dashboard.",
         "profile": "Watch GPU, CPU and network around any command.",
-        "doctor": "Find what would fail before it burns hours.",
         "bench": "Measure this machine against the peers.",
     },
     "data": {

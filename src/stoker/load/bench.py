@@ -13,6 +13,7 @@ import numpy as np
 
 from stoker.load.buffers import Buffers
 from stoker.load.loader import SLICE, Batch, Loader, Times
+from stoker.load.native import chosen
 from stoker.load.rows import PixelRows
 from stoker.load.transforms import TRANSFORMS
 from stoker.shards.locate import ShardSet
@@ -30,6 +31,7 @@ class Measured:
     bytes_per_s: float
     limit_images_per_s: float
     share_of_limit: float
+    decoder: str
     threads: int
     cpu: float
     """Cores at work while the loader ran."""
@@ -50,12 +52,14 @@ def measure(
     transform: str,
     size: int,
     antialias: bool,
+    decoder: str,
     threads: int | None,
     cache: str | None,
     seconds: float,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Measured:
     """Let the loader and the bare decoder take turns, for about so many seconds in all."""
+    decoder = chosen(decoder)
 
     def opened(transform: str | None) -> Loader:
         return Loader(
@@ -64,6 +68,7 @@ def measure(
             transform=transform,
             size=size,
             antialias=antialias,
+            decoder=decoder,
             threads=threads,
             cache=cache,
             seat=(0, 1),
@@ -77,7 +82,7 @@ def measure(
         _turn(loader, 0.0, progress)  # opens what has to be opened
         loader.times = Times()
         for _ in range(ROUNDS):
-            limits.append(_limit(kept, transform, size, antialias, loader.threads, seconds / (2 * ROUNDS)))
+            limits.append(_limit(kept, transform, size, antialias, decoder, loader.threads, seconds / (2 * ROUNDS)))
             turns.append(_turn(loader, seconds / (2 * ROUNDS), progress))
         times, bad = loader.times, len(loader.bad)
     speed = statistics.median(turn.speed for turn in turns)
@@ -88,6 +93,7 @@ def measure(
         bytes_per_s=speed * sum(map(len, kept)) / len(kept),
         limit_images_per_s=statistics.median(limits),
         share_of_limit=statistics.median(turn.speed / limit for turn, limit in zip(turns, limits, strict=True)),
+        decoder=decoder,
         threads=loader.threads,
         cpu=statistics.median(turn.cpu for turn in turns),
         stages=stages | {"idle": max(0.0, 1 - sum(stages.values()))},
@@ -134,10 +140,18 @@ def _endless(loader: Loader) -> Generator[Batch]:
         yield from loader
 
 
-def _limit(kept: list[bytes], transform: str, size: int, antialias: bool, threads: int, seconds: float) -> float:
+def _limit(
+    kept: list[bytes], transform: str, size: int, antialias: bool, decoder: str, threads: int, seconds: float
+) -> float:
     """Decode what lies in memory in bare threads, and count images per second."""
     rows = PixelRows(
-        TRANSFORMS[transform](size), size=size, planes=False, antialias=antialias, seed=0, buffers=Buffers()
+        TRANSFORMS[transform](size),
+        size=size,
+        planes=False,
+        antialias=antialias,
+        seed=0,
+        buffers=Buffers(),
+        native=decoder == "native",
     )
     done = [0] * threads
     start = threading.Barrier(threads + 1)

@@ -39,6 +39,16 @@ class Header(NamedTuple):
     turn: int | None
 
 
+class Task(NamedTuple):
+    """What a row of a batch will be made of."""
+
+    row: int
+    data: Buffer
+    header: Header
+    crop: Crop
+    flip: bool
+
+
 class Decoder:
     """One thread's decoder: looks at a header, then fills a row with the part of the image that was chosen."""
 

@@ -19,6 +19,7 @@ import numpy as np
 from stoker.core.threads import Threads
 from stoker.errors import DataFaultError, Fault, InputError, SpecError
 from stoker.load.buffers import Allocate, Buffers
+from stoker.load.native import DECODERS, chosen
 from stoker.load.reader import Reader
 from stoker.load.rows import EncodedRows, Filled, PixelRows, Rows, UserRows, UserTransform
 from stoker.load.transforms import MAX_SIZE, TRANSFORMS
@@ -89,7 +90,8 @@ class Loader:
 
     The order depends on the dataset, seed and epoch alone. `state_dict()` is a cursor of what the consumer has taken;
     it goes on in any world, with any batch size and any number of threads. `transform` is "imagenet-train",
-    "imagenet-val", None for the encoded bytes, or a function of upright RGB pixels and a random generator.
+    "imagenet-val", None for the encoded bytes, or a function of upright RGB pixels and a random generator. `decoder`
+    is "native" where stoker-native is installed, "python" elsewhere, unless it is named.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Loader:
         threads: int | None = None,
         max_bad: float = 0.001,
         allocate: Allocate | None = None,
+        decoder: str = "auto",
     ) -> None:
         if odd := _odd_numbers(
             {"global_batch": global_batch, "size": size, "seed": seed, "prefetch": prefetch},
@@ -117,7 +120,7 @@ class Loader:
             seat,
         ):
             raise SpecError(odd)
-        faults = _setting_faults(transform, size, layout, prefetch, threads, max_bad)
+        faults = _setting_faults(transform, size, layout, prefetch, threads, max_bad, decoder)
         self.seat = Seat.from_environ(os.environ) if seat is None else Seat(*seat)
         cores = len(os.sched_getaffinity(0))
         self.set = described(url if isinstance(url, ShardSet) else find_one(str(url)), jobs=cores)
@@ -134,7 +137,7 @@ class Loader:
         self.bad: list[Bad] = []
         """What was left out so far, of all epochs."""
         self._prefetch, self._max_bad = prefetch, max_bad
-        self._rows = _rows(transform, size, layout, antialias, seed, allocate)
+        self._rows = _rows(transform, size, layout, antialias, seed, allocate, decoder)
         self._reader = Reader(self.set, cache=None if cache is None else Path(cache))
         self._cursor = self.plan.start()
         self._running: Generator[Batch] | None = None
@@ -337,7 +340,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _setting_faults(
-    transform: object, size: int, layout: str, prefetch: int, threads: int | None, max_bad: float
+    transform: object, size: int, layout: str, prefetch: int, threads: int | None, max_bad: float, decoder: str
 ) -> list[Fault]:
     checks = {
         "transform": (
@@ -346,6 +349,7 @@ def _setting_faults(
         ),
         "size": (1 <= size <= MAX_SIZE, f"{size} is not from 1 to {MAX_SIZE}"),
         "layout": (layout in LAYOUTS, f"{layout!r} is none of {', '.join(LAYOUTS)}"),
+        "decoder": (decoder in DECODERS, f"{decoder!r} is none of {', '.join(DECODERS)}"),
         "prefetch": (prefetch >= 1, f"{prefetch} is less than 1"),
         "threads": (threads is None or threads >= 1, f"{threads} is less than 1"),
         "max_bad": (isinstance(max_bad, int | float) and 0 <= max_bad <= 1, f"{max_bad} is no share from 0 to 1"),
@@ -354,7 +358,13 @@ def _setting_faults(
 
 
 def _rows(
-    transform: str | UserTransform | None, size: int, layout: str, antialias: bool, seed: int, allocate: Allocate | None
+    transform: str | UserTransform | None,
+    size: int,
+    layout: str,
+    antialias: bool,
+    seed: int,
+    allocate: Allocate | None,
+    decoder: str,
 ) -> Rows:
     if transform is None:
         return EncodedRows()
@@ -367,6 +377,7 @@ def _rows(
         antialias=antialias,
         seed=seed,
         buffers=Buffers(allocate),
+        native=chosen(decoder) == "native",
     )
 
 

@@ -13,7 +13,8 @@ import numpy.typing as npt
 from stoker.core.permute import key
 from stoker.errors import InputError
 from stoker.load.buffers import Buffers
-from stoker.load.decode import Decoder, Pixels, to_planes
+from stoker.load.decode import Decoder, Pixels, Task, to_planes
+from stoker.load.native import NativeDecoder
 from stoker.load.transforms import Transform, draws
 from stoker.sampling.order import Numbers
 from stoker.shards.images import BadImageError
@@ -74,10 +75,18 @@ class PixelRows:
     """Pixels of one size, decoded straight into the batch."""
 
     def __init__(
-        self, transform: Transform, *, size: int, planes: bool, antialias: bool, seed: int, buffers: Buffers
+        self,
+        transform: Transform,
+        *,
+        size: int,
+        planes: bool,
+        antialias: bool,
+        seed: int,
+        buffers: Buffers,
+        native: bool = False,
     ) -> None:
         self._transform, self._size, self._planes, self._seed = transform, size, planes, seed
-        self._antialias, self._buffers = antialias, buffers
+        self._antialias, self._buffers, self._native = antialias, buffers, native
         self._own = threading.local()
 
     def room(self, count: int) -> Pixels:
@@ -88,28 +97,63 @@ class PixelRows:
     def fill(self, room: Pixels, first: int, images: Sequence[Buffer], epoch: int, positions: Numbers) -> Filled:
         """Draw the crops, and decode each of them into its row."""
         started = time.perf_counter()
-        if not hasattr(self._own, "decoder"):
-            self._own.decoder = Decoder(antialias=self._antialias)
-            self._own.square = np.empty((self._size, self._size, 3), dtype=np.uint8)
-        decoder: Decoder = self._own.decoder
-        bad = []
-        numbers = draws(self._seed, epoch, positions).tolist()
-        for row, (data, drawn) in enumerate(zip(images, numbers, strict=True), first):
-            try:
-                header = decoder.look(data)
-                crop, flip = self._transform(header.width, header.height, drawn)
-                if self._planes:
-                    decoder.fill(data, header, crop, flip, self._own.square)
-                    to_planes(self._own.square, room[row])
-                else:
-                    decoder.fill(data, header, crop, flip, room[row])
-            except BadImageError as error:
-                bad.append((row, str(error)))
-        return Filled(bad, time.perf_counter() - started)
+        tools = self._tools()
+        rows = room[first : first + len(images)]
+        out = tools.pixels(len(images), self._size) if self._planes else rows
+        bad = tools.decode(images, self._transform, draws(self._seed, epoch, positions).tolist(), out)
+        if self._planes:
+            for pixels, row in zip(out, rows, strict=True):
+                to_planes(pixels, row)
+        return Filled([(first + row, reason) for row, reason in bad], time.perf_counter() - started)
 
     def pick(self, room: Pixels, good: Sequence[int] | None) -> Pixels:
         """Give the batch."""
         return room if good is None else room[np.array(good, dtype=np.int64)]
+
+    def _tools(self) -> _Tools:
+        """Give what belongs to this thread."""
+        if not hasattr(self._own, "tools"):
+            self._own.tools = _Tools(antialias=self._antialias, native=self._native)
+        tools: _Tools = self._own.tools
+        return tools
+
+
+class _Tools:
+    """One thread's decoders: the native one, where there is one, takes what it can of a slice, the other the rest."""
+
+    def __init__(self, *, antialias: bool, native: bool) -> None:
+        self._general = Decoder(antialias=antialias)
+        self._native = NativeDecoder(antialias=antialias) if native else None
+        self._pixels = np.empty((0, 0, 0, 3), dtype=np.uint8)
+
+    def pixels(self, count: int, size: int) -> Pixels:
+        """Give room for pixels that are not yet as the batch wants them."""
+        if len(self._pixels) < count:
+            self._pixels = np.empty((count, size, size, 3), dtype=np.uint8)
+        return self._pixels[:count]
+
+    def decode(
+        self, images: Sequence[Buffer], transform: Transform, numbers: list[list[float]], out: Pixels
+    ) -> list[tuple[int, str]]:
+        """Fill every row of `out` that can be, and tell which cannot and why."""
+        bad: dict[int, str] = {}
+        headers = [None] * len(images) if self._native is None else self._native.look(images)
+        tasks = []
+        for row, (data, looked, drawn) in enumerate(zip(images, headers, numbers, strict=True)):
+            try:
+                header = looked or self._general.look(data)
+            except BadImageError as error:
+                bad[row] = str(error)
+                continue
+            tasks.append(Task(row, data, header, *transform(header.width, header.height, drawn)))
+        if self._native is not None:
+            tasks = self._native.fill(tasks, out)
+        for row, data, header, crop, flip in tasks:
+            try:
+                self._general.fill(data, header, crop, flip, out[row])
+            except BadImageError as error:
+                bad[row] = str(error)
+        return sorted(bad.items())
 
 
 class UserRows:

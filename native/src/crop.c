@@ -1,0 +1,232 @@
+#include "crop.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <jerror.h>
+#include <jpeglib.h>
+
+#include "resize.h"
+
+#define GAP 2.0 /* libjpeg itself shrinks what would be shrunk further by this factor or more, as in decode.py */
+#define MAX_PIXELS 178956970.0
+#define MAX_BUFFER ((size_t)64 << 20) /* what needs more is left to the general decoder */
+#define KEPT_BUFFER ((size_t)16 << 20)
+#define ROWS_AT_ONCE 8
+
+/* Pixels that a block gives across, once shrunk. */
+#if JPEG_LIB_VERSION >= 70
+#define BLOCK_SIDE min_DCT_h_scaled_size
+#else
+#define BLOCK_SIDE min_DCT_scaled_size
+#endif
+
+struct crop_decoder {
+    struct jpeg_decompress_struct jpeg;
+    struct jpeg_error_mgr errors;
+    jmp_buf failed;
+    enum crop_status why;
+    int simd;
+    struct resize_axis x, y;
+    uint8_t *pixels, *line;
+    int16_t *middle;
+    size_t pixels_room, line_room, middle_room;
+};
+
+/* libjpeg ends here on an error: back to where decoding began. */
+static void on_error(j_common_ptr jpeg) {
+    crop_decoder *decoder = jpeg->client_data;
+    decoder->why = jpeg->err->msg_code == JERR_OUT_OF_MEMORY ? CROP_NO_MEMORY : CROP_DAMAGED;
+    longjmp(decoder->failed, 1);
+}
+
+/* A warning means that bytes were lost or made up: the general decoder shall decide. */
+static void on_message(j_common_ptr jpeg, int level) {
+    if (level < 0) on_error(jpeg);
+}
+
+static void no_output(j_common_ptr jpeg) { (void)jpeg; }
+
+crop_decoder *crop_new(int simd) {
+    crop_decoder *decoder = calloc(1, sizeof *decoder);
+    if (!decoder) return NULL;
+    decoder->simd = simd && resize_has_simd();
+    decoder->jpeg.err = jpeg_std_error(&decoder->errors);
+    decoder->errors.error_exit = on_error;
+    decoder->errors.emit_message = on_message;
+    decoder->errors.output_message = no_output;
+    decoder->jpeg.client_data = decoder;
+    if (setjmp(decoder->failed)) {
+        free(decoder);
+        return NULL;
+    }
+    jpeg_create_decompress(&decoder->jpeg);
+    return decoder;
+}
+
+void crop_free(crop_decoder *decoder) {
+    if (!decoder) return;
+    jpeg_destroy_decompress(&decoder->jpeg);
+    resize_axis_free(&decoder->x);
+    resize_axis_free(&decoder->y);
+    free(decoder->pixels);
+    free(decoder->line);
+    free(decoder->middle);
+    free(decoder);
+}
+
+enum crop_status crop_look(const uint8_t *data, size_t size, struct crop_look *found) {
+    if (size < 4 || data[0] != 0xFF || data[1] != 0xD8) return CROP_UNSUPPORTED;
+    memset(found, 0, sizeof *found);
+    for (size_t at = 2; at + 4 <= size && data[at] == 0xFF;) {
+        uint8_t marker = data[at + 1];
+        if (marker == 0xFF) { /* a fill byte */
+            at++;
+            continue;
+        }
+        size_t length = (size_t)data[at + 2] << 8 | data[at + 3];
+        if (length < 2 || length > size - at - 2) return CROP_DAMAGED;
+        if (marker == 0xC0 || marker == 0xC1) {
+            if (length < 8) return CROP_DAMAGED;
+            found->height = data[at + 5] << 8 | data[at + 6];
+            found->width = data[at + 7] << 8 | data[at + 8];
+            if (data[at + 4] != 8 || (data[at + 9] != 1 && data[at + 9] != 3)) return CROP_UNSUPPORTED;
+        } else if (marker == 0xE1) {
+            found->may_be_turned = 1;
+        } else if (marker == 0xDA) {
+            return found->width && found->height ? CROP_OK : CROP_UNSUPPORTED;
+        }
+        at += 2 + length;
+    }
+    return CROP_DAMAGED;
+}
+
+/* Whether the file has an end; one without was cut short, maybe below all that is decoded. */
+static int has_end(const uint8_t *data, size_t size) {
+    for (size_t at = size; at >= 2; at--)
+        if (data[at - 2] == 0xFF && data[at - 1] == 0xD9) return 1;
+    return 0;
+}
+
+/* One scan of 8 bits, grey or colours in full or at half the width or height: what nearly all JPEGs are. */
+static int is_plain(const struct jpeg_decompress_struct *jpeg) {
+    if (jpeg->progressive_mode || jpeg->arith_code || jpeg->data_precision != 8) return 0;
+    if (jpeg->comps_in_scan != jpeg->num_components) return 0;
+    if (jpeg->jpeg_color_space == JCS_GRAYSCALE) return jpeg->num_components == 1;
+    if (jpeg->num_components != 3) return 0;
+    if (jpeg->jpeg_color_space != JCS_YCbCr && jpeg->jpeg_color_space != JCS_RGB) return 0;
+    const jpeg_component_info *first = jpeg->comp_info;
+    for (int i = 1; i < 3; i++)
+        if (first[i].h_samp_factor != 1 || first[i].v_samp_factor != 1) return 0;
+    return first->h_samp_factor <= 2 && first->v_samp_factor <= 2;
+}
+
+static int is_whole(const struct crop_box *box) {
+    return box->left == rint(box->left) && box->top == rint(box->top) && box->width == rint(box->width) &&
+           box->height == rint(box->height);
+}
+
+static int clip(double value, int low, int high) {
+    double rounded = rint(value);
+    return rounded < low ? low : rounded > high ? high : (int)rounded;
+}
+
+/* Decide which pixels of the (shrunk) image make which of the output. */
+static int plan_axes(crop_decoder *decoder, const struct crop_box *box, int flip, int antialias, int side) {
+    int width = (int)decoder->jpeg.output_width, height = (int)decoder->jpeg.output_height;
+    if (antialias && !is_whole(box))
+        return resize_axis_triangle(&decoder->x, side, box->left, fmin(box->width, width - box->left), width, flip) &&
+               resize_axis_triangle(&decoder->y, side, box->top, fmin(box->height, height - box->top), height, 0);
+    int left = clip(box->left, 0, width - 1), top = clip(box->top, 0, height - 1);
+    int wide = clip(box->width, 1, width - left), high = clip(box->height, 1, height - top);
+    return resize_axis_linear(&decoder->x, side, left, wide, antialias, flip) &&
+           resize_axis_linear(&decoder->y, side, top, high, antialias, 0);
+}
+
+static int room_for(void **memory, size_t *room, size_t bytes) {
+    if (bytes <= *room) return 1;
+    free(*memory);
+    *memory = calloc(1, bytes);
+    *room = *memory ? bytes : 0;
+    return *memory != NULL;
+}
+
+/* Decode the planned part and resize it. libjpeg's errors leave this function by longjmp: it owns nothing. */
+static enum crop_status decode(crop_decoder *decoder, const uint8_t *data, size_t size, const struct crop_box *wanted,
+                               int flip, int antialias, int side, uint8_t *out) {
+    struct jpeg_decompress_struct *jpeg = &decoder->jpeg;
+    jpeg_mem_src(jpeg, data, (unsigned long)size);
+    if (jpeg_read_header(jpeg, TRUE) != JPEG_HEADER_OK || !is_plain(jpeg)) return CROP_UNSUPPORTED;
+    struct crop_box box = *wanted;
+    double width = jpeg->image_width, height = jpeg->image_height;
+    if (width * height > MAX_PIXELS) return CROP_UNSUPPORTED;
+    if (!(box.left >= 0 && box.top >= 0 && box.width > 0 && box.height > 0)) return CROP_UNSUPPORTED;
+    if (!(box.left + box.width <= width + 1e-6 && box.top + box.height <= height + 1e-6)) return CROP_UNSUPPORTED;
+
+    double shrink = fmin(box.width, box.height) / (side * GAP);
+    int eighths = shrink >= 2 ? (int)ceil(8 / shrink) : 8;
+    box.left *= eighths / 8.0, box.top *= eighths / 8.0, box.width *= eighths / 8.0, box.height *= eighths / 8.0;
+    jpeg->scale_num = (unsigned)eighths;
+    jpeg->scale_denom = 8;
+    jpeg->out_color_space = JCS_RGB;
+    jpeg->dct_method = JDCT_ISLOW;
+    jpeg_calc_output_dimensions(jpeg);
+    if (!plan_axes(decoder, &box, flip, antialias, side)) return CROP_NO_MEMORY;
+    struct resize_axis *x = &decoder->x, *y = &decoder->y;
+
+    /* Colours at half the resolution are spread to their neighbours: those are decoded too, so that the crop's edges
+       are as they are in the whole image. Blocks are asked for whole: libjpeg's SIMD would go on into what it never
+       wrote, without harm, but valgrind would tell. */
+    int across = jpeg->max_h_samp_factor > 1 ? 2 : 0, above = jpeg->max_v_samp_factor > 1 ? 2 : 0;
+    jpeg_start_decompress(jpeg);
+    JDIMENSION block = (JDIMENSION)(jpeg->max_h_samp_factor * jpeg->BLOCK_SIDE);
+    JDIMENSION left = (JDIMENSION)(x->low > across ? x->low - across : 0);
+    JDIMENSION end = ((JDIMENSION)(x->high + across) + block - 1) / block * block;
+    JDIMENSION columns = (end < jpeg->output_width ? end : jpeg->output_width) - left;
+    jpeg_crop_scanline(jpeg, &left, &columns);
+    JDIMENSION top = (JDIMENSION)(y->low > above ? y->low - above : 0);
+    if (top && jpeg_skip_scanlines(jpeg, top) != top) return CROP_DAMAGED;
+
+    size_t span = (size_t)(x->high - (int)left), rows = (size_t)(y->high - y->low);
+    if (span < columns) span = columns;
+    if (span < (size_t)(x->low - (int)left + x->taps)) span = (size_t)(x->low - (int)left + x->taps);
+    if (rows < (size_t)y->taps) rows = (size_t)y->taps;
+    size_t stride = span * 3 + RESIZE_OVERREAD;
+    if (stride > MAX_BUFFER / (rows + 1)) return CROP_UNSUPPORTED;
+    if (!room_for((void **)&decoder->pixels, &decoder->pixels_room, stride * (rows + 1)) ||
+        !room_for((void **)&decoder->middle, &decoder->middle_room, span * 3 * sizeof(int16_t) + 2 * RESIZE_OVERREAD) ||
+        !room_for((void **)&decoder->line, &decoder->line_room, (size_t)side * 3 + 4))
+        return CROP_NO_MEMORY;
+
+    JSAMPROW pointers[ROWS_AT_ONCE];
+    while ((int)jpeg->output_scanline < y->high) {
+        int at = (int)jpeg->output_scanline, count = 0;
+        for (; count < ROWS_AT_ONCE && at + count < y->high; count++) /* those above the crop into its first row */
+            pointers[count] = decoder->pixels + (at + count < y->low ? 0 : (size_t)(at + count - y->low)) * stride;
+        if (!jpeg_read_scanlines(jpeg, pointers, (JDIMENSION)count)) return CROP_DAMAGED;
+    }
+    resize_rgb(x, y, decoder->pixels + (size_t)(x->low - (int)left) * 3, stride,
+               (int)(span - (size_t)(x->low - (int)left)), side, decoder->middle, decoder->line, out, decoder->simd);
+    return CROP_OK;
+}
+
+enum crop_status crop_fill(crop_decoder *decoder, const uint8_t *data, size_t size, const struct crop_box *box,
+                           int flip, int antialias, int side, uint8_t *out) {
+    enum crop_status status;
+    if (side < 1 || !has_end(data, size)) return side < 1 ? CROP_UNSUPPORTED : CROP_DAMAGED;
+    if (setjmp(decoder->failed)) {
+        status = decoder->why;
+    } else {
+        status = decode(decoder, data, size, box, flip, antialias, side, out);
+    }
+    jpeg_abort_decompress(&decoder->jpeg);
+    if (decoder->pixels_room > KEPT_BUFFER) {
+        free(decoder->pixels);
+        decoder->pixels = NULL;
+        decoder->pixels_room = 0;
+    }
+    return status;
+}

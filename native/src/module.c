@@ -1,0 +1,151 @@
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "crop.h"
+
+typedef struct {
+    PyObject_HEAD
+    crop_decoder *decoder;
+    int busy;
+} Decoder;
+
+static PyObject *look(PyObject *module, PyObject *images) {
+    (void)module;
+    if (!PyList_Check(images)) return PyErr_Format(PyExc_TypeError, "look() wants a list of images");
+    Py_ssize_t count = PyList_Size(images);
+    PyObject *answer = PyList_New(count);
+    for (Py_ssize_t i = 0; answer && i < count; i++) {
+        Py_buffer view;
+        struct crop_look found;
+        if (PyObject_GetBuffer(PyList_GetItem(images, i), &view, PyBUF_SIMPLE) < 0) {
+            Py_CLEAR(answer);
+            break;
+        }
+        enum crop_status status = crop_look(view.buf, (size_t)view.len, &found);
+        PyBuffer_Release(&view);
+        PyObject *one = status == CROP_OK ? Py_BuildValue("iiN", found.width, found.height, PyBool_FromLong(found.may_be_turned))
+                                          : Py_NewRef(Py_None);
+        if (!one || PyList_SetItem(answer, i, one) < 0) Py_CLEAR(answer);
+    }
+    return answer;
+}
+
+static int decoder_init(PyObject *object, PyObject *args, PyObject *keywords) {
+    static char *names[] = {"simd", NULL};
+    Decoder *self = (Decoder *)object;
+    int simd = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "|p", names, &simd)) return -1;
+    if (self->decoder) return 0;
+    self->decoder = crop_new(simd);
+    if (!self->decoder) PyErr_NoMemory();
+    return self->decoder ? 0 : -1;
+}
+
+static void decoder_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    crop_free(((Decoder *)object)->decoder);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+/* A buffer of exactly so many bytes, or -1 with an exception. */
+static int exact_buffer(PyObject *object, Py_buffer *view, int flags, Py_ssize_t bytes, const char *name) {
+    if (PyObject_GetBuffer(object, view, flags) < 0) return -1;
+    if (view->len == bytes) return 0;
+    PyErr_Format(PyExc_ValueError, "%s is %zd bytes, and should be %zd", name, view->len, bytes);
+    PyBuffer_Release(view);
+    return -1;
+}
+
+static PyObject *fill_views(crop_decoder *decoder, Py_buffer *views, Py_ssize_t count, const Py_buffer *boxes,
+                            const Py_buffer *flips, const Py_buffer *out, int side, int antialias) {
+    PyObject *answer = PyBytes_FromStringAndSize(NULL, count);
+    if (!answer) return NULL;
+    char *statuses = PyBytes_AsString(answer);
+    size_t row = (size_t)side * (size_t)side * 3;
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < count; i++) {
+        statuses[i] = CROP_UNSUPPORTED;
+        if (views[i].obj)
+            statuses[i] = (char)crop_fill(decoder, views[i].buf, (size_t)views[i].len,
+                                          (const struct crop_box *)boxes->buf + i, ((const char *)flips->buf)[i],
+                                          antialias, side, (uint8_t *)out->buf + (size_t)i * row);
+    }
+    Py_END_ALLOW_THREADS
+    return answer;
+}
+
+static PyObject *decoder_fill(PyObject *object, PyObject *args) {
+    Decoder *self = (Decoder *)object;
+    PyObject *images, *box_object, *flip_object, *out_object, *answer = NULL;
+    int side, antialias;
+    if (!PyArg_ParseTuple(args, "OOOOip", &images, &box_object, &flip_object, &out_object, &side, &antialias)) return NULL;
+    if (!PyList_Check(images)) return PyErr_Format(PyExc_TypeError, "fill() wants a list of images");
+    if (side < 1 || side > 1 << 14) return PyErr_Format(PyExc_ValueError, "a side of %d pixels is not from 1 to 16384", side);
+    if (!self->decoder || self->busy) return PyErr_Format(PyExc_RuntimeError, "a decoder serves one thread at a time");
+    Py_ssize_t count = PyList_Size(images), held = 0;
+    Py_buffer boxes, flips, out;
+    if (exact_buffer(box_object, &boxes, PyBUF_SIMPLE, count * (Py_ssize_t)sizeof(struct crop_box), "boxes") < 0) return NULL;
+    if (exact_buffer(flip_object, &flips, PyBUF_SIMPLE, count, "flips") < 0) goto without_flips;
+    if (exact_buffer(out_object, &out, PyBUF_WRITABLE, count * side * side * 3, "out") < 0) goto without_out;
+    Py_buffer *views = PyMem_Calloc((size_t)count + 1, sizeof *views);
+    if (!views) {
+        PyErr_NoMemory();
+        goto without_views;
+    }
+    self->busy = 1;
+    for (; held < count; held++) {
+        PyObject *image = PyList_GetItem(images, held);
+        if (image != Py_None && PyObject_GetBuffer(image, &views[held], PyBUF_SIMPLE) < 0) break;
+    }
+    if (held == count) answer = fill_views(self->decoder, views, count, &boxes, &flips, &out, side, antialias);
+    while (held-- > 0) PyBuffer_Release(&views[held]);
+    self->busy = 0;
+    PyMem_Free(views);
+without_views:
+    PyBuffer_Release(&out);
+without_out:
+    PyBuffer_Release(&flips);
+without_flips:
+    PyBuffer_Release(&boxes);
+    return answer;
+}
+
+static PyMethodDef decoder_methods[] = {
+    {"fill", decoder_fill, METH_VARARGS,
+     "fill(images, boxes, flips, out, side, antialias)\n\nFill a row of `out` from each image that is not None; a byte each "
+     "tells how it went, 0 if well.\n`boxes` are four float64 each: left, top, width, height."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot decoder_slots[] = {
+    {Py_tp_doc, "Decodes crops of JPEGs, for one thread at a time."},
+    {Py_tp_init, decoder_init},
+    {Py_tp_dealloc, decoder_dealloc},
+    {Py_tp_methods, decoder_methods},
+    {0, NULL},
+};
+
+static PyType_Spec decoder_spec = {"stoker_native.Decoder", sizeof(Decoder), 0, Py_TPFLAGS_DEFAULT, decoder_slots};
+
+static PyMethodDef functions[] = {
+    {"look", look, METH_O,
+     "look(images)\n\nTell width, height and whether there may be EXIF of each JPEG that fill() knows, None of others."},
+    {NULL, NULL, 0, NULL},
+};
+
+static int fill_module(PyObject *module) {
+    PyObject *type = PyType_FromSpec(&decoder_spec);
+    int added = type ? PyModule_AddObjectRef(module, "Decoder", type) : -1;
+    Py_XDECREF(type);
+    return added;
+}
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "stoker_native", "Crops of JPEGs, decoded alone.", 0, functions, module_slots, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit_stoker_native(void) { return PyModuleDef_Init(&definition); }

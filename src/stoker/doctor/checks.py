@@ -1,0 +1,76 @@
+"""One check's outcome, and those of this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from importlib import metadata
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from stoker.core.units import format_bytes
+from stoker.load import native
+
+SHARED_MEMORY = "/dev/shm"
+SHARED_MEMORY_NEEDED = 1 << 30
+"""What a few DataLoader workers with prefetched batches of ImageNet take."""
+
+
+class Check(NamedTuple):
+    """What was looked at, what was found, and the command or sentence that mends it when it is not as it should be.
+
+    `fine` is None for what is an option: a run goes on without it.
+    """
+
+    what: str
+    fine: bool | None
+    found: str
+    fix: str = ""
+
+
+def check_machine() -> list[Check]:
+    """Look at this machine: all that is cheap to know, nothing is started."""
+    return [_cores(), _shared_memory(), _decoder(), *(_framework(name) for name in ("torch", "tensorflow")), _nginx()]
+
+
+def _cores() -> Check:
+    return Check("cores", True, f"{len(os.sched_getaffinity(0))} for this process")
+
+
+def _shared_memory() -> Check:
+    try:
+        free = shutil.disk_usage(SHARED_MEMORY).free
+    except OSError:
+        return Check(
+            "shared memory", None, f"there is no {SHARED_MEMORY}", "DataLoader workers need it; threads do not"
+        )
+    fine = True if free >= SHARED_MEMORY_NEEDED else None
+    fix = "" if fine else f"use threads, not DataLoader workers, or make {SHARED_MEMORY} larger (docker: --shm-size)"
+    return Check("shared memory", fine, f"{format_bytes(free)} free in {SHARED_MEMORY}", fix)
+
+
+def _decoder() -> Check:
+    if native.available():
+        return Check(
+            "decoder", True, f"native {metadata.version('stoker-native')}: decodes only what is seen of an image"
+        )
+    fix = "faster: pip install ./native, from stoker's repository (needs gcc and libjpeg62-turbo-dev)"
+    return Check("decoder", None, "python: simplejpeg and OpenCV", fix)
+
+
+def _framework(name: str) -> Check:
+    extra = {"torch": "torch", "tensorflow": "tf"}[name]
+    if find_spec(name) is None:
+        return Check(name, None, "not installed", f"if you train with it: pip install 'stoker[{extra}]'")
+    try:
+        found = metadata.version(name)
+    except metadata.PackageNotFoundError:  # TensorFlow's package has several names
+        found = "installed"
+    return Check(name, True, found)
+
+
+def _nginx() -> Check:
+    where = shutil.which("nginx")
+    if where is None:
+        return Check("nginx", None, "not on the PATH", "stoker serves shards itself; or: apt-get install nginx-light")
+    return Check("nginx", True, where)

@@ -1,0 +1,103 @@
+"""The optional decoder that touches only the crop: a package of its own, `native/`, and this is its only home."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from stoker.errors import MissingError
+from stoker.load.decode import Header, Pixels, Task
+from stoker.shards import images
+from stoker.shards.images import BadImageError
+from stoker.shards.sample import Buffer
+
+DECODERS = ("auto", "native", "python")
+
+log = logging.getLogger(__name__)
+
+
+class _Module(Protocol):
+    """What stoker_native offers."""
+
+    def look(self, images: list[Buffer]) -> list[tuple[int, int, bool] | None]:
+        """Tell width, height and whether there may be EXIF."""
+        ...
+
+    def Decoder(self, *, simd: bool = True) -> Any:  # noqa: N802
+        """Make a decoder for one thread."""
+        ...
+
+
+class NativeDecoder:
+    """One thread's decoder for the slices of a batch; whatever it leaves is for the general one."""
+
+    def __init__(self, *, antialias: bool = True, simd: bool = True) -> None:
+        self._module = _loaded()
+        self._decoder = self._module.Decoder(simd=simd)
+        self._antialias = antialias
+
+    def look(self, images: Sequence[Buffer]) -> list[Header | None]:
+        """Read headers; None for images that are not plain, upright JPEGs."""
+        return [_header(data, looked) for data, looked in zip(images, self._module.look(list(images)), strict=True)]
+
+    def fill(self, tasks: Sequence[Task], out: Pixels) -> list[Task]:
+        """Fill the rows of `out`, and give back the tasks that are not done."""
+        images: list[Buffer | None] = [None] * len(out)
+        boxes, flips = np.zeros((len(out), 4)), bytearray(len(out))
+        for row, data, header, crop, flip in tasks:
+            if header.turn == 1:
+                images[row], boxes[row], flips[row] = data, crop, flip
+        statuses: bytes = self._decoder.fill(images, boxes, flips, out, out.shape[1], self._antialias)
+        return [task for task in tasks if statuses[task.row]]
+
+
+def chosen(decoder: str) -> str:
+    """Tell which decoder "auto" means on this machine, and say it once; refuse one that is not there."""
+    if decoder == "python":
+        return decoder
+    if not available():
+        if decoder == "native":
+            raise MissingError(
+                "the native decoder is not installed", hint="pip install ./native, from stoker's repository"
+            )
+        _say_once("images are decoded by simplejpeg and OpenCV; with stoker-native only what is seen of them would be")
+        return "python"
+    _say_once("images are decoded by stoker-native")
+    return "native"
+
+
+@functools.cache
+def available() -> bool:
+    """Tell whether the native decoder can be used here."""
+    try:
+        _loaded()
+    except ImportError:
+        return False
+    return True
+
+
+@functools.cache
+def _say_once(what: str) -> None:
+    log.info(what)
+
+
+def _loaded() -> _Module:
+    return cast(_Module, importlib.import_module("stoker_native"))
+
+
+def _header(data: Buffer, looked: tuple[int, int, bool] | None) -> Header | None:
+    if looked is None:
+        return None
+    width, height, may_be_turned = looked
+    try:
+        images.check_size(width, height)
+    except BadImageError:
+        return None  # the general decoder says so
+    if may_be_turned and images.orientation(data) != 1:
+        return None
+    return Header(width, height, 1)

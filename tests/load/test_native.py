@@ -1,0 +1,448 @@
+"""The native decoder beside the general one: the same pixels, nothing lost, no crash; with and without it."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tarfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from stoker import Loader
+from stoker.errors import SpecError
+from stoker.load import native
+from stoker.load.buffers import Buffers
+from stoker.load.decode import Decoder, Header, Pixels, Task
+from stoker.load.native import NativeDecoder
+from stoker.load.rows import PixelRows
+from stoker.load.transforms import TRANSFORMS, CenterCrop, Crop, draws, random_resized_crop
+from trees import make_tree, stoker
+
+SAMPLE = Path(__file__).parents[3] / "shared" / "data" / "imagenet-sample-200.tar"
+NATIVE = Path(__file__).parents[2] / "native"
+
+needs_native = pytest.mark.skipif(not native.available(), reason="stoker-native is not installed")
+
+
+@pytest.fixture(scope="module")
+def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Thirty images of two classes, as shards."""
+    root = tmp_path_factory.mktemp("native")
+    make_tree(root / "pets", {"ant": 15, "bee": 15})
+    assert stoker("data", "convert", root / "pets", root / "shards", "--shard-samples", 8) == 0
+    return root / "shards" / "train"
+
+
+def picture(width: int, height: int) -> Image.Image:
+    """Smooth, with a little noise and sharp edges, so that every filter shows."""
+    x, y = np.arange(width), np.arange(height)[:, None]
+    noise = np.random.default_rng(width * 1000 + height).integers(0, 40, (height, width, 3))
+    planes = np.dstack([2 * x + 0 * y, 0 * x + 3 * y, (x // 7 + y // 5) % 2 * 200]) % 216 + noise
+    return Image.fromarray(planes.astype(np.uint8))
+
+
+def saved(image: Image.Image, **options: object) -> bytes:
+    out = io.BytesIO()
+    image.save(out, "JPEG", **{"quality": 90, **options})
+    return out.getvalue()
+
+
+def both(data: bytes, crop: Crop, flip: bool, size: int, antialias: bool) -> tuple[Pixels, Pixels]:
+    """What the general decoder gives, and what the native one does."""
+    header = Decoder().look(data)
+    general, natively = (np.full((size, size, 3), 77, dtype=np.uint8) for _ in range(2))
+    Decoder(antialias=antialias).fill(data, header, crop, flip, general)
+    left = NativeDecoder(antialias=antialias).fill([Task(0, data, header, crop, flip)], natively[None])
+    assert left == []
+    return general, natively
+
+
+def decibels(one: Pixels, other: Pixels) -> float:
+    error = np.mean((one.astype(np.float64) - other) ** 2)
+    return 99.0 if error == 0 else float(10 * np.log10(255**2 / error))
+
+
+@needs_native
+@pytest.mark.parametrize("antialias", [True, False])
+@pytest.mark.parametrize("transform", ["imagenet-train", "imagenet-val"])
+def test_real_images_come_out_as_they_do_by_the_general_decoder(transform: str, antialias: bool) -> None:
+    if not SAMPLE.exists():
+        pytest.skip(f"{SAMPLE.name} does not lie beside the project")
+    with tarfile.open(SAMPLE) as tar:
+        images = [file.read() for member in tar if (file := tar.extractfile(member))]
+    numbers = draws(3, 1, np.arange(len(images), dtype=np.int64)).tolist()
+    found = []
+    for data, drawn in zip(images, numbers, strict=True):
+        header = Decoder().look(data)
+        if header.turn != 1:
+            continue
+        crop, flip = TRANSFORMS[transform](224)(header.width, header.height, drawn)
+        found.append(decibels(*both(data, crop, flip, 224, antialias)))
+    assert len(found) > 150
+    assert min(found) >= 45
+    assert np.median(found) >= 50
+
+
+KINDS = {
+    "4:4:4": {"subsampling": "4:4:4"},
+    "4:2:2": {"subsampling": "4:2:2"},
+    "4:2:0": {"subsampling": "4:2:0"},
+    "restarts": {"restart_marker_rows": 1},
+    "rgb": {"keep_rgb": True},
+}
+
+
+@needs_native
+@pytest.mark.parametrize("kind", [*KINDS, "grey"])
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_crop_of_any_plain_jpeg(kind: str, data: st.DataObject) -> None:
+    width, height = data.draw(st.integers(1, 120)), data.draw(st.integers(1, 120))
+    image = picture(width, height)
+    jpeg = saved(image.convert("L")) if kind == "grey" else saved(image, **KINDS[kind])
+    left, top = data.draw(st.integers(0, width - 1)), data.draw(st.integers(0, height - 1))
+    crop = Crop(left, top, data.draw(st.integers(1, width - left)), data.draw(st.integers(1, height - top)))
+    if data.draw(st.booleans()):  # between pixels
+        crop = Crop(crop.left + 0.25, crop.top + 0.5, crop.width - 0.375, crop.height - 0.625)
+    size, flip, antialias = data.draw(st.integers(1, 70)), data.draw(st.booleans()), data.draw(st.booleans())
+    general, natively = both(jpeg, crop, flip, size, antialias)
+    assert np.abs(general.astype(int) - natively).max() <= 3
+
+
+@needs_native
+@pytest.mark.parametrize("antialias", [True, False])
+@pytest.mark.parametrize("size", [9, 32, 101])
+def test_a_large_jpeg_that_libjpeg_itself_shrinks(size: int, antialias: bool) -> None:
+    data = saved(picture(1203, 905))
+    for crop in (Crop(0, 0, 1203, 905), Crop(101, 57, 911, 731), Crop(400.5, 3.25, 801.5, 900.75)):
+        general, natively = both(data, crop, True, size, antialias)
+        assert decibels(general, natively) >= 45, crop
+
+
+@needs_native
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 90), st.integers(1, 90), st.integers(1, 67), st.booleans(), st.randoms(use_true_random=False))
+def test_simd_and_portable_code_give_the_same_bytes(width, height, size, antialias, random) -> None:  # type: ignore[no-untyped-def]
+    data = saved(picture(width, height))
+    crop, flip = random_resized_crop(width, height, [random.random() for _ in range(23)])
+    for one in (crop, CenterCrop(size)(width, height, [])[0]):
+        rows = [np.empty((1, size, size, 3), dtype=np.uint8) for _ in range(2)]
+        for simd in (True, False):
+            task = Task(0, data, Header(width, height, 1), one, flip)
+            assert NativeDecoder(antialias=antialias, simd=simd).fill([task], rows[simd]) == []
+        assert np.array_equal(*rows)
+
+
+def twelve_bits() -> bytes:
+    data = bytearray(saved(picture(60, 50)))
+    data[data.index(b"\xff\xc0") + 4] = 12
+    return bytes(data)
+
+
+def sized(width: int, height: int) -> bytes:
+    """A JPEG that claims another size than its pixels have."""
+    data = bytearray(saved(picture(60, 50)))
+    struct.pack_into(">HH", data, data.index(b"\xff\xc0") + 5, height, width)
+    return bytes(data)
+
+
+def sampled(factors: int) -> bytes:
+    """A JPEG whose header tells other sampling factors of its first component."""
+    data = bytearray(saved(picture(64, 64), subsampling="4:4:4"))
+    data[data.index(b"\xff\xc0") + 11] = factors
+    return bytes(data)
+
+
+def arithmetic() -> bytes:
+    return saved(picture(60, 50)).replace(b"\xff\xc0", b"\xff\xc9", 1)
+
+
+def turned() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return saved(picture(60, 50), exif=exif)
+
+
+def png() -> bytes:
+    out = io.BytesIO()
+    picture(60, 50).save(out, "PNG")
+    return out.getvalue()
+
+
+ODD = {
+    "progressive": saved(picture(60, 50), progressive=True),
+    "cmyk": saved(picture(60, 50).convert("CMYK")),
+    "4:1:1": saved(picture(64, 50), subsampling="4:1:1"),
+    "4:4:0": sampled(0x12),
+    "12 bits": twelve_bits(),
+    "arithmetic": arithmetic(),
+    "turned": turned(),
+    "png": png(),
+    "cut short": saved(picture(60, 50))[:-300],
+    "without its end": saved(picture(60, 50))[:-2],
+    "cut in the header": saved(picture(60, 50))[:100],
+    "no rows": sized(60, 0),
+    "no columns": sized(0, 50),
+    "more rows than there are": sized(60, 400),
+    "huge": sized(65500, 65500),
+    "wide": sized(65500, 2000),
+    "empty": b"",
+    "two bytes": b"\xff\xd8",
+    "markers alone": b"\xff\xd8\xff\xd9",
+    "fill bytes": b"\xff\xd8" + b"\xff" * 5000,
+    "a segment beyond the end": b"\xff\xd8\xff\xe0\xff\xff",
+    "text": b"no image at all, but longer than sixteen bytes",
+}
+
+
+def rows_of(images: Sequence[bytes], *, natively: bool, planes: bool = False) -> tuple[Pixels, list[tuple[int, str]]]:
+    """A batch and its bad rows; every position draws the same crop in both ways."""
+    rows = PixelRows(
+        TRANSFORMS["imagenet-train"](40),
+        size=40,
+        planes=planes,
+        antialias=True,
+        seed=0,
+        buffers=Buffers(),
+        native=natively,
+    )
+    room = rows.room(len(images))
+    room[:] = 0
+    filled = rows.fill(room, 0, images, 0, np.arange(len(images), dtype=np.int64))
+    return room, filled.bad
+
+
+@needs_native
+@pytest.mark.parametrize("planes", [True, False])
+@pytest.mark.parametrize("kind", ODD)
+def test_what_it_does_not_decode_is_decoded_or_refused_as_without_it(kind: str, planes: bool) -> None:
+    fine = saved(picture(80, 70))
+    images = [fine, ODD[kind], fine]
+    (general, bad), (natively, also_bad) = (rows_of(images, natively=on, planes=planes) for on in (False, True))
+    assert also_bad == bad
+    good = [row for row in range(3) if row not in dict(bad)]
+    assert 0 in good
+    assert 2 in good
+    assert np.abs(general[good].astype(int) - natively[good]).max() <= 3
+
+
+@needs_native
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_damaged_bytes_come_back_as_a_value(data: st.DataObject) -> None:
+    """One decoder for all of them, as in a thread: after any image the next is decoded as by a new one."""
+    jpeg = bytearray(saved(picture(50, 40), subsampling=data.draw(st.sampled_from(["4:4:4", "4:2:0"]))))
+    for _ in range(data.draw(st.integers(1, 6))):
+        jpeg[data.draw(st.integers(0, len(jpeg) - 1))] = data.draw(st.integers(0, 255))
+    start = data.draw(st.integers(0, 3))
+    image = bytes(jpeg[: len(jpeg) - data.draw(st.sampled_from([0, 0, 0, 1, 200]))][start if start > 2 else 0 :])
+    decoder, out = NativeDecoder(), np.zeros((2, 20, 20, 3), dtype=np.uint8)
+    fine = saved(picture(30, 30))
+    tasks = [
+        Task(0, image, Header(50, 40, 1), Crop(3, 2, 40, 30), False),
+        Task(1, fine, Header(30, 30, 1), Crop(0, 0, 30, 30), False),
+    ]
+    decoder.look([image])
+    left = decoder.fill(tasks, out)
+    assert [task.row for task in left] in ([], [0])
+    alone = np.zeros((1, 20, 20, 3), dtype=np.uint8)
+    assert NativeDecoder().fill([tasks[1]._replace(row=0)], alone) == []
+    assert np.array_equal(out[1], alone[0])
+
+
+@needs_native
+def test_boxes_that_leave_the_image_are_refused() -> None:
+    data, out = saved(picture(60, 50)), np.zeros((1, 8, 8, 3), dtype=np.uint8)
+    nan, far = float("nan"), float("inf")
+    for box in [
+        (-1, 0, 9, 9),
+        (0, 0, 61, 9),
+        (0, 45, 9, 9),
+        (0, 0, 0, 9),
+        (nan, 0, 9, 9),
+        (0, 0, far, 9),
+        (0, 0, 9, nan),
+    ]:
+        task = Task(0, data, Header(60, 50, 1), Crop(*box), False)
+        assert NativeDecoder().fill([task], out) == [task], box
+    assert not out.any()
+
+
+@needs_native
+def test_wrong_arguments_are_refused_before_anything_is_written() -> None:
+    import stoker_native  # type: ignore[import-not-found, unused-ignore]
+
+    decoder, data = stoker_native.Decoder(), saved(picture(60, 50))
+    box, out = np.array([[0, 0, 60, 50]], dtype=np.float64), np.zeros((1, 8, 8, 3), dtype=np.uint8)
+    with pytest.raises(ValueError, match="boxes is 32 bytes, and should be 64"):
+        decoder.fill([data, data], box, b"\0\0", out, 8, True)
+    with pytest.raises(ValueError, match="flips is 2 bytes"):
+        decoder.fill([data], box, b"\0\0", out, 8, True)
+    with pytest.raises(ValueError, match="out is 192 bytes, and should be 243"):
+        decoder.fill([data], box, b"\0", out, 9, True)
+    with pytest.raises(ValueError, match="side of 0"):
+        decoder.fill([data], box, b"\0", out, 0, True)
+    with pytest.raises(TypeError):
+        decoder.fill((data,), box, b"\0", out, 8, True)
+    with pytest.raises(TypeError):
+        decoder.fill([3], box, b"\0", out, 8, True)
+    with pytest.raises((BufferError, TypeError, ValueError)):
+        decoder.fill([data], box, b"\0", out.tobytes(), 8, True)
+    assert not out.any()
+    assert decoder.fill([data], box, b"\0", out, 8, True) == b"\0"
+    assert out.any()
+
+
+@needs_native
+def test_a_decoder_that_two_threads_use_says_so() -> None:
+    import stoker_native  # type: ignore[import-not-found, unused-ignore]
+
+    decoder = stoker_native.Decoder()
+    images = [saved(picture(600, 500))] * 64
+    boxes = np.tile(np.array([[0, 0, 600, 500]], dtype=np.float64), (64, 1))
+    said: list[str] = []
+    start = threading.Barrier(4)
+
+    def work() -> None:
+        out = np.empty((64, 224, 224, 3), dtype=np.uint8)
+        start.wait()
+        for _ in range(10):
+            try:
+                assert decoder.fill(images, boxes, bytes(64), out, 224, True) == bytes(64)
+            except RuntimeError as error:
+                said.append(str(error))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(said) == {"a decoder serves one thread at a time"}
+
+
+@needs_native
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+def test_the_loader_gives_the_same_batches_with_either(pets: Path, layout: str) -> None:
+    batches = {}
+    for decoder in ("native", "python"):
+        with Loader(pets, global_batch=7, size=48, layout=layout, decoder=decoder, seat=(0, 1)) as loader:
+            batches[decoder] = list(loader)
+    for one, other in zip(batches["native"], batches["python"], strict=True):
+        assert one.labels.tolist() == other.labels.tolist()
+        assert one.images.shape == other.images.shape
+        assert np.abs(one.images.astype(int) - other.images).max() <= 3
+
+
+def test_an_unknown_decoder_is_a_fault_like_others(pets: Path) -> None:
+    with pytest.raises(SpecError, match="decoder: 'gpu' is none of auto, native, python"):
+        Loader(pets, global_batch=4, decoder="gpu", seat=(0, 1))
+
+
+WITHOUT = """
+import logging, sys
+sys.modules["stoker_native"] = None
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+from stoker import Loader
+from stoker.errors import MissingError
+for _ in range(2):
+    with Loader(sys.argv[1], global_batch=8, size=32, seat=(0, 1)) as loader:
+        print(sum(batch.count for batch in loader))
+try:
+    Loader(sys.argv[1], global_batch=8, decoder="native", seat=(0, 1))
+except MissingError as error:
+    print(error)
+"""
+
+
+def test_without_it_the_loader_says_once_which_decoder_it_uses(pets: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT, pets], capture_output=True, text=True, check=True)
+    said, first, second, missing = done.stdout.splitlines()
+    assert said.startswith("images are decoded by simplejpeg and OpenCV")
+    assert int(first) == int(second) > 0
+    assert missing == "the native decoder is not installed; pip install ./native, from stoker's repository"
+
+
+@needs_native
+def test_with_it_the_loader_says_so_once(pets: Path, caplog: pytest.LogCaptureFixture) -> None:
+    native._say_once.cache_clear()
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            Loader(pets, global_batch=8, seat=(0, 1)).close()
+    assert [record.getMessage() for record in caplog.records] == ["images are decoded by stoker-native"]
+
+
+def corpus(folder: Path) -> list[Path]:
+    """Inputs for the fuzzer's entry point: every kind of image, with different crops, whole and damaged."""
+    random = np.random.default_rng(7)
+    plain = [saved(picture(w, h), **KINDS[kind]) for w, h in ((1, 1), (33, 17), (70, 90)) for kind in KINDS]
+    files = []
+    for number, data in enumerate([*plain, saved(picture(50, 40).convert("L")), *ODD.values()]):
+        damaged = bytearray(data)
+        for at in random.integers(0, len(data), 3) if data else ():
+            damaged[at] = random.integers(0, 256)
+        for name, image in (("whole", data), ("damaged", bytes(damaged))):
+            path = folder / f"{name}-{number}"
+            path.write_bytes(random.bytes(6) + bytes([random.integers(0, 2), 0]) + image)
+            files.append(path)
+    return files
+
+
+def built(folder: Path, compiler: str, *flags: str) -> Path:
+    """The fuzzer's entry point as a program."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not on the PATH")
+    if not Path("/usr/include/jpeglib.h").exists():
+        pytest.skip("libjpeg-turbo's headers are not installed")
+    program = folder / "entry"
+    sources = [NATIVE / "fuzz" / "fuzz_crop.c", NATIVE / "src" / "crop.c", NATIVE / "src" / "resize.c"]
+    command = [compiler, "-g", "-O1", *flags, *map(str, sources), "-o", str(program), "-ljpeg", "-lm"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+def test_valgrind_finds_nothing(tmp_path: Path) -> None:
+    if shutil.which("valgrind") is None:
+        pytest.skip("valgrind is not on the PATH")
+    program, files = built(tmp_path, "cc", "-DREPLAY"), corpus(tmp_path)
+    command = ["valgrind", "-q", "--error-exitcode=9", "--leak-check=full", "--errors-for-leak-kinds=definite", program]
+    done = subprocess.run([*command, *files], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{len(files)} files\n"
+
+
+def test_the_compilers_sanitizers_find_nothing(tmp_path: Path) -> None:
+    flags = ("-DREPLAY", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    program, files = built(tmp_path, "cc", *flags), corpus(tmp_path)
+    done = subprocess.run([program, *files], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_libfuzzer_finds_nothing_in_a_minute(tmp_path: Path) -> None:
+    program = built(tmp_path, "clang", "-fsanitize=address,undefined,fuzzer")
+    seeds, found = tmp_path / "seeds", tmp_path / "found"
+    seeds.mkdir()
+    found.mkdir()
+    corpus(seeds)
+    options = [
+        "-max_total_time=60",
+        "-max_len=6000",
+        "-timeout=20",
+        f"-artifact_prefix={tmp_path}/",
+        f"-seed={os.getpid()}",
+    ]
+    done = subprocess.run([program, *options, found, seeds], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
