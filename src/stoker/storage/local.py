@@ -116,9 +116,14 @@ class LocalStore:
                 yield from self._walk(full.removesuffix("/"))
                 continue
             with explained(path / name):
-                status = file.stat() if file.is_file() and not _TEMPORARY.fullmatch(name) else None
+                status = file.stat() if file.is_file() and not is_temporary(name) else None
             if status:
                 yield Entry(full, status.st_size)
+
+
+def is_temporary(name: str) -> bool:
+    """Tell a file that is still being written by its name."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 @contextmanager

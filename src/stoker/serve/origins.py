@@ -1,0 +1,119 @@
+"""Where a cache fetches from: named URLs, and nothing else, whatever a request says."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from stoker.errors import InputError, StokerError
+from stoker.serve.http import RefusedError, Reply
+from stoker.shards.manifest import read_manifest
+from stoker.storage import Store, open_store, shown
+
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
+_INDEX = "index"
+SCHEMES = ("http://", "https://", "s3://", "gs://")
+MANIFEST_FRESH_S = 60.0
+
+
+class Digest(NamedTuple):
+    """What a manifest says of a shard."""
+
+    size: int
+    sha256: str
+
+
+class Origin:
+    """One place that is cached, under a name of its own."""
+
+    def __init__(self, name: str, url: str) -> None:
+        self.name, self.url, self.shown = name, url, shown(url).rstrip("/")
+        self.store: Store = open_store(url)
+        self._lock = threading.Lock()
+        self._manifests: dict[str, tuple[float, Mapping[str, Digest]]] = {}
+
+    def digests(self, folder: str) -> Mapping[str, Digest]:
+        """Give what the manifest in a folder says of its shards; nothing if there is none."""
+        with self._lock:
+            asked, known = self._manifests.get(folder, (0.0, {}))
+            if asked and time.monotonic() - asked < MANIFEST_FRESH_S:
+                return known
+            try:
+                manifest = read_manifest(self.store, f"{folder}/" if folder else "")
+                known = {shard.name: Digest(shard.bytes, shard.sha256) for shard in manifest.shards}
+            except InputError:  # there is none, or none of ours
+                known = {}
+            except StokerError:  # the origin does not answer: what was known is better than nothing
+                pass
+            self._manifests[folder] = (time.monotonic(), known)
+            return known
+
+    def digest(self, name: str) -> Digest | None:
+        """Find what the manifest beside an object says of it."""
+        folder, _, base = name.rpartition("/")
+        return None if base.endswith(".json") or folder.endswith(_INDEX) else self.digests(folder).get(base)
+
+    def listing(self, folder: str) -> Reply:
+        """List a folder as nginx does under `autoindex_format json`."""
+        rows: dict[str, dict[str, object]] = {}
+        for entry in self.store.list(folder):
+            child, slash, _ = entry.name.removeprefix(folder).partition("/")
+            rows[child] = (
+                {"name": child, "type": "directory"}
+                if slash
+                else {
+                    "name": child,
+                    "type": "file",
+                    "size": entry.size,
+                }
+            )
+        if folder and not rows:
+            raise RefusedError(404, "no such folder")
+        data = json.dumps(list(rows.values())).encode()
+        return Reply(200, {"Content-Type": "application/json", "X-Cache": "BYPASS"}, (data,), len(data))
+
+
+class Origins:
+    """All origins: one at the root, or each below its name."""
+
+    def __init__(self, urls: Sequence[tuple[str, str]]) -> None:
+        self._by_name = {name: Origin(name, url) for name, url in urls}
+
+    def find(self, path: str) -> tuple[Origin, str]:
+        """Find the origin of a path, and the object's name there."""
+        if "" in self._by_name:
+            return self._by_name[""], path[1:]
+        first, slash, rest = path[1:].partition("/")
+        origin = self._by_name.get(first)
+        if origin is None or not slash:
+            raise RefusedError(404, f"no such origin: there are {', '.join(self._by_name)}")
+        return origin, rest
+
+    def told(self) -> list[dict[str, str]]:
+        """Tell names and URLs, without logins."""
+        return [{"name": name, "url": origin.shown} for name, origin in self._by_name.items()]
+
+
+def read_origins(texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Read `NAME=URL` or, if there is only one, `URL`."""
+    origins: dict[str, str] = {}
+    for text in texts:
+        name, equals, url = text.partition("=")
+        if not equals or "://" in name:
+            name, url = "", text
+        if not url.startswith(SCHEMES):
+            raise InputError(f"--origin is {text!r}, and must be [NAME=]URL with http, https, s3 or gs")
+        if name and not _NAME.fullmatch(name):
+            raise InputError(f"--origin: {name!r} is no name: lower-case letters, digits and dashes, at most 40")
+        if name in origins:
+            raise InputError(f"--origin: {name or 'an origin without a name'} comes twice", hint="name each: NAME=URL")
+        origins[name] = url.rstrip("/")
+    if not origins:
+        raise InputError("no --origin is given", hint="for example --origin imagenet=s3://bucket/imagenet")
+    if "" in origins and len(origins) > 1:
+        raise InputError("several origins need a name each", hint="write --origin NAME=URL")
+    return list(origins.items())
