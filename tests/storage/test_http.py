@@ -17,7 +17,6 @@ from stoker.storage import Entry, Store, open_store
 from stoker.storage.http import HttpStore
 from storage.contract import TEN, Fill, ReadContract
 
-
 TIMES = itertools.count(1_700_000_000)
 
 
