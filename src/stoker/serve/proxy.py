@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 
 from stoker.core.threads import Threads
-from stoker.errors import AccessError, FullError, NotFoundError, StokerError
+from stoker.errors import AccessError, ChangedError, FullError, NotFoundError, StokerError
 from stoker.serve.http import Piece, RefusedError, Reply, Request, Span
 from stoker.serve.origins import Origin, Origins
 from stoker.serve.ranges import Asked, Version, asked
@@ -111,7 +111,7 @@ class CacheSite:
         def fetch(start: int, length: int) -> bytes:
             try:
                 data = origin.store.range(name, start, length, etag=kept.about.tag)
-            except ZeroDivisionError:
+            except ChangedError:
                 self._cache.drop(kept)  # the next request gets the new version
                 raise
             self._stats.add(origin_requests=1, origin_bytes=len(data))

@@ -12,10 +12,10 @@ from stoker.shards.locate import ShardSet
 from stoker.storage import Entry, read_chunks
 
 
-def plan_order(plan: Plan, shards: Sequence[Entry], epoch: int) -> list[Entry]:
+def plan_order(plan: Plan, shards: Sequence[Entry], epoch: int = 0) -> list[Entry]:
     """Put shards in the order in which an epoch first needs each of them."""
-    first = plan.epoch(epoch, Seat(0, 1)).shard_order()
-    return [shards[number] for number in first]
+    ahead = plan.epoch(epoch, Seat(0, 1)).ahead(0, windows=len(shards))
+    return [shards[number] for number in dict.fromkeys(ahead.tolist())]
 
 
 def parse_slice(text: str, count: int) -> slice:
@@ -29,9 +29,7 @@ def parse_slice(text: str, count: int) -> slice:
     return slice(first, last + 1)
 
 
-def warm(
-    one: ShardSet, shards: Sequence[Entry], *, jobs: int, progress: Callable[[int], None] = lambda _: None
-) -> int:
+def warm(one: ShardSet, shards: Sequence[Entry], *, jobs: int, progress: Callable[[int], None] = lambda _: None) -> int:
     """Read shards through a cache and throw them away; give how many bytes came."""
 
     def read(entry: Entry) -> int:

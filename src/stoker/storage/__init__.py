@@ -19,6 +19,13 @@ class Entry(NamedTuple):
     size: int
 
 
+class Tag(NamedTuple):
+    """What tells one version of an object from another: its size, and a text of the store's, empty if it has none."""
+
+    size: int
+    etag: str
+
+
 class Store(Protocol):
     """A folder of objects. Names are relative, with `/` between their parts."""
 
@@ -28,12 +35,16 @@ class Store(Protocol):
         """Read a whole object."""
         ...
 
-    def range(self, name: str, start: int, length: int) -> bytes:
-        """Read exactly `length` bytes from `start`."""
+    def range(self, name: str, start: int, length: int, *, etag: str = "") -> bytes:
+        """Read exactly `length` bytes from `start`; with an `etag`, refuse those of another version."""
         ...
 
     def size(self, name: str) -> int:
         """Tell an object's size in bytes."""
+        ...
+
+    def tag(self, name: str) -> Tag:
+        """Tell which version of an object is there."""
         ...
 
     def list(self, prefix: str = "") -> Iterator[Entry]:

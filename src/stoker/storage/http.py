@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
 from urllib3 import make_headers
 
-from stoker.errors import InputError, NotFoundError, UnavailableError
-from stoker.storage import Entry, checked, folder_of, join, read_only, shown
+from stoker.errors import ChangedError, InputError, NotFoundError, UnavailableError
+from stoker.storage import Entry, Tag, checked, folder_of, join, read_only, shown
 from stoker.storage.web import Answer, Client, Window, exactly, refusal
 
 MAX_DEPTH = 16
+BYPASS = {"X-Stoker-Bypass": "1", "Cache-Control": "no-cache"}
+"""Asks the caches on the way, ours and others, to ask the origin themselves."""
 
 
 class HttpStore:
@@ -44,21 +47,36 @@ class HttpStore:
         """Read a whole file."""
         return self._ask("GET", name).body
 
-    def range(self, name: str, start: int, length: int) -> bytes:
+    def range(self, name: str, start: int, length: int, *, etag: str = "") -> bytes:
         """Read exactly `length` bytes from `start`, also from a server that knows no ranges."""
         if not length:
             return b""
         window = Window(start, length)
-        answer = self._ask("GET", name, window)
+        # A weak tag never matches; a server that ignores the question still tells what it sent.
+        asked = {"If-Match": etag} if etag.startswith('"') else {}
+        answer = self._ask("GET", name, window, asked)
+        if answer.status == 412 or (etag and _version(answer) not in ("", etag)):
+            raise ChangedError(where=self._where(name))
         self.ranged = self.ranged and answer.status != 200
         return exactly(window, answer, self._where(name))
 
     def size(self, name: str) -> int:
         """Tell a file's size in bytes."""
-        length = self._ask("HEAD", name).headers.get("Content-Length")
+        return self.tag(name).size
+
+    def tag(self, name: str) -> Tag:
+        """Tell which version of a file is there, by its ETag or else by when it was modified."""
+        answer = self._ask("HEAD", name)
+        length = answer.headers.get("Content-Length")
         if length is None:
             raise UnavailableError("the server does not tell the file's size", where=self._where(name))
-        return int(length)
+        return Tag(int(length), _version(answer))
+
+    def past_caches(self) -> HttpStore:
+        """Give the same files as the origin has them, whatever a cache on the way holds."""
+        direct = copy.copy(self)
+        direct._headers = self._headers | BYPASS
+        return direct
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """List the files whose name starts with `prefix`, in order of name, by the server's index pages."""
@@ -76,13 +94,16 @@ class HttpStore:
     def _where(self, name: str) -> str:
         return shown(join(self._root, name))
 
-    def _ask(self, method: str, name: str, window: Window | None = None) -> Answer:
+    def _ask(
+        self, method: str, name: str, window: Window | None = None, asked: Mapping[str, str] | None = None
+    ) -> Answer:
         url = join(self._root, checked(name))
         where = shown(url)
-        answer = self._client.ask(method, url, where=where, headers=self._headers, window=window)
+        headers = self._headers | dict(asked or {})
+        answer = self._client.ask(method, url, where=where, headers=headers, window=window)
         if answer.path.endswith("/"):
             raise NotFoundError("is a folder, not a file", where=where)
-        if answer.status in (200, 206) or (window and answer.status == 416):
+        if answer.status in (200, 206) or (window and answer.status == 416) or (asked and answer.status == 412):
             return answer
         raise refusal(answer, where, tried=self._tried)
 
@@ -112,6 +133,10 @@ class HttpStore:
         if answer.headers.get("Content-Type", "").startswith("application/json"):
             return _json_index(answer.body, shown(url))
         return dict.fromkeys(_html_index(answer.body, url))
+
+
+def _version(answer: Answer) -> str:
+    return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
 
 
 def _json_index(page: bytes, where: str) -> dict[str, int | None]:

@@ -17,7 +17,9 @@ def through(url: str, via: str) -> str:
         told = json.loads(open_store(via).get(_TOLD))
         origins = {str(one["url"]).rstrip("/"): str(one["name"]) for one in told}
     except (ValueError, TypeError, KeyError, InputError) as error:
-        raise UnavailableError("is not a cache of stoker's", where=where, hint="start one: stoker data cache") from error
+        raise UnavailableError(
+            "is not a cache of stoker's", where=where, hint="start one: stoker data cache"
+        ) from error
     plain = shown(url)
     for origin in sorted(origins, key=len, reverse=True):
         if plain.rstrip("/") == origin or plain.startswith(f"{origin}/"):
