@@ -26,11 +26,13 @@ def test_the_table_and_json_tell_the_same(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_decoder_that_is_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.native, "available", lambda: False)
+    monkeypatch.setattr(checks.native, "problem", lambda: "is not installed")
     without = found()["decoder"]
     assert without.fine is None
-    assert without.found.startswith("python")
+    assert without.found == "python: the native one is not installed"
     assert "pip install ./native" in without.fix
+    monkeypatch.setattr(checks.native, "problem", lambda: "")
+    assert found()["decoder"].found.startswith("native")
 
 
 def test_what_is_missing_comes_with_its_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@
 #define MAX_PIXELS 178956970.0
 #define MAX_BUFFER ((size_t)64 << 20) /* what needs more is left to the general decoder */
 #define KEPT_BUFFER ((size_t)16 << 20)
+#define MAX_TAPS 512 /* beyond, weights of 14 bits are too coarse */
 #define ROWS_AT_ONCE 8
 
 /* Pixels that a block gives across, once shrunk. */
@@ -31,9 +32,7 @@ struct crop_decoder {
     enum crop_status why;
     int simd;
     struct resize_axis x, y;
-    uint8_t *pixels, *line;
-    int16_t *middle;
-    size_t pixels_room, line_room, middle_room;
+    struct resize_memory pixels, middle, line; /* kept from image to image: none of ours is allocated for each */
 };
 
 /* libjpeg ends here on an error: back to where decoding began. */
@@ -59,22 +58,16 @@ crop_decoder *crop_new(int simd) {
     decoder->errors.emit_message = on_message;
     decoder->errors.output_message = no_output;
     decoder->jpeg.client_data = decoder;
-    if (setjmp(decoder->failed)) {
-        free(decoder);
-        return NULL;
-    }
-    jpeg_create_decompress(&decoder->jpeg);
     return decoder;
 }
 
 void crop_free(crop_decoder *decoder) {
     if (!decoder) return;
-    jpeg_destroy_decompress(&decoder->jpeg);
     resize_axis_free(&decoder->x);
     resize_axis_free(&decoder->y);
-    free(decoder->pixels);
-    free(decoder->line);
-    free(decoder->middle);
+    resize_free(&decoder->pixels);
+    resize_free(&decoder->middle);
+    resize_free(&decoder->line);
     free(decoder);
 }
 
@@ -87,6 +80,7 @@ enum crop_status crop_look(const uint8_t *data, size_t size, struct crop_look *f
             at++;
             continue;
         }
+        if (marker == 0x01 || (marker >= 0xD0 && marker <= 0xD9)) return CROP_UNSUPPORTED; /* these have no length */
         size_t length = (size_t)data[at + 2] << 8 | data[at + 3];
         if (length < 2 || length > size - at - 2) return CROP_DAMAGED;
         if (marker == 0xC0 || marker == 0xC1) {
@@ -104,7 +98,7 @@ enum crop_status crop_look(const uint8_t *data, size_t size, struct crop_look *f
     return CROP_DAMAGED;
 }
 
-/* Whether the file has an end; one without was cut short, maybe below all that is decoded. */
+/* Whether the picture has an end; one without was cut short, maybe below all that is decoded. */
 static int has_end(const uint8_t *data, size_t size) {
     for (size_t at = size; at >= 2; at--)
         if (data[at - 2] == 0xFF && data[at - 1] == 0xD9) return 1;
@@ -146,22 +140,17 @@ static int plan_axes(crop_decoder *decoder, const struct crop_box *box, int flip
            resize_axis_linear(&decoder->y, side, top, high, antialias, 0);
 }
 
-static int room_for(void **memory, size_t *room, size_t bytes) {
-    if (bytes <= *room) return 1;
-    free(*memory);
-    *memory = calloc(1, bytes);
-    *room = *memory ? bytes : 0;
-    return *memory != NULL;
-}
-
 /* Decode the planned part and resize it. libjpeg's errors leave this function by longjmp: it owns nothing. */
 static enum crop_status decode(crop_decoder *decoder, const uint8_t *data, size_t size, const struct crop_box *wanted,
                                int flip, int antialias, int side, uint8_t *out) {
     struct jpeg_decompress_struct *jpeg = &decoder->jpeg;
     jpeg_mem_src(jpeg, data, (unsigned long)size);
     if (jpeg_read_header(jpeg, TRUE) != JPEG_HEADER_OK || !is_plain(jpeg)) return CROP_UNSUPPORTED;
+    /* Only behind the header: a thumbnail in it has an end of its own. */
+    if (!has_end(jpeg->src->next_input_byte, jpeg->src->bytes_in_buffer)) return CROP_DAMAGED;
     struct crop_box box = *wanted;
     double width = jpeg->image_width, height = jpeg->image_height;
+    if (box.image_width != width || box.image_height != height) return CROP_UNSUPPORTED;
     if (width * height > MAX_PIXELS) return CROP_UNSUPPORTED;
     if (!(box.left >= 0 && box.top >= 0 && box.width > 0 && box.height > 0)) return CROP_UNSUPPORTED;
     if (!(box.left + box.width <= width + 1e-6 && box.top + box.height <= height + 1e-6)) return CROP_UNSUPPORTED;
@@ -176,6 +165,7 @@ static enum crop_status decode(crop_decoder *decoder, const uint8_t *data, size_
     jpeg_calc_output_dimensions(jpeg);
     if (!plan_axes(decoder, &box, flip, antialias, side)) return CROP_NO_MEMORY;
     struct resize_axis *x = &decoder->x, *y = &decoder->y;
+    if (x->taps > MAX_TAPS || y->taps > MAX_TAPS) return CROP_UNSUPPORTED;
 
     /* Colours at half the resolution are spread to their neighbours: those are decoded too, so that the crop's edges
        are as they are in the whole image. Blocks are asked for whole: libjpeg's SIMD would go on into what it never
@@ -187,46 +177,45 @@ static enum crop_status decode(crop_decoder *decoder, const uint8_t *data, size_
     JDIMENSION end = ((JDIMENSION)(x->high + across) + block - 1) / block * block;
     JDIMENSION columns = (end < jpeg->output_width ? end : jpeg->output_width) - left;
     jpeg_crop_scanline(jpeg, &left, &columns);
-    JDIMENSION top = (JDIMENSION)(y->low > above ? y->low - above : 0);
-    if (top && jpeg_skip_scanlines(jpeg, top) != top) return CROP_DAMAGED;
 
-    size_t span = (size_t)(x->high - (int)left), rows = (size_t)(y->high - y->low);
-    if (span < columns) span = columns;
-    if (span < (size_t)(x->low - (int)left + x->taps)) span = (size_t)(x->low - (int)left + x->taps);
+    /* Columns and rows that are sampled; what no pixel was decoded for is read with a weight of nothing. */
+    size_t before = (size_t)(x->low - (int)left);
+    size_t across_span = (size_t)(x->high - x->low), rows = (size_t)(y->high - y->low);
+    if (across_span < (size_t)x->taps) across_span = (size_t)x->taps;
     if (rows < (size_t)y->taps) rows = (size_t)y->taps;
+    size_t span = before + across_span > columns ? before + across_span : columns;
     size_t stride = span * 3 + RESIZE_OVERREAD;
     if (stride > MAX_BUFFER / (rows + 1)) return CROP_UNSUPPORTED;
-    if (!room_for((void **)&decoder->pixels, &decoder->pixels_room, stride * (rows + 1)) ||
-        !room_for((void **)&decoder->middle, &decoder->middle_room, span * 3 * sizeof(int16_t) + 2 * RESIZE_OVERREAD) ||
-        !room_for((void **)&decoder->line, &decoder->line_room, (size_t)side * 3 + 4))
-        return CROP_NO_MEMORY;
+    uint8_t *pixels = resize_room(&decoder->pixels, stride * (rows + 1));
+    int16_t *middle = resize_room(&decoder->middle, across_span * 3 * sizeof *middle + 2 * RESIZE_OVERREAD);
+    uint8_t *line = resize_room(&decoder->line, (size_t)side * 3 + RESIZE_OVERREAD);
+    if (!pixels || !middle || !line) return CROP_NO_MEMORY;
+    JDIMENSION top = (JDIMENSION)(y->low > above ? y->low - above : 0);
+    if (top && jpeg_skip_scanlines(jpeg, top) != top) return CROP_DAMAGED;
 
     JSAMPROW pointers[ROWS_AT_ONCE];
     while ((int)jpeg->output_scanline < y->high) {
         int at = (int)jpeg->output_scanline, count = 0;
         for (; count < ROWS_AT_ONCE && at + count < y->high; count++) /* those above the crop into its first row */
-            pointers[count] = decoder->pixels + (at + count < y->low ? 0 : (size_t)(at + count - y->low)) * stride;
+            pointers[count] = pixels + (at + count < y->low ? 0 : (size_t)(at + count - y->low)) * stride;
         if (!jpeg_read_scanlines(jpeg, pointers, (JDIMENSION)count)) return CROP_DAMAGED;
     }
-    resize_rgb(x, y, decoder->pixels + (size_t)(x->low - (int)left) * 3, stride,
-               (int)(span - (size_t)(x->low - (int)left)), side, decoder->middle, decoder->line, out, decoder->simd);
+    resize_rgb(x, y, pixels + before * 3, stride, (int)across_span, side, middle, line, out, decoder->simd);
     return CROP_OK;
 }
 
 enum crop_status crop_fill(crop_decoder *decoder, const uint8_t *data, size_t size, const struct crop_box *box,
                            int flip, int antialias, int side, uint8_t *out) {
     enum crop_status status;
-    if (side < 1 || !has_end(data, size)) return side < 1 ? CROP_UNSUPPORTED : CROP_DAMAGED;
+    if (side < 1) return CROP_UNSUPPORTED;
     if (setjmp(decoder->failed)) {
         status = decoder->why;
     } else {
+        /* Anew for each image, in less than a microsecond: one that brings no tables must not get another's. */
+        jpeg_create_decompress(&decoder->jpeg);
         status = decode(decoder, data, size, box, flip, antialias, side, out);
     }
-    jpeg_abort_decompress(&decoder->jpeg);
-    if (decoder->pixels_room > KEPT_BUFFER) {
-        free(decoder->pixels);
-        decoder->pixels = NULL;
-        decoder->pixels_room = 0;
-    }
+    jpeg_destroy_decompress(&decoder->jpeg);
+    if (decoder->pixels.bytes > KEPT_BUFFER) resize_free(&decoder->pixels);
     return status;
 }

@@ -8,9 +8,9 @@
 /* Everything but CROP_OK means: nothing can be said of the pixels, let the general decoder look at it. */
 enum crop_status { CROP_OK = 0, CROP_UNSUPPORTED = 1, CROP_DAMAGED = 2, CROP_NO_MEMORY = 3 };
 
-/* In pixels of the image; edges may lie between them. */
+/* In pixels of the image, whose size is told too; edges may lie between them. */
 struct crop_box {
-    double left, top, width, height;
+    double left, top, width, height, image_width, image_height;
 };
 
 struct crop_look {

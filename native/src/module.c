@@ -1,7 +1,12 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <string.h>
+
 #include "crop.h"
+#include "resize.h"
+
+#define API 1 /* raised with every change of what stoker calls */
 
 typedef struct {
     PyObject_HEAD
@@ -17,7 +22,8 @@ static PyObject *look(PyObject *module, PyObject *images) {
     for (Py_ssize_t i = 0; answer && i < count; i++) {
         Py_buffer view;
         struct crop_look found;
-        if (PyObject_GetBuffer(PyList_GetItem(images, i), &view, PyBUF_SIMPLE) < 0) {
+        PyObject *image = PyList_GetItem(images, i);
+        if (!image || PyObject_GetBuffer(image, &view, PyBUF_SIMPLE) < 0) {
             Py_CLEAR(answer);
             break;
         }
@@ -30,15 +36,17 @@ static PyObject *look(PyObject *module, PyObject *images) {
     return answer;
 }
 
-static int decoder_init(PyObject *object, PyObject *args, PyObject *keywords) {
+static PyObject *decoder_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
     static char *names[] = {"simd", NULL};
-    Decoder *self = (Decoder *)object;
     int simd = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "|p", names, &simd)) return -1;
-    if (self->decoder) return 0;
-    self->decoder = crop_new(simd);
-    if (!self->decoder) PyErr_NoMemory();
-    return self->decoder ? 0 : -1;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "|p", names, &simd)) return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Decoder *self = (Decoder *)allocate(type, 0);
+    if (self && !(self->decoder = crop_new(simd))) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    return (PyObject *)self;
 }
 
 static void decoder_dealloc(PyObject *object) {
@@ -66,10 +74,11 @@ static PyObject *fill_views(crop_decoder *decoder, Py_buffer *views, Py_ssize_t 
     size_t row = (size_t)side * (size_t)side * 3;
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t i = 0; i < count; i++) {
+        struct crop_box box;
+        memcpy(&box, (const struct crop_box *)boxes->buf + i, sizeof box); /* it may lie anywhere */
         statuses[i] = CROP_UNSUPPORTED;
         if (views[i].obj)
-            statuses[i] = (char)crop_fill(decoder, views[i].buf, (size_t)views[i].len,
-                                          (const struct crop_box *)boxes->buf + i, ((const char *)flips->buf)[i],
+            statuses[i] = (char)crop_fill(decoder, views[i].buf, (size_t)views[i].len, &box, ((const char *)flips->buf)[i],
                                           antialias, side, (uint8_t *)out->buf + (size_t)i * row);
     }
     Py_END_ALLOW_THREADS
@@ -83,25 +92,25 @@ static PyObject *decoder_fill(PyObject *object, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OOOOip", &images, &box_object, &flip_object, &out_object, &side, &antialias)) return NULL;
     if (!PyList_Check(images)) return PyErr_Format(PyExc_TypeError, "fill() wants a list of images");
     if (side < 1 || side > 1 << 14) return PyErr_Format(PyExc_ValueError, "a side of %d pixels is not from 1 to 16384", side);
-    if (!self->decoder || self->busy) return PyErr_Format(PyExc_RuntimeError, "a decoder serves one thread at a time");
-    Py_ssize_t count = PyList_Size(images), held = 0;
+    Py_ssize_t count = PyList_Size(images), held = 0, row = (Py_ssize_t)side * side * 3;
+    if (count > PY_SSIZE_T_MAX / row) return PyErr_NoMemory();
+    if (self->busy) return PyErr_Format(PyExc_RuntimeError, "a decoder serves one thread at a time");
+    self->busy = 1; /* until the end, because looking at buffers may run other threads */
     Py_buffer boxes, flips, out;
-    if (exact_buffer(box_object, &boxes, PyBUF_SIMPLE, count * (Py_ssize_t)sizeof(struct crop_box), "boxes") < 0) return NULL;
+    if (exact_buffer(box_object, &boxes, PyBUF_SIMPLE, count * (Py_ssize_t)sizeof(struct crop_box), "boxes") < 0) goto done;
     if (exact_buffer(flip_object, &flips, PyBUF_SIMPLE, count, "flips") < 0) goto without_flips;
-    if (exact_buffer(out_object, &out, PyBUF_WRITABLE, count * side * side * 3, "out") < 0) goto without_out;
+    if (exact_buffer(out_object, &out, PyBUF_WRITABLE, count * row, "out") < 0) goto without_out;
     Py_buffer *views = PyMem_Calloc((size_t)count + 1, sizeof *views);
     if (!views) {
         PyErr_NoMemory();
         goto without_views;
     }
-    self->busy = 1;
     for (; held < count; held++) {
-        PyObject *image = PyList_GetItem(images, held);
-        if (image != Py_None && PyObject_GetBuffer(image, &views[held], PyBUF_SIMPLE) < 0) break;
+        PyObject *image = PyList_GetItem(images, held); /* NULL if somebody shortened the list meanwhile */
+        if (!image || (image != Py_None && PyObject_GetBuffer(image, &views[held], PyBUF_SIMPLE) < 0)) break;
     }
     if (held == count) answer = fill_views(self->decoder, views, count, &boxes, &flips, &out, side, antialias);
     while (held-- > 0) PyBuffer_Release(&views[held]);
-    self->busy = 0;
     PyMem_Free(views);
 without_views:
     PyBuffer_Release(&out);
@@ -109,19 +118,22 @@ without_out:
     PyBuffer_Release(&flips);
 without_flips:
     PyBuffer_Release(&boxes);
+done:
+    self->busy = 0;
     return answer;
 }
 
 static PyMethodDef decoder_methods[] = {
     {"fill", decoder_fill, METH_VARARGS,
      "fill(images, boxes, flips, out, side, antialias)\n\nFill a row of `out` from each image that is not None; a byte each "
-     "tells how it went, 0 if well.\n`boxes` are four float64 each: left, top, width, height."},
+     "tells how it went, 0 if well.\n`boxes` are six float64 each: left, top, width, height, and the "
+     "size of the image. Neither they nor `flips`, a byte each, are checked for their type."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot decoder_slots[] = {
     {Py_tp_doc, "Decodes crops of JPEGs, for one thread at a time."},
-    {Py_tp_init, decoder_init},
+    {Py_tp_new, decoder_new},
     {Py_tp_dealloc, decoder_dealloc},
     {Py_tp_methods, decoder_methods},
     {0, NULL},
@@ -139,7 +151,8 @@ static int fill_module(PyObject *module) {
     PyObject *type = PyType_FromSpec(&decoder_spec);
     int added = type ? PyModule_AddObjectRef(module, "Decoder", type) : -1;
     Py_XDECREF(type);
-    return added;
+    if (added < 0 || PyModule_AddIntConstant(module, "API", API) < 0) return -1;
+    return PyModule_AddIntConstant(module, "SIMD", resize_has_simd() != 0);
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};

@@ -10,28 +10,34 @@
 #define DOWN (WEIGHT_BITS - MIDDLE_BITS)
 #define ACROSS (WEIGHT_BITS + MIDDLE_BITS)
 
-static int grow(void **memory, size_t *room, size_t bytes) {
-    if (bytes <= *room) return 1;
-    void *more = realloc(*memory, bytes);
-    if (!more) return 0;
-    *memory = more;
-    *room = bytes;
-    return 1;
+void *resize_room(struct resize_memory *memory, size_t bytes) {
+    if (bytes > memory->bytes) {
+        resize_free(memory);
+        memory->start = calloc(1, bytes);
+        memory->bytes = memory->start ? bytes : 0;
+    }
+    return memory->start;
+}
+
+void resize_free(struct resize_memory *memory) {
+    free(memory->start);
+    memory->start = NULL;
+    memory->bytes = 0;
 }
 
 static int axis_room(struct resize_axis *axis, int side, int taps) {
     axis->taps = taps;
-    return grow((void **)&axis->first, &axis->room, (size_t)side * sizeof *axis->first) &&
-           grow((void **)&axis->weights, &axis->weights_room, (size_t)side * (size_t)taps * sizeof *axis->weights) &&
-           grow((void **)&axis->scratch, &axis->scratch_room, (size_t)taps * sizeof *axis->scratch);
+    axis->first = resize_room(&axis->first_room, (size_t)side * sizeof *axis->first);
+    axis->weights = resize_room(&axis->weights_room, (size_t)side * (size_t)taps * sizeof *axis->weights);
+    axis->scratch = resize_room(&axis->scratch_room, (size_t)taps * sizeof *axis->scratch);
+    return axis->first && axis->weights && axis->scratch;
 }
 
 void resize_axis_free(struct resize_axis *axis) {
-    free(axis->first);
-    free(axis->weights);
-    free(axis->scratch);
-    free(axis->kernel);
-    memset(axis, 0, sizeof *axis);
+    resize_free(&axis->first_room);
+    resize_free(&axis->weights_room);
+    resize_free(&axis->scratch_room);
+    resize_free(&axis->kernel_room);
 }
 
 /* Round the weights of one output so that they sum to one exactly: a grey area stays the same grey. */
@@ -75,7 +81,8 @@ static int gauss(struct resize_axis *axis, double shrink) {
         around = 1;
         sigma = sqrt(-0.5 / log(side / (1 - 2 * side)));
     }
-    if (!grow((void **)&axis->kernel, &axis->kernel_room, (size_t)(2 * around + 1) * sizeof *axis->kernel)) return -1;
+    axis->kernel = resize_room(&axis->kernel_room, (size_t)(2 * around + 1) * sizeof *axis->kernel);
+    if (!axis->kernel) return -1;
     if (around == 0) sigma = 1;
     for (int k = -around; k <= around; k++) sum += axis->kernel[k + around] = exp(-0.5 * k * k / (sigma * sigma));
     for (int k = 0; k <= 2 * around; k++) axis->kernel[k] /= sum;

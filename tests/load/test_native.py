@@ -12,10 +12,12 @@ import sys
 import tarfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+import simplejpeg
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -28,12 +30,13 @@ from stoker.load.decode import Decoder, Header, Pixels, Task
 from stoker.load.native import NativeDecoder
 from stoker.load.rows import PixelRows
 from stoker.load.transforms import TRANSFORMS, CenterCrop, Crop, draws, random_resized_crop
+from stoker.shards.images import BadImageError
 from trees import make_tree, stoker
 
 SAMPLE = Path(__file__).parents[3] / "shared" / "data" / "imagenet-sample-200.tar"
 NATIVE = Path(__file__).parents[2] / "native"
 
-needs_native = pytest.mark.skipif(not native.available(), reason="stoker-native is not installed")
+needs_native = pytest.mark.skipif(bool(native.problem()), reason=f"stoker-native {native.problem()}")
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +107,25 @@ KINDS = {
 }
 
 
+def encoded(image: Image.Image, colours: str) -> bytes:
+    """A JPEG with colours as Pillow does not store them."""
+    data: bytes = simplejpeg.encode_jpeg(np.ascontiguousarray(image), quality=90, colorsubsampling=colours)
+    return data
+
+
+def jpeg_of(kind: str, image: Image.Image) -> bytes:
+    if kind == "grey":
+        return saved(image.convert("L"))
+    return encoded(image, "440") if kind == "4:4:0" else saved(image, **KINDS[kind])
+
+
 @needs_native
-@pytest.mark.parametrize("kind", [*KINDS, "grey"])
+@pytest.mark.parametrize("kind", [*KINDS, "grey", "4:4:0"])
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_crop_of_any_plain_jpeg(kind: str, data: st.DataObject) -> None:
     width, height = data.draw(st.integers(1, 120)), data.draw(st.integers(1, 120))
-    image = picture(width, height)
-    jpeg = saved(image.convert("L")) if kind == "grey" else saved(image, **KINDS[kind])
+    jpeg = jpeg_of(kind, picture(width, height))
     left, top = data.draw(st.integers(0, width - 1)), data.draw(st.integers(0, height - 1))
     crop = Crop(left, top, data.draw(st.integers(1, width - left)), data.draw(st.integers(1, height - top)))
     if data.draw(st.booleans()):  # between pixels
@@ -158,13 +172,6 @@ def sized(width: int, height: int) -> bytes:
     return bytes(data)
 
 
-def sampled(factors: int) -> bytes:
-    """A JPEG whose header tells other sampling factors of its first component."""
-    data = bytearray(saved(picture(64, 64), subsampling="4:4:4"))
-    data[data.index(b"\xff\xc0") + 11] = factors
-    return bytes(data)
-
-
 def arithmetic() -> bytes:
     return saved(picture(60, 50)).replace(b"\xff\xc0", b"\xff\xc9", 1)
 
@@ -181,11 +188,38 @@ def png() -> bytes:
     return out.getvalue()
 
 
+def without(marker: int, data: bytes) -> bytes:
+    """The same JPEG without the segments of a kind."""
+    at, out = 2, bytearray(data[:2])
+    while data[at + 1] != 0xDA:
+        end = at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+        if data[at + 1] != marker:
+            out += data[at:end]
+        at = end
+    return bytes(out + data[at:])
+
+
+def with_thumbnail(cut: int) -> bytes:
+    """A JPEG that was cut short, with a whole one in its header."""
+    data, small = saved(picture(90, 80)), saved(picture(8, 8))
+    segment = b"\xff\xec" + struct.pack(">H", len(small) + 2) + small
+    return (data[:2] + segment + data[2:])[:-cut]
+
+
+def hidden_size() -> bytes:
+    """Two frames: the first behind a marker that has no length, which a careless walk would take for a segment."""
+    small = saved(picture(60, 50))
+    frame = small[small.index(b"\xff\xc0") :][:19]
+    return b"\xff\xd8\xff\x01" + struct.pack(">H", len(frame) + 2) + frame + saved(picture(120, 110))[2:]
+
+
 ODD = {
     "progressive": saved(picture(60, 50), progressive=True),
     "cmyk": saved(picture(60, 50).convert("CMYK")),
-    "4:1:1": saved(picture(64, 50), subsampling="4:1:1"),
-    "4:4:0": sampled(0x12),
+    "4:1:1": encoded(picture(64, 50), "411"),
+    "no quantisation tables": without(0xDB, saved(picture(60, 50))),
+    **{f"cut short by {cut}, with a thumbnail": with_thumbnail(cut) for cut in (20, 400, 900)},
+    "a size behind a marker without length": hidden_size(),
     "12 bits": twelve_bits(),
     "arithmetic": arithmetic(),
     "turned": turned(),
@@ -230,6 +264,13 @@ def rows_of(images: Sequence[bytes], *, natively: bool, planes: bool = False) ->
 def test_what_it_does_not_decode_is_decoded_or_refused_as_without_it(kind: str, planes: bool) -> None:
     fine = saved(picture(80, 70))
     images = [fine, ODD[kind], fine]
+    odd = Header(60, 50, 1)
+    with suppress(BadImageError):
+        odd = Decoder().look(ODD[kind])
+    box = Crop(0, 0, odd.width, odd.height)
+    task, out = Task(0, ODD[kind], odd, box, False), np.zeros((1, 8, 8, 3), dtype=np.uint8)
+    decoder = NativeDecoder()
+    assert decoder.look([ODD[kind]]) == [None] or decoder.fill([task], out) == [task]
     (general, bad), (natively, also_bad) = (rows_of(images, natively=on, planes=planes) for on in (False, True))
     assert also_bad == bad
     good = [row for row in range(3) if row not in dict(bad)]
@@ -242,12 +283,11 @@ def test_what_it_does_not_decode_is_decoded_or_refused_as_without_it(kind: str, 
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_damaged_bytes_come_back_as_a_value(data: st.DataObject) -> None:
-    """One decoder for all of them, as in a thread: after any image the next is decoded as by a new one."""
+    """And the image after it is decoded as by a new decoder."""
     jpeg = bytearray(saved(picture(50, 40), subsampling=data.draw(st.sampled_from(["4:4:4", "4:2:0"]))))
     for _ in range(data.draw(st.integers(1, 6))):
         jpeg[data.draw(st.integers(0, len(jpeg) - 1))] = data.draw(st.integers(0, 255))
-    start = data.draw(st.integers(0, 3))
-    image = bytes(jpeg[: len(jpeg) - data.draw(st.sampled_from([0, 0, 0, 1, 200]))][start if start > 2 else 0 :])
+    image = bytes(jpeg[: len(jpeg) - data.draw(st.sampled_from([0, 0, 0, 1, 200]))])
     decoder, out = NativeDecoder(), np.zeros((2, 20, 20, 3), dtype=np.uint8)
     fine = saved(picture(30, 30))
     tasks = [
@@ -260,6 +300,28 @@ def test_damaged_bytes_come_back_as_a_value(data: st.DataObject) -> None:
     alone = np.zeros((1, 20, 20, 3), dtype=np.uint8)
     assert NativeDecoder().fill([tasks[1]._replace(row=0)], alone) == []
     assert np.array_equal(out[1], alone[0])
+
+
+@needs_native
+@pytest.mark.parametrize("marker", [0xC4, 0xDB])
+def test_an_image_without_tables_never_gets_those_of_the_one_before(marker: int) -> None:
+    """Without Huffman tables the standard ones are meant, as in a film's frames; without the others it is damaged."""
+    bare, before = without(marker, saved(picture(64, 48))), saved(picture(64, 48), quality=20, optimize=True)
+    task = Task(0, bare, Header(64, 48, 1), Crop(0, 0, 64, 48), False)
+    alone, after = (np.zeros((1, 32, 32, 3), dtype=np.uint8) for _ in range(2))
+    left = NativeDecoder().fill([task], alone)
+    decoder = NativeDecoder()
+    assert decoder.fill([task._replace(data=before)], after) == []
+    after[:] = 0
+    assert decoder.fill([task], after) == left
+    assert np.array_equal(alone, after)
+    assert (left == []) == (marker == 0xC4)
+
+
+@needs_native
+def test_an_image_of_another_size_than_its_header_told_is_refused() -> None:
+    task = Task(0, saved(picture(60, 50)), Header(61, 50, 1), Crop(0, 0, 9, 9), False)
+    assert NativeDecoder().fill([task], np.zeros((1, 8, 8, 3), dtype=np.uint8)) == [task]
 
 
 @needs_native
@@ -285,8 +347,8 @@ def test_wrong_arguments_are_refused_before_anything_is_written() -> None:
     import stoker_native  # type: ignore[import-not-found, unused-ignore]
 
     decoder, data = stoker_native.Decoder(), saved(picture(60, 50))
-    box, out = np.array([[0, 0, 60, 50]], dtype=np.float64), np.zeros((1, 8, 8, 3), dtype=np.uint8)
-    with pytest.raises(ValueError, match="boxes is 32 bytes, and should be 64"):
+    box, out = np.array([[0, 0, 60, 50, 60, 50]], dtype=np.float64), np.zeros((1, 8, 8, 3), dtype=np.uint8)
+    with pytest.raises(ValueError, match="boxes is 48 bytes, and should be 96"):
         decoder.fill([data, data], box, b"\0\0", out, 8, True)
     with pytest.raises(ValueError, match="flips is 2 bytes"):
         decoder.fill([data], box, b"\0\0", out, 8, True)
@@ -311,25 +373,25 @@ def test_a_decoder_that_two_threads_use_says_so() -> None:
 
     decoder = stoker_native.Decoder()
     images = [saved(picture(600, 500))] * 64
-    boxes = np.tile(np.array([[0, 0, 600, 500]], dtype=np.float64), (64, 1))
-    said: list[str] = []
-    start = threading.Barrier(4)
+    boxes = np.tile(np.array([[0, 0, 600, 500, 600, 500]], dtype=np.float64), (64, 1))
+    out = np.empty((64, 224, 224, 3), dtype=np.uint8)
+    done: list[bytes] = []
 
     def work() -> None:
-        out = np.empty((64, 224, 224, 3), dtype=np.uint8)
-        start.wait()
-        for _ in range(10):
-            try:
-                assert decoder.fill(images, boxes, bytes(64), out, 224, True) == bytes(64)
-            except RuntimeError as error:
-                said.append(str(error))
+        while not said:
+            done.append(decoder.fill(images, boxes, bytes(64), out, 224, True))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert set(said) == {"a decoder serves one thread at a time"}
+    said: list[str] = []
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not said:  # until one call meets another
+        try:
+            decoder.fill([], boxes[:0], b"", out[:0], 224, True)
+        except RuntimeError as error:
+            said.append(str(error))
+    thread.join()
+    assert said == ["a decoder serves one thread at a time"]
+    assert set(done) == {bytes(64)}
 
 
 @needs_native
@@ -352,7 +414,9 @@ def test_an_unknown_decoder_is_a_fault_like_others(pets: Path) -> None:
 
 WITHOUT = """
 import logging, sys
-sys.modules["stoker_native"] = None
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "stoker_native" else found(name, *more)
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 from stoker import Loader
 from stoker.errors import MissingError
@@ -369,9 +433,31 @@ except MissingError as error:
 def test_without_it_the_loader_says_once_which_decoder_it_uses(pets: Path) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT, pets], capture_output=True, text=True, check=True)
     said, first, second, missing = done.stdout.splitlines()
-    assert said.startswith("images are decoded by simplejpeg and OpenCV")
+    assert said == "images are decoded by simplejpeg and OpenCV: the native decoder is not installed"
     assert int(first) == int(second) > 0
-    assert missing == "the native decoder is not installed; pip install ./native, from stoker's repository"
+    assert missing == f"the native decoder is not installed; {native.HINT}"
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [("API = 99", "is of another version"), ("", "is of another version"), ("import no_such", "cannot be loaded")],
+)
+def test_one_that_does_not_fit_is_told_and_not_used(pets: Path, tmp_path: Path, module: str, why: str) -> None:
+    (tmp_path / "stoker_native.py").write_text(module)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    program = WITHOUT.replace("importlib.util.find_spec = lambda", "unused = lambda")
+    command = [sys.executable, "-c", program, str(pets)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    said, first, _, missing = done.stdout.splitlines()
+    assert why in said
+    assert int(first) > 0
+    assert why in missing
+
+
+def test_it_serves_only_the_named_transforms(pets: Path) -> None:
+    for transform in (None, lambda pixels, _: pixels):
+        with pytest.raises(SpecError, match="serves only the transforms that are named"):
+            Loader(pets, global_batch=4, decoder="native", transform=transform, seat=(0, 1))
 
 
 @needs_native
@@ -394,7 +480,7 @@ def corpus(folder: Path) -> list[Path]:
             damaged[at] = random.integers(0, 256)
         for name, image in (("whole", data), ("damaged", bytes(damaged))):
             path = folder / f"{name}-{number}"
-            path.write_bytes(random.bytes(6) + bytes([random.integers(0, 2), 0]) + image)
+            path.write_bytes(random.bytes(6) + bytes([random.integers(0, 2)]) + image)
             files.append(path)
     return files
 

@@ -50,23 +50,17 @@ def _shared_memory() -> Check:
 
 
 def _decoder() -> Check:
-    if native.available():
-        return Check(
-            "decoder", True, f"native {metadata.version('stoker-native')}: decodes only what is seen of an image"
-        )
-    fix = "faster: pip install ./native, from stoker's repository (needs gcc and libjpeg62-turbo-dev)"
-    return Check("decoder", None, "python: simplejpeg and OpenCV", fix)
+    if why_not := native.problem():
+        return Check("decoder", None, f"python: the native one {why_not}", native.HINT)
+    return Check("decoder", True, "native: decodes only what is seen of an image")
 
 
 def _framework(name: str) -> Check:
     extra = {"torch": "torch", "tensorflow": "tf"}[name]
     if find_spec(name) is None:
         return Check(name, None, "not installed", f"if you train with it: pip install 'stoker[{extra}]'")
-    try:
-        found = metadata.version(name)
-    except metadata.PackageNotFoundError:  # TensorFlow's package has several names
-        found = "installed"
-    return Check(name, True, found)
+    packages = metadata.packages_distributions().get(name, [])  # TensorFlow's has several names
+    return Check(name, True, metadata.version(packages[0]) if packages else "installed")
 
 
 def _nginx() -> Check:

@@ -68,7 +68,7 @@ def measure(
             transform=transform,
             size=size,
             antialias=antialias,
-            decoder=decoder,
+            decoder="auto" if transform is None else decoder,
             threads=threads,
             cache=cache,
             seat=(0, 1),

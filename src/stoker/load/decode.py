@@ -145,7 +145,7 @@ class Decoder:
         if self._antialias and any(side != int(side) for side in crop):
             target[:] = images.resized(pixels, crop, size)
         else:
-            left, top = round(crop.left), round(crop.top)
+            left, top = min(round(crop.left), pixels.shape[1] - 1), min(round(crop.top), pixels.shape[0] - 1)
             width, height = max(1, round(crop.width)), max(1, round(crop.height))
             part = pixels[top : top + height, left : left + width]
             if self._antialias:

@@ -354,7 +354,12 @@ def _setting_faults(
         ),
         "size": (1 <= size <= MAX_SIZE, f"{size} is not from 1 to {MAX_SIZE}"),
         "layout": (layout in LAYOUTS, f"{layout!r} is none of {', '.join(LAYOUTS)}"),
-        "decoder": (decoder in DECODERS, f"{decoder!r} is none of {', '.join(DECODERS)}"),
+        "decoder": (
+            decoder in DECODERS and not (decoder == "native" and not isinstance(transform, str)),
+            f"{decoder!r} is none of {', '.join(DECODERS)}"
+            if decoder not in DECODERS
+            else "the native decoder serves only the transforms that are named, not a function and not None",
+        ),
         "prefetch": (prefetch >= 1, f"{prefetch} is less than 1"),
         "threads": (threads is None or threads >= 1, f"{threads} is less than 1"),
         "max_bad": (isinstance(max_bad, int | float) and 0 <= max_bad <= 1, f"{max_bad} is no share from 0 to 1"),

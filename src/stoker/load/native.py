@@ -6,6 +6,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -17,12 +18,20 @@ from stoker.shards.images import BadImageError
 from stoker.shards.sample import Buffer
 
 DECODERS = ("auto", "native", "python")
+HINT = "in stoker's repository: make setup, or pip install ./native; needs gcc, libjpeg62-turbo-dev and python3-dev"
 
 log = logging.getLogger(__name__)
 
 
+API = 1
+
+
 class _Module(Protocol):
     """What stoker_native offers."""
+
+    API: int
+    SIMD: int
+    """Whether this processor has what makes it fast."""
 
     def look(self, images: list[Buffer]) -> list[tuple[int, int, bool] | None]:
         """Tell width, height and whether there may be EXIF."""
@@ -48,10 +57,10 @@ class NativeDecoder:
     def fill(self, tasks: Sequence[Task], out: Pixels) -> list[Task]:
         """Fill the rows of `out`, and give back the tasks that are not done."""
         images: list[Buffer | None] = [None] * len(out)
-        boxes, flips = np.zeros((len(out), 4)), bytearray(len(out))
+        boxes, flips = np.zeros((len(out), 6)), bytearray(len(out))
         for row, data, header, crop, flip in tasks:
-            if header.turn == 1:
-                images[row], boxes[row], flips[row] = data, crop, flip
+            images[row], flips[row] = data, bool(flip)
+            boxes[row] = (*crop, header.width, header.height)
         statuses: bytes = self._decoder.fill(images, boxes, flips, out, out.shape[1], self._antialias)
         return [task for task in tasks if statuses[task.row]]
 
@@ -60,30 +69,34 @@ def chosen(decoder: str) -> str:
     """Tell which decoder "auto" means on this machine, and say it once; refuse one that is not there."""
     if decoder == "python":
         return decoder
-    if not available():
-        if decoder == "native":
-            raise MissingError(
-                "the native decoder is not installed", hint="pip install ./native, from stoker's repository"
-            )
-        _say_once("images are decoded by simplejpeg and OpenCV; with stoker-native only what is seen of them would be")
+    why_not = problem()
+    if decoder == "native":
+        if why_not:
+            raise MissingError(f"the native decoder {why_not}", hint=HINT)
+        return decoder
+    if why_not or not _loaded().SIMD:
+        why_not = why_not or "is slow on this processor, which has no AVX2"
+        _say_once(logging.WARNING, f"images are decoded by simplejpeg and OpenCV: the native decoder {why_not}")
         return "python"
-    _say_once("images are decoded by stoker-native")
+    _say_once(logging.INFO, "images are decoded by stoker-native")
     return "native"
 
 
 @functools.cache
-def available() -> bool:
-    """Tell whether the native decoder can be used here."""
+def problem() -> str:
+    """Say why the native decoder cannot be used here; nothing if it can."""
+    if find_spec("stoker_native") is None:
+        return "is not installed"
     try:
-        _loaded()
-    except ImportError:
-        return False
-    return True
+        found = getattr(_loaded(), "API", None)
+    except ImportError as error:
+        return f"cannot be loaded ({error})"
+    return "" if found == API else f"is of another version (it speaks {found}, and {API} is wanted)"
 
 
 @functools.cache
-def _say_once(what: str) -> None:
-    log.info(what)
+def _say_once(level: int, what: str) -> None:
+    log.log(level, what)
 
 
 def _loaded() -> _Module:

@@ -147,7 +147,8 @@ class _Tools:
                 continue
             tasks.append(Task(row, data, header, *transform(header.width, header.height, drawn)))
         if self._native is not None:
-            tasks = self._native.fill(tasks, out)
+            left = self._native.fill([task for task in tasks if headers[task.row] is not None], out)
+            tasks = [*left, *(task for task in tasks if headers[task.row] is None)]
         for row, data, header, crop, flip in tasks:
             try:
                 self._general.fill(data, header, crop, flip, out[row])
