@@ -39,7 +39,7 @@ def serving(settings: ServeSettings, engine: str = "auto") -> Engine:
 
 
 def caching(settings: CacheSettings, engine: str = "auto") -> Engine:
-    """Make the engine for a cache: ours unless nginx is named, because only ours checks digests and speaks to buckets."""
+    """Make the engine for a cache: ours unless nginx is named, for it checks digests and speaks to buckets."""
     if engine == "nginx" and (odd := [url for _, url in settings.origins if not url.startswith("http")]):
         raise InputError(f"nginx cannot fetch from {odd[0]}", hint="use --engine embedded for buckets")
     return _made(settings, engine, auto="embedded")

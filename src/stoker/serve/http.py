@@ -131,7 +131,7 @@ class Server:
         self._listener = socket.create_server((host, port), family=_family(host), backlog=512)
         self._accepting = threading.Thread(target=self._accept, name="stoker-serve", daemon=True)
         self.port: int = self._listener.getsockname()[1]
-        self.closed = False
+        self._closed = threading.Event()
 
     def start(self) -> None:
         """Begin to answer."""
@@ -144,7 +144,7 @@ class Server:
 
     def close(self) -> None:
         """Stop listening, and end every connection."""
-        self.closed = True
+        self._closed.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -157,11 +157,11 @@ class Server:
             self._accepting.join()
 
     def _accept(self) -> None:
-        while not self.closed:
+        while not self._closed.is_set():
             try:
                 client, _ = self._listener.accept()
             except OSError:
-                if self.closed:
+                if self._closed.is_set():
                     return
                 time.sleep(0.05)  # out of descriptors: those who have one will finish
                 continue
@@ -183,7 +183,7 @@ class Server:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(STALL_S))
             connection = _Connection(client, self._answered)
-            while not self.closed and connection.answer(self._handler):
+            while not self._closed.is_set() and connection.answer(self._handler):
                 pass
         except (_GoneError, OSError):
             pass

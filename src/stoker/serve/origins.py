@@ -13,6 +13,7 @@ from stoker.errors import InputError, StokerError
 from stoker.serve.http import RefusedError, Reply
 from stoker.shards.manifest import read_manifest
 from stoker.storage import Store, open_store, shown
+from stoker.storage.http import HttpStore
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _INDEX = "index"
@@ -32,7 +33,8 @@ class Origin:
 
     def __init__(self, name: str, url: str) -> None:
         self.name, self.url, self.shown = name, url, shown(url).rstrip("/")
-        self.store: Store = open_store(url)
+        # Where a redirect leads is not for an origin to say: it may be a place that only this machine can reach.
+        self.store: Store = HttpStore(url, redirects=False) if url.startswith("http") else open_store(url)
         self._lock = threading.Lock()
         self._manifests: dict[str, tuple[float, Mapping[str, Digest]]] = {}
 

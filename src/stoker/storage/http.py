@@ -23,7 +23,7 @@ BYPASS = {"X-Stoker-Bypass": "1", "Cache-Control": "no-cache"}
 class HttpStore:
     """The files below a URL; a login in it is sent, and its query goes with every request."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, redirects: bool = True) -> None:
         try:
             parts = urlsplit(url)
             _ = parts.port
@@ -35,11 +35,11 @@ class HttpStore:
         self._root = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         self._tried = "the URL holds no login"
         self._headers: dict[str, str] = {}
-        if parts.username:
+        if parts.username or parts.password:
             login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             self._headers = dict(make_headers(basic_auth=login))
             self._tried = f"tried the URL's login as {unquote(parts.username)!r}"
-        self._client = Client(url)
+        self._client = Client(url, redirects=redirects)
         self.ranged = True
         """Whether the server has not yet answered with a whole file where a part was asked for."""
 
