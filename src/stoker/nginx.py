@@ -123,7 +123,7 @@ map $uri $stoker_folder {{
         lock=2 * settings.origin_timeout_s,
     )
     if settings.ca_file is not None:
-        server += f"proxy_ssl_trusted_certificate {quoted(settings.ca_file)};\n"
+        server += _VERIFIED.format(ca_file=quoted(settings.ca_file))
     server += "".join(origin.locations(resolved_again=settings.resolver is not None) for origin in origins)
     if "" not in names:
         server += "location / {\n    return 404;\n}\n"
@@ -258,10 +258,6 @@ proxy_next_upstream off;
 # Nothing of the client's request but its path and query reaches the origin.
 proxy_pass_request_headers off;
 proxy_pass_request_body off;
-proxy_ssl_server_name on;
-proxy_ssl_verify on;
-proxy_ssl_verify_depth 8;
-proxy_ssl_protocols TLSv1.2 TLSv1.3;
 proxy_cache stoker;
 proxy_cache_lock on;
 proxy_cache_lock_age {lock}s;
@@ -281,6 +277,15 @@ proxy_intercept_errors on;
 location @elsewhere {{
     return 502;
 }}
+"""
+
+
+_VERIFIED = """\
+proxy_ssl_trusted_certificate {ca_file};
+proxy_ssl_verify on;
+proxy_ssl_verify_depth 8;
+proxy_ssl_server_name on;
+proxy_ssl_protocols TLSv1.2 TLSv1.3;
 """
 
 
@@ -309,8 +314,11 @@ def _admin(settings: Settings) -> str:
     return f"""\
 {healthy}location /-/ {{
     access_log off;
-    client_max_body_size 1024;
-    {"proxy_cache off;" if isinstance(settings, CacheSettings) else ""}
+    if ($request_method !~ "^(?:GET|HEAD)$") {{
+        return 405;
+    }}
+    proxy_cache off;
+    proxy_method GET;
     proxy_pass_request_headers off;
     proxy_pass_request_body off;
     proxy_pass {_admin_url(settings)};
@@ -327,8 +335,8 @@ def _admin_url(settings: Settings) -> str:
 def _token_map(settings: Settings) -> str:
     """Compare the token as digests under a key that only who has the token knows.
 
-    nginx compares byte by byte and stops at the first difference; with both sides hashed, the time that this takes tells
-    nothing about the token. It also keeps the token itself out of the configuration.
+    nginx compares byte by byte and stops at the first difference; with both sides hashed, the time that this takes
+    tells nothing about the token. It also keeps the token itself out of the configuration.
     """
     if settings.token is None:
         return ""
@@ -459,11 +467,11 @@ def _listen(settings: Settings) -> str:
 def _address(host: str) -> str:
     """Write a host as nginx wants it: a name or an IPv4 address as it is, an IPv6 address in brackets."""
     try:
-        address = ipaddress.ip_address(host.strip("[]"))
+        address = ipaddress.ip_address(host)
     except ValueError:
         address = None
     if address is None or "%" in host:  # what follows a % in an address may be anything
-        if _HOST_NAME.fullmatch(host):
+        if _HOST_NAME.fullmatch(host) and host.lower() != "unix":  # `unix:80` is a socket
             return host
         raise InputError("is not the name or address of a host", where=repr(host))
     return f"[{address}]" if address.version == 6 else str(address)
@@ -471,6 +479,6 @@ def _address(host: str) -> str:
 
 def _is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"

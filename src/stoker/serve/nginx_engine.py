@@ -5,7 +5,6 @@ Everything of its own lies in one folder. nginx serves; this process only watche
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import http.client
@@ -15,12 +14,12 @@ import os
 import pwd
 import queue
 import re
-import resource
 import shutil
 import signal
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -44,7 +43,17 @@ GRACE_S = 10.0
 """How long transfers may go on after the signal to end."""
 START_S = 20.0
 LOG_LIMIT = 16 << 20
-_PR_SET_PDEATHSIG = 1
+# A program of its own, since code between fork and exec is not safe beside threads. 1 is PR_SET_PDEATHSIG; when the
+# parent is gone already, its death will not be told any more.
+_LAUNCH = """
+import ctypes, os, resource, signal, sys
+ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent is gone")
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 _TEMPORARY = re.compile(r"\.\d{10}$")
 _HITS = frozenset({b"HIT", b"STALE", b"UPDATING", b"REVALIDATED"})
 _MISSES = frozenset({b"MISS", b"EXPIRED", b"BYPASS"})
@@ -404,18 +413,8 @@ def _command(program: str, home: Path, config: Path) -> list[str]:
 
 def _spawn(program: str, home: Path, listener: socket.socket) -> Process:
     """Start nginx in a session of its own; it is told to end when we die, however that is."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    parent = os.getpid()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    def bind_to_parent() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-        if os.getppid() != parent:  # it died before we asked
-            os._exit(1)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
     popen = subprocess.Popen(
-        _command(program, home, home / "nginx.conf"),
+        [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *_command(program, home, home / "nginx.conf")],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -423,7 +422,6 @@ def _spawn(program: str, home: Path, listener: socket.socket) -> Process:
         # The way in which nginx hands its sockets to a new version of itself.
         env={**os.environ, "NGINX": f"{listener.fileno()};"},
         start_new_session=True,
-        preexec_fn=bind_to_parent,
     )
     return Process(popen)
 
@@ -447,7 +445,7 @@ class _AdminHandler(BaseHTTPRequestHandler):
     server: _Admin
     timeout = 10
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/-/guard":
             target = self.headers.get("X-Stoker-Path", "").encode("latin-1").decode(errors="surrogateescape")
