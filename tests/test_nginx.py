@@ -20,7 +20,8 @@ SERVE = ServeSettings(root=Path("/data"), host="127.0.0.1", port=8080)
 CACHE = CacheSettings(origins=(("o", "http://127.0.0.1:1"),), dir=Path("/c"), size=1 << 30, host="127.0.0.1", port=1)
 
 nasty = st.text(
-    st.one_of(st.sampled_from("\"'\\ ;{}#$`%/?&=<>|*~^[]().:,@-_\n\t\r\0\x7f"), st.characters(codec="utf-8")), max_size=40
+    st.one_of(st.sampled_from("\"'\\ ;{}#$`%/?&=<>|*~^[]().:,@-_\n\t\r\0\x7f"), st.characters(codec="utf-8")),
+    max_size=40,
 )
 
 
@@ -128,9 +129,7 @@ def test_refuses_names_that_could_mean_something_else(name: str) -> None:
         cache_config(replace(CACHE, origins=((name, "http://h"),)), PREFIX)
 
 
-@pytest.mark.parametrize(
-    "origins", [(), (("a", "http://h"), ("a", "http://i")), (("", "http://h"), ("a", "http://i"))]
-)
+@pytest.mark.parametrize("origins", [(), (("a", "http://h"), ("a", "http://i")), (("", "http://h"), ("a", "http://i"))])
 def test_wants_names_that_tell_origins_apart(origins: tuple[tuple[str, str], ...]) -> None:
     with pytest.raises(InputError, match="a name each"):
         cache_config(replace(CACHE, origins=origins), PREFIX)
@@ -155,7 +154,7 @@ def test_refuses_hosts_that_are_none(host: str) -> None:
 )
 def test_refuses_settings_that_would_be_unsafe_or_broken(changes: dict[str, object], what: str) -> None:
     with pytest.raises(InputError, match=what):
-        serve_config(replace(SERVE, **changes), PREFIX)  # type: ignore[arg-type]
+        serve_config(replace(SERVE, **changes), PREFIX)
 
 
 def test_an_https_origin_needs_certificates(prefix: Path) -> None:

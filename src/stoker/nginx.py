@@ -240,6 +240,8 @@ auth_request /-/guard;
 set $stoker_target $uri;
 """
 
+_REDIRECTS = "300 301 302 303 305 306 307 308"
+
 _PROXY = """\
 client_max_body_size 1024;
 # A client that takes us for a forward proxy means another host than we would ask.
@@ -274,6 +276,7 @@ proxy_hide_header Set-Cookie;
 proxy_hide_header X-Cache;
 proxy_redirect off;
 proxy_intercept_errors on;
+# Followed, a redirect would lead to any host; handed on, it would lead clients past us.
 location @elsewhere {{
     return 502;
 }}
@@ -416,30 +419,42 @@ upstream stoker_{self.number} {{
 """
 
     def locations(self, *, resolved_again: bool) -> str:
-        """Write where the origin appears.
+        """Write where the origin appears, in slices, and again as a whole, for objects that have none.
 
         The target is fixed, or a variable of our own, since only those are resolved again. After the rewrite nginx
         encodes the path anew, so that what was checked is what is asked for.
         """
         prefix = f"/{self.name}" if self.name else ""
         shown = self.host if self.port == (443 if self.secure else 80) else f"{self.host}:{self.port}"
-        target = f'set $stoker_origin "{self.host}:{self.port}";\n' if resolved_again else ""
-        # nginx would redirect by itself, by the location's rules, that is, to 502.
-        bare = f'location = "{prefix}" {{\n    return 301 "{prefix}/";\n}}\n' if prefix else ""
-        return f"""\
-{bare}location {quoted(prefix + "/")} {{
-{indent(target, "    ")}    rewrite "^{prefix.replace(".", "[.]")}/(.*)$" {self._replacement()} break;
-    proxy_set_header Host "{shown}";
+        target = "$stoker_origin" if resolved_again else f"stoker_{self.number}"
+        chosen = f'    set $stoker_origin "{self.host}:{self.port}";\n' if resolved_again else ""
+        common = f"""\
+{chosen}    proxy_set_header Host "{shown}";
     proxy_set_header Connection "";
     proxy_set_header Accept-Encoding identity;
     proxy_set_header User-Agent stoker;
+    proxy_ssl_name "{self.host.strip("[]")}";
+    proxy_pass {"https" if self.secure else "http"}://{target};
+"""
+        # nginx would redirect by itself, by the location's rules, that is, to 502.
+        bare = f'location = "{prefix}" {{\n    return 301 "{prefix}/";\n}}\n' if prefix else ""
+        return f"""\
+{bare}location "{prefix}/" {{
+{common}\
+    rewrite "^{prefix.replace(".", "[.]")}/(.*)$" {self._replacement()} break;
     proxy_set_header Range $slice_range;
     # Each piece ends where the next begins, whatever it holds: names and queries have no spaces.
     proxy_cache_key "{self.name} $slice_range $args $uri";
-    # Followed, a redirect would lead to any host; handed on, it would lead clients past us.
-    error_page 300 301 302 303 305 306 307 308 = @elsewhere;
-    proxy_ssl_name "{self.host.strip("[]")}";
-    proxy_pass {"https" if self.secure else "http"}://{"$stoker_origin" if resolved_again else f"stoker_{self.number}"};
+    error_page {_REDIRECTS} = @elsewhere;
+    error_page 416 = @whole_{self.number};
+}}
+# An empty object has not even a first slice; and a range that cannot be had is best refused by who knows the size.
+location @whole_{self.number} {{
+{common}\
+    slice 0;
+    proxy_cache off;
+    proxy_set_header Range $http_range;
+    error_page {_REDIRECTS} = @elsewhere;
 }}
 """
 

@@ -482,7 +482,7 @@ def _admin_server(path: Path, counts: Counts, may_write: Callable[[str], bool]) 
             f"cannot make a socket here: {error.strerror or error}", where=path, hint="set TMPDIR to a short path"
         ) from error
     with server:
-        thread = threading.Thread(target=server.serve_forever, name="nginx-admin", daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="nginx-admin", daemon=True)
         thread.start()
         try:
             yield
