@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -193,9 +195,7 @@ class TestOneObject:
         assert taken(cache, Counting(there)) == DATA[::-1]
 
     def test_is_fetched_again_if_its_copy_was_cut_and_never_written_in_place(self, there: Path, cache: Cache) -> None:
-        with cache.open(Counting(there), "train/a.tar", size=len(DATA), sha256=SHA256) or pytest.fail(
-            "no room"
-        ) as held:
+        with cache.open(Counting(there), "train/a.tar", sha256=SHA256) or pytest.fail("no room") as held:
             os.truncate(held.path, 100)
             with held.path.open("rb") as before:
                 assert taken(cache, Counting(there), size=len(DATA), sha256=SHA256) == DATA
@@ -471,6 +471,26 @@ class TestBudget:
         taken(cache, ten, "7")
         assert not held.path.exists()
 
+    def test_what_was_there_and_is_open_stays(self, ten: Store, tmp_path: Path) -> None:
+        cache = Cache(tmp_path / "cache", 2000)
+        taken(cache, ten, "0")
+        with cache.open(ten, "0") or pytest.fail("no room") as held, cache.find(ten, "0") or pytest.fail("not there"):
+            for number in "1234":
+                taken(cache, ten, number)
+                assert held.path.read_bytes() == bytes(1000)
+
+    def test_one_that_goes_while_it_is_opened_is_not_there(self, ten: Store, cache: Cache) -> None:
+        with cache.open(ten, "0") or pytest.fail("no room") as held:
+            path = held.path
+        with path.open("rb") as evicting, ThreadPoolExecutor(1) as pool:
+            fcntl.flock(evicting, fcntl.LOCK_EX)
+            found = pool.submit(cache.find, ten, "0")
+            time.sleep(0.1)
+            assert not found.done()
+            path.unlink()
+            fcntl.flock(evicting, fcntl.LOCK_UN)
+            assert found.result(PATIENCE_S) is None
+
     def test_what_another_process_has_open_stays(self, ten: Store, tmp_path: Path) -> None:
         cache = Cache(tmp_path / "cache", 1000)
         program = "held = Cache(Path(sys.argv[2])).open(open_store(sys.argv[1]), '0')\ntold(held.path)\ntime.sleep(60)"
@@ -483,7 +503,9 @@ class TestBudget:
             assert taken(cache, ten, "1") == b"\1" * 1000
             assert not path.exists()
 
-    def test_all_in_use_or_too_large_is_not_kept(self, ten: Store, folder: Path, tmp_path: Path) -> None:
+    def test_all_in_use_or_too_large_is_not_kept_and_told_once(
+        self, ten: Store, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         (folder / "large").write_bytes(bytes(3001))
         cache = Cache(tmp_path / "cache", 3000)
         with ExitStack() as stack:
@@ -492,6 +514,8 @@ class TestBudget:
             assert cache.open(ten, "3") is None
             assert cache.open(ten, "large") is None
         assert cache.open(ten, "large") is None
+        (record,) = caplog.records
+        assert re.search("/3 is not kept in the cache: .*/cache has no room for it beside what is", record.message)
         assert len(names(cache)) == 3
         assert taken(cache, ten, "3") == b"\3" * 1000
 
@@ -521,6 +545,14 @@ class TestBudget:
         taken(cache, ten, "0")
         assert (old.exists(), new.exists()) == (False, True)
 
+    def test_who_clears_the_folder_stops_nobody(self, cache: Cache) -> None:
+        origin = Origin()
+        origin.before = lambda start: shutil.rmtree(cache.folder) if start == 4 * CHUNK else None
+        with scripted(origin) as server:
+            assert cache.open(open_store(server.url), "a", sha256=SHA256) is None
+            origin.before = lambda _: None
+            assert taken(cache, open_store(server.url), "a", sha256=SHA256) == DATA
+
     def test_what_is_not_ours_is_left_alone(self, ten: Store, tmp_path: Path) -> None:
         cache = Cache(tmp_path / "cache", 2000)
         (cache.folder / "objects/folder").mkdir(parents=True)
@@ -544,7 +576,7 @@ def test_a_full_disk_keeps_nothing(tmp_path: Path, ten: Store, folder: Path, cap
         cache = Cache(small / "cache")
         (folder / "large").write_bytes(bytes(100_000))
         assert cache.open(ten, "large") is None
-        assert "large is not kept" in caplog.text
+        assert "large is not kept in the cache" in caplog.text
         assert "no space left" in caplog.text
         assert names(cache) == []
         assert taken(cache, ten, "1") == b"\1" * 1000

@@ -33,8 +33,8 @@ from stoker.storage import Store, Tag, shown
 from stoker.storage.local import explained
 
 CHUNK = 8 << 20
-CHANGES = 3
-"""How many versions of an object are begun before it is given up as one that does not hold still."""
+CHANGES = 2
+"""How often an object may be replaced while it is fetched before it is given up."""
 POLL_S = 0.02
 POLLS = 10
 """How often who waits for another's fetch looks for the copy before it looks whether that other one still lives."""
@@ -91,6 +91,7 @@ class Cache:
     def __init__(self, folder: Path, budget: int | None = None) -> None:
         self.folder, self.budget = folder, budget
         self._place = folder / "objects"
+        self._told = False
         self._stats = Stats()
         self._counting = threading.Lock()
 
@@ -110,10 +111,14 @@ class Cache:
         if sha256 and (held := self.find(store, name, size=size, sha256=sha256)):
             return held
         try:
-            return twice(store, lambda source: self._open(source, name, size, sha256, wanted))
+            held = twice(store, lambda source: self._open(source, name, size, sha256, wanted))
+            reason = f"{self.folder} has no room for it beside what is in use"
         except FullError as error:
-            log.warning("%s is not kept: %s", _where(store, name), error)
-            return None
+            held, reason = None, str(error)
+        if held is None and not self._told:
+            self._told = True  # once, for where there is no room for one there is none for many
+            log.warning("%s is not kept in the cache: %s", _where(store, name), reason)
+        return held
 
     def stats(self) -> Stats:
         """Tell what this cache did in this process."""
@@ -121,17 +126,19 @@ class Cache:
 
     def _open(self, store: Store, name: str, size: int | None, sha256: str, wanted: Wanted) -> Held | None:
         """Fetch one version of an object, and another one if it is replaced meanwhile."""
-        for left in reversed(range(CHANGES)):
+        changes = 0
+        while True:
             tag = _tag(store, name, size, sha256)
-            if sha256 and not left:  # mirrors may disagree on the tag of one object; its digest decides
+            if sha256 and changes == CHANGES:  # mirrors may disagree on the tag of one object; its digest decides
                 tag = tag._replace(etag="")
             try:
-                with explained(self._place):
+                with explained(self._place), suppress(FileNotFoundError):
                     return self._one_flight(store, name, tag, sha256, wanted)
+                return None  # somebody has removed the folder meanwhile
             except ChangedError:
-                if not left:
+                changes += 1
+                if changes > CHANGES:
                     raise
-        raise AssertionError
 
     def _one_flight(self, store: Store, name: str, tag: Tag, sha256: str, wanted: Wanted) -> Held | None:
         """Wait while another process fetches the object, then take its copy or go on with its part."""
@@ -148,7 +155,7 @@ class Cache:
                     if not part.exists() and not self._make_room(tag.size):
                         return None
                     lock = _lock(part, create=True)
-                    assert lock is not None, "parts are locked only by who holds the folder's lock"
+                    assert lock is not None  # parts are locked only by who holds the folder's lock
                     break
             for _ in range(POLLS):
                 if not wanted():
@@ -215,7 +222,7 @@ class Cache:
                 break
             if _remove(entry.path):
                 free += entry.size
-                self._count(evictions=number >= len(parts))
+                self._count(evictions=int(number >= len(parts)))
         return free >= 0
 
     def _entries(self, kind: re.Pattern[str]) -> list[_Entry]:
