@@ -395,7 +395,6 @@ class CacheSuite:
     """A cache in front of origins that may do anything. `SLICE` is how much an engine fetches at a time."""
 
     SLICE: int
-    CHECKS_DIGESTS: bool
 
     def start(
         self,

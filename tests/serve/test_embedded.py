@@ -51,7 +51,6 @@ class TestServe(ServeSuite):
 
 class TestCache(CacheSuite):
     SLICE = slices.SLICE
-    CHECKS_DIGESTS = True
 
     @contextmanager
     def start(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
-from stoker.errors import InputError
+from stoker import nginx
+from stoker.errors import InputError, MissingProgramError
 from stoker.serve.settings import CacheSettings, ServeSettings
+from stoker.serve.site import read_token
 
 ENGINES = ("auto", "embedded", "nginx")
 
@@ -54,10 +57,42 @@ def _made(settings: ServeSettings | CacheSettings, engine: str, auto: str) -> En
         return EmbeddedEngine(settings)
     from stoker.serve.nginx_engine import NginxEngine
 
-    return NginxEngine(settings)
+    return NginxEngine(_for_nginx(settings), reread=lambda: _for_nginx(_with_token_again(settings)))
+
+
+def _for_nginx(settings: ServeSettings | CacheSettings) -> nginx.Settings:
+    """Put settings as nginx's configuration wants them."""
+    if isinstance(settings, ServeSettings):
+        return nginx.ServeSettings(
+            root=settings.root,
+            host=settings.host,
+            port=settings.port,
+            token=settings.token,
+            writable=settings.writable,
+        )
+    return nginx.CacheSettings(
+        origins=settings.origins,
+        dir=settings.dir,
+        size=settings.size,
+        host=settings.host,
+        port=settings.port,
+        token=settings.token,
+        valid_s=max(1, round(settings.fresh_s)),
+    )
+
+
+def _with_token_again(settings: ServeSettings | CacheSettings) -> ServeSettings | CacheSettings:
+    """Read the token's file again."""
+    if settings.token_file is None:
+        return settings
+    return replace(settings, token=read_token(settings.token_file))
 
 
 def _has_nginx() -> bool:
     from stoker.serve.nginx_engine import find_nginx
 
-    return find_nginx() is not None
+    try:
+        find_nginx()
+    except MissingProgramError:
+        return False
+    return True

@@ -36,6 +36,7 @@ from stoker.core.processes import Process, run
 from stoker.core.scratch import scratch_folder
 from stoker.errors import ConflictError, InputError, MissingProgramError, NotFoundError, StokerError, UnavailableError
 from stoker.nginx import CacheSettings, ServeSettings, Settings, cache_config, cache_folder, serve_config
+from stoker.storage import shown
 
 log = logging.getLogger(__name__)
 
@@ -267,6 +268,10 @@ class Counts:
                 lines += [f"# TYPE {full} {kind}", f"{full} {value}"]
         return "\n".join([*lines, ""])
 
+    def origins(self) -> list[dict[str, str]]:
+        """Tell names and URLs, without logins."""
+        return [{"name": name, "url": shown(url)} for name, url in (self._cache.origins if self._cache else ())]
+
     def update(self) -> None:
         """Count what has been logged since the last time."""
         with self._lock:
@@ -452,6 +457,8 @@ class _AdminHandler(BaseHTTPRequestHandler):
             self._answer(200 if self.server.may_write(target) else 403, "")
         elif path == "/-/stats":
             self._answer(200, json.dumps(self.server.counts.told()), "application/json")
+        elif path == "/-/origins":
+            self._answer(200, json.dumps(self.server.counts.origins()), "application/json")
         elif path == "/-/metrics":
             self._answer(200, self.server.counts.metrics(), "text/plain; version=0.0.4")
         else:

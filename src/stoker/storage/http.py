@@ -36,9 +36,9 @@ class HttpStore:
         self._tried = "the URL holds no login"
         self._headers: dict[str, str] = {}
         if parts.username or parts.password:
-            login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            self._headers = dict(make_headers(basic_auth=login))
-            self._tried = f"tried the URL's login as {unquote(parts.username)!r}"
+            user = unquote(parts.username or "")
+            self._headers = dict(make_headers(basic_auth=f"{user}:{unquote(parts.password or '')}"))
+            self._tried = f"tried the URL's login as {user!r}"
         self._client = Client(url, redirects=redirects)
         self.ranged = True
         """Whether the server has not yet answered with a whole file where a part was asked for."""
