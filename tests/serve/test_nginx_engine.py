@@ -743,6 +743,12 @@ def test_leaves_no_file_and_no_child_behind(root: Path, tmp_path: Path, monkeypa
     assert children(os.getpid()) == others
 
 
+def test_no_worker_waits_for_a_connection_that_another_took(url: str) -> None:
+    """A worker that does would leave its other clients waiting too."""
+    with ThreadPoolExecutor(8) as pool:
+        assert all(answer.status == 200 for answer in pool.map(lambda _: ask(url, "/ten"), range(400)))
+
+
 def test_a_taken_port_is_said_at_once(url: str, root: Path) -> None:
     with pytest.raises(UnavailableError, match="is taken"):
         NginxEngine(ServeSettings(root=root, host="127.0.0.1", port=urlsplit(url).port or 0)).start()
