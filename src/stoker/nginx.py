@@ -111,6 +111,12 @@ map $uri $stoker_folder {{
     default 0;
     "~/$" 1;
 }}
+# Without a length, an answer that broke off looks like one that ended; slices share their variables, hence volatile.
+map $upstream_http_content_length $stoker_unmeasured {{
+    volatile;
+    default 0;
+    "" 1;
+}}
 """
     if settings.resolver is not None:
         http += f"resolver {_address(settings.resolver)};\n"
@@ -268,7 +274,7 @@ proxy_cache_valid 200 206 {valid}s;
 proxy_cache_revalidate on;
 proxy_cache_use_stale error timeout invalid_header updating http_500 http_502 http_503 http_504;
 proxy_cache_bypass $http_x_stoker_bypass $stoker_folder;
-proxy_no_cache $stoker_folder;
+proxy_no_cache $stoker_folder $stoker_unmeasured;
 # X-Accel headers would let an origin steer us.
 proxy_ignore_headers Cache-Control Expires Set-Cookie Vary
     X-Accel-Redirect X-Accel-Expires X-Accel-Limit-Rate X-Accel-Buffering X-Accel-Charset;

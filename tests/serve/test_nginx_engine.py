@@ -483,6 +483,22 @@ def test_a_body_that_breaks_off_is_not_cached(tmp_path: Path) -> None:
         assert ask(url, "/x").body == BYTES
 
 
+def test_a_body_of_unknown_length_is_not_cached(tmp_path: Path) -> None:
+    """Its end cannot be told from a connection that broke."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+
+        def answer() -> None:
+            for body in (b"hal", b"half"):
+                with server.accept()[0] as sock:
+                    sock.recv(65536)
+                    sock.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + body)
+
+        answered = pool.submit(answer)
+        with caching(tmp_path, f"http://127.0.0.1:{server.getsockname()[1]}") as url:
+            assert [ask(url, "/x").body for _ in range(2)] == [b"hal", b"half"]
+        answered.result(5)
+
+
 def test_what_is_old_is_checked_with_the_origin_and_served_while_that_fails(tmp_path: Path) -> None:
     fine, fails = ranged(b"kept"), [False]
     with (
@@ -741,6 +757,12 @@ def test_leaves_no_file_and_no_child_behind(root: Path, tmp_path: Path, monkeypa
         assert list(tmp_path.iterdir()) != []
     assert list(tmp_path.iterdir()) == []
     assert children(os.getpid()) == others
+
+
+def test_no_worker_waits_for_a_connection_that_another_took(url: str) -> None:
+    """A worker that does would leave its other clients waiting too."""
+    with ThreadPoolExecutor(8) as pool:
+        assert all(answer.status == 200 for answer in pool.map(lambda _: ask(url, "/ten"), range(400)))
 
 
 def test_a_taken_port_is_said_at_once(url: str, root: Path) -> None:

@@ -404,6 +404,7 @@ def _listening(host: str, port: int) -> socket.socket:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as nginx has it
         sock.bind(address)
         sock.listen(1024)
+        sock.setblocking(False)  # nginx takes this for granted; else a worker that another forestalls waits in accept
     except (OSError, OverflowError) as error:
         sock.close()
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
