@@ -111,7 +111,7 @@ def run(lab: Lab) -> Result:
         ],
         notes=[
             f"{len(names)} shards, {amount / CURLS:,.0f} MB, read whole by each of {CURLS} curls, in its own "
-            "order, to /dev/null; the start of the curls counts. Servers run all the time, one of them at work. nginx as "
+            "order, to /dev/null; the start of the curls counts. Servers run all the time, one at work. nginx as "
             "`stoker data serve --engine nginx` sets it up; caches are warm after the round that does not count.",
             "The load is `stoker data loadtest`, in Python on the same cores.",
         ],
