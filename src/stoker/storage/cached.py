@@ -273,7 +273,7 @@ class _Entry(NamedTuple):
         return self.used < max(now - STALE_S, now - time.clock_gettime(time.CLOCK_BOOTTIME))
 
 
-def twice(store: Store, attempt: Callable[[Store], T]) -> T:
+def twice(store: Store, attempt: Callable[[Store], T | None]) -> T | None:
     """Fetch an object; one that comes damaged once more, past the caches on the way, and tell if that helped."""
     try:
         return attempt(store)
@@ -281,19 +281,19 @@ def twice(store: Store, attempt: Callable[[Store], T]) -> T:
         fault = error
     past_caches = getattr(store, "past_caches", None)
     got = attempt(past_caches() if past_caches else store)
-    if past_caches:
-        log.warning("%s; a cache on the way holds a spoilt copy of it, the origin a right one", fault)
-    else:
-        log.warning("%s; it was damaged on the way, and came whole the second time", fault)
+    if got is not None:
+        blame = "a cache on the way holds a spoilt copy" if past_caches else "it was damaged on the way"
+        log.warning("%s: %s; fetched again it was right: %s", fault.where, fault.what, blame)
     return got
 
 
 def fetch(store: Store, name: str, path: Path, *, size: int, sha256: str = "", wanted: Wanted = always) -> None:
     """Copy an object to a new file, verified, as long as it is wanted; a failure leaves none."""
 
-    def attempt(source: Store) -> None:
+    def attempt(source: Store) -> Path:
         with path.open("w+b", buffering=0) as file:
             fill(file, source, name, size=size, sha256=sha256, wanted=wanted)
+        return path
 
     try:
         with explained(path):
