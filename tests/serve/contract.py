@@ -603,9 +603,8 @@ class CacheSuite:
 def on_disk(folder: Path) -> int:
     """Bytes that lie in a folder; what vanishes while it is looked at does not count."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:
-            continue
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(f"{where}/{name}").st_size
     return total

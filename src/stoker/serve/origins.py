@@ -28,6 +28,15 @@ class Digest(NamedTuple):
     sha256: str
 
 
+class _Manifest:
+    """What was read of one folder's manifest."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.fresh_until = 0.0
+        self.digests: Mapping[str, Digest] = {}
+
+
 class Origin:
     """One place that is cached, under a name of its own."""
 
@@ -36,23 +45,24 @@ class Origin:
         # Where a redirect leads is not for an origin to say: it may be a place that only this machine can reach.
         self.store: Store = HttpStore(url, redirects=False) if url.startswith("http") else open_store(url)
         self._lock = threading.Lock()
-        self._manifests: dict[str, tuple[float, Mapping[str, Digest]]] = {}
+        self._manifests: dict[str, _Manifest] = {}
 
     def digests(self, folder: str) -> Mapping[str, Digest]:
         """Give what the manifest in a folder says of its shards; nothing if there is none."""
         with self._lock:
-            asked, known = self._manifests.get(folder, (0.0, {}))
-            if asked and time.monotonic() - asked < MANIFEST_FRESH_S:
-                return known
+            manifest = self._manifests.setdefault(folder, _Manifest())
+        with manifest.lock:  # one asks, the others wait for it
+            if time.monotonic() < manifest.fresh_until:
+                return manifest.digests
             try:
-                manifest = read_manifest(self.store, f"{folder}/" if folder else "")
-                known = {shard.name: Digest(shard.bytes, shard.sha256) for shard in manifest.shards}
+                found = read_manifest(self.store, f"{folder}/" if folder else "")
+                manifest.digests = {shard.name: Digest(shard.bytes, shard.sha256) for shard in found.shards}
             except InputError:  # there is none, or none of ours
-                known = {}
+                manifest.digests = {}
             except StokerError:  # the origin does not answer: what was known is better than nothing
                 pass
-            self._manifests[folder] = (time.monotonic(), known)
-            return known
+            manifest.fresh_until = time.monotonic() + MANIFEST_FRESH_S
+            return manifest.digests
 
     def digest(self, name: str) -> Digest | None:
         """Find what the manifest beside an object says of it."""

@@ -86,7 +86,6 @@ class SliceCache:
         self.evictions = 0
         self._objects: dict[str, Kept] = {}
         """By key, the least recently used first."""
-        self._dropped: set[Kept] = set()
         self._lock = threading.Lock()
         self._used = 0
         self._numbers = itertools.count()
@@ -126,16 +125,21 @@ class SliceCache:
     @contextmanager
     def beginning(self, key: str, about: About) -> Iterator[Kept]:
         """Hold an object of this version: the one there is, or a new one in place of another version."""
+        former = None
         with self._lock:
             kept = self._objects.get(key)
-            if kept is None or kept.about.etag != about.etag:
-                if kept is not None:
-                    self._drop(key)
-                kept = self._objects[key] = Kept(self.folder / "objects" / key[:2] / key, about)
+            if kept is not None and kept.about.etag != about.etag:
+                former, kept = self._forget(key), None
+                former.readers += 1  # until the lock is free
+            if kept is None:
+                kept = Kept(self.folder / "objects" / key[:2] / key, about)
                 with explained(kept.folder):
                     kept.folder.mkdir(parents=True, exist_ok=True)
                     _write_about(kept)
+                self._objects[key] = kept
             kept.readers += 1
+        if former is not None:
+            self._leave(former)
         try:
             yield kept
         finally:
@@ -153,7 +157,6 @@ class SliceCache:
                         self._used -= kept.length(number)
                 coming = kept.coming.get(number)
                 if coming is None:
-                    self._make_room(kept.length(number), kept)
                     kept.coming[number] = threading.Event()
             if coming is not None:
                 coming.wait()
@@ -161,9 +164,11 @@ class SliceCache:
             self._bring(kept, number, fetch)
 
     def _bring(self, kept: Kept, number: int, fetch: Callable[[int, int], bytes]) -> None:
-        arrived = False
+        taken = arrived = False
         temporary = self.folder / "trash" / f"{next(self._numbers)}.slice"
         try:
+            self._take_room(kept.length(number), kept)
+            taken = True
             data = fetch(number * kept.about.slice, kept.length(number))
             if len(data) != kept.length(number):
                 raise DataFaultError(f"{len(data)} bytes came instead of {kept.length(number)}", where=kept.about.name)
@@ -180,7 +185,7 @@ class SliceCache:
             with self._lock:
                 if arrived:
                     kept.present.add(number)
-                else:
+                elif taken:
                     self._used -= kept.length(number)
                 kept.coming.pop(number).set()
 
@@ -200,7 +205,7 @@ class SliceCache:
         with self._lock:
             for key, one in list(self._objects.items()):
                 if one is kept:
-                    self._drop(key)
+                    self._forget(key)
 
     def _digest(self, kept: Kept) -> str:
         digest = hashlib.sha256()
@@ -210,40 +215,42 @@ class SliceCache:
                     digest.update(piece)
         return digest.hexdigest()
 
-    def _make_room(self, length: int, wanted: Kept | None = None) -> None:
-        """Take so much of the budget; evict for it, but nothing that is read."""
-        for key, kept in list(self._objects.items()) if self._used + length > self.budget else ():
-            if kept.readers == 0 and kept is not wanted:
-                self._drop(key)
-                self.evictions += 1
+    def _take_room(self, length: int, wanted: Kept | None = None) -> None:
+        """Take so much of the budget; evict for it, but nothing that is read. Files are deleted without the lock."""
+        while True:
+            with self._lock:
                 if self._used + length <= self.budget:
-                    break
-        if self._used + length > self.budget:
-            raise NoRoomError
-        self._used += length
+                    self._used += length
+                    return
+                idle = (key for key, kept in self._objects.items() if kept.readers == 0 and kept is not wanted)
+                key = next(idle, None)
+                if key is None:
+                    raise NoRoomError
+                victim = self._forget(key)
+                self.evictions += 1
+            self._delete(victim)
 
-    def _drop(self, key: str) -> None:
+    def _forget(self, key: str) -> Kept:
+        """Take an object out; its files, which go with its last reader, get a name that no restart knows."""
         kept = self._objects.pop(key)
         kept.dropped = True
         gone = self.folder / "trash" / str(next(self._numbers))
         with suppress(FileNotFoundError):
-            kept.folder.replace(gone)  # at once, so that no crash brings it back
+            kept.folder.replace(gone)
         kept.folder = gone
-        if kept.readers:
-            self._dropped.add(kept)
-        else:
-            self._remove(kept)
+        return kept
 
     def _leave(self, kept: Kept) -> None:
         with self._lock:
             kept.readers -= 1
-            if kept.readers == 0 and kept in self._dropped:
-                self._dropped.remove(kept)
-                self._remove(kept)
+            last = kept.dropped and kept.readers == 0
+        if last:
+            self._delete(kept)
 
-    def _remove(self, kept: Kept) -> None:
+    def _delete(self, kept: Kept) -> None:
         shutil.rmtree(kept.folder, ignore_errors=True)
-        self._used -= kept.bytes
+        with self._lock:
+            self._used -= kept.bytes
 
     def _load(self) -> None:
         """Take over what an earlier process left; what is not plainly right goes."""
@@ -257,7 +264,7 @@ class SliceCache:
         for _, key, kept in sorted(found, key=lambda one: one[:2]):
             self._objects[key] = kept
             self._used += kept.bytes
-        self._make_room(0)  # the budget may have been larger
+        self._take_room(0)  # the budget may have been larger
 
 
 def check_budget(folder: Path, budget: int) -> None:
@@ -285,10 +292,7 @@ def _owned(path: Path) -> int:
 
 def _write_about(kept: Kept) -> None:
     temporary = kept.folder / "about.tmp"
-    with temporary.open("wb") as file:
-        file.write(msgspec.json.encode(kept.about))
-        file.flush()
-        os.fdatasync(file.fileno())
+    temporary.write_bytes(msgspec.json.encode(kept.about))  # one that a power cut has torn is not taken over
     temporary.replace(kept.folder / "about.json")
 
 
