@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -127,15 +128,21 @@ def loadtest(
     size: Annotated[
         str | None, typer.Option("--range", metavar="BYTES", help="Read random parts of this size, not whole files.")
     ] = None,
+    remote: Annotated[bool, typer.Option("--remote", help="Also load a server on another machine.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure a data server under load: bytes and requests per second, latency, errors."""
     from stoker.core.units import parse_bytes
     from stoker.errors import InputError
+    from stoker.serve.embedded import is_loopback
     from stoker.serve.loadtest import measure
+    from stoker.storage import shown
 
     if not url.startswith(("http://", "https://")):
         raise InputError("only http(s) servers can be load-tested", where=url)
+    host = urlsplit(url).hostname or ""
+    if not remote and not is_loopback(host):
+        raise InputError(f"{host} is another machine", where=shown(url), hint="add --remote if it may be loaded so")
     if not 1 <= clients <= 4096:
         raise InputError(f"--clients is {clients}, and must be from 1 to 4096")
     if not 0 < seconds <= 3600:
