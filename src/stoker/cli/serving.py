@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -152,8 +153,9 @@ def _run(engine: Engine, what: str, host: str, token_file: Path | None) -> None:
         remark(f"warning: {host} can be reached by other machines, and no token is asked for; see --token-file")
     engine.start()
     try:
-        remark(f"{what} at {engine.url} with the {engine.name} engine; Ctrl-C ends it")
-        engine.wait()
+        with suppress(KeyboardInterrupt):  # a signal that came before `wait` listens for them
+            remark(f"{what} at {engine.url} with the {engine.name} engine; Ctrl-C ends it")
+            engine.wait()
     finally:
         engine.stop()
 
