@@ -141,7 +141,10 @@ def loadtest(
         raise InputError(f"--clients is {clients}, and must be from 1 to 4096")
     if not 0 < seconds <= 3600:
         raise InputError(f"--seconds is {seconds:g}, and must be from above 0 to 3600")
-    found = measure(url, clients=clients, seconds=seconds, range_bytes=None if size is None else parse_bytes(size))
+    part = None if size is None else parse_bytes(size)
+    if part == 0:
+        raise InputError("--range is 0, and must be at least 1 byte")
+    found = measure(url, clients=clients, seconds=seconds, range_bytes=part)
     _show_measured(found, as_json)
 
 
