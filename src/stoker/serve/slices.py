@@ -265,9 +265,9 @@ def check_budget(folder: Path, budget: int) -> None:
     """Refuse a budget that the disk does not have, or that holds not even a few slices."""
     if budget < 4 * SLICE:
         raise InputError(f"--size is {format_bytes(budget)}, and must be at least {format_bytes(4 * SLICE)}")
-    folder.mkdir(parents=True, exist_ok=True)
     there = sum(map(_size, (folder / "objects").rglob("*")))
-    free = shutil.disk_usage(folder).free + there
+    disk = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    free = shutil.disk_usage(disk).free + there
     if budget > free:
         raise InputError(
             f"--size is {format_bytes(budget)}, and only {format_bytes(free)} are free", where=folder, hint="give less"
