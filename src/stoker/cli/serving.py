@@ -92,9 +92,12 @@ def cache(
 def warm(
     url: Annotated[str, typer.Argument(metavar="URL", help="A shard set at its origin.")],
     via: Annotated[str, typer.Option(metavar="URL", help="The cache to fill.")],
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The job's file: its sampling and seed.", show_default=False)
+    ] = None,
     shards: Annotated[str | None, typer.Option(metavar="A..B", help="Only these, of those needed first.")] = None,
-    sampling: Annotated[str, typer.Option(metavar="MODE", help="exact, join or resampled.")] = "exact",
-    seed: Annotated[int, typer.Option(metavar="N", help="As the run will have it.")] = 0,
+    sampling: Annotated[str | None, typer.Option(metavar="MODE", help="exact (default), join or resampled.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="As the run will have it; 0 unless told.")] = None,
     epoch: Annotated[int, typer.Option(metavar="N", help="The epoch that will come first.")] = 0,
     jobs: Annotated[int, typer.Option(metavar="N", help="Shards at a time.")] = 4,
     as_json: Json = False,
@@ -103,22 +106,27 @@ def warm(
     from stoker.core.units import format_bytes
     from stoker.errors import InputError
     from stoker.load.loader import find_one, plan_of
-    from stoker.serve.warm import parse_slice, plan_order
+    from stoker.serve.warm import Order, order_of_job, parse_slice, plan_order
     from stoker.serve.warm import warm as fill
     from stoker.shards.scan import described
+    from stoker.storage import shown
     from stoker.storage.via import through
 
     if not 1 <= jobs <= 256:
         raise InputError(f"--jobs is {jobs}, and must be from 1 to 256")
+    if epoch < 0:
+        raise InputError(f"--epoch is {epoch}, and must be 0 or more")
+    job = Order("exact", 0) if plan is None else order_of_job(plan)
     one = described(find_one(through(url, via)), jobs=jobs)
-    ordered = plan_order(plan_of(one, sampling=sampling, seed=seed), one.shards, epoch)
+    drawn = plan_of(one, sampling=sampling or job.sampling, seed=job.seed if seed is None else seed)
+    ordered = plan_order(drawn, one.shards, epoch)
     wanted = ordered[parse_slice(shards, len(ordered))] if shards is not None else ordered
     with byte_bar("warming", sum(entry.size for entry in wanted)) as advance:
         took = fill(one, wanted, jobs=jobs, progress=advance)
     if as_json:
         print_json({"shards": [entry.name for entry in wanted], "bytes": took})
     else:
-        remark(f"{counted(len(wanted), 'shard')}, {format_bytes(took)}, through {via}")
+        remark(f"{counted(len(wanted), 'shard')}, {format_bytes(took)}, through {shown(via)}")
 
 
 def loadtest(
