@@ -35,7 +35,7 @@ from stoker.storage.cached import Cache
 SHARED_BUDGET, NODE_BUDGET = 4 * SLICE, 40 << 20
 SMALL = 200_000  # about.json, locks and folders, which no budget counts
 PATIENCE_S = 120.0
-STEP_S = 0.05
+STEP_S = 0.1
 
 
 class Wanted(NamedTuple):
@@ -151,30 +151,42 @@ class Drill:
             self.readers[number] = subprocess.Popen([str(word) for word in command], stderr=log, env=_environ())
 
     def repeat(self, kills: int) -> None:
-        """Let three readers read everything, and kill one or the cache so many times meanwhile."""
+        """Let three readers read everything, and kill one or the cache so many times while they read."""
         with self.lock:
             for number in range(3):
                 self.start_reader(number)
+        victims = self.chance.sample(["cache", "reader", "cache"] * -(-kills // 3), k=kills)
+        every = 3 * len(self.files) / (kills + 1)
+        due = self.chance.uniform(0, every)
         while self.readers:
-            time.sleep(self.chance.uniform(0.02, 0.6))
+            time.sleep(self.chance.uniform(0.001, 0.03))
             with self.lock:
                 for number, reader in list(self.readers.items()):
                     if reader.poll() is not None:
                         assert reader.returncode == 0, (self.folder / "readers.log").read_text()[-2000:]
                         del self.readers[number]
-                if not kills or not self.readers:
+                if not victims or not self.readers or self.delivered() < due:
                     continue
-                kills -= 1
-                if self.chance.random() < 0.6:
-                    self.end_cache()
-                    self.start_cache()
-                    self.figures.cache_kills += 1
-                else:
-                    number = self.chance.choice(list(self.readers))
-                    self.readers[number].kill()
-                    if self.readers[number].wait() == -signal.SIGKILL:  # else it had just finished
-                        self.figures.reader_kills += 1
-                        self.start_reader(number)
+                self.kill(victims.pop())
+                # Now and then what has just been started is killed again.
+                due = self.delivered() + (0 if self.chance.random() < 0.2 else self.chance.uniform(0, 1.5 * every))
+
+    def delivered(self) -> int:
+        """Count what was delivered in this repetition, to readers who were killed too."""
+        return sum(out.read_bytes().count(b"\n") for out in self.folder.glob("reader-*.out"))
+
+    def kill(self, victim: str) -> None:
+        """Kill the cache or a reader, and start it again at once."""
+        if victim == "cache":
+            self.end_cache()
+            self.start_cache()
+            self.figures.cache_kills += 1
+            return
+        number = self.chance.choice(list(self.readers))
+        self.readers[number].kill()
+        if self.readers[number].wait() == -signal.SIGKILL:  # else it had just finished
+            self.figures.reader_kills += 1
+            self.start_reader(number)
 
     def check_deliveries(self) -> None:
         """Compare all that readers say they got with the truth, those who were killed included."""
@@ -362,6 +374,8 @@ def drill(folder: Path, *, count: int, large: int, repetitions: int, kills: int,
 
 def check(figures: Figures, *, deliveries: int) -> None:
     assert figures.problems == [], figures
+    assert figures.cache_kills > 3
+    assert figures.reader_kills > 0
     assert figures.deliveries >= deliveries
     assert figures.samples > 10
     assert SHARED_BUDGET // 2 < figures.most_shared <= SHARED_BUDGET + SMALL  # so that it was a budget at all
@@ -378,7 +392,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
 def test_killed_at_random_moments_many_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     figures = drill(tmp_path, count=200, large=5, repetitions=20, kills=6, seed=random.randrange(1 << 32))
-    check(figures, deliveries=20 * 3 * 200)
+    check(figures, deliveries=20 * 3 * 200 + 500)  # those to readers who were killed amid are checked too
     with capsys.disabled():
         sys.stdout.write(f"\n{figures}, {time.monotonic() - began:.0f} s\n")
 
