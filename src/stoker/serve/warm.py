@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,8 +62,8 @@ def order_of_job(path: Path) -> Order:
 def _seed(args: Sequence[str | int | float]) -> str:
     """Find the last `--seed N` or `--seed=N`, as argparse does."""
     seed = "0"
-    words = [str(arg) for arg in args]
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    words = [*map(str, args), ""]
+    for word, after in itertools.pairwise(words):
         name, equals, value = word.partition("=")
         if name == "--seed":
             seed = value if equals else after
