@@ -32,12 +32,15 @@ def serve(
     writable: Annotated[bool, typer.Option("--writable/--read-only", help="Take PUT and DELETE too.")] = False,
 ) -> None:
     """Serve a folder of shards over http until it is ended; SIGHUP reads the token again."""
-    from stoker.errors import NotFoundError
+    from stoker.errors import InputError, NotFoundError
+    from stoker.serve.embedded import is_loopback
     from stoker.serve.engines import serving
     from stoker.serve.settings import ServeSettings
 
     if not folder.is_dir():
         raise NotFoundError("no such folder", where=folder)
+    if writable and token_file is None and not is_loopback(host):
+        raise InputError("a writable server that others can reach needs a token", where=host, hint="see --token-file")
     settings = ServeSettings(
         root=folder.resolve(),
         host=host,
