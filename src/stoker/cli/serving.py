@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,12 +33,15 @@ def serve(
     writable: Annotated[bool, typer.Option("--writable/--read-only", help="Take PUT and DELETE too.")] = False,
 ) -> None:
     """Serve a folder of shards over http until it is ended; SIGHUP reads the token again."""
-    from stoker.errors import NotFoundError
+    from stoker.errors import InputError, NotFoundError
+    from stoker.serve.embedded import is_loopback
     from stoker.serve.engines import serving
     from stoker.serve.settings import ServeSettings
 
     if not folder.is_dir():
         raise NotFoundError("no such folder", where=folder)
+    if writable and token_file is None and not is_loopback(host):
+        raise InputError("a writable server that others can reach needs a token", where=host, hint="see --token-file")
     settings = ServeSettings(
         root=folder.resolve(),
         host=host,
@@ -92,9 +96,12 @@ def cache(
 def warm(
     url: Annotated[str, typer.Argument(metavar="URL", help="A shard set at its origin.")],
     via: Annotated[str, typer.Option(metavar="URL", help="The cache to fill.")],
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The job's file: its sampling and seed.", show_default=False)
+    ] = None,
     shards: Annotated[str | None, typer.Option(metavar="A..B", help="Only these, of those needed first.")] = None,
-    sampling: Annotated[str, typer.Option(metavar="MODE", help="exact, join or resampled.")] = "exact",
-    seed: Annotated[int, typer.Option(metavar="N", help="As the run will have it.")] = 0,
+    sampling: Annotated[str | None, typer.Option(metavar="MODE", help="exact (default), join or resampled.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="As the run will have it; 0 unless told.")] = None,
     epoch: Annotated[int, typer.Option(metavar="N", help="The epoch that will come first.")] = 0,
     jobs: Annotated[int, typer.Option(metavar="N", help="Shards at a time.")] = 4,
     as_json: Json = False,
@@ -103,22 +110,27 @@ def warm(
     from stoker.core.units import format_bytes
     from stoker.errors import InputError
     from stoker.load.loader import find_one, plan_of
-    from stoker.serve.warm import parse_slice, plan_order
+    from stoker.serve.warm import Order, order_of_job, parse_slice, plan_order
     from stoker.serve.warm import warm as fill
     from stoker.shards.scan import described
+    from stoker.storage import shown
     from stoker.storage.via import through
 
     if not 1 <= jobs <= 256:
         raise InputError(f"--jobs is {jobs}, and must be from 1 to 256")
+    if epoch < 0:
+        raise InputError(f"--epoch is {epoch}, and must be 0 or more")
+    job = Order("exact", 0) if plan is None else order_of_job(plan)
     one = described(find_one(through(url, via)), jobs=jobs)
-    ordered = plan_order(plan_of(one, sampling=sampling, seed=seed), one.shards, epoch)
+    drawn = plan_of(one, sampling=sampling or job.sampling, seed=job.seed if seed is None else seed)
+    ordered = plan_order(drawn, one.shards, epoch)
     wanted = ordered[parse_slice(shards, len(ordered))] if shards is not None else ordered
     with byte_bar("warming", sum(entry.size for entry in wanted)) as advance:
         took = fill(one, wanted, jobs=jobs, progress=advance)
     if as_json:
         print_json({"shards": [entry.name for entry in wanted], "bytes": took})
     else:
-        remark(f"{counted(len(wanted), 'shard')}, {format_bytes(took)}, through {via}")
+        remark(f"{counted(len(wanted), 'shard')}, {format_bytes(took)}, through {shown(via)}")
 
 
 def loadtest(
@@ -147,7 +159,10 @@ def loadtest(
         raise InputError(f"--clients is {clients}, and must be from 1 to 4096")
     if not 0 < seconds <= 3600:
         raise InputError(f"--seconds is {seconds:g}, and must be from above 0 to 3600")
-    found = measure(url, clients=clients, seconds=seconds, range_bytes=None if size is None else parse_bytes(size))
+    part = None if size is None else parse_bytes(size)
+    if part == 0:
+        raise InputError("--range is 0, and must be at least 1 byte")
+    found = measure(url, clients=clients, seconds=seconds, range_bytes=part)
     _show_measured(found, as_json)
 
 
@@ -159,8 +174,9 @@ def _run(engine: Engine, what: str, host: str, token_file: Path | None) -> None:
         remark(f"warning: {host} can be reached by other machines, and no token is asked for; see --token-file")
     engine.start()
     try:
-        remark(f"{what} at {engine.url} with the {engine.name} engine; Ctrl-C ends it")
-        engine.wait()
+        with suppress(KeyboardInterrupt):  # a signal that came before `wait` listens for them
+            remark(f"{what} at {engine.url} with the {engine.name} engine; Ctrl-C ends it")
+            engine.wait()
     finally:
         engine.stop()
 

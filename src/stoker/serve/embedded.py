@@ -36,6 +36,7 @@ class EmbeddedEngine:
             inner: Handler = FileSite(settings.root, writable=settings.writable)
             pages = {}
         else:
+            origins = Origins(settings.origins)  # first: what is wrong with them leaves no folder
             cache = SliceCache(settings.dir, settings.size)
             gauges: dict[str, Callable[[], int | None]] = {
                 "clients": lambda: self._server.clients,
@@ -45,7 +46,6 @@ class EmbeddedEngine:
             }
             self.stats = Stats(self.name, gauges)
             self.stats.add(hits=0, misses=0, origin_requests=0, origin_bytes=0, spoilt=0)
-            origins = Origins(settings.origins)
             inner = site = CacheSite(origins, cache, self.stats, fresh_s=settings.fresh_s)
             pages = {"origins": origins.told}
             self._close = site.close

@@ -5,11 +5,13 @@ from __future__ import annotations
 import http.client
 import itertools
 import random
+import socket
 import statistics
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import quote, urlsplit
 
@@ -60,7 +62,7 @@ def measure(
     counted = [(run.bytes, list(run.times)) for run in runs]
     stop.set()
     for run in runs:
-        run.join()
+        run.end()
     reasons = sum((run.reasons for run in runs), Counter[str]())
     sent = sum(count for count, _ in counted)
     times = sorted(itertools.chain.from_iterable(each for _, each in counted))
@@ -99,26 +101,36 @@ class _Client(threading.Thread):
         self._random = random.Random(number)
         self._begin, self._end, self._progress = start, stop, progress
         self._memory = bytearray(_PIECE)
+        self._connection = self._connected()
         self.bytes = 0
         self.times: list[float] = []
         self.reasons: Counter[str] = Counter()
 
     def run(self) -> None:
-        connection = self._connection()
         self._begin.wait()
         while not self._end.is_set():
             began = time.monotonic()
             try:
-                if self._read(connection, self._random.choice(self._files)):
+                if self._read(self._connection, self._random.choice(self._files)):
                     self.times.append(time.monotonic() - began)
             except (OSError, http.client.HTTPException) as error:
+                if self._end.is_set():
+                    break
                 self.reasons[str(error) or type(error).__name__] += 1
-                connection.close()
-                connection = self._connection()
+                self._connection.close()
+                self._connection = self._connected()
                 self._end.wait(0.05)
-        connection.close()
+        self._connection.close()
 
-    def _connection(self) -> http.client.HTTPConnection:
+    def end(self) -> None:
+        """Wait for its end; one that waits for a silent server waits no longer."""
+        while self.is_alive():
+            if (sock := self._connection.sock) is not None:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+            self.join(0.1)
+
+    def _connected(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         return kind(self._url.hostname or "", self._url.port, timeout=TIMEOUT_S)
 

@@ -117,7 +117,7 @@ def read_origins(texts: Sequence[str]) -> list[tuple[str, str]]:
         name, equals, url = text.partition("=")
         if not equals or "://" in name:
             name, url = "", text
-        if not url.startswith(SCHEMES):
+        if not url.startswith(SCHEMES) or not url.partition("://")[2].strip("/"):
             raise InputError(f"--origin is {text!r}, and must be [NAME=]URL with http, https, s3 or gs")
         if name and not _NAME.fullmatch(name):
             raise InputError(f"--origin: {name!r} is no name: lower-case letters, digits and dashes, at most 40")

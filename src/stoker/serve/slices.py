@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -271,13 +272,21 @@ def check_budget(folder: Path, budget: int) -> None:
     """Refuse a budget that the disk does not have, or that holds not even a few slices."""
     if budget < 4 * SLICE:
         raise InputError(f"--size is {format_bytes(budget)}, and must be at least {format_bytes(4 * SLICE)}")
-    folder.mkdir(parents=True, exist_ok=True)
-    there = sum(file.stat().st_size for file in (folder / "objects").rglob("*") if file.is_file())
-    free = shutil.disk_usage(folder).free + there
+    there = sum(map(_size, (folder / "objects").rglob("*")))
+    disk = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    free = shutil.disk_usage(disk).free + there
     if budget > free:
         raise InputError(
             f"--size is {format_bytes(budget)}, and only {format_bytes(free)} are free", where=folder, hint="give less"
         )
+
+
+def _size(path: Path) -> int:
+    try:
+        status = path.stat()
+    except OSError:  # gone meanwhile: another cache uses the folder, which will be told
+        return 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 def _owned(path: Path) -> int:
