@@ -73,7 +73,7 @@ Settings = ServeSettings | CacheSettings
 
 def serve_config(settings: ServeSettings, prefix: Path) -> str:
     """Write the configuration of a file server that keeps all of its own files under `prefix`."""
-    if settings.writable and settings.token is None and not _is_loopback(settings.host):
+    if settings.writable and settings.token is None and not is_loopback(settings.host):
         raise InputError("a writable server that others can reach needs a token", where=settings.host)
     if settings.writable and settings.admin_socket is None:
         raise InputError("a writable server needs someone who checks where writes lead", where=settings.root)
@@ -449,8 +449,8 @@ upstream stoker_{self.number} {{
 {common}\
     rewrite "^{prefix.replace(".", "[.]")}/(.*)$" {self._replacement()} break;
     proxy_set_header Range $slice_range;
-    # Each piece ends where the next begins, whatever it holds: names and queries have no spaces.
-    proxy_cache_key "{self.name} $slice_range $args $uri";
+    # Each piece ends where the next begins, whatever it holds: names have no spaces.
+    proxy_cache_key "{self.name} $slice_range $uri";
     error_page {_REDIRECTS} = @elsewhere;
     error_page 416 = @whole_{self.number};
 }}
@@ -465,7 +465,7 @@ location @whole_{self.number} {{
 """
 
     def _replacement(self) -> str:
-        return quoted(f"{self.path}/")[:-1] + '$1"'
+        return quoted(f"{self.path}/")[:-1] + '$1?"'  # without the query: it would be cached under any other
 
 
 def _zone(settings: CacheSettings) -> int:
@@ -498,7 +498,8 @@ def _address(host: str) -> str:
     return f"[{address}]" if address.version == 6 else str(address)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -76,6 +76,11 @@ class Origin:
     redirect: str | None = None
     delay_s: float = 0.0
     version: int = 1
+    validators: bool = True
+    """Whether versions can be told apart."""
+    broken: str | None = None
+    """A path that is answered with 500."""
+    kind: str = "application/octet-stream"
     host_headers: list[str] = field(default_factory=list)
 
     def count(self, path: str) -> int:
@@ -107,8 +112,8 @@ def origin(files: dict[str, bytes]) -> Iterator[Origin]:
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
-            if state.status is not None or data is None:
-                self.send_response(state.status or 404)
+            if state.status is not None or data is None or self.path == state.broken:
+                self.send_response(500 if self.path == state.broken else state.status or 404)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
@@ -123,8 +128,10 @@ def origin(files: dict[str, bytes]) -> Iterator[Origin]:
                 first, _, last = text.removeprefix("bytes=").partition("-")
                 start, end, status = int(first), min(len(data), int(last) + 1 if last else len(data)), 206
             self.send_response(status)
-            self.send_header("ETag", etag)
-            self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+            if state.validators:
+                self.send_header("ETag", etag)
+                self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+            self.send_header("Content-Type", state.kind)
             self.send_header("Accept-Ranges", "bytes")
             self.send_header("Content-Length", str(end - start))
             if status == 206:

@@ -542,7 +542,7 @@ def test_listings_are_asked_for_each_time(tmp_path: Path) -> None:
         assert len(origin.asked) == 2
 
 
-def test_names_and_queries_are_not_mixed_up(tmp_path: Path) -> None:
+def test_names_are_not_mixed_up_and_queries_mean_nothing(tmp_path: Path) -> None:
     with (
         scripted(lambda asked, _: Reply(body=asked.path.encode())) as origin,
         caching(tmp_path, f"{origin.url}/1", f"{origin.url}/2") as url,
@@ -550,7 +550,7 @@ def test_names_and_queries_are_not_mixed_up(tmp_path: Path) -> None:
         paths = ["/a/x", "/b/x", "/a/x?y", "/a/x%3Fy", "/a/x%20y", "/a/x?%20y", "/a/a/x"]
         for _ in range(2):
             bodies = [ask(url, path).body.decode() for path in paths]
-            assert bodies == ["/1/x", "/2/x", "/1/x?y", "/1/x%3Fy", "/1/x%20y", "/1/x?%20y", "/1/a/x"]
+            assert bodies == ["/1/x", "/2/x", "/1/x", "/1/x%3Fy", "/1/x%20y", "/1/x", "/1/a/x"]
         assert ask(url, "/c/x").status == 404
         assert ask(url, "/a").headers["location"] == "/a/"
 

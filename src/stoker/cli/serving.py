@@ -34,7 +34,7 @@ def serve(
 ) -> None:
     """Serve a folder of shards over http until it is ended; SIGHUP reads the token again."""
     from stoker.errors import InputError, NotFoundError
-    from stoker.serve.embedded import is_loopback
+    from stoker.nginx import is_loopback
     from stoker.serve.engines import serving
     from stoker.serve.settings import ServeSettings
 
@@ -146,7 +146,7 @@ def loadtest(
     """Measure a data server under load: bytes and requests per second, latency, errors."""
     from stoker.core.units import parse_bytes
     from stoker.errors import InputError
-    from stoker.serve.embedded import is_loopback
+    from stoker.nginx import is_loopback
     from stoker.serve.loadtest import measure
     from stoker.storage import shown
 
@@ -168,7 +168,7 @@ def loadtest(
 
 def _run(engine: Engine, what: str, host: str, token_file: Path | None) -> None:
     """Run an engine until a signal, and say where it answers."""
-    from stoker.serve.embedded import is_loopback
+    from stoker.nginx import is_loopback
 
     if not is_loopback(host) and token_file is None:
         remark(f"warning: {host} can be reached by other machines, and no token is asked for; see --token-file")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import resource
 import signal
 import threading
 from collections.abc import Callable
@@ -63,7 +64,9 @@ class EmbeddedEngine:
         return f"http://{host}:{self._server.port}"
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Begin to answer, with as many open files as this process may have."""
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._server.start()
 
     def wait(self) -> None:
@@ -81,7 +84,7 @@ class EmbeddedEngine:
         self._close()
 
     def _count(self, status: int, sent: int) -> None:
-        self.stats.add(requests=1, bytes=sent, errors=int(status >= 500))
+        self.stats.add(requests=1, bytes=sent, errors=int(status >= 500), broken=int(status == 0))
 
     def _reload(self, _number: int, _frame: FrameType | None) -> None:
         if self._settings.token_file is None:
@@ -100,8 +103,3 @@ def cannot_listen(host: str, port: int, error: OSError) -> UnavailableError:
         errno.EADDRNOTAVAIL: "is no address of this machine",
     }.get(error.errno or 0, (error.strerror or "cannot listen").lower())
     return UnavailableError(what, where=f"{host}:{port}", hint="choose another --port or --host")
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether only this machine can reach an address."""
-    return host in ("localhost", "::1") or host.startswith("127.")

@@ -40,24 +40,20 @@ class FileSite:
         return Reply.text(405, Allow="GET, HEAD, PUT, DELETE" if self._writable else "GET, HEAD")
 
     def _get(self, request: Request) -> Reply:
-        file = self._open(request.path)
+        body = OpenFile(self._open(request.path))
         try:
-            status = os.fstat(file)
+            status = os.fstat(body.file)
             if stat.S_ISDIR(status.st_mode):
-                os.close(file)
-                if not request.path.endswith("/"):
-                    return Reply.text(301, Location=quote(request.path) + "/")
-                return self._listing(request.path)
+                return self._folder(request.path, body)
             if not stat.S_ISREG(status.st_mode) or request.path.endswith("/"):
                 raise RefusedError(404, "no such file")
-            version = Version(status.st_size, f'"{status.st_mtime_ns:x}-{status.st_size:x}"', status.st_mtime)
-            part = asked(request.headers, version)
         except BaseException:
-            with suppress(OSError):
-                os.close(file)
+            body.close()
             raise
+        version = Version(status.st_size, f'"{status.st_mtime_ns:x}-{status.st_size:x}"', status.st_mtime)
+        part = asked(request.method, request.headers, version)
         headers = version.headers() | part.headers(version.size) | {"Content-Type": "application/octet-stream"}
-        return Reply(part.status, headers, OpenFile(file, part.start, part.length), part.length)
+        return Reply(part.status, headers, body.part(part.start, part.length), part.length)
 
     def _open(self, path: str) -> int:
         """Open what a path means; where that truly lies is asked of the open file, so that no link can change it."""
@@ -75,26 +71,43 @@ class FileSite:
             raise RefusedError(404, "no such file")
         return file
 
-    def _listing(self, path: str) -> Reply:
-        """List a folder as nginx does under `autoindex_format json`."""
+    def _folder(self, path: str, folder: OpenFile) -> Reply:
+        """List a folder as nginx does under `autoindex_format json`; links that leave are not there."""
+        if not path.endswith("/"):
+            folder.close()
+            return Reply.text(301, Location=quote(path) + "/")
         rows = []
-        with os.scandir(self._root / path[1:]) as entries:
-            for entry in entries:
-                with suppress(OSError):  # gone meanwhile, or a link to nowhere
-                    is_folder, about = entry.is_dir(), entry.stat()
-                    if is_temporary(entry.name) or not (is_folder or stat.S_ISREG(about.st_mode)):
-                        continue
-                    row: dict[str, object] = {"name": entry.name, "type": "directory" if is_folder else "file"}
-                    rows.append(row if is_folder else {**row, "size": about.st_size})
-        data = json.dumps(sorted(rows, key=lambda row: str(row["name"]))).encode()
+        for name in sorted(os.listdir(folder.file)):
+            with suppress(OSError):  # gone meanwhile, or a link to nowhere
+                about = os.stat(name, dir_fd=folder.file, follow_symlinks=False)
+                if stat.S_ISLNK(about.st_mode):
+                    about = self._inside(self._root / path[1:] / name).stat()
+                row: dict[str, object] = {"name": name, "type": "directory"}
+                if stat.S_ISREG(about.st_mode):
+                    row |= {"type": "file", "size": about.st_size}
+                if not is_temporary(name) and (stat.S_ISDIR(about.st_mode) or stat.S_ISREG(about.st_mode)):
+                    rows.append(row)
+        folder.close()
+        data = json.dumps(rows).encode()
         return Reply(200, {"Content-Type": "application/json"}, (data,), len(data))
+
+    def _inside(self, path: Path) -> Path:
+        """Follow links, no further than the root."""
+        true = path.resolve()
+        if true != self._root and self._root not in true.parents:
+            raise FileNotFoundError
+        return true
 
     def _put(self, request: Request) -> Reply:
         """Write a file that appears whole or not at all."""
         target = self._target(request)
         if "content-length" not in request.headers:
             raise RefusedError(411, "PUT wants a Content-Length")
+        if "content-range" in request.headers:
+            raise RefusedError(400, "PUT wants a whole file")
         known = target.exists()
+        if known and request.headers.get("if-none-match") == "*":
+            raise RefusedError(412, "there is such a file already")
         with _told():
             LocalStore(str(target.parent)).write(target.name, request.body)
         return Reply(204 if known else 201)
@@ -112,10 +125,10 @@ class FileSite:
         target = self._root / request.path[1:]
         if request.path.endswith("/") or target.is_dir():
             raise RefusedError(409, "is a folder")
-        parent = target.parent.resolve()
-        if parent != self._root and self._root not in parent.parents:
-            raise RefusedError(404, "no such file")
-        return parent / target.name
+        try:
+            return self._inside(target.parent) / target.name
+        except FileNotFoundError:
+            raise RefusedError(404, "no such file") from None
 
 
 @contextmanager

@@ -5,6 +5,7 @@ It knows what shards need and refuses the rest: what it cannot take literally is
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -15,8 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from http import HTTPStatus
-from typing import Final
+from typing import Final, Self
 from urllib.parse import unquote_to_bytes
 
 from stoker.errors import StokerError
@@ -29,8 +31,10 @@ HEAD_S: Final = 15.0
 IDLE_S: Final = 75.0
 STALL_S: Final = 30.0
 """How long a client may take nothing, or give nothing, in the middle of a body."""
-PIECE: Final = 4 << 20
-"""Bytes handed to the kernel at a time: small enough that stalling is noticed and stopping is prompt."""
+MIN_RATE: Final = 32 << 10
+"""Bytes per second that a client must take or give once STALL_S are over: a drip holds a thread no longer either."""
+PIECE: Final = 1 << 20
+"""Bytes handed to the kernel at a time: small enough that slowness is noticed and stopping is prompt."""
 
 _TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _VERSIONS = (b"HTTP/1.1", b"HTTP/1.0")
@@ -51,11 +55,16 @@ Piece = bytes | Span
 
 
 class OpenFile(Iterator[Span]):
-    """A body that is a part of a file, which it closes in any case."""
+    """A body that is a part of a file, which it closes once and in any case."""
 
-    def __init__(self, file: int, offset: int, length: int) -> None:
-        self._file = file
-        self._spans = [Span(file, offset, length)]
+    def __init__(self, file: int) -> None:
+        self.file = file
+        self._spans: list[Span] = []
+
+    def part(self, offset: int, length: int) -> Self:
+        """Choose what is sent."""
+        self._spans = [Span(self.file, offset, length)]
+        return self
 
     def __next__(self) -> Span:
         if not self._spans:
@@ -64,7 +73,7 @@ class OpenFile(Iterator[Span]):
 
     def close(self) -> None:
         """Close the file; more than once does nothing."""
-        file, self._file = self._file, -1
+        file, self.file = self.file, -1
         if file >= 0:
             os.close(file)
 
@@ -122,7 +131,7 @@ class Server:
         port: int,
         *,
         max_clients: int = 1024,
-        answered: Callable[[int, int], None] = lambda *_: None,
+        answered: Callable[[int, int], None] = lambda *_: None,  # status, 0 if it broke off, and bytes
     ) -> None:
         self._handler, self._answered = handler, answered
         self._clients: set[socket.socket] = set()
@@ -176,7 +185,13 @@ class Server:
                     )
                 client.close()
                 continue
-            threading.Thread(target=self._serve, args=(client,), name="stoker-client", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(client,), name="stoker-client", daemon=True).start()
+            except RuntimeError as error:  # no more threads for this process: those there are will finish
+                log.warning("a client is sent away: %s", error)
+                with self._lock:
+                    self._clients.discard(client)
+                client.close()
 
     def _serve(self, client: socket.socket) -> None:
         try:
@@ -185,8 +200,11 @@ class Server:
             connection = _Connection(client, self._answered)
             while not self._closed.is_set() and connection.answer(self._handler):
                 pass
-        except (_GoneError, OSError):
+        except (_GoneError, ConnectionError, BlockingIOError):  # the last: it was too slow
             pass
+        except OSError as error:
+            if error.errno not in (errno.ENOTCONN, errno.EBADF):
+                log.warning("an answer broke off: %s", error)
         except Exception:
             log.exception("a request failed")
         finally:
@@ -212,14 +230,15 @@ class _Connection:
             return False
         if request is None:
             return False
-        left = _Counted(self._body(request.length), request.length)
+        left = _Counted(self._body(request), request.length)
         request = Request(request.method, request.path, request.headers, left, request.length)
-        if request.length and request.headers.get("expect", "").lower() == "100-continue":
-            self._client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
             reply = handler(request)
         except RefusedError as refused:
-            reply, keep = Reply.text(refused.status, str(refused)), False
+            reply = Reply.text(refused.status, str(refused))
+        except OSError as error:
+            log.warning("%s cannot be served: %s", request.path, error)
+            reply = Reply.text(503, "not now")
         keep = keep and left.left == 0  # what was not read of a body would look like the next request
         self._send(reply, keep=keep, head_only=request.method == "HEAD")
         return keep
@@ -243,7 +262,7 @@ class _Connection:
 
     def _read_head(self) -> bytes | None:
         """Read up to the empty line; None when the client is done."""
-        data, started = self._ahead, time.monotonic()
+        data, started = self._ahead.removeprefix(b"\r\n"), time.monotonic()  # some clients end a body so
         self._client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(HEAD_S if data else IDLE_S))
         while (end := data.find(b"\r\n\r\n")) < 0:
             if len(data) > MAX_HEAD:
@@ -267,9 +286,13 @@ class _Connection:
         self._ahead = data[end + 4 :]
         return data[:end]
 
-    def _body(self, length: int) -> Iterator[bytes]:
+    def _body(self, request: Request) -> Iterator[bytes]:
+        if request.headers.get("expect", "").lower() == "100-continue":  # only now, when somebody wants it
+            self._client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(STALL_S))
+        length, began = request.length, time.monotonic()
         while length:
+            _check_rate(request.length - length, began)
             if self._ahead:
                 piece, self._ahead = self._ahead[:length], self._ahead[length:]
             else:
@@ -280,27 +303,31 @@ class _Connection:
             yield piece
 
     def _send(self, reply: Reply, *, keep: bool, head_only: bool) -> None:
-        lines = [f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}"]
+        lines = [f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}", f"Date: {formatdate(usegmt=True)}"]
         lines += [f"{name}: {value}" for name, value in reply.headers.items()]
         if reply.status not in (204, 304):
             lines.append(f"Content-Length: {reply.length}")
         lines.append(f"Connection: {'keep-alive' if keep else 'close'}")
         head = "\r\n".join([*lines, "", ""]).encode("latin-1")
-        body, sent = reply.body, 0
+        body, sent, well = reply.body, 0, False
         try:
             if head_only or not reply.length or reply.status in (204, 304):
                 self._client.sendall(head)
+                well = True
                 return
+            began = time.monotonic()
             self._client.sendall(head, socket.MSG_MORE)
             for piece in body:
-                sent += self._send_span(piece) if isinstance(piece, Span) else self._send_bytes(piece)
-            if sent != reply.length:
+                sent += self._send_span(piece, began, sent) if isinstance(piece, Span) else self._send_bytes(piece)
+                _check_rate(sent, began)
+            well = sent == reply.length
+            if not well:
                 raise _GoneError  # the length was promised: only an end of the connection tells the truth
         except StokerError as error:
             log.warning("%s", error)
             raise _GoneError from error
         finally:
-            self._answered(reply.status, sent)
+            self._answered(reply.status if well else 0, sent)
             if (close := getattr(body, "close", None)) is not None:
                 close()
 
@@ -308,13 +335,14 @@ class _Connection:
         self._client.sendall(data)
         return len(data)
 
-    def _send_span(self, span: Span) -> int:
+    def _send_span(self, span: Span, began: float, before: int) -> int:
         sent = 0
         while sent < span.length:
             count = os.sendfile(self._client.fileno(), span.file, span.offset + sent, min(PIECE, span.length - sent))
             if not count:
                 raise _GoneError  # the file has shrunk
             sent += count
+            _check_rate(before + sent, began)
         return sent
 
 
@@ -347,6 +375,13 @@ def decoded(target: bytes) -> str:
     if any(ord(letter) < 32 or ord(letter) == 127 or letter == "\\" for letter in path):
         raise RefusedError(400, "a path has no control characters and no backslashes")
     return path
+
+
+def _check_rate(count: int, began: float) -> None:
+    """Let go of a client that is too slow."""
+    took = time.monotonic() - began
+    if took > STALL_S and count < took * MIN_RATE:
+        raise _GoneError
 
 
 def _headers(fields: Iterable[bytes]) -> dict[str, str]:

@@ -297,7 +297,10 @@ class Counts:
         self._tails = [*self._tails[-1:], _Tail(self._logs[0])]
 
     def _count(self, line: bytes) -> None:
-        status, sent, length, cached, received = line.split(b" ", 4)
+        parts = line.split(b" ", 4)
+        if len(parts) < 5:  # torn, by a full disk
+            return
+        status, sent, length, cached, received = parts
         add = self._totals
         if length != b"0":  # else a slice of a request that has its own line
             add["requests"] += 1

@@ -7,12 +7,12 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
 
-from stoker.errors import InputError, StokerError
+from stoker.errors import AccessError, InputError
 from stoker.serve.http import RefusedError, Reply
 from stoker.shards.manifest import read_manifest
-from stoker.storage import Store, open_store, shown
+from stoker.storage import Children, Store, open_store, shown
 from stoker.storage.http import HttpStore
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -26,6 +26,14 @@ class Digest(NamedTuple):
 
     size: int
     sha256: str
+
+
+class _Listed(Store, Protocol):
+    """A store that lists one folder without entering those in it."""
+
+    def children(self, folder: str) -> Children:
+        """Give the names of a folder's folders, and its files with their sizes where these are told."""
+        ...
 
 
 class _Manifest:
@@ -43,7 +51,9 @@ class Origin:
     def __init__(self, name: str, url: str) -> None:
         self.name, self.url, self.shown = name, url, shown(url).rstrip("/")
         # Where a redirect leads is not for an origin to say: it may be a place that only this machine can reach.
-        self.store: Store = HttpStore(url, redirects=False) if url.startswith("http") else open_store(url)
+        self.store: _Listed = (
+            HttpStore(url, redirects=False) if url.startswith("http") else cast(_Listed, open_store(url))
+        )
         self._lock = threading.Lock()
         self._manifests: dict[str, _Manifest] = {}
 
@@ -52,40 +62,39 @@ class Origin:
         with self._lock:
             manifest = self._manifests.setdefault(folder, _Manifest())
         with manifest.lock:  # one asks, the others wait for it
-            if time.monotonic() < manifest.fresh_until:
-                return manifest.digests
-            try:
-                found = read_manifest(self.store, f"{folder}/" if folder else "")
-                manifest.digests = {shard.name: Digest(shard.bytes, shard.sha256) for shard in found.shards}
-            except InputError:  # there is none, or none of ours
-                manifest.digests = {}
-            except StokerError:  # the origin does not answer: what was known is better than nothing
-                pass
-            manifest.fresh_until = time.monotonic() + MANIFEST_FRESH_S
+            if time.monotonic() >= manifest.fresh_until:
+                manifest.digests = self._read(folder)
+                manifest.fresh_until = time.monotonic() + MANIFEST_FRESH_S
             return manifest.digests
+
+    def _read(self, folder: str) -> Mapping[str, Digest]:
+        """Read a manifest; that there is none must be said, no answer is not enough."""
+        try:
+            found = read_manifest(self.store, f"{folder}/" if folder else "")
+        except (InputError, AccessError):  # a bucket that may not be listed denies what is not there
+            return {}
+        return {shard.name: Digest(shard.bytes, shard.sha256) for shard in found.shards}
 
     def digest(self, name: str) -> Digest | None:
         """Find what the manifest beside an object says of it."""
         folder, _, base = name.rpartition("/")
         return None if base.endswith(".json") or folder.endswith(_INDEX) else self.digests(folder).get(base)
 
+    def forget_digests(self, name: str) -> None:
+        """Read the manifest beside an object anew next time."""
+        with self._lock:
+            self._manifests.pop(name.rpartition("/")[0], None)
+
     def listing(self, folder: str) -> Reply:
         """List a folder as nginx does under `autoindex_format json`."""
-        rows: dict[str, dict[str, object]] = {}
-        for entry in self.store.list(folder):
-            child, slash, _ = entry.name.removeprefix(folder).partition("/")
-            rows[child] = (
-                {"name": child, "type": "directory"}
-                if slash
-                else {
-                    "name": child,
-                    "type": "file",
-                    "size": entry.size,
-                }
-            )
-        if folder and not rows:
+        folders, files = self.store.children(folder)
+        if folder and not folders and not files:
             raise RefusedError(404, "no such folder")
-        data = json.dumps(list(rows.values())).encode()
+        rows: list[dict[str, object]] = [{"name": name, "type": "directory"} for name in folders]
+        for name, size in files:
+            row: dict[str, object] = {"name": name, "type": "file"}
+            rows.append(row if size is None else {**row, "size": size})
+        data = json.dumps(rows).encode()
         return Reply(200, {"Content-Type": "application/json", "X-Cache": "BYPASS"}, (data,), len(data))
 
 

@@ -11,16 +11,23 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 
-from stoker.core.threads import Threads
-from stoker.errors import AccessError, ChangedError, FullError, NotFoundError, StokerError
+from stoker.errors import AccessError, ChangedError, DataFaultError, NotFoundError, StokerError
 from stoker.serve.http import Piece, RefusedError, Reply, Request, Span
 from stoker.serve.origins import Origin, Origins
 from stoker.serve.ranges import Asked, Version, asked
-from stoker.serve.slices import SLICE, About, Kept, NoRoomError, SliceCache
+from stoker.serve.slices import SLICE, About, Fetch, Kept, NoRoomError, SliceCache
 from stoker.serve.stats import Stats
 
 AHEAD = 2
 """Slices fetched before the one that is being sent is through."""
+FETCHES = 32
+"""Fetches at once; each holds a slice in memory."""
+PASSING = 1 << 20
+"""What passes by goes in pieces of this size, because each client holds one as long as it likes."""
+ASK_AGAIN_S = 10.0
+"""How long an origin that did not answer is left alone, where there is a copy."""
+ANEW_S = 30.0
+"""How long what was fetched past the cache counts as fetched just now: a reader asks for it piece by piece."""
 BYPASS = "x-stoker-bypass"
 
 log = logging.getLogger(__name__)
@@ -33,11 +40,10 @@ class CacheSite:
         self._origins, self._cache, self._stats, self._fresh_s = origins, cache, stats, fresh_s
         self._flights: dict[str, Future[About]] = {}
         self._lock = threading.Lock()
-        self._pool = Threads(32, "stoker-ahead")
+        self._fetching = threading.BoundedSemaphore(FETCHES)
 
     def close(self) -> None:
-        """End the threads, and let another process have the folder."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Keep nothing more, and let another process have the folder."""
         self._cache.close()
 
     def __call__(self, request: Request) -> Reply:
@@ -52,16 +58,19 @@ class CacheSite:
 
     def _object(self, origin: Origin, name: str, request: Request) -> Reply:
         key = hashlib.blake2b(f"{origin.url}\0{name}".encode(), digest_size=20).hexdigest()
+        anew = BYPASS in request.headers and request.method == "GET"
         with ExitStack() as held:
-            kept, how = self._current(origin, name, key, held, anew=BYPASS in request.headers)
+            kept, how = self._current(origin, name, key, held, anew=anew)
             version = Version(kept.about.size, kept.about.etag)
-            part = asked(request.headers, version)
+            part = asked(request.method, request.headers, version)
             headers = version.headers() | part.headers(version.size)
             headers |= {"Content-Type": "application/octet-stream", "X-Cache": how}
             if request.method == "HEAD" or not part.length:
                 return Reply(part.status, headers, (), part.length)
             self._stats.add(**{"misses" if how == "MISS" else "hits": 1})
-            body = _Body(self._cache, kept, part, self._fetcher(origin, name, kept), self._pool, self._check)
+            body = _Body(
+                self._cache, kept, part, self._fetcher(origin, name, kept), lambda: self._check(origin, name, kept)
+            )
             held.callback(body.stop)
             body.begin()
             body.release = held.pop_all().close
@@ -70,23 +79,29 @@ class CacheSite:
     def _current(self, origin: Origin, name: str, key: str, held: ExitStack, *, anew: bool) -> tuple[Kept, str]:
         """Hold the object's current version, and tell whether it is a hit."""
         kept = held.enter_context(self._cache.reading(key))
-        if kept is not None and not anew and time.monotonic() < kept.fresh_until:
-            return kept, "HIT" if kept.about.whole else "MISS"
+        now = time.monotonic()
+        if kept is not None and ((kept.about.whole and kept.about.sha256) or now < kept.anew_until):
+            anew = False  # it could not be any better
+        if kept is not None and not anew and now < kept.fresh_until:
+            return kept, _how(kept)
         try:
             about = self._ask_once(origin, name, key)
-        except (NotFoundError, AccessError):
+        except NotFoundError:
             if kept is not None:
                 self._cache.drop(kept)
             raise
-        except StokerError:
+        except (StokerError, RefusedError):
             if kept is None or not kept.about.whole or anew:
                 raise
-            return kept, "STALE"
+            kept.stale, kept.fresh_until = True, time.monotonic() + ASK_AGAIN_S
+            return kept, _how(kept)
         if anew and kept is not None:
             self._cache.drop(kept)
-        now = held.enter_context(self._cache.beginning(key, about))
-        now.fresh_until = time.monotonic() + self._fresh_s
-        return now, "HIT" if now.about.whole else "MISS"
+        current = held.enter_context(self._cache.beginning(key, about))
+        current.stale, current.fresh_until = False, time.monotonic() + self._fresh_s
+        if anew:
+            current.anew_until = time.monotonic() + ANEW_S
+        return current, _how(current)
 
     def _ask_once(self, origin: Origin, name: str, key: str) -> About:
         """Ask the origin for an object's version; many who ask at the same time ask once."""
@@ -105,12 +120,13 @@ class CacheSite:
                     del self._flights[key]
         return flight.result()
 
-    def _fetcher(self, origin: Origin, name: str, kept: Kept) -> Callable[[int, int], bytes]:
+    def _fetcher(self, origin: Origin, name: str, kept: Kept) -> Fetch:
         """Give what fetches a part of this very version."""
 
         def fetch(start: int, length: int) -> bytes:
             try:
-                data = origin.store.range(name, start, length, etag=kept.about.tag)
+                with self._fetching:
+                    data = origin.store.range(name, start, length, etag=kept.about.tag)
             except ChangedError:
                 self._cache.drop(kept)  # the next request gets the new version
                 raise
@@ -119,43 +135,33 @@ class CacheSite:
 
         return fetch
 
-    def _check(self, kept: Kept) -> None:
+    def _check(self, origin: Origin, name: str, kept: Kept) -> None:
         """Check an object as a whole once all of it is there."""
         try:
             self._cache.check(kept)
-        except StokerError:
+        except DataFaultError:
             self._stats.add(spoilt=1)
+            origin.forget_digests(name)  # the manifest may be the older one of the two
             raise
 
 
 class _Body(Iterator[Piece]):
     """The slices of an answer, the next ones fetched while one is sent.
 
-    The last slice of an object is sent only when the whole was checked: what is wrong never looks complete.
+    The last bytes of a whole object are sent only when all of it was checked: what is wrong never looks complete.
     """
 
-    def __init__(
-        self,
-        cache: SliceCache,
-        kept: Kept,
-        part: Asked,
-        fetch: Callable[[int, int], bytes],
-        pool: Threads,
-        check: Callable[[Kept], None],
-    ) -> None:
-        self._cache, self._kept, self._part, self._fetch, self._pool, self._check = (
-            cache,
-            kept,
-            part,
-            fetch,
-            pool,
-            check,
-        )
-        size = kept.about.slice
-        self._next, self._last = part.start // size, (part.start + part.length - 1) // size
+    def __init__(self, cache: SliceCache, kept: Kept, part: Asked, fetch: Fetch, check: Callable[[], None]) -> None:
+        self._cache, self._kept, self._fetch, self._check = cache, kept, fetch, check
+        self._at, self._end = part.start, part.start + part.length
+        self._is_all = part.length == kept.about.size
+        # Without any mark of its version, nothing tells whether two slices belong together.
+        self._passes = kept.about.size > cache.budget or not (kept.about.tag or kept.about.sha256)
+        self._passed: hashlib._Hash | None = None
+        """The digest of what was sent, from the first piece on that passed by the cache."""
         self._file = -1
         self._first: Piece | None = None
-        self._coming: list[Future[None]] = []
+        self._coming: list[threading.Thread] = []
         self.release: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
@@ -167,13 +173,14 @@ class _Body(Iterator[Piece]):
             first, self._first = self._first, None
             return first
         self._close_file()
-        if self._next > self._last:
+        if self._at >= self._end:
             raise StopIteration
-        number, self._next = self._next, self._next + 1
-        for later in range(self._next, min(number + AHEAD, self._last) + 1):
-            if later not in self._kept.present and later not in self._kept.coming:
-                self._coming.append(self._pool.submit(self._bring, later))
-        return self._piece(number)
+        piece = self._piece()
+        self._digest(piece)
+        self._at += len(piece) if isinstance(piece, bytes) else piece.length
+        if self._at >= self._end:
+            self._check_all()
+        return piece
 
     def close(self) -> None:
         """Let go of everything; what is being fetched is waited for, because it needs the object's place."""
@@ -181,33 +188,55 @@ class _Body(Iterator[Piece]):
         self.release()
 
     def stop(self) -> None:
-        """Close the file, and end what is on its way."""
+        """Close the file, and wait for what is on its way."""
         self._close_file()
-        coming, self._coming = self._coming, []
-        for one in coming:
-            if not one.cancel():
-                one.exception()
+        for thread in self._coming:
+            thread.join()
+        self._coming = []
 
-    def _piece(self, number: int) -> Piece:
+    def _piece(self) -> Piece:
+        """Give what comes next: the rest of a slice, or a piece that passes by the cache, which keeps its budget."""
         size = self._kept.about.slice
-        first = max(self._part.start, number * size)
-        end = min(self._part.start + self._part.length, (number + 1) * size)
-        try:
-            self._file = self._open(number)
-        except (NoRoomError, FullError):
-            return self._fetch(first, end - first)  # past the cache, which keeps its budget
-        if not self._kept.about.whole and len(self._kept.present) == self._kept.count:
-            self._check(self._kept)
-        return Span(self._file, first - number * size, end - first)
+        number = self._at // size
+        end = min(self._end, (number + 1) * size)
+        if not self._passes:
+            self._fetch_ahead(number + 1, (self._end - 1) // size)
+            with suppress(NoRoomError):
+                self._file = self._cache.open(self._kept, number, self._fetch)
+                return Span(self._file, self._at - number * size, end - self._at)
+        return self._fetch(self._at, min(PASSING, end - self._at))
 
-    def _open(self, number: int) -> int:
-        if self._kept.about.size > self._cache.budget:
-            raise NoRoomError
-        return self._cache.open(self._kept, number, self._fetch)
+    def _fetch_ahead(self, first: int, last: int) -> None:
+        for number in range(first, min(first + AHEAD - 1, last) + 1):
+            if number not in self._kept.present and number not in self._kept.coming:
+                thread = threading.Thread(target=self._bring, args=(number,), name="stoker-ahead", daemon=True)
+                thread.start()
+                self._coming.append(thread)
 
     def _bring(self, number: int) -> None:
         with suppress(StokerError, NoRoomError, OSError):  # whoever comes to it will be told
-            os.close(self._open(number))
+            os.close(self._cache.open(self._kept, number, self._fetch))
+
+    def _digest(self, piece: Piece) -> None:
+        """Follow what is sent of a whole object that does not all go through the cache."""
+        if not (self._is_all and self._kept.about.sha256) or self._kept.about.whole:
+            return
+        if isinstance(piece, bytes):
+            if self._passed is None:
+                # Pieces pass by from a slice's beginning on: those before it lie in the cache.
+                self._passed = self._cache.digest(self._kept, range(self._at // self._kept.about.slice))
+            self._passed.update(piece)
+        elif self._passed is not None:
+            self._passed.update(os.pread(piece.file, piece.length, piece.offset))
+
+    def _check_all(self) -> None:
+        if self._kept.about.whole:
+            return
+        if self._passed is not None:
+            if self._passed.hexdigest() != self._kept.about.sha256:
+                raise DataFaultError("its sha256 is not the manifest's", where=self._kept.about.name)
+        elif self._kept.complete and not self._passes:
+            self._check()
 
     def _close_file(self) -> None:
         file, self._file = self._file, -1
@@ -215,24 +244,32 @@ class _Body(Iterator[Piece]):
             os.close(file)
 
 
+def _how(kept: Kept) -> str:
+    if not kept.about.whole:
+        return "MISS"
+    return "STALE" if kept.stale else "HIT"
+
+
 def _ask(origin: Origin, name: str) -> About:
     size, tag = origin.store.tag(name)
     known = origin.digest(name)
     if known is not None and known.size != size:
+        origin.forget_digests(name)
+        known = origin.digest(name)
+    if known is not None and known.size != size:
         raise RefusedError(502, f"{name} is {size:,} bytes at the origin, and its manifest says {known.size:,}")
     sha256 = "" if known is None else known.sha256
-    etag = f'"{hashlib.blake2b(f"{size}{tag}{sha256}".encode(), digest_size=12).hexdigest()}"'
+    etag = f'"{hashlib.blake2b(f"{size} {sha256} {tag}".encode(), digest_size=12).hexdigest()}"'
     return About(name=f"{origin.shown}/{name}", size=size, tag=tag, etag=etag, sha256=sha256, slice=SLICE)
 
 
 @contextmanager
 def _answered() -> Iterator[None]:
-    """Turn what goes wrong at an origin into an answer."""
+    """Turn what goes wrong at an origin into an answer; logins and places are for the log alone."""
     try:
         yield
     except NotFoundError as error:
-        raise RefusedError(404, str(error)) from error
-    except AccessError as error:
-        raise RefusedError(403, str(error)) from error
+        raise RefusedError(404, error.what) from error
     except StokerError as error:
-        raise RefusedError(502, str(error)) from error
+        log.warning("%s", error)
+        raise RefusedError(403 if isinstance(error, AccessError) else 502, error.what) from error

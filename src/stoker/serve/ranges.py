@@ -37,10 +37,10 @@ class Asked(NamedTuple):
         return {"Content-Range": f"bytes */{size}"} if self.status == 416 else {}
 
 
-def asked(headers: Mapping[str, str], version: Version) -> Asked:
+def asked(method: str, headers: Mapping[str, str], version: Version) -> Asked:
     """Decide what a GET or HEAD gets: all of it, one part, or only that nothing has changed.
 
-    Several ranges at once get the whole, as the standard allows.
+    Several ranges at once get the whole, as the standard allows; of a HEAD a range means nothing.
     """
     if (wanted := headers.get("if-match")) is not None and not _names(wanted, version.etag, weak=False):
         return Asked(412, 0, 0)
@@ -51,7 +51,7 @@ def asked(headers: Mapping[str, str], version: Version) -> Asked:
         return Asked(304, 0, 0)
     everything = Asked(200, 0, version.size)
     part = _ONE.fullmatch(headers.get("range", ""))
-    if part is None or not _is_meant(headers.get("if-range"), version):
+    if method == "HEAD" or part is None or not _is_meant(headers.get("if-range"), version):
         return everything
     first, last = part[1], part[2]
     if not first and not last:

@@ -33,11 +33,14 @@ class Site:
 
     def __call__(self, request: Request) -> Reply:
         """Answer one request."""
+        is_about = request.path.startswith(ABOUT)
+        if is_about and request.method not in ("GET", "HEAD"):
+            return Reply.text(405, Allow="GET, HEAD")
         if request.path == f"{ABOUT}healthy":
             return Reply.text(200, "ok")
         if self.token is not None and not is_allowed(request.headers.get("authorization", ""), self.token):
-            return Reply.text(401, "a token is needed", WWW_Authenticate="Bearer")
-        if request.path.startswith(ABOUT):
+            return Reply.text(401, "a token is needed", WWW_Authenticate='Bearer, Basic realm="stoker"')
+        if is_about:
             return self._about(request.path.removeprefix(ABOUT))
         return self._inner(request)
 

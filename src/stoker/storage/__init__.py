@@ -26,6 +26,10 @@ class Tag(NamedTuple):
     etag: str
 
 
+Children = tuple[list[str], list[tuple[str, int | None]]]
+"""The folders of a folder, and its files with their sizes where these are told; names without the folder's."""
+
+
 class Store(Protocol):
     """A folder of objects. Names are relative, with `/` between their parts."""
 

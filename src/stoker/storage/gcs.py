@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
 from stoker.errors import AccessError, ChangedError, InputError, MissingExtraError, UnavailableError
-from stoker.storage import Entry, Tag, checked, folder_of, join
+from stoker.storage import Children, Entry, Tag, checked, folder_of, join
 from stoker.storage.local import explained
 from stoker.storage.web import RETRIES, Answer, Client, Window, exactly, refusal
 
@@ -84,6 +84,22 @@ class GcsStore:
                     yield Entry(name, int(item["size"]))
             if not page.get("nextPageToken"):
                 return
+            query["pageToken"] = page["nextPageToken"]
+
+    def children(self, folder: str) -> Children:
+        """List one folder, whose name is empty or ends with a slash."""
+        where = self._prefix + folder
+        query = {"prefix": where, "delimiter": "/", "fields": "items(name,size),prefixes,nextPageToken"}
+        folders: list[str] = []
+        files: list[tuple[str, int | None]] = []
+        while True:
+            address = f"{self._host}{self._objects}?{urlencode(query)}"
+            page = json.loads(self._ask("GET", address, missing="no such bucket").body)
+            folders += [name.removeprefix(where).strip("/") for name in page.get("prefixes", ())]
+            names = [(item["name"].removeprefix(where), int(item["size"])) for item in page.get("items", ())]
+            files += [(name, size) for name, size in names if name]
+            if not page.get("nextPageToken"):
+                return folders, files
             query["pageToken"] = page["nextPageToken"]
 
     def put(self, name: str, source: bytes | Path) -> None:

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 from urllib3 import make_headers
 
 from stoker.errors import ChangedError, InputError, NotFoundError, UnavailableError
-from stoker.storage import Entry, Tag, checked, folder_of, join, read_only, shown
+from stoker.storage import Children, Entry, Tag, checked, folder_of, join, read_only, shown
 from stoker.storage.web import Answer, Client, Window, exactly, refusal
 
 MAX_DEPTH = 16
@@ -83,6 +83,13 @@ class HttpStore:
         folder = folder_of(prefix)
         return self._walk(f"{folder}/" if folder else "", prefix)
 
+    def children(self, folder: str) -> Children:
+        """List one folder, whose name is empty or ends with a slash, by its index page."""
+        found = sorted(self._index(folder).items())
+        return [name[:-1] for name, _ in found if name.endswith("/")], [
+            one for one in found if not one[0].endswith("/")
+        ]
+
     def put(self, name: str, source: bytes | Path) -> None:  # noqa: ARG002
         """Refuse: a web server only gives."""
         raise read_only(self.url)
@@ -101,7 +108,9 @@ class HttpStore:
         where = shown(url)
         headers = self._headers | dict(asked or {})
         answer = self._client.ask(method, url, where=where, headers=headers, window=window)
-        if answer.path.endswith("/"):
+        if answer.path.endswith("/") or (
+            300 <= answer.status < 400 and answer.headers.get("Location", "").endswith("/")
+        ):
             raise NotFoundError("is a folder, not a file", where=where)
         if answer.status in (200, 206) or (window and answer.status == 416) or (asked and answer.status == 412):
             return answer

@@ -24,7 +24,7 @@ from stoker.errors import (
     StokerError,
     UnavailableError,
 )
-from stoker.storage import Entry, Tag, checked, folder_of, join
+from stoker.storage import Children, Entry, Tag, checked, folder_of, join
 from stoker.storage.local import explained
 
 if TYPE_CHECKING:
@@ -114,6 +114,13 @@ class S3Store:
                 for meta in batch:
                     if meta["path"].startswith(prefix):
                         yield Entry(meta["path"], meta["size"])
+
+    def children(self, folder: str) -> Children:
+        """List one folder, whose name is empty or ends with a slash."""
+        with self._explained(folder):
+            found = obstore.list_with_delimiter(self._bucket, folder or None)
+        files = [(meta["path"].removeprefix(folder), meta["size"]) for meta in found["objects"]]
+        return [path.removeprefix(folder).strip("/") for path in found["common_prefixes"]], list(files)
 
     def put(self, name: str, source: bytes | Path) -> None:
         """Upload an object, which appears when its last part has arrived; then remove a source file."""
