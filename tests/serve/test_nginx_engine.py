@@ -676,6 +676,7 @@ def supervisor(root: Path, tmp_path: Path) -> Iterator[Supervisor]:
             assert process.stdout is not None
             url = process.stdout.readline().strip()
             master = children(process.pid)
+            until(lambda: catches(process.pid, signal.SIGHUP))
             yield Supervisor(process, url, master + children(master[0]))
         finally:
             process.kill()
@@ -683,6 +684,12 @@ def supervisor(root: Path, tmp_path: Path) -> Iterator[Supervisor]:
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    (mask,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def lives(pid: int) -> bool:
