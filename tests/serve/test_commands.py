@@ -51,6 +51,12 @@ def running(settings: ServeSettings | CacheSettings) -> Iterator[str]:
         engine.stop()
 
 
+@pytest.fixture
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test's server says nothing of clients that leave amid an answer."""
+    monkeypatch.setattr(BaseServer, "handle_error", lambda *_: None)
+
+
 # --- Start and end
 
 
@@ -153,6 +159,35 @@ def test_it_ends_though_a_client_is_slow(tmp_path: Path, root: Path, what: str) 
                 assert client.recv(15) == b"HTTP/1.1 200 OK"
                 one.process.terminate()
                 assert one.process.wait(5) == 0
+
+
+@pytest.mark.usefixtures("_quiet")
+def test_a_cache_ends_though_its_origin_is_silent(tmp_path: Path) -> None:
+    size, over = 30 << 20, threading.Event()
+
+    def only_the_first_slice(asked: servers.Asked, _: int) -> servers.Reply:
+        if asked.path != "/a.tar":
+            return servers.Reply(404)
+        if asked.method == "HEAD":
+            return servers.Reply(length=size)
+        first, last = map(int, asked.headers["range"].removeprefix("bytes=").split("-"))
+        if first:
+            over.wait(60)
+        return servers.Reply(206, bytes(last - first + 1), {"Content-Range": f"bytes {first}-{last}/{size}"})
+
+    with servers.scripted(only_the_first_slice) as far:
+        words = ["cache", "--origin", far.url, "--dir", tmp_path / "cache", "--size", "64MiB", "--port", 0]
+        try:
+            with started(tmp_path, *words) as one, socket.socket() as client:
+                parts = urlsplit(one.url)
+                client.connect((parts.hostname, parts.port))
+                client.sendall(b"GET /a.tar HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert client.recv(15) == b"HTTP/1.1 200 OK"
+                eventually(lambda: len(far.asked) >= 5)  # version, manifest, and three slices
+                one.process.terminate()
+                assert one.process.wait(10) == 0
+        finally:
+            over.set()
 
 
 def test_an_engine_in_this_process_leaves_no_thread(tmp_path: Path, root: Path) -> None:
@@ -515,12 +550,6 @@ def test_warm_wants_a_cache_that_serves_the_set(far: Far, root: Path, capsys: py
 
 
 # --- loadtest
-
-
-@pytest.fixture
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test's server says nothing of clients that leave amid an answer."""
-    monkeypatch.setattr(BaseServer, "handle_error", lambda *_: None)
 
 
 def loaded(capsys: pytest.CaptureFixture[str], url: str, *words: object) -> Any:

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
+from queue import Empty, SimpleQueue
 
-from stoker.core.threads import Threads
 from stoker.errors import AccessError, ChangedError, FullError, NotFoundError, StokerError
 from stoker.serve.http import Piece, RefusedError, Reply, Request, Span
 from stoker.serve.origins import Origin, Origins
@@ -21,6 +21,7 @@ from stoker.serve.stats import Stats
 
 AHEAD = 2
 """Slices fetched before the one that is being sent is through."""
+GRACE_S = 2.0
 BYPASS = "x-stoker-bypass"
 
 log = logging.getLogger(__name__)
@@ -33,11 +34,11 @@ class CacheSite:
         self._origins, self._cache, self._stats, self._fresh_s = origins, cache, stats, fresh_s
         self._flights: dict[str, Future[About]] = {}
         self._lock = threading.Lock()
-        self._pool = Threads(32, "stoker-ahead")
+        self._pool = _Ahead(32)
 
     def close(self) -> None:
         """End the threads, and let another process have the folder."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.close()
         self._cache.close()
 
     def __call__(self, request: Request) -> Reply:
@@ -140,7 +141,7 @@ class _Body(Iterator[Piece]):
         kept: Kept,
         part: Asked,
         fetch: Callable[[int, int], bytes],
-        pool: Threads,
+        pool: _Ahead,
         check: Callable[[Kept], None],
     ) -> None:
         self._cache, self._kept, self._part, self._fetch, self._pool, self._check = (
@@ -213,6 +214,43 @@ class _Body(Iterator[Piece]):
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
+
+
+class _Ahead:
+    """Threads that fetch ahead; an end waits for them only a moment, because an origin may be silent for long."""
+
+    def __init__(self, count: int) -> None:
+        self._tasks: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name="stoker-ahead", daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: Callable[[int], None], number: int) -> Future[None]:
+        future: Future[None] = Future()
+        self._tasks.put((future, lambda: work(number)))
+        return future
+
+    def close(self) -> None:
+        with suppress(Empty):
+            while task := self._tasks.get_nowait():
+                task[0].cancel()
+        for _ in self._threads:
+            self._tasks.put(None)
+        deadline = time.monotonic() + GRACE_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self) -> None:
+        while task := self._tasks.get():
+            future, work = task
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                work()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
 
 def _ask(origin: Origin, name: str) -> About:
