@@ -23,7 +23,7 @@ from typing import IO, NamedTuple
 import msgspec
 import pytest
 
-from serve.contract import ask, at_once, on_disk, origin
+from serve.contract import ask, at_once, origin
 from servers import free_port
 from stoker.errors import StokerError
 from stoker.serve.slices import SLICE, About
@@ -33,7 +33,6 @@ from stoker.storage import open_store, read_chunks
 from stoker.storage.cached import Cache
 
 SHARED_BUDGET, NODE_BUDGET = 4 * SLICE, 40 << 20
-SMALL = 200_000  # about.json, locks and folders, which no budget counts
 PATIENCE_S = 120.0
 STEP_S = 0.1
 
@@ -273,13 +272,13 @@ class Drill:
         try:
             if not all(_stands(one.pid) for one in alive):
                 return
-            shared, node, figures = on_disk(self.shared), on_disk(self.node), self.figures
+            shared, node, figures = held(self.shared), held(self.node), self.figures
         finally:
             for one in alive:
                 one.send_signal(signal.SIGCONT)
         figures.samples += 1
         figures.most_shared, figures.most_node = max(figures.most_shared, shared), max(figures.most_node, node)
-        if shared > SHARED_BUDGET + SMALL or node > NODE_BUDGET + SMALL:
+        if shared > SHARED_BUDGET or node > NODE_BUDGET:
             figures.problems.append(f"budget: {shared:,} and {node:,} bytes")
 
     def end(self) -> None:
@@ -287,6 +286,11 @@ class Drill:
             if one is not None:
                 one.kill()
                 one.wait()
+
+
+def held(folder: Path) -> int:
+    """Add up the bytes of objects that lie in a cache, in whatever state; what is noted about them is not counted."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.stem != "about")
 
 
 def _stands(pid: int) -> bool:
@@ -378,8 +382,8 @@ def check(figures: Figures, *, deliveries: int) -> None:
     assert figures.reader_kills > 0
     assert figures.deliveries >= deliveries
     assert figures.samples > 10
-    assert SHARED_BUDGET // 2 < figures.most_shared <= SHARED_BUDGET + SMALL  # so that it was a budget at all
-    assert NODE_BUDGET // 2 < figures.most_node <= NODE_BUDGET + SMALL
+    assert figures.most_shared > SHARED_BUDGET // 2  # so that it was a budget at all
+    assert figures.most_node > NODE_BUDGET // 2
 
 
 def test_killed_at_random_moments(tmp_path: Path) -> None:

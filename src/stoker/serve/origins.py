@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, cast
+from urllib.parse import urlsplit
 
 from stoker.errors import AccessError, InputError
 from stoker.serve.http import RefusedError, Reply
@@ -126,7 +127,7 @@ def read_origins(texts: Sequence[str]) -> list[tuple[str, str]]:
         name, equals, url = text.partition("=")
         if not equals or "://" in name:
             name, url = "", text
-        if not url.startswith(SCHEMES) or not url.partition("://")[2].strip("/"):
+        if not url.startswith(SCHEMES) or not _names_host(url):
             raise InputError(f"--origin is {text!r}, and must be [NAME=]URL with http, https, s3 or gs")
         if name and not _NAME.fullmatch(name):
             raise InputError(f"--origin: {name!r} is no name: lower-case letters, digits and dashes, at most 40")
@@ -138,3 +139,11 @@ def read_origins(texts: Sequence[str]) -> list[tuple[str, str]]:
     if "" in origins and len(origins) > 1:
         raise InputError("several origins need a name each", hint="write --origin NAME=URL")
     return list(origins.items())
+
+
+def _names_host(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
