@@ -30,7 +30,7 @@ from stoker.serve.embedded import EmbeddedEngine
 from stoker.serve.nginx_engine import NginxEngine
 from stoker.serve.settings import CacheSettings, ServeSettings
 from stoker.serve.slices import SliceCache
-from stoker.serve.warm import plan_order
+from stoker.serve.warm import fitting, plan_order
 from stoker.storage import Entry
 from trees import digests, make_tree, stoker
 
@@ -451,6 +451,12 @@ def test_warm_fills_in_the_order_of_the_plan(
     for name in expected:
         assert ask(far.cache, f"/pets/train/{name}").headers["x-cache"] == "HIT"
     assert fetched(far) == expected
+
+
+def test_warm_leaves_out_what_would_push_out_what_is_needed_first() -> None:
+    shards = [Entry(f"{number}", 10) for number in range(10)]
+    assert fitting(shards, 50) == shards[:4]
+    assert fitting(shards, 1000) == shards
 
 
 def test_the_first_batches_need_what_is_warmed_first(far: Far) -> None:

@@ -110,11 +110,11 @@ def warm(
     from stoker.core.units import format_bytes
     from stoker.errors import InputError
     from stoker.load.loader import find_one, plan_of
-    from stoker.serve.warm import Order, order_of_job, parse_slice, plan_order
+    from stoker.serve.warm import Order, fitting, order_of_job, parse_slice, plan_order
     from stoker.serve.warm import warm as fill
     from stoker.shards.scan import described
     from stoker.storage import shown
-    from stoker.storage.via import through
+    from stoker.storage.via import budget, through
 
     if not 1 <= jobs <= 256:
         raise InputError(f"--jobs is {jobs}, and must be from 1 to 256")
@@ -124,12 +124,15 @@ def warm(
     one = described(find_one(through(url, via)), jobs=jobs)
     drawn = plan_of(one, sampling=sampling or job.sampling, seed=job.seed if seed is None else seed)
     ordered = plan_order(drawn, one.shards, epoch)
-    wanted = ordered[parse_slice(shards, len(ordered))] if shards is not None else ordered
+    chosen = ordered[parse_slice(shards, len(ordered))] if shards is not None else ordered
+    wanted = fitting(chosen, budget(via))
     with byte_bar("warming", sum(entry.size for entry in wanted)) as advance:
         took = fill(one, wanted, jobs=jobs, progress=advance)
     if as_json:
-        print_json({"shards": [entry.name for entry in wanted], "bytes": took})
+        print_json({"shards": [entry.name for entry in wanted], "bytes": took, "left": len(chosen) - len(wanted)})
     else:
+        if left := len(chosen) - len(wanted):
+            remark(f"the cache is too small for the {counted(left, 'shard')} needed last: left out")
         remark(f"{counted(len(wanted), 'shard')}, {format_bytes(took)}, through {shown(via)}")
 
 

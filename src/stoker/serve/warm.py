@@ -17,6 +17,9 @@ from stoker.sampling.seat import Seat
 from stoker.shards.locate import ShardSet
 from stoker.storage import Entry, read_chunks
 
+FILL = 0.9
+"""The part of a cache that is filled: manifests, indexes and nginx's own ways need some."""
+
 
 class _Data(msgspec.Struct, frozen=True):
     """How a job samples its data; what else is said of it does not matter here."""
@@ -87,6 +90,12 @@ def parse_slice(text: str, count: int) -> slice:
     if first > last or first >= count:
         raise InputError(f"--shards is {text!r}, and there are the shards 0 to {count - 1}")
     return slice(first, last + 1)
+
+
+def fitting(shards: Sequence[Entry], budget: int) -> list[Entry]:
+    """Take the first shards that a cache of this size holds together: more would push out those needed first."""
+    ends = itertools.accumulate(entry.size for entry in shards)
+    return [entry for entry, end in zip(shards, ends, strict=True) if end <= budget * FILL]
 
 
 def warm(one: ShardSet, shards: Sequence[Entry], *, jobs: int, progress: Callable[[int], None] = lambda _: None) -> int:
