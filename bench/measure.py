@@ -189,7 +189,7 @@ def report(result: Result) -> str:
         what = f"{versus.ours} / {versus.peer}" + (f" ({versus.note})" if versus.note else "")
         verdict = "for information"
         if versus.target is not None:
-            verdict = f"target ≥ {versus.target:.1f} ×: {'met' if middle >= versus.target else 'missed'}"
+            verdict = f"target ≥ {versus.target:g} ×: {'met' if middle >= versus.target else 'missed'}"
         lines.append(f"| {what} | {middle:.2f} × | {min(ratios):.2f} – {max(ratios):.2f} | {verdict} |")
     for limit in result.limits:
         verdict = f"limit {limit.bound:,.0f} {limit.unit}: {'met' if limit.value <= limit.bound else 'missed'}"

@@ -17,7 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(autouse=True)
 def _hermetic(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     for key in os.environ:
-        if key.upper().startswith(("AWS_", "GOOGLE_", "GCE_", "STORAGE_")) or key.upper().endswith("_PROXY"):
+        if key.upper().startswith(("AWS_", "GOOGLE_", "GCE_", "STOKER_", "STORAGE_")) or key.upper().endswith("_PROXY"):
             monkeypatch.delenv(key)
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")

@@ -13,7 +13,8 @@
     │   └── NotYetError                   a command that this version does not have
     ├── UnavailableError         exit 5   a store or host that does not answer, or says no
     │   ├── AccessError                   it answered: permission denied
-    │   └── FullError                     it answered: no space left
+    │   ├── FullError                     it answered: no space left
+    │   └── ChangedError                  it answered: there is another version of this object now
     └── StoppedError             exit 130 the user ended it with Ctrl-C
 
 An error carries evidence: *where* it happened (a path, URL or key), *what* is wrong, and a *hint* that says
@@ -126,6 +127,15 @@ class AccessError(UnavailableError):
 
 class FullError(UnavailableError):
     """It answered: no space left."""
+
+
+class ChangedError(UnavailableError):
+    """It answered: there is another version of this object now."""
+
+    def __init__(
+        self, what: str = "was replaced while it was read", *, where: object = None, hint: str | None = None
+    ) -> None:
+        super().__init__(what, where=where, hint=hint)
 
 
 class StoppedError(StokerError):

@@ -29,6 +29,7 @@ from stoker.shards.formats import FORMATS
 from stoker.shards.locate import ShardSet
 from stoker.shards.sample import Sample
 from stoker.shards.scan import described
+from stoker.storage.cached import Cache
 from stoker.storage.local import LocalStore
 from trees import make_tree, stoker
 
@@ -64,9 +65,9 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def copies(folder: Path) -> int:
-    """Count the whole shards that lie somewhere below a folder."""
-    return sum(1 for path in folder.rglob("*") if re.fullmatch("[0-9a-f]{64}", path.name))
+def copies(cache: Path) -> set[str]:
+    """The digests of the whole shards in a cache."""
+    return {path.name for path in (cache / "objects").glob("*") if re.fullmatch("[0-9a-f]{64}", path.name)}
 
 
 def mapped(folder: Path) -> int:
@@ -146,7 +147,7 @@ def test_a_cold_shard_does_not_block(shards: Path, tmp_path: Path) -> None:
         assert len(origin.single) >= 18
         assert loader.times.fetch > 0
         origin.gate.set()
-        until(lambda: names <= set(os.listdir(cache)))
+        until(lambda: names <= copies(cache))
         got = [plain([*first, *batches]), plain(list(loader)), plain(list(loader))]
         asked = len(origin.single)
         got.append(plain(list(loader)))
@@ -161,10 +162,10 @@ def test_a_shard_damaged_on_the_way_is_fetched_again(shards: Path, tmp_path: Pat
     with scripted(origin) as server, Loader(server.url, global_batch=6, transform=None, cache=cache) as loader:
         for _ in range(3):
             assert sum(batch.count for batch in loader) == 60
-        until(lambda: sum(not name.startswith(".") for name in os.listdir(cache)) == 2)
+        until(lambda: len(copies(cache)) == 2)
         assert sum(batch.count for batch in loader) == 60
     assert len(origin.whole) == 3
-    assert {path.read_bytes() for path in cache.iterdir()} == {path.read_bytes() for path in shards.glob("*.tar")}
+    assert copies(cache) == {hashlib.sha256(path.read_bytes()).hexdigest() for path in shards.glob("*.tar")}
 
 
 def epochs(loader: Loader) -> Iterator[Batch]:
@@ -213,7 +214,7 @@ class Far(LocalStore):
                 self.index_gates[name].wait(PATIENCE_S)
         return super().get(name)
 
-    def range(self, name: str, start: int, length: int) -> bytes:
+    def range(self, name: str, start: int, length: int, *, etag: str = "") -> bytes:
         self.chunks += length > 1 << 20
         if start == 0:
             with self._lock:
@@ -226,7 +227,7 @@ class Far(LocalStore):
                 raise UnavailableError("the server does not answer", where=name)
         elif length <= 1 << 20:
             self.single.append(name)
-        return super().range(name, start, length)
+        return super().range(name, start, length, etag=etag)
 
     def release(self) -> None:
         self.held = False
@@ -307,7 +308,7 @@ def test_only_shards_to_keep_stay_on_the_disk(many: Path, scratch: Path) -> None
     reader = Reader(one)
     reader.keep([0, 1, 2])
     until(lambda: mapped(scratch) == 3)
-    until(lambda: copies(scratch) == 0)  # so that a kill leaves nothing
+    until(lambda: not list(scratch.glob("*/files/*")))  # so that a kill leaves nothing
     reader.keep([2, 3])
     until(lambda: len(store.whole) == 4 and mapped(scratch) == 2)
     assert isinstance(reader.read(place((2, 0))).images[0], memoryview)
@@ -388,19 +389,69 @@ def test_batches_far_ahead_of_what_is_kept_are_right(many: Path, tmp_path: Path,
 
 def test_a_warm_cache_is_asked_instead_of_the_store(shards: Path, tmp_path: Path) -> None:
     one, store = far(shards)
-    reader = Reader(one, cache=tmp_path / "cache")
+    reader = Reader(one, cache=Cache(tmp_path / "cache"))
     reader.keep([0, 1])
-    until(lambda: copies(tmp_path / "cache") == 2)
+    until(lambda: len(copies(tmp_path / "cache")) == 2)
     reader.close()
-    assert len(list((tmp_path / "cache").iterdir())) == 2  # a cache folder outlives the reader
+    assert len(copies(tmp_path / "cache")) == 2  # a cache folder outlives the reader
     store.single.clear()
     for _ in range(20):
-        reader = Reader(one, cache=tmp_path / "cache")
+        reader = Reader(one, cache=Cache(tmp_path / "cache"))
         reader.keep([0, 1])
         reader.read(place((0, 0), (1, 1)))
         reader.close()
     assert len(store.whole) == 2
     assert store.single == []
+
+
+def test_only_shards_in_use_cannot_be_evicted(many: Path, tmp_path: Path) -> None:
+    """Room for three shards of sixty: the others are read all the same, and what is let go makes room."""
+    one, _ = far(many)
+    largest = max(entry.size for entry in one.shards)
+    cache = Cache(tmp_path / "cache", 3 * largest)
+    reader = Reader(one, cache=cache)
+    here = Reader(find_one(str(many)))
+    for shards in ([0, 1, 2], [3, 4, 5], range(6, 20)):
+        reader.keep(shards)
+        until(lambda: all(reader._open[number].done() for number in shards))  # noqa: B023
+        opened = [reader._open[number].result() for number in shards]
+        until(lambda: all(shard.file or (shard.coming and shard.coming.done()) for shard in opened))  # noqa: B023
+        kept = {str(shard.held.path) for shard in opened if shard.held is not None}
+        assert 2 <= len(kept) <= 3
+        assert all(Path(path).exists() for path in kept)
+        for number in shards:
+            assert bytes(reader.read(place((number, 1))).images[0]) == bytes(here.read(place((number, 1))).images[0])
+    reader.close()
+    with (first := cache.open(one.store, one.shards[50].name, size=one.shards[50].size)) or pytest.fail("no room"):
+        assert first.path.stat().st_size == one.shards[50].size
+
+
+@pytest.mark.parametrize("from_environment", [False, True])
+def test_a_cache_smaller_than_the_set_gives_the_same_batches(
+    many: Path, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, from_environment: bool
+) -> None:
+    options = {"global_batch": 12, "transform": None, "prefetch": 2, "threads": 2}
+    here = Loader(str(many), **options)  # type: ignore[arg-type]
+    expected = [plain(list(here)) for _ in range(3)]
+    one, _ = far(many)
+    size = f"{4 * max(entry.size for entry in one.shards)}"
+    limits = {"cache": tmp_path / "cache", "cache_size": size}
+    if from_environment:
+        monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path / "cache"))
+        monkeypatch.setenv("STOKER_CACHE_SIZE", size)
+        limits = {}
+    with Loader(one, **options, **limits) as loader:  # type: ignore[arg-type]
+        assert [plain(list(loader)) for _ in range(3)] == expected
+    assert 1 <= len(copies(tmp_path / "cache")) <= 8
+    assert sum(path.stat().st_size for path in (tmp_path / "cache/objects").iterdir()) <= int(size)
+
+
+def test_a_size_of_the_cache_that_is_none_is_told(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="cache_size: expected a size such as 200Gi"):
+        Loader(str(shards), global_batch=6, cache_size="much")
+    monkeypatch.setenv("STOKER_CACHE_SIZE", "lots")
+    with pytest.raises(InputError, match=r"STOKER_CACHE_SIZE: expected .*'lots'"):
+        Loader(str(shards), global_batch=6)
 
 
 def test_a_store_that_was_away_is_asked_again(shards: Path) -> None:

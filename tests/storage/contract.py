@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.errors import DataFaultError, InputError, NotFoundError
+from stoker.errors import ChangedError, DataFaultError, InputError, NotFoundError
 from stoker.storage import Entry, Store, download, open_store, read_chunks
 
 Fill = Callable[[Mapping[str, bytes]], Store]
@@ -35,6 +35,34 @@ class ReadContract:
     def test_a_short_range_says_what_it_wanted_and_got(self, fill: Fill, start: int, got: int) -> None:
         with pytest.raises(DataFaultError, match=f"wanted 30 bytes from {start}, got {got}"):
             fill({"a": TEN}).range("a", start, 30)
+
+    def test_a_tag_tells_the_size_and_the_version(self, fill: Fill) -> None:
+        store = fill({"a": TEN, "empty": b""})
+        first = store.tag("a")
+        assert (first.size, store.tag("empty").size) == (10, 0)
+        assert first.etag
+        assert store.tag("a") == first
+        assert store.range("a", 2, 4, etag=first.etag) == TEN[2:6]
+        fill({"a": TEN[::-1]})
+        second = store.tag("a")
+        assert second.etag != first.etag
+        assert store.range("a", 2, 4, etag=second.etag) == b"7654"
+
+    def test_bytes_of_another_version_are_refused(self, fill: Fill) -> None:
+        store = fill({"a": TEN})
+        tag = store.tag("a")
+        fill({"a": TEN[::-1]})
+        with pytest.raises(ChangedError, match="a: was replaced while it was read"):
+            store.range("a", 2, 4, etag=tag.etag)
+
+    def test_a_range_of_a_version_may_be_short_or_missing(self, fill: Fill) -> None:
+        store = fill({"a": TEN})
+        tag = store.tag("a")
+        for start, got in ((8, 2), (10, 0)):
+            with pytest.raises(DataFaultError, match=f"wanted 30 bytes from {start}, got {got}"):
+                store.range("a", start, 30, etag=tag.etag)
+        with pytest.raises(NotFoundError, match="none"):
+            store.range("none", 0, 1, etag=tag.etag)
 
     def test_lists_in_order_of_name_with_folders_entered(self, fill: Fill) -> None:
         store = fill({"b": b"22", "a/x/1": b"", "a-b": b"1", "a.b": b"1", "ab": b"1", "a/y": b"333"})
@@ -64,13 +92,13 @@ class ReadContract:
 
     def test_what_is_missing_is_not_found(self, fill: Fill) -> None:
         store = fill({"a": TEN})
-        for read in (store.get, store.size, lambda name: store.range(name, 0, 1)):
+        for read in (store.get, store.size, store.tag, lambda name: store.range(name, 0, 1)):
             with pytest.raises(NotFoundError, match="none"):
                 read("none")
 
     def test_a_folder_is_not_an_object(self, fill: Fill) -> None:
         store = fill({"deep/a": TEN})
-        for read in (store.get, store.size):
+        for read in (store.get, store.size, store.tag):
             with pytest.raises(NotFoundError, match="deep"):
                 read("deep")
 
@@ -82,7 +110,7 @@ class ReadContract:
     @pytest.mark.parametrize("name", ["../a", "/a", "deep/../../a", "", "a//b", "./a", "a\0"])
     def test_names_that_lead_elsewhere_are_refused(self, fill: Fill, name: str) -> None:
         store = fill({"a": TEN})
-        for read in (store.get, store.size, lambda name: store.range(name, 0, 1)):
+        for read in (store.get, store.size, store.tag, lambda name: store.range(name, 0, 1)):
             with pytest.raises(InputError, match="not an object's name"):
                 read(name)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from servers import Asked, Reply, as_json, scripted
-from stoker.errors import AccessError, InputError, MissingExtraError, NotFoundError, UnavailableError
+from stoker.errors import AccessError, ChangedError, InputError, MissingExtraError, NotFoundError, UnavailableError
 from stoker.storage import Entry, Store, open_store
 from stoker.storage.gcs import GcsStore, Login, log_in
-from storage.contract import TEN, StorageContract
+from storage.contract import TEN, Fill, StorageContract
 
 
 @pytest.fixture
@@ -23,13 +23,21 @@ def gs(gcs_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"gs://bucket/{uuid.uuid4().hex}"
 
 
-class TestGcs(StorageContract):
+class GcsContract(StorageContract):
+    def test_bytes_of_another_version_are_refused(self, fill: Fill) -> None:
+        """The emulator knows no conditions; Google's answer to one that fails is 412."""
+        with scripted(lambda *_: Reply(412)) as server, pytest.raises(ChangedError, match="gs://bucket/p/a: was repl"):
+            GcsStore("gs://bucket/p", server.url, Login("none")).range("a", 2, 4, etag="17")
+        assert [asked.path.partition("?")[2] for asked in server.asked] == ["alt=media&ifGenerationMatch=17"]
+
+
+class TestGcs(GcsContract):
     @pytest.fixture
     def store(self, gs: str) -> Store:
         return open_store(gs)
 
 
-class TestOddPrefix(StorageContract):
+class TestOddPrefix(GcsContract):
     @pytest.fixture
     def store(self, gs: str) -> Store:
         return open_store(f"{gs}/odd +%41 ü/")

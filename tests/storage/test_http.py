@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
@@ -10,15 +12,19 @@ from pathlib import Path
 import pytest
 
 from servers import Asked, Reply, as_json, nginx, scripted
-from stoker.errors import AccessError, DataFaultError, InputError, NotFoundError, UnavailableError
+from stoker.errors import AccessError, ChangedError, DataFaultError, InputError, NotFoundError, UnavailableError
 from stoker.storage import Entry, Store, open_store
+from stoker.storage.http import HttpStore
 from storage.contract import TEN, Fill, ReadContract
+
+TIMES = itertools.count(1_700_000_000)
 
 
 def fill_folder(folder: Path, url: str, objects: Mapping[str, bytes]) -> Store:
     for name, data in objects.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
+        os.utime(folder / name, (now := next(TIMES), now))  # web servers tell versions apart by whole seconds
     return open_store(url)
 
 
@@ -158,6 +164,35 @@ def test_a_range_behind_the_end_is_a_fault() -> None:
     short = Reply(206, TEN[8:], {"Content-Range": "bytes 8-9/10"})
     with scripted(lambda *_: short) as server, pytest.raises(DataFaultError, match="wanted 4 bytes from 8, got 2"):
         open_store(server.url).range("a", 8, 4)
+
+
+def test_a_weak_tag_is_compared_and_not_sent() -> None:
+    version = ['W/"1"', '"1"', 'W/"2"']
+    headers = {"Content-Range": "bytes 2-5/10"}
+    with scripted(lambda _, number: Reply(206, TEN[2:6], headers | {"ETag": version[number]})) as server:
+        store = open_store(server.url)
+        etag = store.tag("a").etag
+        assert store.range("a", 2, 4, etag=etag) == TEN[2:6]
+        with pytest.raises(ChangedError):
+            store.range("a", 2, 4, etag=etag)
+    assert not any("if-match" in asked.headers for asked in server.asked)
+
+
+def test_a_server_that_refuses_a_version_is_understood() -> None:
+    with scripted(lambda *_: Reply(412)) as server, pytest.raises(ChangedError):
+        open_store(server.url).range("a", 2, 4, etag='"1"')
+    assert [asked.headers["if-match"] for asked in server.asked] == ['"1"']
+
+
+def test_caches_on_the_way_can_be_passed_by() -> None:
+    with scripted(lambda *_: Reply(body=TEN)) as server:
+        store = open_store(server.url.replace("//", "//me:secret@"))
+        assert isinstance(store, HttpStore)
+        store.get("a")
+        store.past_caches().get("a")
+        store.get("a")
+    assert [asked.headers.get("x-stoker-bypass") for asked in server.asked] == [None, "1", None]
+    assert all("authorization" in asked.headers for asked in server.asked)
 
 
 def test_bytes_are_never_decoded() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli import planned
+from stoker.cli import serving
 from stoker.cli.output import byte_bar, counted, counter, print_json, print_table, remark
 
 if TYPE_CHECKING:
@@ -320,7 +320,8 @@ def bench(
     _show_measured(found, as_json)
 
 
-planned.add_commands(app, "data")
+for command in (serving.serve, serving.cache, serving.warm, serving.loadtest):
+    app.command()(command)
 
 
 def _threads(jobs: str, option: str = "--jobs") -> int:

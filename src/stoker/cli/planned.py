@@ -13,12 +13,6 @@ PLANNED = {
         "profile": "Watch GPU, CPU and network around any command.",
         "bench": "Measure this machine against the peers.",
     },
-    "data": {
-        "serve": "Serve shards over http.",
-        "cache": "Cache shards of other servers and buckets.",
-        "warm": "Fill a cache with the shards needed first.",
-        "loadtest": "Measure a data server under load.",
-    },
     "job": {
         "plan": "Show what a job would start.",
         "run": "Start a job.",

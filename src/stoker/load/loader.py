@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self, SupportsIndex
 import numpy as np
 
 from stoker.core.threads import Threads
+from stoker.core.units import parse_bytes
 from stoker.errors import DataFaultError, Fault, InputError, SpecError
 from stoker.load.buffers import Allocate, Buffers
 from stoker.load.native import DECODERS, chosen
@@ -29,6 +30,7 @@ from stoker.sampling.plan import Epoch, Plan, Step, data_digest
 from stoker.sampling.seat import Seat
 from stoker.shards.locate import ShardSet, find_sets
 from stoker.shards.scan import described
+from stoker.storage.cached import Cache
 
 SLICE = 16
 """Rows that a thread makes at a time: handing over single images costs more than it spreads."""
@@ -108,6 +110,7 @@ class Loader:
         seed: int = 0,
         seat: Seat | tuple[int, int] | None = None,
         cache: str | Path | None = None,
+        cache_size: int | str | None = None,
         prefetch: int = 4,
         threads: int | None = None,
         max_bad: float = 0.001,
@@ -120,7 +123,8 @@ class Loader:
             seat,
         ):
             raise SpecError(odd)
-        faults = _setting_faults(transform, size, layout, prefetch, threads, max_bad, decoder)
+        budget, faults = _budget(cache_size)
+        faults += _setting_faults(transform, size, layout, prefetch, threads, max_bad, decoder)
         self.seat = Seat.from_environ(os.environ) if seat is None else Seat(*seat)
         cores = len(os.sched_getaffinity(0))
         self.set = described(url if isinstance(url, ShardSet) else find_one(str(url)), jobs=cores)
@@ -138,7 +142,8 @@ class Loader:
         """What was left out so far, of all epochs."""
         self._prefetch, self._max_bad = prefetch, max_bad
         self._rows = _rows(transform, size, layout, antialias, seed, allocate, decoder)
-        self._reader = Reader(self.set, cache=None if cache is None else Path(cache))
+        folder = os.environ.get("STOKER_CACHE_DIR", "") if cache is None else cache
+        self._reader = Reader(self.set, cache=Cache(Path(folder).expanduser(), budget) if folder else None)
         self._cursor = self.plan.start()
         self._running: Generator[Batch] | None = None
 
@@ -360,6 +365,16 @@ def _setting_faults(
         "max_bad": (isinstance(max_bad, int | float) and 0 <= max_bad <= 1, f"{max_bad} is no share from 0 to 1"),
     }
     return [Fault(path, what) for path, (fine, what) in checks.items() if not fine]
+
+
+def _budget(size: int | str | None) -> tuple[int | None, list[Fault]]:
+    """Read how large the cache may grow: as given, or else as the environment tells, or else without a limit."""
+    name = "cache_size" if size is not None else "STOKER_CACHE_SIZE"
+    size = size if size is not None else os.environ.get(name) or None
+    try:
+        return None if size is None else parse_bytes(size), []
+    except InputError as error:
+        return None, [Fault(name, error.what)]
 
 
 def _rows(

@@ -22,7 +22,7 @@ from stoker.shards.index import Index
 from stoker.shards.locate import MappedFile, ShardSet
 from stoker.shards.sample import Buffer
 from stoker.storage import Entry, Store, checked, local_path
-from stoker.storage.cached import fetched, kept
+from stoker.storage.cached import Cache, Held, fetch
 
 THREADS = {"fetch": 2, "range": 16}
 """Whole shards come by few threads; single samples, each of which waits for one answer, by many."""
@@ -40,7 +40,7 @@ class Samples(NamedTuple):
 
 
 class _Object(TypedDict):
-    """An object of a store, as the cache wants it named."""
+    """An object of a store, as a fetch wants it named."""
 
     store: Store
     name: str
@@ -57,6 +57,8 @@ class _Open:
         self.lengths = rows["length"].astype(np.int64)
         self.labels = rows["label"].astype(np.int64)
         self.file: MappedFile | None = None
+        self.held: Held | None = None
+        """What keeps its copy in the cache."""
         self.coming: Future[MappedFile] | None = None
         self.wanted = True
         self.read_cold = False
@@ -67,12 +69,20 @@ class _Open:
         self.wanted = False
         if self.coming is not None:
             self.coming.cancel()
+        if self.held is not None:
+            self.held.close()
+
+    def hold(self, held: Held) -> None:
+        """Keep its copy in the cache from now on, unless it was let go meanwhile."""
+        self.held = held
+        if not self.wanted:
+            held.close()
 
 
 class Reader:
     """Reads a set's samples for many threads; holds the shards that it was told to keep, or was asked for since."""
 
-    def __init__(self, one: ShardSet, *, cache: Path | None = None) -> None:
+    def __init__(self, one: ShardSet, *, cache: Cache | None = None) -> None:
         self._set = one
         self._local = local_path(one.store.url)
         self._lock = threading.Lock()
@@ -81,7 +91,8 @@ class Reader:
         self._failed = False
         self._spoilt: DataFaultError | None = None
         self._unchecked: set[_Open] = set()
-        self._cache = self._folder = cache
+        self._cache = cache
+        self._folder: Path | None = None
         self._scratch = ExitStack()
         self._numbers = itertools.count()
         self._pools: dict[str, Threads] = {}
@@ -166,7 +177,7 @@ class Reader:
             with suppress(InvalidStateError):  # nobody will open it any more, and somebody may wait for it
                 shard.set_exception(StoppedError("the loader was closed", where=self._set.url))
         with self._lock:
-            self._folder = self._cache
+            self._folder = None
             self._scratch.close()
 
     def _begin(self, number: int) -> Future[_Open]:
@@ -188,8 +199,8 @@ class Reader:
             made = _Open(entry, self._set.index(entry.name))
             if self._local is not None:
                 made.file = self._mapped(made, self._local / checked(self._set.folder + entry.name))
-            elif self._cache is not None and (path := kept(folder=self._cache, **self._object(made))):
-                made.file = self._mapped(made, path)
+            elif self._cache is not None and (held := self._cache.find(**self._object(made))):
+                made.file = self._kept(made, held)
             else:
                 made.coming = self._pool("fetch").submit(self._fetch, made)
         except BaseException as error:
@@ -203,17 +214,22 @@ class Reader:
                 shard.set_result(made)
 
     def _fetch(self, shard: _Open) -> MappedFile:
-        """Fetch a shard and map it; without a cache folder its copy has no name from then on, so that none is left."""
-        if self._cache is not None:
-            return self._mapped(shard, fetched(folder=self._cache, wanted=lambda: shard.wanted, **self._object(shard)))
+        """Fetch a shard and map it; where no cache keeps it, its copy has no name from then on, and none is left."""
+        this = self._object(shard)
+        if self._cache is not None and (held := self._cache.open(wanted=lambda: shard.wanted, **this)):
+            return self._kept(shard, held)
         with self._lock:
             if self._folder is None:
                 self._folder = self._scratch.enter_context(scratch_folder())
-            folder = self._folder / str(next(self._numbers))  # two may fetch one shard, when it is wanted again
-        path = fetched(folder=folder, wanted=lambda: shard.wanted, **self._object(shard))
+            path = self._folder / str(next(self._numbers))  # two may fetch one shard, when it is wanted again
+        fetch(path=path, wanted=lambda: shard.wanted, **this)
         file = self._mapped(shard, path)
         path.unlink()
-        folder.rmdir()
+        return file
+
+    def _kept(self, shard: _Open, held: Held) -> MappedFile:
+        file = self._mapped(shard, held.path)
+        shard.hold(held)
         return file
 
     def _object(self, shard: _Open) -> _Object:
@@ -298,5 +314,10 @@ def _with_sample(error: DataFaultError, shard: _Open, sample: int) -> DataFaultE
 
 def _let_go(opened: Future[_Open], *, closing: bool = False) -> None:
     """Let go of a shard; one that was read before it was checked still comes, to be checked, unless all is closed."""
-    if opened.exception() is None and (closing or not opened.result().read_cold):
-        opened.result().let_go()
+    if opened.exception() is not None:
+        return
+    shard = opened.result()
+    if shard.read_cold and shard.coming is not None and not closing:
+        shard.coming.add_done_callback(lambda _: shard.let_go())
+    else:
+        shard.let_go()

@@ -19,6 +19,17 @@ class Entry(NamedTuple):
     size: int
 
 
+class Tag(NamedTuple):
+    """What tells one version of an object from another: its size, and a text of the store's, empty if it has none."""
+
+    size: int
+    etag: str
+
+
+Children = tuple[list[str], list[tuple[str, int | None]]]
+"""The folders of a folder, and its files with their sizes where these are told; names without the folder's."""
+
+
 class Store(Protocol):
     """A folder of objects. Names are relative, with `/` between their parts."""
 
@@ -28,12 +39,16 @@ class Store(Protocol):
         """Read a whole object."""
         ...
 
-    def range(self, name: str, start: int, length: int) -> bytes:
-        """Read exactly `length` bytes from `start`."""
+    def range(self, name: str, start: int, length: int, *, etag: str = "") -> bytes:
+        """Read exactly `length` bytes from `start`; with an `etag`, refuse those of another version."""
         ...
 
     def size(self, name: str) -> int:
         """Tell an object's size in bytes."""
+        ...
+
+    def tag(self, name: str) -> Tag:
+        """Tell which version of an object is there."""
         ...
 
     def list(self, prefix: str = "") -> Iterator[Entry]:

@@ -14,8 +14,8 @@ from threading import Lock
 from typing import Any, BinaryIO
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
-from stoker.errors import AccessError, InputError, MissingExtraError, UnavailableError
-from stoker.storage import Entry, checked, folder_of, join
+from stoker.errors import AccessError, ChangedError, InputError, MissingExtraError, UnavailableError
+from stoker.storage import Children, Entry, Tag, checked, folder_of, join
 from stoker.storage.local import explained
 from stoker.storage.web import RETRIES, Answer, Client, Window, exactly, refusal
 
@@ -51,18 +51,25 @@ class GcsStore:
         """Read a whole object."""
         return self._ask("GET", self._address(name, alt="media"), name).body
 
-    def range(self, name: str, start: int, length: int) -> bytes:
-        """Read exactly `length` bytes from `start`."""
+    def range(self, name: str, start: int, length: int, *, etag: str = "") -> bytes:
+        """Read exactly `length` bytes from `start`; with an `etag`, refuse those of another version."""
         if not length:
             return b""
         window = Window(start, length)
-        answer = self._ask("GET", self._address(name, alt="media"), name, also=(206, 416), window=window)
+        address = self._address(name, alt="media", **({"ifGenerationMatch": etag} if etag else {}))
+        answer = self._ask("GET", address, name, also=(206, 412, 416), window=window)
+        if answer.status == 412:
+            raise ChangedError(where=join(self.url, name))
         return exactly(window, answer, join(self.url, name))
 
     def size(self, name: str) -> int:
         """Tell an object's size in bytes."""
-        answer = self._ask("GET", self._address(name, fields="size"), name)
-        return int(json.loads(answer.body)["size"])
+        return self.tag(name).size
+
+    def tag(self, name: str) -> Tag:
+        """Tell which version of an object is there, by its generation."""
+        answer = json.loads(self._ask("GET", self._address(name, fields="size,generation"), name).body)
+        return Tag(int(answer["size"]), str(answer.get("generation", "")))
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """List the objects whose name starts with `prefix`, in order of name."""
@@ -77,6 +84,22 @@ class GcsStore:
                     yield Entry(name, int(item["size"]))
             if not page.get("nextPageToken"):
                 return
+            query["pageToken"] = page["nextPageToken"]
+
+    def children(self, folder: str) -> Children:
+        """List one folder, whose name is empty or ends with a slash."""
+        where = self._prefix + folder
+        query = {"prefix": where, "delimiter": "/", "fields": "items(name,size),prefixes,nextPageToken"}
+        folders: list[str] = []
+        files: list[tuple[str, int | None]] = []
+        while True:
+            address = f"{self._host}{self._objects}?{urlencode(query)}"
+            page = json.loads(self._ask("GET", address, missing="no such bucket").body)
+            folders += [name.removeprefix(where).strip("/") for name in page.get("prefixes", ())]
+            names = [(item["name"].removeprefix(where), int(item["size"])) for item in page.get("items", ())]
+            files += [(name, size) for name, size in names if name]
+            if not page.get("nextPageToken"):
+                return folders, files
             query["pageToken"] = page["nextPageToken"]
 
     def put(self, name: str, source: bytes | Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from stoker.errors import (
     AccessError,
+    ChangedError,
     DataFaultError,
     FullError,
     InputError,
@@ -21,7 +22,7 @@ from stoker.errors import (
     StokerError,
     UnavailableError,
 )
-from stoker.storage import Entry, checked, folder_of, local_path
+from stoker.storage import Entry, Tag, checked, folder_of, local_path
 
 _TEMPORARY = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.tmp")
 
@@ -42,26 +43,32 @@ class LocalStore:
         with explained(path):
             return path.read_bytes()
 
-    def range(self, name: str, start: int, length: int) -> bytes:
-        """Read exactly `length` bytes from `start`."""
+    def range(self, name: str, start: int, length: int, *, etag: str = "") -> bytes:
+        """Read exactly `length` bytes from `start`; with an `etag`, refuse those of another version."""
         path = self._path(name)
         with explained(path), path.open("rb", buffering=0) as file:
             file.seek(start)
             data = file.read(length)
             while len(data) < length and (more := file.read(length - len(data))):
                 data += more  # one read of Linux ends at 2 GiB
+            if etag and _tag(os.fstat(file.fileno())).etag != etag:
+                raise ChangedError(where=path)
         if len(data) < length:
             raise DataFaultError(f"wanted {length} bytes from {start}, got {len(data)}", where=path)
         return data
 
     def size(self, name: str) -> int:
         """Tell a file's size in bytes."""
+        return self.tag(name).size
+
+    def tag(self, name: str) -> Tag:
+        """Tell which version of a file is there, by its size, its time and its inode."""
         path = self._path(name)
         with explained(path):
             status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise NotFoundError("is not a file", where=path)
-        return status.st_size
+        return _tag(status)
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """List the files whose name starts with `prefix`, in order of name; none if the folder is absent."""
@@ -116,9 +123,18 @@ class LocalStore:
                 yield from self._walk(full.removesuffix("/"))
                 continue
             with explained(path / name):
-                status = file.stat() if file.is_file() and not _TEMPORARY.fullmatch(name) else None
+                status = file.stat() if file.is_file() and not is_temporary(name) else None
             if status:
                 yield Entry(full, status.st_size)
+
+
+def is_temporary(name: str) -> bool:
+    """Tell a file that is still being written by its name."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def _tag(status: os.stat_result) -> Tag:
+    return Tag(status.st_size, f"{status.st_mtime_ns:x}-{status.st_size:x}-{status.st_ino:x}")
 
 
 @contextmanager

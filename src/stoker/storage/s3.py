@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import obstore
-from obstore.exceptions import BaseError
+from obstore.exceptions import BaseError, PreconditionError
 from obstore.store import S3Store as Bucket
 
 from stoker.errors import (
     AccessError,
+    ChangedError,
     DataFaultError,
     InputError,
     MissingExtraError,
@@ -23,7 +24,7 @@ from stoker.errors import (
     StokerError,
     UnavailableError,
 )
-from stoker.storage import Entry, checked, folder_of, join
+from stoker.storage import Children, Entry, Tag, checked, folder_of, join
 from stoker.storage.local import explained
 
 if TYPE_CHECKING:
@@ -77,13 +78,13 @@ class S3Store:
         with self._explained(name):
             return obstore.get(self._bucket, checked(name)).bytes().to_bytes()
 
-    def range(self, name: str, start: int, length: int) -> bytes:
-        """Read exactly `length` bytes from `start`."""
+    def range(self, name: str, start: int, length: int, *, etag: str = "") -> bytes:
+        """Read exactly `length` bytes from `start`; with an `etag`, refuse those of another version."""
         if not length:
             return b""
         with self._explained(name):
             try:
-                data = obstore.get_range(self._bucket, checked(name), start=start, length=length).to_bytes()
+                data = self._window(checked(name), start, length, etag)
             except BaseError as error:
                 if _status(error) != 416:
                     raise
@@ -98,6 +99,12 @@ class S3Store:
         with self._explained(name):
             return obstore.head(self._bucket, checked(name))["size"]
 
+    def tag(self, name: str) -> Tag:
+        """Tell which version of an object is there, by its ETag."""
+        with self._explained(name):
+            meta = obstore.head(self._bucket, checked(name))
+        return Tag(meta["size"], meta["e_tag"] or "")
+
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """List the objects whose name starts with `prefix`, in order of name."""
         # obstore's own prefix ends at a slash, ours anywhere.
@@ -107,6 +114,13 @@ class S3Store:
                 for meta in batch:
                     if meta["path"].startswith(prefix):
                         yield Entry(meta["path"], meta["size"])
+
+    def children(self, folder: str) -> Children:
+        """List one folder, whose name is empty or ends with a slash."""
+        with self._explained(folder):
+            found = obstore.list_with_delimiter(self._bucket, folder or None)
+        files = [(meta["path"].removeprefix(folder), meta["size"]) for meta in found["objects"]]
+        return [path.removeprefix(folder).strip("/") for path in found["common_prefixes"]], list(files)
 
     def put(self, name: str, source: bytes | Path) -> None:
         """Upload an object, which appears when its last part has arrived; then remove a source file."""
@@ -124,6 +138,14 @@ class S3Store:
         with self._explained(name):
             obstore.delete(self._bucket, checked(name))
 
+    def _window(self, name: str, start: int, length: int, etag: str) -> bytes:
+        if not etag:
+            return obstore.get_range(self._bucket, name, start=start, length=length).to_bytes()
+        answer = obstore.get(self._bucket, name, options={"range": (start, start + length), "if_match": etag})
+        if (answer.meta["e_tag"] or etag) != etag:
+            raise ChangedError(where=join(self.url, name))  # from a server that takes no conditions
+        return answer.bytes().to_bytes()
+
     @contextmanager
     def _explained(self, name: str) -> Iterator[None]:
         _refuse_fork(self.url)
@@ -135,6 +157,8 @@ class S3Store:
     def _explain(self, error: Exception, where: str) -> StokerError:
         report = _report(error)
         status = _status(error)
+        if isinstance(error, PreconditionError):
+            return ChangedError(where=where)
         if "<Code>NoSuchBucket</Code>" in report:
             return NotFoundError("no such bucket", where=where)
         if isinstance(error, FileNotFoundError) or status == 404:

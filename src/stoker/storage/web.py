@@ -31,6 +31,7 @@ _PIECE = 1 << 20
 _SENT = re.compile(r"bytes ([0-9]+)-([0-9]+)/([0-9]+|\*)")
 # Only redirects: what else is tried again is decided here, because a body can break off too.
 _REDIRECTS = Retry(total=5, connect=0, read=0, status=0, other=0, redirect=5)
+_NO_REDIRECTS = Retry(total=0, connect=0, read=0, status=0, other=0, redirect=0, raise_on_redirect=False)
 
 
 class Answer(NamedTuple):
@@ -56,8 +57,9 @@ class _WrongBytesError(HTTPError):
 class Client:
     """Asks one server; safe to share between threads."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, redirects: bool = True) -> None:
         self.pool = _pool(url)
+        self._retries = _REDIRECTS if redirects else _NO_REDIRECTS
 
     def ask(
         self,
@@ -99,7 +101,7 @@ class Client:
             url,
             body=body,
             headers=headers,
-            retries=_REDIRECTS,
+            retries=self._retries,
             timeout=Timeout(connect=3.0, read=30.0),
             preload_content=False,
             decode_content=False,
