@@ -247,15 +247,17 @@ int resize_has_simd(void) { return 0; }
 void resize_rgb(const struct resize_axis *x, const struct resize_axis *y, const uint8_t *pixels, size_t stride,
                 int columns, int side, int16_t *middle, uint8_t *line, uint8_t *out, int simd) {
     for (int row = 0; row < side; row++) {
+        /* SIMD writes a little beyond a row: into the next one, which comes later, but not behind the last one. */
+        uint8_t *to = row + 1 < side ? out + (size_t)row * (size_t)side * 3 : line;
         const uint8_t *rows = pixels + (size_t)y->first[row] * stride;
         const int16_t *weights = y->weights + (size_t)row * (size_t)y->taps;
         if (simd) {
             down_simd(rows, stride, weights, y->taps, 3 * columns, middle);
-            across_simd(x, middle, side, line);
+            across_simd(x, middle, side, to);
         } else {
             down_portable(rows, stride, weights, y->taps, 3 * columns, middle);
-            across_portable(x, middle, side, line);
+            across_portable(x, middle, side, to);
         }
-        memcpy(out + (size_t)row * (size_t)side * 3, line, (size_t)side * 3);
+        if (to == line) memcpy(out + (size_t)row * (size_t)side * 3, line, (size_t)side * 3);
     }
 }
