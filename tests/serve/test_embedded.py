@@ -494,6 +494,14 @@ def test_a_drip_is_let_go_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         engine.stop()
 
 
+def test_a_slow_origin_is_not_held_against_the_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "STALL_S", 0.3)
+    monkeypatch.setattr(http, "MIN_RATE", 1 << 40)
+    with origin({"/a.tar": LARGE}) as far, caching(tmp_path / "cache", ("", far.url)) as url:
+        far.delay_s = 0.5
+        assert ask(url, "/a.tar").body == LARGE
+
+
 def test_no_thread_for_a_client_is_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(ServeSettings(root=tmp_path, port=0)) as url:
         start, failing = threading.Thread.start, [True]

@@ -290,15 +290,16 @@ class _Connection:
         if request.headers.get("expect", "").lower() == "100-continue":  # only now, when somebody wants it
             self._client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(STALL_S))
-        length, began = request.length, time.monotonic()
+        length, pace = request.length, _Pace()
         while length:
-            _check_rate(request.length - length, began)
             if self._ahead:
                 piece, self._ahead = self._ahead[:length], self._ahead[length:]
             else:
+                began = time.monotonic()
                 piece = self._client.recv(min(length, 1 << 20))
                 if not piece:
                     raise _GoneError
+                pace.went(len(piece), began)
             length -= len(piece)
             yield piece
 
@@ -315,11 +316,10 @@ class _Connection:
                 self._client.sendall(head)
                 well = True
                 return
-            began = time.monotonic()
+            pace = _Pace()
             self._client.sendall(head, socket.MSG_MORE)
             for piece in body:
-                sent += self._send_span(piece, began, sent) if isinstance(piece, Span) else self._send_bytes(piece)
-                _check_rate(sent, began)
+                sent += self._send_span(piece, pace) if isinstance(piece, Span) else self._send_bytes(piece, pace)
             well = sent == reply.length
             if not well:
                 raise _GoneError  # the length was promised: only an end of the connection tells the truth
@@ -331,19 +331,36 @@ class _Connection:
             if (close := getattr(body, "close", None)) is not None:
                 close()
 
-    def _send_bytes(self, data: bytes) -> int:
+    def _send_bytes(self, data: bytes, pace: _Pace) -> int:
+        began = time.monotonic()
         self._client.sendall(data)
+        pace.went(len(data), began)
         return len(data)
 
-    def _send_span(self, span: Span, began: float, before: int) -> int:
+    def _send_span(self, span: Span, pace: _Pace) -> int:
         sent = 0
         while sent < span.length:
+            began = time.monotonic()
             count = os.sendfile(self._client.fileno(), span.file, span.offset + sent, min(PIECE, span.length - sent))
             if not count:
                 raise _GoneError  # the file has shrunk
             sent += count
-            _check_rate(before + sent, began)
+            pace.went(count, began)
         return sent
+
+
+class _Pace:
+    """How fast a client takes or gives; what the server itself waits for does not count."""
+
+    def __init__(self) -> None:
+        self._bytes, self._seconds = 0, 0.0
+
+    def went(self, count: int, began: float) -> None:
+        """Add what went since then; let go of a client that is too slow."""
+        self._bytes += count
+        self._seconds += time.monotonic() - began
+        if self._seconds > STALL_S and self._bytes < self._seconds * MIN_RATE:
+            raise _GoneError
 
 
 class _Counted(Iterator[bytes]):
@@ -375,13 +392,6 @@ def decoded(target: bytes) -> str:
     if any(ord(letter) < 32 or ord(letter) == 127 or letter == "\\" for letter in path):
         raise RefusedError(400, "a path has no control characters and no backslashes")
     return path
-
-
-def _check_rate(count: int, began: float) -> None:
-    """Let go of a client that is too slow."""
-    took = time.monotonic() - began
-    if took > STALL_S and count < took * MIN_RATE:
-        raise _GoneError
 
 
 def _headers(fields: Iterable[bytes]) -> dict[str, str]:
