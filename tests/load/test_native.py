@@ -527,6 +527,8 @@ def test_libfuzzer_finds_nothing_in_a_minute(tmp_path: Path) -> None:
         "-max_total_time=60",
         "-max_len=6000",
         "-timeout=20",
+        "-rss_limit_mb=0",  # what this process holds would count
+        "-malloc_limit_mb=256",
         f"-artifact_prefix={tmp_path}/",
         f"-seed={os.getpid()}",
     ]
