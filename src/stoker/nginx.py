@@ -189,7 +189,6 @@ http {{
     }}
     gzip off;
     sendfile on;
-    tcp_nopush on;
     aio off;
     max_ranges 64;
     absolute_redirect off;
@@ -409,7 +408,11 @@ class _Origin:
         if parts.scheme not in ("http", "https"):
             raise InputError("nginx caches only http and https origins", where=url, hint="use --engine embedded")
         if parts.username is not None or parts.query or parts.fragment or re.search(r"[\x00-\x20\x7f]", url):
-            raise InputError("an origin is a plain URL, without login, query or fragment", where=url)
+            raise InputError(
+                "an origin is a plain URL, without login, query or fragment",
+                where=url,
+                hint="--engine embedded sends a login",
+            )
         secure = parts.scheme == "https"
         path = unquote(parts.path, errors="surrogateescape").rstrip("/")
         if re.search(r"[\x00-\x1f\x7f$?\\]|/\.\.?(/|$)|//", path):

@@ -254,7 +254,8 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, part: str, *words: ob
     ("words", "code", "part"),
     [
         (["{tmp}/nothing"], 2, "no such folder"),
-        (["{tmp}/root/a.tar"], 2, "no such folder"),
+        (["{tmp}/root/a.tar"], 2, "is a file"),
+        ([""], 2, "DIR is empty"),
         (["{tmp}/root", "--port", "65536"], 2, "--port is 65536"),
         (["{tmp}/root", "--port", "-1"], 2, "--port is -1"),
         (["{tmp}/root", "--writable", "--host", "0.0.0.0", "--port", "0"], 2, "needs a token"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from serve.contract import CacheSuite, ServeSuite
+from stoker.errors import ConflictError
 from stoker.serve.engines import Engine, caching, serving
 from stoker.serve.settings import CacheSettings, ServeSettings
 
@@ -25,6 +26,14 @@ def running(engine: Engine) -> Iterator[str]:
         yield engine.url
     finally:
         engine.stop()
+
+
+def test_two_engines_do_not_share_a_folder(tmp_path: Path) -> None:
+    settings = CacheSettings(origins=(("", "http://127.0.0.1:1"),), dir=tmp_path / "cache", size=1 << 30, port=0)
+    with running(caching(settings, "nginx")), pytest.raises(ConflictError, match="another cache"):
+        caching(settings, "embedded")
+    with running(caching(settings, "embedded")), pytest.raises(ConflictError, match="another cache"):
+        caching(settings, "nginx").start()
 
 
 class TestServe(ServeSuite):

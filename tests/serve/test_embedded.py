@@ -429,6 +429,18 @@ def test_while_the_origin_fails_it_is_not_asked_each_time(tmp_path: Path) -> Non
         assert len(far.heads) == heads
 
 
+def test_a_silent_origin_is_asked_once_for_all(tmp_path: Path) -> None:
+    files = {f"/{number}.tar": DATA for number in range(10)}
+    with origin(files) as far, caching(tmp_path / "cache", ("", far.url), fresh_s=0) as url:
+        for path in files:
+            ask(url, path)
+        far.status = 503
+        ask(url, "/0.tar")
+        heads = len(far.heads)
+        assert {ask(url, path).headers["x-cache"] for path in files} == {"STALE"}
+        assert len(far.heads) == heads
+
+
 def test_a_denial_does_not_empty_the_cache(tmp_path: Path) -> None:
     with origin({"/a.tar": DATA}) as far, caching(tmp_path / "cache", ("", far.url), fresh_s=0) as url:
         ask(url, "/a.tar")

@@ -637,7 +637,7 @@ def test_a_restarted_cache_is_warm_and_without_what_was_unfinished(tmp_path: Pat
 
 
 def test_two_caches_do_not_share_a_folder(tmp_path: Path) -> None:
-    with caching(tmp_path, "http://127.0.0.1:1"), pytest.raises(ConflictError, match="another nginx"):
+    with caching(tmp_path, "http://127.0.0.1:1"), pytest.raises(ConflictError, match="another cache or server"):
         NginxEngine(
             CacheSettings(origins=(("", "http://127.0.0.1:1"),), dir=tmp_path, size=1 << 30, host="127.0.0.1", port=0)
         ).start()

@@ -25,7 +25,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 
 
 def serve(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to serve.")],
+    place: Annotated[str, typer.Argument(metavar="DIR", help="The folder to serve.")],
     port: Annotated[int, typer.Option(metavar="N", help="0 takes one that is free.")] = 8080,
     host: Host = "127.0.0.1",
     engine: EngineName = "auto",
@@ -38,8 +38,9 @@ def serve(
     from stoker.serve.engines import serving
     from stoker.serve.settings import ServeSettings
 
+    folder = _folder(place, "DIR")
     if not folder.is_dir():
-        raise NotFoundError("no such folder", where=folder)
+        raise NotFoundError("is a file" if folder.exists() else "no such folder", where=place)
     if writable and token_file is None and not is_loopback(host):
         raise InputError("a writable server that others can reach needs a token", where=host, hint="see --token-file")
     settings = ServeSettings(
@@ -57,7 +58,7 @@ def cache(
     origin: Annotated[
         list[str], typer.Option(metavar="[NAME=]URL", help="What is cached; may be given several times.")
     ],
-    folder: Annotated[Path, typer.Option("--dir", metavar="DIR", help="Where it is kept.")],
+    place: Annotated[str, typer.Option("--dir", metavar="DIR", help="Where it is kept.")],
     size: Annotated[str, typer.Option(metavar="BYTES", help="How much is kept at most, like 200GiB.")],
     port: Annotated[int, typer.Option(metavar="N", help="0 takes one that is free.")] = 3128,
     host: Host = "127.0.0.1",
@@ -77,6 +78,7 @@ def cache(
 
     if not 0 <= fresh <= 86400 * 365:
         raise InputError(f"--fresh is {fresh:g}, and must be 0 or more seconds")
+    folder = _folder(place, "--dir")
     origins = read_origins(origin)
     budget = parse_bytes(size)
     check_budget(folder, budget)
@@ -182,6 +184,15 @@ def _run(engine: Engine, what: str, host: str, token_file: Path | None) -> None:
             engine.wait()
     finally:
         engine.stop()
+
+
+def _folder(text: str, what: str) -> Path:
+    """Refuse no name at all: it would mean the folder that one happens to be in."""
+    from stoker.errors import InputError
+
+    if not text:
+        raise InputError(f"{what} is empty", hint="name a folder; `.` is the one you are in")
+    return Path(text)
 
 
 def _port(port: int) -> int:

@@ -92,7 +92,7 @@ class NginxEngine:
             stack.enter_context(_held(self._home / "lock", self._home))
             if isinstance(self._given, CacheSettings):
                 _prepared(self._given.dir)
-                stack.enter_context(_held(self._given.dir / "nginx.lock", self._given.dir))
+                stack.enter_context(_held(self._given.dir / "lock", self._given.dir))
                 _remove_unfinished(cache_folder(self._given))
             listener = stack.enter_context(_listening(self._given.host, self._given.port))
             self._address = listener.getsockname()[:2]
@@ -382,7 +382,9 @@ def _held(lock: Path, folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ConflictError("another nginx of ours uses this folder", where=folder) from error
+            raise ConflictError(
+                "another cache or server uses this folder", where=folder, hint="give it another --dir"
+            ) from error
         yield
 
 

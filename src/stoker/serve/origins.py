@@ -55,6 +55,8 @@ class Origin:
         self.store: _Listed = (
             HttpStore(url, redirects=False) if url.startswith("http") else cast(_Listed, open_store(url))
         )
+        self.silent_until = 0.0
+        """Until then it is not asked about what there is a copy of: it did not answer."""
         self._lock = threading.Lock()
         self._manifests: dict[str, _Manifest] = {}
 

@@ -25,7 +25,7 @@ FETCHES = 32
 PASSING = 1 << 20
 """What passes by goes in pieces of this size, because each client holds one as long as it likes."""
 ASK_AGAIN_S = 10.0
-"""How long an origin that did not answer is left alone, where there is a copy."""
+"""How long an origin that did not answer is not asked about what there is a copy of."""
 ANEW_S = 30.0
 """How long what was fetched past the cache counts as fetched just now: a reader asks for it piece by piece."""
 BYPASS = "x-stoker-bypass"
@@ -84,6 +84,9 @@ class CacheSite:
             anew = False  # it could not be any better
         if kept is not None and not anew and now < kept.fresh_until:
             return kept, _how(kept)
+        if kept is not None and kept.about.whole and not anew and now < origin.silent_until:
+            kept.stale = True
+            return kept, _how(kept)
         try:
             about = self._ask_once(origin, name, key)
         except NotFoundError:
@@ -91,9 +94,10 @@ class CacheSite:
                 self._cache.drop(kept)
             raise
         except (StokerError, RefusedError):
+            origin.silent_until = time.monotonic() + ASK_AGAIN_S
             if kept is None or not kept.about.whole or anew:
                 raise
-            kept.stale, kept.fresh_until = True, time.monotonic() + ASK_AGAIN_S
+            kept.stale = True
             return kept, _how(kept)
         if anew and kept is not None:
             self._cache.drop(kept)

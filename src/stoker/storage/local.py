@@ -163,8 +163,10 @@ def _explain(error: OSError, where: Path) -> StokerError:
     match error.errno:
         case errno.ENOENT:
             return NotFoundError("no such file", where=where)
-        case errno.ENOTDIR | errno.EISDIR:
-            return NotFoundError("is a folder, or lies below a file", where=where)
+        case errno.EISDIR:
+            return NotFoundError("is a folder", where=where)
+        case errno.ENOTDIR | errno.EEXIST:
+            return NotFoundError("is a file, or lies below one", where=where)
         case errno.ENOSPC | errno.EDQUOT:
             return FullError("no space left", where=where, hint="free some, or write to another place")
         case errno.EACCES | errno.EPERM | errno.EROFS:
