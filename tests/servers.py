@@ -150,6 +150,13 @@ class Scripted(NamedTuple):
     asked: list[Asked]
 
 
+class _Quiet(ThreadingHTTPServer):
+    """Prints no traceback when a client goes, which may come in the middle of another test."""
+
+    def handle_error(self, *_: object) -> None:
+        pass
+
+
 @contextmanager
 def scripted(reply: Callable[[Asked, int], Reply]) -> Iterator[Scripted]:
     """Answer every request by a function of the request and of how many came before it."""
@@ -175,7 +182,7 @@ def scripted(reply: Callable[[Asked, int], Reply]) -> Iterator[Scripted]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with _Quiet(("127.0.0.1", 0), Handler) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:

@@ -242,7 +242,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, part: str, *words: ob
     assert stoker("data", *words) == code
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("stoker: ")
+    assert err.startswith("stoker: "), err
     assert err.count("\n") == 1, err
     assert "Traceback" not in err
     assert part in err

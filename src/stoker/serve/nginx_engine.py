@@ -451,6 +451,10 @@ class _Admin(ThreadingUnixStreamServer):
     def service_actions(self) -> None:
         self.counts.update()
 
+    def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002
+        """Say so in the log; the standard library would print a traceback."""
+        log.debug("a question about the server broke off", exc_info=True)
+
 
 class _AdminHandler(BaseHTTPRequestHandler):
     server: _Admin
