@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import itertools
 import json
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,10 @@ from typing import NamedTuple
 from urllib.parse import quote, urlsplit
 
 import pytest
+
+from disks import disk
+from stoker.storage.cached import Cache
+from stoker.storage.http import HttpStore
 
 DATA = bytes(itertools.islice(itertools.cycle(range(251)), 300_000))
 TOKEN = "a-token-of-twenty-letters"
@@ -527,6 +533,34 @@ class CacheSuite:
         far.spoil = None
         assert ask(url, "/train/a.tar", X_Stoker_Bypass="1").body == DATA
         assert ask(url, "/train/a.tar").body == DATA
+
+    def test_a_wrong_digest_is_found_by_the_reader_who_then_asks_past_the_cache(
+        self, url: str, far: Origin, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """There is no manifest at the origin: only the reader knows what the object should be."""
+        far.spoil = lambda _, body: bytes(len(body))
+        ask(url, "/train/a.tar")
+        far.spoil = None
+        node = Cache(tmp_path / "node", 1 << 30)
+        with caplog.at_level("WARNING"):
+            held = node.open(HttpStore(url), "train/a.tar", sha256=hashlib.sha256(DATA).hexdigest())
+        assert held is not None
+        with held:
+            assert held.path.read_bytes() == DATA
+        assert "a cache on the way holds a spoilt copy" in caplog.text
+        assert ask(url, "/train/a.tar").body == DATA
+
+    def test_a_full_disk_never_makes_a_wrong_answer_look_right(self, far: Origin, tmp_path: Path) -> None:
+        large = DATA * (2 * self.SLICE // len(DATA))
+        far.files["/large.tar"] = large
+        with disk(tmp_path / "disk", 4 << 20) as folder, self.start({"": far.url}, folder / "cache") as url:
+            for path, data in (("/large.tar", large), ("/train/a.tar", DATA), ("/large.tar", large)):
+                with suppress(http.client.IncompleteRead, ConnectionError):
+                    answer = ask(url, path)
+                    assert answer.status >= 500 or answer.body == data, path
+            subprocess.run(["mount", "-o", "remount,size=200m", str(folder)], check=True)
+            for _ in range(2):
+                assert ask(url, "/large.tar").body == large
 
     def test_a_restart_finds_the_cache_warm(self, far: Origin, tmp_path: Path) -> None:
         with self.start({"": far.url}, tmp_path / "cache") as url:

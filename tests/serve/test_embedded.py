@@ -25,6 +25,7 @@ from hypothesis import given
 from hypothesis import settings as settings_of
 from hypothesis import strategies as st
 
+from disks import disk
 from serve.contract import DATA, CacheSuite, ServeSuite, ask, at_once, eventually, origin, raw
 from stoker.errors import ConflictError
 from stoker.serve import http, slices
@@ -159,19 +160,6 @@ def test_an_object_that_changes_while_it_is_read_is_cut_off_not_mixed(tmp_path: 
         with suppress(client.IncompleteRead):
             assert ask(url, "/a.tar").status == 502
         assert ask(url, "/a.tar").body == LARGE[::-1]
-
-
-@contextmanager
-def disk(folder: Path, size: int) -> Iterator[Path]:
-    """A file system of its own, of which the system tells at any moment how much is used."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a tmpfs is not allowed here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_the_budget_holds_at_every_moment_and_what_is_read_stays(tmp_path: Path) -> None:
