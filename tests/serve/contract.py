@@ -7,6 +7,7 @@ import http.client
 import itertools
 import json
 import os
+import shutil
 import socket
 import subprocess
 import threading
@@ -19,9 +20,15 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, urlsplit
 
+import msgspec
 import pytest
 
 from disks import disk
+from stoker.serve import slices
+from stoker.serve.engines import Engine, caching, serving
+from stoker.serve.settings import CacheSettings, ServeSettings
+from stoker.shards.manifest import Manifest, Shard
+from stoker.shards.manifest import Origin as Made
 from stoker.storage.cached import Cache
 from stoker.storage.http import HttpStore
 
@@ -201,12 +208,54 @@ def spellings() -> list[str]:
     return found
 
 
+has_nginx = shutil.which("nginx") is not None or shutil.which("nginx", path="/usr/sbin") is not None
+
+
+@contextmanager
+def running(engine: Engine) -> Iterator[str]:
+    """Run an engine, and give its URL."""
+    engine.start()
+    try:
+        yield engine.url
+    finally:
+        engine.stop()
+
+
+def manifest(shards: dict[str, bytes]) -> bytes:
+    """A manifest that knows these shards."""
+    described = tuple(
+        Shard(name=name, samples=1, bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), index_sha256="")
+        for name, data in shards.items()
+    )
+    return msgspec.json.encode(
+        Manifest(
+            version=1,
+            name="set",
+            split="train",
+            format="tar",
+            samples=len(shards),
+            bytes=sum(map(len, shards.values())),
+            quarantined=0,
+            classes=("one",),
+            seed=0,
+            lanes=1,
+            window=2,
+            source=Made(kind="folder", samples=len(shards), digest=""),
+            shrunk=None,
+            plan="",
+            shards=described,
+        )
+    )
+
+
 class ServeSuite:
     """A data server."""
 
+    ENGINE: str
+
     def start(self, root: Path, *, token: str | None = None, writable: bool = False) -> AbstractContextManager[str]:
         """Serve a folder, and give the URL."""
-        raise NotImplementedError
+        return running(serving(ServeSettings(root=root, port=0, token=token, writable=writable), self.ENGINE))
 
     @pytest.fixture
     def root(self, tmp_path: Path) -> Path:
@@ -409,7 +458,8 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 class CacheSuite:
     """A cache in front of origins that may do anything. `SLICE` is how much an engine fetches at a time."""
 
-    SLICE: int
+    ENGINE: str
+    SLICE = slices.SLICE
 
     def start(
         self,
@@ -421,7 +471,10 @@ class CacheSuite:
         token: str | None = None,
     ) -> AbstractContextManager[str]:
         """Start a cache, and give its URL."""
-        raise NotImplementedError
+        settings = CacheSettings(
+            origins=tuple(origins.items()), dir=folder, size=size, port=0, fresh_s=fresh_s, token=token
+        )
+        return running(caching(settings, self.ENGINE))
 
     @pytest.fixture
     def far(self) -> Iterator[Origin]:

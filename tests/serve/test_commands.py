@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from socketserver import BaseServer
 from typing import Any, NamedTuple
@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 
 import servers
-from serve.contract import DATA, TOKEN, Origin, ask, eventually, origin
+from serve import contract
+from serve.contract import DATA, TOKEN, Origin, ask, eventually, has_nginx, origin
 from stoker.load.loader import find_one, plan_of
 from stoker.sampling.plan import Plan
 from stoker.sampling.seat import Seat
@@ -34,21 +35,14 @@ from stoker.serve.warm import fitting, plan_order
 from stoker.storage import Entry
 from trees import digests, make_tree, stoker
 
-has_nginx = shutil.which("nginx") is not None or shutil.which("nginx", path="/usr/sbin") is not None
 ENGINES = [
     "embedded",
     pytest.param("nginx", marks=pytest.mark.skipif(not has_nginx, reason="nginx is not installed")),
 ]
 
 
-@contextmanager
-def running(settings: ServeSettings | CacheSettings) -> Iterator[str]:
-    engine = EmbeddedEngine(settings)
-    engine.start()
-    try:
-        yield engine.url
-    finally:
-        engine.stop()
+def running(settings: ServeSettings | CacheSettings) -> AbstractContextManager[str]:
+    return contract.running(EmbeddedEngine(settings))
 
 
 @pytest.fixture

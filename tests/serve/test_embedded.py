@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import random
@@ -14,63 +13,36 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from http import client
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import settings as settings_of
 from hypothesis import strategies as st
 
 from disks import disk
-from serve.contract import DATA, CacheSuite, ServeSuite, ask, at_once, eventually, origin, raw
+from serve import contract
+from serve.contract import DATA, CacheSuite, ServeSuite, ask, at_once, eventually, manifest, origin, raw
 from stoker.errors import ConflictError
 from stoker.serve import http, slices
 from stoker.serve.embedded import EmbeddedEngine
 from stoker.serve.files import FileSite
 from stoker.serve.settings import CacheSettings, ServeSettings
-from stoker.shards.manifest import Manifest, Shard
-from stoker.shards.manifest import Origin as Made
 
 
-@contextmanager
-def running(settings: ServeSettings | CacheSettings) -> Iterator[str]:
-    engine = EmbeddedEngine(settings)
-    engine.start()
-    try:
-        yield engine.url
-    finally:
-        engine.stop()
+def running(settings: ServeSettings | CacheSettings) -> AbstractContextManager[str]:
+    return contract.running(EmbeddedEngine(settings))
 
 
 class TestServe(ServeSuite):
-    @contextmanager
-    def start(self, root: Path, *, token: str | None = None, writable: bool = False) -> Iterator[str]:
-        with running(ServeSettings(root=root, port=0, token=token, writable=writable)) as url:
-            yield url
+    ENGINE = "embedded"
 
 
 class TestCache(CacheSuite):
-    SLICE = slices.SLICE
-
-    @contextmanager
-    def start(
-        self,
-        origins: dict[str, str],
-        folder: Path,
-        *,
-        size: int = 1 << 30,
-        fresh_s: float = 60.0,
-        token: str | None = None,
-    ) -> Iterator[str]:
-        settings = CacheSettings(
-            origins=tuple(origins.items()), dir=folder, size=size, port=0, fresh_s=fresh_s, token=token
-        )
-        with running(settings) as url:
-            yield url
+    ENGINE = "embedded"
 
 
 # What only this engine promises of a cache.
@@ -82,44 +54,12 @@ def caching(folder: Path, *origins: tuple[str, str], size: int = 1 << 30, fresh_
         yield url
 
 
-def manifest(**shards: bytes) -> bytes:
-    """A manifest that knows these shards."""
-    return msgspec.json.encode(
-        Manifest(
-            version=1,
-            name="set",
-            split="train",
-            format="tar",
-            samples=len(shards),
-            bytes=sum(map(len, shards.values())),
-            quarantined=0,
-            classes=("one",),
-            seed=0,
-            lanes=1,
-            window=2,
-            source=Made(kind="folder", samples=len(shards), digest=""),
-            shrunk=None,
-            plan="",
-            shards=tuple(
-                Shard(
-                    name=f"{name}.tar",
-                    samples=1,
-                    bytes=len(data),
-                    sha256=hashlib.sha256(data).hexdigest(),
-                    index_sha256="",
-                )
-                for name, data in shards.items()
-            ),
-        )
-    )
-
-
 LARGE = DATA * (2 * slices.SLICE // len(DATA) + 1)
 
 
 def test_what_has_another_digest_than_the_manifest_says_is_never_complete_and_never_kept(tmp_path: Path) -> None:
     with (
-        origin({"/train/a.tar": LARGE, "/train/manifest.json": manifest(a=LARGE)}) as far,
+        origin({"/train/a.tar": LARGE, "/train/manifest.json": manifest({"a.tar": LARGE})}) as far,
         caching(tmp_path / "cache", ("", far.url)) as url,
     ):
         far.spoil = lambda path, body: body if path.endswith("json") else bytes([body[0] ^ 1]) + body[1:]
@@ -135,7 +75,7 @@ def test_what_has_another_digest_than_the_manifest_says_is_never_complete_and_ne
 
 def test_a_shard_of_another_length_than_the_manifest_says_is_told(tmp_path: Path) -> None:
     with (
-        origin({"/train/a.tar": DATA[:-1], "/train/manifest.json": manifest(a=DATA)}) as far,
+        origin({"/train/a.tar": DATA[:-1], "/train/manifest.json": manifest({"a.tar": DATA})}) as far,
         caching(tmp_path / "cache", ("", far.url)) as url,
     ):
         answer = ask(url, "/train/a.tar")
@@ -302,7 +242,7 @@ def only_object(folder: Path) -> Path:
 
 def test_what_comes_anew_for_a_whole_object_is_checked_even_after_a_kill(tmp_path: Path) -> None:
     """A slice is lost, its successor is wrong, and the process is killed before it could be checked."""
-    with origin({"/train/a.tar": LARGE, "/train/manifest.json": manifest(a=LARGE)}) as far:
+    with origin({"/train/a.tar": LARGE, "/train/manifest.json": manifest({"a.tar": LARGE})}) as far:
         with caching(tmp_path / "cache", ("", far.url)) as url:
             ask(url, "/train/a.tar")
         (only_object(tmp_path / "cache") / "000001").unlink()
@@ -315,7 +255,7 @@ def test_what_comes_anew_for_a_whole_object_is_checked_even_after_a_kill(tmp_pat
 
 def test_a_slice_that_vanishes_is_no_hit_any_more(tmp_path: Path) -> None:
     with (
-        origin({"/train/a.tar": LARGE, "/train/manifest.json": manifest(a=LARGE)}) as far,
+        origin({"/train/a.tar": LARGE, "/train/manifest.json": manifest({"a.tar": LARGE})}) as far,
         caching(tmp_path / "cache", ("", far.url)) as url,
     ):
         ask(url, "/train/a.tar")
@@ -337,7 +277,7 @@ def complete(url: str, path: str) -> bool:
 
 def test_without_its_manifest_nothing_is_taken_for_checked(tmp_path: Path) -> None:
     with (
-        origin({"/train/a.tar": DATA, "/train/manifest.json": manifest(a=DATA)}) as far,
+        origin({"/train/a.tar": DATA, "/train/manifest.json": manifest({"a.tar": DATA})}) as far,
         caching(tmp_path / "cache", ("", far.url)) as url,
     ):
         far.broken = "/train/manifest.json"
@@ -348,11 +288,11 @@ def test_without_its_manifest_nothing_is_taken_for_checked(tmp_path: Path) -> No
 
 def test_an_object_that_changes_together_with_its_manifest_is_served(tmp_path: Path) -> None:
     with (
-        origin({"/train/a.tar": DATA, "/train/manifest.json": manifest(a=DATA)}) as far,
+        origin({"/train/a.tar": DATA, "/train/manifest.json": manifest({"a.tar": DATA})}) as far,
         caching(tmp_path / "cache", ("", far.url), fresh_s=0) as url,
     ):
         ask(url, "/train/a.tar")
-        far.files |= {"/train/a.tar": DATA[:1000], "/train/manifest.json": manifest(a=DATA[:1000])}
+        far.files |= {"/train/a.tar": DATA[:1000], "/train/manifest.json": manifest({"a.tar": DATA[:1000]})}
         assert ask(url, "/train/a.tar").body == DATA[:1000]
 
 
@@ -369,7 +309,7 @@ def test_an_origin_that_marks_no_versions_is_passed_through(tmp_path: Path) -> N
 def test_what_passes_by_is_checked_too(tmp_path: Path) -> None:
     huge = LARGE * 3
     with (
-        origin({"/train/a.tar": huge, "/train/manifest.json": manifest(a=huge)}) as far,
+        origin({"/train/a.tar": huge, "/train/manifest.json": manifest({"a.tar": huge})}) as far,
         caching(tmp_path / "cache", ("", far.url), size=4 * slices.SLICE) as url,
     ):
         assert ask(url, "/train/a.tar").body == huge

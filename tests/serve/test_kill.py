@@ -23,12 +23,10 @@ from typing import IO, NamedTuple
 import msgspec
 import pytest
 
-from serve.contract import ask, at_once, origin
+from serve.contract import ask, at_once, manifest, origin
 from servers import free_port
 from stoker.errors import StokerError
 from stoker.serve.slices import SLICE, About
-from stoker.shards.manifest import Manifest, Shard
-from stoker.shards.manifest import Origin as Made
 from stoker.storage import open_store, read_chunks
 from stoker.storage.cached import Cache
 
@@ -311,32 +309,6 @@ def _environ() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def _manifest(shards: dict[str, bytes]) -> bytes:
-    described = tuple(
-        Shard(name=name, samples=1, bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), index_sha256="")
-        for name, data in shards.items()
-    )
-    return msgspec.json.encode(
-        Manifest(
-            version=1,
-            name="set",
-            split="train",
-            format="tar",
-            samples=len(shards),
-            bytes=sum(map(len, shards.values())),
-            quarantined=0,
-            classes=("one",),
-            seed=0,
-            lanes=1,
-            window=2,
-            source=Made(kind="folder", samples=len(shards), digest=""),
-            shrunk=None,
-            plan="",
-            shards=described,
-        )
-    )
-
-
 def drill(folder: Path, *, count: int, large: int, repetitions: int, kills: int, seed: int) -> Figures:
     """Kill at random moments of so many reads of `count` shards; half of them have a manifest, half have not."""
     chance = random.Random(seed)
@@ -350,7 +322,7 @@ def drill(folder: Path, *, count: int, large: int, repetitions: int, kills: int,
         for path, data in files.items()
     ]
     (folder / "wanted.json").write_text(json.dumps(wanted))
-    with origin(files | {"/known/manifest.json": _manifest(known)}) as far:
+    with origin(files | {"/known/manifest.json": manifest(known)}) as far:
         one = Drill(folder, far.url, files, chance, Figures(seed))
         try:
             one.start_cache()

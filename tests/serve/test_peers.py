@@ -7,22 +7,21 @@ import shutil
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serve.contract import TOKEN, ask
+from serve.contract import TOKEN, ask, has_nginx, running
 from stoker import Loader
 from stoker.errors import AccessError
-from stoker.serve.engines import Engine, caching, serving
+from stoker.serve.engines import caching, serving
 from stoker.serve.settings import CacheSettings, ServeSettings
 from trees import make_tree, stoker
 
 COUNT, PATTERN = 60, "pets-train-{000000..000007}.tar"
 
-has_nginx = shutil.which("nginx") is not None or shutil.which("nginx", path="/usr/sbin") is not None
 needs_curl = pytest.mark.skipif(
     shutil.which("curl") is None, reason="webdataset opens http:// by curl, which is missing"
 )
@@ -50,15 +49,6 @@ def truth(root: Path) -> list[Sample]:
     ]
     assert len(found) == COUNT
     return found
-
-
-@contextmanager
-def running(engine: Engine) -> Iterator[str]:
-    engine.start()
-    try:
-        yield engine.url
-    finally:
-        engine.stop()
 
 
 @pytest.fixture(

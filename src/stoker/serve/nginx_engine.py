@@ -36,6 +36,7 @@ from stoker.core.processes import Process, run
 from stoker.core.scratch import scratch_folder
 from stoker.errors import ConflictError, InputError, MissingProgramError, NotFoundError, StokerError, UnavailableError
 from stoker.nginx import CacheSettings, ServeSettings, Settings, cache_config, cache_folder, serve_config
+from stoker.serve.stats import as_metrics
 from stoker.storage import shown
 
 log = logging.getLogger(__name__)
@@ -260,13 +261,7 @@ class Counts:
 
     def metrics(self) -> str:
         """Give the same as text for Prometheus."""
-        lines = []
-        for name, value in self.told().items():
-            if isinstance(value, int | float):
-                kind = "gauge" if name in ("uptime_s", "held_bytes", "budget") else "counter"
-                full = f"stoker_{name}" if kind == "gauge" else f"stoker_{name}_total"
-                lines += [f"# TYPE {full} {kind}", f"{full} {value}"]
-        return "\n".join([*lines, ""])
+        return as_metrics(self.told(), gauges={"uptime_s", "held_bytes", "budget"})
 
     def origins(self) -> list[dict[str, str]]:
         """Tell names and URLs, without logins."""

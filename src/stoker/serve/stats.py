@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 
 
 class Stats:
@@ -32,10 +32,14 @@ class Stats:
 
     def metrics(self) -> str:
         """Give the same as text for Prometheus."""
-        lines = []
-        for name, value in self.told().items():
-            if isinstance(value, int | float):
-                kind = "counter" if name in self._counts else "gauge"
-                suffix = "_total" if kind == "counter" else ""
-                lines += [f"# TYPE stoker_{name}{suffix} {kind}", f"stoker_{name}{suffix} {value}"]
-        return "\n".join([*lines, ""])
+        return as_metrics(self.told(), gauges={"uptime_s", *self._gauges})
+
+
+def as_metrics(told: Mapping[str, object], gauges: Set[str]) -> str:
+    """Write numbers for Prometheus; what is no gauge is a counter."""
+    lines = []
+    for name, value in told.items():
+        if isinstance(value, int | float):
+            kind, full = ("gauge", f"stoker_{name}") if name in gauges else ("counter", f"stoker_{name}_total")
+            lines += [f"# TYPE {full} {kind}", f"{full} {value}"]
+    return "\n".join([*lines, ""])

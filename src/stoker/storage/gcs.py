@@ -74,32 +74,31 @@ class GcsStore:
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """List the objects whose name starts with `prefix`, in order of name."""
         folder_of(prefix)  # refuses what every store refuses, though names here are flat
-        query = {"prefix": self._prefix + prefix, "fields": "items(name,size),nextPageToken"}
-        while True:
-            address = f"{self._host}{self._objects}?{urlencode(query)}"
-            page = json.loads(self._ask("GET", address, missing="no such bucket").body)
+        for page in self._pages(prefix=self._prefix + prefix, fields="items(name,size),nextPageToken"):
             for item in page.get("items", ()):
                 name = item["name"].removeprefix(self._prefix)
                 if name and not name.endswith("/"):  # what the console puts down for an empty folder
                     yield Entry(name, int(item["size"]))
-            if not page.get("nextPageToken"):
-                return
-            query["pageToken"] = page["nextPageToken"]
 
     def children(self, folder: str) -> Children:
         """List one folder, whose name is empty or ends with a slash."""
         where = self._prefix + folder
-        query = {"prefix": where, "delimiter": "/", "fields": "items(name,size),prefixes,nextPageToken"}
         folders: list[str] = []
         files: list[tuple[str, int | None]] = []
-        while True:
-            address = f"{self._host}{self._objects}?{urlencode(query)}"
-            page = json.loads(self._ask("GET", address, missing="no such bucket").body)
+        for page in self._pages(prefix=where, delimiter="/", fields="items(name,size),prefixes,nextPageToken"):
             folders += [name.removeprefix(where).strip("/") for name in page.get("prefixes", ())]
             names = [(item["name"].removeprefix(where), int(item["size"])) for item in page.get("items", ())]
             files += [(name, size) for name, size in names if name]
+        return folders, files
+
+    def _pages(self, **query: str) -> Iterator[dict[str, Any]]:
+        """Ask for a listing, page by page."""
+        while True:
+            address = f"{self._host}{self._objects}?{urlencode(query)}"
+            page = json.loads(self._ask("GET", address, missing="no such bucket").body)
+            yield page
             if not page.get("nextPageToken"):
-                return folders, files
+                return
             query["pageToken"] = page["nextPageToken"]
 
     def put(self, name: str, source: bytes | Path) -> None:
