@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -45,12 +47,17 @@ http {{
 _MADE = {"ETag": '"1"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
 
 
+# Below the ports that the kernel hands out, so that neither a second call nor a server on port 0 gets one of these.
+_PORTS = itertools.cycle(range(20000 + os.getpid() % 100 * 100, 32000))
+
+
 def free_port() -> int:
-    """Find a loopback port that nothing listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """Find a loopback port that nothing listens on, and that no later call gives."""
+    for port in _PORTS:
+        with socket.socket() as sock:
+            if sock.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+    raise AssertionError("the cycle of ports never ends")
 
 
 @contextmanager
