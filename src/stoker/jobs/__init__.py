@@ -1,0 +1,1 @@
+"""Jobs: the file that says what to train, with what, and where."""
