@@ -4,6 +4,10 @@ A struct of settings is `msgspec.Struct, frozen=True, forbid_unknown_fields=True
 `def faults(self) -> Iterable[Fault]` for combinations that are impossible although each value is fine; its
 paths are relative to the struct, and it runs only when all of the struct could be decoded.
 
+A type may carry words of its own for its faults, `Meta(extra={"wanted": "a port"})`. Text that is
+`Meta(extra={"as_written": True})` takes numbers, truth values and dates as they are written, when the document
+was read with `parse` and put through `settle`.
+
 msgspec stops at the first fault. So a document that it refuses is taken apart: a part that it accepts is
 fine, a part that it refuses is taken apart further, and what cannot be taken apart is a fault.
 """
@@ -13,6 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from difflib import get_close_matches
 from inspect import cleandoc
@@ -42,6 +47,18 @@ def load(text: str | bytes, into: type[T], where: object) -> T:
     value: T
     value, faults = _examine(data, into, "")
     return _accept(value, [*repeats, *faults], where)
+
+
+def examine(data: object, into: type[T]) -> tuple[T | None, list[Fault]]:
+    """Decode plain data into a value, or None, and its faults."""
+    value: T | None
+    value, faults = _examine(data, into, "")
+    return value, faults
+
+
+def wanted(into: Any) -> str:
+    """Say in plain words what a type takes."""
+    return _wanted(shape.type_info(into))
 
 
 def to_json(value: object) -> bytes:
@@ -78,6 +95,64 @@ def _plain(value: object) -> object:
     raise NotImplementedError(f"no encoder for {type(value)}")
 
 
+# --- Scalars as they are written
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A scalar of a document that is not text, and the text that it was written as."""
+
+    value: object
+    text: str
+
+
+def parse(text: str | bytes, where: object) -> tuple[Any, list[Fault]]:
+    """Read YAML or JSON into data whose numbers, truth values and dates are `Written`, and find keys given twice."""
+    return _parse(text, where, written=True)
+
+
+def settle(data: Any, into: Any) -> Any:
+    """Make data plain: a `Written` becomes text where `into` wants it as written, and its value elsewhere."""
+    match data:
+        case Mapping():
+            return {_unwritten(key): settle(value, _type_at(key, into)) for key, value in data.items()}
+        case list() | tuple():
+            holder = next((option for option in _options(into) if _origin(option) in (list, tuple)), Any)
+            inner = (*get_args(_bare(holder)), Any)[0]
+            return [settle(item, inner) for item in data]
+        case Written() if _wants_as_written(into) or (into is Any and isinstance(data.value, date)):
+            return data.text
+        case bool() if _wants_as_written(into):
+            return "true" if data else "false"
+        case int() | float() if _wants_as_written(into):
+            return str(data)
+        case _:
+            return _unwritten(data)
+
+
+def _unwritten(data: Any) -> Any:
+    return data.value if isinstance(data, Written) else data
+
+
+def _type_at(key: object, into: Any) -> Any:
+    """Find the type of what a mapping holds under a key."""
+    for option in _options(into):
+        if _is_struct(option):
+            types = {field.encode_name: field.type for field in msgspec.structs.fields(_origin(option))}
+            return types.get(str(key), Any)
+        if _origin(option) is dict:
+            return (*get_args(_bare(option)), Any, Any)[1]
+    return Any
+
+
+def _options(into: Any) -> tuple[Any, ...]:
+    return get_args(_bare(into)) if _origin(into) in (Union, UnionType) else (into,)
+
+
+def _wants_as_written(into: Any) -> bool:
+    return any((note.extra or {}).get("as_written") for note in _notes(into))
+
+
 # --- JSON Schema
 #
 # msgspec describes the leaves. It asks no hook for the defaults of a struct's fields and so fails on units;
@@ -103,6 +178,8 @@ def _schema(into: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     inner = [_schema(argument, definitions) for argument in arguments if is_holder and argument is not ...]
     if origin is dict and inner:
         described["additionalProperties"] = inner[1]
+        if inner[0] != {"type": "string"}:
+            described["propertyNames"] = inner[0]
     elif origin is tuple and ... not in arguments and inner:
         described |= {"prefixItems": inner, "minItems": len(inner), "maxItems": len(inner), "items": False}
     elif inner:
@@ -126,7 +203,8 @@ def _schema_of_struct(struct: type[msgspec.Struct], definitions: dict[str, Any])
             required.append(field.encode_name)
         elif not callable(field.default_factory) or isinstance(field.default_factory, type):
             default = field.default_factory() if callable(field.default_factory) else field.default
-            properties[field.encode_name]["default"] = msgspec.to_builtins(default, enc_hook=_plain)
+            if not isinstance(default, msgspec.Struct):  # whose fields have their own
+                properties[field.encode_name]["default"] = msgspec.to_builtins(default, enc_hook=_plain)
     described: dict[str, Any] = {
         "title": struct.__name__,
         "type": "object",
@@ -316,7 +394,7 @@ def _converts(raw: object, into: Any) -> bool:
 def _wanted(info: shape.Type) -> str:
     match info:
         case shape.Metadata():
-            return _wanted(info.type)
+            return str((info.extra or {}).get("wanted") or _wanted(info.type))
         case shape.UnionType():
             return " or ".join(_wanted(option) for option in info.types if not isinstance(option, shape.NoneType))
         case shape.LiteralType():
@@ -385,24 +463,47 @@ class _Loader(_SafeLoader):  # type: ignore[misc, valid-type]
             raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
 
 
+class _WrittenLoader(_Loader):
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Keep the text of a scalar that is not text."""
+        value = super().construct_object(node, deep=deep)
+        is_plain = isinstance(node, yaml.ScalarNode) and not node.style
+        return value if value is None or isinstance(value, str) or not is_plain else Written(value, node.value)
+
+
+_SafeDumper: type[yaml.SafeDumper] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class _Dumper(_SafeDumper):  # type: ignore[misc, valid-type]
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        """Write a part that comes twice twice: a reader of the file need not know anchors."""
+        return True
+
+
 # YAML 1.2 and JSON read 1e-3 as a number; PyYAML, which keeps to 1.1, wants 1.0e-3.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+for _either in (_Loader, _WrittenLoader, _Dumper):
+    _either.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
 
 
-def _parse(text: str | bytes, where: object) -> tuple[object, list[Fault]]:
+def to_yaml(data: object) -> str:
+    """Write plain data as YAML that reads back as the same data; what holds only scalars is kept on a line."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100, default_flow_style=None)
+
+
+def _parse(text: str | bytes, where: object, *, written: bool = False) -> tuple[Any, list[Fault]]:
     """Return the data, and a fault for every key that is given twice."""
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     except UnicodeDecodeError as error:
         raise SpecError([Fault("", f"not UTF-8 text, at byte {error.start}")], where=where) from error
     try:
-        return json.loads(text, object_pairs_hook=_unique), []
+        return json.loads(text, object_pairs_hook=_unique, **(_AS_WRITTEN if written else {})), []
     except ValueError:  # not JSON, or a key that is given twice: YAML's marks say where
         pass
     try:
-        loader = _Loader(text)
+        loader = (_WrittenLoader if written else _Loader)(text)
         node = loader.get_single_node()
         if node is None:
             return None, []
@@ -410,6 +511,12 @@ def _parse(text: str | bytes, where: object) -> tuple[object, list[Fault]]:
         return loader.construct_object(node, deep=True), repeats
     except yaml.YAMLError as error:
         raise SpecError([Fault("", f"not valid YAML: {_problem(error, text)}")], where=where) from error
+
+
+_AS_WRITTEN: dict[str, Any] = {
+    "parse_int": lambda text: Written(int(text), text),
+    "parse_float": lambda text: Written(float(text), text),
+}
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

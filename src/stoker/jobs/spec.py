@@ -6,15 +6,20 @@ that can be wrong by themselves are refused by their type, impossible combinatio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
 
 from stoker.core import spec
-from stoker.core.units import Bytes, Seconds
+from stoker.core.units import Bytes, Seconds, format_bytes
+from stoker.errors import Fault, InputError, NotFoundError, SpecError
+from stoker.jobs.overrides import override
 
 Topology = Literal["single", "torchrun", "mpi", "tf-ps", "tf-mirrored"]
 
@@ -26,6 +31,15 @@ ROLES: dict[str, tuple[str, ...]] = {
     "tf-mirrored": ("evaluator", "tensorboard"),
 }
 """The roles of a topology beside its workers."""
+
+SINGLETONS = ("launcher", "chief", "evaluator", "tensorboard")
+"""Roles of which there is at most one."""
+
+RESERVED = re.compile(
+    "STOKER_.*|PET_.*|TORCHELASTIC_.*|OMPI_.*|PMIX?_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
+)
+"""Environment variables that stoker, torchrun or mpirun set."""
+RESERVED_BY_TENSORFLOW = re.compile("TF_CONFIG|CLUSTER_CONFIG|POD_NAME")
 
 PORT = 29500
 """Where slots listen for each other, when a job names no port and they do not share a machine."""
@@ -61,6 +75,7 @@ LabelKey = Annotated[
     ),
 ]
 MountPath = Annotated[str, _text(r"/[^\x00:]+", "an absolute path such as /data")]
+Image = Annotated[str, _text(r"\S+", "an image such as ghcr.io/acme/trainer:v1")]
 Host = Annotated[str, _text(r"[^-\s][^\s]*", "a host name without spaces")]
 User = Annotated[str, _text(r"[^-\s@][^\s@]*", "a user name without spaces")]
 Some = Annotated[str, Meta(min_length=1, extra={"wanted": "text that is not empty"})]
@@ -74,6 +89,20 @@ LabelValue = Annotated[
 ]
 
 
+def _tiny(key: str, size: int | None) -> Iterator[Fault]:
+    """Refuse a size of a few bytes: its unit was forgotten."""
+    if size is not None and size < 2**20:
+        yield Fault(
+            key, f"is {format_bytes(size)}, too little to be meant: write the unit, for example {max(size, 1)}Gi"
+        )
+
+
+def _slip(key: str, url: str | None) -> Iterator[Fault]:
+    """Refuse `s3:/bucket`, which would be taken for a folder."""
+    if url is not None and (match := re.match(r"(s3|gs|gcs|https?|file)(:/?(?!/)|//)", url)):
+        yield Fault(key, f"{url!r} is neither a URL nor a path: a URL starts with {match[1]}://")
+
+
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
 
@@ -83,18 +112,18 @@ class Program(_Section, frozen=True, kw_only=True):
 
     script: Annotated[
         Some | None,
-        _says("A Python file. A relative path starts at the folder where the command is given, or at `cwd`."),
+        _says("A Python file. A relative path starts at the folder where the command is given, whatever `cwd` is."),
     ] = None
     module: Annotated[
         Annotated[str, _text(r"\w+(?:\.\w+)*", "a module such as package.train")] | None,
         _says("A Python module, as after `python -m`."),
     ] = None
     command: Annotated[
-        tuple[Word, ...] | None,
+        Annotated[tuple[Word, ...], Meta(extra={"wanted": "a list of words such as [bash, run.sh]"})] | None,
         _says("Any other program, as a list of words. No shell reads it; write `[bash, -c, 'a && b']` for one."),
     ] = None
     args: Annotated[
-        tuple[Word, ...],
+        Annotated[tuple[Word, ...], Meta(extra={"wanted": "a list of words such as [--epochs, 90]"})],
         _says("What follows on the command line, as a list. Numbers are passed on as they are written."),
     ] = ()
     cwd: Annotated[
@@ -102,12 +131,46 @@ class Program(_Section, frozen=True, kw_only=True):
         _says("The folder in which the program runs: by default the one where the command is given."),
     ] = None
 
+    def faults(self) -> Iterator[Fault]:
+        """Refuse anything but one thing to run, and words that hold several."""
+        given = [name for name in ("script", "module", "command") if getattr(self, name) is not None]
+        if not given:
+            yield Fault("", "says nothing to run: give one of script, module and command")
+        elif len(given) > 1:
+            yield Fault("", f"gives {' and '.join(given)}: exactly one of script, module and command can be")
+        if self.script is not None:
+            yield from self._script_faults(self.script)
+        if self.module is not None and self.module.endswith(".py"):
+            yield Fault("module", f"{self.module!r} is a file: give it as script, or leave out the .py")
+        if self.command == ():
+            yield Fault("command", "is an empty list")
+        elif self.command is not None and len(self.command) == 1 and " " in self.command[0]:
+            words = ", ".join(self.command[0].split())
+            yield Fault("command", f"is one word with spaces in it: write each word of its own, [{words}]")
+        for index, word in enumerate(self.args):
+            if match := re.fullmatch(r"(--?[A-Za-z][\w-]*) +(\S+)", word):
+                option, value = match.groups()
+                yield Fault(f"args[{index}]", f"{word!r} is two words: write [{option}, {value}] or {option}={value}")
+
+    @staticmethod
+    def _script_faults(script: str) -> Iterator[Fault]:
+        file, *words = script.split()
+        if words and Path(file).suffix == ".py":
+            yield Fault("script", f"{script!r} holds more than a file: the rest belongs in args")
+        elif Path(script).suffix in (".sh", ".bash"):
+            yield Fault("script", f"{script!r} is no Python file: write command: [bash, {script}]")
+
 
 class Elastic(_Section, frozen=True, kw_only=True):
     """A number of workers that may change while the job runs."""
 
     min: Annotated[Count, _says("With fewer workers the job waits.")]
     max: Annotated[Count, _says("More workers are not taken in.")]
+
+    def faults(self) -> Iterator[Fault]:
+        """Refuse limits that cross."""
+        if self.min > self.max:
+            yield Fault("", f"min is {self.min}, more than max, which is {self.max}")
 
 
 class Resources(_Section, frozen=True, kw_only=True):
@@ -120,6 +183,10 @@ class Resources(_Section, frozen=True, kw_only=True):
     gpu: Annotated[Annotated[int, Meta(ge=0)], _says("Accelerators.")] = 0
     gpu_type: Annotated[Some | None, _says("Which accelerator, by the name its cloud gives it.")] = None
 
+    def faults(self) -> Iterator[Fault]:
+        """Refuse a size that lacks its unit."""
+        yield from _tiny("memory", self.memory)
+
 
 class RoleSpec(_Section, frozen=True, kw_only=True):
     """What differs for the slots of one role."""
@@ -127,7 +194,7 @@ class RoleSpec(_Section, frozen=True, kw_only=True):
     count: Annotated[
         Annotated[int, Meta(ge=0)] | None, _says("How many slots; the topology's own number if absent.")
     ] = None
-    image: Annotated[Some | None, _says("Another image than the workers'.")] = None
+    image: Annotated[Image | None, _says("Another image than the workers'.")] = None
     resources: Annotated[Resources, _says("What one slot of the role may use.")] = Resources()
     port: Annotated[Port | None, _says("Another port than the workers'.")] = None
 
@@ -137,6 +204,14 @@ class Cache(_Section, frozen=True, kw_only=True):
 
     dir: Annotated[Some | None, _says("A folder on each machine. Without one, nothing is kept.")] = None
     size: Annotated[Bytes | None, _says("How much of the disk may be filled.")] = None
+
+    def faults(self) -> Iterator[Fault]:
+        """Refuse a cache that lies nowhere, or elsewhere."""
+        yield from _tiny("size", self.size)
+        if self.size is not None and self.dir is None:
+            yield Fault("dir", "missing: size says how large the cache may be, and nothing says where it is")
+        if self.dir is not None and "://" in self.dir:
+            yield Fault("dir", f"{self.dir!r} is a URL, and the cache is a folder on each machine")
 
 
 class Data(_Section, frozen=True, kw_only=True):
@@ -160,6 +235,11 @@ class Data(_Section, frozen=True, kw_only=True):
         ),
     ] = "exact"
 
+    def faults(self) -> Iterator[Fault]:
+        """Refuse URLs with a slip in them."""
+        for key in ("train", "val"):
+            yield from _slip(key, getattr(self, key))
+
 
 class Checkpoint(_Section, frozen=True, kw_only=True):
     """Where the program keeps its state. Only rank 0 reads and writes it."""
@@ -175,6 +255,31 @@ class Checkpoint(_Section, frozen=True, kw_only=True):
         Literal["rwo", "rwx"], _says("`rwo`: one machine can mount the claim. `rwx`: all of them can.")
     ] = "rwo"
     keep: Annotated[Count, _says("How many of the newest checkpoints to keep, beside the best.")] = 3
+
+    def faults(self) -> Iterator[Fault]:
+        """Refuse a folder that cannot be written, and half a claim."""
+        yield from _slip("dir", self.dir)
+        yield from _tiny("size", self.size)
+        is_url = self.dir is not None and "://" in self.dir
+        if is_url and not str(self.dir).startswith(("s3://", "gs://")):
+            yield Fault("dir", f"{self.dir!r} cannot be written: give a folder, s3://… or gs://…")
+        if self.claim is None:
+            for key in ("create", "size"):
+                if getattr(self, key):
+                    yield Fault(key, "is about a claim, and none is named: give claim")
+            return
+        if self.dir is None:
+            yield Fault("dir", "missing: say where the claim is mounted, for example /checkpoint")
+        elif is_url:
+            yield Fault(
+                "claim", f"a bucket needs no claim: leave out claim, or the {self.dir.split('://')[0]}:// of dir"
+            )
+        elif not self.dir.startswith("/"):
+            yield Fault("dir", f"{self.dir!r} must be an absolute path, since a claim is mounted there")
+        if self.create and self.size is None:
+            yield Fault("size", "missing: say how large to make the claim, for example 10Gi")
+        if self.size is not None and not self.create:
+            yield Fault("size", "is of a claim that is made, and create is not set: set create: true, or leave it out")
 
 
 class Volume(_Section, frozen=True, kw_only=True):
@@ -248,7 +353,8 @@ class Job(_Section, frozen=True, kw_only=True):
         ),
     ] = "torchrun"
     workers: Annotated[
-        Count | Elastic, _says("How many machines or pods; `{min: 2, max: 8}` lets torchrun grow and shrink.")
+        Annotated[Count | Elastic, Meta(extra={"wanted": "a number of at least 1, or {min: 2, max: 8}"})],
+        _says("How many machines or pods; `{min: 2, max: 8}` lets torchrun grow and shrink."),
     ] = 1
     processes_per_worker: Annotated[
         Literal["auto"] | Count, _says("Ranks on each worker; `auto`: one for each of its GPUs, or 1.")
@@ -258,7 +364,7 @@ class Job(_Section, frozen=True, kw_only=True):
         _says("Where slots listen for each other. If absent, 29500, or any free port when all is on one machine."),
     ] = None
     roles: Annotated[dict[str, RoleSpec], _says("What differs for slots that are not workers, by role.")] = {}
-    image: Annotated[Some | None, _says("The container image, where slots run in containers.")] = None
+    image: Annotated[Image | None, _says("The container image, where slots run in containers.")] = None
     resources: Annotated[Resources, _says("What one worker may use.")] = Resources()
     data: Annotated[Data, _says("What the program reads.")] = Data()
     checkpoint: Annotated[Checkpoint, _says("Where the program keeps its state.")] = Checkpoint()
@@ -277,7 +383,7 @@ class Job(_Section, frozen=True, kw_only=True):
         Seconds(30)
     )
     hang_after: Annotated[
-        Seconds, _says("No heartbeat of a rank for so long is a hang, and ends the attempt; 0: never.")
+        Seconds, _says("A rank that stops sending heartbeats for so long hangs, and the attempt is ended; 0: never.")
     ] = Seconds("10m")
     tensorboard: Annotated[
         bool | Some, _says("Write TensorBoard event files: `true` for the run folder, or a folder of your own.")
@@ -302,10 +408,191 @@ class Job(_Section, frozen=True, kw_only=True):
 
     @property
     def ranks_per_worker(self) -> int:
-        """How many ranks run on each worker."""
-        return self.processes_per_worker if self.processes_per_worker != "auto" else max(self.resources.gpu, 1)
+        """How many ranks run on each worker; where a process has all GPUs of its machine, one."""
+        if self.processes_per_worker != "auto":
+            return self.processes_per_worker
+        return max(self.resources.gpu, 1) if self.topology in ("torchrun", "mpi") else 1
+
+    def faults(self) -> Iterator[Fault]:
+        """Refuse what no launcher could carry out."""
+        yield from self._topology_faults()
+        yield from self._role_faults()
+        yield from self._claim_faults()
+        yield from self._mount_faults()
+        yield from self._env_faults()
+
+    def _topology_faults(self) -> Iterator[Fault]:
+        if self.topology == "single" and self.max_workers > 1:
+            yield Fault("workers", f"topology single is one process, not {self.max_workers}: use torchrun")
+        elif self.is_elastic and self.topology != "torchrun":
+            yield Fault("workers", f"only torchrun can grow and shrink; {self.topology} needs one number")
+        if self.topology not in ("torchrun", "mpi") and self.processes_per_worker not in ("auto", 1):
+            why = "is one process" if self.topology == "single" else "runs one process on a worker, with all its GPUs"
+            yield Fault("processes_per_worker", f"topology {self.topology} {why}: leave it out")
+        if self.topology == "torchrun" and self.program.command is not None:
+            yield Fault(
+                "program.command",
+                "torchrun starts Python itself, and wants script or module; for a command, set topology: single",
+            )
+
+    def _role_faults(self) -> Iterator[Fault]:
+        for name, role in self.roles.items():
+            if name in ("worker", "workers"):
+                yield Fault(f"roles.{name}", "workers are described at the top: workers, image, resources, port")
+            elif name not in set(chain(*ROLES.values())) or (name not in ROLES[self.topology] and role.count != 0):
+                known = ", ".join(ROLES[self.topology]) or "none beside its workers"
+                yield Fault(f"roles.{name}", f"topology {self.topology} has no such role (it has: {known})")
+            elif name in SINGLETONS and (role.count or 0) > 1:
+                yield Fault(f"roles.{name}.count", f"there is at most one {name}, not {role.count}")
+            elif name == "ps" and self.topology == "tf-ps":
+                if role.count == 0:
+                    yield Fault("roles.ps.count", "tf-ps needs at least one parameter server")
+                if role.resources.gpu:
+                    yield Fault("roles.ps.resources.gpu", "a parameter server gets no accelerator: leave it out")
+
+    def _claim_faults(self) -> Iterator[Fault]:
+        many = self.max_workers > 1 and (self.is_elastic or self.topology == "mpi")
+        if self.checkpoint.claim is not None and self.checkpoint.access == "rwo" and many:
+            why = "rank 0 may be on any worker" if self.is_elastic else "all workers of an MPIJob are alike"
+            yield Fault(
+                "checkpoint.access",
+                f"rwo lets one machine mount the claim, and {why}: use rwx, a bucket, or "
+                + ("a fixed number of workers" if self.is_elastic else "one worker"),
+            )
+
+    def _mount_faults(self) -> Iterator[Fault]:
+        mounts = [(f"volumes[{index}].path", volume.path) for index, volume in enumerate(self.volumes)]
+        mounts += [(f'secret_files["{path}"]', path) for path in self.secret_files]
+        taken: dict[str, str] = {}
+        if self.checkpoint.claim is not None and self.checkpoint.dir is not None:
+            taken[self.checkpoint.dir.rstrip("/")] = "checkpoint.dir"
+        for key, path in mounts:
+            other = taken.setdefault(path.rstrip("/"), key)
+            if other != key:
+                yield Fault(key, f"{path!r} is taken: {other} is mounted there")
+
+    def _env_faults(self) -> Iterator[Fault]:
+        for section in ("env", "secret_env"):
+            for name in getattr(self, section):
+                if RESERVED.fullmatch(name) or (
+                    self.topology.startswith("tf-") and RESERVED_BY_TENSORFLOW.fullmatch(name)
+                ):
+                    yield Fault(f"{section}.{name}", "is reserved: it is set for every process, from this file")
+        for name in self.secret_env:
+            if name in self.env:
+                yield Fault(f"secret_env.{name}", "is in env too: give it once")
+
+
+# --- Reading
 
 
 def load_job(path: Path | str, sets: Sequence[str] = ()) -> Job:
-    """Read a job file; `sets` (`resources.gpu=4`) override its keys."""
-    return spec.load(Path(path).read_bytes(), Job, path)
+    """Read a job file (`-` is standard input); `sets`, such as `resources.gpu=4`, override its keys."""
+    if str(path) == "-":
+        return parse_job(sys.stdin.buffer.read(), "standard input", sets)
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        kind = NotFoundError if isinstance(error, FileNotFoundError) else InputError
+        raise kind(f"cannot be read: {(error.strerror or '').lower()}", where=path) from error
+    return parse_job(text, path, sets)
+
+
+def parse_job(text: str | bytes, where: object, sets: Sequence[str] = ()) -> Job:
+    """Read the text of a job file; `where` names it in the error."""
+    data, faults = spec.parse(text, where)
+    data = {} if data is None else data
+    keys: list[str] = []
+    if isinstance(data, dict):
+        data, keys, unset = override(data, sets)
+        faults += unset
+    job, more = spec.examine(_given(spec.settle(data, Job), Job), Job)
+    faults += [_with_origin(fault, keys) for fault in more]
+    if job is None or faults:
+        raise SpecError(faults, where=where)
+    return job
+
+
+def _given(data: Any, into: Any) -> Any:
+    """Leave out known keys that have no value: `env:` with all of its lines commented out says nothing."""
+    struct = next((part for part in (into, *get_args(into)) if _is_section(part)), None)
+    if struct is not None and isinstance(data, Mapping):
+        types = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
+        return {
+            key: _given(value, _bare(types.get(key)))
+            for key, value in data.items()
+            if value is not None or key not in types
+        }
+    if get_origin(into) is dict and isinstance(data, Mapping):
+        return {key: _given(value, _bare(get_args(into)[1])) for key, value in data.items()}
+    if get_origin(into) is tuple and isinstance(data, list):
+        return [_given(value, _bare(get_args(into)[0])) for value in data]
+    return data
+
+
+def _is_section(into: Any) -> bool:
+    return isinstance(into, type) and issubclass(into, _Section)
+
+
+def _bare(into: Any) -> Any:
+    return get_args(into)[0] if get_origin(into) is Annotated else into
+
+
+def _with_origin(fault: Fault, keys: Sequence[str]) -> Fault:
+    """Say that a fault comes from the command line and not from the file: it is what was set, in it or around it."""
+    for key in reversed(keys):
+        within, around = fault.path.removeprefix(key), key.removeprefix(fault.path)
+        is_near = fault.path == key or (within != fault.path and within[0] in ".[")
+        if is_near or (fault.path and around != key and around[0] in ".["):
+            return Fault(fault.path, f"{fault.what} (from --set {key})")
+    return fault
+
+
+# --- Writing
+
+
+def to_yaml(job: Job) -> str:
+    """Write a job as a file that reads back as an equal job; defaults are left out."""
+    return spec.to_yaml(plain(job))
+
+
+def plain(value: object) -> object:
+    """Make plain data, without the fields that are as they would be anyway."""
+    match value:
+        case msgspec.Struct():
+            fields = ((field, getattr(value, field.name)) for field in msgspec.structs.fields(value))
+            return {field.encode_name: plain(inner) for field, inner in fields if inner != _default(field)}
+        case Mapping():
+            return {key: plain(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [plain(inner) for inner in value]
+        case Bytes():
+            return _exact(value, {"Ti": 2**40, "Gi": 2**30, "Mi": 2**20})
+        case Seconds():
+            return _exact(value, {"d": 86400, "h": 3600, "m": 60, "s": 1})
+        case float() if value.is_integer():
+            return int(value)
+        case _:
+            return value
+
+
+def _default(field: msgspec.structs.FieldInfo) -> object:
+    return field.default_factory() if callable(field.default_factory) else field.default
+
+
+def _exact(value: float, units: Mapping[str, int]) -> str | float:
+    """Write a quantity in the largest unit that divides it, or as a plain number."""
+    for unit, size in units.items():
+        if value and value % size == 0:
+            return f"{int(value) // size}{unit}"
+    return int(value) if value == int(value) else float(value)
+
+
+def schema() -> dict[str, Any]:
+    """Describe the job file in JSON Schema, for editors."""
+    described = spec.schema(Job)
+    ways = ("script", "module", "command")
+    described["$defs"]["Program"]["oneOf"] = [
+        {"required": [way], "properties": {way: {"not": {"type": "null"}}}} for way in ways
+    ]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Stoker job file", **described}
