@@ -11,6 +11,7 @@
     │   ├── MissingExtraError             a Python package behind an extra
     │   ├── MissingProgramError           a program that is not on the PATH
     │   └── NotYetError                   a command that this version does not have
+    ├── JobFailedError           exit 4   a job ended without success
     ├── UnavailableError         exit 5   a store or host that does not answer, or says no
     │   ├── AccessError                   it answered: permission denied
     │   ├── FullError                     it answered: no space left
@@ -113,6 +114,12 @@ class MissingProgramError(MissingError):
 
 class NotYetError(MissingError):
     """A command of the design that this version does not have."""
+
+
+class JobFailedError(StokerError):
+    """A job ended without success."""
+
+    exit_code = 4
 
 
 class UnavailableError(StokerError):

@@ -11,7 +11,7 @@ import tempfile
 import typer
 
 from stoker import __version__
-from stoker.cli import data, demo, doctor, planned
+from stoker.cli import data, demo, doctor, job, planned
 from stoker.errors import StokerError, StoppedError, UnavailableError, without_secrets
 
 app = typer.Typer(
@@ -23,7 +23,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(data.app, name="data")
+app.add_typer(job.app, name="job")
 app.command("demo")(demo.demo)
+app.command("init")(job.init)
 app.command("doctor")(doctor.doctor)
 planned.add_to(app)
 

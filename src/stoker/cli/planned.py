@@ -8,23 +8,14 @@ from stoker.errors import NotYetError
 
 PLANNED = {
     "": {
-        "init": "Write a commented job file to start from.",
         "dash": "Show runs on a dashboard.",
         "profile": "Watch GPU, CPU and network around any command.",
         "bench": "Measure this machine against the peers.",
     },
     "job": {
-        "plan": "Show what a job would start.",
-        "run": "Start a job.",
-        "list": "List runs.",
-        "status": "Tell how a run is doing.",
-        "logs": "Show or follow the logs of a run.",
-        "stop": "End a run.",
         "exec": "Run a command beside a running job.",
         "forward": "Forward a port of a running job.",
         "shell": "Open a shell with a job's image and volumes.",
-        "report": "Bundle all that is known of a run.",
-        "schema": "Print the job file's JSON Schema.",
     },
     "volume": {
         "create": "Make a volume.",
@@ -43,7 +34,6 @@ PLANNED = {
     },
 }
 NOUNS = {
-    "job": "Jobs: one file, every place.",
     "volume": "Volumes in a cluster.",
     "image": "Container images.",
     "cluster": "GKE and EKS clusters.",

@@ -6,6 +6,7 @@ its number to anyone else, so a signal to the group never reaches a stranger.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shlex
 import signal
@@ -19,6 +20,8 @@ from typing import IO, NamedTuple, Self
 
 from stoker.core.units import format_duration
 from stoker.errors import MissingProgramError, NotFoundError, StokerError, UnavailableError
+
+_PR_SET_PDEATHSIG = 1
 
 
 class Process:
@@ -48,6 +51,11 @@ class Process:
         if code is None:
             raise TimeoutError(f"process {self.pid} still runs after {timeout_s} s")
         return code
+
+    def terminate(self) -> None:
+        """Ask the leader alone to end; it knows best how to end its own."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
 
     def end(self, grace_s: float = 5.0) -> int:
         """End the whole group: TERM, up to `grace_s` to leave, KILL; return the leader's exit code.
@@ -93,11 +101,22 @@ def start(
     stdin: int | IO[bytes] = subprocess.DEVNULL,
     stdout: int | IO[bytes] | None = None,
     stderr: int | IO[bytes] | None = None,
+    dies_with_us: bool = False,
 ) -> Process:
-    """Start a program in its own session; `env` replaces the environment, as in `subprocess`."""
+    """Start a program in its own session; `env` replaces the environment, as in `subprocess`.
+
+    With `dies_with_us` it gets a TERM when the thread that started it is gone, however that came.
+    """
     try:
         popen = subprocess.Popen(
-            argv, env=env, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+            argv,
+            env=env,
+            cwd=cwd,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+            preexec_fn=_die_with_parent(os.getpid()) if dies_with_us else None,
         )
     except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
         reason = (error.strerror or "not found").lower()
@@ -138,6 +157,17 @@ def run(
     return done
 
 
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    libc = ctypes.CDLL(None)  # here: little may be done between fork and exec
+
+    def ask() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # gone before it could be asked
+            os._exit(128 + signal.SIGTERM)
+
+    return ask
+
+
 def _text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
@@ -163,11 +193,9 @@ def _has_members(group: int) -> bool:
     /proc tells the dead from the living; `killpg(group, 0)` does not, and in a container whose first process
     reaps nobody, the dead stay for ever.
     """
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
+    for pid in _pids():
         try:
-            stat = (folder / "stat").read_text(errors="replace")
+            stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         except (FileNotFoundError, ProcessLookupError):
             continue
         # The name, in parentheses, may hold spaces and parentheses itself.
@@ -175,3 +203,50 @@ def _has_members(group: int) -> bool:
         if int(its_group) == group and state not in "ZX":
             return True
     return False
+
+
+# --- Processes that are known by a variable in their environment, which all that they start inherit
+
+
+def marked(marks: Mapping[str, str]) -> list[int]:
+    """List the live processes that were started with these variables, or by one that was."""
+    return [pid for pid in _pids() if _bears(pid, marks)]
+
+
+def end_marked(marks: Mapping[str, str], grace_s: float) -> None:
+    """End all processes with these variables: TERM, up to `grace_s` to leave, KILL until none is left."""
+    for pid in marked(marks):
+        _signal_marked(pid, marks, signal.SIGTERM)
+    _until(lambda: not marked(marks), grace_s)
+    while found := marked(marks):  # one may start another while we look
+        for pid in found:
+            _signal_marked(pid, marks, signal.SIGKILL)
+        _until(lambda: not marked(marks), 1.0)
+
+
+def _signal_marked(pid: int, marks: Mapping[str, str], number: signal.Signals) -> None:
+    """Signal a process by a handle that was had before its marks were read: its number may be another's by now."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        if _bears(pid, marks):
+            signal.pidfd_send_signal(handle, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+    finally:
+        os.close(handle)
+
+
+def _bears(pid: int, marks: Mapping[str, str]) -> bool:
+    """Whether a process began with these variables; not for the dead, nor for other users'."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False
+    return all(f"{name}={value}".encode() in environ for name, value in marks.items())
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]

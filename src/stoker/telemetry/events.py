@@ -7,10 +7,12 @@ and `-Infinity`, and `parse` gives them back. Standard library alone: it rides i
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import json
 import math
 import os
+import signal
 import threading
 import time
 from collections.abc import Mapping
@@ -88,7 +90,12 @@ class Recorder:
 
 
 def recorder(environ: Mapping[str, str] | None = None) -> Recorder:
-    """Make the recorder of this process: its slot and attempt from stoker, its rank from whoever started it."""
+    """Make the recorder of this process: its slot and attempt from stoker, its rank from whoever started it.
+
+    A process that has one can be asked for the stacks of its threads, on standard error: `kill -USR1`.
+    """
+    if environ is None and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     env = os.environ if environ is None else environ
     rank = _first_number(env, "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
     return Recorder(slot=env.get("STOKER_SLOT", ""), rank=rank, attempt=_first_number(env, "STOKER_ATTEMPT"))

@@ -1,0 +1,362 @@
+"""`stoker job`: one file, every place; and `stoker init`, which writes such a file."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stoker.cli import planned
+from stoker.cli.output import counted, print_json, print_table, remark
+
+if TYPE_CHECKING:
+    from stoker.jobs.launcher import Launcher
+    from stoker.jobs.runs import Run
+    from stoker.jobs.spec import Job
+    from stoker.jobs.status import JobStatus
+    from stoker.jobs.topology import Slot
+
+app = typer.Typer(help="Jobs: one file, every place.", no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="A job file; `-` is standard input.")]
+On = Annotated[str, typer.Option("--on", metavar="PLACE", help="Where to run it: local.")]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, like resources.gpu=4.")
+]
+RunName = Annotated[
+    str | None, typer.Argument(metavar="RUN", help="A run's id, the beginning of it, or a job's name; the newest.")
+]
+
+
+def init(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="The job file to write.")] = Path("job.yaml"),
+    name: Annotated[str, typer.Option(metavar="NAME", help="What the job is called.")] = "my-training",
+    train: Annotated[str, typer.Option(metavar="URL", help="The training set.")] = "shards/train",
+    val: Annotated[str, typer.Option(metavar="URL", help="The validation set.")] = "shards/val",
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+) -> None:
+    """Write a commented job file to start from."""
+    from stoker.errors import ConflictError
+    from stoker.jobs.spec import parse_job
+    from stoker.jobs.template import template
+
+    text = template(name, train, val)
+    parse_job(text, path)  # a name that cannot be is told before anything is written
+    try:
+        with open(path, "w" if force else "x") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise ConflictError("is there already", where=path, hint="name another file, or give --force") from error
+    remark(f"Wrote {path}. Look at it, then: stoker job run {path}")
+
+
+@app.command()
+def plan(file: JobFile, on: On = "local", sets: Sets = None, as_json: Json = False) -> None:
+    """Show what a job would start, and start nothing."""
+    _, rendered = _rendered(file, on, sets)
+    if as_json:
+        print_json(rendered)
+        return
+    for name, command in rendered.slots.items():
+        typer.echo(f"# {name}\n{command.to_sh()}\n")
+
+
+@app.command()
+def run(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A job file; `-` is standard input.")] = None,
+    on: On = "local",
+    sets: Sets = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when it has started.")] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write TensorBoard event files into the run folder.")
+    ] = False,
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Go on with a run that failed, was stopped or lost.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the run, or how it ended, as JSON.")] = False,
+) -> None:
+    """Start a job, and follow it until its end.
+
+    Ctrl-C ends the job; closing the terminal does not. The last line says how it went and where its time was spent.
+    """
+    from stoker.jobs.runs import create
+
+    if resume is not None:
+        started = _resumed(resume, file, sets, tensorboard)
+    else:
+        job, rendered = _rendered(_needed(file), on, [*(sets or []), *(["tensorboard=true"] if tensorboard else [])])
+        started = create(job, rendered)
+        _launcher(on).start(rendered, started)
+    remark(f"Run {started.id}; logs in {started.logs}")
+    if detach:
+        if as_json:
+            print_json({"run": started.id, "handle": started.handle, "folder": str(started.folder)})
+        else:
+            remark(f"Follow it with: stoker job logs -f {started.id}")
+        return
+    _follow(started, first=len(started.read_status().attempts), quiet=as_json)
+    if as_json:
+        print_json(_described(started))
+    _status(started).raise_for_state()
+
+
+@app.command("list")
+def list_runs(
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="At most so many, the newest first.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """List runs, the newest first."""
+    from stoker.jobs.runs import runs
+
+    every = runs()
+    rows = [(one, _status(one)) for one in every[:limit]]
+    if as_json:
+        print_json([{"run": one.id, **_plain(status)} for one, status in rows])
+        return
+    print_table(
+        ("run", "state", "started", "took", "attempts", "message"),
+        [
+            (one.id, str(status.state), _clock(status.began), _took(status), status.attempt + 1, _short(status.message))
+            for one, status in rows
+        ],
+    )
+    if len(every) > limit:
+        remark(f"… and {counted(len(every) - limit, 'older run')}; --limit shows more")
+
+
+@app.command()
+def status(name: RunName = None, as_json: Json = False) -> None:
+    """Tell how a run is doing: its slots, how far it is, and where its time is spent."""
+    from stoker.jobs.runs import find
+
+    found = find(name)
+    if as_json:
+        print_json(_described(found))
+        return
+    now = _status(found)
+    typer.echo(f"{found.id}: {now.state}, attempt {now.attempt}, {_took(now)}")
+    print_table(("slot", "state", "pid", "exit"), [(one.slot, str(one.state), one.pid, one.code) for one in now.slots])
+    typer.echo(_progress(found))
+    for text in (now.message, _verdict(found)):
+        if text:
+            typer.echo(text)
+
+
+@app.command()
+def logs(
+    name: RunName = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over.")] = False,
+    slot: Annotated[str | None, typer.Option(metavar="SLOT", help="Only this one, like worker/0.")] = None,
+) -> None:
+    """Show or follow the logs of a run."""
+    from stoker.errors import InputError
+    from stoker.jobs.runs import find
+    from stoker.jobs.topology import Slot, slots_of
+
+    found = find(name)
+    known = slots_of(found.job)
+    if slot is not None and slot not in map(str, known):
+        raise InputError(f"there is no slot {slot!r} in {found.id}", hint=f"known: {', '.join(map(str, known))}")
+    _print_logs(found, None if slot is None else Slot.parse(slot), follow=follow)
+
+
+@app.command()
+def stop(name: RunName = None) -> None:
+    """End a run: its programs get SIGTERM, time for a last checkpoint, then SIGKILL."""
+    from stoker.jobs.runs import find
+
+    found = find(name)
+    before = _status(found)
+    if before.state.is_final and before.state != "lost":
+        remark(f"{found.id} is over already: {before.state}")
+        return
+    _launcher_of(found).stop(found.handle)
+    remark(f"{found.id}: {_status(found).state}")
+
+
+@app.command()
+def report(
+    name: RunName = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="The archive; <run>.tar.gz here by default.")
+    ] = None,
+) -> None:
+    """Bundle all that is known of a run into one archive, secrets removed."""
+    from stoker.jobs.runs import find
+    from stoker.launchers.report import write_report
+
+    found = find(name)
+    path = out or Path(f"{found.id}.tar.gz")
+    now = _status(found)
+    lines = [f"{found.id}: {now.state}", _progress(found), _verdict(found), now.message]
+    lines += [f"attempt {one.number}: {one.cause or 'ended'}" for one in now.attempts]
+    write_report(found, path, "".join(f"{line}\n" for line in lines if line))
+    typer.echo(path)
+
+
+@app.command("eval")
+def evaluate(
+    name: RunName = None,
+    checkpoint: Annotated[
+        str, typer.Option(metavar="WHICH", help="newest, best, or a file or URL of a checkpoint.")
+    ] = "best",
+    sets: Sets = None,
+) -> None:
+    """Validate a checkpoint of a run, with the run's own settings."""
+    import msgspec
+
+    from stoker.errors import InputError
+    from stoker.jobs.runs import create, find
+    from stoker.jobs.spec import load_job
+
+    found = find(name)
+    job = load_job(found.folder / "job.yaml", sets or [])
+    if job.program.module != "stoker.trainers.torch_image":
+        raise InputError(f"{found.id} runs a program of its own", hint="only stoker.trainers.torch_image can be asked")
+    args = (*job.program.args, "--eval-only", "--checkpoint", checkpoint)
+    job = msgspec.structs.replace(
+        job,
+        program=msgspec.structs.replace(job.program, args=args),
+        checkpoint=msgspec.structs.replace(job.checkpoint, dir=found.checkpoints),
+        retries=0,
+    )
+    launcher: Launcher[Any] = _launcher("local")
+    rendered = launcher.render(job)
+    started = create(job, rendered)
+    launcher.start(rendered, started)
+    _follow(started)
+    _status(started).raise_for_state()
+
+
+@app.command()
+def schema() -> None:
+    """Print the job file's JSON Schema, for editors."""
+    from stoker.jobs.spec import schema as job_schema
+
+    print_json(job_schema())
+
+
+planned.add_commands(app, "job")
+
+
+def _needed(file: Path | None) -> Path:
+    from stoker.errors import InputError
+
+    if file is None:
+        raise InputError("no job file was given", hint="write one with: stoker init")
+    return file
+
+
+def _rendered(file: Path, on: str, sets: list[str] | None) -> tuple[Job, Any]:
+    from stoker.jobs.spec import load_job
+
+    job = load_job(file, sets or [])
+    rendered = _launcher(on).render(job)
+    for note in rendered.notes:
+        remark(note)
+    return job, rendered
+
+
+def _resumed(name: str, file: Path | None, sets: list[str] | None, tensorboard: bool) -> Run:
+    """Start a run again where it was: the same folder, and so the same checkpoints."""
+    from stoker.errors import ConflictError, InputError
+    from stoker.jobs.runs import find
+
+    if file is not None or sets or tensorboard:
+        raise InputError("--resume goes on with the job as it was", hint="leave FILE and --set away, or start it anew")
+    found = find(name)
+    now = _status(found)
+    if not now.state.is_final:
+        raise ConflictError("runs already", where=found.id, hint=f"follow it with: stoker job logs -f {found.id}")
+    if now.state == "succeeded":
+        raise ConflictError("is over, and succeeded", where=found.id, hint="start it anew: stoker job run FILE")
+    launcher = _launcher_of(found)
+    launcher.restart(found)
+    return found
+
+
+def _launcher(name: str) -> Launcher[Any]:
+    from stoker.jobs.launcher import LAUNCHERS
+
+    return LAUNCHERS.get(name)()
+
+
+def _launcher_of(run: Run) -> Launcher[Any]:
+    return _launcher(run.handle.partition("://")[0])
+
+
+def _status(run: Run) -> JobStatus:
+    return _launcher_of(run).status(run.handle)
+
+
+def _follow(run: Run, *, first: int = 0, quiet: bool = False) -> None:
+    """Print what a run writes until its end, then one line of verdict; Ctrl-C ends the run."""
+    try:
+        _print_logs(run, None, follow=True, first=first, quiet=quiet)
+    except KeyboardInterrupt:
+        remark("\nEnding the job; Ctrl-C once more ends it at once")
+        _launcher_of(run).stop(run.handle)
+        raise
+    now = _status(run)
+    if now.state == "succeeded":
+        words = [f"succeeded in {_took(now)}", _progress(run), _verdict(run)]
+        remark("; ".join(word for word in words if word))
+
+
+def _print_logs(run: Run, slot: Slot | None, *, follow: bool, first: int = 0, quiet: bool = False) -> None:
+    """Print the text of the attempts from the first one given on."""
+    from stoker.jobs.topology import slots_of
+
+    several = slot is None and len(slots_of(run.job)) > 1
+    for line in _launcher_of(run).logs(run.handle, slot, follow=follow):
+        if line.attempt >= first and not quiet:
+            typer.echo(f"[{line.slot}] {line.text}" if several else line.text)
+
+
+def _described(run: Run) -> dict[str, Any]:
+    """Give all that is known of a run as plain values."""
+    from stoker.telemetry import analysis
+    from stoker.telemetry.reader import read_run
+
+    events = read_run(run.logs).events
+    return {
+        "run": run.id,
+        "handle": run.handle,
+        "folder": str(run.folder),
+        **_plain(_status(run)),
+        "progress": analysis.progress(events),
+        "eta_s": analysis.eta(events),
+        "verdict": analysis.verdict(events),
+    }
+
+
+def _plain(status: JobStatus) -> dict[str, Any]:
+    import msgspec
+
+    plain: dict[str, Any] = msgspec.to_builtins(status)
+    return plain
+
+
+def _progress(run: Run) -> str:
+    return ""
+
+
+def _verdict(run: Run) -> str:
+    return ""
+
+
+def _took(status: JobStatus) -> str:
+    from stoker.core.units import format_duration
+
+    return format_duration(round((status.ended or time.time()) - status.began)) if status.began else "–"
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) if at else "–"
+
+
+def _short(text: str, length: int = 60) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"

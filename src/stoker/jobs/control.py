@@ -1,0 +1,53 @@
+"""Whether a gang that failed is started again: a pure function of what happened so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stoker.errors import InputError, MissingError
+from stoker.jobs.status import Attempt
+
+LONG_S = 60.0
+"""Who ran so long before it failed counts as having got somewhere, when it tells no steps."""
+PAUSES_S = (1.0, 5.0, 15.0, 30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Start the gang again after a pause."""
+
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Let the job fail; why it is not tried again."""
+
+    why: str
+
+
+Decision = Restart | GiveUp
+
+
+def decide(attempts: Sequence[Attempt], retries: int) -> Decision:
+    """Decide after a failure.
+
+    What the user must mend is never tried again. A program that failed by itself is tried again only when it had got
+    further than before; one that was killed, or hung, may have been unlucky.
+    """
+    last = attempts[-1]
+    used = len(attempts) - 1
+    if used >= retries:
+        return GiveUp(f"all {retries} retries are used up" if retries else "the job allows no retries")
+    if last.code in (InputError.exit_code, MissingError.exit_code):
+        return GiveUp("the same input would fail again")
+    if last.code > 0 and last.code < 128 and not last.hung and not _got_further(attempts):
+        return GiveUp("it got no further than before, and would fail again")
+    return Restart(PAUSES_S[min(used, len(PAUSES_S) - 1)])
+
+
+def _got_further(attempts: Sequence[Attempt]) -> bool:
+    last = attempts[-1]
+    before = max((attempt.steps for attempt in attempts[:-1]), default=0)
+    return last.steps > before if last.steps >= 0 else last.ended - last.began >= LONG_S

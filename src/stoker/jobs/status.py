@@ -1,0 +1,68 @@
+"""How a job is doing, in one vocabulary for every launcher."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from stoker.errors import JobFailedError, StoppedError
+
+
+class JobState(StrEnum):
+    """What a job or a slot is at."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    LOST = "lost"
+    """Whoever watched over it is gone."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing will change any more."""
+        return self not in (JobState.PENDING, JobState.RUNNING)
+
+
+class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How one slot is doing; `code` as the program gave it, negative for the signal that ended it."""
+
+    slot: str
+    state: JobState
+    pid: int | None = None
+    code: int | None = None
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One try of the whole gang that is over, and why it ended."""
+
+    number: int
+    began: float
+    ended: float
+    code: int = 0
+    """Of the slot that failed first; 0 when none did."""
+    cause: str = ""
+    hung: bool = False
+    steps: int = -1
+    """The highest step that was heard of; -1 when the program tells none."""
+
+
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job is doing."""
+
+    state: JobState
+    attempt: int = 0
+    slots: tuple[SlotStatus, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+    message: str = ""
+    began: float = 0.0
+    ended: float | None = None
+
+    def raise_for_state(self) -> None:
+        """Raise what a command should end with, when the job did not succeed."""
+        if self.state in (JobState.FAILED, JobState.LOST):
+            raise JobFailedError(self.message)
+        if self.state is JobState.STOPPED:
+            raise StoppedError("the job was stopped")

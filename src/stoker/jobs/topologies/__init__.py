@@ -1,0 +1,1 @@
+"""The topologies, each in a file of its own."""

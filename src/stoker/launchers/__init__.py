@@ -1,0 +1,1 @@
+"""Where jobs run, each place in a file of its own."""

@@ -1,0 +1,97 @@
+"""Why an attempt failed, in one sentence: from exit codes, what torchrun tells, and the last words of a log."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stoker.errors import InputError, MissingError
+from stoker.jobs.topology import Slot
+from stoker.telemetry.events import Event
+from stoker.telemetry.reader import read_log
+
+TAIL_LINES = 400
+# One failure in torchrun's table; the root cause comes last.
+_FAILURE = re.compile(r"rank\s*:\s*(?P<rank>\d+) \(local_rank.*?exitcode\s*:\s*(?P<code>-?\d+) ", re.DOTALL)
+_RANK = re.compile(r"\[(?:rank|default)(?P<rank>\d+)\]: ?")
+_AGENT = ("torch/distributed/elastic/", "torch.distributed.elastic.multiprocessing.errors.ChildFailedError")
+_EXCEPTION = re.compile(r"(?P<words>(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Fault)\b.*)")
+_OURS = re.compile(r"(?:stoker|torch_image): (?P<words>.+)")
+# What a rank says when another one is gone.
+_PARTNER = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|remote (process|worker|rank)|Timed out waiting", re.I
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What failed first, and why; `code` is the program's own, not that of what started it."""
+
+    slot: Slot
+    rank: int | None
+    code: int
+    words: str | None
+    log: Path
+    out_of_memory: bool = False
+
+    @property
+    def sentence(self) -> str:
+        """Name slot, cause and log file."""
+        who = str(self.slot) if self.rank is None else f"{self.slot} (rank {self.rank})"
+        return f"{who} {self._what()}; its log: {self.log}"
+
+    @property
+    def is_of_a_partner(self) -> bool:
+        """Whether it only tells that another one was gone, or was told to end because of that."""
+        return self._signal == signal.SIGTERM or bool(self.words and _PARTNER.search(self.words))
+
+    @property
+    def _signal(self) -> int:
+        return -self.code if self.code < 0 else max(0, self.code - 128)
+
+    def _what(self) -> str:
+        if self._signal == signal.SIGKILL and self.out_of_memory:
+            return "was killed because there was no memory left"
+        if self._signal in signal.valid_signals():
+            return f"was killed by {signal.Signals(self._signal).name}"
+        if self.words and self.code in (InputError.exit_code, MissingError.exit_code):
+            return f"refused to start: {self.words}"
+        if self.words and self.code == 1:
+            return f"failed: {self.words}"
+        return f"ended with exit code {self.code}" + (f": {self.words}" if self.words else "")
+
+
+def cause(slot: Slot, code: int, log: Path, *, out_of_memory: bool = False) -> Cause:
+    """Find why a slot failed: of its ranks the one that failed by itself."""
+    found = read_log(log)
+    lines = found.lines[-TAIL_LINES:]
+    told = [event for event in found.events if event.kind == "mark" and event.fields.get("name") == "error"]
+    ranks = [(int(one["rank"]), int(one["code"])) for one in _FAILURE.finditer("\n".join(lines))]
+    causes = [
+        Cause(slot, rank, rank_code, _own_words(told, rank) or _last_words(lines, rank), log, out_of_memory)
+        for rank, rank_code in reversed(ranks)
+    ] or [Cause(slot, None, code, _own_words(told, None) or _last_words(lines, None), log, out_of_memory)]
+    return next((one for one in causes if not one.is_of_a_partner), causes[0])
+
+
+def _own_words(told: Sequence[Event], rank: int | None) -> str | None:
+    """Find what the program itself said of its error."""
+    return next((str(event.fields.get("detail")) for event in told if rank in (None, event.rank)), None)
+
+
+def _last_words(lines: Sequence[str], rank: int | None) -> str | None:
+    """Find the last line that names an error of this rank; torch marks lines with the rank once it knows it."""
+    end = next((at for at, line in enumerate(lines) if any(sign in line for sign in _AGENT)), len(lines))
+    by_rank = any(_RANK.match(line) for line in lines)
+    for line in reversed(lines[:end]):
+        mark = _RANK.match(line)
+        if rank is not None and by_rank and (mark is None or int(mark["rank"]) != rank):
+            continue
+        words = line[mark.end() :] if mark else line
+        for pattern in (_OURS, _EXCEPTION):
+            if match := pattern.match(words.strip()):
+                return match["words"]
+    return None

@@ -1,0 +1,74 @@
+"""All slots of one attempt as processes of this machine: started together, ended together."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+
+from stoker.core.processes import Process, end_marked, start
+from stoker.errors import StokerError
+from stoker.jobs.runs import Run
+from stoker.jobs.topology import Command, Slot
+
+LEFTOVER_GRACE_S = 5.0
+
+
+class Gang:
+    """The slots of one attempt; each writes its log itself, so that none is lost with whoever watches."""
+
+    def __init__(self, run: Run, attempt: int, commands: Mapping[Slot, Command]) -> None:
+        self._run, self._attempt, self._commands = run, attempt, commands
+        self._processes: dict[Slot, Process] = {}
+        self._own = {
+            "STOKER_RUN": run.id,
+            "STOKER_ATTEMPT": str(attempt),
+            "STOKER_CHECKPOINT_DIR": str(run.folder / "checkpoints"),
+        }
+        try:
+            for slot in commands:
+                self._processes[slot] = self._start(slot)
+        except StokerError:
+            self.end(0)
+            raise
+
+    def _start(self, slot: Slot) -> Process:
+        command = self._commands[slot]
+        env = {**os.environ, **self._own, **command.env}
+        with open(self._run.log(slot, self._attempt), "ab", buffering=0) as log:
+            return start(command.argv, env=env, cwd=command.cwd, stdout=log, stderr=log, dies_with_us=True)
+
+    @property
+    def pids(self) -> dict[Slot, int]:
+        """The process of each slot."""
+        return {slot: process.pid for slot, process in self._processes.items()}
+
+    def codes(self) -> dict[Slot, int | None]:
+        """Tell the exit code of each slot (negative: the signal that ended it), None while it runs."""
+        return {slot: process.poll() for slot, process in self._processes.items()}
+
+    def replace(self, slot: Slot) -> None:
+        """Start a lost slot again, while the others go on; first what it left is ended."""
+        self._processes[slot].end(0)
+        end_marked({"STOKER_RUN": self._run.id, "STOKER_SLOT": str(slot)}, LEFTOVER_GRACE_S)
+        self._processes[slot] = self._start(slot)
+
+    def leave(self, grace_s: float) -> None:
+        """Let those that still run come to their end by themselves, for so long."""
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline and None in self.codes().values():
+            time.sleep(0.02)
+
+    def end(self, grace_s: float) -> None:
+        """End every slot: TERM to each, up to `grace_s` to leave, then KILL to all that came of them."""
+        for process in self._processes.values():
+            process.terminate()
+        self.leave(grace_s)
+        for process in self._processes.values():
+            process.end(0)
+        end_left(self._run)
+
+
+def end_left(run: Run) -> None:
+    """End whatever still runs of a run, also what an earlier watcher left."""
+    end_marked({"STOKER_RUN": run.id}, LEFTOVER_GRACE_S)

@@ -1,0 +1,199 @@
+"""Jobs as processes of this machine, under a supervisor of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from stoker.errors import Fault, SpecError, UnavailableError
+from stoker.jobs.launcher import LogLine, Traits, check
+from stoker.jobs.runs import Run
+from stoker.jobs.spec import Job
+from stoker.jobs.status import JobState, JobStatus
+from stoker.jobs.topology import AddressBook, Command, Slot, commands, slots_of
+from stoker.launchers.gang import end_left
+from stoker.launchers.plan import LocalPlan
+from stoker.launchers.supervisor import watcher
+from stoker.telemetry.reader import RunFollower
+
+POLL_S = 0.1
+START_S = 10.0
+
+
+class LocalLauncher:
+    """Runs slots as processes of this machine."""
+
+    traits: ClassVar[Traits] = Traits(name="local", topologies=frozenset({"single", "torchrun"}), elastic=True)
+
+    def render(self, job: Job) -> LocalPlan:
+        """Give the command of every slot, with a port that is free now."""
+        faults = [*check(job, self.traits), *_missing(job)]
+        if faults:
+            raise SpecError(faults, where=f"job {job.name!r} on this machine")
+        slots = slots_of(job)
+        book = AddressBook(
+            hosts=dict.fromkeys(slots, "127.0.0.1"),
+            port=job.port or _free_port(),
+            python=sys.executable,
+            cores=max(1, len(os.sched_getaffinity(0)) // len(slots)),
+            # Host names of laptops often lead nowhere.
+            env={"GLOO_SOCKET_IFNAME": "lo"},
+        )
+        found = commands(job, book)
+        folder = str(Path.cwd() / (job.program.cwd or ""))
+        return LocalPlan(
+            slots={
+                str(slot): replace(command, cwd=folder)
+                for slot, command in found.items()
+                if isinstance(command, Command)
+            },
+            notes=tuple(_left_aside(job)),
+        )
+
+    def start(self, rendered: LocalPlan, run: Run) -> str:  # noqa: ARG002
+        """Start the supervisor, which starts the slots as the run's plan has them."""
+        handle = f"local://{run.folder}"
+        run.write("handle", f"{handle}\n".encode())
+        self.restart(run)
+        return handle
+
+    def restart(self, run: Run) -> None:
+        """Start a run again that is over, in its own folder and so with its own checkpoints."""
+        before = run.read_status()
+        run.write_status(msgspec.structs.replace(before, state=JobState.PENDING, message="", ended=None))
+        with open(run.folder / "supervisor.log", "ab") as log:
+            argv = [sys.executable, "-m", "stoker.launchers.supervisor", str(run.folder)]
+            subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False)
+        deadline = time.monotonic() + START_S
+        while run.read_status().state is JobState.PENDING:
+            said = (run.folder / "supervisor.log").read_text().strip().splitlines()
+            if said or time.monotonic() > deadline:
+                raise UnavailableError(f"the supervisor did not start: {said[-1] if said else 'no reason given'}")
+            time.sleep(0.01)
+
+    def status(self, handle: str) -> JobStatus:
+        """Tell what the supervisor wrote last; without a supervisor a run that is not over is lost."""
+        run = _run(handle)
+        status = run.read_status()
+        if status.state.is_final:
+            return status
+        if watcher(run) is not None or (status.state is JobState.PENDING and _is_young(run)):
+            return status
+        status = run.read_status()  # it may have ended between the two looks
+        if status.state.is_final:
+            return status
+        return msgspec.structs.replace(
+            status,
+            state=JobState.LOST,
+            message=f"the process that watched over the run is gone; go on with: stoker job run --resume {run.id}",
+        )
+
+    def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[LogLine]:
+        """Give what the slots wrote, attempt by attempt."""
+        run = _run(handle)
+        logs = RunFollower(run.logs)
+        while True:
+            over = not follow or self.status(handle).state.is_final  # looked at before the last read
+            for line in logs.read(final=over).lines:
+                owner = Slot.parse(line.log.slot)
+                if slot is None or owner == slot:
+                    yield LogLine(owner, line.log.attempt, line.text)
+            if over:
+                return
+            time.sleep(POLL_S)
+
+    def stop(self, handle: str) -> None:
+        """Ask the supervisor to end the run, and wait for it; end what is left where there is none."""
+        run = _run(handle)
+        try:
+            _signal_supervisor(run, signal.SIGTERM, float(run.job.grace) + 15)
+        finally:  # also when a second Ctrl-C cuts the grace short
+            _signal_supervisor(run, signal.SIGKILL, 5)
+            end_left(run)
+        status = self.status(handle)
+        if status.state is JobState.LOST:
+            gone = msgspec.structs.replace(status, state=JobState.STOPPED, message="stopped", ended=time.time())
+            run.write_status(gone)
+
+
+def _missing(job: Job) -> Iterator[Fault]:
+    """List what the job needs and this machine has not."""
+    program, folder = job.program, Path.cwd() / (job.program.cwd or "")
+    if not folder.is_dir():
+        yield Fault("program.cwd", f"there is no folder {folder}")
+    elif program.script is not None and not (folder / program.script).is_file():
+        yield Fault("program.script", f"there is no file {folder / program.script}")
+    elif program.command is not None and shutil.which(program.command[0], path=_path(job, folder)) is None:
+        yield Fault("program.command", f"there is no program {program.command[0]!r} on the PATH")
+    for key in ("train", "val"):
+        url = getattr(job.data, key)
+        if url and "://" not in url and "{" not in url and not (folder / url).exists():
+            yield Fault(f"data.{key}", f"there is nothing at {folder / url}")
+    gpus, wanted = _gpus(), job.resources.gpu * job.max_workers
+    if wanted > gpus:
+        yield Fault("resources.gpu", f"{wanted} are wanted and {gpus} are here (--set resources.gpu=0 does without)")
+    for name in job.secret_env:
+        if name not in os.environ:
+            yield Fault(f"secret_env.{name}", "secrets come from the environment here, and this variable is not set")
+    for path in job.secret_files:
+        if not Path(path).exists():
+            yield Fault(f"secret_files.{path}", "there are no secrets here but files, and this one does not exist")
+
+
+def _path(job: Job, folder: Path) -> str:
+    """Give the search path of the program; a name with a slash is looked for in its folder."""
+    return os.pathsep.join((job.env.get("PATH") or os.environ.get("PATH", os.defpath), str(folder)))
+
+
+def _gpus() -> int:
+    """Count the GPUs that programs here may use, as the driver's device files show them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([one for one in visible.split(",") if one.strip() not in ("", "-1")])
+    return sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
+
+
+def _left_aside(job: Job) -> Iterator[str]:
+    """Tell what of the job file means nothing here."""
+    if job.image:
+        yield "no containers here: the image is left aside, and this Python environment is used"
+    if job.checkpoint.claim:
+        yield f"no claims here: checkpoints go into the folder {job.checkpoint.dir or 'of the run'}"
+    if job.data.via == "cluster":
+        yield "no cluster here: data is read without its cache"
+
+
+def _run(handle: str) -> Run:
+    return Run(Path(handle.removeprefix("local://")))
+
+
+def _signal_supervisor(run: Run, number: signal.Signals, wait_s: float) -> None:
+    """Signal whoever watches over a run, once, and wait until nobody does."""
+    told, deadline = False, time.monotonic() + wait_s
+    while (pid := watcher(run)) is not None and time.monotonic() < deadline:
+        if pid and not told:
+            os.kill(pid, number)
+            told = True
+        time.sleep(POLL_S / 2)
+
+
+def _is_young(run: Run) -> bool:
+    return time.time() - run.folder.stat().st_mtime < START_S
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port

@@ -1,0 +1,341 @@
+"""Jobs on this machine: real processes, real signals, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disks import NOT_ALLOWED
+from launchers.contract import LauncherSuite, job_of, until
+from stoker.core.processes import marked
+from stoker.errors import SpecError
+from stoker.jobs.runs import Run, find
+from stoker.jobs.status import JobState
+from stoker.jobs.topology import Slot
+from stoker.launchers.supervisor import watcher
+from trees import stoker
+
+HEARTBEAT = """
+import time
+from stoker.telemetry import recorder
+record = recorder()
+for step in range(3):
+    record.heartbeat(step, shard="train-00001.tar", sample=step)
+    time.sleep(0.05)
+def stuck():
+    while True:
+        time.sleep(0.1)
+stuck()
+"""
+FAILING_RANK = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+print("rank", dist.get_rank())
+if dist.get_rank() == 1:
+    raise LookupError("no such thing")
+dist.barrier()
+"""
+ELASTIC = """
+import os, pathlib, time, torch, torch.distributed as dist
+folder = pathlib.Path("{folder}")
+dist.init_process_group("gloo")
+(folder / f"met-{{dist.get_world_size()}}-{{os.getpid()}}").touch()
+going = torch.zeros(1)
+while not going.item():
+    going.fill_((folder / "go").exists())
+    dist.all_reduce(going)
+    time.sleep(0.05)
+"""
+
+
+def left(run: Run) -> list[int]:
+    """What still runs of a run."""
+    return marked({"STOKER_RUN": run.id})
+
+
+class TestLocal(LauncherSuite):
+    ON = "local"
+
+    def test_nothing_outlives_a_stop(self, launcher: Any) -> None:
+        # In sessions of their own, deaf to TERM, and without a parent: all that a process group would miss.
+        deaf = "trap '' TERM; setsid bash -c 'trap \"\" TERM; sleep 1000 & sleep 1000' & (sleep 1000 &)"
+        run = self.start(launcher, job_of(f"{deaf}; echo ready; wait", grace=1))
+        until(lambda: "ready" in self.text(launcher, run) and len(left(run)) >= 4)
+        launcher.stop(run.handle)
+        assert left(run) == []
+        assert watcher(run) is None
+
+    def test_what_a_failed_slot_left_is_ended(self, launcher: Any) -> None:
+        run, status = self.end(launcher, job_of("setsid sleep 1000 & sleep 0.2; exit 1"))
+        assert status.state is JobState.FAILED
+        assert left(run) == []
+
+    def test_a_supervisor_that_is_killed(self, launcher: Any, tmp_path: Path) -> None:
+        script = f"trap 'exit 0' TERM; echo x >> {tmp_path}/tries; while :; do sleep 0.05; done"
+        run = self.start(launcher, job_of(script))
+        until(lambda: (tmp_path / "tries").exists())
+        pid = watcher(run)
+        assert pid
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: launcher.status(run.handle).state is JobState.LOST)
+        assert f"stoker job run --resume {run.id}" in launcher.status(run.handle).message
+        until(lambda: not left(run))  # they do not go on without a watcher
+        launcher.restart(run)
+        until(lambda: (tmp_path / "tries").read_text() == "x\nx\n")
+        assert launcher.status(run.handle).state is JobState.RUNNING
+        launcher.stop(run.handle)
+        assert launcher.status(run.handle).state is JobState.STOPPED
+
+    def test_a_hang_is_ended_with_the_stacks_of_every_rank(self, launcher: Any, tmp_path: Path) -> None:
+        (tmp_path / "hang.py").write_text(HEARTBEAT)
+        keys = {"program": {"script": "hang.py"}, "hang_after": 1, "topology": "torchrun", "processes_per_worker": 2}
+        run, status = self.end(launcher, job_of(**keys))
+        assert status.state is JobState.FAILED
+        assert "hung at step 2 in train-00001.tar: no heartbeat for 1 s" in status.message
+        assert (run.folder / "stacks.0.txt").read_text().count("in stuck") == 2
+        assert str(run.log(Slot("worker", 0), 0)) in status.message
+
+    def test_an_out_of_memory_kill_is_called_so(self, launcher: Any) -> None:
+        with memory_limit(64 << 20) as enter:
+            script = f"echo $$ > {enter}; exec {sys.executable} -c 'x = bytearray(1 << 30)'"
+            _, status = self.end(launcher, job_of(script))
+        assert status.message.startswith("worker/0 was killed because there was no memory left; its log: ")
+
+    def test_two_workers_of_torchrun_and_one_that_fails(self, launcher: Any, tmp_path: Path) -> None:
+        (tmp_path / "ddp.py").write_text(FAILING_RANK)
+        keys = {"program": {"script": "ddp.py"}, "topology": "torchrun", "workers": 2}
+        run, status = self.end(launcher, job_of(**keys))
+        assert status.state is JobState.FAILED
+        assert status.message.startswith("worker/1 (rank 1) failed: LookupError: no such thing; its log: ")
+        assert "rank 0" in self.text(launcher, run, Slot("worker", 0))
+        assert "rank 1" in self.text(launcher, run, Slot("worker", 1))
+
+    @pytest.mark.slow  # the meeting of a new world takes half a minute
+    def test_an_elastic_world_replaces_a_lost_worker(self, launcher: Any, tmp_path: Path) -> None:
+        (tmp_path / "elastic.py").write_text(ELASTIC.format(folder=tmp_path))
+        keys = {"program": {"script": "elastic.py"}, "topology": "torchrun", "workers": {"min": 1, "max": 2}}
+        run = self.start(launcher, job_of(**keys, retries=3))
+        until(lambda: len(list(tmp_path.glob("met-2-*"))) == 2)
+        (lost,) = (one.pid for one in launcher.status(run.handle).slots if one.slot == "worker/1")
+        os.kill(lost, signal.SIGKILL)
+        until(lambda: len(list(tmp_path.glob("met-2-*"))) >= 4, 60)  # all ranks met again
+        (tmp_path / "go").touch()
+        until(lambda: launcher.status(run.handle).state.is_final, 60)
+        status = launcher.status(run.handle)
+        assert (status.state, len(status.attempts)) == (JobState.SUCCEEDED, 1)
+        assert left(run) == []
+
+    def test_what_this_machine_lacks_is_told_at_once(self, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        keys = {
+            "program": {"script": "no.py"},
+            "resources": {"gpu": 2},
+            "data": {"train": "no/such/shards"},
+            "secret_env": {"TOKEN": {"secret": "s", "key": "k"}},
+            "volumes": [{"claim": "c", "path": "/data"}],
+        }
+        with pytest.raises(SpecError) as caught:
+            launcher.render(job_of(**keys, topology="torchrun"))
+        assert [fault.path for fault in caught.value.faults] == [
+            "volumes[0].claim",
+            "program.script",
+            "data.train",
+            "resources.gpu",
+            "secret_env.TOKEN",
+        ]
+        assert not Path(os.environ["STOKER_HOME"]).exists()
+
+
+class memory_limit:  # noqa: N801
+    """A memory cgroup of so many bytes; gives the file that takes processes in."""
+
+    def __init__(self, size: int) -> None:
+        v2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+        self._folder = Path("/sys/fs/cgroup" if v2 else "/sys/fs/cgroup/memory", f"stoker-test-{os.getpid()}")
+        self._limit, self._size = ("memory.max" if v2 else "memory.limit_in_bytes"), size
+
+    def __enter__(self) -> Path:
+        try:
+            self._folder.mkdir()
+            (self._folder / self._limit).write_text(str(self._size))
+        except OSError as error:
+            pytest.skip(f"{NOT_ALLOWED}: {error}")
+        return self._folder / "cgroup.procs"
+
+    def __exit__(self, *_: object) -> None:
+        until(lambda: not (self._folder / "cgroup.procs").read_text())
+        self._folder.rmdir()
+
+
+# --- The commands
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_job(path: Path, command: str, **keys: object) -> Path:
+    job = {
+        "name": "small",
+        "topology": "single",
+        "profile": {"every": 0},
+        "retries": 0,
+        "grace": "5s",
+        "program": {"command": ["bash", "-c", command]},
+        **keys,
+    }
+    path.write_text(json.dumps(job))
+    return path
+
+
+def cli(*words: object, **more: Any) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "stoker", *map(str, words)]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+
+def test_run_follows_and_gives_the_exit_code(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stoker("job", "run", write_job(here / "good.yaml", "echo hello")) == 0
+    out, err = capsys.readouterr()
+    assert out == "hello\n"
+    assert f"logs in {find('small').logs}" in err
+    assert "succeeded in" in err
+    assert stoker("job", "run", write_job(here / "bad.yaml", "exit 9")) == 4
+    err = capsys.readouterr().err
+    assert "stoker: worker/0 ended with exit code 9; its log: " in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name: x\nprogram: {script: nope.py}\n", "program.script: there is no file"),
+        ("name: x\nprogramm: {script: a.py}\n", "unknown key (did you mean 'program'?)"),
+        ("name: x\nprogram: {script: a.py, module: b}\n", "program"),
+        ("", "a mapping"),
+    ],
+)
+def test_a_bad_job_file_is_one_sentence_and_no_run(
+    text: str, said: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "job.yaml").write_text(text)
+    assert stoker("job", "run", "job.yaml") == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+    assert not (here / "stoker").exists()
+
+
+def test_a_detached_run_can_be_watched_and_stopped(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(here / "job.yaml", "echo hello; while :; do sleep 0.1; done")
+    started = cli("job", "run", job, "--detach", "--json")
+    out, _ = started.communicate(timeout=30)
+    run = find(json.loads(out)["run"])
+    until(lambda: "hello" in (run.logs / "worker-0.0.log").read_text())
+    assert stoker("job", "status", "small", "--json") == 0
+    described = json.loads(capsys.readouterr().out)
+    assert (described["state"], described["slots"][0]["state"]) == ("running", "running")
+    assert stoker("job", "list") == 0
+    assert "running" in capsys.readouterr().out
+    assert stoker("job", "logs", run.id) == 0
+    assert capsys.readouterr().out == "hello\n"
+    assert stoker("job", "run", "--resume", run.id) == 2
+    assert "runs already" in capsys.readouterr().err
+    assert stoker("job", "stop") == 0
+    assert stoker("job", "stop") == 0
+    assert "is over already: stopped" in capsys.readouterr().err
+    assert left(run) == []
+
+
+def test_ctrl_c_ends_the_job(here: Path) -> None:
+    script = f"trap 'touch {here}/saved; exit 143' TERM; echo ready; while :; do sleep 0.05; done"
+    process = cli("job", "run", write_job(here / "job.yaml", script), start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert (here / "saved").exists()
+    assert left(find(None)) == []
+
+
+def test_a_closed_terminal_does_not_end_the_job(here: Path) -> None:
+    script = f"echo ready; while ! test -e {here}/go; do sleep 0.05; done; echo done"
+    process = cli("job", "run", write_job(here / "job.yaml", script), start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGHUP)  # what a terminal does
+    process.communicate(timeout=30)
+    (here / "go").touch()
+    run = find("small")
+    until(lambda: run.read_status().state is JobState.SUCCEEDED)
+
+
+def test_a_failed_run_goes_on(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(here / "job.yaml", f"echo attempt $STOKER_ATTEMPT; test -e {here}/mended")
+    assert stoker("job", "run", job) == 4
+    assert capsys.readouterr().out == "attempt 0\n"
+    (here / "mended").touch()
+    assert stoker("job", "run", "--resume", "small") == 0
+    assert capsys.readouterr().out == "attempt 1\n"
+    assert stoker("job", "run", "--resume", "small") == 2
+    assert "is over, and succeeded" in capsys.readouterr().err
+
+
+def test_plan_shows_what_run_would_start(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(here / "job.yaml", "touch started; echo 'a b'")
+    assert stoker("job", "plan", job) == 0
+    script = capsys.readouterr().out
+    assert not (here / "stoker").exists()
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "a b\n"
+    assert (here / "started").exists()
+
+
+def test_a_report_holds_all_but_secrets(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_TOKEN", "hush-hush-hush")
+    job = write_job(
+        here / "job.yaml",
+        "echo token $MY_API_TOKEN, password $DB_PASSWORD, url http://me:pw@host/x; exit 3",
+        env={"DB_PASSWORD": "correct horse"},
+    )
+    assert stoker("job", "run", job) == 4
+    assert stoker("job", "report", "-o", here / "r.tar.gz") == 0
+    with tarfile.open(here / "r.tar.gz") as archive:
+        files = {member.name.partition("/")[2]: archive.extractfile(member) for member in archive}
+        texts = {name: file.read().decode() for name, file in files.items() if file is not None}
+    assert {"job.yaml", "plan.json", "state.json", "environment.json", "summary.txt", "events.jsonl"} <= set(texts)
+    assert "token …, password …, url http://host/x" in texts["logs/worker-0.0.log"]
+    assert "ended with exit code 3" in texts["summary.txt"]
+    everything = "".join(texts.values())
+    assert not any(secret in everything for secret in ("hush-hush", "correct horse", "me:pw"))
+
+
+def test_unknown_runs_and_slots(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stoker("job", "status") == 2
+    assert "there are no runs" in capsys.readouterr().err
+    assert stoker("job", "run", write_job(here / "job.yaml", "true")) == 0
+    assert stoker("job", "logs", "nonsense") == 2
+    assert "there is no run 'nonsense'" in capsys.readouterr().err
+    assert stoker("job", "logs", "--slot", "ps/0") == 2
+    assert "known: worker/0" in capsys.readouterr().err
+
+
+def test_init_writes_a_job_that_loads(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stoker("init", "--name", "mine") == 0
+    assert "name: mine" in (here / "job.yaml").read_text()
+    assert stoker("init") == 2
+    assert "is there already" in capsys.readouterr().err
+    assert stoker("init", "other.yaml", "--name", "Not A Name") == 2
+    assert not (here / "other.yaml").exists()
