@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -218,7 +218,7 @@ def _pack(state: State, path: Path) -> None:
     with explained(path), path.open("xb") as file:
         hashing = _Hashing(file)
         try:
-            torch.save(state, hashing)
+            torch.save(state, cast(IO[bytes], hashing))
         except RuntimeError as error:  # torch hides what the system said in one of these
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error

@@ -1,7 +1,7 @@
 """Who read what: a line for each rank's share of each step, and what of it counts once a training was resumed.
 
-A line is written before the step's collectives. So no checkpoint of a step can exist, of whichever rank, before the lines
-of all ranks do; a line whose step was never finished is taken back by the resume that follows it.
+A line is written before the step's collectives. So no checkpoint of a step can exist before the lines of all ranks do,
+and a line whose step was never finished is taken back by the resume that follows it.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ class Schedule:
         left = 1.0 - min(1.0, (seen - self.warmup) / max(1, self.total - self.warmup))
         match self.kind:
             case "multistep":
-                return self.gamma ** sum(seen >= milestone for milestone in self.milestones)
+                return float(self.gamma ** sum(seen >= milestone for milestone in self.milestones))
             case "cosine":
                 return 0.5 * (1.0 - math.cos(math.pi * left))
             case "poly":
-                return left**POWER
+                return float(left**POWER)
             case _:
                 return 1.0

@@ -1,15 +1,15 @@
 """Train an image classifier: `python -m stoker.trainers.torch_image --train SHARDS`, plainly or under torchrun.
 
-The file reads from top to bottom: `main` turns errors into sentences, `train` is the whole training, and below it come the
-parts that it uses. What makes it exact:
+The file reads from top to bottom: `main` turns errors into sentences, `train` is the whole training, and below it come
+the parts that it uses. What makes it exact:
 
 - The loss of a step is each rank's sum, times the number of ranks, over the true number of samples of all ranks. DDP
   averages gradients over the ranks, so that the result is that of one process with the whole batch, also where shares
   are uneven, empty, or have bad samples.
-- One number is all-reduced for that at each step, in the shadow of the forward pass. It also carries the wish to stop, so
-  that all ranks stop after the same step.
-- Randomness comes from (seed, step, rank), the order from the plan, the learning rate from the samples seen. A checkpoint
-  therefore holds weights, momentum and a cursor, and goes on anywhere.
+- One number is all-reduced for that at each step, in the shadow of the forward pass. It also carries the wish to stop,
+  so that all ranks stop after the same step.
+- Randomness comes from (seed, step, rank), the order from the plan, the learning rate from the samples seen. So a
+  checkpoint holds weights, momentum and a cursor, and goes on anywhere.
 """
 
 from __future__ import annotations
@@ -27,20 +27,18 @@ import argparse
 import contextlib
 import copy
 import faulthandler
+import inspect
 import logging
-import os
 import signal
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.functional import cross_entropy
@@ -58,13 +56,12 @@ from stoker.telemetry import Recorder, recorder
 from stoker.trainers import checkpoints, models
 from stoker.trainers.checkpoints import Checkpoints, State
 from stoker.trainers.ledger import Ledger
+from stoker.trainers.meter import Heartbeat, Meter, scalar
 from stoker.trainers.schedule import Schedule
+from stoker.trainers.world import Stop, World
 
-T = TypeVar("T")
 STOP = 1 << 40
 """Added to a step's count by each rank that wants to stop; no batch is as large."""
-HEARTBEAT_S = 1.0
-FIRST_LOG_S = 2.0
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "onnection refused")
 IMAGENET_SAMPLES = 1_281_167
 
@@ -122,6 +119,7 @@ def train(args: argparse.Namespace, world: World, record: Recorder) -> int:
     model = world.together(lambda: _model(args, num_classes))
     if args.init_from and not resumed:
         weights = world.told(world.first(lambda: checkpoints.read_weights(args.init_from)))
+        assert weights is not None
         world.together(lambda: checkpoints.load_weights(model, weights, where=args.init_from))
     if resumed:
         world.together(lambda: _check_same(args, meta, data, num_classes, f"{args.checkpoint_dir}/{resumed[0]}"))
@@ -134,7 +132,7 @@ def train(args: argparse.Namespace, world: World, record: Recorder) -> int:
     stop = Stop()
     if args.eval_only:
         assert val is not None
-        result = validate(args, world, val, [model, *([ema] if ema else [])], stop, lambda: beat(meta.get("step", 0)))
+        result = validate(args, world, val, [model, *([ema] if ema else [])], stop, partial(beat, meta.get("step", 0)))
         assert result is not None
         where = resumed[0] if resumed else args.init_from
         say(f"{where}: {result[0]}" + (f"; averaged weights: {result[1]}" if ema else ""))
@@ -151,12 +149,7 @@ def train(args: argparse.Namespace, world: World, record: Recorder) -> int:
         optimizer.load_state_dict(resumed[1]["optimizer"])
         scaler.load_state_dict(resumed[1]["scaler"])
     running = torch.compile(model) if args.compile else model
-    parallel = DistributedDataParallel(
-        running,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        broadcast_buffers=False,  # the statistics of BatchNorm are rank 0's; the others get them before a validation
-        find_unused_parameters=args.deterministic,  # without it buckets are built anew, and sums differ in their last bits
-    ) if world.size > 1 else running  # fmt: skip
+    parallel: Any = _parallel(args, running, device) if world.size > 1 else running
     norms = [part for part in model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     schedule = Schedule(
         kind=args.schedule,
@@ -222,7 +215,7 @@ def train(args: argparse.Namespace, world: World, record: Recorder) -> int:
                 "model": args.model,
                 "num_classes": num_classes,
                 "plan": plan.digest,
-                "args": {name: value for name, value in vars(args).items()},
+                "args": dict(vars(args)),
             },
         }
 
@@ -281,7 +274,7 @@ def train(args: argparse.Namespace, world: World, record: Recorder) -> int:
                 stopping, number = number >= STOP, number % STOP
                 weight = (1.0 if joining else world.size) / max(1, number)
                 optimizer.zero_grad(set_to_none=True)
-                scaler.scale(loss * weight).backward()
+                scaler.scale(loss * weight).backward()  # type: ignore[no-untyped-call]
                 if args.clip_grad:
                     scaler.unscale_(optimizer)
                     nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
@@ -329,7 +322,7 @@ def train(args: argparse.Namespace, world: World, record: Recorder) -> int:
                 store.save(state(), step)
             improved = False
             if owed and val is not None:
-                result = validate(args, world, val, [model, *([ema] if ema else [])], stop, lambda: beat(step))
+                result = validate(args, world, val, [model, *([ema] if ema else [])], stop, partial(beat, step))
                 stopping = result is None
                 if result is not None:
                     owed, last = False, _tell_validation(record if rank == 0 else None, board, result, step)
@@ -341,10 +334,9 @@ def train(args: argparse.Namespace, world: World, record: Recorder) -> int:
                 saved_at, saved_step = time.monotonic(), step
         if enough:
             break
-    if store is not None and (stopping or args.num_batches):
-        if not joining:
-            store.save(state(), step)
     if store is not None:
+        if (stopping or args.num_batches) and not joining:
+            store.save(state(), step)
         store.close()
     data.close()
     if stopping:
@@ -415,120 +407,6 @@ def validate(
         return None
     rows = told[:-1].view(len(evaluated), 4).tolist()
     return [Result(loss / n, top1 / n, top5 / n, int(n)) for loss, top1, top5, n in rows if n]
-
-
-class World:
-    """The ranks that train together: who this one is, its device, and what they tell each other."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.seat = Seat.from_environ(os.environ)
-        self.rank, self.size, _ = self.seat
-        self.device = _device(args)
-        self._cpu: Any = None
-        if args.deterministic:
-            torch.use_deterministic_algorithms(True)
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-            warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-        elif self.device.type == "cuda":
-            torch.backends.cudnn.benchmark = True
-        if self.size > 1:
-            backend = args.backend
-            if backend == "auto":
-                backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, rank=self.rank, world_size=self.size)
-            self._cpu = dist.new_group(backend="gloo")  # so that no count waits for a device, or for a gradient
-
-    def sum_later(self, number: int) -> Callable[[], int]:
-        """Begin to add up a number over the ranks; the call gives the sum."""
-        if self._cpu is None:
-            return lambda: number
-        total = torch.tensor([number], dtype=torch.int64)
-        work = dist.all_reduce(total, group=self._cpu, async_op=True)
-
-        def finish() -> int:
-            work.wait()
-            return int(total.item())
-
-        return finish
-
-    def sum(self, numbers: torch.Tensor) -> None:
-        """Add up numbers over the ranks, in place."""
-        if self._cpu is not None:
-            dist.all_reduce(numbers, group=self._cpu)
-
-    def together(self, make: Callable[[], T]) -> T:
-        """Do something on every rank; if it fails on some, the first of them says why, and all end."""
-        error: StokerError | None = None
-        try:
-            made = make()
-        except StokerError as caught:
-            error = caught
-        codes = self._gathered(error.exit_code if error is not None else 0)
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if not failed:
-            return made
-        if error is not None and failed[0] == self.rank:
-            raise error
-        raise SystemExit(codes[failed[0]])
-
-    def first(self, make: Callable[[], T]) -> T | None:
-        """Do something on rank 0 alone; if it fails, all end."""
-        return self.together(lambda: make() if self.rank == 0 else None)
-
-    def told(self, value: T) -> T:
-        """Give rank 0's value to all."""
-        if self._cpu is None:
-            return value
-        box = [value if self.rank == 0 else None]
-        dist.broadcast_object_list(box, src=0, group=self._cpu)
-        return box[0]  # type: ignore[return-value]
-
-    def spread_buffers(self, model: nn.Module, source: int = 0) -> None:
-        """Give the statistics that one rank's model has kept to all."""
-        if self._cpu is not None:
-            for buffer in model.buffers():
-                dist.broadcast(buffer, src=source)
-
-    def align(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, ema: nn.Module | None) -> int:
-        """After uneven ranks: the rank that made the most steps tells all that `Join` does not; return its steps."""
-        steps = self._gathered(step)
-        source = steps.index(max(steps))
-        if self._cpu is not None:
-            averaged = [*ema.parameters(), *ema.buffers()] if ema is not None else []
-            kept = [value for one in optimizer.state.values() for value in one.values() if torch.is_tensor(value)]
-            for tensor in [*model.parameters(), *model.buffers(), *kept, *averaged]:
-                dist.broadcast(tensor.data, src=source)
-        return max(steps)
-
-    def close(self) -> None:
-        """Leave the group."""
-        if self._cpu is not None:
-            dist.destroy_process_group()
-
-    def _gathered(self, number: int) -> list[int]:
-        if self._cpu is None:
-            return [number]
-        numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(numbers, torch.tensor([number]), group=self._cpu)
-        return [int(one) for one in numbers]
-
-
-class Stop:
-    """Whether this rank was told to stop: by SIGTERM or Ctrl-C, and a second one ends it at once."""
-
-    def __init__(self) -> None:
-        self.asked, self._at_once = 0, False
-
-    def listen(self, *, at_once: bool) -> None:
-        """Take the signals from now on; before, they end the process as they always do."""
-        self._at_once = at_once
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._hear)
-
-    def _hear(self, number: int, _: object) -> None:
-        if self.asked or self._at_once:
-            raise SystemExit(128 + number)
-        self.asked = number
 
 
 class Data:
@@ -603,94 +481,6 @@ class Synthetic:
             yield TorchBatch(self._images[:count], self._labels[:count], count, end, positions)
 
 
-class Heartbeat:
-    """Says that this rank is alive, once a second at most; only the training thread calls it, so that a hang is seen."""
-
-    def __init__(self, record: Recorder) -> None:
-        self._record, self._at = record, 0.0
-
-    def due(self) -> bool:
-        """Whether a second has passed."""
-        return time.monotonic() - self._at >= HEARTBEAT_S
-
-    def __call__(self, step: int, shard: str = "", sample: int = -1) -> None:
-        """Tell the step, if it is time."""
-        if self.due():
-            self._at = time.monotonic()
-            self._record.heartbeat(step, shard=shard, sample=sample)
-
-
-@dataclass
-class Meter:
-    """Adds up where the steps' time goes, and tells it from time to time: events by all ranks, a line by rank 0."""
-
-    args: argparse.Namespace
-    record: Recorder
-    say: Callable[[str], None]
-    world: int
-    rank: int
-    board: Any
-    steps: int = 0
-    _spans: dict[str, float] = field(default_factory=dict)
-    _mine: int = 0
-    _all: int = 0
-    _loss: Any = 0.0
-    _times: Times = field(default_factory=Times)
-    _begun: float = field(default_factory=time.perf_counter)
-    _due: float = 0.0
-    _ever: int = 0
-    _ever_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._due = self._begun + min(FIRST_LOG_S, self.args.log_every)
-
-    @property
-    def overall(self) -> float:
-        """Images a second of all ranks while steps were made."""
-        return self._ever / self._ever_s if self._ever_s else 0.0
-
-    def add(self, **seconds: float) -> None:
-        """Add the parts of a step."""
-        for name, length in seconds.items():
-            self._spans[name] = self._spans.get(name, 0.0) + length
-
-    def count(self, mine: int, everyone: int, loss: torch.Tensor) -> None:
-        """Add a step's samples, and the sum of this rank's losses, which stays where it is until it is told."""
-        self.steps += 1
-        self._mine, self._all, self._loss = self._mine + mine, self._all + everyone, self._loss + loss
-
-    def due(self) -> bool:
-        """Whether it is time to tell."""
-        return time.perf_counter() >= self._due
-
-    def tell(self, epoch: int, step: int, total: int, rate: float, epochs: float, times: Times) -> None:
-        """Write the events and the line, and begin anew."""
-        loss = float(self._loss) / max(1, self._mine)  # waits for the device
-        now = time.perf_counter()
-        stepping = max(self._spans["step"], 1e-9)
-        speed = self._all / stepping
-        begun = time.time() - (now - self._begun)
-        spent = {f"loader.{name}": getattr(times, name) - getattr(self._times, name) for name in _STAGES}
-        for name, length in {**self._spans, **spent}.items():
-            more = {"count": self.steps, "samples": self._mine}
-            self.record.span(name, round(begun, 6), round(length, 6), step, **more)
-        if self.rank == 0:
-            told = {"loss": loss, "lr": rate, "samples_per_s": speed, "epoch": epochs}
-            for name, value in told.items():
-                _scalar(self.record, self.board, name, value, step)
-        wait = self._spans["loader_wait"] / stepping
-        self.say(
-            f"epoch {epoch} step {step:,}/{total:,} loss {loss:.4f} lr {rate:.4g} {speed:,.0f} images/s wait {wait:.0%}"
-        )
-        self._ever, self._ever_s = self._ever + self._all, self._ever_s + stepping
-        self._spans, self._times, self.steps = {}, times, 0
-        self._mine, self._all, self._loss = 0, 0, 0.0
-        self._begun, self._due = now, now + self.args.log_every
-
-
-_STAGES = ("fetch", "read", "decode", "transform")
-
-
 def _inputs(args: argparse.Namespace, batch: TorchBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Put a batch on the device as numbers around 0; of an empty one a single black image, which will weigh nothing."""
     images, labels = batch.images, batch.labels
@@ -716,18 +506,6 @@ def _average(ema: nn.Module, model: nn.Module, decay: float) -> None:
             tensor.lerp_(theirs[name], 1.0 - decay)
         else:
             tensor.copy_(theirs[name])
-
-
-def _device(args: argparse.Namespace) -> torch.device:
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise MissingError("there is no CUDA here", where="--device cuda", hint="give --device cpu, or auto")
-    if args.device == "cpu" or not torch.cuda.is_available():
-        if args.precision == "fp16":
-            raise InputError("fp16 needs a GPU", where="--precision fp16", hint="give bf16 or fp32")
-        return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")))
-    torch.cuda.set_device(local % torch.cuda.device_count())
-    return torch.device("cuda", local % torch.cuda.device_count())
 
 
 def _through(args: argparse.Namespace, url: str) -> str:
@@ -776,7 +554,20 @@ def _model(args: argparse.Namespace, num_classes: int) -> nn.Module:
     model = models.build(
         args.model, num_classes=num_classes, size=args.size, stem=args.stem, zero_gamma=args.zero_gamma
     )
-    return model.to(memory_format=torch.channels_last) if args.channels_last else model
+    return model.to(memory_format=torch.channels_last) if args.channels_last else model  # type: ignore[call-overload]
+
+
+def _parallel(args: argparse.Namespace, model: Any, device: torch.device) -> DistributedDataParallel:
+    """Let the ranks share their gradients."""
+    # The statistics of BatchNorm are rank 0's; the others get them before a validation.
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        find_unused_parameters=args.deterministic,  # else buckets are built anew, and sums differ in their last bits
+        **{buffers: False},  # type: ignore[arg-type]
+    )
 
 
 def _checkpoints(args: argparse.Namespace, record: Recorder) -> Checkpoints:
@@ -830,16 +621,10 @@ def _tell_validation(record: Recorder | None, board: Any, result: list[Result], 
     told = {"val_loss": result[0].loss, "val_top1": result[0].top1, "val_top5": result[0].top5}
     if len(result) > 1:
         told["ema_top1"] = result[1].top1
-    for name, value in told.items() if record is not None else ():
-        _scalar(record, board, name, value, step)
-    return told
-
-
-def _scalar(record: Recorder | None, board: Any, name: str, value: float, step: int) -> None:
     if record is not None:
-        record.scalar(name, value, step)
-    if board is not None:
-        board.add_scalar(name, value, step)
+        for name, value in told.items():
+            scalar(record, board, name, value, step)
+    return told
 
 
 def _board(args: argparse.Namespace) -> Any:
@@ -851,7 +636,7 @@ def _board(args: argparse.Namespace) -> Any:
             where="--tensorboard",
             hint="run: pip install tensorboard",
         ) from error
-    return SummaryWriter(args.tensorboard)  # type: ignore[no-untyped-call]
+    return SummaryWriter(args.tensorboard)
 
 
 def _say(line: str) -> None:
