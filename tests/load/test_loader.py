@@ -574,8 +574,8 @@ def test_every_bad_setting_at_once(shards: str) -> None:
     with pytest.raises(SpecError) as caught:
         Loader(shards, global_batch=8, transform="imagenet", size=0, layout="XYZ", prefetch=0, threads=0, max_bad=2)
     assert str(caught.value) == (
-        f"{shards}: transform: 'imagenet' is none of imagenet-train, imagenet-val; give one of them, a function, "
-        "or None; size: 0 is not from 1 to 4096; layout: 'XYZ' is none of NHWC, NCHW; prefetch: 0 is less than 1; "
+        f"{shards}: transform: 'imagenet' is none of imagenet-train, imagenet-val, small-train, digits-train, "
+        "whole; give one of them, a function, or None; size: 0 is not from 1 to 4096; layout: 'XYZ' is none of NHWC, NCHW; prefetch: 0 is less than 1; "
         "threads: 0 is less than 1; max_bad: 2 is no share from 0 to 1"
     )
 

@@ -46,13 +46,15 @@ class Batch:
     """One rank's share of a global batch, without its bad samples.
 
     `images` are uint8 pixels, or what the user's transform made, or without a transform a list of encoded images;
-    `count` is how many there are. `cursor` is where the epoch stands once this batch is taken.
+    `count` is how many there are. `cursor` is where the epoch stands once this batch is taken. `positions` are those of
+    the rows in the epoch: `plan.epoch(number, seat).at(positions)` tells their shards.
     """
 
     images: Any
     labels: Numbers
     count: int
     cursor: Cursor
+    positions: Numbers
 
 
 class Bad(NamedTuple):
@@ -91,9 +93,10 @@ class Loader:
     """Iterates a shard set, one epoch for each `for`; the next goes on where the last was left.
 
     The order depends on the dataset, seed and epoch alone. `state_dict()` is a cursor of what the consumer has taken;
-    it goes on in any world, with any batch size and any number of threads. `transform` is "imagenet-train",
-    "imagenet-val", None for the encoded bytes, or a function of upright RGB pixels and a random generator. `decoder`
-    is "native" where stoker-native is installed, "python" elsewhere, unless it is named.
+    it goes on in any world, with any batch size and any number of threads. `transform` is the name of
+    one ("imagenet-train", "imagenet-val", "small-train", "digits-train", "whole"), None for the encoded bytes, or a
+    function of upright RGB pixels and a random generator. `decoder` is "native" where stoker-native is installed,
+    "python" elsewhere, unless it is named.
     """
 
     def __init__(
@@ -278,12 +281,14 @@ class _Making:
         done = [one.result() for one in self._slices]
         times = sum((times for _, times in done), Times(wait=time.perf_counter() - started))
         bad = [one for filled, _ in done for one in filled.bad]
+        end, positions = self.step.end, self.step.positions
         if not bad:
-            batch = Batch(self._rows.pick(self._room, None), self._labels, len(self._labels), self.step.end)
+            batch = Batch(self._rows.pick(self._room, None), self._labels, len(self._labels), end, positions)
             return batch, [], times
         left_out = {row for row, _ in bad}
         good = [row for row in range(len(self._labels)) if row not in left_out]
-        batch = Batch(self._rows.pick(self._room, good), self._labels[good], len(good), self.step.end)
+        images, labels = self._rows.pick(self._room, good), self._labels[good]
+        batch = Batch(images, labels, len(good), end, positions[np.array(good, dtype=np.int64)])
         return batch, [self._describe(row, reason) for row, reason in bad], times
 
     def _fill(self, part: slice) -> tuple[Filled, Times]:

@@ -16,6 +16,7 @@ from stoker.load.decode import Pixels
 from stoker.load.loader import Bad, Batch, Loader
 from stoker.load.turns import Turn, Turns
 from stoker.sampling.cursor import Cursor
+from stoker.sampling.order import Numbers
 from stoker.shards.locate import ShardSet
 
 try:
@@ -35,13 +36,15 @@ class TorchBatch:
     """One rank's share of a global batch as tensors.
 
     `images` are uint8, N×3×H×W in channels_last memory, or what the user's transform made, or without a transform a
-    list of bytes; `count` is how many there are. `cursor` is where the epoch stands once this batch is taken.
+    list of bytes; `count` is how many there are. `cursor` is where the epoch stands once this batch is taken, and
+    `positions` (of numpy) are those of the rows in the epoch.
     """
 
     images: Any
     labels: torch.Tensor
     count: int
     cursor: Cursor
+    positions: Numbers
 
     def pin_memory(self) -> TorchBatch:
         """Copy into page-locked memory: what DataLoader calls for `pin_memory=True`."""
@@ -118,6 +121,11 @@ class Dataset(IterableDataset[TorchBatch]):
         if os.getpid() in self._loaders:
             self._loaders[os.getpid()].close()
 
+    @property
+    def loader(self) -> Loader:
+        """The loader of a plain loop in this process, opened where it was not yet: its plan, set, times and seat."""
+        return self._loader()
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_loaders": {}}
 
@@ -166,7 +174,8 @@ class Dataset(IterableDataset[TorchBatch]):
             named = isinstance(self._settings.get("transform", "imagenet-train"), str)
             if named and self._settings.get("layout", "NHWC") == "NHWC":
                 images = images.permute(0, 3, 1, 2)
-        return TorchBatch(images, torch.from_numpy(batch.labels), batch.count, batch.cursor)
+        labels = torch.from_numpy(batch.labels)
+        return TorchBatch(images, labels, batch.count, batch.cursor, batch.positions)
 
 
 def normalise(

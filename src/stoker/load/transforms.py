@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from stoker.core.permute import key, mix
 
 SCALE = (0.08, 1.0)
+SMALL_SCALE = (0.6, 1.0)
 RATIO = (3 / 4, 4 / 3)
 ATTEMPTS = 10
 DRAWS = 2 * ATTEMPTS + 3
@@ -45,11 +47,13 @@ def draws(seed: int, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArra
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def random_resized_crop(width: int, height: int, draws: list[float]) -> tuple[Crop, bool]:
+def random_resized_crop(
+    width: int, height: int, draws: list[float], *, scale: tuple[float, float] = SCALE, mirror: bool = True
+) -> tuple[Crop, bool]:
     """Crop 8–100 % of the area at a ratio of 3:4 to 4:3, and mirror half the time, as torchvision draws it."""
-    area, mirrored = width * height, draws[-1] < 0.5
+    area, mirrored = width * height, mirror and draws[-1] < 0.5
     for attempt in range(ATTEMPTS):
-        wanted = area * (SCALE[0] + (SCALE[1] - SCALE[0]) * draws[2 * attempt])
+        wanted = area * (scale[0] + (scale[1] - scale[0]) * draws[2 * attempt])
         low, high = math.log(RATIO[0]), math.log(RATIO[1])
         ratio = math.exp(low + (high - low) * draws[2 * attempt + 1])
         w, h = round(math.sqrt(wanted * ratio)), round(math.sqrt(wanted / ratio))
@@ -81,8 +85,16 @@ class CenterCrop:
         return Crop(left * x, top * y, size * x, size * y), False
 
 
+def whole(width: int, height: int, draws: list[float]) -> tuple[Crop, bool]:  # noqa: ARG001
+    """Take the whole image, whatever its shape: small images have nothing to spare at their edges."""
+    return Crop(0, 0, width, height), False
+
+
 TRANSFORMS: dict[str, Callable[[int], Transform]] = {
     "imagenet-train": lambda _: random_resized_crop,
     "imagenet-val": CenterCrop,
+    "small-train": lambda _: partial(random_resized_crop, scale=SMALL_SCALE),
+    "digits-train": lambda _: partial(random_resized_crop, scale=SMALL_SCALE, mirror=False),
+    "whole": lambda _: whole,
 }
 """By name, for an output of so many pixels."""
