@@ -37,7 +37,7 @@ FIRST_S = 2.0
 """When the first sample comes, so that one need not wait to see that it works."""
 SHORTEST_S = 0.2
 """A last sample over less time than this would say nothing."""
-WALK_SHARE = 0.002
+WALK_SHARE = 0.0005
 """The share of a core that may go into looking for processes anew."""
 NOTE_S = 0.1
 """How long to wait for the word that a signal was for the whole group."""
@@ -381,22 +381,26 @@ class Machine:
 class Tree:
     """The program and all that it started: their processor time and memory.
 
-    Processes are told apart by what was seen of them: only new ones are opened to learn their parents, and all of them
-    again once that costs next to nothing. One whose parent has gone stays ours.
+    Only processes that were not there before are opened to learn their parents, and all others again once that costs
+    next to nothing. What was ours stays ours when its parent goes.
     """
 
     def __init__(self, root: int, proc: str = "/proc") -> None:
         self._root, self._proc, self._counters = root, proc, Counters()
-        self._parents: dict[int, int] = {}
+        self._ours: dict[int, int] = {}
+        """Each of ours, and when it was born: numbers are given again."""
+        self._others: dict[int, int] = {}
+        """Everyone else, and their parents."""
         self._again = 0.0
         self._tick, self._page = os.sysconf("SC_CLK_TCK"), resource.getpagesize()
 
     def read(self, interval_s: float) -> dict[str, Any]:
         """Read the sums; memory that processes share is counted in each of them."""
+        self._look_around()
         ticks = rss = count = 0
-        for pid in self._members():
+        for pid, born in self._ours.items():
             found = self._stat(pid)
-            if found is not None:
+            if found is not None and found[3] == born:
                 ticks, rss, count = ticks + found[1], rss + found[2], count + 1
         grown = self._counters.since({"ticks": float(ticks)})
         fields: dict[str, Any] = {"tree_processes": count}
@@ -406,41 +410,41 @@ class Tree:
             fields["tree_cpu_pct"] = round(100 * grown["ticks"] / self._tick / interval_s, 1)
         return fields
 
-    def _members(self) -> list[int]:
+    def _look_around(self) -> None:
         began = time.monotonic()
-        alive = [int(name) for name in os.listdir(self._proc) if name.isdigit()]
-        afresh = began >= self._again
-        old = self._parents
-        self._parents = {}
-        ours = self._descendants(old) if afresh else set()
-        for pid in alive:
-            known = old.get(pid)
-            if known is None or (afresh and pid not in ours):
-                found = self._stat(pid)
-                known = found[0] if found is not None else None
-            if known is not None:
-                self._parents[pid] = known
-        if afresh:
+        alive = {int(name) for name in os.listdir(self._proc) if name.isdigit()}
+        if began >= self._again:
+            self._others = {}
+        births = {}
+        for pid in alive.difference(self._ours, self._others):
+            found = self._stat(pid)
+            if found is not None:
+                self._others[pid], births[pid] = found[0], found[3]
+        found_now = self._descendants(births)
+        self._ours = {pid: born for pid, born in {**self._ours, **found_now}.items() if pid in alive}
+        self._others = {pid: at for pid, at in self._others.items() if pid in alive and pid not in self._ours}
+        if began >= self._again:
             self._again = began + (time.monotonic() - began) / WALK_SHARE
-        return [pid for pid in self._descendants({**old, **self._parents}) if pid in self._parents]
 
-    def _descendants(self, parents: dict[int, int]) -> set[int]:
+    def _descendants(self, births: dict[int, int]) -> dict[int, int]:
+        """Find those just seen whose parents are ours, and their children among them."""
         children: dict[int, list[int]] = {}
-        for pid, parent in parents.items():
-            children.setdefault(parent, []).append(pid)
-        found, left = set(), [self._root]
+        for pid in births:
+            children.setdefault(self._others[pid], []).append(pid)
+        found, left = {}, [self._root] if self._root in births else []
+        left += [pid for parent in self._ours for pid in children.get(parent, ())]
         while left:
             pid = left.pop()
             if pid not in found:
-                found.add(pid)
+                found[pid] = births[pid]
                 left.extend(children.get(pid, ()))
         return found
 
-    def _stat(self, pid: int) -> tuple[int, int, int] | None:
-        """Read the parent, the ticks (those of children that were waited for included) and the pages of one."""
+    def _stat(self, pid: int) -> tuple[int, int, int, int] | None:
+        """Read one's parent, ticks (those of children that were waited for included), pages, and time of birth."""
         try:
             words = _text(f"{self._proc}/{pid}/stat").rpartition(")")[2].split()
-            return int(words[1]), sum(int(word) for word in words[11:15]), int(words[21])
+            return int(words[1]), sum(int(word) for word in words[11:15]), int(words[21]), int(words[19])
         except (OSError, ValueError, LookupError):
             return None
 

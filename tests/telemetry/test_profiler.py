@@ -1,0 +1,533 @@
+"""The profiler around real programs: what they keep, what it passes on, what it tells."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disks import NOT_ALLOWED
+from stoker.telemetry import profiler
+from stoker.telemetry.events import LONGEST, PREFIX, Event, parse
+from stoker.telemetry.reader import gaps
+
+SOURCE = Path(profiler.__file__)
+FAKE_NVML = """
+#include <string.h>
+#include <stdlib.h>
+typedef unsigned int u; typedef unsigned long long ull;
+static char devices[64];
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetCount_v2(u *n) { *n = atoi(getenv("FAKE_GPUS")); return 0; }
+int nvmlDeviceGetHandleByIndex_v2(u i, void **d) { devices[i] = i; *d = devices + i; return 0; }
+int nvmlDeviceGetUtilizationRates(void *d, u *r) { r[0] = 90 + *(char *)d % 10; r[1] = 40; return 0; }
+int nvmlDeviceGetMemoryInfo(void *d, ull *m) { m[0] = 80ull << 30; m[1] = 1; m[2] = 79ull << 30; return 0; }
+int nvmlDeviceGetPowerUsage(void *d, u *p) { *p = 412345; return 0; }
+int nvmlDeviceGetTemperature(void *d, int sensor, u *t) { *t = sensor == 0 ? 71 : 0; return 0; }
+int nvmlDeviceGetClockInfo(void *d, int type, u *c) { *c = type == 1 ? 1980 : 0; return *(char *)d == 1 ? 3 : 0; }
+"""
+CATCHER = """
+import os, signal, sys, time
+def note(number, frame):
+    os.write(1, f"got {signal.Signals(number).name}\\n".encode())
+    if number == signal.SIGUSR2:
+        sys.exit(9)
+for name in ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "TERM", "CONT", "WINCH"):
+    signal.signal(getattr(signal, "SIG" + name), note)
+os.write(1, f"ready {os.getpid()}\\n".encode())
+while True:
+    time.sleep(1)
+"""
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def command(*words: str, every: float = 0) -> list[str]:
+    return [sys.executable, "-I", "-S", str(SOURCE), "--every", str(every), "--", *words]
+
+
+def profile(*words: str, every: float = 0, **more: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*words, every=every), capture_output=True, text=True, check=False, timeout=60, **more)
+
+
+def events_of(text: str) -> list[Event]:
+    return [event for line in text.splitlines() if (event := parse(line))]
+
+
+def exit_of(text: str) -> dict[str, Any]:
+    (mark,) = (event for event in events_of(text) if event.kind == "mark")
+    assert mark.fields["name"] == "exit"
+    return dict(mark.fields)
+
+
+class Running:
+    """A profiler with a program inside that says which signals it gets."""
+
+    def __init__(self, *words: str, every: float = 0) -> None:
+        self.process = subprocess.Popen(command(*words, every=every), stdout=subprocess.PIPE, start_new_session=True)
+        assert self.process.stdout is not None
+        self.out = self.process.stdout
+        self.seen: list[str] = []
+        os.set_blocking(self.out.fileno(), False)
+        assert eventually(lambda: any(line.startswith("ready") for line in self.lines())), self.seen
+        self.child = next(int(line.split()[1]) for line in self.seen if line.startswith("ready"))
+
+    def lines(self) -> list[str]:
+        self.seen += (self.out.read() or b"").decode().splitlines()
+        return self.seen
+
+    def got(self) -> list[str]:
+        return [line.split()[1] for line in self.lines() if line.startswith("got")]
+
+    def close(self) -> None:
+        for pid in (-self.process.pid, self.child):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self.out.close()
+
+
+@pytest.fixture
+def catcher() -> Iterator[Running]:
+    running = Running(sys.executable, "-c", CATCHER)
+    yield running
+    running.close()
+
+
+def test_a_program_keeps_its_streams_and_its_exit_code() -> None:
+    done = profile("sh", "-c", "cat; echo err >&2; exit 7", input="through\n")
+    assert done.returncode == 7
+    assert done.stdout.startswith("through\n@stoker ")
+    assert done.stderr == "err\n"
+    mark = exit_of(done.stdout)
+    assert (mark["code"], mark["signal"], mark["oom"]) == (7, "", False)
+    assert mark["detail"] == "ended with exit code 7"
+    assert 0 < mark["seconds"] < 30
+    assert mark["max_rss"] > 100_000
+
+
+@pytest.mark.parametrize(("name", "code"), [("KILL", 137), ("TERM", 143), ("SEGV", 139)])
+def test_death_by_a_signal_is_128_and_its_number(name: str, code: int) -> None:
+    done = profile("sh", "-c", f"ulimit -c 0; kill -{name} $$")
+    assert done.returncode == code
+    mark = exit_of(done.stdout)
+    assert (mark["signal"], mark["code"]) == (f"SIG{name}", code)
+    assert mark["detail"] == f"ended by SIG{name}"
+
+
+@pytest.mark.parametrize("words", [["no-such-program"], ["/etc/passwd"], ["/"], [""]])
+def test_a_program_that_cannot_be_started_is_a_sentence(words: Sequence[str]) -> None:
+    done = profile(*words)
+    assert done.returncode == 3
+    assert done.stderr.count("\n") == 1
+    assert repr(words[0]) in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("words", [[], ["--"], ["--every"], ["--every", "x", "--", "true"], ["--every", "-1", "true"],
+                                   ["--every=nan", "true"], ["--wrong", "true"]])  # fmt: skip
+def test_wrong_words_exit_with_2(words: list[str]) -> None:
+    done = subprocess.run([sys.executable, str(SOURCE), *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "usage" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_words_of_the_program_are_its_own() -> None:
+    argv = [sys.executable, str(SOURCE), "--every=0", "echo", "--every", "5", "--", "-x"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("--every 5 -- -x\n")
+
+
+@pytest.mark.parametrize("name", ["HUP", "INT", "QUIT", "USR1", "ALRM", "TERM", "CONT", "WINCH"])
+def test_a_signal_to_the_profiler_reaches_the_program_once(name: str, catcher: Running) -> None:
+    catcher.process.send_signal(getattr(signal, f"SIG{name}"))
+    assert eventually(lambda: catcher.got() == [f"SIG{name}"]), catcher.got()
+    catcher.process.send_signal(signal.SIGUSR2)
+    assert catcher.process.wait(20) == 9
+    assert catcher.got() == [f"SIG{name}", "SIGUSR2"]
+
+
+@pytest.mark.parametrize("name", ["INT", "TERM"])
+def test_a_signal_to_the_group_reaches_the_program_once_too(name: str, catcher: Running) -> None:
+    number = getattr(signal, f"SIG{name}")
+    os.killpg(catcher.process.pid, number)
+    assert eventually(lambda: bool(catcher.got()))
+    time.sleep(0.3)
+    catcher.process.send_signal(number)
+    assert eventually(lambda: len(catcher.got()) == 2)
+    catcher.process.send_signal(signal.SIGUSR2)
+    assert catcher.process.wait(20) == 9
+    assert catcher.got() == [f"SIG{name}"] * 2 + ["SIGUSR2"]
+
+
+def test_a_stop_stops_both_and_both_go_on(catcher: Running) -> None:
+    def states() -> list[str]:
+        pids = (catcher.process.pid, catcher.child)
+        return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
+
+    # A session without a terminal is orphaned, and the kernel ignores TSTP there: stop the program by hand.
+    os.kill(catcher.child, signal.SIGSTOP)
+    catcher.process.send_signal(signal.SIGTSTP)
+    assert eventually(lambda: states() == ["T", "T"])
+    catcher.process.send_signal(signal.SIGCONT)
+    assert eventually(lambda: "T" not in states())
+    catcher.process.send_signal(signal.SIGUSR2)
+    assert catcher.process.wait(20) == 9
+
+
+def test_ctrl_c_in_a_terminal_comes_once() -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        words = command(sys.executable, "-c", CATCHER)
+        os.execv(words[0], words)
+    seen = b""
+    while b"ready" not in seen:
+        seen += os.read(terminal, 1000)
+    os.write(terminal, b"\x03")
+    while b"got" not in seen:
+        seen += os.read(terminal, 1000)
+    time.sleep(0.3)
+    os.kill(pid, signal.SIGUSR2)
+    while b"exit" not in seen:
+        seen += os.read(terminal, 1000)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    os.close(terminal)
+    assert seen.count(b"got SIGINT") == 1
+
+
+def test_what_was_ignored_stays_ignored() -> None:
+    script = f"trap '' HUP; exec {' '.join(command('sleep', '1'))}"
+    process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.DEVNULL)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(20) == 0
+
+
+def test_a_killed_profiler_leaves_no_program() -> None:
+    running = Running("sh", "-c", "echo ready $$; exec sleep 600", every=1)
+    try:
+        family = [running.child, *_children(running.process.pid)]
+        assert len(family) == 3  # the program, and again with the watchman
+        running.process.kill()
+        assert eventually(lambda: not any(alive(pid) for pid in family))
+    finally:
+        running.close()
+
+
+def test_a_killed_group_leaves_nothing() -> None:
+    running = Running("sh", "-c", "trap '' TERM; sleep 600 & echo ready $$; wait")
+    try:
+        family = [running.child, *_children(running.process.pid), *_children(running.child)]
+        os.killpg(running.process.pid, signal.SIGKILL)
+        assert eventually(lambda: not any(alive(pid) for pid in family))
+    finally:
+        running.close()
+
+
+def test_a_grandchild_in_the_background_is_left_alone(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    done = profile("sh", "-c", f"sleep 600 >/dev/null 2>&1 & echo $! > {pid_file}; exit 4")
+    pid = int(pid_file.read_text())
+    try:
+        assert done.returncode == 4
+        assert alive(pid)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_nothing_of_the_profiler_reaches_the_program() -> None:
+    code = (
+        "import os, signal; print(sorted(os.listdir('/proc/self/fd')), signal.pthread_sigmask(signal.SIG_BLOCK, []),"
+        "signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)"
+    )
+    inside = profile(sys.executable, "-c", code).stdout.splitlines()[0]
+    plain = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert inside == plain.strip()
+
+
+def test_samples_tell_what_the_program_does() -> None:
+    code = (
+        "import os, time; data = b'x' * (200 << 20); pid = os.fork()\n"
+        "end = time.monotonic() + 1.7\nwhile time.monotonic() < end: pass\n"
+        "pid and os.waitpid(pid, 0)"
+    )
+    env = {**os.environ, "STOKER_SLOT": "worker/1", "STOKER_ATTEMPT": "2", "RANK": "x", "STOKER_CACHE_DIR": "/tmp"}
+    done = profile(sys.executable, "-c", code, every=0.5, env=env)
+    events = events_of(done.stdout)
+    assert len(events) == len(done.stdout.splitlines())
+    assert gaps(events) == []
+    assert {(event.slot, event.attempt, event.rank) for event in events} == {("worker/1", 2, 0)}
+    *samples, mark = events
+    assert 3 <= len(samples) <= 6
+    assert {event.kind for event in samples} == {"profile"}
+    middle = samples[1].fields
+    assert middle["interval_s"] == pytest.approx(0.5, abs=0.3)
+    assert middle["tree_processes"] == 2
+    assert middle["tree_rss"] > 300 << 20
+    assert middle["tree_cpu_pct"] > 40
+    assert 0 < middle["cpu_pct"] <= 100
+    assert 0 <= middle["iowait_pct"] <= 100
+    assert 0 < middle["cores"] <= (os.cpu_count() or 1)
+    assert 0 < middle["mem_available"] < middle["mem_total"]
+    for name in ("load1", "net_rx_per_s", "net_tx_per_s", "tcp_retransmits_per_s", "oom_kills", "cache_disk_free"):
+        assert middle[name] >= 0
+    assert "gpu" not in middle
+    assert mark.fields["max_rss"] >= middle["tree_rss"]
+
+
+def test_a_sample_comes_soon_and_one_at_the_end() -> None:
+    done = profile("sleep", "2.5", every=30)
+    first, last, _ = events_of(done.stdout)
+    assert first.fields["interval_s"] == pytest.approx(2, abs=0.5)
+    assert last.fields["interval_s"] == pytest.approx(0.5, abs=0.4)
+    assert [event.kind for event in events_of(profile("true", every=30).stdout)] == ["profile", "mark"]
+    assert [event.kind for event in events_of(profile("true").stdout)] == ["mark"]
+
+
+@pytest.fixture(scope="module")
+def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nvml")
+    (folder / "nvml.c").write_text(FAKE_NVML)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "libnvidia-ml.so.1", "nvml.c"], cwd=folder, check=True)
+    return folder
+
+
+def gpus(folder: Path, count: int, **env: str) -> list[dict[str, Any]]:
+    env = {**os.environ, "LD_LIBRARY_PATH": str(folder), "FAKE_GPUS": str(count), **env}
+    done = profile("true", every=30, env=env)
+    assert all(len(line) < LONGEST for line in done.stdout.splitlines())
+    found = events_of(done.stdout)[0].fields
+    assert "tree_processes" in found
+    return list(found.get("gpu", []))
+
+
+def test_gpus_are_read_by_nvml(nvml: Path) -> None:
+    first, second = gpus(nvml, 2)
+    whole = {"i": 0, "util_pct": 90, "mem_total": 80 << 30, "mem_used": 79 << 30, "power_w": 412, "temp_c": 71}
+    assert first == {**whole, "sm_mhz": 1980}
+    assert second == {**whole, "i": 1, "util_pct": 91}  # a card that does not tell its clock
+    assert len(gpus(nvml, 16)) == 16
+    assert 16 < len(gpus(nvml, 60)) < 60
+    assert gpus(nvml, 0) == []
+    assert [gpu["i"] for gpu in gpus(nvml, 8, CUDA_VISIBLE_DEVICES="2,5")] == [2, 5]
+    assert len(gpus(nvml, 8, CUDA_VISIBLE_DEVICES="GPU-1234")) == 8
+
+
+def test_an_nvml_that_lacks_functions_or_fails_is_no_noise(tmp_path: Path) -> None:
+    for text in ("int nvmlInit_v2(void) { return 9; }", "int x;"):
+        (tmp_path / "nvml.c").write_text(text)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", "libnvidia-ml.so.1", "nvml.c"], cwd=tmp_path, check=True)
+        assert gpus(tmp_path, 1) == []
+
+
+def test_a_driver_that_hangs_holds_up_no_signal(tmp_path: Path) -> None:
+    (tmp_path / "nvml.c").write_text("#include <unistd.h>\nint nvmlInit_v2(void) { sleep(600); return 9; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "libnvidia-ml.so.1", "nvml.c"], cwd=tmp_path, check=True)
+    code = f"import sys; sys.path.insert(0, {str(SOURCE.parent)!r}); import profiler; profiler.JOIN_S = 0.2\n"
+    code += "sys.exit(profiler.main(sys.argv[1:]))"
+    words = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        code,
+        "--every",
+        "1",
+        "--",
+        "sh",
+        "-c",
+        "kill -TERM $PPID; exec sleep 600",
+    ]
+    env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == 143
+    assert exit_of(done.stdout)["signal"] == "SIGTERM"
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_memory_of_a_cgroup_of_version_2(tmp_path: Path) -> None:
+    write(tmp_path, {
+        "proc/meminfo": "MemTotal: 1000000 kB\nMemAvailable: 500000 kB\n",
+        "proc/self/cgroup": "0::/pod/box\n",
+        "proc/vmstat": "oom_kill 90\n",
+        "cg/pod/box/memory.max": "max\n", "cg/pod/box/memory.events": "oom 3\noom_kill 4\n",
+        "cg/pod/memory.max": "5000000\n", "cg/pod/memory.current": "4000000\n",
+        "cg/pod/memory.stat": "anon 5\nactive_file 100\ninactive_file 900\n",
+        "cg/pod/box/cpu.max": "max 100000\n", "cg/pod/cpu.max": "50000 100000\n",
+    })  # fmt: skip
+    proc, cgroups = str(tmp_path / "proc"), str(tmp_path / "cg")
+    memory = profiler.Memory(proc, cgroups)
+    (tmp_path / "cg/pod/box/memory.events").write_text("oom 3\noom_kill 6\n")
+    assert memory.read(1.0) == {
+        "mem_total": 1_024_000_000,
+        "mem_available": 512_000_000,
+        "cgroup_mem_limit": 5_000_000,
+        "cgroup_mem_used": 3_999_000,
+        "oom_kills": 2,
+    }
+    assert profiler._cores(profiler._cgroup(proc, cgroups, "cpu")) == 0.5
+
+
+def test_memory_of_a_cgroup_of_version_1(tmp_path: Path) -> None:
+    write(tmp_path, {
+        "proc/meminfo": "MemTotal: 1000000 kB\nMemAvailable: 500000 kB\n",
+        "proc/self/cgroup": "4:memory:/on/the/host\n3:cpu,cpuacct:/\n0::/\n",
+        "proc/vmstat": "oom_kill 90\n",
+        "cg/memory/memory.limit_in_bytes": "9000000\n", "cg/memory/memory.usage_in_bytes": "8000000\n",
+        "cg/memory/memory.stat": "active_file 1\ntotal_active_file 1000\ntotal_inactive_file 2000\n",
+        "cg/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",
+        "cg/cpu/cpu.cfs_quota_us": "150000\n", "cg/cpu/cpu.cfs_period_us": "100000\n",
+    })  # fmt: skip
+    proc, cgroups = str(tmp_path / "proc"), str(tmp_path / "cg")
+    found = profiler.Memory(proc, cgroups).read(1.0)
+    assert (found["cgroup_mem_limit"], found["cgroup_mem_used"]) == (9_000_000, 7_997_000)
+    assert found["oom_kills"] == 0
+    assert profiler._cores(profiler._cgroup(proc, cgroups, "cpu")) == min(1.5, len(os.sched_getaffinity(0)))
+    (tmp_path / "cg/memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert "cgroup_mem_limit" not in profiler.Memory(proc, cgroups).read(1.0)
+
+
+def test_a_machine_that_tells_nothing_gives_no_fields(tmp_path: Path) -> None:
+    nothing = str(tmp_path)
+    machines = [profiler.Machine(nothing, nothing), profiler.Memory(nothing, nothing), profiler.Network(nothing),
+                profiler.Disks(nothing, nothing), profiler.Tree(1, nothing + "/no")]  # fmt: skip
+    assert [profiler._read(gauge, 1.0) for gauge in machines] == [{}] * 5
+
+
+def test_rates_and_whole_disks(tmp_path: Path) -> None:
+    write(tmp_path, {"block/sda/x": "", "block/loop0/x": "", "block/dm-0/x": "", "diskstats": "", "net/dev": "a\nb\n"})
+    disks, network = profiler.Disks(str(tmp_path), str(tmp_path / "block")), profiler.Network(str(tmp_path))
+    head = " face |bytes\n |x\n"
+    for count in (0, 10):
+        rows = [f"8 0 {name} 1 0 {count} 0 1 0 {2 * count} 0 0 0 0" for name in ("sda", "sda1", "loop0", "dm-0")]
+        (tmp_path / "diskstats").write_text("\n".join(rows) + "\n")
+        nets = "".join(f"{name}:{count * 7} 0 0 0 0 0 0 0 {count} 0\n" for name in (" lo", "eth0", "eth1"))
+        (tmp_path / "net/dev").write_text(head + nets)
+        (tmp_path / "net/snmp").write_text(f"Tcp: OutSegs RetransSegs\nTcp: {count * 5} {count}\n")
+        found = {**disks.read(2.0), **network.read(2.0)}
+    assert found == {
+        "disk_read_per_s": 2560.0, "disk_write_per_s": 5120.0, "net_rx_per_s": 70.0, "net_tx_per_s": 10.0,
+        "tcp_sent_per_s": 25.0, "tcp_retransmits_per_s": 5.0,
+    }  # fmt: skip
+
+
+def test_the_tree_finds_children_and_keeps_orphans(tmp_path: Path) -> None:
+    def stat(pid: int, parent: int, ticks: int, pages: int, born: int = 5) -> None:
+        text = f"{pid} (a) b) S {parent} 1 1 0 -1 0 0 0 0 0 {ticks} 0 0 0 20 0 1 0 {born} 9 {pages} 1"
+        write(tmp_path, {f"{pid}/stat": text})
+
+    for pid, parent in ((10, 1), (11, 10), (12, 11), (20, 1), (21, 20)):
+        stat(pid, parent, 100, 1000)
+    tree = profiler.Tree(10, str(tmp_path))
+    assert tree.read(0.0)["tree_processes"] == 3
+    stat(12, 1, 150, 1000)  # its parent is gone, and it stays
+    stat(13, 12, 50, 1000)
+    (tmp_path / "11/stat").unlink()
+    (tmp_path / "11").rmdir()
+    found = tree.read(1.0)
+    assert found["tree_processes"] == 3
+    assert found["tree_rss"] == 3000 * os.sysconf("SC_PAGE_SIZE")
+    tree._again = 0
+    assert tree.read(1.0)["tree_processes"] == 3
+    stat(12, 1, 0, 1000, born=6)  # a stranger with the number of one of ours
+    stat(21, 13, 0, 1000)  # and the other way round, seen the next time that all are looked at
+    tree._again = 0
+    assert tree.read(1.0)["tree_processes"] == 3
+
+
+def test_a_kill_for_want_of_memory_is_told() -> None:
+    lines = [line.split(":") for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    own = next((path for _, names, path in lines if names == "memory"), None)
+    base = Path("/sys/fs/cgroup/memory") if own is not None else Path("/sys/fs/cgroup")
+    group = base / f"stoker-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        limit = group / ("memory.limit_in_bytes" if own is not None else "memory.max")
+        limit.write_text(str(64 << 20))
+    except OSError:
+        if group.exists():
+            group.rmdir()
+        pytest.skip(f"making a cgroup is {NOT_ALLOWED}")
+    try:
+        script = f'echo $$ > {group}/cgroup.procs; exec {" ".join(command("sh", "-c"))} "$0"'
+        hungry = f"{sys.executable} -c 'x = bytearray(500 << 20)'; exit $?"
+        done = subprocess.run(["sh", "-c", script, hungry], capture_output=True, text=True, check=False, timeout=60)
+        mark = exit_of(done.stdout)
+        assert (mark["code"], mark["oom"]) == (137, True), done
+        assert "want of memory" in mark["detail"]
+    finally:
+        assert eventually(lambda: not (group / "cgroup.procs").read_text().strip())
+        group.rmdir()
+
+
+def test_as_the_first_process_of_a_container_it_reaps_orphans() -> None:
+    inside = command("sh", "-c", "(sh -c 'exit 0' &) ; (sleep 0.1 &); sleep 1; ps -e -o stat= | grep -c Z; exit 5")
+    done = subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", *inside], capture_output=True, text=True,
+                          check=False, timeout=60)  # fmt: skip
+    if done.returncode == 1 and "unshare" in done.stderr:
+        pytest.skip(f"a pid namespace is {NOT_ALLOWED}")
+    assert done.returncode == 5, done
+    assert done.stdout.splitlines()[0] == "0"
+
+
+def test_the_file_stands_alone_in_old_pythons() -> None:
+    tree = ast.parse(SOURCE.read_text(), feature_version=(3, 8))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported <= sys.stdlib_module_names
+    assert "stoker" not in imported
+    newer = {"removeprefix", "removesuffix", "waitstatus_to_exitcode", "pidfd_open", "pairwise", "batched"}
+    assert not newer & {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+def test_its_lines_are_those_of_the_recorder() -> None:
+    assert (profiler.PREFIX, profiler.LONGEST) == (PREFIX, LONGEST)
+    from stoker.telemetry.events import recorder
+
+    code = "from stoker.telemetry import recorder; recorder().mark('exit', 'x')"
+    theirs = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    ours = profile("true").stdout
+    keys = [list(json.loads(line.removeprefix(PREFIX))) for line in (theirs, ours)]
+    assert keys[0] == keys[1][: len(keys[0])]
+    assert recorder({}).rank == 0
+
+
+def test_stdout_that_nobody_reads_ends_nothing() -> None:
+    script = f"{' '.join(command('sh', '-c', every=0.1))} 'sleep 0.5; exit 6' | true; exit ${{PIPESTATUS[0]}}"
+    assert subprocess.run(["bash", "-c", script], check=False, timeout=30).returncode == 6
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
