@@ -1,0 +1,112 @@
+"""Walks the road: shows each command, runs it, and kills a rank on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from stoker.core.processes import Process, start
+from stoker.demo.road import NAME, Road, Step
+from stoker.errors import JobFailedError, UnavailableError
+from stoker.jobs.runs import Run, find
+from stoker.telemetry.events import Event
+from stoker.telemetry.reader import RunFollower
+
+Say = Callable[[str], None]
+SERVICE_S = 20.0
+
+
+def walk(road: Road, folder: Path, say: Say) -> Run:
+    """Go all the way; stop at the first command that fails."""
+    for step in road.before():
+        _do(step, folder, say)
+    with ExitStack() as services:
+        for step, url in zip(road.services(), (road.origin, road.cache), strict=True):
+            services.enter_context(_serving(step, url, folder, say))
+        (folder / "job.yaml").write_text(road.job)
+        say(f"\n# The job file, job.yaml\n{road.job.rstrip()}")
+        for step in road.planning():
+            _do(step, folder, say)
+        begin, follow = road.training()
+        _do(begin, folder, say)
+        run = find(NAME)
+        killer = threading.Thread(target=_kill_a_rank, args=(run, say), daemon=True)
+        killer.start()
+        _do(follow, folder, say)
+        for step in road.after():
+            _do(step, folder, say)
+    return run
+
+
+def free_ports(count: int) -> list[int]:
+    """Find loopback ports that nothing listens on."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def _do(step: Step, folder: Path, say: Say) -> None:
+    say(f"\n# {step.why}\n$ {step.line}")
+    code = subprocess.run(_argv(step), cwd=folder, check=False).returncode
+    if code != 0:
+        raise JobFailedError(f"`{step.line}` ended with exit code {code}")
+
+
+def _argv(step: Step) -> list[str]:
+    """Run what is installed here, whatever the PATH has."""
+    program, *words = step.argv
+    return [sys.executable, *(["-m", "stoker"] if program == "stoker" else []), *words]
+
+
+@contextmanager
+def _serving(step: Step, url: str, folder: Path, say: Say) -> Iterator[Process]:
+    """Run a server beside what follows, from when it answers."""
+    say(f"\n# {step.why}\n$ {step.line} &")
+    with open(folder / f"{step.argv[2]}.log", "wb") as log, start(_argv(step), cwd=folder, stdout=log, stderr=log) as one:
+        deadline = time.monotonic() + SERVICE_S
+        host, _, port = url.removeprefix("http://").partition(":")
+        while not _answers(host, int(port)):
+            if one.poll() is not None or time.monotonic() > deadline:
+                said = Path(log.name).read_text().strip() or "it says nothing"
+                raise UnavailableError(f"`{step.line}` does not answer: {said}")
+            time.sleep(0.02)
+        yield one
+
+
+def _answers(host: str, port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex((host, port)) == 0
+
+
+def _kill_a_rank(run: Run, say: Say) -> None:
+    """Kill rank 1 in the middle of the training, once there is a checkpoint to go on from."""
+    logs = RunFollower(run.logs)
+    heard: list[Event] = []
+    while not run.read_status().state.is_final:
+        heard += logs.read().events
+        if (pid := _due(heard)) is not None:
+            say(f"\n# Now rank 1 is killed, in the middle of an epoch\n$ kill -9 {pid}\n")
+            os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(0.05)
+
+
+def _due(events: list[Event]) -> int | None:
+    """Tell which process to kill, when it is time."""
+    marks = [event for event in events if event.kind == "mark"]
+    total = next((event.fields.get("total_steps") for event in marks if event.fields.get("name") == "start"), None)
+    saved = any(event.fields.get("name") == "checkpoint" for event in marks)
+    beats = [event for event in events if event.kind == "heartbeat" and event.rank == 1]
+    if not (total and saved and beats) or beats[-1].fields["step"] < 0.45 * total:
+        return None
+    return int(beats[-1].fields["pid"])
