@@ -11,7 +11,7 @@ import tempfile
 import typer
 
 from stoker import __version__
-from stoker.cli import data, demo, doctor, planned
+from stoker.cli import data, demo, doctor, planned, profile
 from stoker.errors import StokerError, StoppedError, UnavailableError, without_secrets
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.add_typer(data.app, name="data")
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
+app.command("profile", context_settings=profile.SETTINGS)(profile.profile)
 planned.add_to(app)
 
 

@@ -10,7 +10,6 @@ PLANNED = {
     "": {
         "init": "Write a commented job file to start from.",
         "dash": "Show runs on a dashboard.",
-        "profile": "Watch GPU, CPU and network around any command.",
         "bench": "Measure this machine against the peers.",
     },
     "job": {
