@@ -14,7 +14,7 @@ def demo(
     data: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Class folders below train/ and val/; handwritten digits by default.", show_default=False
+            metavar="DIR", help="Class folders below train/ and val/; else handwritten digits.", show_default=False
         ),
     ] = None,
     folder: Annotated[
@@ -22,7 +22,7 @@ def demo(
         typer.Option("--dir", metavar="DIR", help="Where to leave the results; a new folder by default."),
     ] = None,
 ) -> None:
-    """Walk the whole road: convert, serve, cache, train on two ranks, kill one of them, resume, and see that all is well.
+    """Walk the whole road: convert, serve, cache, train on two ranks, kill one of them, and see it resume.
 
     Each command is shown, then run.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from stoker.jobs.spec import Job
     from stoker.jobs.status import JobStatus
     from stoker.jobs.topology import Slot
+    from stoker.telemetry.events import Event
 
 app = typer.Typer(help="Jobs: one file, every place.", no_args_is_help=True)
 
@@ -139,8 +141,8 @@ def status(name: RunName = None, as_json: Json = False) -> None:
     now = _status(found)
     typer.echo(f"{found.id}: {now.state}, attempt {now.attempt}, {_took(now)}")
     print_table(("slot", "state", "pid", "exit"), [(one.slot, str(one.state), one.pid, one.code) for one in now.slots])
-    typer.echo(_progress(found))
-    for text in (now.message, _verdict(found)):
+    events = _events(found)
+    for text in (_progress(events), now.message, *_remarks(events)):
         if text:
             typer.echo(text)
 
@@ -191,7 +193,8 @@ def report(
     found = find(name)
     path = out or Path(f"{found.id}.tar.gz")
     now = _status(found)
-    lines = [f"{found.id}: {now.state}", _progress(found), _verdict(found), now.message]
+    events = _events(found)
+    lines = [f"{found.id}: {now.state}", _progress(events), now.message, *_remarks(events)]
     lines += [f"attempt {one.number}: {one.cause or 'ended'}" for one in now.attempts]
     write_report(found, path, "".join(f"{line}\n" for line in lines if line))
     typer.echo(path)
@@ -216,7 +219,7 @@ def evaluate(
     job = load_job(found.folder / "job.yaml", sets or [])
     if job.program.module != "stoker.trainers.torch_image":
         raise InputError(f"{found.id} runs a program of its own", hint="only stoker.trainers.torch_image can be asked")
-    args = (*job.program.args, "--eval-only", "--checkpoint", checkpoint)
+    args = (*job.program.args, *_which(checkpoint))
     job = msgspec.structs.replace(
         job,
         program=msgspec.structs.replace(job.program, args=args),
@@ -240,6 +243,13 @@ def schema() -> None:
 
 
 planned.add_commands(app, "job")
+
+
+def _which(checkpoint: str) -> tuple[str, ...]:
+    """Give the trainer's flags for a checkpoint."""
+    if checkpoint in ("best", "newest"):
+        return ("--eval-only", checkpoint)
+    return ("--eval-only", "--init-from", checkpoint)
 
 
 def _needed(file: Path | None) -> Path:
@@ -302,7 +312,8 @@ def _follow(run: Run, *, first: int = 0, quiet: bool = False) -> None:
         raise
     now = _status(run)
     if now.state == "succeeded":
-        words = [f"succeeded in {_took(now)}", _progress(run), _verdict(run)]
+        events = _events(run)
+        words = [f"succeeded in {_took(now)}", _progress(events), *_remarks(events)]
         remark("; ".join(word for word in words if word))
 
 
@@ -319,9 +330,8 @@ def _print_logs(run: Run, slot: Slot | None, *, follow: bool, first: int = 0, qu
 def _described(run: Run) -> dict[str, Any]:
     """Give all that is known of a run as plain values."""
     from stoker.telemetry import analysis
-    from stoker.telemetry.reader import read_run
 
-    events = read_run(run.logs).events
+    events = _events(run)
     return {
         "run": run.id,
         "handle": run.handle,
@@ -330,6 +340,8 @@ def _described(run: Run) -> dict[str, Any]:
         "progress": analysis.progress(events),
         "eta_s": analysis.eta(events),
         "verdict": analysis.verdict(events),
+        "restarts": analysis.restarts(events),
+        "remarks": analysis.remarks(events),
     }
 
 
@@ -340,12 +352,36 @@ def _plain(status: JobStatus) -> dict[str, Any]:
     return plain
 
 
-def _progress(run: Run) -> str:
-    return ""
+def _progress(events: Sequence[Event]) -> str:
+    """Tell how far a run is, as far as it told."""
+    from stoker.core.units import format_duration
+    from stoker.telemetry import analysis
+
+    now, left = analysis.progress(events), analysis.eta(events)
+    total = f" of {now.total_steps:,}" if now.total_steps else ""
+    words = [
+        f"step {now.step:,}{total}" if now.step is not None else "",
+        f"loss {now.loss:.4g}" if now.loss is not None else "",
+        f"{now.samples_per_s:,.0f} images/s" if now.samples_per_s else "",
+        f"validation top-1 {now.val_top1:.2%}" if now.val_top1 is not None else "",
+        f"about {format_duration(round(left))} left" if left and not now.ended else "",
+    ]
+    return ", ".join(word for word in words if word)
 
 
-def _verdict(run: Run) -> str:
-    return ""
+def _remarks(events: Sequence[Event]) -> list[str]:
+    """Tell where the time is spent, what restarts cost, and what is odd about the machine."""
+    from stoker.telemetry import analysis
+
+    verdict, lost = analysis.verdict(events), analysis.restarts(events)
+    known = [verdict.sentence] if verdict.bound_by != "unknown" else []
+    return [*known, *([lost.sentence] if lost.count else []), *analysis.remarks(events)]
+
+
+def _events(run: Run) -> list[Event]:
+    from stoker.telemetry.reader import read_run
+
+    return read_run(run.logs).events
 
 
 def _took(status: JobStatus) -> str:

@@ -11,7 +11,7 @@ import tempfile
 import typer
 
 from stoker import __version__
-from stoker.cli import data, demo, doctor, job, planned
+from stoker.cli import data, demo, doctor, job, planned, profile
 from stoker.errors import StokerError, StoppedError, UnavailableError, without_secrets
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.add_typer(job.app, name="job")
 app.command("demo")(demo.demo)
 app.command("init")(job.init)
 app.command("doctor")(doctor.doctor)
+app.command("profile", context_settings=profile.SETTINGS)(profile.profile)
 planned.add_to(app)
 
 

@@ -9,7 +9,6 @@ from stoker.errors import NotYetError
 PLANNED = {
     "": {
         "dash": "Show runs on a dashboard.",
-        "profile": "Watch GPU, CPU and network around any command.",
         "bench": "Measure this machine against the peers.",
     },
     "job": {

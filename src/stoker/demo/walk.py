@@ -72,12 +72,13 @@ def _argv(step: Step) -> list[str]:
 def _serving(step: Step, url: str, folder: Path, say: Say) -> Iterator[Process]:
     """Run a server beside what follows, from when it answers."""
     say(f"\n# {step.why}\n$ {step.line} &")
-    with open(folder / f"{step.argv[2]}.log", "wb") as log, start(_argv(step), cwd=folder, stdout=log, stderr=log) as one:
+    path = folder / f"{step.argv[2]}.log"
+    with open(path, "wb") as log, start(_argv(step), cwd=folder, stdout=log, stderr=log) as one:
         deadline = time.monotonic() + SERVICE_S
         host, _, port = url.removeprefix("http://").partition(":")
         while not _answers(host, int(port)):
             if one.poll() is not None or time.monotonic() > deadline:
-                said = Path(log.name).read_text().strip() or "it says nothing"
+                said = path.read_text().strip() or "it says nothing"
                 raise UnavailableError(f"`{step.line}` does not answer: {said}")
             time.sleep(0.02)
         yield one

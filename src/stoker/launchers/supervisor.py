@@ -241,7 +241,6 @@ class _Hearing:
                 text += self._next_lines()
         self._run.write(f"stacks.{self._attempt}.txt", "".join(f"{line}\n" for line in text).encode())
 
-
     def _next_lines(self) -> list[str]:
         """Hear what is being said, until there is a pause."""
         until, text = time.monotonic() + STACKS_S, list[str]()

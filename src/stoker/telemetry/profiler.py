@@ -70,7 +70,8 @@ def run(command: list[str], every: float) -> int:
         child = _start(command, before)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        sys.stderr.write(f"stoker profile: cannot start the program {command[0]!r}: {reason}\n")
+        hint = "install it, or add its folder to the PATH"
+        sys.stderr.write(f"stoker profile: cannot start the program {command[0]!r}: {reason}; {hint}\n")
         return 3
     watchman = Watchman(signals)
     sampler = Sampler(child.pid, every, events)

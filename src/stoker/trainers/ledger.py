@@ -6,14 +6,18 @@ and a line whose step was never finished is taken back by the resume that follow
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stoker.load.loader import find_one
 from stoker.sampling.cursor import Cursor
+from stoker.shards.scan import described
 
 Sample = tuple[int, int]
 """The number of a shard in its set, and of the sample in it."""
@@ -90,3 +94,26 @@ def _read(folder: Path) -> Iterator[dict[str, Any]]:
                 continue  # torn by a kill, or the empty line after one
             if isinstance(raw, dict):
                 yield raw
+
+
+def main() -> None:
+    """Tell whether every sample was trained on exactly once in each epoch; exit with 1 when not."""
+    parser = argparse.ArgumentParser(prog="python -m stoker.trainers.ledger", description=main.__doc__)
+    parser.add_argument("folder", metavar="DIR", help="what --ledger named")
+    parser.add_argument("--data", metavar="URL", required=True, help="the training set")
+    args = parser.parse_args()
+    manifest = described(find_one(args.data), jobs=1).manifest
+    assert manifest is not None
+    whole = {(shard, sample) for shard, one in enumerate(manifest.shards) for sample in range(one.samples)}
+    epochs, starts = effective(args.folder), sessions(args.folder)
+    odd = [epoch for epoch, samples in epochs.items() if sorted(samples) != sorted(whole)]
+    for epoch, consumed in starts[1:]:
+        sys.stdout.write(f"resumed in epoch {epoch}, after {consumed:,} of its {len(whole):,} samples\n")
+    if odd or not epochs:
+        sys.stdout.write(f"NOT exact: epochs {odd} of {len(epochs)}\n")
+        sys.exit(1)
+    sys.stdout.write(f"{len(epochs)} epochs: each of the {len(whole):,} samples exactly once in every epoch\n")
+
+
+if __name__ == "__main__":
+    main()

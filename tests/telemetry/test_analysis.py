@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.telemetry.analysis import eta, progress, remarks, restarts, stragglers, verdict
+from stoker.telemetry.events import KINDS, Event
+
+numbers = itertools.count()
+
+
+def event(
+    kind: str, t: float = 0.0, rank: int = 0, attempt: int = 0, pid: int = 0, slot: str = "", **fields: Any
+) -> Event:
+    slot = slot or f"worker/{rank // 2}"
+    return Event(t=t, slot=slot, rank=rank, attempt=attempt, seq=next(numbers), kind=kind, fields=fields, pid=pid)
+
+
+def spans(rank: int = 0, t: float = 10.0, count: int = 100, step: float | None = None, **parts: float) -> list[Event]:
+    """The spans of one rank; `loader_decode` is `loader.decode`."""
+    whole = sum(value for name, value in parts.items() if not name.startswith("loader_") or name == "loader_wait")
+    named = {name if name == "loader_wait" else name.replace("loader_", "loader."): v for name, v in parts.items()}
+    named["step"] = whole if step is None else step
+    return [event("span", t, rank, name=name, start=0.0, length=v, step=9, count=count) for name, v in named.items()]
+
+
+def test_input_bound_names_the_stage() -> None:
+    found = verdict(
+        spans(loader_wait=6.2, h2d=0.3, compute=3.5, loader_fetch=1.0, loader_read=1.0, loader_decode=7.1,
+              loader_transform=0.9)
+    )  # fmt: skip
+    assert found.sentence == (
+        "62 % input-bound: decode takes 71 % of the loader's time; give it more cores, or smaller images"
+    )
+    assert found.bound_by == "input"
+    assert found.shares["loader_wait"] == pytest.approx(0.62)
+    assert (found.stage, found.stage_share) == ("decode", pytest.approx(0.71))
+    assert (found.steps, found.step_s) == (100, pytest.approx(0.1))
+
+
+def test_input_bound_on_an_idle_machine_wants_threads() -> None:
+    idle = [event("profile", 10.0, cpu_pct=30.0), event("profile", 11.0, cpu_pct=50.0)]
+    found = verdict([*spans(loader_wait=6.0, compute=4.0, loader_decode=5.0), *idle])
+    assert found.sentence == (
+        "60 % input-bound: decode takes 100 % of the loader's time; "
+        "the machine is only 40 % busy, so give it more threads"
+    )
+
+
+def test_input_bound_without_stages() -> None:
+    sentence = verdict(spans(loader_wait=6.0, compute=4.0)).sentence
+    assert sentence == "60 % input-bound: the loader does not keep up; it tells no stage of its work"
+
+
+def test_compute_bound() -> None:
+    found = verdict(spans(loader_wait=0.2, h2d=0.1, compute=9.4, collective_wait=0.3))
+    assert found.sentence == "compute-bound: 94 % of the time is compute, input waits 2 %"
+    assert verdict(spans(loader_wait=0.02, compute=9.98)).sentence.endswith("input waits under 1 %")
+    assert verdict(spans(loader_wait=0.0, compute=9.0)).sentence.endswith(
+        "100 % of the time is compute, input waits 0 %"
+    )
+    shared = verdict(spans(0, compute=8.5, collective_wait=1.5)).sentence
+    assert shared == "compute-bound: 85 % of the time is compute, input waits 0 %, other ranks 15 %"
+
+
+def test_a_straggler_is_named_with_its_cause() -> None:
+    ranks = [spans(rank, loader_wait=0.1, compute=5.0, collective_wait=4.0) for rank in range(3)]
+    slow = spans(3, loader_wait=2.2, compute=5.0, collective_wait=0.1)
+    found = verdict([*itertools.chain(*ranks), *slow])
+    assert found.sentence == (
+        "35 % waiting for other ranks: rank 3 (worker/1) is the straggler, 1.4 × the median step; it waits for input"
+    )
+    (one,) = found.stragglers
+    assert (one.rank, one.slot, one.part) == (3, "worker/1", "loader_wait")
+    assert one.ratio == pytest.approx(7.2 / 5.1)
+    assert stragglers([*itertools.chain(*ranks), *slow]) == found.stragglers
+
+
+def test_the_straggler_of_two_ranks_is_the_slower_one() -> None:
+    found = verdict([*spans(0, compute=2.0, collective_wait=2.0), *spans(1, compute=4.0)])
+    assert [(one.rank, one.ratio, one.part) for one in found.stragglers] == [(1, 2.0, "compute")]
+    odd = verdict([*spans(0, compute=2.0, collective_wait=2.0), *spans(1, compute=2.0, step=4.0)])
+    assert odd.stragglers[0].part == "rest"
+    assert odd.sentence.endswith("rank 1 (worker/0) is the straggler, 2.0 × the median step")
+
+
+def test_waiting_without_a_straggler() -> None:
+    even = [*spans(0, compute=5.0, collective_wait=5.0), *spans(1, compute=5.1, collective_wait=4.9)]
+    found = verdict(even)
+    assert found.bound_by == "ranks"
+    assert "none is slower than the rest" in found.sentence
+    assert found.stragglers == ()
+    alone = verdict(spans(0, compute=5.0, collective_wait=5.0))
+    assert alone.sentence == "50 % waiting for other ranks, which have told nothing of their steps"
+
+
+def test_copying_and_the_rest() -> None:
+    assert verdict(spans(h2d=4.0, compute=6.0)).bound_by == "copy"
+    assert verdict(spans(h2d=4.0, compute=6.0)).sentence.startswith("40 % copying to the device")
+    found = verdict(spans(compute=2.0, step=10.0))
+    assert found.bound_by == "rest"
+    assert found.sentence.startswith("80 % of the time is outside")
+    assert verdict(spans(compute=7.0, step=10.0)).bound_by == "compute"
+
+
+@pytest.mark.parametrize(
+    ("events", "sentence"),
+    [
+        ([], "too little to judge: no step has been told yet"),
+        ([event("heartbeat", step=5)], "too little to judge: no step has been told yet"),
+        (spans(count=1, compute=1.0), "too little to judge: 1 step so far"),
+        (spans(count=4, compute=1.0), "too little to judge: 4 steps so far"),
+        (spans(count=100, compute=0.0), "too little to judge: no step has been told yet"),
+        (spans(count=0, compute=1.0), "too little to judge: no step has been told yet"),
+    ],
+)
+def test_too_little_to_judge(events: list[Event], sentence: str) -> None:
+    found = verdict(events)
+    assert (found.sentence, found.bound_by, found.stragglers) == (sentence, "unknown", ())
+
+
+def test_only_the_last_minutes_count_when_asked() -> None:
+    events = [*spans(t=100.0, loader_wait=9.0, compute=1.0), *spans(t=1000.0, loader_wait=1.0, compute=9.0)]
+    assert verdict(events).bound_by == "input"
+    assert verdict(events, last_s=600).bound_by == "compute"
+
+
+def test_the_start_of_everything_is_left_out_of_a_longer_run() -> None:
+    first = spans(t=2.0, loader_wait=30.0, compute=1.0)
+    later = [one for t in (10.0, 20.0, 30.0) for one in spans(t=t, loader_wait=0.1, compute=9.0)]
+    assert verdict([*first, *later]).bound_by == "compute"
+    assert verdict([*later, *first]).bound_by == "compute"
+    assert verdict(first).bound_by == "input"
+
+
+def test_steps_without_a_whole_are_the_sum_of_their_parts() -> None:
+    events = [one for one in spans(loader_wait=3.0, compute=7.0) if one.fields["name"] != "step"]
+    assert verdict(events).shares["loader_wait"] == pytest.approx(0.3)
+    assert verdict(events).steps == 100
+
+
+def start(t: float, attempt: int = 0, pid: int = 0, rank: int = 0, **more: Any) -> Event:
+    return event("mark", t, rank, attempt, pid, name="start", total_steps=1000, epochs=5, **more)
+
+
+def beats(begin: float, steps: Sequence[int], attempt: int = 0, pid: int = 0, rank: int = 0) -> list[Event]:
+    return [event("heartbeat", begin + i, rank, attempt, pid, step=step) for i, step in enumerate(steps)]
+
+
+def scalar(name: str, value: float, t: float, attempt: int = 0) -> Event:
+    return event("scalar", t, 0, attempt, name=name, value=value, step=1)
+
+
+def test_progress() -> None:
+    events = [start(0), *beats(1, [0, 5, 9]), scalar("loss", 2.0, 2), scalar("loss", 1.5, 3), scalar("epoch", 0.4, 3)]
+    events += [scalar("samples_per_s", 900.0, 3), scalar("val_top1", 0.5, 3)]
+    found = progress(reversed(events))
+    assert (found.step, found.total_steps, found.epoch, found.epochs) == (9, 1000, 0.4, 5)
+    assert (found.loss, found.samples_per_s, found.val_top1, found.ended) == (1.5, 900.0, 0.5, False)
+    over = progress([*events, event("mark", 9, name="end", val_top1=0.97)])
+    assert over.ended
+    assert progress([event("mark", 9, name="end", val_top1=0.97)]).val_top1 == 0.97
+    assert math.isnan(progress([scalar("loss", math.nan, 1)]).loss or 0.0)
+    nothing = progress([])
+    assert (nothing.step, nothing.total_steps, nothing.loss) == (None, None, None)
+
+
+def test_the_newest_attempt_is_the_one_told_also_when_they_overlap() -> None:
+    events = [start(0), *beats(0, range(100)), start(50, 1), event("mark", 51, 0, 1, name="resume", step=40)]
+    found = progress([*events, event("mark", 200, name="end")])
+    assert (found.attempt, found.step, found.ended) == (1, 40, False)
+    assert progress([*events, *beats(52, [41], attempt=1)]).step == 41
+
+
+def test_time_left() -> None:
+    events = [start(0), *beats(10, range(0, 100, 10))]
+    assert eta(events) == pytest.approx((1000 - 90) / 10)
+    assert eta(events[1:]) is None  # of how many steps?
+    assert eta(events[:2]) is None
+    assert eta([]) is None
+    assert eta([start(0)]) is None
+    assert eta([*events, *beats(20, [1000])]) == 0.0
+    assert eta([*events, event("mark", 30, name="end")]) == 0.0
+
+
+def test_time_left_is_by_the_pace_of_the_last_minutes() -> None:
+    slow = beats(0, range(600))
+    fast = [event("heartbeat", 1000 + i, step=600 + i // 2) for i in range(400)]
+    assert eta([start(0), *slow, *fast]) == pytest.approx(400, rel=0.05)
+    hung = [event("heartbeat", 2000 + i, step=799) for i in range(0, 1000, 10)]
+    assert eta([start(0), *slow, *fast, *hung]) is None
+    rare = [event("heartbeat", t, step=step) for t, step in ((0, 0), (400, 1), (800, 2))]
+    assert eta([start(0), *rare]) == pytest.approx(998 * 400)
+
+
+def test_time_left_counts_only_this_attempt() -> None:
+    events = [start(0), *beats(0, range(200)), start(1000, 1), *beats(1000, range(100, 120), attempt=1)]
+    assert eta(events) == pytest.approx(1000 - 119)
+
+
+def test_what_restarts_cost() -> None:
+    first = [start(0, pid=5), *beats(0, range(101), pid=5)]
+    assert restarts(first).sentence == "no restart"
+    again = [start(130, 1, 6), event("mark", 131, 0, 1, 6, name="resume", step=60)]
+    again += beats(135, [60, 60, 61, 62], attempt=1, pid=6)
+    found = restarts([*again, *first])
+    assert (found.count, found.idle_s, found.repeated_steps) == (1, 37.0, 2)
+    more = restarts([*first, *again, *beats(139, range(63, 150), attempt=1, pid=6)])
+    assert more.repeated_steps == 40
+    assert more.sentence == "1 restart: 37s without a step, 40 steps made twice"
+
+
+def test_restarts_within_an_attempt_are_seen_by_their_processes() -> None:
+    def life(begin: float, pid: int, steps: Sequence[int]) -> list[Event]:
+        return [one for rank in (0, 1) for one in
+                [start(begin, 0, pid + rank, rank), *beats(begin + 1, steps, 0, pid + rank, rank)]]  # fmt: skip
+
+    events = [*life(0, 10, range(50)), *life(100, 20, range(30, 80)), *life(300, 30, range(70, 90))]
+    late = event("heartbeat", 101.5, 1, 0, 11, step=49)  # a clock that differs
+    found = restarts([*events, late])
+    assert (found.count, found.repeated_steps) == (2, 19 + 9)
+    assert found.idle_s == pytest.approx((102 - 50) + (302 - 150))
+
+
+def test_a_container_that_restarts_with_the_same_pid() -> None:
+    events = [start(0, pid=1), *beats(1, range(10), pid=1), start(60, pid=1), *beats(61, range(10), pid=1)]
+    found = restarts(events)
+    assert (found.count, found.repeated_steps) == (1, 9)
+
+
+def test_attempts_that_overlap_lose_no_time() -> None:
+    events = [*beats(0, range(100), pid=1), *beats(50, range(60, 200), attempt=1, pid=2)]
+    found = restarts(events)
+    assert (found.count, found.idle_s, found.repeated_steps) == (1, 0.0, 39)
+
+
+def test_remarks_on_machines() -> None:
+    gpus = [{"i": 0, "util_pct": 20, "mem_used": 79, "mem_total": 80}, {"i": 1, "util_pct": 90}]
+    fields = {
+        "gpu": gpus, "cgroup_mem_limit": 16 << 30, "cgroup_mem_used": 15 << 30, "tcp_sent_per_s": 1000.0,
+        "tcp_retransmits_per_s": 30.0, "iowait_pct": 35.0, "cpu_pct": 99.0, "oom_kills": 2, "cores": 8,
+    }  # fmt: skip
+    found = remarks([event("profile", t, slot="worker/0", **fields) for t in (1.0, 2.0)])
+    assert found == [
+        "1 of 2 GPUs on worker/0 is busy less than half of the time (20 %)",
+        "GPU memory on worker/0 is at 99 %",
+        "memory on worker/0 is at 94 % of its limit of 16 GiB",
+        "the kernel killed for want of memory on worker/0: 2 × so far",
+        "3 % of TCP segments are sent again on worker/0: the network loses packets",
+        "processors on worker/0 wait for the disk 35 % of the time",
+        "all processors on worker/0 are busy (99 %)",
+    ]
+
+
+def test_remarks_on_quotas_and_memory() -> None:
+    cores = event("profile", slot="w/1", cores=4, tree_cpu_pct=395.0, cpu_pct=10.0)
+    assert remarks([cores]) == ["the program uses all of its 4 cores on w/1"]
+    quota = event("profile", slot="w/1", throttled_pct=40.0, cpu_pct=99.0)
+    assert remarks([quota]) == ["the quota of processors holds the program back on w/1 40 % of the time"]
+    full = event("profile", slot="w/1", mem_total=100 << 30, mem_available=1 << 30)
+    assert remarks([full]) == ["memory on w/1 is nearly full: 1 GiB of 100 GiB are left"]
+    gpu = event("profile", slot="w/1", gpu=[{"i": 0, "util_pct": 10}])
+    assert remarks([gpu]) == ["the GPU on w/1 is busy less than half of the time (10 %)"]
+
+
+def test_a_healthy_machine_has_no_remarks() -> None:
+    fields = {"gpu": [{"i": 0, "util_pct": 97, "mem_used": 40, "mem_total": 80}], "cpu_pct": 60.0, "iowait_pct": 1.0,
+              "mem_total": 100, "mem_available": 50, "tcp_sent_per_s": 1000.0, "tcp_retransmits_per_s": 0.1,
+              "oom_kills": 0, "cores": 8, "tree_cpu_pct": 300.0, "throttled_pct": 0.0}  # fmt: skip
+    assert remarks([event("profile", **fields)]) == []
+    assert remarks([]) == []
+
+
+def test_a_loss_that_is_no_number_is_told() -> None:
+    def loss(step: int, value: float) -> Event:
+        return event("scalar", float(step), name="loss", value=value, step=step)
+
+    assert remarks([loss(1, 2.0), loss(2, math.nan), loss(3, math.inf)]) == [
+        "the loss is no number any more since step 2"
+    ]
+    assert remarks([loss(1, math.nan), loss(2, 1.0)]) == []
+
+
+values = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.integers(), max_size=2)
+)
+gpu_rows = st.lists(
+    st.dictionaries(st.sampled_from(["i", "util_pct", "mem_used", "mem_total"]), values) | values, max_size=3
+)
+names = st.sampled_from(
+    ["step", "loader_wait", "h2d", "compute", "collective_wait", "loader.decode", "loader.read", "start", "resume",
+     "end", "loss", "epoch", "val_top1", "samples_per_s"]
+)  # fmt: skip
+some_fields = st.fixed_dictionaries({}, optional={
+    "name": names | values, "length": values | st.floats(0, 100), "count": values | st.integers(1, 50),
+    "step": values | st.integers(0, 1000), "value": values, "total_steps": values | st.integers(0, 1000),
+    "gpu": gpu_rows, "epochs": values, "cpu_pct": values, "cores": values, "tree_cpu_pct": values, "mem_total": values,
+    "mem_available": values, "cgroup_mem_limit": values, "cgroup_mem_used": values, "iowait_pct": values,
+    "tcp_sent_per_s": values, "tcp_retransmits_per_s": values, "oom_kills": values, "throttled_pct": values,
+})  # fmt: skip
+any_events = st.lists(
+    st.builds(
+        Event,
+        t=st.floats(0, 1e4) | st.floats(allow_nan=False, allow_infinity=False),
+        slot=st.sampled_from(["", "worker/0", "worker/1"]),
+        rank=st.integers(-1, 3),
+        attempt=st.integers(-1, 2),
+        seq=st.integers(),
+        kind=st.sampled_from(KINDS) | st.text(max_size=3),
+        fields=some_fields,
+        pid=st.integers(0, 2),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=100)
+@given(any_events, st.none() | st.floats())
+def test_no_list_of_events_is_too_strange(events: list[Event], last_s: float | None) -> None:
+    found = verdict(events, last_s=last_s)
+    assert found.sentence
+    assert found.bound_by in ("compute", "input", "copy", "ranks", "rest", "unknown")
+    if found.shares:
+        assert sum(found.shares.values()) == pytest.approx(1, abs=1e-6)
+        assert all(0 <= share <= 1 + 1e-9 for share in found.shares.values())
+    assert all(one.ratio >= 1 for one in stragglers(events, last_s=last_s))
+    assert all(isinstance(text, str) for text in remarks(events, last_s=last_s))
+    progress(events)
+    left = eta(events)
+    assert left is None or left >= 0
+    cost = restarts(events)
+    assert cost.idle_s >= 0
+    assert cost.repeated_steps >= 0
+    assert cost.sentence
