@@ -78,7 +78,7 @@ MountPath = Annotated[str, _text(r"/[^\x00:]+", "an absolute path such as /data"
 Image = Annotated[str, _text(r"\S+", "an image such as ghcr.io/acme/trainer:v1")]
 Host = Annotated[str, _text(r"[^-\s][^\s]*", "a host name without spaces")]
 User = Annotated[str, _text(r"[^-\s@][^\s@]*", "a user name without spaces")]
-Some = Annotated[str, Meta(min_length=1, extra={"wanted": "text that is not empty"})]
+Some = Annotated[str, _text(r"[^\x00]+", "text that is not empty")]
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 _AS_WRITTEN = Meta(extra={"as_written": True})
