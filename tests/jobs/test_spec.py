@@ -224,6 +224,25 @@ RWX = "checkpoint.access: rwo lets one machine mount the claim, and "
 CLAIM = {"dir": "/c", "claim": "c"}
 
 
+def test_combinations_are_told_beside_other_faults() -> None:
+    text = "name: A\nprogram: {}\nworkers: 2\ntopology: {}\nenv: {{RANK: 1}}\ncheckpoint: {{claim: c}}\nretries: x\n"
+    reserved = "env.RANK: is reserved: it is set for every process, from this file"
+    assert faults(text.format("{script: a.py}", "single")) == [
+        NO_NAME + "'A'",
+        "checkpoint.dir: missing: say where the claim is mounted, for example /checkpoint",
+        "retries: expected an integer (at least 0), got 'x'",
+        "workers: topology single is one process, not 2: use torchrun",
+        reserved,
+    ]
+    assert reserved not in faults(text.format("{script: a.py}", "ddp"))
+    assert reserved in faults(text.format("[]", "torchrun"))
+    assert faults("program: {command: [x]}\nenv: {RANK: 1}")[1:] == [
+        "program.command: torchrun starts Python itself, and wants script or module; for a command, "
+        "set topology: single",
+        reserved,
+    ]
+
+
 @pytest.mark.parametrize("name", ["", "A", "a_b", "-a", "a-", "a.b", "a b", "a\n", "ä", "a" * 41])
 def test_names(name: str) -> None:
     assert faults(small(name=name)) == [NO_NAME + repr(name)]

@@ -521,11 +521,24 @@ def parse_job(text: str | bytes, where: object, sets: Sequence[str] = ()) -> Job
     if isinstance(data, dict):
         data, keys, unset = override(data, sets)
         faults += unset
-    job, more = spec.examine(_given(spec.settle(data, Job), Job), Job)
+    data = _given(spec.settle(data, Job), Job)
+    job, more = spec.examine(data, Job)
+    if job is None and isinstance(data, Mapping):
+        more += _combinations(data, more)
     faults += [_with_origin(fault, keys) for fault in more]
     if job is None or faults:
         raise SpecError(faults, where=where)
     return job
+
+
+def _combinations(data: Mapping[str, Any], found: Sequence[Fault]) -> list[Fault]:
+    """Find impossible combinations among the sections that have no fault yet, so that they are not told a day later."""
+    bad = {re.split(r"[.\[]", fault.path)[0] for fault in found}
+    if "topology" in bad:
+        return []  # most combinations are about it
+    sections = {key: value for key, value in data.items() if key not in bad}
+    job, more = spec.examine({"name": "a", "program": {"module": "a"}, **sections}, Job)
+    return [] if job is None else more
 
 
 def _given(data: Any, into: Any) -> Any:
