@@ -470,3 +470,9 @@ def test_schema_of_text_as_written_and_of_keys() -> None:
 def test_yaml_reads_back_as_it_was_written(data: object) -> None:
     again, repeats = spec.parse(spec.to_yaml(data), "x")
     assert (spec.settle(again, Any), repeats) == (data, [])
+
+
+@pytest.mark.parametrize("text", ["[" * 9000 + "]" * 9000, "a: " + "[" * 9000 + "]" * 9000])
+def test_depth_without_end_is_refused(text: str) -> None:
+    with pytest.raises(SpecError, match=r"^x: nested too deeply to be read$"):
+        spec.load(text, Told, "x")

@@ -508,7 +508,7 @@ def _parse(text: str | bytes, where: object, *, written: bool = False) -> tuple[
         raise SpecError([Fault("", f"not UTF-8 text, at byte {error.start}")], where=where) from error
     try:
         return json.loads(text, object_pairs_hook=_unique, **(_AS_WRITTEN if written else {})), []
-    except ValueError:  # not JSON, or a key that is given twice: YAML's marks say where
+    except (ValueError, RecursionError):  # not JSON, or a key that is given twice: YAML's marks say where
         pass
     try:
         loader = (_WrittenLoader if written else _Loader)(text)
@@ -519,6 +519,8 @@ def _parse(text: str | bytes, where: object, *, written: bool = False) -> tuple[
         return loader.construct_object(node, deep=True), repeats
     except yaml.YAMLError as error:
         raise SpecError([Fault("", f"not valid YAML: {_problem(error, text)}")], where=where) from error
+    except RecursionError:
+        raise SpecError([Fault("", "nested too deeply to be read")], where=where) from None
 
 
 _AS_WRITTEN: dict[str, Any] = {
