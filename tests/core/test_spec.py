@@ -418,3 +418,61 @@ def test_any_data_is_decoded_or_refused_in_plain_words(data: dict[str, object]) 
     except SpecError as error:
         message = str(error)
     assert not re.search(r"msgspec|`|\bstr\b|\bint\b|\bobject\b|NoneType", message)
+
+
+class Told(Struct, frozen=True, kw_only=True):
+    words: tuple[Annotated[str, Meta(extra={"as_written": True})], ...] = ()
+    by_name: dict[Annotated[str, Meta(pattern="^a")], Annotated[str, Meta(extra={"as_written": True})]] = {}
+    port: Annotated[int, Meta(ge=1, extra={"wanted": "a port"})] = 1
+    rest: Any = None
+
+
+def test_scalars_as_they_are_written() -> None:
+    text = "words: [1e-4, 0755, yes, 2024-01-01, 'x']\nby_name: {a: 1.10}\nport: 0x10\n"
+    text += "rest: {a: [1.0, 2024-01-01], 1: yes}"
+    data, repeats = spec.parse(text, "x")
+    plain = spec.settle(data, Told)
+    assert repeats == []
+    assert plain == {
+        "words": ["1e-4", "0755", "yes", "2024-01-01", "x"],
+        "by_name": {"a": "1.10"},
+        "port": 16,
+        "rest": {"a": [1.0, "2024-01-01"], 1: True},
+    }
+    assert spec.decode(plain, Told).port == 16
+    data, _ = spec.parse('{"words": [1.50, true, null], "port": [1]}', "x")
+    assert spec.settle(data, Told) == {"words": ["1.50", "true", None], "port": [1]}
+
+
+def test_a_type_has_words_of_its_own() -> None:
+    value, faults = spec.examine({"port": 0, "by_name": {"b": "c"}}, Told)
+    assert value is None
+    assert list(map(str, faults)) == [
+        "port: expected a port, got 0",
+        "by_name.b: as a key: expected text (matching ^a), got 'b'",
+    ]
+    assert spec.wanted(Annotated[int, Meta(ge=1, extra={"wanted": "a port"})]) == "a port"
+
+
+def test_schema_of_text_as_written_and_of_keys() -> None:
+    described = spec.schema(Told)["$defs"]["Told"]["properties"]
+    assert described["words"]["items"]["type"] == ["string", "number", "boolean"]
+    assert described["by_name"]["propertyNames"] == {"type": "string", "pattern": "^a"}
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(st.characters(exclude_categories=["Cs"])),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner),
+        max_leaves=6,
+    )
+)
+def test_yaml_reads_back_as_it_was_written(data: object) -> None:
+    again, repeats = spec.parse(spec.to_yaml(data), "x")
+    assert (spec.settle(again, Any), repeats) == (data, [])
+
+
+@pytest.mark.parametrize("text", ["[" * 9000 + "]" * 9000, "a: " + "[" * 9000 + "]" * 9000])
+def test_depth_without_end_is_refused(text: str) -> None:
+    with pytest.raises(SpecError, match=r"^x: nested too deeply to be read$"):
+        spec.load(text, Told, "x")

@@ -484,17 +484,17 @@ def test_warm_takes_only_some_shards(far: Far, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("text", "drawn"),
     [
-        ("data: {train: http://x/train}", ("exact", 0)),
-        ("data: {sampling: join, cache: {dir: /c, size: 2Gi}}\nworkers: 4", ("join", 0)),
-        ("data: {sampling: resampled}\nprogram: {module: x, args: [--epochs, 90, --seed, 7]}", ("resampled", 7)),
-        ("data: {}\nprogram: {script: x.py, args: [--seed=11, -v]}", ("exact", 11)),
+        ("program: {module: x}\ndata: {train: http://x/train}", ("exact", 0)),
+        ("program: {module: x}\ndata: {sampling: join, cache: {dir: /c, size: 2Gi}}\nworkers: 4", ("join", 0)),
+        ("program: {module: x, args: [--epochs, 90, --seed, 7]}\ndata: {sampling: resampled}", ("resampled", 7)),
+        ("program: {script: x.py, args: [--seed=11, -v]}", ("exact", 11)),
     ],
 )
 def test_warm_takes_the_order_from_a_job(
     far: Far, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, drawn: tuple[str, int]
 ) -> None:
     job = tmp_path / "job.yaml"
-    job.write_text(text)
+    job.write_text(f"name: x\n{text}")
     expected = order(far.local, *drawn)
     assert warmed(capsys, far, "--plan", job, "--shards", "0..3")["shards"] == expected[:4]
     assert warmed(capsys, far, "--plan", job)["shards"] == expected
@@ -504,13 +504,13 @@ def test_warm_takes_the_order_from_a_job(
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("name: x", "data: missing"),
-        ("", "expected a mapping"),
+        ("name: x", "program: missing"),
+        ("", "name: missing"),
         ("data: [", "not valid YAML"),
         ("data: http://x/train", "data: expected a mapping"),
-        ("data: {sampling: often}", "'often' is none of exact, join, resampled"),
-        ("data: {}\nprogram: {args: [--seed, x]}", "--seed is 'x', and must be a whole number"),
-        ("data: {}\nprogram: {args: [--seed]}", "--seed is '', and must be a whole number"),
+        ("data: {sampling: often}", "data.sampling: expected one of 'exact', 'join', 'resampled', got 'often'"),
+        ("name: x\nprogram: {module: x, args: [--seed, x]}", "--seed is 'x', and must be a whole number"),
+        ("name: x\nprogram: {module: x, args: [--seed]}", "--seed is '', and must be a whole number"),
         (None, "cannot be read: no such file"),
     ],
 )

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from difflib import get_close_matches
+from functools import cache
 from inspect import cleandoc
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -54,6 +55,12 @@ def examine(data: object, into: type[T]) -> tuple[T | None, list[Fault]]:
     value: T | None
     value, faults = _examine(data, into, "")
     return value, faults
+
+
+@cache
+def field_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the types of a struct's fields, by the keys they have in a document."""
+    return {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
 
 
 def wanted(into: Any) -> str:
@@ -138,8 +145,7 @@ def _type_at(key: object, into: Any) -> Any:
     """Find the type of what a mapping holds under a key."""
     for option in _options(into):
         if _is_struct(option):
-            types = {field.encode_name: field.type for field in msgspec.structs.fields(_origin(option))}
-            return types.get(str(key), Any)
+            return field_types(_origin(option)).get(str(key), Any)
         if _origin(option) is dict:
             return (*get_args(_bare(option)), Any, Any)[1]
     return Any
@@ -175,6 +181,8 @@ def _schema(into: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         outside = Annotated[outside, note]
     (described,), named = msgspec.json.schema_components([outside], schema_hook=_schema_of_unit)
     definitions.update(named)
+    if _wants_as_written(into):
+        described["type"] = ["string", "number", "boolean"]
     inner = [_schema(argument, definitions) for argument in arguments if is_holder and argument is not ...]
     if origin is dict and inner:
         described["additionalProperties"] = inner[1]
@@ -500,7 +508,7 @@ def _parse(text: str | bytes, where: object, *, written: bool = False) -> tuple[
         raise SpecError([Fault("", f"not UTF-8 text, at byte {error.start}")], where=where) from error
     try:
         return json.loads(text, object_pairs_hook=_unique, **(_AS_WRITTEN if written else {})), []
-    except ValueError:  # not JSON, or a key that is given twice: YAML's marks say where
+    except (ValueError, RecursionError):  # not JSON, or a key that is given twice: YAML's marks say where
         pass
     try:
         loader = (_WrittenLoader if written else _Loader)(text)
@@ -511,6 +519,8 @@ def _parse(text: str | bytes, where: object, *, written: bool = False) -> tuple[
         return loader.construct_object(node, deep=True), repeats
     except yaml.YAMLError as error:
         raise SpecError([Fault("", f"not valid YAML: {_problem(error, text)}")], where=where) from error
+    except RecursionError:
+        raise SpecError([Fault("", "nested too deeply to be read")], where=where) from None
 
 
 _AS_WRITTEN: dict[str, Any] = {

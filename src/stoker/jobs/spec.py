@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from stoker.core import spec
-from stoker.core.units import Bytes, Seconds, format_bytes
+from stoker.core.units import Bytes, Seconds, format_bytes, format_duration
 from stoker.errors import Fault, InputError, NotFoundError, SpecError
 from stoker.jobs.overrides import override
 
@@ -78,13 +78,15 @@ MountPath = Annotated[str, _text(r"/[^\x00:]+", "an absolute path such as /data"
 Image = Annotated[str, _text(r"\S+", "an image such as ghcr.io/acme/trainer:v1")]
 Host = Annotated[str, _text(r"[^-\s][^\s]*", "a host name without spaces")]
 User = Annotated[str, _text(r"[^-\s@][^\s@]*", "a user name without spaces")]
-Some = Annotated[str, Meta(min_length=1, extra={"wanted": "text that is not empty"})]
+Some = Annotated[str, _text(r"[^\x00]+", "text that is not empty")]
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
-Word = Annotated[str, Meta(extra={"as_written": True}, extra_json_schema={"type": ["string", "number", "boolean"]})]
+_AS_WRITTEN = Meta(extra={"as_written": True})
+Word = Annotated[str, _AS_WRITTEN, _text(r"[^\x00]*", "text")]
 """Text for a program: 1e-4, 0755 and yes are passed on as they are written."""
 LabelValue = Annotated[
-    Word,
+    str,
+    _AS_WRITTEN,
     _text("(?:[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?", "at most 63 letters, digits, '-', '_' and '.'"),
 ]
 
@@ -92,15 +94,18 @@ LabelValue = Annotated[
 def _tiny(key: str, size: int | None) -> Iterator[Fault]:
     """Refuse a size of a few bytes: its unit was forgotten."""
     if size is not None and size < 2**20:
-        yield Fault(
-            key, f"is {format_bytes(size)}, too little to be meant: write the unit, for example {max(size, 1)}Gi"
-        )
+        example = f"{size}Gi" if 0 < size < 1024 else "8Gi"
+        yield Fault(key, f"is {format_bytes(size)}, too little to be meant: write its unit, for example {example}")
 
 
-def _slip(key: str, url: str | None) -> Iterator[Fault]:
-    """Refuse `s3:/bucket`, which would be taken for a folder."""
-    if url is not None and (match := re.match(r"(s3|gs|gcs|https?|file)(:/?(?!/)|//)", url)):
-        yield Fault(key, f"{url!r} is neither a URL nor a path: a URL starts with {match[1]}://")
+def _astray(key: str, place: str | None) -> Iterator[Fault]:
+    """Refuse `s3:/bucket`, which would be taken for a folder, and `~`, which only a shell expands."""
+    if place is None:
+        return
+    if match := re.match(r"(s3|gs|gcs|https?|file)(:/?(?!/)|//)", place):
+        yield Fault(key, f"{place!r} is neither a URL nor a path: a URL starts with {match[1]}://")
+    if place.startswith(("~", "$")):
+        yield Fault(key, f"{place!r} starts with {place[0]}, which only a shell expands: write the path out")
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,6 +145,7 @@ class Program(_Section, frozen=True, kw_only=True):
             yield Fault("", f"gives {' and '.join(given)}: exactly one of script, module and command can be")
         if self.script is not None:
             yield from self._script_faults(self.script)
+        yield from _astray("cwd", self.cwd)
         if self.module is not None and self.module.endswith(".py"):
             yield Fault("module", f"{self.module!r} is a file: give it as script, or leave out the .py")
         if self.command == ():
@@ -154,7 +160,8 @@ class Program(_Section, frozen=True, kw_only=True):
 
     @staticmethod
     def _script_faults(script: str) -> Iterator[Fault]:
-        file, *words = script.split()
+        yield from _astray("script", script)
+        file, *words = script.split() or [""]
         if words and Path(file).suffix == ".py":
             yield Fault("script", f"{script!r} holds more than a file: the rest belongs in args")
         elif Path(script).suffix in (".sh", ".bash"):
@@ -207,6 +214,7 @@ class Cache(_Section, frozen=True, kw_only=True):
 
     def faults(self) -> Iterator[Fault]:
         """Refuse a cache that lies nowhere, or elsewhere."""
+        yield from _astray("dir", self.dir)
         yield from _tiny("size", self.size)
         if self.size is not None and self.dir is None:
             yield Fault("dir", "missing: size says how large the cache may be, and nothing says where it is")
@@ -238,7 +246,7 @@ class Data(_Section, frozen=True, kw_only=True):
     def faults(self) -> Iterator[Fault]:
         """Refuse URLs with a slip in them."""
         for key in ("train", "val"):
-            yield from _slip(key, getattr(self, key))
+            yield from _astray(key, getattr(self, key))
 
 
 class Checkpoint(_Section, frozen=True, kw_only=True):
@@ -258,7 +266,7 @@ class Checkpoint(_Section, frozen=True, kw_only=True):
 
     def faults(self) -> Iterator[Fault]:
         """Refuse a folder that cannot be written, and half a claim."""
-        yield from _slip("dir", self.dir)
+        yield from _astray("dir", self.dir)
         yield from _tiny("size", self.size)
         is_url = self.dir is not None and "://" in self.dir
         if is_url and not str(self.dir).startswith(("s3://", "gs://")):
@@ -294,6 +302,11 @@ class Profile(_Section, frozen=True, kw_only=True):
     """What the machine does meanwhile: accelerator, cores, memory, network, disk."""
 
     every: Annotated[Seconds, _says("Time between two looks; 0 turns it off.")] = Seconds(30)
+
+    def faults(self) -> Iterator[Fault]:
+        """Refuse to look all the time."""
+        if 0 < self.every < 1:
+            yield Fault("every", f"is {format_duration(self.every)}: at most one look a second, and 0 for none")
 
 
 class SecretKey(_Section, frozen=True, kw_only=True):
@@ -415,6 +428,8 @@ class Job(_Section, frozen=True, kw_only=True):
 
     def faults(self) -> Iterator[Fault]:
         """Refuse what no launcher could carry out."""
+        if isinstance(self.tensorboard, str):
+            yield from _astray("tensorboard", self.tensorboard)
         yield from self._topology_faults()
         yield from self._role_faults()
         yield from self._claim_faults()
@@ -506,18 +521,31 @@ def parse_job(text: str | bytes, where: object, sets: Sequence[str] = ()) -> Job
     if isinstance(data, dict):
         data, keys, unset = override(data, sets)
         faults += unset
-    job, more = spec.examine(_given(spec.settle(data, Job), Job), Job)
+    data = _given(spec.settle(data, Job), Job)
+    job, more = spec.examine(data, Job)
+    if job is None and isinstance(data, Mapping):
+        more += _combinations(data, more)
     faults += [_with_origin(fault, keys) for fault in more]
     if job is None or faults:
         raise SpecError(faults, where=where)
     return job
 
 
+def _combinations(data: Mapping[str, Any], found: Sequence[Fault]) -> list[Fault]:
+    """Find impossible combinations among the sections that have no fault yet, so that they are not told a day later."""
+    bad = {re.split(r"[.\[]", fault.path)[0] for fault in found}
+    if "topology" in bad:
+        return []  # most combinations are about it
+    sections = {key: value for key, value in data.items() if key not in bad}
+    job, more = spec.examine({"name": "a", "program": {"module": "a"}, **sections}, Job)
+    return [] if job is None else more
+
+
 def _given(data: Any, into: Any) -> Any:
     """Leave out known keys that have no value: `env:` with all of its lines commented out says nothing."""
     struct = next((part for part in (into, *get_args(into)) if _is_section(part)), None)
     if struct is not None and isinstance(data, Mapping):
-        types = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
+        types = spec.field_types(struct)
         return {
             key: _given(value, _bare(types.get(key)))
             for key, value in data.items()

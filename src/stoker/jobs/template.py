@@ -12,7 +12,7 @@ _TEMPLATE = """\
 
 name: {name}
 
-program:                      # script: train.py for a file of your own, or module:, or command: [a, list]
+program:                      # for your own: script: train.py, or module: package.train
   module: stoker.trainers.torch_image
   args: [--model, resnet18, --epochs, 10, --global-batch-size, 64]
 
@@ -28,9 +28,9 @@ resources:                    # of one worker
 data:                         # the program finds these in STOKER_DATA_TRAIN, STOKER_DATA_VAL, …
   train: {train}
   val: {val}
-  # cache: {{dir: /tmp/stoker-cache, size: 20Gi}}    # keeps remote shards on this machine
-  # via: http://cache:3128                         # a shared cache, as `stoker data cache` starts one
-  # sampling: exact                                # or join, resampled
+  # cache: {{dir: /tmp/stoker-cache, size: 20Gi}}   # keeps remote shards on this machine
+  # via: http://cache:3128    # a shared cache, as `stoker data cache` starts one
+  # sampling: exact           # or join, resampled
 
 # checkpoint:
 #   dir: checkpoints          # or s3://bucket/folder; by default in the run's own folder

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
-from stoker.core.spec import load
-from stoker.errors import Fault, InputError
+from stoker.errors import Fault, InputError, SpecError
+from stoker.jobs.spec import load_job
 from stoker.sampling.plan import Plan
 from stoker.sampling.seat import Seat
 from stoker.shards.locate import ShardSet
@@ -19,30 +17,6 @@ from stoker.storage import Entry, read_chunks
 
 FILL = 0.9
 """The part of a cache that is filled: manifests, indexes and nginx's own ways need some."""
-
-
-class _Data(msgspec.Struct, frozen=True):
-    """How a job samples its data; what else is said of it does not matter here."""
-
-    sampling: str = "exact"
-
-
-class _Program(msgspec.Struct, frozen=True):
-    """What a job runs."""
-
-    args: tuple[str | int | float, ...] = ()
-
-    def faults(self) -> Iterator[Fault]:
-        """Refuse a seed that is none."""
-        if not (seed := _seed(self.args)).isdecimal():
-            yield Fault("args", f"--seed is {seed!r}, and must be a whole number")
-
-
-class _Job(msgspec.Struct, frozen=True):
-    """What a job's file tells of the order in which it reads."""
-
-    data: _Data
-    program: _Program = _Program()
 
 
 class Order(NamedTuple):
@@ -54,19 +28,17 @@ class Order(NamedTuple):
 
 def order_of_job(path: Path) -> Order:
     """Read how a job will sample: `data.sampling`, and `--seed N` among the arguments of its program."""
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot be read: {(error.strerror or '').lower()}", where=path) from error
-    job = load(text, _Job, path)
-    return Order(job.data.sampling, int(_seed(job.program.args)))
+    job = load_job(path)
+    seed = _seed(job.program.args)
+    if not seed.isdecimal():
+        raise SpecError([Fault("program.args", f"--seed is {seed!r}, and must be a whole number")], where=path)
+    return Order(job.data.sampling, int(seed))
 
 
-def _seed(args: Sequence[str | int | float]) -> str:
+def _seed(args: Sequence[str]) -> str:
     """Find the last `--seed N` or `--seed=N`, as argparse does."""
     seed = "0"
-    words = [*map(str, args), ""]
-    for word, after in itertools.pairwise(words):
+    for word, after in itertools.pairwise([*args, ""]):
         name, equals, value = word.partition("=")
         if name == "--seed":
             seed = value if equals else after
