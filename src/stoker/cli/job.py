@@ -140,7 +140,10 @@ def status(name: RunName = None, as_json: Json = False) -> None:
         return
     now = _status(found)
     typer.echo(f"{found.id}: {now.state}, attempt {now.attempt}, {_took(now)}")
-    print_table(("slot", "state", "pid", "exit"), [(one.slot, str(one.state), one.pid, one.code) for one in now.slots])
+    print_table(
+        ("slot", "state", "pid", "exit"),
+        [(one.slot, str(one.state), str(one.pid or "–"), one.code) for one in now.slots],
+    )
     events = _events(found)
     for text in (_progress(events), now.message, *_remarks(events)):
         if text:
@@ -263,8 +266,9 @@ def _needed(file: Path | None) -> Path:
 def _rendered(file: Path, on: str, sets: list[str] | None) -> tuple[Job, Any]:
     from stoker.jobs.spec import load_job
 
-    job = load_job(file, sets or [])
-    rendered = _launcher(on).render(job)
+    launcher = _launcher(on)
+    job = launcher.anchored(load_job(file, sets or []))
+    rendered = launcher.render(job)
     for note in rendered.notes:
         remark(note)
     return job, rendered

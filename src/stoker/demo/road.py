@@ -78,7 +78,7 @@ class Road:
     def before(self) -> list[Step]:
         """From a dataset to shards."""
         return [
-            _stoker("The images become shards", "data", "convert", self.dataset, "shards", "--shard-samples", "100"),
+            _stoker("The images become shards", "data", "convert", self.dataset, "shards", "--shard-samples", "40"),
             _stoker("Every digest, member, key, label and pixel", "data", "verify", "shards", "--deep"),
         ]
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from stoker.core.processes import Process, start
-from stoker.demo.road import NAME, Road, Step
+from stoker.demo.road import CHECKPOINT_STEPS, NAME, Road, Step
 from stoker.errors import JobFailedError, UnavailableError
 from stoker.jobs.runs import Run, find
 from stoker.telemetry.events import Event
@@ -104,10 +104,10 @@ def _kill_a_rank(run: Run, say: Say) -> None:
 
 def _due(events: list[Event]) -> int | None:
     """Tell which process to kill, when it is time."""
-    marks = [event for event in events if event.kind == "mark"]
-    total = next((event.fields.get("total_steps") for event in marks if event.fields.get("name") == "start"), None)
-    saved = any(event.fields.get("name") == "checkpoint" for event in marks)
+    marks = {str(event.fields.get("name")): event.fields for event in events if event.kind == "mark"}
     beats = [event for event in events if event.kind == "heartbeat" and event.rank == 1]
-    if not (total and saved and beats) or beats[-1].fields["step"] < 0.45 * total:
+    if not ({"start", "checkpoint"} <= marks.keys() and beats):
         return None
-    return int(beats[-1].fields["pid"])
+    saved, total = marks["checkpoint"]["step"], marks["start"]["total_steps"]
+    # Not one of those at the end of an epoch: it shall go on in the middle of one.
+    return int(beats[-1].fields["pid"]) if saved >= 0.4 * total and saved % CHECKPOINT_STEPS == 0 else None

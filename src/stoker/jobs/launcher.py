@@ -42,6 +42,10 @@ class Launcher(Protocol[Rendered]):
 
     traits: ClassVar[Traits]
 
+    def anchored(self, job: Job) -> Job:
+        """Give the job as it will be kept: with paths that mean the same wherever later commands are given."""
+        ...
+
     def render(self, job: Job) -> Rendered:
         """Give what would be started, as a value; refuse a job that cannot run here. No side effect."""
         ...

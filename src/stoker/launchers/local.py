@@ -41,6 +41,8 @@ class LocalLauncher:
         faults = [*check(job, self.traits), *_missing(job)]
         if faults:
             raise SpecError(faults, where=f"job {job.name!r} on this machine")
+        folder = Path.cwd() / (job.program.cwd or "")
+        job = self.anchored(job)
         slots = slots_of(job)
         book = AddressBook(
             hosts=dict.fromkeys(slots, "127.0.0.1"),
@@ -51,14 +53,24 @@ class LocalLauncher:
             env={"GLOO_SOCKET_IFNAME": "lo"},
         )
         found = commands(job, book)
-        folder = str(Path.cwd() / (job.program.cwd or ""))
         return LocalPlan(
             slots={
-                str(slot): replace(command, cwd=folder)
+                str(slot): replace(command, cwd=str(folder))
                 for slot, command in found.items()
                 if isinstance(command, Command)
             },
             notes=tuple(_left_aside(job)),
+        )
+
+    def anchored(self, job: Job) -> Job:
+        """Make relative paths absolute: they start where the command is given, whatever folder the program runs in."""
+        change, data = msgspec.structs.replace, job.data
+        cache = change(data.cache, dir=_absolute(data.cache.dir))
+        return change(
+            job,
+            program=change(job.program, script=_absolute(job.program.script), cwd=_absolute(job.program.cwd)),
+            data=change(data, train=_absolute(data.train), val=_absolute(data.val), cache=cache),
+            checkpoint=change(job.checkpoint, dir=_absolute(job.checkpoint.dir)),
         )
 
     def start(self, rendered: LocalPlan, run: Run) -> str:  # noqa: ARG002
@@ -127,19 +139,23 @@ class LocalLauncher:
             run.write_status(gone)
 
 
+def _absolute(path: str | None) -> str | None:
+    return path if path is None or "://" in path else str(Path.cwd() / path)
+
+
 def _missing(job: Job) -> Iterator[Fault]:
     """List what the job needs and this machine has not."""
     program, folder = job.program, Path.cwd() / (job.program.cwd or "")
     if not folder.is_dir():
         yield Fault("program.cwd", f"there is no folder {folder}")
-    elif program.script is not None and not (folder / program.script).is_file():
-        yield Fault("program.script", f"there is no file {folder / program.script}")
+    elif program.script is not None and not Path(program.script).is_file():
+        yield Fault("program.script", f"there is no file {Path.cwd() / program.script}")
     elif program.command is not None and shutil.which(program.command[0], path=_path(job, folder)) is None:
         yield Fault("program.command", f"there is no program {program.command[0]!r} on the PATH")
     for key in ("train", "val"):
         url = getattr(job.data, key)
-        if url and "://" not in url and "{" not in url and not (folder / url).exists():
-            yield Fault(f"data.{key}", f"there is nothing at {folder / url}")
+        if url and "://" not in url and "{" not in url and not Path(url).exists():
+            yield Fault(f"data.{key}", f"there is nothing at {Path.cwd() / url}")
     gpus, wanted = _gpus(), job.resources.gpu * job.max_workers
     if wanted > gpus:
         yield Fault("resources.gpu", f"{wanted} are wanted and {gpus} are here (--set resources.gpu=0 does without)")

@@ -247,7 +247,8 @@ def restarts(events: Iterable[Event]) -> Restarts:
         began_again = life.first_progress
         if last_t is not None and began_again is not None:
             idle += max(0.0, began_again - last_t)
-        begun = min([*life.resumed, *(step for _, step in life.points[:1])], default=math.inf)
+        # A rank may tell that it lives, as step 0, before it knows where it goes on.
+        begun = max(life.resumed, default=life.points[0][1] if life.points else math.inf)
         reached = life.reached
         if reached is not None:
             repeated += max(0.0, min(reached, furthest) - begun)
