@@ -116,16 +116,18 @@ class ResNet(nn.Module):
         *,
         num_classes: int,
         small: bool = False,
+        stem_width: int = 64,
+        first_stride: int = 1,
     ) -> None:
         super().__init__()
-        inside = widths[0]
+        inside = stem_width
         stem: list[nn.Module] = [_conv(3, inside, 3) if small else _conv(3, inside, 7, 2)]
         stem += [nn.BatchNorm2d(inside), nn.ReLU(inplace=True)]
         self.stem = nn.Sequential(*stem, *([] if small else [nn.MaxPool2d(3, 2, 1)]))
         stages = []
         for stage, (depth, width) in enumerate(zip(depths, widths, strict=True)):
             for number in range(depth):
-                stages.append(block(inside, width, 2 if stage and not number else 1))
+                stages.append(block(inside, width, 1 if number else 2 if stage else first_stride))
                 inside = width * block.expansion
         self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(inside, num_classes)
@@ -142,7 +144,7 @@ _OWN: dict[str, Callable[..., nn.Module]] = {
     "resnet18": partial(ResNet, Block, (2, 2, 2, 2)),
     "resnet34": partial(ResNet, Block, (3, 4, 6, 3)),
     "resnet50": partial(ResNet, Bottleneck, (3, 4, 6, 3)),
-    "resnet8": partial(ResNet, Block, (1, 1, 1), (16, 32, 64)),
+    "resnet8": partial(ResNet, Block, (1, 1, 1), (32, 64, 128), stem_width=16, first_stride=2),
     "small": Small,
     "trivial": Trivial,
 }
