@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from trainings import Done
+
 from trees import stoker
 
 Train = Callable[..., Done]

@@ -13,7 +13,7 @@ from stoker.trainers import models
 
 
 @pytest.mark.parametrize("name", models.NAMES)
-@pytest.mark.parametrize("size", [16, 96])
+@pytest.mark.parametrize("size", [4, 9, 16, 30, 96])
 def test_every_model_gives_a_number_for_each_class(name: str, size: int) -> None:
     model = models.build(name, num_classes=7, size=size)
     assert model(torch.zeros(2, 3, size, size)).shape == (2, 7)

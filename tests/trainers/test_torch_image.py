@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from trainings import Done, same_bits, state, weights
 
 from stoker.errors import SpecError
 from stoker.trainers import flags as trainer_flags
 from stoker.trainers.ledger import effective
-from trainings import Done, same_bits, state, weights
 from trees import stoker
 
 Train = Callable[..., Done]
@@ -35,7 +35,7 @@ def test_it_learns_and_tells(flags: list[object], train: Train, tmp_path: Path) 
     counted = [event.fields for event in done.events if event.fields.get("name") == "compute"]
     assert sum(span["count"] for span in counted) == 52
     assert sum(span["samples"] for span in counted) == 4 * 203
-    assert [event.kind for event in done.events][0] == "heartbeat"
+    assert done.events[0].kind == "heartbeat"
     assert "epoch 3 step 52/52 loss " in done.text
     assert len(done.marks("checkpoint")) == 8  # before each validation, and after
     assert sorted(path.name for path in (tmp_path / "ck").glob("*.pt")) == [
@@ -142,8 +142,8 @@ def test_the_checkpoint_of_another_training_is_refused(flags: list[object], trai
     done = train(*own, "--seed", 7, "--model", "small")
     assert done.code == 2
     assert (
-        f"{tmp_path}/step-0000000002.pt: this checkpoint is of another training: its model is trivial, and this is small; "
-        "its samples came in another order (seed was 0 and is 7); give another --checkpoint-dir, or take over only its "
+        f"{tmp_path}/step-0000000002.pt: this checkpoint is of another training: its model is trivial, and this is "
+        "small; its samples came in another order (seed was 0 and is 7); give another --checkpoint-dir, or take over only its "
         "weights: --init-from" in done.text
     )
     assert done.marks("error")[0].fields["detail"].startswith("InputError: ")

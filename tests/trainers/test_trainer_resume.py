@@ -1,4 +1,4 @@
-"""Trainings that end too early and go on: killed at any moment, told to stop, in other worlds; nothing lost or twice."""
+"""Trainings that end too early and go on: killed at any moment, told to stop, in other worlds."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from trainings import run, same_bits, started, state, weights
 
 from stoker.trainers.ledger import effective, sessions
-from trainings import run, same_bits, started, state, weights
 
 SAMPLES = 203
 EPOCHS = 3

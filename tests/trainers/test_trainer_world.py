@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from trainings import Done, run, state, weights
 
 from stoker.trainers.ledger import effective
-from trainings import Done, run, state, weights
 from trees import stoker
 
 
@@ -24,7 +24,7 @@ def train(tmp_path: Path, world: int, *words: object, name: str = "") -> Done:
 
 
 def test_any_number_of_ranks_gives_the_gradient_of_one(flags: list[object], tmp_path: Path) -> None:
-    """203 samples in batches of 17: shares are uneven in every step, and one rank's are empty in the last, of 1."""
+    """203 samples in batches of 101: shares are uneven in every step, and in the last, of 1 sample, all but one empty."""
     own = [*flags, "--global-batch-size", 101, "--epochs", 2, "--label-smoothing", 0.1]
     alone = train(tmp_path, 1, *own)
     for world in (2, 3):

@@ -104,10 +104,10 @@ def started(log: Path, world: int, *words: object, torchrun: bool = False, **env
         gang.kill()
 
 
-def run(log: Path, world: int, *words: object, torchrun: bool = False, **env: str) -> Done:
+def run(log: Path, world: int, *words: object, torchrun: bool = False, timeout: float = 120, **env: str) -> Done:
     """Train to the end."""
     with started(log, world, *words, torchrun=torchrun, **env) as gang:
-        return gang.wait()
+        return gang.wait(timeout)
 
 
 def weights(folder: Path, name: str = "") -> dict[str, Any]:

@@ -58,7 +58,7 @@ def _data(group: argparse._ArgumentGroup, environ: Mapping[str, str]) -> None:
         "--cache-size",
         metavar="SIZE",
         type=_read(parse_bytes),
-        default=get("STOKER_CACHE_SIZE"),
+        default=get("STOKER_CACHE_SIZE") or None,
         help="at most so much",
     )
     group.add_argument("--size", metavar="PX", type=int, default=224, help="pixels of a side, as the model sees them")

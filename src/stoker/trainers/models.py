@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.functional import avg_pool2d
 
 from stoker.errors import InputError, MissingError
 
@@ -59,13 +60,16 @@ class Small(nn.Module):
             *_conv_bn_relu(width, 2 * width),
             nn.MaxPool2d(2, ceil_mode=True),
             *_conv_bn_relu(2 * width, 4 * width),
-            nn.AdaptiveAvgPool2d(2),
         )
         self.head = nn.Linear(4 * 4 * width, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Give a number for each class."""
-        return cast(torch.Tensor, self.head(self.body(images).flatten(1)))
+        found = self.body(images)
+        # To 2×2 by plain pooling: the adaptive one has no deterministic backward pass on GPUs.
+        side = found.shape[-1]
+        found = avg_pool2d(found, (side + 1) // 2, ceil_mode=True) if side > 1 else found.expand(-1, -1, 2, 2)
+        return cast(torch.Tensor, self.head(found.flatten(1)))
 
 
 class Block(nn.Module):

@@ -59,7 +59,7 @@ from stoker.trainers.checkpoints import Checkpoints, State
 from stoker.trainers.ledger import Ledger
 from stoker.trainers.meter import Heartbeat, Meter, scalar
 from stoker.trainers.schedule import Schedule
-from stoker.trainers.world import Stop, World
+from stoker.trainers.world import Stop, StoppedAtOnce, World
 
 STOP = 1 << 40
 """Added to a step's count by each rank that wants to stop; no batch is as large."""
@@ -84,6 +84,9 @@ def main(args: argparse.Namespace) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except StoppedAtOnce as stopped:
+        record.mark("stop", "stopped at once; it goes on at the beginning of the epoch")
+        return 128 + stopped.number
     except Exception as error:
         if any(words in str(error) for words in LOST):
             record.mark("lost", f"another rank is gone: {str(error).strip().partition(chr(10))[0]}")
@@ -133,9 +136,10 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
         world.together(lambda: _check_same(args, meta, data, num_classes, where))
         world.together(lambda: checkpoints.load_weights(model, resumed[1]["model"], where=where))
     model.to(device)
-    ema = copy.deepcopy(model).requires_grad_(False).eval() if args.ema or (resumed and resumed[1]["ema"]) else None
-    if ema is not None and resumed and resumed[1]["ema"]:
-        ema.load_state_dict(resumed[1]["ema"])
+    averaged = resumed[1]["ema"] if resumed else None
+    ema = copy.deepcopy(model).requires_grad_(False).eval() if args.ema or (args.eval_only and averaged) else None
+    if ema is not None and averaged:
+        ema.load_state_dict(averaged)
     beat = Heartbeat(record)
     stop = Stop()
     evaluated = [model] if ema is None else [model, ema]
@@ -194,7 +198,7 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
             record.mark(
                 "resume", detail, epoch=cursor.epoch, consumed=cursor.consumed, step=step, **{"from": resumed[0]}
             )
-        say(f"{resumed[0]}: {detail}")
+        say(f"{resumed[0]}: {detail}" + ("; --init-from is not used" if args.init_from else ""))
     if cursor.epoch >= args.epochs and not owed:
         if rank == 0:
             record.mark("end", "was finished before", val_top1=last.get("val_top1"))
@@ -298,7 +302,7 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
                 step += 1
                 taken = end
                 cursor = batch.cursor if not joining else cursor
-                if ema is not None and args.ema:
+                if ema is not None:
                     _average(ema, model, min(args.ema, (1 + step) / (10 + step)))
                 done = time.perf_counter()
 
