@@ -567,6 +567,19 @@ def test_many_loaders_at_once(shards: str) -> None:
         assert all(got == expected for got in pool.map(values, loaders))
 
 
+def test_a_batch_tells_which_samples_it_holds(shards: str) -> None:
+    for sampling in ("exact", "join"):
+        found = []
+        for rank in range(2):
+            with Loader(shards, global_batch=16, size=16, seat=(rank, 2), sampling=sampling) as loader:
+                view = loader.plan.epoch(0, loader.seat)
+                for batch in loader:
+                    assert len(batch.positions) == batch.count
+                    place = view.at(batch.positions)
+                    found += zip(place.shards.tolist(), place.samples.tolist(), strict=True)
+        assert len(found) == len(set(found)) == loader.plan.samples
+
+
 # Settings
 
 
@@ -575,8 +588,8 @@ def test_every_bad_setting_at_once(shards: str) -> None:
         Loader(shards, global_batch=8, transform="imagenet", size=0, layout="XYZ", prefetch=0, threads=0, max_bad=2)
     assert str(caught.value) == (
         f"{shards}: transform: 'imagenet' is none of imagenet-train, imagenet-val, small-train, digits-train, "
-        "whole; give one of them, a function, or None; size: 0 is not from 1 to 4096; layout: 'XYZ' is none of NHWC, NCHW; prefetch: 0 is less than 1; "
-        "threads: 0 is less than 1; max_bad: 2 is no share from 0 to 1"
+        "whole; give one of them, a function, or None; size: 0 is not from 1 to 4096; layout: 'XYZ' is none of NHWC, "
+        "NCHW; prefetch: 0 is less than 1; threads: 0 is less than 1; max_bad: 2 is no share from 0 to 1"
     )
 
 

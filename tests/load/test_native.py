@@ -79,7 +79,7 @@ def decibels(one: Pixels, other: Pixels) -> float:
 
 @needs_native
 @pytest.mark.parametrize("antialias", [True, False])
-@pytest.mark.parametrize("transform", ["imagenet-train", "imagenet-val"])
+@pytest.mark.parametrize("transform", ["imagenet-train", "imagenet-val", "small-train", "whole"])
 def test_real_images_come_out_as_they_do_by_the_general_decoder(transform: str, antialias: bool) -> None:
     if not SAMPLE.exists():
         pytest.skip(f"{SAMPLE.name} does not lie beside the project")

@@ -161,3 +161,14 @@ def test_the_middle_lies_within_the_image(width: int, height: int, size: int) ->
     # Square on the screen: both sides shrink by the same factor, but for the longer side cut to whole pixels.
     short = round(size * 256 / 224)
     assert min(crop.width, crop.height) == pytest.approx(size * min(width, height) / short)
+
+
+def test_small_images_lose_little_of_themselves() -> None:
+    numbers = draws(0, 0, np.arange(2000, dtype=np.int64)).tolist()
+    for name, mirrored in (("small-train", True), ("digits-train", False)):
+        found = [TRANSFORMS[name](32)(32, 32, row) for row in numbers]
+        areas = [crop.width * crop.height / 32**2 for crop, _ in found]
+        assert min(areas) >= 0.55  # rounded to pixels
+        assert max(areas) == 1
+        assert 0.45 < np.mean([flip for _, flip in found]) < 0.55 if mirrored else not any(flip for _, flip in found)
+    assert TRANSFORMS["whole"](32)(40, 24, numbers[0]) == (Crop(0, 0, 40, 24), False)

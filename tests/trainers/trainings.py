@@ -8,15 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from servers import free_port
 from stoker.telemetry.events import Event, parse
-
-MODULE = "stoker.trainers.torch_image"
 
 
 @dataclass(frozen=True)
@@ -37,70 +35,79 @@ class Done:
         return [event.fields["value"] for event in self.events if event.fields.get("name") == name]
 
 
-def command(world: int, *words: object) -> list[str]:
-    flags = [str(word) for word in words]
-    if world == 1:
-        return [sys.executable, "-m", MODULE, *flags]
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", str(free_port())]
-    return [sys.executable, *torchrun, "-m", MODULE, *flags]
+@dataclass(frozen=True)
+class Gang:
+    """The ranks of a training, started by torchrun or, which is quicker, each by itself."""
 
+    log: Path
+    processes: list[subprocess.Popen[bytes]]
+    torchrun: bool
 
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
+    @property
+    def running(self) -> bool:
+        return all(process.poll() is None for process in self.processes)
+
+    def ranks(self) -> list[int]:
+        """The processes of the ranks, which torchrun has put in sessions of their own."""
+        if not self.torchrun:
+            return [process.pid for process in self.processes]
+        pid = self.processes[0].pid
+        try:
+            return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        except FileNotFoundError:
+            return []
+
+    def wait(self, timeout: float = 120) -> Done:
+        codes = [process.wait(timeout) for process in self.processes]
+        return Done(next((code for code in codes if code), 0), self.log.read_text())
+
+    def wait_for(self, words: str, timeout: float = 60) -> None:
+        """Wait until the training has written something."""
+        until = time.monotonic() + timeout
+        while words not in self.log.read_text():
+            assert self.running, self.log.read_text()
+            assert time.monotonic() < until, self.log.read_text()
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """Kill a training as a machine dies: all of its processes at once."""
+        for one in [*self.ranks(), *(process.pid for process in self.processes)]:
+            with suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
 
 
 @contextmanager
-def started(log: Path, world: int, *words: object, **env: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a training in a session of its own; whatever of it still runs at the end is killed."""
-    with log.open("ab") as out:
-        process = subprocess.Popen(
-            command(world, *words), stdout=out, stderr=subprocess.STDOUT, env=environment(**env), start_new_session=True
-        )
+def started(log: Path, world: int, *words: object, torchrun: bool = False, **env: str) -> Iterator[Gang]:
+    """Start a training; whatever of it still runs at the end is killed."""
+    trainer = ["-m", "stoker.trainers.torch_image", *(str(word) for word in words)]
+    port = str(free_port())
+    base = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env}
+    if torchrun:
+        starter = ["-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", port]
+        starts = [([sys.executable, *starter, *trainer], base)]
+    elif world == 1:
+        starts = [([sys.executable, *trainer], base)]
+    else:
+        common = {**base, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+        starts = [([sys.executable, *trainer], rank) for rank in ranks]
+    with log.open("wb") as out:
+        appended = {"stdout": out, "stderr": subprocess.STDOUT}
+        processes = [subprocess.Popen(argv, env=one, **appended) for argv, one in starts]  # type: ignore[call-overload]
+    gang = Gang(log, processes, torchrun)
     try:
-        yield process
+        yield gang
     finally:
-        kill_all(process)
+        gang.kill()
 
 
-def kill_all(process: subprocess.Popen[bytes]) -> None:
-    """Kill a training as a machine dies: all of its processes at once."""
-    for one in [process.pid, *ranks_of(process)]:
-        try:
-            os.kill(one, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    process.wait()
-
-
-def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
-    """The processes of the ranks, which torchrun has put in sessions of their own."""
-    try:
-        text = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-    except FileNotFoundError:
-        return []
-    return [int(pid) for pid in text.split()]
-
-
-def run(world: int, *words: object, timeout: float = 120, **env: str) -> Done:
+def run(log: Path, world: int, *words: object, torchrun: bool = False, timeout: float = 120, **env: str) -> Done:
     """Train to the end."""
-    done = subprocess.run(
-        command(world, *words),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment(**env),
-        timeout=timeout,
-        check=False,
-    )
-    return Done(done.returncode, done.stdout.decode())
-
-
-def wait_for(log: Path, process: subprocess.Popen[bytes], words: str, timeout: float = 60) -> None:
-    """Wait until a training has written something."""
-    until = time.monotonic() + timeout
-    while words not in log.read_text():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < until, log.read_text()
-        time.sleep(0.02)
+    with started(log, world, *words, torchrun=torchrun, **env) as gang:
+        return gang.wait(timeout)
 
 
 def weights(folder: Path, name: str = "") -> dict[str, Any]:

@@ -58,7 +58,7 @@ def _data(group: argparse._ArgumentGroup, environ: Mapping[str, str]) -> None:
         "--cache-size",
         metavar="SIZE",
         type=_read(parse_bytes),
-        default=get("STOKER_CACHE_SIZE"),
+        default=get("STOKER_CACHE_SIZE") or None,
         help="at most so much",
     )
     group.add_argument("--size", metavar="PX", type=int, default=224, help="pixels of a side, as the model sees them")
@@ -87,7 +87,7 @@ def _model(group: argparse._ArgumentGroup) -> None:
         "--stem", choices=("auto", "imagenet", "small"), default="auto", help="first layers of a ResNet; small: 3×3"
     )
     group.add_argument("--zero-gamma", action="store_true", help="let every residual block begin as nothing")
-    group.add_argument("--init-from", metavar="FILE|URL", help="begin with these weights")
+    group.add_argument("--init-from", metavar="FILE", help="begin with the weights of this file or URL")
 
 
 def _training(group: argparse._ArgumentGroup) -> None:
@@ -121,7 +121,10 @@ def _training(group: argparse._ArgumentGroup) -> None:
 def _checkpoints(group: argparse._ArgumentGroup, environ: Mapping[str, str]) -> None:
     add, get = group.add_argument, environ.get
     add(
-        "--checkpoint-dir", metavar="DIR|URL", default=get("STOKER_CHECKPOINT_DIR"), help="write here, resume from here"
+        "--checkpoint-dir",
+        metavar="DIR",
+        default=get("STOKER_CHECKPOINT_DIR"),
+        help="write to and resume from this folder or URL",
     )
     add("--keep", metavar="N", type=int, default=get("STOKER_CHECKPOINT_KEEP") or "3", help="newest ones, and the best")
     add(
@@ -275,6 +278,8 @@ def table() -> str:
 
 
 def _shown(default: object) -> str:
-    if default in (None, False):
+    if default is None or default is False:
         return ""
-    return ",".join(f"{one:g}" for one in default) if isinstance(default, tuple) else str(default)
+    if isinstance(default, tuple):
+        return ",".join(f"{one:g}" for one in default)
+    return f"{default:g}" if isinstance(default, float) else str(default)

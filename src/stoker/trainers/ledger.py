@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from stoker.load.loader import find_one
 from stoker.sampling.cursor import Cursor
 from stoker.shards.scan import described
+from stoker.storage.local import explained
 
 Sample = tuple[int, int]
 """The number of a shard in its set, and of the sample in it."""
@@ -28,8 +29,9 @@ class Ledger:
 
     def __init__(self, folder: str | Path, *, rank: int, attempt: int, session: int, cursor: Cursor) -> None:
         path = Path(folder).expanduser()
-        path.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path / f"rank-{rank}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        with explained(path):
+            path.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(path / f"rank-{rank}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._head = {"session": session, "attempt": attempt, "rank": rank}
         self._write(b"\n")  # ends a line that a kill tore
         self._append({"resume": True, "epoch": cursor.epoch, "consumed": cursor.consumed})

@@ -93,10 +93,9 @@ class Meter:
             told = {"loss": loss, "lr": rate, "samples_per_s": speed, "epoch": epochs}
             for name, value in told.items():
                 scalar(self.record, self.board, name, value, step)
-        wait = self._spans["loader_wait"] / stepping
-        self.say(
-            f"epoch {epoch} step {step:,}/{total:,} loss {loss:.4f} lr {rate:.4g} {speed:,.0f} images/s wait {wait:.0%}"
-        )
+        wait = 100 * self._spans["loader_wait"] / stepping
+        at = f"epoch {epoch} step {step:,}/{total:,}"
+        self.say(f"{at} loss {loss:.4f} lr {rate:.4g} {speed:,.0f} images/s wait {wait:.0f} %")
         self._ever, self._ever_s = self._ever + self._all, self._ever_s + stepping
         self._spans, self._times, self.steps = {}, times, 0
         self._mine, self._all, self._loss = 0, 0, 0.0

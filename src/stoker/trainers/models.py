@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.functional import avg_pool2d
 
 from stoker.errors import InputError, MissingError
 
@@ -59,13 +60,16 @@ class Small(nn.Module):
             *_conv_bn_relu(width, 2 * width),
             nn.MaxPool2d(2, ceil_mode=True),
             *_conv_bn_relu(2 * width, 4 * width),
-            nn.AdaptiveAvgPool2d(2),
         )
         self.head = nn.Linear(4 * 4 * width, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Give a number for each class."""
-        return cast(torch.Tensor, self.head(self.body(images).flatten(1)))
+        found = self.body(images)
+        # To 2×2 by plain pooling: the adaptive one has no deterministic backward pass on GPUs.
+        side = found.shape[-1]
+        found = avg_pool2d(found, (side + 1) // 2, ceil_mode=True) if side > 1 else found.expand(-1, -1, 2, 2)
+        return cast(torch.Tensor, self.head(found.flatten(1)))
 
 
 class Block(nn.Module):
@@ -116,16 +120,18 @@ class ResNet(nn.Module):
         *,
         num_classes: int,
         small: bool = False,
+        stem_width: int = 64,
+        first_stride: int = 1,
     ) -> None:
         super().__init__()
-        inside = widths[0]
+        inside = stem_width
         stem: list[nn.Module] = [_conv(3, inside, 3) if small else _conv(3, inside, 7, 2)]
         stem += [nn.BatchNorm2d(inside), nn.ReLU(inplace=True)]
         self.stem = nn.Sequential(*stem, *([] if small else [nn.MaxPool2d(3, 2, 1)]))
         stages = []
         for stage, (depth, width) in enumerate(zip(depths, widths, strict=True)):
             for number in range(depth):
-                stages.append(block(inside, width, 2 if stage and not number else 1))
+                stages.append(block(inside, width, 1 if number else 2 if stage else first_stride))
                 inside = width * block.expansion
         self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(inside, num_classes)
@@ -142,7 +148,7 @@ _OWN: dict[str, Callable[..., nn.Module]] = {
     "resnet18": partial(ResNet, Block, (2, 2, 2, 2)),
     "resnet34": partial(ResNet, Block, (3, 4, 6, 3)),
     "resnet50": partial(ResNet, Bottleneck, (3, 4, 6, 3)),
-    "resnet8": partial(ResNet, Block, (1, 1, 1), (16, 32, 64)),
+    "resnet8": partial(ResNet, Block, (1, 1, 1), (32, 64, 128), stem_width=16, first_stride=2),
     "small": Small,
     "trivial": Trivial,
 }

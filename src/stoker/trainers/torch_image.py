@@ -51,6 +51,7 @@ from stoker.load.torch import Dataset, TorchBatch, normalise
 from stoker.sampling.cursor import Cursor
 from stoker.sampling.plan import Plan
 from stoker.sampling.seat import Seat
+from stoker.storage import join, shown
 from stoker.storage.via import through
 from stoker.telemetry import Recorder, recorder
 from stoker.trainers import checkpoints, models
@@ -58,10 +59,12 @@ from stoker.trainers.checkpoints import Checkpoints, State
 from stoker.trainers.ledger import Ledger
 from stoker.trainers.meter import Heartbeat, Meter, scalar
 from stoker.trainers.schedule import Schedule
-from stoker.trainers.world import Stop, World
+from stoker.trainers.world import Stop, StoppedAtOnce, World
 
 STOP = 1 << 40
 """Added to a step's count by each rank that wants to stop; no batch is as large."""
+PLACES = ("train", "val", "via", "cache_dir", "cache_size", "checkpoint_dir", "init_from", "ledger", "tensorboard")
+"""Flags that a checkpoint does not keep: they say nothing of the training, and a URL may hold a password."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "onnection refused")
 IMAGENET_SAMPLES = 1_281_167
 
@@ -73,14 +76,17 @@ def main(args: argparse.Namespace) -> int:
     level = logging.INFO if record.rank == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     try:
-        with contextlib.closing(World(args)) as world:
-            return train(args, world, record)
+        with contextlib.ExitStack() as ending:
+            return train(args, World(args), record, ending)
     except StokerError as error:
         record.mark("error", f"{type(error).__name__}: {error}")
         _complain(f"error: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except StoppedAtOnce as stopped:
+        record.mark("stop", "stopped at once; it goes on at the beginning of the epoch")
+        return 128 + stopped.number
     except Exception as error:
         if any(words in str(error) for words in LOST):
             record.mark("lost", f"another rank is gone: {str(error).strip().partition(chr(10))[0]}")
@@ -91,8 +97,9 @@ def main(args: argparse.Namespace) -> int:
         raise
 
 
-def train(args: argparse.Namespace, world: World, record: Recorder) -> int:
-    """Train to the end, or until told to stop; return the exit code."""
+def train(args: argparse.Namespace, world: World, record: Recorder, ending: contextlib.ExitStack) -> int:
+    """Train to the end, or until told to stop; return the exit code. `ending` closes what is open, whatever happens."""
+    ending.callback(world.close)
     device, rank = world.device, world.rank
     say = _say if rank == 0 else lambda _: None
     joining = args.sampling == "join"
@@ -100,6 +107,8 @@ def train(args: argparse.Namespace, world: World, record: Recorder) -> int:
 
     # What there is to go on from. Only rank 0 reads and writes checkpoints.
     store = world.first(lambda: _checkpoints(args, record)) if args.checkpoint_dir else None
+    if store is not None:
+        ending.callback(store.close)
     resumed: tuple[str, State] | None = None
     if args.checkpoint_dir and not (args.eval_only and args.init_from):
         resumed = world.told(world.first(lambda: _newest(args, store)))
@@ -110,9 +119,10 @@ def train(args: argparse.Namespace, world: World, record: Recorder) -> int:
     global_batch = args.global_batch_size or meta.get("global_batch") or batch_size * world.size
     if meta and args.global_batch_size and args.global_batch_size != meta["global_batch"]:
         say(f"the global batch was {meta['global_batch']:,} and is {global_batch:,} from here on")
-    data = world.together(lambda: Data.open(args, world, global_batch))
+    data = None if args.eval_only else world.together(lambda: Data.open(args, world, global_batch))
     val = world.together(lambda: _val_set(args, world, global_batch)) if args.val else None
-    num_classes = world.together(lambda: _num_classes(args, data, val))
+    num_classes = world.told(world.first(lambda: _num_classes(args, meta, data, val)))
+    assert num_classes is not None
 
     # The model: the same weights on all ranks, from the seed, from a file, or from the checkpoint.
     torch.manual_seed(key("model", args.seed))
@@ -122,32 +132,37 @@ def train(args: argparse.Namespace, world: World, record: Recorder) -> int:
         assert weights is not None
         world.together(lambda: checkpoints.load_weights(model, weights, where=args.init_from))
     if resumed:
-        world.together(lambda: _check_same(args, meta, data, num_classes, f"{args.checkpoint_dir}/{resumed[0]}"))
-        model.load_state_dict(resumed[1]["model"])
+        where = join(shown(args.checkpoint_dir), resumed[0])
+        world.together(lambda: _check_same(args, meta, data, num_classes, where))
+        world.together(lambda: checkpoints.load_weights(model, resumed[1]["model"], where=where))
     model.to(device)
-    ema = copy.deepcopy(model).requires_grad_(False).eval() if args.ema or (resumed and resumed[1]["ema"]) else None
-    if ema is not None and resumed and resumed[1]["ema"]:
-        ema.load_state_dict(resumed[1]["ema"])
+    averaged = resumed[1]["ema"] if resumed else None
+    ema = copy.deepcopy(model).requires_grad_(False).eval() if args.ema or (args.eval_only and averaged) else None
+    if ema is not None and averaged:
+        ema.load_state_dict(averaged)
     beat = Heartbeat(record)
     stop = Stop()
+    evaluated = [model] if ema is None else [model, ema]
     if args.eval_only:
-        assert val is not None
-        result = validate(args, world, val, [model, *([ema] if ema else [])], stop, partial(beat, meta.get("step", 0)))
+        result = validate(args, world, val, evaluated, stop, partial(beat, meta.get("step", 0)))
         assert result is not None
-        where = resumed[0] if resumed else args.init_from
-        say(f"{where}: {result[0]}" + (f"; averaged weights: {result[1]}" if ema else ""))
+        say(f"{resumed[0] if resumed else shown(args.init_from)}: {'; averaged weights: '.join(map(str, result))}")
         _tell_validation(record if rank == 0 else None, None, result, meta.get("step", 0))
         return 0
     assert data is not None
+    ending.callback(data.close)
     plan, samples = data.plan, data.plan.samples
-    peak = args.lr or meta.get("lr") or flags.LR_PER_256 * global_batch / 256
+    peak = args.lr if args.lr is not None else meta.get("lr", flags.LR_PER_256 * global_batch / 256)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=peak, momentum=args.momentum, weight_decay=args.weight_decay, nesterov=args.nesterov
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     if resumed:
         optimizer.load_state_dict(resumed[1]["optimizer"])
+        for group in optimizer.param_groups:  # flags win
+            group.update(momentum=args.momentum, weight_decay=args.weight_decay, nesterov=args.nesterov)
         scaler.load_state_dict(resumed[1]["scaler"])
+        resumed[1].clear()  # as large as the model, and no longer needed
     running = torch.compile(model) if args.compile else model
     parallel: Any = _parallel(args, running, device) if world.size > 1 else running
     norms = [part for part in model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
@@ -183,14 +198,16 @@ def train(args: argparse.Namespace, world: World, record: Recorder) -> int:
             record.mark(
                 "resume", detail, epoch=cursor.epoch, consumed=cursor.consumed, step=step, **{"from": resumed[0]}
             )
-        say(f"{resumed[0]}: {detail}")
+        say(f"{resumed[0]}: {detail}" + ("; --init-from is not used" if args.init_from else ""))
     if cursor.epoch >= args.epochs and not owed:
         if rank == 0:
             record.mark("end", "was finished before", val_top1=last.get("val_top1"))
         known = f", validation top-1 {last['val_top1']:.2%}" if "val_top1" in last else ""
         say(f"this training is finished: {cursor.epoch} epochs{known}; give more --epochs to go on")
         return 0
-    board = _board(args) if args.tensorboard and rank == 0 else None
+    board = world.first(lambda: _board(args)) if args.tensorboard else None
+    if board is not None:
+        ending.callback(board.close)
     session = world.told(time.time_ns())
     ledger = (
         Ledger(args.ledger, rank=rank, attempt=record.attempt, session=session, cursor=cursor) if args.ledger else None
@@ -215,7 +232,7 @@ def train(args: argparse.Namespace, world: World, record: Recorder) -> int:
                 "model": args.model,
                 "num_classes": num_classes,
                 "plan": plan.digest,
-                "args": dict(vars(args)),
+                "args": {name: value for name, value in vars(args).items() if name not in PLACES},
             },
         }
 
@@ -285,7 +302,7 @@ def train(args: argparse.Namespace, world: World, record: Recorder) -> int:
                 step += 1
                 taken = end
                 cursor = batch.cursor if not joining else cursor
-                if ema is not None and args.ema:
+                if ema is not None:
                     _average(ema, model, min(args.ema, (1 + step) / (10 + step)))
                 done = time.perf_counter()
 
@@ -321,14 +338,14 @@ def train(args: argparse.Namespace, world: World, record: Recorder) -> int:
             if store is not None and owed:  # before the validation, which may take longer than a stop allows
                 store.save(state(), step)
             improved = False
-            if owed and val is not None:
-                result = validate(args, world, val, [model, *([ema] if ema else [])], stop, partial(beat, step))
+            if owed:
+                result = validate(args, world, val, evaluated, stop, partial(beat, step))
                 stopping = result is None
                 if result is not None:
                     owed, last = False, _tell_validation(record if rank == 0 else None, board, result, step)
                     score = result[-1].top1  # of the averaged weights where there are some
                     improved, best = score > best, max(best, score)
-                    say(f"epoch {cursor.epoch - 1} {result[0]}" + (f"; averaged weights: {result[1]}" if ema else ""))
+                    say(f"epoch {cursor.epoch - 1} {'; averaged weights: '.join(map(str, result))}")
             if store is not None and not stopping:
                 store.save(state(), step, best=improved)
                 saved_at, saved_step = time.monotonic(), step
@@ -338,7 +355,6 @@ def train(args: argparse.Namespace, world: World, record: Recorder) -> int:
         if (stopping or args.num_batches) and not joining:
             store.save(state(), step)
         store.close()
-    data.close()
     if stopping:
         if rank == 0 or stop.asked:
             record.mark("stop", f"stopped after step {step:,}")
@@ -412,18 +428,16 @@ def validate(
 class Data:
     """The training set, or with `--synthetic` batches of the same shapes and counts that cost nothing."""
 
-    def __init__(self, plan: Plan, classes: int, dataset: Dataset | None, made: Synthetic | None) -> None:
+    def __init__(self, plan: Plan, classes: tuple[str, ...], dataset: Dataset | None, made: Synthetic | None) -> None:
         self.plan, self.classes, self._dataset, self._made = plan, classes, dataset, made
 
     @classmethod
-    def open(cls, args: argparse.Namespace, world: World, global_batch: int) -> Data | None:
-        """Open what the flags name; None where only a validation is asked for."""
+    def open(cls, args: argparse.Namespace, world: World, global_batch: int) -> Data:
+        """Open what the flags name."""
         if not args.train:
-            if not args.synthetic:
-                return None
             samples = args.epoch_samples or IMAGENET_SAMPLES
             plan = Plan(data="synthetic", sizes=np.array([samples], dtype=np.int64), seed=args.seed)
-            return cls(plan, args.num_classes, None, Synthetic(args, world, plan, global_batch))
+            return cls(plan, (), None, Synthetic(args, world, plan, global_batch))
         dataset = Dataset(
             _through(args, args.train),
             **_settings(args, world, global_batch, args.transform),
@@ -432,8 +446,8 @@ class Data:
             seed=args.seed,
         )
         manifest, plan = dataset.loader.set.manifest, dataset.loader.plan
-        classes = len(manifest.classes) if manifest is not None else 0
-        made = Synthetic(args, world, plan, global_batch, classes) if args.synthetic else None
+        classes = manifest.classes if manifest is not None else ()
+        made = Synthetic(args, world, plan, global_batch, len(classes)) if args.synthetic else None
         return cls(plan, classes, dataset, made)
 
     @property
@@ -540,14 +554,28 @@ def _val_set(args: argparse.Namespace, world: World, global_batch: int) -> Datas
     return Dataset(found, **{**settings, "seat": seat, "global_batch": min(max(global_batch, ranks), samples)})
 
 
-def _num_classes(args: argparse.Namespace, data: Data | None, val: Dataset | None) -> int:
+def _num_classes(args: argparse.Namespace, meta: State, data: Data | None, val: Dataset | None) -> int:
+    """Take the number of classes from the flag, the training set, or, to validate only, from what is validated."""
     manifest = val.loader.set.manifest if val is not None else None
-    found = args.num_classes or (data.classes if data is not None else len(manifest.classes) if manifest else 0)
-    if not found:
+    theirs = manifest.classes if manifest is not None else ()
+    if data is not None and data.classes and theirs and data.classes != theirs:
         raise InputError(
-            "this set was made elsewhere and does not tell its classes", where=args.train, hint="give --num-classes"
+            f"its classes ({_some(theirs)}) are not those of the training set ({_some(data.classes)})",
+            where=args.val,
+            hint="convert both in one go",
         )
-    return int(found)
+    found = len(data.classes if data is not None else theirs)
+    number = args.num_classes or (meta.get("num_classes", found) if args.eval_only else found)
+    if not number:
+        where = args.train or args.val
+        raise InputError(
+            "this set was made elsewhere and does not tell its classes", where=where, hint="give --num-classes"
+        )
+    return int(number)
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (f", … {len(names)} in all" if len(names) > 3 else "")
 
 
 def _model(args: argparse.Namespace, num_classes: int) -> nn.Module:
@@ -596,9 +624,6 @@ def _check_same(args: argparse.Namespace, meta: State, data: Data | None, num_cl
         odd.append(f"its model is {meta['model']}, and this is {args.model}")
     if meta["num_classes"] != num_classes:
         odd.append(f"it has {meta['num_classes']} classes, and this {num_classes}")
-    for name, what in (("stem", "first layers"), ("size", "size of images")):
-        if meta["args"][name] != getattr(args, name):
-            odd.append(f"its {what} was {meta['args'][name]}, and this is {getattr(args, name)}")
     if not args.eval_only and data is not None and meta["plan"] != data.plan.digest:
         was, now = meta["args"], vars(args)
         names = [name for name in ("seed", "sampling", "epoch_samples") if was[name] != now[name]]

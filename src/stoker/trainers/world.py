@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from stoker.errors import InputError, MissingError, StokerError
 from stoker.sampling.seat import Seat
 
 T = TypeVar("T")
+PATIENCE_S = 3.0
 
 
 class World:
@@ -115,11 +117,22 @@ class World:
         return [int(one) for one in numbers]
 
 
+class StoppedAtOnce(Exception):  # noqa: N818 - what happened, and no error
+    """This rank was told to stop, and need not wait for the others."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.number = number
+
+
 class Stop:
-    """Whether this rank was told to stop: by SIGTERM or Ctrl-C, and a second one ends it at once."""
+    """Whether this rank was told to stop: by SIGTERM or Ctrl-C.
+
+    The same wish often comes twice, from the terminal and from torchrun, so that only a later Ctrl-C ends at once.
+    """
 
     def __init__(self) -> None:
-        self.asked, self._at_once = 0, False
+        self.asked, self._at_once, self._since = 0, False, 0.0
 
     def listen(self, *, at_once: bool) -> None:
         """Take the signals from now on; before, they end the process as they always do."""
@@ -128,9 +141,12 @@ class Stop:
             signal.signal(number, self._hear)
 
     def _hear(self, number: int, _: object) -> None:
-        if self.asked or self._at_once:
-            raise SystemExit(128 + number)
-        self.asked = number
+        first, self.asked = not self.asked, self.asked or number
+        if first:
+            self._since = time.monotonic()
+        impatient = number == signal.SIGINT and time.monotonic() - self._since > PATIENCE_S
+        if (first and self._at_once) or impatient:
+            raise StoppedAtOnce(number)
 
 
 def _device(args: argparse.Namespace) -> torch.device:

@@ -1,0 +1,151 @@
+"""A training that is killed again and again ends with the same bits as one that was left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launchers.contract import until
+from stoker.core.processes import marked
+from stoker.jobs.runs import Run, find
+from stoker.launchers.supervisor import watcher
+from stoker.telemetry.reader import read_run
+from stoker.trainers.checkpoints import unpack
+from stoker.trainers.ledger import effective, sessions
+from trees import stoker
+
+SAMPLES = 700
+EPOCHS = 4
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drill") / "shards"
+    source = f"synthetic:samples={SAMPLES},classes=5,size=40x32,val=60"
+    assert stoker("data", "convert", source, folder, "--shard-samples", "50") == 0
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_job(folder: Path, name: str, shards: Path, ranks: int, **keys: Any) -> Path:
+    ledger = keys.pop("ledger", f"{name}-ledger")
+    words = "--model small --size 32 --global-batch-size 24 --lr 0.05 --schedule cosine --deterministic --seed 3"
+    words += f" --epochs {EPOCHS} --checkpoint-every-steps 4 --log-every 1s --threads 1 --ledger {folder / ledger}"
+    job = {
+        "name": name,
+        "processes_per_worker": ranks,
+        "program": {"module": "stoker.trainers.torch_image", "args": words.split()},
+        "data": {"train": str(shards / "train"), "val": str(shards / "val")},
+        "checkpoint": {"dir": str(folder / f"{name}-checkpoints")},
+        "env": {"OMP_NUM_THREADS": "1"},
+        "profile": {"every": 0},
+        "retries": 20,
+        "grace": 10,
+        **keys,
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(json.dumps(job))
+    return path
+
+
+def weights(folder: Path, name: str) -> dict[str, Any]:
+    newest = max((folder / f"{name}-checkpoints").glob("step-*.pt"))
+    state = unpack(newest.read_bytes(), where=str(newest))
+    return {**state["model"], **{f"momentum {k}": v["momentum_buffer"] for k, v in state["optimizer"]["state"].items()}}
+
+
+def check_ledger(folder: Path, name: str) -> None:
+    epochs = effective(folder / f"{name}-ledger")
+    assert sorted(epochs) == list(range(EPOCHS))
+    for samples in epochs.values():
+        assert len(samples) == len(set(samples)) == SAMPLES
+
+
+def ranks_of(run: Run) -> dict[int, int]:
+    """The process of each rank of the newest attempt."""
+    beats = [event for event in read_run(run.logs).events if event.kind == "heartbeat"]
+    newest = max((event.attempt for event in beats), default=0)
+    return {event.rank: int(event.fields["pid"]) for event in beats if event.attempt == newest}
+
+
+def kill(pids: list[int], run: Run) -> bool:
+    alive = set(marked({"STOKER_RUN": run.id}))
+    for pid in pids:
+        if pid in alive:
+            os.kill(pid, signal.SIGKILL)
+    return bool(alive & set(pids))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_that_is_killed_at_random_ends_with_the_same_bits(shards: Path, here: Path) -> None:
+    assert stoker("job", "run", write_job(here, "calm", shards, 3)) == 0
+    draw = random.Random(20261116)
+    what = ["rank", "all", "launcher", "rank", "all", "launcher", "agent"]
+    draw.shuffle(what)
+    assert stoker("job", "run", write_job(here, "storm", shards, 3), "--detach") == 0
+    kills: list[str] = []
+    run = find("storm")
+    while what and not run.read_status().state.is_final:
+        resumed = len(sessions(here / "storm-ledger"))
+        time.sleep(draw.uniform(0.2, 2.0))
+        ranks = ranks_of(run)
+        if len(ranks) < 3:
+            continue
+        target = what[-1]
+        if target == "rank":
+            done = kill([ranks[draw.randrange(3)]], run)
+        elif target == "all":
+            done = kill(list(ranks.values()), run)
+        elif target == "agent":
+            done = kill([one.pid for one in run.read_status().slots if one.pid], run)
+        else:
+            pid = watcher(run)
+            if done := bool(pid):
+                os.kill(pid, signal.SIGKILL)
+                until(lambda: watcher(run) is None)
+                assert stoker("job", "run", "--resume", run.id, "--detach") == 0
+        if done:
+            kills.append(what.pop())
+            until(lambda: len(sessions(here / "storm-ledger")) > resumed or run.read_status().state.is_final, 90)
+    until(lambda: run.read_status().state.is_final, 300)
+    assert run.read_status().state == "succeeded", run.read_status().message
+    assert len(kills) >= 5, kills
+    calm, storm = weights(here, "calm"), weights(here, "storm")
+    assert calm.keys() == storm.keys()
+    assert all(calm[name].equal(storm[name]) for name in calm)
+    check_ledger(here, "calm")
+    check_ledger(here, "storm")
+    assert marked({"STOKER_RUN": run.id}) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_ledger_is_exact_across_changes_of_the_world(shards: Path, here: Path) -> None:
+    """The same global batches, dealt to 3, then 2, then 1 ranks."""
+    kept = {"checkpoint": {"dir": str(here / "checkpoints")}, "ledger": "changing-ledger"}
+    for ranks in (3, 2, 1):
+        assert stoker("job", "run", write_job(here, f"on-{ranks}", shards, ranks, **kept), "--detach") == 0
+        run = find(f"on-{ranks}")
+        if ranks > 1:
+            steps = 30 if ranks == 3 else 60
+            until(lambda: any(event.fields.get("step", 0) >= steps for event in read_run(run.logs).events), 120)
+            assert stoker("job", "stop", run.id) == 0
+        until(lambda: run.read_status().state.is_final, 300)
+    assert run.read_status().state == "succeeded"
+    check_ledger(here, "changing")
+    assert len(sessions(here / "changing-ledger")) == 3
+    assert any(consumed for _, consumed in sessions(here / "changing-ledger")[1:])

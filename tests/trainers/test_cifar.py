@@ -1,0 +1,67 @@
+"""CIFAR-10 from shards on a CPU: a small ResNet, two ranks, at least 70 % within ten minutes, at the model's speed."""
+
+from __future__ import annotations
+
+import re
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+from trainings import Done, run
+
+from trees import stoker
+
+IMAGES = Path(__file__).parents[3] / "shared/data/cifar10-images.tar.xz"
+FLAGS = ["--size", "32", "--model", "resnet8", "--global-batch-size", "128", "--channels-last", "--log-every", "10"]
+LEARN = [
+    "--epochs",
+    "6",
+    "--lr",
+    "0.1",
+    "--nesterov",
+    "--weight-decay",
+    "5e-4",
+    "--schedule",
+    "cosine",
+    "--warmup-epochs",
+    "0.5",
+]
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not IMAGES.exists():
+        pytest.skip("CIFAR-10 is not here")
+    folder = tmp_path_factory.mktemp("cifar")
+    with tarfile.open(IMAGES) as tar:
+        tar.extractall(folder, filter="data")
+    assert stoker("data", "convert", folder / "cifar10", folder / "shards", "--shard-samples", 1000) == 0
+    return folder / "shards"
+
+
+def speed(done: Done) -> float:
+    found = re.search(r"done: .* steps, ([\d,]+) images/s", done.text)
+    assert found, done.text
+    return float(found[1].replace(",", ""))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_seventy_percent_within_ten_minutes(cifar: Path, tmp_path: Path) -> None:
+    began = time.monotonic()
+    data = ["--train", cifar / "train", "--val", cifar / "test", "--checkpoint-dir", tmp_path / "ck"]
+    done = run(tmp_path / "log", 2, *data, *FLAGS, *LEARN, torchrun=True, timeout=900)
+    assert done.code == 0, done.text
+    assert time.monotonic() - began < 600
+    assert done.marks("end")[0].fields["val_top1"] >= 0.70
+
+
+@pytest.mark.slow
+def test_the_loader_costs_little_of_the_speed_without_data(cifar: Path, tmp_path: Path) -> None:
+    data = ["--train", cifar / "train", *FLAGS, "--num-batches", 200]
+    pairs = [
+        (speed(run(tmp_path / "log", 2, *data)), speed(run(tmp_path / "log", 2, *data, "--synthetic")))
+        for _ in range(2)
+    ]
+    assert max(real / synthetic for real, synthetic in pairs) >= 0.85, pairs
