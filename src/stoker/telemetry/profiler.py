@@ -124,7 +124,8 @@ def _start(command: list[str], mask: set[Any]) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _die_with(parent, signal.SIGTERM, libc)
 
-    return subprocess.Popen(command, preexec_fn=prepare)  # before there are threads
+    # Before there are threads, and with the files that we were given open.
+    return subprocess.Popen(command, preexec_fn=prepare, close_fds=False)
 
 
 def _libc() -> Any:
@@ -153,7 +154,14 @@ def _pass_signals_on(child: int, signals: set[Any], watchman: Watchman) -> None:
         if not watchman.saw(number):
             _send(child, number)
         if number == signal.SIGTSTP:
-            os.kill(os.getpid(), signal.SIGSTOP)  # the shell must see that we stopped too
+            _stop_too()
+
+
+def _stop_too() -> None:
+    """Stop as the program does, so that a shell sees it; where no shell could undo it, the kernel stops neither."""
+    os.kill(os.getpid(), signal.SIGTSTP)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
 
 
 def _send(pid: int, number: int) -> None:
@@ -298,10 +306,10 @@ class Sampler(threading.Thread):
         """Sample soon, then at every multiple of the interval, and once more at the end."""
         if not self._every:
             return
-        began = last = time.monotonic()
         gauges = (Machine(), Tree(self._root), Network(), Disks(), Memory(), Gpus(), CacheDisk())
         for gauge in gauges:
             _read(gauge, 0.0)
+        began = last = time.monotonic()
         at = began + min(FIRST_S, self._every)
         done = False
         while not done:
@@ -610,9 +618,9 @@ def _cgroup(proc: str, cgroups: str, controller: str) -> list[str]:
 
 def _upwards(root: str, path: str) -> list[str]:
     """List the folders from a path up to its root; in a container the path may be that of the host, and not there."""
-    parts = [part for part in path.split("/") if part]
+    parts = [part for part in path.split("/") if part] if ".." not in path else []
     folders = ["/".join([root, *parts[:count]]) for count in range(len(parts), -1, -1)]
-    return [folder for folder in folders if ".." not in parts and os.access(folder, os.R_OK)]
+    return [folder for folder in folders if os.access(folder, os.R_OK)]
 
 
 def _cores(cpu: list[str]) -> float:
