@@ -189,17 +189,28 @@ def test_a_signal_to_the_profiler_reaches_the_program_once(name: str, catcher: R
     assert catcher.got() == [f"SIG{name}", "SIGUSR2"]
 
 
-@pytest.mark.parametrize("name", ["INT", "TERM"])
+@pytest.mark.parametrize("name", ["INT", "TERM", "HUP"])
 def test_a_signal_to_the_group_reaches_the_program_once_too(name: str, catcher: Running) -> None:
     number = getattr(signal, f"SIG{name}")
-    os.killpg(catcher.process.pid, number)
-    assert eventually(lambda: bool(catcher.got()))
-    time.sleep(0.3)
-    catcher.process.send_signal(number)
-    assert eventually(lambda: len(catcher.got()) == 2)
+    for count in range(1, 9):  # by turns to the group and to the profiler alone
+        if count % 2:
+            os.killpg(catcher.process.pid, number)
+        else:
+            catcher.process.send_signal(number)
+        assert eventually(lambda count=count: len(catcher.got()) == count)  # type: ignore[misc]
+        time.sleep(0.05)
     catcher.process.send_signal(signal.SIGUSR2)
     assert catcher.process.wait(20) == 9
-    assert catcher.got() == [f"SIG{name}"] * 2 + ["SIGUSR2"]
+    assert catcher.got() == [f"SIG{name}"] * 8 + ["SIGUSR2"]
+
+
+def test_a_watchman_who_is_gone_is_not_missed(catcher: Running) -> None:
+    (watchman,) = set(_children(catcher.process.pid)) - {catcher.child}
+    os.kill(watchman, signal.SIGKILL)
+    catcher.process.send_signal(signal.SIGTERM)
+    assert eventually(lambda: catcher.got() == ["SIGTERM"])
+    catcher.process.send_signal(signal.SIGUSR2)
+    assert catcher.process.wait(20) == 9
 
 
 def test_a_stop_stops_both_and_both_go_on() -> None:
@@ -336,10 +347,10 @@ def test_samples_tell_what_the_program_does() -> None:
 
 
 def test_a_sample_comes_soon_and_one_at_the_end() -> None:
-    done = profile("sleep", "2.5", every=30)
+    done = profile("sleep", "2.8", every=30)
     first, last, _ = events_of(done.stdout)
     assert first.fields["interval_s"] == pytest.approx(2, abs=0.5)
-    assert last.fields["interval_s"] == pytest.approx(0.5, abs=0.4)
+    assert 0.2 <= last.fields["interval_s"] < 10
     assert [event.kind for event in events_of(profile("true", every=30).stdout)] == ["profile", "mark"]
     assert [event.kind for event in events_of(profile("true").stdout)] == ["mark"]
 
@@ -546,6 +557,8 @@ def test_as_the_first_process_of_a_container_it_passes_signals_on() -> None:
     try:
         os.kill(profiler_pid, signal.SIGTERM)
         assert eventually(lambda: running.got() == ["SIGTERM"])
+        os.kill(_children(profiler_pid)[-1], signal.SIGKILL)  # the watchman, who is reaped like any other
+        assert eventually(lambda: len(_children(profiler_pid)) == 1)
         os.kill(profiler_pid, signal.SIGUSR2)
         assert running.process.wait(20) == 9
     finally:

@@ -39,8 +39,9 @@ SHORTEST_S = 0.2
 """A last sample over less time than this would say nothing."""
 WALK_SHARE = 0.0005
 """The share of a core that may go into looking for processes anew."""
-NOTE_S = 0.1
-"""How long to wait for the word that a signal was for the whole group."""
+GROUP_S = 0.01
+"""How long a signal to a group may take from one member to the next."""
+ANSWER_S = 1.0
 JOIN_S = 5.0
 """How long the last sample may take when the program has ended; a broken GPU driver may never answer."""
 PR_SET_PDEATHSIG = 1
@@ -73,7 +74,7 @@ def run(command: list[str], every: float) -> int:
         hint = "install it, or add its folder to the PATH"
         sys.stderr.write(f"stoker profile: cannot start the program {command[0]!r}: {reason}; {hint}\n")
         return 3
-    watchman = Watchman(signals)
+    watchman = Watchman()
     sampler = Sampler(child.pid, every, events)
     sampler.start()
     _pass_signals_on(child.pid, signals, watchman)
@@ -149,7 +150,7 @@ def _pass_signals_on(child: int, signals: set[Any], watchman: Watchman) -> None:
         number = signal.sigwaitinfo(signals | {signal.SIGCHLD}).si_signo
         if number == signal.SIGCHLD:
             if os.getpid() == 1:
-                _reap_strays(child)
+                _reap_strays(child, watchman)
             continue
         if not watchman.saw(number):
             _send(child, number)
@@ -174,7 +175,7 @@ def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _reap_strays(child: int) -> None:
+def _reap_strays(child: int, watchman: Watchman) -> None:
     """As the first process of a container we inherit orphans; whoever else started them reaps them otherwise."""
     while True:
         try:
@@ -184,6 +185,8 @@ def _reap_strays(child: int) -> None:
         if ended is None or ended.si_pid == child:
             return
         os.waitpid(ended.si_pid, 0)
+        if ended.si_pid == watchman.pid:
+            watchman.pid = 0  # someone else may get its number now
 
 
 def _cause(code: int, number: int, oom: bool) -> str:
@@ -199,55 +202,70 @@ def _signal_name(number: int) -> str:
 
 
 class Watchman:
-    """A process in our group that does nothing but note the signals it gets.
+    """A process in our group that never takes a signal, so that the kernel keeps those that it gets for us to see.
 
     What it gets too was sent to the whole group, by Ctrl-C or by a launcher that ends us, and so the program has had
     it already: torchrun, for one, cuts its own orderly end short when it is told to stop twice.
     """
 
-    def __init__(self, signals: set[Any]) -> None:
+    def __init__(self) -> None:
         parent, libc = os.getpid(), _libc()
-        self._notes: list[int] = []
-        self._out, into = os.pipe()
-        self._pid = os.fork()
-        if self._pid == 0:
+        asked, self._ask = os.pipe()
+        self._answer, answers = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
             try:
+                signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
                 _die_with(parent, signal.SIGKILL, libc)
-                _close_all_but(into)
-                while True:
-                    os.write(into, bytes([signal.sigwaitinfo(signals).si_signo]))
+                _close_all_but(asked, answers)
+                _forget_when_asked(asked, answers)
             finally:
                 os._exit(0)
-        os.close(into)
+        os.close(asked)
+        os.close(answers)
 
     def saw(self, number: int) -> bool:
         """Tell whether the signal was for the whole group."""
-        until = time.monotonic() + NOTE_S
-        while number not in self._notes:
-            if not select.select([self._out], [], [], max(0.0, until - time.monotonic()))[0]:
-                return False
-            notes = os.read(self._out, 64)
-            if not notes:  # someone has ended it
-                return False
-            self._notes.extend(notes)
-        self._notes.remove(number)
+        time.sleep(GROUP_S)
+        try:
+            lines = _text(f"/proc/{self.pid}/status").splitlines()
+            pending = int(next(line for line in lines if line.startswith("ShdPnd:")).split()[1], 16)
+        except (OSError, ValueError, LookupError, StopIteration):
+            return False
+        if not pending >> (number - 1) & 1:
+            return False
+        with contextlib.suppress(OSError):  # someone has ended it
+            os.write(self._ask, bytes([number]))
+            select.select([self._answer], [], [], ANSWER_S)
+            os.set_blocking(self._answer, False)
+            os.read(self._answer, 64)
         return True
 
     def end(self) -> None:
         """End it, and wait until it is gone."""
-        os.kill(self._pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):  # reaped as a stray
-            os.waitpid(self._pid, 0)
-        os.close(self._out)
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self._ask)
+        os.close(self._answer)
 
 
-def _close_all_but(kept: int) -> None:
+def _forget_when_asked(asked: int, answers: int) -> None:
+    while True:
+        number = os.read(asked, 1)
+        if not number:
+            return
+        signal.sigtimedwait({number[0]}, 0)
+        os.write(answers, b".")
+
+
+def _close_all_but(*kept: int) -> None:
     try:
         numbers = [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:
         numbers = [0, 1, 2]
     for number in numbers:
-        if number != kept:
+        if number not in kept:
             with contextlib.suppress(OSError):
                 os.close(number)
 
