@@ -204,6 +204,15 @@ def test_a_signal_to_the_group_reaches_the_program_once_too(name: str, catcher: 
     assert catcher.got() == [f"SIG{name}"] * 8 + ["SIGUSR2"]
 
 
+def test_a_signal_that_comes_before_the_program_is_not_lost() -> None:
+    code = f"import sys; sys.path.insert(0, {str(SOURCE.parent)!r}); import os, signal, profiler\n"
+    code += "start = profiler._start\n"
+    code += "profiler._start = lambda *words: (os.killpg(0, signal.SIGTERM), start(*words))[1]\n"
+    code += "sys.exit(profiler.main(['--every', '0', 'sleep', '600']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=30, process_group=0)
+    assert done.returncode == 143
+
+
 def test_a_watchman_who_is_gone_is_not_missed(catcher: Running) -> None:
     (watchman,) = set(_children(catcher.process.pid)) - {catcher.child}
     os.kill(watchman, signal.SIGKILL)
@@ -557,7 +566,7 @@ def test_as_the_first_process_of_a_container_it_passes_signals_on() -> None:
     try:
         os.kill(profiler_pid, signal.SIGTERM)
         assert eventually(lambda: running.got() == ["SIGTERM"])
-        os.kill(_children(profiler_pid)[-1], signal.SIGKILL)  # the watchman, who is reaped like any other
+        os.kill(_children(profiler_pid)[0], signal.SIGKILL)  # the watchman, who is reaped like any other
         assert eventually(lambda: len(_children(profiler_pid)) == 1)
         os.kill(profiler_pid, signal.SIGUSR2)
         assert running.process.wait(20) == 9

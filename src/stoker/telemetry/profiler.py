@@ -66,18 +66,19 @@ def run(command: list[str], every: float) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals | {signal.SIGCHLD})
     events, began = Events(), time.monotonic()
-    killed_before = oom_kills()
+    killed_before, watchman = oom_kills(), Watchman()
     try:
         child = _start(command, before)
     except OSError as error:
+        watchman.end()
         reason = (error.strerror or str(error)).lower()
         hint = "install it, or add its folder to the PATH"
         sys.stderr.write(f"stoker profile: cannot start the program {command[0]!r}: {reason}; {hint}\n")
         return 3
-    watchman = Watchman()
+    early = signal.sigpending()  # these may have come before the program was there
     sampler = Sampler(child.pid, every, events)
     sampler.start()
-    _pass_signals_on(child.pid, signals, watchman)
+    _pass_signals_on(child.pid, signals, early, watchman)
     sampler.finish()
     watchman.end()
     _, status, usage = os.wait4(child.pid, 0)
@@ -144,7 +145,7 @@ def _die_with(parent: int, number: int, libc: Any) -> None:
             os.kill(os.getpid(), number)
 
 
-def _pass_signals_on(child: int, signals: set[Any], watchman: Watchman) -> None:
+def _pass_signals_on(child: int, signals: set[Any], early: set[Any], watchman: Watchman) -> None:
     """Wait for the end of the program, and pass on every signal that it has not had itself."""
     while not _has_ended(child):
         number = signal.sigwaitinfo(signals | {signal.SIGCHLD}).si_signo
@@ -152,8 +153,9 @@ def _pass_signals_on(child: int, signals: set[Any], watchman: Watchman) -> None:
             if os.getpid() == 1:
                 _reap_strays(child, watchman)
             continue
-        if not watchman.saw(number):
+        if not watchman.saw(number) or number in early:
             _send(child, number)
+        early.discard(number)
         if number == signal.SIGTSTP:
             _stop_too()
 
