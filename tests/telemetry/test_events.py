@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.telemetry import recorder
@@ -169,6 +169,7 @@ def test_what_cannot_be_cut_is_left_out(page: Page) -> None:
     assert page.last().slot == "s" * 128
 
 
+@settings(max_examples=50)
 @given(
     st.dictionaries(
         st.text(max_size=20),

@@ -89,14 +89,27 @@ def exit_of(text: str) -> dict[str, Any]:
 class Running:
     """A profiler with a program inside that says which signals it gets."""
 
-    def __init__(self, *words: str, every: float = 0) -> None:
-        self.process = subprocess.Popen(command(*words, every=every), stdout=subprocess.PIPE, start_new_session=True)
+    def __init__(self, *words: str, every: float = 0, before: Sequence[str] = (), **more: Any) -> None:
+        argv = [*before, *command(*words, every=every)]
+        more = more or {"start_new_session": True}
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more)
         assert self.process.stdout is not None
         self.out = self.process.stdout
         self.seen: list[str] = []
         os.set_blocking(self.out.fileno(), False)
-        assert eventually(lambda: any(line.startswith("ready") for line in self.lines())), self.seen
+        assert eventually(lambda: self.process.poll() is not None or any("ready" in line for line in self.lines()))
+        if self.process.poll() is not None:
+            self.fail()
         self.child = next(int(line.split()[1]) for line in self.seen if line.startswith("ready"))
+
+    def fail(self) -> None:
+        assert self.process.stderr is not None
+        said = self.process.stderr.read().decode()
+        self.process.stderr.close()
+        self.out.close()
+        if "unshare" in said:
+            pytest.skip(f"a pid namespace is {NOT_ALLOWED}")
+        pytest.fail(said)
 
     def lines(self) -> list[str]:
         self.seen += (self.out.read() or b"").decode().splitlines()
@@ -111,6 +124,8 @@ class Running:
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
         self.out.close()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
 
 
 @pytest.fixture
@@ -174,30 +189,63 @@ def test_a_signal_to_the_profiler_reaches_the_program_once(name: str, catcher: R
     assert catcher.got() == [f"SIG{name}", "SIGUSR2"]
 
 
-@pytest.mark.parametrize("name", ["INT", "TERM"])
+@pytest.mark.parametrize("name", ["INT", "TERM", "HUP"])
 def test_a_signal_to_the_group_reaches_the_program_once_too(name: str, catcher: Running) -> None:
     number = getattr(signal, f"SIG{name}")
-    os.killpg(catcher.process.pid, number)
-    assert eventually(lambda: bool(catcher.got()))
-    time.sleep(0.3)
-    catcher.process.send_signal(number)
-    assert eventually(lambda: len(catcher.got()) == 2)
+    for count in range(1, 9):  # by turns to the group and to the profiler alone
+        if count % 2:
+            os.killpg(catcher.process.pid, number)
+        else:
+            catcher.process.send_signal(number)
+        assert eventually(lambda count=count: len(catcher.got()) == count)  # type: ignore[misc]
+        time.sleep(0.05)
     catcher.process.send_signal(signal.SIGUSR2)
     assert catcher.process.wait(20) == 9
-    assert catcher.got() == [f"SIG{name}"] * 2 + ["SIGUSR2"]
+    assert catcher.got() == [f"SIG{name}"] * 8 + ["SIGUSR2"]
 
 
-def test_a_stop_stops_both_and_both_go_on(catcher: Running) -> None:
+def test_a_signal_that_comes_before_the_program_is_not_lost() -> None:
+    code = f"import sys; sys.path.insert(0, {str(SOURCE.parent)!r}); import os, signal, profiler\n"
+    code += "start = profiler._start\n"
+    code += "profiler._start = lambda *words: (os.killpg(0, signal.SIGTERM), start(*words))[1]\n"
+    code += "sys.exit(profiler.main(['--every', '0', 'sleep', '600']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=30, process_group=0)
+    assert done.returncode == 143
+
+
+def test_a_watchman_who_is_gone_is_not_missed(catcher: Running) -> None:
+    (watchman,) = set(_children(catcher.process.pid)) - {catcher.child}
+    os.kill(watchman, signal.SIGKILL)
+    catcher.process.send_signal(signal.SIGTERM)
+    assert eventually(lambda: catcher.got() == ["SIGTERM"])
+    catcher.process.send_signal(signal.SIGUSR2)
+    assert catcher.process.wait(20) == 9
+
+
+def test_a_stop_stops_both_and_both_go_on() -> None:
+    running = Running(sys.executable, "-c", CATCHER, process_group=0)
+
     def states() -> list[str]:
-        pids = (catcher.process.pid, catcher.child)
+        pids = (running.process.pid, running.child)
         return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
 
-    # A session without a terminal is orphaned, and the kernel ignores TSTP there: stop the program by hand.
-    os.kill(catcher.child, signal.SIGSTOP)
-    catcher.process.send_signal(signal.SIGTSTP)
-    assert eventually(lambda: states() == ["T", "T"])
-    catcher.process.send_signal(signal.SIGCONT)
-    assert eventually(lambda: "T" not in states())
+    try:
+        running.process.send_signal(signal.SIGTSTP)
+        assert eventually(lambda: states() == ["T", "T"])
+        running.process.send_signal(signal.SIGCONT)
+        assert eventually(lambda: "T" not in states())
+        os.killpg(running.process.pid, signal.SIGTSTP)
+        assert eventually(lambda: states() == ["T", "T"])
+        os.killpg(running.process.pid, signal.SIGCONT)
+        assert eventually(lambda: "T" not in states())
+        running.process.send_signal(signal.SIGUSR2)
+        assert running.process.wait(20) == 9
+    finally:
+        running.close()
+
+
+def test_a_stop_that_no_shell_could_undo_stops_neither(catcher: Running) -> None:
+    catcher.process.send_signal(signal.SIGTSTP)  # its session has no shell
     catcher.process.send_signal(signal.SIGUSR2)
     assert catcher.process.wait(20) == 9
 
@@ -267,31 +315,36 @@ def test_nothing_of_the_profiler_reaches_the_program() -> None:
         "import os, signal; print(sorted(os.listdir('/proc/self/fd')), signal.pthread_sigmask(signal.SIG_BLOCK, []),"
         "signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)"
     )
-    inside = profile(sys.executable, "-c", code).stdout.splitlines()[0]
-    plain = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert inside == plain.strip()
+    out, into = os.pipe()
+    inside = profile(sys.executable, "-c", code, pass_fds=[into]).stdout.splitlines()[0]
+    argv = [sys.executable, "-c", code]
+    plain = subprocess.run(argv, capture_output=True, text=True, check=True, pass_fds=[into]).stdout
+    os.close(out)
+    os.close(into)
+    assert inside == plain.strip()  # also the files that it was given
 
 
 def test_samples_tell_what_the_program_does() -> None:
     code = (
         "import os, time; data = b'x' * (200 << 20); pid = os.fork()\n"
         "end = time.monotonic() + 1.7\nwhile time.monotonic() < end: pass\n"
-        "pid and os.waitpid(pid, 0)"
+        "if pid: os.waitpid(pid, 0); print(sum(os.times()[:4]))"
     )
     env = {**os.environ, "STOKER_SLOT": "worker/1", "STOKER_ATTEMPT": "2", "RANK": "x", "STOKER_CACHE_DIR": "/tmp"}
     done = profile(sys.executable, "-c", code, every=0.5, env=env)
     events = events_of(done.stdout)
-    assert len(events) == len(done.stdout.splitlines())
+    (said,) = (line for line in done.stdout.splitlines() if PREFIX not in line)
     assert gaps(events) == []
     assert {(event.slot, event.attempt, event.rank) for event in events} == {("worker/1", 2, 0)}
     *samples, mark = events
-    assert 3 <= len(samples) <= 6
+    assert len(samples) >= 3
     assert {event.kind for event in samples} == {"profile"}
-    middle = samples[1].fields
-    assert middle["interval_s"] == pytest.approx(0.5, abs=0.3)
+    middle = max((event.fields for event in samples), key=lambda fields: fields.get("tree_rss", 0))
+    assert 0.2 <= middle["interval_s"] < 5
     assert middle["tree_processes"] == 2
     assert middle["tree_rss"] > 300 << 20
-    assert middle["tree_cpu_pct"] > 40
+    spent = sum(event.fields["tree_cpu_pct"] * event.fields["interval_s"] / 100 for event in samples)
+    assert spent == pytest.approx(float(said), abs=0.3)
     assert 0 < middle["cpu_pct"] <= 100
     assert 0 <= middle["iowait_pct"] <= 100
     assert 0 < middle["cores"] <= (os.cpu_count() or 1)
@@ -303,10 +356,10 @@ def test_samples_tell_what_the_program_does() -> None:
 
 
 def test_a_sample_comes_soon_and_one_at_the_end() -> None:
-    done = profile("sleep", "2.5", every=30)
+    done = profile("sleep", "2.8", every=30)
     first, last, _ = events_of(done.stdout)
     assert first.fields["interval_s"] == pytest.approx(2, abs=0.5)
-    assert last.fields["interval_s"] == pytest.approx(0.5, abs=0.4)
+    assert 0.2 <= last.fields["interval_s"] < 10
     assert [event.kind for event in events_of(profile("true", every=30).stdout)] == ["profile", "mark"]
     assert [event.kind for event in events_of(profile("true").stdout)] == ["mark"]
 
@@ -398,6 +451,8 @@ def test_memory_of_a_cgroup_of_version_2(tmp_path: Path) -> None:
         "oom_kills": 2,
     }
     assert profiler._cores(profiler._cgroup(proc, cgroups, "cpu")) == 0.5
+    (tmp_path / "proc/self/cgroup").write_text("0::/../elsewhere\n")
+    assert profiler._cgroup(proc, cgroups, "cpu") == [cgroups]
 
 
 def test_memory_of_a_cgroup_of_version_1(tmp_path: Path) -> None:
@@ -492,14 +547,31 @@ def test_a_kill_for_want_of_memory_is_told() -> None:
         group.rmdir()
 
 
+NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc")
+
+
 def test_as_the_first_process_of_a_container_it_reaps_orphans() -> None:
-    inside = command("sh", "-c", "(sh -c 'exit 0' &) ; (sleep 0.1 &); sleep 1; ps -e -o stat= | grep -c Z; exit 5")
-    done = subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", *inside], capture_output=True, text=True,
-                          check=False, timeout=60)  # fmt: skip
-    if done.returncode == 1 and "unshare" in done.stderr:
-        pytest.skip(f"a pid namespace is {NOT_ALLOWED}")
-    assert done.returncode == 5, done
-    assert done.stdout.splitlines()[0] == "0"
+    script = "(sh -c 'exit 0' &); (sleep 0.1 &); echo ready 0; sleep 0.7; echo zombies $(ps -e -o stat= | grep -c Z)"
+    running = Running("sh", "-c", script, before=NAMESPACE)
+    running.process.wait(20)
+    assert "zombies 0" in running.lines()
+    running.child = running.process.pid
+    running.close()
+
+
+def test_as_the_first_process_of_a_container_it_passes_signals_on() -> None:
+    running = Running(sys.executable, "-c", CATCHER, before=NAMESPACE)
+    (profiler_pid,) = _children(running.process.pid)
+    running.child = running.process.pid  # the number that it told is one of the namespace
+    try:
+        os.kill(profiler_pid, signal.SIGTERM)
+        assert eventually(lambda: running.got() == ["SIGTERM"])
+        os.kill(_children(profiler_pid)[0], signal.SIGKILL)  # the watchman, who is reaped like any other
+        assert eventually(lambda: len(_children(profiler_pid)) == 1)
+        os.kill(profiler_pid, signal.SIGUSR2)
+        assert running.process.wait(20) == 9
+    finally:
+        running.close()
 
 
 def test_the_file_stands_alone_in_old_pythons() -> None:

@@ -39,8 +39,9 @@ SHORTEST_S = 0.2
 """A last sample over less time than this would say nothing."""
 WALK_SHARE = 0.0005
 """The share of a core that may go into looking for processes anew."""
-NOTE_S = 0.1
-"""How long to wait for the word that a signal was for the whole group."""
+GROUP_S = 0.01
+"""How long a signal to a group may take from one member to the next."""
+ANSWER_S = 1.0
 JOIN_S = 5.0
 """How long the last sample may take when the program has ended; a broken GPU driver may never answer."""
 PR_SET_PDEATHSIG = 1
@@ -65,18 +66,19 @@ def run(command: list[str], every: float) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals | {signal.SIGCHLD})
     events, began = Events(), time.monotonic()
-    killed_before = oom_kills()
+    killed_before, watchman = oom_kills(), Watchman()
     try:
         child = _start(command, before)
     except OSError as error:
+        watchman.end()
         reason = (error.strerror or str(error)).lower()
         hint = "install it, or add its folder to the PATH"
         sys.stderr.write(f"stoker profile: cannot start the program {command[0]!r}: {reason}; {hint}\n")
         return 3
-    watchman = Watchman(signals)
+    early = signal.sigpending()  # these may have come before the program was there
     sampler = Sampler(child.pid, every, events)
     sampler.start()
-    _pass_signals_on(child.pid, signals, watchman)
+    _pass_signals_on(child.pid, signals, early, watchman)
     sampler.finish()
     watchman.end()
     _, status, usage = os.wait4(child.pid, 0)
@@ -124,7 +126,8 @@ def _start(command: list[str], mask: set[Any]) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _die_with(parent, signal.SIGTERM, libc)
 
-    return subprocess.Popen(command, preexec_fn=prepare)  # before there are threads
+    # Before there are threads, and with the files that we were given open.
+    return subprocess.Popen(command, preexec_fn=prepare, close_fds=False)
 
 
 def _libc() -> Any:
@@ -142,18 +145,26 @@ def _die_with(parent: int, number: int, libc: Any) -> None:
             os.kill(os.getpid(), number)
 
 
-def _pass_signals_on(child: int, signals: set[Any], watchman: Watchman) -> None:
+def _pass_signals_on(child: int, signals: set[Any], early: set[Any], watchman: Watchman) -> None:
     """Wait for the end of the program, and pass on every signal that it has not had itself."""
     while not _has_ended(child):
         number = signal.sigwaitinfo(signals | {signal.SIGCHLD}).si_signo
         if number == signal.SIGCHLD:
             if os.getpid() == 1:
-                _reap_strays(child)
+                _reap_strays(child, watchman)
             continue
-        if not watchman.saw(number):
+        if not watchman.saw(number) or number in early:
             _send(child, number)
+        early.discard(number)
         if number == signal.SIGTSTP:
-            os.kill(os.getpid(), signal.SIGSTOP)  # the shell must see that we stopped too
+            _stop_too()
+
+
+def _stop_too() -> None:
+    """Stop as the program does, so that a shell sees it; where no shell could undo it, the kernel stops neither."""
+    os.kill(os.getpid(), signal.SIGTSTP)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
 
 
 def _send(pid: int, number: int) -> None:
@@ -166,7 +177,7 @@ def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _reap_strays(child: int) -> None:
+def _reap_strays(child: int, watchman: Watchman) -> None:
     """As the first process of a container we inherit orphans; whoever else started them reaps them otherwise."""
     while True:
         try:
@@ -176,6 +187,8 @@ def _reap_strays(child: int) -> None:
         if ended is None or ended.si_pid == child:
             return
         os.waitpid(ended.si_pid, 0)
+        if ended.si_pid == watchman.pid:
+            watchman.pid = 0  # someone else may get its number now
 
 
 def _cause(code: int, number: int, oom: bool) -> str:
@@ -191,55 +204,70 @@ def _signal_name(number: int) -> str:
 
 
 class Watchman:
-    """A process in our group that does nothing but note the signals it gets.
+    """A process in our group that never takes a signal, so that the kernel keeps those that it gets for us to see.
 
     What it gets too was sent to the whole group, by Ctrl-C or by a launcher that ends us, and so the program has had
     it already: torchrun, for one, cuts its own orderly end short when it is told to stop twice.
     """
 
-    def __init__(self, signals: set[Any]) -> None:
+    def __init__(self) -> None:
         parent, libc = os.getpid(), _libc()
-        self._notes: list[int] = []
-        self._out, into = os.pipe()
-        self._pid = os.fork()
-        if self._pid == 0:
+        asked, self._ask = os.pipe()
+        self._answer, answers = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
             try:
+                signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
                 _die_with(parent, signal.SIGKILL, libc)
-                _close_all_but(into)
-                while True:
-                    os.write(into, bytes([signal.sigwaitinfo(signals).si_signo]))
+                _close_all_but(asked, answers)
+                _forget_when_asked(asked, answers)
             finally:
                 os._exit(0)
-        os.close(into)
+        os.close(asked)
+        os.close(answers)
 
     def saw(self, number: int) -> bool:
         """Tell whether the signal was for the whole group."""
-        until = time.monotonic() + NOTE_S
-        while number not in self._notes:
-            if not select.select([self._out], [], [], max(0.0, until - time.monotonic()))[0]:
-                return False
-            notes = os.read(self._out, 64)
-            if not notes:  # someone has ended it
-                return False
-            self._notes.extend(notes)
-        self._notes.remove(number)
+        time.sleep(GROUP_S)
+        try:
+            lines = _text(f"/proc/{self.pid}/status").splitlines()
+            pending = int(next(line for line in lines if line.startswith("ShdPnd:")).split()[1], 16)
+        except (OSError, ValueError, LookupError, StopIteration):
+            return False
+        if not pending >> (number - 1) & 1:
+            return False
+        with contextlib.suppress(OSError):  # someone has ended it
+            os.write(self._ask, bytes([number]))
+            select.select([self._answer], [], [], ANSWER_S)
+            os.set_blocking(self._answer, False)
+            os.read(self._answer, 64)
         return True
 
     def end(self) -> None:
         """End it, and wait until it is gone."""
-        os.kill(self._pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):  # reaped as a stray
-            os.waitpid(self._pid, 0)
-        os.close(self._out)
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self._ask)
+        os.close(self._answer)
 
 
-def _close_all_but(kept: int) -> None:
+def _forget_when_asked(asked: int, answers: int) -> None:
+    while True:
+        number = os.read(asked, 1)
+        if not number:
+            return
+        signal.sigtimedwait({number[0]}, 0)
+        os.write(answers, b".")
+
+
+def _close_all_but(*kept: int) -> None:
     try:
         numbers = [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:
         numbers = [0, 1, 2]
     for number in numbers:
-        if number != kept:
+        if number not in kept:
             with contextlib.suppress(OSError):
                 os.close(number)
 
@@ -298,10 +326,10 @@ class Sampler(threading.Thread):
         """Sample soon, then at every multiple of the interval, and once more at the end."""
         if not self._every:
             return
-        began = last = time.monotonic()
         gauges = (Machine(), Tree(self._root), Network(), Disks(), Memory(), Gpus(), CacheDisk())
         for gauge in gauges:
             _read(gauge, 0.0)
+        began = last = time.monotonic()
         at = began + min(FIRST_S, self._every)
         done = False
         while not done:
@@ -610,9 +638,9 @@ def _cgroup(proc: str, cgroups: str, controller: str) -> list[str]:
 
 def _upwards(root: str, path: str) -> list[str]:
     """List the folders from a path up to its root; in a container the path may be that of the host, and not there."""
-    parts = [part for part in path.split("/") if part]
+    parts = [part for part in path.split("/") if part] if ".." not in path else []
     folders = ["/".join([root, *parts[:count]]) for count in range(len(parts), -1, -1)]
-    return [folder for folder in folders if ".." not in parts and os.access(folder, os.R_OK)]
+    return [folder for folder in folders if os.access(folder, os.R_OK)]
 
 
 def _cores(cpu: list[str]) -> float:
