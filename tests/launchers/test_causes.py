@@ -49,7 +49,7 @@ CLOSED = "[rank0]: RuntimeError: [gloo/pair.cc:553] Connection closed by peer [1
         ("", 137, "worker/0 was killed by SIGKILL"),
         ("Traceback (most recent call last):\nKeyError: 'x'\n", 1, "worker/0 failed: KeyError: 'x'"),
         ("my.module.OddError: of mine\nbye\n", 1, "worker/0 failed: my.module.OddError: of mine"),
-        ("torch_image: --lr must be above 0\n", 2, "worker/0 refused to start: --lr must be above 0"),
+        ("error: --lr must be above 0\n", 2, "worker/0 refused to start: --lr must be above 0"),
         (
             f"[rank1]: ValueError: bad\n{CLOSED}\n{TABLE.format(code=1, other=-15)}",
             1,

@@ -107,7 +107,9 @@ class TestLocal(LauncherSuite):
         with memory_limit(64 << 20) as enter:
             script = f"echo $$ > {enter}; exec {sys.executable} -c 'x = bytearray(1 << 30)'"
             _, status = self.end(launcher, job_of(script))
-        assert status.message.startswith("worker/0 was killed because there was no memory left; its log: ")
+        assert status.message.startswith(
+            "worker/0 was killed by SIGKILL while the kernel was ending processes because there was no memory left"
+        )
 
     def test_two_workers_of_torchrun_and_one_that_fails(self, launcher: Any, tmp_path: Path) -> None:
         (tmp_path / "ddp.py").write_text(FAILING_RANK)

@@ -19,7 +19,8 @@ _FAILURE = re.compile(r"rank\s*:\s*(?P<rank>\d+) \(local_rank.*?exitcode\s*:\s*(
 _RANK = re.compile(r"\[(?:rank|default)(?P<rank>\d+)\]: ?")
 _AGENT = ("torch/distributed/elastic/", "torch.distributed.elastic.multiprocessing.errors.ChildFailedError")
 _EXCEPTION = re.compile(r"(?P<words>(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Fault)\b.*)")
-_OURS = re.compile(r"(?:stoker|torch_image): (?P<words>.+)")
+_CLASS = re.compile(r"^\w+Error: ")
+_OURS = re.compile(r"(?:stoker|error): (?P<words>.+)")
 # What a rank says when another one is gone.
 _PARTNER = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|remote (process|worker|rank)|Timed out waiting", re.I
@@ -54,11 +55,11 @@ class Cause:
 
     def _what(self) -> str:
         if self._signal == signal.SIGKILL and self.out_of_memory:
-            return "was killed because there was no memory left"
+            return "was killed by SIGKILL while the kernel was ending processes because there was no memory left"
         if self._signal in signal.valid_signals():
             return f"was killed by {signal.Signals(self._signal).name}"
         if self.words and self.code in (InputError.exit_code, MissingError.exit_code):
-            return f"refused to start: {self.words}"
+            return f"refused to start: {_CLASS.sub('', self.words)}"
         if self.words and self.code == 1:
             return f"failed: {self.words}"
         return f"ended with exit code {self.code}" + (f": {self.words}" if self.words else "")

@@ -587,14 +587,15 @@ def _model(args: argparse.Namespace, num_classes: int) -> nn.Module:
 
 def _parallel(args: argparse.Namespace, model: Any, device: torch.device) -> DistributedDataParallel:
     """Let the ranks share their gradients."""
-    # The statistics of BatchNorm are rank 0's; the others get them before a validation.
+    # The statistics of BatchNorm are rank 0's; the others get them before a validation. A share of one sample is
+    # normalised by them, so that for the same bits after a resume the others must have them at every step.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
         find_unused_parameters=args.deterministic,  # else buckets are built anew, and sums differ in their last bits
-        **{buffers: False},  # type: ignore[arg-type]
+        **{buffers: args.deterministic},
     )
 
 
