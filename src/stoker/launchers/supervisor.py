@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -30,6 +31,9 @@ from stoker.launchers.causes import Cause, cause
 from stoker.launchers.gang import Gang, end_left
 from stoker.launchers.plan import LocalPlan, read_plan
 from stoker.telemetry.reader import Follower
+
+if TYPE_CHECKING:
+    from stoker.launchers.tensorboard import Board
 
 POLL_S = 0.05
 SETTLE_S = 0.3
@@ -63,6 +67,7 @@ class Supervisor:
         self._plan: LocalPlan = read_plan(run)
         self._status = run.read_status()
         self._stop = False
+        self._board = _board(run, self._job)
 
     def ask_to_stop(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Take a signal for the wish to end."""
@@ -102,7 +107,7 @@ class Supervisor:
     def _try(self, number: int) -> Attempt:
         """Carry out one attempt, and tell how it ended; nothing of it is left then."""
         began, killed_before = time.time(), _oom_kills()
-        hearing = _Hearing(self._run, number, self._plan.commands)
+        hearing = _Hearing(self._run, number, self._plan.commands, self._board)
         gang = Gang(self._run, number, self._plan.commands)
         grace = float(self._job.grace)
         found: Cause | None = None
@@ -190,8 +195,8 @@ class Supervisor:
 class _Hearing:
     """What the slots of an attempt have said so far."""
 
-    def __init__(self, run: Run, attempt: int, slots: Iterable[Slot]) -> None:
-        self._run, self._attempt = run, attempt
+    def __init__(self, run: Run, attempt: int, slots: Iterable[Slot], board: Board | None) -> None:
+        self._run, self._attempt, self._board = run, attempt, board
         self._followers = {slot: Follower(run.log(slot, attempt)) for slot in slots}
         self._pulses: dict[tuple[Slot, int], Pulse] = {}
 
@@ -205,6 +210,8 @@ class _Hearing:
         for slot, follower in self._followers.items():
             lines, events = follower.read()
             text += [f"{slot}: {line}" for line in lines]
+            if self._board is not None:
+                self._board.write(events)
             for event in events:
                 if event.kind == "heartbeat":
                     self._pulses[slot, event.rank] = Pulse(
@@ -251,6 +258,14 @@ class _Hearing:
                 break
             text += more
         return text
+
+
+def _board(run: Run, job: Job) -> Board | None:
+    if not job.tensorboard:
+        return None
+    from stoker.launchers.tensorboard import Board
+
+    return Board(run.folder / "tensorboard" if job.tensorboard is True else Path(job.tensorboard))
 
 
 def _state(code: int | None) -> JobState:

@@ -78,7 +78,7 @@ class TFRecord:
         for name, data in members:
             rest += _bytes_head(name, len(data)), data
         tail = b"".join(rest)
-        head = b"\x0a" + _varint(len(head) + size + len(tail)) + head
+        head = b"\x0a" + varint(len(head) + size + len(tail)) + head
         length = len(head) + size + len(tail)
         prefix = length.to_bytes(8, "little")
         framed = prefix + _masked(_extend(0, prefix)) + head
@@ -271,7 +271,14 @@ def _encoded(text: str) -> bytes:
         raise SourceError(f"a TFRecord cannot hold the name {text!r}") from None
 
 
-def _varint(value: int) -> bytes:
+def record(data: bytes) -> bytes:
+    """Frame any bytes as one record: length, its checksum, the bytes, and theirs."""
+    prefix = len(data).to_bytes(8, "little")
+    return prefix + _masked(_extend(0, prefix)) + data + _masked(_extend(0, data))
+
+
+def varint(value: int) -> bytes:
+    """Write a number as protocol buffers do."""
     if value < 0x80:
         return bytes((value,))
     out = bytearray()
@@ -284,14 +291,14 @@ def _varint(value: int) -> bytes:
 
 def _bytes_head(name: bytes, size: int) -> bytes:
     """All that stands before the value of a bytes feature of `size` bytes, from its map entry inwards."""
-    head = b"\x0a" + _varint(size)
-    head = b"\x0a" + _varint(len(head) + size) + head
+    head = b"\x0a" + varint(size)
+    head = b"\x0a" + varint(len(head) + size) + head
     return _entry_head(name, len(head) + size) + head
 
 
 def _entry_head(name: bytes, size: int) -> bytes:
-    head = b"\x0a" + _varint(len(name)) + name + b"\x12" + _varint(size)
-    return b"\x0a" + _varint(len(head) + size) + head
+    head = b"\x0a" + varint(len(name)) + name + b"\x12" + varint(size)
+    return b"\x0a" + varint(len(head) + size) + head
 
 
 @cache
@@ -304,9 +311,9 @@ def _format_feature(kind: str) -> bytes:
 def _label_feature(label: int) -> bytes:
     if not -_INT64 <= label < _INT64:
         raise SourceError(f"a TFRecord cannot hold the label {label}")
-    value = _varint(label % (2 * _INT64))
-    value = b"\x0a" + _varint(len(value)) + value
-    value = b"\x1a" + _varint(len(value)) + value
+    value = varint(label % (2 * _INT64))
+    value = b"\x0a" + varint(len(value)) + value
+    value = b"\x1a" + varint(len(value)) + value
     return _entry_head(LABEL, len(value)) + value
 
 

@@ -1,0 +1,69 @@
+"""Scalars of a run as event files for TensorBoard, written beside the run: the program needs no package for it."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from stoker.shards.formats.tfrecord import record, varint
+from stoker.telemetry.events import Event
+
+
+class Board:
+    """Appends to an event file of its own, made with the first scalar."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path: Path | None = None
+
+    def write(self, events: Iterable[Event]) -> None:
+        """Write the scalars among some events."""
+        scalars = [event for event in events if event.kind == "scalar" and _is_plain(event)]
+        if not scalars:
+            return
+        if self._path is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+            self._path = self._folder / name
+            self._append([record(_double(1, time.time()) + _bytes(3, b"brain.Event:2"))])
+        self._append([record(_event(one)) for one in scalars])
+
+    def _append(self, records: list[bytes]) -> None:
+        assert self._path is not None
+        with open(self._path, "ab") as file:
+            file.write(b"".join(records))
+
+
+def _is_plain(event: Event) -> bool:
+    value, step = event.fields.get("value"), event.fields.get("step")
+    return isinstance(value, int | float) and isinstance(step, int | float) and math.isfinite(step)
+
+
+# --- tensorflow.Event, as far as scalars need it
+
+
+def _event(event: Event) -> bytes:
+    fields = event.fields
+    value = _bytes(1, str(fields.get("name", "")).encode()) + _float(2, fields["value"])
+    return _double(1, event.t) + varint(2 << 3) + varint(max(0, int(fields["step"]))) + _bytes(5, _bytes(1, value))
+
+
+def _bytes(number: int, data: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(data)) + data
+
+
+def _double(number: int, value: float) -> bytes:
+    return varint(number << 3 | 1) + struct.pack("<d", value)
+
+
+def _float(number: int, value: float) -> bytes:
+    try:
+        packed = struct.pack("<f", value)
+    except OverflowError:
+        packed = struct.pack("<f", math.copysign(math.inf, value))
+    return varint(number << 3 | 5) + packed
