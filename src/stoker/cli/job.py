@@ -225,6 +225,7 @@ def evaluate(
     args = (*job.program.args, *_which(checkpoint))
     job = msgspec.structs.replace(
         job,
+        name=f"{job.name[:35].rstrip('-')}-eval",
         program=msgspec.structs.replace(job.program, args=args),
         checkpoint=msgspec.structs.replace(job.checkpoint, dir=found.checkpoints),
         retries=0,

@@ -117,10 +117,10 @@ class Road:
         """What to try from here."""
         return [
             f"cd {shlex.quote(str(folder))}",
-            f"stoker job eval {NAME}                  # the best checkpoint again",
-            f"stoker job report {NAME}                # all that is known of the run, in one archive",
-            "stoker init                           # a job file of your own",
-            "stoker data convert YOUR-IMAGES shards",
+            f"stoker job eval {NAME} --set data.val=shards/val --set data.via=   # the best checkpoint, without the servers",
+            f"stoker job report {NAME}                 # all that is known of the run, in one archive",
+            "stoker data convert YOUR-IMAGES own     # your own images",
+            "stoker init --train own/train --val own/val",
         ]
 
 

@@ -106,7 +106,8 @@ def create(job: Job, plan: object) -> Run:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     run = Run(home() / "runs" / f"{job.name}-{stamp}-{secrets.token_hex(2)}")
     try:
-        run.logs.mkdir(parents=True)
+        run.folder.mkdir(mode=0o700, parents=True)  # what was rendered holds the job's own variables
+        run.logs.mkdir()
     except FileExistsError as error:
         raise ConflictError("two runs were started at once", where=run.folder, hint="try again") from error
     run.write("job.yaml", to_yaml(job).encode())
