@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stoker.core.processes import marked
+from stoker.core.spec import to_json
 from stoker.errors import StokerError
 from stoker.jobs.control import Restart, decide
-from stoker.jobs.runs import Run
+from stoker.jobs.runs import Run, packages
 from stoker.jobs.spec import Job
 from stoker.jobs.status import Attempt, JobState, JobStatus, SlotStatus
 from stoker.jobs.topology import Slot, lead_slots
@@ -109,6 +110,8 @@ class Supervisor:
         began, killed_before = time.time(), _oom_kills()
         hearing = _Hearing(self._run, number, self._plan.commands, self._board)
         gang = Gang(self._run, number, self._plan.commands)
+        if number == 0:  # for a report, and not before the job has started
+            self._run.write("packages.json", to_json(packages()))
         grace = float(self._job.grace)
         found: Cause | None = None
         hung, replaced = "", 0
