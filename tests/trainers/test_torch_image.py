@@ -143,8 +143,8 @@ def test_the_checkpoint_of_another_training_is_refused(flags: list[object], trai
     assert done.code == 2
     assert (
         f"{tmp_path}/step-0000000002.pt: this checkpoint is of another training: its model is trivial, and this is "
-        "small; its samples came in another order (seed was 0 and is 7); give another --checkpoint-dir, or take over only its "
-        "weights: --init-from" in done.text
+        "small; its samples came in another order (seed was 0 and is 7); give another --checkpoint-dir, or take over "
+        "only its weights: --init-from" in done.text
     )
     assert done.marks("error")[0].fields["detail"].startswith("InputError: ")
     other = train(*own, "--num-classes", 9)
