@@ -28,7 +28,7 @@ def ranks(tmp_path: Path, world: int, *words: object, name: str = "") -> Done:
 
 
 def test_any_number_of_ranks_gives_the_gradient_of_one(flags: list[object], train: Train, tmp_path: Path) -> None:
-    """203 samples in batches of 101: shares are uneven in all steps; of the last, of 1 sample, all but one are empty."""
+    """203 samples in batches of 101: all shares are uneven, and of the last, of 1 sample, all but one are empty."""
     own = [*flags, "--global-batch-size", 101, "--epochs", 2, "--label-smoothing", 0.1]
     alone = train(*own, "--checkpoint-dir", tmp_path / "1")
     for world in (2, 3):
