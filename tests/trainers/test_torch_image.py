@@ -91,6 +91,7 @@ def test_stopping_after_some_batches_and_going_on_is_the_same(
     assert same_bits(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
     assert [len(seen) for seen in effective(tmp_path / "ledger").values()] == [203, 203]
     assert whole.scalars("val_top1")[-1] == last.scalars("val_top1")[-1]
+    assert "done: 26 steps" in train(*flags, *own, "--epochs", 3, "--num-batches", 26).text  # there already
     finished = train(*flags, *own)
     assert finished.code == 0
     assert "this training is finished: 2 epochs, validation top-1" in finished.text
