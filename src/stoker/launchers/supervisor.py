@@ -110,12 +110,12 @@ class Supervisor:
         began, killed_before = time.time(), _oom_kills()
         hearing = _Hearing(self._run, number, self._plan.commands, self._board)
         gang = Gang(self._run, number, self._plan.commands)
-        if number == 0:  # for a report, and not before the job has started
-            self._run.write("packages.json", to_json(packages()))
         grace = float(self._job.grace)
         found: Cause | None = None
         hung, replaced = "", 0
         try:
+            if number == 0:  # for a report; it takes a moment, in which the job has already started
+                self._run.write("packages.json", to_json(packages()))
             while True:
                 hearing.listen()
                 codes = gang.codes()
