@@ -13,10 +13,11 @@ from stoker.trainers import models
 
 
 @pytest.mark.parametrize("name", models.NAMES)
-@pytest.mark.parametrize("size", [4, 9, 16, 30, 96])
+@pytest.mark.parametrize("size", [4, 9, 30, 80])
 def test_every_model_gives_a_number_for_each_class(name: str, size: int) -> None:
     model = models.build(name, num_classes=7, size=size)
-    assert model(torch.zeros(2, 3, size, size)).shape == (2, 7)
+    with torch.inference_mode():
+        assert model(torch.zeros(2, 3, size, size)).shape == (2, 7)
 
 
 def test_the_resnets_are_the_known_ones() -> None:

@@ -91,6 +91,7 @@ def test_stopping_after_some_batches_and_going_on_is_the_same(
     assert same_bits(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
     assert [len(seen) for seen in effective(tmp_path / "ledger").values()] == [203, 203]
     assert whole.scalars("val_top1")[-1] == last.scalars("val_top1")[-1]
+    assert "done: 26 steps" in train(*flags, *own, "--epochs", 3, "--num-batches", 26).text  # there already
     finished = train(*flags, *own)
     assert finished.code == 0
     assert "this training is finished: 2 epochs, validation top-1" in finished.text
@@ -143,8 +144,8 @@ def test_the_checkpoint_of_another_training_is_refused(flags: list[object], trai
     assert done.code == 2
     assert (
         f"{tmp_path}/step-0000000002.pt: this checkpoint is of another training: its model is trivial, and this is "
-        "small; its samples came in another order (seed was 0 and is 7); give another --checkpoint-dir, or take over only its "
-        "weights: --init-from" in done.text
+        "small; its samples came in another order (seed was 0 and is 7); give another --checkpoint-dir, or take over "
+        "only its weights: --init-from" in done.text
     )
     assert done.marks("error")[0].fields["detail"].startswith("InputError: ")
     other = train(*own, "--num-classes", 9)

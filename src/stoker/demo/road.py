@@ -117,9 +117,9 @@ class Road:
         """What to try from here."""
         return [
             f"cd {shlex.quote(str(folder))}",
-            f"stoker job eval {NAME} --set data.val=shards/val --set data.via=   # the best checkpoint, without the servers",
-            f"stoker job report {NAME}                 # all that is known of the run, in one archive",
-            "stoker data convert YOUR-IMAGES own     # your own images",
+            f"stoker job eval {NAME} --set data.val=shards/val --set data.via=     # its best checkpoint, once more",
+            f"stoker job report {NAME}     # all that is known of the run, in one archive",
+            "stoker data convert YOUR-IMAGES own",
             "stoker init --train own/train --val own/val",
         ]
 

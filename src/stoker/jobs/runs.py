@@ -15,7 +15,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,7 +152,6 @@ def environment() -> dict[str, object]:
         "argv": [without_secrets(word) for word in sys.argv],
         "cwd": str(Path.cwd()),
         "variables": masked(os.environ),
-        "packages": dict(_packages()),
     }
 
 
@@ -166,8 +165,8 @@ def looks_secret(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
-def _packages() -> Iterator[tuple[str, str]]:
+def packages() -> dict[str, str]:
+    """List the versions of all Python packages here; takes a moment."""
     from importlib.metadata import distributions
 
-    for found in distributions():
-        yield found.name, found.version
+    return {found.name: found.version for found in distributions()}

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stoker.core.processes import marked
+from stoker.core.spec import to_json
 from stoker.errors import StokerError
 from stoker.jobs.control import Restart, decide
-from stoker.jobs.runs import Run
+from stoker.jobs.runs import Run, packages
 from stoker.jobs.spec import Job
 from stoker.jobs.status import Attempt, JobState, JobStatus, SlotStatus
 from stoker.jobs.topology import Slot, lead_slots
@@ -113,6 +114,8 @@ class Supervisor:
         found: Cause | None = None
         hung, replaced = "", 0
         try:
+            if number == 0:  # for a report; it takes a moment, in which the job has already started
+                self._run.write("packages.json", to_json(packages()))
             while True:
                 hearing.listen()
                 codes = gang.codes()

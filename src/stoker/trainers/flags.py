@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -192,6 +194,7 @@ def read(words: Sequence[str] | None = None, environ: Mapping[str, str] = os.env
 
 def read_or_exit(words: Sequence[str]) -> argparse.Namespace:
     """Read the flags of a program, and set what must be set before torch is imported; end it if they are bad."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # before anything that could hang
     try:
         args = read(words)
     except StokerError as error:

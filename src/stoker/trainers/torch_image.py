@@ -26,7 +26,6 @@ if (
 import argparse
 import contextlib
 import copy
-import faulthandler
 import inspect
 import logging
 import signal
@@ -71,7 +70,6 @@ IMAGENET_SAMPLES = 1_281_167
 
 def main(args: argparse.Namespace) -> int:
     """Train, and tell in one sentence what went wrong; errors in the program keep their traceback."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     record = recorder()
     level = logging.INFO if record.rank == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
@@ -212,6 +210,8 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
     ledger = (
         Ledger(args.ledger, rank=rank, attempt=record.attempt, session=session, cursor=cursor) if args.ledger else None
     )
+    if ledger is not None:
+        ending.callback(ledger.close)
     meter = Meter(args, record, say, world.size, rank, board)
 
     def state() -> State:
@@ -237,10 +237,10 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
         }
 
     saved_at, saved_step = time.monotonic(), step
-    stopping = False
+    stopping, enough = False, bool(args.num_batches) and step >= args.num_batches
     stop.listen(at_once=joining)
     model.train()
-    while (cursor.epoch < args.epochs or owed) and not stopping:
+    while (cursor.epoch < args.epochs or owed) and not stopping and not enough:
         # One epoch, or what is left of it.
         epoch, taken = cursor.epoch, 0
         ended = owed
@@ -349,8 +349,6 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
             if store is not None and not stopping:
                 store.save(state(), step, best=improved)
                 saved_at, saved_step = time.monotonic(), step
-        if enough:
-            break
     if store is not None:
         if (stopping or args.num_batches) and not joining:
             store.save(state(), step)
