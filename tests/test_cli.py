@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,7 +90,16 @@ def test_the_demo_walks_the_whole_road(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Everything worked" in done.stderr
-    assert "train-{00000.." in done.stdout
+    assert "kill -9" in done.stderr
+    assert "because worker/0 (rank 1) was killed by SIGKILL" in done.stdout
+    resumed = re.search(r"resumed in epoch (\d), after ([\d,]+) of its 1,437 samples", done.stdout)
+    assert resumed is not None
+    assert int(resumed[2].replace(",", "")) > 0
+    assert "8 epochs: each of the 1,437 samples exactly once in every epoch" in done.stdout
+    accuracy = re.search(r"validation top-1 ([\d.]+)%$", done.stdout, re.MULTILINE)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 95
+    assert "1 restart" in done.stdout
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 2
     assert "is not an empty folder" in again.stderr

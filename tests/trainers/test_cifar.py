@@ -1,14 +1,13 @@
-"""CIFAR-10 from shards on a CPU: a small ResNet, two ranks, at least 70 % within ten minutes, at the model's speed."""
+"""CIFAR-10 from shards on a CPU: a small ResNet, two ranks, at least 70 % within ten minutes."""
 
 from __future__ import annotations
 
-import re
 import tarfile
 import time
 from pathlib import Path
 
 import pytest
-from trainings import Done, run
+from trainings import run
 
 from trees import stoker
 
@@ -40,12 +39,6 @@ def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "shards"
 
 
-def speed(done: Done) -> float:
-    found = re.search(r"done: .* steps, ([\d,]+) images/s", done.text)
-    assert found, done.text
-    return float(found[1].replace(",", ""))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_seventy_percent_within_ten_minutes(cifar: Path, tmp_path: Path) -> None:
@@ -55,13 +48,3 @@ def test_seventy_percent_within_ten_minutes(cifar: Path, tmp_path: Path) -> None
     assert done.code == 0, done.text
     assert time.monotonic() - began < 600
     assert done.marks("end")[0].fields["val_top1"] >= 0.70
-
-
-@pytest.mark.slow
-def test_the_loader_costs_little_of_the_speed_without_data(cifar: Path, tmp_path: Path) -> None:
-    data = ["--train", cifar / "train", *FLAGS, "--num-batches", 200]
-    pairs = [
-        (speed(run(tmp_path / "log", 2, *data)), speed(run(tmp_path / "log", 2, *data, "--synthetic")))
-        for _ in range(2)
-    ]
-    assert max(real / synthetic for real, synthetic in pairs) >= 0.85, pairs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -202,7 +201,6 @@ def test_classes_that_differ_are_refused(flags: list[object], train: Train, tmp_
         (["--model", "resnet19"], 2, "there is no model 'resnet19'"),
         (["--device", "cuda"], 3, "there is no CUDA here"),
         (["--precision", "fp16"], 2, "fp16 needs a GPU"),
-        (["--tensorboard", "tb"], 3, "--tensorboard: event files need the Python package 'tensorboard'"),
         (["--global-batch-size", "5000"], 2, "more than an epoch's 203 samples"),
         (["--init-from", "none.pt"], 2, "no such file"),
     ],
@@ -218,8 +216,6 @@ def test_what_cannot_be_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    sys.modules.pop("torch.utils.tensorboard", None)
     done = train(*flags, *words)
     assert done.code == code, done.text
     said = [line for line in done.text.splitlines() if line.startswith("error: ")]
@@ -262,12 +258,10 @@ def test_the_environment_of_a_job_is_the_default_and_flags_win() -> None:
         "STOKER_CACHE_SIZE": "2Gi",
         "STOKER_CHECKPOINT_DIR": "s3://b/c",
         "STOKER_CHECKPOINT_KEEP": "5",
-        "STOKER_TENSORBOARD_DIR": "tb",
     }
     args = trainer_flags.read(["--sampling", "exact"], environ)
     assert (args.train, args.val, args.via, args.sampling) == ("t", "v", "http://cache", "exact")
     assert (args.cache_dir, args.cache_size, args.checkpoint_dir, args.keep) == ("/c", 2 << 30, "s3://b/c", 5)
-    assert args.tensorboard == "tb"
 
 
 def test_every_bad_flag_is_told_at_once() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 EPOCHS = 8
 BATCH = 64
-CHECKPOINT_STEPS = 20
+CHECKPOINT_STEPS = 8
 NAME = "demo"
 
 _JOB = """\

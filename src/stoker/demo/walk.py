@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from stoker.core.processes import Process, start
-from stoker.demo.road import CHECKPOINT_STEPS, NAME, Road, Step
+from stoker.demo.road import EPOCHS, NAME, Road, Step
 from stoker.errors import JobFailedError, UnavailableError
 from stoker.jobs.runs import Run, find
 from stoker.telemetry.events import Event
@@ -41,6 +41,8 @@ def walk(road: Road, folder: Path, say: Say) -> Run:
         killer = threading.Thread(target=_kill_a_rank, args=(run, say), daemon=True)
         killer.start()
         _do(follow, folder, say)
+        if len(run.read_status().attempts) < 2:
+            raise JobFailedError("the training was over before a rank could be killed", where=run.folder)
         for step in road.after():
             _do(step, folder, say)
     return run
@@ -110,4 +112,5 @@ def _due(events: list[Event]) -> int | None:
         return None
     saved, total = marks["checkpoint"]["step"], marks["start"]["total_steps"]
     # Not one of those at the end of an epoch: it shall go on in the middle of one.
-    return int(beats[-1].fields["pid"]) if saved >= 0.4 * total and saved % CHECKPOINT_STEPS == 0 else None
+    is_inside = saved % (total // EPOCHS) != 0
+    return int(beats[-1].fields["pid"]) if saved >= 0.4 * total and is_inside else None

@@ -114,6 +114,7 @@ class Supervisor:
         found: Cause | None = None
         hung, replaced = "", 0
         try:
+            self._tell_slots(gang.pids, gang.codes())
             if number == 0:  # for a report; it takes a moment, in which the job has already started
                 self._run.write("packages.json", to_json(packages()))
             while True:

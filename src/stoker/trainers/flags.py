@@ -38,7 +38,7 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     _training(parse.add_argument_group("training"))
     _checkpoints(parse.add_argument_group("checkpoints"), environ)
     _machine(parse.add_argument_group("machine"))
-    _watching(parse.add_argument_group("watching"), environ)
+    _watching(parse.add_argument_group("watching"))
     _elsewhere(parse)
     return parse
 
@@ -150,13 +150,11 @@ def _machine(group: argparse._ArgumentGroup) -> None:
     add("--deterministic", action="store_true", help="the same bits every time, killed and resumed or not")
 
 
-def _watching(group: argparse._ArgumentGroup, environ: Mapping[str, str]) -> None:
+def _watching(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--log-every", metavar="TIME", type=_read(parse_duration), default="10", help="a line and measurements so often"
     )
-    tensorboard = environ.get("STOKER_TENSORBOARD_DIR")
-    add("--tensorboard", metavar="DIR", default=tensorboard, help="write event files for TensorBoard too")
     add("--ledger", metavar="DIR", help="write down which samples each rank saw at each step")
 
 

@@ -44,7 +44,6 @@ class Meter:
     say: Callable[[str], None]
     world: int
     rank: int
-    board: Any
     steps: int = 0
     _spans: dict[str, float] = field(default_factory=dict)
     _mine: int = 0
@@ -92,7 +91,7 @@ class Meter:
         if self.rank == 0:
             told = {"loss": loss, "lr": rate, "samples_per_s": speed, "epoch": epochs}
             for name, value in told.items():
-                scalar(self.record, self.board, name, value, step)
+                self.record.scalar(name, value, step)
         wait = 100 * self._spans["loader_wait"] / stepping
         at = f"epoch {epoch} step {step:,}/{total:,}"
         self.say(f"{at} loss {loss:.4f} lr {rate:.4g} {speed:,.0f} images/s wait {wait:.0f} %")
@@ -100,10 +99,3 @@ class Meter:
         self._spans, self._times, self.steps = {}, times, 0
         self._mine, self._all, self._loss = 0, 0, 0.0
         self._begun, self._due = now, now + self.args.log_every
-
-
-def scalar(record: Recorder, board: Any, name: str, value: float, step: int) -> None:
-    """Tell a number, to TensorBoard too where that is asked for."""
-    record.scalar(name, value, step)
-    if board is not None:
-        board.add_scalar(name, value, step)

@@ -44,7 +44,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from stoker.core.permute import key
-from stoker.errors import InputError, MissingError, StokerError
+from stoker.errors import InputError, StokerError
 from stoker.load.loader import Times
 from stoker.load.torch import Dataset, TorchBatch, normalise
 from stoker.sampling.cursor import Cursor
@@ -56,13 +56,13 @@ from stoker.telemetry import Recorder, recorder
 from stoker.trainers import checkpoints, models
 from stoker.trainers.checkpoints import Checkpoints, State
 from stoker.trainers.ledger import Ledger
-from stoker.trainers.meter import Heartbeat, Meter, scalar
+from stoker.trainers.meter import Heartbeat, Meter
 from stoker.trainers.schedule import Schedule
 from stoker.trainers.world import Stop, StoppedAtOnce, World
 
 STOP = 1 << 40
 """Added to a step's count by each rank that wants to stop; no batch is as large."""
-PLACES = ("train", "val", "via", "cache_dir", "cache_size", "checkpoint_dir", "init_from", "ledger", "tensorboard")
+PLACES = ("train", "val", "via", "cache_dir", "cache_size", "checkpoint_dir", "init_from", "ledger")
 """Flags that a checkpoint does not keep: they say nothing of the training, and a URL may hold a password."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "onnection refused")
 IMAGENET_SAMPLES = 1_281_167
@@ -145,7 +145,7 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
         result = validate(args, world, val, evaluated, stop, partial(beat, meta.get("step", 0)))
         assert result is not None
         say(f"{resumed[0] if resumed else shown(args.init_from)}: {'; averaged weights: '.join(map(str, result))}")
-        _tell_validation(record if rank == 0 else None, None, result, meta.get("step", 0))
+        _tell_validation(record if rank == 0 else None, result, meta.get("step", 0))
         return 0
     assert data is not None
     ending.callback(data.close)
@@ -203,16 +203,13 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
         known = f", validation top-1 {last['val_top1']:.2%}" if "val_top1" in last else ""
         say(f"this training is finished: {cursor.epoch} epochs{known}; give more --epochs to go on")
         return 0
-    board = world.first(lambda: _board(args)) if args.tensorboard else None
-    if board is not None:
-        ending.callback(board.close)
     session = world.told(time.time_ns())
     ledger = (
         Ledger(args.ledger, rank=rank, attempt=record.attempt, session=session, cursor=cursor) if args.ledger else None
     )
     if ledger is not None:
         ending.callback(ledger.close)
-    meter = Meter(args, record, say, world.size, rank, board)
+    meter = Meter(args, record, say, world.size, rank)
 
     def state() -> State:
         return {
@@ -342,7 +339,7 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
                 result = validate(args, world, val, evaluated, stop, partial(beat, step))
                 stopping = result is None
                 if result is not None:
-                    owed, last = False, _tell_validation(record if rank == 0 else None, board, result, step)
+                    owed, last = False, _tell_validation(record if rank == 0 else None, result, step)
                     score = result[-1].top1  # of the averaged weights where there are some
                     improved, best = score > best, max(best, score)
                     say(f"epoch {cursor.epoch - 1} {'; averaged weights: '.join(map(str, result))}")
@@ -641,26 +638,14 @@ def _wants_validation(args: argparse.Namespace, epochs: int) -> bool:
     return bool(every) and (epochs % every == 0 or epochs >= args.epochs)
 
 
-def _tell_validation(record: Recorder | None, board: Any, result: list[Result], step: int) -> dict[str, float]:
+def _tell_validation(record: Recorder | None, result: list[Result], step: int) -> dict[str, float]:
     told = {"val_loss": result[0].loss, "val_top1": result[0].top1, "val_top5": result[0].top5}
     if len(result) > 1:
         told["ema_top1"] = result[1].top1
     if record is not None:
         for name, value in told.items():
-            scalar(record, board, name, value, step)
+            record.scalar(name, value, step)
     return told
-
-
-def _board(args: argparse.Namespace) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingError(
-            "event files need the Python package 'tensorboard'",
-            where="--tensorboard",
-            hint="run: pip install tensorboard",
-        ) from error
-    return SummaryWriter(args.tensorboard)
 
 
 def _say(line: str) -> None:
