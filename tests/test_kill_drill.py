@@ -23,7 +23,7 @@ from stoker.trainers.ledger import effective, sessions
 from trees import stoker
 
 SAMPLES = 700
-EPOCHS = 4
+EPOCHS = 6
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +94,9 @@ def test_a_run_that_is_killed_at_random_ends_with_the_same_bits(shards: Path, he
     kills = 0
     for what in plan:
         begun = len(sessions(here / "storm-ledger"))
+        time.sleep(draw.uniform(0.0, 3.0))
         while not run.read_status().state.is_final and not strike(what, run, draw):
-            time.sleep(draw.uniform(0.2, 2.0))
+            time.sleep(0.2)
         if run.read_status().state.is_final:
             break
         kills += 1
@@ -121,7 +122,8 @@ def strike(what: str, run: Run, draw: random.Random) -> bool:
             return False
         os.kill(pid, signal.SIGKILL)
         until(lambda: watcher(run) is None)
-        return stoker("job", "run", "--resume", run.id, "--detach") == 0
+        assert stoker("job", "run", "--resume", run.id, "--detach") == 0
+        return True
     pids = {
         "rank": [ranks[draw.randrange(3)]],
         "all": list(ranks.values()),

@@ -23,8 +23,9 @@ def tries(*told: tuple[int, int, float] | tuple[int, int, float, bool]) -> list[
         (tries((-9, 5, 9), (-9, 6, 9)), 1, "tried 2 times"),
         (tries((2, 5, 999)), 3, "the same input would fail again"),
         (tries((3, -1, 999)), 3, "the same input would fail again"),
-        (tries((1, -1, 2)), 3, "it got no further than before"),
-        (tries((1, 0, 2)), 3, "it got no further than before"),
+        (tries((1, -1, 2)), 3, "it would fail again"),
+        (tries((1, 0, 2)), 3, "it would fail again"),
+        (tries((255, -1, 2)), 3, "it would fail again"),
         (tries((1, 100, 9), (1, 100, 9)), 3, "it got no further than before"),
     ],
 )
@@ -48,6 +49,11 @@ def test_given_up(attempts: list[Attempt], retries: int, why: str) -> None:
 )
 def test_started_again(attempts: list[Attempt]) -> None:
     assert isinstance(decide(attempts, 3), Restart)
+
+
+def test_an_elastic_world_is_restarted_by_torchrun_and_not_twice() -> None:
+    assert isinstance(decide(tries((1, 100, 9)), 3, elastic=True), GiveUp)
+    assert isinstance(decide(tries((-9, 100, 9)), 3, elastic=True), Restart)
 
 
 def test_the_pauses_grow() -> None:

@@ -59,7 +59,7 @@ def test_an_elastic_world_is_restarted_by_torchrun_and_worker_0_holds_the_meetin
         ({"processes_per_worker": 3}, 2),
         ({"processes_per_worker": 16}, 1),
         ({"resources": {"cpu": 4}, "processes_per_worker": 2}, 2),
-        ({"resources": {"cpu": 0.5}}, 8),
+        ({"resources": {"cpu": 0.5}}, 1),
         ({"env": {"OMP_NUM_THREADS": "5"}}, 5),
     ],
 )

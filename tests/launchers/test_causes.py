@@ -49,6 +49,24 @@ CLOSED = "[rank0]: RuntimeError: [gloo/pair.cc:553] Connection closed by peer [1
         ("", 137, "worker/0 was killed by SIGKILL"),
         ("Traceback (most recent call last):\nKeyError: 'x'\n", 1, "worker/0 failed: KeyError: 'x'"),
         ("my.module.OddError: of mine\nbye\n", 1, "worker/0 failed: my.module.OddError: of mine"),
+        ("", 170, "worker/0 was killed by signal 42"),
+        ("", 255, "worker/0 ended with exit code 255"),
+        ("Error rate: 0.12 (fine)\n", 1, "worker/0 ended with exit code 1;"),
+        ('Traceback (most recent call last):\n  File "x"\nBad: of mine\n', 1, "worker/0 failed: Bad: of mine"),
+        ("/usr/bin/python3: No module named nope\n", 1, "worker/0 failed: No module named nope"),
+        ("x.py: error: unrecognized arguments: --epochz 3\n", 2, "refused to start: unrecognized arguments: --epochz"),
+        (
+            'Traceback (most recent call last):\n  File "torch/distributed/elastic/multiprocessing/errors/x.py"\n'
+            f"ValueError: under @record\n{TABLE.format(code=1, other=-15)}",
+            1,
+            "(rank 1) failed: ValueError: under @record",
+        ),
+        (
+            'Traceback (most recent call last):\n  File "torch/distributed/run.py"\n'
+            "torch.distributed.DistNetworkError: port 29500 in use\n",
+            1,
+            "failed: torch.distributed.DistNetworkError: port 29500 in use",
+        ),
         ("error: --lr must be above 0\n", 2, "worker/0 refused to start: --lr must be above 0"),
         (
             f"[rank1]: ValueError: bad\n{CLOSED}\n{TABLE.format(code=1, other=-15)}",

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,19 @@ print("rank", dist.get_rank())
 if dist.get_rank() == 1:
     raise LookupError("no such thing")
 dist.barrier()
+"""
+SCALAR = """
+import time
+from stoker.telemetry import recorder
+recorder().scalar("loss", 1.0, 1)
+"""
+UNEVEN = """
+import os, time
+from stoker.telemetry import recorder
+record = recorder()
+for step in range(50 if os.environ["RANK"] == "0" else 1):
+    record.heartbeat(step)
+    time.sleep(0.1)
 """
 SLOW_AGAIN = """
 import os, time
@@ -107,10 +123,10 @@ class TestLocal(LauncherSuite):
 
     def test_a_hang_is_ended_with_the_stacks_of_every_rank(self, launcher: Any, tmp_path: Path) -> None:
         (tmp_path / "hang.py").write_text(HEARTBEAT)
-        keys = {"program": {"script": "hang.py"}, "hang_after": 1, "topology": "torchrun", "processes_per_worker": 2}
+        keys = {"program": {"script": "hang.py"}, "hang_after": 4, "topology": "torchrun", "processes_per_worker": 2}
         run, status = self.end(launcher, job_of(**keys))
         assert status.state is JobState.FAILED
-        assert "hung at step 2 in train-00001.tar: no heartbeat for 1 s" in status.message
+        assert "hung at step 2 in train-00001.tar: no heartbeat for 4s" in status.message
         assert (run.folder / "stacks.0.txt").read_text().count("in stuck") == 2
         assert str(run.log(Slot("worker", 0), 0)) in status.message
 
@@ -145,6 +161,65 @@ class TestLocal(LauncherSuite):
         status = launcher.status(run.handle)
         assert (status.state, len(status.attempts)) == (JobState.SUCCEEDED, 1)
         assert left(run) == []
+
+    def test_a_program_under_a_shell_has_its_grace(self, launcher: Any, tmp_path: Path) -> None:
+        kid = f"trap 'sleep 1; touch {tmp_path}/saved; exit' TERM; echo ready; while :; do sleep 0.05; done"
+        (tmp_path / "kid.sh").write_text(kid)
+        run = self.start(launcher, job_of(f"bash {tmp_path}/kid.sh; echo after", grace=10))
+        until(lambda: "ready" in self.text(launcher, run))
+        launcher.stop(run.handle)
+        assert (tmp_path / "saved").exists()
+        assert left(run) == []
+
+    def test_what_hides_its_environment_is_ended_too(self, launcher: Any, tmp_path: Path) -> None:
+        script = f"env -i setsid bash -c 'echo $$ > {tmp_path}/pid; exec sleep 1000' & sleep 0.5; exit 1"
+        self.end(launcher, job_of(script))
+        assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
+
+    @pytest.mark.parametrize("code", [170, 255])
+    def test_any_exit_code_is_told(self, launcher: Any, code: int) -> None:
+        _, status = self.end(launcher, job_of(f"exit {code}"))
+        assert status.state is JobState.FAILED
+        assert "worker/0 " in status.message
+
+    def test_odd_telemetry_is_no_reason_to_end_a_training(self, launcher: Any, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        odd = '@stoker {"v":1,"t":1,"slot":"","rank":0,"attempt":0,"seq":0,"k":"heartbeat","step":null,"pid":"x"}'
+        (tmp_path / "odd.py").write_text(f"{SCALAR}\nprint({odd!r}, flush=True)\ntime.sleep(0.3)\n")
+        job = job_of(program={"script": "odd.py"}, tensorboard=str(tmp_path / "file/boards"))
+        _, status = self.end(launcher, job)
+        assert (status.state, status.message) == (JobState.SUCCEEDED, "")
+
+    def test_a_rank_that_is_done_does_not_hang(self, launcher: Any, tmp_path: Path) -> None:
+        (tmp_path / "uneven.py").write_text(UNEVEN)
+        keys = {"program": {"script": "uneven.py"}, "topology": "torchrun", "processes_per_worker": 2, "hang_after": 2}
+        _, status = self.end(launcher, job_of(**keys))
+        assert status.state is JobState.SUCCEEDED, status.message
+
+    def test_a_port_that_was_taken_meanwhile(self, launcher: Any) -> None:
+        plan = launcher.render(job_of(program={"module": "m"}, topology="torchrun"))
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", plan.port))
+            sock.listen()
+            moved = plan.on_free_port()
+        old, new = (" ".join(one.slots["worker/0"].argv) for one in (plan, moved))
+        assert moved.port != plan.port
+        assert new == old.replace(f"--master-port {plan.port}", f"--master-port {moved.port}")
+
+    def test_nothing_of_the_outside_leaks_in(self, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("STOKER_DATA_VAL", "RANK", "WORLD_SIZE", "MASTER_ADDR"):
+            monkeypatch.setenv(name, "1")
+        run, _ = self.end(launcher, job_of("env"))
+        names = {line.partition("=")[0] for line in self.text(launcher, run)}
+        assert names.isdisjoint({"STOKER_DATA_VAL", "RANK", "WORLD_SIZE", "MASTER_ADDR"})
+
+    def test_modules_beside_the_program_do_not_stand_in_our_way(self, launcher: Any, tmp_path: Path) -> None:
+        for name in ("resource", "selectors", "msgspec"):
+            (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
+        (tmp_path / "own.py").write_text("print('train')")
+        run, status = self.end(launcher, job_of(program={"script": "own.py"}, profile={"every": 1}))
+        assert status.state is JobState.SUCCEEDED, status.message
+        assert self.text(launcher, run) == ["train"]
 
     def test_a_stopped_run_goes_on_as_a_new_attempt(self, launcher: Any, tmp_path: Path) -> None:
         """Else it would write on in the old log, whose heartbeats would be taken for its own."""
@@ -309,6 +384,38 @@ def test_ctrl_c_ends_the_job(here: Path) -> None:
     assert left(find(None)) == []
 
 
+def test_an_impatient_ctrl_c_leaves_nothing(here: Path) -> None:
+    script = "trap '' TERM; echo ready; while :; do sleep 0.05; done"
+    process = cli("job", "run", write_job(here / "job.yaml", script, grace="20s"), start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    for pause in (0.5, 0.3, 0.1, 0):
+        process.send_signal(signal.SIGINT)
+        time.sleep(pause)
+    process.communicate(timeout=15)
+    run = find(None)
+    assert left(run) == []
+    assert run.read_status().state is JobState.STOPPED
+
+
+def test_ctrl_c_while_it_starts_leaves_nothing(here: Path) -> None:
+    process = cli("job", "run", write_job(here / "job.yaml", "sleep 60"), start_new_session=True)
+    until(lambda: any((here / "stoker/runs").glob("*/lock")))
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    (folder,) = (here / "stoker/runs").iterdir()
+    assert left(Run(folder)) == []
+    assert watcher(Run(folder)) is None
+
+
+def test_exit_codes_survive_a_parent_that_ignores_its_children(here: Path) -> None:
+    job = write_job(here / "job.yaml", "exit 7")
+    code = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    argv = [sys.executable, "-c", code, sys.executable, "-m", "stoker", "job", "run", str(job)]
+    assert subprocess.run(argv, capture_output=True, check=False).returncode == 4
+
+
 def test_a_closed_terminal_does_not_end_the_job(here: Path) -> None:
     script = f"echo ready; while ! test -e {here}/go; do sleep 0.05; done; echo done"
     process = cli("job", "run", write_job(here / "job.yaml", script), start_new_session=True)
@@ -361,7 +468,7 @@ def test_a_report_holds_all_but_secrets(here: Path, monkeypatch: pytest.MonkeyPa
     job = write_job(
         here / "job.yaml",
         "echo token $MY_API_TOKEN, password $DB_PASSWORD, url http://me:pw@host/x; exit 3",
-        env={"DB_PASSWORD": "correct horse"},
+        env={"DB_PASSWORD": "correct horse", "GIT_PAT": "hunter2", "API_TOKEN": 'ab\\cd"efgh'},
     )
     assert stoker("job", "run", job) == 4
     assert stoker("job", "report", "-o", here / "r.tar.gz") == 0
@@ -372,7 +479,8 @@ def test_a_report_holds_all_but_secrets(here: Path, monkeypatch: pytest.MonkeyPa
     assert "token …, password …, url http://host/x" in texts["logs/worker-0.0.log"]
     assert "ended with exit code 3" in texts["summary.txt"]
     everything = "".join(texts.values())
-    assert not any(secret in everything for secret in ("hush-hush", "correct horse", "me:pw"))
+    assert not any(secret in everything for secret in ("hush-hush", "correct horse", "me:pw", "hunter2", "efgh"))
+    assert stat.S_IMODE((here / "r.tar.gz").stat().st_mode) == 0o600
 
 
 def test_unknown_runs_and_slots(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,7 +87,7 @@ def test_text_before_an_event_on_its_line_is_given(tmp_path: Path) -> None:
 
 
 def test_a_run_is_merged_by_time(tmp_path: Path) -> None:
-    first, second = tmp_path / "worker-0.0.log", tmp_path / "data-server-10.1.log"
+    first, second = tmp_path / "worker-0.1.log", tmp_path / "data-server-10.1.log"
     first.write_text(f"early\n{event_line(0, 1.0)}\na\n{event_line(1, 3.0)}\nc\n")
     second.write_text(f"{event_line(0, 2.0, slot='')}\nb\n")
     for other in ("worker-0.log", "stoker.log", "worker-0.0.log.gz", "notes.txt"):

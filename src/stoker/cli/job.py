@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from stoker.jobs.topology import Slot
     from stoker.telemetry.events import Event
 
+STOPPED_LINES = 3
+"""Of the log, shown after a Ctrl-C: whether there is a last checkpoint."""
 app = typer.Typer(help="Jobs: one file, every place.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -37,7 +41,9 @@ def init(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="The job file to write.")] = Path("job.yaml"),
     name: Annotated[str, typer.Option(metavar="NAME", help="What the job is called.")] = "my-training",
     train: Annotated[str, typer.Option(metavar="URL", help="The training set.")] = "shards/train",
-    val: Annotated[str, typer.Option(metavar="URL", help="The validation set.")] = "shards/val",
+    val: Annotated[
+        str | None, typer.Option(metavar="URL", help="The validation set; `val` beside the training set.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
 ) -> None:
     """Write a commented job file to start from."""
@@ -45,6 +51,9 @@ def init(
     from stoker.jobs.spec import parse_job
     from stoker.jobs.template import template
 
+    beside = str(Path(train).with_name("val")) if "://" not in train else None
+    if val is None and beside is not None and (Path(beside).exists() or not Path(train).exists()):
+        val = beside
     text = template(name, train, val)
     parse_job(text, path)  # a name that cannot be is told before anything is written
     try:
@@ -87,22 +96,27 @@ def run(
     from stoker.jobs.runs import create
 
     if resume is not None:
-        started = _resumed(resume, file, sets, tensorboard)
+        started = _resumable(resume, file, sets, tensorboard)
+        launcher = _launcher_of(started)
+        begin: Callable[[], object] = partial(launcher.restart, started)
     else:
         job, rendered = _rendered(_needed(file), on, [*(sets or []), *(["tensorboard=true"] if tensorboard else [])])
-        started = create(job, rendered)
-        _launcher(on).start(rendered, started)
-    remark(f"Run {started.id}; logs in {started.logs}")
-    if detach:
+        started, launcher = create(job, rendered), _launcher(on)
+        begin = partial(launcher.start, rendered, started)
+    first = _next_attempt(started)
+    with _stopping(launcher, started):
+        begin()
+        remark(f"Run {started.id}; logs in {started.logs}")
+        if not detach:
+            _follow(started, first=first, quiet=as_json)
+    if detach and as_json:
+        print_json({"run": started.id, "handle": started.handle, "folder": str(started.folder)})
+    elif detach:
+        remark(f"Follow it with: stoker job logs -f {started.id}")
+    else:
         if as_json:
-            print_json({"run": started.id, "handle": started.handle, "folder": str(started.folder)})
-        else:
-            remark(f"Follow it with: stoker job logs -f {started.id}")
-        return
-    _follow(started, first=len(started.read_status().attempts), quiet=as_json)
-    if as_json:
-        print_json(_described(started))
-    _status(started).raise_for_state()
+            print_json(_described(started))
+        _status(started).raise_for_state()
 
 
 @app.command("list")
@@ -234,8 +248,9 @@ def evaluate(
     job = launcher.anchored(job)
     rendered = launcher.render(job)
     started = create(job, rendered)
-    launcher.start(rendered, started)
-    _follow(started)
+    with _stopping(launcher, started):
+        launcher.start(rendered, started)
+        _follow(started)
     _status(started).raise_for_state()
 
 
@@ -283,8 +298,8 @@ def _rendered(file: Path, on: str, sets: list[str] | None) -> tuple[Job, Any]:
     return job, rendered
 
 
-def _resumed(name: str, file: Path | None, sets: list[str] | None, tensorboard: bool) -> Run:
-    """Start a run again where it was: the same folder, and so the same checkpoints."""
+def _resumable(name: str, file: Path | None, sets: list[str] | None, tensorboard: bool) -> Run:
+    """Find a run that can be started again where it was: in its own folder, and so from its own checkpoints."""
     from stoker.errors import ConflictError, InputError
     from stoker.jobs.runs import find
 
@@ -296,14 +311,36 @@ def _resumed(name: str, file: Path | None, sets: list[str] | None, tensorboard: 
         raise ConflictError("runs already", where=found.id, hint=f"follow it with: stoker job logs -f {found.id}")
     if now.state == "succeeded":
         raise ConflictError("is over, and succeeded", where=found.id, hint="start it anew: stoker job run FILE")
-    launcher = _launcher_of(found)
-    launcher.restart(found)
     return found
 
 
+def _next_attempt(run: Run) -> int:
+    """Tell the number of the attempt that comes next, so that only what it writes is shown."""
+    before = run.read_status()
+    return before.attempt + 1 if before.slots else 0
+
+
+@contextmanager
+def _stopping(launcher: Launcher[Any], run: Run) -> Iterator[None]:
+    """End a run on Ctrl-C, from the moment it is being started."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (run.folder / "handle").exists():
+            remark("\nEnding the job; Ctrl-C once more ends it at once")
+            launcher.stop(run.handle)
+            for line in list(launcher.logs(run.handle, None, follow=False))[-STOPPED_LINES:]:
+                remark(f"  {line.text}")
+            remark(f"Go on with: stoker job run --resume {run.id}")
+        raise
+
+
 def _launcher(name: str) -> Launcher[Any]:
+    from stoker.errors import NotYetError
     from stoker.jobs.launcher import LAUNCHERS
 
+    if name.partition(":")[0] in ("ssh", "ray", "k8s", "kubernetes") and name not in LAUNCHERS.names():
+        raise NotYetError(f"`--on {name}` is not in this version", hint="CHANGELOG.md tells what each version has")
     return LAUNCHERS.get(name)()
 
 
@@ -316,13 +353,8 @@ def _status(run: Run) -> JobStatus:
 
 
 def _follow(run: Run, *, first: int = 0, quiet: bool = False) -> None:
-    """Print what a run writes until its end, then one line of verdict; Ctrl-C ends the run."""
-    try:
-        _print_logs(run, None, follow=True, first=first, quiet=quiet)
-    except KeyboardInterrupt:
-        remark("\nEnding the job; Ctrl-C once more ends it at once")
-        _launcher_of(run).stop(run.handle)
-        raise
+    """Print what a run writes until its end, then one line of verdict."""
+    _print_logs(run, None, follow=True, first=first, quiet=quiet)
     now = _status(run)
     if now.state == "succeeded":
         events = _events(run)
@@ -392,9 +424,9 @@ def _remarks(events: Sequence[Event]) -> list[str]:
 
 
 def _events(run: Run) -> list[Event]:
-    from stoker.telemetry.reader import read_run
+    from stoker.telemetry.reader import read_events
 
-    return read_run(run.logs).events
+    return read_events(run.logs)
 
 
 def _took(status: JobStatus) -> str:

@@ -48,6 +48,7 @@ def options(
 
 def main() -> None:
     """Run a command and exit by the class of what went wrong."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, exit codes are lost
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that temporary files are removed
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import TracebackType
@@ -21,7 +22,9 @@ from typing import IO, NamedTuple, Self
 from stoker.core.units import format_duration
 from stoker.errors import MissingProgramError, NotFoundError, StokerError, UnavailableError
 
-_PR_SET_PDEATHSIG = 1
+DEATH_S = 30.0
+"""How long a killed process may take to be gone."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Process:
@@ -68,7 +71,9 @@ class Process:
                 _until(self._is_gone, grace_s)
             finally:  # also when a second Ctrl-C cuts the grace short
                 os.killpg(self.pid, signal.SIGKILL)
-                _until(self._is_gone, None)
+                _until(self._is_gone, DEATH_S)
+                if not self._is_gone():
+                    raise _undying([self.pid])
                 self._popen.wait()
         return self._popen.wait()
 
@@ -118,13 +123,14 @@ def start(
             start_new_session=True,
             preexec_fn=_die_with_parent(os.getpid()) if dies_with_us else None,
         )
-    except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
+    except OSError as error:
         reason = (error.strerror or "not found").lower()
         if cwd is not None and error.filename == cwd:
             raise NotFoundError(f"cannot work in this folder: {reason}", where=cwd) from error
+        is_missing = isinstance(error, FileNotFoundError)
         raise MissingProgramError(
             f"cannot start the program {argv[0]!r}: {reason}",
-            hint="install it, or add its folder to the PATH",
+            hint="install it, or add its folder to the PATH" if is_missing else None,
         ) from error
     return Process(popen)
 
@@ -218,10 +224,58 @@ def end_marked(marks: Mapping[str, str], grace_s: float) -> None:
     for pid in marked(marks):
         _signal_marked(pid, marks, signal.SIGTERM)
     _until(lambda: not marked(marks), grace_s)
+    deadline = time.monotonic() + DEATH_S
     while found := marked(marks):  # one may start another while we look
+        if time.monotonic() > deadline:
+            raise _undying(found)
         for pid in found:
             _signal_marked(pid, marks, signal.SIGKILL)
         _until(lambda: not marked(marks), 1.0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of whatever our processes leave behind, also of what hides from its group and its marks."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_children() -> None:
+    """Kill all that came of us, whatever it is; for a process that has adopted orphans and started no other."""
+    deadline = time.monotonic() + DEATH_S
+    while found := _children(os.getpid()):
+        if time.monotonic() > deadline:
+            raise _undying(found)
+        for pid in found:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.005)
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal, which would end it otherwise."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def _children(parent: int) -> list[int]:
+    found = []
+    for pid in _pids():
+        with suppress(OSError):
+            stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+            if int(stat.rpartition(")")[2].split()[1]) == parent:
+                found.append(pid)
+    return found
+
+
+def _undying(pids: Sequence[int]) -> UnavailableError:
+    return UnavailableError(
+        f"processes that do not end, not even by SIGKILL: {', '.join(map(str, pids))}",
+        hint="they wait in the kernel, for a device or a file server",
+    )
 
 
 def _signal_marked(pid: int, marks: Mapping[str, str], number: signal.Signals) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,7 +117,9 @@ class Road:
 
     def next(self, folder: Path) -> list[str]:
         """What to try from here."""
+        programs = Path(sys.executable).parent
         return [
+            *([f"export PATH={shlex.quote(str(programs))}:$PATH"] if shutil.which("stoker") is None else []),
             f"cd {shlex.quote(str(folder))}",
             f"stoker job eval {NAME} --set data.val=shards/val --set data.via=     # its best checkpoint, once more",
             f"stoker job report {NAME}     # all that is known of the run, in one archive",

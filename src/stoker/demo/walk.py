@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from stoker.core.processes import Process, start
 from stoker.demo.road import EPOCHS, NAME, Road, Step
 from stoker.errors import JobFailedError, UnavailableError
 from stoker.jobs.runs import Run, find
+from stoker.launchers.local import LocalLauncher
 from stoker.telemetry.events import Event
 from stoker.telemetry.reader import RunFollower
 
@@ -38,8 +39,8 @@ def walk(road: Road, folder: Path, say: Say) -> Run:
         begin, follow = road.training()
         _do(begin, folder, say)
         run = find(NAME)
-        killer = threading.Thread(target=_kill_a_rank, args=(run, say), daemon=True)
-        killer.start()
+        services.callback(LocalLauncher().stop, run.handle)  # whatever happens from here on
+        threading.Thread(target=_kill_a_rank, args=(run, say), daemon=True).start()
         _do(follow, folder, say)
         if len(run.read_status().attempts) < 2:
             raise JobFailedError("the training was over before a rank could be killed", where=run.folder)
@@ -96,10 +97,11 @@ def _kill_a_rank(run: Run, say: Say) -> None:
     logs = RunFollower(run.logs)
     heard: list[Event] = []
     while not run.read_status().state.is_final:
-        heard += logs.read().events
+        heard += logs.events()
         if (pid := _due(heard)) is not None:
             say(f"\n# Now rank 1 is killed, in the middle of an epoch\n$ kill -9 {pid}\n")
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
             return
         time.sleep(0.05)
 
@@ -112,5 +114,5 @@ def _due(events: list[Event]) -> int | None:
         return None
     saved, total = marks["checkpoint"]["step"], marks["start"]["total_steps"]
     # Not one of those at the end of an epoch: it shall go on in the middle of one.
-    is_inside = saved % (total // EPOCHS) != 0
+    is_inside = saved % (total // EPOCHS) != 0 or saved >= 0.6 * total  # a small set has no others
     return int(beats[-1].fields["pid"]) if saved >= 0.4 * total and is_inside else None

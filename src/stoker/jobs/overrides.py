@@ -66,7 +66,7 @@ def _read(assignment: str) -> tuple[list[str | int], str]:
         at = match.end()
     if "=" not in assignment:
         raise InputError(f"{assignment!r} gives no value: write it as resources.gpu=4")
-    if assignment[at] != "=" or not steps or isinstance(steps[0], int) or assignment.startswith("."):
+    if assignment[at : at + 1] != "=" or not steps or isinstance(steps[0], int) or assignment.startswith("."):
         raise InputError(f"{assignment!r} names no key: write it as resources.gpu=4 or ssh.hosts[0]=node1")
     return steps, assignment[at + 1 :]
 

@@ -25,7 +25,9 @@ from stoker.jobs.spec import Job, load_job, to_yaml
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import Slot
 
-_SECRET = re.compile(r"key|token|secret|passw|credential|auth|cookie|session", re.IGNORECASE)
+_SECRET = re.compile(
+    r"key|token|secret|pass(w|$|_)|pwd|credential|auth|cookie|session|private|webhook|(^|[_-])pat($|_)", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,11 @@ class Run:
     def write(self, name: str, data: bytes) -> None:
         """Write a file of the run at once."""
         temporary = self.folder / f".{name}.{os.getpid()}"
-        temporary.write_bytes(data)
-        temporary.replace(self.folder / name)
+        try:
+            temporary.write_bytes(data)
+            temporary.replace(self.folder / name)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def _text(self, name: str) -> str:
         try:
@@ -103,7 +108,7 @@ def home(environ: Mapping[str, str] | None = None) -> Path:
 
 def create(job: Job, plan: object) -> Run:
     """Make the folder of a new run, with what was asked and what was rendered."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     run = Run(home() / "runs" / f"{job.name}-{stamp}-{secrets.token_hex(2)}")
     try:
         run.folder.mkdir(mode=0o700, parents=True)  # what was rendered holds the job's own variables
@@ -119,7 +124,7 @@ def create(job: Job, plan: object) -> Run:
 def runs() -> list[Run]:
     """List every run, the newest first."""
     folder = home() / "runs"
-    found = [Run(path) for path in folder.iterdir() if (path / "job.yaml").is_file()] if folder.is_dir() else []
+    found = [Run(path) for path in folder.iterdir() if (path / "handle").is_file()] if folder.is_dir() else []
     return sorted(found, key=lambda run: (run.id.rsplit("-", 3)[1:], run.id), reverse=True)
 
 
@@ -149,15 +154,20 @@ def environment() -> dict[str, object]:
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
-        "argv": [without_secrets(word) for word in sys.argv],
-        "cwd": str(Path.cwd()),
+        "argv": [_shown(word) for word in sys.argv],
+        "cwd": _shown(str(Path.cwd())),
         "variables": masked(os.environ),
     }
 
 
 def masked(variables: Mapping[str, str]) -> dict[str, str]:
     """Give variables without the values that look like secrets."""
-    return {name: "…" if looks_secret(name) else without_secrets(value) for name, value in sorted(variables.items())}
+    return {name: "…" if looks_secret(name) else _shown(value) for name, value in sorted(variables.items())}
+
+
+def _shown(text: str) -> str:
+    """Take secrets out of URLs, and write bytes that are no text in another way."""
+    return without_secrets(text.encode(errors="backslashreplace").decode())
 
 
 def looks_secret(name: str) -> bool:

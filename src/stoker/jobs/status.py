@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 from enum import StrEnum
 
 import msgspec
 
 from stoker.errors import JobFailedError, StoppedError
+
+
+def signal_of(code: int) -> int:
+    """Tell which signal ended a program, by its exit code: -9, or 137 where a shell or a profiler tells it; 0: none."""
+    number = -code if code < 0 else code - 128
+    return number if number in signal.valid_signals() else 0
 
 
 class JobState(StrEnum):

@@ -6,6 +6,7 @@ that passes between them. Pure: no clock, no network, no file.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,8 @@ class AddressBook:
     hosts: Mapping[Slot, str]
     port: int
     python: str = "python3"
+    profiler: tuple[str, ...] = ()
+    """How the profiler is started, where it is not by its module's name."""
     cores: int = 1
     """Of one worker, where the job does not say."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -143,13 +146,14 @@ def _whole(job: Job, slot: Slot, book: AddressBook, command: Command | Standby) 
     argv = command.argv
     if job.profile.every > 0:
         every = f"{float(job.profile.every):g}"
-        argv = (book.python, "-m", "stoker.telemetry.profiler", "--every", every, "--", *argv)
+        words = book.profiler or (book.python, "-m", "stoker.telemetry.profiler")
+        argv = (*words, "--every", every, "--", *argv)
     return replace(command, argv=argv, env=env, cwd=job.program.cwd)
 
 
 def _contract(job: Job, slot: Slot, book: AddressBook) -> dict[str, str]:
     """Give the variables that every slot finds; empty ones are left away."""
-    cores = int(job.resources.cpu or 0) or book.cores
+    cores = math.ceil(job.resources.cpu) if job.resources.cpu else book.cores
     cache = job.data.cache
     given = {
         "STOKER_JOB": job.name,

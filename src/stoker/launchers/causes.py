@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from stoker.errors import InputError, MissingError
+from stoker.jobs.status import signal_of
 from stoker.jobs.topology import Slot
 from stoker.telemetry.events import Event
 from stoker.telemetry.reader import read_log
@@ -17,13 +18,20 @@ TAIL_LINES, TAIL_BYTES = 400, 4 << 20
 # One failure in torchrun's table; the root cause comes last.
 _FAILURE = re.compile(r"rank\s*:\s*(?P<rank>\d+) \(local_rank.*?exitcode\s*:\s*(?P<code>-?\d+) ", re.DOTALL)
 _RANK = re.compile(r"\[(?:rank|default)(?P<rank>\d+)\]: ?")
-_AGENT = ("torch/distributed/elastic/", "torch.distributed.elastic.multiprocessing.errors.ChildFailedError")
-_EXCEPTION = re.compile(r"(?P<words>(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Fault)\b.*)")
+_TRACEBACK = "Traceback (most recent call last):"
+# What torchrun raises because of a rank, which says nothing of why.
+_AGENT = ("ChildFailedError", "SignalException")
 _CLASS = re.compile(r"^\w+Error: ")
-_OURS = re.compile(r"(?:stoker|error): (?P<words>.+)")
+# Of programs that end without a traceback.
+_LINES = (
+    re.compile(r"(?:stoker|error|\S+: error): (?P<words>.+)"),
+    re.compile(r"\S*python[\d.]*: (?P<words>(?:No module named|can't open file|Error while finding) .+)"),
+    re.compile(r"(?P<words>(?:\w+\.)*\w*(?:Error|Exception)(?::.*)?)$"),
+)
 # What a rank says when another one is gone.
 _PARTNER = re.compile(
-    r"Connection (closed|reset|refused)|Broken pipe|remote (process|worker|rank)|Timed out waiting", re.I
+    r"Connection (closed|reset|refused)|Broken pipe|remote (process|worker|rank)|Timed out|communicator was aborted|"
+    r"another rank is gone|DistStoreError"
 )
 
 
@@ -51,13 +59,18 @@ class Cause:
 
     @property
     def _signal(self) -> int:
-        return -self.code if self.code < 0 else max(0, self.code - 128)
+        return signal_of(self.code)
+
+    @property
+    def weight(self) -> tuple[bool, bool, bool, Slot]:
+        """Sort causes: what failed by itself first, killed before failed, and who says why before who does not."""
+        return self.is_of_a_partner, not self._signal, self.words is None, self.slot
 
     def _what(self) -> str:
         if self._signal == signal.SIGKILL and self.out_of_memory:
             return "was killed by SIGKILL while the kernel was ending processes because there was no memory left"
-        if self._signal in signal.valid_signals():
-            return f"was killed by {signal.Signals(self._signal).name}"
+        if self._signal:
+            return f"was killed by {_name(self._signal)}"
         if self.words and self.code in (InputError.exit_code, MissingError.exit_code):
             return f"refused to start: {_CLASS.sub('', self.words)}"
         if self.words and self.code == 1:
@@ -84,15 +97,33 @@ def _own_words(told: Sequence[Event], rank: int | None) -> str | None:
 
 
 def _last_words(lines: Sequence[str], rank: int | None) -> str | None:
-    """Find the last line that names an error of this rank; torch marks lines with the rank once it knows it."""
-    end = next((at for at, line in enumerate(lines) if any(sign in line for sign in _AGENT)), len(lines))
-    by_rank = any(_RANK.match(line) for line in lines)
-    for line in reversed(lines[:end]):
-        mark = _RANK.match(line)
-        if rank is not None and by_rank and (mark is None or int(mark["rank"]) != rank):
-            continue
-        words = line[mark.end() :] if mark else line
-        for pattern in (_OURS, _EXCEPTION):
-            if match := pattern.match(words.strip()):
-                return match["words"]
-    return None
+    """Find what a rank said of its error last; torch marks lines with the rank once it knows it."""
+    marks = [_RANK.match(line) for line in lines]
+    own = [
+        line[mark.end() :] if mark else line
+        for line, mark in zip(lines, marks, strict=True)
+        if rank is None or not any(marks) or (mark is not None and int(mark["rank"]) == rank)
+    ]
+    raised = [words for words in _raised(own) if not any(sign in words for sign in _AGENT)]
+    if raised:
+        return raised[-1]
+    found = (match["words"] for line in reversed(own) for one in _LINES if (match := one.match(line.strip())))
+    return next((words for words in found if not any(sign in words for sign in _AGENT)), None)
+
+
+def _raised(lines: Sequence[str]) -> Iterator[str]:
+    """Give the line behind each traceback: the error itself."""
+    inside = False
+    for line in lines:
+        if _TRACEBACK in line:
+            inside = True
+        elif inside and line.strip() and not line.startswith((" ", "\t")):
+            inside = False
+            yield line.strip()
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # one of those without a name
+        return f"signal {number}"

@@ -6,9 +6,10 @@ import os
 import time
 from collections.abc import Mapping
 
-from stoker.core.processes import Process, end_marked, start
-from stoker.errors import StokerError
+from stoker.core.processes import Process, end_marked, marked, start
 from stoker.jobs.runs import Run
+from stoker.jobs.spec import RESERVED
+from stoker.jobs.status import signal_of
 from stoker.jobs.topology import Command, Slot
 
 LEFTOVER_GRACE_S = 5.0
@@ -28,13 +29,14 @@ class Gang:
         try:
             for slot in commands:
                 self._processes[slot] = self._start(slot)
-        except StokerError:
+        except BaseException:
             self.end(0)
             raise
 
     def _start(self, slot: Slot) -> Process:
         command = self._commands[slot]
-        env = {**os.environ, **self._own, **command.env}
+        outer = {name: value for name, value in os.environ.items() if not RESERVED.fullmatch(name)}
+        env = {**outer, **self._own, **command.env}
         with open(self._run.log(slot, self._attempt), "ab", buffering=0) as log:
             return start(command.argv, env=env, cwd=command.cwd, stdout=log, stderr=log, dies_with_us=True)
 
@@ -45,7 +47,11 @@ class Gang:
 
     def codes(self) -> dict[Slot, int | None]:
         """Tell the exit code of each slot (negative: the signal that ended it), None while it runs."""
-        return {slot: process.poll() for slot, process in self._processes.items()}
+        return {slot: _plain(process.poll()) for slot, process in self._processes.items()}
+
+    def is_alive(self, pid: int) -> bool:
+        """Whether a process is one of this run's, and lives."""
+        return pid in marked({"STOKER_RUN": self._run.id})
 
     def replace(self, slot: Slot) -> None:
         """Start a lost slot again, while the others go on; first what it left is ended."""
@@ -60,15 +66,21 @@ class Gang:
             time.sleep(0.02)
 
     def end(self, grace_s: float) -> None:
-        """End every slot: TERM to each, up to `grace_s` to leave, then KILL to all that came of them."""
+        """End every slot: TERM to each, and then to what each left; after `grace_s` in all, KILL."""
+        deadline = time.monotonic() + grace_s
         for process in self._processes.values():
             process.terminate()
         self.leave(grace_s)
         for process in self._processes.values():
-            process.end(0)
-        end_left(self._run)
+            process.end(max(0.0, deadline - time.monotonic()))
+        end_left(self._run, max(0.0, deadline - time.monotonic()))
 
 
-def end_left(run: Run) -> None:
+def end_left(run: Run, grace_s: float) -> None:
     """End whatever still runs of a run, also what an earlier watcher left."""
-    end_marked({"STOKER_RUN": run.id}, LEFTOVER_GRACE_S)
+    end_marked({"STOKER_RUN": run.id}, grace_s)
+
+
+def _plain(code: int | None) -> int | None:
+    """Write every death by a signal as the negative signal, also where a shell or the profiler tells it as 128 more."""
+    return code if code is None or not signal_of(code) else -signal_of(code)

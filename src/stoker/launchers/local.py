@@ -5,26 +5,28 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
-from stoker.errors import Fault, SpecError, UnavailableError
+from stoker.errors import ConflictError, Fault, MissingExtraError, SpecError, UnavailableError
 from stoker.jobs.launcher import LogLine, Traits, check
 from stoker.jobs.runs import Run
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, commands, slots_of
 from stoker.launchers.gang import end_left
-from stoker.launchers.plan import LocalPlan
+from stoker.launchers.plan import HOST, LocalPlan, free_port
 from stoker.launchers.supervisor import watcher
+from stoker.telemetry import profiler
 from stoker.telemetry.reader import RunFollower
 
 POLL_S = 0.1
@@ -41,13 +43,17 @@ class LocalLauncher:
         faults = [*check(job, self.traits), *_missing(job)]
         if faults:
             raise SpecError(faults, where=f"job {job.name!r} on this machine")
+        if job.topology == "torchrun" and find_spec("torch") is None:
+            raise MissingExtraError("torch", "torch", purpose="the topology 'torchrun'")
         notes = tuple(_left_aside(job))
         job = self.anchored(job)
-        slots = slots_of(job)
+        slots, port = slots_of(job), job.port or free_port()
         book = AddressBook(
-            hosts=dict.fromkeys(slots, "127.0.0.1"),
-            port=job.port or _free_port(),
+            hosts=dict.fromkeys(slots, HOST),
+            port=port,
             python=sys.executable,
+            # By its path and without site: a module of the user's cannot stand in its way.
+            profiler=(sys.executable, "-I", "-S", profiler.__file__),
             cores=max(1, len(os.sched_getaffinity(0)) // len(slots)),
             # Host names of laptops often lead nowhere.
             env={"GLOO_SOCKET_IFNAME": "lo"},
@@ -59,6 +65,7 @@ class LocalLauncher:
                 for slot, command in found.items()
                 if isinstance(command, Command)
             },
+            port=port,
             notes=notes,
         )
 
@@ -88,17 +95,21 @@ class LocalLauncher:
 
     def restart(self, run: Run) -> None:
         """Start a run again that is over, in its own folder and so with its own checkpoints."""
+        if watcher(run) is not None:
+            raise ConflictError("is being watched over already", where=run.id)
         before = run.read_status()
-        run.write_status(msgspec.structs.replace(before, state=JobState.PENDING, message="", ended=None))
-        with open(run.folder / "supervisor.log", "ab") as log:
-            argv = [sys.executable, "-m", "stoker.launchers.supervisor", str(run.folder)]
-            subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False)
-        deadline = time.monotonic() + START_S
-        while run.read_status().state is JobState.PENDING:
-            said = (run.folder / "supervisor.log").read_text().strip().splitlines()
-            if said or time.monotonic() > deadline:
-                raise UnavailableError(f"the supervisor did not start: {said[-1] if said else 'no reason given'}")
-            time.sleep(0.01)
+        with open(run.folder / "supervisor.log", "a+b") as log:
+            told = log.seek(0, os.SEEK_END)
+            argv = [sys.executable, "-P", "-m", "stoker.launchers.supervisor", str(run.folder)]
+            # In a session of its own from the first moment: a Ctrl-C here is not meant for it.
+            subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, check=False)
+            deadline = time.monotonic() + START_S
+            while run.read_status().began == before.began:  # the first that it writes, once the run is its own
+                log.seek(told)
+                said = log.read().decode(errors="replace").strip().splitlines()
+                if said or time.monotonic() > deadline:
+                    raise UnavailableError(f"the supervisor did not start: {said[-1] if said else 'no reason given'}")
+                time.sleep(0.01)
 
     def status(self, handle: str) -> JobStatus:
         """Tell what the supervisor wrote last; without a supervisor a run that is not over is lost."""
@@ -111,22 +122,18 @@ class LocalLauncher:
         status = run.read_status()  # it may have ended between the two looks
         if status.state.is_final:
             return status
-        return msgspec.structs.replace(
-            status,
-            state=JobState.LOST,
-            message=f"the process that watched over the run is gone; go on with: stoker job run --resume {run.id}",
-        )
+        message = f"the process that watched over the run is gone; go on with: stoker job run --resume {run.id}"
+        state = run.folder / "state.json"
+        return _ended(status, JobState.LOST, message, state.stat().st_mtime if state.exists() else time.time())
 
     def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[LogLine]:
         """Give what the slots wrote, attempt by attempt."""
         run = _run(handle)
-        logs = RunFollower(run.logs)
+        logs = RunFollower(run.logs, slot=None if slot is None else str(slot))
         while True:
             over = not follow or self.status(handle).state.is_final  # looked at before the last read
-            for line in logs.read(final=over).lines:
-                owner = Slot.parse(line.log.slot)
-                if slot is None or owner == slot:
-                    yield LogLine(owner, line.log.attempt, line.text)
+            for line in logs.lines(final=over):
+                yield LogLine(Slot.parse(line.log.slot), line.log.attempt, line.text)
             if over:
                 return
             time.sleep(POLL_S)
@@ -134,19 +141,24 @@ class LocalLauncher:
     def stop(self, handle: str) -> None:
         """Ask the supervisor to end the run, and wait for it; end what is left where there is none."""
         run = _run(handle)
-        try:
-            _signal_supervisor(run, signal.SIGTERM, float(run.job.grace) + 15)
-        finally:  # also when a second Ctrl-C cuts the grace short
-            _signal_supervisor(run, signal.SIGKILL, 5)
-            end_left(run)
+        grace = float(run.job.grace)
+        _until(lambda: run.read_status().state is not JobState.PENDING or not _is_young(run), START_S)
+        if (pid := watcher(run)) is not None:
+            try:
+                _signal(run, pid, signal.SIGTERM)
+                _until(lambda: watcher(run) != pid, grace + 15)
+            except KeyboardInterrupt:  # a second Ctrl-C cuts the grace short, and a third must not cut this short
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _signal(run, pid, signal.SIGKILL)
+            _until(lambda: watcher(run) != pid, 5)
+            grace = 0.0
+        if watcher(run) is not None:  # someone has started it again
+            return
+        end_left(run, grace)
         status = self.status(handle)
         if status.state is JobState.LOST:
-            slots = tuple(
-                one if one.state.is_final else msgspec.structs.replace(one, state=JobState.STOPPED)
-                for one in status.slots
-            )
-            change = {"state": JobState.STOPPED, "slots": slots, "message": "stopped", "ended": time.time()}
-            run.write_status(msgspec.structs.replace(status, **change))
+            stopped = _ended(status, JobState.STOPPED, "stopped", time.time())
+            run.write_status(stopped)
 
 
 def _absolute(path: str | None) -> str | None:
@@ -164,8 +176,12 @@ def _missing(job: Job) -> Iterator[Fault]:
         yield Fault("program.command", f"there is no program {program.command[0]!r} on the PATH")
     for key in ("train", "val"):
         url = getattr(job.data, key)
-        if url and "://" not in url and "{" not in url and not Path(url).exists():
+        if not url or "://" in url or "{" in url:
+            continue
+        if not Path(url).exists():
             yield Fault(f"data.{key}", f"there is nothing at {Path.cwd() / url}")
+        elif Path(url).is_dir() and not any(_looks_like_shards(path) for path in Path(url).iterdir()):
+            yield Fault(f"data.{key}", f"there are no shards in {Path.cwd() / url}: stoker data convert makes them")
     gpus, wanted = len(_gpus()), job.resources.gpu * job.max_workers
     if wanted > gpus:
         yield Fault("resources.gpu", f"{wanted} are wanted and {gpus} are here (--set resources.gpu=0 does without)")
@@ -175,6 +191,10 @@ def _missing(job: Job) -> Iterator[Fault]:
     for path in job.secret_files:
         if not Path(path).exists():
             yield Fault(f"secret_files.{path}", "there are no secrets here but files, and this one does not exist")
+
+
+def _looks_like_shards(path: Path) -> bool:
+    return path.name == "manifest.json" or ".tar" in path.suffixes or "tfrecord" in path.name or "-of-" in path.name
 
 
 def _path(job: Job, folder: Path) -> str:
@@ -212,22 +232,26 @@ def _run(handle: str) -> Run:
     return Run(Path(handle.removeprefix("local://")))
 
 
-def _signal_supervisor(run: Run, number: signal.Signals, wait_s: float) -> None:
-    """Signal whoever watches over a run, once, and wait until nobody does."""
-    told, deadline = False, time.monotonic() + wait_s
-    while (pid := watcher(run)) is not None and time.monotonic() < deadline:
-        if pid and not told:
+def _ended(status: JobStatus, state: JobState, message: str, ended: float) -> JobStatus:
+    """Give a status as it is for a run, and for its slots, that nobody saw end."""
+    slots = tuple(
+        one if one.state.is_final else msgspec.structs.replace(one, state=state, pid=None) for one in status.slots
+    )
+    return msgspec.structs.replace(status, state=state, slots=slots, message=message, ended=ended)
+
+
+def _signal(run: Run, pid: int | None, number: signal.Signals) -> None:
+    """Signal the process that watches over a run, if it still does."""
+    if pid and watcher(run) == pid:
+        with suppress(ProcessLookupError):
             os.kill(pid, number)
-            told = True
+
+
+def _until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
         time.sleep(POLL_S / 2)
 
 
 def _is_young(run: Run) -> bool:
     return time.time() - run.folder.stat().st_mtime < START_S
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import socket
+from dataclasses import replace
+
 import msgspec
 
 from stoker.core.spec import load
 from stoker.jobs.runs import Run
 from stoker.jobs.topology import Command, Slot
 
+HOST = "127.0.0.1"
+# Below those that the kernel gives to clients, so that none of them takes one while a job pauses.
+PORTS = range(20000, 32000)
+
 
 class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The command of every slot, and what the user should know of them."""
+    """The command of every slot, where they meet, and what the user should know of them."""
 
     slots: dict[str, Command]
+    port: int
     notes: tuple[str, ...] = ()
 
     @property
@@ -20,8 +30,37 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
         """By slot."""
         return {Slot.parse(name): command for name, command in self.slots.items()}
 
+    def on_free_port(self) -> LocalPlan:
+        """Give the same plan, with another port to meet at where someone has taken this one."""
+        if _is_free(self.port):
+            return self
+        port = free_port()
+        slots = {name: replace(one, argv=_moved(one.argv, self.port, port)) for name, one in self.slots.items()}
+        return msgspec.structs.replace(self, slots=slots, port=port)
+
 
 def read_plan(run: Run) -> LocalPlan:
     """Read what a run was started with."""
     path = run.folder / "plan.json"
     return load(path.read_bytes(), LocalPlan, path)
+
+
+def free_port() -> int:
+    """Find a loopback port that nothing listens on."""
+    start = PORTS.start + os.getpid() * 37 % len(PORTS)
+    return next(port for port in itertools.chain(range(start, PORTS.stop), PORTS) if _is_free(port))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((HOST, port))
+        except OSError:
+            return False
+        return True
+
+
+def _moved(argv: tuple[str, ...], old: int, new: int) -> tuple[str, ...]:
+    swap = {("--master-port", str(old)): str(new), ("--rdzv-endpoint", f"{HOST}:{old}"): f"{HOST}:{new}"}
+    return (argv[0], *(swap.get(pair, pair[1]) for pair in itertools.pairwise(argv)))

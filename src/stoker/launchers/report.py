@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import io
+import json
 import os
 import tarfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
 
+import msgspec
+
+from stoker.core.spec import to_json, to_yaml
 from stoker.errors import without_secrets
 from stoker.jobs.runs import Run, looks_secret
-from stoker.telemetry.events import Event
-from stoker.telemetry.reader import read_run
+from stoker.jobs.spec import parse_job, plain
+from stoker.telemetry.reader import read_events
 
-SHORTEST_SECRET = 8
+SHORTEST_SECRET = 6
 """Shorter values stand in texts by chance."""
 LEFT_OUT = ("checkpoints", "tensorboard", "lock")
 
@@ -25,29 +30,69 @@ def write_report(run: Run, path: Path, summary: str, environ: Mapping[str, str] 
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with tarfile.open(temporary, "w:gz") as archive:
-            for name, text in [*_files(run), ("summary.txt", summary), ("events.jsonl", _events(run))]:
-                _add(archive, f"{run.id}/{name}", _clean(text, hidden))
+            for path in _files(run):
+                _add(archive, f"{run.id}/{path.relative_to(run.folder)}", _cleaned(path, hidden))
+            _add(archive, f"{run.id}/summary.txt", [_clean(summary, hidden)])
+            _add(archive, f"{run.id}/events.jsonl", (_clean(line, hidden) for line in _events(run)))
+        temporary.chmod(0o600)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _files(run: Run) -> Iterator[tuple[str, str]]:
+def _files(run: Run) -> Iterator[Path]:
     for path in sorted(run.folder.rglob("*")):
         name = path.relative_to(run.folder)
         if path.is_file() and name.parts[0] not in LEFT_OUT and not path.name.startswith("."):
-            yield str(name), path.read_text(errors="replace")
+            yield path
 
 
-def _events(run: Run) -> str:
-    return "".join(f"{to_line(event)}\n" for event in read_run(run.logs).events)
+def _events(run: Run) -> Iterator[str]:
+    return (f"{msgspec.json.encode(event).decode()}\n" for event in read_events(run.logs))
 
 
-def to_line(event: Event) -> str:
-    """Write an event as one line of JSON."""
-    import msgspec
+def _cleaned(path: Path, hidden: list[str]) -> Iterable[str]:
+    """Give a file without secrets: settings by the names of their keys, other text line by line."""
+    if path.suffix in (".yaml", ".json"):
+        return [_clean(_without(path.read_text(errors="replace"), path.suffix), hidden)]
+    return _lines(path, hidden)
 
-    return msgspec.json.encode(event).decode()
+
+def _lines(path: Path, hidden: list[str]) -> Iterator[str]:
+    with path.open(errors="replace", newline="\n") as file:
+        for line in file:
+            yield _clean(line, hidden)
+
+
+def _without(text: str, kind: str) -> str:
+    """Take the values of variables that look like secrets out of settings."""
+    if kind == ".yaml":
+        return to_yaml(_masked(plain(parse_job(text, "job.yaml"))))
+    try:
+        return to_json(_masked(msgspec.json.decode(text))).decode()
+    except msgspec.DecodeError:  # torn, on a full disk
+        return ""
+
+
+def _masked(data: Any) -> Any:
+    """Mask what stands under a name, or behind a flag, that looks like a secret's."""
+    if isinstance(data, dict):
+        return {
+            name: "…" if isinstance(value, str) and looks_secret(str(name)) else _masked(value)
+            for name, value in data.items()
+        }
+    if isinstance(data, list):
+        return [_masked_word(before, word) for before, word in zip(["", *data], data, strict=False)]
+    return data
+
+
+def _masked_word(before: Any, word: Any) -> Any:
+    if not isinstance(word, str):
+        return _masked(word)
+    flag, equals, _ = word.partition("=")
+    if flag.startswith("-") and equals and looks_secret(flag):
+        return f"{flag}=…"
+    return "…" if isinstance(before, str) and before.startswith("-") and looks_secret(before) else word
 
 
 def _secrets(run: Run, environ: Mapping[str, str]) -> list[str]:
@@ -60,12 +105,15 @@ def _secrets(run: Run, environ: Mapping[str, str]) -> list[str]:
 
 def _clean(text: str, hidden: list[str]) -> str:
     for value in hidden:
-        text = text.replace(value, "…")
+        text = text.replace(value, "…").replace(json.dumps(value)[1:-1], "…")
     return "\n".join(without_secrets(line) for line in text.split("\n"))
 
 
-def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
-    data = text.encode(errors="replace")
-    info = tarfile.TarInfo(name)
-    info.size, info.mtime, info.mode = len(data), int(time.time()), 0o644
-    archive.addfile(info, io.BytesIO(data))
+def _add(archive: tarfile.TarFile, name: str, parts: Iterable[str]) -> None:
+    with TemporaryFile() as file:
+        for part in parts:
+            file.write(part.encode(errors="replace"))
+        info = tarfile.TarInfo(name)
+        info.size, info.mtime, info.mode = file.tell(), int(time.time()), 0o644
+        file.seek(0)
+        archive.addfile(info, file)

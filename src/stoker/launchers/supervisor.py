@@ -11,275 +11,208 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.core.processes import marked
+from stoker.core.processes import adopt_orphans, end_children
 from stoker.core.spec import to_json
 from stoker.errors import StokerError
 from stoker.jobs.control import Restart, decide
 from stoker.jobs.runs import Run, packages
 from stoker.jobs.spec import Job
-from stoker.jobs.status import Attempt, JobState, JobStatus, SlotStatus
+from stoker.jobs.status import Attempt, JobState, JobStatus, SlotStatus, signal_of
 from stoker.jobs.topology import Slot, lead_slots
 from stoker.launchers.causes import Cause, cause
 from stoker.launchers.gang import Gang, end_left
+from stoker.launchers.hearing import Hearing
 from stoker.launchers.plan import LocalPlan, read_plan
-from stoker.telemetry.reader import Follower
-
-if TYPE_CHECKING:
-    from stoker.launchers.tensorboard import Board
 
 POLL_S = 0.05
 SETTLE_S = 0.3
 """After the first failure: another slot may just be writing what really happened."""
 FAILED_GRACE_S = 10.0
 """For those whose partners are gone already: they cannot finish a step any more."""
-STACKS_S = 2.0
 LOCK_S = 2.0
-RENEWED_S = 10.0
 STOPPED = "stopped"
 
 
-class Stopped(Exception):  # noqa: N818
-    """Someone asked the run to end."""
+class Wish:
+    """Whether someone asked the run to end; a signal is taken for it."""
+
+    def __init__(self) -> None:
+        self.stop = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._hear)
+
+    def _hear(self, *_: object) -> None:
+        self.stop = True
 
 
-@dataclass(slots=True)
-class Pulse:
-    """The last that was heard of one rank."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Why an attempt is over, and how long what still runs of it may take to end."""
 
-    pid: int
-    step: int
-    at: float
-    shard: str
+    cause: str
+    grace_s: float
+    code: int = 0
+    hung: bool = False
 
 
 class Supervisor:
     """One run, from its first attempt to its end."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, wish: Wish) -> None:
+        self._run, self._wish = run, wish
         self._job: Job = run.job
         self._plan: LocalPlan = read_plan(run)
         self._status = run.read_status()
-        self._stop = False
-        self._board = _board(run, self._job)
+        self._earlier, self._first = _earlier(self._status)
+        self._attempts: list[Attempt] = []
+        self._replaced = 0
+        self._memory = _Memory()
 
-    def ask_to_stop(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """Take a signal for the wish to end."""
-        self._stop = True
-
-    def watch(self) -> JobStatus:
-        """Try until the job succeeds, is stopped, or is given up."""
-        end_left(self._run)
-        earlier, first = _earlier(self._status)
-        began = time.time()
-        attempts: list[Attempt] = []
+    def watch(self) -> None:
+        """Try until the job succeeds, is stopped, or is given up; whatever happens is told in the run's state."""
         try:
-            while True:
-                number = first + len(attempts)
-                self._tell(JobState.RUNNING, attempt=number, attempts=(*earlier, *attempts), began=began)
-                if attempts:
-                    self._explain(number, attempts[-1].cause)
-                attempt = self._try(number)
-                attempts.append(attempt)
-                if self._stop and attempt.cause == STOPPED:
-                    return self._end(JobState.STOPPED, earlier, attempts, STOPPED)
-                if attempt.code == 0 and not attempt.hung:
-                    return self._end(JobState.SUCCEEDED, earlier, attempts)
-                decision = decide(attempts, self._job.retries)
-                if not isinstance(decision, Restart):
-                    why = f" ({decision.why})" if self._job.retries else ""
-                    return self._end(JobState.FAILED, earlier, attempts, f"{attempt.cause}{why}")
-                self._tell(
-                    JobState.RUNNING,
-                    attempts=(*earlier, *attempts),
-                    message=f"attempt {number} failed: {attempt.cause}; starting again",
-                )
-                self._pause(decision.after_s)
-        except Stopped:
-            return self._end(JobState.STOPPED, earlier, attempts, STOPPED)
+            self._tell(state=JobState.RUNNING, began=time.time(), ended=None, message="", slots=())
+            end_left(self._run, float(self._job.grace))
+            state, message = self._watch()
         except StokerError as error:
-            return self._end(JobState.FAILED, earlier, attempts, str(error))
+            state, message = JobState.FAILED, str(error)
+        except Exception as error:  # a bug of ours, or a full disk; the job's end must be told all the same
+            traceback.print_exc()
+            where = self._run.folder / "supervisor.log"
+            state, message = JobState.FAILED, f"the supervisor failed: {type(error).__name__}: {error}; see {where}"
+        self._tell(state=state, message=message, ended=time.time())
+
+    def _watch(self) -> tuple[JobState, str]:
+        while True:
+            number = self._first + len(self._attempts)
+            self._tell(attempt=number)
+            if self._attempts:
+                self._explain(number, self._attempts[-1].cause)
+            attempt = self._try(number)
+            self._attempts.append(attempt)
+            self._tell(attempts=(*self._earlier, *self._attempts))
+            if attempt.cause == STOPPED:
+                return JobState.STOPPED, STOPPED
+            if attempt.code == 0 and not attempt.hung:
+                return JobState.SUCCEEDED, ""
+            decision = decide(self._attempts, self._job.retries, elastic=self._job.is_elastic)
+            if not isinstance(decision, Restart):
+                return JobState.FAILED, attempt.cause + (f" ({decision.why})" if self._job.retries else "")
+            self._tell(message=f"attempt {number} failed: {attempt.cause}; starting again")
+            until = time.monotonic() + decision.after_s
+            while time.monotonic() < until:
+                if self._wish.stop:
+                    return JobState.STOPPED, STOPPED
+                time.sleep(POLL_S)
+            self._tell(message="")
 
     def _try(self, number: int) -> Attempt:
         """Carry out one attempt, and tell how it ended; nothing of it is left then."""
-        began, killed_before = time.time(), _oom_kills()
-        hearing = _Hearing(self._run, number, self._plan.commands, self._board)
-        gang = Gang(self._run, number, self._plan.commands)
-        grace = float(self._job.grace)
-        found: Cause | None = None
-        hung = why = ""
-        replaced = 0
+        began = time.time()
+        plan = self._plan if self._job.port else self._plan.on_free_port()
+        hearing = Hearing(self._run, number, plan.commands, self._job)
+        gang = Gang(self._run, number, plan.commands)
+        outcome: Outcome | None = None
         try:
-            self._tell_slots(gang.pids, gang.codes())
+            self._tell_slots(gang)
             if number == 0:  # for a report; it takes a moment, in which the job has already started
                 self._run.write("packages.json", to_json(packages()))
-            while True:
-                hearing.listen()
-                codes = gang.codes()
-                self._tell_slots(gang.pids, codes)
-                if self._job.is_elastic and replaced < self._job.retries and (lost := _lost(codes)):
-                    replaced += 1
-                    hearing.forget(lost)
-                    gang.replace(lost)
-                    continue
-                if self._job.is_elastic and 0 in codes.values():
-                    gang.leave(grace)  # the last step is over; who is not done by then waits for someone who is gone
-                    break
-                if any(codes.values()):
-                    time.sleep(SETTLE_S)
-                    found = self._cause(gang.codes(), number, _oom_kills() > killed_before)
-                    grace = min(grace, FAILED_GRACE_S)
-                    break
-                if all(codes[slot] == 0 for slot in lead_slots(self._job)):
-                    break
-                if hung := hearing.hung(float(self._job.hang_after)):
-                    hearing.ask_for_stacks()
-                    grace = min(grace, FAILED_GRACE_S)
-                    break
-                if self._stop:
-                    why = STOPPED
-                    break
+            while (outcome := self._outcome(gang, hearing, number)) is None:
                 time.sleep(POLL_S)
         finally:
-            gang.end(grace)
-            self._tell_slots(gang.pids, gang.codes())
+            gang.end(outcome.grace_s if outcome else float(self._job.grace))
+            self._tell_slots(gang)
+            end_children()
         hearing.listen()
         return Attempt(
             number=number,
             began=began,
             ended=time.time(),
-            code=found.code if found else 0,
-            cause=found.sentence if found else hung or why,
-            hung=bool(hung),
+            code=outcome.code,
+            cause=outcome.cause,
+            hung=outcome.hung,
             steps=hearing.steps,
         )
 
-    def _cause(self, codes: Mapping[Slot, int | None], number: int, out_of_memory: bool) -> Cause:
+    def _outcome(self, gang: Gang, hearing: Hearing, number: int) -> Outcome | None:
+        """Look once: what has been said, who has ended, who hangs, and whether it should stop."""
+        hearing.listen()
+        self._memory.look()
+        codes = gang.codes()
+        self._tell_slots(gang)
+        grace = float(self._job.grace)
+        if self._job.is_elastic:
+            if self._replaced < self._job.retries and (lost := _lost(codes)):
+                self._replaced += 1
+                hearing.forget(lost)
+                gang.replace(lost)
+                return None
+            if 0 in codes.values():
+                gang.leave(grace)  # the last step is over; who is not done by then waits for someone who is gone
+                return Outcome("", 0.0)
+        if any(codes.values()):
+            time.sleep(SETTLE_S)
+            found = self._cause(gang.codes(), number)
+            return Outcome(found.sentence, min(grace, FAILED_GRACE_S), code=found.code)
+        if all(codes[slot] == 0 for slot in lead_slots(self._job)):
+            return Outcome("", grace)
+        if hung := hearing.hung(gang):
+            hearing.ask_for_stacks(gang)
+            return Outcome(hung, min(grace, FAILED_GRACE_S), hung=True)
+        return Outcome(STOPPED, grace) if self._wish.stop else None
+
+    def _cause(self, codes: Mapping[Slot, int | None], number: int) -> Cause:
         """Choose among slots that failed the one that says most: a program's own error before an ended partner."""
+        short = self._memory.was_short()
         causes = [
-            cause(slot, code, self._run.log(slot, number), out_of_memory=out_of_memory)
-            for slot, code in codes.items()
-            if code
+            cause(slot, code, self._run.log(slot, number), out_of_memory=short) for slot, code in codes.items() if code
         ]
-        return min(causes, key=lambda one: (one.is_of_a_partner, one.words is None, one.slot))
+        return min(causes, key=lambda one: one.weight)
 
     def _explain(self, number: int, why: str) -> None:
         """Begin the log of a new attempt with the reason for it, where whoever follows will see it."""
         first = min(self._plan.commands)
         self._run.log(first, number).write_text(f"--- attempt {number}, because {why}\n")
 
-    def _pause(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            if self._stop:
-                raise Stopped
-            time.sleep(POLL_S)
-
-    def _tell_slots(self, pids: Mapping[Slot, int], codes: Mapping[Slot, int | None]) -> None:
+    def _tell_slots(self, gang: Gang) -> None:
+        pids = gang.pids
         slots = tuple(
-            SlotStatus(slot=str(slot), state=_state(code), pid=pids[slot], code=code) for slot, code in codes.items()
+            SlotStatus(slot=str(slot), state=_state(code), pid=pids[slot], code=code)
+            for slot, code in gang.codes().items()
         )
         if slots != self._status.slots:
             self._tell(slots=slots)
 
-    def _tell(self, state: JobState | None = None, **changes: object) -> None:
-        given = changes if state is None else {"state": state, **changes}
-        self._status = msgspec.structs.replace(self._status, **given)
-        self._run.write_status(self._status)
-
-    def _end(
-        self, state: JobState, earlier: tuple[Attempt, ...], attempts: list[Attempt], message: str = ""
-    ) -> JobStatus:
-        self._tell(state, attempts=(*earlier, *attempts), message=message, ended=time.time())
-        return self._status
+    def _tell(self, **changes: object) -> None:
+        """Keep the state for others to read; that it cannot be written is no reason to end a training."""
+        self._status = msgspec.structs.replace(self._status, **changes)
+        with suppress(OSError):
+            self._run.write_status(self._status)
 
 
-class _Hearing:
-    """What the slots of an attempt have said so far."""
+class _Memory:
+    """Whether the kernel has just killed a process for want of memory, on all of this machine."""
 
-    def __init__(self, run: Run, attempt: int, slots: Iterable[Slot], board: Board | None) -> None:
-        self._run, self._attempt, self._board = run, attempt, board
-        self._followers = {slot: Follower(run.log(slot, attempt)) for slot in slots}
-        self._pulses: dict[tuple[Slot, int], Pulse] = {}
+    def __init__(self) -> None:
+        self._counts = [(time.monotonic(), _oom_kills())]
 
-    @property
-    def steps(self) -> int:
-        return max((pulse.step for pulse in self._pulses.values()), default=-1)
-
-    def listen(self) -> list[str]:
-        """Hear what is new; give the lines of text in it."""
-        text = []
-        for slot, follower in self._followers.items():
-            lines, events = follower.read()
-            text += [f"{slot}: {line}" for line in lines]
-            if self._board is not None:
-                self._board.write(events)
-            for event in events:
-                if event.kind == "heartbeat":
-                    if all(pulse.pid != event.pid for pulse in self._pulses.values()):
-                        self._forget_older(slot)
-                    self._pulses[slot, event.rank] = Pulse(
-                        pid=int(event.fields.get("pid", 0)),
-                        step=int(event.fields.get("step", -1)),
-                        at=time.monotonic(),
-                        shard=str(event.fields.get("shard", "")),
-                    )
-        return text
-
-    def forget(self, slot: Slot) -> None:
-        """Expect nothing of a slot's ranks until they are heard again."""
-        self._pulses = {key: pulse for key, pulse in self._pulses.items() if key[0] != slot}
-
-    def _forget_older(self, slot: Slot) -> None:
-        """Forget ranks of a slot that were silent when a new process began there: an elastic world has new ranks."""
-        since = time.monotonic() - RENEWED_S
-        self._pulses = {key: pulse for key, pulse in self._pulses.items() if key[0] != slot or pulse.at >= since}
-
-    def hung(self, after_s: float) -> str:
-        """Say which rank has not been heard of for so long; nothing when all have."""
+    def look(self) -> None:
+        """Keep the count of the last seconds."""
         now = time.monotonic()
-        late = [(pulse.at, key) for key, pulse in self._pulses.items() if after_s > 0 and now - pulse.at > after_s]
-        if not late:
-            return ""
-        _, (slot, rank) = min(late)
-        pulse = self._pulses[slot, rank]
-        where = f" in {pulse.shard}" if pulse.shard else ""
-        log = self._run.log(slot, self._attempt)
-        stacks = self._run.folder / f"stacks.{self._attempt}.txt"
-        return (
-            f"{slot} (rank {rank}) hung at step {pulse.step}{where}: no heartbeat for {after_s:g} s; "
-            f"the stacks of all ranks: {stacks}; its log: {log}"
-        )
+        if now - self._counts[-1][0] >= 1.0:
+            self._counts = [*self._counts[-5:], (now, _oom_kills())]
 
-    def ask_for_stacks(self) -> None:
-        """Have every rank write where each of its threads is, and keep that beside the logs."""
-        members = marked({"STOKER_RUN": self._run.id})
-        text = self.listen()
-        for _, pulse in sorted(self._pulses.items()):
-            if pulse.pid in members:  # one after the other, for they share a log
-                os.kill(pulse.pid, signal.SIGUSR1)
-                text += self._next_lines()
-        self._run.write(f"stacks.{self._attempt}.txt", "".join(f"{line}\n" for line in text).encode())
-
-    def _next_lines(self) -> list[str]:
-        """Hear what is being said, until there is a pause."""
-        until, text = time.monotonic() + STACKS_S, list[str]()
-        while time.monotonic() < until:
-            time.sleep(4 * POLL_S)
-            more = self.listen()
-            if text and not more:
-                break
-            text += more
-        return text
+    def was_short(self) -> bool:
+        """Whether there are more than some seconds ago."""
+        return _oom_kills() > self._counts[0][1]
 
 
 def _earlier(status: JobStatus) -> tuple[tuple[Attempt, ...], int]:
@@ -291,21 +224,13 @@ def _earlier(status: JobStatus) -> tuple[tuple[Attempt, ...], int]:
     return (*status.attempts, *(() if status.attempt in seen else (unseen,))), status.attempt + 1
 
 
-def _board(run: Run, job: Job) -> Board | None:
-    if not job.tensorboard:
-        return None
-    from stoker.launchers.tensorboard import Board
-
-    return Board(run.folder / "tensorboard" if job.tensorboard is True else Path(job.tensorboard))
-
-
 def _state(code: int | None) -> JobState:
     return JobState.RUNNING if code is None else JobState.SUCCEEDED if code == 0 else JobState.FAILED
 
 
 def _lost(codes: Mapping[Slot, int | None]) -> Slot | None:
     """Find a slot of an elastic world that was killed; the others meet at the first, which cannot be replaced."""
-    killed = (slot for slot, code in codes.items() if code is not None and (code < 0 or code > 128))
+    killed = (slot for slot, code in codes.items() if code is not None and signal_of(code))
     return next((slot for slot in killed if slot.index > 0), None)
 
 
@@ -334,7 +259,10 @@ def watching(run: Run) -> Iterator[None]:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        yield
+        try:
+            yield
+        finally:
+            lock.truncate(0)
 
 
 def watcher(run: Run) -> int | None:
@@ -356,12 +284,12 @@ def main() -> None:
     if os.fork():  # whoever started us need not wait for us, nor be there when we end
         os._exit(0)
     os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, exit codes are lost
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    wish = Wish()  # before anyone can know whom to tell it
+    adopt_orphans()
     with watching(run):
-        supervisor = Supervisor(run)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, supervisor.ask_to_stop)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        supervisor.watch()
+        Supervisor(run, wish).watch()
 
 
 if __name__ == "__main__":

@@ -98,7 +98,10 @@ def recorder(environ: Mapping[str, str] | None = None) -> Recorder:
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     env = os.environ if environ is None else environ
     rank = _first_number(env, "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-    return Recorder(slot=env.get("STOKER_SLOT", ""), rank=rank, attempt=_first_number(env, "STOKER_ATTEMPT"))
+    # A person who runs it by hand looks on, and wants no JSON.
+    by_hand = environ is None and "STOKER_RUN" not in env and os.isatty(1)
+    attempt = _first_number(env, "STOKER_ATTEMPT")
+    return Recorder(slot=env.get("STOKER_SLOT", ""), rank=rank, attempt=attempt, fd=-1 if by_hand else 1)
 
 
 def parse(line: str) -> Event | None:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from heapq import merge
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -141,25 +143,49 @@ class Follower:
 class RunFollower:
     """Reads what was added to the logs of a run since it was last asked, those of new slots and attempts included."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, *, slot: str | None = None) -> None:
+        self.folder, self._slot = Path(folder), slot
         self._followers: dict[LogFile, Follower] = {}
         self._times: dict[LogFile, float] = {}
 
     def read(self, *, final: bool = False) -> RunLog:
         """Give what is new, merged: events by their time, text by that of the event before it in its log."""
         log = RunLog([], [])
-        for file in log_files(self.folder):
-            follower = self._followers.setdefault(file, Follower(file.path))
-            for part in follower.parts(final=final):
+        for file in self._files():
+            for part in self._parts(file, final):
                 if isinstance(part, Event):
-                    self._times[file] = part.t
-                    log.events.append(_owned(part, file))
+                    log.events.append(part)
                 else:
-                    log.lines.append(Line(self._times.get(file, 0.0), file, part))
+                    log.lines.append(part)
         log.events.sort(key=lambda event: event.t)
-        log.lines.sort(key=lambda line: line.t)
+        log.lines.sort(key=lambda line: (line.log.attempt, line.t))
         return log
+
+    def lines(self, *, final: bool = False) -> Iterator[Line]:
+        """Give the lines of text that are new, attempt by attempt, one by one: a log may be larger than memory."""
+        for _, files in groupby(self._files(), key=lambda file: file.attempt):
+            streams = [self._lines(file, final) for file in files]
+            yield from merge(*streams, key=lambda line: line.t)
+
+    def events(self, *, final: bool = False) -> list[Event]:
+        """Give the events that are new, by their time; text is passed over."""
+        found = [part for file in self._files() for part in self._parts(file, final) if isinstance(part, Event)]
+        return sorted(found, key=lambda event: event.t)
+
+    def _files(self) -> list[LogFile]:
+        return [file for file in log_files(self.folder) if self._slot in (None, file.slot)]
+
+    def _lines(self, file: LogFile, final: bool) -> Iterator[Line]:
+        return (part for part in self._parts(file, final) if isinstance(part, Line))
+
+    def _parts(self, file: LogFile, final: bool) -> Iterator[Event | Line]:
+        follower = self._followers.setdefault(file, Follower(file.path))
+        for part in follower.parts(final=final):
+            if isinstance(part, Event):
+                self._times[file] = max(part.t, self._times.get(file, 0.0))
+                yield _owned(part, file)
+            else:
+                yield Line(self._times.get(file, 0.0), file, part)
 
 
 def read_log(path: str | Path, *, last: int | None = None) -> Log:
@@ -173,6 +199,11 @@ def read_log(path: str | Path, *, last: int | None = None) -> Log:
 def read_run(folder: str | Path) -> RunLog:
     """Read the logs of a run, `worker-0.0.log` and the like in a folder, merged by time."""
     return RunFollower(folder).read(final=True)
+
+
+def read_events(folder: str | Path) -> list[Event]:
+    """Read the events in the logs of a run, by their time."""
+    return RunFollower(folder).events(final=True)
 
 
 def log_files(folder: str | Path) -> list[LogFile]:
