@@ -8,11 +8,13 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from trainings import Done, run, same_bits, started, state, weights
 
+from stoker.trainers.checkpoints import Checkpoints
 from stoker.trainers.ledger import effective, sessions
 
 Train = Callable[..., Done]
@@ -47,6 +49,10 @@ def disturbed(own: list[object], log: Path, who: str, *, torchrun: bool = False)
         victims = {"rank": gang.ranks()[-2:-1], "starter": [gang.processes[0].pid], "all": gang.ranks()}[who]
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
+        if who == "starter":  # its ranks are told to stop, write a checkpoint, and let go of the folder
+            Checkpoints(str(own[own.index("--checkpoint-dir") + 1]), patience_s=60).close()
+            done = gang.wait(60)
+            assert done.marks("stop") or done.marks("end") or "this training is finished" in done.text, done.text
         if who == "rank":  # the others see that it is gone, and end
             done = gang.wait(60)
             assert done.code != 0
@@ -80,7 +86,6 @@ def test_killed_many_times_under_torchrun(undisturbed: tuple[list[object], Path]
     own = [*flags, "--checkpoint-dir", tmp_path / "ck", "--ledger", tmp_path / "ledger", "--checkpoint-every-steps", 1]
     for who in ("rank", "all", "starter", "rank", "starter", "all"):
         disturbed(own, tmp_path / "log", who, torchrun=True)
-        time.sleep(1)  # ranks that lost their starter end by themselves
     ends_the_same(own, tmp_path, expected)
 
 
@@ -97,6 +102,62 @@ def test_sigterm_to_one_rank_stops_all_after_the_same_step(
     step = state(tmp_path / "ck")["meta"]["step"]
     assert {event.fields["detail"] for event in said.marks("stop")} == {f"stopped after step {step:,}"}
     ends_the_same(own, tmp_path, expected)
+
+
+def test_ranks_stop_when_torchrun_is_killed(flags: list[object], tmp_path: Path) -> None:
+    own = [*flags, "--epochs", 1000, "--checkpoint-dir", tmp_path / "ck", "--val", ""]
+    with started(tmp_path / "log", 2, *own, torchrun=True) as gang:
+        gang.wait_for('"name": "loss"')
+        ranks = gang.ranks()
+        os.kill(gang.processes[0].pid, signal.SIGKILL)
+        try:
+            Checkpoints(str(tmp_path / "ck"), patience_s=30).close()  # the folder is free for the next start
+        finally:
+            for pid in ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        done = gang.wait(30)
+    step = state(tmp_path / "ck")["meta"]["step"]
+    assert step > 0
+    assert f"stopped after step {step:,}; the same command goes on from there" in done.text
+
+
+SLOW_OR_FULL = """
+import os, time
+from stoker.errors import FullError
+from stoker.trainers import checkpoints, models
+
+pack = checkpoints._pack
+
+def other(state, path):
+    time.sleep(2)
+    if os.environ["DISK"] == "full":
+        raise FullError("no space left", where=path)
+    pack(state, path)
+
+checkpoints._pack = other
+
+def net(num_classes):
+    return models.Trivial(num_classes=num_classes)
+"""
+
+
+@pytest.mark.parametrize(("disk", "code"), [("slow", 143), ("full", 5)])
+def test_all_ranks_wait_for_the_last_checkpoint(flags: list[object], tmp_path: Path, disk: str, code: int) -> None:
+    """Else torchrun sees that one has ended, and kills the one that writes."""
+    (tmp_path / "disks").mkdir()
+    (tmp_path / "disks/odd.py").write_text(SLOW_OR_FULL)
+    path = os.pathsep.join([str(tmp_path / "disks"), os.environ.get("PYTHONPATH", "")])
+    own = [*flags, "--model", "odd:net", "--epochs", 1000, "--checkpoint-dir", tmp_path / "ck", "--val", ""]
+    own += ["--validate-every", 0, "--global-batch-size", 2, "--checkpoint-every", 0]
+    with started(tmp_path / "log", 2, *own, PYTHONPATH=path, DISK=disk) as gang:
+        gang.wait_for('"name": "loss"')
+        os.kill(gang.ranks()[1], signal.SIGTERM)
+        assert gang.processes[1].wait(60) == code
+        there = list((tmp_path / "ck").glob("step-*.pt"))
+        assert gang.processes[0].wait(60) == code
+    assert bool(there) == (disk == "slow")
+    assert len([line for line in gang.log.read_text().splitlines() if line.startswith("error: ")]) == (disk == "full")
 
 
 def test_a_training_alone_ends_with_143_and_a_checkpoint(flags: list[object], tmp_path: Path) -> None:

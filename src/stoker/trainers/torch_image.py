@@ -58,7 +58,7 @@ from stoker.trainers.checkpoints import Checkpoints, State
 from stoker.trainers.ledger import Ledger
 from stoker.trainers.meter import Heartbeat, Meter
 from stoker.trainers.schedule import Schedule
-from stoker.trainers.world import Stop, StoppedAtOnce, World
+from stoker.trainers.world import Stop, StoppedAtOnce, World, end_with_starter
 
 STOP = 1 << 40
 """Added to a step's count by each rank that wants to stop; no batch is as large."""
@@ -161,7 +161,8 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
             group.update(momentum=args.momentum, weight_decay=args.weight_decay, nesterov=args.nesterov)
         scaler.load_state_dict(resumed[1]["scaler"])
         resumed[1].clear()  # as large as the model, and no longer needed
-    running = torch.compile(model) if args.compile else model
+    # With --deterministic one kernel for each shape, whichever comes first after a resume.
+    running = torch.compile(model, dynamic=False if args.deterministic else None) if args.compile else model
     parallel: Any = _parallel(args, running, device) if world.size > 1 else running
     norms = [part for part in model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     schedule = Schedule(
@@ -346,10 +347,14 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
             if store is not None and not stopping:
                 store.save(state(), step, best=improved)
                 saved_at, saved_step = time.monotonic(), step
-    if store is not None:
-        if (stopping or args.num_batches) and not joining:
-            store.save(state(), step)
-        store.close()
+
+    def finish() -> None:
+        if store is not None:
+            if (stopping or args.num_batches) and not joining:
+                store.save(state(), step)
+            store.close()
+
+    world.first(finish)  # all wait for it: torchrun kills what still runs half a minute after the first has ended
     if stopping:
         if rank == 0 or stop.asked:
             record.mark("stop", f"stopped after step {step:,}")
@@ -659,4 +664,5 @@ def _complain(line: str) -> None:
 
 
 if __name__ == "__main__":
+    end_with_starter()
     sys.exit(main(ARGS))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -19,6 +21,20 @@ from stoker.sampling.seat import Seat
 
 T = TypeVar("T")
 PATIENCE_S = 3.0
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_starter() -> None:
+    """Let the system tell this rank to stop if torchrun is killed; else it would train on, and hold the checkpoints.
+
+    A rank that torchrun did not start is left alone: it may well outlive the shell that started it.
+    """
+    if not sys.platform.startswith("linux") or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    starter = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != starter:  # it died just before
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class World:
