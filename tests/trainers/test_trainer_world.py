@@ -72,12 +72,12 @@ def small(num_classes):
 
 
 def test_uneven_ranks_join(shards: Path, flags: list[object], tmp_path: Path) -> None:
-    """21 shards of 10 for two ranks, in batches of 8: one ends before the other, and both hold the same at the end."""
+    """21 shards of 10 for two ranks, in batches of 9 and 8: one ends before the other, and both hold the same at the end."""
     (tmp_path / "spy.py").write_text(SPY)
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     env["RATES"] = str(tmp_path / "rates")
     own = [*flags, "--sampling", "join", "--model", "spy:small", "--ledger", tmp_path / "ledger", "--ema", 0.9]
-    own += ["--schedule", "poly"]
+    own += ["--schedule", "poly", "--global-batch-size", 17]
     done = ranks(tmp_path, 2, *own, "--epochs", 2, **env)
     rates = [(tmp_path / f"rates-{rank}").read_text().split() for rank in (0, 1)]
     each = sorted(len(one) // 2 for one in rates)
