@@ -10,12 +10,14 @@ import time
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from trainings import Done, same_bits, state, weights
 
 from stoker.errors import SpecError
+from stoker.load.torch import Dataset, TorchBatch
 from stoker.trainers import flags as trainer_flags
 from stoker.trainers import models
 from stoker.trainers.ledger import effective
@@ -254,6 +256,30 @@ def test_who_reads_only_the_head_sees_no_traceback(flags: list[object]) -> None:
     assert "BrokenPipe" not in said
 
 
+def test_waiting_for_the_copy_to_the_device_is_not_waiting_for_data(
+    flags: list[object], train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(batch: TorchBatch) -> TorchBatch:
+        time.sleep(0.02)
+        return batch
+
+    class Slow(Dataset):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._upload = slowly  # type: ignore[assignment]
+
+    monkeypatch.setattr("stoker.trainers.torch_image.Dataset", Slow)
+    done = train(*flags, "--epochs", 1, "--val", "")
+    assert done.code == 0, done.text
+    spans = [event.fields for event in done.events if event.kind == "span"]
+    spent = {name: sum(span["length"] for span in spans if span["name"] == name) for name in ("h2d", "loader_wait")}
+    assert spent["h2d"] >= 13 * 0.02
+    assert spent["loader_wait"] >= 0
+    parts = {"loader_wait", "h2d", "compute", "collective_wait"}
+    whole = sum(span["length"] for span in spans if span["name"] == "step")
+    assert sum(span["length"] for span in spans if span["name"] in parts) == pytest.approx(whole, abs=1e-3)
+
+
 def test_the_learning_rate_of_a_short_last_step(flags: list[object], train: Train) -> None:
     """The last of 203 samples in batches of 101 is one step in the middle of which 202.5 are seen."""
     done = train(*flags, "--global-batch-size", 101, "--epochs", 1, "--schedule", "poly", "--log-every", 0.0001)
@@ -467,7 +493,9 @@ def test_every_bad_flag_is_told_at_once() -> None:
 
 def test_the_page_has_the_flags() -> None:
     page = (ROOT / "docs/train.md").read_text()
-    assert trainer_flags.table() in page, "docs/train.md: paste what stoker.trainers.flags.table() gives"
+    assert f"{trainer_flags.table()}\nExit codes" in page, (
+        "docs/train.md: paste what stoker.trainers.flags.table() gives"
+    )
 
 
 def test_a_torn_ledger_line_is_passed_over(tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from trainings import Done, run, same_bits, started, state, weights
 
 from stoker.trainers.checkpoints import Checkpoints
 from stoker.trainers.ledger import effective, sessions
+from stoker.trainers.world import Stop, end_with_starter
 
 Train = Callable[..., Done]
 SAMPLES = 203
@@ -41,11 +43,11 @@ def undisturbed(flags: list[object], tmp_path_factory: pytest.TempPathFactory) -
     return mine, folder / "ck"
 
 
-def disturbed(own: list[object], log: Path, who: str, *, torchrun: bool = False) -> None:
+def disturbed(own: list[object], log: Path, who: str, *, torchrun: bool = False, within_s: float = 0.3) -> None:
     """Kill a rank, the starter, or all of a training at some moment after its first new checkpoint."""
     with started(log, 3, *own, torchrun=torchrun) as gang:
         gang.wait_for('"name": "checkpoint"')
-        time.sleep(random.random() * 0.3)
+        time.sleep(random.random() * within_s)
         victims = {"rank": gang.ranks()[-2:-1], "starter": [gang.processes[0].pid], "all": gang.ranks()}[who]
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
@@ -75,9 +77,12 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(
 ) -> None:
     flags, expected = undisturbed
     own = [*flags, "--checkpoint-dir", tmp_path / "ck", "--ledger", tmp_path / "ledger", "--checkpoint-every-steps", 2]
-    for who in ("rank", "all"):
-        disturbed(own, tmp_path / "log", who)
+    disturbed(own, tmp_path / "log", "rank", within_s=0.0)
+    disturbed(own, tmp_path / "log", "all")
     ends_the_same(own, tmp_path, expected)
+    first, second, _ = sessions(tmp_path / "ledger")
+    assert first == (0, 0)
+    assert second[1] > 0, "it was not killed in the middle of an epoch"
 
 
 @pytest.mark.slow
@@ -158,6 +163,31 @@ def test_all_ranks_wait_for_the_last_checkpoint(flags: list[object], tmp_path: P
         assert gang.processes[0].wait(60) == code
     assert bool(there) == (disk == "slow")
     assert len([line for line in gang.log.read_text().splitlines() if line.startswith("error: ")]) == (disk == "full")
+
+
+def test_only_ranks_of_torchrun_end_with_their_starter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was started in the background may outlive its shell."""
+    asked: list[tuple[int, ...]] = []
+    libc = SimpleNamespace(prctl=lambda *numbers: asked.append(numbers))
+    monkeypatch.setattr("ctypes.CDLL", lambda _: libc)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    end_with_starter()
+    assert asked == []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    end_with_starter()
+    assert asked == [(1, signal.SIGTERM, 0, 0, 0)]
+
+
+def test_what_is_said_at_a_stop_is_so(
+    flags: list[object], train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stop, "listen", lambda self, at_once: setattr(self, "asked", signal.SIGTERM))  # noqa: ARG005
+    without = train(*flags)
+    assert without.code == 143
+    assert "stopped after step 1\n" in without.text
+    kept = train(*flags, "--checkpoint-dir", tmp_path)
+    assert "stopped after step 1; the same command goes on from there\n" in kept.text
+    assert state(tmp_path)["meta"]["step"] == 1
 
 
 def test_a_training_alone_ends_with_143_and_a_checkpoint(flags: list[object], tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def test_any_number_of_ranks_gives_the_gradient_of_one(flags: list[object], trai
         done = ranks(tmp_path, world, *own)
         assert close(tmp_path / str(world), tmp_path / "1", 1e-6)
         for name in ("val_loss", "val_top1", "val_top5"):
+            assert len(alone.scalars(name)) == 2
             assert done.scalars(name) == pytest.approx(alone.scalars(name), abs=1e-6)
         assert done.marks("start")[0].fields["world"] == world
         assert {event.rank for event in done.events if event.kind == "heartbeat"} == set(range(world))
@@ -72,7 +73,7 @@ def small(num_classes):
 
 
 def test_uneven_ranks_join(shards: Path, flags: list[object], tmp_path: Path) -> None:
-    """21 shards of 10 for two ranks, in batches of 9 and 8: one ends before the other, and both hold the same at the end."""
+    """21 shards of 10 for two ranks, in batches of 9 and 8: one ends first, and both hold the same at the end."""
     (tmp_path / "spy.py").write_text(SPY)
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     env["RATES"] = str(tmp_path / "rates")

@@ -261,12 +261,12 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
         batches = iter(()) if owed else iter(data)
         with Join([parallel]) if joining and world.size > 1 else contextlib.nullcontext():
             while True:
-                started = time.perf_counter()
+                started, before = time.perf_counter(), data.times.wait
                 batch = next(batches, None)
                 if batch is None:
                     ended = True
                     break
-                waited = time.perf_counter()
+                wait = data.times.wait - before  # the rest of next() is the copy to the device, and waiting for it
                 torch.manual_seed(key("step", args.seed, step, rank))
                 start = taken if joining else cursor.consumed
                 end = batch.cursor.consumed if batch.cursor.epoch == epoch else samples
@@ -317,7 +317,7 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
                     _average(ema, model, min(args.ema, (1 + step) / (10 + step)))
                 done = time.perf_counter()
 
-                wait, h2d, collective = waited - started, moved - waited, agreed - forward
+                h2d, collective = moved - started - wait, agreed - forward
                 meter.add(loader_wait=wait, h2d=h2d, collective_wait=collective, step=done - started)
                 meter.add(compute=done - moved - collective)
                 meter.count(batch.count, number * (world.size if joining else 1), loss.detach())
