@@ -244,7 +244,7 @@ def _faults(args: argparse.Namespace) -> Any:
     for milestone in args.milestones:
         if not milestone >= 0:
             yield "milestones", f"{milestone:g} is negative"
-    if args.sampling == "join" and args.num_batches:
+    if args.sampling == "join" and args.num_batches and not args.eval_only:
         yield "num_batches", "does not go with --sampling join, whose ranks make different numbers of steps"
     for name in ("label_smoothing", "ema"):
         if not 0 <= getattr(args, name) < 1:
