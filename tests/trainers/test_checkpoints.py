@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,19 +124,23 @@ def test_two_trainings_never_write_one_folder(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_full_disk_leaves_the_old_ones(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_old_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with disk(tmp_path / "disk", 1 << 20) as folder:
         checkpoints = Checkpoints(str(folder), keep=5)
         fill(checkpoints, range(1, 3))
         before = {name: (folder / name).read_bytes() for name in names(folder)}
         checkpoints.save(state(3, size=1 << 19), 3)
+        checkpoints.save(state(4, size=1 << 19), 4)  # one failure is a warning
+        assert re.search(r"a checkpoint was not written: .*no space left.*; the next one is tried", caplog.text)
         with pytest.raises(FullError, match="no space left"):
-            checkpoints.save(state(4), 4)
+            checkpoints.save(state(5), 5)  # the second in a row is an error
         assert {name: (folder / name).read_bytes() for name in names(folder)} == before
         assert sorted(path.name for path in folder.iterdir()) == [".lock", *before]
-        checkpoints.save(state(4), 4)
+        checkpoints.save(state(5), 5)
+        checkpoints.save(state(6, size=1 << 19), 6)
+        checkpoints.save(state(7), 7)  # not in a row
         checkpoints.close()
-        assert names(folder) == [*before, "step-0000000004.pt"]
+        assert names(folder) == [*before, "step-0000000005.pt", "step-0000000007.pt"]
 
 
 def test_the_failure_of_the_last_one_is_told_at_the_end(tmp_path: Path) -> None:
@@ -184,6 +189,13 @@ def test_weights_of_others(tmp_path: Path) -> None:
         read_weights(str(tmp_path / "none.pt"))
 
 
-def test_a_later_version_is_refused(tmp_path: Path) -> None:
+def test_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as later:
+        later.setattr("stoker.trainers.checkpoints.VERSION", 2)
+        checkpoints = Checkpoints(str(tmp_path))
+        checkpoints.save(state(1), 1)
+        checkpoints.close()
+    with pytest.raises(InputError, match=r"step-0000000001\.pt: a checkpoint of version 2, and this reads 1"):
+        Checkpoints(str(tmp_path), write=False).newest()
     with pytest.raises(DataFaultError, match="its end is missing"):
         unpack(b"short", where="x")

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
+import time
+import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from trainings import Done, same_bits, state, weights
 
 from stoker.errors import SpecError
+from stoker.load.torch import Dataset, TorchBatch
 from stoker.trainers import flags as trainer_flags
+from stoker.trainers import models
 from stoker.trainers.ledger import effective
+from stoker.trainers.torch_image import _rest_norms
 from trees import stoker
 
 Train = Callable[..., Done]
@@ -106,13 +115,20 @@ def test_resampled_epochs_have_the_length_asked_for(flags: list[object], train: 
     assert [len(seen) for seen in effective(tmp_path).values()] == [50, 50]
 
 
-@pytest.mark.parametrize("flag", ["--nesterov", "--channels-last", "--label-smoothing=0.1", "--clip-grad=0.5"])
+def test_channels_last_reaches_the_weights(flags: list[object], train: Train, tmp_path: Path) -> None:
+    done = train(*flags, "--model", "small", "--num-batches", 3, "--channels-last", "--checkpoint-dir", tmp_path)
+    assert done.code == 0
+    kept = weights(tmp_path)["body.4.weight"]
+    assert kept.is_contiguous(memory_format=torch.channels_last)
+    assert not kept.is_contiguous()
+
+
+@pytest.mark.parametrize("flag", ["--nesterov", "--label-smoothing=0.1", "--clip-grad=0.5"])
 def test_flags_of_the_optimizer_change_the_result(flags: list[object], train: Train, tmp_path: Path, flag: str) -> None:
     own = [*flags, "--model", "small", "--num-batches", 3, "--val", ""]
     assert train(*own, "--checkpoint-dir", tmp_path / "with", flag).code == 0
     assert train(*own, "--checkpoint-dir", tmp_path / "without").code == 0
-    same = same_bits(weights(tmp_path / "with"), weights(tmp_path / "without"))
-    assert flag == "--channels-last" or not same
+    assert not same_bits(weights(tmp_path / "with"), weights(tmp_path / "without"))
 
 
 def test_synthetic_batches_have_the_same_counts(flags: list[object], train: Train, tmp_path: Path) -> None:
@@ -123,6 +139,177 @@ def test_synthetic_batches_have_the_same_counts(flags: list[object], train: Trai
     alone = train("--synthetic", "--num-classes", 3, "--size", 16, "--model", "trivial", "--num-batches", 4)
     assert alone.code == 0
     assert alone.marks("start")[0].fields["samples"] == 1_281_167
+
+
+def test_synthetic_leaves_the_checkpoints_alone(flags: list[object], train: Train, tmp_path: Path) -> None:
+    own = [*flags, "--checkpoint-dir", tmp_path / "ck", "--val", ""]
+    assert train(*own, "--num-batches", 5).code == 0
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "ck").iterdir()}
+    done = train(*own, "--num-batches", 7, "--synthetic")
+    assert done.code == 0
+    assert f"--synthetic: {tmp_path}/ck is left alone, no checkpoint is read or written\n" in done.text
+    assert "done: 7 steps" in done.text
+    assert not done.marks("resume")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "ck").iterdir()} == before
+
+
+def test_synthetic_batches_need_the_number_of_classes(shards: Path, train: Train, tmp_path: Path) -> None:
+    """A set that was made elsewhere has no manifest."""
+    for shard in (shards / "train").glob("*.tar"):
+        shutil.copy(shard, tmp_path)
+    own = ["--train", tmp_path, "--synthetic", "--size", 16, "--model", "trivial", "--num-batches", 2]
+    done = train(*own)
+    assert done.code == 2
+    assert "does not tell its classes; give --num-classes" in done.text
+    assert train(*own, "--num-classes", 5).code == 0
+
+
+def test_a_validation_is_no_longer_owed_without_a_set(flags: list[object], train: Train, tmp_path: Path) -> None:
+    own = [*flags, "--checkpoint-dir", tmp_path]
+    assert train(*own, "--num-batches", 13).code == 0
+    assert state(tmp_path)["meta"]["owed"]
+    done = train(*own, "--epochs", 2, "--val", "")
+    assert done.code == 0, done.text
+    assert "done: 26 steps" in done.text
+
+
+def test_from_fp32_to_fp16(flags: list[object], train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [*flags, "--checkpoint-dir", tmp_path, "--val", ""]
+    assert train(*own, "--num-batches", 2).code == 0
+    monkeypatch.setattr("stoker.trainers.world._device", lambda _: torch.device("cpu"))  # as if it were a GPU
+    done = train(*own, "--num-batches", 4, "--precision", "fp16")
+    assert done.code == 0, done.text
+    assert state(tmp_path)["scaler"]["scale"] > 0
+
+
+class Frozen(torch.nn.Module):
+    """A user's model whose normalisation never learns."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.norm, self.head = torch.nn.BatchNorm2d(3), torch.nn.Linear(3, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(images).mean((2, 3)))  # type: ignore[no-any-return]
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+
+def test_frozen_statistics_stay_frozen(
+    flags: list[object], train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of each epoch's batches has one sample, for which normalisations rest."""
+    mine = types.ModuleType("mine")
+    mine.frozen = Frozen  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    own = ["--model", "mine:frozen", "--global-batch-size", 101, "--epochs", 2, "--val", ""]
+    assert train(*flags, *own, "--checkpoint-dir", tmp_path).code == 0
+    assert weights(tmp_path)["norm.num_batches_tracked"] == 0
+
+
+def test_only_normalisations_that_learn_by_themselves_rest() -> None:
+    learning, synced, frozen = torch.nn.BatchNorm2d(3), torch.nn.SyncBatchNorm(3), torch.nn.BatchNorm1d(3).eval()
+    assert _rest_norms(torch.nn.Sequential(learning, synced, frozen)) == [learning]
+    assert (learning.training, synced.training, frozen.training) == (False, True, False)
+
+
+def test_too_few_classes_are_refused(flags: list[object], train: Train) -> None:
+    done = train(*flags, "--num-classes", 3)
+    assert done.code == 2
+    assert "its 5 classes are more than the model's 3; give --num-classes 5 or more, or leave it away" in done.text
+
+
+@pytest.mark.parametrize("words", ["ncclRemoteError: A call failed", "recv: Connection reset by peer"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_lost_connection_means_a_lost_rank_only_where_there_are_others(
+    flags: list[object], train: Train, monkeypatch: pytest.MonkeyPatch, ranks: int, words: str
+) -> None:
+    def lost(*_: object) -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr("stoker.trainers.torch_image.train", lost)
+    monkeypatch.setattr("stoker.trainers.torch_image.World", lambda _: None)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    if ranks == 1:
+        with pytest.raises(RuntimeError, match=words):
+            train(*flags)
+    else:
+        done = train(*flags)
+        assert done.code == 1
+        assert len(done.marks("lost")) == 1
+
+
+def test_who_reads_only_the_head_sees_no_traceback(flags: list[object]) -> None:
+    words = [sys.executable, "-m", "stoker.trainers.torch_image", *map(str, flags), "--epochs", "1000"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert process.wait(60) == 141, said
+    assert "Traceback" not in said
+    assert "BrokenPipe" not in said
+
+
+def test_waiting_for_the_copy_to_the_device_is_not_waiting_for_data(
+    flags: list[object], train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(batch: TorchBatch) -> TorchBatch:
+        time.sleep(0.02)
+        return batch
+
+    class Slow(Dataset):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._upload = slowly  # type: ignore[assignment]
+
+    monkeypatch.setattr("stoker.trainers.torch_image.Dataset", Slow)
+    done = train(*flags, "--epochs", 1, "--val", "")
+    assert done.code == 0, done.text
+    spans = [event.fields for event in done.events if event.kind == "span"]
+    spent = {name: sum(span["length"] for span in spans if span["name"] == name) for name in ("h2d", "loader_wait")}
+    assert spent["h2d"] >= 13 * 0.02
+    assert spent["loader_wait"] >= 0
+    parts = {"loader_wait", "h2d", "compute", "collective_wait"}
+    whole = sum(span["length"] for span in spans if span["name"] == "step")
+    assert sum(span["length"] for span in spans if span["name"] in parts) == pytest.approx(whole, abs=1e-3)
+
+
+def test_the_learning_rate_of_a_short_last_step(flags: list[object], train: Train) -> None:
+    """The last of 203 samples in batches of 101 is one step in the middle of which 202.5 are seen."""
+    done = train(*flags, "--global-batch-size", 101, "--epochs", 1, "--schedule", "poly", "--log-every", 0.0001)
+    assert done.scalars("lr") == pytest.approx([0.05 * (1 - at / 203) ** 2 for at in (50.5, 151.5, 202.5)])
+    assert done.scalars("epoch") == pytest.approx([101 / 203, 202 / 203, 1])
+
+
+def test_a_batch_size_that_is_not_used_is_told(flags: list[object], train: Train, tmp_path: Path) -> None:
+    own = [*flags, "--checkpoint-dir", tmp_path, "--val", ""]
+    assert train(*own, "--num-batches", 2).code == 0
+    at = own.index("--global-batch-size")
+    own[at : at + 2] = ["--batch-size", 8]
+    done = train(*own, "--num-batches", 3)
+    assert "--batch-size is not used: the global batch stays 16; --global-batch-size changes it" in done.text
+    own[at + 1] = 16
+    assert "--batch-size is not used" not in train(*own, "--num-batches", 4).text
+
+
+def test_starts_are_counted_and_no_clock_is_asked(
+    flags: list[object], train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = [*flags, "--val", "", "--checkpoint-dir", tmp_path / "ck", "--ledger", tmp_path / "ledger"]
+    clock = time.time_ns()
+    for batches in (3, 6, 9):
+        clock -= 3600 * 10**9  # set back between the starts
+        monkeypatch.setattr(time, "time_ns", lambda now=clock: now)
+        assert train(*own, "--num-batches", batches).code == 0
+    lines = [json.loads(line) for line in (tmp_path / "ledger/rank-0.jsonl").read_text().splitlines() if line]
+    assert [line["session"] for line in lines if line.get("resume")] == [1, 2, 3]
+    assert len(effective(tmp_path / "ledger")[0]) == 9 * 16
 
 
 def test_the_damaged_newest_one_is_passed_over(flags: list[object], train: Train, tmp_path: Path) -> None:
@@ -161,9 +348,9 @@ def test_weights_are_taken_over(flags: list[object], train: Train, tmp_path: Pat
     done = train(*flags, "--init-from", first, "--lr", 0, "--num-batches", 1, "--checkpoint-dir", tmp_path / "b")
     assert done.code == 0
     assert same_bits(weights(tmp_path / "a"), weights(tmp_path / "b"))
-    refused = train(*flags, "--init-from", first, "--num-classes", 3)
+    refused = train(*flags, "--init-from", first, "--num-classes", 7)
     assert refused.code == 2
-    assert f"{first}: these weights do not fit the model: head.weight is 5×192 and not 3×192" in refused.text
+    assert f"{first}: these weights do not fit the model: head.weight is 5×192 and not 7×192" in refused.text
 
 
 def test_bad_samples_are_left_out_and_the_rest_is_right(
@@ -200,6 +387,7 @@ def test_classes_that_differ_are_refused(flags: list[object], train: Train, tmp_
         (["--train", "nowhere"], 2, "nowhere"),
         (["--model", "resnet19"], 2, "there is no model 'resnet19'"),
         (["--device", "cuda"], 3, "there is no CUDA here"),
+        (["--device", "cuda:0"], 3, "--device cuda:0: there is no CUDA here"),
         (["--precision", "fp16"], 2, "fp16 needs a GPU"),
         (["--global-batch-size", "5000"], 2, "more than an epoch's 203 samples"),
         (["--init-from", "none.pt"], 2, "no such file"),
@@ -248,6 +436,25 @@ def test_the_flags_of_webdataset_imagenet_are_understood() -> None:
     assert (args.momentum, args.weight_decay, args.milestones, args.gamma) == (0.9, 1e-4, (30, 60, 90, 120), 0.1)
 
 
+def test_flags_from_elsewhere_that_say_nothing_here() -> None:
+    said = trainer_flags.read(["--shards", "x", "--ntrain", "9", "--wsize", "4", "--mname", "vgg11"], {})
+    assert said.notes == ["--ntrain is not used: an epoch is every sample once; --sampling resampled takes it"]
+    assert said.model == "torchvision:vgg11"
+    assert trainer_flags.read(["--shards", "x", "--mname", "resnet50"], {}).notes == []
+    with pytest.raises(SpecError, match="--bucket: is the beginning of --shards and --valshards"):
+        trainer_flags.read(["--train", "x", "--bucket", "http://h/"], {})
+    assert models.NAMES == trainer_flags.MODELS
+
+
+def test_a_backend_that_is_not_there(flags: list[object], train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = train(*flags, "--backend", "nccl", "--device", "cpu")
+    assert done.code == 3
+    assert "error: --backend nccl: this torch has no NCCL; give gloo" in done.text
+
+
 def test_the_environment_of_a_job_is_the_default_and_flags_win() -> None:
     environ = {
         "STOKER_DATA_TRAIN": "t",
@@ -271,6 +478,13 @@ def test_every_bad_flag_is_told_at_once() -> None:
         "--epochs: 0 is less than 1; --ema: 1.0 is not from 0 to below 1; --nesterov: needs --momentum above 0; "
         "--train: give the shard set to train on, or STOKER_DATA_TRAIN, or --synthetic"
     )
+    words = "--train x --gamma -1 --milestones=-3,5 --checkpoint-every-steps -1 --sampling join --num-batches 4"
+    with pytest.raises(SpecError) as caught:
+        trainer_flags.read(words.split(), {})
+    assert str(caught.value) == (
+        "--gamma: -1.0 is negative; --checkpoint-every-steps: -1 is negative; --milestones: -3 is negative; "
+        "--num-batches: does not go with --sampling join, whose ranks make different numbers of steps"
+    )
     small = trainer_flags.read(["--train", "x", "--size", "32"], {})
     assert (small.transform, small.val_transform) == ("small-train", "whole")
     large = trainer_flags.read(["--train", "x"], {})
@@ -279,7 +493,9 @@ def test_every_bad_flag_is_told_at_once() -> None:
 
 def test_the_page_has_the_flags() -> None:
     page = (ROOT / "docs/train.md").read_text()
-    assert trainer_flags.table() in page, "docs/train.md: paste what stoker.trainers.flags.table() gives"
+    assert f"{trainer_flags.table()}\nExit codes" in page, (
+        "docs/train.md: paste what stoker.trainers.flags.table() gives"
+    )
 
 
 def test_a_torn_ledger_line_is_passed_over(tmp_path: Path) -> None:

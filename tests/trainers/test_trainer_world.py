@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trainings import Done, run, state, weights
+from trainings import Done, run, same_bits, state, weights
 
 from stoker.trainers.ledger import effective
 from trees import stoker
@@ -20,9 +21,9 @@ def close(one: Path, other: Path, within: float) -> bool:
     return all((ours[name] - theirs[name]).abs().max() <= within for name in ours)
 
 
-def ranks(tmp_path: Path, world: int, *words: object, name: str = "") -> Done:
+def ranks(tmp_path: Path, world: int, *words: object, name: str = "", **env: str) -> Done:
     folder = tmp_path / (name or str(world))
-    done = run(tmp_path / "log", world, *words, "--checkpoint-dir", folder)
+    done = run(tmp_path / "log", world, *words, "--checkpoint-dir", folder, **env)
     assert done.code == 0, done.text
     return done
 
@@ -35,6 +36,7 @@ def test_any_number_of_ranks_gives_the_gradient_of_one(flags: list[object], trai
         done = ranks(tmp_path, world, *own)
         assert close(tmp_path / str(world), tmp_path / "1", 1e-6)
         for name in ("val_loss", "val_top1", "val_top5"):
+            assert len(alone.scalars(name)) == 2
             assert done.scalars(name) == pytest.approx(alone.scalars(name), abs=1e-6)
         assert done.marks("start")[0].fields["world"] == world
         assert {event.rank for event in done.events if event.kind == "heartbeat"} == set(range(world))
@@ -51,15 +53,44 @@ def test_empty_shares_leave_the_statistics_of_batchnorm_alone(flags: list[object
     assert re.search(r"top-1 .* of 2\n", done.text)
 
 
+SPY = """
+import os
+import torch
+from stoker.trainers import models
+
+plain = torch.optim.SGD.step
+
+def step(self, *args, **kwargs):
+    with open(f"{os.environ['RATES']}-{os.environ['RANK']}", "a") as file:
+        file.write(f"{self.param_groups[0]['lr']!r}\\n")
+    return plain(self, *args, **kwargs)
+
+torch.optim.SGD.step = step
+
+def small(num_classes):
+    return models.Small(num_classes=num_classes)
+"""
+
+
 def test_uneven_ranks_join(shards: Path, flags: list[object], tmp_path: Path) -> None:
-    """21 shards of 10 for two ranks, in batches of 8: one ends before the other, and both hold the same at the end."""
-    own = [*flags, "--sampling", "join", "--model", "small", "--ledger", tmp_path / "ledger", "--ema", 0.9]
-    done = ranks(tmp_path, 2, *own, "--epochs", 2)
+    """21 shards of 10 for two ranks, in batches of 9 and 8: one ends first, and both hold the same at the end."""
+    (tmp_path / "spy.py").write_text(SPY)
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    env["RATES"] = str(tmp_path / "rates")
+    own = [*flags, "--sampling", "join", "--model", "spy:small", "--ledger", tmp_path / "ledger", "--ema", 0.9]
+    own += ["--schedule", "poly", "--global-batch-size", 17]
+    done = ranks(tmp_path, 2, *own, "--epochs", 2, **env)
+    rates = [(tmp_path / f"rates-{rank}").read_text().split() for rank in (0, 1)]
+    each = sorted(len(one) // 2 for one in rates)
+    assert each[0] < each[1]
+    for start in (0, 1):  # of the same step, all ranks' learning rate is the same
+        first, second = (one[start * (len(one) // 2) :][: each[0]] for one in rates)
+        assert first == second
     history = effective(tmp_path / "ledger")
     assert {epoch: (len(seen), len(set(seen))) for epoch, seen in history.items()} == {0: (203, 203), 1: (203, 203)}
     assert done.scalars("val_top1")[-1] > 0.3
     assert state(tmp_path / "2")["meta"]["cursor"]["epoch"] == 2
-    more = ranks(tmp_path, 2, *own, "--epochs", 3)
+    more = ranks(tmp_path, 2, *own, "--epochs", 3, **env)
     assert more.marks("resume")[0].fields["epoch"] == 2
     assert "epoch 2 " in more.text
 
@@ -72,8 +103,22 @@ def test_an_error_is_told_once(flags: list[object], tmp_path: Path) -> None:
 
 
 def test_bf16(flags: list[object], tmp_path: Path) -> None:
-    done = ranks(tmp_path, 1, *flags, "--model", "small", "--precision", "bf16", "--num-batches", 8)
-    assert done.scalars("loss")[-1] < 2.5
+    own = [*flags, "--model", "small", "--epochs", 2]
+    half = ranks(tmp_path, 1, *own, "--precision", "bf16", name="bf16")
+    full = ranks(tmp_path, 1, *own, name="fp32")
+    assert half.scalars("loss")[-1] < half.scalars("loss")[0]
+    assert half.scalars("val_loss") == pytest.approx(full.scalars("val_loss"), abs=0.3)
+    assert not close(tmp_path / "bf16", tmp_path / "fp32", 1e-4)
+
+
+@pytest.mark.slow
+def test_compiled_and_resumed_it_ends_with_the_same_bits(flags: list[object], tmp_path: Path) -> None:
+    """Each start sees another shape first: the last batch of an epoch is shorter."""
+    own = [*flags, "--model", "small", "--val", "", "--epochs", 2, "--deterministic", "--compile"]
+    ranks(tmp_path, 1, *own, name="whole")
+    for batches in (12, 15, 26):
+        ranks(tmp_path, 1, *own, "--num-batches", batches, name="parts")
+    assert same_bits(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from stoker.errors import ConflictError, DataFaultError, InputError
+from stoker.errors import ConflictError, DataFaultError, InputError, StokerError
 from stoker.storage import Store, join, local_path, open_store, open_writable, shown, split
 from stoker.storage.local import explained, is_temporary
 
@@ -59,6 +59,7 @@ class Checkpoints:
         self._lock = _locked(self._folder, patience_s) if write and self._folder else None
         self._pool = ThreadPoolExecutor(1, "stoker-checkpoint")
         self._writing: Future[None] | None = None
+        self._failed = False  # the last one that is known of
 
     def newest(self) -> tuple[str, State] | None:
         """Read the newest checkpoint that is whole, and tell of each one that is not; None where there are none."""
@@ -89,8 +90,17 @@ class Checkpoints:
         return self._writing is not None and not self._writing.done()
 
     def save(self, state: State, step: int, *, best: bool = False) -> None:
-        """Copy the state, and write it in the background; the failure of the one before it is raised here."""
-        self.wait()
+        """Copy the state, and write it in the background.
+
+        If the one before it failed, that is a warning, and if the one before that did too, it is raised.
+        """
+        before = self._failed
+        try:
+            self.wait()
+        except (StokerError, OSError) as error:
+            if before:
+                raise
+            log.warning("a checkpoint was not written: %s; the next one is tried", error)
         copy = {"stoker": VERSION, **_copied(state)}
         self._writing = self._pool.submit(self._write, copy, step, best)
 
@@ -98,7 +108,9 @@ class Checkpoints:
         """Wait until nothing is being written; raise what went wrong."""
         writing, self._writing = self._writing, None
         if writing is not None:
+            self._failed = True
             writing.result()
+            self._failed = False
 
     def close(self) -> None:
         """Wait for the writer, and let others write here."""

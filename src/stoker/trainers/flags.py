@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,8 @@ from stoker.trainers.schedule import SCHEDULES
 LR_PER_256 = 0.1
 SMALL_SIZE = 64
 """Images of so many pixels or fewer are small: another default of transforms, and of the first layers."""
+MODELS = ("resnet18", "resnet34", "resnet50", "resnet8", "small", "trivial")
+"""The models that need nothing but torch; stoker.trainers.models has them."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 _OFF = argparse.SUPPRESS
 
@@ -81,8 +84,7 @@ def _model(group: argparse._ArgumentGroup) -> None:
         "--model",
         metavar="NAME",
         default="resnet18",
-        help="resnet18, resnet34, resnet50, resnet8, small, trivial, timm:NAME, torchvision:NAME, or a function of "
-        "yours: package.module:function",
+        help=f"{', '.join(MODELS)}, timm:NAME, torchvision:NAME, or a function of yours: package.module:function",
     )
     group.add_argument("--num-classes", metavar="N", type=int, help="by default those of the training set")
     group.add_argument(
@@ -141,7 +143,8 @@ def _checkpoints(group: argparse._ArgumentGroup, environ: Mapping[str, str]) -> 
 
 def _machine(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda where there is one")
+    devices = "one of auto, cpu, cuda, cuda:N"
+    add("--device", metavar="NAME", type=_device, default="auto", help=f"{devices}; auto: cuda where there is one")
     add("--backend", choices=("auto", "gloo", "nccl"), default="auto", help="of the gradients: nccl on cuda, else gloo")
     add("--precision", choices=PRECISIONS, default="fp32", help="of the forward and backward pass")
     add("--channels-last", action="store_true", help="memory in the order that convolutions like on GPUs")
@@ -163,16 +166,16 @@ def _elsewhere(parse: argparse.ArgumentParser) -> None:
     same = {"--batchsize": "batch_size", "--nepochs": "epochs", "--ntrain": "epoch_samples_if_resampled"}
     for flag, name in same.items():
         parse.add_argument(flag, dest=name, type=int, default=_OFF, help=_OFF)
-    parse.add_argument("--mname", dest="model", default=_OFF, help=_OFF)
+    parse.add_argument("--mname", default=_OFF, help=_OFF)
     parse.add_argument("--loginterval", dest="log_every", type=_read(parse_duration), default=_OFF, help=_OFF)
     parse.add_argument("--splitshards", dest="sampling", action="store_const", const="exact", default=_OFF, help=_OFF)
     parse.add_argument("--amplevel", dest="amplevel", default=_OFF, help=_OFF)
     for flag in ("--bucket", "--shards", "--valshards"):
         parse.add_argument(flag, default=_OFF, help=_OFF)
-    # Always so here (one log), not needed (apex), or known from the manifest (nval).
+    # Always so here (one log), not needed (apex), known from the manifest (nval), or from the starter (wsize).
     for flag in ("--onelog", "--showopen", "--apexddp"):
         parse.add_argument(flag, dest="ignored", action="store_true", default=_OFF, help=_OFF)
-    for flag in ("--nval", "--distributed"):
+    for flag in ("--nval", "--distributed", "--wsize"):
         parse.add_argument(flag, dest="ignored", default=_OFF, help=_OFF)
 
 
@@ -208,13 +211,22 @@ def read_or_exit(words: Sequence[str]) -> argparse.Namespace:
 
 def _translate(args: argparse.Namespace) -> None:
     """Turn what only the flags of elsewhere say into ours."""
+    args.notes = []
     bucket = vars(args).pop("bucket", "")
+    if bucket and not {"shards", "valshards"} & vars(args).keys():
+        raise SpecError(
+            [Fault("--bucket", "is the beginning of --shards and --valshards: give one of them, or --train")]
+        )
     for theirs, ours in (("shards", "train"), ("valshards", "val")):
         if pattern := vars(args).pop(theirs, ""):
             setattr(args, ours, bucket.replace("{}", pattern) if "{}" in bucket else bucket + pattern)
     samples = vars(args).pop("epoch_samples_if_resampled", None)
     if args.sampling == "resampled" and args.epoch_samples is None:
         args.epoch_samples = samples
+    elif samples is not None and args.sampling != "resampled":
+        args.notes.append("--ntrain is not used: an epoch is every sample once; --sampling resampled takes it")
+    if name := vars(args).pop("mname", ""):  # there, all are torchvision's
+        args.model = name if ":" in name or name in MODELS else f"torchvision:{name}"
     if vars(args).pop("amplevel", "O0") not in ("", "O0"):
         args.precision = "fp16"
     vars(args).pop("ignored", None)
@@ -224,9 +236,16 @@ def _faults(args: argparse.Namespace) -> Any:
     for name in ("epochs", "batch_size", "global_batch_size", "num_classes", "num_batches", "threads", "size", "keep"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             yield name, f"{getattr(args, name)} is less than 1"
-    for name in ("lr", "momentum", "weight_decay", "warmup_epochs", "clip_grad", "seed", "validate_every"):
+    for name in ("lr", "momentum", "weight_decay", "warmup_epochs", "clip_grad", "seed", "validate_every", "gamma"):
         if getattr(args, name) is not None and not getattr(args, name) >= 0:
             yield name, f"{getattr(args, name)} is negative"
+    if args.checkpoint_every_steps < 0:
+        yield "checkpoint_every_steps", f"{args.checkpoint_every_steps} is negative"
+    for milestone in args.milestones:
+        if not milestone >= 0:
+            yield "milestones", f"{milestone:g} is negative"
+    if args.sampling == "join" and args.num_batches and not args.eval_only:
+        yield "num_batches", "does not go with --sampling join, whose ranks make different numbers of steps"
     for name in ("label_smoothing", "ema"):
         if not 0 <= getattr(args, name) < 1:
             yield name, f"{getattr(args, name)} is not from 0 to below 1"
@@ -240,6 +259,12 @@ def _faults(args: argparse.Namespace) -> Any:
         yield "eval_only", "give --init-from, or --checkpoint-dir"
     if not args.train and not args.synthetic and not args.eval_only:
         yield "train", "give the shard set to train on, or STOKER_DATA_TRAIN, or --synthetic"
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto, cpu, cuda, or one such as cuda:0")
+    return text
 
 
 def _epochs(text: str) -> tuple[float, ...]:

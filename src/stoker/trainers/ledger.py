@@ -87,6 +87,11 @@ def sessions(folder: str | Path) -> list[tuple[int, int]]:
     return [starts[session] for session in sorted(starts)]
 
 
+def next_session(folder: str | Path) -> int:
+    """Number this start of the training: one more than the last in the folder, whatever the clocks say."""
+    return 1 + max((raw["session"] for raw in _read(Path(folder).expanduser()) if "session" in raw), default=0)
+
+
 def _read(folder: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob("rank-*.jsonl")):
         for text in path.read_text(errors="replace").split("\n"):

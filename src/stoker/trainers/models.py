@@ -13,10 +13,7 @@ from torch import nn
 from torch.nn.functional import avg_pool2d
 
 from stoker.errors import InputError, MissingError
-
-SMALL_SIZE = 64
-"""Images of so many pixels or fewer are not shrunk by the first layers (`stem` auto)."""
-STEMS = ("auto", "imagenet", "small")
+from stoker.trainers.flags import SMALL_SIZE
 
 
 def build(name: str, *, num_classes: int, size: int, stem: str = "auto", zero_gamma: bool = False) -> nn.Module:

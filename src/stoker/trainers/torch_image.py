@@ -28,6 +28,7 @@ import contextlib
 import copy
 import inspect
 import logging
+import os
 import signal
 import time
 import traceback
@@ -55,16 +56,20 @@ from stoker.storage.via import through
 from stoker.telemetry import Recorder, recorder
 from stoker.trainers import checkpoints, models
 from stoker.trainers.checkpoints import Checkpoints, State
-from stoker.trainers.ledger import Ledger
+from stoker.trainers.ledger import Ledger, next_session
 from stoker.trainers.meter import Heartbeat, Meter
 from stoker.trainers.schedule import Schedule
-from stoker.trainers.world import Stop, StoppedAtOnce, World
+from stoker.trainers.world import Stop, StoppedAtOnce, World, end_with_starter
 
 STOP = 1 << 40
 """Added to a step's count by each rank that wants to stop; no batch is as large."""
-PLACES = ("train", "val", "via", "cache_dir", "cache_size", "checkpoint_dir", "init_from", "ledger")
+PLACES = ("train", "val", "via", "cache_dir", "cache_size", "checkpoint_dir", "init_from", "ledger", "notes")
 """Flags that a checkpoint does not keep: they say nothing of the training, and a URL may hold a password."""
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "onnection refused")
+LOST = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "onnection refused"),  # of gloo
+    *("ncclRemoteError", "remote process exited", "NCCL communicator was aborted"),
+)
+"""What torch says when another rank is gone."""
 IMAGENET_SAMPLES = 1_281_167
 
 
@@ -83,10 +88,14 @@ def main(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except StoppedAtOnce as stopped:
-        record.mark("stop", "stopped at once; it goes on at the beginning of the epoch")
+        kept = "; it goes on at the beginning of the epoch" if args.checkpoint_dir and not args.synthetic else ""
+        record.mark("stop", f"stopped at once{kept}")
         return 128 + stopped.number
+    except BrokenPipeError:  # whoever read the output has seen enough, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except Exception as error:
-        if any(words in str(error) for words in LOST):
+        if Seat.from_environ(os.environ).world > 1 and any(words in str(error) for words in LOST):
             record.mark("lost", f"another rank is gone: {str(error).strip().partition(chr(10))[0]}")
             _complain(f"rank {record.rank}: another rank is gone, so this one ends too")
             return 1
@@ -102,6 +111,11 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
     say = _say if rank == 0 else lambda _: None
     joining = args.sampling == "join"
     record.heartbeat(0)
+    for note in args.notes:
+        say(note)
+    if args.synthetic and args.checkpoint_dir and not args.eval_only:
+        say(f"--synthetic: {shown(args.checkpoint_dir)} is left alone, no checkpoint is read or written")
+        args = argparse.Namespace(**{**vars(args), "checkpoint_dir": None})
 
     # What there is to go on from. Only rank 0 reads and writes checkpoints.
     store = world.first(lambda: _checkpoints(args, record)) if args.checkpoint_dir else None
@@ -117,6 +131,8 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
     global_batch = args.global_batch_size or meta.get("global_batch") or batch_size * world.size
     if meta and args.global_batch_size and args.global_batch_size != meta["global_batch"]:
         say(f"the global batch was {meta['global_batch']:,} and is {global_batch:,} from here on")
+    elif meta and args.batch_size and args.batch_size * world.size != global_batch:
+        say(f"--batch-size is not used: the global batch stays {global_batch:,}; --global-batch-size changes it")
     data = None if args.eval_only else world.together(lambda: Data.open(args, world, global_batch))
     val = world.together(lambda: _val_set(args, world, global_batch)) if args.val else None
     num_classes = world.told(world.first(lambda: _num_classes(args, meta, data, val)))
@@ -159,11 +175,11 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
         optimizer.load_state_dict(resumed[1]["optimizer"])
         for group in optimizer.param_groups:  # flags win
             group.update(momentum=args.momentum, weight_decay=args.weight_decay, nesterov=args.nesterov)
-        scaler.load_state_dict(resumed[1]["scaler"])
+        if resumed[1]["scaler"]:  # empty where it was not fp16
+            scaler.load_state_dict(resumed[1]["scaler"])
         resumed[1].clear()  # as large as the model, and no longer needed
-    running = torch.compile(model) if args.compile else model
+    running = _compiled(args, model) if args.compile else model
     parallel: Any = _parallel(args, running, device) if world.size > 1 else running
-    norms = [part for part in model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     schedule = Schedule(
         kind=args.schedule,
         total=args.epochs * samples,
@@ -176,7 +192,7 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
     cursor = plan.check_cursor(Cursor.from_state(meta["cursor"])) if meta else plan.start()
     step: int = meta.get("step", 0)
     best: float = meta.get("best", -1.0)
-    owed: bool = meta.get("owed", False)  # the validation of the epoch that ended last
+    owed: bool = meta.get("owed", False) and bool(args.val)  # the validation of the epoch that ended last
     last: dict[str, float] = meta.get("last", {})
     per_epoch = plan.epoch(0, world.seat).count(0, global_batch)
     left = plan.epoch(cursor.epoch, world.seat).count(cursor.consumed, global_batch)
@@ -203,11 +219,10 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
         known = f", validation top-1 {last['val_top1']:.2%}" if "val_top1" in last else ""
         say(f"this training is finished: {cursor.epoch} epochs{known}; give more --epochs to go on")
         return 0
-    session = world.told(time.time_ns())
-    ledger = (
-        Ledger(args.ledger, rank=rank, attempt=record.attempt, session=session, cursor=cursor) if args.ledger else None
-    )
-    if ledger is not None:
+    ledger = None
+    if args.ledger:
+        session = world.told(world.first(lambda: next_session(args.ledger))) or 0
+        ledger = Ledger(args.ledger, rank=rank, attempt=record.attempt, session=session, cursor=cursor)
         ending.callback(ledger.close)
     meter = Meter(args, record, say, world.size, rank)
 
@@ -220,7 +235,6 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
             "meta": {
                 "cursor": cursor.state(),
                 "step": step,
-                "seen": cursor.epoch * samples + cursor.consumed,
                 "global_batch": global_batch,
                 "lr": peak,
                 "best": best,
@@ -239,7 +253,7 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
     model.train()
     while (cursor.epoch < args.epochs or owed) and not stopping and not enough:
         # One epoch, or what is left of it.
-        epoch, taken = cursor.epoch, 0
+        epoch, taken, made = cursor.epoch, 0, 0
         ended = owed
         view = plan.epoch(epoch, world.seat)
         if not owed:
@@ -247,18 +261,20 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
         batches = iter(()) if owed else iter(data)
         with Join([parallel]) if joining and world.size > 1 else contextlib.nullcontext():
             while True:
-                started = time.perf_counter()
+                started, before = time.perf_counter(), data.times.wait
                 batch = next(batches, None)
                 if batch is None:
                     ended = True
                     break
-                waited = time.perf_counter()
+                wait = data.times.wait - before  # the rest of next() is the copy to the device, and waiting for it
                 torch.manual_seed(key("step", args.seed, step, rank))
                 start = taken if joining else cursor.consumed
                 end = batch.cursor.consumed if batch.cursor.epoch == epoch else samples
                 if joining:
                     end = int(batch.positions[-1]) + 1 if batch.count else start
-                seen = epoch * samples + min(samples, start * (world.size if joining else 1))
+                # Ranks that join are at different places; for the learning rate, which is one, they count their steps.
+                begins, ends = (made * global_batch, (made + 1) * global_batch) if joining else (start, end)
+                begins, ends = (epoch * samples + min(samples, at) for at in (begins, ends))
                 if ledger is not None:
                     place = view.at(batch.positions)
                     ledger.step(
@@ -271,9 +287,8 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
                 # An empty share goes through the model all the same, so that collectives match, and weighs nothing.
                 # Neither it nor a last share of one sample may touch the statistics of BatchNorm.
                 alone = batch.count == 0 or (batch.count == 1 and global_batch >= 2 * world.size)
-                for norm in norms if alone else ():
-                    norm.eval()
-                rate = peak * schedule.factor(seen + min(global_batch, samples) / 2)
+                resting = _rest_norms(model) if alone else []
+                rate = peak * schedule.factor((begins + ends) / 2)
                 for group in optimizer.param_groups:
                     group["lr"] = rate
                 with _autocast(args, device):
@@ -294,16 +309,15 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
                     nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
                 scaler.step(optimizer)
                 scaler.update()
-                for norm in norms if alone else ():
+                for norm in resting:
                     norm.train()
-                step += 1
-                taken = end
+                step, made, taken = step + 1, made + 1, end
                 cursor = batch.cursor if not joining else cursor
                 if ema is not None:
                     _average(ema, model, min(args.ema, (1 + step) / (10 + step)))
                 done = time.perf_counter()
 
-                wait, h2d, collective = waited - started, moved - waited, agreed - forward
+                h2d, collective = moved - started - wait, agreed - forward
                 meter.add(loader_wait=wait, h2d=h2d, collective_wait=collective, step=done - started)
                 meter.add(compute=done - moved - collective)
                 meter.count(batch.count, number * (world.size if joining else 1), loss.detach())
@@ -312,7 +326,7 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
                     shard = data.shard(int(place.shards[0])) if batch.count else ""
                     beat(step, shard, int(place.samples[0]) if batch.count else -1)
                 if meter.due():
-                    meter.tell(epoch, step, total_steps, rate, seen / samples, data.times)
+                    meter.tell(epoch, step, total_steps, rate, ends / samples, data.times)
                 if store is not None and not joining and cursor.epoch == epoch and not stopping:
                     steps_due = args.checkpoint_every_steps and step - saved_step >= args.checkpoint_every_steps
                     time_due = args.checkpoint_every and time.monotonic() - saved_at >= args.checkpoint_every
@@ -323,7 +337,7 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
                     ended = not joining and cursor.epoch > epoch
                     break
         if meter.steps:
-            meter.tell(epoch, step, total_steps, rate, (seen + number) / samples, data.times)
+            meter.tell(epoch, step, total_steps, rate, ends / samples, data.times)
 
         # The end of an epoch: all ranks hold the same weights again, validate, and rank 0 writes.
         if ended and not owed:
@@ -346,14 +360,19 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
             if store is not None and not stopping:
                 store.save(state(), step, best=improved)
                 saved_at, saved_step = time.monotonic(), step
-    if store is not None:
-        if (stopping or args.num_batches) and not joining:
-            store.save(state(), step)
-        store.close()
+
+    def finish() -> None:
+        if store is not None:
+            if (stopping or args.num_batches) and not joining:
+                store.save(state(), step)
+            store.close()
+
+    world.first(finish)  # all wait for it: torchrun kills what still runs half a minute after the first has ended
     if stopping:
         if rank == 0 or stop.asked:
             record.mark("stop", f"stopped after step {step:,}")
-        say(f"stopped after step {step:,}; the same command goes on from there")
+        kept = "; the same command goes on from there" if args.checkpoint_dir and not joining else ""
+        say(f"stopped after step {step:,}{kept}")
         return 128 + (stop.asked or signal.SIGTERM)
     if rank == 0:
         record.mark("end", f"trained {step:,} steps", val_top1=last.get("val_top1"))
@@ -442,6 +461,8 @@ class Data:
         )
         manifest, plan = dataset.loader.set.manifest, dataset.loader.plan
         classes = manifest.classes if manifest is not None else ()
+        if args.synthetic and not (classes or args.num_classes):
+            raise _no_classes(args.train)
         made = Synthetic(args, world, plan, global_batch, len(classes)) if args.synthetic else None
         return cls(plan, classes, dataset, made)
 
@@ -506,6 +527,13 @@ def _autocast(args: argparse.Namespace, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=kind, enabled=args.precision != "fp32")
 
 
+def _rest_norms(model: nn.Module) -> list[nn.Module]:
+    """Let each BatchNorm that keeps statistics rest, and return those; the ranks of a SyncBatchNorm need each other."""
+    kinds, synced = nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm
+    own = [part for part in model.modules() if isinstance(part, kinds) and not isinstance(part, synced)]
+    return [norm.eval() for norm in own if norm.training]
+
+
 @torch.no_grad()
 def _average(ema: nn.Module, model: nn.Module, decay: float) -> None:
     """Move the averaged weights a little towards the weights."""
@@ -561,12 +589,22 @@ def _num_classes(args: argparse.Namespace, meta: State, data: Data | None, val: 
         )
     found = len(data.classes if data is not None else theirs)
     number = args.num_classes or (meta.get("num_classes", found) if args.eval_only else found)
+    where = args.train or args.val
     if not number:
-        where = args.train or args.val
+        raise _no_classes(where)
+    if number < found:
         raise InputError(
-            "this set was made elsewhere and does not tell its classes", where=where, hint="give --num-classes"
+            f"its {found} classes are more than the model's {number}",
+            where=where,
+            hint=f"give --num-classes {found} or more, or leave it away" if args.num_classes else None,
         )
     return int(number)
+
+
+def _no_classes(where: str) -> InputError:
+    return InputError(
+        "this set was made elsewhere and does not tell its classes", where=where, hint="give --num-classes"
+    )
 
 
 def _some(names: tuple[str, ...]) -> str:
@@ -578,6 +616,15 @@ def _model(args: argparse.Namespace, num_classes: int) -> nn.Module:
         args.model, num_classes=num_classes, size=args.size, stem=args.stem, zero_gamma=args.zero_gamma
     )
     return model.to(memory_format=torch.channels_last) if args.channels_last else model  # type: ignore[call-overload]
+
+
+def _compiled(args: argparse.Namespace, model: nn.Module) -> Any:
+    """Compile the model; to the bit, with kernels for each shape alone, whichever comes first after a resume."""
+    if not args.deterministic:
+        return torch.compile(model)
+    limits = torch._dynamo.config
+    limits.cache_size_limit = limits.accumulated_cache_size_limit = 1 << 16  # past them, shapes run uncompiled
+    return torch.compile(model, dynamic=False)
 
 
 def _parallel(args: argparse.Namespace, model: Any, device: torch.device) -> DistributedDataParallel:
@@ -659,4 +706,5 @@ def _complain(line: str) -> None:
 
 
 if __name__ == "__main__":
+    end_with_starter()
     sys.exit(main(ARGS))

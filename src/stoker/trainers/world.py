@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -19,6 +21,20 @@ from stoker.sampling.seat import Seat
 
 T = TypeVar("T")
 PATIENCE_S = 3.0
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_starter() -> None:
+    """Let the system tell this rank to stop if torchrun is killed; else it would train on, and hold the checkpoints.
+
+    A rank that torchrun did not start is left alone: it may well outlive the shell that started it.
+    """
+    if not sys.platform.startswith("linux") or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    starter = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != starter:  # it died just before
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class World:
@@ -39,6 +55,8 @@ class World:
             backend = args.backend
             if backend == "auto":
                 backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            if "nccl" in backend and not dist.is_nccl_available():
+                raise MissingError("this torch has no NCCL", where=f"--backend {args.backend}", hint="give gloo")
             dist.init_process_group(backend, rank=self.rank, world_size=self.size)
             self._cpu = dist.new_group(backend="gloo")  # so that no count waits for a device, or for a gradient
 
@@ -150,12 +168,17 @@ class Stop:
 
 
 def _device(args: argparse.Namespace) -> torch.device:
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise MissingError("there is no CUDA here", where="--device cuda", hint="give --device cpu, or auto")
+    name, _, number = args.device.partition(":")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise MissingError("there is no CUDA here", where=f"--device {args.device}", hint="give --device cpu, or auto")
     if args.device == "cpu" or not torch.cuda.is_available():
         if args.precision == "fp16":
             raise InputError("fp16 needs a GPU", where="--precision fp16", hint="give bf16 or fp32")
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")))
-    torch.cuda.set_device(local % torch.cuda.device_count())
-    return torch.device("cuda", local % torch.cuda.device_count())
+    there = torch.cuda.device_count()
+    if number and int(number) >= there:
+        raise MissingError(f"there are only {there} GPUs here, from 0 on", where=f"--device {args.device}")
+    index = int(number) if number else local % there
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
