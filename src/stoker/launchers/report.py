@@ -30,8 +30,8 @@ def write_report(run: Run, path: Path, summary: str, environ: Mapping[str, str] 
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with tarfile.open(temporary, "w:gz") as archive:
-            for path in _files(run):
-                _add(archive, f"{run.id}/{path.relative_to(run.folder)}", _cleaned(path, hidden))
+            for file in _files(run):
+                _add(archive, f"{run.id}/{file.relative_to(run.folder)}", _cleaned(file, hidden))
             _add(archive, f"{run.id}/summary.txt", [_clean(summary, hidden)])
             _add(archive, f"{run.id}/events.jsonl", (_clean(line, hidden) for line in _events(run)))
         temporary.chmod(0o600)
