@@ -96,7 +96,16 @@ def test_a_run_is_merged_by_time(tmp_path: Path) -> None:
     assert [line.text for line in log.lines] == ["early", "a", "b", "c"]
     assert [found.t for found in log.events] == [1.0, 2.0, 3.0]
     assert (log.events[1].slot, log.events[1].attempt) == ("data-server/10", 1)
-    assert [(file.slot, file.attempt) for file in log_files(tmp_path)] == [("worker/0", 0), ("data-server/10", 1)]
+    assert [(file.slot, file.attempt) for file in log_files(tmp_path)] == [("data-server/10", 1), ("worker/0", 1)]
+
+
+def test_attempts_follow_one_another_whatever_their_clocks_say(tmp_path: Path) -> None:
+    (tmp_path / "worker-0.0.log").write_text(f"first\n{event_line(0, 9.0)}\nfirst again\n")
+    (tmp_path / "worker-0.1.log").write_text(f"second\n{event_line(0, 5.0)}\nsecond again\n")
+    wanted = ["first", "first again", "second", "second again"]
+    assert [line.text for line in read_run(tmp_path).lines] == wanted
+    assert [line.text for line in RunFollower(tmp_path).lines(final=True)] == wanted
+    assert [line.text for line in RunFollower(tmp_path, slot="worker/1").lines(final=True)] == []
 
 
 def test_a_run_that_grows_finds_new_slots(tmp_path: Path) -> None:
