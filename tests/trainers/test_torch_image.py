@@ -68,6 +68,7 @@ def test_evaluation_alone_finds_what_training_found(flags: list[object], train: 
     file = tmp_path / "ck/step-0000000026.pt"
     alone = train(*flags[2:], "--model", "small", "--eval-only", "--init-from", file)
     assert alone.scalars("val_loss")[-1] == found[0]
+    assert alone.scalars("ema_top1")[-1] == found[3]
 
 
 def test_without_checkpoints_evaluation_says_so(flags: list[object], train: Train, tmp_path: Path) -> None:

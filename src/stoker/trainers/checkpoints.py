@@ -169,10 +169,8 @@ def unpack(data: bytes, *, where: str) -> State:
 
 def read_weights(url: str) -> dict[str, torch.Tensor]:
     """Read the weights of a model: a checkpoint of ours, or what torch.save made of a state_dict, alone or named."""
-    folder, name = split(url)
-    path = local_path(folder)
-    data = open_store(folder if path is None else str(path.expanduser())).get(name)
-    if data[-_TRAILER:][: len(_MAGIC)] == _MAGIC:
+    data = _bytes_at(url)
+    if _is_ours(data):
         return dict(unpack(data, where=shown(url))["model"])
     try:
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -183,6 +181,22 @@ def read_weights(url: str) -> dict[str, torch.Tensor]:
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise InputError("holds no state_dict of a model", where=shown(url))
     return {name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in found.items()}
+
+
+def read_averaged(url: str) -> dict[str, torch.Tensor] | None:
+    """Read the averaged weights in a checkpoint of ours; None where there are none."""
+    data = _bytes_at(url)
+    return unpack(data, where=shown(url))["ema"] if _is_ours(data) else None
+
+
+def _bytes_at(url: str) -> bytes:
+    folder, name = split(url)
+    path = local_path(folder)
+    return open_store(folder if path is None else str(path.expanduser())).get(name)
+
+
+def _is_ours(data: bytes) -> bool:
+    return data[-_TRAILER:][: len(_MAGIC)] == _MAGIC
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor], *, where: str) -> None:

@@ -151,7 +151,10 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
         world.together(lambda: checkpoints.load_weights(model, resumed[1]["model"], where=where))
     model.to(device)
     averaged = resumed[1]["ema"] if resumed else None
-    ema = copy.deepcopy(model).requires_grad_(False).eval() if args.ema or (args.eval_only and averaged) else None
+    if args.eval_only and not resumed:
+        averaged = world.told(world.first(lambda: checkpoints.read_averaged(args.init_from)))
+    wanted = averaged if args.eval_only else args.ema
+    ema = copy.deepcopy(model).requires_grad_(False).eval() if wanted else None
     if ema is not None and averaged:
         ema.load_state_dict(averaged)
     beat = Heartbeat(record)
