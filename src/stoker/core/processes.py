@@ -49,7 +49,7 @@ class Process:
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Wait until the leader exits and return its code; TimeoutError when it takes longer."""
-        _until(lambda: self.poll() is not None, timeout_s)
+        until(lambda: self.poll() is not None, timeout_s)
         code = self.poll()
         if code is None:
             raise TimeoutError(f"process {self.pid} still runs after {timeout_s} s")
@@ -68,10 +68,10 @@ class Process:
         if self._popen.returncode is None:
             try:
                 os.killpg(self.pid, signal.SIGTERM)
-                _until(self._is_gone, grace_s)
+                until(self._is_gone, grace_s)
             finally:  # also when a second Ctrl-C cuts the grace short
                 os.killpg(self.pid, signal.SIGKILL)
-                _until(self._is_gone, DEATH_S)
+                until(self._is_gone, DEATH_S)
                 if not self._is_gone():
                     raise _undying([self.pid])
                 self._popen.wait()
@@ -179,7 +179,7 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def _until(condition: Callable[[], bool], timeout_s: float | None) -> None:
+def until(condition: Callable[[], bool], timeout_s: float | None) -> None:
     """Poll, quickly at first, until the condition holds or the time is over."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     pause = 0.001
@@ -223,14 +223,14 @@ def end_marked(marks: Mapping[str, str], grace_s: float) -> None:
     """End all processes with these variables: TERM, up to `grace_s` to leave, KILL until none is left."""
     for pid in marked(marks):
         _signal_marked(pid, marks, signal.SIGTERM)
-    _until(lambda: not marked(marks), grace_s)
+    until(lambda: not marked(marks), grace_s)
     deadline = time.monotonic() + DEATH_S
     while found := marked(marks):  # one may start another while we look
         if time.monotonic() > deadline:
             raise _undying(found)
         for pid in found:
             _signal_marked(pid, marks, signal.SIGKILL)
-        _until(lambda: not marked(marks), 1.0)
+        until(lambda: not marked(marks), 1.0)
 
 
 def adopt_orphans() -> None:

@@ -23,8 +23,6 @@ class Traits:
     name: str
     topologies: frozenset[str]
     elastic: bool = False
-    containers: bool = False
-    """Whether slots run in images; elsewhere `image` is left aside."""
     claims: bool = False
     """Whether there are claims to mount."""
 

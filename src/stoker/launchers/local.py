@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ from typing import ClassVar
 
 import msgspec
 
+from stoker.core.processes import until
 from stoker.errors import ConflictError, Fault, MissingExtraError, SpecError, UnavailableError
 from stoker.jobs.launcher import LogLine, Traits, check
 from stoker.jobs.runs import Run
@@ -142,15 +143,15 @@ class LocalLauncher:
         """Ask the supervisor to end the run, and wait for it; end what is left where there is none."""
         run = _run(handle)
         grace = float(run.job.grace)
-        _until(lambda: run.read_status().state is not JobState.PENDING or not _is_young(run), START_S)
+        until(lambda: run.read_status().state is not JobState.PENDING or not _is_young(run), START_S)
         if (pid := watcher(run)) is not None:
             try:
                 _signal(run, pid, signal.SIGTERM)
-                _until(lambda: watcher(run) != pid, grace + 15)
+                until(lambda: watcher(run) != pid, grace + 15)
             except KeyboardInterrupt:  # a second Ctrl-C cuts the grace short, and a third must not cut this short
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
             _signal(run, pid, signal.SIGKILL)
-            _until(lambda: watcher(run) != pid, 5)
+            until(lambda: watcher(run) != pid, 5)
             grace = 0.0
         if watcher(run) is not None:  # someone has started it again
             return
@@ -245,12 +246,6 @@ def _signal(run: Run, pid: int | None, number: signal.Signals) -> None:
     if pid and watcher(run) == pid:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def _until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(POLL_S / 2)
 
 
 def _is_young(run: Run) -> bool:
