@@ -483,6 +483,18 @@ def test_a_report_holds_all_but_secrets(here: Path, monkeypatch: pytest.MonkeyPa
     assert stat.S_IMODE((here / "r.tar.gz").stat().st_mode) == 0o600
 
 
+def test_a_report_hides_what_stands_behind_secret_flags(here: Path) -> None:
+    program = {"command": ["true"], "args": ["--password", "swordfish", "--api-key=sesame", "--lr", "0.1"]}
+    assert stoker("job", "run", write_job(here / "job.yaml", "", program=program)) == 0
+    assert stoker("job", "report", "-o", here / "r.tar.gz") == 0
+    with tarfile.open(here / "r.tar.gz") as archive:
+        files = [archive.extractfile(member) for member in archive]
+        everything = b"".join(file.read() for file in files if file is not None).decode()
+    assert "swordfish" not in everything
+    assert "sesame" not in everything
+    assert "--lr" in everything
+
+
 def test_unknown_runs_and_slots(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert stoker("job", "status") == 2
     assert "there are no runs" in capsys.readouterr().err

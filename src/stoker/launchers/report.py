@@ -92,7 +92,8 @@ def _masked_word(before: Any, word: Any) -> Any:
     flag, equals, _ = word.partition("=")
     if flag.startswith("-") and equals and looks_secret(flag):
         return f"{flag}=…"
-    return "…" if isinstance(before, str) and before.startswith("-") and looks_secret(before) else word
+    is_behind = isinstance(before, str) and before.startswith("-") and "=" not in before and looks_secret(before)
+    return "…" if is_behind else word
 
 
 def _secrets(run: Run, environ: Mapping[str, str]) -> list[str]:
