@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +15,7 @@ from stoker.jobs.runs import Run, create
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import Slot
+from waiting import eventually
 
 
 def job_of(command: str | None = None, **keys: Any) -> Job:
@@ -27,10 +27,7 @@ def job_of(command: str | None = None, **keys: Any) -> Job:
 
 
 def until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
+    assert eventually(condition, seconds), "waited too long"
 
 
 class LauncherSuite:

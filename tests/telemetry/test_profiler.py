@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from disks import NOT_ALLOWED
 from stoker.telemetry import profiler
 from stoker.telemetry.events import LONGEST, PREFIX, Event, parse
 from stoker.telemetry.reader import gaps
+from waiting import alive, eventually
 
 SOURCE = Path(profiler.__file__)
 FAKE_NVML = """
@@ -49,23 +50,6 @@ os.write(1, f"ready {os.getpid()}\\n".encode())
 while True:
     time.sleep(1)
 """
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def command(*words: str, every: float = 0) -> list[str]:

@@ -165,7 +165,7 @@ def test_a_bucket(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert best is not None
     assert (found[0], found[1]["meta"]["step"], best[1]["meta"]["step"]) == ("step-0000000004.pt", 4, 1)
     checkpoints.close()
-    assert read_weights("s3://checkpoints/run/1/best.pt")["weight"].tolist() == [1.0] * 10
+    assert read_weights("s3://checkpoints/run/1/best.pt").model["weight"].tolist() == [1.0] * 10
     listed = s3.list_objects_v2(Bucket="checkpoints")["Contents"]
     assert [one["Key"].rpartition("/")[2] for one in listed] == [BEST, "step-0000000003.pt", "step-0000000004.pt"]
 
@@ -176,7 +176,7 @@ def test_weights_of_others(tmp_path: Path) -> None:
     for number, saved in enumerate((model.state_dict(), inside, {"state_dict": inside}, {"model": inside, "epoch": 3})):
         torch.save(saved, tmp_path / f"{number}.pt")
         other = torch.nn.Linear(3, 2)
-        load_weights(other, read_weights(str(tmp_path / f"{number}.pt")), where="x")
+        load_weights(other, read_weights(str(tmp_path / f"{number}.pt")).model, where="x")
         assert torch.equal(other.weight, model.weight)
     with pytest.raises(InputError, match=r"x: these weights do not fit the model: weight is 2×3 and not 5×3, bias is"):
         load_weights(torch.nn.Linear(3, 5), model.state_dict(), where="x")

@@ -32,8 +32,9 @@ def demo(
     from stoker.core.units import format_duration
     from stoker.demo.digits import write_digits
     from stoker.demo.road import Road
-    from stoker.demo.walk import free_ports, walk
+    from stoker.demo.walk import walk
     from stoker.errors import ConflictError, NotFoundError
+    from stoker.launchers.plan import free_ports
 
     began = time.monotonic()
     if data is not None and not ((data / "train").is_dir() and (data / "val").is_dir()):

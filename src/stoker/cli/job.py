@@ -103,7 +103,7 @@ def run(
         job, rendered = _rendered(_needed(file), on, [*(sets or []), *(["tensorboard=true"] if tensorboard else [])])
         started, launcher = create(job, rendered), _launcher(on)
         begin = partial(launcher.start, rendered, started)
-    first = _next_attempt(started)
+    first = started.read_status().next_attempt  # only what is written from there on is shown
     with _stopping(launcher, started):
         begin()
         remark(f"Run {started.id}; logs in {started.logs}")
@@ -312,12 +312,6 @@ def _resumable(name: str, file: Path | None, sets: list[str] | None, tensorboard
     if now.state == "succeeded":
         raise ConflictError("is over, and succeeded", where=found.id, hint="start it anew: stoker job run FILE")
     return found
-
-
-def _next_attempt(run: Run) -> int:
-    """Tell the number of the attempt that comes next, so that only what it writes is shown."""
-    before = run.read_status()
-    return before.attempt + 1 if before.slots else 0
 
 
 @contextmanager

@@ -49,15 +49,6 @@ def walk(road: Road, folder: Path, say: Say) -> Run:
     return run
 
 
-def free_ports(count: int) -> list[int]:
-    """Find loopback ports that nothing listens on."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 def _do(step: Step, folder: Path, say: Say) -> None:
     say(f"\n# {step.why}\n$ {step.line}")
     code = subprocess.run(_argv(step), cwd=folder, check=False).returncode

@@ -67,6 +67,11 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     began: float = 0.0
     ended: float | None = None
 
+    @property
+    def next_attempt(self) -> int:
+        """The number of the attempt that would come next."""
+        return self.attempt + 1 if self.slots else 0
+
     def raise_for_state(self) -> None:
         """Raise what a command should end with, when the job did not succeed."""
         if self.state in (JobState.FAILED, JobState.LOST):

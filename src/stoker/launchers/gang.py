@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 
-from stoker.core.processes import Process, end_marked, marked, start
+from stoker.core.processes import Process, end_marked, marked, start, until
 from stoker.jobs.runs import Run
 from stoker.jobs.spec import RESERVED
 from stoker.jobs.status import signal_of
@@ -61,9 +61,7 @@ class Gang:
 
     def leave(self, grace_s: float) -> None:
         """Let those that still run come to their end by themselves, for so long."""
-        deadline = time.monotonic() + grace_s
-        while time.monotonic() < deadline and None in self.codes().values():
-            time.sleep(0.02)
+        until(lambda: None not in self.codes().values(), grace_s)
 
     def end(self, grace_s: float) -> None:
         """End every slot: TERM to each, and then to what each left; after `grace_s` in all, KILL."""

@@ -25,7 +25,7 @@ from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, commands, slots_of
 from stoker.launchers.gang import end_left
-from stoker.launchers.plan import HOST, LocalPlan, free_port
+from stoker.launchers.plan import HOST, LocalPlan, free_ports
 from stoker.launchers.supervisor import watcher
 from stoker.telemetry import profiler
 from stoker.telemetry.reader import RunFollower
@@ -48,7 +48,7 @@ class LocalLauncher:
             raise MissingExtraError("torch", "torch", purpose="the topology 'torchrun'")
         notes = tuple(_left_aside(job))
         job = self.anchored(job)
-        slots, port = slots_of(job), job.port or free_port()
+        slots, port = slots_of(job), job.port or free_ports(1)[0]
         book = AddressBook(
             hosts=dict.fromkeys(slots, HOST),
             port=port,

@@ -34,7 +34,7 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Give the same plan, with another port to meet at where someone has taken this one."""
         if _is_free(self.port):
             return self
-        port = free_port()
+        (port,) = free_ports(1)
         slots = {name: replace(one, argv=_moved(one.argv, self.port, port)) for name, one in self.slots.items()}
         return msgspec.structs.replace(self, slots=slots, port=port)
 
@@ -45,10 +45,11 @@ def read_plan(run: Run) -> LocalPlan:
     return load(path.read_bytes(), LocalPlan, path)
 
 
-def free_port() -> int:
-    """Find a loopback port that nothing listens on."""
+def free_ports(count: int) -> list[int]:
+    """Find loopback ports that nothing listens on."""
     start = PORTS.start + os.getpid() * 37 % len(PORTS)
-    return next(port for port in itertools.chain(range(start, PORTS.stop), PORTS) if _is_free(port))
+    free = (port for port in itertools.chain(range(start, PORTS.stop), PORTS) if _is_free(port))
+    return list(itertools.islice(free, count))
 
 
 def _is_free(port: int) -> bool:

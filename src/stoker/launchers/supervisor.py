@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.core.processes import adopt_orphans, end_children
+from stoker.core.processes import adopt_orphans, end_children, until
 from stoker.core.spec import to_json
 from stoker.errors import StokerError
 from stoker.jobs.control import Restart, decide
@@ -31,6 +31,7 @@ from stoker.launchers.causes import Cause, cause
 from stoker.launchers.gang import Gang, end_left
 from stoker.launchers.hearing import Hearing
 from stoker.launchers.plan import LocalPlan, read_plan
+from stoker.telemetry.profiler import machine_oom_kills
 
 POLL_S = 0.05
 SETTLE_S = 0.3
@@ -79,7 +80,7 @@ class Supervisor:
     def watch(self) -> None:
         """Try until the job succeeds, is stopped, or is given up; whatever happens is told in the run's state."""
         try:
-            self._tell(state=JobState.RUNNING, began=time.time(), ended=None, message="", slots=())
+            self._tell(state=JobState.RUNNING, began=time.time(), ended=None, message="")
             end_left(self._run, float(self._job.grace))
             state, message = self._watch()
         except StokerError as error:
@@ -107,11 +108,9 @@ class Supervisor:
             if not isinstance(decision, Restart):
                 return JobState.FAILED, attempt.cause + (f" ({decision.why})" if self._job.retries else "")
             self._tell(message=f"attempt {number} failed: {attempt.cause}; starting again")
-            until = time.monotonic() + decision.after_s
-            while time.monotonic() < until:
-                if self._wish.stop:
-                    return JobState.STOPPED, STOPPED
-                time.sleep(POLL_S)
+            until(lambda: self._wish.stop, decision.after_s)
+            if self._wish.stop:
+                return JobState.STOPPED, STOPPED
             self._tell(message="")
 
     def _try(self, number: int) -> Attempt:
@@ -146,8 +145,7 @@ class Supervisor:
         """Look once: what has been said, who has ended, who hangs, and whether it should stop."""
         hearing.listen()
         self._memory.look()
-        codes = gang.codes()
-        self._tell_slots(gang)
+        codes = self._tell_slots(gang)
         grace = float(self._job.grace)
         if self._job.is_elastic:
             if self._replaced < self._job.retries and (lost := _lost(codes)):
@@ -182,14 +180,15 @@ class Supervisor:
         first = min(self._plan.commands)
         self._run.log(first, number).write_text(f"--- attempt {number}, because {why}\n")
 
-    def _tell_slots(self, gang: Gang) -> None:
-        pids = gang.pids
+    def _tell_slots(self, gang: Gang) -> dict[Slot, int | None]:
+        """Tell how the slots are, where that has changed; give their exit codes."""
+        pids, codes = gang.pids, gang.codes()
         slots = tuple(
-            SlotStatus(slot=str(slot), state=_state(code), pid=pids[slot], code=code)
-            for slot, code in gang.codes().items()
+            SlotStatus(slot=str(slot), state=_state(code), pid=pids[slot], code=code) for slot, code in codes.items()
         )
         if slots != self._status.slots:
             self._tell(slots=slots)
+        return codes
 
     def _tell(self, **changes: object) -> None:
         """Keep the state for others to read; that it cannot be written is no reason to end a training."""
@@ -202,26 +201,26 @@ class _Memory:
     """Whether the kernel has just killed a process for want of memory, on all of this machine."""
 
     def __init__(self) -> None:
-        self._counts = [(time.monotonic(), _oom_kills())]
+        self._counts = [(time.monotonic(), machine_oom_kills())]
 
     def look(self) -> None:
         """Keep the count of the last seconds."""
         now = time.monotonic()
         if now - self._counts[-1][0] >= 1.0:
-            self._counts = [*self._counts[-5:], (now, _oom_kills())]
+            self._counts = [*self._counts[-5:], (now, machine_oom_kills())]
 
     def was_short(self) -> bool:
         """Whether there are more than some seconds ago."""
-        return _oom_kills() > self._counts[0][1]
+        return machine_oom_kills() > self._counts[0][1]
 
 
 def _earlier(status: JobStatus) -> tuple[tuple[Attempt, ...], int]:
     """Give the attempts of a run's earlier lives, one that nobody saw end among them, and the number of the next."""
-    if not status.slots:
+    if not status.next_attempt:
         return (), 0
     seen = {attempt.number for attempt in status.attempts}
     unseen = Attempt(number=status.attempt, began=status.began, ended=time.time(), cause="lost with its supervisor")
-    return (*status.attempts, *(() if status.attempt in seen else (unseen,))), status.attempt + 1
+    return (*status.attempts, *(() if status.attempt in seen else (unseen,))), status.next_attempt
 
 
 def _state(code: int | None) -> JobState:
@@ -232,15 +231,6 @@ def _lost(codes: Mapping[Slot, int | None]) -> Slot | None:
     """Find a slot of an elastic world that was killed; the others meet at the first, which cannot be replaced."""
     killed = (slot for slot, code in codes.items() if code is not None and signal_of(code))
     return next((slot for slot in killed if slot.index > 0), None)
-
-
-def _oom_kills() -> int:
-    """Count the processes that the kernel has killed for want of memory since it began."""
-    for line in Path("/proc/vmstat").read_text().splitlines():
-        name, _, value = line.partition(" ")
-        if name == "oom_kill":
-            return int(value)
-    return 0
 
 
 @contextmanager

@@ -621,6 +621,11 @@ def oom_kills(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
             table = _table(folder + name)
             if "oom_kill" in table:
                 return int(table["oom_kill"])
+    return machine_oom_kills(proc)
+
+
+def machine_oom_kills(proc: str = "/proc") -> int:
+    """Count the processes killed for want of memory on the whole machine."""
     return int(_table(proc + "/vmstat").get("oom_kill", 0))
 
 

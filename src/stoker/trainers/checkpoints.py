@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 
@@ -167,11 +167,21 @@ def unpack(data: bytes, *, where: str) -> State:
     return state
 
 
-def read_weights(url: str) -> dict[str, torch.Tensor]:
+class Weights(NamedTuple):
+    """The weights of a model, and their average where a checkpoint has one."""
+
+    model: dict[str, torch.Tensor]
+    averaged: dict[str, torch.Tensor] | None = None
+
+
+def read_weights(url: str) -> Weights:
     """Read the weights of a model: a checkpoint of ours, or what torch.save made of a state_dict, alone or named."""
-    data = _bytes_at(url)
-    if _is_ours(data):
-        return dict(unpack(data, where=shown(url))["model"])
+    folder, name = split(url)
+    path = local_path(folder)
+    data = open_store(folder if path is None else str(path.expanduser())).get(name)
+    if data[-_TRAILER:][: len(_MAGIC)] == _MAGIC:
+        state = unpack(data, where=shown(url))
+        return Weights(state["model"], state.get("ema"))
     try:
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
@@ -180,23 +190,7 @@ def read_weights(url: str) -> dict[str, torch.Tensor]:
         found = found[name] if isinstance(found, dict) and isinstance(found.get(name), dict) else found
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise InputError("holds no state_dict of a model", where=shown(url))
-    return {name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in found.items()}
-
-
-def read_averaged(url: str) -> dict[str, torch.Tensor] | None:
-    """Read the averaged weights in a checkpoint of ours; None where there are none."""
-    data = _bytes_at(url)
-    return unpack(data, where=shown(url))["ema"] if _is_ours(data) else None
-
-
-def _bytes_at(url: str) -> bytes:
-    folder, name = split(url)
-    path = local_path(folder)
-    return open_store(folder if path is None else str(path.expanduser())).get(name)
-
-
-def _is_ours(data: bytes) -> bool:
-    return data[-_TRAILER:][: len(_MAGIC)] == _MAGIC
+    return Weights({name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in found.items()})
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor], *, where: str) -> None:

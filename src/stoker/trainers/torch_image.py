@@ -141,18 +141,17 @@ def train(args: argparse.Namespace, world: World, record: Recorder, ending: cont
     # The model: the same weights on all ranks, from the seed, from a file, or from the checkpoint.
     torch.manual_seed(key("model", args.seed))
     model = world.together(lambda: _model(args, num_classes))
+    averaged = resumed[1]["ema"] if resumed else None
     if args.init_from and not resumed:
         weights = world.told(world.first(lambda: checkpoints.read_weights(args.init_from)))
         assert weights is not None
-        world.together(lambda: checkpoints.load_weights(model, weights, where=args.init_from))
+        world.together(lambda: checkpoints.load_weights(model, weights.model, where=args.init_from))
+        averaged = weights.averaged if args.eval_only else None
     if resumed:
         where = join(shown(args.checkpoint_dir), resumed[0])
         world.together(lambda: _check_same(args, meta, data, num_classes, where))
         world.together(lambda: checkpoints.load_weights(model, resumed[1]["model"], where=where))
     model.to(device)
-    averaged = resumed[1]["ema"] if resumed else None
-    if args.eval_only and not resumed:
-        averaged = world.told(world.first(lambda: checkpoints.read_averaged(args.init_from)))
     wanted = averaged if args.eval_only else args.ema
     ema = copy.deepcopy(model).requires_grad_(False).eval() if wanted else None
     if ema is not None and averaged:
