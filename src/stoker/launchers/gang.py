@@ -17,7 +17,9 @@ LEFTOVER_GRACE_S = 5.0
 class Gang:
     """The slots of one attempt; each writes its log itself, so that none is lost with whoever watches."""
 
-    def __init__(self, run: Run, attempt: int, commands: Mapping[Slot, Command]) -> None:
+    def __init__(self, run: Run, attempt: int, commands: Mapping[Slot, Command], *, last_s: float = 0.0) -> None:
+        """Start them; `last_s` is for those that stand for others elsewhere, to see them end."""
+        self._last_s = last_s
         self._run, self._attempt, self._commands = run, attempt, commands
         self._processes: dict[Slot, Process] = {}
         self._own = {
@@ -49,7 +51,7 @@ class Gang:
 
     def replace(self, slot: Slot) -> None:
         """Start a lost slot again, while the others go on; first what it left is ended."""
-        self._processes[slot].end(0)
+        self._processes[slot].end(self._last_s)
         end_marked({"STOKER_RUN": self._run.id, "STOKER_SLOT": str(slot)}, LEFTOVER_GRACE_S)
         self._processes[slot] = self._start(slot)
 
@@ -65,7 +67,7 @@ class Gang:
             process.terminate()
         self.leave(grace_s)
         for process in self._processes.values():
-            process.end(0)
+            process.end(self._last_s)
         end_left(self._run)
 
 

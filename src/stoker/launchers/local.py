@@ -191,7 +191,7 @@ def _left_aside(job: Job) -> Iterator[str]:
 
 
 def _run(handle: str) -> Run:
-    return Run(Path(handle.removeprefix("local://")))
+    return Run(Path(handle.partition("://")[2]))
 
 
 def _signal_supervisor(run: Run, number: signal.Signals, wait_s: float) -> None:

@@ -14,6 +14,8 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     slots: dict[str, Command]
     notes: tuple[str, ...] = ()
+    hosts: dict[str, str] = {}
+    """The host of each slot, where that is not this machine: then the processes here only stand for those there."""
 
     @property
     def commands(self) -> dict[Slot, Command]:
@@ -22,6 +24,7 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_plan(run: Run) -> LocalPlan:
-    """Read what a run was started with."""
-    path = run.folder / "plan.json"
+    """Read which processes a run has here: those of its plan, or those that stand for them."""
+    path = run.folder / "processes.json"
+    path = path if path.exists() else run.folder / "plan.json"
     return load(path.read_bytes(), LocalPlan, path)

@@ -42,6 +42,8 @@ SETTLE_S = 0.3
 FAILED_GRACE_S = 10.0
 """For those whose partners are gone already: they cannot finish a step any more."""
 STACKS_S = 2.0
+FAR_S = 5.0
+"""What those elsewhere have, to tell of their own failure and of their end."""
 LOCK_S = 2.0
 
 
@@ -109,7 +111,8 @@ class Supervisor:
         """Carry out one attempt, and tell how it ended; nothing of it is left then."""
         began, killed_before = time.time(), _oom_kills()
         hearing = _Hearing(self._run, number, self._plan.commands, self._board)
-        gang = Gang(self._run, number, self._plan.commands)
+        far_s = FAR_S if self._plan.hosts else 0.0
+        gang = Gang(self._run, number, self._plan.commands, last_s=far_s)
         grace = float(self._job.grace)
         found: Cause | None = None
         hung, replaced = "", 0
@@ -131,12 +134,16 @@ class Supervisor:
                 if any(codes.values()):
                     time.sleep(SETTLE_S)
                     found = self._cause(gang.codes(), number, _oom_kills() > killed_before)
+                    far = time.monotonic() + far_s
+                    while found.is_of_a_partner and None in gang.codes().values() and time.monotonic() < far:
+                        time.sleep(POLL_S)
+                        found = self._cause(gang.codes(), number, _oom_kills() > killed_before)
                     grace = min(grace, FAILED_GRACE_S)
                     break
                 if all(codes[slot] == 0 for slot in lead_slots(self._job)):
                     break
                 if hung := hearing.hung(float(self._job.hang_after)):
-                    hearing.ask_for_stacks()
+                    hearing.ask_for_stacks(gang.pids if self._plan.hosts else {})
                     grace = min(grace, FAILED_GRACE_S)
                     break
                 if self._stop:
@@ -242,12 +249,18 @@ class _Hearing:
             f"the stacks of all ranks: {stacks}; its log: {log}"
         )
 
-    def ask_for_stacks(self) -> None:
-        """Have every rank write where each of its threads is, and keep that beside the logs."""
+    def ask_for_stacks(self, stand_ins: Mapping[Slot, int]) -> None:
+        """Have every rank write where each of its threads is, and keep that beside the logs.
+
+        Who stands for a slot elsewhere passes it on to the ranks there.
+        """
         members = marked({"STOKER_RUN": self._run.id})
         text = self.listen()
-        for _, pulse in sorted(self._pulses.items()):
-            if pulse.pid in members:  # one after the other, for they share a log
+        for slot in {slot for slot, _ in self._pulses if slot in stand_ins}:
+            os.kill(stand_ins[slot], signal.SIGUSR1)
+            text += self._next_lines()
+        for (slot, _), pulse in sorted(self._pulses.items()):
+            if slot not in stand_ins and pulse.pid in members:  # one after the other, for they share a log
                 os.kill(pulse.pid, signal.SIGUSR1)
                 text += self._next_lines()
         self._run.write(f"stacks.{self._attempt}.txt", "".join(f"{line}\n" for line in text).encode())
