@@ -51,7 +51,7 @@ _MEANINGS: tuple[tuple[str, str], ...] = (
     ("No route to host", "does not answer: there is no route to it"),
     ("Network is unreachable", "does not answer: its network cannot be reached from here"),
     ("timed out", "does not answer"),
-    ("server not responding", "does not answer any more"),
+    ("not responding", "does not answer any more"),
     ("closed by", "broke the connection off"),
     ("Connection reset", "broke the connection off"),
     ("Broken pipe", "broke the connection off"),
@@ -71,7 +71,8 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
             "BatchMode": "yes",
             "ConnectTimeout": CONNECT_S,
             "ConnectionAttempts": attempts,
-            "ServerAliveInterval": max(1, int(self.lost_after_s / 3)),
+            # Only where nobody of ours listens: a slot has its own, shorter limit.
+            "ServerAliveInterval": max(1, int(self.lost_after_s / 2)),
             "ServerAliveCountMax": 3,
             "ClearAllForwardings": "yes",
             "RemoteCommand": "none",
