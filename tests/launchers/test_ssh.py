@@ -169,7 +169,7 @@ class TestSsh(LauncherSuite):
     def test_a_setup_that_fails_is_told_and_kept(self, launcher: Any) -> None:
         job = job_of("true", ssh=keys_of(self.net, self.workdir, "node1", setup="echo 'no such package' >&2; exit 9"))
         rendered = launcher.render(job)
-        with pytest.raises(InputError, match=r"node1: ssh.setup ended with exit code 9: no such package; its log: "):
+        with pytest.raises(InputError, match=r"node1: ssh.setup failed with exit code 9: no such package; its log: "):
             self.carry_out(launcher, job, rendered)
         run = find("small")
         assert launcher.status(run.handle).state is JobState.FAILED
@@ -359,8 +359,8 @@ def break_it(what: str, run: Run, net: Network) -> None:
 BREAKS = {
     "the supervisor": "",
     "the process that stands for it here": "worker/0 was killed by SIGKILL; its log: ",
-    "the ssh program": "worker/0 was lost: node2 ",
-    "the agent": "worker/0 was lost: node2 ",
+    "the ssh program": "worker/0 was lost: node2 is cut off: the ssh program here was ended by SIGKILL; its log: ",
+    "the agent": "worker/0 was lost: node2 has lost the agent there: it was killed; its log: ",
     "the sshd of the connection": "worker/0 was lost: node2 broke the connection off; its log: ",
     "the cable": "worker/0 was lost: node2 has not answered for 5 s; its log: ",
 }

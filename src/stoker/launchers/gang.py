@@ -18,7 +18,7 @@ class Gang:
     """The slots of one attempt; each writes its log itself, so that none is lost with whoever watches."""
 
     def __init__(self, run: Run, attempt: int, commands: Mapping[Slot, Command], *, last_s: float = 0.0) -> None:
-        """Start them; `last_s` is for those that stand for others elsewhere, to see them end."""
+        """Start them; `last_s` is what those have that stand for others elsewhere, to see them end."""
         self._last_s = last_s
         self._run, self._attempt, self._commands = run, attempt, commands
         self._processes: dict[Slot, Process] = {}
@@ -51,7 +51,7 @@ class Gang:
 
     def replace(self, slot: Slot) -> None:
         """Start a lost slot again, while the others go on; first what it left is ended."""
-        self._processes[slot].end(self._last_s)
+        self._processes[slot].end(0)
         end_marked({"STOKER_RUN": self._run.id, "STOKER_SLOT": str(slot)}, LEFTOVER_GRACE_S)
         self._processes[slot] = self._start(slot)
 
@@ -66,8 +66,12 @@ class Gang:
         for process in self._processes.values():
             process.terminate()
         self.leave(grace_s)
+        if self._last_s:  # to those that stand for others, the second time means at once
+            for process in self._processes.values():
+                process.terminate()
+            self.leave(self._last_s)
         for process in self._processes.values():
-            process.end(self._last_s)
+            process.end(0)
         end_left(self._run)
 
 

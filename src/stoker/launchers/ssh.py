@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shlex
 import subprocess
 import sys
 import time
@@ -23,7 +22,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
-from stoker.core.processes import start
 from stoker.core.spec import to_json
 from stoker.core.units import format_bytes
 from stoker.errors import Fault, InputError, SpecError, StokerError, UnavailableError
@@ -36,7 +34,7 @@ from stoker.launchers.local import LocalLauncher
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.ssh_files import listed, send, size_of
 from stoker.launchers.ssh_hosts import Client, Session, expanded, places
-from stoker.launchers.ssh_plan import Place, SshPlan
+from stoker.launchers.ssh_plan import Place, SshPlan, read_ssh_plan
 from stoker.launchers.supervisor import watching
 
 AT_ONCE = 32
@@ -107,18 +105,13 @@ class SshLauncher:
         handle = f"ssh://{run.folder}"
         run.write("handle", f"{handle}\n".encode())
         run.write("processes.json", to_json(_stand_ins(rendered, run)))
-        try:
-            with watching(run), _multiplexed(rendered.client) as ssh:
-                _at_once(lambda item: _prepare(rendered, run, ssh, *item), rendered.places.items())
-        except StokerError as error:
-            now = time.time()
-            run.write_status(JobStatus(state=JobState.FAILED, message=str(error), began=now, ended=now))
-            raise
         self.restart(run)
         return handle
 
     def restart(self, run: Run) -> None:
-        """Start a run again that is over, with what was copied before."""
+        """Start a run again that is over, with what was copied before; where that was not done, it is now."""
+        if not (run.folder / "prepared").exists():
+            _prepare_all(run)
         self._here.restart(run)
 
     def status(self, handle: str) -> JobStatus:
@@ -392,6 +385,9 @@ def _notes(
         yield f"{len(names)} files ({format_bytes(size)}) of {folder} are copied to {where}"
         if size > MUCH:
             yield "that is much to copy: .stokerignore leaves out what is not needed there"
+    spare = [host for host in dict.fromkeys(places(job.ssh.hosts)) if host not in spots]
+    if spare:
+        yield f"{', '.join(spare)}: not needed for {len(hosts)} workers"
     if job.checkpoint.dir is None:
         host = hosts[min(hosts)]
         place = f"{spots[host].workdir}/.stoker/<run>/checkpoints"
@@ -427,6 +423,19 @@ def _stand_ins(plan: SshPlan, run: Run) -> LocalPlan:
     )
 
 
+def _prepare_all(run: Run) -> None:
+    """Copy the working folder to every host and prepare it there; a failure is kept as the run's."""
+    plan = read_ssh_plan(run)
+    try:
+        with watching(run), _multiplexed(plan.client) as ssh:
+            _at_once(lambda item: _prepare(plan, run, ssh, *item), plan.places.items())
+    except StokerError as error:
+        now = time.time()
+        run.write_status(JobStatus(state=JobState.FAILED, message=str(error), began=now, ended=now))
+        raise
+    run.write("prepared", b"")
+
+
 @contextmanager
 def _multiplexed(client: Client) -> Iterator[list[str]]:
     """Give a command of `ssh` whose calls share one connection to each host."""
@@ -452,13 +461,12 @@ def _prepare(plan: SshPlan, run: Run, ssh: list[str], host: str, place: Place) -
     if not plan.setup:
         return
     log = run.folder / f"setup.{host}.log"
-    script = f"cd {shlex.quote(place.workdir)} && {{ {plan.setup}\n}}"
-    argv = [*ssh, "--", host, shlex.join(["sh", "-c", script])]
-    with open(log, "wb") as output, start(argv, stdout=output, stderr=output) as process:
-        code = process.wait()
+    argv = [sys.executable, "-m", "stoker.launchers.ssh_slot", str(run.folder), f"setup@{host}"]
+    with open(log, "wb") as output:
+        code = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False).returncode
     if code:
         last = (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-        raise InputError(f"ssh.setup ended with exit code {code}: {last}", where=host, hint=f"its log: {log}")
+        raise InputError(f"ssh.setup failed with exit code {code}: {last}", where=host, hint=f"its log: {log}")
     with Session(ssh, host, python) as session:
         found = session.ask(
             {"do": "python", "workdir": place.workdir, "python": place.python, "modules": ["torch", "stoker"]}

@@ -14,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
 
-from stoker.core.processes import start
 from stoker.errors import InputError, UnavailableError
 from stoker.launchers.ssh_hosts import meaning
 
@@ -111,18 +110,19 @@ def send(
     rsync: bool,
 ) -> None:
     """Copy files to a host: what changed, by rsync, where both sides have it; else all, as one archive."""
-    rsync = rsync and shutil.which("rsync") is not None
-    # The folder itself and what is not among the files; all of it where there is no rsync.
-    with TemporaryFile() as archive:
-        _pack(archive, folder, () if rsync else names, extra)
-        _run([*ssh, "--", host, shlex.join([python, "-c", _UNPACK, to])], host, archive)
-    if rsync:
+    by_rsync = names if rsync and shutil.which("rsync") is not None else ()
+    if by_rsync:
         with TemporaryFile() as listing:
-            listing.write(b"".join(os.fsencode(name) + b"\0" for name in names))
+            listing.write(b"".join(os.fsencode(name) + b"\0" for name in by_rsync))
             listing.seek(0)
             # Times and sizes tell what changed. Owners stay those of the account there.
             argv = ["rsync", "-lptz", "--from0", "--files-from=-", "-e", shlex.join(ssh)]
+            argv += [f"--rsync-path=mkdir -p {shlex.quote(to)} && rsync"]
             _run([*argv, f"{folder}/", f"{_bracketed(host)}:{to}/"], host, listing)
+    if extra or not by_rsync:
+        with TemporaryFile() as archive:
+            _pack(archive, folder, () if by_rsync else names, extra)
+            _run([*ssh, "--", host, shlex.join([python, "-c", _UNPACK, to])], host, archive)
 
 
 def _bracketed(host: str) -> str:
@@ -142,8 +142,8 @@ def _pack(archive: IO[bytes], folder: Path, names: Iterable[str], extra: Iterabl
 
 def _run(argv: list[str], host: str, stdin: IO[bytes]) -> None:
     with TemporaryFile() as said:
-        with start(argv, stdin=stdin, stdout=subprocess.DEVNULL, stderr=said) as process:
-            code = process.wait()
+        # In our own session, so that Ctrl-C ends it too.
+        code = subprocess.run(argv, stdin=stdin, stdout=subprocess.DEVNULL, stderr=said, check=False).returncode
         if code:
             said.seek(0)
             words = said.read().decode(errors="replace")

@@ -13,7 +13,6 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import FrameType
@@ -22,7 +21,7 @@ from typing import Any, NoReturn
 from stoker.core.processes import start
 from stoker.errors import MissingError
 from stoker.jobs.runs import Run
-from stoker.jobs.topology import Slot
+from stoker.jobs.topology import Command, Slot
 from stoker.launchers import ssh_agent
 from stoker.launchers.causes import LOST
 from stoker.launchers.ssh_hosts import Frames, agent_argv, agent_code, meaning
@@ -37,9 +36,16 @@ LAST_S = 5.0
 class Line:
     """The line to the agent of one slot."""
 
-    def __init__(self, run: Run, slot: Slot, plan: SshPlan) -> None:
-        self._run, self._slot, self._plan = run, slot, plan
-        self.host = plan.hosts[str(slot)]
+    def __init__(self, run: Run, name: str, plan: SshPlan) -> None:
+        """Take the slot of a name; `setup@host` is what prepares a host."""
+        self._run, self._name, self._plan = run, name, plan
+        kind, _, host = name.partition("@")
+        self.host = host or plan.hosts[name]
+        self._place = plan.places[self.host]
+        setup = Command(("sh", "-c", plan.setup or ""), {}, self._place.workdir)
+        self._command = setup if host else plan.slots[kind]
+        self._attempt = os.environ.get("STOKER_ATTEMPT", "0")
+        self._ended_line = True
         self._ends = self._ends_told = 0
         self._wants_stacks = False
 
@@ -51,8 +57,7 @@ class Line:
 
     def carry(self) -> int:
         """Run the slot there to its end; give its exit code, negative for the signal that ended it."""
-        place = self._plan.places[self.host]
-        argv = agent_argv(self._plan.client.argv(), self.host, place.python, self._run.id)
+        argv = agent_argv(self._plan.client.argv(), self.host, self._place.python, self._run.id)
         ours, theirs = os.pipe()
         back, forth = os.pipe()
         with TemporaryFile() as said:
@@ -62,12 +67,8 @@ class Line:
             try:
                 return self._talk(theirs, back)
             except _Lost as lost:
-                if lost.why is None:
-                    code = ssh.end(1)
-                    said.seek(0)
-                    self._say(meaning(self.host, said.read().decode(errors="replace"), code))
-                else:
-                    self._say(lost.why)
+                said.seek(0)
+                self._say(lost.why or _why(self.host, ssh.end(1), said.read().decode(errors="replace")))
                 return LOST
             finally:
                 os.close(theirs)
@@ -105,38 +106,40 @@ class Line:
             for kind, payload in frames.feed(data):
                 if kind == ssh_agent.OUTPUT:
                     _write(1, payload)
+                    self._ended_line = payload.endswith(b"\n")
                 elif kind == ssh_agent.EXIT:
                     return int(json.loads(payload)["code"])
                 elif kind == ssh_agent.REFUSAL:
-                    program = self._plan.slots[str(self._slot)].argv[0]
-                    self._say(f"cannot start {program!r}: {payload.decode(errors='replace')}")
+                    self._say(f"cannot start {self._command.argv[0]!r}: {payload.decode(errors='replace')}")
                     return MissingError.exit_code
 
     def _request(self) -> dict[str, Any]:
         """Give what the agent is to start; secrets go this way too, and are in no command line and no file."""
-        command, place = self._plan.slots[str(self._slot)], self._plan.places[self.host]
+        command = self._command
         secrets = {name: os.environ[name] for name in self._plan.secrets if name in os.environ}
-        checkpoints = f"{place.workdir}/.stoker/{self._run.id}/checkpoints"
-        given = {"STOKER_ATTEMPT": os.environ["STOKER_ATTEMPT"], "STOKER_CHECKPOINT_DIR": checkpoints}
+        checkpoints = f"{self._place.workdir}/.stoker/{self._run.id}/checkpoints"
+        given = {"STOKER_ATTEMPT": self._attempt, "STOKER_CHECKPOINT_DIR": checkpoints}
         return {
             "do": "keep",
             "argv": command.argv,
             "env": {**given, **secrets, **command.env},
             "cwd": command.cwd,
-            "marks": marks(self._run, self._slot, self.host),
+            # By these its processes are known there, and nothing here is.
+            "marks": {"STOKER_RUN": self._run.id, "STOKER_SLOT": self._name, "STOKER_HOST": self.host},
             "grace_s": self._plan.grace_s,
             "silence_s": self._plan.client.lost_after_s,
         }
 
     def _ask_for_stacks(self, to: int) -> None:
         """Have every rank that was heard of write where its threads are."""
-        log = self._run.log(self._slot, int(os.environ["STOKER_ATTEMPT"]))
+        log = self._run.log(Slot.parse(self._name), int(self._attempt))
         beats = [event for event in read_log(log).events if event.kind == "heartbeat"]
         for pid in {event.rank: int(event.fields.get("pid", 0)) for event in beats}.values():
             _write(to, json.dumps({"do": "signal", "pid": pid, "number": signal.SIGUSR1}).encode() + b"\n")
 
     def _say(self, words: str) -> None:
-        _write(1, f"\nstoker: {self.host} {words}\n".encode())
+        start = "" if self._ended_line else "\n"
+        _write(1, f"{start}stoker: {self.host} {words}\n".encode())
 
     def _on_end(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self._ends += 1
@@ -153,9 +156,13 @@ class _Lost(Exception):  # noqa: N818
         self.why = why
 
 
-def marks(run: Run, slot: Slot, host: str) -> Mapping[str, str]:
-    """Give the variables by which a slot's processes are known on their host, and by which nothing here is."""
-    return {"STOKER_RUN": run.id, "STOKER_SLOT": str(slot), "STOKER_HOST": host}
+def _why(host: str, code: int, said: str) -> str:
+    """Say why `ssh` ended before the slot did."""
+    if code < 0:
+        return f"is cut off: the ssh program here was ended by {signal.Signals(-code).name}"
+    if code == LOST and not said.strip():
+        return "has lost the agent there: it was killed"
+    return meaning(host, said, code)
 
 
 def _write(fd: int, data: bytes) -> None:
@@ -180,8 +187,8 @@ def _end_as(code: int) -> NoReturn:
 
 def main() -> NoReturn:
     """Carry the slot that is named, of the run whose folder is given."""
-    run, slot = Run(Path(sys.argv[1])), Slot.parse(sys.argv[2])
-    line = Line(run, slot, read_ssh_plan(run))
+    run = Run(Path(sys.argv[1]))
+    line = Line(run, sys.argv[2], read_ssh_plan(run))
     line.listen()
     _end_as(line.carry())
 
