@@ -190,12 +190,19 @@ class Session:
                 continue
             data = os.read(self._out, 1 << 16)
             if not data:
-                raise self._failed(self._ssh.wait(10))
+                raise self._failed(self._code())
             for kind, payload in self._frames.feed(data):
                 if kind == ssh_agent.ANSWER:
                     answer: dict[str, Any] = json.loads(payload)
                     return answer
         raise UnavailableError("does not answer", where=self.host)
+
+    def _code(self) -> int:
+        """Give the exit code of `ssh`, which has closed its output and may yet say why."""
+        try:
+            return self._ssh.wait(5)
+        except TimeoutError:
+            return self._ssh.end(0)
 
     def _failed(self, code: int) -> UnavailableError:
         self._stderr.seek(0)

@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import FrameType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
-from stoker.core.processes import start
+from stoker.core.processes import Process, start
 from stoker.errors import MissingError
 from stoker.jobs.runs import Run
 from stoker.jobs.topology import Command, Slot
@@ -67,8 +67,7 @@ class Line:
             try:
                 return self._talk(theirs, back)
             except _Lost as lost:
-                said.seek(0)
-                self._say(lost.why or _why(self.host, ssh.end(1), said.read().decode(errors="replace")))
+                self._say(lost.why or _why(self.host, _code(ssh), _text(said)))
                 return LOST
             finally:
                 os.close(theirs)
@@ -154,6 +153,19 @@ class _Lost(Exception):  # noqa: N818
     def __init__(self, why: str | None) -> None:
         super().__init__(why)
         self.why = why
+
+
+def _code(ssh: Process) -> int:
+    """Give the exit code of `ssh`, which has closed its output and may yet say why."""
+    try:
+        return ssh.wait(2)
+    except TimeoutError:
+        return ssh.end(0)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def _why(host: str, code: int, said: str) -> str:
