@@ -27,6 +27,7 @@ from stoker.jobs.runs import Run, find
 from stoker.jobs.spec import Job, Ssh
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
+from stoker.trainers.checkpoints import unpack
 from trees import stoker
 
 pytestmark = pytest.mark.timeout(180)
@@ -451,7 +452,46 @@ def test_a_killed_rank_and_a_pulled_cable_of_two_hosts(net: Network, here: Path)
 
 def _is_rank(pid: int) -> bool:
     words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-    return "torch.distributed.run" not in words and any(word.endswith("train.py") for word in words)
+    is_ours = any(word.endswith(("train.py", "stoker.trainers.torch_image")) for word in words)
+    return is_ours and not {"torch.distributed.run", "stoker.telemetry.profiler"} & set(words)
+
+
+@pytest.mark.slow  # two trainings
+def test_the_weights_are_those_of_this_machine(net: Network, here: Path) -> None:
+    """The same job file, here and on two hosts, of which one loses a rank: the same bits."""
+    source = "synthetic:samples=300,classes=5,size=40x32,val=20"
+    assert stoker("data", "convert", source, here / "shards", "--shard-samples", "50") == 0
+    words = "--model small --size 32 --global-batch-size 24 --epochs 3 --deterministic --seed 3 --threads 1"
+    keys = {
+        "program": {"module": "stoker.trainers.torch_image", "args": [*words.split(), "--checkpoint-every-steps", "2"]},
+        "topology": "torchrun",
+        "workers": 2,
+        "data": {"train": str(here / "shards/train"), "val": str(here / "shards/val")},
+        "env": {"OMP_NUM_THREADS": "1"},
+        "retries": 3,
+    }
+    job = write_job(net, here, "", "node1", "node2", **keys)
+    for on in ("local", "ssh"):
+        folder = here / on
+        argv = ["job", "run", job, "--on", on, "--set", f"checkpoint.dir={folder}", "--detach"]
+        assert stoker(*argv) == 0
+        run = find(None)
+        if on == "ssh":
+            until(lambda folder=folder: any(folder.glob("step-*")), 60)
+            ranks = [pid for pid in marked({"STOKER_RUN": run.id, "STOKER_HOST": "node2"}) if _is_rank(pid)]
+            kill_all(*ranks)
+        until(lambda run=run: run.read_status().state.is_final, 120)
+        assert run.read_status().state is JobState.SUCCEEDED, run.read_status().message
+    assert len(run.read_status().attempts) == 2
+    calm, storm = (weights(here / on) for on in ("local", "ssh"))
+    assert calm.keys() == storm.keys()
+    assert [name for name in calm if not calm[name].equal(storm[name])] == []
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    newest = max(folder.glob("step-*.pt"))
+    found: dict[str, Any] = unpack(newest.read_bytes(), where=str(newest))["model"]
+    return found
 
 
 # --- The commands
