@@ -20,7 +20,7 @@ def tries(*told: tuple[int, int, float] | tuple[int, int, float, bool]) -> list[
     ("attempts", "retries", "why"),
     [
         (tries((-9, 5, 9)), 0, "the job allows no retries"),
-        (tries((-9, 5, 9), (-9, 6, 9)), 1, "all 1 retries are used up"),
+        (tries((-9, 5, 9), (-9, 6, 9)), 1, "tried 2 times"),
         (tries((2, 5, 999)), 3, "the same input would fail again"),
         (tries((3, -1, 999)), 3, "the same input would fail again"),
         (tries((1, -1, 2)), 3, "it got no further than before"),

@@ -43,6 +43,16 @@ if dist.get_rank() == 1:
     raise LookupError("no such thing")
 dist.barrier()
 """
+SLOW_AGAIN = """
+import os, time
+from stoker.telemetry import recorder
+record = recorder()
+if os.environ["STOKER_ATTEMPT"] == "0":
+    record.heartbeat(5)
+    print("beating")
+    time.sleep(60)
+time.sleep(3)
+"""
 ELASTIC = """
 import os, pathlib, time, torch, torch.distributed as dist
 folder = pathlib.Path("{folder}")
@@ -93,6 +103,7 @@ class TestLocal(LauncherSuite):
         assert launcher.status(run.handle).state is JobState.RUNNING
         launcher.stop(run.handle)
         assert launcher.status(run.handle).state is JobState.STOPPED
+        assert [one.cause for one in launcher.status(run.handle).attempts] == ["lost with its supervisor", "stopped"]
 
     def test_a_hang_is_ended_with_the_stacks_of_every_rank(self, launcher: Any, tmp_path: Path) -> None:
         (tmp_path / "hang.py").write_text(HEARTBEAT)
@@ -134,6 +145,32 @@ class TestLocal(LauncherSuite):
         status = launcher.status(run.handle)
         assert (status.state, len(status.attempts)) == (JobState.SUCCEEDED, 1)
         assert left(run) == []
+
+    def test_a_stopped_run_goes_on_as_a_new_attempt(self, launcher: Any, tmp_path: Path) -> None:
+        """Else it would write on in the old log, whose heartbeats would be taken for its own."""
+        (tmp_path / "own.py").write_text(SLOW_AGAIN)
+        run = self.start(launcher, job_of(program={"script": "own.py"}, hang_after=2))
+        until(lambda: "beating" in self.text(launcher, run))
+        launcher.stop(run.handle)
+        launcher.restart(run)
+        until(lambda: launcher.status(run.handle).state.is_final)
+        status = launcher.status(run.handle)
+        assert status.state is JobState.SUCCEEDED, status.message
+        assert [(one.number, one.cause) for one in status.attempts] == [(0, "stopped"), (1, "")]
+        assert sorted(path.name for path in run.logs.iterdir()) == ["worker-0.0.log", "worker-0.1.log"]
+
+    def test_each_of_several_workers_has_gpus_of_its_own(self, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
+        keys = {"program": {"module": "m"}, "topology": "torchrun", "resources": {"gpu": 2}}
+        plan = launcher.render(job_of(**keys, workers=2))
+        seen = [command.env["CUDA_VISIBLE_DEVICES"] for command in plan.slots.values()]
+        assert seen == ["2,3", "5,7"]
+        assert "CUDA_VISIBLE_DEVICES" not in launcher.render(job_of(**keys)).slots["worker/0"].env
+
+    def test_the_cluster_s_cache_is_left_aside(self, launcher: Any) -> None:
+        plan = launcher.render(job_of("true", data={"via": "cluster"}))
+        assert "STOKER_DATA_VIA" not in plan.slots["worker/0"].env
+        assert "without its cache" in plan.notes[0]
 
     def test_what_this_machine_lacks_is_told_at_once(self, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -293,6 +330,20 @@ def test_a_failed_run_goes_on(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == "attempt 1\n"
     assert stoker("job", "run", "--resume", "small") == 2
     assert "is over, and succeeded" in capsys.readouterr().err
+
+
+def test_relative_paths_mean_the_same_when_it_goes_on_elsewhere(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "run.sh").write_text("pwd; test -e mended")
+    job = write_job(here / "job.yaml", "true", program={"command": ["bash", "run.sh"]}, checkpoint={"dir": "ck"})
+    assert stoker("job", "run", job) == 4
+    (here / "mended").touch()
+    (here / "other").mkdir()
+    monkeypatch.chdir(here / "other")
+    assert stoker("job", "run", "--resume", "small") == 0
+    assert capsys.readouterr().out == f"{here}\n{here}\n"
+    assert find("small").checkpoints == str(here / "ck")
 
 
 def test_plan_shows_what_run_would_start(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

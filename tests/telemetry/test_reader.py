@@ -162,3 +162,12 @@ def test_what_a_recorder_writes_is_read(tmp_path: Path) -> None:
     assert log.lines == []
     assert [found.fields["step"] for found in log.events] == list(range(5))
     assert gaps(log.events) == []
+
+
+@pytest.mark.parametrize(("last", "lines"), [(0, []), (3, []), (4, ["ccc"]), (5, ["ccc"]), (8, ["bbb", "ccc"])])
+def test_the_end_of_a_log_has_only_whole_lines(last: int, lines: list[str], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"aaa\nbbb\nccc\n")
+    assert read_log(log, last=last).lines == lines
+    assert read_log(log, last=100).lines == ["aaa", "bbb", "ccc"]
+    assert read_log(tmp_path / "none", last=5).lines == []

@@ -27,7 +27,9 @@ app = typer.Typer(help="Datasets into shards, and shards to their readers.", no_
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Url = Annotated[str, typer.Argument(metavar="URL", help="A shard set, or a brace pattern of shards.")]
-Transform = Annotated[str, typer.Option(metavar="NAME", help="imagenet-train or imagenet-val.")]
+Transform = Annotated[
+    str, typer.Option(metavar="NAME", help="imagenet-train, imagenet-val, small-train, digits-train or whole.")
+]
 Size = Annotated[int, typer.Option(metavar="PX", help="Width and height of what the model sees.")]
 Antialias = Annotated[bool, typer.Option(help="Shrink smoothly, or as fast as can be.")]
 Jobs = Annotated[str, typer.Option(metavar="N", help="Threads at work; `auto` is one per core.")]

@@ -225,7 +225,7 @@ def evaluate(
     from stoker.jobs.runs import create, find
     from stoker.jobs.spec import load_job
 
-    found = find(name)
+    found = find(name) if name else _newest_training()
     job = load_job(found.folder / "job.yaml", sets or [])
     if job.program.module != "stoker.trainers.torch_image":
         raise InputError(f"{found.id} runs a program of its own", hint="only stoker.trainers.torch_image can be asked")
@@ -237,7 +237,8 @@ def evaluate(
         checkpoint=msgspec.structs.replace(job.checkpoint, dir=found.checkpoints),
         retries=0,
     )
-    launcher: Launcher[Any] = _launcher("local")
+    launcher = _launcher("local")
+    job = launcher.anchored(job)
     rendered = launcher.render(job)
     started = create(job, rendered)
     launcher.start(rendered, started)
@@ -254,6 +255,13 @@ def schema() -> None:
 
 
 planned.add_commands(app, "job")
+
+
+def _newest_training() -> Run:
+    """Find the newest run that is not itself an evaluation."""
+    from stoker.jobs.runs import find, runs
+
+    return next((run for run in runs() if "--eval-only" not in run.job.program.args), None) or find(None)
 
 
 def _which(checkpoint: str) -> tuple[str, ...]:

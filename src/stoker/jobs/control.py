@@ -39,7 +39,7 @@ def decide(attempts: Sequence[Attempt], retries: int) -> Decision:
     last = attempts[-1]
     used = len(attempts) - 1
     if used >= retries:
-        return GiveUp(f"all {retries} retries are used up" if retries else "the job allows no retries")
+        return GiveUp(f"tried {retries + 1} times" if retries else "the job allows no retries")
     if last.code in (InputError.exit_code, MissingError.exit_code):
         return GiveUp("the same input would fail again")
     if last.code > 0 and last.code < 128 and not last.hung and not _got_further(attempts):

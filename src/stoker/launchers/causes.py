@@ -13,7 +13,7 @@ from stoker.jobs.topology import Slot
 from stoker.telemetry.events import Event
 from stoker.telemetry.reader import read_log
 
-TAIL_LINES = 400
+TAIL_LINES, TAIL_BYTES = 400, 4 << 20
 LOST = 255
 """The exit code of a slot whose host is gone: `ssh` ends so too."""
 # One failure in torchrun's table; the root cause comes last.
@@ -71,7 +71,7 @@ class Cause:
 
 def cause(slot: Slot, code: int, log: Path, *, out_of_memory: bool = False) -> Cause:
     """Find why a slot failed: of its ranks the one that failed by itself."""
-    found = read_log(log)
+    found = read_log(log, last=TAIL_BYTES)
     lines = found.lines[-TAIL_LINES:]
     told = [event for event in found.events if event.kind == "mark" and event.fields.get("name") == "error"]
     ranks = [(int(one["rank"]), int(one["code"])) for one in _FAILURE.finditer("\n".join(lines))]

@@ -41,7 +41,7 @@ class LocalLauncher:
         faults = [*check(job, self.traits), *_missing(job)]
         if faults:
             raise SpecError(faults, where=f"job {job.name!r} on this machine")
-        folder = Path.cwd() / (job.program.cwd or "")
+        notes = tuple(_left_aside(job))
         job = self.anchored(job)
         slots = slots_of(job)
         book = AddressBook(
@@ -55,22 +55,28 @@ class LocalLauncher:
         found = commands(job, book)
         return LocalPlan(
             slots={
-                str(slot): replace(command, cwd=str(folder))
+                str(slot): replace(command, env={**_own_gpus(job, slot), **command.env})
                 for slot, command in found.items()
                 if isinstance(command, Command)
             },
-            notes=tuple(_left_aside(job)),
+            notes=notes,
         )
 
     def anchored(self, job: Job) -> Job:
         """Make relative paths absolute: they start where the command is given, whatever folder the program runs in."""
         change, data = msgspec.structs.replace, job.data
-        cache = change(data.cache, dir=_absolute(data.cache.dir))
         return change(
             job,
-            program=change(job.program, script=_absolute(job.program.script), cwd=_absolute(job.program.cwd)),
-            data=change(data, train=_absolute(data.train), val=_absolute(data.val), cache=cache),
+            program=change(job.program, script=_absolute(job.program.script), cwd=_absolute(job.program.cwd or "")),
+            data=change(
+                data,
+                train=_absolute(data.train),
+                val=_absolute(data.val),
+                cache=change(data.cache, dir=_absolute(data.cache.dir)),
+                via=None if data.via == "cluster" else data.via,
+            ),
             checkpoint=change(job.checkpoint, dir=_absolute(job.checkpoint.dir)),
+            tensorboard=_absolute(job.tensorboard) if isinstance(job.tensorboard, str) else job.tensorboard,
         )
 
     def start(self, rendered: LocalPlan, run: Run) -> str:  # noqa: ARG002
@@ -135,8 +141,12 @@ class LocalLauncher:
             end_left(run)
         status = self.status(handle)
         if status.state is JobState.LOST:
-            gone = msgspec.structs.replace(status, state=JobState.STOPPED, message="stopped", ended=time.time())
-            run.write_status(gone)
+            slots = tuple(
+                one if one.state.is_final else msgspec.structs.replace(one, state=JobState.STOPPED)
+                for one in status.slots
+            )
+            change = {"state": JobState.STOPPED, "slots": slots, "message": "stopped", "ended": time.time()}
+            run.write_status(msgspec.structs.replace(status, **change))
 
 
 def _absolute(path: str | None) -> str | None:
@@ -156,7 +166,7 @@ def _missing(job: Job) -> Iterator[Fault]:
         url = getattr(job.data, key)
         if url and "://" not in url and "{" not in url and not Path(url).exists():
             yield Fault(f"data.{key}", f"there is nothing at {Path.cwd() / url}")
-    gpus, wanted = _gpus(), job.resources.gpu * job.max_workers
+    gpus, wanted = len(_gpus()), job.resources.gpu * job.max_workers
     if wanted > gpus:
         yield Fault("resources.gpu", f"{wanted} are wanted and {gpus} are here (--set resources.gpu=0 does without)")
     for name in job.secret_env:
@@ -172,12 +182,20 @@ def _path(job: Job, folder: Path) -> str:
     return os.pathsep.join((job.env.get("PATH") or os.environ.get("PATH", os.defpath), str(folder)))
 
 
-def _gpus() -> int:
-    """Count the GPUs that programs here may use, as the driver's device files show them."""
+def _gpus() -> list[str]:
+    """List the GPUs that programs here may use, as the driver's device files show them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([one for one in visible.split(",") if one.strip() not in ("", "-1")])
-    return sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
+        return [one.strip() for one in visible.split(",") if one.strip() not in ("", "-1")]
+    return sorted((path.name[6:] for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()), key=int)
+
+
+def _own_gpus(job: Job, slot: Slot) -> dict[str, str]:
+    """Give each of several workers GPUs of its own."""
+    each = job.resources.gpu
+    if not each or job.max_workers == 1:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(_gpus()[slot.index * each : (slot.index + 1) * each])}
 
 
 def _left_aside(job: Job) -> Iterator[str]:

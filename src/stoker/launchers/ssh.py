@@ -11,6 +11,7 @@ import secrets
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -75,7 +76,9 @@ class SshLauncher:
         change = msgspec.structs.replace
         config = None if job.ssh.config is None else str(Path.cwd() / job.ssh.config)
         program = change(job.program, script=_inside(job.program.script), cwd=_inside(job.program.cwd))
-        return change(job, program=program, ssh=change(job.ssh, hosts=expanded(job.ssh.hosts), config=config))
+        board = str(Path.cwd() / job.tensorboard) if isinstance(job.tensorboard, str) else job.tensorboard
+        ssh = change(job.ssh, hosts=expanded(job.ssh.hosts), config=config)
+        return change(job, program=program, tensorboard=board, ssh=ssh)
 
     def render(self, job: Job) -> SshPlan:
         """Look at every host, and give the command of every slot; all that is in the way is told at once."""
@@ -92,7 +95,8 @@ class SshLauncher:
                 for host in dict.fromkeys(hosts.values())
             }
             looks = {look.host: look for look in _at_once(lambda one: _look(one, job), sessions.values())}
-            faulty = {host: list(_unfit(job, look)) for host, look in looks.items()}
+            crowds = Counter(hosts.values())
+            faulty = {host: list(_unfit(job, look, crowds[host])) for host, look in looks.items()}
             port, routes = 0, dict[str, Route]()
             if not any(faulty.values()):
                 port, routes, astray = _routes(job, sessions, looks)
@@ -193,8 +197,8 @@ def _workdir(job: Job) -> str:
     return job.ssh.workdir or f"stoker/{job.name}"
 
 
-def _unfit(job: Job, look: Look) -> Iterator[str]:
-    """Say what a host lacks."""
+def _unfit(job: Job, look: Look, slots: int) -> Iterator[str]:
+    """Say what a host lacks for so many slots."""
     found = look.found
     if look.fault:
         yield look.fault
@@ -203,8 +207,8 @@ def _unfit(job: Job, look: Look) -> Iterator[str]:
         yield from _python_faults(job.ssh.python, found, _modules(job))
     if found["workdir_fault"]:
         yield f"the folder {found['workdir']} cannot be used: {found['workdir_fault']} (ssh.workdir names another)"
-    if job.resources.gpu > found["gpus"]:
-        yield f"has {found['gpus']} GPUs, and a worker wants {job.resources.gpu} (resources.gpu)"
+    if (wanted := job.resources.gpu * slots) > found["gpus"]:
+        yield f"has {found['gpus']} GPUs, and {wanted} are wanted (--set resources.gpu=0 does without)"
     command = job.program.command
     if command and "/" not in command[0] and not found["programs"] and not job.ssh.setup:
         yield f"has no program {command[0]!r} on its PATH"
@@ -327,9 +331,10 @@ def _commands(
     addresses = {slot: routes[host].address for slot, host in hosts.items()}
     books: dict[tuple[object, ...], dict[Slot, Command]] = {}
     given = {}
+    crowds, seated = Counter(hosts.values()), Counter[str]()
     for slot, host in hosts.items():
         spot, interface = spots[host], routes[host].interface
-        cores = max(1, found[host]["cores"] // list(hosts.values()).count(host))
+        cores = max(1, found[host]["cores"] // crowds[host])
         key = (spot, interface, cores)
         if key not in books:
             names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
@@ -337,8 +342,18 @@ def _commands(
             book = AddressBook(hosts=addresses, port=port, python=spot.python, cores=cores, env=env)
             every = commands(_placed(job, spot.workdir), book)
             books[key] = {one: command for one, command in every.items() if isinstance(command, Command)}
-        given[slot] = _at(books[key][slot], spot)
+        command = _at(books[key][slot], spot)
+        if crowds[host] > 1:
+            command = replace(command, env={**_own_gpus(job, seated[host]), **command.env})
+        seated[host] += 1
+        given[slot] = command
     return given
+
+
+def _own_gpus(job: Job, seat: int) -> dict[str, str]:
+    """Give each of several workers of a host GPUs of its own."""
+    each = job.resources.gpu
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(seat * each, (seat + 1) * each)))} if each else {}
 
 
 def _placed(job: Job, workdir: str) -> Job:
@@ -356,6 +371,7 @@ def _placed(job: Job, workdir: str) -> Job:
             train=absolute(data.train),
             val=absolute(data.val),
             cache=change(data.cache, dir=absolute(data.cache.dir)),
+            via=None if data.via == "cluster" else data.via,
         ),
         checkpoint=change(job.checkpoint, dir=absolute(job.checkpoint.dir)),
     )

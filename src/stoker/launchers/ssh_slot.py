@@ -23,7 +23,7 @@ from stoker.errors import MissingError
 from stoker.jobs.runs import Run
 from stoker.jobs.topology import Command, Slot
 from stoker.launchers import ssh_agent
-from stoker.launchers.causes import LOST
+from stoker.launchers.causes import LOST, TAIL_BYTES
 from stoker.launchers.ssh_hosts import Frames, agent_argv, agent_code, meaning
 from stoker.launchers.ssh_plan import SshPlan, read_ssh_plan
 from stoker.telemetry.reader import read_log
@@ -132,7 +132,7 @@ class Line:
     def _ask_for_stacks(self, to: int) -> None:
         """Have every rank that was heard of write where its threads are."""
         log = self._run.log(Slot.parse(self._name), int(self._attempt))
-        beats = [event for event in read_log(log).events if event.kind == "heartbeat"]
+        beats = [event for event in read_log(log, last=TAIL_BYTES).events if event.kind == "heartbeat"]
         for pid in {event.rank: int(event.fields.get("pid", 0)) for event in beats}.values():
             _write(to, json.dumps({"do": "signal", "pid": pid, "number": signal.SIGUSR1}).encode() + b"\n")
 

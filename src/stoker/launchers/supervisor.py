@@ -45,6 +45,8 @@ STACKS_S = 2.0
 FAR_S = 5.0
 """What those elsewhere have, to tell of their own failure and of their end."""
 LOCK_S = 2.0
+RENEWED_S = 10.0
+STOPPED = "stopped"
 
 
 class Stopped(Exception):  # noqa: N818
@@ -79,17 +81,19 @@ class Supervisor:
     def watch(self) -> JobStatus:
         """Try until the job succeeds, is stopped, or is given up."""
         end_left(self._run)
-        earlier = self._status.attempts  # of a run that goes on
+        earlier, first = _earlier(self._status)
         began = time.time()
         attempts: list[Attempt] = []
         try:
             while True:
-                number = len(earlier) + len(attempts)
+                number = first + len(attempts)
                 self._tell(JobState.RUNNING, attempt=number, attempts=(*earlier, *attempts), began=began)
                 if attempts:
                     self._explain(number, attempts[-1].cause)
                 attempt = self._try(number)
                 attempts.append(attempt)
+                if self._stop and attempt.cause == STOPPED:
+                    return self._end(JobState.STOPPED, earlier, attempts, STOPPED)
                 if attempt.code == 0 and not attempt.hung:
                     return self._end(JobState.SUCCEEDED, earlier, attempts)
                 decision = decide(attempts, self._job.retries)
@@ -103,7 +107,7 @@ class Supervisor:
                 )
                 self._pause(decision.after_s)
         except Stopped:
-            return self._end(JobState.STOPPED, earlier, attempts, "stopped")
+            return self._end(JobState.STOPPED, earlier, attempts, STOPPED)
         except StokerError as error:
             return self._end(JobState.FAILED, earlier, attempts, str(error))
 
@@ -115,7 +119,8 @@ class Supervisor:
         gang = Gang(self._run, number, self._plan.commands, last_s=far_s)
         grace = float(self._job.grace)
         found: Cause | None = None
-        hung, replaced = "", 0
+        hung = why = ""
+        replaced = 0
         try:
             self._tell_slots(gang.pids, gang.codes())
             if number == 0:  # for a report; it takes a moment, in which the job has already started
@@ -126,6 +131,7 @@ class Supervisor:
                 self._tell_slots(gang.pids, codes)
                 if self._job.is_elastic and replaced < self._job.retries and (lost := _lost(codes)):
                     replaced += 1
+                    hearing.forget(lost)
                     gang.replace(lost)
                     continue
                 if self._job.is_elastic and 0 in codes.values():
@@ -147,7 +153,8 @@ class Supervisor:
                     grace = min(grace, FAILED_GRACE_S)
                     break
                 if self._stop:
-                    raise Stopped
+                    why = STOPPED
+                    break
                 time.sleep(POLL_S)
         finally:
             gang.end(grace)
@@ -158,7 +165,7 @@ class Supervisor:
             began=began,
             ended=time.time(),
             code=found.code if found else 0,
-            cause=found.sentence if found else hung,
+            cause=found.sentence if found else hung or why,
             hung=bool(hung),
             steps=hearing.steps,
         )
@@ -225,6 +232,8 @@ class _Hearing:
                 self._board.write(events)
             for event in events:
                 if event.kind == "heartbeat":
+                    if all(pulse.pid != event.pid for pulse in self._pulses.values()):
+                        self._forget_older(slot)
                     self._pulses[slot, event.rank] = Pulse(
                         pid=int(event.fields.get("pid", 0)),
                         step=int(event.fields.get("step", -1)),
@@ -232,6 +241,15 @@ class _Hearing:
                         shard=str(event.fields.get("shard", "")),
                     )
         return text
+
+    def forget(self, slot: Slot) -> None:
+        """Expect nothing of a slot's ranks until they are heard again."""
+        self._pulses = {key: pulse for key, pulse in self._pulses.items() if key[0] != slot}
+
+    def _forget_older(self, slot: Slot) -> None:
+        """Forget ranks of a slot that were silent when a new process began there: an elastic world has new ranks."""
+        since = time.monotonic() - RENEWED_S
+        self._pulses = {key: pulse for key, pulse in self._pulses.items() if key[0] != slot or pulse.at >= since}
 
     def hung(self, after_s: float) -> str:
         """Say which rank has not been heard of for so long; nothing when all have."""
@@ -275,6 +293,15 @@ class _Hearing:
                 break
             text += more
         return text
+
+
+def _earlier(status: JobStatus) -> tuple[tuple[Attempt, ...], int]:
+    """Give the attempts of a run's earlier lives, one that nobody saw end among them, and the number of the next."""
+    if not status.slots:
+        return (), 0
+    seen = {attempt.number for attempt in status.attempts}
+    unseen = Attempt(number=status.attempt, began=status.began, ended=time.time(), cause="lost with its supervisor")
+    return (*status.attempts, *(() if status.attempt in seen else (unseen,))), status.attempt + 1
 
 
 def _board(run: Run, job: Job) -> Board | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -100,6 +101,15 @@ class Follower:
                 yield text
             yield from events
 
+    def skip_to_last(self, size: int) -> None:
+        """Go on with the first line that begins in the last bytes."""
+        with suppress(OSError), self.path.open("rb") as file:
+            self._inode = os.fstat(file.fileno()).st_ino
+            self._offset = max(0, file.seek(0, os.SEEK_END) - size)
+            if self._offset:
+                file.seek(self._offset - 1)
+                self._offset += len(file.readline()) - 1
+
     def _new_lines(self, final: bool) -> Iterator[bytes]:
         try:
             file = self.path.open("rb")
@@ -152,9 +162,12 @@ class RunFollower:
         return log
 
 
-def read_log(path: str | Path) -> Log:
-    """Read one log from beginning to end; one that is not there is empty."""
-    return Follower(path).read(final=True)
+def read_log(path: str | Path, *, last: int | None = None) -> Log:
+    """Read one log from beginning to end, or the whole lines in its last bytes; one that is not there is empty."""
+    follower = Follower(path)
+    if last is not None:
+        follower.skip_to_last(last)
+    return follower.read(final=True)
 
 
 def read_run(folder: str | Path) -> RunLog:
