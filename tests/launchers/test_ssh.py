@@ -18,7 +18,7 @@ import pytest
 
 from hosts import Network, network
 from launchers.contract import LauncherSuite, job_of, until
-from launchers.test_local import HEARTBEAT
+from launchers.test_local import ELASTIC, HEARTBEAT
 from stoker.core.processes import marked
 from stoker.core.spec import decode
 from stoker.errors import InputError, SpecError, UnavailableError
@@ -367,7 +367,11 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("what", BREAKS)
+QUICK = ("the supervisor", "the sshd of the connection", "the cable")
+SLOW = [pytest.param(what, marks=pytest.mark.slow) for what in BREAKS if what not in QUICK]
+
+
+@pytest.mark.parametrize("what", [*QUICK, *SLOW])
 def test_nothing_is_left_on_a_host(what: str, net: Network, here: Path) -> None:
     """Whatever breaks, what ran there ends by itself; and whoever watches says what it was."""
     deaf = what != "the agent"  # the one that would end them; its slot is asked to end by the kernel
@@ -447,6 +451,20 @@ def test_a_killed_rank_and_a_pulled_cable_of_two_hosts(net: Network, here: Path)
     first, second, _ = run.read_status().attempts
     assert "worker/1 (rank 1) was killed by SIGKILL" in first.cause
     assert "worker/1 was lost: node2 has not answered for 5 s" in second.cause
+    until(lambda: not there(run), 20)
+
+
+@pytest.mark.slow  # the meeting of a new world takes half a minute
+def test_an_elastic_world_replaces_a_lost_worker(net: Network, here: Path) -> None:
+    (here / "work" / "train.py").write_text(ELASTIC.format(folder=here).replace("os.getpid()", "time.time()"))
+    keys = {"program": {"script": "train.py"}, "topology": "torchrun", "workers": {"min": 1, "max": 2}, "retries": 3}
+    with launched(write_job(net, here, "", "node1", "node2", **keys)) as (run, process):
+        until(lambda: len(list(here.glob("met-2-*"))) == 2, 60)
+        net["node2"].kill_sessions()
+        until(lambda: len(list(here.glob("met-2-*"))) >= 4, 90)  # all ranks met again
+        (here / "go").touch()
+        assert process.wait(60) == 0, (here / "said").read_text()
+    assert len(run.read_status().attempts) == 1
     until(lambda: not there(run), 20)
 
 
