@@ -206,7 +206,7 @@ def _unfit(job: Job, look: Look, slots: int) -> Iterator[str]:
     if not job.ssh.setup:
         yield from _python_faults(job.ssh.python, found, _modules(job))
     if found["workdir_fault"]:
-        yield f"the folder {found['workdir']} cannot be used: {found['workdir_fault']} (ssh.workdir names another)"
+        yield f"cannot use the folder {found['workdir']}: {found['workdir_fault']} (ssh.workdir names another)"
     if (wanted := job.resources.gpu * slots) > found["gpus"]:
         yield f"has {found['gpus']} GPUs, and {wanted} are wanted (--set resources.gpu=0 does without)"
     command = job.program.command
@@ -238,7 +238,7 @@ def _routes(
     token = secrets.token_hex(8)
     heard = sessions[first].ask({"do": "listen", "port": port, "token": token})
     if "fault" in heard:
-        return 0, {}, {first: f"port {port} is taken there: {heard['fault'].lower()} (--set port=… names another)"}
+        return 0, {}, {first: f"has port {port} taken: {heard['fault'].lower()} (--set port=… names another)"}
     if not others:
         return heard["port"], {first: Route("127.0.0.1", "lo")}, {}
     interfaces = {address: name for name, address in looks[first].found["addresses"]}
@@ -265,8 +265,8 @@ def _refuse(job: Job, looks: Mapping[str, Look], faulty: Mapping[str, list[str]]
     if not sentences:
         return
     up = sum(not look.fault for look in looks.values())
-    counted = f"{len(looks)} hosts are needed and {up} are up" if up < len(looks) else "the hosts are up"
-    text = f"{counted}; {'; '.join(sentences)}"
+    counted = f"{up} of {len(looks)} hosts are up; " if up < len(looks) else ""
+    text = counted + "; ".join(sentences)
     where = f"job {job.name!r} on ssh"
     if up < len(looks):
         raise UnavailableError(text, where=where)

@@ -116,7 +116,7 @@ def send(
             listing.write(b"".join(os.fsencode(name) + b"\0" for name in by_rsync))
             listing.seek(0)
             # Times and sizes tell what changed. Owners stay those of the account there.
-            argv = ["rsync", "-lptz", "--from0", "--files-from=-", "-e", shlex.join(ssh)]
+            argv = ["rsync", "-lptzs", "--from0", "--files-from=-", "-e", shlex.join(ssh)]
             argv += [f"--rsync-path=mkdir -p {shlex.quote(to)} && rsync"]
             _run([*argv, f"{folder}/", f"{_bracketed(host)}:{to}/"], host, listing)
     if extra or not by_rsync:
