@@ -47,7 +47,8 @@ def test_an_elastic_world_is_restarted_by_torchrun_and_worker_0_holds_the_meetin
         assert command.argv == (
             *RUN,
             *("--nnodes", "2:3", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "host-0:29500"),
-            *("--rdzv-id", "j", "--rdzv-conf", f"is_host={int(slot.index == 0)}", "--max-restarts", "5", "-m", "a.b"),
+            *("--rdzv-id", "j", "--rdzv-conf", f"is_host={int(slot.index == 0)}", "--max-restarts", "5"),
+            *("--local-addr", f"host-{slot.index}", "-m", "a.b"),
         )
         assert command.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 

@@ -28,7 +28,11 @@ app = typer.Typer(help="Jobs: one file, every place.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="A job file; `-` is standard input.")]
-On = Annotated[str, typer.Option("--on", metavar="PLACE", help="Where to run it: local.")]
+On = Annotated[str, typer.Option("--on", metavar="PLACE", help="Where to run it: local or ssh.")]
+Hosts = Annotated[
+    str | None,
+    typer.Option("--hosts", metavar="HOSTS", help="For --on ssh: a,b:2 (two workers on b), or @FILE."),
+]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, like resources.gpu=4.")
 ]
@@ -65,20 +69,22 @@ def init(
 
 
 @app.command()
-def plan(file: JobFile, on: On = "local", sets: Sets = None, as_json: Json = False) -> None:
+def plan(file: JobFile, on: On = "local", hosts: Hosts = None, sets: Sets = None, as_json: Json = False) -> None:
     """Show what a job would start, and start nothing."""
-    _, rendered = _rendered(file, on, sets)
+    _, rendered = _rendered(file, on, _with_hosts(sets, hosts))
     if as_json:
         print_json(rendered)
         return
     for name, command in rendered.slots.items():
-        typer.echo(f"# {name}\n{command.to_sh()}\n")
+        host = rendered.hosts.get(name)
+        typer.echo(f"# {name}{f' on {host}' if host else ''}\n{command.to_sh()}\n")
 
 
 @app.command()
 def run(
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A job file; `-` is standard input.")] = None,
     on: On = "local",
+    hosts: Hosts = None,
     sets: Sets = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when it has started.")] = False,
     tensorboard: Annotated[
@@ -96,11 +102,12 @@ def run(
     from stoker.jobs.runs import create
 
     if resume is not None:
-        started = _resumable(resume, file, sets, tensorboard)
+        started = _resumable(resume, file, [*(sets or []), *([hosts] if hosts else [])], tensorboard)
         launcher = _launcher_of(started)
         begin: Callable[[], object] = partial(launcher.restart, started)
     else:
-        job, rendered = _rendered(_needed(file), on, [*(sets or []), *(["tensorboard=true"] if tensorboard else [])])
+        more = ["tensorboard=true"] if tensorboard else []
+        job, rendered = _rendered(_needed(file), on, [*_with_hosts(sets, hosts), *more])
         started, launcher = create(job, rendered), _launcher(on)
         begin = partial(launcher.start, rendered, started)
     first = started.read_status().next_attempt  # only what is written from there on is shown
@@ -277,6 +284,14 @@ def _which(checkpoint: str) -> tuple[str, ...]:
     if checkpoint in ("best", "newest"):
         return ("--eval-only", checkpoint)
     return ("--eval-only", "--init-from", checkpoint)
+
+
+def _with_hosts(sets: list[str] | None, hosts: str | None) -> list[str]:
+    """Take `--hosts a,b:2` for the key that it stands for."""
+    import json
+
+    names = [name.strip() for name in (hosts or "").split(",") if name.strip()]
+    return [*(sets or []), *([f"ssh.hosts={json.dumps(names)}"] if names else [])]
 
 
 def _needed(file: Path | None) -> Path:

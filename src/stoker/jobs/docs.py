@@ -76,6 +76,7 @@ _RULES = """\
 - `checkpoint.access: rwo` with a claim cannot be elastic, nor `mpi` with more than one worker: whichever machine rank 0
   is on must mount the claim, and only one can.
 - `data.cache.size` needs `dir`. `checkpoint.dir` is a folder, `s3://…` or `gs://…`.
+- `ssh.lost_after` is at least 5 s: networks do pause.
 - Sizes below 1 MiB are refused: their unit was forgotten. `profile.every` is 0 or at least a second.
 - Paths do not start with `~` or `$`, which only a shell expands.
 - No two of `volumes`, `secret_files` and the checkpoint's claim can be mounted at one path.

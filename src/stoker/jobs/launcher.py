@@ -69,7 +69,13 @@ class Launcher(Protocol[Rendered]):
         ...
 
 
-LAUNCHERS: Registry[type[Launcher[object]]] = Registry("launcher", {"local": "stoker.launchers.local:LocalLauncher"})
+LAUNCHERS: Registry[type[Launcher[object]]] = Registry(
+    "launcher",
+    {
+        "local": "stoker.launchers.local:LocalLauncher",
+        "ssh": "stoker.launchers.ssh:SshLauncher",
+    },
+)
 
 
 def check(job: Job, traits: Traits) -> list[Fault]:

@@ -348,9 +348,43 @@ class Kubernetes(_Section, frozen=True, kw_only=True):
 class Ssh(_Section, frozen=True, kw_only=True):
     """For `--on ssh`."""
 
-    hosts: Annotated[tuple[Host, ...], _says("The machines, by the names that `ssh` knows.")] = ()
+    hosts: Annotated[
+        tuple[Host, ...],
+        _says(
+            "The machines, by the names that `ssh` knows. `node1:2` takes two workers; `@FILE` stands for the hosts "
+            "in a file, one on a line."
+        ),
+    ] = ()
     user: Annotated[User | None, _says("The account there; what `ssh` itself would take if absent.")] = None
-    workdir: Annotated[Some | None, _says("The folder there that the working folder is copied to.")] = None
+    workdir: Annotated[
+        Some | None,
+        _says(
+            "The folder there that the working folder is copied to, and in which the program runs. A relative path "
+            "starts at the home there; `stoker/<name>` if absent."
+        ),
+    ] = None
+    copy: Annotated[bool, _says("Copy the working folder there before the job starts.")] = True
+    exclude: Annotated[
+        tuple[Some, ...], _says("What is not copied: patterns as in `.gitignore`, after those of `.stokerignore`.")
+    ] = ()
+    setup: Annotated[
+        Some | None, _says("What a shell does in `workdir` on every host, after copying and before the job starts.")
+    ] = None
+    python: Annotated[
+        Some,
+        _says("The Python there: a name on its PATH, or a path, which may start at `workdir`: `.venv/bin/python`."),
+    ] = "python3"
+    config: Annotated[Some | None, _says("A configuration file for `ssh`, instead of your own `~/.ssh/config`.")] = None
+    lost_after: Annotated[
+        Seconds, _says("A host that has not answered for so long is lost, and its slots there end themselves.")
+    ] = Seconds(30)
+
+    def faults(self) -> Iterator[Fault]:
+        """Refuse paths that only a shell expands, and a host that is lost at once."""
+        for key in ("workdir", "python", "config"):
+            yield from _astray(key, getattr(self, key))
+        if self.lost_after < 5:
+            yield Fault("lost_after", f"is {format_duration(self.lost_after)}: at least 5s, for networks do pause")
 
 
 class Job(_Section, frozen=True, kw_only=True):

@@ -49,7 +49,7 @@ data:                         # the program finds these in STOKER_DATA_TRAIN, ST
 # For more than one machine:
 # image: ghcr.io/acme/trainer:v1
 # ssh:
-#   hosts: [node1, node2]
+#   hosts: [node1, node2]     # run with --on ssh
 #   workdir: /srv/train
 # kubernetes:
 #   namespace: training

@@ -15,6 +15,8 @@ from stoker.telemetry.events import Event
 from stoker.telemetry.reader import read_log
 
 TAIL_LINES, TAIL_BYTES = 400, 4 << 20
+LOST = 255
+"""The exit code of a slot whose host is gone: `ssh` ends so too."""
 # One failure in torchrun's table; the root cause comes last.
 _FAILURE = re.compile(r"rank\s*:\s*(?P<rank>\d+) \(local_rank.*?exitcode\s*:\s*(?P<code>-?\d+) ", re.DOTALL)
 _RANK = re.compile(r"\[(?:rank|default)(?P<rank>\d+)\]: ?")
@@ -71,6 +73,8 @@ class Cause:
             return "was killed by SIGKILL while the kernel was ending processes because there was no memory left"
         if self._signal:
             return f"was killed by {_name(self._signal)}"
+        if self.words and self.code == LOST:
+            return f"was lost: {self.words}"
         if self.words and self.code in (InputError.exit_code, MissingError.exit_code):
             return f"refused to start: {_CLASS.sub('', self.words)}"
         if self.words and self.code == 1:

@@ -18,7 +18,9 @@ LEFTOVER_GRACE_S = 5.0
 class Gang:
     """The slots of one attempt; each writes its log itself, so that none is lost with whoever watches."""
 
-    def __init__(self, run: Run, attempt: int, commands: Mapping[Slot, Command]) -> None:
+    def __init__(self, run: Run, attempt: int, commands: Mapping[Slot, Command], *, last_s: float = 0.0) -> None:
+        """Start them; `last_s` is what those have that stand for others elsewhere, to see them end."""
+        self._last_s = last_s
         self._run, self._attempt, self._commands = run, attempt, commands
         self._processes: dict[Slot, Process] = {}
         self._own = {
@@ -69,6 +71,10 @@ class Gang:
         for process in self._processes.values():
             process.terminate()
         self.leave(grace_s)
+        if self._last_s:  # to those that stand for others, the second time means at once
+            for process in self._processes.values():
+                process.terminate()
+            self.leave(self._last_s)
         for process in self._processes.values():
             process.end(max(0.0, deadline - time.monotonic()))
         end_left(self._run, max(0.0, deadline - time.monotonic()))

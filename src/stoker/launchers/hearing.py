@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from stoker.jobs.runs import Run
 from stoker.jobs.spec import Job
 from stoker.jobs.topology import Slot
 from stoker.launchers.gang import Gang
+from stoker.launchers.plan import LocalPlan
 from stoker.telemetry.events import Event
 from stoker.telemetry.reader import Follower
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 PAUSE_S = 0.2
 STACKS_S = 2.0
+EXIT = "slot_exit"
+"""The mark, in the log of a carried slot, by which its carrier tells its exit code."""
 
 
 @dataclass(slots=True)
@@ -39,9 +42,11 @@ class Pulse:
 class Hearing:
     """Follows the logs of an attempt."""
 
-    def __init__(self, run: Run, attempt: int, slots: Iterable[Slot], job: Job) -> None:
+    def __init__(self, run: Run, attempt: int, plan: LocalPlan, job: Job) -> None:
         self._run, self._attempt, self._after_s = run, attempt, float(job.hang_after)
-        self._followers = {slot: Follower(run.log(slot, attempt)) for slot in slots}
+        self._is_far, self._carried = plan.is_far, frozenset(map(Slot.parse, plan.carried))
+        self._followers = {slot: Follower(run.log(slot, attempt)) for slot in (*plan.commands, *self._carried)}
+        self.exits: dict[Slot, int] = {}
         self._pulses: dict[tuple[Slot, int], Pulse] = {}
         self._board = _board(run, job)
 
@@ -65,6 +70,8 @@ class Hearing:
                         at=time.monotonic(),
                         shard=str(event.fields.get("shard") or ""),
                     )
+                elif slot in self._carried and event.kind == "mark" and event.fields.get("name") == EXIT:
+                    self.exits[slot] = _whole(event.fields.get("code"), 1)
         return text
 
     def forget(self, slot: Slot) -> None:
@@ -76,7 +83,7 @@ class Hearing:
         since = time.monotonic() - self._after_s
         late = sorted((pulse.at, key) for key, pulse in self._pulses.items() if self._after_s > 0 and pulse.at < since)
         for _, key in late:
-            if gang.is_alive(self._pulses[key].pid):
+            if self._is_far or gang.is_alive(self._pulses[key].pid):
                 return self._described(*key)
             del self._pulses[key]  # it ended well, or its rank is another process now
         return ""
@@ -96,6 +103,11 @@ class Hearing:
     def ask_for_stacks(self, gang: Gang) -> None:
         """Have every process that can write where each of its threads is, and keep that beside the logs."""
         text = self.listen()
+        if self._is_far:  # who stands for a slot passes it on to the ranks there
+            for pid in gang.pids.values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+                text += self._next_lines()
         leaders = gang.pids.values()  # the profiler would pass the signal on to one that cannot
         for pid in sorted(marked({"STOKER_RUN": self._run.id})):
             if pid not in leaders and catches(pid, signal.SIGUSR1):  # one after the other, for they share a log

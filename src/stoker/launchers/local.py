@@ -230,7 +230,7 @@ def _left_aside(job: Job) -> Iterator[str]:
 
 
 def _run(handle: str) -> Run:
-    return Run(Path(handle.removeprefix("local://")))
+    return Run(Path(handle.partition("://")[2]))
 
 
 def _ended(status: JobStatus, state: JobState, message: str, ended: float) -> JobStatus:

@@ -22,17 +22,26 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The command of every slot, where they meet, and what the user should know of them."""
 
     slots: dict[str, Command]
-    port: int
+    port: int = 0
     notes: tuple[str, ...] = ()
+    hosts: dict[str, str] = {}
+    """The host of each slot, where that is not this machine: then the processes here only stand for those there."""
+    carried: tuple[str, ...] = ()
+    """Slots without a process here: one that is here writes their logs, and tells how they end."""
 
     @property
     def commands(self) -> dict[Slot, Command]:
         """By slot."""
         return {Slot.parse(name): command for name, command in self.slots.items()}
 
+    @property
+    def is_far(self) -> bool:
+        """Whether the slots run elsewhere."""
+        return bool(self.hosts)
+
     def on_free_port(self) -> LocalPlan:
         """Give the same plan, with another port to meet at where someone has taken this one."""
-        if _is_free(self.port):
+        if not self.port or _is_free(self.port):
             return self
         (port,) = free_ports(1)
         slots = {name: replace(one, argv=_moved(one.argv, self.port, port)) for name, one in self.slots.items()}
@@ -40,8 +49,9 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_plan(run: Run) -> LocalPlan:
-    """Read what a run was started with."""
-    path = run.folder / "plan.json"
+    """Read which processes a run has here: those of its plan, or those that stand for them."""
+    path = run.folder / "processes.json"
+    path = path if path.exists() else run.folder / "plan.json"
     return load(path.read_bytes(), LocalPlan, path)
 
 

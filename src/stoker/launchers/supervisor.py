@@ -38,6 +38,8 @@ SETTLE_S = 0.3
 """After the first failure: another slot may just be writing what really happened."""
 FAILED_GRACE_S = 10.0
 """For those whose partners are gone already: they cannot finish a step any more."""
+FAR_S = 5.0
+"""What those elsewhere have, to tell of their own failure and of their end."""
 LOCK_S = 2.0
 STOPPED = "stopped"
 
@@ -76,6 +78,7 @@ class Supervisor:
         self._attempts: list[Attempt] = []
         self._replaced = 0
         self._memory = _Memory()
+        self._far_s = FAR_S if self._plan.is_far else 0.0
 
     def watch(self) -> None:
         """Try until the job succeeds, is stopped, or is given up; whatever happens is told in the run's state."""
@@ -117,20 +120,20 @@ class Supervisor:
         """Carry out one attempt, and tell how it ended; nothing of it is left then."""
         began = time.time()
         plan = self._plan if self._job.port else self._plan.on_free_port()
-        hearing = Hearing(self._run, number, plan.commands, self._job)
-        gang = Gang(self._run, number, plan.commands)
+        hearing = Hearing(self._run, number, plan, self._job)
+        gang = Gang(self._run, number, plan.commands, last_s=self._far_s)
         outcome: Outcome | None = None
         try:
-            self._tell_slots(gang)
+            self._tell_slots(gang, hearing)
             if number == 0:  # for a report; it takes a moment, in which the job has already started
                 self._run.write("packages.json", to_json(packages()))
             while (outcome := self._outcome(gang, hearing, number)) is None:
                 time.sleep(POLL_S)
         finally:
             gang.end(outcome.grace_s if outcome else float(self._job.grace))
-            self._tell_slots(gang)
+            hearing.listen()
+            self._tell_slots(gang, hearing)
             end_children()
-        hearing.listen()
         return Attempt(
             number=number,
             began=began,
@@ -145,7 +148,7 @@ class Supervisor:
         """Look once: what has been said, who has ended, who hangs, and whether it should stop."""
         hearing.listen()
         self._memory.look()
-        codes = self._tell_slots(gang)
+        codes = self._tell_slots(gang, hearing)
         grace = float(self._job.grace)
         if self._job.is_elastic:
             if self._replaced < self._job.retries and (lost := _lost(codes)):
@@ -158,7 +161,11 @@ class Supervisor:
                 return Outcome("", 0.0)
         if any(codes.values()):
             time.sleep(SETTLE_S)
-            found = self._cause(gang.codes(), number)
+            found = self._cause(self._codes(gang, hearing), number)
+            far = time.monotonic() + self._far_s
+            while found.is_of_a_partner and None in gang.codes().values() and time.monotonic() < far:
+                time.sleep(POLL_S)
+                found = self._cause(self._codes(gang, hearing), number)
             return Outcome(found.sentence, min(grace, FAILED_GRACE_S), code=found.code)
         if all(codes[slot] == 0 for slot in lead_slots(self._job)):
             return Outcome("", grace)
@@ -180,11 +187,20 @@ class Supervisor:
         first = min(self._plan.commands)
         self._run.log(first, number).write_text(f"--- attempt {number}, because {why}\n")
 
-    def _tell_slots(self, gang: Gang) -> dict[Slot, int | None]:
+    def _codes(self, gang: Gang, hearing: Hearing) -> dict[Slot, int | None]:
+        """Give the exit codes of all slots: a carried one's is what was told of it, or else that of who carries it."""
+        codes, told = gang.codes(), hearing.exits
+        for name in self._plan.carried:
+            slot = Slot.parse(name)
+            codes[slot] = told.get(slot, next(iter(gang.codes().values())))
+        return codes
+
+    def _tell_slots(self, gang: Gang, hearing: Hearing) -> dict[Slot, int | None]:
         """Tell how the slots are, where that has changed; give their exit codes."""
-        pids, codes = gang.pids, gang.codes()
+        pids, codes = gang.pids, self._codes(gang, hearing)
         slots = tuple(
-            SlotStatus(slot=str(slot), state=_state(code), pid=pids[slot], code=code) for slot, code in codes.items()
+            SlotStatus(slot=str(slot), state=_state(code), pid=pids.get(slot), code=code)
+            for slot, code in codes.items()
         )
         if slots != self._status.slots:
             self._tell(slots=slots)

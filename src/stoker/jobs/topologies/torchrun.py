@@ -29,6 +29,8 @@ class Torchrun:
             meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{book.port}", "--rdzv-id", job.name]
             # Each would find by itself who holds the meeting; on one machine any of them could take it.
             meeting += ["--rdzv-conf", f"is_host={int(slot.index == 0)}", "--max-restarts", str(job.retries)]
+            # Whoever has rank 0 tells the others where it is, by a host name that may lead nowhere.
+            meeting += ["--local-addr", book.hosts[slot]]
             # A second restart would dial the store of a worker that is gone, and hang.
             env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         ranks = ["--nproc-per-node", str(job.ranks_per_worker)]
