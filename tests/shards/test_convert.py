@@ -422,6 +422,7 @@ def test_two_runs_at_once_do_not_mix(tmp_path: Path, undisturbed: tuple[Path, di
 # --- Memory
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_dataset(tmp_path: Path) -> None:
     """A tar of 300,000 samples in 400 MB: a list of them in Python would take more."""
     shard = tmp_path / "many-train-000000.tar"

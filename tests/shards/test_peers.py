@@ -78,6 +78,7 @@ def unpacked(archive: str, to: Path) -> Path:
     return to
 
 
+@pytest.mark.slow
 def test_cifar10_whole(tmp_path: Path) -> None:
     """50,000 + 10,000 real images: same bytes, and every run and number of jobs the same shards."""
     import webdataset as wds

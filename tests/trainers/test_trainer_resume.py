@@ -72,6 +72,7 @@ def ends_the_same(own: list[object], tmp_path: Path, expected: Path) -> None:
     assert one["meta"]["best"] == other["meta"]["best"]
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_it_ends_with_the_same_bits(
     undisturbed: tuple[list[object], Path], tmp_path: Path
 ) -> None:

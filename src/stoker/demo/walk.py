@@ -42,8 +42,10 @@ def walk(road: Road, folder: Path, say: Say) -> Run:
         services.callback(LocalLauncher().stop, run.handle)  # whatever happens from here on
         threading.Thread(target=_kill_a_rank, args=(run, say), daemon=True).start()
         _do(follow, folder, say)
-        if len(run.read_status().attempts) < 2:
-            raise JobFailedError("the training was over before a rank could be killed", where=run.folder)
+        end = run.read_status()
+        if len(end.attempts) < 2:
+            how = f"{end.state}: {end.message}" if end.message else str(end.state)
+            raise JobFailedError(f"the training was not started again after a rank was killed ({how})", where=run.folder)
         for step in road.after():
             _do(step, folder, say)
     return run
