@@ -45,7 +45,7 @@ def walk(road: Road, folder: Path, say: Say) -> Run:
         end = run.read_status()
         if len(end.attempts) < 2:
             how = f"{end.state}: {end.message}" if end.message else str(end.state)
-            raise JobFailedError(f"the training was not started again after a rank was killed ({how})", where=run.folder)
+            raise JobFailedError(f"a killed rank was not started again ({how})", where=run.folder)
         for step in road.after():
             _do(step, folder, say)
     return run
