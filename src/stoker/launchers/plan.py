@@ -44,7 +44,10 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
         if not self.port or _is_free(self.port):
             return self
         (port,) = free_ports(1)
-        slots = {name: replace(one, argv=_moved(one.argv, self.port, port)) for name, one in self.slots.items()}
+        slots = {
+            name: replace(one, argv=_moved(one.argv, self.port, port), env={**one.env, **_meeting(one, port)})
+            for name, one in self.slots.items()
+        }
         return msgspec.structs.replace(self, slots=slots, port=port)
 
 
@@ -70,6 +73,10 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+def _meeting(command: Command, port: int) -> dict[str, str]:
+    return {"MASTER_PORT": str(port)} if "MASTER_PORT" in command.env else {}
 
 
 def _moved(argv: tuple[str, ...], old: int, new: int) -> tuple[str, ...]:

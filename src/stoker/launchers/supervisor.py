@@ -161,6 +161,7 @@ class Supervisor:
                 return Outcome("", 0.0)
         if any(codes.values()):
             time.sleep(SETTLE_S)
+            hearing.listen()
             found = self._cause(self._codes(gang, hearing), number)
             far = time.monotonic() + self._far_s
             while found.is_of_a_partner and None in gang.codes().values() and time.monotonic() < far:
