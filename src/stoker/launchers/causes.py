@@ -18,6 +18,8 @@ from stoker.telemetry.reader import read_log
 TAIL_LINES, TAIL_BYTES = 400, 4 << 20
 LOST = 255
 """The exit code of a slot whose host is gone: `ssh` ends so too."""
+NO_MEMORY = "had no memory left, and the kernel there was ending processes"
+"""What is said in the log of a slot elsewhere."""
 # One failure in torchrun's table; the root cause comes last.
 _FAILURE = re.compile(r"rank\s*:\s*(?P<rank>\d+) \(local_rank.*?exitcode\s*:\s*(?P<code>-?\d+) ", re.DOTALL)
 _RANK = re.compile(r"\[(?:rank|default)(?P<rank>\d+)\]: ?")
@@ -88,6 +90,7 @@ def cause(slot: Slot, code: int, log: Path, *, out_of_memory: bool = False) -> C
     found = read_log(log, last=TAIL_BYTES)
     lines = found.lines[-TAIL_LINES:]
     told = [event for event in found.events if event.kind == "mark" and event.fields.get("name") == "error"]
+    out_of_memory = out_of_memory or any(line.startswith("---") and NO_MEMORY in line for line in lines)
     ranks = [(int(one["rank"]), int(one["code"])) for one in _FAILURE.finditer("\n".join(lines))]
     ranks += _carried(found.events)
     causes = [

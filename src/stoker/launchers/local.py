@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -94,7 +94,7 @@ class LocalLauncher:
             tensorboard=_absolute(job.tensorboard) if isinstance(job.tensorboard, str) else job.tensorboard,
         )
 
-    def start(self, rendered: LocalPlan, run: Run) -> str:
+    def start(self, rendered: LocalPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
         """Start the supervisor, which starts the slots as the run's plan has them."""
         handle = f"local://{run.folder}"
         if rendered.carried:
@@ -103,23 +103,16 @@ class LocalLauncher:
         self.restart(run)
         return handle
 
-    def restart(self, run: Run) -> None:
+    def restart(self, run: Run, *, detach: bool = False) -> None:  # noqa: ARG002
         """Start a run again that is over, in its own folder and so with its own checkpoints."""
         if watcher(run) is not None:
             raise ConflictError("is being watched over already", where=run.id)
         before = run.read_status()
-        with open(run.folder / "supervisor.log", "a+b") as log:
-            told = log.seek(0, os.SEEK_END)
-            argv = [sys.executable, "-P", "-m", "stoker.launchers.supervisor", str(run.folder)]
-            # In a session of its own from the first moment: a Ctrl-C here is not meant for it.
-            subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, check=False)
-            deadline = time.monotonic() + START_S
-            while run.read_status().began == before.began:  # the first that it writes, once the run is its own
-                log.seek(told)
-                said = log.read().decode(errors="replace").strip().splitlines()
-                if said or time.monotonic() > deadline:
-                    raise UnavailableError(f"the supervisor did not start: {said[-1] if said else 'no reason given'}")
-                time.sleep(0.01)
+        _watch(run, lambda: run.read_status().began != before.began)  # the first that it writes
+
+    def go_on(self, run: Run) -> None:
+        """Watch again over a run whose slots are elsewhere and have gone on by themselves."""
+        _watch(run, lambda: watcher(run) is not None or run.read_status().state.is_final, "--continue")
 
     def status(self, handle: str) -> JobStatus:
         """Tell what the supervisor wrote last; without a supervisor a run that is not over is lost."""
@@ -189,6 +182,22 @@ def _check_mpirun(job: Job) -> None:
     if version is None:
         found = said.splitlines()[0] if said else "something that does not tell its version"
         raise MissingProgramError(f"{program} is {found}, and the topology 'mpi' needs Open MPI 4", hint=hint)
+
+
+def _watch(run: Run, has_begun: Callable[[], bool], *more: str) -> None:
+    """Start the supervisor of a run, and wait until the run is its own."""
+    with open(run.folder / "supervisor.log", "a+b") as log:
+        told = log.seek(0, os.SEEK_END)
+        argv = [sys.executable, "-P", "-m", "stoker.launchers.supervisor", str(run.folder), *more]
+        # In a session of its own from the first moment: a Ctrl-C here is not meant for it.
+        subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, check=False)
+        deadline = time.monotonic() + START_S
+        while not has_begun():
+            log.seek(told)
+            said = log.read().decode(errors="replace").strip().splitlines()
+            if said or time.monotonic() > deadline:
+                raise UnavailableError(f"the supervisor did not start: {said[-1] if said else 'no reason given'}")
+            time.sleep(0.01)
 
 
 def _absolute(path: str | None) -> str | None:

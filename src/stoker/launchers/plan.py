@@ -29,6 +29,9 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
     carried: tuple[str, ...] = ()
     """Slots without a process here: one that is here writes their logs, and tells how they end."""
 
+    detached: bool = False
+    """Whether slots elsewhere go on without this machine."""
+
     @property
     def commands(self) -> dict[Slot, Command]:
         """By slot."""

@@ -31,12 +31,14 @@ from stoker.jobs.runs import Run, home
 from stoker.jobs.spec import PORT, Job
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, commands, slots_of
+from stoker.launchers.causes import LOST
+from stoker.launchers.gang import STANDS_IN
 from stoker.launchers.local import LocalLauncher
-from stoker.launchers.plan import LocalPlan
+from stoker.launchers.plan import LocalPlan, read_plan
 from stoker.launchers.ssh_files import listed, send, size_of
-from stoker.launchers.ssh_hosts import Client, Session, expanded, places
-from stoker.launchers.ssh_plan import Place, SshPlan, read_ssh_plan
-from stoker.launchers.supervisor import watching
+from stoker.launchers.ssh_hosts import ANSWER_S, Client, Session, expanded, places
+from stoker.launchers.ssh_plan import Place, SshPlan, far_codes, read_ssh_plan
+from stoker.launchers.supervisor import STOPPING, watching
 
 AT_ONCE = 32
 OLDEST = (3, 8)
@@ -104,22 +106,24 @@ class SshLauncher:
         _refuse(job, looks, faulty)
         return _plan(job, client, hosts, looks, routes, port)
 
-    def start(self, rendered: SshPlan, run: Run) -> str:
+    def start(self, rendered: SshPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
         """Copy, prepare, and start the supervisor here."""
         handle = f"ssh://{run.folder}"
         run.write("handle", f"{handle}\n".encode())
-        run.write("processes.json", to_json(_stand_ins(rendered, run)))
-        self.restart(run)
+        self.restart(run, detach=detach)
         return handle
 
-    def restart(self, run: Run) -> None:
+    def restart(self, run: Run, *, detach: bool = False) -> None:
         """Start a run again that is over, with what was copied before; where that was not done, it is now."""
+        (run.folder / STOPPING).unlink(missing_ok=True)
+        run.write("processes.json", to_json(_stand_ins(read_ssh_plan(run), run, detach=detach)))
         if not (run.folder / "prepared").exists():
             _prepare_all(run)
         self._here.restart(run)
 
     def status(self, handle: str) -> JobStatus:
-        """Tell what the supervisor wrote last."""
+        """Tell what the supervisor wrote last; where there is none any more, watch over it again first."""
+        self._go_on(handle)
         return self._here.status(handle)
 
     def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[LogLine]:
@@ -127,8 +131,25 @@ class SshLauncher:
         return self._here.logs(handle, slot, follow=follow)
 
     def stop(self, handle: str) -> None:
-        """Have the supervisor end the run; without one, the hosts have ended it themselves."""
+        """Have the supervisor end the run; where none is left, or it could not reach a host, see to the hosts."""
+        run = _run(handle)
+        self._go_on(handle)
+        run.write(STOPPING, b"")
+        is_lost = self._here.status(handle).state is JobState.LOST
         self._here.stop(handle)
+        if is_lost or any(code in (None, LOST) for code in far_codes(run, run.read_status().attempt)):
+            _sweep(run)
+
+    def _go_on(self, handle: str) -> None:
+        """Watch again over a run that goes on without this machine."""
+        run = _run(handle)
+        if (
+            not run.read_status().state.is_final
+            and (run.folder / "processes.json").exists()
+            and read_plan(run).detached
+            and self._here.status(handle).state is JobState.LOST
+        ):
+            self._here.go_on(run)
 
 
 # --- What is asked for
@@ -298,8 +319,10 @@ def _plan(
         for host, one in found.items()
     }
     names = listed(folder, job.ssh.exclude, away=home()) if any(spot.copies for spot in spots.values()) else []
+    given = _commands(job, hosts, found, spots, routes, port)
     return SshPlan(
-        slots={str(slot): command for slot, command in _commands(job, hosts, found, spots, routes, port).items()},
+        slots={str(slot): command for slot, command in given.items()},
+        standby=tuple(str(slot) for slot in hosts if slot not in given),
         hosts={str(slot): host for slot, host in hosts.items()},
         places=spots,
         client=client,
@@ -342,6 +365,8 @@ def _commands(
             book = AddressBook(hosts=addresses, port=port, python=spot.python, cores=cores, env=env)
             every = commands(_placed(job, spot.workdir), book)
             books[key] = {one: command for one, command in every.items() if isinstance(command, Command)}
+        if slot not in books[key]:
+            continue  # it stands by
         command = _at(books[key][slot], spot)
         if crowds[host] > 1:
             command = replace(command, env={**_own_gpus(job, seated[host]), **command.env})
@@ -427,16 +452,44 @@ def _notes(
 # --- Carrying it out
 
 
-def _stand_ins(plan: SshPlan, run: Run) -> LocalPlan:
+def _stand_ins(plan: SshPlan, run: Run, *, detach: bool) -> LocalPlan:
     """Give the processes here, one for each slot there."""
     argv = (sys.executable, "-m", "stoker.launchers.ssh_slot", str(run.folder))
-    return LocalPlan(
-        slots={
-            name: Command((*argv, name), {"STOKER_SLOT": name, "STOKER_ROLE": Slot.parse(name).role}, str(run.folder))
-            for name in plan.slots
-        },
-        hosts=plan.hosts,
-    )
+    slots = {}
+    for name in (*plan.slots, *plan.standby):
+        env = {"STOKER_SLOT": name, "STOKER_ROLE": Slot.parse(name).role, **STANDS_IN}
+        slots[name] = Command((*argv, name), env, str(run.folder))
+    return LocalPlan(slots=slots, hosts=plan.hosts, detached=detach)
+
+
+def _run(handle: str) -> Run:
+    return Run(Path(handle.partition("://")[2]))
+
+
+def _sweep(run: Run) -> None:
+    """End all that is left of a run on its hosts; one that cannot be reached is told, and the run stays lost."""
+    plan = read_ssh_plan(run)
+
+    def end(host: str) -> str:
+        place = plan.places[host]
+        request = {
+            "do": "sweep",
+            "folder": f"{place.workdir}/.stoker/{run.id}",
+            "slots": [Slot.parse(name).filename for name, one in plan.hosts.items() if one == host],
+            "marks": {"STOKER_RUN": run.id, "STOKER_HOST": host},
+            "grace_s": plan.grace_s,
+        }
+        try:
+            with Session(plan.client.argv(attempts=1), host, place.python, run.id) as session:
+                session.ask(request, plan.grace_s + ANSWER_S)
+        except UnavailableError as error:
+            return f"{host} {error.what}"
+        return ""
+
+    if faults := [fault for fault in _at_once(end, plan.places) if fault]:
+        words = f"{'; '.join(faults)}; what runs there may go on: stoker job stop {run.id} tries again"
+        run.write_status(msgspec.structs.replace(run.read_status(), state=JobState.LOST, message=words))
+        raise UnavailableError(words, where=run.id)
 
 
 def _prepare_all(run: Run) -> None:
