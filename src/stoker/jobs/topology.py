@@ -53,6 +53,8 @@ class AddressBook:
     """Of one worker, where the job does not say."""
     env: Mapping[str, str] = field(default_factory=dict)
     """What programs need there to find each other, such as the network interface."""
+    has_ask: bool = False
+    """Whether a slot has commands started in others by the program `$STOKER_ASK`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,9 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Standby:
-    """A slot in which another slot starts the work."""
+    """A slot in which another slot starts the work; `env` is what that finds there."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +154,9 @@ def commands(job: Job, book: AddressBook) -> dict[Slot, Command | Standby]:
 def _whole(
     job: Job, slot: Slot, book: AddressBook, command: Command | Standby, profiler: tuple[str, ...]
 ) -> Command | Standby:
-    if isinstance(command, Standby):
-        return command
     env = {**contract(job, slot, book), **book.env, **command.env, **job.env}
+    if isinstance(command, Standby):
+        return Standby(env)
     return replace(command, argv=(*profiler, *command.argv), env=env, cwd=job.program.cwd)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from stoker.errors import InputError, MissingError
 from stoker.jobs.status import signal_of
 from stoker.jobs.topology import Slot
+from stoker.launchers.mpi_words import why
 from stoker.telemetry.events import Event
 from stoker.telemetry.mpi_rank import EXIT as RANK_EXIT
 from stoker.telemetry.reader import read_log
@@ -96,7 +97,7 @@ def cause(slot: Slot, code: int, log: Path, *, out_of_memory: bool = False) -> C
     causes = [
         Cause(slot, rank, rank_code, _own_words(told, rank) or _last_words(lines, rank), log, out_of_memory)
         for rank, rank_code in reversed(ranks)
-    ] or [Cause(slot, None, code, _own_words(told, None) or _last_words(lines, None), log, out_of_memory)]
+    ] or [Cause(slot, None, code, _own_words(told, None) or _last_words(lines, None) or why(lines), log, out_of_memory)]
     return next((one for one in causes if not one.is_of_a_partner), causes[0])
 
 

@@ -37,6 +37,14 @@ def complaint(lines: Sequence[str]) -> str | None:
     return _sentence(blocks[0]) if blocks else None
 
 
+def why(lines: Sequence[str]) -> str | None:
+    """Say why mpirun ended, in words by which a failure that came from a rank is known; None where it says nothing."""
+    words = complaint(lines)
+    if words is None and any(block[0].startswith(_OF_RANKS) for block in _blocks(lines)):
+        return "mpirun has ended all, for another rank is gone"
+    return words and f"mpirun: {words}"
+
+
 def code_of(words: str | None, code: int) -> int:
     """Give the exit code: what cannot go better the next time is bad input."""
     return InputError.exit_code if words and code > 0 and _INPUT.search(words) else code

@@ -30,7 +30,7 @@ from stoker.jobs.launcher import LogLine, Traits, check
 from stoker.jobs.runs import Run, home
 from stoker.jobs.spec import PORT, Job
 from stoker.jobs.status import JobState, JobStatus
-from stoker.jobs.topology import AddressBook, Command, Slot, commands, slots_of
+from stoker.jobs.topology import AddressBook, Command, Slot, Standby, commands, slots_of
 from stoker.launchers.causes import LOST
 from stoker.launchers.gang import STANDS_IN
 from stoker.launchers.local import LocalLauncher
@@ -44,8 +44,9 @@ AT_ONCE = 32
 OLDEST = (3, 8)
 MUCH = 2**30
 SKEW_S = 5.0
-_PROFILER = "stoker.telemetry.profiler"
 _PROFILER_FILE = ".stoker/profiler.py"
+_MPI_FILE = ".stoker/mpi_rank.py"
+_MPI_PROGRAMS = ("mpirun", "orted")
 
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ class Route(NamedTuple):
 class SshLauncher:
     """Runs slots on hosts that `ssh` reaches."""
 
-    traits: ClassVar[Traits] = Traits(name="ssh", topologies=frozenset({"single", "torchrun"}), elastic=True)
+    traits: ClassVar[Traits] = Traits(name="ssh", topologies=frozenset({"mpi", "single", "torchrun"}), elastic=True)
 
     def __init__(self) -> None:
         self._here = LocalLauncher()
@@ -89,21 +90,21 @@ class SshLauncher:
         if faults:
             raise SpecError(faults, where=f"job {job.name!r} on ssh")
         client = Client(config=job.ssh.config, user=job.ssh.user, lost_after_s=float(job.ssh.lost_after))
-        slots = slots_of(job)
-        hosts = dict(zip(slots, places(job.ssh.hosts), strict=False))
+        hosts = _seats(job)
         with ExitStack() as stack:
             sessions = {
                 host: stack.enter_context(Session(client.argv(attempts=2), host, job.ssh.python))
                 for host in dict.fromkeys(hosts.values())
             }
             looks = {look.host: look for look in _at_once(lambda one: _look(one, job), sessions.values())}
-            crowds = Counter(hosts.values())
+            crowds = Counter(host for slot, host in hosts.items() if slot.role == "worker")
             faulty = {host: list(_unfit(job, look, crowds[host])) for host, look in looks.items()}
             port, routes = 0, dict[str, Route]()
             if not any(faulty.values()):
                 port, routes, astray = _routes(job, sessions, looks)
                 faulty.update({host: [fault] for host, fault in astray.items()})
         _refuse(job, looks, faulty)
+        _check_even(job, looks)
         return _plan(job, client, hosts, looks, routes, port)
 
     def start(self, rendered: SshPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
@@ -162,13 +163,19 @@ def _inside(path: str | None) -> str | None:
     return str(Path(path).relative_to(Path.cwd()))
 
 
+def _seats(job: Job) -> dict[Slot, str]:
+    """Give each worker its host, in the order of the list; who is not a worker goes to the first."""
+    workers = {Slot("worker", index): host for index, host in enumerate(places(job.ssh.hosts)[: job.max_workers])}
+    return {slot: workers.get(slot, workers[Slot("worker", 0)]) for slot in slots_of(job)}
+
+
 def _missing(job: Job) -> Iterator[Fault]:
     """List what is wrong before any host is asked."""
     room = len(places(job.ssh.hosts))
     if not job.ssh.hosts:
         yield Fault("ssh.hosts", "names no host: write them there, or give --hosts a,b")
-    elif room < len(slots_of(job)):
-        many = f"{len(slots_of(job))} workers and room for {room}"
+    elif room < job.max_workers:
+        many = f"{job.max_workers} workers and room for {room}"
         yield Fault("ssh.hosts", f"there are {many}: name more hosts, or let one take more (node1:2)")
     for name in job.secret_env:
         if name not in os.environ:
@@ -204,7 +211,7 @@ def _look(session: Session, job: Job) -> Look:
         "python": job.ssh.python,
         "modules": ["torch", "stoker"],
         "paths": list(_local_paths(job).values()),
-        "programs": [job.program.command[0]] if job.program.command else [],
+        "programs": [*([job.program.command[0]] if job.program.command else []), *_MPI_PROGRAMS],
     }
     try:
         before = time.time()
@@ -231,8 +238,10 @@ def _unfit(job: Job, look: Look, slots: int) -> Iterator[str]:
     if (wanted := job.resources.gpu * slots) > found["gpus"]:
         yield f"has {found['gpus']} GPUs, and {wanted} are wanted (--set resources.gpu=0 does without)"
     command = job.program.command
-    if command and "/" not in command[0] and not found["programs"] and not job.ssh.setup:
+    if command and "/" not in command[0] and command[0] not in found["programs"] and not job.ssh.setup:
         yield f"has no program {command[0]!r} on its PATH"
+    if job.topology == "mpi" and not job.ssh.setup and set(_MPI_PROGRAMS) - set(found["programs"]):
+        yield "has no mpirun on its PATH, which the topology 'mpi' needs (Debian's package is openmpi-bin)"
     for key, path in _local_paths(job).items():
         comes = job.ssh.copy and not Path(path).is_absolute() and Path(path).exists()
         if not comes and path not in found["there"]:
@@ -280,6 +289,19 @@ def _routes(
     return port, {first: Route(main, interfaces[main]), **routes}, {}
 
 
+def _check_even(job: Job, looks: Mapping[str, Look]) -> None:
+    """Refuse hosts on which mpirun, which starts the same command on all, would not find it."""
+    for what, key in (("the folder", "workdir"), ("Python", "python")):
+        found = {host: look.found[key] for host, look in looks.items()}
+        if job.topology == "mpi" and len(set(found.values())) > 1:
+            told = ", ".join(f"{place} on {host}" for host, place in found.items())
+            raise InputError(
+                f"{what} must have the same path on all hosts for mpirun, and is {told}",
+                where=f"job {job.name!r} on ssh",
+                hint=f"give ssh.{key} as a whole path",
+            )
+
+
 def _refuse(job: Job, looks: Mapping[str, Look], faulty: Mapping[str, list[str]]) -> None:
     """Tell all that is in the way on all hosts at once."""
     sentences = [f"{host} {what}" for host, faults in faulty.items() for what in faults]
@@ -315,14 +337,17 @@ def _plan(
             copies=job.ssh.copy and one["identity"] != [here.st_ino, here.st_mtime_ns],
             rsync=one["rsync"],
             profiler=job.profile.every > 0 and (one.get("modules") or {}).get("stoker") is None,
+            mpi=job.topology == "mpi",
         )
         for host, one in found.items()
     }
     names = listed(folder, job.ssh.exclude, away=home()) if any(spot.copies for spot in spots.values()) else []
     given = _commands(job, hosts, found, spots, routes, port)
+    waiting = {str(slot): dict(command.env) for slot, command in given.items() if isinstance(command, Standby)}
     return SshPlan(
-        slots={str(slot): command for slot, command in given.items()},
-        standby=tuple(str(slot) for slot in hosts if slot not in given),
+        slots={str(slot): command for slot, command in given.items() if isinstance(command, Command)},
+        standby=tuple(waiting),
+        standby_env=waiting,
         hosts={str(slot): host for slot, host in hosts.items()},
         places=spots,
         client=client,
@@ -349,12 +374,12 @@ def _commands(
     spots: Mapping[str, Place],
     routes: Mapping[str, Route],
     port: int,
-) -> dict[Slot, Command]:
+) -> dict[Slot, Command | Standby]:
     """Give each slot its command, with what is particular to its host."""
     addresses = {slot: routes[host].address for slot, host in hosts.items()}
-    books: dict[tuple[object, ...], dict[Slot, Command]] = {}
-    given = {}
-    crowds, seated = Counter(hosts.values()), Counter[str]()
+    books: dict[tuple[object, ...], dict[Slot, Command | Standby]] = {}
+    given: dict[Slot, Command | Standby] = {}
+    crowds, seated = Counter(host for slot, host in hosts.items() if slot.role == "worker"), Counter[str]()
     for slot, host in hosts.items():
         spot, interface = spots[host], routes[host].interface
         cores = max(1, found[host]["cores"] // crowds[host])
@@ -362,15 +387,22 @@ def _commands(
         if key not in books:
             names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
             env = dict.fromkeys(names, interface)
-            book = AddressBook(hosts=addresses, port=port, python=spot.python, cores=cores, env=env)
-            every = commands(_placed(job, spot.workdir), book)
-            books[key] = {one: command for one, command in every.items() if isinstance(command, Command)}
-        if slot not in books[key]:
-            continue  # it stands by
-        command = _at(books[key][slot], spot)
-        if crowds[host] > 1:
-            command = replace(command, env={**_own_gpus(job, seated[host]), **command.env})
-        seated[host] += 1
+            book = AddressBook(
+                hosts=addresses,
+                port=port,
+                python=spot.python,
+                profiler=(spot.python, f"{spot.workdir}/{_PROFILER_FILE}") if spot.profiler else (),
+                mpi_rank=(spot.python, "-I", "-S", f"{spot.workdir}/{_MPI_FILE}"),
+                cores=cores,
+                env=env,
+                has_ask=True,
+            )
+            books[key] = commands(_placed(job, spot.workdir), book)
+        command = books[key][slot]
+        if slot.role == "worker":
+            if crowds[host] > 1:
+                command = replace(command, env={**_own_gpus(job, seated[host]), **command.env})
+            seated[host] += 1
         given[slot] = command
     return given
 
@@ -400,14 +432,6 @@ def _placed(job: Job, workdir: str) -> Job:
         ),
         checkpoint=change(job.checkpoint, dir=absolute(job.checkpoint.dir)),
     )
-
-
-def _at(command: Command, spot: Place) -> Command:
-    """Take the profiler that was sent along, where stoker is not installed."""
-    python, *words = command.argv
-    if spot.profiler and words[:2] == ["-m", _PROFILER]:
-        return replace(command, argv=(python, f"{spot.workdir}/{_PROFILER_FILE}", *words[2:]))
-    return command
 
 
 def _notes(
@@ -524,7 +548,9 @@ def _prepare(plan: SshPlan, run: Run, ssh: list[str], host: str, place: Place) -
     """Bring one host so far that a slot can start."""
     folder = Path(plan.source)
     names = listed(folder, plan.exclude, away=home()) if place.copies else []
-    extra = [(_PROFILER_FILE, files("stoker.telemetry").joinpath("profiler.py").read_bytes())] if place.profiler else []
+    sent = {_PROFILER_FILE: place.profiler, _MPI_FILE: place.mpi}
+    ours = files("stoker.telemetry")
+    extra = [(name, ours.joinpath(Path(name).name).read_bytes()) for name, wanted in sent.items() if wanted]
     python = "python3" if plan.setup else place.python
     send(folder, names, extra, ssh=ssh, host=host, to=place.workdir, python=python, rsync=place.rsync)
     if not plan.setup:

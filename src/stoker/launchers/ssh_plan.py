@@ -23,6 +23,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     rsync: bool = False
     profiler: bool = False
     """Whether the profiler is sent along, for want of stoker there."""
+    mpi: bool = False
+    """Whether what stands between mpirun and a rank is sent along."""
 
 
 class SshPlan(LocalPlan, frozen=True, kw_only=True):
@@ -31,6 +33,8 @@ class SshPlan(LocalPlan, frozen=True, kw_only=True):
     places: dict[str, Place]
     standby: tuple[str, ...] = ()
     """Slots without a command: on their hosts another slot has commands started, by the program `$STOKER_ASK`."""
+    standby_env: dict[str, dict[str, str]] = msgspec.field(default_factory=dict)
+    """What commands in them find, by slot."""
     client: Client
     source: str
     exclude: tuple[str, ...] = ()

@@ -145,7 +145,7 @@ class Line:
             return Command(("sh", "-c", self._plan.setup or ""), {}, self._place.workdir)
         if self._ask is not None:
             wish = self._asks.read(self._name, self._ask)
-            return Command(("sh", "-c", wish.command), {}, wish.cwd)
+            return Command(("sh", "-c", wish.command), self._plan.standby_env.get(self._name, {}), wish.cwd)
         return _WAIT if self._stands_by else self._plan.slots[kind]
 
     def _far(self, name: str) -> Path | None:

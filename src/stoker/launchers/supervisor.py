@@ -215,6 +215,8 @@ class Supervisor:
         for name in self._plan.carried:
             slot = Slot.parse(name)
             codes[slot] = told.get(slot, next(iter(gang.codes().values())))
+        if any(codes.values()):  # a slot that stands by ends well, and only its ranks tell that they did not
+            codes |= {slot: code for slot, code in hearing.failed.items() if not codes.get(slot)}
         return codes
 
     def _tell_slots(self, gang: Gang, hearing: Hearing) -> dict[Slot, int | None]:

@@ -10,6 +10,11 @@ One file on the standard library alone, for Python 3.8 and later, importing noth
 - mpirun ends all ranks two seconds after one has failed. Once it was told to end, a rank therefore ends well, and how
   it really ended is an event. So others have their time for a last checkpoint.
 - When mpirun itself is gone, the rank is told to end, and is ended after its grace.
+
+    python3 mpi_rank.py --around mpirun …     python3 mpi_rank.py --around orted …
+
+Around mpirun and its daemons it passes the wish to end on to the ranks, which have their grace, and not to these. There
+mpirun reaches other hosts by `$STOKER_ASK`, and what a rank prints goes where its daemon's output goes, past mpirun.
 """
 
 from __future__ import annotations
@@ -37,6 +42,10 @@ APART = 64
 PAUSE_S = 0.1
 NOT_STARTED = 3
 DRAIN_S = 1.0
+POLL_S = 0.05
+OUTPUT = "STOKER_OUTPUT"
+"""The file that ranks print into, where mpirun does not carry it."""
+AGENT = "--agent"
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 
@@ -74,6 +83,8 @@ class Output:
 
     def __init__(self) -> None:
         self._encoder, self._broken = Encoder(), False
+        self.is_plain = False
+        """Whether nobody puts tags into it."""
 
     def pump(self, ours: int) -> None:
         """Carry all that the program prints; also when nobody takes it any more, so that it does not wait."""
@@ -94,7 +105,7 @@ class Output:
 
     def write(self, data: bytes) -> None:
         """Write it all, or nothing where mpirun is gone."""
-        self._put(self._encoder.encode(data))
+        self._put(data if self.is_plain else self._encoder.encode(data))
 
     def _put(self, rest: bytes) -> None:
         try:
@@ -127,15 +138,23 @@ class Ending:
 
 
 def main(argv: list[str]) -> int:
-    """Run one rank to its end."""
+    """Run one rank to its end, or what was asked for instead."""
+    if argv[0] == "--around":
+        return around(argv[1:])
+    if argv[0] == AGENT:
+        return ask(argv[1], argv[2:])
     ranks, first, command = _arguments(argv)
     rank = seat(os.environ, ranks)
     if rank % ranks:
         command = command[first:]
     ending, output = Ending(float(os.environ.get("STOKER_GRACE_S", "30"))), Output()
     ours, theirs = os.pipe()
+    own = os.environ.get(OUTPUT)
+    if own:
+        os.dup2(os.open(own, os.O_WRONLY | os.O_APPEND), 1)
+        output.is_plain = True
     try:
-        child = _start(command, theirs)
+        child = _start(command, 1 if own else theirs)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         output.write(f"stoker: cannot start the program {command[0]!r}: {reason}\n".encode())
@@ -176,14 +195,57 @@ def _arguments(argv: list[str]) -> tuple[int, int, list[str]]:
 
 def _start(command: list[str], output: int) -> subprocess.Popen[bytes]:
     libc, us = ctypes.CDLL(None), os.getpid()
-
-    def die_with_us() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != us:
-            os._exit(128 + signal.SIGKILL)
-
     # In our group: what mpirun tells the rank, it tells all of it.
-    return subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=die_with_us)
+    return subprocess.Popen(
+        command, stdout=output, stderr=output, preexec_fn=lambda: _die_with(libc, us, signal.SIGKILL)
+    )
+
+
+def _die_with(libc: Any, parent: int, number: int) -> None:
+    libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(128 + number)
+
+
+def around(command: list[str]) -> int:
+    """Run mpirun or one of its daemons to its end; who tells it to end tells its ranks."""
+    told: list[int] = []
+    for number in ENDING:
+        signal.signal(number, lambda number, frame: told.append(number))  # noqa: ARG005
+    has_ranks = command[0] != "mpirun"  # which starts daemons elsewhere; who keeps those tells them
+    if has_ranks:
+        environ = {**os.environ, OUTPUT: os.path.realpath("/proc/self/fd/1")}
+    else:
+        environ = {**os.environ, "OMPI_MCA_plm_rsh_agent": f"{sys.executable} {os.path.realpath(__file__)} {AGENT}"}
+    us, libc = os.getpid(), ctypes.CDLL(None)
+    child = subprocess.Popen(command, env=environ, preexec_fn=lambda: _die_with(libc, us, signal.SIGTERM))
+    reached: set[int] = set()
+    while child.poll() is None:
+        for pid in _children(child.pid) if told and has_ranks else ():
+            if pid not in reached:
+                reached.add(pid)
+                with contextlib.suppress(OSError):  # each leads a group of its own
+                    os.killpg(pid, signal.SIGTERM)
+        time.sleep(POLL_S)
+    code = child.returncode
+    return code if code >= 0 else 128 - code
+
+
+def ask(node: str, words: list[str]) -> int:
+    """Have a daemon started in the worker that a node stands for, as `ssh` would."""
+    role, _, index = node.rpartition("-")
+    program = os.environ["STOKER_ASK"]
+    os.execv(program, [program, f"{role}/{index}", *words])
+
+
+def _children(parent: int) -> list[int]:
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/stat", "rb") as file:
+                if int(file.read().rpartition(b")")[2].split()[1]) == parent:
+                    found.append(int(name))
+    return found
 
 
 def _over(output: Output, rank: int, code: int, ending: Ending) -> int:

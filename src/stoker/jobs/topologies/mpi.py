@@ -39,28 +39,47 @@ class Mpi:
 
     def command(self, job: Job, slot: Slot, book: AddressBook) -> Command | Standby:
         """Run mpirun in the launcher; the workers wait for it."""
+        workers = {worker: book.hosts[worker] for worker in (Slot("worker", one) for one in range(job.max_workers))}
+        meeting = {"MASTER_ADDR": workers[Slot("worker", 0)], "MASTER_PORT": str(book.port)}
         if slot != LAUNCHER:
-            return Standby()
-        workers = [book.hosts[Slot("worker", index)] for index in range(job.max_workers)]
+            return Standby(meeting)
         env = {
-            "MASTER_ADDR": workers[0],
-            "MASTER_PORT": str(book.port),
+            **meeting,
             # It refuses root, in containers too, unless it is told twice.
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }
-        known = [*contract(job, slot, book), *book.env, *env, *job.env, *job.secret_env, *_OF_A_RUN]
+        # Not what differs from host to host, nor secrets, which must not travel so: who keeps a worker gives them.
+        known = [*contract(job, slot, book), *env, *job.env, *_OF_A_RUN]
         # Names alone: the values are in the environment of mpirun, and on no command line.
         names = [name for name in dict.fromkeys(known) if not name.startswith("OMPI_") and name not in _OF_A_SLOT]
-        argv = ["mpirun", "-np", str(len(workers) * job.ranks_per_worker), "--host", _hosts(workers, job)]
-        argv += _flags(job, workers)
+        nodes = [one.filename for one in workers] if book.has_ask else list(workers.values())
+        argv = [*_around(book), "mpirun", "-np", str(len(nodes) * job.ranks_per_worker), "--host", _hosts(nodes, job)]
+        argv += _flags(job, list(workers.values())) + (_by_asking(book) if book.has_ask else [])
         argv += [word for name in names for word in ("-x", name)]
         return Command((*argv, *job.mpi.args, *_rank(job, book)), env)
 
 
+def _words(book: AddressBook) -> tuple[str, ...]:
+    return book.mpi_rank or (book.python, "-m", "stoker.telemetry.mpi_rank")
+
+
+def _around(book: AddressBook) -> tuple[str, ...]:
+    """Give what stands before mpirun, where nobody else sees to its end."""
+    return (*_words(book), "--around") if book.has_ask else ()
+
+
+def _by_asking(book: AddressBook) -> list[str]:
+    """Give the flags by which mpirun starts its daemons through us, and they stay where they can be seen to."""
+    return [
+        *("--mca", "plm_rsh_no_tree_spawn", "1", "--mca", "orte_leave_session_attached", "1"),
+        *("--mca", "orte_launch_agent", " ".join([*_around(book), "orted"])),
+    ]
+
+
 def _rank(job: Job, book: AddressBook) -> tuple[str, ...]:
     """Give what mpirun starts for each rank; the profiler is for the first rank of a worker alone."""
-    words = book.mpi_rank or (book.python, "-m", "stoker.telemetry.mpi_rank")
+    words = _words(book)
     profiler = profiler_words(job, book)
     options = ("--ranks", str(job.ranks_per_worker), "--first", str(len(profiler)), "--")
     return (*words, *options, *profiler, *program_words(job.program, book.python))
