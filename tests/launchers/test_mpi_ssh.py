@@ -66,3 +66,103 @@ class TestMpiOnSsh(LauncherSuite):
                 f"{2 * worker + local} 4 {local} worker/{worker} {host.name} {meeting}" for local in (0, 1)
             ]
         assert there(run) == []
+
+    def test_a_killed_rank_is_named_and_nothing_is_left(self, launcher: Any) -> None:
+        run = self.ready(launcher, f"trap '' TERM; {READY}", grace=1)
+        (program,) = (pid for pid in marked({"STOKER_RUN": run.id, "RANK": "1"}) if is_program(pid))
+        os.kill(program, signal.SIGKILL)
+        until(lambda: launcher.status(run.handle).state.is_final)
+        log = run.log(Slot("worker", 1), 0)
+        assert launcher.status(run.handle).message == f"worker/1 (rank 1) was killed by SIGKILL; its log: {log}"
+        assert there(run) == []
+
+    def test_stop_gives_every_rank_its_time(self, launcher: Any) -> None:
+        """Rank 1 ends at once and badly, for which mpirun would end rank 0 within two seconds."""
+        wait = "test $RANK = 0 && sleep 3"
+        run = self.ready(launcher, f"trap '{wait}; echo saved $RANK; exit 143' TERM; {READY}", grace=15)
+        launcher.stop(run.handle)
+        assert launcher.status(run.handle).state is JobState.STOPPED
+        assert [line for line in self.text(launcher, run) if line.startswith("saved")] == ["saved 0", "saved 1"]
+        assert there(run) == []
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("who", ["mpirun", "orted"])
+    def test_nothing_is_left_when_a_part_of_mpi_is_killed(self, launcher: Any, who: str) -> None:
+        run = self.ready(launcher, f"trap '' TERM; {READY}", grace=1)
+        found = [pid for pid in marked({"STOKER_RUN": run.id}) if program_of(pid) == who]
+        os.kill(found[-1], signal.SIGKILL)
+        until(lambda: launcher.status(run.handle).state.is_final, 60)
+        assert launcher.status(run.handle).state is JobState.FAILED
+        until(lambda: there(run) == [], 20)
+
+    @pytest.mark.slow
+    def test_nothing_is_left_when_the_supervisor_is_killed(self, launcher: Any) -> None:
+        run = self.ready(launcher, f"trap '' TERM; {READY}", grace=1)
+        os.kill(watcher(run) or 0, signal.SIGKILL)
+        until(lambda: there(run) == [], 40)
+
+    @pytest.mark.slow
+    def test_a_cable_that_is_cut_for_good(self, launcher: Any) -> None:
+        run = self.ready(launcher, f"trap '' TERM; {READY}", grace=1)
+        self.net["node2"].cut()
+        try:
+            until(lambda: launcher.status(run.handle).state.is_final, 60)
+            until(lambda: there(run) == [], 40)
+        finally:
+            self.net["node2"].mend()
+        assert "worker/1 was lost: node2 has not answered for 5 s" in launcher.status(run.handle).message
+
+    @pytest.mark.slow
+    def test_events_come_whole(self, launcher: Any) -> None:
+        Path("train.py").write_text(
+            "from stoker.telemetry import recorder\nrecord = recorder()\n"
+            "for step in range(1000):\n    record.emit('scalar', name='x' * 3800, step=step, value=1.0)\n"
+        )
+        keys: dict[str, Any] = {"program": {"script": "train.py"}, "workers": 2, "processes_per_worker": 2}
+        run, status = self.end(launcher, self.job(**keys))
+        assert status.state is JobState.SUCCEEDED, status.message
+        for worker in (0, 1):
+            log = read_log(run.log(Slot("worker", worker), 0))
+            assert (gaps(log.events), log.lines) == ([], [])
+            assert sum(event.kind == "scalar" for event in log.events) == 2000
+
+    def test_what_hosts_lack_is_told(self, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("stoker.launchers.ssh._MPI_PROGRAMS", ("mpirun-that-is-not-there",))
+        with pytest.raises(InputError, match=r"node1 has no mpirun on its PATH.*; node2 has no mpirun on its PATH"):
+            launcher.render(self.job("true", workers=2))
+
+
+def program_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def is_program(pid: int) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return words[0] == b"bash"
+
+
+@pytest.mark.slow  # two trainings
+def test_the_weights_are_those_of_this_machine(net: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    source = "synthetic:samples=300,classes=5,size=40x32,val=20"
+    assert stoker("data", "convert", source, tmp_path / "shards", "--shard-samples", "50") == 0
+    words = "--model small --size 32 --global-batch-size 24 --epochs 2 --deterministic --seed 3 --threads 1"
+    keys = ["name: same", f"program: {{module: stoker.trainers.torch_image, args: [{', '.join(words.split())}]}}"]
+    keys += ["workers: 2", "env: {OMP_NUM_THREADS: '1'}", "retries: 0"]
+    keys += [f"data: {{train: {tmp_path}/shards/train, val: {tmp_path}/shards/val}}", f"ssh: {keys_of(net, tmp_path)}"]
+    Path("job.yaml").write_text("\n".join(keys))
+    for on, topology in (("local", "torchrun"), ("ssh", "mpi")):
+        sets = [f"topology={topology}", f"checkpoint.dir={tmp_path / on}", f"ssh.workdir={tmp_path / 'there'}"]
+        code = stoker("job", "run", "job.yaml", "--on", on, *(word for one in sets for word in ("--set", one)))
+        assert code == 0, find(None).read_status().message
+    one, other = (weights(tmp_path / on) for on in ("local", "ssh"))
+    assert one.keys() == other.keys()
+    assert [name for name in one if not one[name].equal(other[name])] == []

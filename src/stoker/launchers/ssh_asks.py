@@ -14,11 +14,14 @@ from typing import Any
 
 import msgspec
 
-from stoker.core.processes import Process, start
+from stoker.core.processes import Process, start, until
 from stoker.core.spec import load, to_json
 from stoker.errors import InputError
 from stoker.jobs.runs import Run
 from stoker.jobs.topology import Slot
+
+LAST_S = 5.0
+"""For the end of what was ended at once to be told."""
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,11 +111,23 @@ class Clerk:
     def __init__(self, run: Run, asks: Asks, name: str) -> None:
         self._run, self._asks, self._name = run, asks, name
         self._lines: dict[str, Process] = {}
+        self._is_ending = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs of what was asked."""
+        return not self._lines
+
+    def tell_end(self) -> None:
+        """Have all that runs end with grace, and start nothing more."""
+        self._is_ending = True
+        for line in self._lines.values():
+            line.terminate()
 
     def look(self) -> None:
         """Start what is new, end what was taken back, and answer what is over."""
         for ask in self._asks.wanted(self._name):
-            if ask not in self._lines:
+            if ask not in self._lines and not self._is_ending:
                 argv = [sys.executable, "-m", "stoker.launchers.ssh_slot", str(self._run.folder), self._name, ask]
                 self._lines[ask] = start(argv, dies_with_us=True)
         for ask, line in list(self._lines.items()):
@@ -126,7 +141,8 @@ class Clerk:
 
     def end(self, grace_s: float) -> None:
         """End all of them."""
-        for line in self._lines.values():
-            line.terminate()
-        for line in self._lines.values():
-            line.end(grace_s)
+        if not self._is_ending:
+            self.tell_end()
+        until(lambda: all(line.poll() is not None for line in self._lines.values()), grace_s)
+        for line in self._lines.values():  # which tells it a second time, and so at once
+            line.end(LAST_S)

@@ -135,6 +135,7 @@ class Line:
         self._heard = time.monotonic()
         self._parent = os.getppid()
         self._ends = self._ends_told = 0
+        self._has_passed_end = False
         self._deadline = float("inf")
         self._wants_stacks = False
         self._desk = Desk(self._asks, plan.standby) if plan.standby and not self._stands_by and not ask else None
@@ -293,6 +294,13 @@ class Line:
         if self._ends > self._ends_told:
             self._ends_told = self._ends
             self._deadline = now + (LAST_S if self._ends > 1 else self._plan.grace_s)
+            self._has_passed_end = False
+            if self._clerk is not None and self._ends == 1:
+                self._clerk.tell_end()
+        # Who stands by ends last: with it ends all that was asked of it.
+        is_free = self._clerk is None or self._clerk.is_idle or self._ends > 1
+        if self._ends_told and not self._has_passed_end and is_free:
+            self._has_passed_end = True
             write(to, json.dumps({"do": "end", "times": self._ends}).encode() + b"\n")
         if self._wants_stacks:
             self._wants_stacks = False

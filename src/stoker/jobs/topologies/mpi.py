@@ -73,7 +73,8 @@ def _by_asking(book: AddressBook) -> list[str]:
     """Give the flags by which mpirun starts its daemons through us, and they stay where they can be seen to."""
     return [
         *("--mca", "plm_rsh_no_tree_spawn", "1", "--mca", "orte_leave_session_attached", "1"),
-        *("--mca", "orte_launch_agent", " ".join([*_around(book), "orted"])),
+        # In the place of the shell there: what is told to end must be what passes it on.
+        *("--mca", "orte_launch_agent", " ".join(["exec", *_around(book), "orted"])),
     ]
 
 
