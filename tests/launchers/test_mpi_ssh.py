@@ -62,9 +62,7 @@ class TestMpiOnSsh(LauncherSuite):
         for worker, host in enumerate(self.net.hosts):
             said = sorted(self.text(launcher, run, Slot("worker", worker)))
             meeting = f"{self.net.hosts[0].address} {host.interface}"
-            assert said == [
-                f"{2 * worker + local} 4 {local} worker/{worker} {host.name} {meeting}" for local in (0, 1)
-            ]
+            assert said == [f"{2 * worker + local} 4 {local} worker/{worker} {host.name} {meeting}" for local in (0, 1)]
         assert there(run) == []
 
     def test_a_killed_rank_is_named_and_nothing_is_left(self, launcher: Any) -> None:

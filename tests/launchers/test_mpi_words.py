@@ -42,7 +42,7 @@ a non-zero exit code. Per user-direction, the job has been aborted.
 {RULE}
 mpirun noticed that process rank 1 with PID 21559 on node vm exited on signal 9 (Killed).
 {RULE}"""
-OPTION = 'mpirun: Error: unknown option "--nosuch"\nType \'mpirun --help\' for usage.'
+OPTION = "mpirun: Error: unknown option \"--nosuch\"\nType 'mpirun --help' for usage."
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -107,13 +107,6 @@ class TestSsh(LauncherSuite):
             assert plan["slots"][f"worker/{index}"]["env"]["GLOO_SOCKET_IFNAME"] == self.net[host].interface
         assert there(run) == []
 
-    def test_a_hang_is_ended_with_the_stacks_of_every_rank(self, launcher: Any, tmp_path: Path) -> None:
-        (tmp_path / "hang.py").write_text(HEARTBEAT)
-        keys = {"program": {"script": "hang.py"}, "hang_after": 2}
-        run, status = self.end(launcher, job_of(**keys))
-        assert "hung at step 2 in train-00001.tar: no heartbeat for 2s" in status.message
-        assert "in stuck" in (run.folder / "stacks.0.txt").read_text()
-
     def test_a_program_that_is_not_there(self, launcher: Any) -> None:
         keys = {"program": {"command": ["./no-such-program"]}, "retries": 2}
         _, status = self.end(launcher, job_of(**keys))
@@ -211,6 +204,15 @@ class TestSsh(LauncherSuite):
             assert sentence in said
         assert not Path(os.environ["STOKER_HOME"]).exists()
 
+    def test_three_hosts_are_named_and_two_are_up(self, launcher: Any, tmp_path: Path) -> None:
+        config = tmp_path / "config"
+        address = f"{self.net['node1'].address.rpartition('.')[0]}.201"
+        config.write_text(f"Include {self.net.config}\nHost node3\n  HostName {address}\n")
+        keys = {"program": {"module": "this"}, "topology": "torchrun", "workers": 3}
+        ssh = keys_of(self.net, self.workdir, "node1", "node2", "node3", config=str(config))
+        with pytest.raises(UnavailableError, match="2 of 3 hosts are up; node3 does not answer"):
+            launcher.render(job_of(**keys, ssh=ssh))
+
     def test_no_torch_there(self, launcher: Any, tmp_path: Path) -> None:
         python = bare_python(tmp_path)
         keys = {"program": {"module": "this"}, "topology": "torchrun", "workers": 2}
@@ -223,15 +225,19 @@ class TestSsh(LauncherSuite):
             launcher.render(job_of(**keys, ssh=keys_of(self.net, self.workdir, python="python9")))
 
     def test_a_port_that_is_taken(self, launcher: Any) -> None:
-        keys = {"program": {"module": "this"}, "topology": "torchrun", "workers": 2, "port": 29555}
-        serve = "import socket, time; s = socket.create_server(('', 29555)); print(flush=True); time.sleep(99)"
+        """One that the job names is missed; else the next one is taken."""
+        keys = {"program": {"module": "this"}, "topology": "torchrun", "workers": 2}
+        serve = "import socket, time; s = socket.create_server(('', 29500)); print(flush=True); time.sleep(99)"
         argv = ["ip", "netns", "exec", self.net["node1"].space, sys.executable, "-c", serve]
         with subprocess.Popen(argv, stdout=subprocess.PIPE) as taker:
             assert taker.stdout is not None
             taker.stdout.readline()
             try:
-                with pytest.raises(InputError, match="node1 has port 29555 taken: address already in use"):
-                    launcher.render(job_of(**keys, ssh=keys_of(self.net, self.workdir)))
+                with pytest.raises(InputError, match="node1 has port 29500 taken: address already in use"):
+                    launcher.render(job_of(**keys, port=29500, ssh=keys_of(self.net, self.workdir)))
+                plan = launcher.render(job_of(**keys, ssh=keys_of(self.net, self.workdir)))
+                assert plan.port == 29501
+                assert all("29501" in command.argv for command in plan.slots.values())
             finally:
                 taker.kill()
 
@@ -425,25 +431,31 @@ def test_a_connection_that_breaks_is_made_again(what: str, net: Network, here: P
     assert not list((here / "there").rglob("worker-0.*"))
 
 
-@contextmanager
-def machine() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+class Machine:
     """A machine of its own, as far as processes go, to give commands on."""
+
+    def __init__(self, inner: int) -> None:
+        enter = ["nsenter", "--target", str(inner), "--pid", "--mount", f"--wd={Path.cwd()}"]
+        self._argv = [*enter, sys.executable, "-m", "stoker"]
+
+    def __call__(self, *words: object) -> subprocess.CompletedProcess[str]:
+        """Give a command, and wait for its end."""
+        return subprocess.run([*self._argv, *map(str, words)], capture_output=True, text=True, check=False)
+
+    def start(self, *words: object) -> None:
+        """Give a command, and leave it running."""
+        argv = ["sh", "-c", '"$@" > started 2>&1 &', "sh", *self._argv, *map(str, words)]
+        subprocess.run(argv, check=True)
+
+
+@contextmanager
+def machine() -> Iterator[Machine]:
     argv = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sleep", "1000"]
     with subprocess.Popen(argv) as process:
         try:
             until(lambda: bool(_children(process.pid)))
             (inner,) = _children(process.pid)
-            enter = ["nsenter", "--target", str(inner), "--pid", "--mount", f"--wd={Path.cwd()}"]
-
-            def give(*words: object) -> subprocess.CompletedProcess[str]:
-                return subprocess.run(
-                    [*enter, sys.executable, "-m", "stoker", *map(str, words)],
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                )
-
-            yield give
+            yield Machine(inner)
         finally:
             process.kill()
 
@@ -551,6 +563,14 @@ def test_nothing_is_left_when_the_launching_machine_is_gone(net: Network, here: 
         until(lambda: is_ready(run) and len(there(run)) >= 3, 60)
         process.kill()
         until(lambda: not there(run), 25)
+
+
+def test_a_hang_is_ended_with_the_stacks_of_every_rank(net: Network, here: Path) -> None:
+    (here / "work" / "hang.py").write_text(HEARTBEAT)
+    with launched(write_job(net, here, "", program={"script": "hang.py"}, hang_after=2)) as (run, process):
+        assert process.wait(60) == 4
+    assert "hung at step 2 in train-00001.tar: no heartbeat for 2s" in run.read_status().message
+    assert "in stuck" in (run.folder / "stacks.0.txt").read_text()
 
 
 @pytest.mark.parametrize(("seconds", "lost_after"), [(5, 20), pytest.param(10, 30, marks=pytest.mark.slow)])

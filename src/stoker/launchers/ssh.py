@@ -44,6 +44,7 @@ AT_ONCE = 32
 OLDEST = (3, 8)
 MUCH = 2**30
 SKEW_S = 5.0
+TRIED_PORTS = 20
 _PROFILER_FILE = ".stoker/profiler.py"
 _MPI_FILE = ".stoker/mpi_rank.py"
 _MPI_PROGRAMS = ("mpirun", "orted")
@@ -264,13 +265,16 @@ def _routes(
 ) -> tuple[int, dict[str, Route], dict[str, str]]:
     """Find the port, and the addresses by which hosts really reach each other; or what is in the way, by host."""
     first, *others = sessions
-    port = job.port or (PORT if others else 0)
     token = secrets.token_hex(8)
-    heard = sessions[first].ask({"do": "listen", "port": port, "token": token})
-    if "fault" in heard:
-        return 0, {}, {first: f"has port {port} taken: {heard['fault'].lower()} (--set port=… names another)"}
+    for wanted in (job.port or 0,) if job.port or not others else range(PORT, PORT + TRIED_PORTS):
+        heard = sessions[first].ask({"do": "listen", "port": wanted, "token": token})
+        if "fault" not in heard:
+            break
+    else:
+        return 0, {}, {first: f"has port {wanted} taken: {heard['fault'].lower()} (--set port=… names another)"}
+    port = heard["port"]
     if not others:
-        return heard["port"], {first: Route("127.0.0.1", "lo")}, {}
+        return port, {first: Route("127.0.0.1", "lo")}, {}
     interfaces = {address: name for name, address in looks[first].found["addresses"]}
     ask = {"do": "dial", "addresses": list(interfaces), "port": port, "token": token}
     answers = dict(zip(others, _at_once(lambda host: sessions[host].ask(ask), others), strict=True))
@@ -357,6 +361,8 @@ def _plan(
         modules=_modules(job),
         secrets=tuple(job.secret_env),
         grace_s=float(job.grace),
+        port=port,
+        keeps_port=bool(job.port),
         notes=tuple(_notes(job, hosts, found, spots, folder, names)),
     )
 

@@ -27,7 +27,7 @@ from stoker.jobs.runs import Run
 from stoker.jobs.topology import Command, Slot
 from stoker.launchers import ssh_keeper
 from stoker.launchers.causes import LOST, NO_MEMORY, TAIL_BYTES
-from stoker.launchers.plan import read_plan
+from stoker.launchers.plan import moved, read_plan
 from stoker.launchers.ssh_asks import Asks, Clerk, Desk
 from stoker.launchers.ssh_hosts import Frames, agent_argv, agent_code, meaning, source
 from stoker.launchers.ssh_plan import FAR, Record, SshPlan, read_ssh_plan
@@ -120,8 +120,8 @@ class Line:
         kind, _, host = name.partition("@")
         self.host = host or plan.hosts[name]
         self._place = plan.places[self.host]
-        self._attempt = os.environ.get("STOKER_ATTEMPT", "0")
-        self._asks = Asks(run, int(self._attempt))
+        self._attempt = int(os.environ.get("STOKER_ATTEMPT", "0"))
+        self._asks = Asks(run, self._attempt)
         self._ask = ask
         self._is_setup, self._stands_by = bool(host), name in plan.standby and ask is None
         self._command = self._its_command(kind)
@@ -147,7 +147,10 @@ class Line:
         if self._ask is not None:
             wish = self._asks.read(self._name, self._ask)
             return Command(("sh", "-c", wish.command), self._plan.standby_env.get(self._name, {}), wish.cwd)
-        return _WAIT if self._stands_by else self._plan.slots[kind]
+        if self._stands_by:
+            return _WAIT
+        plan = self._plan
+        return plan.slots[kind] if plan.keeps_port else moved(plan.slots[kind], plan.port, plan.port + self._attempt)
 
     def _far(self, name: str) -> Path | None:
         return None if self._is_setup else self._run.folder / FAR / name
@@ -331,7 +334,7 @@ class Line:
         if not self._is_held and (unset := [name for name in self._plan.secrets if name not in os.environ]):
             raise _Refused(f"needs secrets that are not set here: {', '.join(unset)}", InputError.exit_code)
         run = f"{self._place.workdir}/.stoker/{self._run.id}"
-        given = {"STOKER_ATTEMPT": self._attempt, "STOKER_CHECKPOINT_DIR": f"{run}/checkpoints"}
+        given = {"STOKER_ATTEMPT": str(self._attempt), "STOKER_CHECKPOINT_DIR": f"{run}/checkpoints"}
         return {
             "do": "keep",
             "folder": f"{run}/{self._title}",
@@ -351,7 +354,7 @@ class Line:
 
     def _ask_for_stacks(self, to: int) -> None:
         """Have every rank that was heard of write where its threads are."""
-        log = self._run.log(Slot.parse(self._name), int(self._attempt))
+        log = self._run.log(Slot.parse(self._name), self._attempt)
         beats = [event for event in read_log(log, last=TAIL_BYTES).events if event.kind == "heartbeat"]
         for pid in {event.rank: int(event.fields.get("pid", 0)) for event in beats}.values():
             write(to, json.dumps({"do": "signal", "pid": pid, "number": signal.SIGUSR1}).encode() + b"\n")
@@ -365,7 +368,7 @@ class Line:
         """Whether the slot is to end, and not only this process: its parent is gone, or this machine shuts down."""
         if self._ask is not None and not self._asks.is_wanted(self._name, self._ask):
             return True
-        return os.getppid() == self._parent and self._run.is_ending(int(self._attempt))
+        return os.getppid() == self._parent and self._run.is_ending(self._attempt)
 
     def _on_stacks(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self._wants_stacks = True

@@ -39,12 +39,12 @@ class Mpi:
 
     def command(self, job: Job, slot: Slot, book: AddressBook) -> Command | Standby:
         """Run mpirun in the launcher; the workers wait for it."""
-        workers = {worker: book.hosts[worker] for worker in (Slot("worker", one) for one in range(job.max_workers))}
-        meeting = {"MASTER_ADDR": workers[Slot("worker", 0)], "MASTER_PORT": str(book.port)}
         if slot != LAUNCHER:
-            return Standby(meeting)
+            return Standby()
+        workers = {worker: book.hosts[worker] for worker in (Slot("worker", one) for one in range(job.max_workers))}
         env = {
-            **meeting,
+            "MASTER_ADDR": workers[Slot("worker", 0)],
+            "MASTER_PORT": str(book.port),
             # It refuses root, in containers too, unless it is told twice.
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
