@@ -30,8 +30,8 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
     assert eventually(condition, seconds), "waited too long"
 
 
-class LauncherSuite:
-    """Subclass it, and name the launcher."""
+class Launching:
+    """What tests of jobs on a launcher need; what was started is ended behind them."""
 
     ON: ClassVar[str]
     TOPOLOGY: ClassVar[str] = "single"
@@ -68,6 +68,10 @@ class LauncherSuite:
 
     def text(self, launcher: Any, run: Run, slot: Slot | None = None) -> list[str]:
         return [line.text for line in launcher.logs(run.handle, slot, follow=False)]
+
+
+class LauncherSuite(Launching):
+    """Subclass it, and name the launcher."""
 
     def test_a_job_that_succeeds(self, launcher: Any) -> None:
         script = "echo out; echo err >&2; echo $STOKER_JOB $STOKER_SLOT $STOKER_ATTEMPT"

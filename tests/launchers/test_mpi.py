@@ -114,7 +114,9 @@ class TestMpi(LauncherSuite):
         assert {one.slot: one.code for one in status.slots} == {"launcher/0": -9, "worker/0": -15, "worker/1": -9}
         assert marked({"STOKER_RUN": run.id}) == []
 
-    @pytest.mark.parametrize("who", ["rank", "mpirun", "carrier"])
+    @pytest.mark.parametrize(
+        "who", ["mpirun", pytest.param("rank", marks=pytest.mark.slow), pytest.param("carrier", marks=pytest.mark.slow)]
+    )
     def test_whatever_is_killed_nothing_is_left(self, launcher: Any, who: str) -> None:
         run = self.ready(launcher, 2, script=f"trap '' TERM; {READY}", grace=1)
         (carrier,) = children(watcher(run) or 0)
@@ -127,6 +129,7 @@ class TestMpi(LauncherSuite):
         assert status.message.startswith(f"{said} was killed by SIGKILL; its log: ")
         assert marked({"STOKER_RUN": run.id}) == []
 
+    @pytest.mark.slow
     def test_ranks_end_with_the_supervisor(self, launcher: Any) -> None:
         run = self.ready(launcher, 2, grace=1)
         os.kill(watcher(run) or 0, signal.SIGKILL)
@@ -156,14 +159,17 @@ class TestMpi(LauncherSuite):
         }
         assert marked({"STOKER_RUN": run.id}) == []
 
+    @pytest.mark.slow
     def test_the_grace_has_an_end(self, launcher: Any) -> None:
         run = self.ready(launcher, 2, script=f"trap '' TERM; {READY}", grace=1)
         launcher.stop(run.handle)
         assert launcher.status(run.handle).state is JobState.STOPPED
         assert marked({"STOKER_RUN": run.id}) == []
 
+    @pytest.mark.slow
     def test_hung_ranks_show_their_stacks(self, launcher: Any) -> None:
-        text = "import time\nfrom stoker.telemetry import recorder\nrecorder().heartbeat(3)\ndef stuck():\n    time.sleep(60)\nstuck()"
+        text = "import time\nfrom stoker.telemetry import recorder\nrecorder().heartbeat(3)\n"
+        text += "def stuck():\n    time.sleep(60)\nstuck()"
         run, status = self.end(launcher, self.script(text, hang_after=1, grace=1))
         assert "hung at step 3: no heartbeat for 1s" in status.message
         assert (run.folder / "stacks.0.txt").read_text().count("in stuck") == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,11 @@ from typing import Any
 import pytest
 
 from hosts import Network, network
-from launchers.contract import LauncherSuite, job_of, until
+from launchers.contract import LauncherSuite, Launching, job_of, until
 from launchers.test_ssh import keys_of, there
 from stoker.core.processes import marked
 from stoker.errors import InputError
-from stoker.jobs.launcher import LAUNCHERS
-from stoker.jobs.runs import Run, find
+from stoker.jobs.runs import Run, create, find
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
@@ -36,7 +36,7 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
         yield found
 
 
-class TestMpiOnSsh(LauncherSuite):
+class OnSsh(Launching):
     ON = "ssh"
     TOPOLOGY = "mpi"
     WHO = "worker/0 (rank 0)"
@@ -54,6 +54,13 @@ class TestMpiOnSsh(LauncherSuite):
         until(lambda: self.text(launcher, run).count("ready") == 2)
         return run
 
+
+@pytest.mark.slow
+class TestContract(OnSsh, LauncherSuite):
+    pass
+
+
+class TestMpiOnSsh(OnSsh):
     def test_ranks_on_two_hosts(self, launcher: Any) -> None:
         names = "RANK WORLD_SIZE LOCAL_RANK STOKER_SLOT STOKER_HOST MASTER_ADDR GLOO_SOCKET_IFNAME"
         script = " ".join(f"${name}" for name in names.split())
@@ -109,6 +116,43 @@ class TestMpiOnSsh(LauncherSuite):
         finally:
             self.net["node2"].mend()
         assert "worker/1 was lost: node2 has not answered for 5 s" in launcher.status(run.handle).message
+
+    @pytest.mark.slow
+    def test_a_pause_of_the_network_is_waited_out(self, launcher: Any) -> None:
+        script = "echo ready; while ! test -e go; do sleep 0.05; done; echo over $RANK"
+        run = self.ready(launcher, script, ssh=keys_of(self.net, self.folder / "there", lost_after=30))
+        self.net["node2"].cut()
+        time.sleep(10)
+        self.net["node2"].mend()
+        (self.folder / "there" / "go").touch()
+        until(lambda: launcher.status(run.handle).state.is_final, 60)
+        status = launcher.status(run.handle)
+        assert (status.state, len(status.attempts)) == (JobState.SUCCEEDED, 1), status.message
+        assert sorted(line for line in self.text(launcher, run) if "over" in line) == ["over 0", "over 1"]
+        assert there(run) == []
+
+    @pytest.mark.slow
+    def test_two_workers_on_one_host(self, launcher: Any) -> None:
+        ssh = keys_of(self.net, self.folder / "there", "node1", "node2:2")
+        run, status = self.end(launcher, self.job("echo $RANK $LOCAL_RANK $STOKER_HOST", workers=3, ssh=ssh))
+        assert status.state is JobState.SUCCEEDED, status.message
+        assert sorted(self.text(launcher, run)) == ["0 0 node1", "1 0 node2", "2 0 node2"]
+
+    @pytest.mark.slow
+    def test_a_detached_job_goes_on_without_this_machine(self, launcher: Any) -> None:
+        job = self.job("echo ready; while ! test -e go; do sleep 0.05; done; echo over $RANK", workers=2)
+        rendered = launcher.render(job)
+        run = create(job, rendered)
+        launcher.start(rendered, run, detach=True)
+        self.started.append((launcher, run))
+        until(lambda: self.text(launcher, run).count("ready") == 2)
+        os.kill(watcher(run) or 0, signal.SIGKILL)
+        time.sleep(1)
+        (self.folder / "there" / "go").touch()
+        until(lambda: launcher.status(run.handle).state.is_final, 60)
+        assert launcher.status(run.handle).state is JobState.SUCCEEDED, launcher.status(run.handle).message
+        assert sorted(line for line in self.text(launcher, run) if "over" in line) == ["over 0", "over 1"]
+        assert there(run) == []
 
     @pytest.mark.slow
     def test_events_come_whole(self, launcher: Any) -> None:
