@@ -21,6 +21,7 @@ from stoker.jobs.runs import Run, create, find
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
+from stoker.launchers.ssh import Look, _check_even
 from stoker.launchers.supervisor import watcher
 from stoker.telemetry.reader import gaps, read_log
 from trainers.trainings import weights
@@ -172,6 +173,15 @@ class TestMpiOnSsh(OnSsh):
         monkeypatch.setattr("stoker.launchers.ssh._MPI_PROGRAMS", ("mpirun-that-is-not-there",))
         with pytest.raises(InputError, match=r"node1 has no mpirun on its PATH.*; node2 has no mpirun on its PATH"):
             launcher.render(self.job("true", workers=2))
+
+
+def test_paths_must_be_the_same_on_all_hosts() -> None:
+    found = {host: Look(host, {"workdir": f"/home/{host}/train", "python": "/usr/bin/python3"}) for host in "ab"}
+    _check_even(job_of("true"), found)
+    with pytest.raises(
+        InputError, match=r"the folder must have the same path .* is /home/a/train on a, .* ssh.workdir"
+    ):
+        _check_even(job_of("true", topology="mpi"), found)
 
 
 def program_of(pid: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stoker.launchers.mpi_words import code_of, complaint, noticed
+from stoker.launchers.mpi_words import code_of, complaint, noticed, why
 
 RULE = "-" * 74
 SLOTS = f"""{RULE}
@@ -69,6 +69,12 @@ OPTION = "mpirun: Error: unknown option \"--nosuch\"\nType 'mpirun --help' for u
 def test_why_mpirun_gave_up(text: str, words: str | None, code: int) -> None:
     found = complaint(text.splitlines())
     assert (found, code_of(found, 1)) == (words, code)
+
+
+def test_an_end_for_a_rank_is_known_from_one_of_mpiruns_own() -> None:
+    assert why(RANK.splitlines()) == "mpirun has ended all, for another rank is gone"
+    assert why(OPTION.splitlines()) == 'mpirun: unknown option "--nosuch"'
+    assert why(["a line of a program"]) is None
 
 
 def test_a_rank_that_a_signal_ended() -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stoker.telemetry import mpi_rank
+from stoker.telemetry.events import parse
 from stoker.telemetry.mpi_rank import Encoder
 from stoker.telemetry.tagged import LONGEST_LINE, Tagged, TaggedLine
 
@@ -101,3 +107,25 @@ def test_a_line_that_never_ends_is_given_in_pieces() -> None:
     one = Tagged()
     found = [line for _ in range(300) for line in one.feed(tag(0) + b"x" * 4096)]
     assert [len(line.text) > LONGEST_LINE for line in found] == [True]
+
+
+# --- What stands before a rank, without mpirun
+
+
+def test_it_rides_into_old_pythons_and_imports_nothing_of_ours() -> None:
+    source = Path(mpi_rank.__file__).read_text()
+    ast.parse(source, feature_version=(3, 8))
+    assert not any(line.startswith(("import stoker", "from stoker")) for line in source.splitlines())
+
+
+def test_a_rank_of_another_starter_and_its_end() -> None:
+    env = {"PMI_RANK": "3", "PMI_SIZE": "4", "STOKER_ATTEMPT": "2"}
+    words = [sys.executable, "-I", "-S", mpi_rank.__file__, "--ranks", "2", "--first", "1", "--", "nosuch"]
+    script = 'echo "$RANK of $WORLD_SIZE in $STOKER_SLOT"; exit 7'
+    done = subprocess.run([*words, "/bin/sh", "-c", script], env=env, capture_output=True, text=True, check=False)
+    said, told = done.stdout.replace("\x10n", "\n").splitlines()
+    assert (done.returncode, said) == (7, "3 of 4 in worker/1")
+    event = parse(told)
+    assert event is not None
+    assert (event.slot, event.rank, event.attempt) == ("worker/1", 3, 2)
+    assert (event.fields["name"], event.fields["code"]) == (mpi_rank.EXIT, 7)
