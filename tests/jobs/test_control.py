@@ -51,6 +51,13 @@ def test_started_again(attempts: list[Attempt]) -> None:
     assert isinstance(decide(attempts, 3), Restart)
 
 
+def test_a_lost_host_is_no_fault_of_the_program() -> None:
+    lost = [Attempt(number=number, began=0, ended=2, code=255, lost=True) for number in range(2)]
+    assert isinstance(decide(lost, 3), Restart)
+    assert isinstance(decide(lost, 3, elastic=True), Restart)
+    assert isinstance(decide(lost, 1), GiveUp)
+
+
 def test_an_elastic_world_is_restarted_by_torchrun_and_not_twice() -> None:
     assert isinstance(decide(tries((1, 100, 9)), 3, elastic=True), GiveUp)
     assert isinstance(decide(tries((-9, 100, 9)), 3, elastic=True), Restart)

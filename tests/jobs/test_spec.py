@@ -216,7 +216,7 @@ name: again
         "ssh.user: expected a user name without spaces, got 'a b'",
         "colour: unknown key (known: name, program, topology, workers, processes_per_worker, port, roles, image, "
         "resources, data, checkpoint, volumes, profile, env, secret_env, secret_files, labels, retries, grace, "
-        "hang_after, tensorboard, kubernetes, ssh)",
+        "hang_after, tensorboard, kubernetes, mpi, ssh)",
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from stoker.core.spec import decode
 from stoker.jobs.spec import Job
-from stoker.jobs.topology import AddressBook, Command, Slot, commands, lead_slots, slots_of
+from stoker.jobs.topology import AddressBook, Command, Slot, Standby, commands, lead_slots, slots_of
 
 RUN = ["py", "-m", "torch.distributed.run"]
 
@@ -94,3 +94,80 @@ def test_a_command_for_a_shell_is_quoted() -> None:
 
 def test_all_lead_where_no_role_does() -> None:
     assert lead_slots(job(workers=2)) == {Slot("worker", 0), Slot("worker", 1)}
+
+
+# --- mpi
+
+
+def mpirun(one: Job, *addresses: str, **keys: Any) -> tuple[Command, list[Standby]]:
+    workers = addresses or ("10.0.0.1", "10.0.0.2")
+    hosts = {Slot("launcher", 0): workers[0]} | {Slot("worker", index): host for index, host in enumerate(workers)}
+    book = AddressBook(hosts=hosts, port=29500, python="py", cores=8, env={"GLOO_SOCKET_IFNAME": "eth0"}, **keys)
+    command, *others = commands(one, book).values()
+    assert isinstance(command, Command)
+    assert all(isinstance(other, Standby) for other in others)
+    return command, others  # type: ignore[return-value]
+
+
+def after(words: tuple[str, ...], *flag: str) -> str:
+    at = next(i for i in range(len(words)) if words[i : i + len(flag)] == flag)
+    return words[at + len(flag)]
+
+
+def test_mpirun_starts_the_ranks_in_workers_that_stand_by() -> None:
+    one = job(topology="mpi", workers=2, processes_per_worker=4, env={"TOKEN": "hush", "LANG": "C"})
+    command, others = mpirun(one)
+    assert [str(slot) for slot in slots_of(one)] == ["launcher/0", "worker/0", "worker/1"]
+    assert lead_slots(one) == {Slot("launcher", 0)}
+    argv = command.argv
+    assert argv[:5] == ("mpirun", "-np", "8", "--host", "10.0.0.1:4,10.0.0.2:4")
+    assert (after(argv, "--bind-to"), after(argv, "--map-by"), "--tag-output" in argv) == ("none", "slot", True)
+    assert (after(argv, "--mca", "pml"), after(argv, "--mca", "btl")) == ("ob1", "^openib")
+    assert after(argv, "--mca", "btl_tcp_if_include") == "10.0.0.1/32,10.0.0.2/32"
+    named = {argv[at + 1] for at, word in enumerate(argv) if word == "-x"}
+    assert {"STOKER_RUN", "STOKER_ATTEMPT", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "TOKEN"} <= named
+    assert not named & {"STOKER_SLOT", "STOKER_INDEX", "GLOO_SOCKET_IFNAME"}
+    assert not any("hush" in word for word in argv)
+    assert (command.env["MASTER_ADDR"], command.env["MASTER_PORT"], command.env["TOKEN"]) == (
+        "10.0.0.1",
+        "29500",
+        "hush",
+    )
+    assert (
+        argv[-11:]
+        == (
+            *("py", "-m", "stoker.telemetry.mpi_rank", "--ranks", "4", "--first", "0", "--"),
+            *("py", "train.py", "--lr", "0.1"),
+        )[-11:]
+    )
+    assert [other.env["STOKER_SLOT"] for other in others] == ["worker/0", "worker/1"]
+
+
+def test_the_profiler_is_around_ranks_and_not_around_mpirun() -> None:
+    command, _ = mpirun(job(topology="mpi", workers=2, profile={"every": 30}))
+    assert command.argv[0] == "mpirun"
+    words = ("py", "-m", "stoker.telemetry.profiler", "--every", "30", "--")
+    assert command.argv[-len(words) - 6 :] == ("--first", "6", "--", *words, "py", "train.py", "--lr", "0.1")[-12:]
+    assert after(command.argv, "--first") == "6"
+
+
+def test_flags_of_the_job_come_last_and_ours_give_way() -> None:
+    args = ["--mca", "btl", "self,tcp", "-mca", "btl_tcp_if_exclude", "lo", "--bind-to", "core"]
+    command, _ = mpirun(job(topology="mpi", workers=2, mpi={"args": args}))
+    assert "^openib" not in command.argv
+    assert "btl_tcp_if_include" not in command.argv
+    assert "oob_tcp_if_include" in command.argv
+    assert command.argv.count("--bind-to") == 1
+    at = command.argv.index("self,tcp") - 2
+    assert list(command.argv[at : at + len(args)]) == args
+
+
+def test_hosts_without_addresses_leave_out_what_leads_nowhere() -> None:
+    command, _ = mpirun(job(topology="mpi", workers=2), "a.example", "b.example")
+    assert after(command.argv, "--mca", "btl_tcp_if_exclude") == "lo,docker0"
+
+
+def test_where_one_slot_asks_for_others_mpirun_asks_for_its_daemons() -> None:
+    command, _ = mpirun(job(topology="mpi", workers=2), has_ask=True, mpi_rank=("py", "rank.py"))
+    assert command.argv[:8] == ("py", "rank.py", "--around", "mpirun", "-np", "2", "--host", "worker-0:1,worker-1:1")
+    assert after(command.argv, "--mca", "orte_launch_agent") == "exec py rank.py --around orted"

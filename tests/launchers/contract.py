@@ -14,7 +14,7 @@ from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.runs import Run, create
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, JobStatus
-from stoker.jobs.topology import Slot
+from stoker.jobs.topology import Slot, slots_of
 from waiting import eventually
 
 
@@ -30,10 +30,16 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
     assert eventually(condition, seconds), "waited too long"
 
 
-class LauncherSuite:
-    """Subclass it, and name the launcher."""
+class Launching:
+    """What tests of jobs on a launcher need; what was started is ended behind them."""
 
     ON: ClassVar[str]
+    TOPOLOGY: ClassVar[str] = "single"
+    WHO: ClassVar[str] = "worker/0"
+    """How a failure names the one that failed."""
+
+    def job(self, command: str | None = None, **keys: Any) -> Job:
+        return job_of(command, **{"topology": self.TOPOLOGY, **keys})
 
     @pytest.fixture
     def launcher(self) -> Any:
@@ -63,10 +69,15 @@ class LauncherSuite:
     def text(self, launcher: Any, run: Run, slot: Slot | None = None) -> list[str]:
         return [line.text for line in launcher.logs(run.handle, slot, follow=False)]
 
+
+class LauncherSuite(Launching):
+    """Subclass it, and name the launcher."""
+
     def test_a_job_that_succeeds(self, launcher: Any) -> None:
         script = "echo out; echo err >&2; echo $STOKER_JOB $STOKER_SLOT $STOKER_ATTEMPT"
-        run, status = self.end(launcher, job_of(script))
-        assert (status.state, status.attempt, [one.code for one in status.slots]) == (JobState.SUCCEEDED, 0, [0])
+        run, status = self.end(launcher, self.job(script))
+        assert (status.state, status.attempt) == (JobState.SUCCEEDED, 0)
+        assert [(one.slot, one.code) for one in status.slots] == [(str(slot), 0) for slot in slots_of(run.job)]
         assert sorted(self.text(launcher, run)) == ["err", "out", "small worker/0 0"]
 
     def test_the_environment_of_the_contract(self, launcher: Any) -> None:
@@ -75,7 +86,7 @@ class LauncherSuite:
             "checkpoint": {"dir": "s3://bucket/x", "keep": 7},
             "env": {"MINE": "a b $HOME 'q'"},
         }
-        run, _ = self.end(launcher, job_of("env", **keys))
+        run, _ = self.end(launcher, self.job("env", **keys))
         found = dict(line.split("=", 1) for line in self.text(launcher, run) if "=" in line)
         wanted = {
             "STOKER_JOB": "small",
@@ -98,30 +109,30 @@ class LauncherSuite:
         assert int(found["OMP_NUM_THREADS"]) >= 1
 
     def test_a_failure_names_slot_cause_and_log(self, launcher: Any) -> None:
-        run, status = self.end(launcher, job_of("echo 'ValueError: too small' >&2; exit 7"))
+        run, status = self.end(launcher, self.job("echo 'ValueError: too small' >&2; exit 7"))
         assert status.state is JobState.FAILED
-        assert status.message.startswith("worker/0 ended with exit code 7: ValueError: too small; its log: ")
+        assert status.message.startswith(f"{self.WHO} ended with exit code 7: ValueError: too small; its log: ")
         assert [attempt.code for attempt in status.attempts] == [7]
         assert str(run.log(Slot("worker", 0), 0)) in status.message
 
     def test_a_killed_gang_is_tried_again(self, launcher: Any, tmp_path: Path) -> None:
         mark = tmp_path / "second"
         script = f"echo attempt $STOKER_ATTEMPT; test -e {mark} && exit 0; touch {mark}; kill -9 $$"
-        run, status = self.end(launcher, job_of(script, retries=2))
+        run, status = self.end(launcher, self.job(script, retries=2))
         assert status.state is JobState.SUCCEEDED
         assert [(attempt.number, attempt.code) for attempt in status.attempts] == [(0, -9), (1, 0)]
         said = self.text(launcher, run)
         assert [line for line in said if line.startswith("attempt")] == ["attempt 0", "attempt 1"]
-        assert any(line.startswith("--- attempt 1, because worker/0 was killed by SIGKILL") for line in said)
+        assert any(line.startswith(f"--- attempt 1, because {self.WHO} was killed by SIGKILL") for line in said)
 
     def test_bad_input_is_not_tried_again(self, launcher: Any) -> None:
-        _, status = self.end(launcher, job_of("exit 2", retries=3))
+        _, status = self.end(launcher, self.job("exit 2", retries=3))
         assert (status.state, len(status.attempts)) == (JobState.FAILED, 1)
         assert "the same input would fail again" in status.message
 
     def test_stop_gives_time_for_a_checkpoint(self, launcher: Any, tmp_path: Path) -> None:
         script = f"trap 'echo saved > {tmp_path}/saved; exit 143' TERM; echo ready; while :; do sleep 0.05; done"
-        run = self.start(launcher, job_of(script))
+        run = self.start(launcher, self.job(script))
         until(lambda: "ready" in self.text(launcher, run))
         launcher.stop(run.handle)
         assert launcher.status(run.handle).state is JobState.STOPPED
@@ -130,12 +141,12 @@ class LauncherSuite:
         assert launcher.status(run.handle).state is JobState.STOPPED
 
     def test_logs_are_followed_to_the_end(self, launcher: Any) -> None:
-        run = self.start(launcher, job_of("for i in 1 2 3; do echo line $i; sleep 0.3; done; printf unfinished"))
+        run = self.start(launcher, self.job("for i in 1 2 3; do echo line $i; sleep 0.3; done; printf unfinished"))
         lines = [line.text for line in launcher.logs(run.handle, None, follow=True)]
         assert lines == ["line 1", "line 2", "line 3", "unfinished"]
         assert launcher.status(run.handle).state is JobState.SUCCEEDED
 
     def test_what_it_cannot_do_is_refused_at_once(self, launcher: Any) -> None:
         with pytest.raises(InputError) as caught:
-            launcher.render(job_of("true", topology="no-such-thing"))
+            launcher.render(self.job("true", topology="no-such-thing"))
         assert "topology" in str(caught.value)

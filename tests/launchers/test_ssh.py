@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from stoker.core.processes import marked
 from stoker.core.spec import decode
 from stoker.errors import InputError, SpecError, UnavailableError
 from stoker.jobs.launcher import LAUNCHERS
-from stoker.jobs.runs import Run, find
+from stoker.jobs.runs import Run, create, find
 from stoker.jobs.spec import Job, Ssh
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
+from stoker.launchers.supervisor import watcher
 from stoker.trainers.checkpoints import unpack
 from trees import stoker
 
@@ -105,13 +107,6 @@ class TestSsh(LauncherSuite):
             assert plan["slots"][f"worker/{index}"]["env"]["GLOO_SOCKET_IFNAME"] == self.net[host].interface
         assert there(run) == []
 
-    def test_a_hang_is_ended_with_the_stacks_of_every_rank(self, launcher: Any, tmp_path: Path) -> None:
-        (tmp_path / "hang.py").write_text(HEARTBEAT)
-        keys = {"program": {"script": "hang.py"}, "hang_after": 2}
-        run, status = self.end(launcher, job_of(**keys))
-        assert "hung at step 2 in train-00001.tar: no heartbeat for 2 s" in status.message
-        assert "in stuck" in (run.folder / "stacks.0.txt").read_text()
-
     def test_a_program_that_is_not_there(self, launcher: Any) -> None:
         keys = {"program": {"command": ["./no-such-program"]}, "retries": 2}
         _, status = self.end(launcher, job_of(**keys))
@@ -160,8 +155,6 @@ class TestSsh(LauncherSuite):
             assert (place / "link").is_symlink()
 
     def carry_out(self, launcher: Any, job: Job, rendered: Any) -> Run:
-        from stoker.jobs.runs import create
-
         run = create(job, rendered)
         launcher.start(rendered, run)
         self.started.append((launcher, run))
@@ -211,6 +204,15 @@ class TestSsh(LauncherSuite):
             assert sentence in said
         assert not Path(os.environ["STOKER_HOME"]).exists()
 
+    def test_three_hosts_are_named_and_two_are_up(self, launcher: Any, tmp_path: Path) -> None:
+        config = tmp_path / "config"
+        address = f"{self.net['node1'].address.rpartition('.')[0]}.201"
+        config.write_text(f"Include {self.net.config}\nHost node3\n  HostName {address}\n")
+        keys = {"program": {"module": "this"}, "topology": "torchrun", "workers": 3}
+        ssh = keys_of(self.net, self.workdir, "node1", "node2", "node3", config=str(config))
+        with pytest.raises(UnavailableError, match="2 of 3 hosts are up; node3 does not answer"):
+            launcher.render(job_of(**keys, ssh=ssh))
+
     def test_no_torch_there(self, launcher: Any, tmp_path: Path) -> None:
         python = bare_python(tmp_path)
         keys = {"program": {"module": "this"}, "topology": "torchrun", "workers": 2}
@@ -223,15 +225,19 @@ class TestSsh(LauncherSuite):
             launcher.render(job_of(**keys, ssh=keys_of(self.net, self.workdir, python="python9")))
 
     def test_a_port_that_is_taken(self, launcher: Any) -> None:
-        keys = {"program": {"module": "this"}, "topology": "torchrun", "workers": 2, "port": 29555}
-        serve = "import socket, time; s = socket.create_server(('', 29555)); print(flush=True); time.sleep(99)"
+        """One that the job names is missed; else the next one is taken."""
+        keys = {"program": {"module": "this"}, "topology": "torchrun", "workers": 2}
+        serve = "import socket, time; s = socket.create_server(('', 29500)); print(flush=True); time.sleep(99)"
         argv = ["ip", "netns", "exec", self.net["node1"].space, sys.executable, "-c", serve]
         with subprocess.Popen(argv, stdout=subprocess.PIPE) as taker:
             assert taker.stdout is not None
             taker.stdout.readline()
             try:
-                with pytest.raises(InputError, match="node1 has port 29555 taken: address already in use"):
-                    launcher.render(job_of(**keys, ssh=keys_of(self.net, self.workdir)))
+                with pytest.raises(InputError, match="node1 has port 29500 taken: address already in use"):
+                    launcher.render(job_of(**keys, port=29500, ssh=keys_of(self.net, self.workdir)))
+                plan = launcher.render(job_of(**keys, ssh=keys_of(self.net, self.workdir)))
+                assert plan.port == 29501
+                assert all("29501" in command.argv for command in plan.slots.values())
             finally:
                 taker.kill()
 
@@ -349,35 +355,40 @@ def break_it(what: str, run: Run, net: Network) -> None:
             kill_all(*_processes("stoker.launchers.ssh_slot", "python"))
         case "the ssh program":
             kill_all(*_processes(f"stoker-agent-{run.id}", "ssh"))
-        case "the agent":
-            kill_all(*_processes(f"stoker-agent-{run.id}", "python"))
+        case "the relay":
+            kill_all(*agents(run, keepers=False))
+        case "the keeper":
+            kill_all(*agents(run, keepers=True))
         case "the sshd of the connection":
             net["node2"].kill_sessions()
         case "the cable":
             net["node2"].cut()
 
 
+def agents(run: Run, *, keepers: bool) -> list[int]:
+    """The keepers or the relays of a run: a keeper is a daemon, and hears nothing."""
+    found = _processes(f"stoker-agent-{run.id}", "python")
+    return [pid for pid in found if (Path(f"/proc/{pid}/fd/0").readlink() == Path("/dev/null")) == keepers]
+
+
+GONE = "its keeper was killed, or the host was started anew; its log: "
 BREAKS = {
     "the supervisor": "",
     "the process that stands for it here": "worker/0 was killed by SIGKILL; its log: ",
-    "the ssh program": "worker/0 was lost: node2 is cut off: the ssh program here was ended by SIGKILL; its log: ",
-    "the agent": "worker/0 was lost: node2 has lost the agent there: it was killed; its log: ",
-    "the sshd of the connection": "worker/0 was lost: node2 broke the connection off; its log: ",
+    "the keeper": f"worker/0 was lost: node2 has lost what ran there: {GONE}",
     "the cable": "worker/0 was lost: node2 has not answered for 5 s; its log: ",
 }
 
 
-QUICK = ("the supervisor", "the sshd of the connection", "the cable")
+QUICK = ("the supervisor", "the cable")
 SLOW = [pytest.param(what, marks=pytest.mark.slow) for what in BREAKS if what not in QUICK]
 
 
 @pytest.mark.parametrize("what", [*QUICK, *SLOW])
 def test_nothing_is_left_on_a_host(what: str, net: Network, here: Path) -> None:
     """Whatever breaks, what ran there ends by itself; and whoever watches says what it was."""
-    deaf = what != "the agent"  # the one that would end them; its slot is asked to end by the kernel
-    job = write_job(net, here, DEAF if deaf else "echo ready; while :; do sleep 0.1; done")
-    with launched(job) as (run, process):
-        until(lambda: is_ready(run) and len(there(run)) >= (3 if deaf else 2), 60)
+    with launched(write_job(net, here, DEAF)) as (run, process):
+        until(lambda: is_ready(run) and len(there(run)) >= 4, 60)
         try:
             break_it(what, run, net)
             until(lambda: not there(run), 25)
@@ -387,6 +398,164 @@ def test_nothing_is_left_on_a_host(what: str, net: Network, here: Path) -> None:
             assert process.wait(30) == 4, (here / "said").read_text()
             assert BREAKS[what] in run.read_status().message
     assert marked({"STOKER_RUN": run.id}) == []
+    assert not list((here / "there").rglob("worker-0.*"))
+
+
+COUNT = "echo ready; i=0; while ! test -e {go}; do echo $i; i=$((i+1)); sleep 0.05; done; printf over"
+CUTS = {
+    "the ssh program": "the ssh program here was ended by SIGKILL",
+    "the relay": "the agent there was killed",
+    "the sshd of the connection": "broke the connection off",
+}
+
+
+@pytest.mark.parametrize("what", list(CUTS))
+def test_a_connection_that_breaks_is_made_again(what: str, net: Network, here: Path) -> None:
+    """The slot goes on meanwhile, and nothing of what it printed is missing or comes twice."""
+    go = here / "go"
+    with launched(write_job(net, here, COUNT.format(go=go), lost_after=30)) as (run, process):
+        log = run.log(Slot("worker", 0), 0)
+        until(lambda: is_ready(run), 60)
+        for times in (1, 2):
+            break_it(what, run, net)
+            until(lambda times=times: log.read_text().count("is back\n") == times, 20)
+        go.touch()
+        assert process.wait(30) == 0, (here / "said").read_text()
+    lines = log.read_text().splitlines()
+    ours = [line for line in lines if line.startswith("--- ")]
+    assert ours == [f"--- node2 is cut off: {CUTS[what]}; trying to get back", "--- node2 is back"] * 2
+    rest = [line for line in lines if not line.startswith("--- ")]
+    assert rest == ["ready", *map(str, range(len(rest) - 2)), "over"]
+    assert len(run.read_status().attempts) == 1
+    assert there(run) == []
+    assert not list((here / "there").rglob("worker-0.*"))
+
+
+class Machine:
+    """A machine of its own, as far as processes go, to give commands on."""
+
+    def __init__(self, inner: int) -> None:
+        enter = ["nsenter", "--target", str(inner), "--pid", "--mount", f"--wd={Path.cwd()}"]
+        self._argv = [*enter, sys.executable, "-m", "stoker"]
+
+    def __call__(self, *words: object) -> subprocess.CompletedProcess[str]:
+        """Give a command, and wait for its end."""
+        return subprocess.run([*self._argv, *map(str, words)], capture_output=True, text=True, check=False)
+
+    def start(self, *words: object) -> None:
+        """Give a command, and leave it running."""
+        argv = ["sh", "-c", '"$@" > started 2>&1 &', "sh", *self._argv, *map(str, words)]
+        subprocess.run(argv, check=True)
+
+
+@contextmanager
+def machine() -> Iterator[Machine]:
+    argv = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sleep", "1000"]
+    with subprocess.Popen(argv) as process:
+        try:
+            until(lambda: bool(_children(process.pid)))
+            (inner,) = _children(process.pid)
+            yield Machine(inner)
+        finally:
+            process.kill()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_detached_job_goes_on_without_this_machine(is_over: bool, net: Network, here: Path) -> None:
+    """Another machine with the same run folder takes it up: each line once, and the exit code is found."""
+    go = here / "go"
+    job = write_job(net, here, COUNT.format(go=go) + "; exit 7", lost_after=5)
+    with machine() as give:
+        done = give("job", "run", job, "--on", "ssh", "--detach")
+        assert done.returncode == 0, done.stderr
+        run = find(None)
+        until(lambda: is_ready(run), 30)
+    until(lambda: watcher(run) is None)
+    time.sleep(0 if is_over else 8)  # longer than an attached one would live
+    if is_over:
+        go.touch()
+        until(lambda: not agents(run, keepers=True), 20)
+    with machine() as give:
+        done = give("job", "status", "--json")
+        assert json.loads(done.stdout)["state"] in ("running", "failed"), done.stderr
+        go.touch()
+        done = give("job", "logs", "-f")
+    lines = done.stdout.splitlines()
+    assert lines == ["ready", *map(str, range(len(lines) - 2)), "over"]
+    status = run.read_status()
+    assert (status.state, [one.code for one in status.attempts]) == (JobState.FAILED, [7])
+    assert there(run) == []
+    assert not list((here / "there").rglob("worker-0.*"))
+
+
+def test_a_detached_job_is_stopped_from_another_machine(net: Network, here: Path) -> None:
+    with machine() as give:
+        assert give("job", "run", write_job(net, here, DEAF, lost_after=5), "--on", "ssh", "--detach").returncode == 0
+        run = find(None)
+        until(lambda: is_ready(run), 30)
+    until(lambda: watcher(run) is None)
+    with machine() as give:
+        net["node2"].cut()
+        try:
+            done = give("job", "stop")
+        finally:
+            net["node2"].mend()
+        assert done.returncode == 5, done.stderr
+        assert "what runs there may go on: stoker job stop" in done.stderr
+        assert there(run)
+        done = give("job", "stop")
+        assert done.returncode == 0, done.stderr
+    assert run.read_status().state is JobState.STOPPED
+    assert there(run) == []
+
+
+ASKS = """
+"$STOKER_ASK" worker/1 'echo hello from $STOKER_HOST; exit' 5; echo code $?
+"$STOKER_ASK" worker/1 kill -9 '$$'; echo code $?
+"$STOKER_ASK" node2 true; echo code $?
+for end in TERM KILL; do
+    "$STOKER_ASK" worker/1 "echo begun $end; {deaf}" & asker=$!
+    while ! test -e {here}/$end; do sleep 0.1; done
+    kill -$end $asker
+    while test -e {here}/$end; do sleep 0.1; done
+done
+echo over
+"""
+
+
+def test_a_slot_has_commands_started_on_another_host(net: Network, here: Path) -> None:
+    """The other one stands by; what is asked for ends when who asked is gone, and all of it with the job."""
+    launcher = LAUNCHERS.get("ssh")()
+    ssh = keys_of(net, here / "there", lost_after=5)
+    rendered = launcher.render(job_of(program={"module": "this"}, topology="torchrun", workers=2, ssh=ssh))
+    script = ASKS.format(here=here, deaf=DEAF.replace('"', '\\"'))
+    command = replace(rendered.slots["worker/0"], argv=("bash", "-c", script))
+    rendered = msgspec.structs.replace(rendered, slots={"worker/0": command}, standby=("worker/1",))
+    run = create(job_of("true", ssh=ssh), rendered)
+    launcher.start(rendered, run)
+    log, far = (run.log(Slot("worker", index), 0) for index in (0, 1))
+    asked = {"STOKER_RUN": run.id, "STOKER_HOST": "node2"}
+    for end in ("TERM", "KILL"):
+        until(lambda end=end: far.exists() and f"begun {end}" in far.read_text() and len(marked(asked)) >= 4)
+        (here / end).touch()
+        until(lambda: len(marked(asked)) == 1)  # who waits
+        (here / end).unlink()
+    until(lambda: launcher.status(run.handle).state.is_final)
+    status = launcher.status(run.handle)
+    assert (status.state, [one.code for one in status.slots]) == (JobState.SUCCEEDED, [0, 0]), status.message
+    assert [line for line in log.read_text().splitlines() if "Terminated" not in line and "Killed" not in line] == [
+        "code 5",
+        "code 137",
+        "code 2",
+        "over",
+    ]
+    assert far.read_text().splitlines()[0] == "hello from node2"
+    assert there(run) == []
+    assert not list((here / "there").rglob("worker-*"))
 
 
 def test_nothing_is_left_when_the_launching_machine_is_gone(net: Network, here: Path) -> None:
@@ -394,6 +563,14 @@ def test_nothing_is_left_when_the_launching_machine_is_gone(net: Network, here: 
         until(lambda: is_ready(run) and len(there(run)) >= 3, 60)
         process.kill()
         until(lambda: not there(run), 25)
+
+
+def test_a_hang_is_ended_with_the_stacks_of_every_rank(net: Network, here: Path) -> None:
+    (here / "work" / "hang.py").write_text(HEARTBEAT)
+    with launched(write_job(net, here, "", program={"script": "hang.py"}, hang_after=2)) as (run, process):
+        assert process.wait(60) == 4
+    assert "hung at step 2 in train-00001.tar: no heartbeat for 2s" in run.read_status().message
+    assert "in stuck" in (run.folder / "stacks.0.txt").read_text()
 
 
 @pytest.mark.parametrize(("seconds", "lost_after"), [(5, 20), pytest.param(10, 30, marks=pytest.mark.slow)])
@@ -417,10 +594,11 @@ def test_a_lost_host_that_comes_back(net: Network, here: Path) -> None:
     script = f"echo ready $STOKER_ATTEMPT; test $STOKER_ATTEMPT = 1 && exit 0; {DEAF}"
     with launched(write_job(net, here, script, retries=2)) as (run, process):
         until(lambda: is_ready(run), 60)
-        net["node2"].kill_sessions()
+        net["node2"].down()
+        net["node2"].up()
         assert process.wait(60) == 0, (here / "said").read_text()
     assert [attempt.code for attempt in run.read_status().attempts] == [255, 0]
-    assert "--- attempt 1, because worker/0 was lost: node2 broke the connection off" in (here / "said").read_text()
+    assert "--- attempt 1, because worker/0 was lost: node2 has lost what ran there" in (here / "said").read_text()
     until(lambda: not there(run), 20)
 
 
@@ -461,7 +639,8 @@ def test_an_elastic_world_replaces_a_lost_worker(net: Network, here: Path) -> No
     keys = {"program": {"script": "train.py"}, "topology": "torchrun", "workers": {"min": 1, "max": 2}, "retries": 3}
     with launched(write_job(net, here, "", "node1", "node2", **keys)) as (run, process):
         until(lambda: len(list(here.glob("met-2-*"))) == 2, 60)
-        net["node2"].kill_sessions()
+        net["node2"].down()
+        net["node2"].up()
         until(lambda: len(list(here.glob("met-2-*"))) >= 4, 90)  # all ranks met again
         (here / "go").touch()
         assert process.wait(60) == 0, (here / "said").read_text()

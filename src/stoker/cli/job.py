@@ -104,12 +104,12 @@ def run(
     if resume is not None:
         started = _resumable(resume, file, [*(sets or []), *([hosts] if hosts else [])], tensorboard)
         launcher = _launcher_of(started)
-        begin: Callable[[], object] = partial(launcher.restart, started)
+        begin: Callable[[], object] = partial(launcher.restart, started, detach=detach)
     else:
         more = ["tensorboard=true"] if tensorboard else []
         job, rendered = _rendered(_needed(file), on, [*_with_hosts(sets, hosts), *more])
         started, launcher = create(job, rendered), _launcher(on)
-        begin = partial(launcher.start, rendered, started)
+        begin = partial(launcher.start, rendered, started, detach=detach)
     first = started.read_status().next_attempt  # only what is written from there on is shown
     with _stopping(launcher, started):
         begin()

@@ -241,7 +241,7 @@ def adopt_orphans() -> None:
 def end_children() -> None:
     """Kill all that came of us, whatever it is; for a process that has adopted orphans and started no other."""
     deadline = time.monotonic() + DEATH_S
-    while found := _children(os.getpid()):
+    while found := children(os.getpid()):
         if time.monotonic() > deadline:
             raise _undying(found)
         for pid in found:
@@ -261,7 +261,8 @@ def catches(pid: int, number: signal.Signals) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-def _children(parent: int) -> list[int]:
+def children(parent: int) -> list[int]:
+    """List the processes that a process has started itself, and what it has adopted."""
     found = []
     for pid in _pids():
         with suppress(OSError):

@@ -48,11 +48,14 @@ class Launcher(Protocol[Rendered]):
         """Give what would be started, as a value; refuse a job that cannot run here. No side effect."""
         ...
 
-    def start(self, rendered: Rendered, run: Run) -> str:
-        """Start it; give the handle, a URL by which the job is found again."""
+    def start(self, rendered: Rendered, run: Run, *, detach: bool = False) -> str:
+        """Start it; give the handle, a URL by which the job is found again.
+
+        With `detach`, slots on other machines go on when this one is gone, where the launcher can do that.
+        """
         ...
 
-    def restart(self, run: Run) -> None:
+    def restart(self, run: Run, *, detach: bool = False) -> None:
         """Start a run again that is over, in its own folder and so with its own checkpoints."""
         ...
 

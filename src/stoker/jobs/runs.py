@@ -70,6 +70,10 @@ class Run:
         """Name the log of a slot in an attempt."""
         return self.logs / f"{slot.filename}.{attempt}.log"
 
+    def is_ending(self, attempt: int) -> bool:
+        """Whether who watches over it is about to end an attempt."""
+        return (self.folder / f"ending.{attempt}").exists()
+
     def read_status(self) -> JobStatus:
         """Read the last known status."""
         try:

@@ -387,6 +387,41 @@ class Ssh(_Section, frozen=True, kw_only=True):
             yield Fault("lost_after", f"is {format_duration(self.lost_after)}: at least 5s, for networks do pause")
 
 
+_MPIRUN_OWN = {
+    "ranks": "n np c N npernode npersocket host H hostfile machinefile default-hostfile",
+    "output": "timestamp-output xml output-filename xterm",
+    "order": "rank-by rankfile rf bynode byslot nolocal loadbalance cpu-set",
+}
+_MPIRUN_WHY = {
+    "ranks": "follows from workers and processes_per_worker",
+    "output": "would change what is printed before each line, by which lines are given to their ranks",
+    "order": "would change the order of the ranks, by which they belong to workers",
+}
+
+
+class Mpi(_Section, frozen=True, kw_only=True):
+    """For `topology: mpi`."""
+
+    binding: Annotated[
+        Literal["none", "hwthread", "core", "l3cache", "numa", "socket"],
+        _says("What each rank is bound to, as in mpirun's `--bind-to`."),
+    ] = "none"
+    args: Annotated[
+        Annotated[tuple[Word, ...], Meta(extra={"wanted": "a list of words such as [--mca, btl, self,tcp]"})],
+        _says("More arguments for mpirun, as a list. A flag or MCA parameter here takes the place of stoker's own."),
+    ] = ()
+
+    def faults(self) -> Iterator[Fault]:
+        """Refuse flags that say in another way what the job file says already."""
+        for index, word in enumerate(self.args):
+            flag = word.lstrip("-")
+            for what, flags in _MPIRUN_OWN.items():
+                if word.startswith("-") and flag in flags.split():
+                    yield Fault(f"args[{index}]", f"{word} {_MPIRUN_WHY[what]}: leave it out")
+            if flag == "map-by" and word != flag and not "".join(self.args[index + 1 : index + 2]).startswith("slot"):
+                yield Fault(f"args[{index}]", f"{word} {_MPIRUN_WHY['order']}: only slot is known to keep it")
+
+
 class Job(_Section, frozen=True, kw_only=True):
     """A job."""
 
@@ -436,6 +471,7 @@ class Job(_Section, frozen=True, kw_only=True):
         bool | Some, _says("Write TensorBoard event files: `true` for the run folder, or a folder of your own.")
     ] = False
     kubernetes: Annotated[Kubernetes, _says("For `--on k8s`.")] = Kubernetes()
+    mpi: Annotated[Mpi, _says("For `topology: mpi`.")] = Mpi()
     ssh: Annotated[Ssh, _says("For `--on ssh`.")] = Ssh()
 
     @property

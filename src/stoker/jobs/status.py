@@ -52,6 +52,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """Of the slot that failed first; 0 when none did."""
     cause: str = ""
     hung: bool = False
+    lost: bool = False
+    """Whether a host was lost, through no fault of the program."""
     steps: int = -1
     """The highest step that was heard of; -1 when the program tells none."""
 

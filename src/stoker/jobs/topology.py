@@ -47,10 +47,14 @@ class AddressBook:
     python: str = "python3"
     profiler: tuple[str, ...] = ()
     """How the profiler is started, where it is not by its module's name."""
+    mpi_rank: tuple[str, ...] = ()
+    """The same for what stands between mpirun and a rank."""
     cores: int = 1
     """Of one worker, where the job does not say."""
     env: Mapping[str, str] = field(default_factory=dict)
     """What programs need there to find each other, such as the network interface."""
+    has_ask: bool = False
+    """Whether a slot has commands started in others by the program `$STOKER_ASK`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,9 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Standby:
-    """A slot in which another slot starts the work."""
+    """A slot in which another slot starts the work; `env` is what that finds there."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,8 @@ class Role:
     name: str
     count: int
     lead: bool = False
+    profiled: bool = True
+    """Whether the profiler goes around its slots; else the topology has it elsewhere."""
 
 
 class Topology(Protocol):
@@ -97,6 +105,7 @@ class Topology(Protocol):
 TOPOLOGIES: Registry[type[Topology]] = Registry(
     "topology",
     {
+        "mpi": "stoker.jobs.topologies.mpi:Mpi",
         "single": "stoker.jobs.topologies.single:Single",
         "torchrun": "stoker.jobs.topologies.torchrun:Torchrun",
     },
@@ -136,22 +145,30 @@ def _start(program: Program, python: str) -> list[str]:
 def commands(job: Job, book: AddressBook) -> dict[Slot, Command | Standby]:
     """Give every slot's whole command: the topology's, with the variables of the contract, under the profiler."""
     topology = topology_of(job)
-    return {slot: _whole(job, slot, book, topology.command(job, slot, book)) for slot in slots_of(job)}
+    profiled = {role.name: profiler_words(job, book) if role.profiled else () for role in topology.roles(job)}
+    return {
+        slot: _whole(job, slot, book, topology.command(job, slot, book), profiled[slot.role]) for slot in slots_of(job)
+    }
 
 
-def _whole(job: Job, slot: Slot, book: AddressBook, command: Command | Standby) -> Command | Standby:
+def _whole(
+    job: Job, slot: Slot, book: AddressBook, command: Command | Standby, profiler: tuple[str, ...]
+) -> Command | Standby:
+    env = {**contract(job, slot, book), **book.env, **command.env, **job.env}
     if isinstance(command, Standby):
-        return command
-    env = {**_contract(job, slot, book), **book.env, **command.env, **job.env}
-    argv = command.argv
-    if job.profile.every > 0:
-        every = f"{float(job.profile.every):g}"
-        words = book.profiler or (book.python, "-m", "stoker.telemetry.profiler")
-        argv = (*words, "--every", every, "--", *argv)
-    return replace(command, argv=argv, env=env, cwd=job.program.cwd)
+        return Standby(env)
+    return replace(command, argv=(*profiler, *command.argv), env=env, cwd=job.program.cwd)
 
 
-def _contract(job: Job, slot: Slot, book: AddressBook) -> dict[str, str]:
+def profiler_words(job: Job, book: AddressBook) -> tuple[str, ...]:
+    """Give what stands before a program that is profiled; nothing where the job wants none."""
+    if job.profile.every <= 0:
+        return ()
+    words = book.profiler or (book.python, "-m", "stoker.telemetry.profiler")
+    return (*words, "--every", f"{float(job.profile.every):g}", "--")
+
+
+def contract(job: Job, slot: Slot, book: AddressBook) -> dict[str, str]:
     """Give the variables that every slot finds; empty ones are left away."""
     cores = math.ceil(job.resources.cpu) if job.resources.cpu else book.cores
     cache = job.data.cache

@@ -11,12 +11,16 @@ from pathlib import Path
 from stoker.errors import InputError, MissingError
 from stoker.jobs.status import signal_of
 from stoker.jobs.topology import Slot
+from stoker.launchers.mpi_words import why
 from stoker.telemetry.events import Event
+from stoker.telemetry.mpi_rank import EXIT as RANK_EXIT
 from stoker.telemetry.reader import read_log
 
 TAIL_LINES, TAIL_BYTES = 400, 4 << 20
 LOST = 255
 """The exit code of a slot whose host is gone: `ssh` ends so too."""
+NO_MEMORY = "had no memory left, and the kernel there was ending processes"
+"""What is said in the log of a slot elsewhere."""
 # One failure in torchrun's table; the root cause comes last.
 _FAILURE = re.compile(r"rank\s*:\s*(?P<rank>\d+) \(local_rank.*?exitcode\s*:\s*(?P<code>-?\d+) ", re.DOTALL)
 _RANK = re.compile(r"\[(?:rank|default)(?P<rank>\d+)\]: ?")
@@ -87,12 +91,20 @@ def cause(slot: Slot, code: int, log: Path, *, out_of_memory: bool = False) -> C
     found = read_log(log, last=TAIL_BYTES)
     lines = found.lines[-TAIL_LINES:]
     told = [event for event in found.events if event.kind == "mark" and event.fields.get("name") == "error"]
+    out_of_memory = out_of_memory or any(line.startswith("---") and NO_MEMORY in line for line in lines)
     ranks = [(int(one["rank"]), int(one["code"])) for one in _FAILURE.finditer("\n".join(lines))]
+    ranks += _carried(found.events)
     causes = [
         Cause(slot, rank, rank_code, _own_words(told, rank) or _last_words(lines, rank), log, out_of_memory)
         for rank, rank_code in reversed(ranks)
-    ] or [Cause(slot, None, code, _own_words(told, None) or _last_words(lines, None), log, out_of_memory)]
+    ] or [Cause(slot, None, code, _own_words(told, None) or _last_words(lines, None) or why(lines), log, out_of_memory)]
     return next((one for one in causes if not one.is_of_a_partner), causes[0])
+
+
+def _carried(events: Sequence[Event]) -> list[tuple[int, int]]:
+    """Find the ranks of a carried slot that failed, the first of them last, as in torchrun's table."""
+    ended = [event for event in events if event.kind == "mark" and event.fields.get("name") == RANK_EXIT]
+    return [(event.rank, code) for event in reversed(ended) if (code := int(event.fields.get("code", 0)))]
 
 
 def _own_words(told: Sequence[Event], rank: int | None) -> str | None:

@@ -13,13 +13,26 @@ from stoker.jobs.status import signal_of
 from stoker.jobs.topology import Command, Slot
 
 LEFTOVER_GRACE_S = 5.0
+STANDS_IN = {"STOKER_STANDS_IN": "1"}
+"""The mark of a process that stands for a slot elsewhere, and has no slot's processes below it."""
 
 
 class Gang:
     """The slots of one attempt; each writes its log itself, so that none is lost with whoever watches."""
 
-    def __init__(self, run: Run, attempt: int, commands: Mapping[Slot, Command], *, last_s: float = 0.0) -> None:
-        """Start them; `last_s` is what those have that stand for others elsewhere, to see them end."""
+    def __init__(
+        self,
+        run: Run,
+        attempt: int,
+        commands: Mapping[Slot, Command],
+        *,
+        last_s: float = 0.0,
+        continues: bool = False,
+    ) -> None:
+        """Start them; `last_s` is what those have that stand for others elsewhere, to see them end.
+
+        With `continues` they take up what goes on there already.
+        """
         self._last_s = last_s
         self._run, self._attempt, self._commands = run, attempt, commands
         self._processes: dict[Slot, Process] = {}
@@ -27,6 +40,7 @@ class Gang:
             "STOKER_RUN": run.id,
             "STOKER_ATTEMPT": str(attempt),
             "STOKER_CHECKPOINT_DIR": str(run.folder / "checkpoints"),
+            **({"STOKER_CONTINUES": "1"} if continues else {}),
         }
         try:
             for slot in commands:
@@ -59,6 +73,7 @@ class Gang:
         """Start a lost slot again, while the others go on; first what it left is ended."""
         self._processes[slot].end(0)
         end_marked({"STOKER_RUN": self._run.id, "STOKER_SLOT": str(slot)}, LEFTOVER_GRACE_S)
+        self._own.pop("STOKER_CONTINUES", None)
         self._processes[slot] = self._start(slot)
 
     def leave(self, grace_s: float) -> None:
@@ -80,9 +95,9 @@ class Gang:
         end_left(self._run, max(0.0, deadline - time.monotonic()))
 
 
-def end_left(run: Run, grace_s: float) -> None:
-    """End whatever still runs of a run, also what an earlier watcher left."""
-    end_marked({"STOKER_RUN": run.id}, grace_s)
+def end_left(run: Run, grace_s: float, *, standing_in: bool = False) -> None:
+    """End whatever still runs of a run, also what an earlier watcher left; or only those that stand for others."""
+    end_marked({"STOKER_RUN": run.id, **(STANDS_IN if standing_in else {})}, grace_s)
 
 
 def _plain(code: int | None) -> int | None:

@@ -18,6 +18,7 @@ from stoker.jobs.topology import Slot
 from stoker.launchers.gang import Gang
 from stoker.launchers.plan import LocalPlan
 from stoker.telemetry.events import Event
+from stoker.telemetry.mpi_rank import EXIT as RANK_EXIT
 from stoker.telemetry.reader import Follower
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class Hearing:
         self._is_far, self._carried = plan.is_far, frozenset(map(Slot.parse, plan.carried))
         self._followers = {slot: Follower(run.log(slot, attempt)) for slot in (*plan.commands, *self._carried)}
         self.exits: dict[Slot, int] = {}
+        self.failed: dict[Slot, int] = {}
+        """The exit code of the first rank of a slot that failed, where ranks tell."""
         self._pulses: dict[tuple[Slot, int], Pulse] = {}
         self._board = _board(run, job)
 
@@ -70,6 +73,9 @@ class Hearing:
                         at=time.monotonic(),
                         shard=str(event.fields.get("shard") or ""),
                     )
+                elif event.kind == "mark" and event.fields.get("name") == RANK_EXIT:
+                    if code := _whole(event.fields.get("code"), 1):
+                        self.failed.setdefault(slot, code)
                 elif slot in self._carried and event.kind == "mark" and event.fields.get("name") == EXIT:
                     self.exits[slot] = _whole(event.fields.get("code"), 1)
         return text

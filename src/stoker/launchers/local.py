@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -17,17 +18,19 @@ from typing import ClassVar
 
 import msgspec
 
+from stoker.core.processes import run as run_program
 from stoker.core.processes import until
-from stoker.errors import ConflictError, Fault, MissingExtraError, SpecError, UnavailableError
+from stoker.core.spec import to_json
+from stoker.errors import ConflictError, Fault, MissingExtraError, MissingProgramError, SpecError, UnavailableError
 from stoker.jobs.launcher import LogLine, Traits, check
 from stoker.jobs.runs import Run
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, JobStatus
-from stoker.jobs.topology import AddressBook, Command, Slot, commands, slots_of
+from stoker.jobs.topology import AddressBook, Command, Slot, Standby, commands, slots_of
 from stoker.launchers.gang import end_left
 from stoker.launchers.plan import HOST, LocalPlan, free_ports
 from stoker.launchers.supervisor import watcher
-from stoker.telemetry import profiler
+from stoker.telemetry import mpi_rank, profiler
 from stoker.telemetry.reader import RunFollower
 
 POLL_S = 0.1
@@ -37,7 +40,7 @@ START_S = 10.0
 class LocalLauncher:
     """Runs slots as processes of this machine."""
 
-    traits: ClassVar[Traits] = Traits(name="local", topologies=frozenset({"single", "torchrun"}), elastic=True)
+    traits: ClassVar[Traits] = Traits(name="local", topologies=frozenset({"mpi", "single", "torchrun"}), elastic=True)
 
     def render(self, job: Job) -> LocalPlan:
         """Give the command of every slot, with a port that is free now."""
@@ -46,6 +49,8 @@ class LocalLauncher:
             raise SpecError(faults, where=f"job {job.name!r} on this machine")
         if job.topology == "torchrun" and find_spec("torch") is None:
             raise MissingExtraError("torch", "torch", purpose="the topology 'torchrun'")
+        if job.topology == "mpi":
+            _check_mpirun(job)
         notes = tuple(_left_aside(job))
         job = self.anchored(job)
         slots, port = slots_of(job), job.port or free_ports(1)[0]
@@ -55,7 +60,8 @@ class LocalLauncher:
             python=sys.executable,
             # By its path and without site: a module of the user's cannot stand in its way.
             profiler=(sys.executable, "-I", "-S", profiler.__file__),
-            cores=max(1, len(os.sched_getaffinity(0)) // len(slots)),
+            mpi_rank=(sys.executable, "-I", "-S", mpi_rank.__file__),
+            cores=max(1, len(os.sched_getaffinity(0)) // job.max_workers),
             # Host names of laptops often lead nowhere.
             env={"GLOO_SOCKET_IFNAME": "lo"},
         )
@@ -68,6 +74,7 @@ class LocalLauncher:
             },
             port=port,
             notes=notes,
+            carried=tuple(str(slot) for slot, command in found.items() if isinstance(command, Standby)),
         )
 
     def anchored(self, job: Job) -> Job:
@@ -87,30 +94,25 @@ class LocalLauncher:
             tensorboard=_absolute(job.tensorboard) if isinstance(job.tensorboard, str) else job.tensorboard,
         )
 
-    def start(self, rendered: LocalPlan, run: Run) -> str:  # noqa: ARG002
+    def start(self, rendered: LocalPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
         """Start the supervisor, which starts the slots as the run's plan has them."""
         handle = f"local://{run.folder}"
+        if rendered.carried:
+            run.write("processes.json", to_json(_with_carrier(rendered, run)))
         run.write("handle", f"{handle}\n".encode())
         self.restart(run)
         return handle
 
-    def restart(self, run: Run) -> None:
+    def restart(self, run: Run, *, detach: bool = False) -> None:  # noqa: ARG002
         """Start a run again that is over, in its own folder and so with its own checkpoints."""
         if watcher(run) is not None:
             raise ConflictError("is being watched over already", where=run.id)
         before = run.read_status()
-        with open(run.folder / "supervisor.log", "a+b") as log:
-            told = log.seek(0, os.SEEK_END)
-            argv = [sys.executable, "-P", "-m", "stoker.launchers.supervisor", str(run.folder)]
-            # In a session of its own from the first moment: a Ctrl-C here is not meant for it.
-            subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, check=False)
-            deadline = time.monotonic() + START_S
-            while run.read_status().began == before.began:  # the first that it writes, once the run is its own
-                log.seek(told)
-                said = log.read().decode(errors="replace").strip().splitlines()
-                if said or time.monotonic() > deadline:
-                    raise UnavailableError(f"the supervisor did not start: {said[-1] if said else 'no reason given'}")
-                time.sleep(0.01)
+        _watch(run, lambda: run.read_status().began != before.began)  # the first that it writes
+
+    def go_on(self, run: Run) -> None:
+        """Watch again over a run whose slots are elsewhere and have gone on by themselves."""
+        _watch(run, lambda: watcher(run) is not None or run.read_status().state.is_final, "--continue")
 
     def status(self, handle: str) -> JobStatus:
         """Tell what the supervisor wrote last; without a supervisor a run that is not over is lost."""
@@ -160,6 +162,42 @@ class LocalLauncher:
         if status.state is JobState.LOST:
             stopped = _ended(status, JobState.STOPPED, "stopped", time.time())
             run.write_status(stopped)
+
+
+def _with_carrier(plan: LocalPlan, run: Run) -> LocalPlan:
+    """Put what carries the workers in front of mpirun."""
+    words = (sys.executable, "-P", "-m", "stoker.launchers.mpi_slot", str(run.folder), "--")
+    slots = {name: replace(command, argv=(*words, *command.argv)) for name, command in plan.slots.items()}
+    return msgspec.structs.replace(plan, slots=slots)
+
+
+def _check_mpirun(job: Job) -> None:
+    """Refuse a machine without Open MPI 4, whose flags we give."""
+    hint = "install it: apt-get install openmpi-bin"
+    program = shutil.which("mpirun", path=_path(job, Path.cwd()))
+    if program is None:
+        raise MissingProgramError("there is no mpirun here, which the topology 'mpi' needs", hint=hint)
+    said = run_program([program, "--version"], timeout_s=START_S, check=False).stdout.strip()
+    version = re.match(r"mpirun \(Open MPI\) (4\.\S+)", said)
+    if version is None:
+        found = said.splitlines()[0] if said else "something that does not tell its version"
+        raise MissingProgramError(f"{program} is {found}, and the topology 'mpi' needs Open MPI 4", hint=hint)
+
+
+def _watch(run: Run, has_begun: Callable[[], bool], *more: str) -> None:
+    """Start the supervisor of a run, and wait until the run is its own."""
+    with open(run.folder / "supervisor.log", "a+b") as log:
+        told = log.seek(0, os.SEEK_END)
+        argv = [sys.executable, "-P", "-m", "stoker.launchers.supervisor", str(run.folder), *more]
+        # In a session of its own from the first moment: a Ctrl-C here is not meant for it.
+        subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, check=False)
+        deadline = time.monotonic() + START_S
+        while not has_begun():
+            log.seek(told)
+            said = log.read().decode(errors="replace").strip().splitlines()
+            if said or time.monotonic() > deadline:
+                raise UnavailableError(f"the supervisor did not start: {said[-1] if said else 'no reason given'}")
+            time.sleep(0.01)
 
 
 def _absolute(path: str | None) -> str | None:
@@ -216,6 +254,8 @@ def _own_gpus(job: Job, slot: Slot) -> dict[str, str]:
     each = job.resources.gpu
     if not each or job.max_workers == 1:
         return {}
+    if slot.role != "worker":  # mpirun, for all of them
+        return {"CUDA_VISIBLE_DEVICES": ",".join(_gpus()[: job.max_workers * each])}
     return {"CUDA_VISIBLE_DEVICES": ",".join(_gpus()[slot.index * each : (slot.index + 1) * each])}
 
 

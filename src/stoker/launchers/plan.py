@@ -29,6 +29,9 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
     carried: tuple[str, ...] = ()
     """Slots without a process here: one that is here writes their logs, and tells how they end."""
 
+    detached: bool = False
+    """Whether slots elsewhere go on without this machine."""
+
     @property
     def commands(self) -> dict[Slot, Command]:
         """By slot."""
@@ -44,7 +47,7 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
         if not self.port or _is_free(self.port):
             return self
         (port,) = free_ports(1)
-        slots = {name: replace(one, argv=_moved(one.argv, self.port, port)) for name, one in self.slots.items()}
+        slots = {name: moved(one, self.port, port) for name, one in self.slots.items()}
         return msgspec.structs.replace(self, slots=slots, port=port)
 
 
@@ -72,6 +75,14 @@ def _is_free(port: int) -> bool:
         return True
 
 
-def _moved(argv: tuple[str, ...], old: int, new: int) -> tuple[str, ...]:
-    swap = {("--master-port", str(old)): str(new), ("--rdzv-endpoint", f"{HOST}:{old}"): f"{HOST}:{new}"}
-    return (argv[0], *(swap.get(pair, pair[1]) for pair in itertools.pairwise(argv)))
+def moved(command: Command, old: int, new: int) -> Command:
+    """Give a command that meets the others at another port."""
+
+    def word(before: str, this: str) -> str:
+        if before == "--rdzv-endpoint" and this.endswith(f":{old}"):
+            return f"{this.rpartition(':')[0]}:{new}"
+        return str(new) if (before, this) == ("--master-port", str(old)) else this
+
+    argv = command.argv
+    env = {name: str(new) if (name, one) == ("MASTER_PORT", str(old)) else one for name, one in command.env.items()}
+    return replace(command, argv=(argv[0], *(word(*pair) for pair in itertools.pairwise(argv))), env=env)

@@ -30,20 +30,24 @@ from stoker.jobs.launcher import LogLine, Traits, check
 from stoker.jobs.runs import Run, home
 from stoker.jobs.spec import PORT, Job
 from stoker.jobs.status import JobState, JobStatus
-from stoker.jobs.topology import AddressBook, Command, Slot, commands, slots_of
+from stoker.jobs.topology import AddressBook, Command, Slot, Standby, commands, slots_of
+from stoker.launchers.causes import LOST
+from stoker.launchers.gang import STANDS_IN
 from stoker.launchers.local import LocalLauncher
-from stoker.launchers.plan import LocalPlan
+from stoker.launchers.plan import LocalPlan, read_plan
 from stoker.launchers.ssh_files import listed, send, size_of
-from stoker.launchers.ssh_hosts import Client, Session, expanded, places
-from stoker.launchers.ssh_plan import Place, SshPlan, read_ssh_plan
-from stoker.launchers.supervisor import watching
+from stoker.launchers.ssh_hosts import ANSWER_S, Client, Session, expanded, places
+from stoker.launchers.ssh_plan import Place, SshPlan, far_codes, read_ssh_plan
+from stoker.launchers.supervisor import STOPPING, watching
 
 AT_ONCE = 32
 OLDEST = (3, 8)
 MUCH = 2**30
 SKEW_S = 5.0
-_PROFILER = "stoker.telemetry.profiler"
+TRIED_PORTS = 20
 _PROFILER_FILE = ".stoker/profiler.py"
+_MPI_FILE = ".stoker/mpi_rank.py"
+_MPI_PROGRAMS = ("mpirun", "orted")
 
 T = TypeVar("T")
 
@@ -66,7 +70,7 @@ class Route(NamedTuple):
 class SshLauncher:
     """Runs slots on hosts that `ssh` reaches."""
 
-    traits: ClassVar[Traits] = Traits(name="ssh", topologies=frozenset({"single", "torchrun"}), elastic=True)
+    traits: ClassVar[Traits] = Traits(name="ssh", topologies=frozenset({"mpi", "single", "torchrun"}), elastic=True)
 
     def __init__(self) -> None:
         self._here = LocalLauncher()
@@ -87,39 +91,41 @@ class SshLauncher:
         if faults:
             raise SpecError(faults, where=f"job {job.name!r} on ssh")
         client = Client(config=job.ssh.config, user=job.ssh.user, lost_after_s=float(job.ssh.lost_after))
-        slots = slots_of(job)
-        hosts = dict(zip(slots, places(job.ssh.hosts), strict=False))
+        hosts = _seats(job)
         with ExitStack() as stack:
             sessions = {
                 host: stack.enter_context(Session(client.argv(attempts=2), host, job.ssh.python))
                 for host in dict.fromkeys(hosts.values())
             }
             looks = {look.host: look for look in _at_once(lambda one: _look(one, job), sessions.values())}
-            crowds = Counter(hosts.values())
+            crowds = Counter(host for slot, host in hosts.items() if slot.role == "worker")
             faulty = {host: list(_unfit(job, look, crowds[host])) for host, look in looks.items()}
             port, routes = 0, dict[str, Route]()
             if not any(faulty.values()):
                 port, routes, astray = _routes(job, sessions, looks)
                 faulty.update({host: [fault] for host, fault in astray.items()})
         _refuse(job, looks, faulty)
+        _check_even(job, looks)
         return _plan(job, client, hosts, looks, routes, port)
 
-    def start(self, rendered: SshPlan, run: Run) -> str:
+    def start(self, rendered: SshPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
         """Copy, prepare, and start the supervisor here."""
         handle = f"ssh://{run.folder}"
         run.write("handle", f"{handle}\n".encode())
-        run.write("processes.json", to_json(_stand_ins(rendered, run)))
-        self.restart(run)
+        self.restart(run, detach=detach)
         return handle
 
-    def restart(self, run: Run) -> None:
+    def restart(self, run: Run, *, detach: bool = False) -> None:
         """Start a run again that is over, with what was copied before; where that was not done, it is now."""
+        (run.folder / STOPPING).unlink(missing_ok=True)
+        run.write("processes.json", to_json(_stand_ins(read_ssh_plan(run), run, detach=detach)))
         if not (run.folder / "prepared").exists():
             _prepare_all(run)
         self._here.restart(run)
 
     def status(self, handle: str) -> JobStatus:
-        """Tell what the supervisor wrote last."""
+        """Tell what the supervisor wrote last; where there is none any more, watch over it again first."""
+        self._go_on(handle)
         return self._here.status(handle)
 
     def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[LogLine]:
@@ -127,8 +133,25 @@ class SshLauncher:
         return self._here.logs(handle, slot, follow=follow)
 
     def stop(self, handle: str) -> None:
-        """Have the supervisor end the run; without one, the hosts have ended it themselves."""
+        """Have the supervisor end the run; where none is left, or it could not reach a host, see to the hosts."""
+        run = _run(handle)
+        self._go_on(handle)
+        run.write(STOPPING, b"")
+        is_lost = self._here.status(handle).state is JobState.LOST
         self._here.stop(handle)
+        if is_lost or any(code in (None, LOST) for code in far_codes(run, run.read_status().attempt)):
+            _sweep(run)
+
+    def _go_on(self, handle: str) -> None:
+        """Watch again over a run that goes on without this machine."""
+        run = _run(handle)
+        if (
+            not run.read_status().state.is_final
+            and (run.folder / "processes.json").exists()
+            and read_plan(run).detached
+            and self._here.status(handle).state is JobState.LOST
+        ):
+            self._here.go_on(run)
 
 
 # --- What is asked for
@@ -141,13 +164,19 @@ def _inside(path: str | None) -> str | None:
     return str(Path(path).relative_to(Path.cwd()))
 
 
+def _seats(job: Job) -> dict[Slot, str]:
+    """Give each worker its host, in the order of the list; who is not a worker goes to the first."""
+    workers = {Slot("worker", index): host for index, host in enumerate(places(job.ssh.hosts)[: job.max_workers])}
+    return {slot: workers.get(slot, workers[Slot("worker", 0)]) for slot in slots_of(job)}
+
+
 def _missing(job: Job) -> Iterator[Fault]:
     """List what is wrong before any host is asked."""
     room = len(places(job.ssh.hosts))
     if not job.ssh.hosts:
         yield Fault("ssh.hosts", "names no host: write them there, or give --hosts a,b")
-    elif room < len(slots_of(job)):
-        many = f"{len(slots_of(job))} workers and room for {room}"
+    elif room < job.max_workers:
+        many = f"{job.max_workers} workers and room for {room}"
         yield Fault("ssh.hosts", f"there are {many}: name more hosts, or let one take more (node1:2)")
     for name in job.secret_env:
         if name not in os.environ:
@@ -183,7 +212,7 @@ def _look(session: Session, job: Job) -> Look:
         "python": job.ssh.python,
         "modules": ["torch", "stoker"],
         "paths": list(_local_paths(job).values()),
-        "programs": [job.program.command[0]] if job.program.command else [],
+        "programs": [*([job.program.command[0]] if job.program.command else []), *_MPI_PROGRAMS],
     }
     try:
         before = time.time()
@@ -210,8 +239,10 @@ def _unfit(job: Job, look: Look, slots: int) -> Iterator[str]:
     if (wanted := job.resources.gpu * slots) > found["gpus"]:
         yield f"has {found['gpus']} GPUs, and {wanted} are wanted (--set resources.gpu=0 does without)"
     command = job.program.command
-    if command and "/" not in command[0] and not found["programs"] and not job.ssh.setup:
+    if command and "/" not in command[0] and command[0] not in found["programs"] and not job.ssh.setup:
         yield f"has no program {command[0]!r} on its PATH"
+    if job.topology == "mpi" and not job.ssh.setup and set(_MPI_PROGRAMS) - set(found["programs"]):
+        yield "has no mpirun on its PATH, which the topology 'mpi' needs (Debian's package is openmpi-bin)"
     for key, path in _local_paths(job).items():
         comes = job.ssh.copy and not Path(path).is_absolute() and Path(path).exists()
         if not comes and path not in found["there"]:
@@ -234,13 +265,16 @@ def _routes(
 ) -> tuple[int, dict[str, Route], dict[str, str]]:
     """Find the port, and the addresses by which hosts really reach each other; or what is in the way, by host."""
     first, *others = sessions
-    port = job.port or (PORT if others else 0)
     token = secrets.token_hex(8)
-    heard = sessions[first].ask({"do": "listen", "port": port, "token": token})
-    if "fault" in heard:
-        return 0, {}, {first: f"has port {port} taken: {heard['fault'].lower()} (--set port=… names another)"}
+    for wanted in (job.port or 0,) if job.port or not others else range(PORT, PORT + TRIED_PORTS):
+        heard = sessions[first].ask({"do": "listen", "port": wanted, "token": token})
+        if "fault" not in heard:
+            break
+    else:
+        return 0, {}, {first: f"has port {wanted} taken: {heard['fault'].lower()} (--set port=… names another)"}
+    port = heard["port"]
     if not others:
-        return heard["port"], {first: Route("127.0.0.1", "lo")}, {}
+        return port, {first: Route("127.0.0.1", "lo")}, {}
     interfaces = {address: name for name, address in looks[first].found["addresses"]}
     ask = {"do": "dial", "addresses": list(interfaces), "port": port, "token": token}
     answers = dict(zip(others, _at_once(lambda host: sessions[host].ask(ask), others), strict=True))
@@ -257,6 +291,19 @@ def _routes(
     main = max(sorted(set(ways)), key=ways.count)
     routes = {host: Route(answer["mine"], answer["interface"] or "") for host, answer in answers.items()}
     return port, {first: Route(main, interfaces[main]), **routes}, {}
+
+
+def _check_even(job: Job, looks: Mapping[str, Look]) -> None:
+    """Refuse hosts on which mpirun, which starts the same command on all, would not find it."""
+    for what, key in (("the folder", "workdir"), ("Python", "python")):
+        found = {host: look.found[key] for host, look in looks.items()}
+        if job.topology == "mpi" and len(set(found.values())) > 1:
+            told = ", ".join(f"{place} on {host}" for host, place in found.items())
+            raise InputError(
+                f"{what} must have the same path on all hosts for mpirun, and is {told}",
+                where=f"job {job.name!r} on ssh",
+                hint=f"give ssh.{key} as a whole path",
+            )
 
 
 def _refuse(job: Job, looks: Mapping[str, Look], faulty: Mapping[str, list[str]]) -> None:
@@ -294,12 +341,17 @@ def _plan(
             copies=job.ssh.copy and one["identity"] != [here.st_ino, here.st_mtime_ns],
             rsync=one["rsync"],
             profiler=job.profile.every > 0 and (one.get("modules") or {}).get("stoker") is None,
+            mpi=job.topology == "mpi",
         )
         for host, one in found.items()
     }
     names = listed(folder, job.ssh.exclude, away=home()) if any(spot.copies for spot in spots.values()) else []
+    given = _commands(job, hosts, found, spots, routes, port)
+    waiting = {str(slot): dict(command.env) for slot, command in given.items() if isinstance(command, Standby)}
     return SshPlan(
-        slots={str(slot): command for slot, command in _commands(job, hosts, found, spots, routes, port).items()},
+        slots={str(slot): command for slot, command in given.items() if isinstance(command, Command)},
+        standby=tuple(waiting),
+        standby_env=waiting,
         hosts={str(slot): host for slot, host in hosts.items()},
         places=spots,
         client=client,
@@ -309,6 +361,8 @@ def _plan(
         modules=_modules(job),
         secrets=tuple(job.secret_env),
         grace_s=float(job.grace),
+        port=port,
+        keeps_port=bool(job.port),
         notes=tuple(_notes(job, hosts, found, spots, folder, names)),
     )
 
@@ -326,12 +380,12 @@ def _commands(
     spots: Mapping[str, Place],
     routes: Mapping[str, Route],
     port: int,
-) -> dict[Slot, Command]:
+) -> dict[Slot, Command | Standby]:
     """Give each slot its command, with what is particular to its host."""
     addresses = {slot: routes[host].address for slot, host in hosts.items()}
-    books: dict[tuple[object, ...], dict[Slot, Command]] = {}
-    given = {}
-    crowds, seated = Counter(hosts.values()), Counter[str]()
+    books: dict[tuple[object, ...], dict[Slot, Command | Standby]] = {}
+    given: dict[Slot, Command | Standby] = {}
+    crowds, seated = Counter(host for slot, host in hosts.items() if slot.role == "worker"), Counter[str]()
     for slot, host in hosts.items():
         spot, interface = spots[host], routes[host].interface
         cores = max(1, found[host]["cores"] // crowds[host])
@@ -339,13 +393,22 @@ def _commands(
         if key not in books:
             names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
             env = dict.fromkeys(names, interface)
-            book = AddressBook(hosts=addresses, port=port, python=spot.python, cores=cores, env=env)
-            every = commands(_placed(job, spot.workdir), book)
-            books[key] = {one: command for one, command in every.items() if isinstance(command, Command)}
-        command = _at(books[key][slot], spot)
-        if crowds[host] > 1:
-            command = replace(command, env={**_own_gpus(job, seated[host]), **command.env})
-        seated[host] += 1
+            book = AddressBook(
+                hosts=addresses,
+                port=port,
+                python=spot.python,
+                profiler=(spot.python, f"{spot.workdir}/{_PROFILER_FILE}") if spot.profiler else (),
+                mpi_rank=(spot.python, "-I", "-S", f"{spot.workdir}/{_MPI_FILE}"),
+                cores=cores,
+                env=env,
+                has_ask=True,
+            )
+            books[key] = commands(_placed(job, spot.workdir), book)
+        command = books[key][slot]
+        if slot.role == "worker":
+            if crowds[host] > 1:
+                command = replace(command, env={**_own_gpus(job, seated[host]), **command.env})
+            seated[host] += 1
         given[slot] = command
     return given
 
@@ -375,14 +438,6 @@ def _placed(job: Job, workdir: str) -> Job:
         ),
         checkpoint=change(job.checkpoint, dir=absolute(job.checkpoint.dir)),
     )
-
-
-def _at(command: Command, spot: Place) -> Command:
-    """Take the profiler that was sent along, where stoker is not installed."""
-    python, *words = command.argv
-    if spot.profiler and words[:2] == ["-m", _PROFILER]:
-        return replace(command, argv=(python, f"{spot.workdir}/{_PROFILER_FILE}", *words[2:]))
-    return command
 
 
 def _notes(
@@ -427,16 +482,44 @@ def _notes(
 # --- Carrying it out
 
 
-def _stand_ins(plan: SshPlan, run: Run) -> LocalPlan:
+def _stand_ins(plan: SshPlan, run: Run, *, detach: bool) -> LocalPlan:
     """Give the processes here, one for each slot there."""
     argv = (sys.executable, "-m", "stoker.launchers.ssh_slot", str(run.folder))
-    return LocalPlan(
-        slots={
-            name: Command((*argv, name), {"STOKER_SLOT": name, "STOKER_ROLE": Slot.parse(name).role}, str(run.folder))
-            for name in plan.slots
-        },
-        hosts=plan.hosts,
-    )
+    slots = {}
+    for name in (*plan.slots, *plan.standby):
+        env = {"STOKER_SLOT": name, "STOKER_ROLE": Slot.parse(name).role, **STANDS_IN}
+        slots[name] = Command((*argv, name), env, str(run.folder))
+    return LocalPlan(slots=slots, hosts=plan.hosts, detached=detach)
+
+
+def _run(handle: str) -> Run:
+    return Run(Path(handle.partition("://")[2]))
+
+
+def _sweep(run: Run) -> None:
+    """End all that is left of a run on its hosts; one that cannot be reached is told, and the run stays lost."""
+    plan = read_ssh_plan(run)
+
+    def end(host: str) -> str:
+        place = plan.places[host]
+        request = {
+            "do": "sweep",
+            "folder": f"{place.workdir}/.stoker/{run.id}",
+            "slots": [Slot.parse(name).filename for name, one in plan.hosts.items() if one == host],
+            "marks": {"STOKER_RUN": run.id, "STOKER_HOST": host},
+            "grace_s": plan.grace_s,
+        }
+        try:
+            with Session(plan.client.argv(attempts=1), host, place.python, run.id) as session:
+                session.ask(request, plan.grace_s + ANSWER_S)
+        except UnavailableError as error:
+            return f"{host} {error.what}"
+        return ""
+
+    if faults := [fault for fault in _at_once(end, plan.places) if fault]:
+        words = f"{'; '.join(faults)}; what runs there may go on: stoker job stop {run.id} tries again"
+        run.write_status(msgspec.structs.replace(run.read_status(), state=JobState.LOST, message=words))
+        raise UnavailableError(words, where=run.id)
 
 
 def _prepare_all(run: Run) -> None:
@@ -471,7 +554,9 @@ def _prepare(plan: SshPlan, run: Run, ssh: list[str], host: str, place: Place) -
     """Bring one host so far that a slot can start."""
     folder = Path(plan.source)
     names = listed(folder, plan.exclude, away=home()) if place.copies else []
-    extra = [(_PROFILER_FILE, files("stoker.telemetry").joinpath("profiler.py").read_bytes())] if place.profiler else []
+    sent = {_PROFILER_FILE: place.profiler, _MPI_FILE: place.mpi}
+    ours = files("stoker.telemetry")
+    extra = [(name, ours.joinpath(Path(name).name).read_bytes()) for name, wanted in sent.items() if wanted]
     python = "python3" if plan.setup else place.python
     send(folder, names, extra, ssh=ssh, host=host, to=place.workdir, python=python, rsync=place.rsync)
     if not plan.setup:

@@ -1,19 +1,16 @@
-"""What works for us on a host: looks around there, and keeps one slot, which never outlives the one that asked for it.
+"""What works for us on a host: looks around there, and has slots kept.
 
-One file on the standard library alone, for Python 3.8 and later: it is sent through `ssh` and needs nothing of ours
-there. It answers in frames: a letter, a length, so many bytes. What it is asked comes as lines of JSON; an empty line
-says that somebody is still there. When those stop, or standard input ends, it ends all that it started.
+On the standard library alone, for Python 3.8 and later: it is sent through `ssh`, with `ssh_keeper`, and needs nothing
+of ours there. What it is asked comes as lines of JSON; an empty line says that somebody is still there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
 import shutil
-import signal
 import socket
 import struct
 import subprocess
@@ -21,17 +18,12 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-MAGIC = b"\0stoker agent\n"
-"""Comes before the first frame; a login may print anything before that."""
-ANSWER, OUTPUT, ALIVE, EXIT, REFUSAL = b"a", b"o", b"k", b"x", b"f"
-BEAT_S = 2.0
-LEFTOVER_S = 0.5
-POLL_S = 0.02
+from stoker.launchers.ssh_keeper import ANSWER, MAGIC, Frames, Relay, lines, sweep
+
 DIAL_S = 3.0
 _SIOCGIFADDR = 0x8915
-_PR_SET_PDEATHSIG = 1
 
 # What the job's own Python says of itself; nothing is imported, for that can take seconds.
 _ASK = """
@@ -46,169 +38,6 @@ def version(name):
 print(json.dumps({"python": sys.executable, "version": sys.version.split()[0],
                   "modules": {name: version(name) for name in sys.argv[1:]}}))
 """
-
-
-class Frames:
-    """Writes frames, from any thread."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd, self._lock = fd, threading.Lock()
-
-    def send(self, kind: bytes, data: bytes = b"") -> None:
-        """Send one frame."""
-        rest = memoryview(kind + struct.pack(">I", len(data)) + data)
-        with self._lock:
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
-
-
-# --- One slot
-
-
-class Keeper:
-    """Runs one slot until it ends, is to end, or nobody asks for it any more."""
-
-    def __init__(self, request: dict[str, Any], frames: Frames) -> None:
-        self._request, self._frames = request, frames
-        self._marks = dict(request["marks"])
-        self._heard = time.monotonic()
-        self._is_alone = False
-        self._terms = 0
-
-    def keep(self, requests: BinaryIO) -> None:
-        """Start the slot, and stay until nothing of it is left."""
-        end_marked(self._marks, LEFTOVER_S)  # of an attempt from which we were cut off
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
-        ours, theirs = os.pipe()
-        try:
-            child = self._start(theirs)
-        except OSError as error:
-            self._frames.send(REFUSAL, str(error.strerror or error).encode())
-            return
-        os.close(theirs)
-        pump = threading.Thread(target=self._pump, args=(ours,), daemon=True)
-        pump.start()
-        threading.Thread(target=self._beat, daemon=True).start()
-        threading.Thread(target=self._hear, args=(requests,), daemon=True).start()
-        code = self._watch(child)
-        end_marked(self._marks, 0 if self._terms > 1 else LEFTOVER_S)
-        if not self._is_alone:
-            pump.join(2)
-            self._frames.send(EXIT, json.dumps({"code": code}).encode())
-
-    def _start(self, output: int) -> subprocess.Popen[bytes]:
-        libc, agent = ctypes.CDLL(None), os.getpid()
-
-        def die_with_us() -> None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != agent:
-                os._exit(128 + signal.SIGTERM)
-
-        request = self._request
-        return subprocess.Popen(
-            request["argv"],
-            env={**os.environ, **request["env"], **self._marks},
-            cwd=request["cwd"],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            preexec_fn=die_with_us,
-        )
-
-    def _watch(self, child: subprocess.Popen[bytes]) -> int:
-        """Wait for the end of the slot, or bring it about: TERM, the time for a last checkpoint, KILL."""
-        told, deadline = 0, float("inf")
-        while True:
-            code = child.poll()
-            if code is not None:
-                return code
-            now = time.monotonic()
-            if not self._is_alone and now - self._heard > self._request["silence_s"]:
-                self._is_alone = True
-            if self._is_alone and not self._terms:
-                self._terms = 1
-                deadline = now + self._request["grace_s"]
-            elif self._is_alone and deadline == float("inf"):
-                self._terms = 2  # its time was given already
-            if now > deadline:
-                self._terms = 2
-            if self._terms > told:
-                told = self._terms
-                child.send_signal(signal.SIGTERM if told == 1 else signal.SIGKILL)
-            time.sleep(POLL_S)
-
-    def _pump(self, ours: int) -> None:
-        """Carry what the slot prints; also when nobody takes it any more, so that it does not wait."""
-        broken = False
-        while True:
-            data = os.read(ours, 1 << 16)
-            if not data:
-                return
-            if not broken:
-                try:
-                    self._frames.send(OUTPUT, data)
-                except OSError:
-                    broken = True
-
-    def _beat(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                self._frames.send(ALIVE)
-                time.sleep(BEAT_S)
-
-    def _hear(self, requests: BinaryIO) -> None:
-        for line in iter(requests.readline, b""):
-            self._heard = time.monotonic()
-            if line.strip():
-                self._obey(json.loads(line))
-        self._is_alone = True
-
-    def _obey(self, request: dict[str, Any]) -> None:
-        if request["do"] == "end":
-            self._terms += 1
-        elif request["do"] == "signal":
-            _signal_marked(request["pid"], self._marks, request["number"])
-
-    def _on_signal(self, number: int, frame: Any) -> None:  # noqa: ARG002
-        self._is_alone = True
-
-
-# --- Processes that are known by variables in their environment
-
-
-def end_marked(marks: dict[str, str], grace_s: float) -> int:
-    """End all processes with these variables: TERM, some time, KILL until none is left; tell how many there were."""
-    found = _marked(marks)
-    for pid in found:
-        _signal_marked(pid, marks, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    while _marked(marks):
-        if time.monotonic() >= deadline:
-            for pid in _marked(marks):
-                _signal_marked(pid, marks, signal.SIGKILL)
-        time.sleep(POLL_S)
-    return len(found)
-
-
-def _marked(marks: dict[str, str]) -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and _bears(int(name), marks)]
-
-
-def _bears(pid: int, marks: dict[str, str]) -> bool:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            environ = file.read().split(b"\0")
-    except OSError:
-        return False
-    return all(f"{name}={value}".encode() in environ for name, value in marks.items())
-
-
-def _signal_marked(pid: int, marks: dict[str, str], number: int) -> None:
-    with contextlib.suppress(OSError):
-        if _bears(pid, marks):
-            os.kill(pid, number)
 
 
 # --- What there is on this host
@@ -330,16 +159,9 @@ def main() -> None:
     requests, frames = sys.stdin.buffer, Frames(1)
     os.write(1, MAGIC)
     surveyor = Surveyor()
-    for line in iter(requests.readline, b""):
-        if not line.strip():
-            continue
-        request = json.loads(line)
+    for request in lines(requests):
         if request["do"] == "keep":
-            Keeper(request, frames).keep(requests)
+            Relay(request, frames).run(requests)
             break
-        frames.send(ANSWER, json.dumps(surveyor.answer(request)).encode())
+        frames.send_json(ANSWER, sweep(request) if request["do"] == "sweep" else surveyor.answer(request))
     os._exit(0)  # whatever thread still waits for a network that is gone
-
-
-if __name__ == "__main__":
-    main()

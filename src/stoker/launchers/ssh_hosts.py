@@ -20,11 +20,18 @@ import msgspec
 
 from stoker.core.processes import start
 from stoker.errors import InputError, UnavailableError
-from stoker.launchers import ssh_agent
+from stoker.launchers import ssh_keeper
 
 _TOKEN = "stoker-agent"
 _SLOTS = re.compile(r"(?P<host>\S+?)(?::(?P<short>\d+)|\s+slots\s*=\s*(?P<long>\d+))?(?:\s+max.slots\s*=\s*\d+)?")
-_BOOT = "import sys;exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
+# Makes modules of what comes, and begins with the last.
+_BOOT = (
+    "import sys,json,types;i=sys.stdin.buffer\n"
+    "for n,c in json.loads(i.read(int(i.readline()))):\n"
+    " m=sys.modules[n]=types.ModuleType(n);exec(compile(c,n,'exec'),m.__dict__)\n"
+    "m.main()"
+)
+_MODULES = ("ssh_keeper", "ssh_agent")
 _ANY_PYTHON = (
     'for p in python3 python "$1"; do command -v "$p" >/dev/null 2>&1 && exec "$p" -u -c "$2" "$3"; done; exit 127'
 )
@@ -132,8 +139,14 @@ def agent_argv(client: list[str], host: str, python: str, token: str) -> list[st
 
 def agent_code() -> bytes:
     """Give what the agent's Python reads first."""
-    code = files("stoker.launchers").joinpath("ssh_agent.py").read_bytes()
+    sources = [(f"stoker.launchers.{name}", source(name)) for name in _MODULES]
+    code = json.dumps(sources).encode()
     return f"{len(code)}\n".encode() + code
+
+
+def source(module: str) -> str:
+    """Give the text of a module that is sent along."""
+    return files("stoker.launchers").joinpath(f"{module}.py").read_text()
 
 
 class Frames:
@@ -148,7 +161,7 @@ class Frames:
         """Give the frames that are whole by now."""
         self._data += data
         if not self.is_met:
-            self.before, magic, rest = self._data.partition(ssh_agent.MAGIC)
+            self.before, magic, rest = self._data.partition(ssh_keeper.MAGIC)
             if not magic:
                 return
             self._data, self.is_met = rest, True
@@ -163,12 +176,12 @@ class Frames:
 class Session:
     """A talk with the agent on one host: questions, answers."""
 
-    def __init__(self, client: list[str], host: str, python: str) -> None:
+    def __init__(self, client: list[str], host: str, python: str, token: str = "look") -> None:
         self.host = host
         self._stderr: IO[bytes] = TemporaryFile()  # noqa: SIM115 (closed with the talk)
         ours, theirs = os.pipe()
         back, forth = os.pipe()
-        argv = agent_argv(client, host, python, "look")
+        argv = agent_argv(client, host, python, token)
         try:
             self._ssh = start(argv, stdin=ours, stdout=forth, stderr=self._stderr, dies_with_us=False)
         finally:
@@ -192,7 +205,7 @@ class Session:
             if not data:
                 raise self._failed(self._code())
             for kind, payload in self._frames.feed(data):
-                if kind == ssh_agent.ANSWER:
+                if kind == ssh_keeper.ANSWER:
                     answer: dict[str, Any] = json.loads(payload)
                     return answer
         raise UnavailableError("does not answer", where=self.host)

@@ -27,7 +27,7 @@ from stoker.jobs.runs import Run, packages
 from stoker.jobs.spec import Job
 from stoker.jobs.status import Attempt, JobState, JobStatus, SlotStatus, signal_of
 from stoker.jobs.topology import Slot, lead_slots
-from stoker.launchers.causes import Cause, cause
+from stoker.launchers.causes import LOST, Cause, cause
 from stoker.launchers.gang import Gang, end_left
 from stoker.launchers.hearing import Hearing
 from stoker.launchers.plan import LocalPlan, read_plan
@@ -42,6 +42,8 @@ FAR_S = 5.0
 """What those elsewhere have, to tell of their own failure and of their end."""
 LOCK_S = 2.0
 STOPPED = "stopped"
+STOPPING = "stopping"
+"""The file by which the end of a run is asked for, where it is not to end with this machine."""
 
 
 class Wish:
@@ -64,18 +66,25 @@ class Outcome:
     grace_s: float
     code: int = 0
     hung: bool = False
+    lost: bool = False
 
 
 class Supervisor:
     """One run, from its first attempt to its end."""
 
-    def __init__(self, run: Run, wish: Wish) -> None:
+    def __init__(self, run: Run, wish: Wish, *, continues: bool = False) -> None:
+        """Take a run; with `continues`, one whose slots went on elsewhere while nobody watched."""
         self._run, self._wish = run, wish
         self._job: Job = run.job
         self._plan: LocalPlan = read_plan(run)
         self._status = run.read_status()
         self._earlier, self._first = _earlier(self._status)
         self._attempts: list[Attempt] = []
+        self._continues = continues
+        if continues:
+            self._earlier, self._attempts = (), list(self._status.attempts)
+            is_over = any(one.number == self._status.attempt for one in self._attempts)
+            self._first = self._status.attempt + is_over - len(self._attempts)
         self._replaced = 0
         self._memory = _Memory()
         self._far_s = FAR_S if self._plan.is_far else 0.0
@@ -83,8 +92,9 @@ class Supervisor:
     def watch(self) -> None:
         """Try until the job succeeds, is stopped, or is given up; whatever happens is told in the run's state."""
         try:
-            self._tell(state=JobState.RUNNING, began=time.time(), ended=None, message="")
-            end_left(self._run, float(self._job.grace))
+            began = self._status.began if self._continues else time.time()
+            self._tell(state=JobState.RUNNING, began=began, ended=None, message="")
+            end_left(self._run, float(self._job.grace), standing_in=self._continues)
             state, message = self._watch()
         except StokerError as error:
             state, message = JobState.FAILED, str(error)
@@ -98,9 +108,10 @@ class Supervisor:
         while True:
             number = self._first + len(self._attempts)
             self._tell(attempt=number)
-            if self._attempts:
+            if self._attempts and not self._continues:
                 self._explain(number, self._attempts[-1].cause)
             attempt = self._try(number)
+            self._continues = False
             self._attempts.append(attempt)
             self._tell(attempts=(*self._earlier, *self._attempts))
             if attempt.cause == STOPPED:
@@ -111,8 +122,8 @@ class Supervisor:
             if not isinstance(decision, Restart):
                 return JobState.FAILED, attempt.cause + (f" ({decision.why})" if self._job.retries else "")
             self._tell(message=f"attempt {number} failed: {attempt.cause}; starting again")
-            until(lambda: self._wish.stop, decision.after_s)
-            if self._wish.stop:
+            until(self._should_stop, decision.after_s)
+            if self._should_stop():
                 return JobState.STOPPED, STOPPED
             self._tell(message="")
 
@@ -121,7 +132,7 @@ class Supervisor:
         began = time.time()
         plan = self._plan if self._job.port else self._plan.on_free_port()
         hearing = Hearing(self._run, number, plan, self._job)
-        gang = Gang(self._run, number, plan.commands, last_s=self._far_s)
+        gang = Gang(self._run, number, plan.commands, last_s=self._far_s, continues=self._continues)
         outcome: Outcome | None = None
         try:
             self._tell_slots(gang, hearing)
@@ -130,6 +141,8 @@ class Supervisor:
             while (outcome := self._outcome(gang, hearing, number)) is None:
                 time.sleep(POLL_S)
         finally:
+            if plan.detached:  # else those that stand for slots elsewhere would leave them alone
+                self._run.write(f"ending.{number}", b"")
             gang.end(outcome.grace_s if outcome else float(self._job.grace))
             hearing.listen()
             self._tell_slots(gang, hearing)
@@ -141,6 +154,7 @@ class Supervisor:
             code=outcome.code,
             cause=outcome.cause,
             hung=outcome.hung,
+            lost=outcome.lost,
             steps=hearing.steps,
         )
 
@@ -151,7 +165,7 @@ class Supervisor:
         codes = self._tell_slots(gang, hearing)
         grace = float(self._job.grace)
         if self._job.is_elastic:
-            if self._replaced < self._job.retries and (lost := _lost(codes)):
+            if self._replaced < self._job.retries and (lost := _lost(codes, is_far=self._plan.is_far)):
                 self._replaced += 1
                 hearing.forget(lost)
                 gang.replace(lost)
@@ -161,22 +175,30 @@ class Supervisor:
                 return Outcome("", 0.0)
         if any(codes.values()):
             time.sleep(SETTLE_S)
+            hearing.listen()
             found = self._cause(self._codes(gang, hearing), number)
             far = time.monotonic() + self._far_s
             while found.is_of_a_partner and None in gang.codes().values() and time.monotonic() < far:
                 time.sleep(POLL_S)
                 found = self._cause(self._codes(gang, hearing), number)
-            return Outcome(found.sentence, min(grace, FAILED_GRACE_S), code=found.code)
+            is_lost = self._plan.is_far and found.code == LOST
+            return Outcome(found.sentence, min(grace, FAILED_GRACE_S), code=found.code, lost=is_lost)
         if all(codes[slot] == 0 for slot in lead_slots(self._job)):
             return Outcome("", grace)
         if hung := hearing.hung(gang):
             hearing.ask_for_stacks(gang)
             return Outcome(hung, min(grace, FAILED_GRACE_S), hung=True)
-        return Outcome(STOPPED, grace) if self._wish.stop else None
+        return Outcome(STOPPED, grace) if self._should_stop() else None
+
+    def _should_stop(self) -> bool:
+        """Whether someone asked the run to end; that this machine shuts down is not meant for who goes on elsewhere."""
+        if self._wish.stop and self._plan.detached and not (self._run.folder / STOPPING).exists():
+            os._exit(0)
+        return self._wish.stop
 
     def _cause(self, codes: Mapping[Slot, int | None], number: int) -> Cause:
         """Choose among slots that failed the one that says most: a program's own error before an ended partner."""
-        short = self._memory.was_short()
+        short = self._memory.was_short() and not self._plan.is_far
         causes = [
             cause(slot, code, self._run.log(slot, number), out_of_memory=short) for slot, code in codes.items() if code
         ]
@@ -193,6 +215,8 @@ class Supervisor:
         for name in self._plan.carried:
             slot = Slot.parse(name)
             codes[slot] = told.get(slot, next(iter(gang.codes().values())))
+        if any(codes.values()):  # a slot that stands by ends well, and only its ranks tell that they did not
+            codes |= {slot: code for slot, code in hearing.failed.items() if not codes.get(slot)}
         return codes
 
     def _tell_slots(self, gang: Gang, hearing: Hearing) -> dict[Slot, int | None]:
@@ -243,9 +267,9 @@ def _state(code: int | None) -> JobState:
     return JobState.RUNNING if code is None else JobState.SUCCEEDED if code == 0 else JobState.FAILED
 
 
-def _lost(codes: Mapping[Slot, int | None]) -> Slot | None:
+def _lost(codes: Mapping[Slot, int | None], *, is_far: bool) -> Slot | None:
     """Find a slot of an elastic world that was killed; the others meet at the first, which cannot be replaced."""
-    killed = (slot for slot, code in codes.items() if code is not None and signal_of(code))
+    killed = (slot for slot, code in codes.items() if code and (signal_of(code) or (is_far and code == LOST)))
     return next((slot for slot in killed if slot.index > 0), None)
 
 
@@ -295,7 +319,7 @@ def main() -> None:
     wish = Wish()  # before anyone can know whom to tell it
     adopt_orphans()
     with watching(run):
-        Supervisor(run, wish).watch()
+        Supervisor(run, wish, continues="--continue" in sys.argv).watch()
 
 
 if __name__ == "__main__":

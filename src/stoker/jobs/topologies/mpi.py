@@ -1,0 +1,134 @@
+"""Open MPI's `mpirun` in a launcher of its own, which starts the ranks in workers that stand by.
+
+The flags are those that image training on many machines is usually given: plain TCP between them, no binding, ranks in
+the order of the workers. Whatever `mpi.args` gives takes the place of the same flag here.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Sequence
+
+from stoker.jobs.spec import Job
+from stoker.jobs.topology import (
+    AddressBook,
+    Command,
+    Role,
+    Slot,
+    Standby,
+    contract,
+    profiler_words,
+    program_words,
+)
+
+LAUNCHER = Slot("launcher", 0)
+_OF_A_RUN = ("STOKER_RUN", "STOKER_ATTEMPT", "STOKER_CHECKPOINT_DIR")
+"""What every launcher adds when it starts an attempt."""
+_OF_A_SLOT = ("STOKER_SLOT", "STOKER_ROLE", "STOKER_INDEX")
+"""What differs between ranks: each finds its own."""
+_NOT_BETWEEN_HOSTS = "lo,docker0"
+
+
+class Mpi:
+    """`mpirun` once, and the program in every rank."""
+
+    def roles(self, job: Job) -> tuple[Role, ...]:
+        """List the launcher, whose end is the job's, and the workers."""
+        return Role("launcher", 1, lead=True, profiled=False), Role("worker", job.max_workers)
+
+    def command(self, job: Job, slot: Slot, book: AddressBook) -> Command | Standby:
+        """Run mpirun in the launcher; the workers wait for it."""
+        if slot != LAUNCHER:
+            return Standby()
+        workers = {worker: book.hosts[worker] for worker in (Slot("worker", one) for one in range(job.max_workers))}
+        env = {
+            "MASTER_ADDR": workers[Slot("worker", 0)],
+            "MASTER_PORT": str(book.port),
+            # It refuses root, in containers too, unless it is told twice.
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        }
+        # Not what differs from host to host, nor secrets, which must not travel so: who keeps a worker gives them.
+        known = [*contract(job, slot, book), *env, *job.env, *_OF_A_RUN]
+        # Names alone: the values are in the environment of mpirun, and on no command line.
+        names = [name for name in dict.fromkeys(known) if not name.startswith("OMPI_") and name not in _OF_A_SLOT]
+        nodes = [one.filename for one in workers] if book.has_ask else list(workers.values())
+        argv = [*_around(book), "mpirun", "-np", str(len(nodes) * job.ranks_per_worker), "--host", _hosts(nodes, job)]
+        argv += _flags(job, list(workers.values())) + (_by_asking(book) if book.has_ask else [])
+        argv += [word for name in names for word in ("-x", name)]
+        return Command((*argv, *job.mpi.args, *_rank(job, book)), env)
+
+
+def _words(book: AddressBook) -> tuple[str, ...]:
+    return book.mpi_rank or (book.python, "-m", "stoker.telemetry.mpi_rank")
+
+
+def _around(book: AddressBook) -> tuple[str, ...]:
+    """Give what stands before mpirun, where nobody else sees to its end."""
+    return (*_words(book), "--around") if book.has_ask else ()
+
+
+def _by_asking(book: AddressBook) -> list[str]:
+    """Give the flags by which mpirun starts its daemons through us, and they stay where they can be seen to."""
+    return [
+        *("--mca", "plm_rsh_no_tree_spawn", "1", "--mca", "orte_leave_session_attached", "1"),
+        # In the place of the shell there: what is told to end must be what passes it on.
+        *("--mca", "orte_launch_agent", " ".join(["exec", *_around(book), "orted"])),
+    ]
+
+
+def _rank(job: Job, book: AddressBook) -> tuple[str, ...]:
+    """Give what mpirun starts for each rank; the profiler is for the first rank of a worker alone."""
+    words = _words(book)
+    profiler = profiler_words(job, book)
+    options = ("--ranks", str(job.ranks_per_worker), "--first", str(len(profiler)), "--")
+    return (*words, *options, *profiler, *program_words(job.program, book.python))
+
+
+def _hosts(workers: Sequence[str], job: Job) -> str:
+    return ",".join(f"{host}:{count * job.ranks_per_worker}" for host, count in Counter(workers).items())
+
+
+def _flags(job: Job, workers: Sequence[str]) -> list[str]:
+    """Give the flags that the job does not give itself: mpirun takes each but once."""
+    defaults = [
+        ("--tag-output",),
+        # More ranks than cores is the job's own affair.
+        ("--oversubscribe",),
+        ("--bind-to", job.mpi.binding),
+        ("--map-by", "slot"),
+        ("--mca", "pml", "ob1"),
+        ("--mca", "btl", "^openib"),
+        *_network(workers),
+        # A signal for one process would reach all ranks, and end those that do not expect it.
+        ("--mca", "ess_base_forward_signals", "none"),
+    ]
+    given = _given(job.mpi.args)
+    return [word for words in defaults if _key(words) not in given for word in words]
+
+
+def _network(workers: Sequence[str]) -> list[tuple[str, ...]]:
+    """Choose the network: that of the addresses, or all but those that do not lead to another host."""
+    try:
+        found = ",".join(f"{ipaddress.IPv4Address(host)}/32" for host in dict.fromkeys(workers))
+    except ValueError:
+        return [("--mca", f"{part}_tcp_if_exclude", _NOT_BETWEEN_HOSTS) for part in ("btl", "oob")]
+    return [("--mca", f"{part}_tcp_if_include", found) for part in ("btl", "oob")]
+
+
+def _given(args: Sequence[str]) -> set[str]:
+    """Name the flags and MCA parameters in a list of arguments."""
+    keys = set()
+    for index, word in enumerate(args):
+        if word.startswith("-"):
+            keys |= {_key((word, *args[index + 1 : index + 2]))}
+    return keys
+
+
+def _key(words: Sequence[str]) -> str:
+    """Name a flag, however many dashes it has; an MCA parameter by its own name, in and out alike."""
+    flag = words[0].lstrip("-")
+    if flag in ("mca", "gmca", "omca") and len(words) > 1:
+        return words[1].replace("_if_exclude", "_if").replace("_if_include", "_if")
+    return {"nooversubscribe": "oversubscribe"}.get(flag, flag)

@@ -1,0 +1,148 @@
+"""Commands that one slot wants on the host of another: passed on as files in the run folder, from process to process.
+
+asks/<attempt>/<slot>.ready       the slot stands by
+asks/<attempt>/<slot>/<id>.json   a command for it; who wants it no more removes it
+asks/<attempt>/<slot>/<id>.exit   how it ended
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stoker.core.processes import Process, start, until
+from stoker.core.spec import load, to_json
+from stoker.errors import InputError
+from stoker.jobs.runs import Run
+from stoker.jobs.topology import Slot
+
+LAST_S = 5.0
+"""For the end of what was ended at once to be told."""
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """A command for a shell on the host of a slot."""
+
+    command: str
+    cwd: str | None = None
+
+
+class Asks:
+    """The asks of one attempt."""
+
+    def __init__(self, run: Run, attempt: int) -> None:
+        self._folder = run.folder / "asks" / str(attempt)
+
+    def tell_ready(self, name: str) -> None:
+        """Tell that a slot stands by."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / f"{Slot.parse(name).filename}.ready").touch()
+
+    def unready(self, names: Iterable[str]) -> list[str]:
+        """Tell who does not stand by yet."""
+        return [name for name in names if not (self._folder / f"{Slot.parse(name).filename}.ready").exists()]
+
+    def of(self, name: str) -> Path:
+        """Give the folder of what is asked of a slot."""
+        return self._folder / Slot.parse(name).filename
+
+    def read(self, name: str, ask: str) -> Wish:
+        """Read what is asked."""
+        path = self.of(name) / f"{ask}.json"
+        return load(path.read_bytes(), Wish, path)
+
+    def is_wanted(self, name: str, ask: str) -> bool:
+        """Whether it was not taken back."""
+        return (self.of(name) / f"{ask}.json").exists()
+
+    def wanted(self, name: str) -> list[str]:
+        """List what is asked of a slot and not answered yet."""
+        return [path.stem for path in self.of(name).glob("*.json") if not path.with_suffix(".exit").exists()]
+
+    def write(self, name: str, file: str, data: bytes) -> None:
+        """Write a file at once."""
+        folder = self.of(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f".{file}").write_bytes(data)
+        (folder / f".{file}").replace(folder / file)
+
+
+class Desk:
+    """Where the stand-in of the slot that asks leaves asks, and finds answers."""
+
+    def __init__(self, asks: Asks, standby: Collection[str]) -> None:
+        self._asks, self._standby = asks, standby
+        self._open: dict[str, str] = {}
+        self._refused: list[str] = []
+
+    def take(self, told: dict[str, Any]) -> None:
+        """Pass an ask on, or take it back."""
+        ask = str(told["id"])
+        if told.get("back"):
+            if (name := self._open.pop(ask, None)) is not None:
+                (self._asks.of(name) / f"{ask}.json").unlink(missing_ok=True)
+            return
+        name = str(told["slot"])
+        if name not in self._standby:
+            self._refused.append(ask)
+            return
+        self._open[ask] = name
+        if not (self._asks.of(name) / f"{ask}.json").exists():
+            self._asks.write(name, f"{ask}.json", to_json(Wish(command=told["command"], cwd=told.get("cwd"))))
+
+    def answers(self) -> Iterator[tuple[str, int]]:
+        """Give the exit codes that have come in; that of bad input where no such slot stands by."""
+        while self._refused:
+            yield self._refused.pop(), InputError.exit_code
+        for ask, name in list(self._open.items()):
+            path = self._asks.of(name) / f"{ask}.exit"
+            if path.exists():
+                del self._open[ask]
+                yield ask, int(path.read_text())
+
+
+class Clerk:
+    """Starts what is asked of a slot that stands by, a process here for each."""
+
+    def __init__(self, run: Run, asks: Asks, name: str) -> None:
+        self._run, self._asks, self._name = run, asks, name
+        self._lines: dict[str, Process] = {}
+        self._is_ending = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs of what was asked."""
+        return not self._lines
+
+    def tell_end(self) -> None:
+        """Have all that runs end with grace, and start nothing more."""
+        self._is_ending = True
+        for line in self._lines.values():
+            line.terminate()
+
+    def look(self) -> None:
+        """Start what is new, end what was taken back, and answer what is over."""
+        for ask in self._asks.wanted(self._name):
+            if ask not in self._lines and not self._is_ending:
+                argv = [sys.executable, "-m", "stoker.launchers.ssh_slot", str(self._run.folder), self._name, ask]
+                self._lines[ask] = start(argv, dies_with_us=True)
+        for ask, line in list(self._lines.items()):
+            code = line.poll()
+            if code is not None:
+                del self._lines[ask]
+                line.end(0)
+                self._asks.write(self._name, f"{ask}.exit", str(code).encode())
+            elif not self._asks.is_wanted(self._name, ask):
+                line.terminate()
+
+    def end(self, grace_s: float) -> None:
+        """End all of them."""
+        if not self._is_ending:
+            self.tell_end()
+        until(lambda: all(line.poll() is not None for line in self._lines.values()), grace_s)
+        for line in self._lines.values():  # which tells it a second time, and so at once
+            line.end(LAST_S)
