@@ -51,6 +51,13 @@ def test_started_again(attempts: list[Attempt]) -> None:
     assert isinstance(decide(attempts, 3), Restart)
 
 
+def test_what_was_lost_with_its_machine_is_started_again() -> None:
+    lost = Attempt(number=0, began=0, ended=2, code=255, lost=True)
+    assert isinstance(decide([lost], 3), Restart)
+    assert isinstance(decide([lost], 3, elastic=True), Restart)
+    assert isinstance(decide([lost], 0), GiveUp)
+
+
 def test_an_elastic_world_is_restarted_by_torchrun_and_not_twice() -> None:
     assert isinstance(decide(tries((1, 100, 9)), 3, elastic=True), GiveUp)
     assert isinstance(decide(tries((-9, 100, 9)), 3, elastic=True), Restart)

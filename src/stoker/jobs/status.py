@@ -9,9 +9,6 @@ import msgspec
 
 from stoker.errors import JobFailedError, StoppedError
 
-LOST = 255
-"""The exit code of a slot whose host is gone: `ssh` ends so too."""
-
 
 def signal_of(code: int) -> int:
     """Tell which signal ended a program, by its exit code: -9, or 137 where a shell or a profiler tells it; 0: none."""
@@ -55,6 +52,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """Of the slot that failed first; 0 when none did."""
     cause: str = ""
     hung: bool = False
+    lost: bool = False
+    """Whether the machine it ran on was gone, or out of reach."""
     steps: int = -1
     """The highest step that was heard of; -1 when the program tells none."""
 

@@ -27,7 +27,7 @@ from stoker.jobs.runs import Run, packages
 from stoker.jobs.spec import Job
 from stoker.jobs.status import Attempt, JobState, JobStatus, SlotStatus, signal_of
 from stoker.jobs.topology import Slot, lead_slots, slots_of
-from stoker.launchers.causes import Cause, cause
+from stoker.launchers.causes import LOST, Cause, cause
 from stoker.launchers.gang import Gang, end_left
 from stoker.launchers.hearing import Hearing
 from stoker.launchers.plan import LocalPlan, read_plan
@@ -64,6 +64,7 @@ class Outcome:
     grace_s: float
     code: int = 0
     hung: bool = False
+    lost: bool = False
 
 
 class Supervisor:
@@ -141,6 +142,7 @@ class Supervisor:
             code=outcome.code,
             cause=outcome.cause,
             hung=outcome.hung,
+            lost=outcome.lost,
             steps=hearing.steps,
         )
 
@@ -168,7 +170,8 @@ class Supervisor:
             while found.is_of_a_partner and None in gang.codes().values() and time.monotonic() < far:
                 time.sleep(POLL_S)
                 found = self._cause(self._codes(gang, hearing), number)
-            return Outcome(found.sentence, min(grace, FAILED_GRACE_S), code=found.code)
+            is_lost = self._plan.is_far and found.code == LOST
+            return Outcome(found.sentence, min(grace, FAILED_GRACE_S), code=found.code, lost=is_lost)
         if all(codes[slot] == 0 for slot in lead_slots(self._job)):
             return Outcome("", grace)
         if hung := hearing.hung(gang):

@@ -22,6 +22,8 @@ ANSWER_S = 5.0
 HERE_S = 1.0
 LARGEST = 512 * 2**20
 """What Ray takes of a working folder, as an archive."""
+GUARDED = "unknown"
+"""The version of a cluster that tells nothing without a token."""
 _HINT = "its dashboard is wanted, at port 8265 if you name none; ray start --head --dashboard-host=0.0.0.0 opens it"
 
 
@@ -69,6 +71,8 @@ def version_there(address: str) -> str:
         raise UnavailableError("no Ray cluster answers", where=address, hint=_HINT)
     if not found:
         raise UnavailableError("what answers is no Ray dashboard, or one of before Ray 1.9", where=address, hint=_HINT)
+    if found == GUARDED:
+        _client(address)  # which knows the token, or says what is wrong with it
     return found
 
 
@@ -78,7 +82,9 @@ def _version(address: str, timeout_s: float) -> str | None:
         with urllib.request.urlopen(f"{address}/api/version", timeout=timeout_s) as answer:
             told = json.loads(answer.read(1 << 16))
             return str(told["ray_version"])
-    except (urllib.error.HTTPError, ValueError, KeyError, TypeError):
+    except urllib.error.HTTPError as error:
+        return GUARDED if error.code in (401, 403) else ""
+    except (ValueError, KeyError, TypeError):
         return ""
     except OSError:
         return None

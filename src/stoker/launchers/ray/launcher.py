@@ -30,7 +30,7 @@ from stoker.launchers.local import LocalLauncher
 from stoker.launchers.paths import inside, placed
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.ray.carrier import ARCHIVE, DRIVER, end_submissions
-from stoker.launchers.ray.cluster import LARGEST, Cluster, address_of, need_ray, version_here, version_there
+from stoker.launchers.ray.cluster import GUARDED, LARGEST, Cluster, address_of, need_ray, version_here, version_there
 from stoker.launchers.ray.plan import RayPlan, read_ray_plan
 from stoker.launchers.ssh_files import listed, size_of
 from stoker.telemetry import profiler
@@ -144,7 +144,7 @@ class RayLauncher:
         yield f"{len(names)} files ({format_bytes(size)}) of {Path.cwd()} go to {self._address}"
         if size > LARGEST:
             yield f"Ray takes at most {format_bytes(LARGEST)}, packed: .stokerignore leaves out what they need not"
-        if there != version_here():
+        if there not in (GUARDED, version_here()):
             yield (
                 f"Ray is {version_here()} here and {there} there: its job API is the same in all of 2.x; should the "
                 f"job not be taken: pip install 'ray[default]=={there}' here"
