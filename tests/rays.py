@@ -17,6 +17,7 @@ from hosts import Host, network
 from stoker.core.processes import Process, start
 
 CPUS = 2
+ACCELERATOR = '{"accelerator_type:TEST":1}'
 
 
 @dataclass
@@ -38,7 +39,7 @@ class RayNode:
         own.mkdir(exist_ok=True)
         ray = f"{Path(sys.executable).with_name('ray')} start --block --disable-usage-stats --num-cpus={CPUS}"
         # What Ray writes is kept apart, as it is on machines that do not share a disk.
-        script = f"mkdir -p /tmp/ray && mount --bind {own} /tmp/ray && exec {ray} --node-ip-address={self.address} $*"
+        script = f'mkdir -p /tmp/ray && mount --bind {own} /tmp/ray && exec {ray} --node-ip-address={self.address} "$@"'
         argv = ["ip", "netns", "exec", self.host.space, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
         with open(self.host.folder / f"ray-{self.host.name}.log", "ab") as log:
             words = [*argv, "sh", "-c", script, "sh", *self.options]
@@ -70,11 +71,32 @@ class RayCluster:
             assert time.monotonic() < deadline, (self.nodes[0].host.folder / "ray-node1.log").read_text()
             time.sleep(0.2)
 
+    def processes(self, *words: str) -> list[int]:
+        """Those on its nodes, and on no other, that have all of these words on their command line."""
+        spaces = {os.stat(f"/run/netns/{node.host.space}").st_ino for node in self.nodes}
+        found = []
+        for pid in with_words(*words):
+            with suppress(OSError):
+                if os.stat(f"/proc/{pid}/ns/net").st_ino in spaces:
+                    found.append(pid)
+        return found
+
     def _alive(self) -> int:
         url = f"http://{self.place}/api/v0/nodes?filter_keys=state&filter_predicates=%3D&filter_values=ALIVE"
         with suppress(OSError), urllib.request.urlopen(url, timeout=10) as answer:
             return answer.read().count(b'"node_id"')
         return 0
+
+
+def with_words(*words: str) -> list[int]:
+    """Processes that have all of these words on their command line."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):
+                text = (folder / "cmdline").read_bytes().decode(errors="replace")
+                found += [int(folder.name)] if all(word in text for word in words) else []
+    return found
 
 
 @contextmanager
@@ -86,7 +108,8 @@ def ray_cluster(folder: Path) -> Iterator[RayCluster]:
         cluster = RayCluster(
             [
                 RayNode(head, ["--head", "--dashboard-host=0.0.0.0"]),
-                RayNode(other, [f"--address={head.address}:6379"]),
+                # GPUs in name alone; Ray believes it.
+                RayNode(other, [f"--address={head.address}:6379", "--num-gpus=2", f"--resources={ACCELERATOR}"]),
             ]
         )
         try:

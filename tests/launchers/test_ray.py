@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,13 +20,14 @@ import pytest
 
 from launchers.contract import LauncherSuite, job_of, until
 from launchers.test_local import HEARTBEAT
-from rays import CPUS, RayCluster, ray_cluster
+from rays import CPUS, RayCluster, ray_cluster, with_words
 from stoker.core.processes import marked
 from stoker.errors import InputError, SpecError
 from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.runs import Run, find
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
+from stoker.launchers.ray.carrier import DriverLog
 from stoker.launchers.ray.cluster import address_of
 from stoker.launchers.ray.launcher import RayLauncher
 from stoker.trainers.checkpoints import unpack
@@ -142,11 +145,21 @@ class TestRay(LauncherSuite):
 
     @pytest.mark.slow
     def test_all_takes_what_is_free(self, launcher: Any) -> None:
-        (Path.cwd() / "reduce.py").write_text(ALL_REDUCE)
-        keys = {"program": {"script": "reduce.py"}, "topology": "torchrun", "workers": "all", "resources": {"cpu": 2}}
-        until(lambda: launcher.anchored(job_of(**keys)).workers == len(self.cluster.nodes), 30)
-        with pytest.raises(InputError, match=r"workers: all: 0 GPUs are free there, and a worker has 1; give a number"):
-            launcher.anchored(job_of(**{**keys, "resources": {"gpu": 1}}))
+        def count(**resources: Any) -> Any:
+            return launcher.anchored(job_of("true", workers="all", resources=resources)).workers
+
+        until(lambda: count(cpu=2) == len(self.cluster.nodes), 30)
+        assert (count(gpu=1), count(gpu=2)) == (2, 1)
+        with pytest.raises(InputError, match=r"workers: all: 2 GPUs are free there, and a worker has 3; give a number"):
+            count(gpu=3)
+
+    @pytest.mark.slow
+    def test_a_worker_sees_its_own_gpus(self, launcher: Any) -> None:
+        resources = {"gpu": 1, "gpu_type": "TEST", "memory": "100Mi"}
+        run, status = self.end(launcher, job_of("echo gpus $CUDA_VISIBLE_DEVICES", resources=resources))
+        assert status.state is JobState.SUCCEEDED, status.message
+        assert self.text(launcher, run)[0] in ("gpus 0", "gpus 1")
+        assert json.loads((run.folder / "places.json").read_text()) == {"worker/0": self.cluster.nodes[1].address}
 
     def test_what_is_wrong_here_is_told_at_once(self, launcher: Any) -> None:
         keys = {"program": {"script": "no.py"}, "topology": "torchrun", "workers": {"min": 1, "max": 2}}
@@ -328,27 +341,21 @@ def kill_all(*pids: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def processes(*words: str) -> list[int]:
-    """Processes that have all of these words on their command line."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                text = (folder / "cmdline").read_bytes().decode(errors="replace")
-            except OSError:
-                continue
-            if all(word in text for word in words):
-                found.append(int(folder.name))
-    return found
+def parts(what: str, run: Run, cluster: RayCluster) -> list[int]:
+    """The processes of one part of a run, and of no other."""
+    match what:
+        case "the supervisor":
+            return with_words("stoker.launchers.supervisor", run.id)
+        case "the carrier":
+            return with_words("stoker.launchers.ray.carrier", run.id)
+        case "the driver":
+            return cluster.processes(".stoker/driver.py", f"gcs://stoker-{run.id}")
+        case "the actor":
+            return cluster.processes("ray::Seat")
+        case _:
+            return cluster.processes("stoker-slot-", "keeper.py")
 
 
-BREAKS = {
-    "the supervisor": ("stoker.launchers.supervisor",),
-    "the carrier": ("stoker.launchers.ray.carrier",),
-    "the driver": (".stoker/driver.py", "gcs://stoker-"),
-    "the actor": ("ray::Seat",),
-    "the keeper": ("stoker-slot-", "keeper.py"),
-}
 SAID = {
     "the carrier": "worker/0 was killed by SIGKILL; its log: ",
     "the driver": "worker/0 was lost: the driver on the Ray cluster ended early",
@@ -358,7 +365,7 @@ SAID = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", [*BREAKS, "the launching machine"])
+@pytest.mark.parametrize("what", ["the supervisor", "the launching machine", *SAID])
 def test_nothing_is_left_on_a_node(what: str, cluster: RayCluster, here: Path) -> None:
     deaf = what != "the keeper"  # the one that would end them; its slot is asked to end by the kernel
     script = DEAF if deaf else "echo ready; while :; do sleep 0.1; done"
@@ -367,12 +374,12 @@ def test_nothing_is_left_on_a_node(what: str, cluster: RayCluster, here: Path) -
         if what == "the launching machine":
             process.kill()
         else:
-            kill_all(*processes(*BREAKS[what]))
+            kill_all(*parts(what, run, cluster))
         until(lambda: not there(run), 30)
         if what in SAID:
             assert process.wait(60) == 4, (here / "said").read_text()
             assert SAID[what] in run.read_status().message
-    until(lambda: not processes("stoker-slot-", "keeper.py"), 10)
+    until(lambda: not parts("the keeper", run, cluster), 10)
 
 
 def _is_rank(pid: int) -> bool:
@@ -426,6 +433,32 @@ def weights(folder: Path) -> dict[str, Any]:
     newest = max(folder.glob("step-*.pt"))
     found: dict[str, Any] = unpack(newest.read_bytes(), where=str(newest))["model"]
     return found
+
+
+def test_a_log_that_breaks_off_is_read_on_without_loss_or_repetition() -> None:
+    text = "".join(f"line {number}\n" for number in range(50))
+
+    class Breaking:
+        """A cluster whose connections break, each a little later than the one before, and anywhere in a line."""
+
+        reads = 0
+
+        def state(self, name: str) -> tuple[bool, str]:
+            return self.reads >= 4, "all said\nthe last word"
+
+        async def tail(self, name: str) -> AsyncIterator[str]:
+            self.reads += 1
+            for at in range(0, len(text) if self.reads > 4 else 90 * self.reads, 7):
+                yield text[at : at + 7]
+            if self.reads <= 4:
+                raise RuntimeError("cut")
+
+    found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    log = DriverLog(Breaking(), "job")  # type: ignore[arg-type]
+    asyncio.run(log.follow(found))
+    lines = [found.get() for _ in range(found.qsize())]
+    assert lines == [*text.splitlines(), None]
+    assert log.why == "the driver on the Ray cluster ended early: the last word"
 
 
 # --- The commands

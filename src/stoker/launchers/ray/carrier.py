@@ -39,7 +39,7 @@ FRAME = "@stoker-ray "
 POLL_S = 0.1
 BEATS = 6
 """In the time after which a driver that hears none is alone."""
-AGAIN_S = 1.0
+AGAIN_S = 0.5
 LAST_S = 5.0
 ARCHIVE = "working.zip"
 DRIVER = ".stoker/driver.py"
@@ -135,8 +135,7 @@ class FarCluster:
         self._state: dict[str, Any] = {}
         self._beat, self._sent = 0, threading.Event()
         self._heard = time.monotonic()
-        self._given = 0
-        self.why = ""
+        self._log = DriverLog(self._cluster, self._name)
         with open(run.folder / SUBMISSIONS, "a") as file:
             file.write(f"{self._name}\n")
         self._cluster.put(f"{self._name}-request", request)
@@ -155,34 +154,23 @@ class FarCluster:
     def lines(self) -> Iterator[str | None]:
         """Follow its log; ends when the cluster does not answer for too long."""
         found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=lambda: asyncio.run(self._follow(found)), daemon=True).start()
+        threading.Thread(target=lambda: asyncio.run(self._log.follow(found)), daemon=True).start()
         for line in _drained(found):
             yield line
             if time.monotonic() - self._heard > self._limit_s:
-                self.why = f"the Ray cluster at {self._cluster.address} has not answered for {self._limit_s:g} s"
+                self._log.why = f"the Ray cluster at {self._cluster.address} has not answered for {self._limit_s:g} s"
                 return
 
-    def close(self) -> None:
-        """Leave the rest to Ray."""
+    @property
+    def why(self) -> str:
+        """Say why there is no more of its log."""
+        return self._log.why
 
-    async def _follow(self, found: queue.SimpleQueue[str | None]) -> None:
-        """Read the log to its end; a connection that breaks is made again, and the log read once more."""
-        while True:
-            over, rest, again = False, "", self._given
-            with suppress(Exception):  # whatever is wrong with the network, it is tried again
-                over, why = await asyncio.to_thread(self._cluster.state, self._name)
-                async for text in self._cluster.tail(self._name):
-                    *whole, rest = (rest + text).split("\n")
-                    new = whole[again:]
-                    again -= len(whole) - len(new)
-                    self._given += len(new)
-                    for line in new:
-                        found.put(line)
-                if over:  # and was before the log was read to its end
-                    self.why = f"the driver on the Ray cluster ended early: {_last_line(why)}"
-                    found.put(None)
-                    return
-            await asyncio.sleep(AGAIN_S)
+    def close(self) -> None:
+        """Leave the rest to Ray; what a driver that never began would have taken out is taken back."""
+        if not self._log.has_frames:
+            with suppress(Exception):
+                self._cluster.put(f"{self._name}-request", {})
 
     def _beat_on(self) -> None:
         while True:
@@ -195,6 +183,36 @@ class FarCluster:
         self._beat += 1
         self._cluster.put(self._name, {**self._state, "beat": self._beat})
         self._heard = time.monotonic()
+
+
+class DriverLog:
+    """The log of a driver, over connections that may break; each line once."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self._cluster, self._name = cluster, name
+        self._given = 0
+        self.has_frames = False
+        self.why = ""
+
+    async def follow(self, found: queue.SimpleQueue[str | None]) -> None:
+        """Read it to its end, then None; a connection that breaks is made again, and the log read once more."""
+        while True:
+            with suppress(Exception):  # whatever is wrong with the network, it is tried again
+                over, why = await asyncio.to_thread(self._cluster.state, self._name)
+                rest, again = "", self._given
+                async for text in self._cluster.tail(self._name):
+                    *whole, rest = (rest + text).split("\n")
+                    new = whole[again:]
+                    again -= len(whole) - len(new)
+                    self._given += len(new)
+                    self.has_frames = self.has_frames or any(FRAME in line for line in new)
+                    for line in new:
+                        found.put(line)
+                if over:  # and was before the log was read to its end
+                    self.why = f"the driver on the Ray cluster ended early: {_last_line(why)}"
+                    found.put(None)
+                    return
+            await asyncio.sleep(AGAIN_S)
 
 
 def _drained(found: queue.SimpleQueue[str | None]) -> Iterator[str | None]:

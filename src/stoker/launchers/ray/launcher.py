@@ -211,12 +211,11 @@ def _missing(job: Job, address: str | None) -> Iterator[Fault]:
             yield Fault(f"secret_env.{name}", "secrets come from the environment here, and this variable is not set")
     paths = {"data.train": job.data.train, "data.val": job.data.val, "program.script": job.program.script}
     for key, path in paths.items():
-        given = path and "://" not in path and "{" not in path
-        here = address is None or (
-            path is not None and inside(path) is not None and not Path(inside(path) or "").is_absolute()
-        )
-        if given and here and not Path(path or "").exists():
-            yield Fault(key, f"there is nothing at {Path.cwd() / (path or '')}")
+        if path is None or "://" in path or "{" in path:
+            continue
+        comes = address is None or not Path(inside(path) or "").is_absolute()
+        if comes and not Path(path).exists():
+            yield Fault(key, f"there is nothing at {Path.cwd() / path}")
     folder = job.checkpoint.dir
     if address is None:
         return
