@@ -266,6 +266,9 @@ def test_a_cluster_that_is_not_there_is_one_sentence(here: Path, capsys: pytest.
     with answering(404, {}) as place:
         assert stoker("job", "run", job, "--on", f"ray://{place}") == 5
         assert "what answers is no Ray dashboard" in capsys.readouterr().err
+    with answering(401, {}) as place:
+        assert stoker("job", "run", job, "--on", f"ray://{place}") == 5
+        assert "the Ray cluster wants a token, and yours is missing or wrong" in capsys.readouterr().err
     assert stoker("job", "run", job, "--on", "local://here") == 2
     assert "`--on local` takes no address" in capsys.readouterr().err
     assert not Path(os.environ["STOKER_HOME"]).exists()

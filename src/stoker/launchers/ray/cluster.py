@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.errors import InputError, MissingExtraError, UnavailableError
+from stoker.errors import AccessError, InputError, MissingExtraError, UnavailableError
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -144,6 +144,7 @@ class Cluster:
 
 def _client(address: str) -> JobSubmissionClient:
     need_ray()
+    from ray.exceptions import RayError
     from ray.job_submission import JobSubmissionClient
 
     for name in ("dashboard_sdk", "job.sdk"):  # they tell every upload
@@ -151,6 +152,11 @@ def _client(address: str) -> JobSubmissionClient:
     headers = json.loads(os.environ.get("RAY_JOB_HEADERS") or "{}")
     try:
         return JobSubmissionClient(address, headers=headers or None)
+    except RayError as error:
+        hint = "set RAY_AUTH_MODE=token, and the token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
+        raise AccessError(
+            "the Ray cluster wants a token, and yours is missing or wrong", where=address, hint=hint
+        ) from error
     except (RuntimeError, ConnectionError) as error:
         said = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise UnavailableError(f"the Ray cluster refused us: {said}", where=address) from error
