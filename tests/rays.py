@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 import urllib.request
@@ -15,6 +16,7 @@ import pytest
 
 from hosts import Host, network
 from stoker.core.processes import Process, start
+from waiting import eventually
 
 CPUS = 2
 ACCELERATOR = '{"accelerator_type:TEST":1}'
@@ -88,6 +90,13 @@ class RayCluster:
         return 0
 
 
+def _answers(address: str) -> bool:
+    """Whether the head's store takes nodes in; its dashboard comes later."""
+    with suppress(OSError), socket.create_connection((address, 6379), timeout=1):
+        return True
+    return False
+
+
 def with_words(*words: str) -> list[int]:
     """Processes that have all of these words on their command line."""
     found = []
@@ -113,9 +122,10 @@ def ray_cluster(folder: Path) -> Iterator[RayCluster]:
             ]
         )
         try:
-            for node in cluster.nodes:
-                node.up()
-                cluster.wait(cluster.nodes.index(node) + 1)
+            cluster.nodes[0].up()
+            assert eventually(lambda: _answers(head.address), 60), (folder / "ray-node1.log").read_text()
+            cluster.nodes[1].up()
+            cluster.wait(2)
             yield cluster
         finally:
             for node in cluster.nodes:

@@ -114,7 +114,7 @@ class TestRay(LauncherSuite):
     def test_a_hang_is_ended_with_the_stacks_of_every_rank(self, launcher: Any, tmp_path: Path) -> None:
         (tmp_path / "hang.py").write_text(HEARTBEAT)
         run, status = self.end(launcher, job_of(program={"script": "hang.py"}, hang_after=2))
-        assert "hung at step 2 in train-00001.tar: no heartbeat for 2 s" in status.message
+        assert "hung at step 2 in train-00001.tar: no heartbeat for 2s" in status.message
         assert "in stuck" in (run.folder / "stacks.0.txt").read_text()
 
     @pytest.mark.slow

@@ -74,6 +74,7 @@ class Supervisor:
         self._run, self._wish = run, wish
         self._job: Job = run.job
         self._plan: LocalPlan = read_plan(run)
+        self._slots = frozenset(slots_of(self._job))
         self._status = run.read_status()
         self._earlier, self._first = _earlier(self._status)
         self._attempts: list[Attempt] = []
@@ -200,8 +201,7 @@ class Supervisor:
             if carrier is not None:  # what it told last may have come after we listened
                 hearing.listen()
             codes |= {slot: hearing.exits.get(slot, carrier) for slot in map(Slot.parse, self._plan.carried)}
-        known = slots_of(self._job)
-        return {slot: code for slot, code in codes.items() if slot in known}
+        return {slot: code for slot, code in codes.items() if slot in self._slots}
 
     def _tell_slots(self, gang: Gang, hearing: Hearing) -> dict[Slot, int | None]:
         """Tell how the slots are, where that has changed; give their exit codes."""

@@ -72,10 +72,6 @@ class Line(Protocol):
         ...
 
 
-class Lost(Exception):  # noqa: N818
-    """There is no driver to talk to any more."""
-
-
 class OwnCluster:
     """A driver that is our child, and has a Ray of its own."""
 
