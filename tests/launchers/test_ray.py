@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,7 +33,7 @@ from stoker.launchers.ray.cluster import address_of
 from stoker.launchers.ray.launcher import RayLauncher
 from stoker.trainers.checkpoints import unpack
 from trees import stoker
-from waiting import alive
+from waiting import alive, eventually
 
 pytestmark = pytest.mark.timeout(240)
 ALL_REDUCE = """
@@ -383,6 +384,28 @@ def test_nothing_is_left_on_a_node(what: str, cluster: RayCluster, here: Path) -
             assert process.wait(60) == 4, (here / "said").read_text()
             assert SAID[what] in run.read_status().message
     until(lambda: not parts("the keeper", run, cluster), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost_after", [20, 5])
+def test_a_cable_that_is_pulled_for_eight_seconds(lost_after: int, cluster: RayCluster, here: Path) -> None:
+    """Put back in time, not a line is missing; else it is told, and nothing goes on there."""
+    script = f"echo ready; i=0; while ! test -e {here}/go; do echo $i; i=$((i+1)); sleep 0.1; done; echo over"
+    with launched(write_job(here, script, ray={"lost_after": lost_after}), cluster.place) as (run, process):
+        until(lambda: is_ready(run), 60)
+        cluster.nodes[0].host.cut()
+        try:
+            time.sleep(8)
+            assert lost_after > 5 or eventually(lambda: not there(run), 15)
+        finally:
+            cluster.nodes[0].host.mend()
+        (here / "go").touch()
+        assert process.wait(60) == (0 if lost_after > 5 else 4), (here / "said").read_text()
+    if lost_after == 5:
+        assert "worker/0 was lost: the Ray cluster at " in run.read_status().message
+        return
+    lines = run.log(Slot("worker", 0), 0).read_text().splitlines()
+    assert lines[:-1] == ["ready", *map(str, range(len(lines) - 3)), "over"]
 
 
 def _is_rank(pid: int) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from stoker.errors import AccessError, InputError, MissingExtraError, UnavailableError
 
 if TYPE_CHECKING:
+    import requests
     from ray.job_submission import JobSubmissionClient
 
 PORT = 8265
@@ -100,9 +101,7 @@ class Cluster:
 
     def free(self) -> dict[str, float]:
         """Tell what of each resource nobody uses; nothing where the cluster does not tell."""
-        answer = self._client._do_request("GET", "/api/cluster_status", timeout=ANSWER_S)
-        if not answer.ok:
-            return {}
+        answer = self._ask("GET", "/api/cluster_status")
         report = (answer.json()["data"].get("clusterStatus") or {}).get("loadMetricsReport") or {}
         return {name: total - used for name, (used, total) in (report.get("usage") or {}).items()}
 
@@ -110,9 +109,16 @@ class Cluster:
         """Keep a value under a key, in place of an earlier one; it is on no command line, and in no list of jobs."""
         data = json.dumps(value).encode()
         # As packages are uploaded; the dashboard has no other road into the cluster's store.
-        answer = self._client._do_request("PUT", f"/api/packages/gcs/{key}.zip", data=data, timeout=ANSWER_S)
+        self._ask("PUT", f"/api/packages/gcs/{key}.zip", data)
+
+    def _ask(self, method: str, path: str, data: bytes | None = None) -> requests.Response:
+        try:
+            answer = self._client._do_request(method, path, data=data, timeout=ANSWER_S)
+        except OSError as error:
+            raise UnavailableError("the Ray cluster does not answer", where=self.address) from error
         if not answer.ok:
-            raise UnavailableError(f"it did not take a value (HTTP {answer.status_code})", where=self.address)
+            raise UnavailableError(f"the Ray cluster says HTTP {answer.status_code} to {path}", where=self.address)
+        return answer
 
     def submit(self, name: str, entrypoint: str, archive: Path, variables: Mapping[str, str]) -> None:
         """Start a driver in the working folder of an archive."""
@@ -157,6 +163,6 @@ def _client(address: str) -> JobSubmissionClient:
         raise AccessError(
             "the Ray cluster wants a token, and yours is missing or wrong", where=address, hint=hint
         ) from error
-    except (RuntimeError, ConnectionError) as error:
+    except (RuntimeError, OSError) as error:
         said = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise UnavailableError(f"the Ray cluster refused us: {said}", where=address) from error
