@@ -199,7 +199,7 @@ name: again
     assert faults(text) == [
         "name: given twice (lines 2 and 15)",
         "program.args: expected a list of words such as [--epochs, 90], got '--epochs 90'",
-        "workers: expected a number of at least 1, or {min: 2, max: 8}, got 0",
+        "workers: expected a number of at least 1, {min: 2, max: 8}, or all, got 0",
         "processes_per_worker: expected 'auto' or an integer (at least 1), got 'many'",
         "topology: expected one of 'mpi', 'single', 'tf-mirrored', 'tf-ps', 'torchrun', got 'ddp'",
         "port: expected an integer (at least 1, at most 65535), got 99999",
@@ -216,7 +216,7 @@ name: again
         "ssh.user: expected a user name without spaces, got 'a b'",
         "colour: unknown key (known: name, program, topology, workers, processes_per_worker, port, roles, image, "
         "resources, data, checkpoint, volumes, profile, env, secret_env, secret_files, labels, retries, grace, "
-        "hang_after, tensorboard, kubernetes, mpi, ssh)",
+        "hang_after, tensorboard, kubernetes, mpi, ssh, ray)",
     ]
 
 

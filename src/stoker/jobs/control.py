@@ -35,7 +35,7 @@ def decide(attempts: Sequence[Attempt], retries: int, *, elastic: bool = False) 
 
     In an elastic world torchrun restarts ranks that fail, so that only a lost meeting point or a hang is for us. What
     the user must mend is never tried again. A program that failed by itself is tried again only when it had got further
-    than before; one that was killed, lost its host, or hung, may have been unlucky.
+    than before; one that was killed, hung, or lost with its machine, may have been unlucky.
     """
     last = attempts[-1]
     used = len(attempts) - 1

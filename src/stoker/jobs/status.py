@@ -53,7 +53,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     cause: str = ""
     hung: bool = False
     lost: bool = False
-    """Whether a host was lost, through no fault of the program."""
+    """Whether the machine it ran on was gone, or out of reach."""
     steps: int = -1
     """The highest step that was heard of; -1 when the program tells none."""
 

@@ -28,6 +28,8 @@ PAUSE_S = 0.2
 STACKS_S = 2.0
 EXIT = "slot_exit"
 """The mark, in the log of a carried slot, by which its carrier tells its exit code."""
+WAITING = "waiting"
+"""The mark by which a carrier tells why its slots have no place yet; without a reason: they have one."""
 
 
 @dataclass(slots=True)
@@ -50,6 +52,7 @@ class Hearing:
         self.exits: dict[Slot, int] = {}
         self.failed: dict[Slot, int] = {}
         """The exit code of the first rank of a slot that failed, where ranks tell."""
+        self.waiting = ""
         self._pulses: dict[tuple[Slot, int], Pulse] = {}
         self._board = _board(run, job)
 
@@ -76,6 +79,8 @@ class Hearing:
                 elif event.kind == "mark" and event.fields.get("name") == RANK_EXIT:
                     if code := _whole(event.fields.get("code"), 1):
                         self.failed.setdefault(slot, code)
+                elif event.kind == "mark" and event.fields.get("name") == WAITING and slot not in self._carried:
+                    self.waiting = str(event.fields.get("detail") or "")
                 elif slot in self._carried and event.kind == "mark" and event.fields.get("name") == EXIT:
                     self.exits[slot] = _whole(event.fields.get("code"), 1)
         return text

@@ -82,6 +82,7 @@ class LocalLauncher:
         change, data = msgspec.structs.replace, job.data
         return change(
             job,
+            workers=_every(job) if job.workers == "all" else job.workers,
             program=change(job.program, script=_absolute(job.program.script), cwd=_absolute(job.program.cwd or "")),
             data=change(
                 data,
@@ -198,6 +199,11 @@ def _watch(run: Run, has_begun: Callable[[], bool], *more: str) -> None:
             if said or time.monotonic() > deadline:
                 raise UnavailableError(f"the supervisor did not start: {said[-1] if said else 'no reason given'}")
             time.sleep(0.01)
+
+
+def _every(job: Job) -> int:
+    """Count all workers that there is room for: by GPUs where a worker has some, else one."""
+    return max(1, len(_gpus()) // job.resources.gpu) if job.resources.gpu else 1
 
 
 def _absolute(path: str | None) -> str | None:

@@ -1,0 +1,512 @@
+"""Jobs on Ray: a real cluster of two nodes, of which one is killed; nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launchers.contract import LauncherSuite, job_of, until
+from launchers.test_local import HEARTBEAT
+from rays import CPUS, RayCluster, ray_cluster, with_words
+from stoker.core.processes import marked
+from stoker.errors import InputError, SpecError
+from stoker.jobs.launcher import LAUNCHERS
+from stoker.jobs.runs import Run, find
+from stoker.jobs.status import JobState
+from stoker.jobs.topology import Slot
+from stoker.launchers.ray.carrier import DriverLog
+from stoker.launchers.ray.cluster import address_of
+from stoker.launchers.ray.launcher import RayLauncher
+from stoker.trainers.checkpoints import unpack
+from trees import stoker
+from waiting import alive, eventually
+
+pytestmark = pytest.mark.timeout(240)
+ALL_REDUCE = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+names = os.environ["MASTER_ADDR"], os.environ["GLOO_SOCKET_IFNAME"], os.path.basename(__file__)
+print("sum", total.item(), "of", dist.get_world_size(), *names)
+dist.destroy_process_group()
+"""
+# In a session of its own, deaf to TERM: all that a process group would miss.
+DEAF = "setsid bash -c 'trap \"\" TERM HUP; while :; do sleep 0.2; done' & echo ready; while :; do sleep 0.1; done"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    with ray_cluster(tmp_path_factory.mktemp("ray")) as found:
+        yield found
+
+
+def there(run: Run, slot: str = "worker/0") -> list[int]:
+    """What runs of a slot, on any node."""
+    return marked({"STOKER_RUN": run.id, "STOKER_SLOT": slot})
+
+
+class TestRay(LauncherSuite):
+    ON = "ray"
+
+    @pytest.fixture
+    def launcher(self, cluster: RayCluster) -> Any:
+        self.cluster = cluster
+        return RayLauncher(cluster.place)
+
+    @pytest.mark.slow  # each takes seconds to reach the cluster
+    def test_a_failure_names_slot_cause_and_log(self, launcher: Any) -> None:
+        super().test_a_failure_names_slot_cause_and_log(launcher)
+
+    @pytest.mark.slow
+    def test_the_environment_of_the_contract(self, launcher: Any) -> None:
+        super().test_the_environment_of_the_contract(launcher)
+
+    @pytest.mark.slow
+    def test_a_killed_gang_is_tried_again(self, launcher: Any, tmp_path: Path) -> None:
+        super().test_a_killed_gang_is_tried_again(launcher, tmp_path)
+
+    @pytest.mark.slow
+    def test_bad_input_is_not_tried_again(self, launcher: Any) -> None:
+        super().test_bad_input_is_not_tried_again(launcher)
+
+    @pytest.mark.slow
+    def test_logs_are_followed_to_the_end(self, launcher: Any) -> None:
+        super().test_logs_are_followed_to_the_end(launcher)
+
+    def test_two_nodes_reduce_together(self, launcher: Any, tmp_path: Path) -> None:
+        (tmp_path / "reduce.py").write_text(ALL_REDUCE)
+        keys = {"program": {"script": "reduce.py"}, "topology": "torchrun", "workers": 2}
+        run, status = self.end(launcher, job_of(**keys, ray={"strategy": "strict_spread"}), 100)
+        assert status.state is JobState.SUCCEEDED, status.message
+        places = json.loads((run.folder / "places.json").read_text())
+        assert sorted(places.values()) == sorted(node.address for node in self.cluster.nodes)
+        interfaces = {node.address: node.host.interface for node in self.cluster.nodes}
+        for name, address in places.items():
+            wanted = f"sum 3.0 of 2 {places['worker/0']} {interfaces[address]} reduce.py"
+            assert wanted in self.text(launcher, run, Slot.parse(name))
+            assert there(run, name) == []
+
+    def test_no_room_is_told_until_it_is_stopped(self, launcher: Any) -> None:
+        run = self.start(launcher, job_of("true", resources={"cpu": CPUS + 1}))
+        until(lambda: "no node is large enough for one worker" in launcher.status(run.handle).message, 60)
+        status = launcher.status(run.handle)
+        assert status.message.startswith("waiting for Ray to place 1 × (3 CPU): ")
+        assert f"3 CPU wanted, {2 * CPUS} CPU free of {2 * CPUS} CPU" in status.message
+        assert [one.state for one in status.slots] == [JobState.PENDING]
+        launcher.stop(run.handle)
+        assert launcher.status(run.handle).state is JobState.STOPPED
+
+    @pytest.mark.slow
+    def test_a_hang_is_ended_with_the_stacks_of_every_rank(self, launcher: Any, tmp_path: Path) -> None:
+        (tmp_path / "hang.py").write_text(HEARTBEAT)
+        run, status = self.end(launcher, job_of(program={"script": "hang.py"}, hang_after=2))
+        assert "hung at step 2 in train-00001.tar: no heartbeat for 2s" in status.message
+        assert "in stuck" in (run.folder / "stacks.0.txt").read_text()
+
+    @pytest.mark.slow
+    def test_a_program_that_is_not_there(self, launcher: Any) -> None:
+        _, status = self.end(launcher, job_of(program={"command": ["./no-such-program"]}, retries=2))
+        assert status.message.startswith("worker/0 refused to start: cannot start './no-such-program': No such file")
+
+    @pytest.mark.slow
+    def test_files_and_secrets_get_there(self, launcher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("keep.txt", "skip.bin", "deep/a.txt", ".git/config"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(name)
+        (tmp_path / "run.sh").write_text("#!/bin/sh\necho ${#TOKEN}; printf '\\377\\r\\n'; find . -type f | sort\n")
+        (tmp_path / "run.sh").chmod(0o755)
+        (tmp_path / ".stokerignore").write_text("*.bin\n")
+        monkeypatch.setenv("TOKEN", "hush-hush-hush")
+        job = job_of(program={"command": ["./run.sh"]}, secret_env={"TOKEN": {"secret": "s", "key": "k"}})
+        run, status = self.end(launcher, job)
+        assert status.state is JobState.SUCCEEDED, status.message
+        sent = ["./.stoker/driver.py", "./.stoker/keeper.py", "./.stoker/profiler.py", "./.stokerignore"]
+        wanted = [*sent, "./deep/a.txt", "./keep.txt", "./run.sh"]
+        said = run.log(Slot("worker", 0), 0).read_bytes()
+        assert said.startswith(b"14\n\377\r\n")
+        assert [line for line in said.decode(errors="replace").splitlines() if line.startswith("./")] == wanted
+        nodes = self.cluster.nodes[0].host.folder
+        places = [path for folder in (run.folder, nodes) for path in folder.rglob("*") if path.is_file()]
+        assert not any(b"hush-hush-hush" in path.read_bytes() for path in places)
+
+    @pytest.mark.slow
+    def test_all_takes_what_is_free(self, launcher: Any) -> None:
+        def count(**resources: Any) -> Any:
+            return launcher.anchored(job_of("true", workers="all", resources=resources)).workers
+
+        until(lambda: count(cpu=2) == len(self.cluster.nodes), 30)
+        assert (count(gpu=1), count(gpu=2)) == (2, 1)
+        with pytest.raises(InputError, match=r"workers: all: 2 GPUs are free there, and a worker has 3; give a number"):
+            count(gpu=3)
+
+    @pytest.mark.slow
+    def test_a_worker_sees_its_own_gpus(self, launcher: Any) -> None:
+        resources = {"gpu": 1, "gpu_type": "TEST", "memory": "100Mi"}
+        run, status = self.end(launcher, job_of("echo gpus $CUDA_VISIBLE_DEVICES", resources=resources))
+        assert status.state is JobState.SUCCEEDED, status.message
+        assert self.text(launcher, run)[0] in ("gpus 0", "gpus 1")
+        assert json.loads((run.folder / "places.json").read_text()) == {"worker/0": self.cluster.nodes[1].address}
+
+    def test_what_is_wrong_here_is_told_at_once(self, launcher: Any) -> None:
+        keys = {"program": {"script": "no.py"}, "topology": "torchrun", "workers": {"min": 1, "max": 2}}
+        with pytest.raises(SpecError) as caught:
+            launcher.render(job_of(**keys, checkpoint={"dir": "here"}, data={"train": "none"}))
+        found = [fault.path for fault in caught.value.faults]
+        assert found == ["workers", "data.train", "program.script", "checkpoint.dir"]
+        with pytest.raises(SpecError, match="'mpi' does not run on ray"):
+            launcher.render(job_of("true", topology="mpi"))
+
+
+# --- Without a cluster to be found
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path
+
+
+def write_job(here: Path, command: str, **keys: Any) -> Path:
+    job = {
+        "name": "small",
+        "topology": "single",
+        "profile": {"every": 0},
+        "retries": 0,
+        "grace": "2s",
+        "program": {"command": ["bash", "-c", command]},
+        **keys,
+    }
+    path = here / "job.yaml"
+    path.write_text(json.dumps(job))
+    return path
+
+
+def test_a_cluster_is_started_for_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray")
+    job = write_job(here, "echo $PWD; echo $RAY_RAYLET_PID > ../raylet; exit 7")
+    assert stoker("job", "run", job, "--on", "ray") == 4
+    out, err = capsys.readouterr()
+    assert out == f"{here}/work\n"
+    assert "one is started on this machine for the run, and ended with it" in err
+    run = find(None)
+    assert run.handle == f"ray://{run.folder}"
+    assert f"worker/0 ended with exit code 7; its log: {run.log(Slot('worker', 0), 0)}" in err
+    assert not alive(int((here / "raylet").read_text()))
+
+
+@pytest.mark.slow
+def test_two_workers_of_a_cluster_of_the_run_s_own(here: Path) -> None:
+    (here / "work" / "reduce.py").write_text(ALL_REDUCE)
+    keys = {"program": {"script": "reduce.py"}, "topology": "torchrun", "workers": 2}
+    assert stoker("job", "run", write_job(here, "", **keys), "--on", "ray") == 0
+    for index in range(2):
+        assert "sum 3.0 of 2" in find(None).log(Slot("worker", index), 0).read_text()
+
+
+# --- Places
+
+
+def test_where_the_cluster_is() -> None:
+    assert address_of("head", {}) == "http://head:8265"
+    assert address_of("head:80", {"RAY_ADDRESS": "auto"}) == "http://head:80"
+    assert address_of(None, {"RAY_ADDRESS": "https://a.example/ray/"}) == "https://a.example/ray"
+    assert address_of(None, {"RAY_ADDRESS": "ray://head:10001"}) == "http://head:8265"
+    assert address_of(None, {"RAY_ADDRESS": "10.0.0.1:6379"}) == "http://10.0.0.1:8265"
+    assert address_of(None, {"RAY_ADDRESS": "auto"}) == "http://127.0.0.1:8265"
+    assert address_of(None, {"RAY_ADDRESS": "local"}) is None
+    with pytest.raises(InputError, match="is no address of a Ray cluster"):
+        address_of("head:http", {})
+
+
+@contextmanager
+def answering(code: int, body: dict[str, str]) -> Iterator[str]:
+    """Something that answers where a dashboard is looked for."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_cluster_that_is_not_there_is_one_sentence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(here, "true")
+    with answering(200, {}) as place:
+        pass
+    assert stoker("job", "run", job, "--on", f"ray://{place}") == 5
+    err = capsys.readouterr().err
+    assert err.startswith(f"stoker: http://{place}: no Ray cluster answers; its dashboard is wanted, at port 8265")
+    assert err.count("\n") == 1
+    with answering(404, {}) as place:
+        assert stoker("job", "run", job, "--on", f"ray://{place}") == 5
+        assert "what answers is no Ray dashboard" in capsys.readouterr().err
+    with answering(401, {}) as place:
+        assert stoker("job", "run", job, "--on", f"ray://{place}") == 5
+        assert "the Ray cluster wants a token, and yours is missing or wrong" in capsys.readouterr().err
+    assert stoker("job", "run", job, "--on", "local://here") == 2
+    assert "`--on local` takes no address" in capsys.readouterr().err
+    assert not Path(os.environ["STOKER_HOME"]).exists()
+
+
+def test_another_version_there_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray")
+    with answering(200, {"ray_version": "2.9.3"}) as place:
+        assert stoker("job", "plan", write_job(here, "true"), "--on", f"ray://{place}") == 0
+    out, err = capsys.readouterr()
+    assert " here and 2.9.3 there: " in err
+    assert "pip install 'ray[default]==2.9.3'" in err
+    assert "cd @ray:workdir@ && " in out
+
+
+def test_a_plan_holds_words_for_what_ray_decides(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray")
+    (here / "work" / "train.py").touch()
+    resources = {"cpu": 4, "gpu": 2, "memory": "8Gi", "gpu_type": "A100"}
+    keys = {"program": {"script": "train.py"}, "topology": "torchrun", "workers": 100, "resources": resources}
+    with answering(200, {"ray_version": "2.60.0"}) as place:
+        assert stoker("job", "plan", write_job(here, "", **keys), "--on", f"ray://{place}", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["bundle"] == {"CPU": 4.0, "GPU": 2, "memory": 8 * 2**30, "accelerator_type:A100": 0.001}
+    words = " ".join(plan["slots"]["worker/99"]["argv"])
+    assert "--node-rank 99 --nproc-per-node 2 --master-addr @ray:worker/0@ --master-port @ray:port@" in words
+    assert words.endswith("@ray:workdir@/train.py")
+
+
+def test_without_the_package_it_is_one_sentence(here: Path) -> None:
+    program = (
+        "import importlib.util as util, sys\n"
+        "find = util.find_spec\n"
+        "util.find_spec = lambda name, *more: None if name == 'ray' else find(name, *more)\n"
+        "from stoker.cli.main import run\n"
+        "sys.exit(run(sys.argv[1:]))"
+    )
+    argv = [sys.executable, "-c", program, "job", "run", str(write_job(here, "true")), "--on", "ray://127.0.0.1:1"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    wanted = "stoker: the launcher 'ray' needs the Python package 'ray[default]'; run: pip install 'stoker[ray]'\n"
+    assert (done.returncode, done.stderr) == (3, wanted)
+
+
+# --- What goes wrong meanwhile, with a launching machine that cannot see what runs on the nodes
+
+
+@contextmanager
+def launched(job: Path, place: str) -> Iterator[tuple[Run, subprocess.Popen[str]]]:
+    """`stoker job run` on a machine of its own, as far as processes go."""
+    own = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    argv = [*own, sys.executable, "-m", "stoker", "job", "run", str(job), "--on", f"ray://{place}"]
+    with (
+        open(job.parent / "said", "wb") as said,
+        subprocess.Popen(argv, stdout=said, stderr=said, text=True) as process,
+    ):
+        try:
+            runs = Path(os.environ["STOKER_HOME"], "runs")
+            until(lambda: any(runs.glob("*/handle")) or process.poll() is not None, 60)
+            assert process.poll() is None, (job.parent / "said").read_text()
+            yield find(None), process
+        finally:
+            process.kill()
+
+
+def is_ready(run: Run, attempt: int = 0) -> bool:
+    log = run.log(Slot("worker", 0), attempt)
+    return log.exists() and "ready" in log.read_text()
+
+
+def kill_all(*pids: int) -> None:
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def parts(what: str, run: Run, cluster: RayCluster) -> list[int]:
+    """The processes of one part of a run, and of no other."""
+    match what:
+        case "the supervisor":
+            return with_words("stoker.launchers.supervisor", run.id)
+        case "the carrier":
+            return with_words("stoker.launchers.ray.carrier", run.id)
+        case "the driver":
+            return cluster.processes(".stoker/driver.py", f"gcs://stoker-{run.id}")
+        case "the actor":
+            return cluster.processes("ray::Seat")
+        case _:
+            return cluster.processes("stoker-slot-", "keeper.py")
+
+
+SAID = {
+    "the carrier": "worker/0 was killed by SIGKILL; its log: ",
+    "the driver": "worker/0 was lost: the driver on the Ray cluster ended early",
+    "the actor": "worker/0 was lost: its Ray actor on ",
+    "the keeper": "worker/0 was lost: the process that kept it there was killed; its log: ",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["the supervisor", "the launching machine", *SAID])
+def test_nothing_is_left_on_a_node(what: str, cluster: RayCluster, here: Path) -> None:
+    deaf = what != "the keeper"  # the one that would end them; its slot is asked to end by the kernel
+    script = DEAF if deaf else "echo ready; while :; do sleep 0.1; done"
+    with launched(write_job(here, script, ray={"lost_after": "5s"}), cluster.place) as (run, process):
+        until(lambda: is_ready(run) and len(there(run)) >= (3 if deaf else 2), 60)
+        if what == "the launching machine":
+            process.kill()
+        else:
+            kill_all(*parts(what, run, cluster))
+        until(lambda: not there(run), 30)
+        if what in SAID:
+            assert process.wait(60) == 4, (here / "said").read_text()
+            assert SAID[what] in run.read_status().message
+    until(lambda: not parts("the keeper", run, cluster), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost_after", [20, 5])
+def test_a_cable_that_is_pulled_for_eight_seconds(lost_after: int, cluster: RayCluster, here: Path) -> None:
+    """Put back in time, not a line is missing; else it is told, and nothing goes on there."""
+    script = f"echo ready; i=0; while ! test -e {here}/go; do echo $i; i=$((i+1)); sleep 0.1; done; echo over"
+    with launched(write_job(here, script, ray={"lost_after": lost_after}), cluster.place) as (run, process):
+        until(lambda: is_ready(run), 60)
+        cluster.nodes[0].host.cut()
+        try:
+            time.sleep(8)
+            assert lost_after > 5 or eventually(lambda: not there(run), 15)
+        finally:
+            cluster.nodes[0].host.mend()
+        (here / "go").touch()
+        assert process.wait(60) == (0 if lost_after > 5 else 4), (here / "said").read_text()
+    if lost_after == 5:
+        assert "worker/0 was lost: the Ray cluster at " in run.read_status().message
+        return
+    lines = run.log(Slot("worker", 0), 0).read_text().splitlines()
+    assert lines[:-1] == ["ready", *map(str, range(len(lines) - 3)), "over"]
+
+
+def _is_rank(pid: int) -> bool:
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    is_ours = any(word.endswith(("train.py", "stoker.trainers.torch_image")) for word in words)
+    return is_ours and "torch.distributed.run" not in words and not any("profiler" in word for word in words)
+
+
+@pytest.mark.slow  # two trainings, one of which loses a rank and a node
+def test_the_weights_are_those_of_this_machine(cluster: RayCluster, here: Path) -> None:
+    source = "synthetic:samples=300,classes=5,size=40x32,val=20"
+    assert stoker("data", "convert", source, here / "shards", "--shard-samples", "50") == 0
+    words = "--model small --size 32 --global-batch-size 24 --epochs 3 --deterministic --seed 3 --threads 1"
+    keys = {
+        "program": {"module": "stoker.trainers.torch_image", "args": [*words.split(), "--checkpoint-every-steps", "2"]},
+        "topology": "torchrun",
+        "workers": 2,
+        "data": {"train": str(here / "shards/train"), "val": str(here / "shards/val")},
+        "env": {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+        "retries": 3,
+        "ray": {"strategy": "spread"},
+    }
+    job = write_job(here, "", **keys)
+    for on in ("local", f"ray://{cluster.place}"):
+        folder = here / on.partition(":")[0]
+        assert stoker("job", "run", job, "--on", on, "--set", f"checkpoint.dir={folder}", "--detach") == 0
+        run = find(None)
+        if on != "local":
+            until(lambda folder=folder: any(folder.glob("step-*")), 90)
+            kill_all(*[pid for pid in there(run, "worker/1") if _is_rank(pid)])
+            until(lambda run=run: is_training(run, 1), 90)
+            cluster.nodes[1].down()
+            until(lambda run=run: len(run.read_status().attempts) == 2, 90)
+            cluster.nodes[1].up()
+        until(lambda run=run: run.read_status().state.is_final, 150)
+        assert run.read_status().state is JobState.SUCCEEDED, run.read_status().message
+    first, second, _ = run.read_status().attempts
+    assert "worker/1 (rank 1) was killed by SIGKILL" in first.cause
+    assert f"was lost: its Ray node {cluster.nodes[1].address} is gone" in second.cause
+    calm, storm = (weights(here / on) for on in ("local", "ray"))
+    assert calm.keys() == storm.keys()
+    assert [name for name in calm if not calm[name].equal(storm[name])] == []
+
+
+def is_training(run: Run, attempt: int) -> bool:
+    log = run.log(Slot("worker", 1), attempt)
+    return log.exists() and '"heartbeat"' in log.read_text()
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    newest = max(folder.glob("step-*.pt"))
+    found: dict[str, Any] = unpack(newest.read_bytes(), where=str(newest))["model"]
+    return found
+
+
+def test_a_log_that_breaks_off_is_read_on_without_loss_or_repetition() -> None:
+    text = "".join(f"line {number}\n" for number in range(50))
+
+    class Breaking:
+        """A cluster whose connections break, each a little later than the one before, and anywhere in a line."""
+
+        reads = 0
+
+        def state(self, name: str) -> tuple[bool, str]:
+            return self.reads >= 4, "all said\nthe last word"
+
+        async def tail(self, name: str) -> AsyncIterator[str]:
+            self.reads += 1
+            for at in range(0, len(text) if self.reads > 4 else 90 * self.reads, 7):
+                yield text[at : at + 7]
+            if self.reads <= 4:
+                raise RuntimeError("cut")
+
+    found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    log = DriverLog(Breaking(), "job")  # type: ignore[arg-type]
+    asyncio.run(log.follow(found))
+    lines = [found.get() for _ in range(found.qsize())]
+    assert lines == [*text.splitlines(), None]
+    assert log.why == "the driver on the Ray cluster ended early: the last word"
+
+
+# --- The commands
+
+
+@pytest.mark.slow
+def test_the_commands_work_from_another_shell(
+    cluster: RayCluster, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = "trap 'echo saved; exit 143' TERM; echo ready; while :; do sleep 0.05; done"
+    assert stoker("job", "run", write_job(here, script), "--on", f"ray://{cluster.place}", "--detach") == 0
+    run = find("small")
+    until(lambda: is_ready(run), 60)
+    capsys.readouterr()
+    assert stoker("job", "status", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "running"
+    assert stoker("job", "stop") == 0
+    capsys.readouterr()
+    assert stoker("job", "logs") == 0
+    assert capsys.readouterr().out == "ready\nsaved\n"
+    assert there(run) == []
+    assert stoker("job", "run", "--resume", run.id, "--detach") == 0
+    until(lambda: is_ready(run, 1), 60)
+    assert LAUNCHERS.get("ray")().status(run.handle).state is JobState.RUNNING
+    assert stoker("job", "stop") == 0
