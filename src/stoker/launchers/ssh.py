@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -38,10 +38,12 @@ from stoker.launchers.ssh_look import (
     Route,
     Trouble,
     at_once,
+    client_of,
     find_ways,
     look_at_all,
     modules,
     python_troubles,
+    talking,
     troubles,
 )
 from stoker.launchers.ssh_plan import Place, SshPlan, read_ssh_plan
@@ -73,24 +75,18 @@ class SshLauncher:
     def render(self, job: Job) -> SshPlan:
         """Look at every host, and give the command of every slot; all that is in the way is told at once."""
         job = self.anchored(job)
-        faults = [*check(job, self.traits), *_missing(job)]
+        faults = [*check(job, self.traits), *missing(job)]
         if faults:
             raise SpecError(faults, where=f"job {job.name!r} on ssh")
-        client = Client(config=job.ssh.config, user=job.ssh.user, lost_after_s=float(job.ssh.lost_after))
-        slots = slots_of(job)
-        hosts = dict(zip(slots, places(job.ssh.hosts), strict=False))
-        with ExitStack() as stack:
-            sessions = {
-                host: stack.enter_context(Session(client.argv(attempts=2), host, job.ssh.python))
-                for host in dict.fromkeys(hosts.values())
-            }
+        hosts = dict(zip(slots_of(job), places(job.ssh.hosts), strict=False))
+        with talking(job, hosts.values()) as sessions:
             looks = look_at_all(sessions, job)
             crowds = Counter(hosts.values())
             faulty = {host: list(troubles(job, look, crowds[host])) for host, look in looks.items()}
             ways = None if any(faulty.values()) else find_ways(job, sessions, looks)
         _refuse(job, looks, faulty if ways is None else ways.troubles)
         assert ways is not None
-        return _plan(job, client, hosts, looks, ways.routes, ways.port)
+        return _plan(job, client_of(job), hosts, looks, ways.routes, ways.port)
 
     def start(self, rendered: SshPlan, run: Run) -> str:
         """Copy, prepare, and start the supervisor here."""
@@ -129,7 +125,7 @@ def _inside(path: str | None) -> str | None:
     return str(Path(path).relative_to(Path.cwd()))
 
 
-def _missing(job: Job) -> Iterator[Fault]:
+def missing(job: Job) -> Iterator[Fault]:
     """List what is wrong before any host is asked."""
     room = len(places(job.ssh.hosts))
     if not job.ssh.hosts:

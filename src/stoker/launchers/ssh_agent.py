@@ -262,7 +262,7 @@ class Surveyor:
         try:
             self._listener = socket.create_server(("", request["port"]))
         except OSError as error:
-            return {"fault": error.strerror or str(error)}
+            return {"fault": os.strerror(error.errno) if error.errno else str(error)}
         threading.Thread(target=_greet, args=(self._listener, request["token"].encode()), daemon=True).start()
         return {"port": self._listener.getsockname()[1]}
 

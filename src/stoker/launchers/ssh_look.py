@@ -9,12 +9,13 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from stoker.errors import StokerError, UnavailableError
 from stoker.jobs.spec import PORT, Job
-from stoker.launchers.ssh_hosts import Session
+from stoker.launchers.ssh_hosts import Client, Session
 
 AT_ONCE = 32
 OLDEST = (3, 8)
@@ -87,6 +88,19 @@ def workdir(job: Job) -> str:
 
 
 # --- What there is
+
+
+def client_of(job: Job) -> Client:
+    """Say how `ssh` is called for a job."""
+    return Client(config=job.ssh.config, user=job.ssh.user, lost_after_s=float(job.ssh.lost_after))
+
+
+@contextmanager
+def talking(job: Job, hosts: Iterable[str]) -> Iterator[dict[str, Session]]:
+    """Start a talk with every host, each once."""
+    argv = client_of(job).argv(attempts=2)
+    with ExitStack() as stack:
+        yield {host: stack.enter_context(Session(argv, host, job.ssh.python)) for host in dict.fromkeys(hosts)}
 
 
 def look_at_all(sessions: Mapping[str, Session], job: Job) -> dict[str, Look]:
@@ -205,7 +219,7 @@ def find_ways(job: Job, sessions: Mapping[str, Session], looks: Mapping[str, Loo
                 tried = ", ".join(interfaces[other]) or "it has none"
                 what = f"cannot reach {other} at port {heard[other][0]} (tried {tried})"
                 fix = f"a firewall, or another network? Let {host} through to every port of {other}"
-                found.setdefault(host, []).append(Trouble("way", what, fix))
+                found.setdefault(host, []).append(Trouble("network", what, fix))
     if any(answers[host][first]["address"] is None for host in others):
         return Ways(port, {}, found, dials)
     # They may come by different ways; the one by which most do is taken for all.
