@@ -28,7 +28,7 @@ app = typer.Typer(help="Jobs: one file, every place.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="A job file; `-` is standard input.")]
-On = Annotated[str, typer.Option("--on", metavar="PLACE", help="Where to run it: local or ssh.")]
+On = Annotated[str, typer.Option("--on", metavar="PLACE", help="Where to run it: local, ssh or ray[://host:port].")]
 Hosts = Annotated[
     str | None,
     typer.Option("--hosts", metavar="HOSTS", help="For --on ssh: a,b:2 (two workers on b), or @FILE."),
@@ -345,12 +345,16 @@ def _stopping(launcher: Launcher[Any], run: Run) -> Iterator[None]:
 
 
 def _launcher(name: str) -> Launcher[Any]:
-    from stoker.errors import NotYetError
+    from stoker.errors import InputError, NotYetError
     from stoker.jobs.launcher import LAUNCHERS
 
-    if name.partition(":")[0] in ("ssh", "ray", "k8s", "kubernetes") and name not in LAUNCHERS.names():
+    kind, _, place = name.partition("://")
+    if kind in ("k8s", "kubernetes") and kind not in LAUNCHERS.names():
         raise NotYetError(f"`--on {name}` is not in this version", hint="CHANGELOG.md tells what each version has")
-    return LAUNCHERS.get(name)()
+    launcher: Any = LAUNCHERS.get(kind)
+    if place and not launcher.traits.places:
+        raise InputError(f"`--on {kind}` takes no address", hint=f"leave {place!r} away")
+    return launcher(place) if place else launcher()  # type: ignore[no-any-return]
 
 
 def _launcher_of(run: Run) -> Launcher[Any]:

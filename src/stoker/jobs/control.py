@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stoker.errors import InputError, MissingError
-from stoker.jobs.status import Attempt, signal_of
+from stoker.jobs.status import LOST, Attempt, signal_of
 
 LONG_S = 60.0
 """Who ran so long before it failed counts as having got somewhere, when it tells no steps."""
@@ -35,7 +35,7 @@ def decide(attempts: Sequence[Attempt], retries: int, *, elastic: bool = False) 
 
     In an elastic world torchrun restarts ranks that fail, so that only a lost meeting point or a hang is for us. What
     the user must mend is never tried again. A program that failed by itself is tried again only when it had got further
-    than before; one that was killed, or hung, may have been unlucky.
+    than before; one that was killed, hung, or lost with its host, may have been unlucky.
     """
     last = attempts[-1]
     used = len(attempts) - 1
@@ -43,7 +43,7 @@ def decide(attempts: Sequence[Attempt], retries: int, *, elastic: bool = False) 
         return GiveUp(f"tried {retries + 1} times" if retries else "the job allows no retries")
     if last.code in (InputError.exit_code, MissingError.exit_code):
         return GiveUp("the same input would fail again")
-    failed = not last.hung and not signal_of(last.code)
+    failed = not last.hung and not signal_of(last.code) and last.code != LOST
     if failed and elastic:
         return GiveUp(f"torchrun has restarted it as often as it may, {retries} times")
     if failed and not _got_further(attempts):

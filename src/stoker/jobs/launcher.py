@@ -25,6 +25,8 @@ class Traits:
     elastic: bool = False
     claims: bool = False
     """Whether there are claims to mount."""
+    places: bool = False
+    """Whether there are several, one of which `--on name://place` names."""
 
 
 class LogLine(NamedTuple):
@@ -73,6 +75,7 @@ LAUNCHERS: Registry[type[Launcher[object]]] = Registry(
     "launcher",
     {
         "local": "stoker.launchers.local:LocalLauncher",
+        "ray": "stoker.launchers.ray.launcher:RayLauncher",
         "ssh": "stoker.launchers.ssh:SshLauncher",
     },
 )

@@ -387,6 +387,29 @@ class Ssh(_Section, frozen=True, kw_only=True):
             yield Fault("lost_after", f"is {format_duration(self.lost_after)}: at least 5s, for networks do pause")
 
 
+class Ray(_Section, frozen=True, kw_only=True):
+    """For `--on ray`."""
+
+    strategy: Annotated[
+        Literal["pack", "spread", "strict_pack", "strict_spread"],
+        _says(
+            "How workers share nodes. `pack`: as few nodes as can be. `spread`: as many. `strict_pack`: one node, "
+            "or wait. `strict_spread`: a node for each, or wait."
+        ),
+    ] = "pack"
+    exclude: Annotated[
+        tuple[Some, ...], _says("What is not copied: patterns as in `.gitignore`, after those of `.stokerignore`.")
+    ] = ()
+    lost_after: Annotated[
+        Seconds, _says("A cluster that has not answered for so long is lost, and the slots there end themselves.")
+    ] = Seconds(30)
+
+    def faults(self) -> Iterator[Fault]:
+        """Refuse a cluster that is lost at once."""
+        if self.lost_after < 5:
+            yield Fault("lost_after", f"is {format_duration(self.lost_after)}: at least 5s, for networks do pause")
+
+
 class Job(_Section, frozen=True, kw_only=True):
     """A job."""
 
@@ -400,8 +423,14 @@ class Job(_Section, frozen=True, kw_only=True):
         ),
     ] = "torchrun"
     workers: Annotated[
-        Annotated[Count | Elastic, Meta(extra={"wanted": "a number of at least 1, or {min: 2, max: 8}"})],
-        _says("How many machines or pods; `{min: 2, max: 8}` lets torchrun grow and shrink."),
+        Annotated[
+            Count | Elastic | Literal["all"],
+            Meta(extra={"wanted": "a number of at least 1, {min: 2, max: 8}, or all"}),
+        ],
+        _says(
+            "How many machines or pods; `{min: 2, max: 8}` lets torchrun grow and shrink; `all`: as many as there is "
+            "room for when the job is started."
+        ),
     ] = 1
     processes_per_worker: Annotated[
         Literal["auto"] | Count, _says("Ranks on each worker; `auto`: one for each of its GPUs, or 1.")
@@ -437,6 +466,7 @@ class Job(_Section, frozen=True, kw_only=True):
     ] = False
     kubernetes: Annotated[Kubernetes, _says("For `--on k8s`.")] = Kubernetes()
     ssh: Annotated[Ssh, _says("For `--on ssh`.")] = Ssh()
+    ray: Annotated[Ray, _says("For `--on ray`.")] = Ray()
 
     @property
     def is_elastic(self) -> bool:
@@ -445,13 +475,13 @@ class Job(_Section, frozen=True, kw_only=True):
 
     @property
     def max_workers(self) -> int:
-        """How many workers there are at most."""
-        return self.workers.max if isinstance(self.workers, Elastic) else self.workers
+        """How many workers there are at most; of `all`, which a launcher counts first, at least one."""
+        return self.workers.max if isinstance(self.workers, Elastic) else 1 if self.workers == "all" else self.workers
 
     @property
     def min_workers(self) -> int:
         """How many workers there are at least."""
-        return self.workers.min if isinstance(self.workers, Elastic) else self.workers
+        return self.workers.min if isinstance(self.workers, Elastic) else self.max_workers
 
     @property
     def ranks_per_worker(self) -> int:

@@ -9,6 +9,9 @@ import msgspec
 
 from stoker.errors import JobFailedError, StoppedError
 
+LOST = 255
+"""The exit code of a slot whose host is gone: `ssh` ends so too."""
+
 
 def signal_of(code: int) -> int:
     """Tell which signal ended a program, by its exit code: -9, or 137 where a shell or a profiler tells it; 0: none."""

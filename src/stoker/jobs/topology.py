@@ -43,7 +43,7 @@ class AddressBook:
     """What a launcher tells a topology of the places where slots run."""
 
     hosts: Mapping[Slot, str]
-    port: int
+    port: int | str
     python: str = "python3"
     profiler: tuple[str, ...] = ()
     """How the profiler is started, where it is not by its module's name."""

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stoker.errors import InputError, MissingError
+from stoker.jobs.status import LOST as LOST
 from stoker.jobs.status import signal_of
 from stoker.jobs.topology import Slot
 from stoker.telemetry.events import Event
 from stoker.telemetry.reader import read_log
 
 TAIL_LINES, TAIL_BYTES = 400, 4 << 20
-LOST = 255
-"""The exit code of a slot whose host is gone: `ssh` ends so too."""
 # One failure in torchrun's table; the root cause comes last.
 _FAILURE = re.compile(r"rank\s*:\s*(?P<rank>\d+) \(local_rank.*?exitcode\s*:\s*(?P<code>-?\d+) ", re.DOTALL)
 _RANK = re.compile(r"\[(?:rank|default)(?P<rank>\d+)\]: ?")

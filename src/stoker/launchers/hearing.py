@@ -27,6 +27,8 @@ PAUSE_S = 0.2
 STACKS_S = 2.0
 EXIT = "slot_exit"
 """The mark, in the log of a carried slot, by which its carrier tells its exit code."""
+WAITING = "waiting"
+"""The mark by which a carrier tells why its slots have no place yet; without a reason: they have one."""
 
 
 @dataclass(slots=True)
@@ -47,6 +49,7 @@ class Hearing:
         self._is_far, self._carried = plan.is_far, frozenset(map(Slot.parse, plan.carried))
         self._followers = {slot: Follower(run.log(slot, attempt)) for slot in (*plan.commands, *self._carried)}
         self.exits: dict[Slot, int] = {}
+        self.waiting = ""
         self._pulses: dict[tuple[Slot, int], Pulse] = {}
         self._board = _board(run, job)
 
@@ -70,6 +73,8 @@ class Hearing:
                         at=time.monotonic(),
                         shard=str(event.fields.get("shard") or ""),
                     )
+                elif event.kind == "mark" and event.fields.get("name") == WAITING and slot not in self._carried:
+                    self.waiting = str(event.fields.get("detail") or "")
                 elif slot in self._carried and event.kind == "mark" and event.fields.get("name") == EXIT:
                     self.exits[slot] = _whole(event.fields.get("code"), 1)
         return text

@@ -75,6 +75,7 @@ class LocalLauncher:
         change, data = msgspec.structs.replace, job.data
         return change(
             job,
+            workers=_every(job) if job.workers == "all" else job.workers,
             program=change(job.program, script=_absolute(job.program.script), cwd=_absolute(job.program.cwd or "")),
             data=change(
                 data,
@@ -160,6 +161,11 @@ class LocalLauncher:
         if status.state is JobState.LOST:
             stopped = _ended(status, JobState.STOPPED, "stopped", time.time())
             run.write_status(stopped)
+
+
+def _every(job: Job) -> int:
+    """Count all workers that there is room for: by GPUs where a worker has some, else one."""
+    return max(1, len(_gpus()) // job.resources.gpu) if job.resources.gpu else 1
 
 
 def _absolute(path: str | None) -> str | None:

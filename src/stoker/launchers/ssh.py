@@ -70,7 +70,8 @@ class SshLauncher:
         program = change(job.program, script=_inside(job.program.script), cwd=_inside(job.program.cwd))
         board = str(Path.cwd() / job.tensorboard) if isinstance(job.tensorboard, str) else job.tensorboard
         ssh = change(job.ssh, hosts=expanded(job.ssh.hosts), config=config)
-        return change(job, program=program, tensorboard=board, ssh=ssh)
+        workers = max(1, len(places(ssh.hosts))) if job.workers == "all" else job.workers
+        return change(job, program=program, tensorboard=board, ssh=ssh, workers=workers)
 
     def render(self, job: Job) -> SshPlan:
         """Look at every host, and give the command of every slot; all that is in the way is told at once."""

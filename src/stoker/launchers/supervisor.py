@@ -26,7 +26,7 @@ from stoker.jobs.control import Restart, decide
 from stoker.jobs.runs import Run, packages
 from stoker.jobs.spec import Job
 from stoker.jobs.status import Attempt, JobState, JobStatus, SlotStatus, signal_of
-from stoker.jobs.topology import Slot, lead_slots
+from stoker.jobs.topology import Slot, lead_slots, slots_of
 from stoker.launchers.causes import Cause, cause
 from stoker.launchers.gang import Gang, end_left
 from stoker.launchers.hearing import Hearing
@@ -149,6 +149,8 @@ class Supervisor:
         hearing.listen()
         self._memory.look()
         codes = self._tell_slots(gang, hearing)
+        if hearing.waiting != self._status.message:
+            self._tell(message=hearing.waiting)
         grace = float(self._job.grace)
         if self._job.is_elastic:
             if self._replaced < self._job.retries and (lost := _lost(codes)):
@@ -189,17 +191,20 @@ class Supervisor:
 
     def _codes(self, gang: Gang, hearing: Hearing) -> dict[Slot, int | None]:
         """Give the exit codes of all slots: a carried one's is what was told of it, or else that of who carries it."""
-        codes, told = gang.codes(), hearing.exits
-        for name in self._plan.carried:
-            slot = Slot.parse(name)
-            codes[slot] = told.get(slot, next(iter(gang.codes().values())))
-        return codes
+        codes = gang.codes()
+        if self._plan.carried:
+            carrier = next(iter(codes.values()))
+            if carrier is not None:  # what it told last may have come after we listened
+                hearing.listen()
+            codes |= {slot: hearing.exits.get(slot, carrier) for slot in map(Slot.parse, self._plan.carried)}
+        known = slots_of(self._job)
+        return {slot: code for slot, code in codes.items() if slot in known}
 
     def _tell_slots(self, gang: Gang, hearing: Hearing) -> dict[Slot, int | None]:
         """Tell how the slots are, where that has changed; give their exit codes."""
         pids, codes = gang.pids, self._codes(gang, hearing)
         slots = tuple(
-            SlotStatus(slot=str(slot), state=_state(code), pid=pids.get(slot), code=code)
+            SlotStatus(slot=str(slot), state=_state(code, hearing.waiting), pid=pids.get(slot), code=code)
             for slot, code in codes.items()
         )
         if slots != self._status.slots:
@@ -239,8 +244,10 @@ def _earlier(status: JobStatus) -> tuple[tuple[Attempt, ...], int]:
     return (*status.attempts, *(() if status.attempt in seen else (unseen,))), status.next_attempt
 
 
-def _state(code: int | None) -> JobState:
-    return JobState.RUNNING if code is None else JobState.SUCCEEDED if code == 0 else JobState.FAILED
+def _state(code: int | None, waiting: str) -> JobState:
+    if code is None:
+        return JobState.PENDING if waiting else JobState.RUNNING
+    return JobState.SUCCEEDED if code == 0 else JobState.FAILED
 
 
 def _lost(codes: Mapping[Slot, int | None]) -> Slot | None:

@@ -1,0 +1,150 @@
+"""A Ray cluster through its job API: the only home of the `ray` package on this side."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stoker.errors import InputError, MissingExtraError, UnavailableError
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
+
+PORT = 8265
+ANSWER_S = 5.0
+HERE_S = 1.0
+LARGEST = 512 * 2**20
+"""What Ray takes of a working folder, as an archive."""
+_HINT = "its dashboard is wanted, at port 8265 if you name none; ray start --head --dashboard-host=0.0.0.0 opens it"
+
+
+def address_of(place: str | None, environ: Mapping[str, str]) -> str | None:
+    """Give the dashboard's URL: of the place, of RAY_ADDRESS, or of a cluster here; None when there is none."""
+    if place:
+        return f"http://{_with_port(place.rstrip('/'))}"
+    named = environ.get("RAY_API_SERVER_ADDRESS") or environ.get("RAY_ADDRESS")
+    if named and named.startswith(("http://", "https://")):
+        return named.rstrip("/")
+    here = f"http://127.0.0.1:{PORT}"
+    if named and named not in ("auto", "local"):
+        # Of a Ray client (ray://host:10001) or of the store (host:6379): the dashboard is on the same host.
+        return f"http://{named.removeprefix('ray://').rpartition(':')[0] or named}:{PORT}"
+    if named == "local":
+        return None
+    return here if named == "auto" or _version(here, HERE_S) else None
+
+
+def _with_port(place: str) -> str:
+    host, _, port = place.rpartition(":")
+    if host and not port.isdigit():
+        raise InputError(f"{place!r} is no address of a Ray cluster", hint="write ray://host or ray://host:8265")
+    return place if host else f"{place}:{PORT}"
+
+
+def need_ray() -> None:
+    """Refuse to go on without the package."""
+    for package in ("ray", "aiohttp"):  # a bare `ray` lacks what its job API needs
+        if find_spec(package) is None:
+            raise MissingExtraError("ray[default]", "ray", purpose="the launcher 'ray'")
+
+
+def version_here() -> str:
+    """Tell which Ray is installed on this side; it is not imported."""
+    from importlib.metadata import version
+
+    return version("ray")
+
+
+def version_there(address: str) -> str:
+    """Tell which Ray the cluster runs, and so whether there is one."""
+    found = _version(address, ANSWER_S)
+    if found is None:
+        raise UnavailableError("no Ray cluster answers", where=address, hint=_HINT)
+    if not found:
+        raise UnavailableError("what answers is no Ray dashboard, or one of before Ray 1.9", where=address, hint=_HINT)
+    return found
+
+
+def _version(address: str, timeout_s: float) -> str | None:
+    """Give the version that a dashboard tells: none when it tells none, None when nobody answers."""
+    try:
+        with urllib.request.urlopen(f"{address}/api/version", timeout=timeout_s) as answer:
+            told = json.loads(answer.read(1 << 16))
+            return str(told["ray_version"])
+    except (urllib.error.HTTPError, ValueError, KeyError, TypeError):
+        return ""
+    except OSError:
+        return None
+
+
+class Cluster:
+    """Jobs of a cluster, and small values that its driver can read."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        version_there(address)
+        self._client = _client(address)
+
+    def free(self) -> dict[str, float]:
+        """Tell what of each resource nobody uses; nothing where the cluster does not tell."""
+        answer = self._client._do_request("GET", "/api/cluster_status", timeout=ANSWER_S)
+        if not answer.ok:
+            return {}
+        report = (answer.json()["data"].get("clusterStatus") or {}).get("loadMetricsReport") or {}
+        return {name: total - used for name, (used, total) in (report.get("usage") or {}).items()}
+
+    def put(self, key: str, value: object) -> None:
+        """Keep a value under a key, in place of an earlier one; it is on no command line, and in no list of jobs."""
+        data = json.dumps(value).encode()
+        # As packages are uploaded; the dashboard has no other road into the cluster's store.
+        answer = self._client._do_request("PUT", f"/api/packages/gcs/{key}.zip", data=data, timeout=ANSWER_S)
+        if not answer.ok:
+            raise UnavailableError(f"it did not take a value (HTTP {answer.status_code})", where=self.address)
+
+    def submit(self, name: str, entrypoint: str, archive: Path, variables: Mapping[str, str]) -> None:
+        """Start a driver in the working folder of an archive."""
+        environment = {"working_dir": str(archive), "env_vars": dict(variables)}
+        try:
+            self._client.submit_job(entrypoint=entrypoint, submission_id=name, runtime_env=environment)
+        except (RuntimeError, OSError) as error:
+            said = (str(error).strip().splitlines() or ["it gave no reason"])[-1]
+            raise UnavailableError(f"the Ray cluster did not take the job: {said}", where=self.address) from error
+
+    def state(self, name: str) -> tuple[bool, str]:
+        """Tell whether a job is over, and what Ray says of it."""
+        try:
+            info = self._client.get_job_info(name)
+        except RuntimeError as error:
+            if "404" in str(error):
+                return True, "the cluster no longer knows it: was its head started anew?"
+            raise
+        return info.status.is_terminal(), str(info.message or "")
+
+    def stop(self, name: str) -> None:
+        """Have Ray send SIGTERM to a driver."""
+        self._client.stop_job(name)
+
+    def tail(self, name: str) -> AsyncIterator[str]:
+        """Give a driver's log from its beginning, as it grows."""
+        return self._client.tail_job_logs(name)
+
+
+def _client(address: str) -> JobSubmissionClient:
+    need_ray()
+    from ray.job_submission import JobSubmissionClient
+
+    for name in ("dashboard_sdk", "job.sdk"):  # they tell every upload
+        logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
+    headers = json.loads(os.environ.get("RAY_JOB_HEADERS") or "{}")
+    try:
+        return JobSubmissionClient(address, headers=headers or None)
+    except (RuntimeError, ConnectionError) as error:
+        said = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise UnavailableError(f"the Ray cluster refused us: {said}", where=address) from error
