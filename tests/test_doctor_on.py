@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 from hosts import Network, network
+from rays import ray_cluster
+from servers import free_port
 from stoker.core.processes import marked
 from stoker.doctor import examine, verdicts
 from trees import stoker
@@ -242,4 +244,33 @@ def test_ranks_on_this_machine(here: Path, capsys: pytest.CaptureFixture[str]) -
     code, checks, _ = asked(capsys, "--on", "local")
     assert code == 0
     assert checks["all-reduce", ""]["found"].startswith("2 ranks by gloo")
+    nothing_is_left(here)
+
+
+def test_a_cluster_that_does_not_answer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray", reason="no package 'ray'")
+    code, checks, said = asked(capsys, "--on", f"ray://127.0.0.1:{free_port()}")
+    assert code == 5
+    assert checks["cluster", ""]["found"].endswith(": no Ray cluster answers")
+    assert "ray start --head" in checks["cluster", ""]["fix"]
+    assert "1 of 1 checks failed: cluster" in said
+
+
+@pytest.mark.slow
+def test_on_ray(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ray_cluster(here) as cluster:
+        code, checks, _ = asked(capsys, "--on", f"ray://{cluster.place}", "--set", "data.train=/none")
+        assert code == 2
+        nodes = [node.address for node in cluster.nodes]
+        assert {key for key, one in checks.items() if one["fine"] is False} == {("data.train", one) for one in nodes}
+        assert checks["nodes", ""]["found"] == "2 alive"
+        for node in nodes:
+            assert checks["python", node]["fine"] is True
+            assert checks["disk: workdir", node]["fine"] is not False
+            assert checks["clock", node]["fine"] is True
+        assert checks["all-reduce", ""]["found"].startswith("2 ranks by gloo")
+        code, checks, _ = asked(capsys, "--on", f"ray://{cluster.place}", "--set", "workers=9")
+        assert code == 0
+        assert checks["room", ""]["found"].endswith(" CPUs are free, and 9 CPUs are wanted")
+        assert checks["probe", ""]["found"] == "not sent: there is no room for it"
     nothing_is_left(here)

@@ -16,10 +16,12 @@ from stoker.core.spec import decode
 from stoker.doctor import probe
 from stoker.doctor.checks import Check
 from stoker.doctor.verdicts import (
+    Cluster,
     Outcome,
     Told,
     bus_bandwidth,
     of_clocks,
+    of_cluster,
     of_faults,
     of_looks,
     of_probe,
@@ -162,6 +164,18 @@ def test_whom_a_host_dials() -> None:
     assert dials["n5"] == ["n0", "n6"]
     assert dials["n99"] == ["n0"]
     assert {one for every in dials.values() for one in every} == set(many)
+
+
+def test_a_ray_cluster() -> None:
+    nodes, free = {"10.0.0.1": "alive", "10.0.0.2": "alive"}, {"CPU": 8.0}
+    cluster = Cluster("http://h:8265", "2.1", "2.1", nodes, free, {"CPU": 2.0}, 4)
+    assert [one.fine for one in of_cluster(cluster)] == [True] * 4
+    nodes = {**nodes, "10.0.0.2": "dead"}
+    _, version, gone, room = of_cluster(cluster._replace(there="2.2", nodes=nodes, bundle={"CPU": 1.0, "GPU": 1.0}))
+    assert (version.fine, version.found) == (None, "2.1 here, 2.2 there")
+    assert (gone.fine, gone.found) == (None, "1 alive; gone: 10.0.0.2")
+    assert (room.fine, room.found) == (None, "8 CPUs, 0 GPUs are free, and 4 GPUs are wanted")
+    assert all(one.fix for one in (version, gone, room))
 
 
 def test_what_a_launcher_refuses() -> None:

@@ -16,7 +16,6 @@ from stoker.errors import InputError, JobFailedError, MissingError, StokerError,
 
 if TYPE_CHECKING:
     from stoker.doctor.checks import Check
-    from stoker.jobs.spec import Job
 
 MARKS = {True: "✓", False: "✗", None: "–"}
 SHOWN = 4
@@ -31,7 +30,8 @@ def doctor(
         Path | None, typer.Argument(metavar="[FILE]", help="A job file; a small job of its own if absent.")
     ] = None,
     on: Annotated[
-        str | None, typer.Option("--on", metavar="PLACE", help="Where the job is to run: local or ssh.")
+        str | None,
+        typer.Option("--on", metavar="PLACE", help="Where the job is to run: local, ssh or ray[://host:port]."),
     ] = None,
     hosts: Hosts = None,
     sets: Sets = None,
@@ -49,11 +49,15 @@ def doctor(
         if hosts:
             raise InputError("--hosts is for --on ssh", hint="write: stoker doctor --on ssh --hosts …")
         on = "local"
-    from stoker.doctor.examine import examine
+    from stoker.doctor.examine import default_job, examine
+    from stoker.jobs.spec import load_job
 
-    checks = examine(_job(file, on, _with_hosts(sets, hosts)), _launcher(on), remark)
+    launcher, (name, _, place) = _launcher(on), on.partition("://")
+    given = _with_hosts(sets, hosts)
+    job = default_job(name, place, given) if file is None else load_job(file, given)
+    checks = examine(job, launcher, place, remark)
     if as_json:
-        print_json([check._asdict() for check in checks])
+        print_json([_plain(check) for check in checks])
     else:
         for line in table(checks, shutil.get_terminal_size((120, 24)).columns):
             typer.echo(line)
@@ -65,23 +69,15 @@ def _this_machine(as_json: bool) -> None:
 
     checks = check_machine()
     if as_json:
-        print_json([check._asdict() for check in checks])
+        print_json([_plain(check) for check in checks])
     else:
         print_table(("", "what", "found", "fix"), [(MARKS[c.fine], c.what, c.found, c.fix) for c in checks])
     if failed := [check.what for check in checks if check.fine is False]:
         raise MissingError(f"not as it should be: {', '.join(failed)}")
 
 
-def _job(file: Path | None, on: str, sets: list[str]) -> Job:
-    """Read the job, or take a small one of our own."""
-    from stoker.doctor.examine import default_job
-    from stoker.jobs.spec import load_job, parse_job
-    from stoker.launchers.ssh_hosts import expanded, places
-
-    if file is not None:
-        return load_job(file, sets)
-    first = parse_job(default_job(on, 1), "the doctor's own job", sets)
-    return parse_job(default_job(on, len(places(expanded(first.ssh.hosts)))), "the doctor's own job", sets)
+def _plain(check: Check) -> dict[str, object]:
+    return {name: value for name, value in check._asdict().items() if name != "code"}
 
 
 def _raise(checks: Sequence[Check]) -> None:

@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,14 +26,25 @@ from stoker.core.processes import until
 from stoker.core.units import Seconds
 from stoker.doctor import probe
 from stoker.doctor.checks import Check
-from stoker.doctor.verdicts import Outcome, Told, of_faults, of_looks, of_port, of_probe, of_ways
-from stoker.errors import Fault, SpecError, StokerError
+from stoker.doctor.verdicts import (
+    Cluster,
+    Outcome,
+    Told,
+    of_cluster,
+    of_faults,
+    of_looks,
+    of_port,
+    of_probe,
+    of_ways,
+    short_of,
+)
+from stoker.errors import Fault, SpecError, StokerError, UnavailableError
 from stoker.jobs.launcher import Launcher, check
 from stoker.jobs.runs import Run, create, home
-from stoker.jobs.spec import Checkpoint, Data, Job, Profile, Program
+from stoker.jobs.spec import Checkpoint, Data, Job, Profile, Program, parse_job
 from stoker.jobs.topology import slots_of
 from stoker.launchers.plan import LocalPlan
-from stoker.launchers.ssh_hosts import Client, places
+from stoker.launchers.ssh_hosts import Client, expanded, places
 from stoker.launchers.ssh_look import Look, Ways, at_once, client_of, find_ways, look_at_all, talking, troubles, workdir
 from stoker.launchers.supervisor import watcher
 from stoker.telemetry.reader import read_events
@@ -43,8 +54,12 @@ BOUND_S = 120.0
 APART = 16
 """So many hosts that cannot take part in one run are probed in runs of their own."""
 POLL_S = 0.1
+ROOM_S = 6.0
+"""After which a Ray cluster has told that something is free again."""
 TOGETHER = ("torchrun", "mpi")
 """Topologies whose ranks know of each other."""
+
+_OWN = "the doctor's own job"
 
 Tell = Callable[[str], None]
 
@@ -66,22 +81,37 @@ class Readiness(NamedTuple):
     client: Client | None = None
 
 
-def default_job(on: str, hosts: int) -> str:
-    """Write the job that is taken where none is given: as large as there is room for."""
+def default_job(on: str, place: str, sets: Sequence[str]) -> Job:
+    """Give the job that is taken where none is given: a worker on each host or node, or two ranks here."""
     base: dict[str, Any] = {"name": "doctor", "program": {"module": "this"}}
     if on == "local":
         base["processes_per_worker"] = 2
-    if on == "ssh":
-        base |= {"workers": max(1, hosts), "ssh": {"copy": False}}
-    return json.dumps(base)
+    elif on == "ssh":
+        given = parse_job(json.dumps(base), _OWN, sets)
+        base |= {"workers": max(1, len(places(expanded(given.ssh.hosts)))), "ssh": {"copy": False}}
+    elif on == "ray":
+        nodes = _nodes(place)
+        base |= {"workers": nodes, "ray": {"strategy": "spread"}} if nodes else {"processes_per_worker": 2}
+    return parse_job(json.dumps(base), _OWN, sets)
 
 
-def examine(job: Job, launcher: Launcher[Any], tell: Tell) -> list[Check]:
-    """Look, probe, and judge; `tell` says what is being done."""
+def _nodes(place: str) -> int:
+    """Count the nodes of a Ray cluster; none where it does not answer, which is told later."""
+    from stoker.launchers.ray import cluster as ray
+
+    ray.need_ray()
+    address = ray.address_of(place or None, os.environ)
+    with contextlib.suppress(UnavailableError):
+        return 0 if address is None else list(ray.Cluster(address).nodes().values()).count("alive")
+    return 0
+
+
+def examine(job: Job, launcher: Launcher[Any], place: str, tell: Tell) -> list[Check]:
+    """Look, probe, and judge; `place` is what follows the launcher's name, `tell` says what is being done."""
     name = launcher.traits.name
     if faults := [fault for fault in check(job, launcher.traits) if fault.path == "topology"]:
         raise SpecError(faults, where=f"job {job.name!r} on {name}")
-    ready = LOOKS.get(name, _look_by_rendering)(launcher.anchored(job), launcher, tell)
+    ready = LOOKS.get(name, _look_by_rendering)(launcher.anchored(job), launcher, place, tell)
     outcomes = []
     if ready.errands:
         tell("Sending a probe there, as a job of its own")
@@ -105,7 +135,7 @@ def _once(checks: list[Check]) -> Iterator[Check]:
 # --- Before the probe
 
 
-def _look_by_rendering(job: Job, launcher: Launcher[Any], tell: Tell) -> Readiness:  # noqa: ARG001
+def _look_by_rendering(job: Job, launcher: Launcher[Any], place: str, tell: Tell) -> Readiness:  # noqa: ARG001
     """Have the launcher render the job: what it refuses, it tells."""
     try:
         launcher.render(job)
@@ -118,9 +148,9 @@ def _look_by_rendering(job: Job, launcher: Launcher[Any], tell: Tell) -> Readine
     return Readiness(checks, [_errand(job, topology=job.topology, workers=job.max_workers, port=job.port, gpus=gpus)])
 
 
-def _look_here(job: Job, launcher: Launcher[Any], tell: Tell) -> Readiness:
+def _look_here(job: Job, launcher: Launcher[Any], place: str, tell: Tell) -> Readiness:
     """On this machine a port may be taken, or torch be missing; then the probe does without."""
-    checks, (errand,), _ = _look_by_rendering(job, launcher, tell)
+    checks, (errand,), _ = _look_by_rendering(job, launcher, place, tell)
     if job.port:
         is_free = LocalPlan(slots={}, port=job.port).on_free_port().port == job.port
         checks.append(of_port(job.port, is_free=is_free))
@@ -130,7 +160,41 @@ def _look_here(job: Job, launcher: Launcher[Any], tell: Tell) -> Readiness:
     return Readiness(checks, [errand])
 
 
-def _look_by_ssh(job: Job, launcher: Launcher[Any], tell: Tell) -> Readiness:
+def _look_at_cluster(job: Job, launcher: Launcher[Any], place: str, tell: Tell) -> Readiness:
+    """Ask a Ray cluster how it is; one that is started for the run is on this machine."""
+    from stoker.launchers.ray import cluster as ray
+
+    ray.need_ray()
+    address = ray.address_of(place or None, os.environ)
+    if address is None:
+        ready = _look_here(job, launcher, place, tell)
+        found = Check("cluster", True, "none is named or found: one is started here for the run")
+        return ready._replace(checks=[found, *ready.checks])
+    try:
+        there = ray.version_there(address)
+        known = ray.Cluster(address)
+        nodes, free = known.nodes(), known.free()
+    except UnavailableError as error:
+        down = Check("cluster", False, f"{error.where}: {error.what}", error.hint or "", code=error.exit_code)
+        return Readiness([down], [])
+    checks, bundle = list[Check](), dict[str, float]()
+    try:
+        bundle = launcher.render(job).bundle
+    except SpecError as error:
+        checks = of_faults(error.faults)
+    cluster = Cluster(address, ray.version_here(), there, nodes, free, bundle, job.max_workers)
+    deadline = time.monotonic() + ROOM_S
+    while short_of(cluster) and time.monotonic() < deadline:
+        time.sleep(0.5)
+        cluster = cluster._replace(free=known.free())
+    checks = [*of_cluster(cluster), *checks, *_coming_along(job)]
+    if short_of(cluster):
+        return Readiness([*checks, Check("probe", None, "not sent: there is no room for it")], [])
+    errand = _errand(job, topology=job.topology, workers=job.max_workers, port=job.port, is_far=True)
+    return Readiness(checks, [errand])
+
+
+def _look_by_ssh(job: Job, launcher: Launcher[Any], place: str, tell: Tell) -> Readiness:  # noqa: ARG001
     """Look at all hosts and between them; send the probe to those that can take it."""
     hosts = places(job.ssh.hosts)[: job.max_workers]
     faults = _faults_here(job, launcher)
@@ -143,7 +207,7 @@ def _look_by_ssh(job: Job, launcher: Launcher[Any], tell: Tell) -> Readiness:
         up = [host for host in crowds if looks[host].trouble is None]
         ways = find_ways(job, {host: sessions[host] for host in up}, looks) if up else None
     checks = [*of_faults(faults), *of_looks(job, looks, crowds), *(of_ways(job, ways, up) if ways else [])]
-    checks += [Check(key, None, f"{path} comes along with the working folder") for key, path in _coming(job).items()]
+    checks += _coming_along(job, copies=job.ssh.copy)
     plan = _errands(job, looks, hosts, ways)
     if plan.why_apart:
         checks.append(Check("all-reduce", None, f"not tried: {plan.why_apart}"))
@@ -209,26 +273,36 @@ class _Where(NamedTuple):
     has_first: bool
 
 
+def _coming_along(job: Job, *, copies: bool = True) -> list[Check]:
+    coming = _coming(job) if copies else {}
+    return [Check(key, None, f"{path} comes along with the working folder") for key, path in coming.items()]
+
+
 def _coming(job: Job) -> dict[str, str]:
     """Name the sets that are copied there with the working folder, and so cannot be read there yet."""
     sets = {"data.train": job.data.train, "data.val": job.data.val}
-    return {
-        key: url
-        for key, url in sets.items()
-        if url and job.ssh.copy and "://" not in url and not Path(url).is_absolute() and Path(url).exists()
-    }
+    relative = {key: url for key, url in sets.items() if url and "://" not in url and not Path(url).is_absolute()}
+    return {key: url for key, url in relative.items() if Path(url).exists()}
 
 
 def _errand(
-    job: Job, *, topology: str, workers: int, port: int | None, gpus: bool = True, where: _Where | None = None
+    job: Job,
+    *,
+    topology: str,
+    workers: int,
+    port: int | None,
+    gpus: bool = True,
+    where: _Where | None = None,
+    is_far: bool = False,
 ) -> Errand:
     """Make the job of a run of the probe: as the given one, but with another program, and no second attempt."""
     change = msgspec.structs.replace
     job = job if gpus else change(job, resources=change(job.resources, gpu=0))
-    coming = _coming(job) if where else {}
+    is_far = is_far or where is not None
+    coming = _coming(job) if is_far and (where is None or job.ssh.copy) else {}
     data = {"data.train": job.data.train, "data.val": job.data.val}
-    folder = workdir(job) if where else str(Path.cwd() / (job.program.cwd or ""))
-    checkpoints = job.checkpoint.dir or ("" if where else str(home()))
+    folder = workdir(job) if where else "" if is_far else str(Path.cwd() / (job.program.cwd or ""))
+    checkpoints = job.checkpoint.dir or ("" if is_far else str(home()))
     folders = {"workdir": ".", "checkpoints": checkpoints, "cache": job.data.cache.dir}
     settings = {
         "workdir": folder,
@@ -247,6 +321,7 @@ def _errand(
         workers=workers,
         processes_per_worker=job.ranks_per_worker if topology in TOGETHER else "auto",
         port=port,
+        env={**job.env, probe.SETTINGS: json.dumps(settings)},
         data=Data(),
         checkpoint=Checkpoint(),
         profile=Profile(every=Seconds(0)),
@@ -266,7 +341,11 @@ def _errand(
     return Errand(change(made, ssh=ssh), settings, where.hosts)
 
 
-LOOKS: dict[str, Callable[[Job, Launcher[Any], Tell], Readiness]] = {"local": _look_here, "ssh": _look_by_ssh}
+LOOKS: dict[str, Callable[[Job, Launcher[Any], str, Tell], Readiness]] = {
+    "local": _look_here,
+    "ray": _look_at_cluster,
+    "ssh": _look_by_ssh,
+}
 """How a place is looked at before the probe is sent, by launcher; for any other, the job is rendered."""
 
 
@@ -296,7 +375,6 @@ def _start(launcher: Launcher[Any], errand: Errand, folder: Path) -> tuple[Run |
     work = folder / "work"
     work.mkdir(parents=True)
     (work / "probe.py").write_bytes(files("stoker.doctor").joinpath("probe.py").read_bytes())
-    (work / "probe.json").write_text(json.dumps(errand.settings))
     run, rendered = None, None
     with _elsewhere(work, folder / "home"):
         try:
@@ -306,6 +384,10 @@ def _start(launcher: Launcher[Any], errand: Errand, folder: Path) -> tuple[Run |
             launcher.start(rendered, run)
         except StokerError as error:
             return None, rendered, str(error)
+        except BaseException:  # a Ctrl-C, when it may have begun
+            if run is not None and (run.folder / "handle").exists():
+                launcher.stop(run.handle)
+            raise
     return run, rendered, ""
 
 
@@ -315,7 +397,6 @@ def _outcome(
     """Wait for the end of a run, and read what it told."""
     workers = [str(slot) for slot in slots_of(errand.job) if slot.role == "worker"]
     hosts = dict(zip(workers, errand.hosts or [""] * len(workers), strict=True))
-    hosts = {slot: getattr(rendered, "hosts", {}).get(slot, host) for slot, host in hosts.items()}
     if run is None:
         return Outcome(hosts, (), fault, errand.settings["reduce"])
     while not launcher.status(run.handle).state.is_final and time.monotonic() < deadline:
@@ -326,16 +407,16 @@ def _outcome(
     elif status.state != "succeeded":
         fault = status.message
     told = tuple(
-        Told(hosts.get(event.slot) or _named(hosts, event.fields), event.slot, event.rank, subject, event.fields)
+        Told(hosts.get(event.slot) or _named(rendered, event.fields), event.slot, event.rank, subject, event.fields)
         for event in read_events(run.logs)
         if event.fields.get("name") == probe.NAME and (subject := str(event.fields.get("subject", "")))
     )
     return Outcome(hosts, told, fault, errand.settings["reduce"])
 
 
-def _named(hosts: Mapping[str, str], fields: Mapping[str, Any]) -> str:
-    """Name a host that the plan does not: not at all where there is but one machine."""
-    return "" if set(hosts.values()) == {""} else str(fields.get("on", ""))
+def _named(rendered: Any, fields: Mapping[str, Any]) -> str:
+    """Name a host that nobody chose: as it names itself, or not at all where it is this machine."""
+    return str(fields.get("on", "")) if rendered.is_far else ""
 
 
 def _remove(client: Client, errands: list[Errand]) -> None:

@@ -7,6 +7,7 @@ to be installed. What it finds goes to standard output as events, one for each s
 from __future__ import annotations
 
 import datetime
+import fcntl
 import importlib
 import itertools
 import json
@@ -14,6 +15,7 @@ import os
 import re
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -26,6 +28,8 @@ from typing import Any
 
 NAME = "doctor"
 """The mark by which these events are known."""
+SETTINGS = "DOCTOR_SETTINGS"
+"""The variable that says what to look at: on no disk, for URLs may hold a login."""
 READ_S = 2.0
 ANSWER_S = 10.0
 REDUCE_S = 0.5
@@ -33,6 +37,7 @@ MEET_S = 45.0
 SIZES = (1 << 20, 16 << 20)
 _CHUNK = 1 << 20
 _PREFIX = "@stoker "
+_SIOCGIFADDR = 0x8915
 _GROUP = re.compile(r"\{([^{}]*)\}")
 _SHARD = re.compile(r"\.tar|tfrecord|-of-\d")
 _seq = itertools.count()
@@ -51,7 +56,7 @@ def tell(subject: str, **found: Any) -> None:
         "k": "mark",
         "name": NAME,
         "subject": subject,
-        "on": socket.gethostname(),
+        "on": _name(),
     }
     os.write(1, (_PREFIX + json.dumps({**event, **found}) + "\n").encode())
 
@@ -61,6 +66,17 @@ def _number(*names: str, default: int = 0) -> int:
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
     return default
+
+
+def _name() -> str:
+    """Name this machine: by the address of the interface that ranks use, for host names need not differ."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            packed = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
+            return socket.inet_ntoa(packed[20:24])
+    except OSError:
+        return socket.gethostname()
 
 
 def _short(error: BaseException) -> str:
@@ -312,7 +328,7 @@ def _seconds_each(torch: Any, dist: Any, tensor: Any) -> float:
 
 def main() -> None:
     """Look, read and reduce; only one process of each slot looks."""
-    settings = json.loads(Path(__file__).with_name("probe.json").read_text())
+    settings = json.loads(os.environ[SETTINGS])
     if _number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID") == 0:
         look_around(settings)
         read_data(settings)

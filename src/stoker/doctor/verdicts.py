@@ -154,6 +154,56 @@ def of_clocks(skews: Mapping[str, float], origin: str) -> list[Check]:
     return checks
 
 
+# --- Ray
+
+
+class Cluster(NamedTuple):
+    """What a Ray cluster tells of itself, and what the job would have of it."""
+
+    address: str
+    here: str
+    there: str
+    nodes: Mapping[str, str]
+    free: Mapping[str, float]
+    bundle: Mapping[str, float]
+    workers: int
+
+
+def of_cluster(cluster: Cluster) -> list[Check]:
+    """Judge a Ray cluster; that there is no room now is odd, for the job would wait."""
+    checks = [Check("cluster", True, f"{cluster.address} answers", code=_DOWN)]
+    if cluster.there == cluster.here:
+        checks.append(Check("ray", True, cluster.here))
+    else:
+        told = f"{cluster.here} here, {cluster.there} there"
+        checks.append(Check("ray", None, told, f"pip install 'ray[default]=={cluster.there}' here"))
+    alive = [node for node, state in cluster.nodes.items() if state == "alive"]
+    if gone := sorted(set(cluster.nodes) - set(alive)):
+        told = f"{len(alive)} alive; gone: {_some(gone)}"
+        checks.append(Check("nodes", None, told, "if they are wanted, start Ray there again: ray start --address=…"))
+    elif alive:
+        checks.append(Check("nodes", True, f"{len(alive)} alive"))
+    if cluster.free:
+        checks.append(_room(cluster))
+    return checks
+
+
+def short_of(cluster: Cluster) -> dict[str, float]:
+    """Tell of which resources less is free than the job wants."""
+    counted = {name: each * cluster.workers for name, each in cluster.bundle.items() if name in ("CPU", "GPU")}
+    return {name: many for name, many in counted.items() if cluster.free and many > cluster.free.get(name, 0.0)}
+
+
+def _room(cluster: Cluster) -> Check:
+    shown = [name for name in ("CPU", "GPU") if name in cluster.free or name in cluster.bundle]
+    free = ", ".join(f"{cluster.free.get(name, 0.0):g} {name}s" for name in shown)
+    if short := short_of(cluster):
+        wanted = ", ".join(f"{many:g} {name}s" for name, many in short.items())
+        fix = "the job would wait: --set workers=… for fewer, or let others end, or the cluster grow"
+        return Check("room", None, f"{free} are free, and {wanted} are wanted", fix)
+    return Check("room", True, f"{free} are free")
+
+
 # --- What the launcher refuses
 
 
@@ -296,7 +346,8 @@ def _reduced(outcome: Outcome) -> Iterator[Check]:
     results = [one for one in outcome.told if one.subject == "reduce"]
     if wrong := [one for one in results if "fault" in one.found]:
         met = {one.host for one in outcome.told if one.subject == "met"}
-        late = [host for host in dict.fromkeys(outcome.hosts.values()) if host not in {one.host for one in results}]
+        came = {one.slot for one in results}
+        late = list(dict.fromkeys(host or slot for slot, host in outcome.hosts.items() if slot not in came))
         if late:
             yield Check("all-reduce", False, f"{_some(late)} did not come to it", _REDUCE_FIX, code=_FAILED)
         for one in wrong:
