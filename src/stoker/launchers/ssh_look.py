@@ -19,6 +19,8 @@ from stoker.launchers.ssh_hosts import Client, Session
 
 AT_ONCE = 32
 OLDEST = (3, 8)
+TRIED_PORTS = 20
+"""Where the job names none: the first that is free of so many is taken."""
 MESH = 32
 """Up to so many hosts each dials every other; beyond, the next and the first."""
 
@@ -183,22 +185,24 @@ def partners(hosts: list[str]) -> dict[str, list[str]]:
 def find_ways(job: Job, sessions: Mapping[str, Session], looks: Mapping[str, Look]) -> Ways:
     """Have hosts dial each other: find the port, and the addresses by which they really get through."""
     first, *others = sessions
-    wanted = job.port or (PORT if others else 0)
+    ports = [job.port or 0] if job.port or not others else list(range(PORT, PORT + TRIED_PORTS))
     tokens = {host: secrets.token_hex(8) for host in sessions}
 
     def listen(host: str) -> tuple[int, str]:
         """Have a host listen: the first where slots meet, the others anywhere, as ranks do."""
-        ask = {"do": "listen", "port": wanted if host == first else 0, "token": tokens[host]}
-        heard = sessions[host].ask(ask)
-        if "fault" not in heard:
-            return heard["port"], ""
-        return sessions[host].ask({**ask, "port": 0}).get("port", 0), str(heard["fault"])
+        fault = ""
+        for number in (*(ports if host == first else ()), 0):
+            heard = sessions[host].ask({"do": "listen", "port": number, "token": tokens[host]})
+            if "fault" not in heard:
+                return heard["port"], fault if number == 0 else ""
+            fault = str(heard["fault"])
+        return 0, fault
 
     heard = dict(zip(sessions, at_once(listen, sessions), strict=True))
     found: dict[str, list[Trouble]] = {}
     port, fault = heard[first]
     if fault:
-        found[first] = [Trouble("port", f"has port {wanted} taken: {fault.lower()}", "--set port=… names another")]
+        found[first] = [Trouble("port", f"has port {ports[-1]} taken: {fault.lower()}", "--set port=… names another")]
     if not others:
         return Ways(port, {first: Route("127.0.0.1", "lo")}, found, {})
     interfaces = {host: {address: name for name, address in looks[host].found["addresses"]} for host in sessions}
