@@ -142,18 +142,18 @@ def test_clocks() -> None:
 
 def test_between_hosts() -> None:
     job, route = job_of(port=29500), Route("10.0.0.1", "eth0")
-    good = of_ways(job, Ways(29500, {"a": route, "b": route}, {}, {}), ["a", "b"])
+    good = of_ways(job, Ways(29500, {"a": route, "b": route}, {}), ["a", "b"])
     assert [(one.what, one.fine, one.found) for one in good] == [
         ("port", True, "29500 is free"),
         ("network", True, "reaches every other"),
         ("network", True, "reaches every other"),
     ]
     bad = of_ways(
-        job, Ways(1, {}, {"a": [Trouble("port", "taken", "x")], "b": [Trouble("network", "cut", "y")]}, {}), ["a", "b"]
+        job, Ways(1, {}, {"a": [Trouble("port", "taken", "x")], "b": [Trouble("network", "cut", "y")]}), ["a", "b"]
     )
     assert [(one.what, one.host, one.fine) for one in bad] == [("port", "a", False), ("network", "b", False)]
     many = [f"n{number}" for number in range(MESH + 1)]
-    assert "not every pair is tried" in of_ways(job, Ways(1, {}, {}, {}), many)[-1].found
+    assert "not every pair is tried" in of_ways(job, Ways(1, {}, {}), many)[-1].found
 
 
 def test_whom_a_host_dials() -> None:

@@ -63,8 +63,6 @@ class Ways(NamedTuple):
     port: int
     routes: dict[str, Route]
     troubles: dict[str, list[Trouble]]
-    dials: dict[str, list[str]]
-    """Whom each host tried to reach."""
 
 
 # --- What the job needs of a host
@@ -204,7 +202,7 @@ def find_ways(job: Job, sessions: Mapping[str, Session], looks: Mapping[str, Loo
     if fault:
         found[first] = [Trouble("port", f"has port {ports[-1]} taken: {fault.lower()}", "--set port=… names another")]
     if not others:
-        return Ways(port, {first: Route("127.0.0.1", "lo")}, found, {})
+        return Ways(port, {first: Route("127.0.0.1", "lo")}, found)
     interfaces = {host: {address: name for name, address in looks[host].found["addresses"]} for host in sessions}
     dials = partners(list(sessions))
 
@@ -225,12 +223,12 @@ def find_ways(job: Job, sessions: Mapping[str, Session], looks: Mapping[str, Loo
                 fix = f"a firewall, or another network? Let {host} through to every port of {other}"
                 found.setdefault(host, []).append(Trouble("network", what, fix))
     if any(answers[host][first]["address"] is None for host in others):
-        return Ways(port, {}, found, dials)
+        return Ways(port, {}, found)
     # They may come by different ways; the one by which most do is taken for all.
     ways = [answers[host][first]["address"] for host in others]
     main = max(sorted(set(ways)), key=ways.count)
     routes = {host: Route(answers[host][first]["mine"], answers[host][first]["interface"] or "") for host in others}
-    return Ways(port, {first: Route(main, interfaces[first][main]), **routes}, found, dials)
+    return Ways(port, {first: Route(main, interfaces[first][main]), **routes}, found)
 
 
 def at_once(do: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
