@@ -6,6 +6,7 @@ to be installed. What it finds goes to standard output as events, one for each s
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
 import importlib
@@ -301,11 +302,13 @@ def reduce_together(settings: dict[str, Any]) -> None:
             if int(tensor[0].item()) != world:
                 raise ArithmeticError(f"the sum of {world} ones is {tensor[0].item()}")
             tell("reduce", size=size, world=world, backend=backend, seconds=_seconds_each(torch, dist, tensor))
+    except Exception as error:  # whatever torch says, it is what the job would hear
+        tell("reduce", fault=_short(error), world=world, backend=backend)
+        return
+    with contextlib.suppress(Exception):  # who is through first may be gone, when the others hear of it
         dist.barrier()
         tell("clock", at=time.time())
         dist.destroy_process_group()
-    except Exception as error:  # whatever torch says, it is what the job would hear
-        tell("reduce", fault=_short(error), world=world, backend=backend)
 
 
 def _seconds_each(torch: Any, dist: Any, tensor: Any) -> float:
@@ -333,6 +336,7 @@ def main() -> None:
         look_around(settings)
         read_data(settings)
     reduce_together(settings)
+    os._exit(0)  # all is told; what a library does on its way out is no result
 
 
 if __name__ == "__main__":
