@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from stoker.core.units import format_bytes
+from stoker.errors import MissingError
 from stoker.load import native
 
 SHARED_MEMORY = "/dev/shm"
@@ -19,13 +20,16 @@ SHARED_MEMORY_NEEDED = 1 << 30
 class Check(NamedTuple):
     """What was looked at, what was found, and the command or sentence that mends it when it is not as it should be.
 
-    `fine` is None for what is an option: a run goes on without it.
+    `fine` is None for what stands in no way: with a fix, it is odd or an option; without one, it was not tried.
     """
 
     what: str
     fine: bool | None
     found: str
     fix: str = ""
+    host: str = ""
+    code: int = MissingError.exit_code
+    """The exit code that it gives when it is not fine."""
 
 
 def check_machine() -> list[Check]:

@@ -7,19 +7,17 @@ and starts the supervisor here, in which a process stands for each slot: `ssh_sl
 from __future__ import annotations
 
 import os
-import secrets
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -28,7 +26,7 @@ from stoker.core.units import format_bytes
 from stoker.errors import Fault, InputError, SpecError, StokerError, UnavailableError
 from stoker.jobs.launcher import LogLine, Traits, check
 from stoker.jobs.runs import Run, home
-from stoker.jobs.spec import PORT, Job
+from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, Standby, commands, slots_of
 from stoker.launchers.causes import LOST
@@ -37,34 +35,26 @@ from stoker.launchers.local import LocalLauncher
 from stoker.launchers.plan import LocalPlan, read_plan
 from stoker.launchers.ssh_files import listed, send, size_of
 from stoker.launchers.ssh_hosts import ANSWER_S, Client, Session, expanded, places
+from stoker.launchers.ssh_look import (
+    Look,
+    Route,
+    Trouble,
+    at_once,
+    client_of,
+    find_ways,
+    look_at_all,
+    modules,
+    python_troubles,
+    talking,
+    troubles,
+)
 from stoker.launchers.ssh_plan import Place, SshPlan, far_codes, read_ssh_plan
 from stoker.launchers.supervisor import STOPPING, watching
 
-AT_ONCE = 32
-OLDEST = (3, 8)
 MUCH = 2**30
 SKEW_S = 5.0
-TRIED_PORTS = 20
 _PROFILER_FILE = ".stoker/profiler.py"
 _MPI_FILE = ".stoker/mpi_rank.py"
-_MPI_PROGRAMS = ("mpirun", "orted")
-
-T = TypeVar("T")
-
-
-class Look(NamedTuple):
-    """What was found on one host, or why nothing was."""
-
-    host: str
-    found: dict[str, Any]
-    fault: str = ""
-
-
-class Route(NamedTuple):
-    """By which address and interface the others reach a host."""
-
-    address: str
-    interface: str
 
 
 class SshLauncher:
@@ -88,26 +78,19 @@ class SshLauncher:
     def render(self, job: Job) -> SshPlan:
         """Look at every host, and give the command of every slot; all that is in the way is told at once."""
         job = self.anchored(job)
-        faults = [*check(job, self.traits), *_missing(job)]
+        faults = [*check(job, self.traits), *missing(job)]
         if faults:
             raise SpecError(faults, where=f"job {job.name!r} on ssh")
-        client = Client(config=job.ssh.config, user=job.ssh.user, lost_after_s=float(job.ssh.lost_after))
         hosts = _seats(job)
-        with ExitStack() as stack:
-            sessions = {
-                host: stack.enter_context(Session(client.argv(attempts=2), host, job.ssh.python))
-                for host in dict.fromkeys(hosts.values())
-            }
-            looks = {look.host: look for look in _at_once(lambda one: _look(one, job), sessions.values())}
+        with talking(job, hosts.values()) as sessions:
+            looks = look_at_all(sessions, job)
             crowds = Counter(host for slot, host in hosts.items() if slot.role == "worker")
-            faulty = {host: list(_unfit(job, look, crowds[host])) for host, look in looks.items()}
-            port, routes = 0, dict[str, Route]()
-            if not any(faulty.values()):
-                port, routes, astray = _routes(job, sessions, looks)
-                faulty.update({host: [fault] for host, fault in astray.items()})
-        _refuse(job, looks, faulty)
+            faulty = {host: list(troubles(job, look, crowds[host])) for host, look in looks.items()}
+            ways = None if any(faulty.values()) else find_ways(job, sessions, looks)
+        _refuse(job, looks, faulty if ways is None else ways.troubles)
+        assert ways is not None
         _check_even(job, looks)
-        return _plan(job, client, hosts, looks, routes, port)
+        return _plan(job, client_of(job), hosts, looks, ways.routes, ways.port)
 
     def start(self, rendered: SshPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
         """Copy, prepare, and start the supervisor here."""
@@ -171,7 +154,7 @@ def _seats(job: Job) -> dict[Slot, str]:
     return {slot: workers.get(slot, workers[Slot("worker", 0)]) for slot in slots_of(job)}
 
 
-def _missing(job: Job) -> Iterator[Fault]:
+def missing(job: Job) -> Iterator[Fault]:
     """List what is wrong before any host is asked."""
     room = len(places(job.ssh.hosts))
     if not job.ssh.hosts:
@@ -189,111 +172,6 @@ def _missing(job: Job) -> Iterator[Fault]:
         yield Fault("ssh.copy", f"the working folder is {Path.cwd()}: give the command in the folder of your project")
 
 
-def _local_paths(job: Job) -> dict[str, str]:
-    """Give the paths that must be there, by their keys."""
-    found = {"data.train": job.data.train, "data.val": job.data.val, "program.script": job.program.script}
-    paths = {key: path for key, path in found.items() if path and "://" not in path and "{" not in path}
-    return {**paths, **{f"secret_files.{path}": path for path in job.secret_files}}
-
-
-def _modules(job: Job) -> tuple[str, ...]:
-    """Name the packages that the job's Python must have."""
-    needs_torch = job.topology == "torchrun"
-    needs_us = (job.program.module or "").startswith("stoker.")
-    return (*(("torch",) if needs_torch else ()), *(("stoker",) if needs_us else ()))
-
-
-# --- What there is
-
-
-def _look(session: Session, job: Job) -> Look:
-    request = {
-        "do": "look",
-        "workdir": _workdir(job),
-        "python": job.ssh.python,
-        "modules": ["torch", "stoker"],
-        "paths": list(_local_paths(job).values()),
-        "programs": [*([job.program.command[0]] if job.program.command else []), *_MPI_PROGRAMS],
-    }
-    try:
-        before = time.time()
-        found = session.ask(request)
-        return Look(session.host, {**found, "skew": found["clock"] - max(before, min(time.time(), found["clock"]))})
-    except UnavailableError as error:
-        return Look(session.host, {}, error.what)
-
-
-def _workdir(job: Job) -> str:
-    return job.ssh.workdir or f"stoker/{job.name}"
-
-
-def _unfit(job: Job, look: Look, slots: int) -> Iterator[str]:
-    """Say what a host lacks for so many slots."""
-    found = look.found
-    if look.fault:
-        yield look.fault
-        return
-    if not job.ssh.setup:
-        yield from _python_faults(job.ssh.python, found, _modules(job))
-    if found["workdir_fault"]:
-        yield f"cannot use the folder {found['workdir']}: {found['workdir_fault']} (ssh.workdir names another)"
-    if (wanted := job.resources.gpu * slots) > found["gpus"]:
-        yield f"has {found['gpus']} GPUs, and {wanted} are wanted (--set resources.gpu=0 does without)"
-    command = job.program.command
-    if command and "/" not in command[0] and command[0] not in found["programs"] and not job.ssh.setup:
-        yield f"has no program {command[0]!r} on its PATH"
-    if job.topology == "mpi" and not job.ssh.setup and set(_MPI_PROGRAMS) - set(found["programs"]):
-        yield "has no mpirun on its PATH, which the topology 'mpi' needs (Debian's package is openmpi-bin)"
-    for key, path in _local_paths(job).items():
-        comes = job.ssh.copy and not Path(path).is_absolute() and Path(path).exists()
-        if not comes and path not in found["there"]:
-            yield f"has nothing at {Path(found['workdir'], path)} ({key})"
-
-
-def _python_faults(name: str, found: Mapping[str, Any], modules: Iterable[str]) -> Iterator[str]:
-    if found["python"] is None:
-        yield f"has no Python {name!r} that works: {found['python_fault']} (ssh.python names another)"
-        return
-    if tuple(map(int, found["version"].split(".")[:2])) < OLDEST:
-        yield f"has Python {found['version']} as {name!r}, and 3.8 is needed (ssh.python names another)"
-    for module in modules:
-        if found["modules"][module] is None:
-            yield f"has no {module} in {found['python']} (install it there, in ssh.setup, or name another ssh.python)"
-
-
-def _routes(
-    job: Job, sessions: Mapping[str, Session], looks: Mapping[str, Look]
-) -> tuple[int, dict[str, Route], dict[str, str]]:
-    """Find the port, and the addresses by which hosts really reach each other; or what is in the way, by host."""
-    first, *others = sessions
-    token = secrets.token_hex(8)
-    for wanted in (job.port or 0,) if job.port or not others else range(PORT, PORT + TRIED_PORTS):
-        heard = sessions[first].ask({"do": "listen", "port": wanted, "token": token})
-        if "fault" not in heard:
-            break
-    else:
-        return 0, {}, {first: f"has port {wanted} taken: {heard['fault'].lower()} (--set port=… names another)"}
-    port = heard["port"]
-    if not others:
-        return port, {first: Route("127.0.0.1", "lo")}, {}
-    interfaces = {address: name for name, address in looks[first].found["addresses"]}
-    ask = {"do": "dial", "addresses": list(interfaces), "port": port, "token": token}
-    answers = dict(zip(others, _at_once(lambda host: sessions[host].ask(ask), others), strict=True))
-    known = ", ".join(interfaces) or "it has none"
-    faults = {
-        host: f"cannot reach {first} at port {port} (tried {known}): a firewall, or another network?"
-        for host, answer in answers.items()
-        if answer["address"] is None
-    }
-    if faults:
-        return 0, {}, faults
-    # They may come by different ways; the one by which most do is taken for all.
-    ways = [answer["address"] for answer in answers.values()]
-    main = max(sorted(set(ways)), key=ways.count)
-    routes = {host: Route(answer["mine"], answer["interface"] or "") for host, answer in answers.items()}
-    return port, {first: Route(main, interfaces[main]), **routes}, {}
-
-
 def _check_even(job: Job, looks: Mapping[str, Look]) -> None:
     """Refuse hosts on which mpirun, which starts the same command on all, would not find it."""
     for what, key in (("the folder", "workdir"), ("Python", "python")):
@@ -307,12 +185,12 @@ def _check_even(job: Job, looks: Mapping[str, Look]) -> None:
             )
 
 
-def _refuse(job: Job, looks: Mapping[str, Look], faulty: Mapping[str, list[str]]) -> None:
+def _refuse(job: Job, looks: Mapping[str, Look], faulty: Mapping[str, list[Trouble]]) -> None:
     """Tell all that is in the way on all hosts at once."""
-    sentences = [f"{host} {what}" for host, faults in faulty.items() for what in faults]
+    sentences = [f"{host} {trouble.sentence}" for host, found in faulty.items() for trouble in found]
     if not sentences:
         return
-    up = sum(not look.fault for look in looks.values())
+    up = sum(look.trouble is None for look in looks.values())
     counted = f"{up} of {len(looks)} hosts are up; " if up < len(looks) else ""
     text = counted + "; ".join(sentences)
     where = f"job {job.name!r} on ssh"
@@ -359,7 +237,7 @@ def _plan(
         source=str(folder),
         exclude=job.ssh.exclude,
         setup=job.ssh.setup,
-        modules=_modules(job),
+        modules=modules(job),
         secrets=tuple(job.secret_env),
         grace_s=float(job.grace),
         port=port,
@@ -465,7 +343,7 @@ def _notes(
         place = f"{spots[host].workdir}/.stoker/<run>/checkpoints"
         yield f"checkpoints stay on {host}, in {place}; checkpoint.dir names another place"
     versions = {(one.get("modules") or {}).get("torch") for one in found.values()}
-    if "torch" in _modules(job) and len(versions) > 1:
+    if "torch" in modules(job) and len(versions) > 1:
         yield "torch is not the same everywhere: " + ", ".join(
             f"{(one.get('modules') or {}).get('torch') or 'none'} on {host}" for host, one in found.items()
         )
@@ -517,7 +395,7 @@ def _sweep(run: Run) -> None:
             return f"{host} {error.what}"
         return ""
 
-    if faults := [fault for fault in _at_once(end, plan.places) if fault]:
+    if faults := [fault for fault in at_once(end, plan.places) if fault]:
         words = f"{'; '.join(faults)}; what runs there may go on: stoker job stop {run.id} tries again"
         run.write_status(msgspec.structs.replace(run.read_status(), state=JobState.LOST, message=words))
         raise UnavailableError(words, where=run.id)
@@ -528,7 +406,7 @@ def _prepare_all(run: Run) -> None:
     plan = read_ssh_plan(run)
     try:
         with watching(run), _multiplexed(plan.client) as ssh:
-            _at_once(lambda item: _prepare(plan, run, ssh, *item), plan.places.items())
+            at_once(lambda item: _prepare(plan, run, ssh, *item), plan.places.items())
     except StokerError as error:
         now = time.time()
         run.write_status(JobStatus(state=JobState.FAILED, message=str(error), began=now, ended=now))
@@ -573,19 +451,10 @@ def _prepare(plan: SshPlan, run: Run, ssh: list[str], host: str, place: Place) -
         found = session.ask(
             {"do": "python", "workdir": place.workdir, "python": place.python, "modules": ["torch", "stoker"]}
         )
-    faults = list(_python_faults(place.python, found, plan.modules))
+    faults = list(python_troubles(place.python, found, plan.modules))
     if faults:
-        raise InputError("; ".join(faults), where=host, hint=f"ssh.setup did not mend it; its log: {log}")
-
-
-def _at_once(do: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
-    """Do something for all hosts at the same time; every failure is told, not only the first."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        futures = [pool.submit(do, item) for item in items]
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    told = [error for error in errors if isinstance(error, StokerError)]
-    if len(told) > 1 and len(told) == len(errors):
-        raise type(told[0])("; ".join(map(str, told)))
-    for error in errors:
-        raise error
-    return [future.result() for future in futures]
+        raise InputError(
+            "; ".join(trouble.sentence for trouble in faults),
+            where=host,
+            hint=f"ssh.setup did not mend it; its log: {log}",
+        )

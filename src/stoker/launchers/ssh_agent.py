@@ -91,22 +91,40 @@ class Surveyor:
         try:
             self._listener = socket.create_server(("", request["port"]))
         except OSError as error:
-            return {"fault": error.strerror or str(error)}
+            return {"fault": os.strerror(error.errno) if error.errno else str(error)}
         threading.Thread(target=_greet, args=(self._listener, request["token"].encode()), daemon=True).start()
         return {"port": self._listener.getsockname()[1]}
 
     def _dial(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Find the first address that leads to the listening host, and by which interface."""
-        for address in request["addresses"]:
-            try:
-                with socket.create_connection((address, request["port"]), timeout=DIAL_S) as sock:
-                    if sock.makefile("rb").readline().strip() == request["token"].encode():
-                        mine = sock.getsockname()[0]
-                        names = [name for name, one in addresses() if one == mine]
-                        return {"address": address, "mine": mine, "interface": names[0] if names else None}
-            except OSError:
-                continue
-        return {"address": None}
+        """Find for each of some listening hosts the first address that leads to it, and by which interface."""
+        answers: list[dict[str, Any]] = [{"address": None} for _ in request["targets"]]
+
+        def try_all(index: int, target: dict[str, Any]) -> None:
+            found: dict[str, dict[str, Any]] = {}
+            every = [
+                threading.Thread(target=_try, args=(one, target, found), daemon=True) for one in target["addresses"]
+            ]
+            _together(every)
+            answers[index] = next((found[one] for one in target["addresses"] if one in found), {"address": None})
+
+        _together([threading.Thread(target=try_all, args=item, daemon=True) for item in enumerate(request["targets"])])
+        return {"answers": answers}
+
+
+def _together(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _try(address: str, target: dict[str, Any], found: dict[str, dict[str, Any]]) -> None:
+    """Dial one address, and keep how it was reached if the one who greets is the one that is meant."""
+    with contextlib.suppress(OSError), socket.create_connection((address, target["port"]), timeout=DIAL_S) as sock:
+        if sock.makefile("rb").readline().strip() == target["token"].encode():
+            mine = sock.getsockname()[0]
+            names = [name for name, one in addresses() if one == mine]
+            found[address] = {"address": address, "mine": mine, "interface": names[0] if names else None}
 
 
 def _greet(listener: socket.socket, token: bytes) -> None:

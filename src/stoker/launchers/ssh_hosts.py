@@ -40,28 +40,33 @@ ANSWER_S = 90.0
 CONNECT_S = 10
 ATTEMPTS = 3
 
-# What ssh says, and what it means to who reads it; the first that is found.
-_MEANINGS: tuple[tuple[str, str], ...] = (
-    ("Could not resolve hostname", "is unknown: neither DNS nor your ssh configuration has this name"),
+# What ssh says, what it means to who reads it, and what mends it; the first that is found.
+_MEANINGS: tuple[tuple[str, str, str], ...] = (
+    ("Could not resolve hostname", "is unknown: neither DNS nor your ssh configuration has this name", ""),
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "has another host key than the last time: it was installed anew, or someone is in between; "
-        "if you know why, forget the old key: ssh-keygen -R {host}",
+        "has another host key than the last time",
+        "it was installed anew, or someone is in between; if you know why, forget the old key: ssh-keygen -R {host}",
     ),
-    ("Host key verification failed", "has a host key that you have not accepted yet: connect once by hand: ssh {host}"),
-    ("Permission denied", "refuses your key: is it in authorized_keys there? Try: ssh-copy-id {host}"),
+    (
+        "Host key verification failed",
+        "has a host key that you have not accepted yet",
+        "connect once by hand: ssh {host}",
+    ),
+    ("Permission denied", "refuses your key", "is it in authorized_keys there? Try: ssh-copy-id {host}"),
     (
         "Too many authentication failures",
-        "refuses your keys: name the right one as IdentityFile in your ssh configuration",
+        "refuses your keys",
+        "name the right one as IdentityFile in your ssh configuration",
     ),
-    ("Connection refused", "refuses the connection: no ssh server listens there"),
-    ("No route to host", "does not answer: there is no route to it"),
-    ("Network is unreachable", "does not answer: its network cannot be reached from here"),
-    ("timed out", "does not answer"),
-    ("not responding", "does not answer any more"),
-    ("closed by", "broke the connection off"),
-    ("Connection reset", "broke the connection off"),
-    ("Broken pipe", "broke the connection off"),
+    ("Connection refused", "refuses the connection: no ssh server listens there", ""),
+    ("No route to host", "does not answer: there is no route to it", ""),
+    ("Network is unreachable", "does not answer: its network cannot be reached from here", ""),
+    ("timed out", "does not answer", ""),
+    ("not responding", "does not answer any more", ""),
+    ("closed by", "broke the connection off", ""),
+    ("Connection reset", "broke the connection off", ""),
+    ("Broken pipe", "broke the connection off", ""),
 )
 
 
@@ -122,13 +127,18 @@ def places(hosts: tuple[str, ...]) -> list[str]:
 
 def meaning(host: str, said: str, code: int | None) -> str:
     """Say in plain words why `ssh` did not get through."""
-    for sign, words in _MEANINGS:
+    return ": ".join(part for part in meaning_and_fix(host, said, code) if part)
+
+
+def meaning_and_fix(host: str, said: str, code: int | None) -> tuple[str, str]:
+    """Say in plain words why `ssh` did not get through, and what mends it, where that is known."""
+    for sign, words, fix in _MEANINGS:
         if sign in said:
-            return words.format(host=host)
+            return words, fix.format(host=host)
     if code == NO_PYTHON:
-        return "has no Python: install python3 there, or name one with ssh.python"
+        return "has no Python", "install python3 there, or name one with ssh.python"
     last = ([line for line in said.strip().splitlines() if line.strip()] or [f"ssh ended with exit code {code}"])[-1]
-    return f"could not be used: {last}"
+    return f"could not be used: {last}", ""
 
 
 def agent_argv(client: list[str], host: str, python: str, token: str) -> list[str]:
@@ -220,7 +230,8 @@ class Session:
     def _failed(self, code: int) -> UnavailableError:
         self._stderr.seek(0)
         said = self._stderr.read().decode(errors="replace")
-        return UnavailableError(meaning(self.host, said, code), where=self.host)
+        what, fix = meaning_and_fix(self.host, said, code)
+        return UnavailableError(what, where=self.host, hint=fix or None)
 
     def close(self) -> None:
         """End the talk."""

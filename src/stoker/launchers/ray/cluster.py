@@ -105,6 +105,15 @@ class Cluster:
         report = (answer.json()["data"].get("clusterStatus") or {}).get("loadMetricsReport") or {}
         return {name: total - used for name, (used, total) in (report.get("usage") or {}).items()}
 
+    def nodes(self) -> dict[str, str]:
+        """Tell the state of every node by its address; nothing where the cluster does not tell."""
+        answer = self._client._do_request("GET", "/api/v0/nodes", timeout=ANSWER_S)
+        if not answer.ok:
+            return {}
+        every = ((answer.json().get("data") or {}).get("result") or {}).get("result") or []
+        ordered = sorted(every, key=lambda one: one["state"] == "ALIVE")  # a node that came back is listed twice
+        return {str(one["node_ip"]): str(one["state"]).lower() for one in ordered}
+
     def put(self, key: str, value: object) -> None:
         """Keep a value under a key, in place of an earlier one; it is on no command line, and in no list of jobs."""
         data = json.dumps(value).encode()

@@ -1,0 +1,333 @@
+"""From facts to checks: every fault has its sentence and its fix, and what is only odd does not fail."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.contract import manifest, origin
+from serve.test_embedded import caching
+from servers import aws_environ
+from stoker.cli.doctor import _raise, table
+from stoker.core.spec import decode
+from stoker.doctor import probe
+from stoker.doctor.checks import Check
+from stoker.doctor.verdicts import (
+    Cluster,
+    Outcome,
+    Told,
+    bus_bandwidth,
+    of_clocks,
+    of_cluster,
+    of_faults,
+    of_looks,
+    of_probe,
+    of_versions,
+    of_ways,
+)
+from stoker.errors import Fault, InputError, JobFailedError, UnavailableError
+from stoker.jobs.spec import Job
+from stoker.launchers.ssh_look import MESH, Look, Route, Trouble, Ways, partners
+from stoker.storage import open_store
+
+GIB = 1 << 30
+
+
+def job_of(**keys: Any) -> Job:
+    return decode({"name": "pets", "program": {"module": "this"}, **keys}, Job)
+
+
+def look(host: str = "a", **changes: Any) -> Look:
+    found = {
+        "python": "/usr/bin/python3",
+        "version": "3.11.7",
+        "modules": {"torch": "2.6.0", "stoker": None},
+        "workdir": "/w",
+        "workdir_fault": "",
+        "gpus": 0,
+        "there": [],
+        "programs": [],
+        "skew": 0.0,
+    }
+    return Look(host, {**found, **changes})
+
+
+def of_look(job: Job, **changes: Any) -> dict[str, Check]:
+    return {one.what: one for one in of_looks(job, {"a": look(**changes)}, {"a": 1})}
+
+
+def told(subject: str, host: str = "a", slot: str = "worker/0", **found: Any) -> Told:
+    return Told(host, slot, 0, subject, found)
+
+
+def of_told(job: Job, *every: Told) -> dict[str, Check]:
+    return {one.what: one for one in of_probe(job, [Outcome({"worker/0": "a"}, every)], knows_hosts=True)}
+
+
+def test_a_host_as_it_should_be() -> None:
+    assert all(one.fine for one in of_look(job_of()).values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys", "what", "found", "fix"),
+    [
+        (
+            {"python": None, "python_fault": "gone"},
+            {},
+            "python",
+            "has no Python 'python3' that works: gone",
+            "ssh.python",
+        ),
+        ({"version": "3.7.1"}, {}, "python", "has Python 3.7.1 as 'python3', and 3.8 is needed", "ssh.python"),
+        ({"modules": {"torch": None}}, {}, "torch", "has no torch in /usr/bin/python3", "install it there"),
+        ({"workdir_fault": "/w cannot be written"}, {}, "folder", "cannot use the folder /w: /w cannot", "ssh.workdir"),
+        ({}, {"resources": {"gpu": 2}}, "gpus", "has 0 GPUs, and 2 are wanted", "resources.gpu=0"),
+        (
+            {},
+            {"topology": "single", "program": {"command": ["train"]}},
+            "program",
+            "has no program 'train' on its PATH",
+            "install it there",
+        ),
+        ({}, {"data": {"train": "/none"}}, "data.train", "has nothing at /none", "name a URL"),
+        ({"skew": 4000.0}, {}, "clock", "1h7m ahead of here; S3 refuses", "set-ntp"),
+    ],
+)
+def test_what_a_host_lacks(changes: dict[str, Any], keys: dict[str, Any], what: str, found: str, fix: str) -> None:
+    check = of_look(job_of(**keys), **changes)[what]
+    assert check.fine is False
+    assert check.found.startswith(found)
+    assert fix in check.fix
+    assert check.code == InputError.exit_code
+
+
+def test_a_host_that_is_down_is_told_alone() -> None:
+    looks = {
+        "a": Look("a", {}, Trouble("host", "refuses your key", "ssh-copy-id a")),
+        "b": Look("b", {}, Trouble("host", "does not answer")),
+    }
+    assert of_looks(job_of(), looks, {"a": 1, "b": 1}) == [
+        Check("host", False, "refuses your key", "ssh-copy-id a", "a", 5),
+        Check("host", False, "does not answer", "try it by hand: ssh b", "b", 5),
+    ]
+
+
+def test_what_setup_may_make_is_no_fault() -> None:
+    job = job_of(ssh={"setup": "make"})
+    checks = of_look(job, python=None, python_fault="gone", version=None, modules={})
+    assert [(one.fine, one.found) for one in checks.values() if one.what in ("python", "torch")] == [
+        (None, "not there; ssh.setup may make it")
+    ] * 2
+
+
+def test_versions() -> None:
+    assert of_versions("torch", {"a": "2.6.0", "b": "2.6.0", "c": None}) == []
+    (odd,) = of_versions("torch", {"a": "2.6.0+cpu", "b": "2.6.1+cu126", "c": "2.6.1+cu126"})
+    assert (odd.fine, odd.found) == (None, "2.6.0+cpu on a; 2.6.1+cu126 on b, c")
+    (wrong,) = of_versions("torch", {"a": "2.6.0", "b": "2.5.0"})
+    assert (wrong.fine, wrong.fix) == (False, "install the same torch on all hosts")
+    (python,) = of_versions("python", {"a": "3.11.1", "b": "3.12.1"})
+    assert python.fine is None
+
+
+def test_clocks() -> None:
+    fine, odd, wrong = of_clocks({"a": 0.4, "b": -3.0, "c": 901.0}, "here")
+    assert [fine.fine, odd.fine, wrong.fine] == [True, None, False]
+    assert odd.found == "3.0 s behind here"
+    assert odd.fix == "keep time there: timedatectl set-ntp true"
+
+
+def test_between_hosts() -> None:
+    job, route = job_of(port=29500), Route("10.0.0.1", "eth0")
+    good = of_ways(job, Ways(29500, {"a": route, "b": route}, {}), ["a", "b"])
+    assert [(one.what, one.fine, one.found) for one in good] == [
+        ("port", True, "29500 is free"),
+        ("network", True, "reaches every other"),
+        ("network", True, "reaches every other"),
+    ]
+    bad = of_ways(
+        job, Ways(1, {}, {"a": [Trouble("port", "taken", "x")], "b": [Trouble("network", "cut", "y")]}), ["a", "b"]
+    )
+    assert [(one.what, one.host, one.fine) for one in bad] == [("port", "a", False), ("network", "b", False)]
+    many = [f"n{number}" for number in range(MESH + 1)]
+    assert "not every pair is tried" in of_ways(job, Ways(1, {}, {}), many)[-1].found
+
+
+def test_whom_a_host_dials() -> None:
+    assert partners(["a", "b", "c"]) == {"a": ["b", "c"], "b": ["a", "c"], "c": ["a", "b"]}
+    many = [f"n{number}" for number in range(100)]
+    dials = partners(many)
+    assert dials["n0"] == ["n1"]
+    assert dials["n5"] == ["n0", "n6"]
+    assert dials["n99"] == ["n0"]
+    assert {one for every in dials.values() for one in every} == set(many)
+
+
+def test_a_ray_cluster() -> None:
+    nodes, free = {"10.0.0.1": "alive", "10.0.0.2": "alive"}, {"CPU": 8.0}
+    cluster = Cluster("http://h:8265", "2.1", "2.1", nodes, free, {"CPU": 2.0}, 4)
+    assert [one.fine for one in of_cluster(cluster)] == [True] * 4
+    nodes = {**nodes, "10.0.0.2": "dead"}
+    _, version, gone, room = of_cluster(cluster._replace(there="2.2", nodes=nodes, bundle={"CPU": 1.0, "GPU": 1.0}))
+    assert (version.fine, version.found) == (None, "2.1 here, 2.2 there")
+    assert (gone.fine, gone.found) == (None, "1 alive; gone: 10.0.0.2")
+    assert (room.fine, room.found) == (None, "8 CPUs, 0 GPUs are free, and 4 GPUs are wanted")
+    assert all(one.fix for one in (version, gone, room))
+
+
+def test_what_a_launcher_refuses() -> None:
+    told = of_faults(
+        [Fault("resources.gpu", "1 is wanted (--set resources.gpu=0)"), Fault("program.script", "no file")]
+    )
+    assert [(one.what, one.found, one.fix) for one in told] == [
+        ("resources.gpu", "1 is wanted", "--set resources.gpu=0"),
+        ("program.script", "no file", "change it in the job file, or with --set program.script=…"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("free", "what", "fault", "fine"),
+    [
+        (9 * GIB, "workdir", "", True),
+        (GIB, "workdir", "", None),
+        (1 << 20, "checkpoints", "", False),
+        (9 * GIB, "checkpoints", "/c cannot be written", False),
+        (9 * GIB, "cache", "", None),
+    ],
+)
+def test_disks(free: int, what: str, fault: str, fine: bool | None) -> None:
+    job = job_of(data={"cache": {"dir": "/c", "size": "20Gi"}})
+    check = of_told(job, told("disk", what=what, place="/c", free=free, fault=fault))[f"disk: {what}"]
+    assert check.fine is fine
+    assert bool(check.fix) == (fine is not True)
+
+
+@pytest.mark.parametrize(
+    ("found", "fine", "says", "fix"),
+    [
+        ({"bytes": 8 << 20, "seconds": 0.1}, True, "8 MiB read at 80 MiB/s", ""),
+        ({"bytes": 4 << 20, "seconds": 2.0}, None, "4 MiB read at 2 MiB/s", "data.via"),
+        ({"bytes": 0, "seconds": 0.1}, False, "http://h/x is empty", "data verify"),
+        ({"fault": "HTTP 404 Not Found"}, False, "http://h/x cannot be read: HTTP 404 Not Found", "is the URL right"),
+        ({"fault": "HTTP 403 Forbidden"}, False, "http://h/x cannot be read: HTTP 403 Forbidden", "secret_env"),
+        ({"fault": "timed out"}, False, "http://h/x cannot be read: timed out", "can this host reach"),
+        ({"fault": "the cache c does not serve it"}, False, "http://h/x cannot be read: the cache c", "data.via"),
+        ({"untested": "no stoker"}, None, "http://h/x: not tried: no stoker", ""),
+    ],
+)
+def test_data(found: dict[str, Any], fine: bool | None, says: str, fix: str) -> None:
+    check = of_told(job_of(), told("data", key="data.train", url="http://me:word@h/x?token=1", **found))["data.train"]
+    assert check.fine is fine
+    assert check.found.startswith(says)
+    assert fix in check.fix
+    assert bool(fix) == bool(check.fix)
+
+
+def test_gpus() -> None:
+    job = job_of(resources={"gpu": 2})
+    few = of_told(job, told("gpus", names=["H100"]))["gpus"]
+    assert (few.fine, few.found) == (False, "has 1 GPUs, and 2 are wanted")
+    blind = of_told(job, told("gpus", names=["H100", "H100"]), told("torch", version="2", gpus=0))["gpus"]
+    assert (blind.fine, blind.found) == (False, "torch sees 0 of 2 GPUs")
+    good = of_told(job, told("gpus", names=["H100", "H100"]), told("torch", version="2", gpus=2))["gpus"]
+    assert (good.fine, good.found) == (True, "2 × H100; 2 wanted")
+
+
+def reduced(*every: Told, fault: str = "") -> list[Check]:
+    hosts = {"worker/0": "a", "worker/1": "b"}
+    return of_probe(job_of(workers=2), [Outcome(hosts, every, fault, reduces=True)], knows_hosts=True)
+
+
+def test_the_all_reduce_is_as_slow_as_its_slowest_rank() -> None:
+    both = [
+        told("reduce", host, f"worker/{rank}", size=16 << 20, world=2, backend="gloo", seconds=seconds)
+        for rank, (host, seconds) in enumerate((("a", 0.01), ("b", 0.02)))
+    ]
+    (check,) = reduced(*both)
+    assert (check.fine, check.found) == (True, "2 ranks by gloo: 16 MiB in 20 ms; 800 MiB/s")
+    assert bus_bandwidth(100, 1.0, 4) == 150
+    slow = [one._replace(found={**one.found, "seconds": 2.0}) for one in both]
+    (check,) = reduced(*slow)
+    assert (check.fine, bool(check.fix)) == (None, True)
+
+
+def test_an_all_reduce_that_fails_names_who_did_not_come() -> None:
+    came = told("machine", "b", "worker/1", python="3")
+    late, broken = reduced(told("reduce", fault="timed out", world=2, backend="gloo"), came)
+    assert (late.found, late.code) == ("b did not come to it", JobFailedError.exit_code)
+    assert (broken.host, broken.found) == ("a", "could not begin: timed out")
+    (absent,) = reduced(fault="the network is down")[:1]
+    assert (absent.host, absent.found) == ("a", "worker/0 did not come: the network is down")
+
+
+def test_the_exit_code_is_that_of_the_weightiest() -> None:
+    down = Check("host", False, "x", "y", "a", 5)
+    bad = Check("torch", False, "x", "y", "a", 2)
+    failed = Check("probe", False, "x", "y", "a", 4)
+    _raise([Check("host", True, "x"), Check("clock", None, "odd", "fix")])
+    for checks, kind in (
+        ([failed, bad, down], UnavailableError),
+        ([failed, bad], InputError),
+        ([failed], JobFailedError),
+    ):
+        with pytest.raises(kind):
+            _raise(checks)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_keeps_within_its_width(width: int) -> None:
+    checks = [Check("host", True, "answers", host=f"node{number}") for number in range(20)]
+    checks += [Check("data.train", True, f"{number} MiB/s", host=f"node{number}") for number in range(18)]
+    checks.append(Check("data.train", False, "cannot be read " * 9, "can this host reach it? " * 6, "node18"))
+    checks.append(Check("clock", None, "3 s off", "set it", "node19"))
+    checks.append(Check("all-reduce", None, "not tried"))
+    lines = list(table(checks, width))
+    assert max(map(len, lines)) <= width
+    assert lines[0].split() == ["✓", "host", "all", "20", "answers"]
+    assert [line[0] for line in lines if line[0] != " "] == ["✓", "✓", "✓", "✓", "✓", "✗", "✓", "!", "–"]
+    assert any("14 more" in line for line in lines)
+
+
+def test_the_first_name_of_a_pattern() -> None:
+    assert probe.first_name("http://h/a-{000..127}.{tar,idx}") == "http://h/a-000.tar"
+
+
+# --- The probe's own reading, from real servers
+
+
+def read(url: str, via: str | None = None, workdir: str = "/") -> dict[str, Any]:
+    return probe.read_set({"via": via, "workdir": workdir}, url)
+
+
+def test_sets_are_read_from_disks_servers_and_caches(tmp_path: Path) -> None:
+    for name in ("set/manifest.json", "set/train-000.tar.idx.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "set" / "train-000.tar").write_bytes(bytes(3000))
+    for url in ("set", f"{tmp_path}/set", f"{tmp_path}/set/train-{{000..127}}.tar", f"file://{tmp_path}/set"):
+        assert read(url, workdir=str(tmp_path))["bytes"] == 3000
+    shards = {"train-000.tar": bytes(5000)}
+    with (
+        origin({"/set/train-000.tar": bytes(5000), "/set/manifest.json": manifest(shards)}) as far,
+        caching(tmp_path / "cache", ("pets", far.url)) as near,
+    ):
+        for via in (None, near):
+            for url in (f"{far.url}/set", f"{far.url}/set/", f"{far.url}/set/train-{{000..127}}.tar"):
+                assert read(url, via)["bytes"] == 5000
+        with pytest.raises(OSError, match="does not serve it"):
+            read("http://elsewhere/set", near)
+    with pytest.raises(OSError, match="no shard in"):
+        read(str(tmp_path / "cache"))
+
+
+def test_a_bucket_is_read_where_stoker_is_installed(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in aws_environ(moto_url).items():
+        monkeypatch.setenv(name, value)
+    open_store("s3://bucket/doctor").put("a.tar", bytes(7000))
+    assert read("s3://bucket/doctor/a.tar")["bytes"] == 7000
+    monkeypatch.setitem(sys.modules, "stoker.storage", None)
+    with pytest.raises(probe.UntestedError, match="only stoker can read s3://"):
+        read("s3://bucket/doctor/a.tar")
