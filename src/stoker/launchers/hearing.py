@@ -79,11 +79,17 @@ class Hearing:
                 elif event.kind == "mark" and event.fields.get("name") == RANK_EXIT:
                     if code := _whole(event.fields.get("code"), 1):
                         self.failed.setdefault(slot, code)
-                elif event.kind == "mark" and event.fields.get("name") == WAITING and slot not in self._carried:
-                    self.waiting = str(event.fields.get("detail") or "")
-                elif slot in self._carried and event.kind == "mark" and event.fields.get("name") == EXIT:
-                    self.exits[slot] = _whole(event.fields.get("code"), 1)
+                elif self._carried and event.kind == "mark":
+                    self._hear_of_carried(slot, event)
         return text
+
+    def _hear_of_carried(self, slot: Slot, event: Event) -> None:
+        """Take how a carried slot ended from its log, and why it has no place yet from that of its carrier."""
+        name = event.fields.get("name")
+        if name == EXIT and slot in self._carried:
+            self.exits[slot] = _whole(event.fields.get("code"), 1)
+        elif name == WAITING and slot not in self._carried:
+            self.waiting = str(event.fields.get("detail") or "")
 
     def forget(self, slot: Slot) -> None:
         """Expect nothing of a slot's ranks until they are heard again."""
