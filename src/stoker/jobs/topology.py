@@ -135,11 +135,12 @@ def _start(program: Program, python: str) -> list[str]:
 
 def commands(job: Job, book: AddressBook) -> dict[Slot, Command | Standby]:
     """Give every slot's whole command: the topology's, with the variables of the contract, under the profiler."""
-    topology = topology_of(job)
-    return {slot: _whole(job, slot, book, topology.command(job, slot, book)) for slot in slots_of(job)}
+    return {slot: command_of(job, slot, book) for slot in slots_of(job)}
 
 
-def _whole(job: Job, slot: Slot, book: AddressBook, command: Command | Standby) -> Command | Standby:
+def command_of(job: Job, slot: Slot, book: AddressBook) -> Command | Standby:
+    """Give one slot's whole command."""
+    command = topology_of(job).command(job, slot, book)
     if isinstance(command, Standby):
         return command
     env = {**_contract(job, slot, book), **book.env, **command.env, **job.env}

@@ -30,7 +30,7 @@ from stoker.jobs.launcher import LogLine, Traits, check
 from stoker.jobs.runs import Run, home
 from stoker.jobs.spec import PORT, Job
 from stoker.jobs.status import JobState, JobStatus
-from stoker.jobs.topology import AddressBook, Command, Slot, commands, slots_of
+from stoker.jobs.topology import AddressBook, Command, Slot, Standby, command_of, slots_of
 from stoker.launchers.causes import LOST
 from stoker.launchers.gang import STANDS_IN
 from stoker.launchers.local import LocalLauncher
@@ -105,7 +105,7 @@ class SshLauncher:
                 port, routes, astray = _routes(job, sessions, looks)
                 faulty.update({host: [fault] for host, fault in astray.items()})
         _refuse(job, looks, faulty)
-        return _plan(job, client, hosts, looks, routes, port)
+        return plan_of(job, client, hosts, looks, routes, port)
 
     def start(self, rendered: SshPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
         """Copy, prepare, and start the supervisor here."""
@@ -301,7 +301,7 @@ def _refuse(job: Job, looks: Mapping[str, Look], faulty: Mapping[str, list[str]]
 # --- What would be started
 
 
-def _plan(
+def plan_of(
     job: Job,
     client: Client,
     hosts: Mapping[Slot, str],
@@ -309,6 +309,7 @@ def _plan(
     routes: Mapping[str, Route],
     port: int,
 ) -> SshPlan:
+    """Give what is started on hosts of which all is known: pure, but for a look at the working folder."""
     folder = Path.cwd()
     here = folder.stat()
     found = {host: look.found for host, look in looks.items()}
@@ -358,22 +359,17 @@ def _commands(
 ) -> dict[Slot, Command]:
     """Give each slot its command, with what is particular to its host."""
     addresses = {slot: routes[host].address for slot, host in hosts.items()}
-    books: dict[tuple[object, ...], dict[Slot, Command]] = {}
     given = {}
     crowds, seated = Counter(hosts.values()), Counter[str]()
     for slot, host in hosts.items():
         spot, interface = spots[host], routes[host].interface
         cores = max(1, found[host]["cores"] // crowds[host])
-        key = (spot, interface, cores)
-        if key not in books:
-            names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
-            env = dict.fromkeys(names, interface)
-            book = AddressBook(hosts=addresses, port=port, python=spot.python, cores=cores, env=env)
-            every = commands(_placed(job, spot.workdir), book)
-            books[key] = {one: command for one, command in every.items() if isinstance(command, Command)}
-        if slot not in books[key]:
-            continue  # it stands by
-        command = _at(books[key][slot], spot)
+        env = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else (), interface)
+        book = AddressBook(hosts=addresses, port=port, python=spot.python, cores=cores, env=env)
+        command = command_of(_placed(job, spot.workdir), slot, book)
+        if isinstance(command, Standby):
+            continue
+        command = _at(command, spot)
         if crowds[host] > 1:
             command = replace(command, env={**_own_gpus(job, seated[host]), **command.env})
         seated[host] += 1
