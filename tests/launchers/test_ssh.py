@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -341,6 +341,11 @@ def is_ready(run: Run) -> bool:
     return log.exists() and "ready" in log.read_text()
 
 
+def _of_run(run: Run, module: str) -> list[int]:
+    """The processes here that run a module for a run."""
+    return sorted(set(_processes(module, "python")) & set(_processes(str(run.folder), "python")))
+
+
 def kill_all(*pids: int) -> None:
     assert pids
     for pid in pids:
@@ -350,9 +355,9 @@ def kill_all(*pids: int) -> None:
 def break_it(what: str, run: Run, net: Network) -> None:
     match what:
         case "the supervisor":
-            kill_all(*_processes("stoker.launchers.supervisor", "python"))
+            kill_all(*_of_run(run, "stoker.launchers.supervisor"))
         case "the process that stands for it here":
-            kill_all(*_processes("stoker.launchers.ssh_slot", "python"))
+            kill_all(*_of_run(run, "stoker.launchers.ssh_slot"))
         case "the ssh program":
             kill_all(*_processes(f"stoker-agent-{run.id}", "ssh"))
         case "the relay":
@@ -402,6 +407,7 @@ def test_nothing_is_left_on_a_host(what: str, net: Network, here: Path) -> None:
 
 
 COUNT = "echo ready; i=0; while ! test -e {go}; do echo $i; i=$((i+1)); sleep 0.05; done; printf over"
+QUICK_CUT = "the sshd of the connection"
 CUTS = {
     "the ssh program": "the ssh program here was ended by SIGKILL",
     "the relay": "the agent there was killed",
@@ -409,7 +415,9 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("what", list(CUTS))
+@pytest.mark.parametrize(
+    "what", [one if one == QUICK_CUT else pytest.param(one, marks=pytest.mark.slow) for one in CUTS]
+)
 def test_a_connection_that_breaks_is_made_again(what: str, net: Network, here: Path) -> None:
     """The slot goes on meanwhile, and nothing of what it printed is missing or comes twice."""
     go = here / "go"
@@ -464,7 +472,7 @@ def _children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("is_over", [False, True])
+@pytest.mark.parametrize("is_over", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_detached_job_goes_on_without_this_machine(is_over: bool, net: Network, here: Path) -> None:
     """Another machine with the same run folder takes it up: each line once, and the exit code is found."""
     go = here / "go"
@@ -492,6 +500,7 @@ def test_a_detached_job_goes_on_without_this_machine(is_over: bool, net: Network
     assert not list((here / "there").rglob("worker-0.*"))
 
 
+@pytest.mark.slow  # waits for a host that cannot be reached
 def test_a_detached_job_is_stopped_from_another_machine(net: Network, here: Path) -> None:
     with machine() as give:
         assert give("job", "run", write_job(net, here, DEAF, lost_after=5), "--on", "ssh", "--detach").returncode == 0
@@ -565,6 +574,29 @@ def test_nothing_is_left_when_the_launching_machine_is_gone(net: Network, here: 
         until(lambda: not there(run), 25)
 
 
+def test_a_kill_for_want_of_memory_is_told_as_such(net: Network, here: Path) -> None:
+    group = Path(f"/sys/fs/cgroup/memory/stoker-{os.getpid()}")
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("no control groups for memory of the first version here")
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(32 << 20))
+        grow = f"exec {sys.executable} -c 'bytearray(1 << 30).find(1)'"
+        script = f"echo ready; while ! test -e {here}/go; do sleep 0.1; done; {grow}"
+        with launched(write_job(net, here, script)) as (run, process):
+            until(lambda: is_ready(run), 60)
+            for pid in marked({"STOKER_RUN": run.id, "STOKER_HOST": "node2"}):
+                with suppress(ProcessLookupError):
+                    (group / "cgroup.procs").write_text(str(pid))
+            (here / "go").touch()
+            assert process.wait(30) == 4
+    finally:
+        until(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+    assert "worker/0 was killed by SIGKILL while the kernel was ending processes" in run.read_status().message
+
+
 def test_a_hang_is_ended_with_the_stacks_of_every_rank(net: Network, here: Path) -> None:
     (here / "work" / "hang.py").write_text(HEARTBEAT)
     with launched(write_job(net, here, "", program={"script": "hang.py"}, hang_after=2)) as (run, process):
@@ -573,7 +605,8 @@ def test_a_hang_is_ended_with_the_stacks_of_every_rank(net: Network, here: Path)
     assert "in stuck" in (run.folder / "stacks.0.txt").read_text()
 
 
-@pytest.mark.parametrize(("seconds", "lost_after"), [(5, 20), pytest.param(10, 30, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("seconds", "lost_after"), [(5, 20), (10, 30)])
 def test_a_cable_that_is_put_back_in_time(seconds: int, lost_after: int, net: Network, here: Path) -> None:
     script = f"echo ready; i=0; while ! test -e {here}/go; do echo $i; i=$((i+1)); sleep 0.1; done; echo over"
     with launched(write_job(net, here, script, lost_after=lost_after)) as (run, process):

@@ -472,7 +472,7 @@ class Job(_Section, frozen=True, kw_only=True):
     ] = "auto"
     port: Annotated[
         Port | None,
-        _says("Where slots listen for each other. If absent, 29500, or any free port when all is on one machine."),
+        _says("Where slots listen for each other. If absent, a free port, from 29500 on between machines."),
     ] = None
     roles: Annotated[dict[str, RoleSpec], _says("What differs for slots that are not workers, by role.")] = {}
     image: Annotated[Image | None, _says("The container image, where slots run in containers.")] = None

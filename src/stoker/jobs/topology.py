@@ -144,19 +144,18 @@ def _start(program: Program, python: str) -> list[str]:
 
 def commands(job: Job, book: AddressBook) -> dict[Slot, Command | Standby]:
     """Give every slot's whole command: the topology's, with the variables of the contract, under the profiler."""
+    return {slot: command_of(job, slot, book) for slot in slots_of(job)}
+
+
+def command_of(job: Job, slot: Slot, book: AddressBook) -> Command | Standby:
+    """Give one slot's whole command."""
     topology = topology_of(job)
-    profiled = {role.name: profiler_words(job, book) if role.profiled else () for role in topology.roles(job)}
-    return {
-        slot: _whole(job, slot, book, topology.command(job, slot, book), profiled[slot.role]) for slot in slots_of(job)
-    }
-
-
-def _whole(
-    job: Job, slot: Slot, book: AddressBook, command: Command | Standby, profiler: tuple[str, ...]
-) -> Command | Standby:
+    command = topology.command(job, slot, book)
     env = {**contract(job, slot, book), **book.env, **command.env, **job.env}
     if isinstance(command, Standby):
         return Standby(env)
+    profiled = any(role.name == slot.role and role.profiled for role in topology.roles(job))
+    profiler = profiler_words(job, book) if profiled else ()
     return replace(command, argv=(*profiler, *command.argv), env=env, cwd=job.program.cwd)
 
 

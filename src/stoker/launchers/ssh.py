@@ -28,7 +28,7 @@ from stoker.jobs.launcher import LogLine, Traits, check
 from stoker.jobs.runs import Run, home
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, JobStatus
-from stoker.jobs.topology import AddressBook, Command, Slot, Standby, commands, slots_of
+from stoker.jobs.topology import AddressBook, Command, Slot, Standby, command_of, slots_of
 from stoker.launchers.causes import LOST
 from stoker.launchers.gang import STANDS_IN
 from stoker.launchers.local import LocalLauncher
@@ -90,7 +90,7 @@ class SshLauncher:
         _refuse(job, looks, faulty if ways is None else ways.troubles)
         assert ways is not None
         _check_even(job, looks)
-        return _plan(job, client_of(job), hosts, looks, ways.routes, ways.port)
+        return plan_of(job, client_of(job), hosts, looks, ways.routes, ways.port)
 
     def start(self, rendered: SshPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
         """Copy, prepare, and start the supervisor here."""
@@ -202,7 +202,7 @@ def _refuse(job: Job, looks: Mapping[str, Look], faulty: Mapping[str, list[Troub
 # --- What would be started
 
 
-def _plan(
+def plan_of(
     job: Job,
     client: Client,
     hosts: Mapping[Slot, str],
@@ -210,6 +210,7 @@ def _plan(
     routes: Mapping[str, Route],
     port: int,
 ) -> SshPlan:
+    """Give what is started on hosts of which all is known: pure, but for a look at the working folder."""
     folder = Path.cwd()
     here = folder.stat()
     found = {host: look.found for host, look in looks.items()}
@@ -262,28 +263,21 @@ def _commands(
 ) -> dict[Slot, Command | Standby]:
     """Give each slot its command, with what is particular to its host."""
     addresses = {slot: routes[host].address for slot, host in hosts.items()}
-    books: dict[tuple[object, ...], dict[Slot, Command | Standby]] = {}
     given: dict[Slot, Command | Standby] = {}
     crowds, seated = Counter(host for slot, host in hosts.items() if slot.role == "worker"), Counter[str]()
     for slot, host in hosts.items():
         spot, interface = spots[host], routes[host].interface
-        cores = max(1, found[host]["cores"] // crowds[host])
-        key = (spot, interface, cores)
-        if key not in books:
-            names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
-            env = dict.fromkeys(names, interface)
-            book = AddressBook(
-                hosts=addresses,
-                port=port,
-                python=spot.python,
-                profiler=(spot.python, f"{spot.workdir}/{_PROFILER_FILE}") if spot.profiler else (),
-                mpi_rank=(spot.python, "-I", "-S", f"{spot.workdir}/{_MPI_FILE}"),
-                cores=cores,
-                env=env,
-                has_ask=True,
-            )
-            books[key] = commands(_placed(job, spot.workdir), book)
-        command = books[key][slot]
+        book = AddressBook(
+            hosts=addresses,
+            port=port,
+            python=spot.python,
+            profiler=(spot.python, f"{spot.workdir}/{_PROFILER_FILE}") if spot.profiler else (),
+            mpi_rank=(spot.python, "-I", "-S", f"{spot.workdir}/{_MPI_FILE}"),
+            cores=max(1, found[host]["cores"] // crowds[host]),
+            env=dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else (), interface),
+            has_ask=True,
+        )
+        command = command_of(_placed(job, spot.workdir), slot, book)
         if slot.role == "worker":
             if crowds[host] > 1:
                 command = replace(command, env={**_own_gpus(job, seated[host]), **command.env})
