@@ -129,8 +129,8 @@ def _planning_ms(folder: Path) -> float:
     from stoker.core.spec import decode
     from stoker.jobs.spec import Job
     from stoker.jobs.topology import slots_of
-    from stoker.launchers.ssh import Look, Route, plan_of
-    from stoker.launchers.ssh_hosts import Client
+    from stoker.launchers.ssh.hosts import Client
+    from stoker.launchers.ssh.launcher import Look, Route, plan_of
 
     hosts = [f"node{number}" for number in range(MANY)]
     job = decode({"name": "many", "program": {"script": "nothing.py"}, "workers": MANY, "ssh": {"hosts": hosts}}, Job)

@@ -30,7 +30,7 @@ from stoker.doctor.verdicts import (
 )
 from stoker.errors import Fault, InputError, JobFailedError, UnavailableError
 from stoker.jobs.spec import Job
-from stoker.launchers.ssh_look import MESH, Look, Route, Trouble, Ways, partners
+from stoker.launchers.ssh.look import MESH, Look, Route, Trouble, Ways, partners
 from stoker.storage import open_store
 
 GIB = 1 << 30

@@ -21,7 +21,7 @@ from stoker.jobs.runs import Run, create, find
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
-from stoker.launchers.ssh import Look, _check_even
+from stoker.launchers.ssh.launcher import Look, _check_even
 from stoker.launchers.supervisor import watcher
 from stoker.telemetry.reader import gaps, read_log
 from trainers.trainings import weights
@@ -170,7 +170,7 @@ class TestMpiOnSsh(OnSsh):
             assert sum(event.kind == "scalar" for event in log.events) == 2000
 
     def test_what_hosts_lack_is_told(self, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("stoker.launchers.ssh._MPI_PROGRAMS", ("mpirun-that-is-not-there",))
+        monkeypatch.setattr("stoker.launchers.ssh.look.MPI_PROGRAMS", ("mpirun-that-is-not-there",))
         with pytest.raises(InputError, match=r"node1 has no mpirun on its PATH.*; node2 has no mpirun on its PATH"):
             launcher.render(self.job("true", workers=2))
 

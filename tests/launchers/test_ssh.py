@@ -357,7 +357,7 @@ def break_it(what: str, run: Run, net: Network) -> None:
         case "the supervisor":
             kill_all(*_of_run(run, "stoker.launchers.supervisor"))
         case "the process that stands for it here":
-            kill_all(*_of_run(run, "stoker.launchers.ssh_slot"))
+            kill_all(*_of_run(run, "stoker.launchers.ssh.slot"))
         case "the ssh program":
             kill_all(*_processes(f"stoker-agent-{run.id}", "ssh"))
         case "the relay":

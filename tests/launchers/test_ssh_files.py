@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from stoker.launchers.ssh_agent import MAGIC
-from stoker.launchers.ssh_files import Ignored, listed
-from stoker.launchers.ssh_hosts import Client, Frames, meaning, places
+from stoker.launchers.files import Ignored, listed
+from stoker.launchers.ssh.agent import MAGIC
+from stoker.launchers.ssh.hosts import Client, Frames, meaning, places
 
 
 @pytest.mark.parametrize(

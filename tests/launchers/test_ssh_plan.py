@@ -11,9 +11,9 @@ from launchers.contract import job_of
 from stoker.jobs.topologies.torchrun import Torchrun
 from stoker.jobs.topology import Command, Slot, slots_of
 from stoker.launchers.plan import moved
-from stoker.launchers.ssh import Look, Route, plan_of
-from stoker.launchers.ssh_hosts import Client
-from stoker.launchers.ssh_plan import SshPlan
+from stoker.launchers.ssh.hosts import Client
+from stoker.launchers.ssh.launcher import Look, Route, plan_of
+from stoker.launchers.ssh.plan import SshPlan
 
 
 def look(host: str, **more: Any) -> Look:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.job import Hosts, Sets, _launcher, _with_hosts
+from stoker.cli.job import Hosts, Sets, launcher_at, with_hosts
 from stoker.cli.output import print_json, print_table, remark
 from stoker.errors import InputError, JobFailedError, MissingError, StokerError, UnavailableError
 
@@ -52,8 +52,8 @@ def doctor(
     from stoker.doctor.examine import default_job, examine
     from stoker.jobs.spec import load_job
 
-    launcher, (name, _, place) = _launcher(on), on.partition("://")
-    given = _with_hosts(sets, hosts)
+    launcher, (name, _, place) = launcher_at(on), on.partition("://")
+    given = with_hosts(sets, hosts)
     job = default_job(name, place, given) if file is None else load_job(file, given)
     checks = examine(job, launcher, place, remark)
     if as_json:

@@ -71,7 +71,7 @@ def init(
 @app.command()
 def plan(file: JobFile, on: On = "local", hosts: Hosts = None, sets: Sets = None, as_json: Json = False) -> None:
     """Show what a job would start, and start nothing."""
-    _, rendered = _rendered(file, on, _with_hosts(sets, hosts))
+    _, rendered = _rendered(file, on, with_hosts(sets, hosts))
     if as_json:
         print_json(rendered)
         return
@@ -107,8 +107,8 @@ def run(
         begin: Callable[[], object] = partial(launcher.restart, started, detach=detach)
     else:
         more = ["tensorboard=true"] if tensorboard else []
-        job, rendered = _rendered(_needed(file), on, [*_with_hosts(sets, hosts), *more])
-        started, launcher = create(job, rendered), _launcher(on)
+        job, rendered = _rendered(_needed(file), on, [*with_hosts(sets, hosts), *more])
+        started, launcher = create(job, rendered), launcher_at(on)
         begin = partial(launcher.start, rendered, started, detach=detach)
     first = started.read_status().next_attempt  # only what is written from there on is shown
     with _stopping(launcher, started):
@@ -251,7 +251,7 @@ def evaluate(
         checkpoint=msgspec.structs.replace(job.checkpoint, dir=found.checkpoints),
         retries=0,
     )
-    launcher = _launcher("local")
+    launcher = launcher_at("local")
     job = launcher.anchored(job)
     rendered = launcher.render(job)
     started = create(job, rendered)
@@ -286,7 +286,7 @@ def _which(checkpoint: str) -> tuple[str, ...]:
     return ("--eval-only", "--init-from", checkpoint)
 
 
-def _with_hosts(sets: list[str] | None, hosts: str | None) -> list[str]:
+def with_hosts(sets: list[str] | None, hosts: str | None) -> list[str]:
     """Take `--hosts a,b:2` for the key that it stands for."""
     import json
 
@@ -305,7 +305,7 @@ def _needed(file: Path | None) -> Path:
 def _rendered(file: Path, on: str, sets: list[str] | None) -> tuple[Job, Any]:
     from stoker.jobs.spec import load_job
 
-    launcher = _launcher(on)
+    launcher = launcher_at(on)
     job = launcher.anchored(load_job(file, sets or []))
     rendered = launcher.render(job)
     for note in rendered.notes:
@@ -344,7 +344,8 @@ def _stopping(launcher: Launcher[Any], run: Run) -> Iterator[None]:
         raise
 
 
-def _launcher(name: str) -> Launcher[Any]:
+def launcher_at(name: str) -> Launcher[Any]:
+    """Give the launcher that `--on` names, at its place: `ray://host:8265`."""
     from stoker.errors import InputError, NotYetError
     from stoker.jobs.launcher import LAUNCHERS
 
@@ -358,7 +359,7 @@ def _launcher(name: str) -> Launcher[Any]:
 
 
 def _launcher_of(run: Run) -> Launcher[Any]:
-    return _launcher(run.handle.partition("://")[0])
+    return launcher_at(run.handle.partition("://")[0])
 
 
 def _status(run: Run) -> JobStatus:

@@ -44,8 +44,9 @@ from stoker.jobs.runs import Run, create, home
 from stoker.jobs.spec import Checkpoint, Data, Job, Profile, Program, parse_job
 from stoker.jobs.topology import slots_of
 from stoker.launchers.plan import LocalPlan
-from stoker.launchers.ssh_hosts import Client, expanded, places
-from stoker.launchers.ssh_look import Look, Ways, at_once, client_of, find_ways, look_at_all, talking, troubles, workdir
+from stoker.launchers.ssh.hosts import Client, expanded, places
+from stoker.launchers.ssh.launcher import missing
+from stoker.launchers.ssh.look import Look, Ways, at_once, client_of, find_ways, look_at_all, talking, troubles, workdir
 from stoker.launchers.supervisor import watcher
 from stoker.telemetry.reader import read_events
 
@@ -224,9 +225,7 @@ class _Plan(NamedTuple):
 
 def _faults_here(job: Job, launcher: Launcher[Any]) -> list[Fault]:
     """List what the launcher would refuse before it asks any host."""
-    from stoker.launchers import ssh
-
-    return [*check(job, launcher.traits), *ssh.missing(job)]
+    return [*check(job, launcher.traits), *missing(job)]
 
 
 def _errands(job: Job, looks: Mapping[str, Look], hosts: list[str], ways: Ways | None) -> _Plan:

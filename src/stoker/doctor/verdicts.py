@@ -9,7 +9,7 @@ from stoker.core.units import format_bytes, format_duration
 from stoker.doctor.checks import Check
 from stoker.errors import Fault, InputError, JobFailedError, UnavailableError, without_secrets
 from stoker.jobs.spec import Job
-from stoker.launchers.ssh_look import MESH, Look, Trouble, Ways, modules, troubles
+from stoker.launchers.ssh.look import MESH, Look, Trouble, Ways, modules, troubles
 
 SKEW_S = 1.0
 SKEW_FATAL_S = 900.0

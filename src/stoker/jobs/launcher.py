@@ -79,7 +79,7 @@ LAUNCHERS: Registry[type[Launcher[object]]] = Registry(
     {
         "local": "stoker.launchers.local:LocalLauncher",
         "ray": "stoker.launchers.ray.launcher:RayLauncher",
-        "ssh": "stoker.launchers.ssh:SshLauncher",
+        "ssh": "stoker.launchers.ssh.launcher:SshLauncher",
     },
 )
 

@@ -26,13 +26,13 @@ from stoker.jobs.runs import Run, home
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, commands, slots_of
+from stoker.launchers.files import listed, size_of
 from stoker.launchers.local import LocalLauncher
 from stoker.launchers.paths import inside, placed
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.ray.carrier import ARCHIVE, DRIVER, end_submissions
 from stoker.launchers.ray.cluster import GUARDED, LARGEST, Cluster, address_of, need_ray, version_here, version_there
 from stoker.launchers.ray.plan import RayPlan, read_ray_plan
-from stoker.launchers.ssh_files import listed, size_of
 from stoker.telemetry import profiler
 
 PYTHON, WORKDIR, PORT, INTERFACE = "@ray:python@", "@ray:workdir@", "@ray:port@", "@ray:interface@"
@@ -155,7 +155,7 @@ class RayLauncher:
                 "checkpoint.dir names a bucket or a folder that every node has, for a new attempt may be elsewhere"
             )
 
-    def start(self, rendered: RayPlan, run: Run) -> str:
+    def start(self, rendered: RayPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
         """Pack the working folder, and start the supervisor here."""
         handle = f"ray://{run.folder}"
         if rendered.address is not None:
@@ -165,7 +165,7 @@ class RayLauncher:
         self.restart(run)
         return handle
 
-    def restart(self, run: Run) -> None:
+    def restart(self, run: Run, *, detach: bool = False) -> None:  # noqa: ARG002
         """Start a run again that is over, with what was packed before."""
         self._here.restart(run)
 

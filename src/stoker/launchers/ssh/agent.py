@@ -1,6 +1,6 @@
 """What works for us on a host: looks around there, and has slots kept.
 
-On the standard library alone, for Python 3.8 and later: it is sent through `ssh`, with `ssh_keeper`, and needs nothing
+On the standard library alone, for Python 3.8 and later: it is sent through `ssh`, with `keeper`, and needs nothing
 of ours there. What it is asked comes as lines of JSON; an empty line says that somebody is still there.
 """
 
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stoker.launchers.ssh_keeper import ANSWER, MAGIC, Frames, Relay, lines, sweep
+from stoker.launchers.ssh.keeper import ANSWER, MAGIC, Frames, Relay, lines, sweep
 
 DIAL_S = 3.0
 _SIOCGIFADDR = 0x8915

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from stoker.errors import StokerError, UnavailableError
 from stoker.jobs.spec import PORT, Job
-from stoker.launchers.ssh_hosts import Client, Session
+from stoker.launchers.ssh.hosts import Client, Session
 
 AT_ONCE = 32
 OLDEST = (3, 8)

@@ -1,7 +1,7 @@
 """Jobs on hosts that are reached by ssh, under the same supervisor as on this machine.
 
 `render` looks at every host at once and changes nothing there. `start` copies the working folder, prepares the hosts,
-and starts the supervisor here, in which a process stands for each slot: `ssh_slot` here, `ssh_agent` there.
+and starts the supervisor here, in which a process stands for each slot: `slot` here, `agent` and `keeper` there.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, Standby, command_of, slots_of
 from stoker.launchers.causes import LOST
+from stoker.launchers.files import listed, send, size_of
 from stoker.launchers.gang import STANDS_IN
 from stoker.launchers.local import LocalLauncher
+from stoker.launchers.paths import inside, placed
 from stoker.launchers.plan import LocalPlan, read_plan
-from stoker.launchers.ssh_files import listed, send, size_of
-from stoker.launchers.ssh_hosts import ANSWER_S, Client, Session, expanded, places
-from stoker.launchers.ssh_look import (
+from stoker.launchers.ssh.hosts import ANSWER_S, Client, Session, expanded, places
+from stoker.launchers.ssh.look import (
     Look,
     Route,
     Trouble,
@@ -48,7 +49,7 @@ from stoker.launchers.ssh_look import (
     talking,
     troubles,
 )
-from stoker.launchers.ssh_plan import Place, SshPlan, far_codes, read_ssh_plan
+from stoker.launchers.ssh.plan import Place, SshPlan, far_codes, read_ssh_plan
 from stoker.launchers.supervisor import STOPPING, watching
 
 MUCH = 2**30
@@ -69,7 +70,7 @@ class SshLauncher:
         """Put hosts in the place of their file; relative paths start at the working folder, here as there."""
         change = msgspec.structs.replace
         config = None if job.ssh.config is None else str(Path.cwd() / job.ssh.config)
-        program = change(job.program, script=_inside(job.program.script), cwd=_inside(job.program.cwd))
+        program = change(job.program, script=inside(job.program.script), cwd=inside(job.program.cwd))
         board = str(Path.cwd() / job.tensorboard) if isinstance(job.tensorboard, str) else job.tensorboard
         ssh = change(job.ssh, hosts=expanded(job.ssh.hosts), config=config)
         workers = max(1, len(places(ssh.hosts))) if job.workers == "all" else job.workers
@@ -139,13 +140,6 @@ class SshLauncher:
 
 
 # --- What is asked for
-
-
-def _inside(path: str | None) -> str | None:
-    """Give a path in the working folder as one that starts there: so it means the same on every host."""
-    if path is None or not Path(path).is_absolute() or not Path(path).is_relative_to(Path.cwd()):
-        return path
-    return str(Path(path).relative_to(Path.cwd()))
 
 
 def _seats(job: Job) -> dict[Slot, str]:
@@ -277,7 +271,7 @@ def _commands(
             env=dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else (), interface),
             has_ask=True,
         )
-        command = command_of(_placed(job, spot.workdir), slot, book)
+        command = command_of(placed(job, spot.workdir), slot, book)
         if slot.role == "worker":
             if crowds[host] > 1:
                 command = replace(command, env={**_own_gpus(job, seated[host]), **command.env})
@@ -290,27 +284,6 @@ def _own_gpus(job: Job, seat: int) -> dict[str, str]:
     """Give each of several workers of a host GPUs of its own."""
     each = job.resources.gpu
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(seat * each, (seat + 1) * each)))} if each else {}
-
-
-def _placed(job: Job, workdir: str) -> Job:
-    """Make relative paths absolute, as they are there."""
-
-    def absolute(path: str | None) -> str | None:
-        return path if path is None or "://" in path else str(Path(workdir, path))
-
-    change, data = msgspec.structs.replace, job.data
-    return change(
-        job,
-        program=change(job.program, script=absolute(job.program.script), cwd=absolute(job.program.cwd or ".")),
-        data=change(
-            data,
-            train=absolute(data.train),
-            val=absolute(data.val),
-            cache=change(data.cache, dir=absolute(data.cache.dir)),
-            via=None if data.via == "cluster" else data.via,
-        ),
-        checkpoint=change(job.checkpoint, dir=absolute(job.checkpoint.dir)),
-    )
 
 
 def _notes(
@@ -357,7 +330,7 @@ def _notes(
 
 def _stand_ins(plan: SshPlan, run: Run, *, detach: bool) -> LocalPlan:
     """Give the processes here, one for each slot there."""
-    argv = (sys.executable, "-m", "stoker.launchers.ssh_slot", str(run.folder))
+    argv = (sys.executable, "-m", "stoker.launchers.ssh.slot", str(run.folder))
     slots = {}
     for name in (*plan.slots, *plan.standby):
         env = {"STOKER_SLOT": name, "STOKER_ROLE": Slot.parse(name).role, **STANDS_IN}
@@ -435,7 +408,7 @@ def _prepare(plan: SshPlan, run: Run, ssh: list[str], host: str, place: Place) -
     if not plan.setup:
         return
     log = run.folder / f"setup.{host}.log"
-    argv = [sys.executable, "-m", "stoker.launchers.ssh_slot", str(run.folder), f"setup@{host}"]
+    argv = [sys.executable, "-m", "stoker.launchers.ssh.slot", str(run.folder), f"setup@{host}"]
     with open(log, "wb") as output:
         code = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False).returncode
     if code:

@@ -128,7 +128,7 @@ class Clerk:
         """Start what is new, end what was taken back, and answer what is over."""
         for ask in self._asks.wanted(self._name):
             if ask not in self._lines and not self._is_ending:
-                argv = [sys.executable, "-m", "stoker.launchers.ssh_slot", str(self._run.folder), self._name, ask]
+                argv = [sys.executable, "-m", "stoker.launchers.ssh.slot", str(self._run.folder), self._name, ask]
                 self._lines[ask] = start(argv, dies_with_us=True)
         for ask, line in list(self._lines.items()):
             code = line.poll()

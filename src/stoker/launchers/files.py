@@ -15,7 +15,7 @@ from tempfile import TemporaryFile
 from typing import IO
 
 from stoker.errors import InputError, UnavailableError
-from stoker.launchers.ssh_hosts import meaning
+from stoker.launchers.ssh.hosts import meaning
 
 IGNORE_FILE = ".stokerignore"
 ALWAYS = (

@@ -7,7 +7,7 @@ import msgspec
 from stoker.core.spec import load
 from stoker.jobs.runs import Run
 from stoker.launchers.plan import LocalPlan
-from stoker.launchers.ssh_hosts import Client
+from stoker.launchers.ssh.hosts import Client
 
 FAR = "far"
 """The folder of what is known of slots elsewhere, in that of the run."""

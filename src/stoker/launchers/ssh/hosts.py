@@ -20,7 +20,7 @@ import msgspec
 
 from stoker.core.processes import start
 from stoker.errors import InputError, UnavailableError
-from stoker.launchers import ssh_keeper
+from stoker.launchers.ssh import keeper
 
 _TOKEN = "stoker-agent"
 _SLOTS = re.compile(r"(?P<host>\S+?)(?::(?P<short>\d+)|\s+slots\s*=\s*(?P<long>\d+))?(?:\s+max.slots\s*=\s*\d+)?")
@@ -31,7 +31,7 @@ _BOOT = (
     " m=sys.modules[n]=types.ModuleType(n);exec(compile(c,n,'exec'),m.__dict__)\n"
     "m.main()"
 )
-_MODULES = ("ssh_keeper", "ssh_agent")
+_MODULES = ("keeper", "agent")
 # Alone, without site: quicker, and no module of the user's stands in the way.
 _ANY_PYTHON = (
     'for p in python3 python "$1"; do command -v "$p" >/dev/null 2>&1 && exec "$p" -uIS -c "$2" "$3"; done; exit 127'
@@ -150,14 +150,14 @@ def agent_argv(client: list[str], host: str, python: str, token: str) -> list[st
 
 def agent_code() -> bytes:
     """Give what the agent's Python reads first."""
-    sources = [(f"stoker.launchers.{name}", source(name)) for name in _MODULES]
+    sources = [(f"stoker.launchers.ssh.{name}", source(name)) for name in _MODULES]
     code = json.dumps(sources).encode()
     return f"{len(code)}\n".encode() + code
 
 
 def source(module: str) -> str:
     """Give the text of a module that is sent along."""
-    return files("stoker.launchers").joinpath(f"{module}.py").read_text()
+    return files("stoker.launchers.ssh").joinpath(f"{module}.py").read_text()
 
 
 class Frames:
@@ -172,7 +172,7 @@ class Frames:
         """Give the frames that are whole by now."""
         self._data += data
         if not self.is_met:
-            self.before, magic, rest = self._data.partition(ssh_keeper.MAGIC)
+            self.before, magic, rest = self._data.partition(keeper.MAGIC)
             if not magic:
                 return
             self._data, self.is_met = rest, True
@@ -216,7 +216,7 @@ class Session:
             if not data:
                 raise self._failed(self._code())
             for kind, payload in self._frames.feed(data):
-                if kind == ssh_keeper.ANSWER:
+                if kind == keeper.ANSWER:
                     answer: dict[str, Any] = json.loads(payload)
                     return answer
         raise UnavailableError("does not answer", where=self.host)

@@ -25,12 +25,12 @@ from stoker.core.spec import load, to_json
 from stoker.errors import InputError, MissingError
 from stoker.jobs.runs import Run
 from stoker.jobs.topology import Command, Slot
-from stoker.launchers import ssh_keeper
 from stoker.launchers.causes import LOST, NO_MEMORY, TAIL_BYTES
 from stoker.launchers.plan import moved, read_plan
-from stoker.launchers.ssh_asks import Asks, Clerk, Desk
-from stoker.launchers.ssh_hosts import Frames, agent_argv, agent_code, meaning, source
-from stoker.launchers.ssh_plan import FAR, Record, SshPlan, read_ssh_plan
+from stoker.launchers.ssh import keeper
+from stoker.launchers.ssh.errands import Asks, Clerk, Desk
+from stoker.launchers.ssh.hosts import Frames, agent_argv, agent_code, meaning, source
+from stoker.launchers.ssh.plan import FAR, Record, SshPlan, read_ssh_plan
 from stoker.telemetry.reader import read_log
 
 POLL_S = 0.1
@@ -246,7 +246,7 @@ class Line:
         while True:
             now = time.monotonic()
             self._pass_wishes(to)
-            if now - spoken >= ssh_keeper.BEAT_S:
+            if now - spoken >= keeper.BEAT_S:
                 spoken = now
                 write(to, b"\n")
             if self._is_held:
@@ -260,27 +260,27 @@ class Line:
                 raise _Cut("")
             for kind, payload in frames.feed(data):
                 self._hear_of_host()
-                if kind == ssh_keeper.HELD:
+                if kind == keeper.HELD:
                     if self._is_cut:
                         self._log.say("is back")
                     self._is_held, self._is_cut = True, False
                     if self._clerk is not None:
                         self._asks.tell_ready(self._name)
-                elif kind == ssh_keeper.OUTPUT:
+                elif kind == keeper.OUTPUT:
                     self._log.take(payload)
-                elif kind == ssh_keeper.EXIT:
+                elif kind == keeper.EXIT:
                     code = self._ended(json.loads(payload), to)
                     _await_end(back)
                     return code
-                elif kind == ssh_keeper.GONE:
+                elif kind == keeper.GONE:
                     raise _Lost(payload.decode(errors="replace"))
-                elif kind == ssh_keeper.ASK and self._desk is not None:
+                elif kind == keeper.ASK and self._desk is not None:
                     self._desk.take(json.loads(payload))
 
     @property
     def _silence_s(self) -> float:
         """After which a connection is given up for another one."""
-        return max(3 * ssh_keeper.BEAT_S, self._plan.client.lost_after_s / 3)
+        return max(3 * keeper.BEAT_S, self._plan.client.lost_after_s / 3)
 
     def _hear_of_host(self) -> None:
         now = time.monotonic()
@@ -349,7 +349,7 @@ class Line:
             "marks": self._marks,
             "grace_s": self._plan.grace_s,
             "lost_after_s": None if self._is_detached else self._plan.client.lost_after_s,
-            "ask": source("ssh_ask") if self._desk is not None else "",
+            "ask": source("ask") if self._desk is not None else "",
         }
 
     def _ask_for_stacks(self, to: int) -> None:
