@@ -24,9 +24,11 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from typing import Any
@@ -46,6 +48,7 @@ POLL_S = 0.05
 OUTPUT = "STOKER_OUTPUT"
 """The file that ranks print into, where mpirun does not carry it."""
 AGENT = "--agent"
+SCRATCH = "orte_tmpdir_base"
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 
@@ -213,8 +216,12 @@ def around(command: list[str]) -> int:
     for number in ENDING:
         signal.signal(number, lambda number, frame: told.append(number))  # noqa: ARG005
     has_ranks = command[0] != "mpirun"  # which starts daemons elsewhere; who keeps those tells them
+    folder = None
     if has_ranks:
         environ = {**os.environ, OUTPUT: os.path.realpath("/proc/self/fd/1")}
+        if SCRATCH not in command:  # two daemons of one host must not clear away each other's
+            folder = tempfile.mkdtemp(prefix="stoker-mpi-")
+            command = [*command, "-mca", SCRATCH, folder]
     else:
         environ = {**os.environ, "OMPI_MCA_plm_rsh_agent": f"{sys.executable} {os.path.realpath(__file__)} {AGENT}"}
     us, libc = os.getpid(), ctypes.CDLL(None)
@@ -227,6 +234,8 @@ def around(command: list[str]) -> int:
                 with contextlib.suppress(OSError):  # each leads a group of its own
                     os.killpg(pid, signal.SIGTERM)
         time.sleep(POLL_S)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     code = child.returncode
     return code if code >= 0 else 128 - code
 
