@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stoker.jobs.topology import Slot
-from stoker.launchers.causes import cause
+from stoker.launchers.causes import LOST, LOST_MARK, cause
 from stoker.telemetry.events import Recorder
 
 TABLE = """\
@@ -105,3 +105,23 @@ def test_what_a_program_tells_itself_comes_first(tmp_path: Path) -> None:
 def test_a_kill_is_for_want_of_memory_when_the_kernel_says_so(tmp_path: Path) -> None:
     assert "no memory left" in cause(Slot("worker", 0), -9, tmp_path / "none", out_of_memory=True).sentence
     assert "SIGTERM" in cause(Slot("worker", 0), -15, tmp_path / "none", out_of_memory=True).sentence
+
+
+def test_a_program_that_ends_with_255_is_not_lost(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("Traceback (most recent call last):\nValueError: bad data\n")
+    found = cause(Slot("worker", 0), 255, log)
+    assert not found.lost
+    assert "ended with exit code 255: ValueError: bad data" in found.sentence
+
+
+def test_what_is_told_to_be_lost_is_lost_whatever_was_said_before(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.write(b"RuntimeError: Connection reset by peer\n")
+        file.flush()
+        Recorder(slot="worker/1", fd=file.fileno()).mark(LOST_MARK, "node2 has not answered for 30 s")
+    found = cause(Slot("worker", 1), LOST, log)
+    assert found.lost
+    assert not found.is_of_a_partner
+    assert "worker/1 was lost: node2 has not answered for 30 s" in found.sentence

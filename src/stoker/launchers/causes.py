@@ -18,7 +18,9 @@ from stoker.telemetry.reader import read_log
 
 TAIL_LINES, TAIL_BYTES = 400, 4 << 20
 LOST = 255
-"""The exit code of a slot whose host is gone: `ssh` ends so too."""
+"""The exit code of a slot whose host is gone, as `ssh` ends too; a program may end so by itself, hence the mark."""
+LOST_MARK = "slot_lost"
+"""By which whoever stands for a slot elsewhere tells, in its log, that it is lost, and why."""
 NO_MEMORY = "had no memory left, and the kernel there was ending processes"
 """What is said in the log of a slot elsewhere."""
 # One failure in torchrun's table; the root cause comes last.
@@ -51,6 +53,8 @@ class Cause:
     words: str | None
     log: Path
     out_of_memory: bool = False
+    lost: bool = False
+    """Whether it was lost with its host, through no fault of its own."""
 
     @property
     def sentence(self) -> str:
@@ -61,7 +65,7 @@ class Cause:
     @property
     def is_of_a_partner(self) -> bool:
         """Whether it only tells that another one was gone, or was told to end because of that."""
-        return self._signal == signal.SIGTERM or bool(self.words and _PARTNER.search(self.words))
+        return not self.lost and (self._signal == signal.SIGTERM or bool(self.words and _PARTNER.search(self.words)))
 
     @property
     def _signal(self) -> int:
@@ -77,7 +81,7 @@ class Cause:
             return "was killed by SIGKILL while the kernel was ending processes because there was no memory left"
         if self._signal:
             return f"was killed by {_name(self._signal)}"
-        if self.words and self.code == LOST:
+        if self.lost:
             return f"was lost: {self.words}"
         if self.words and self.code in (InputError.exit_code, MissingError.exit_code):
             return f"refused to start: {_CLASS.sub('', self.words)}"
@@ -90,7 +94,9 @@ def cause(slot: Slot, code: int, log: Path, *, out_of_memory: bool = False) -> C
     """Find why a slot failed: of its ranks the one that failed by itself."""
     found = read_log(log, last=TAIL_BYTES)
     lines = found.lines[-TAIL_LINES:]
-    told = [event for event in found.events if event.kind == "mark" and event.fields.get("name") == "error"]
+    if lost := _marks(found.events, LOST_MARK):
+        return Cause(slot, None, code, str(lost[-1].fields.get("detail")), log, lost=True)
+    told = _marks(found.events, "error")
     out_of_memory = out_of_memory or any(line.startswith("---") and NO_MEMORY in line for line in lines)
     ranks = [(int(one["rank"]), int(one["code"])) for one in _FAILURE.finditer("\n".join(lines))]
     ranks += _carried(found.events)
@@ -103,8 +109,12 @@ def cause(slot: Slot, code: int, log: Path, *, out_of_memory: bool = False) -> C
 
 def _carried(events: Sequence[Event]) -> list[tuple[int, int]]:
     """Find the ranks of a carried slot that failed, the first of them last, as in torchrun's table."""
-    ended = [event for event in events if event.kind == "mark" and event.fields.get("name") == RANK_EXIT]
+    ended = _marks(events, RANK_EXIT)
     return [(event.rank, code) for event in reversed(ended) if (code := int(event.fields.get("code", 0)))]
+
+
+def _marks(events: Sequence[Event], name: str) -> list[Event]:
+    return [event for event in events if event.kind == "mark" and event.fields.get("name") == name]
 
 
 def _own_words(told: Sequence[Event], rank: int | None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from stoker.core.units import format_duration
 from stoker.jobs.runs import Run
 from stoker.jobs.spec import Job
 from stoker.jobs.topology import Slot
+from stoker.launchers.causes import LOST_MARK
 from stoker.launchers.gang import Gang
 from stoker.launchers.plan import LocalPlan
 from stoker.telemetry.events import Event
@@ -49,17 +51,15 @@ class Hearing:
         self._run, self._attempt, self._after_s = run, attempt, float(job.hang_after)
         self._is_far, self._carried = plan.is_far, frozenset(map(Slot.parse, plan.carried))
         self._followers = {slot: Follower(run.log(slot, attempt)) for slot in (*plan.commands, *self._carried)}
+        self.steps = -1
+        """The highest step that was told; -1 when none was."""
         self.exits: dict[Slot, int] = {}
+        self.lost: set[Slot] = set()
         self.failed: dict[Slot, int] = {}
         """The exit code of the first rank of a slot that failed, where ranks tell."""
         self.waiting = ""
         self._pulses: dict[tuple[Slot, int], Pulse] = {}
         self._board = _board(run, job)
-
-    @property
-    def steps(self) -> int:
-        """The highest step that was told; -1 when none was."""
-        return max((pulse.step for pulse in self._pulses.values()), default=-1)
 
     def listen(self) -> list[str]:
         """Hear what is new; give the lines of text in it."""
@@ -70,37 +70,47 @@ class Hearing:
             self._show(events)
             for event in events:
                 if event.kind == "heartbeat":
-                    self._pulses[slot, event.rank] = Pulse(
-                        pid=_whole(event.fields.get("pid"), 0),
-                        step=_whole(event.fields.get("step"), -1),
-                        at=time.monotonic(),
-                        shard=str(event.fields.get("shard") or ""),
-                    )
-                elif event.kind == "mark" and event.fields.get("name") == RANK_EXIT:
-                    if code := _whole(event.fields.get("code"), 1):
-                        self.failed.setdefault(slot, code)
-                elif self._carried and event.kind == "mark":
-                    self._hear_of_carried(slot, event)
+                    self._feel(slot, event)
+                elif event.kind == "mark":
+                    self._take(slot, event)
         return text
 
-    def _hear_of_carried(self, slot: Slot, event: Event) -> None:
-        """Take how a carried slot ended from its log, and why it has no place yet from that of its carrier."""
-        name = event.fields.get("name")
-        if name == EXIT and slot in self._carried:
+    def _feel(self, slot: Slot, event: Event) -> None:
+        pulse = Pulse(
+            pid=_whole(event.fields.get("pid"), 0),
+            step=_whole(event.fields.get("step"), -1),
+            at=time.monotonic(),
+            shard=str(event.fields.get("shard") or ""),
+        )
+        self._pulses[slot, event.rank] = pulse
+        self.steps = max(self.steps, pulse.step)
+
+    def _take(self, slot: Slot, event: Event) -> None:
+        """Take what is told of a slot: how it and its ranks ended, that it is lost, why it has no place yet."""
+        name, is_carried = event.fields.get("name"), slot in self._carried
+        if name == RANK_EXIT:
+            self._pulses.pop((slot, event.rank), None)
+            if code := _whole(event.fields.get("code"), 1):
+                self.failed.setdefault(slot, code)
+        elif name == LOST_MARK and self._is_far:
+            self.lost.add(slot)
+        elif name == EXIT and is_carried:
             self.exits[slot] = _whole(event.fields.get("code"), 1)
-        elif name == WAITING and slot not in self._carried:
+        elif name == WAITING and self._carried and not is_carried:
             self.waiting = str(event.fields.get("detail") or "")
 
     def forget(self, slot: Slot) -> None:
         """Expect nothing of a slot's ranks until they are heard again."""
         self._pulses = {key: pulse for key, pulse in self._pulses.items() if key[0] != slot}
+        self.lost.discard(slot)
 
-    def hung(self, gang: Gang) -> str:
+    def hung(self, gang: Gang, codes: Mapping[Slot, int | None]) -> str:
         """Say which rank has not been heard of for too long; nothing when all have, or are gone."""
         since = time.monotonic() - self._after_s
         late = sorted((pulse.at, key) for key, pulse in self._pulses.items() if self._after_s > 0 and pulse.at < since)
         for _, key in late:
-            if self._is_far or gang.is_alive(self._pulses[key].pid):
+            # Of a rank elsewhere it is known only whether its slot has ended.
+            if codes.get(key[0]) is None if self._is_far else gang.is_alive(self._pulses[key].pid):
                 return self._described(*key)
             del self._pulses[key]  # it ended well, or its rank is another process now
         return ""

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from stoker.jobs.runs import Run, packages
 from stoker.jobs.spec import Job
 from stoker.jobs.status import Attempt, JobState, JobStatus, SlotStatus, signal_of
 from stoker.jobs.topology import Slot, lead_slots, slots_of
-from stoker.launchers.causes import LOST, Cause, cause
+from stoker.launchers.causes import Cause, cause
 from stoker.launchers.gang import Gang, end_left
 from stoker.launchers.hearing import Hearing
 from stoker.launchers.plan import LocalPlan, read_plan
@@ -168,7 +168,7 @@ class Supervisor:
             self._tell(message=hearing.waiting)
         grace = float(self._job.grace)
         if self._job.is_elastic:
-            if self._replaced < self._job.retries and (lost := _lost(codes, is_far=self._plan.is_far)):
+            if self._replaced < self._job.retries and (lost := _lost(codes, hearing.lost)):
                 self._replaced += 1
                 hearing.forget(lost)
                 gang.replace(lost)
@@ -184,11 +184,10 @@ class Supervisor:
             while found.is_of_a_partner and None in gang.codes().values() and time.monotonic() < far:
                 time.sleep(POLL_S)
                 found = self._cause(self._codes(gang, hearing), number)
-            is_lost = self._plan.is_far and found.code == LOST
-            return Outcome(found.sentence, min(grace, FAILED_GRACE_S), code=found.code, lost=is_lost)
+            return Outcome(found.sentence, min(grace, FAILED_GRACE_S), code=found.code, lost=found.lost)
         if all(codes[slot] == 0 for slot in lead_slots(self._job)):
             return Outcome("", grace)
-        if hung := hearing.hung(gang):
+        if hung := hearing.hung(gang, codes):
             hearing.ask_for_stacks(gang)
             return Outcome(hung, min(grace, FAILED_GRACE_S), hung=True)
         return Outcome(STOPPED, grace) if self._should_stop() else None
@@ -274,9 +273,9 @@ def _state(code: int | None, waiting: str) -> JobState:
     return JobState.SUCCEEDED if code == 0 else JobState.FAILED
 
 
-def _lost(codes: Mapping[Slot, int | None], *, is_far: bool) -> Slot | None:
-    """Find a slot of an elastic world that was killed; the others meet at the first, which cannot be replaced."""
-    killed = (slot for slot, code in codes.items() if code and (signal_of(code) or (is_far and code == LOST)))
+def _lost(codes: Mapping[Slot, int | None], lost: Collection[Slot]) -> Slot | None:
+    """Find a slot of an elastic world that was killed or lost; the others meet at the first, which must stay."""
+    killed = (slot for slot, code in codes.items() if code and (signal_of(code) or slot in lost))
     return next((slot for slot in killed if slot.index > 0), None)
 
 

@@ -27,7 +27,7 @@ from stoker.errors import StokerError
 from stoker.jobs.runs import Run
 from stoker.jobs.spec import RESERVED
 from stoker.jobs.topology import Slot
-from stoker.launchers.causes import LOST, TAIL_BYTES
+from stoker.launchers.causes import LOST, LOST_MARK, TAIL_BYTES
 from stoker.launchers.hearing import EXIT, WAITING
 from stoker.launchers.ray.cluster import Cluster
 from stoker.launchers.ray.plan import RayPlan, read_ray_plan
@@ -321,7 +321,10 @@ class Carrier:
             start = "" if self._ends_line[name] else "\n"
             self._write(name, f"{start}stoker: {words}\n".encode())
         self._codes[name] = code
-        Recorder(slot=name, attempt=self._attempt, fd=self._logs[name]).mark(EXIT, code=code)
+        events = Recorder(slot=name, attempt=self._attempt, fd=self._logs[name])
+        if words and code == LOST:  # a program can end so too, but nobody has words for it
+            events.mark(LOST_MARK, words)
+        events.mark(EXIT, code=code)
 
     def _ended(self) -> int:
         """Give the first code that is not 0; slots that were never started were ended before."""

@@ -30,7 +30,7 @@ from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, Standby, command_of, slots_of
 from stoker.launchers.causes import LOST
-from stoker.launchers.files import listed, send, size_of
+from stoker.launchers.files import listed, size_of
 from stoker.launchers.gang import STANDS_IN
 from stoker.launchers.local import LocalLauncher
 from stoker.launchers.paths import inside, placed
@@ -50,6 +50,7 @@ from stoker.launchers.ssh.look import (
     troubles,
 )
 from stoker.launchers.ssh.plan import Place, SshPlan, far_codes, read_ssh_plan
+from stoker.launchers.ssh.send import send
 from stoker.launchers.supervisor import STOPPING, watching
 
 MUCH = 2**30

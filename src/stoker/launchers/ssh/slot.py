@@ -25,12 +25,13 @@ from stoker.core.spec import load, to_json
 from stoker.errors import InputError, MissingError
 from stoker.jobs.runs import Run
 from stoker.jobs.topology import Command, Slot
-from stoker.launchers.causes import LOST, NO_MEMORY, TAIL_BYTES
+from stoker.launchers.causes import LOST, LOST_MARK, NO_MEMORY, TAIL_BYTES
 from stoker.launchers.plan import moved, read_plan
 from stoker.launchers.ssh import keeper
 from stoker.launchers.ssh.errands import Asks, Clerk, Desk
 from stoker.launchers.ssh.hosts import Frames, agent_argv, agent_code, meaning, source
 from stoker.launchers.ssh.plan import FAR, Record, SshPlan, read_ssh_plan
+from stoker.telemetry.events import Recorder
 from stoker.telemetry.reader import read_log
 
 POLL_S = 0.1
@@ -170,6 +171,7 @@ class Line:
             code = self._carry()
         except _Lost as lost:
             self._log.say(str(lost), now=True)
+            Recorder(slot=self._name, attempt=int(self._attempt)).mark(LOST_MARK, f"{self.host} {lost}")
             code = LOST
         except _Refused as refused:
             self._log.say(str(refused), now=True)
