@@ -68,6 +68,11 @@ class Cause:
         return not self.lost and (self._signal == signal.SIGTERM or bool(self.words and _PARTNER.search(self.words)))
 
     @property
+    def says_why(self) -> bool:
+        """Whether it tells a reason of its own; else another slot may yet."""
+        return not self.is_of_a_partner and (self.lost or bool(self._signal) or self.words is not None)
+
+    @property
     def _signal(self) -> int:
         return signal_of(self.code)
 

@@ -181,7 +181,7 @@ class Supervisor:
             hearing.listen()
             found = self._cause(self._codes(gang, hearing), number)
             far = time.monotonic() + self._far_s
-            while found.is_of_a_partner and None in gang.codes().values() and time.monotonic() < far:
+            while not found.says_why and None in gang.codes().values() and time.monotonic() < far:
                 time.sleep(POLL_S)
                 found = self._cause(self._codes(gang, hearing), number)
             return Outcome(found.sentence, min(grace, FAILED_GRACE_S), code=found.code, lost=found.lost)
