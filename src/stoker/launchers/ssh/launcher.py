@@ -129,7 +129,8 @@ class SshLauncher:
             return
         if not _has_ended(run):  # else another attempt would start
             self._go_on(handle)
-        run.write(STOPPING, b"")
+        if _is_prepared(run):
+            run.write(STOPPING, b"")
         is_lost = self._here.status(handle).state is JobState.LOST
         self._here.stop(handle)
         if is_lost or not _is_prepared(run) or _is_unsure(run):
