@@ -373,8 +373,12 @@ def break_it(what: str, run: Run, net: Network) -> None:
 
 def agents(run: Run, *, keepers: bool) -> list[int]:
     """The keepers or the relays of a run: a keeper is a daemon, and hears nothing."""
-    found = _processes(f"stoker-agent-{run.id}", "python")
-    return [pid for pid in found if (Path(f"/proc/{pid}/fd/0").readlink() == Path("/dev/null")) == keepers]
+    found = []
+    for pid in _processes(f"stoker-agent-{run.id}", "python"):
+        with suppress(FileNotFoundError):  # it has just ended
+            if (Path(f"/proc/{pid}/fd/0").readlink() == Path("/dev/null")) == keepers:
+                found.append(pid)
+    return found
 
 
 GONE = "its keeper was killed, or the host was started anew; its log: "

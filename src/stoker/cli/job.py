@@ -195,12 +195,10 @@ def stop(name: RunName = None) -> None:
     from stoker.jobs.runs import find
 
     found = find(name)
-    before = _status(found)
-    if before.state.is_final and before.state != "lost":
-        remark(f"{found.id} is over already: {before.state}")
-        return
-    _launcher_of(found).stop(found.handle)
-    remark(f"{found.id}: {_status(found).state}")
+    before = found.read_status().state
+    _launcher_of(found).stop(found.handle)  # also of a run that is over: something may be left elsewhere
+    is_over = before.is_final and before != "lost"
+    remark(f"{found.id} is over already: {before}" if is_over else f"{found.id}: {_status(found).state}")
 
 
 @app.command()

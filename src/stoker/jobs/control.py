@@ -48,7 +48,12 @@ def decide(attempts: Sequence[Attempt], retries: int, *, elastic: bool = False) 
         return GiveUp(f"torchrun has restarted it as often as it may, {retries} times")
     if failed and not _got_further(attempts):
         return GiveUp("it got no further than before, and would fail again" if used else "it would fail again")
-    return Restart(PAUSES_S[min(used, len(PAUSES_S) - 1)])
+    return Restart(pause_s(used))
+
+
+def pause_s(used: int) -> float:
+    """Give the pause before what failed is started again, after so many times."""
+    return PAUSES_S[min(used, len(PAUSES_S) - 1)]
 
 
 def _got_further(attempts: Sequence[Attempt]) -> bool:

@@ -61,6 +61,12 @@ class Hearing:
         self._pulses: dict[tuple[Slot, int], Pulse] = {}
         self._board = _board(run, job)
 
+    def catch_up(self) -> None:
+        """Hear what an earlier watcher heard already, and has shown."""
+        board, self._board = self._board, None
+        self.listen()
+        self._board = board
+
     def listen(self) -> list[str]:
         """Hear what is new; give the lines of text in it."""
         text = []

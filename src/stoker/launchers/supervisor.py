@@ -22,7 +22,7 @@ import msgspec
 from stoker.core.processes import adopt_orphans, end_children, until
 from stoker.core.spec import to_json
 from stoker.errors import StokerError
-from stoker.jobs.control import Restart, decide
+from stoker.jobs.control import Restart, decide, pause_s
 from stoker.jobs.runs import Run, packages
 from stoker.jobs.spec import Job
 from stoker.jobs.status import Attempt, JobState, JobStatus, SlotStatus, signal_of
@@ -82,11 +82,15 @@ class Supervisor:
         self._earlier, self._first = _earlier(self._status)
         self._attempts: list[Attempt] = []
         self._continues = continues
+        self._takes_up = False
         if continues:
-            self._earlier, self._attempts = (), list(self._status.attempts)
-            is_over = any(one.number == self._status.attempt for one in self._attempts)
-            self._first = self._status.attempt + is_over - len(self._attempts)
-        self._replaced = 0
+            status = self._status
+            self._earlier = tuple(one for one in status.attempts if one.began < status.began)
+            self._attempts = [one for one in status.attempts if one.began >= status.began]
+            is_over = any(one.number == status.attempt for one in status.attempts)
+            self._takes_up = not is_over
+            self._first = status.attempt + is_over - len(self._attempts)
+        self._replaced, self._replaces_at = 0, 0.0
         self._memory = _Memory()
         self._far_s = FAR_S if self._plan.is_far else 0.0
 
@@ -109,10 +113,10 @@ class Supervisor:
         while True:
             number = self._first + len(self._attempts)
             self._tell(attempt=number)
-            if self._attempts and not self._continues:
+            if self._attempts and not self._takes_up:
                 self._explain(number, self._attempts[-1].cause)
             attempt = self._try(number)
-            self._continues = False
+            self._takes_up = False
             self._attempts.append(attempt)
             self._tell(attempts=(*self._earlier, *self._attempts))
             if attempt.cause == STOPPED:
@@ -130,11 +134,14 @@ class Supervisor:
 
     def _try(self, number: int) -> Attempt:
         """Carry out one attempt, and tell how it ended; nothing of it is left then."""
-        began = time.time()
+        began = self._began() if self._takes_up else time.time()
         plan = self._plan if self._job.port else self._plan.on_free_port()
         hearing = Hearing(self._run, number, plan, self._job)
-        gang = Gang(self._run, number, plan.commands, last_s=self._far_s, continues=self._continues)
+        if self._takes_up:
+            hearing.catch_up()
+        gang = Gang(self._run, number, plan.commands, last_s=self._far_s, continues=self._takes_up)
         outcome: Outcome | None = None
+        self._replaces_at = 0.0
         try:
             self._tell_slots(gang, hearing)
             if number == 0:  # for a report; it takes a moment, in which the job has already started
@@ -159,6 +166,10 @@ class Supervisor:
             steps=hearing.steps,
         )
 
+    def _began(self) -> float:
+        """Tell when the attempt began that is taken up, but for the pause before it."""
+        return self._attempts[-1].ended if self._attempts else self._status.began
+
     def _outcome(self, gang: Gang, hearing: Hearing, number: int) -> Outcome | None:
         """Look once: what has been said, who has ended, who hangs, and whether it should stop."""
         hearing.listen()
@@ -167,23 +178,20 @@ class Supervisor:
         if hearing.waiting != self._status.message:
             self._tell(message=hearing.waiting)
         grace = float(self._job.grace)
+        spared = set[Slot]()
         if self._job.is_elastic:
-            if self._replaced < self._job.retries and (lost := _lost(codes, hearing.lost)):
-                self._replaced += 1
-                hearing.forget(lost)
-                gang.replace(lost)
-                return None
+            spared = self._spared(gang, hearing, codes)
             if 0 in codes.values():
                 gang.leave(grace)  # the last step is over; who is not done by then waits for someone who is gone
                 return Outcome("", 0.0)
-        if any(codes.values()):
+        if any(code for slot, code in codes.items() if slot not in spared):
             time.sleep(SETTLE_S)
             hearing.listen()
-            found = self._cause(self._codes(gang, hearing), number)
+            found = self._cause(self._codes(gang, hearing), number, spared)
             far = time.monotonic() + self._far_s
             while not found.says_why and None in gang.codes().values() and time.monotonic() < far:
                 time.sleep(POLL_S)
-                found = self._cause(self._codes(gang, hearing), number)
+                found = self._cause(self._codes(gang, hearing), number, spared)
             return Outcome(found.sentence, min(grace, FAILED_GRACE_S), code=found.code, lost=found.lost)
         if all(codes[slot] == 0 for slot in lead_slots(self._job)):
             return Outcome("", grace)
@@ -192,17 +200,36 @@ class Supervisor:
             return Outcome(hung, min(grace, FAILED_GRACE_S), hung=True)
         return Outcome(STOPPED, grace) if self._should_stop() else None
 
+    def _spared(self, gang: Gang, hearing: Hearing, codes: Mapping[Slot, int | None]) -> set[Slot]:
+        """Give those whose loss an elastic world bears: replaced after a pause, or left out while enough live."""
+        lost = _lost(codes, hearing.lost)
+        if not lost:
+            return set()
+        if self._replaced >= self._job.retries:
+            return set(lost) if len(codes) - len(lost) >= self._job.min_workers else set()
+        now = time.monotonic()
+        if not self._replaces_at:
+            self._replaces_at = now + pause_s(self._replaced)
+        elif now >= self._replaces_at:
+            self._replaces_at = 0.0
+            self._replaced += 1
+            hearing.forget(lost[0])
+            gang.replace(lost[0])
+        return set(lost)
+
     def _should_stop(self) -> bool:
         """Whether someone asked the run to end; that this machine shuts down is not meant for who goes on elsewhere."""
         if self._wish.stop and self._plan.detached and not (self._run.folder / STOPPING).exists():
             os._exit(0)
         return self._wish.stop
 
-    def _cause(self, codes: Mapping[Slot, int | None], number: int) -> Cause:
+    def _cause(self, codes: Mapping[Slot, int | None], number: int, spared: Collection[Slot]) -> Cause:
         """Choose among slots that failed the one that says most: a program's own error before an ended partner."""
         short = self._memory.was_short() and not self._plan.is_far
         causes = [
-            cause(slot, code, self._run.log(slot, number), out_of_memory=short) for slot, code in codes.items() if code
+            cause(slot, code, self._run.log(slot, number), out_of_memory=short)
+            for slot, code in codes.items()
+            if code and slot not in spared
         ]
         return min(causes, key=lambda one: one.weight)
 
@@ -273,10 +300,10 @@ def _state(code: int | None, waiting: str) -> JobState:
     return JobState.SUCCEEDED if code == 0 else JobState.FAILED
 
 
-def _lost(codes: Mapping[Slot, int | None], lost: Collection[Slot]) -> Slot | None:
-    """Find a slot of an elastic world that was killed or lost; the others meet at the first, which must stay."""
+def _lost(codes: Mapping[Slot, int | None], lost: Collection[Slot]) -> list[Slot]:
+    """Find the slots of an elastic world that were killed or lost; the others meet at the first, which must stay."""
     killed = (slot for slot, code in codes.items() if code and (signal_of(code) or slot in lost))
-    return next((slot for slot in killed if slot.index > 0), None)
+    return [slot for slot in killed if slot.index > 0]
 
 
 @contextmanager
@@ -324,8 +351,11 @@ def main() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     wish = Wish()  # before anyone can know whom to tell it
     adopt_orphans()
+    continues = "--continue" in sys.argv
     with watching(run):
-        Supervisor(run, wish, continues="--continue" in sys.argv).watch()
+        if continues and (run.read_status().state.is_final or (run.folder / STOPPING).exists()):
+            return  # another one has seen to it, while we were waiting
+        Supervisor(run, wish, continues=continues).watch()
 
 
 if __name__ == "__main__":

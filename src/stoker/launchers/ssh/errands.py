@@ -80,11 +80,16 @@ class Desk:
         self._refused: list[str] = []
 
     def take(self, told: dict[str, Any]) -> None:
-        """Pass an ask on, or take it back."""
+        """Pass an ask on, or take it back; of `all` that there are, those that are not among them."""
+        if "all" in told:
+            for name in self._standby:
+                for ask in set(self._asks.wanted(name)) - set(told["all"]):
+                    self._take_back(name, ask)
+            return
         ask = str(told["id"])
         if told.get("back"):
-            if (name := self._open.pop(ask, None)) is not None:
-                (self._asks.of(name) / f"{ask}.json").unlink(missing_ok=True)
+            if ask in self._open:
+                self._take_back(self._open[ask], ask)
             return
         name = str(told["slot"])
         if name not in self._standby:
@@ -93,6 +98,10 @@ class Desk:
         self._open[ask] = name
         if not (self._asks.of(name) / f"{ask}.json").exists():
             self._asks.write(name, f"{ask}.json", to_json(Wish(command=told["command"], cwd=told.get("cwd"))))
+
+    def _take_back(self, name: str, ask: str) -> None:
+        self._open.pop(ask, None)
+        (self._asks.of(name) / f"{ask}.json").unlink(missing_ok=True)
 
     def answers(self) -> Iterator[tuple[str, int]]:
         """Give the exit codes that have come in; that of bad input where no such slot stands by."""

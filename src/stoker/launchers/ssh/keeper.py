@@ -7,9 +7,10 @@ keeper is a daemon with a folder of its own; the relay is at the other end of `s
     pid     of the keeper
     log     all that the slot printed, written by itself
     lease   touched while somebody listens; when it is too old, the keeper ends the slot. None for who left for good
-    ends    how often the slot was told to end: once is with grace, twice is at once
-    exit    how it ended
+    exit    how it ended; its room on the disk is taken before the slot starts
     ask, asks/   by which the slot has commands started on other hosts
+
+The relay tells the keeper by signals that the slot is to end: a disk may be full.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import ctypes
 import fcntl
 import json
 import os
+import select
 import shutil
 import signal
 import struct
@@ -36,7 +38,14 @@ ANSWER, OUTPUT, ALIVE, EXIT, GONE, HELD, ASK = b"a", b"o", b"k", b"x", b"g", b"h
 BEAT_S = 2.0
 LEFTOVER_S = 0.5
 POLL_S = 0.02
+IDLE_S = 0.25
+"""Between two looks of a relay while nothing happens: the folder may lie on a disk that many hosts share."""
+LEASE_S = 0.5
+DEATH_S = 20.0
+"""How long processes may take to be gone that were killed."""
 START_S = 10.0
+ROOM = 4096
+TO_END, AT_ONCE = signal.SIGUSR1, signal.SIGUSR2
 CHUNK = 1 << 16
 _PR_SET_PDEATHSIG = 1
 
@@ -74,8 +83,8 @@ class Keeper:
 
     def keep(self) -> None:
         """Start the slot, and stay until nothing of it is left, and somebody knows."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+        self._listen()
+        write(self._folder / ".exit", " " * ROOM)
         write(self._folder / "pid", str(os.getpid()))
         kills = oom_kills()
         try:
@@ -84,11 +93,25 @@ class Keeper:
             self._tell({"refusal": str(error.strerror or error)})
             return
         code = self._watch(child)
-        end_marked(self._marks, 0 if self._terms > 1 else LEFTOVER_S)
+        left = end_marked(self._marks, 0 if self._terms > 1 else LEFTOVER_S)
         if self._is_alone:
             remove(self._folder)
         else:
-            self._tell({"code": code, "oom": oom_kills() > kills})
+            self._tell({"code": code, "oom": oom_kills() > kills, "left": left})
+
+    def _listen(self) -> None:
+        """Take signals for wishes; any of them, the end of the slot too, ends a pause."""
+        self._woken, wake = os.pipe()
+        os.set_blocking(self._woken, False)
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, TO_END, AT_ONCE):
+            signal.signal(number, self._on_signal)
+
+    def _pause(self) -> None:
+        select.select([self._woken], [], [], LEASE_S)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._woken, CHUNK)
 
     def _start(self) -> subprocess.Popen[bytes]:
         libc, keeper = ctypes.CDLL(None), os.getpid()
@@ -119,7 +142,6 @@ class Keeper:
             if code is not None:
                 return code
             now = time.monotonic()
-            self._terms = max(self._terms, int(read(self._folder / "ends") or 0))
             self._is_alone = self._is_alone or self._is_silent()
             if (self._is_alone or self._is_told) and deadline == float("inf"):
                 # Who was told to end had its time already.
@@ -130,7 +152,7 @@ class Keeper:
             if self._terms > told:
                 told = self._terms
                 child.send_signal(signal.SIGTERM if told == 1 else signal.SIGKILL)
-            time.sleep(POLL_S)
+            self._pause()
 
     def _is_silent(self) -> bool:
         """Whether the lease has run out. Only its changes count, so that clocks may be set."""
@@ -145,16 +167,21 @@ class Keeper:
 
     def _tell(self, how: dict[str, Any]) -> None:
         """Leave word of the end until it was taken; one that is left for good is not waited for."""
-        write(self._folder / "exit", json.dumps(how))
+        with open(self._folder / ".exit", "r+") as file:
+            file.write(json.dumps(how)[:ROOM])
+        (self._folder / ".exit").rename(self._folder / "exit")
         if self._request["lost_after_s"] is None:
             return
         while self._folder.exists():
             if self._is_silent():
                 remove(self._folder)
-            time.sleep(POLL_S)
+            self._pause()
 
     def _on_signal(self, number: int, frame: Any) -> None:  # noqa: ARG002
-        self._is_told = True
+        if number in (TO_END, AT_ONCE):
+            self._terms = max(self._terms, 1 if number == TO_END else 2)
+        elif number != signal.SIGCHLD:
+            self._is_told = True
 
 
 def _become_keeper(request: dict[str, Any]) -> None:
@@ -193,7 +220,9 @@ class Relay:
         self._request, self._frames = request, frames
         self._folder = Path(request["folder"])
         self._offset = int(request["offset"])
+        self._log: BinaryIO | None = None
         self._asked: set[str] = set()
+        self._has_listed = False
         self._is_over = threading.Event()
 
     def run(self, requests: BinaryIO) -> None:
@@ -239,7 +268,8 @@ class Relay:
         for folder in self._folder.parent.glob(f"{self._folder.name.split('.')[0]}.*"):
             _end_keeper(folder)
             remove(folder)
-        end_marked(self._request["marks"], LEFTOVER_S)
+        if left := end_marked(self._request["marks"], LEFTOVER_S):
+            raise Gone(f"cannot end what is left there of an earlier attempt: {_numbered(left)}")
 
     def _offer(self, program: str) -> None:
         """Put the program there by which the slot asks for commands on other hosts."""
@@ -249,50 +279,63 @@ class Relay:
 
     def _carry(self) -> None:
         """Send what is printed, what is asked, and how it ends."""
-        beat = float("-inf")
+        beat, pause, pid = float("-inf"), POLL_S, _pid(self._folder)
         while not self._is_over.is_set():
             now = time.monotonic()
             if now - beat >= BEAT_S:
                 beat = now
                 self._frames.send(ALIVE)
-            is_kept = _is_kept(self._folder)
+            is_kept = _is_keeper(pid)
             how = read(self._folder / "exit")  # looked at before the last of the log
-            self._pass_output()
-            self._pass_asks()
+            is_busy = self._pass_output() | self._pass_asks()
             if how:
-                self._frames.send(EXIT, how.encode())
+                self._frames.send(EXIT, how.strip().encode())
                 return
             if not is_kept and not (self._folder / "exit").exists():
-                end_marked(self._request["marks"], LEFTOVER_S)
+                left = end_marked(self._request["marks"], LEFTOVER_S)
                 remove(self._folder)
-                raise Gone("has lost what ran there: its keeper was killed, or the host was started anew")
-            time.sleep(POLL_S)
+                and_left = f"; what cannot be ended there: {_numbered(left)}" if left else ""
+                raise Gone(f"has lost what ran there: its keeper was killed, or the host was started anew{and_left}")
+            pause = POLL_S if is_busy else min(2 * pause, IDLE_S)
+            self._is_over.wait(pause)
 
-    def _pass_output(self) -> None:
-        with contextlib.suppress(FileNotFoundError), open(self._folder / "log", "rb") as log:
-            log.seek(self._offset)
-            while True:
-                data = log.read(CHUNK)
-                if not data:
-                    return
-                self._frames.send(OUTPUT, data)
-                self._offset += len(data)
+    def _pass_output(self) -> bool:
+        """Send what is new; tell whether anything was."""
+        if self._log is None:
+            try:
+                self._log = open(self._folder / "log", "rb")  # noqa: SIM115 (for as long as we are)
+            except FileNotFoundError:
+                return False
+        begin = self._offset
+        while os.fstat(self._log.fileno()).st_size > self._offset:
+            self._log.seek(self._offset)
+            data = self._log.read(CHUNK)
+            if not data:
+                break
+            self._frames.send(OUTPUT, data)
+            self._offset += len(data)
+        return self._offset > begin
 
-    def _pass_asks(self) -> None:
-        """Tell of new asks, and of those that were taken back."""
+    def _pass_asks(self) -> bool:
+        """Tell of new asks, and of those that were taken back; and whether there are any."""
         if not self._request.get("ask"):
-            return
+            return False
         there = {path.name[:-5]: path for path in (self._folder / "asks").glob("*.json")}
+        if not self._has_listed:  # what was taken back while nobody was connected is not among them
+            self._has_listed = True
+            self._frames.send_json(ASK, {"all": list(there)})
         for name, path in there.items():
             if name not in self._asked and not path.with_suffix(".exit").exists():
-                self._asked.add(name)
-                self._frames.send_json(ASK, {"id": name, **json.loads(read(path) or "{}")})
+                if words := read(path):  # else it was just taken back
+                    self._asked.add(name)
+                    self._frames.send_json(ASK, {"id": name, **json.loads(words)})
             elif name in self._asked and not _is_asking(path):
                 with contextlib.suppress(OSError):
                     path.unlink()
         for name in self._asked - set(there):
             self._asked.discard(name)
             self._frames.send_json(ASK, {"id": name, "back": True})
+        return bool(there)
 
     def _hear(self, requests: BinaryIO) -> None:
         """Renew the lease with every line, and do what it says; the end of them all says nothing about who asked."""
@@ -305,14 +348,17 @@ class Relay:
 
     def _obey(self, request: dict[str, Any]) -> None:
         if request["do"] == "end":
-            write(self._folder / "ends", str(request["times"]))
+            _signal_keeper(self._folder, TO_END if request["times"] == 1 else AT_ONCE)
         elif request["do"] == "signal":
             signal_marked(request["pid"], self._request["marks"], request["number"])
         elif request["do"] == "answer":
-            self._asked.discard(request["id"])
             write(self._folder / "asks" / f"{request['id']}.exit", str(request["code"]))
+            self._asked.discard(request["id"])
         elif request["do"] == "bye":
+            pid = _pid(self._folder)
             remove(self._folder)
+            if _is_keeper(pid):  # which looks whether it is still needed
+                os.kill(pid, signal.SIGCHLD)
             self._is_over.set()
 
 
@@ -334,22 +380,31 @@ def sweep(request: dict[str, Any]) -> dict[str, Any]:
     folders = [folder for name in request["slots"] for folder in Path(request["folder"]).glob(f"{name}.*")]
     for folder in folders:
         _end_keeper(folder)
-    ended = end_marked(request["marks"], request["grace_s"])
+    left = end_marked(request["marks"], request["grace_s"])
     for folder in folders:
         remove(folder)
-    return {"ended": ended}
+    return {"left": left}
 
 
 def _end_keeper(folder: Path) -> None:
-    if _is_kept(folder):
+    _signal_keeper(folder, signal.SIGKILL)
+
+
+def _signal_keeper(folder: Path, number: int) -> None:
+    pid = _pid(folder)
+    if _is_keeper(pid):
         with contextlib.suppress(OSError):
-            os.kill(int(read(folder / "pid")), signal.SIGKILL)
+            os.kill(pid, number)
 
 
-def _is_kept(folder: Path) -> bool:
-    """Whether the keeper of a folder lives, on this host; its number alone could be another's by now."""
+def _pid(folder: Path) -> int:
+    return int(read(folder / "pid") or 0)
+
+
+def _is_keeper(pid: int) -> bool:
+    """Whether a keeper has this number, on this host; it could be another's by now."""
     try:
-        with open(f"/proc/{int(read(folder / 'pid') or 0)}/cmdline", "rb") as file:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
             return sys.argv[-1].encode() in file.read().split(b"\0")
     except OSError:
         return False
@@ -368,18 +423,24 @@ def _is_asking(path: Path) -> bool:
 # --- Processes that are known by variables in their environment
 
 
-def end_marked(marks: dict[str, str], grace_s: float) -> int:
-    """End all processes with these variables: TERM, some time, KILL until none is left; tell how many there were."""
-    found = marked(marks)
-    for pid in found:
+def end_marked(marks: dict[str, str], grace_s: float) -> list[int]:
+    """End all processes with these variables: TERM, some time, KILL; give those that a disk or a driver holds fast."""
+    for pid in marked(marks):
         signal_marked(pid, marks, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while marked(marks):
-        if time.monotonic() >= deadline:
-            for pid in marked(marks):
+    while left := marked(marks):
+        late = time.monotonic() - deadline
+        if late > DEATH_S:
+            break
+        if late >= 0:
+            for pid in left:
                 signal_marked(pid, marks, signal.SIGKILL)
         time.sleep(POLL_S)
-    return len(found)
+    return left
+
+
+def _numbered(pids: list[int]) -> str:
+    return f"process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))}"
 
 
 def marked(marks: dict[str, str]) -> list[int]:

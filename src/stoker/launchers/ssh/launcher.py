@@ -105,7 +105,7 @@ class SshLauncher:
         """Start a run again that is over, with what was copied before; where that was not done, it is now."""
         (run.folder / STOPPING).unlink(missing_ok=True)
         run.write("processes.json", to_json(_stand_ins(read_ssh_plan(run), run, detach=detach)))
-        if not (run.folder / "prepared").exists():
+        if not _is_prepared(run):
             _prepare_all(run)
         self._here.restart(run)
 
@@ -116,16 +116,24 @@ class SshLauncher:
 
     def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[LogLine]:
         """Give what the slots wrote, which comes here as it is written."""
+        if follow:
+            self._go_on(handle)
         return self._here.logs(handle, slot, follow=follow)
 
     def stop(self, handle: str) -> None:
         """Have the supervisor end the run; where none is left, or it could not reach a host, see to the hosts."""
         run = _run(handle)
-        self._go_on(handle)
-        run.write(STOPPING, b"")
+        if run.read_status().state in (JobState.FAILED, JobState.STOPPED, JobState.SUCCEEDED):
+            if _goes_on(run):
+                _sweep(run)
+            return
+        if not _has_ended(run):  # else another attempt would start
+            self._go_on(handle)
+        if _is_prepared(run):
+            run.write(STOPPING, b"")
         is_lost = self._here.status(handle).state is JobState.LOST
         self._here.stop(handle)
-        if is_lost or any(code in (None, LOST) for code in far_codes(run, run.read_status().attempt)):
+        if is_lost or not _is_prepared(run) or _is_unsure(run):
             _sweep(run)
 
     def _go_on(self, handle: str) -> None:
@@ -133,11 +141,32 @@ class SshLauncher:
         run = _run(handle)
         if (
             not run.read_status().state.is_final
-            and (run.folder / "processes.json").exists()
+            and _is_prepared(run)
+            and not (run.folder / STOPPING).exists()
             and read_plan(run).detached
             and self._here.status(handle).state is JobState.LOST
         ):
             self._here.go_on(run)
+
+
+def _is_prepared(run: Run) -> bool:
+    return (run.folder / "prepared").exists()
+
+
+def _has_ended(run: Run) -> bool:
+    """Whether the last attempt has, and was seen to."""
+    status = run.read_status()
+    return any(one.number == status.attempt for one in status.attempts)
+
+
+def _is_unsure(run: Run) -> bool:
+    """Whether the end of a slot of the last attempt was never told."""
+    return any(code in (None, LOST) for code in far_codes(run, run.read_status().attempt))
+
+
+def _goes_on(run: Run) -> bool:
+    """Whether something of a run that is over may go on elsewhere, with nobody there to end it."""
+    return (run.folder / "processes.json").exists() and read_plan(run).detached and _is_unsure(run)
 
 
 # --- What is asked for
@@ -344,7 +373,7 @@ def _run(handle: str) -> Run:
 
 
 def _sweep(run: Run) -> None:
-    """End all that is left of a run on its hosts; one that cannot be reached is told, and the run stays lost."""
+    """End all that is left of a run on its hosts; with one that cannot be reached, a run is not stopped."""
     plan = read_ssh_plan(run)
 
     def end(host: str) -> str:
@@ -358,14 +387,15 @@ def _sweep(run: Run) -> None:
         }
         try:
             with Session(plan.client.argv(attempts=1), host, place.python, run.id) as session:
-                session.ask(request, plan.grace_s + ANSWER_S)
+                left = session.ask(request, plan.grace_s + ANSWER_S)["left"]
         except UnavailableError as error:
             return f"{host} {error.what}"
-        return ""
+        return f"{host} cannot end process {', '.join(map(str, left))}" if left else ""
 
     if faults := [fault for fault in at_once(end, plan.places) if fault]:
         words = f"{'; '.join(faults)}; what runs there may go on: stoker job stop {run.id} tries again"
-        run.write_status(msgspec.structs.replace(run.read_status(), state=JobState.LOST, message=words))
+        if (status := run.read_status()).state is JobState.STOPPED:
+            run.write_status(msgspec.structs.replace(status, state=JobState.LOST, message=words))
         raise UnavailableError(words, where=run.id)
 
 

@@ -15,12 +15,13 @@ import select
 import signal
 import sys
 import time
+import zlib
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import FrameType
 from typing import IO, Any, NoReturn
 
-from stoker.core.processes import Process, start
+from stoker.core.processes import Process, start, until
 from stoker.core.spec import load, to_json
 from stoker.errors import InputError, MissingError
 from stoker.jobs.runs import Run
@@ -29,14 +30,18 @@ from stoker.launchers.causes import LOST, LOST_MARK, NO_MEMORY, TAIL_BYTES
 from stoker.launchers.plan import moved, read_plan
 from stoker.launchers.ssh import keeper
 from stoker.launchers.ssh.errands import Asks, Clerk, Desk
-from stoker.launchers.ssh.hosts import Frames, agent_argv, agent_code, meaning, source
+from stoker.launchers.ssh.hosts import ANSWER_S, Frames, agent_argv, agent_code, meaning, source
 from stoker.launchers.ssh.plan import FAR, Record, SshPlan, read_ssh_plan
 from stoker.telemetry.events import Recorder
 from stoker.telemetry.reader import read_log
 
 POLL_S = 0.1
-AGAIN_S = 0.5
-"""Between two tries to connect again."""
+AGAIN_S, SELDOM_S = 0.5, 30.0
+"""Between the first tries to connect again, and between later ones."""
+NEW_S = 10.0
+"""What a new connection has to say its first word."""
+PORTS = range(20000, 29500)
+"""Where attempts meet but the first: below the first ports of all jobs, and those that the kernel gives to clients."""
 READY_S = 60.0
 """Within which hosts that stand by must be ready."""
 LAST_S = 5.0
@@ -53,15 +58,16 @@ class Log:
         """Go on with the record at a path; several that write into one log keep no count of its bytes."""
         self._path, self._host, self._is_shared = path, host, is_shared
         self._pending: list[str] = []
-        self._ended_line = True
         size = os.fstat(1).st_size
+        self._ended_line = not size or _last_byte() == b"\n"
         self.continues = path is not None and path.exists() and CONTINUES in os.environ
         if path is not None and self.continues:
             self.record = load(path.read_bytes(), Record, path)
             self.offset = self.record.offset + (0 if is_shared else max(0, size - self.record.log))
         else:
-            self.record, self.offset = Record(key=secrets.token_hex(8), log=size), 0
-            self._keep()
+            self.record, self.offset = Record(key=secrets.token_hex(8)), 0
+        self.record.log, self.record.offset = size, self.offset
+        self._keep()
 
     def take(self, data: bytes) -> None:
         """Write what the slot printed; after its line, what we have to say."""
@@ -133,7 +139,8 @@ class Line:
         self._marks |= {"STOKER_ASKED": ask} if ask else {}
         self._log = Log(self._far(f"{self._title}.json"), self.host, is_shared=ask is not None)
         self._is_held, self._is_cut = self._log.continues, False
-        self._heard = time.monotonic()
+        self._heard, self._noted = time.monotonic(), float("-inf")
+        self._pause_s = AGAIN_S
         self._parent = os.getppid()
         self._ends = self._ends_told = 0
         self._has_passed_end = False
@@ -151,7 +158,14 @@ class Line:
         if self._stands_by:
             return _WAIT
         plan = self._plan
-        return plan.slots[kind] if plan.keeps_port else moved(plan.slots[kind], plan.port, plan.port + self._attempt)
+        return plan.slots[kind] if plan.keeps_port else moved(plan.slots[kind], plan.port, self._port)
+
+    @property
+    def _port(self) -> int:
+        """Where this attempt meets: nothing of the last one can be there, nor another job."""
+        if not self._attempt:
+            return self._plan.port
+        return PORTS[zlib.crc32(f"{self._run.id}.{self._attempt}".encode()) % len(PORTS)]
 
     def _far(self, name: str) -> Path | None:
         return None if self._is_setup else self._run.folder / FAR / name
@@ -207,15 +221,27 @@ class Line:
                 self._log.say(f"is cut off: {why}; trying to get back")
                 self._is_cut = True
             self._check_time(why)
-            time.sleep(AGAIN_S)
+            self._pause()
+
+    def _pause(self) -> None:
+        """Wait before the next try: ever longer, but not so that a host is lost over it, nor while someone waits."""
+        limit = self._plan.client.lost_after_s
+        is_waited_for = bool(self._ends) or time.monotonic() - self._heard <= limit
+        until(lambda: self._ends > self._ends_told, min(self._pause_s, limit / 10) if is_waited_for else self._pause_s)
+        self._pause_s = min(2 * self._pause_s, SELDOM_S)
 
     def _check_time(self, why: str) -> None:
         """Give up when the host is lost, or was told to end and does not say that it did."""
         now, limit = time.monotonic(), self._plan.client.lost_after_s
         if now > self._deadline and self._ends > 1:
-            raise _Lost(f"did not tell the end of the slot in time: {why}")
+            raise _Lost(f"did not tell the end of the slot in time: {why}{self._what_is_left}")
         if now - self._heard > limit and not (self._is_detached and not self._hears_others(limit)):
-            raise _Lost(f"has not answered for {limit:g} s")
+            raise _Lost(f"has not answered for {limit:g} s{self._what_is_left}")
+
+    @property
+    def _what_is_left(self) -> str:
+        """Say what ends a slot that goes on without us; another one ends by itself."""
+        return f", and what runs there goes on until: stoker job stop {self._run.id}" if self._is_detached else ""
 
     def _hears_others(self, within_s: float) -> bool:
         """Whether other hosts answer. If none does it may be us who are cut off, and the job goes on without us."""
@@ -224,8 +250,7 @@ class Line:
 
     def _connected(self) -> int:
         """Talk over one connection, to the end of the slot or of the connection."""
-        client = self._plan.client.argv(attempts=1) if self._is_held else self._plan.client.argv()
-        argv = agent_argv(client, self.host, self._place.python, self._run.id)
+        argv = agent_argv(self._client_argv(), self.host, self._place.python, self._run.id)
         ours, theirs = os.pipe()
         back, forth = os.pipe()
         with TemporaryFile() as said:
@@ -241,6 +266,11 @@ class Line:
                 os.close(back)
                 ssh.end(0)
 
+    def _client_argv(self) -> list[str]:
+        """Give the command of `ssh`: to get back, never over a shared connection that may be the broken one."""
+        client = self._plan.client
+        return client.argv("-o", "ControlPath=none", attempts=1) if self._is_held else client.argv()
+
     def _talk(self, to: int, back: int) -> int:
         frames, begun, spoken = Frames(), time.monotonic(), time.monotonic()
         write(to, agent_code() + json.dumps(self._request()).encode() + b"\n")
@@ -253,8 +283,11 @@ class Line:
                 write(to, b"\n")
             if self._is_held:
                 self._check_time("it does not answer")
-                if now - max(begun, self._heard) > self._silence_s:
+                limit = self._silence_s if self._heard > begun else max(NEW_S, self._silence_s)
+                if now - max(begun, self._heard) > limit:
                     raise _Cut("it does not answer")
+            elif now - begun > ANSWER_S:
+                raise _Cut("does not answer")
             if not select.select([back], [], [], POLL_S)[0]:
                 continue
             data = os.read(back, 1 << 16)
@@ -265,7 +298,7 @@ class Line:
                 if kind == keeper.HELD:
                     if self._is_cut:
                         self._log.say("is back")
-                    self._is_held, self._is_cut = True, False
+                    self._is_held, self._is_cut, self._pause_s = True, False, AGAIN_S
                     if self._clerk is not None:
                         self._asks.tell_ready(self._name)
                 elif kind == keeper.OUTPUT:
@@ -282,13 +315,15 @@ class Line:
     @property
     def _silence_s(self) -> float:
         """After which a connection is given up for another one."""
-        return max(3 * keeper.BEAT_S, self._plan.client.lost_after_s / 3)
+        limit = self._plan.client.lost_after_s
+        return min(max(3 * keeper.BEAT_S, limit / 3), 0.8 * limit)
 
     def _hear_of_host(self) -> None:
         now = time.monotonic()
         path = self._far(f"heard@{self.host}")
-        if path is not None and self._is_detached and now - self._heard > 1.0:
+        if path is not None and self._is_detached and now - self._noted > 1.0:
             path.touch()
+            self._noted = now
         self._heard = now
 
     def _pass_wishes(self, to: int) -> None:
@@ -324,6 +359,8 @@ class Line:
             code = int(how["code"])
         if code and how.get("oom"):
             self._log.say(NO_MEMORY)
+        if left := how.get("left"):
+            self._log.say(f"cannot end what is left there: process {', '.join(map(str, left))}")
         if self._clerk is None:
             self._log.end(code)
         write(to, b'{"do": "bye"}\n')
@@ -398,6 +435,13 @@ def _code(ssh: Process) -> int:
         return ssh.wait(2)
     except TimeoutError:
         return ssh.end(0)
+
+
+def _last_byte() -> bytes:
+    """Give the last byte of the log that we write; it was opened for writing alone."""
+    with open("/proc/self/fd/1", "rb") as log:
+        log.seek(-1, os.SEEK_END)
+        return log.read(1)
 
 
 def _text(file: IO[bytes]) -> str:
