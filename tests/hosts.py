@@ -136,7 +136,7 @@ def _host(folder: Path, name: str, space: str, address: str, bridge: str) -> Hos
     config.write_text(
         f"Port 22\nListenAddress {address}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\n"
         "StrictModes no\nUsePAM no\nPidFile none\nPermitRootLogin prohibit-password\nPasswordAuthentication no\n"
-        "MaxStartups 100\nPrintMotd no\n"
+        "PrintMotd no\n"
     )
     assert SSHD is not None
     own = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+from stoker.errors import InputError
 
 IGNORE_FILE = ".stokerignore"
 ALWAYS = (
@@ -65,7 +68,17 @@ def listed(folder: Path, exclude: Sequence[str], *, away: Path | None = None) ->
 
 
 def _walk(root: Path, inside: str, ignored: Ignored, away: Path | None) -> Iterator[str]:
-    for entry in os.scandir(root / inside):
+    try:
+        entries = list(os.scandir(root / inside))
+    except FileNotFoundError:  # gone since it was listed
+        return
+    except OSError as error:
+        raise InputError(
+            f"cannot be read: {(error.strerror or '').lower()}",
+            where=root / inside,
+            hint=f"{IGNORE_FILE} leaves out what is not needed there",
+        ) from error
+    for entry in entries:
         path = f"{inside}{entry.name}"
         is_folder = entry.is_dir(follow_symlinks=False)
         if ignored(path, is_folder=is_folder) or (away is not None and Path(entry.path) == away):
@@ -77,5 +90,9 @@ def _walk(root: Path, inside: str, ignored: Ignored, away: Path | None) -> Itera
 
 
 def size_of(folder: Path, names: Iterable[str]) -> int:
-    """Add up the sizes of files."""
-    return sum((folder / name).lstat().st_size for name in names)
+    """Add up the sizes of files, as far as they are still there."""
+    total = 0
+    for name in names:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            total += (folder / name).lstat().st_size
+    return total

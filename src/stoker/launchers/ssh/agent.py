@@ -77,13 +77,18 @@ class Surveyor:
         where = workdir if Path(workdir).is_dir() else "/"
         try:
             argv = [program, "-c", _ASK, *request["modules"]]
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=60, cwd=where, check=False)
+            # Our standard input is where the next question comes.
+            how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "timeout": 60, "cwd": where, "check": False}
+            done = subprocess.run(argv, capture_output=True, text=True, **how)
         except (OSError, subprocess.SubprocessError) as error:
             return {"python": None, "python_fault": getattr(error, "strerror", None) or str(error)}
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             return {"python": None, "python_fault": last}
-        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        try:
+            found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        except (IndexError, ValueError):
+            return {"python": None, "python_fault": "it does not run what it is given"}
         return found
 
     def _listen(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -172,14 +177,34 @@ def _identity(folder: str) -> list[int]:
     return [found.st_ino, found.st_mtime_ns]
 
 
+def signs(request: dict[str, Any]) -> dict[str, Any]:
+    """Leave a sign in the working folder, which is made for it, and tell which others are seen there.
+
+    So hosts are known that share a folder, whatever their disks and clocks say.
+    """
+    folder = Path(_workdir(request["workdir"]), ".stoker")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for sign in request["leave"]:
+            (folder / sign).touch()
+        found = [sign for sign in request["find"] if (folder / sign).exists()]
+        for sign in request["take"]:
+            with contextlib.suppress(FileNotFoundError):
+                (folder / sign).unlink()
+    except OSError as error:
+        return {"fault": f"cannot use the folder {folder}: {error.strerror}"}
+    return {"found": found}
+
+
 def main() -> None:
     """Do what standard input asks for."""
     requests, frames = sys.stdin.buffer, Frames(1)
     os.write(1, MAGIC)
     surveyor = Surveyor()
+    others = {"sweep": sweep, "signs": signs}
     for request in lines(requests):
         if request["do"] == "keep":
             Relay(request, frames).run(requests)
             break
-        frames.send_json(ANSWER, sweep(request) if request["do"] == "sweep" else surveyor.answer(request))
+        frames.send_json(ANSWER, others.get(request["do"], surveyor.answer)(request))
     os._exit(0)  # whatever thread still waits for a network that is gone

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import select
 import shlex
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -18,28 +20,39 @@ from typing import IO, Any, Self
 
 import msgspec
 
-from stoker.core.processes import start
+from stoker.core.processes import Process, start
 from stoker.errors import InputError, UnavailableError
 from stoker.launchers.ssh import keeper
 
 _TOKEN = "stoker-agent"
 _SLOTS = re.compile(r"(?P<host>\S+?)(?::(?P<short>\d+)|\s+slots\s*=\s*(?P<long>\d+))?(?:\s+max.slots\s*=\s*\d+)?")
 # Makes modules of what comes, and begins with the last.
-_BOOT = (
-    "import sys,json,types;i=sys.stdin.buffer\n"
-    "for n,c in json.loads(i.read(int(i.readline()))):\n"
-    " m=sys.modules[n]=types.ModuleType(n);exec(compile(c,n,'exec'),m.__dict__)\n"
-    "m.main()"
-)
+_BOOT = """
+import json, sys, types
+given = sys.stdin.buffer
+for name, code in json.loads(given.read(int(given.readline()))):
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(code, name, "exec"), module.__dict__)
+module.main()
+"""
 _MODULES = ("keeper", "agent")
+NO_PYTHON, OLD_PYTHON = 127, 125
 # Alone, without site: quicker, and no module of the user's stands in the way.
 _ANY_PYTHON = (
-    'for p in python3 python "$1"; do command -v "$p" >/dev/null 2>&1 && exec "$p" -uIS -c "$2" "$3"; done; exit 127'
+    'n=127; c=$2; for p in "$1" python3 python; do command -v "$p" >/dev/null 2>&1 || continue; n=125; '
+    '"$p" -IS -c "import sys; sys.exit(sys.version_info < (3, 8))" 2>/dev/null || continue; '
+    'shift 2; exec "$p" -uIS -c "$c" "$@"; done; exit $n'
 )
-NO_PYTHON = 127
 ANSWER_S = 90.0
 CONNECT_S = 10
 ATTEMPTS = 3
+
+DOORS = 8
+"""So many connections are begun at once: sshd, or the jump host before it, turns away those beyond ten."""
+DOOR_S = 3.0
+"""How long one waits for that: hosts that do not answer must not hold up the others."""
+KNOCKS = 5
+"""How often a host is tried that turns us away."""
 
 # What ssh says, what it means to who reads it, and what mends it; the first that is found.
 _MEANINGS: tuple[tuple[str, str, str], ...] = (
@@ -69,6 +82,9 @@ _MEANINGS: tuple[tuple[str, str, str], ...] = (
     ("Connection reset", "broke the connection off", ""),
     ("Broken pipe", "broke the connection off", ""),
 )
+_GET_PYTHON = "install Python 3.8 or later there, or name one with ssh.python"
+# What ssh says when a server has too much to do at the moment.
+_TURNED_AWAY = ("kex_exchange_identification", "closed by", "Connection reset")
 
 
 class Client(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,15 +153,32 @@ def meaning_and_fix(host: str, said: str, code: int | None) -> tuple[str, str]:
         if sign in said:
             return words, fix.format(host=host)
     if code == NO_PYTHON:
-        return "has no Python", "install python3 there, or name one with ssh.python"
+        return "has no Python", _GET_PYTHON
+    if code == OLD_PYTHON:
+        return "has no Python that is new enough", _GET_PYTHON
     last = ([line for line in said.strip().splitlines() if line.strip()] or [f"ssh ended with exit code {code}"])[-1]
     return f"could not be used: {last}", ""
 
 
+def turned_away(said: str) -> bool:
+    """Whether `ssh`, which did not get through, may do so a moment later."""
+    return any(sign in said for sign in _TURNED_AWAY)
+
+
+def pause_s(knock: int) -> float:
+    """Say how long to wait before the next try, so that those who were turned away together do not come together."""
+    return random.uniform(0.1, 0.5) * 2.0**knock
+
+
+def by_any_python(python: str, code: str, *words: str) -> str:
+    """Give the command for a shell there that runs code with whichever Python there is, best with the named one."""
+    # In one line: some shells take no line break between quotes.
+    return shlex.join(["sh", "-c", _ANY_PYTHON, "sh", python, f"exec({json.dumps(code)})", *words])
+
+
 def agent_argv(client: list[str], host: str, python: str, token: str) -> list[str]:
-    """Give the command that starts the agent there, with whichever Python there is."""
-    remote = ["sh", "-c", _ANY_PYTHON, "sh", python, _BOOT, f"{_TOKEN}-{token}"]
-    return [*client, "--", host, shlex.join(remote)]
+    """Give the command that starts the agent there."""
+    return [*client, "--", host, by_any_python(python, _BOOT, f"{_TOKEN}-{token}")]
 
 
 def agent_code() -> bytes:
@@ -168,6 +201,10 @@ class Frames:
         self.is_met = False
         self.before = b""
 
+    def with_login(self, said: str) -> str:
+        """Add to what `ssh` said what a login printed that led to no agent."""
+        return said if self.is_met else f"{said}\n{self.before.decode(errors='replace')}"
+
     def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Give the frames that are whole by now."""
         self._data += data
@@ -185,61 +222,79 @@ class Frames:
 
 
 class Session:
-    """A talk with the agent on one host: questions, answers."""
+    """A talk with the agent on one host: questions, answers. It begins with the first question."""
+
+    _doors = threading.BoundedSemaphore(DOORS)
 
     def __init__(self, client: list[str], host: str, python: str, token: str = "look") -> None:
         self.host = host
-        self._stderr: IO[bytes] = TemporaryFile()  # noqa: SIM115 (closed with the talk)
-        ours, theirs = os.pipe()
-        back, forth = os.pipe()
-        argv = agent_argv(client, host, python, token)
-        try:
-            self._ssh = start(argv, stdin=ours, stdout=forth, stderr=self._stderr, dies_with_us=False)
-        finally:
-            os.close(ours)
-            os.close(forth)
-        self._in, self._out = theirs, back
-        self._frames = Frames()
-        self._has_greeted = False
+        self._argv = agent_argv(client, host, python, token)
+        self._line: _Line | None = None
+        self._is_closed = False
 
     def ask(self, request: Mapping[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
         """Ask one question; UnavailableError says why there is no answer."""
         deadline = time.monotonic() + timeout_s
-        hello = b"" if self._has_greeted else agent_code()
-        self._has_greeted = True
-        with suppress(BrokenPipeError):  # what it says on the way out tells more
-            _write_all(self._in, hello + json.dumps(request).encode() + b"\n")
+        if self._line is None:
+            self._begin(deadline)
+        assert self._line is not None
+        write_all(self._line.to, json.dumps(request).encode() + b"\n")
+        answer: dict[str, Any] = json.loads(self._await(self._line, keeper.ANSWER, deadline))
+        return answer
+
+    def _begin(self, deadline: float) -> None:
+        """Connect, and try again where a server has too much to do."""
+        for knock in range(KNOCKS):
+            has_door = self._doors.acquire(timeout=DOOR_S)
+            try:
+                self._connect(deadline)
+                return
+            except _TurnedAwayError:
+                if knock == KNOCKS - 1:
+                    raise
+            finally:
+                if has_door:
+                    self._doors.release()
+            time.sleep(pause_s(knock))
+
+    def _connect(self, deadline: float) -> None:
+        if self._is_closed:
+            raise UnavailableError("was not asked", where=self.host)
+        self._line = line = _Line(self._argv)
+        try:
+            write_all(line.to, agent_code())
+            self._await(line, None, deadline)
+        except _TurnedAwayError:
+            self._line = None
+            line.close()
+            raise
+
+    def _await(self, line: _Line, wanted: bytes | None, deadline: float) -> bytes:
+        """Read up to a frame of a kind; of None, until the agent is there."""
         while (left := deadline - time.monotonic()) > 0:
-            if not select.select([self._out], [], [], min(left, 1.0))[0]:
+            if not select.select([line.back], [], [], min(left, 1.0))[0]:
                 continue
-            data = os.read(self._out, 1 << 16)
+            data = os.read(line.back, 1 << 16)
             if not data:
-                raise self._failed(self._code())
-            for kind, payload in self._frames.feed(data):
-                if kind == keeper.ANSWER:
-                    answer: dict[str, Any] = json.loads(payload)
-                    return answer
+                raise self._failed(line)
+            for kind, payload in line.frames.feed(data):
+                if kind == wanted:
+                    return payload
+            if wanted is None and line.frames.is_met:
+                return b""
         raise UnavailableError("does not answer", where=self.host)
 
-    def _code(self) -> int:
-        """Give the exit code of `ssh`, which has closed its output and may yet say why."""
-        try:
-            return self._ssh.wait(5)
-        except TimeoutError:
-            return self._ssh.end(0)
-
-    def _failed(self, code: int) -> UnavailableError:
-        self._stderr.seek(0)
-        said = self._stderr.read().decode(errors="replace")
-        what, fix = meaning_and_fix(self.host, said, code)
-        return UnavailableError(what, where=self.host, hint=fix or None)
+    def _failed(self, line: _Line) -> UnavailableError:
+        code, said = exit_code(line.ssh, 5), text_of(line.stderr)
+        what, fix = meaning_and_fix(self.host, line.frames.with_login(said), code)
+        kind = _TurnedAwayError if turned_away(said) and not line.frames.is_met else UnavailableError
+        return kind(what, where=self.host, hint=fix or None)
 
     def close(self) -> None:
         """End the talk."""
-        os.close(self._in)
-        os.close(self._out)
-        self._ssh.end(2)
-        self._stderr.close()
+        self._is_closed = True
+        if self._line is not None:
+            self._line.close()
 
     def __enter__(self) -> Self:
         return self
@@ -250,7 +305,52 @@ class Session:
         self.close()
 
 
-def _write_all(fd: int, data: bytes) -> None:
+class _TurnedAwayError(UnavailableError):
+    """A server had too much to do at the moment."""
+
+
+class _Line:
+    """One `ssh`, and what goes to it and comes back."""
+
+    def __init__(self, argv: list[str]) -> None:
+        self.stderr: IO[bytes] = TemporaryFile()  # noqa: SIM115 (closed with the line)
+        self.frames = Frames()
+        ours, self.to = os.pipe()
+        self.back, forth = os.pipe()
+        try:
+            # It ends when we close its input, however we end; its thread may well end before.
+            self.ssh = start(argv, stdin=ours, stdout=forth, stderr=self.stderr, dies_with_us=False)
+        finally:
+            os.close(ours)
+            os.close(forth)
+
+    def close(self) -> None:
+        os.close(self.to)
+        os.close(self.back)
+        self.ssh.end(2)
+        self.stderr.close()
+
+
+# --- What each talk with `ssh` needs
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of it, unless nobody reads: then there is an end to read, which tells more."""
     rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
+    with suppress(BrokenPipeError):
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+
+
+def exit_code(ssh: Process, within_s: float) -> int:
+    """Give the exit code of `ssh`, which has closed its output and may yet say why."""
+    try:
+        return ssh.wait(within_s)
+    except TimeoutError:
+        return ssh.end(0)
+
+
+def text_of(file: IO[bytes]) -> str:
+    """Give all that was written into a file."""
+    file.seek(0)
+    return file.read().decode(errors="replace")

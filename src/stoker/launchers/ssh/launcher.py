@@ -7,16 +7,18 @@ and starts the supervisor here, in which a process stands for each slot: `slot` 
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Event
 from typing import Any, ClassVar
 
 import msgspec
@@ -50,11 +52,13 @@ from stoker.launchers.ssh.look import (
     troubles,
 )
 from stoker.launchers.ssh.plan import Place, SshPlan, far_codes, read_ssh_plan
-from stoker.launchers.ssh.send import send
+from stoker.launchers.ssh.send import Extra, Parcel, attend
 from stoker.launchers.supervisor import STOPPING, watching
 
 MUCH = 2**30
 SKEW_S = 5.0
+LAST_S = 5.0
+"""For the end of a setup to be told, after its time to end."""
 _PROFILER_FILE = ".stoker/profiler.py"
 _MPI_FILE = ".stoker/mpi_rank.py"
 
@@ -242,14 +246,17 @@ def plan_of(
         host: Place(
             workdir=one["workdir"],
             python=_python(job, one),
-            copies=job.ssh.copy and one["identity"] != [here.st_ino, here.st_mtime_ns],
+            copies=job.ssh.copy,
             rsync=one["rsync"],
             profiler=job.profile.every > 0 and (one.get("modules") or {}).get("stoker") is None,
             mpi=job.topology == "mpi",
         )
         for host, one in found.items()
     }
-    names = listed(folder, job.ssh.exclude, away=home()) if any(spot.copies for spot in spots.values()) else []
+    # For the notes alone: whether it is this very folder is found out for sure before it is copied.
+    other = [host for host, one in found.items() if one["identity"] != [here.st_ino, here.st_mtime_ns]]
+    copied = other if job.ssh.copy else []
+    names = listed(folder, job.ssh.exclude, away=home()) if copied else []
     given = _commands(job, hosts, found, spots, routes, port)
     waiting = {str(slot): dict(command.env) for slot, command in given.items() if isinstance(command, Standby)}
     return SshPlan(
@@ -267,7 +274,7 @@ def plan_of(
         grace_s=float(job.grace),
         port=port,
         keeps_port=bool(job.port),
-        notes=tuple(_notes(job, hosts, found, spots, folder, names)),
+        notes=tuple(_notes(job, hosts, found, spots, folder, copied, names)),
     )
 
 
@@ -322,13 +329,13 @@ def _notes(
     found: Mapping[str, Mapping[str, Any]],
     spots: Mapping[str, Place],
     folder: Path,
+    copied: list[str],
     names: list[str],
 ) -> Iterator[str]:
     """Tell what will be done, and what is odd."""
-    copied = {host: spot for host, spot in spots.items() if spot.copies}
     if copied:
         size = size_of(folder, names)
-        where = ", ".join(f"{host}:{spot.workdir}" for host, spot in copied.items())
+        where = ", ".join(f"{host}:{spots[host].workdir}" for host in copied)
         yield f"{len(names)} files ({format_bytes(size)}) of {folder} are copied to {where}"
         if size > MUCH:
             yield "that is much to copy: .stokerignore leaves out what is not needed there"
@@ -404,10 +411,12 @@ def _prepare_all(run: Run) -> None:
     plan = read_ssh_plan(run)
     try:
         with watching(run), _multiplexed(plan.client) as ssh:
-            at_once(lambda item: _prepare(plan, run, ssh, *item), plan.places.items())
-    except StokerError as error:
+            _prepare(plan, run, ssh)
+    except (StokerError, OSError) as error:
         now = time.time()
         run.write_status(JobStatus(state=JobState.FAILED, message=str(error), began=now, ended=now))
+        if isinstance(error, OSError):
+            raise InputError(f"the hosts were not prepared: {error}", where=run.id) from error
         raise
     run.write("prepared", b"")
 
@@ -427,32 +436,102 @@ def _multiplexed(client: Client) -> Iterator[list[str]]:
                 )
 
 
-def _prepare(plan: SshPlan, run: Run, ssh: list[str], host: str, place: Place) -> None:
-    """Bring one host so far that a slot can start."""
-    folder = Path(plan.source)
-    names = listed(folder, plan.exclude, away=home()) if place.copies else []
-    sent = {_PROFILER_FILE: place.profiler, _MPI_FILE: place.mpi}
+def _prepare(plan: SshPlan, run: Run, ssh: list[str]) -> None:
+    """Bring the hosts so far that slots can start; what several share is seen to once."""
+    source, stop = Path(plan.source), Event()
+    with ExitStack() as stack:
+        sessions = {host: stack.enter_context(Session(ssh, host, place.python)) for host, place in plan.places.items()}
+        shared, own = _shared(plan, sessions)
+        wants = any(plan.places[host].copies for host in shared.keys() - own)
+        names = listed(source, plan.exclude, away=home()) if wants else []
+        parcel = stack.enter_context(Parcel(source, names, stop))
+
+        def fill(host: str) -> None:
+            """See to a folder, from the first of the hosts that have it."""
+            place, extra = plan.places[host], _extra([plan.places[one] for one in shared[host]])
+            parcel.send(extra, ssh=ssh, host=host, place=place, whole=place.copies and host not in own)
+            if plan.setup:
+                _set_up(run, host, stop, plan.grace_s)
+
+        try:
+            at_once(fill, shared)
+        except BaseException:  # Ctrl-C reaches only us
+            stop.set()
+            raise
+        if plan.setup:
+            first = {one: host for host, others in shared.items() for one in others}
+            at_once(lambda host: _check_python(plan, run, sessions[host], first[host]), sessions)
+
+
+def _shared(plan: SshPlan, sessions: Mapping[str, Session]) -> tuple[dict[str, list[str]], set[str]]:
+    """Find which hosts have a folder in common, by the first of them; and which of these have the one here."""
+    marks = {host: f"sign-{secrets.token_hex(8)}" for host in sessions}
+    here = f"sign-{secrets.token_hex(8)}"
+
+    def ask(host: str, **what: list[str]) -> list[str]:
+        request = {"do": "signs", "workdir": plan.places[host].workdir, "leave": [], "find": [], "take": []}
+        answer = sessions[host].ask({**request, **what})
+        if "fault" in answer:
+            raise InputError(answer["fault"], where=host)
+        found: list[str] = answer["found"]
+        return found
+
+    with _signed(Path(plan.source), here):
+        at_once(lambda host: ask(host, leave=[marks[host]]), sessions)
+        seen = dict(zip(sessions, at_once(lambda host: ask(host, find=[here, *marks.values()]), sessions), strict=True))
+        at_once(lambda host: ask(host, take=[marks[host]]), sessions)
+    shared: dict[str, list[str]] = {}
+    for host in sessions:
+        shared.setdefault(next(one for one, mark in marks.items() if mark in seen[host]), []).append(host)
+    return shared, {host for host in shared if here in seen[host]}
+
+
+@contextmanager
+def _signed(folder: Path, sign: str) -> Iterator[None]:
+    """Leave a sign in the working folder here; one that cannot be written is nobody's working folder."""
+    path = folder / ".stoker" / sign
+    with suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+            path.parent.rmdir()  # unless there is more in it
+
+
+def _extra(places: Collection[Place]) -> Extra:
+    """Give the files of ours that any of some hosts with one folder needs."""
+    sent = {_PROFILER_FILE: any(one.profiler for one in places), _MPI_FILE: any(one.mpi for one in places)}
     ours = files("stoker.telemetry")
-    extra = [(name, ours.joinpath(Path(name).name).read_bytes()) for name, wanted in sent.items() if wanted]
-    python = "python3" if plan.setup else place.python
-    send(folder, names, extra, ssh=ssh, host=host, to=place.workdir, python=python, rsync=place.rsync)
-    if not plan.setup:
-        return
-    log = run.folder / f"setup.{host}.log"
+    return tuple((name, ours.joinpath(Path(name).name).read_bytes()) for name, wanted in sent.items() if wanted)
+
+
+def _setup_log(run: Run, host: str) -> Path:
+    return run.folder / f"setup.{host}.log"
+
+
+def _set_up(run: Run, host: str, stop: Event, grace_s: float) -> None:
+    """Run the job's own preparation on a host."""
+    log = _setup_log(run, host)
     argv = [sys.executable, "-m", "stoker.launchers.ssh.slot", str(run.folder), f"setup@{host}"]
     with open(log, "wb") as output:
-        code = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False).returncode
+        code = attend(argv, stop, stdout=output, stderr=output, grace_s=grace_s + LAST_S)
     if code:
         last = (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
         raise InputError(f"ssh.setup failed with exit code {code}: {last}", where=host, hint=f"its log: {log}")
-    with Session(ssh, host, python) as session:
-        found = session.ask(
-            {"do": "python", "workdir": place.workdir, "python": place.python, "modules": ["torch", "stoker"]}
-        )
-    faults = list(python_troubles(place.python, found, plan.modules))
-    if faults:
+
+
+def _check_python(plan: SshPlan, run: Run, session: Session, prepared_by: str) -> None:
+    """Look again at the Python of a host, now that it is prepared."""
+    place = plan.places[session.host]
+    found = session.ask(
+        {"do": "python", "workdir": place.workdir, "python": place.python, "modules": ["torch", "stoker"]}
+    )
+    if faults := list(python_troubles(place.python, found, plan.modules)):
         raise InputError(
             "; ".join(trouble.sentence for trouble in faults),
-            where=host,
-            hint=f"ssh.setup did not mend it; its log: {log}",
+            where=session.host,
+            hint=f"ssh.setup did not mend it; its log: {_setup_log(run, prepared_by)}",
         )

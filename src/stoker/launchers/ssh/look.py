@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -99,7 +99,7 @@ def client_of(job: Job) -> Client:
 
 @contextmanager
 def talking(job: Job, hosts: Iterable[str]) -> Iterator[dict[str, Session]]:
-    """Start a talk with every host, each once."""
+    """Give a talk with every host, each once."""
     argv = client_of(job).argv(attempts=2)
     with ExitStack() as stack:
         yield {host: stack.enter_context(Session(argv, host, job.ssh.python)) for host in dict.fromkeys(hosts)}
@@ -238,8 +238,12 @@ def find_ways(job: Job, sessions: Mapping[str, Session], looks: Mapping[str, Loo
 
 def at_once(do: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
     """Do something for all hosts at the same time; every failure is told, not only the first."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    pool = ThreadPoolExecutor(AT_ONCE)
+    try:
         futures = [pool.submit(do, item) for item in items]
+        wait(futures)
+    finally:  # on Ctrl-C nothing more is begun, and nothing waited for
+        pool.shutdown(wait=False, cancel_futures=True)
     errors = [error for future in futures if (error := future.exception()) is not None]
     told = [error for error in errors if isinstance(error, StokerError)]
     if len(told) > 1 and len(told) == len(errors):
