@@ -92,6 +92,8 @@ def test_a_host_as_it_should_be() -> None:
             "has no program 'train' on its PATH",
             "install it there",
         ),
+        ({}, {"topology": "mpi"}, "program", "has no mpirun on its PATH", "openmpi-bin"),
+        ({"programs": ["mpirun"]}, {"topology": "mpi"}, "program", "has an mpirun without orted", "openmpi-bin"),
         ({}, {"data": {"train": "/none"}}, "data.train", "has nothing at /none", "name a URL"),
         ({"skew": 4000.0}, {}, "clock", "1h7m ahead of here; S3 refuses", "set-ntp"),
     ],
