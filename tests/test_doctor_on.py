@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,10 +19,12 @@ from typing import Any
 import pytest
 
 from hosts import Network, network
-from rays import ray_cluster
+from rays import CPUS, ray_cluster
 from servers import free_port
 from stoker.core.processes import marked
 from stoker.doctor import examine, verdicts
+from stoker.errors import UnavailableError
+from stoker.launchers.local import LocalLauncher
 from trees import stoker
 
 pytestmark = pytest.mark.timeout(180)
@@ -37,8 +40,12 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
-    (tmp_path / "work").mkdir()
+    for folder in ("work", "tmp"):
+        (tmp_path / folder).mkdir()
     monkeypatch.chdir(tmp_path / "work")
+    # Others may use the doctor on this machine too: ours are known by their names.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(examine, "FOLDER", f"/tmp/stoker-doctor-{os.getpid()}-")
     return tmp_path
 
 
@@ -117,7 +124,8 @@ def asked(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, dict
 def nothing_is_left(here: Path) -> None:
     assert not (here / "stoker").exists()
     assert not (here / "there").exists()
-    assert not list(Path("/tmp").glob("stoker-doctor-*"))
+    assert list(Path(f"{here}/tmp").iterdir()) == []
+    assert not list(Path("/tmp").glob(f"stoker-doctor-{os.getpid()}-*"))
 
 
 def test_all_is_well_on_two_hosts(net: Network, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,6 +246,25 @@ def test_on_this_machine(here: Path, capsys: pytest.CaptureFixture[str]) -> None
     nothing_is_left(here)
 
 
+def test_a_probe_that_cannot_be_ended_does_not_lose_the_rest(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes, stop = [], LocalLauncher.stop
+
+    def stop_badly(self: LocalLauncher, handle: str) -> None:
+        modes.append(next((here / "tmp").iterdir()).stat().st_mode & 0o777)
+        stop(self, handle)
+        raise UnavailableError("does not answer", where="node2")
+
+    monkeypatch.setattr(LocalLauncher, "stop", stop_badly)
+    words = ["--set", "topology=single", "--set", "processes_per_worker=auto"]
+    code, checks, _ = asked(capsys, "--on", "local", *words)
+    assert (code, modes) == (UnavailableError.exit_code, [0o700])
+    assert checks["probe", ""]["found"] == "could not be ended: node2: does not answer"
+    assert checks["python", ""]["fine"] is True
+    nothing_is_left(here)
+
+
 @pytest.mark.slow
 def test_ranks_on_this_machine(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, checks, _ = asked(capsys, "--on", "local")
@@ -256,7 +283,7 @@ def test_a_cluster_that_does_not_answer(here: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-def test_on_ray(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_ray(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with ray_cluster(here) as cluster:
         code, checks, _ = asked(capsys, "--on", f"ray://{cluster.place}", "--set", "data.train=/none")
         assert code == 2
@@ -272,4 +299,9 @@ def test_on_ray(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert code == 0
         assert checks["room", ""]["found"].endswith(" CPUs are free, and 9 CPUs are wanted")
         assert checks["probe", ""]["found"] == "not sent: there is no room for it"
+        monkeypatch.setattr(examine, "BOUND_S", 15.0)
+        wide = ["--set", "workers=1", "--set", f"resources.cpu={CPUS + 1}"]
+        code, checks, _ = asked(capsys, "--on", f"ray://{cluster.place}", *wide)
+        assert code == 0
+        assert checks["room", ""]["found"].startswith("the probe had no place: ")
     nothing_is_left(here)

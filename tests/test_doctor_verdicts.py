@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -92,6 +96,8 @@ def test_a_host_as_it_should_be() -> None:
             "has no program 'train' on its PATH",
             "install it there",
         ),
+        ({}, {"topology": "mpi"}, "program", "has no mpirun on its PATH", "openmpi-bin"),
+        ({"programs": ["mpirun"]}, {"topology": "mpi"}, "program", "has an mpirun without orted", "openmpi-bin"),
         ({}, {"data": {"train": "/none"}}, "data.train", "has nothing at /none", "name a URL"),
         ({"skew": 4000.0}, {}, "clock", "1h7m ahead of here; S3 refuses", "set-ntp"),
     ],
@@ -228,12 +234,42 @@ def test_data(found: dict[str, Any], fine: bool | None, says: str, fix: str) -> 
 
 def test_gpus() -> None:
     job = job_of(resources={"gpu": 2})
-    few = of_told(job, told("gpus", names=["H100"]))["gpus"]
+    two = {"GPU-1": "H100", "GPU-2": "H100"}
+    few = of_told(job, told("gpus", names={"GPU-1": "H100"}))["gpus"]
     assert (few.fine, few.found) == (False, "has 1 GPUs, and 2 are wanted")
-    blind = of_told(job, told("gpus", names=["H100", "H100"]), told("torch", version="2", gpus=0))["gpus"]
+    blind = of_told(job, told("gpus", names=two), told("torch", gpus=2), told("torch", gpus=0))["gpus"]
     assert (blind.fine, blind.found) == (False, "torch sees 0 of 2 GPUs")
-    good = of_told(job, told("gpus", names=["H100", "H100"]), told("torch", version="2", gpus=2))["gpus"]
+    good = of_told(job, told("gpus", names=two), told("torch", version="2", gpus=2))["gpus"]
     assert (good.fine, good.found) == (True, "2 × H100; 2 wanted")
+    more = {"GPU-3": "H100", "GPU-4": "H100"}
+    both = [told("gpus", names=two), told("gpus", slot="worker/1", names=more)]
+    assert of_told(job, *both)["gpus"].found == "4 × H100; 4 wanted"
+    uneven = [told("gpus", names={**two, **more}), told("gpus", slot="worker/1", names={"GPU-3": "H100"})]
+    assert of_told(job, *uneven)["gpus"].found == "a worker may use only 1 of 4 GPUs"
+
+
+def test_of_the_slots_of_a_host_the_worst_is_told() -> None:
+    read = {"key": "data.train", "url": "http://h/x"}
+    fast, slow = ({**read, "bytes": 8 << 20, "seconds": seconds} for seconds in (0.1, 4.0))
+    found = [told("data", slot=f"worker/{at}", **one) for at, one in enumerate((fast, {**read, "fault": "gone"}, slow))]
+    assert of_told(job_of(), *found)["data.train"].found == "http://h/x cannot be read: gone"
+    assert of_told(job_of(), found[2], found[0])["data.train"].found == "8 MiB read at 2 MiB/s"
+
+
+def test_every_program_that_a_host_lacks_is_told() -> None:
+    job = job_of(topology="mpi", program={"command": ["train"]})
+    said = [one.found for one in of_looks(job, {"a": look()}, {"a": 1}) if one.what == "program"]
+    assert [words[:13] for words in said] == ["has no progra", "has no mpirun"]
+
+
+def test_a_probe_that_had_no_place_and_one_that_could_not_be_ended() -> None:
+    outcome = Outcome({"worker/0": ""}, (), "it was ended after 120 s", reduces=True, waits="no node has 64 CPUs free")
+    (room,) = of_probe(job_of(), [outcome], knows_hosts=False)
+    assert (room.what, room.fine, room.found) == ("room", None, "the probe had no place: no node has 64 CPUs free")
+    left = Outcome({}, (), left=UnavailableError("does not answer", where="node2"))
+    (check,) = of_probe(job_of(), [left], knows_hosts=True)
+    assert (check.what, check.fine, check.code) == ("probe", False, UnavailableError.exit_code)
+    assert check.found.startswith("could not be ended: node2: does not answer")
 
 
 def reduced(*every: Told, fault: str = "") -> list[Check]:
@@ -321,6 +357,52 @@ def test_sets_are_read_from_disks_servers_and_caches(tmp_path: Path) -> None:
             read("http://elsewhere/set", near)
     with pytest.raises(OSError, match="no shard in"):
         read(str(tmp_path / "cache"))
+
+
+def test_a_server_that_trickles_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Trickle(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(1 << 20))
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(50):
+                    self.wfile.write(b"x" * 100)
+                    time.sleep(0.05)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(probe, "READ_S", 0.3)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Trickle) as server:
+        thread = Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        found = read(f"http://127.0.0.1:{server.server_port}/a.tar")
+        server.shutdown()
+        thread.join()
+    assert found["seconds"] < 1.5
+    assert 100 <= found["bytes"] < 3000
+
+
+def test_ranks_meet_before_anyone_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+    for name in ("look_around", "reduce_together", "read_data"):
+        monkeypatch.setattr(probe, name, lambda _, name=name: done.append(name))
+    monkeypatch.setattr(probe.os, "_exit", lambda _: None)
+    monkeypatch.setenv(probe.SETTINGS, "{}")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    probe.main()
+    assert done == ["look_around", "reduce_together", "read_data"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [(None, "abc"), ("", ""), ("-1", ""), ("2,0", "ca"), ("1,7,0", "b"), ("GPU-c, GPU-a", "ca"), ("MIG-x", "?")],
+)
+def test_gpus_that_a_program_may_use(monkeypatch: pytest.MonkeyPatch, visible: str | None, found: str) -> None:
+    there = [[str(index), f"GPU-{letter}", letter] for index, letter in enumerate("abc")]
+    monkeypatch.setattr(probe, "_all_gpus", lambda: there)
+    assert "".join(probe.gpus(visible).values()).replace("MIG", "?") == found
 
 
 def test_a_bucket_is_read_where_stoker_is_installed(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,8 @@ def test_flags_of_the_job_come_last_and_ours_give_way() -> None:
     assert "oob_tcp_if_include" in command.argv
     assert command.argv.count("--bind-to") == 1
     at = command.argv.index("self,tcp") - 2
+    by_parameter = job(topology="mpi", workers=2, mpi={"args": ["--mca", "hwloc_base_binding_policy", "core"]})
+    assert "--bind-to" not in mpirun(by_parameter)[0].argv
     assert list(command.argv[at : at + len(args)]) == args
 
 
@@ -171,3 +173,4 @@ def test_where_one_slot_asks_for_others_mpirun_asks_for_its_daemons() -> None:
     command, _ = mpirun(job(topology="mpi", workers=2), has_ask=True, mpi_rank=("py", "rank.py"))
     assert command.argv[:8] == ("py", "rank.py", "--around", "mpirun", "-np", "2", "--host", "worker-0:1,worker-1:1")
     assert after(command.argv, "--mca", "orte_launch_agent") == "exec py rank.py --around orted"
+    assert "OMP_NUM_THREADS" not in command.argv  # each host has its own number of cores

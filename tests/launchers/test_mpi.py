@@ -69,10 +69,16 @@ class TestMpi(LauncherSuite):
         for worker in (0, 1):
             said = sorted(self.text(launcher, run, Slot("worker", worker)))
             assert said == [
-                f"[rank{rank}]: {rank} 4 {rank} 4 {rank} worker/{worker} {worker} 127.0.0.1"
+                f"[rank{rank}]: {rank} 4 {rank % 2} 2 {rank} worker/{worker} {worker} 127.0.0.1"
                 for rank in (2 * worker, 2 * worker + 1)
             ]
         assert self.text(launcher, run, Slot("launcher", 0)) == []
+
+    def test_workers_have_gpus_of_their_own(self, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+        job = mpi_job("echo $LOCAL_RANK $CUDA_VISIBLE_DEVICES", processes_per_worker=1, resources={"gpu": 2})
+        run, _ = self.end(launcher, job)
+        assert [self.text(launcher, run, Slot("worker", worker)) for worker in (0, 1)] == [["0 4,5"], ["0 6,7"]]
 
     def test_no_event_is_torn_and_no_line_is_lost(self, launcher: Any) -> None:
         run, status = self.end(launcher, self.script(LOUD.format(count=1000), processes_per_worker=2))
@@ -228,6 +234,18 @@ def test_what_the_job_file_says_already_is_refused(tmp_path: Path, monkeypatch: 
     assert "mpi.args[2]: --map-by would change the order of the ranks" in said
     assert "mpi.args[6]: --xml would change what is printed" in said
     assert "args[4]" not in said
+    others = "--mca orte_tag_output 0 -gmca rmaps_base_ranking_policy node --pernode --ppr 1:node "
+    others += "--mca rmaps_base_mapping_policy node"
+    with pytest.raises(SpecError) as caught:
+        mpi_job("true", mpi={"args": [*others.split(), "--mca", "x", "-n"]})
+    said = str(caught.value)
+    assert "mpi.args[0]: --mca orte_tag_output would change what is printed" in said
+    assert "mpi.args[3]: -gmca rmaps_base_ranking_policy would change the order" in said
+    assert "mpi.args[6]: --pernode follows from workers" in said
+    assert "mpi.args[7]: --ppr follows from workers" in said
+    assert "mpi.args[9]: --mca rmaps_base_mapping_policy would change the order of the ranks" in said
+    assert "args[12]" not in said
+    assert "args[14]" not in said
     with pytest.raises(SpecError, match="only torchrun can grow and shrink; mpi needs one number"):
         mpi_job("true", workers={"min": 1, "max": 2})
 

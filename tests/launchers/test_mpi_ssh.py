@@ -70,7 +70,10 @@ class TestMpiOnSsh(OnSsh):
         for worker, host in enumerate(self.net.hosts):
             said = sorted(self.text(launcher, run, Slot("worker", worker)))
             meeting = f"{self.net.hosts[0].address} {host.interface}"
-            assert said == [f"{2 * worker + local} 4 {local} worker/{worker} {host.name} {meeting}" for local in (0, 1)]
+            assert said == [
+                f"[rank{rank}]: {rank} 4 {rank % 2} worker/{worker} {host.name} {meeting}"
+                for rank in (2 * worker, 2 * worker + 1)
+            ]
         assert there(run) == []
 
     def test_a_killed_rank_is_named_and_nothing_is_left(self, launcher: Any) -> None:
@@ -160,13 +163,18 @@ class TestMpiOnSsh(OnSsh):
         Path("train.py").write_text(
             "from stoker.telemetry import recorder\nrecord = recorder()\n"
             "for step in range(1000):\n    record.emit('scalar', name='x' * 3800, step=step, value=1.0)\n"
+            "    print('line', step)\n"
         )
         keys: dict[str, Any] = {"program": {"script": "train.py"}, "workers": 2, "processes_per_worker": 2}
         run, status = self.end(launcher, self.job(**keys))
         assert status.state is JobState.SUCCEEDED, status.message
         for worker in (0, 1):
             log = read_log(run.log(Slot("worker", worker), 0))
-            assert (gaps(log.events), log.lines) == ([], [])
+            assert gaps(log.events) == []
+            for rank in (2 * worker, 2 * worker + 1):
+                lines = [line for line in log.lines if line.startswith(f"[rank{rank}]: ")]
+                assert lines == [f"[rank{rank}]: line {step}" for step in range(1000)]
+            assert len(log.lines) == 2000
             assert sum(event.kind == "scalar" for event in log.events) == 2000
 
     def test_what_hosts_lack_is_told(self, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:

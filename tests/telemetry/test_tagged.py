@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from stoker.telemetry import mpi_rank
 from stoker.telemetry.events import parse
-from stoker.telemetry.mpi_rank import Encoder
-from stoker.telemetry.tagged import LONGEST_LINE, Tagged, TaggedLine
+from stoker.telemetry.mpi_rank import LONGEST_LINE, Encoder, Lines
+from stoker.telemetry.tagged import Tagged, TaggedLine
 
 CHUNK, ROOM = 4096, 8192
 
@@ -107,6 +107,15 @@ def test_a_line_that_never_ends_is_given_in_pieces() -> None:
     one = Tagged()
     found = [line for _ in range(300) for line in one.feed(tag(0) + b"x" * 4096)]
     assert [len(line.text) > LONGEST_LINE for line in found] == [True]
+
+
+def test_past_mpirun_lines_go_whole_and_with_their_rank() -> None:
+    one = Lines(3, 2)
+    pieces = [b"half", b" a line", b'\n@stoker {"k": 1}\n\nmore', b"", b"\n"]
+    said = [one.encode(piece) + one.pause() for piece in pieces]
+    assert said == [b"", b"", b'[rank3]: half a line\n@stoker {"k": 1}\n[rank3]: \n', b"", b"[rank3]: more\n"]
+    assert Lines(0, 1).encode(b"a\nb\n") == b"a\nb\n"
+    assert len(one.encode(b"x" * (LONGEST_LINE + 1))) > LONGEST_LINE
 
 
 # --- What stands before a rank, without mpirun

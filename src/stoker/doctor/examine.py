@@ -1,6 +1,7 @@
 """What would fail of a job in a place: looks at it, then sends a probe through its launcher, as a job of its own.
 
-The probe goes the very way that the job will go, in a working folder and a run folder that are removed after.
+The probe goes the very way that the job will go, in a working folder and a run folder that are removed after; here only
+their user can read them, for what is asked of the probe may hold a login.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from stoker.errors import Fault, SpecError, StokerError, UnavailableError
 from stoker.jobs.launcher import Launcher, check
 from stoker.jobs.runs import Run, create, home
 from stoker.jobs.spec import Checkpoint, Data, Job, Profile, Program, parse_job
+from stoker.jobs.status import JobState
 from stoker.jobs.topology import slots_of
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.ssh.hosts import Client, expanded, places
@@ -54,6 +56,8 @@ BOUND_S = 120.0
 """For a whole run of the probe, beside what reading and meeting may take by themselves."""
 APART = 16
 """So many hosts that cannot take part in one run are probed in runs of their own."""
+FOLDER = "/tmp/stoker-doctor-"
+"""On hosts, with a name of its own for each run."""
 POLL_S = 0.1
 ROOM_S = 6.0
 """After which a Ray cluster has told that something is free again."""
@@ -239,7 +243,7 @@ def _errands(job: Job, looks: Mapping[str, Look], hosts: list[str], ways: Ways |
     if job.topology in TOGETHER:
         together = [] if "network" in found else able
         why = "" if together else "some hosts cannot reach each other" if able else "no host has torch"
-    folder = f"/tmp/stoker-doctor-{secrets.token_hex(6)}"
+    folder = f"{FOLDER}{secrets.token_hex(6)}"
     gpus = not any("gpus" in every for every in wrong.values())
     errands = []
     if together:
@@ -359,14 +363,24 @@ def _carry_out(launcher: Launcher[Any], ready: Readiness) -> list[Outcome]:
             for number, errand in enumerate(ready.errands):
                 started.append((errand, *_start(launcher, errand, Path(folder, str(number)))))
             deadline = time.monotonic() + BOUND_S
-            return [_outcome(launcher, *one, deadline) for one in started]
+            outcomes = [_outcome(launcher, *one, deadline) for one in started]
         finally:
-            for _, run, _, _ in started:
-                if run is not None:
-                    launcher.stop(run.handle)
-                    until(lambda run=run: watcher(run) is None, 5)  # type: ignore[misc]
+            left = [_end(launcher, run) for _, run, _, _ in started]
             if ready.client is not None:
                 _remove(ready.client, ready.errands)
+    return [outcome._replace(left=error) for outcome, error in zip(outcomes, left, strict=True)]
+
+
+def _end(launcher: Launcher[Any], run: Run | None) -> StokerError | None:
+    """End one run; give what kept it from that, for others are to be ended too."""
+    if run is None:
+        return None
+    try:
+        launcher.stop(run.handle)
+        until(lambda: watcher(run) is None, 5)
+    except (StokerError, OSError) as error:
+        return error if isinstance(error, StokerError) else UnavailableError(str(error))
+    return None
 
 
 def _start(launcher: Launcher[Any], errand: Errand, folder: Path) -> tuple[Run | None, Any, str]:
@@ -401,7 +415,9 @@ def _outcome(
     while not launcher.status(run.handle).state.is_final and time.monotonic() < deadline:
         time.sleep(POLL_S)
     status = launcher.status(run.handle)
+    waits = ""
     if not status.state.is_final:
+        waits = status.message if any(slot.state is JobState.PENDING for slot in status.slots) else ""
         fault = f"it was ended after {BOUND_S:g} s without a result"
     elif status.state != "succeeded":
         fault = status.message
@@ -410,7 +426,7 @@ def _outcome(
         for event in read_events(run.logs)
         if event.fields.get("name") == probe.NAME and (subject := str(event.fields.get("subject", "")))
     )
-    return Outcome(hosts, told, fault, errand.settings["reduce"])
+    return Outcome(hosts, told, fault, errand.settings["reduce"], waits)
 
 
 def _named(rendered: Any, fields: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What `stoker doctor` sends through a launcher as a job: looks around where the job would run, reads, reduces, tells.
+"""What `stoker doctor` sends through a launcher as a job: looks around where the job would run, reduces, reads, tells.
 
 One file on the standard library alone, for Python 3.8 and later, with torch where it is there: it needs nothing of ours
 to be installed. What it finds goes to standard output as events, one for each subject, as soon as it is known.
@@ -6,6 +6,7 @@ to be installed. What it finds goes to standard output as events, one for each s
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import datetime
 import fcntl
@@ -30,13 +31,16 @@ from typing import Any
 NAME = "doctor"
 """The mark by which these events are known."""
 SETTINGS = "DOCTOR_SETTINGS"
-"""The variable that says what to look at: on no disk, for URLs may hold a login."""
+"""The variable that says what to look at. URLs in it may hold a login, so the run's folder is for its user alone."""
 READ_S = 2.0
 ANSWER_S = 10.0
+SET_S = 20.0
+"""For one set, whatever keeps its server or its disk from answering."""
 REDUCE_S = 0.5
 MEET_S = 45.0
 SIZES = (1 << 20, 16 << 20)
 _CHUNK = 1 << 20
+_PIECE = 1 << 16
 _PREFIX = "@stoker "
 _SIOCGIFADDR = 0x8915
 _GROUP = re.compile(r"\{([^{}]*)\}")
@@ -95,22 +99,41 @@ def _short(error: BaseException) -> str:
 def look_around(settings: dict[str, Any]) -> None:
     """Tell what this machine is and has."""
     tell("machine", python=sys.version.split()[0], executable=sys.executable, cores=len(os.sched_getaffinity(0)))
-    tell("gpus", names=gpus())
+    tell("gpus", names=gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
     for what, place in settings["folders"].items():
         if what != "checkpoints" or settings["checkpoints_on"] in ("", os.environ.get("STOKER_SLOT", "")):
             tell("disk", what=what, **disk(_inside(settings, place)))
 
 
-def gpus() -> list[str]:
-    """Name the GPUs that programs here may use."""
+def gpus(visible: str | None) -> dict[str, str]:
+    """Name the GPUs that programs here may use, by their UUIDs."""
+    there = _all_gpus()
+    if visible is None:
+        return {uuid: name for _, uuid, name in there}
+    found: dict[str, str] = {}
+    for word in map(str.strip, visible.split(",")):
+        # As CUDA has it: by number or by the beginning of a UUID, and nothing behind what is not there.
+        mine = {uuid: name for index, uuid, name in there if word and word in (index, uuid[: len(word)])}
+        if word.startswith("MIG-"):
+            mine = {word: "MIG"}
+        if not mine:
+            break
+        found.update(mine)
+    return found
+
+
+def _all_gpus() -> list[list[str]]:
+    """Give number, UUID and name of each GPU; where nobody tells, the driver's device files have numbers."""
     try:
-        asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        asked = ["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]
         done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
         if done.returncode == 0:
-            return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+            rows = [[word.strip() for word in line.split(",", 2)] for line in done.stdout.splitlines()]
+            return [row for row in rows if len(row) == 3]
     except (OSError, subprocess.SubprocessError):
         pass
-    return sorted(name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit())
+    files = sorted(name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit())
+    return [[name[6:], name, "GPU"] for name in files]
 
 
 def disk(place: Path) -> dict[str, Any]:
@@ -142,9 +165,13 @@ def read_data(settings: dict[str, Any]) -> None:
     """Read a little of every set, and tell how fast that goes."""
     for key, url in settings["data"].items():
         try:
-            tell("data", key=key, **read_set(settings, url))
+            # In a thread, which may be left where it waits: a disk that hangs cannot be told to stop.
+            reading = concurrent.futures.ThreadPoolExecutor(1).submit(read_set, settings, url)
+            tell("data", key=key, **reading.result(SET_S))
         except UntestedError as why:
             tell("data", key=key, url=url, untested=str(why))
+        except concurrent.futures.TimeoutError as error:
+            tell("data", key=key, url=url, fault=str(error) or f"timed out after {SET_S:g} s")
         except Exception as error:  # whatever a server or a disk says, it is what the job would hear
             tell("data", key=key, url=url, fault=_short(error))
 
@@ -237,7 +264,7 @@ def pieces_of_web(url: str) -> Iterator[int]:
     """Read from a web server."""
     with _opened(url) as answer:
         while True:
-            data = answer.read(_CHUNK)
+            data = answer.read1(_PIECE)  # what is there, and not until so much is
             if not data:
                 return
             yield len(data)
@@ -294,6 +321,8 @@ def reduce_together(settings: dict[str, Any]) -> None:
     device = f"cuda:{local % count}" if backend == "nccl" else "cpu"
     dist = torch.distributed
     try:
+        if backend == "nccl":
+            torch.cuda.set_device(device)  # else all ranks also hold the first
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=MEET_S))
         tell("met", world=world, backend=backend)
         for size in SIZES:
@@ -330,12 +359,17 @@ def _seconds_each(torch: Any, dist: Any, tensor: Any) -> float:
 
 
 def main() -> None:
-    """Look, read and reduce; only one process of each slot looks."""
+    """Look, reduce and read; only one process of each slot looks and reads.
+
+    It reads last: ranks must not wait for one whose data does not come.
+    """
     settings = json.loads(os.environ[SETTINGS])
-    if _number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID") == 0:
+    is_first = _number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID") == 0
+    if is_first:
         look_around(settings)
-        read_data(settings)
     reduce_together(settings)
+    if is_first:
+        read_data(settings)
     os._exit(0)  # all is told; what a library does on its way out is no result
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from stoker.core.units import format_bytes, format_duration
 from stoker.doctor.checks import Check
-from stoker.errors import Fault, InputError, JobFailedError, UnavailableError, without_secrets
+from stoker.errors import Fault, InputError, JobFailedError, StokerError, UnavailableError, without_secrets
 from stoker.jobs.spec import Job
 from stoker.launchers.ssh.look import MESH, Look, Trouble, Ways, modules, troubles
 
@@ -41,6 +41,10 @@ class Outcome(NamedTuple):
     told: Sequence[Told]
     fault: str = ""
     reduces: bool = False
+    waits: str = ""
+    """Why it had no place to the end."""
+    left: StokerError | None = None
+    """Why it could not be ended."""
 
 
 # --- Hosts by ssh
@@ -51,8 +55,7 @@ def of_looks(job: Job, looks: Mapping[str, Look], slots: Mapping[str, int]) -> l
     up = {host: look.found for host, look in looks.items() if look.trouble is None}
     checks = [_reached(look) for look in looks.values()]
     for host, found in up.items():
-        in_the_way = {trouble.about: trouble for trouble in troubles(job, looks[host], slots[host])}
-        checks += _host_checks(job, host, found, in_the_way)
+        checks += _host_checks(job, host, found, list(troubles(job, looks[host], slots[host])))
     checks += of_versions("python", {host: found.get("version") for host, found in up.items()})
     torches = {host: (found.get("modules") or {}).get("torch") for host, found in up.items()}
     checks += of_versions("torch", torches) if "torch" in modules(job) else []
@@ -67,23 +70,20 @@ def _reached(look: Look) -> Check:
     return Check("host", False, look.trouble.what, fix, look.host, _DOWN)
 
 
-def _host_checks(job: Job, host: str, found: Mapping[str, Any], wrong: Mapping[str, Trouble]) -> Iterator[Check]:
+def _host_checks(job: Job, host: str, found: Mapping[str, Any], wrong: Sequence[Trouble]) -> Iterator[Check]:
     later = "ssh.setup may make it" if job.ssh.setup else "the job does not need it"
     known = found.get("modules") or {}
     good = {"python": found.get("version"), "torch": known.get("torch")}
     good |= {"stoker": known.get("stoker")} if "stoker" in modules(job) else {}
+    abouts = {trouble.about for trouble in wrong}
     for what, version in good.items():
-        if what in wrong:
-            yield _of_trouble(host, wrong[what])
-        elif version is None and "python" not in wrong:
+        if what in abouts:
+            yield from (_of_trouble(host, trouble) for trouble in wrong if trouble.about == what)
+        elif version is None and "python" not in abouts:
             yield Check(what, None, f"not there; {later}", host=host)
         elif version is not None:
             yield Check(what, True, str(version), host=host)
-    if "folder" in wrong:
-        yield _of_trouble(host, wrong["folder"])
-    for about, trouble in wrong.items():
-        if about not in ("python", "torch", "stoker", "folder"):
-            yield _of_trouble(host, trouble)
+    yield from (_of_trouble(host, trouble) for trouble in wrong if trouble.about not in good)
 
 
 def _of_trouble(host: str, trouble: Trouble) -> Check:
@@ -236,7 +236,7 @@ def of_probe(job: Job, outcomes: Sequence[Outcome], *, knows_hosts: bool) -> lis
     checks += list(dict.fromkeys(_disk(job, one) for one in told if one.subject == "disk"))
     if "://" in (job.checkpoint.dir or ""):
         checks.append(Check("checkpoints", None, "a bucket: not tried, for that would write to it"))
-    checks += list({(one.found["key"], one.host): _data(one) for one in told if one.subject == "data"}.values())
+    checks += _worst(told)
     for outcome in outcomes:
         checks += _reduced(outcome)
     return checks
@@ -244,6 +244,13 @@ def of_probe(job: Job, outcomes: Sequence[Outcome], *, knows_hosts: bool) -> lis
 
 def _absent(outcome: Outcome) -> Iterator[Check]:
     """Tell which slots never came, and what the launcher says of that."""
+    if outcome.left is not None:
+        fix = f"what may be left there: {outcome.left.hint or 'it ends by itself once it is alone'}"
+        yield Check("probe", False, f"could not be ended: {outcome.left}", fix, "", outcome.left.exit_code)
+    if outcome.waits:
+        fix = "the job would wait as well: --set workers=… or resources for less, or let others end"
+        yield Check("room", None, f"the probe had no place: {outcome.waits}", fix)
+        return
     came = {one.slot for one in outcome.told}
     missing = {slot: host for slot, host in outcome.hosts.items() if slot not in came}
     for slot, host in missing.items():
@@ -272,17 +279,22 @@ def _machines(told: Sequence[Told]) -> list[Check]:
 
 def _gpus(job: Job, host: str, slots: int, told: Sequence[Told]) -> Iterator[Check]:
     mine = [one for one in told if one.host == host]
-    names = next((list(one.found["names"]) for one in mine if one.subject == "gpus"), None)
-    if names is None:
+    owns = [dict(one.found["names"]) for one in mine if one.subject == "gpus"]
+    if not owns:
         return
+    names = list({uuid: name for own in owns for uuid, name in own.items()}.values())
+    fewest = min(map(len, owns))
     seen = [int(one.found["gpus"]) for one in mine if one.subject == "torch" and "gpus" in one.found]
     wanted = job.resources.gpu * slots
     if len(names) < wanted:
         fix = "is the driver there (nvidia-smi)? Or --set resources.gpu=0"
         yield Check("gpus", False, f"has {len(names)} GPUs, and {wanted} are wanted", fix, host, _BAD)
-    elif wanted and seen and max(seen) < job.resources.gpu:
+    elif wanted and fewest < job.resources.gpu:
+        fix = "what sets CUDA_VISIBLE_DEVICES there: env, or a scheduler?"
+        yield Check("gpus", False, f"a worker may use only {fewest} of {len(names)} GPUs", fix, host, _BAD)
+    elif wanted and seen and min(seen) < job.resources.gpu:
         fix = "install a torch that is built for CUDA, and for the driver that nvidia-smi shows"
-        yield Check("gpus", False, f"torch sees {max(seen)} of {len(names)} GPUs", fix, host, _BAD)
+        yield Check("gpus", False, f"torch sees {min(seen)} of {len(names)} GPUs", fix, host, _BAD)
     else:
         kinds = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)) or "none"
         yield Check("gpus", True, f"{kinds}; {wanted or 'none'} wanted", host=host)
@@ -303,6 +315,20 @@ def _disk(job: Job, one: Told) -> Check:
     if free < DISK_LOW:
         return Check(name, None, found, f"that is little: make room, or name another disk with {key}", one.host)
     return Check(name, True, found, host=one.host)
+
+
+def _worst(told: Sequence[Told]) -> list[Check]:
+    """Judge each set on each host by the slot that fares worst with it."""
+    order = (False, None, True)
+
+    def badness(one: Told) -> tuple[int, float]:
+        rate = one.found.get("bytes", 0) / max(one.found.get("seconds", 0.0), 1e-9)
+        return order.index(_data(one).fine), rate
+
+    by_host: dict[tuple[str, str], Told] = {}
+    for one in sorted((one for one in told if one.subject == "data"), key=badness):
+        by_host.setdefault((str(one.found["key"]), one.host), one)
+    return [_data(one) for one in sorted(by_host.values(), key=lambda one: (str(one.found["key"]), one.slot))]
 
 
 def _data(one: Told) -> Check:

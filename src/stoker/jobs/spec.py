@@ -19,6 +19,7 @@ from msgspec import Meta
 from stoker.core import spec
 from stoker.core.units import Bytes, Seconds, format_bytes, format_duration
 from stoker.errors import Fault, InputError, NotFoundError, SpecError
+from stoker.jobs.mpirun import given
 from stoker.jobs.overrides import override
 
 Topology = Literal["single", "torchrun", "mpi", "tf-ps", "tf-mirrored"]
@@ -387,18 +388,6 @@ class Ssh(_Section, frozen=True, kw_only=True):
             yield Fault("lost_after", f"is {format_duration(self.lost_after)}: at least 5s, for networks do pause")
 
 
-_MPIRUN_OWN = {
-    "ranks": "n np c N npernode npersocket host H hostfile machinefile default-hostfile",
-    "output": "timestamp-output xml output-filename xterm",
-    "order": "rank-by rankfile rf bynode byslot nolocal loadbalance cpu-set",
-}
-_MPIRUN_WHY = {
-    "ranks": "follows from workers and processes_per_worker",
-    "output": "would change what is printed before each line, by which lines are given to their ranks",
-    "order": "would change the order of the ranks, by which they belong to workers",
-}
-
-
 class Mpi(_Section, frozen=True, kw_only=True):
     """For `topology: mpi`."""
 
@@ -413,13 +402,9 @@ class Mpi(_Section, frozen=True, kw_only=True):
 
     def faults(self) -> Iterator[Fault]:
         """Refuse flags that say in another way what the job file says already."""
-        for index, word in enumerate(self.args):
-            flag = word.lstrip("-")
-            for what, flags in _MPIRUN_OWN.items():
-                if word.startswith("-") and flag in flags.split():
-                    yield Fault(f"args[{index}]", f"{word} {_MPIRUN_WHY[what]}: leave it out")
-            if flag == "map-by" and word != flag and not "".join(self.args[index + 1 : index + 2]).startswith("slot"):
-                yield Fault(f"args[{index}]", f"{word} {_MPIRUN_WHY['order']}: only slot is known to keep it")
+        for one in given(self.args):
+            if why := one.why_not:
+                yield Fault(f"args[{one.at}]", f"{one.words} {why}")
 
 
 class Ray(_Section, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from stoker.launchers.hearing import EXIT
 from stoker.launchers.mpi_words import code_of, complaint, noticed, signal_code
 from stoker.telemetry.events import PREFIX, Recorder, parse
 from stoker.telemetry.mpi_rank import EXIT as RANK_EXIT
+from stoker.telemetry.mpi_rank import marked
 from stoker.telemetry.tagged import Tagged, TaggedLine
 
 POLL_S = 0.1
@@ -91,11 +92,9 @@ class Scribe:
                 texts[1].append(text)
                 continue
             log = self._logs[min(rank // self._ranks, len(self._logs) - 1)]
-            is_event = PREFIX.encode() in text
-            if is_event and RANK_EXIT.encode() in text:
+            if PREFIX.encode() in text and RANK_EXIT.encode() in text:
                 self._note(text)
-            marked = self._ranks > 1 and not is_event
-            texts[log].append(b"[rank%d]: %s" % (rank, text) if marked else text)
+            texts[log].append(marked(text, rank, self._ranks))
         for log, found in texts.items():
             _put(log, b"".join(text + b"\n" for text in found))
 
@@ -161,9 +160,9 @@ class Carrier:
         at_once = self._ends > 1
         for pid in children(mpirun.pid):
             if at_once or pid not in self._told:
-                self._told.add(pid)
-                with suppress(ProcessLookupError):  # each leads a group of its own
+                with suppress(ProcessLookupError):  # each leads a group of its own, soon after it was started
                     os.killpg(pid, signal.SIGKILL if at_once else signal.SIGTERM)
+                    self._told.add(pid)
         if at_once:
             os.killpg(mpirun.pid, signal.SIGKILL)
 

@@ -14,7 +14,8 @@ One file on the standard library alone, for Python 3.8 and later, importing noth
     python3 mpi_rank.py --around mpirun …     python3 mpi_rank.py --around orted …
 
 Around mpirun and its daemons it passes the wish to end on to the ranks, which have their grace, and not to these. There
-mpirun reaches other hosts by `$STOKER_ASK`, and what a rank prints goes where its daemon's output goes, past mpirun.
+mpirun reaches other hosts by `$STOKER_ASK`, and what a rank prints goes where its daemon's output goes, past mpirun and
+line by line.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ EXIT = "rank_exit"
 """The mark by which a rank's end is told."""
 ESCAPE, NEWLINE, NOTHING = b"\x10", b"n", b"-"
 """What stands for an end of line, and for nothing, behind the escape; an end of line behind it is none."""
+LONGEST_LINE = 1 << 20
+"""Bytes after which a line that does not end is given as it is."""
 APART = 64
 """Bytes between two ends of lines as mpirun sees them: it has room for about one in fourteen."""
 PAUSE_S = 0.1
@@ -47,6 +50,7 @@ DRAIN_S = 1.0
 POLL_S = 0.05
 OUTPUT = "STOKER_OUTPUT"
 """The file that ranks print into, where mpirun does not carry it."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 AGENT = "--agent"
 SCRATCH = "orte_tmpdir_base"
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -81,13 +85,36 @@ class Encoder:
         return ESCAPE + b"\n"
 
 
-class Output:
-    """The standard output of the rank, as mpirun gets it."""
+class Lines:
+    """Gives whole lines, each with its rank, where nobody tags them: ranks of a worker share a file."""
 
-    def __init__(self) -> None:
-        self._encoder, self._broken = Encoder(), False
-        self.is_plain = False
-        """Whether nobody puts tags into it."""
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
+        self._rest, self.last = b"", b"\n"
+
+    def encode(self, data: bytes) -> bytes:
+        """Give the lines that are whole now; one that does not end comes in pieces."""
+        self.last = data[-1:] or self.last
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > LONGEST_LINE:
+            whole, self._rest = [*whole, self._rest], b""
+        return b"".join(marked(line, self._rank, self._ranks) + b"\n" for line in whole)
+
+    def pause(self) -> bytes:
+        """Give nothing: half a line waits for its end."""
+        return b""
+
+
+def marked(line: bytes, rank: int, ranks: int) -> bytes:
+    """Say whose a line is, where its worker has several ranks; events say it themselves."""
+    return line if ranks == 1 or PREFIX.encode() in line else b"[rank%d]: %s" % (rank, line)
+
+
+class Output:
+    """The standard output of the rank, as mpirun gets it, or as it is written past mpirun."""
+
+    def __init__(self, encoder: Encoder | Lines) -> None:
+        self._encoder, self._broken = encoder, False
 
     def pump(self, ours: int) -> None:
         """Carry all that the program prints; also when nobody takes it any more, so that it does not wait."""
@@ -108,7 +135,7 @@ class Output:
 
     def write(self, data: bytes) -> None:
         """Write it all, or nothing where mpirun is gone."""
-        self._put(data if self.is_plain else self._encoder.encode(data))
+        self._put(self._encoder.encode(data))
 
     def _put(self, rest: bytes) -> None:
         try:
@@ -146,18 +173,18 @@ def main(argv: list[str]) -> int:
         return around(argv[1:])
     if argv[0] == AGENT:
         return ask(argv[1], argv[2:])
-    ranks, first, command = _arguments(argv)
-    rank = seat(os.environ, ranks)
+    ranks, gpus, first, command = _arguments(argv)
+    rank = seat(os.environ, ranks, gpus)
     if rank % ranks:
         command = command[first:]
-    ending, output = Ending(float(os.environ.get("STOKER_GRACE_S", "30"))), Output()
-    ours, theirs = os.pipe()
+    ending = Ending(float(os.environ.get("STOKER_GRACE_S", "30")))
     own = os.environ.get(OUTPUT)
     if own:
         os.dup2(os.open(own, os.O_WRONLY | os.O_APPEND), 1)
-        output.is_plain = True
+    output = Output(Lines(rank, ranks) if own else Encoder())
+    ours, theirs = os.pipe()
     try:
-        child = _start(command, 1 if own else theirs)
+        child = _start(command, theirs)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         output.write(f"stoker: cannot start the program {command[0]!r}: {reason}\n".encode())
@@ -173,15 +200,18 @@ def main(argv: list[str]) -> int:
     return _over(output, rank, code, ending)
 
 
-def seat(environ: Any, ranks: int) -> int:
-    """Set the variables of a rank and of its slot from those of mpirun; give the rank."""
+def seat(environ: Any, ranks: int, gpus: int = 0) -> int:
+    """Set the variables of a rank and of its slot from those of mpirun, as torchrun would; give the rank."""
     rank = _number(environ, "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-    worker = rank // ranks
+    worker, local = divmod(rank, ranks)
     environ["RANK"] = str(rank)
     environ["WORLD_SIZE"] = str(_number(environ, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
-    environ["LOCAL_RANK"] = str(_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"))
-    environ["LOCAL_WORLD_SIZE"] = str(_number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
+    environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"] = str(local), str(ranks)
     environ["STOKER_SLOT"], environ["STOKER_ROLE"], environ["STOKER_INDEX"] = f"worker/{worker}", "worker", str(worker)
+    before = _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID") // ranks  # workers of the same node
+    mine = environ.get(VISIBLE, "").split(",")[before * gpus : (before + 1) * gpus]
+    if gpus and len(mine) == gpus:  # else they are the job's own, and not for us to share out
+        environ[VISIBLE] = ",".join(mine)
     return rank
 
 
@@ -189,11 +219,11 @@ def _number(environ: Any, *names: str) -> int:
     return int(next((environ[name] for name in names if name in environ), 0))
 
 
-def _arguments(argv: list[str]) -> tuple[int, int, list[str]]:
-    """Read `--ranks 2 --first 6 -- COMMAND`, as our own topology writes it."""
+def _arguments(argv: list[str]) -> tuple[int, int, int, list[str]]:
+    """Read `--ranks 2 --gpus 2 --first 6 -- COMMAND`, as our own topology writes it."""
     at = argv.index("--")
     options = dict(zip(argv[:at:2], argv[1:at:2]))  # noqa: B905 (Python 3.8 has no strict)
-    return int(options["--ranks"]), int(options.get("--first", "0")), argv[at + 1 :]
+    return int(options["--ranks"]), int(options.get("--gpus", "0")), int(options.get("--first", "0")), argv[at + 1 :]
 
 
 def _start(command: list[str], output: int) -> subprocess.Popen[bytes]:
@@ -230,9 +260,9 @@ def around(command: list[str]) -> int:
     while child.poll() is None:
         for pid in _children(child.pid) if told and has_ranks else ():
             if pid not in reached:
-                reached.add(pid)
-                with contextlib.suppress(OSError):  # each leads a group of its own
+                with contextlib.suppress(OSError):  # each leads a group of its own, soon after it was started
                     os.killpg(pid, signal.SIGTERM)
+                    reached.add(pid)
         time.sleep(POLL_S)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -11,10 +11,7 @@ import re
 from collections import defaultdict
 from typing import NamedTuple
 
-from stoker.telemetry.mpi_rank import ESCAPE, NEWLINE, NOTHING
-
-LONGEST_LINE = 1 << 20
-"""Bytes after which a line that does not end is given as it is."""
+from stoker.telemetry.mpi_rank import ESCAPE, LONGEST_LINE, NEWLINE, NOTHING
 
 _TAG = re.compile(rb"\[\d+,(?P<rank>\d+)\]<std(?P<stream>out|err|diag)>:")
 # What may be the beginning of a tag, at the end of what was read.

@@ -10,6 +10,7 @@ import ipaddress
 from collections import Counter
 from collections.abc import Sequence
 
+from stoker.jobs.mpirun import given
 from stoker.jobs.spec import Job
 from stoker.jobs.topology import (
     AddressBook,
@@ -27,6 +28,8 @@ _OF_A_RUN = ("STOKER_RUN", "STOKER_ATTEMPT", "STOKER_CHECKPOINT_DIR")
 """What every launcher adds when it starts an attempt."""
 _OF_A_SLOT = ("STOKER_SLOT", "STOKER_ROLE", "STOKER_INDEX")
 """What differs between ranks: each finds its own."""
+_OF_A_HOST = ("OMP_NUM_THREADS",)
+"""What differs between hosts: where a worker stands by there, it has its own."""
 _NOT_BETWEEN_HOSTS = "lo,docker0"
 
 
@@ -51,8 +54,9 @@ class Mpi:
         }
         # Not what differs from host to host, nor secrets, which must not travel so: who keeps a worker gives them.
         known = [*contract(job, slot, book), *env, *job.env, *_OF_A_RUN]
+        own = (*_OF_A_SLOT, *(_OF_A_HOST if book.has_ask else ()))
         # Names alone: the values are in the environment of mpirun, and on no command line.
-        names = [name for name in dict.fromkeys(known) if not name.startswith("OMPI_") and name not in _OF_A_SLOT]
+        names = [name for name in dict.fromkeys(known) if not name.startswith("OMPI_") and name not in own]
         nodes = [one.filename for one in workers] if book.has_ask else list(workers.values())
         argv = [*_around(book), "mpirun", "-np", str(len(nodes) * job.ranks_per_worker), "--host", _hosts(nodes, job)]
         argv += _flags(job, list(workers.values())) + (_by_asking(book) if book.has_ask else [])
@@ -82,7 +86,8 @@ def _rank(job: Job, book: AddressBook) -> tuple[str, ...]:
     """Give what mpirun starts for each rank; the profiler is for the first rank of a worker alone."""
     words = _words(book)
     profiler = profiler_words(job, book)
-    options = ("--ranks", str(job.ranks_per_worker), "--first", str(len(profiler)), "--")
+    gpus = ("--gpus", str(job.resources.gpu)) if job.resources.gpu else ()
+    options = ("--ranks", str(job.ranks_per_worker), *gpus, "--first", str(len(profiler)), "--")
     return (*words, *options, *profiler, *program_words(job.program, book.python))
 
 
@@ -104,8 +109,8 @@ def _flags(job: Job, workers: Sequence[str]) -> list[str]:
         # A signal for one process would reach all ranks, and end those that do not expect it.
         ("--mca", "ess_base_forward_signals", "none"),
     ]
-    given = _given(job.mpi.args)
-    return [word for words in defaults if _key(words) not in given for word in words]
+    taken = {one.key for one in given(job.mpi.args)}
+    return [word for words in defaults for one in given(words) if one.key not in taken for word in words]
 
 
 def _network(workers: Sequence[str]) -> list[tuple[str, ...]]:
@@ -115,20 +120,3 @@ def _network(workers: Sequence[str]) -> list[tuple[str, ...]]:
     except ValueError:
         return [("--mca", f"{part}_tcp_if_exclude", _NOT_BETWEEN_HOSTS) for part in ("btl", "oob")]
     return [("--mca", f"{part}_tcp_if_include", found) for part in ("btl", "oob")]
-
-
-def _given(args: Sequence[str]) -> set[str]:
-    """Name the flags and MCA parameters in a list of arguments."""
-    keys = set()
-    for index, word in enumerate(args):
-        if word.startswith("-"):
-            keys |= {_key((word, *args[index + 1 : index + 2]))}
-    return keys
-
-
-def _key(words: Sequence[str]) -> str:
-    """Name a flag, however many dashes it has; an MCA parameter by its own name, in and out alike."""
-    flag = words[0].lstrip("-")
-    if flag in ("mca", "gmca", "omca") and len(words) > 1:
-        return words[1].replace("_if_exclude", "_if").replace("_if_include", "_if")
-    return {"nooversubscribe": "oversubscribe"}.get(flag, flag)

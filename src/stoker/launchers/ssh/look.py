@@ -150,6 +150,8 @@ def troubles(job: Job, look: Look, slots: int) -> Iterator[Trouble]:
         yield Trouble("program", f"has no program {command[0]!r} on its PATH")
     if job.topology == "mpi" and not job.ssh.setup and set(MPI_PROGRAMS) - set(found["programs"]):
         what = "has no mpirun on its PATH, which the topology 'mpi' needs"
+        if "mpirun" in found["programs"]:
+            what = "has an mpirun without orted (Open MPI 5, or another MPI), and the topology 'mpi' needs Open MPI 4"
         yield Trouble("program", what, "Debian's package is openmpi-bin")
     for key, path in local_paths(job).items():
         comes = job.ssh.copy and not Path(path).is_absolute() and Path(path).exists()
