@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
@@ -11,11 +12,13 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
@@ -23,14 +26,18 @@ from launchers.contract import LauncherSuite, job_of, until
 from launchers.test_local import HEARTBEAT
 from rays import CPUS, RayCluster, ray_cluster, with_words
 from stoker.core.processes import marked
-from stoker.errors import InputError, SpecError
+from stoker.errors import AccessError, InputError, SpecError, UnavailableError
 from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.runs import Run, find
 from stoker.jobs.status import JobState
-from stoker.jobs.topology import Slot
-from stoker.launchers.ray.carrier import DriverLog
-from stoker.launchers.ray.cluster import address_of
+from stoker.jobs.topology import Command, Slot
+from stoker.launchers.causes import LOST
+from stoker.launchers.ray import carrier
+from stoker.launchers.ray import launcher as ray_launcher
+from stoker.launchers.ray.carrier import Carrier, DriverLog
+from stoker.launchers.ray.cluster import Cluster, address_of, free_of
 from stoker.launchers.ray.launcher import RayLauncher
+from stoker.launchers.ray.plan import RayPlan
 from stoker.trainers.checkpoints import unpack
 from trees import stoker
 from waiting import alive, eventually
@@ -151,8 +158,12 @@ class TestRay(LauncherSuite):
 
         until(lambda: count(cpu=2) == len(self.cluster.nodes), 30)
         assert (count(gpu=1), count(gpu=2)) == (2, 1)
-        with pytest.raises(InputError, match=r"workers: all: 2 GPUs are free there, and a worker has 3; give a number"):
+        with pytest.raises(
+            InputError, match=r"workers: all: no node there has 1 CPU, 3 GPU free for a worker; give a number"
+        ):
             count(gpu=3)
+        with pytest.raises(InputError, match="give a number to wait for it"):
+            count(cpu=1, memory="100Ti")
 
     @pytest.mark.slow
     def test_a_worker_sees_its_own_gpus(self, launcher: Any) -> None:
@@ -228,6 +239,7 @@ def test_where_the_cluster_is() -> None:
     assert address_of("head:80", {"RAY_ADDRESS": "auto"}) == "http://head:80"
     assert address_of(None, {"RAY_ADDRESS": "https://a.example/ray/"}) == "https://a.example/ray"
     assert address_of(None, {"RAY_ADDRESS": "ray://head:10001"}) == "http://head:8265"
+    assert address_of(None, {"RAY_ADDRESS": "ray://head"}) == "http://head:8265"
     assert address_of(None, {"RAY_ADDRESS": "10.0.0.1:6379"}) == "http://10.0.0.1:8265"
     assert address_of(None, {"RAY_ADDRESS": "auto"}) == "http://127.0.0.1:8265"
     assert address_of(None, {"RAY_ADDRESS": "local"}) is None
@@ -371,10 +383,8 @@ SAID = {
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["the supervisor", "the launching machine", *SAID])
 def test_nothing_is_left_on_a_node(what: str, cluster: RayCluster, here: Path) -> None:
-    deaf = what != "the keeper"  # the one that would end them; its slot is asked to end by the kernel
-    script = DEAF if deaf else "echo ready; while :; do sleep 0.1; done"
-    with launched(write_job(here, script, ray={"lost_after": "5s"}), cluster.place) as (run, process):
-        until(lambda: is_ready(run) and len(there(run)) >= (3 if deaf else 2), 60)
+    with launched(write_job(here, DEAF, ray={"lost_after": "5s"}), cluster.place) as (run, process):
+        until(lambda: is_ready(run) and len(there(run)) >= 3, 60)
         if what == "the launching machine":
             process.kill()
         else:
@@ -480,11 +490,382 @@ def test_a_log_that_breaks_off_is_read_on_without_loss_or_repetition() -> None:
                 raise RuntimeError("cut")
 
     found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    log = DriverLog(Breaking(), "job")  # type: ignore[arg-type]
+    log = DriverLog(Breaking(), "job", 5)  # type: ignore[arg-type]
     asyncio.run(log.follow(found))
     lines = [found.get() for _ in range(found.qsize())]
     assert lines == [*text.splitlines(), None]
     assert log.why == "the driver on the Ray cluster ended early: the last word"
+
+
+def test_a_connection_that_says_nothing_more_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carrier, "AGAIN_S", 0.01)
+
+    class Silent:
+        reads = 0
+
+        def state(self, name: str) -> tuple[bool, str]:
+            return self.reads > 0, ""
+
+        async def tail(self, name: str) -> AsyncIterator[str]:
+            self.reads += 1
+            yield "one\n"
+            if self.reads == 1:
+                await asyncio.sleep(60)
+            yield "two\n"
+
+    found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    asyncio.run(DriverLog(Silent(), "job", 0.1).follow(found))  # type: ignore[arg-type]
+    assert [found.get() for _ in range(found.qsize())] == ["one", "two", None]
+
+
+def test_the_log_of_a_driver_that_is_gone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carrier, "AGAIN_S", 0.01)
+
+    class Gone:
+        def state(self, name: str) -> tuple[bool, str]:
+            return True, "its node died"
+
+        async def tail(self, name: str) -> AsyncIterator[str]:
+            raise RuntimeError("no such node")
+            yield ""
+
+    found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    log = DriverLog(Gone(), "job", 5)  # type: ignore[arg-type]
+    asyncio.run(log.follow(found))
+    assert (found.get_nowait(), log.why) == (None, "the driver on the Ray cluster ended early: its node died")
+
+
+# --- The line to a driver, by a cluster that only notes what is done to it
+
+
+class Noted:
+    """A cluster whose uploads take long, and what was done there in turn."""
+
+    done: ClassVar[list[str]] = []
+    log: ClassVar[list[str]] = []
+    fails = False
+    submit_s = 0.0
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.done.clear()
+
+    def submit(self, *words: object) -> None:
+        time.sleep(self.submit_s)
+        self.done.append("submit")
+        if self.fails:
+            raise UnavailableError("did not take the job", where=self.address)
+
+    def put(self, key: str, value: dict[str, Any]) -> None:
+        kind = "request" if key.endswith("-request") else "bye" if "bye" in value else "beat"
+        self.done.append(kind)
+
+    def state(self, name: str) -> tuple[bool, str]:
+        return False, ""
+
+    async def tail(self, name: str) -> AsyncIterator[str]:
+        for line in self.log:
+            yield line
+        await asyncio.sleep(60)
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> type[Noted]:
+    monkeypatch.setattr(carrier, "Cluster", Noted)
+    monkeypatch.setattr(Noted, "log", [])
+    return Noted
+
+
+def carrier_of(here: Path) -> Carrier:
+    """What would carry one worker on a cluster far away; `RayPlan` as a plan would have it."""
+    for name in ("run", "run/logs"):
+        (here / name).mkdir()
+    command = Command(("true",), {})
+    plan = RayPlan(
+        slots={"worker/0": command},
+        hosts={"worker/0": "http://far"},
+        address="http://far",
+        bundle={"CPU": 1.0},
+        strategy="PACK",
+        source=str(here),
+        grace_s=1,
+        lost_after_s=0.5,
+    )
+    return Carrier(Run(here / "run"), plan, 0)
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """A carrier takes them for itself."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def said_of_worker(here: Path) -> str:
+    return Run(here / "run").log(Slot("worker", 0), 0).read_text()
+
+
+@pytest.mark.usefixtures("signals")
+def test_an_upload_may_take_longer_than_silence(
+    here: Path, noted: type[Noted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(noted, "submit_s", 1.0)
+    frames = [{"alive": True}, {"slot": "worker/0", "code": 0}, {"end": True}]
+    noted.log += [f"{carrier.FRAME}{json.dumps({'n': n, **frame})}\n" for n, frame in enumerate(frames, 1)]
+    assert carrier_of(here).carry() == 0
+    # Nothing is in the store before the driver has told that it is there, and nothing after it was parted from.
+    assert (noted.done[0], noted.done[-1]) == ("submit", "bye")
+    count = len(noted.done)
+    time.sleep(0.3)
+    assert len(noted.done) == count
+    assert (here / "run" / "submissions").read_text() == ""
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_job_that_is_not_taken_leaves_no_secret(
+    here: Path, noted: type[Noted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(noted, "fails", True)
+    assert carrier_of(here).carry() == 255
+    assert noted.done == ["submit"]
+    assert "stoker: http://far: did not take the job\n" in said_of_worker(here)
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_driver_gets_its_request_once_it_is_there(
+    here: Path, noted: type[Noted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(carrier, "LAST_S", 0.2)
+    noted.log.append(f'{carrier.FRAME}{{"n": 1, "alive": true}}\n')
+    carried = threading.Thread(target=(one := carrier_of(here)).carry)
+    carried.start()
+    until(lambda: noted.done.count("beat") >= 2, 10)
+    assert noted.done[:3] == ["submit", "request", "beat"]
+    assert noted.done.count("request") == 1
+    one._ends = 2
+    carried.join(20)
+    assert "its Ray driver did not tell the end in time" in said_of_worker(here)
+
+
+@pytest.mark.usefixtures("signals")
+def test_the_end_before_the_upload_is_the_end(here: Path, noted: type[Noted]) -> None:
+    one = carrier_of(here)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert one.carry() == -signal.SIGTERM
+    assert noted.done == []
+
+
+@pytest.mark.usefixtures("signals")
+def test_what_goes_wrong_with_the_carrier_is_its_own_fault(
+    here: Path, noted: type[Noted], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(noted, "submit", None)
+    assert carrier_of(here).carry() == 255
+    assert "stoker: what carries its output failed: TypeError: " in said_of_worker(here)
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_token_that_is_no_longer_good_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    exceptions = pytest.importorskip("ray.exceptions")
+
+    def refuse(*words: object, **keys: object) -> None:
+        raise exceptions.AuthenticationError("no")
+
+    with answering(200, {"ray_version": "2.60.0"}) as place:
+        cluster = Cluster(f"http://{place}")
+        monkeypatch.setattr(cluster._client, "_do_request", refuse)
+        for ask in (lambda: cluster.put("key", {}), cluster.nodes, lambda: cluster.state("job")):
+            with pytest.raises(AccessError, match="wants a token, and yours is missing or wrong"):
+                ask()
+
+
+# --- A keeper, on this machine
+
+
+@contextmanager
+def kept(folder: Path, **request: Any) -> Iterator[subprocess.Popen[str]]:
+    """A keeper that was asked for something, as an actor asks it."""
+    folder.mkdir()
+    source = Path(carrier.__file__).with_name("keeper.py")
+    (folder / "keeper.py").write_bytes(source.read_bytes())
+    argv = [sys.executable, str(folder / "keeper.py")]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps({"marks": marks_of(folder), "env": {}, "cwd": str(folder), **request}) + "\n")
+        process.stdin.flush()
+        yield process
+        process.stdin.close()
+        assert process.wait(10) == 0
+    assert not folder.exists()
+
+
+def marks_of(folder: Path) -> dict[str, str]:
+    return {"STOKER_RUN": str(folder), "STOKER_SLOT": "worker/0"}
+
+
+def answer_of(process: subprocess.Popen[str]) -> Any:
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+@contextmanager
+def left(folder: Path, script: str) -> Iterator[subprocess.Popen[bytes]]:
+    """What an earlier keeper left."""
+    with subprocess.Popen(["bash", "-c", script], env={**os.environ, **marks_of(folder)}) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_what_is_left_of_another_attempt_has_its_grace(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    with left(tmp_path / "a", f"sleep 1.5; touch {saved}"):
+        started = ["bash", "-c", f"test -e {saved} && exit 7"]
+        with kept(tmp_path / "a", argv=started, grace_s=20) as process:
+            assert answer_of(process) == {"code": 7}
+
+
+def test_what_a_killed_keeper_left_is_ended(tmp_path: Path) -> None:
+    with (
+        left(tmp_path / "a", "trap '' TERM; while :; do sleep 0.1; done") as deaf,
+        kept(tmp_path / "a", grace_s=1) as process,
+    ):
+        assert answer_of(process) == {"lost": ""}
+        assert deaf.wait(5) == -signal.SIGKILL
+
+
+def test_a_folder_that_is_not_there_is_told_from_a_program(tmp_path: Path) -> None:
+    with kept(tmp_path / "a", argv=["/bin/true"], grace_s=1, cwd="/no/folder") as process:
+        assert answer_of(process) == {"fault": "cannot work in the folder /no/folder: No such file or directory"}
+    with kept(tmp_path / "b", argv=["/no/program"], grace_s=1) as process:
+        assert answer_of(process) == {"fault": "cannot start '/no/program': No such file or directory"}
+
+
+# --- The driver, without a cluster
+
+
+def test_a_slot_that_could_not_be_started_is_lost(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    exceptions = pytest.importorskip("ray.exceptions")
+    from stoker.launchers.ray import driver
+
+    def refuse(ref: object) -> None:
+        raise exceptions.RayError("no space left")
+
+    monkeypatch.setattr(driver.ray, "get", refuse)
+    monkeypatch.setattr(driver, "NODE_S", 0)
+    command = {"argv": ["true"], "env": {}, "cwd": None}
+    request = {"slots": {"worker/0": command}, "bundle": {}, "strategy": "PACK", "marks": {}, "grace_s": 1}
+    one = driver.Driver(request, SimpleNamespace(ends=0), driver.Out(), may_grow=True)  # type: ignore[arg-type]
+    place = dict.fromkeys(("address", "python", "workdir", "home", "interface", "port"), "there")
+    one._places["worker/0"] = place
+    one._seats["worker/0"] = SimpleNamespace(start=SimpleNamespace(remote=lambda _: None))
+    one._start()
+    one._carry()  # and it is not waited for
+    told = [json.loads(line.removeprefix(driver.FRAME)) for line in capfd.readouterr().out.splitlines()]
+    assert told[-1]["code"] == 255
+    assert told[-1]["fault"] == "its Ray actor on there failed: no space left"
+    with pytest.raises(RuntimeError, match="was not started"):
+        driver.Seat("").read(0)
+
+
+def test_why_there_is_no_room() -> None:
+    pytest.importorskip("ray")
+    from stoker.launchers.ray.driver import _reason
+
+    two = [{"CPU": 2.0}, {"CPU": 2.0}]
+    assert _reason({"CPU": 3}, 1, "PACK", two, {}) == ("no node is large enough for one worker", True)
+    assert _reason({"CPU": 2}, 3, "PACK", two, {}) == ("the cluster is too small as it is", True)
+    assert _reason({"CPU": 2}, 2, "PACK", two, {"CPU": 2}) == ("others use them", False)
+    why, too_small = _reason({"CPU": 2}, 1, "PACK", two, {"CPU": 2})
+    assert (why, too_small) == ("what is free lies on nodes where it does not fit, with pack", False)
+    assert "strict_spread wants 3 nodes, and 2 are" in _reason({"CPU": 1}, 3, "STRICT_SPREAD", two, {"CPU": 4})[0]
+    assert "strict_pack wants one node" in _reason({"CPU": 1}, 3, "STRICT_PACK", two, {"CPU": 4})[0]
+
+
+def test_words_that_stand_in_several_files_agree() -> None:
+    def constants(name: str) -> dict[str, Any]:
+        found = {}
+        for node in ast.parse(Path(carrier.__file__).with_name(name).read_text()).body:
+            if isinstance(node, ast.Assign):
+                names = [one.id for one in ast.walk(node.targets[0]) if isinstance(one, ast.Name)]
+                values = [one.value for one in ast.walk(node.value) if isinstance(one, ast.Constant)]
+                found |= dict(zip(names, values, strict=False))
+        return found
+
+    driver, keeper = constants("driver.py"), constants("keeper.py")
+    assert driver["FRAME"] == carrier.FRAME
+    for word in ("PYTHON", "WORKDIR", "PORT", "INTERFACE"):
+        assert driver[word] == getattr(ray_launcher, word)
+    assert f'f"{driver["HOME"]}/' in Path(carrier.__file__).read_text()
+    assert f'"{keeper["OUTPUT"]}"' in Path(carrier.__file__).with_name("driver.py").read_text()
+    assert driver["LOST"] == LOST
+
+
+# --- What is free, and what is sent
+
+
+def test_room_is_counted_node_by_node() -> None:
+    text = "1.0/4.0 CPU (0.5 used of 2.0 reserved in placement groups)\n0.0/2.0 GPU\n1.00GiB/8.00GiB memory"
+    assert free_of(text) == {"CPU": 1.5, "GPU": 2.0, "memory": 7 * 2**30}
+    nodes = [{"CPU": 3.0, "GPU": 1.0}, {"CPU": 1.0}, {"CPU": 2.0, "GPU": 8.0}]
+    assert ray_launcher.room_in(nodes, {"CPU": 2}, "pack") == 2
+    assert ray_launcher.room_in(nodes, {"CPU": 1, "GPU": 1}, "pack") == 3
+    assert ray_launcher.room_in(nodes, {"CPU": 1}, "strict_spread") == 3
+    assert ray_launcher.room_in(nodes, {"CPU": 1}, "strict_pack") == 3
+
+
+def test_a_cluster_that_does_not_tell_what_is_free(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray")
+    with answering(200, {"ray_version": "2.60.0"}) as place:
+        (here / "work" / "train.py").touch()
+        job = write_job(here, "", workers="all", topology="torchrun", program={"script": "train.py"})
+        assert stoker("job", "plan", job, "--on", f"ray://{place}") == 2
+    assert "workers: all: the cluster does not tell what is free; give a number" in capsys.readouterr().err
+
+
+def test_what_this_machine_has_not(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    secret = {"/no/secret": {"secret": "s"}}
+    job = job_of("true", resources={"gpu": 1, "memory": "1000Ti"}, secret_files=secret)
+    with pytest.raises(SpecError) as caught:
+        RayLauncher().render(job)
+    assert [fault.path for fault in caught.value.faults] == [
+        "resources.gpu",
+        "resources.memory",
+        "secret_files./no/secret",
+    ]
+
+
+def packed(here: Path) -> list[str]:
+    plan = RayPlan(slots={}, address="http://far", bundle={}, strategy="PACK", source=str(here / "work"))
+    ray_launcher._pack(plan, here / "working.zip")
+    with zipfile.ZipFile(here / "working.zip") as archive:
+        return [name for name in archive.namelist() if not name.startswith(".stoker/")]
+
+
+def test_links_are_followed_and_too_much_is_not_packed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, far = here / "work", here / "far" / "deep"
+    far.mkdir(parents=True)
+    (far / "a.txt").write_text("a")
+    (work / "link").symlink_to(far.parent)
+    (work / "file").symlink_to(far / "a.txt")
+    (work / "nowhere").symlink_to(here / "none")
+    assert packed(here) == ["file", "link/deep/a.txt"]
+    (work / "big").write_bytes(os.urandom(1 << 20))
+    monkeypatch.setattr(ray_launcher, "LARGEST", 1 << 19)
+    with pytest.raises(InputError, match=r"more than the 512 KiB that Ray takes"):
+        packed(here)
+    assert not (here / "working.zip").exists()
+    (far / "up").symlink_to(work)
+    (work / "big").unlink()
+    with pytest.raises(InputError, match="leads back to a folder that it is in"):
+        packed(here)
 
 
 # --- The commands

@@ -16,8 +16,9 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Protocol
@@ -41,18 +42,24 @@ BEATS = 6
 """In the time after which a driver that hears none is alone."""
 AGAIN_S = 0.5
 LAST_S = 5.0
+TRIES = 5
+"""For the log of a driver that is over; its node may be gone, and the log with it."""
 ARCHIVE = "working.zip"
 DRIVER = ".stoker/driver.py"
 SUBMISSIONS = "submissions"
 # By the Python that Ray itself runs on, which is not always the first on the PATH: our parent has Ray's library open.
 _ENTRYPOINT = (
     "at=$(sed -n 's|.* \\(/.*\\)/lib/python[^/]*/[a-z]*-packages/ray/_raylet.so|\\1|p' /proc/$PPID/maps | head -n 1); "
-    'python="$at/bin/python3"; [ -x "$python" ] || python=python3; exec "$python" {driver} {key}'
+    'python="$at/bin/python3"; [ -x "$python" ] || python=python3; exec "$python" {driver} {key} {silence:g}'
 )
 
 
 class Line(Protocol):
     """The line to the driver."""
+
+    def begin(self, request: dict[str, Any]) -> None:
+        """Start the driver, with what it is to do."""
+        ...
 
     def send(self, state: dict[str, Any]) -> None:
         """Say what is wished for now; in place of what was said before."""
@@ -62,8 +69,8 @@ class Line(Protocol):
         """Give the lines of the driver's log, None while there are none; ends with the driver."""
         ...
 
-    def close(self) -> None:
-        """Wait for the end of the driver, where it is ours."""
+    def close(self, *, is_over: bool) -> None:
+        """Part, from a driver that has told its end or from one that has not; wait for one that is ours."""
         ...
 
     @property
@@ -77,7 +84,7 @@ class OwnCluster:
 
     why = "the driver of its Ray ended early"
 
-    def __init__(self, plan: RayPlan, request: dict[str, Any], log: Path) -> None:
+    def __init__(self, plan: RayPlan, log: Path) -> None:
         theirs, self._to = os.pipe()
         self._back, forth = os.pipe()
         outer = {name: value for name, value in os.environ.items() if not RESERVED.fullmatch(name)}
@@ -90,6 +97,9 @@ class OwnCluster:
             )
         os.close(theirs)
         os.close(forth)
+
+    def begin(self, request: dict[str, Any]) -> None:
+        """Tell it; it has been started."""
         self.send(request)
 
     def send(self, state: dict[str, Any]) -> None:
@@ -112,7 +122,7 @@ class OwnCluster:
         threading.Thread(target=read, daemon=True).start()
         yield from _drained(found)
 
-    def close(self) -> None:
+    def close(self, *, is_over: bool) -> None:  # noqa: ARG002 (it is ours)
         """Let Ray end, and end it."""
         os.close(self._to)
         until(lambda: self._driver.poll() is not None, 2 * LAST_S)
@@ -122,24 +132,28 @@ class OwnCluster:
 class FarCluster:
     """A driver that was handed to a cluster as a job."""
 
-    def __init__(self, plan: RayPlan, request: dict[str, Any], run: Run, attempt: int) -> None:
+    def __init__(self, plan: RayPlan, run: Run, attempt: int) -> None:
         assert plan.address is not None
-        self._limit_s = plan.lost_after_s
+        end_submissions(run, plan.address, plan.grace_s)
+        self._plan, self._run, self._limit_s = plan, run, plan.lost_after_s
         self._cluster = Cluster(plan.address)
-        end_submissions(run, self._cluster, plan.grace_s)
         self._name = f"stoker-{run.id}-{attempt}-{secrets.token_hex(2)}"
+        self._request: dict[str, Any] | None = None
         self._state: dict[str, Any] = {}
-        self._beat, self._sent = 0, threading.Event()
-        self._heard = time.monotonic()
-        self._log = DriverLog(self._cluster, self._name)
-        with open(run.folder / SUBMISSIONS, "a") as file:
-            file.write(f"{self._name}\n")
-        self._cluster.put(f"{self._name}-request", request)
-        self._beat_once()
-        entrypoint = _ENTRYPOINT.format(driver=DRIVER, key=f"gcs://{self._name}")
+        self._beat, self._sent, self._lock = 0, threading.Event(), threading.Lock()
+        self._is_met = self._is_over = False
+        self._heard = 0.0
+        self._log = DriverLog(self._cluster, self._name, self._limit_s)
+
+    def begin(self, request: dict[str, Any]) -> None:
+        """Hand it over, which takes as long as the upload does; the request waits until the driver is there."""
+        self._request = request
+        _note_submission(self._run, self._name)
+        entrypoint = _ENTRYPOINT.format(driver=DRIVER, key=f"gcs://{self._name}", silence=self._limit_s)
         # As long as a last checkpoint may take, should someone stop the job by Ray's own means.
-        variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(int(plan.grace_s + 2 * LAST_S))}
-        self._cluster.submit(self._name, entrypoint, run.folder / ARCHIVE, variables)
+        variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(int(self._plan.grace_s + 2 * LAST_S))}
+        self._cluster.submit(self._name, entrypoint, self._run.folder / ARCHIVE, variables)
+        self._heard = time.monotonic()
         threading.Thread(target=self._beat_on, daemon=True).start()
 
     def send(self, state: dict[str, Any]) -> None:
@@ -152,6 +166,9 @@ class FarCluster:
         found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=lambda: asyncio.run(self._log.follow(found)), daemon=True).start()
         for line in _drained(found):
+            if line is not None and not self._is_met and FRAME in line:
+                self._is_met = True
+                self._sent.set()
             yield line
             if time.monotonic() - self._heard > self._limit_s:
                 self._log.why = f"the Ray cluster at {self._cluster.address} has not answered for {self._limit_s:g} s"
@@ -162,53 +179,76 @@ class FarCluster:
         """Say why there is no more of its log."""
         return self._log.why
 
-    def close(self) -> None:
-        """Leave the rest to Ray; what a driver that never began would have taken out is taken back."""
-        if not self._log.has_frames:
-            with suppress(Exception):
-                self._cluster.put(f"{self._name}-request", {})
+    def close(self, *, is_over: bool) -> None:
+        """Leave the rest to Ray; a driver that told its end is told that nothing more will be written for it."""
+        with self._lock:  # not while a beat is on its way
+            self._is_over = True
+        if is_over:
+            _forget_submission(self._run, self._name)
+            with suppress(Exception):  # then it waits for a moment, and looks after itself
+                self._cluster.put(self._name, {**self._state, "bye": True})
 
     def _beat_on(self) -> None:
-        while True:
+        while not self._is_over:
+            with suppress(Exception), self._lock:  # whatever is wrong with the network, it is tried again
+                self._beat_once()
             self._sent.wait(self._limit_s / BEATS)
             self._sent.clear()
-            with suppress(Exception):  # likewise
-                self._beat_once()
 
     def _beat_once(self) -> None:
-        self._beat += 1
-        self._cluster.put(self._name, {**self._state, "beat": self._beat})
+        """Let the driver know of us. Until it is there to take things out of the store, nothing is put there."""
+        if self._is_over:
+            return
+        if not self._is_met:
+            self._cluster.state(self._name)
+        else:
+            if self._request is not None:
+                self._cluster.put(f"{self._name}-request", self._request)
+                self._request = None
+            self._beat += 1
+            self._cluster.put(self._name, {**self._state, "beat": self._beat})
         self._heard = time.monotonic()
 
 
 class DriverLog:
     """The log of a driver, over connections that may break; each line once."""
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
-        self._cluster, self._name = cluster, name
+    def __init__(self, cluster: Cluster, name: str, limit_s: float) -> None:
+        self._cluster, self._name, self._limit_s = cluster, name, limit_s
         self._given = 0
-        self.has_frames = False
         self.why = ""
 
     async def follow(self, found: queue.SimpleQueue[str | None]) -> None:
         """Read it to its end, then None; a connection that breaks is made again, and the log read once more."""
+        tries = 0
         while True:
+            over, why, is_read = False, "", False
             with suppress(Exception):  # whatever is wrong with the network, it is tried again
                 over, why = await asyncio.to_thread(self._cluster.state, self._name)
-                rest, again = "", self._given
-                async for text in self._cluster.tail(self._name):
-                    *whole, rest = (rest + text).split("\n")
-                    new = whole[again:]
-                    again -= len(whole) - len(new)
-                    self._given += len(new)
-                    self.has_frames = self.has_frames or any(FRAME in line for line in new)
-                    for line in new:
-                        found.put(line)
-                if over:  # and was before the log was read to its end
-                    self.why = f"the driver on the Ray cluster ended early: {_last_line(why)}"
-                    found.put(None)
-                    return
+                await self._read(found)
+                is_read = True
+            tries += over
+            if over and (is_read or tries >= TRIES):  # and was before the log was read to its end
+                self.why = f"the driver on the Ray cluster ended early: {_last_line(why)}"
+                found.put(None)
+                return
             await asyncio.sleep(AGAIN_S)
+
+    async def _read(self, found: queue.SimpleQueue[str | None]) -> None:
+        """Read it to the end of the connection; a driver is never silent for long, so such a connection is gone."""
+        rest, again = "", self._given
+        async with aclosing(self._cluster.tail(self._name)) as log:
+            while True:
+                try:
+                    text = await asyncio.wait_for(anext(log), self._limit_s)
+                except StopAsyncIteration:
+                    return
+                *whole, rest = (rest + text).split("\n")
+                new = whole[again:]
+                again -= len(whole) - len(new)
+                self._given += len(new)
+                for line in new:
+                    found.put(line)
 
 
 def _drained(found: queue.SimpleQueue[str | None]) -> Iterator[str | None]:
@@ -223,14 +263,31 @@ def _drained(found: queue.SimpleQueue[str | None]) -> Iterator[str | None]:
         yield line
 
 
-def end_submissions(run: Run, cluster: Cluster, grace_s: float) -> None:
-    """End the drivers of earlier attempts that may still run: nobody is there to hear them."""
-    path = run.folder / SUBMISSIONS
-    for name in path.read_text().split() if path.exists() else []:
-        with suppress(Exception):  # one that the cluster no longer knows is over
+def end_submissions(run: Run, address: str, grace_s: float) -> None:
+    """End the drivers that have not told their end and may still run: nobody is there to hear them."""
+    names = _submissions(run)
+    cluster = Cluster(address) if names else None
+    for name in names:
+        with suppress(Exception):
+            assert cluster is not None
             if not cluster.state(name)[0]:
                 cluster.stop(name)
                 until(lambda name=name: cluster.state(name)[0], grace_s + LAST_S)  # type: ignore[misc]
+            if cluster.state(name)[0]:
+                _forget_submission(run, name)
+
+
+def _submissions(run: Run) -> list[str]:
+    path = run.folder / SUBMISSIONS
+    return path.read_text().split() if path.exists() else []
+
+
+def _note_submission(run: Run, name: str) -> None:
+    run.write(SUBMISSIONS, "".join(f"{one}\n" for one in [*_submissions(run), name]).encode())
+
+
+def _forget_submission(run: Run, name: str) -> None:
+    run.write(SUBMISSIONS, "".join(f"{one}\n" for one in _submissions(run) if one != name).encode())
 
 
 class Carrier:
@@ -245,6 +302,7 @@ class Carrier:
         self._ends_line = dict.fromkeys(self._logs, True)
         self._codes: dict[str, int] = {}
         self._seen = 0
+        self._is_over = False
         self._state: dict[str, Any] = {"ends": 0, "stacks": 0}
         self._ends = self._stacks = 0
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -254,24 +312,30 @@ class Carrier:
     def carry(self) -> int:
         """Run the attempt to its end; 0 when every slot ended well, else the first code that was not."""
         try:
-            line = self._connected()
+            line = self._line()
+            try:
+                if self._ends:  # there is nothing to be ended yet
+                    return self._ended()
+                line.begin(self._request())
+                return self._carried(line)
+            finally:
+                line.close(is_over=self._is_over)
         except StokerError as error:
             return self._give_up(str(error))
-        try:
-            return self._carried(line)
-        finally:
-            line.close()
+        except Exception as error:
+            traceback.print_exc()  # into the driver's log
+            return self._give_up(f"what carries its output failed: {type(error).__name__}: {error}")
 
-    def _connected(self) -> Line:
-        noise = self._run.logs / f"ray.{self._attempt}.log"
+    def _line(self) -> Line:
         if self._plan.address is None:
-            return OwnCluster(self._plan, self._request(), noise)
-        return FarCluster(self._plan, self._request(), self._run, self._attempt)
+            return OwnCluster(self._plan, self._run.logs / f"ray.{self._attempt}.log")
+        return FarCluster(self._plan, self._run, self._attempt)
 
     def _carried(self, line: Line) -> int:
         deadline = float("inf")
         for text in line.lines():
             if text is not None and self._take(text):
+                self._is_over = True
                 return self._ended()
             if self._wish() != self._state:
                 self._state = self._wish()

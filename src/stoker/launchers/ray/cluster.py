@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
+from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from stoker.errors import AccessError, InputError, MissingExtraError, UnavailableError
 
@@ -25,6 +29,9 @@ LARGEST = 512 * 2**20
 """What Ray takes of a working folder, as an archive."""
 GUARDED = "unknown"
 """The version of a cluster that tells nothing without a token."""
+_OVER = ("STOPPED", "SUCCEEDED", "FAILED")
+_USAGE = re.compile(r"^(\S+)/(\S+) (\S+)(?: \((\S+) used of (\S+) reserved)?", re.MULTILINE)
+_SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _HINT = "its dashboard is wanted, at port 8265 if you name none; ray start --head --dashboard-host=0.0.0.0 opens it"
 
 
@@ -38,7 +45,8 @@ def address_of(place: str | None, environ: Mapping[str, str]) -> str | None:
     here = f"http://127.0.0.1:{PORT}"
     if named and named not in ("auto", "local"):
         # Of a Ray client (ray://host:10001) or of the store (host:6379): the dashboard is on the same host.
-        return f"http://{named.removeprefix('ray://').rpartition(':')[0] or named}:{PORT}"
+        host = named.removeprefix("ray://").rstrip("/")
+        return f"http://{host.rpartition(':')[0] or host}:{PORT}"
     if named == "local":
         return None
     return here if named == "auto" or _version(here, HERE_S) else None
@@ -101,13 +109,20 @@ class Cluster:
 
     def free(self) -> dict[str, float]:
         """Tell what of each resource nobody uses; nothing where the cluster does not tell."""
-        answer = self._ask("GET", "/api/cluster_status")
-        report = (answer.json()["data"].get("clusterStatus") or {}).get("loadMetricsReport") or {}
-        return {name: total - used for name, (used, total) in (report.get("usage") or {}).items()}
+        total = Counter[str]()
+        for node in self.free_by_node():
+            total.update(node)
+        return dict(total)
+
+    def free_by_node(self) -> list[dict[str, float]]:
+        """Tell what of each resource nobody uses or has reserved, node by node; nothing where it does not tell."""
+        answer = self._say("GET", "/nodes?view=summary")
+        told = (answer.json().get("data") or {}).get("nodeLogicalResources") if answer.ok else None
+        return [free_of(text) for text in (told or {}).values()]
 
     def nodes(self) -> dict[str, str]:
         """Tell the state of every node by its address; nothing where the cluster does not tell."""
-        answer = self._client._do_request("GET", "/api/v0/nodes", timeout=ANSWER_S)
+        answer = self._say("GET", "/api/v0/nodes")
         if not answer.ok:
             return {}
         every = ((answer.json().get("data") or {}).get("result") or {}).get("result") or []
@@ -121,57 +136,77 @@ class Cluster:
         self._ask("PUT", f"/api/packages/gcs/{key}.zip", data)
 
     def _ask(self, method: str, path: str, data: bytes | None = None) -> requests.Response:
-        try:
-            answer = self._client._do_request(method, path, data=data, timeout=ANSWER_S)
-        except OSError as error:
-            raise UnavailableError("the Ray cluster does not answer", where=self.address) from error
+        return self._sound(self._say(method, path, data), path)
+
+    def _sound(self, answer: requests.Response, path: str) -> requests.Response:
         if not answer.ok:
             raise UnavailableError(f"the Ray cluster says HTTP {answer.status_code} to {path}", where=self.address)
         return answer
 
+    def _say(self, method: str, path: str, data: bytes | None = None) -> requests.Response:
+        with _told(self.address, "the Ray cluster does not answer"):
+            return self._client._do_request(method, path, data=data, timeout=ANSWER_S)
+
     def submit(self, name: str, entrypoint: str, archive: Path, variables: Mapping[str, str]) -> None:
         """Start a driver in the working folder of an archive."""
         environment = {"working_dir": str(archive), "env_vars": dict(variables)}
-        try:
+        with _told(self.address, "the Ray cluster did not take the job"):
             self._client.submit_job(entrypoint=entrypoint, submission_id=name, runtime_env=environment)
-        except (RuntimeError, OSError) as error:
-            said = (str(error).strip().splitlines() or ["it gave no reason"])[-1]
-            raise UnavailableError(f"the Ray cluster did not take the job: {said}", where=self.address) from error
 
     def state(self, name: str) -> tuple[bool, str]:
         """Tell whether a job is over, and what Ray says of it."""
-        try:
-            info = self._client.get_job_info(name)
-        except RuntimeError as error:
-            if "404" in str(error):
-                return True, "the cluster no longer knows it: was its head started anew?"
-            raise
-        return info.status.is_terminal(), str(info.message or "")
+        path = f"/api/jobs/{name}"  # Ray's own client would wait for the answer without an end
+        answer = self._say("GET", path)
+        if answer.status_code == HTTPStatus.NOT_FOUND:
+            return True, "the cluster no longer knows it: was its head started anew?"
+        told = self._sound(answer, path).json()
+        return told["status"] in _OVER, str(told.get("message") or "")
 
     def stop(self, name: str) -> None:
         """Have Ray send SIGTERM to a driver."""
-        self._client.stop_job(name)
+        self._ask("POST", f"/api/jobs/{name}/stop")
 
-    def tail(self, name: str) -> AsyncIterator[str]:
+    def tail(self, name: str) -> AsyncGenerator[str, None]:
         """Give a driver's log from its beginning, as it grows."""
-        return self._client.tail_job_logs(name)
+        return cast("AsyncGenerator[str, None]", self._client.tail_job_logs(name))
 
 
-def _client(address: str) -> JobSubmissionClient:
-    need_ray()
+@contextmanager
+def _told(address: str, what: str) -> Iterator[None]:
+    """Put what Ray's client raises into one sentence."""
     from ray.exceptions import RayError
-    from ray.job_submission import JobSubmissionClient
 
-    for name in ("dashboard_sdk", "job.sdk"):  # they tell every upload
-        logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
-    headers = json.loads(os.environ.get("RAY_JOB_HEADERS") or "{}")
     try:
-        return JobSubmissionClient(address, headers=headers or None)
+        yield
     except RayError as error:
         hint = "set RAY_AUTH_MODE=token, and the token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
         raise AccessError(
             "the Ray cluster wants a token, and yours is missing or wrong", where=address, hint=hint
         ) from error
     except (RuntimeError, OSError) as error:
-        said = (str(error).strip().splitlines() or ["no reason given"])[0]
-        raise UnavailableError(f"the Ray cluster refused us: {said}", where=address) from error
+        said = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise UnavailableError(f"{what}: {said}", where=address) from error
+
+
+def free_of(usage: str) -> dict[str, float]:
+    """Read what a node has free from lines such as `1.0/4.0 CPU (0.5 used of 2.0 reserved in placement groups)`."""
+    found = {}
+    for used, total, name, used_there, reserved in _USAGE.findall(usage):
+        found[name] = _number(total) - _number(used) - _number(reserved or "0") + _number(used_there or "0")
+    return found
+
+
+def _number(text: str) -> float:
+    digits = text.rstrip("BKMGTi")
+    return float(digits) * _SIZES.get(text[len(digits) :], 1)
+
+
+def _client(address: str) -> JobSubmissionClient:
+    need_ray()
+    from ray.job_submission import JobSubmissionClient
+
+    for name in ("dashboard_sdk", "job.sdk"):  # they tell every upload
+        logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
+    headers = json.loads(os.environ.get("RAY_JOB_HEADERS") or "{}")
+    with _told(address, "the Ray cluster refused us"):
+        return JobSubmissionClient(address, headers=headers or None)

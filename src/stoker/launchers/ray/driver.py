@@ -32,7 +32,7 @@ FRAME = "@stoker-ray "
 PYTHON, WORKDIR, HOME = "@ray:python@", "@ray:workdir@", "@ray:home@"
 PORT, INTERFACE = "@ray:port@", "@ray:interface@"
 """What is known only once a slot has its place; the address of a slot is `@ray:worker/0@`."""
-LOST = 255
+LOST, REFUSED = 255, 3
 CHUNK = 8192
 LONG_POLL_S = 1.0
 POLL_S = 0.2
@@ -40,6 +40,8 @@ STATE_S = 0.5
 REASON_S = 5.0
 LAST_S = 5.0
 """After the time for a last checkpoint: for the end to be told."""
+BEATS = 3
+"""In the time after which whoever hears none reads the log anew."""
 NODE_S = 3.0
 """What Ray has to find out that not only an actor is gone, but its node."""
 PORTS = range(20000, 32000)
@@ -56,14 +58,25 @@ class Out:
 
     def __init__(self) -> None:
         self._count = 0
+        self._lock = threading.Lock()
 
     def tell(self, **frame: Any) -> None:
         """Tell one thing, by one write, so that nothing else gets into it."""
-        self._count += 1
-        line = memoryview(f"{FRAME}{json.dumps({'n': self._count, **frame})}\n".encode())
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
+            self._count += 1
+            line = memoryview(f"{FRAME}{json.dumps({'n': self._count, **frame})}\n".encode())
             while line:
                 line = line[os.write(1, line) :]
+
+    def beat(self, every_s: float) -> None:
+        """Tell from now on that we are there: else silence could as well be a connection that is gone."""
+
+        def go_on() -> None:
+            while True:
+                self.tell(alive=True)
+                time.sleep(every_s)
+
+        threading.Thread(target=go_on, daemon=True).start()
 
 
 # --- What is to be done
@@ -90,6 +103,11 @@ class Wishes:
         self._is_alone = True
 
     @property
+    def is_done(self) -> bool:
+        """Whether the last word was taken, or there is nobody to take it."""
+        return self._is_alone or bool(self._state.get("bye"))
+
+    @property
     def ends(self) -> int:
         """How often the end was asked for; that of one whom nobody asks for any more is 1."""
         asked = int(self._state.get("ends", 0))
@@ -110,14 +128,14 @@ class Wishes:
         self._is_alone = True
 
 
-def ask_store(key: str) -> tuple[dict[str, Any], Wishes]:
-    """Take the request from the key-value store, where it is not left, and follow the state there."""
-    from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get
+def ask_store(key: str, silence_s: float) -> tuple[dict[str, Any] | None, Wishes]:
+    """Take the request from the key-value store, where it is not left, and follow the state there.
 
-    found = _internal_kv_get(f"{key}-request.zip")
-    _internal_kv_del(f"{key}-request.zip")
-    request: dict[str, Any] = json.loads(found)
-    wishes = Wishes(request["silence_s"])
+    The request is put there once we have told that we are here; None when the end comes before it.
+    """
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    wishes = Wishes(silence_s)
 
     def follow() -> None:
         while True:
@@ -126,7 +144,13 @@ def ask_store(key: str) -> tuple[dict[str, Any], Wishes]:
             time.sleep(STATE_S)
 
     threading.Thread(target=follow, daemon=True).start()
-    return request, wishes
+    found = None
+    while not found and not wishes.ends:
+        with contextlib.suppress(Exception):  # likewise
+            found = _internal_kv_get(f"{key}-request.zip")
+        time.sleep(0 if found else POLL_S)
+    forget_store(f"{key}-request")
+    return json.loads(found) if found else None, wishes
 
 
 def forget_store(key: str) -> None:
@@ -161,6 +185,7 @@ class Seat:
         self._source = keeper
         self._folder = ""
         self._keeper: subprocess.Popen[str] | None = None
+        self._sweep: dict[str, Any] = {}
         self._end: dict[str, Any] | None = None
 
     def look(self) -> dict[str, Any]:
@@ -180,10 +205,14 @@ class Seat:
     def start(self, request: dict[str, Any]) -> None:
         """Start the slot."""
         self._folder = tempfile.mkdtemp(prefix="stoker-slot-")
-        path = Path(self._folder, "keeper.py")
-        path.write_text(self._source)
+        Path(self._folder, "keeper.py").write_text(self._source)
+        self._sweep = {"marks": request["marks"], "grace_s": request["grace_s"]}
+        self._keep(request)
+        threading.Thread(target=self._hear, daemon=True).start()
+
+    def _keep(self, request: dict[str, Any]) -> None:
         self._keeper = subprocess.Popen(
-            [sys.executable, "-c", _APART, str(path)],
+            [sys.executable, "-c", _APART, os.path.join(self._folder, "keeper.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -191,7 +220,6 @@ class Seat:
         )
         self._keeper.wait()  # only what set it apart; the keeper itself is nobody's child
         self.ask(request)
-        threading.Thread(target=self._hear, daemon=True).start()
 
     def ask(self, request: dict[str, Any]) -> None:
         """Have the keeper do something; one that is gone has told its end."""
@@ -203,6 +231,8 @@ class Seat:
 
     def read(self, offset: int) -> dict[str, Any]:
         """Give what the slot printed from here on, and its end once there is no more; waits a moment for either."""
+        if self._keeper is None:
+            raise RuntimeError("the slot was not started")
         deadline = time.monotonic() + LONG_POLL_S
         while True:
             end = self._end  # looked at before the last read
@@ -227,10 +257,17 @@ class Seat:
             return b""
 
     def _hear(self) -> None:
+        line = self._told()
+        if not line:  # then another sees to it that nothing of the slot is left, before that is told
+            with contextlib.suppress(OSError):
+                self._keep(self._sweep)
+                self._told()
+        self._end = json.loads(line) if line else {"lost": "the process that kept it there was killed"}
+
+    def _told(self) -> str:
         assert self._keeper is not None
         assert self._keeper.stdout is not None
-        line = self._keeper.stdout.readline()
-        self._end = json.loads(line) if line else {"lost": "the process that kept it there was killed"}
+        return self._keeper.stdout.readline()
 
 
 def _interfaces() -> list[tuple[str, str]]:
@@ -259,8 +296,8 @@ def _free_port() -> int:
 class Driver:
     """One attempt: all slots, placed together, started together, ended together."""
 
-    def __init__(self, request: dict[str, Any], wishes: Wishes, out: Out) -> None:
-        self._request, self._wishes, self._out = request, wishes, out
+    def __init__(self, request: dict[str, Any], wishes: Wishes, out: Out, *, may_grow: bool) -> None:
+        self._request, self._wishes, self._out, self._may_grow = request, wishes, out, may_grow
         self._slots: dict[str, dict[str, Any]] = request["slots"]
         self._seats: dict[str, Any] = {}
         self._places: dict[str, dict[str, Any]] = {}
@@ -283,10 +320,13 @@ class Driver:
             if self._wishes.ends:
                 return False
             if time.monotonic() - since >= REASON_S:
-                since, why = time.monotonic(), waiting_for(self._request["bundle"], len(self._slots))
+                since, (why, too_small) = time.monotonic(), no_room(self._request, len(self._slots))
+                if too_small and not self._may_grow:
+                    self._refuse(f"Ray cannot place {why}")
+                    return False
                 if why != told:
                     told = why
-                    self._out.tell(waiting=why)
+                    self._out.tell(waiting=f"waiting for Ray to place {why}; it waits until there is room")
         if told:
             self._out.tell(waiting="")
         return True
@@ -328,7 +368,7 @@ class Driver:
         first = self._places[next(iter(self._slots))]
         known = {f"@ray:{name}@": place["address"] for name, place in self._places.items()}
         known[PORT] = str(first["port"])
-        starts = []
+        starts = {}
         for name, command in self._slots.items():
             place = self._places[name]
             own = {PYTHON: place["python"], WORKDIR: place["workdir"], HOME: place["home"]}
@@ -341,14 +381,17 @@ class Driver:
                 "marks": {**self._request["marks"], "STOKER_SLOT": name},
                 "grace_s": self._request["grace_s"],
             }
-            starts.append(self._seats[name].start.remote(request))
+            starts[name] = self._seats[name].start.remote(request)
         self._out.tell(places={name: place["address"] for name, place in self._places.items()})
-        with contextlib.suppress(RayError):  # found out again when it is read
-            ray.get(starts)
+        for name, started in starts.items():
+            try:
+                ray.get(started)
+            except RayError as error:
+                self._lose(name, self._why_lost(name, error))
 
     def _carry(self) -> None:
         """Carry what the slots print until all have ended, or were given up."""
-        reads = {self._read(name): name for name in self._slots}
+        reads = {self._read(name): name for name in self._slots if name not in self._codes}
         while reads and time.monotonic() < self._deadline + LAST_S:
             self._obey()
             done, _ = ray.wait(list(reads), timeout=POLL_S)
@@ -380,8 +423,8 @@ class Driver:
             self._seats[name].close.remote()
             return False
         if "fault" in answer:
-            self._codes[name] = 3
-            self._out.tell(slot=name, fault=answer["fault"], code=3)
+            self._codes[name] = REFUSED
+            self._out.tell(slot=name, fault=answer["fault"], code=REFUSED)
             return False
         if "lost" in answer:
             self._lose(name, answer["lost"])
@@ -405,6 +448,12 @@ class Driver:
     def _ask(self, name: str, request: dict[str, Any]) -> None:
         if name not in self._codes:
             self._seats[name].ask.remote(request)
+
+    def _refuse(self, why: str) -> None:
+        """Tell that no attempt can do any better."""
+        for name in self._slots:
+            self._codes[name] = REFUSED
+            self._out.tell(slot=name, fault=why, code=REFUSED)
 
     def _lose(self, name: str, why: str) -> None:
         self._codes[name] = LOST
@@ -442,22 +491,36 @@ def nodes() -> list[dict[str, Any]]:
     return found
 
 
-def waiting_for(bundle: dict[str, float], count: int) -> str:
-    """Say why a gang has no place yet: what it wants, and what there is."""
+def no_room(request: dict[str, Any], count: int) -> tuple[str, bool]:
+    """Say why a gang has no place yet: what it wants, and what there is; and whether all nodes are too small for it."""
+    bundle: dict[str, float] = request["bundle"]
     alive = [node["Resources"] for node in nodes() if node["Alive"]]
     total = {name: sum(node.get(name, 0) for node in alive) for name in bundle}
     free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
-    wanted = _amounts(bundle)
     told = "; ".join(
         f"{_amount(name, count * each)} wanted, {_amount(name, free.get(name, 0))} free of {_amount(name, total[name])}"
         for name, each in bundle.items()
     )
-    reason = "others use them" if all(total[name] >= count * each for name, each in bundle.items()) else ""
-    if not any(all(node.get(name, 0) >= each for name, each in bundle.items()) for node in alive):
-        reason = "no node is large enough for one worker"
-    elif not reason:
-        reason = "the cluster is too small as it is"
-    return f"waiting for Ray to place {count} × ({wanted}): {reason} ({told}); an autoscaler has been asked for more"
+    reason, too_small = _reason(bundle, count, request["strategy"], alive, free)
+    wanted = f"{count} × ({_amounts(bundle)})"
+    return f"{wanted}: {reason} ({told})", too_small
+
+
+def _reason(
+    bundle: dict[str, float], count: int, strategy: str, alive: list[dict[str, float]], free: dict[str, float]
+) -> tuple[str, bool]:
+    rooms = [min(int(node.get(name, 0) / each + 1e-6) for name, each in bundle.items()) for node in alive]
+    if not any(rooms):
+        return "no node is large enough for one worker", True
+    if strategy == "STRICT_SPREAD" and sum(room > 0 for room in rooms) < count:
+        return f"strict_spread wants {count} nodes, and {sum(room > 0 for room in rooms)} are large enough", True
+    if strategy == "STRICT_PACK" and max(rooms) < count:
+        return "strict_pack wants one node for all workers, and none is large enough", True
+    if sum(rooms) < count:
+        return "the cluster is too small as it is", True
+    if all(free.get(name, 0) >= count * each for name, each in bundle.items()):
+        return f"what is free lies on nodes where it does not fit, with {strategy.lower()}", False
+    return "others use them", False
 
 
 def _amounts(bundle: dict[str, float]) -> str:
@@ -473,11 +536,14 @@ def _last_line(error: BaseException) -> str:
 
 
 def main() -> int:
-    """Run one attempt: `driver.py KEY` in a cluster, `driver.py` alone with one of its own."""
+    """Run one attempt: `driver.py KEY SILENCE` in a cluster, `driver.py` alone with one of its own."""
     out, key = Out(), sys.argv[1] if len(sys.argv) > 1 else ""
+    request: dict[str, Any] | None
     if key:
+        silence_s = float(sys.argv[2])
         ray.init(log_to_driver=False)
-        request, wishes = ask_store(key)
+        out.beat(silence_s / BEATS)
+        request, wishes = ask_store(key, silence_s)
     else:
         request, wishes = ask_stdin()
         cpus = max(os.cpu_count() or 1, int(request["bundle"].get("CPU", 0) * len(request["slots"]) + 0.999))
@@ -488,16 +554,27 @@ def main() -> int:
             include_dashboard=False,
             log_to_driver=False,
         )
+    code = 1
     try:
-        code = Driver(request, wishes, out).run()
+        if request is not None:
+            code = Driver(request, wishes, out, may_grow=bool(key)).run()
+        out.tell(end=True)
     except Exception as error:
         out.tell(failed=_last_line(error))
         raise
-    if key:
-        forget_store(key)
-    out.tell(end=True)
+    finally:
+        if key:
+            forget_when_done(key, wishes)
     ray.shutdown()
     return code
+
+
+def forget_when_done(key: str, wishes: Wishes) -> None:
+    """Leave nothing in the store, once nobody writes there any more."""
+    deadline = time.monotonic() + LAST_S
+    while not wishes.is_done and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    forget_store(key)
 
 
 if __name__ == "__main__":

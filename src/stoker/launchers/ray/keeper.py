@@ -2,7 +2,8 @@
 
 One file on the standard library alone; the actor writes it into a folder of its own and starts it there. It is asked by
 lines of JSON on standard input, and tells the exit code on standard output. When standard input ends, by whatever
-means, the slot is ended: TERM, the time for a last checkpoint, KILL for all that bears its marks.
+means, the slot is ended: TERM, the time for a last checkpoint, KILL for all that bears its marks. What another keeper
+left of the slot has that time too, before a new one is started.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any
 OUTPUT = "output"
 """Where the slot's output lies, beside this file."""
 LEFTOVER_S = 0.5
+DEATH_S = 30.0
+"""How long a killed process may take to be gone."""
 POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 # What Ray tells its own workers, and means nothing to a program of the user's.
@@ -39,22 +42,42 @@ class Keeper:
         self._is_alone = False
 
     def keep(self) -> None:
-        """Start the slot, stay until nothing of it is left, and tell how it ended."""
-        end_marked(self._marks, LEFTOVER_S)  # of an attempt that was cut off from us
+        """Start the slot, stay until nothing of it is left, and tell how it ended; without a command only the rest."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
+        hearing = threading.Thread(target=self._hear, daemon=True)
+        hearing.start()
+        self._tell(self._swept() or self._kept())
+        while hearing.is_alive() and not self._is_alone:  # until the output has been read
+            time.sleep(POLL_S)
+
+    def _swept(self) -> dict[str, Any]:
+        """End what another keeper left: it, or the kernel at its own end, has asked the slot to end."""
+        deadline = time.monotonic() + self._request["grace_s"]
+        while time.monotonic() < deadline and self._ends < 2 and _marked(self._marks):
+            time.sleep(POLL_S)
+        left = end_marked(self._marks, LEFTOVER_S)
+        return {"lost": _undying(left)} if left else {}
+
+    def _kept(self) -> dict[str, Any]:
+        if "argv" not in self._request or self._is_alone:
+            return {"lost": ""}
+        if self._ends:
+            return {"code": -signal.SIGTERM}
         try:
             child = self._start()
         except OSError as error:
-            self._tell({"fault": f"cannot start {self._request['argv'][0]!r}: {error.strerror or error}"})
-            return
-        hearing = threading.Thread(target=self._hear, daemon=True)
-        hearing.start()
+            if error.filename == self._request["cwd"]:
+                what = f"cannot work in the folder {error.filename}"
+            else:
+                what = f"cannot start {self._request['argv'][0]!r}"
+            return {"fault": f"{what}: {error.strerror or error}"}
         code = self._watch(child)
-        end_marked(self._marks, 0 if self._ends > 1 else LEFTOVER_S)
-        self._tell({"code": code})
-        while hearing.is_alive() and not self._is_alone:  # until the output has been read
-            time.sleep(POLL_S)
+        left = end_marked(self._marks, 0 if self._ends > 1 else LEFTOVER_S)
+        if left:
+            with open(os.path.join(self._folder, OUTPUT), "a") as output:
+                output.write(f"stoker: {_undying(left)}\n")
+        return {"code": code}
 
     def _start(self) -> subprocess.Popen[bytes]:
         libc, keeper = ctypes.CDLL(None), os.getpid()
@@ -111,16 +134,21 @@ class Keeper:
         self._is_alone = True
 
 
-def end_marked(marks: dict[str, str], grace_s: float) -> None:
-    """End all processes with these variables: TERM, some time, KILL until none is left."""
+def end_marked(marks: dict[str, str], grace_s: float) -> list[int]:
+    """End all processes with these variables: TERM, some time, KILL until none is left; give those that stay."""
     for pid in _marked(marks):
         _signal_marked(pid, marks, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while found := _marked(marks):
+    while (found := _marked(marks)) and time.monotonic() < deadline + DEATH_S:
         if time.monotonic() >= deadline:
             for pid in found:
                 _signal_marked(pid, marks, signal.SIGKILL)
         time.sleep(POLL_S)
+    return found
+
+
+def _undying(pids: list[int]) -> str:
+    return f"processes that do not end, not even by SIGKILL: {', '.join(map(str, pids))}"
 
 
 def _marked(marks: dict[str, str]) -> list[int]:

@@ -7,14 +7,15 @@ to be found, that process starts one on this machine for the run.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
@@ -24,10 +25,10 @@ from stoker.errors import Fault, InputError, SpecError, StokerError
 from stoker.jobs.launcher import LogLine, Traits, check
 from stoker.jobs.runs import Run, home
 from stoker.jobs.spec import Job
-from stoker.jobs.status import JobState, JobStatus
+from stoker.jobs.status import JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, commands, slots_of
-from stoker.launchers.files import listed, size_of
-from stoker.launchers.local import LocalLauncher
+from stoker.launchers.files import listed
+from stoker.launchers.local import LocalLauncher, _gpus
 from stoker.launchers.paths import inside, placed
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.ray.carrier import ARCHIVE, DRIVER, end_submissions
@@ -35,8 +36,12 @@ from stoker.launchers.ray.cluster import GUARDED, LARGEST, Cluster, address_of, 
 from stoker.launchers.ray.plan import RayPlan, read_ray_plan
 from stoker.telemetry import profiler
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
 PYTHON, WORKDIR, PORT, INTERFACE = "@ray:python@", "@ray:workdir@", "@ray:port@", "@ray:interface@"
 """What the driver puts there, once slots have their places."""
+_LEAVE_OUT = ".stokerignore leaves out what is not needed there; name shards by URL"
 _SENT = {
     DRIVER: ("stoker.launchers.ray", "driver.py"),
     ".stoker/keeper.py": ("stoker.launchers.ray", "keeper.py"),
@@ -72,16 +77,18 @@ class RayLauncher:
         return change(job, program=program, tensorboard=board, workers=workers)
 
     def _every(self, job: Job) -> int:
-        """Count the workers for which there is room now: by GPUs where a worker has some, else by CPUs."""
+        """Count the workers for which the nodes have room now, each for itself."""
         assert self._address is not None
         need_ray()
-        free = Cluster(self._address).free()
-        name = "GPU" if job.resources.gpu else "CPU"
-        each = _bundle(job)[name]
-        count = int(free.get(name, 0) // each)
+        nodes, bundle = Cluster(self._address).free_by_node(), _bundle(job)
+        if not nodes:
+            why = "the cluster does not tell what is free"
+            raise InputError(f"workers: all: {why}; give a number", where=self._address)
+        count = room_in(nodes, bundle, job.ray.strategy)
         if not count:
-            there = f"{free.get(name, 0):g} {name}s are free there, and a worker has {each:g}"
-            raise InputError(f"workers: all: {there}; give a number to wait for them", where=self._address)
+            wanted = ", ".join(f"{each:g} {name}" for name, each in bundle.items())
+            why = f"no node there has {wanted} free for a worker"
+            raise InputError(f"workers: all: {why}; give a number to wait for it", where=self._address)
         return count
 
     def render(self, job: Job) -> RayPlan:
@@ -139,9 +146,9 @@ class RayLauncher:
             yield "no cluster's cache on ray: data is read without it"
 
     def _far_notes(self, job: Job, there: str) -> Iterator[str]:
-        names = listed(Path.cwd(), job.ray.exclude, away=home())
-        size = size_of(Path.cwd(), names)
-        yield f"{len(names)} files ({format_bytes(size)}) of {Path.cwd()} go to {self._address}"
+        sent = dict(_sent(Path.cwd(), job.ray.exclude))
+        size = sum(path.stat().st_size for path in sent.values())
+        yield f"{len(sent)} files ({format_bytes(size)}) of {Path.cwd()} go to {self._address}"
         if size > LARGEST:
             yield f"Ray takes at most {format_bytes(LARGEST)}, packed: .stokerignore leaves out what they need not"
         if there not in (GUARDED, version_here()):
@@ -149,6 +156,8 @@ class RayLauncher:
                 f"Ray is {version_here()} here and {there} there: its job API is the same in all of 2.x; should the "
                 f"job not be taken: pip install 'ray[default]=={there}' here"
             )
+        if job.secret_files:
+            yield f"no secrets as files on ray: every node must have {', '.join(job.secret_files)}"
         if job.checkpoint.dir is None:
             yield (
                 "checkpoints stay on the node where worker/0 is, in stoker/<run>/checkpoints of the home there; "
@@ -178,17 +187,25 @@ class RayLauncher:
         return self._here.logs(handle, slot, follow=follow)
 
     def stop(self, handle: str) -> None:
-        """Have the supervisor end the run; without one, the driver there has ended it or is told to."""
+        """Have the supervisor end the run; a driver there that has not told its end is told to."""
         run = Run(Path(handle.partition("://")[2]))
-        was_lost = self.status(handle).state is JobState.LOST
         self._here.stop(handle)
         plan = read_ray_plan(run)
-        if was_lost and plan.address is not None:
+        if plan.address is not None and self.status(handle).state.is_final:  # else someone has started it again
             try:
-                end_submissions(run, Cluster(plan.address), plan.grace_s)
+                end_submissions(run, plan.address, plan.grace_s)
             except StokerError as error:
                 after = f"what may still run there ends by itself after {plan.lost_after_s:g} s"
                 raise type(error)(f"{error.what}; {after}", where=error.where) from error
+
+
+def room_in(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, float], strategy: str) -> int:
+    """Count the bundles that fit into what each node has free."""
+    # What is told is rounded, in memory above all.
+    rooms = [min(int(free.get(name, 0) / each + 1e-3) for name, each in bundle.items()) for free in nodes]
+    if strategy == "strict_pack":
+        return max(rooms)
+    return sum(room > 0 for room in rooms) if strategy == "strict_spread" else sum(rooms)
 
 
 def _bundle(job: Job) -> dict[str, float]:
@@ -216,9 +233,10 @@ def _missing(job: Job, address: str | None) -> Iterator[Fault]:
         comes = address is None or not Path(inside(path) or "").is_absolute()
         if comes and not Path(path).exists():
             yield Fault(key, f"there is nothing at {Path.cwd() / path}")
-    folder = job.checkpoint.dir
     if address is None:
+        yield from _missing_here(job)
         return
+    folder = job.checkpoint.dir
     if folder is not None and "://" not in folder and not Path(folder).is_absolute():
         why = "would lie in Ray's copy of the working folder, which is not kept"
         yield Fault("checkpoint.dir", f"{folder!r} {why}: give a bucket, or an absolute path that every node has")
@@ -226,23 +244,65 @@ def _missing(job: Job, address: str | None) -> Iterator[Fault]:
         yield Fault("", f"the working folder is {Path.cwd()}: give the command in the folder of your project")
 
 
+def _missing_here(job: Job) -> Iterator[Fault]:
+    """List what this machine has not, where the cluster is of the run's own."""
+    workers = 1 if job.workers == "all" else job.max_workers
+    gpus, wanted = len(_gpus()), job.resources.gpu * workers
+    if wanted > gpus:
+        yield Fault("resources.gpu", f"{wanted} are wanted and {gpus} are here (--set resources.gpu=0 does without)")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (size := int(job.resources.memory or 0) * workers) > memory:
+        yield Fault("resources.memory", f"{format_bytes(size)} are wanted and {format_bytes(memory)} are here")
+    for path in job.secret_files:
+        if not Path(path).exists():
+            yield Fault(f"secret_files.{path}", "there are no secrets here but files, and this one does not exist")
+
+
+def _sent(folder: Path, exclude: Sequence[str], above: tuple[Path, ...] = ()) -> Iterator[tuple[str, Path]]:
+    """Give the files that go along, by their names there; what a link leads to is in its place."""
+    above = (*above, folder.resolve())
+    for name in listed(folder, exclude, away=home()):
+        path = folder / name
+        if path.is_dir():  # then it is a link
+            if path.resolve() in above:
+                raise InputError("this link leads back to a folder that it is in", where=path, hint=_LEAVE_OUT)
+            yield from ((f"{name}/{rest}", found) for rest, found in _sent(path, exclude, above))
+        elif path.exists():  # a link may lead nowhere
+            yield name, path
+
+
+class _Bounded(io.BufferedWriter):
+    """A file that Ray would take."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        """Write, unless it is too much by now."""
+        if self.tell() + memoryview(data).nbytes >= LARGEST:
+            raise _TooLargeError
+        return super().write(data)
+
+
+class _TooLargeError(Exception):
+    pass
+
+
 def _pack(plan: RayPlan, path: Path) -> None:
     """Pack the working folder, with what the driver needs."""
     folder = Path(plan.source)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive:
-        for name in listed(folder, plan.exclude, away=home()):
-            if (folder / name).exists():  # a link may lead nowhere
-                archive.write(folder / name, name)
-        for name, (package, file) in _SENT.items():
-            archive.writestr(name, files(package).joinpath(file).read_bytes())
-    size = path.stat().st_size
-    if size >= LARGEST:
+    try:
+        with (
+            _Bounded(io.FileIO(path, "w")) as file,
+            zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive,
+        ):
+            for name, found in _sent(folder, plan.exclude):
+                archive.write(found, name)
+            for name, (package, source) in _SENT.items():
+                archive.writestr(name, files(package).joinpath(source).read_bytes())
+    except BaseException as error:
         path.unlink()
-        raise InputError(
-            f"the working folder is {format_bytes(size)} when packed, and Ray takes {format_bytes(LARGEST)}",
-            where=folder,
-            hint=".stokerignore leaves out what is not needed there; name shards by URL",
-        )
+        if not isinstance(error, _TooLargeError):
+            raise
+        what = f"the working folder is more than the {format_bytes(LARGEST)} that Ray takes, when packed"
+        raise InputError(what, where=folder, hint=_LEAVE_OUT) from None
 
 
 def _carrier(plan: RayPlan, run: Run) -> LocalPlan:
