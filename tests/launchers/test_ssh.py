@@ -180,7 +180,7 @@ class TestSsh(LauncherSuite):
         with pytest.raises(SpecError) as caught:
             launcher.render(job_of(**keys, ssh={"hosts": ["a", "b"]}))
         assert [fault.path for fault in caught.value.faults] == ["ssh.hosts", "program.script"]
-        assert "there are 3 workers and room for 2" in str(caught.value)
+        assert "workers are 3, and there is room for 2" in str(caught.value)
 
     def test_all_that_is_wrong_on_hosts_is_told_at_once(self, launcher: Any, tmp_path: Path) -> None:
         config = strange_hosts(self.net, tmp_path)

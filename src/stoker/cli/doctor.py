@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.job import Hosts, Sets, launcher_at, with_hosts
+from stoker.cli.job import HERE, Hosts, Sets, launcher_at, with_hosts
 from stoker.cli.output import print_json, print_table, remark
 from stoker.errors import InputError, JobFailedError, MissingError, StokerError, UnavailableError
 
@@ -42,18 +42,15 @@ def doctor(
     Alone, it looks at this machine. With --on it looks at all hosts of a job and between them, and sends a small job
     there that reads the data and adds up tensors.
     """
-    if file is None and on is None and not hosts and not sets:
+    if file is None and on is None and hosts is None and not sets:
         _this_machine(as_json)
         return
-    if on is None:
-        if hosts:
-            raise InputError("--hosts is for --on ssh", hint="write: stoker doctor --on ssh --hosts …")
-        on = "local"
+    on = on or HERE
     from stoker.doctor.examine import default_job, examine
     from stoker.jobs.spec import load_job
 
     launcher, (name, _, place) = launcher_at(on), on.partition("://")
-    given = with_hosts(sets, hosts)
+    given = with_hosts(on, sets, hosts)
     job = default_job(name, place, given) if file is None else load_job(file, given)
     checks = examine(job, launcher, place, remark)
     if as_json:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 STOPPED_LINES = 3
 """Of the log, shown after a Ctrl-C: whether there is a last checkpoint."""
+HERE = "local"
 app = typer.Typer(help="Jobs: one file, every place.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -69,9 +70,9 @@ def init(
 
 
 @app.command()
-def plan(file: JobFile, on: On = "local", hosts: Hosts = None, sets: Sets = None, as_json: Json = False) -> None:
+def plan(file: JobFile, on: On = HERE, hosts: Hosts = None, sets: Sets = None, as_json: Json = False) -> None:
     """Show what a job would start, and start nothing."""
-    _, rendered = _rendered(file, on, with_hosts(sets, hosts))
+    _, rendered = _rendered(file, on, with_hosts(on, sets, hosts))
     if as_json:
         print_json(rendered)
         return
@@ -83,7 +84,7 @@ def plan(file: JobFile, on: On = "local", hosts: Hosts = None, sets: Sets = None
 @app.command()
 def run(
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A job file; `-` is standard input.")] = None,
-    on: On = "local",
+    on: On = HERE,
     hosts: Hosts = None,
     sets: Sets = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when it has started.")] = False,
@@ -102,12 +103,12 @@ def run(
     from stoker.jobs.runs import create
 
     if resume is not None:
-        started = _resumable(resume, file, [*(sets or []), *([hosts] if hosts else [])], tensorboard)
+        started = _resumable(resume, is_changed=bool(file or sets or tensorboard or hosts is not None or on != HERE))
         launcher = _launcher_of(started)
         begin: Callable[[], object] = partial(launcher.restart, started, detach=detach)
     else:
         more = ["tensorboard=true"] if tensorboard else []
-        job, rendered = _rendered(_needed(file), on, [*with_hosts(sets, hosts), *more])
+        job, rendered = _rendered(_needed(file), on, [*with_hosts(on, sets, hosts), *more])
         started, launcher = create(job, rendered), launcher_at(on)
         begin = partial(launcher.start, rendered, started, detach=detach)
     first = started.read_status().next_attempt  # only what is written from there on is shown
@@ -249,7 +250,7 @@ def evaluate(
         checkpoint=msgspec.structs.replace(job.checkpoint, dir=found.checkpoints),
         retries=0,
     )
-    launcher = launcher_at("local")
+    launcher = launcher_at(HERE)
     job = launcher.anchored(job)
     rendered = launcher.render(job)
     started = create(job, rendered)
@@ -284,12 +285,20 @@ def _which(checkpoint: str) -> tuple[str, ...]:
     return ("--eval-only", "--init-from", checkpoint)
 
 
-def with_hosts(sets: list[str] | None, hosts: str | None) -> list[str]:
+def with_hosts(on: str, sets: list[str] | None, hosts: str | None) -> list[str]:
     """Take `--hosts a,b:2` for the key that it stands for."""
     import json
 
-    names = [name.strip() for name in (hosts or "").split(",") if name.strip()]
-    return [*(sets or []), *([f"ssh.hosts={json.dumps(names)}"] if names else [])]
+    from stoker.errors import InputError
+
+    if hosts is None:
+        return sets or []
+    if on.partition("://")[0] != "ssh":
+        raise InputError("--hosts is for --on ssh", hint="give both, or neither")
+    names = [name.strip() for name in hosts.split(",") if name.strip()]
+    if not names:
+        raise InputError("--hosts names no host", hint="give --hosts a,b or --hosts @FILE")
+    return [*(sets or []), f"ssh.hosts={json.dumps(names)}"]
 
 
 def _needed(file: Path | None) -> Path:
@@ -311,13 +320,14 @@ def _rendered(file: Path, on: str, sets: list[str] | None) -> tuple[Job, Any]:
     return job, rendered
 
 
-def _resumable(name: str, file: Path | None, sets: list[str] | None, tensorboard: bool) -> Run:
+def _resumable(name: str, *, is_changed: bool) -> Run:
     """Find a run that can be started again where it was: in its own folder, and so from its own checkpoints."""
     from stoker.errors import ConflictError, InputError
     from stoker.jobs.runs import find
 
-    if file is not None or sets or tensorboard:
-        raise InputError("--resume goes on with the job as it was", hint="leave FILE and --set away, or start it anew")
+    if is_changed:
+        hint = "leave FILE, --on, --hosts, --set and --tensorboard away, or start it anew"
+        raise InputError("--resume goes on with the job as it was, where it was", hint=hint)
     found = find(name)
     now = _status(found)
     if not now.state.is_final:
@@ -350,6 +360,8 @@ def launcher_at(name: str) -> Launcher[Any]:
     kind, _, place = name.partition("://")
     if kind in ("k8s", "kubernetes") and kind not in LAUNCHERS.names():
         raise NotYetError(f"`--on {name}` is not in this version", hint="CHANGELOG.md tells what each version has")
+    if kind not in LAUNCHERS.names() and (scheme := kind.partition(":")[0]) in LAUNCHERS.names():
+        raise InputError(f"`--on {name}` is no place", hint=f"an address is written {scheme}://host:port")
     launcher: Any = LAUNCHERS.get(kind)
     if place and not launcher.traits.places:
         raise InputError(f"`--on {kind}` takes no address", hint=f"leave {place!r} away")

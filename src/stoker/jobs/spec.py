@@ -42,6 +42,8 @@ RESERVED = re.compile(
 """Environment variables that stoker, torchrun or mpirun set."""
 RESERVED_BY_TENSORFLOW = re.compile("TF_CONFIG|CLUSTER_CONFIG|POD_NAME")
 
+MOST_WORKERS = 1000
+"""On one host; what is more was meant for a port."""
 PORT = 29500
 """Where slots listen for each other, when a job names no port and they do not share a machine."""
 
@@ -384,6 +386,13 @@ class Ssh(_Section, frozen=True, kw_only=True):
         """Refuse paths that only a shell expands, and a host that is lost at once."""
         for key in ("workdir", "python", "config"):
             yield from _astray(key, getattr(self, key))
+        for index, host in enumerate(self.hosts):
+            name, colon, count = host.rpartition(":")
+            if not colon or ":" in name or host.startswith("@"):  # an IPv6 address has several
+                continue
+            if not count.isdigit() or not 1 <= int(count) <= MOST_WORKERS:
+                what = f"behind the colon stands how many workers it takes, 1 to {MOST_WORKERS}"
+                yield Fault(f"hosts[{index}]", f"{host!r}: {what}; a port of ssh goes into your ssh configuration")
         if self.lost_after < 5:
             yield Fault("lost_after", f"is {format_duration(self.lost_after)}: at least 5s, for networks do pause")
 

@@ -92,8 +92,11 @@ class SshLauncher:
             looks = look_at_all(sessions, job)
             crowds = Counter(host for slot, host in hosts.items() if slot.role == "worker")
             faulty = {host: list(troubles(job, look, crowds[host])) for host, look in looks.items()}
-            ways = None if any(faulty.values()) else find_ways(job, sessions, looks)
-        _refuse(job, looks, faulty if ways is None else ways.troubles)
+            up = {host: session for host, session in sessions.items() if looks[host].trouble is None}
+            ways = find_ways(job, up, looks) if hosts[min(hosts)] in up else None  # its port is where they meet
+        for host, found in (ways.troubles if ways else {}).items():
+            faulty[host] += found
+        _refuse(job, looks, faulty)
         assert ways is not None
         _check_even(job, looks)
         return plan_of(job, client_of(job), hosts, looks, ways.routes, ways.port)
@@ -188,14 +191,19 @@ def missing(job: Job) -> Iterator[Fault]:
     if not job.ssh.hosts:
         yield Fault("ssh.hosts", "names no host: write them there, or give --hosts a,b")
     elif room < job.max_workers:
-        many = f"{job.max_workers} workers and room for {room}"
-        yield Fault("ssh.hosts", f"there are {many}: name more hosts, or let one take more (node1:2)")
+        many = f"workers are {job.max_workers}, and there is room for {room}"
+        yield Fault("ssh.hosts", f"{many}: name more hosts, or let one take more (node1:2)")
     for name in job.secret_env:
         if name not in os.environ:
             yield Fault(f"secret_env.{name}", "secrets come from the environment here, and this variable is not set")
     script = job.program.script
     if job.ssh.copy and script is not None and not Path(script).is_absolute() and not Path(script).is_file():
         yield Fault("program.script", f"there is no file {Path.cwd() / script}")
+    folder = job.program.cwd
+    if job.ssh.copy and folder is not None and not Path(folder).is_absolute() and not Path(folder).is_dir():
+        yield Fault("program.cwd", f"there is no folder {Path.cwd() / folder}")
+    if job.ssh.config is not None and not Path(job.ssh.config).is_file():
+        yield Fault("ssh.config", f"there is no file {job.ssh.config}")
     if job.ssh.copy and Path.cwd() in (Path.home(), Path("/")):
         yield Fault("ssh.copy", f"the working folder is {Path.cwd()}: give the command in the folder of your project")
 
@@ -215,9 +223,13 @@ def _check_even(job: Job, looks: Mapping[str, Look]) -> None:
 
 def _refuse(job: Job, looks: Mapping[str, Look], faulty: Mapping[str, list[Trouble]]) -> None:
     """Tell all that is in the way on all hosts at once."""
-    sentences = [f"{host} {trouble.sentence}" for host, found in faulty.items() for trouble in found]
-    if not sentences:
+    hosts: dict[str, list[str]] = {}
+    for host, found in faulty.items():
+        for trouble in found:
+            hosts.setdefault(trouble.sentence, []).append(host)
+    if not hosts:
         return
+    sentences = [f"{', '.join(names)} {sentence}" for sentence, names in hosts.items()]
     up = sum(look.trouble is None for look in looks.values())
     counted = f"{up} of {len(looks)} hosts are up; " if up < len(looks) else ""
     text = counted + "; ".join(sentences)
