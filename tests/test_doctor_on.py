@@ -297,7 +297,7 @@ def test_on_ray(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         assert checks["all-reduce", ""]["found"].startswith("2 ranks by gloo")
         code, checks, _ = asked(capsys, "--on", f"ray://{cluster.place}", "--set", "workers=9")
         assert code == 0
-        assert checks["room", ""]["found"].endswith(" CPUs are free, and 9 CPUs are wanted")
+        assert checks["room", ""]["found"].endswith(" are free, and 9 CPUs are wanted")
         assert checks["probe", ""]["found"] == "not sent: there is no room for it"
         monkeypatch.setattr(examine, "BOUND_S", 15.0)
         wide = ["--set", "workers=1", "--set", f"resources.cpu={CPUS + 1}"]
