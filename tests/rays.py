@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +21,7 @@ from stoker.core.processes import Process, start
 from waiting import eventually
 
 CPUS = 2
-ACCELERATOR = '{"accelerator_type:TEST":1}'
+HEAD, ACCELERATOR = '{"accelerator_type:HEAD":1}', '{"accelerator_type:TEST":1}'
 
 
 @dataclass
@@ -83,6 +85,20 @@ class RayCluster:
                     found.append(pid)
         return found
 
+    def jobs(self) -> list[str]:
+        """The names of all jobs that it was given."""
+        with urllib.request.urlopen(f"http://{self.place}/api/jobs/", timeout=10) as answer:
+            return [job["submission_id"] or "" for job in json.loads(answer.read())]
+
+    def keeps(self, key: str) -> bool:
+        """Whether there is something in its store."""
+        try:
+            with urllib.request.urlopen(f"http://{self.place}/api/packages/gcs/{key}.zip", timeout=10):
+                return True
+        except urllib.error.HTTPError as error:
+            error.close()
+            return error.code != 404
+
     def _alive(self) -> int:
         url = f"http://{self.place}/api/v0/nodes?filter_keys=state&filter_predicates=%3D&filter_values=ALIVE"
         with suppress(OSError), urllib.request.urlopen(url, timeout=10) as answer:
@@ -116,7 +132,7 @@ def ray_cluster(folder: Path) -> Iterator[RayCluster]:
         head, other = net["node1"], net["node2"]
         cluster = RayCluster(
             [
-                RayNode(head, ["--head", "--dashboard-host=0.0.0.0"]),
+                RayNode(head, ["--head", "--dashboard-host=0.0.0.0", f"--resources={HEAD}"]),
                 # GPUs in name alone; Ray believes it.
                 RayNode(other, [f"--address={head.address}:6379", "--num-gpus=2", f"--resources={ACCELERATOR}"]),
             ]

@@ -25,7 +25,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 FRAME = "@stoker-ray "
@@ -308,9 +308,13 @@ class Driver:
     def run(self) -> int:
         """Run the gang to its end; 0 when every slot ended well."""
         group = placement_group([self._request["bundle"]] * len(self._slots), strategy=self._request["strategy"])
-        if self._placed(group) and self._seated(group):
-            self._start()
-            self._carry()
+        try:
+            if self._placed(group) and self._seated(group):
+                self._start()
+                self._carry()
+        finally:  # our own end, with which Ray would do it, may take a moment
+            with contextlib.suppress(Exception):
+                remove_placement_group(group)
         return 0 if set(self._codes.values()) == {0} and len(self._codes) == len(self._slots) else 1
 
     def _placed(self, group: Any) -> bool:
