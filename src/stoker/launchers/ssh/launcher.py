@@ -54,6 +54,7 @@ from stoker.launchers.ssh.look import (
 from stoker.launchers.ssh.plan import Place, SshPlan, far_codes, read_ssh_plan
 from stoker.launchers.ssh.send import Extra, Parcel, attend
 from stoker.launchers.supervisor import STOPPING, watching
+from stoker.telemetry.events import PREFIX
 
 MUCH = 2**30
 SKEW_S = 5.0
@@ -489,7 +490,8 @@ def _set_up(run: Run, host: str, stop: Event, grace_s: float) -> None:
     with open(log, "wb") as output:
         code = attend(argv, stop, stdout=output, stderr=output, grace_s=grace_s + LAST_S)
     if code:
-        last = (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        said = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith(PREFIX)]
+        last = ("\n".join(said).strip().splitlines() or ["it said nothing"])[-1]
         raise InputError(f"ssh.setup failed with exit code {code}: {last}", where=host, hint=f"its log: {log}")
 
 
