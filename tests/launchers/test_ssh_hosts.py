@@ -254,6 +254,7 @@ class TestPreparing(Launching):
             marks = {"STOKER_RUN": find("small").id, "STOKER_HOST": "node1"}
             assert marked(marks)
             process.send_signal(number)
+        assert number != signal.SIGINT or find("small").read_status().state is JobState.STOPPED
         until(lambda: not marked(marks), 10)
 
 

@@ -383,9 +383,10 @@ def _prepare_all(run: Run) -> None:
     try:
         with watching(run), _multiplexed(plan.client) as ssh:
             _prepare(plan, run, ssh)
-    except (StokerError, OSError) as error:
+    except (StokerError, OSError, KeyboardInterrupt) as error:
         now = time.time()
-        run.write_status(JobStatus(state=JobState.FAILED, message=str(error), began=now, ended=now))
+        how, why = (JobState.FAILED, str(error)) if isinstance(error, Exception) else (JobState.STOPPED, "stopped")
+        run.write_status(JobStatus(state=how, message=why, began=now, ended=now))
         if isinstance(error, OSError):
             raise InputError(f"the hosts were not prepared: {error}", where=run.id) from error
         raise
@@ -424,11 +425,7 @@ def _prepare(plan: SshPlan, run: Run, ssh: list[str]) -> None:
             if plan.setup:
                 _set_up(run, host, stop, plan.grace_s)
 
-        try:
-            at_once(fill, shared)
-        except BaseException:  # Ctrl-C reaches only us
-            stop.set()
-            raise
+        at_once(fill, shared, stop)
         if plan.setup:
             first = {one: host for host, others in shared.items() for one in others}
             at_once(lambda host: _check_python(plan, run, sessions[host], first[host]), sessions)
