@@ -136,7 +136,8 @@ def _host(folder: Path, name: str, space: str, address: str, bridge: str) -> Hos
     config.write_text(
         f"Port 22\nListenAddress {address}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\n"
         "StrictModes no\nUsePAM no\nPidFile none\nPermitRootLogin prohibit-password\nPasswordAuthentication no\n"
-        "PrintMotd no\n"
+        # What the own account does at a login is slow, and not for tests: bash reads .bashrc at the first level alone.
+        "PrintMotd no\nSetEnv SHLVL=2\n"
     )
     assert SSHD is not None
     own = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]

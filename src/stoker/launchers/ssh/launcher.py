@@ -54,6 +54,7 @@ from stoker.launchers.ssh.look import (
 from stoker.launchers.ssh.plan import Place, SshPlan, far_codes, read_ssh_plan
 from stoker.launchers.ssh.send import Extra, Parcel, attend
 from stoker.launchers.supervisor import STOPPING, watching
+from stoker.telemetry.events import PREFIX
 
 MUCH = 2**30
 SKEW_S = 5.0
@@ -424,9 +425,10 @@ def _prepare_all(run: Run) -> None:
     try:
         with watching(run), _multiplexed(plan.client) as ssh:
             _prepare(plan, run, ssh)
-    except (StokerError, OSError) as error:
+    except (StokerError, OSError, KeyboardInterrupt) as error:
         now = time.time()
-        run.write_status(JobStatus(state=JobState.FAILED, message=str(error), began=now, ended=now))
+        how, why = (JobState.FAILED, str(error)) if isinstance(error, Exception) else (JobState.STOPPED, "stopped")
+        run.write_status(JobStatus(state=how, message=why, began=now, ended=now))
         if isinstance(error, OSError):
             raise InputError(f"the hosts were not prepared: {error}", where=run.id) from error
         raise
@@ -465,11 +467,7 @@ def _prepare(plan: SshPlan, run: Run, ssh: list[str]) -> None:
             if plan.setup:
                 _set_up(run, host, stop, plan.grace_s)
 
-        try:
-            at_once(fill, shared)
-        except BaseException:  # Ctrl-C reaches only us
-            stop.set()
-            raise
+        at_once(fill, shared, stop)
         if plan.setup:
             first = {one: host for host, others in shared.items() for one in others}
             at_once(lambda host: _check_python(plan, run, sessions[host], first[host]), sessions)
@@ -531,7 +529,8 @@ def _set_up(run: Run, host: str, stop: Event, grace_s: float) -> None:
     with open(log, "wb") as output:
         code = attend(argv, stop, stdout=output, stderr=output, grace_s=grace_s + LAST_S)
     if code:
-        last = (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        said = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith(PREFIX)]
+        last = ("\n".join(said).strip().splitlines() or ["it said nothing"])[-1]
         raise InputError(f"ssh.setup failed with exit code {code}: {last}", where=host, hint=f"its log: {log}")
 
 

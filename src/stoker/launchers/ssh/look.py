@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple, TypeVar
 
 from stoker.errors import StokerError, UnavailableError
@@ -238,14 +239,21 @@ def find_ways(job: Job, sessions: Mapping[str, Session], looks: Mapping[str, Loo
     return Ways(port, {first: Route(main, interfaces[first][main]), **routes}, found)
 
 
-def at_once(do: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
-    """Do something for all hosts at the same time; every failure is told, not only the first."""
+def at_once(do: Callable[[Any], T], items: Iterable[Any], stop: Event | None = None) -> list[T]:
+    """Do something for all hosts at the same time; every failure is told, not only the first.
+
+    On Ctrl-C nothing more is begun. What is under way is told by `stop`, and waited for; without, it is left alone.
+    """
     pool = ThreadPoolExecutor(AT_ONCE)
     try:
         futures = [pool.submit(do, item) for item in items]
         wait(futures)
-    finally:  # on Ctrl-C nothing more is begun, and nothing waited for
-        pool.shutdown(wait=False, cancel_futures=True)
+    except BaseException:
+        if stop is not None:
+            stop.set()
+        pool.shutdown(wait=stop is not None, cancel_futures=True)
+        raise
+    pool.shutdown()
     errors = [error for future in futures if (error := future.exception()) is not None]
     told = [error for error in errors if isinstance(error, StokerError)]
     if len(told) > 1 and len(told) == len(errors):
