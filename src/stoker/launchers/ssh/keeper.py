@@ -406,8 +406,10 @@ def _pid(folder: Path) -> int:
 
 
 def _is_keeper(pid: int) -> bool:
-    """Whether a keeper has this number, on this host; it could be another's by now."""
+    """Whether a keeper has this number, on this host; it could be another's by now, and ours after a new start."""
     try:
+        if pid == os.getpid():
+            return False
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return sys.argv[-1].encode() in file.read().split(b"\0")
     except OSError:
