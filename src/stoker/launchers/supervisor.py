@@ -202,6 +202,8 @@ class Supervisor:
 
     def _spared(self, gang: Gang, hearing: Hearing, codes: Mapping[Slot, int | None]) -> set[Slot]:
         """Give those whose loss an elastic world bears: replaced after a pause, or left out while enough live."""
+        if any(codes.values()):  # what it told last may have come after we listened
+            hearing.listen()
         lost = _lost(codes, hearing.lost)
         if not lost:
             return set()

@@ -317,10 +317,11 @@ class Relay:
         return self._offset > begin
 
     def _pass_asks(self) -> bool:
-        """Tell of new asks, and of those that were taken back; and whether there are any."""
+        """Tell of new asks, and of those that were taken back; give whether there were any."""
         if not self._request.get("ask"):
             return False
         there = {path.name[:-5]: path for path in (self._folder / "asks").glob("*.json")}
+        is_new = False
         if not self._has_listed:  # what was taken back while nobody was connected is not among them
             self._has_listed = True
             self._frames.send_json(ASK, {"all": list(there)})
@@ -328,6 +329,7 @@ class Relay:
             if name not in self._asked and not path.with_suffix(".exit").exists():
                 if words := read(path):  # else it was just taken back
                     self._asked.add(name)
+                    is_new = True
                     self._frames.send_json(ASK, {"id": name, **json.loads(words)})
             elif name in self._asked and not _is_asking(path):
                 with contextlib.suppress(OSError):
@@ -335,13 +337,15 @@ class Relay:
         for name in self._asked - set(there):
             self._asked.discard(name)
             self._frames.send_json(ASK, {"id": name, "back": True})
-        return bool(there)
+            is_new = True
+        return is_new
 
     def _hear(self, requests: BinaryIO) -> None:
         """Renew the lease with every line, and do what it says; the end of them all says nothing about who asked."""
         for line in iter(requests.readline, b""):
             with contextlib.suppress(OSError):
                 os.utime(self._folder / "lease")
+            with contextlib.suppress(OSError):
                 if line.strip():
                     self._obey(json.loads(line))
         os._exit(0)
@@ -402,8 +406,10 @@ def _pid(folder: Path) -> int:
 
 
 def _is_keeper(pid: int) -> bool:
-    """Whether a keeper has this number, on this host; it could be another's by now."""
+    """Whether a keeper has this number, on this host; it could be another's by now, and ours after a new start."""
     try:
+        if pid == os.getpid():
+            return False
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return sys.argv[-1].encode() in file.read().split(b"\0")
     except OSError:

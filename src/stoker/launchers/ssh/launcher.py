@@ -401,7 +401,7 @@ def _sweep(run: Run) -> None:
         request = {
             "do": "sweep",
             "folder": f"{place.workdir}/.stoker/{run.id}",
-            "slots": [Slot.parse(name).filename for name, one in plan.hosts.items() if one == host],
+            "slots": ["setup-*", *(Slot.parse(name).filename for name, one in plan.hosts.items() if one == host)],
             "marks": {"STOKER_RUN": run.id, "STOKER_HOST": host},
             "grace_s": plan.grace_s,
         }
