@@ -742,7 +742,7 @@ def test_the_commands_work_from_another_shell(net: Network, here: Path, capsys: 
     assert stoker("job", "plan", job, "--on", "ssh", "--hosts", "node1:2") == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"# worker/0 on node1\ncd {here}/there && ")
-    assert f"0 files (0 B) of {here}/work are copied to node1:{here}/there" in err
+    assert f"0 files (0 B) of {here}/work to be copied to node1:{here}/there" in err
     assert not (here / "there").exists()
     assert stoker("job", "run", job, "--on", "ssh", "--hosts", "node1", "--detach") == 0
     run = find("small")

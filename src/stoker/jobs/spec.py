@@ -411,6 +411,11 @@ class Mpi(_Section, frozen=True, kw_only=True):
 
     def faults(self) -> Iterator[Fault]:
         """Refuse flags that say in another way what the job file says already."""
+        if self.args and not self.args[0].startswith("-"):
+            yield Fault("args[0]", f"{self.args[0]!r} is no flag: mpirun would take it for the program")
+        for index, word in enumerate(self.args):
+            if word in ("-mca", "--mca") and len(self.args) < index + 3:
+                yield Fault(f"args[{index}]", f"{word} needs a name and a value, such as [--mca, btl, 'self,tcp']")
         for one in given(self.args):
             if why := one.why_not:
                 yield Fault(f"args[{one.at}]", f"{one.words} {why}")

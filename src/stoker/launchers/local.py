@@ -203,7 +203,7 @@ def _watch(run: Run, has_begun: Callable[[], bool], *more: str) -> None:
 
 def _every(job: Job) -> int:
     """Count all workers that there is room for: by GPUs where a worker has some, else one."""
-    return max(1, len(_gpus()) // job.resources.gpu) if job.resources.gpu else 1
+    return max(1, len(gpus()) // job.resources.gpu) if job.resources.gpu else 1
 
 
 def _absolute(path: str | None) -> str | None:
@@ -227,7 +227,7 @@ def _missing(job: Job) -> Iterator[Fault]:
             yield Fault(f"data.{key}", f"there is nothing at {Path.cwd() / url}")
         elif Path(url).is_dir() and not any(_looks_like_shards(path) for path in Path(url).iterdir()):
             yield Fault(f"data.{key}", f"there are no shards in {Path.cwd() / url}: stoker data convert makes them")
-    gpus, wanted = len(_gpus()), job.resources.gpu * job.max_workers
+    gpus, wanted = len(gpus()), job.resources.gpu * job.max_workers
     if wanted > gpus:
         yield Fault("resources.gpu", f"{wanted} are wanted and {gpus} are here (--set resources.gpu=0 does without)")
     for name in job.secret_env:
@@ -247,7 +247,7 @@ def _path(job: Job, folder: Path) -> str:
     return os.pathsep.join((job.env.get("PATH") or os.environ.get("PATH", os.defpath), str(folder)))
 
 
-def _gpus() -> list[str]:
+def gpus() -> list[str]:
     """List the GPUs that programs here may use, as the driver's device files show them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -261,8 +261,8 @@ def _own_gpus(job: Job, slot: Slot) -> dict[str, str]:
     if not each or job.max_workers == 1:
         return {}
     if slot.role != "worker":  # mpirun, for all of them
-        return {"CUDA_VISIBLE_DEVICES": ",".join(_gpus()[: job.max_workers * each])}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(_gpus()[slot.index * each : (slot.index + 1) * each])}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus()[: job.max_workers * each])}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus()[slot.index * each : (slot.index + 1) * each])}
 
 
 def _left_aside(job: Job) -> Iterator[str]:

@@ -151,9 +151,11 @@ class Supervisor:
         finally:
             if plan.detached:  # else those that stand for slots elsewhere would leave them alone
                 self._run.write(f"ending.{number}", b"")
+            is_stopped = outcome is not None and outcome.cause == STOPPED
+            running = [slot for slot, code in self._codes(gang, hearing).items() if code is None]
             gang.end(outcome.grace_s if outcome else float(self._job.grace))
             hearing.listen()
-            self._tell_slots(gang, hearing)
+            self._tell_slots(gang, hearing, stopped=running if is_stopped else ())
             end_children()
         return Attempt(
             number=number,
@@ -252,11 +254,16 @@ class Supervisor:
             codes |= {slot: code for slot, code in hearing.failed.items() if not codes.get(slot)}
         return {slot: code for slot, code in codes.items() if slot in self._slots}
 
-    def _tell_slots(self, gang: Gang, hearing: Hearing) -> dict[Slot, int | None]:
+    def _tell_slots(self, gang: Gang, hearing: Hearing, *, stopped: Collection[Slot] = ()) -> dict[Slot, int | None]:
         """Tell how the slots are, where that has changed; give their exit codes."""
         pids, codes = gang.pids, self._codes(gang, hearing)
         slots = tuple(
-            SlotStatus(slot=str(slot), state=_state(code, hearing.waiting), pid=pids.get(slot), code=code)
+            SlotStatus(
+                slot=str(slot),
+                state=JobState.STOPPED if slot in stopped else _state(code, hearing.waiting),
+                pid=pids.get(slot),
+                code=code,
+            )
             for slot, code in codes.items()
         )
         if slots != self._status.slots:

@@ -366,6 +366,7 @@ class Carrier:
             if frame["waiting"]:
                 print(frame["waiting"], flush=True)  # noqa: T201 (into the driver's log)
         elif "places" in frame:
+            self._events.mark(WAITING)
             self._run.write("places.json", json.dumps(frame["places"]).encode())
         elif "failed" in frame:
             self._give_up(f"the driver on Ray failed: {frame['failed']}")

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
+from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -93,7 +94,7 @@ def _version(address: str, timeout_s: float) -> str | None:
             return str(told["ray_version"])
     except urllib.error.HTTPError as error:
         return GUARDED if error.code in (401, 403) else ""
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, HTTPException):
         return ""
     except OSError:
         return None

@@ -28,7 +28,7 @@ from stoker.jobs.spec import Job
 from stoker.jobs.status import JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, commands, slots_of
 from stoker.launchers.files import listed
-from stoker.launchers.local import LocalLauncher, _gpus
+from stoker.launchers.local import LocalLauncher, gpus
 from stoker.launchers.paths import inside, placed
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.ray.carrier import ARCHIVE, DRIVER, end_submissions
@@ -247,7 +247,7 @@ def _missing(job: Job, address: str | None) -> Iterator[Fault]:
 def _missing_here(job: Job) -> Iterator[Fault]:
     """List what this machine has not, where the cluster is of the run's own."""
     workers = 1 if job.workers == "all" else job.max_workers
-    gpus, wanted = len(_gpus()), job.resources.gpu * workers
+    gpus, wanted = len(gpus()), job.resources.gpu * workers
     if wanted > gpus:
         yield Fault("resources.gpu", f"{wanted} are wanted and {gpus} are here (--set resources.gpu=0 does without)")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -60,7 +60,7 @@ _MEANINGS: tuple[tuple[str, str, str], ...] = (
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
         "has another host key than the last time",
-        "it was installed anew, or someone is in between; if you know why, forget the old key: ssh-keygen -R {host}",
+        "it was installed anew, or someone is in between; if you know why, forget the old key: {forget}",
     ),
     (
         "Host key verification failed",
@@ -82,6 +82,8 @@ _MEANINGS: tuple[tuple[str, str, str], ...] = (
     ("Connection reset", "broke the connection off", ""),
     ("Broken pipe", "broke the connection off", ""),
 )
+_UNKNOWN = re.compile(r"Could not resolve hostname (?P<name>[^:\s]+)")
+_FORGET = re.compile(r"ssh-keygen -f \S+ -R \S+")
 _GET_PYTHON = "install Python 3.8 or later there, or name one with ssh.python"
 # What ssh says when a server has too much to do at the moment.
 _TURNED_AWAY = ("kex_exchange_identification", "closed by", "Connection reset")
@@ -149,9 +151,12 @@ def meaning(host: str, said: str, code: int | None) -> str:
 
 def meaning_and_fix(host: str, said: str, code: int | None) -> tuple[str, str]:
     """Say in plain words why `ssh` did not get through, and what mends it, where that is known."""
+    if (unknown := _UNKNOWN.search(said)) and unknown["name"] != host:  # by its HostName, or a jump host
+        return f"leads to {unknown['name']}, which is unknown: neither DNS nor your ssh configuration has this name", ""
     for sign, words, fix in _MEANINGS:
         if sign in said:
-            return words, fix.format(host=host)
+            forget = _FORGET.search(said)
+            return words, fix.format(host=host, forget=forget[0] if forget else f"ssh-keygen -R {host}")
     if code == NO_PYTHON:
         return "has no Python", _GET_PYTHON
     if code == OLD_PYTHON:

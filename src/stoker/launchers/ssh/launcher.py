@@ -349,12 +349,12 @@ def _notes(
     if copied:
         size = size_of(folder, names)
         where = ", ".join(f"{host}:{spots[host].workdir}" for host in copied)
-        yield f"{len(names)} files ({format_bytes(size)}) of {folder} are copied to {where}"
+        yield f"{_counted(len(names), 'file')} ({format_bytes(size)}) of {folder} to be copied to {where}"
         if size > MUCH:
             yield "that is much to copy: .stokerignore leaves out what is not needed there"
     spare = [host for host in dict.fromkeys(places(job.ssh.hosts)) if host not in spots]
     if spare:
-        yield f"{', '.join(spare)}: not needed for {len(hosts)} workers"
+        yield f"{', '.join(spare)}: not needed for {_counted(job.max_workers, 'worker')}"
     if job.checkpoint.dir is None:
         host = hosts[min(hosts)]
         place = f"{spots[host].workdir}/.stoker/<run>/checkpoints"
@@ -373,6 +373,10 @@ def _notes(
         yield "no claims on ssh: checkpoints go into the folder on the first host"
     if job.data.via == "cluster":
         yield "no cluster on ssh: data is read without its cache"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 # --- Carrying it out
