@@ -227,9 +227,9 @@ def _missing(job: Job) -> Iterator[Fault]:
             yield Fault(f"data.{key}", f"there is nothing at {Path.cwd() / url}")
         elif Path(url).is_dir() and not any(_looks_like_shards(path) for path in Path(url).iterdir()):
             yield Fault(f"data.{key}", f"there are no shards in {Path.cwd() / url}: stoker data convert makes them")
-    gpus, wanted = len(gpus()), job.resources.gpu * job.max_workers
-    if wanted > gpus:
-        yield Fault("resources.gpu", f"{wanted} are wanted and {gpus} are here (--set resources.gpu=0 does without)")
+    here, wanted = len(gpus()), job.resources.gpu * job.max_workers
+    if wanted > here:
+        yield Fault("resources.gpu", f"{wanted} are wanted and {here} are here (--set resources.gpu=0 does without)")
     for name in job.secret_env:
         if name not in os.environ:
             yield Fault(f"secret_env.{name}", "secrets come from the environment here, and this variable is not set")

@@ -247,9 +247,9 @@ def _missing(job: Job, address: str | None) -> Iterator[Fault]:
 def _missing_here(job: Job) -> Iterator[Fault]:
     """List what this machine has not, where the cluster is of the run's own."""
     workers = 1 if job.workers == "all" else job.max_workers
-    gpus, wanted = len(gpus()), job.resources.gpu * workers
-    if wanted > gpus:
-        yield Fault("resources.gpu", f"{wanted} are wanted and {gpus} are here (--set resources.gpu=0 does without)")
+    here, wanted = len(gpus()), job.resources.gpu * workers
+    if wanted > here:
+        yield Fault("resources.gpu", f"{wanted} are wanted and {here} are here (--set resources.gpu=0 does without)")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if (size := int(job.resources.memory or 0) * workers) > memory:
         yield Fault("resources.memory", f"{format_bytes(size)} are wanted and {format_bytes(memory)} are here")
