@@ -146,7 +146,8 @@ class Line:
         self._has_passed_end = False
         self._deadline = float("inf")
         self._wants_stacks = False
-        self._desk = Desk(self._asks, plan.standby) if plan.standby and not (self._stands_by or ask or self._is_setup) else None
+        can_ask = plan.standby and not (self._stands_by or ask or self._is_setup)
+        self._desk = Desk(self._asks, plan.standby) if can_ask else None
         self._clerk = Clerk(run, self._asks, name) if self._stands_by else None
 
     def _its_command(self, kind: str) -> Command:
