@@ -20,7 +20,15 @@ def scripts(page: Path) -> str:
     return "\n".join(re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if scripts(page)], ids=lambda page: page.name)
+LONG = ("train.md",)
+
+
+def pages() -> list[object]:
+    marks = dict.fromkeys(LONG, pytest.mark.slow)
+    return [pytest.param(page, marks=marks.get(page.name, ()), id=page.name) for page in PAGES if scripts(page)]
+
+
+@pytest.mark.parametrize("page", pages())
 def test_the_commands_of_a_page_work(page: Path, tmp_path: Path) -> None:
     make_dataset(tmp_path / "pets", train=400, val=40)
     done = subprocess.run(

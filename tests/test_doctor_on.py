@@ -27,7 +27,7 @@ from stoker.errors import UnavailableError
 from stoker.launchers.local import LocalLauncher
 from trees import stoker
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 HOSTS = ("node1", "node2", "node3", "node4")
 
 

@@ -35,6 +35,7 @@ def test_every_part_of_a_name_gives_another_order() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda seed: key(seed, "x"), lambda seed: seed], ids=["named", "counted"])
+@pytest.mark.slow
 def test_every_order_of_four_is_about_as_likely(make) -> None:
     positions = np.arange(4, dtype=np.uint64)
     counts: dict[tuple[int, ...], int] = {}

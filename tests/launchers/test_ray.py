@@ -42,7 +42,7 @@ from stoker.trainers.checkpoints import unpack
 from trees import stoker
 from waiting import alive, eventually
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 ALL_REDUCE = """
 import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")

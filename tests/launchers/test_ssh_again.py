@@ -44,7 +44,7 @@ from stoker.launchers.supervisor import STOPPING, Supervisor, watcher
 from stoker.telemetry.events import Recorder
 from trees import stoker
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")

@@ -358,6 +358,7 @@ def check(figures: Figures, *, deliveries: int) -> None:
     assert figures.most_node > NODE_BUDGET // 2
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     figures = drill(tmp_path, count=30, large=3, repetitions=3, kills=3, seed=1)
     check(figures, deliveries=3 * 3 * 30)

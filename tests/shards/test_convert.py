@@ -250,6 +250,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kills=st.lists(st.tuples(st.integers(0, 300), st.floats(0, 0.02)), min_size=1, max_size=3))
+@pytest.mark.slow
 def test_killed_at_any_moment_and_run_again_gives_the_same_bytes(
     undisturbed: tuple[Path, dict[str, str]], tmp_path: Path, kills: list[tuple[int, float]]
 ) -> None:

@@ -95,6 +95,7 @@ def test_killed_many_times_under_torchrun(undisturbed: tuple[list[object], Path]
     ends_the_same(own, tmp_path, expected)
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_rank_stops_all_after_the_same_step(
     undisturbed: tuple[list[object], Path], tmp_path: Path
 ) -> None:
@@ -110,6 +111,7 @@ def test_sigterm_to_one_rank_stops_all_after_the_same_step(
     ends_the_same(own, tmp_path, expected)
 
 
+@pytest.mark.slow
 def test_ranks_stop_when_torchrun_is_killed(flags: list[object], tmp_path: Path) -> None:
     own = [*flags, "--epochs", 1000, "--checkpoint-dir", tmp_path / "ck", "--val", ""]
     with started(tmp_path / "log", 2, *own, torchrun=True) as gang:
@@ -204,6 +206,7 @@ def test_a_training_alone_ends_with_143_and_a_checkpoint(flags: list[object], tm
     assert "the same command goes on from there" in done.text
 
 
+@pytest.mark.slow
 def test_the_world_changes_in_the_middle_of_an_epoch(flags: list[object], train: Train, tmp_path: Path) -> None:
     own = [*flags, "--epochs", 2, "--checkpoint-dir", tmp_path / "ck", "--ledger", tmp_path / "ledger"]
     batch = own.index("--global-batch-size")

@@ -230,7 +230,10 @@ def _refuse(job: Job, looks: Mapping[str, Look], faulty: Mapping[str, list[Troub
             hosts.setdefault(trouble.sentence, []).append(host)
     if not hosts:
         return
-    sentences = [f"{', '.join(names)} {sentence}" for sentence, names in hosts.items()]
+    sentences = [
+        f"each of {', '.join(names)} {sentence}" if len(names) > 1 else f"{names[0]} {sentence}"
+        for sentence, names in hosts.items()
+    ]
     up = sum(look.trouble is None for look in looks.values())
     counted = f"{up} of {len(looks)} hosts are up; " if up < len(looks) else ""
     text = counted + "; ".join(sentences)
