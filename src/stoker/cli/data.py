@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.cli import serving
-from stoker.cli.output import byte_bar, counted, counter, print_json, print_table, remark
+from stoker.cli.output import byte_bar, counter, print_json, print_table, remark
+from stoker.core.units import counted
 
 if TYPE_CHECKING:
     from stoker.load.bench import Measured

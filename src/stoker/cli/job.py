@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.cli import planned
-from stoker.cli.output import counted, print_json, print_table, remark
+from stoker.cli.output import print_json, print_table, remark
+from stoker.core.units import counted
 
 if TYPE_CHECKING:
     from stoker.jobs.launcher import Launcher

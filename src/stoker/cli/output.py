@@ -22,11 +22,6 @@ def remark(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def counted(number: int, noun: str) -> str:
-    """Write a number with its noun, one or many."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def print_json(value: Any) -> None:
     """Print a value as JSON."""
     from stoker.core.spec import to_json

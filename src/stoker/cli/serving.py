@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 import typer
 
-from stoker.cli.output import byte_bar, counted, print_json, print_table, remark
+from stoker.cli.output import byte_bar, print_json, print_table, remark
+from stoker.core.units import counted
 
 if TYPE_CHECKING:
     from stoker.serve.engines import Engine

@@ -105,3 +105,8 @@ def format_duration(seconds: float) -> str:
 def _short(number: float) -> str:
     """Round to one decimal and drop a trailing zero."""
     return f"{number:.1f}".removesuffix(".0")
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a number with its noun, one or many."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -28,6 +28,7 @@ from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, Standby, commands, slots_of
 from stoker.launchers.gang import end_left
+from stoker.launchers.paths import placed
 from stoker.launchers.plan import HOST, LocalPlan, free_ports
 from stoker.launchers.supervisor import watcher
 from stoker.telemetry import mpi_rank, profiler
@@ -79,19 +80,9 @@ class LocalLauncher:
 
     def anchored(self, job: Job) -> Job:
         """Make relative paths absolute: they start where the command is given, whatever folder the program runs in."""
-        change, data = msgspec.structs.replace, job.data
-        return change(
-            job,
+        return msgspec.structs.replace(
+            placed(job, str(Path.cwd())),
             workers=_every(job) if job.workers == "all" else job.workers,
-            program=change(job.program, script=_absolute(job.program.script), cwd=_absolute(job.program.cwd or "")),
-            data=change(
-                data,
-                train=_absolute(data.train),
-                val=_absolute(data.val),
-                cache=change(data.cache, dir=_absolute(data.cache.dir)),
-                via=None if data.via == "cluster" else data.via,
-            ),
-            checkpoint=change(job.checkpoint, dir=_absolute(job.checkpoint.dir)),
             tensorboard=_absolute(job.tensorboard) if isinstance(job.tensorboard, str) else job.tensorboard,
         )
 

@@ -1,4 +1,4 @@
-"""Paths of a job whose working folder lies elsewhere while it runs."""
+"""Paths of a job, as they are where it runs."""
 
 from __future__ import annotations
 

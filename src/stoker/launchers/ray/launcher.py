@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from stoker.core.spec import to_json
-from stoker.core.units import format_bytes
+from stoker.core.units import counted, format_bytes
 from stoker.errors import Fault, InputError, SpecError, StokerError
 from stoker.jobs.launcher import LogLine, Traits, check
 from stoker.jobs.runs import Run, home
@@ -148,7 +148,7 @@ class RayLauncher:
     def _far_notes(self, job: Job, there: str) -> Iterator[str]:
         sent = dict(_sent(Path.cwd(), job.ray.exclude))
         size = sum(path.stat().st_size for path in sent.values())
-        yield f"{len(sent)} files ({format_bytes(size)}) of {Path.cwd()} go to {self._address}"
+        yield f"{counted(len(sent), 'file')} ({format_bytes(size)}) of {Path.cwd()} go to {self._address}"
         if size > LARGEST:
             yield f"Ray takes at most {format_bytes(LARGEST)}, packed: .stokerignore leaves out what they need not"
         if there not in (GUARDED, version_here()):

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from stoker.core.spec import to_json
-from stoker.core.units import format_bytes
+from stoker.core.units import counted, format_bytes
 from stoker.errors import Fault, InputError, SpecError, StokerError, UnavailableError
 from stoker.jobs.launcher import LogLine, Traits, check
 from stoker.jobs.runs import Run, home
@@ -352,12 +352,12 @@ def _notes(
     if copied:
         size = size_of(folder, names)
         where = ", ".join(f"{host}:{spots[host].workdir}" for host in copied)
-        yield f"{_counted(len(names), 'file')} ({format_bytes(size)}) of {folder} to be copied to {where}"
+        yield f"{counted(len(names), 'file')} ({format_bytes(size)}) of {folder} to be copied to {where}"
         if size > MUCH:
             yield "that is much to copy: .stokerignore leaves out what is not needed there"
     spare = [host for host in dict.fromkeys(places(job.ssh.hosts)) if host not in spots]
     if spare:
-        yield f"{', '.join(spare)}: not needed for {_counted(job.max_workers, 'worker')}"
+        yield f"{', '.join(spare)}: not needed for {counted(job.max_workers, 'worker')}"
     if job.checkpoint.dir is None:
         host = hosts[min(hosts)]
         place = f"{spots[host].workdir}/.stoker/<run>/checkpoints"
@@ -376,10 +376,6 @@ def _notes(
         yield "no claims on ssh: checkpoints go into the folder on the first host"
     if job.data.via == "cluster":
         yield "no cluster on ssh: data is read without its cache"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 # --- Carrying it out

@@ -19,9 +19,9 @@ import zlib
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import FrameType
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
-from stoker.core.processes import Process, start, until
+from stoker.core.processes import start, until
 from stoker.core.spec import load, to_json
 from stoker.errors import InputError, MissingError
 from stoker.jobs.runs import Run
@@ -30,7 +30,17 @@ from stoker.launchers.causes import LOST, LOST_MARK, NO_MEMORY, TAIL_BYTES
 from stoker.launchers.plan import moved, read_plan
 from stoker.launchers.ssh import keeper
 from stoker.launchers.ssh.errands import Asks, Clerk, Desk
-from stoker.launchers.ssh.hosts import ANSWER_S, Frames, agent_argv, agent_code, meaning, source
+from stoker.launchers.ssh.hosts import (
+    ANSWER_S,
+    Frames,
+    agent_argv,
+    agent_code,
+    exit_code,
+    meaning,
+    source,
+    text_of,
+    write_all,
+)
 from stoker.launchers.ssh.plan import FAR, Record, SshPlan, read_ssh_plan
 from stoker.telemetry.events import Recorder
 from stoker.telemetry.reader import read_log
@@ -46,7 +56,7 @@ READY_S = 60.0
 """Within which hosts that stand by must be ready."""
 LAST_S = 5.0
 """After the time for a last checkpoint: for the end to be told."""
-BYE_S = 2.0
+BYE_S = SAID_S = 2.0
 CONTINUES = "STOKER_CONTINUES"
 _WAIT = Command(("sleep", "2147483647"))
 
@@ -93,7 +103,7 @@ class Log:
 
     def _write(self, data: bytes) -> None:
         if data:
-            write(1, data)
+            write_all(1, data)
             self.offset += len(data)
             self._ended_line = data.endswith(b"\n")
             if self._is_shared:
@@ -108,7 +118,7 @@ class Log:
         # Kept first: were we killed in between, the log would be shorter than that, and nothing of the slot's is in it.
         self.record.log, self.record.offset = os.fstat(1).st_size + len(text), self.offset
         self._keep()
-        write(1, text)
+        write_all(1, text)
 
     def _keep(self) -> None:
         if self._path is not None:
@@ -261,7 +271,7 @@ class Line:
             try:
                 return self._talk(theirs, back)
             except _Cut as cut:
-                raise _Cut(str(cut) or _why(self.host, _code(ssh), _text(said))) from cut
+                raise _Cut(str(cut) or _why(self.host, exit_code(ssh, SAID_S), text_of(said))) from cut
             finally:
                 os.close(theirs)
                 os.close(back)
@@ -274,14 +284,14 @@ class Line:
 
     def _talk(self, to: int, back: int) -> int:
         frames, begun, spoken = Frames(), time.monotonic(), time.monotonic()
-        write(to, agent_code() + json.dumps(self._request()).encode() + b"\n")
+        write_all(to, agent_code() + json.dumps(self._request()).encode() + b"\n")
         self._ends_told = 0
         while True:
             now = time.monotonic()
             self._pass_wishes(to)
             if now - spoken >= keeper.BEAT_S:
                 spoken = now
-                write(to, b"\n")
+                write_all(to, b"\n")
             if self._is_held:
                 self._check_time("it does not answer")
                 limit = self._silence_s if self._heard > begun else max(NEW_S, self._silence_s)
@@ -342,14 +352,14 @@ class Line:
         is_free = self._clerk is None or self._clerk.is_idle or self._ends > 1
         if self._ends_told and not self._has_passed_end and is_free:
             self._has_passed_end = True
-            write(to, json.dumps({"do": "end", "times": self._ends}).encode() + b"\n")
+            write_all(to, json.dumps({"do": "end", "times": self._ends}).encode() + b"\n")
         if self._wants_stacks:
             self._wants_stacks = False
             self._ask_for_stacks(to)
         if self._clerk is not None:
             self._clerk.look()
         for one, code in self._desk.answers() if self._desk is not None else ():
-            write(to, json.dumps({"do": "answer", "id": one, "code": code}).encode() + b"\n")
+            write_all(to, json.dumps({"do": "answer", "id": one, "code": code}).encode() + b"\n")
 
     def _ended(self, how: dict[str, Any], to: int) -> int:
         """Give the exit code, once it is kept here; then nothing needs to be kept there."""
@@ -364,7 +374,7 @@ class Line:
             self._log.say(f"cannot end what is left there: process {', '.join(map(str, left))}")
         if self._clerk is None:
             self._log.end(code)
-        write(to, b'{"do": "bye"}\n')
+        write_all(to, b'{"do": "bye"}\n')
         return code
 
     def _request(self) -> dict[str, Any]:
@@ -397,7 +407,7 @@ class Line:
         log = self._run.log(Slot.parse(self._name), self._attempt)
         beats = [event for event in read_log(log, last=TAIL_BYTES).events if event.kind == "heartbeat"]
         for pid in {event.rank: int(event.fields.get("pid", 0)) for event in beats}.values():
-            write(to, json.dumps({"do": "signal", "pid": pid, "number": signal.SIGUSR1}).encode() + b"\n")
+            write_all(to, json.dumps({"do": "signal", "pid": pid, "number": signal.SIGUSR1}).encode() + b"\n")
 
     def _on_end(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if self._is_detached and not self._is_meant():
@@ -430,24 +440,11 @@ class _Refused(Exception):  # noqa: N818
         self.code = code
 
 
-def _code(ssh: Process) -> int:
-    """Give the exit code of `ssh`, which has closed its output and may yet say why."""
-    try:
-        return ssh.wait(2)
-    except TimeoutError:
-        return ssh.end(0)
-
-
 def _last_byte() -> bytes:
     """Give the last byte of the log that we write; it was opened for writing alone."""
     with open("/proc/self/fd/1", "rb") as log:
         log.seek(-1, os.SEEK_END)
         return log.read(1)
-
-
-def _text(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
 
 
 def _await_end(back: int) -> None:
@@ -464,16 +461,6 @@ def _why(host: str, code: int, said: str) -> str:
     if code == LOST and not said.strip():
         return "the agent there was killed"
     return meaning(host, said, code)
-
-
-def write(fd: int, data: bytes) -> None:
-    """Write all of it, unless nobody reads."""
-    rest = memoryview(data)
-    try:
-        while rest:
-            rest = rest[os.write(fd, rest) :]
-    except BrokenPipeError:
-        pass  # its end is about to be read
 
 
 def _end_as(code: int) -> NoReturn:
