@@ -44,6 +44,8 @@ class AddressBook:
 
     hosts: Mapping[Slot, str]
     port: int | str
+    ports: Mapping[Slot, int] = field(default_factory=dict)
+    """Where slots that share a host must each listen at a port of their own."""
     python: str = "python3"
     profiler: tuple[str, ...] = ()
     """How the profiler is started, where it is not by its module's name."""
@@ -108,6 +110,8 @@ TOPOLOGIES: Registry[type[Topology]] = Registry(
         "mpi": "stoker.jobs.topologies.mpi:Mpi",
         "single": "stoker.jobs.topologies.single:Single",
         "torchrun": "stoker.jobs.topologies.torchrun:Torchrun",
+        "tf-ps": "stoker.jobs.topologies.tensorflow:TfPs",
+        "tf-mirrored": "stoker.jobs.topologies.tensorflow:TfMirrored",
     },
 )
 
