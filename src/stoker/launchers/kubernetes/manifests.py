@@ -26,16 +26,9 @@ from stoker.jobs.topologies.tensorflow import TENSORBOARD_PORT
 from stoker.jobs.topology import AddressBook, Role, Slot, topology_of
 from stoker.launchers.kubernetes.scripts import ANY, FOLDER, Script, script
 
-Manifest = dict[str, Any]
-
-GROUP = "stoker.dev"
-GPU = "nvidia.com/gpu"
-GPU_LABELS = ("cloud.google.com/gke-accelerator", "k8s.amazonaws.com/accelerator", "nvidia.com/gpu.product")
-"""By which GKE, eksctl's node groups and NVIDIA's discovery name the kind of a node's GPUs."""
 NAME_MAX = 63
 CONFIG_MAX = (1 << 20) - (1 << 14)
 """What the API server takes as one ConfigMap, without what else is in it."""
-CONTAINER = "main"
 PROFILER = "profiler.py"
 CODE = "/stoker-code"
 

@@ -1,0 +1,293 @@
+"""The API server as a few verbs on plain dictionaries.
+
+What we send is what we rendered, so that the server refuses a field that it does not know; its refusals become our
+errors in `answers`. Authentication and TLS are lightkube's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from stoker.errors import NotFoundError, UnavailableError
+from stoker.kube.answers import told
+from stoker.kube.config import Place, load
+
+if TYPE_CHECKING:
+    from lightkube.config.kubeconfig import SingleConfig
+
+Manifest = dict[str, Any]
+
+MANAGER = "stoker"
+TIMEOUT_S = 15.0
+PAGE = 500
+
+
+class Kind(NamedTuple):
+    """Where the objects of a kind are found."""
+
+    group: str
+    version: str
+    plural: str
+    namespaced: bool = True
+
+    @property
+    def base(self) -> str:
+        """The path that all its objects have in common."""
+        return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+
+
+KINDS = {
+    "ConfigMap": Kind("", "v1", "configmaps"),
+    "Event": Kind("", "v1", "events"),
+    "Namespace": Kind("", "v1", "namespaces", namespaced=False),
+    "Node": Kind("", "v1", "nodes", namespaced=False),
+    "PersistentVolume": Kind("", "v1", "persistentvolumes", namespaced=False),
+    "PersistentVolumeClaim": Kind("", "v1", "persistentvolumeclaims"),
+    "Pod": Kind("", "v1", "pods"),
+    "ResourceQuota": Kind("", "v1", "resourcequotas"),
+    "Secret": Kind("", "v1", "secrets"),
+    "Service": Kind("", "v1", "services"),
+    "ServiceAccount": Kind("", "v1", "serviceaccounts"),
+    "Deployment": Kind("apps", "v1", "deployments"),
+    "StatefulSet": Kind("apps", "v1", "statefulsets"),
+    "Job": Kind("batch", "v1", "jobs"),
+    "MPIJob": Kind("kubeflow.org", "v2beta1", "mpijobs"),
+    "CustomResourceDefinition": Kind("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False),
+    "LocalQueue": Kind("kueue.x-k8s.io", "v1beta2", "localqueues"),
+    "NetworkPolicy": Kind("networking.k8s.io", "v1", "networkpolicies"),
+    "PriorityClass": Kind("scheduling.k8s.io", "v1", "priorityclasses", namespaced=False),
+    "Role": Kind("rbac.authorization.k8s.io", "v1", "roles"),
+    "RoleBinding": Kind("rbac.authorization.k8s.io", "v1", "rolebindings"),
+    "SelfSubjectAccessReview": Kind("authorization.k8s.io", "v1", "selfsubjectaccessreviews", namespaced=False),
+    "StorageClass": Kind("storage.k8s.io", "v1", "storageclasses", namespaced=False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a command in a container ended."""
+
+    code: int
+    out: bytes
+    err: bytes
+
+
+class Cluster:
+    """One cluster, and the namespace in it that is meant."""
+
+    def __init__(self, config: SingleConfig, namespace: str) -> None:
+        import httpx2
+        from lightkube.config.client_adapter import Client, ConnectionParams, verify_cluster
+
+        self.context, self.server = config.context_name, config.cluster.server
+        self.namespace = namespace
+        self._config = config
+        # One stream for each pod's log: no limit but the machine's.
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
+        with self._telling():
+            verify = verify_cluster(config.cluster, config.user, config.abs_file)  # type: ignore[arg-type]
+            transport = httpx2.HTTPTransport(verify=verify, limits=limits)
+            self._http = Client(
+                config, ConnectionParams(timeout=httpx2.Timeout(TIMEOUT_S), transport=transport, trust_env=False)
+            )
+
+    @classmethod
+    def at(cls, place: Place, namespace: str | None = None) -> Cluster:
+        """Open the cluster of a context; the place's namespace comes first, then the one given, then the context's."""
+        config = load(place.context)
+        return cls(config, place.namespace or namespace or config.namespace)
+
+    def close(self) -> None:
+        """Give back the connections."""
+        self._http.close()
+
+    @property
+    def url(self) -> str:
+        """The place, as `--on` takes it."""
+        return f"k8s://{self.context}/{self.namespace}"
+
+    def __str__(self) -> str:
+        return self.url
+
+    # --- Objects
+
+    def get(self, kind: str, name: str) -> Manifest | None:
+        """Give an object; None: there is none."""
+        try:
+            return self._json("GET", self._path(kind, name))
+        except NotFoundError:
+            return None
+
+    def every(self, kind: str, labels: Mapping[str, str] | str = "", fields: str = "") -> list[Manifest]:
+        """Give all objects of a kind in the namespace that have these labels."""
+        return self.listed(kind, labels, fields)[0]
+
+    def listed(self, kind: str, labels: Mapping[str, str] | str = "", fields: str = "") -> tuple[list[Manifest], str]:
+        """Give them with the version from which on they can be watched."""
+        params = {"labelSelector": selector(labels), "fieldSelector": fields, "limit": str(PAGE)}
+        found: list[Manifest] = []
+        while True:
+            answer = self._json("GET", self._path(kind), {key: value for key, value in params.items() if value})
+            found += answer.get("items") or []
+            params["continue"] = answer["metadata"].get("continue") or ""
+            if not params["continue"]:
+                return found, answer["metadata"]["resourceVersion"]
+
+    def watch(
+        self, kind: str, labels: Mapping[str, str] | str, version: str, seconds: int = 60
+    ) -> Iterator[tuple[str, Manifest]]:
+        """Give what changes (`ADDED`, `MODIFIED`, `DELETED`) from a version on, for some time at most."""
+        params = {"watch": "true", "labelSelector": selector(labels), "resourceVersion": version}
+        for line in self._lines(self._path(kind), {**params, "timeoutSeconds": str(seconds)}, seconds + TIMEOUT_S):
+            event = json.loads(line)
+            if event["type"] == "ERROR":
+                raise told(event["object"], self._where)
+            yield event["type"], event["object"]
+
+    def apply(self, one: Manifest, *, dry_run: bool = False) -> Manifest:
+        """Make or change an object so that it is as given: server-side apply, by which unknown fields are refused."""
+        params = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict"}
+        path = self._path(one["kind"], one["metadata"]["name"], one["metadata"].get("namespace"))
+        return self._json("PATCH", path, params | _dry(dry_run), one, "application/apply-patch+yaml")
+
+    def create(self, one: Manifest, *, dry_run: bool = False) -> Manifest:
+        """Make an object that is not there yet."""
+        params = {"fieldManager": MANAGER, "fieldValidation": "Strict", **_dry(dry_run)}
+        path = self._path(one["kind"], None, one.get("metadata", {}).get("namespace"))
+        return self._json("POST", path, params, one)
+
+    def patch(self, kind: str, name: str, patch: Manifest) -> Manifest:
+        """Merge a patch into an object."""
+        params = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
+        return self._json("PATCH", self._path(kind, name), params, patch, "application/merge-patch+json")
+
+    def delete(self, kind: str, name: str, *, foreground: bool = False, grace_s: int | None = None) -> bool:
+        """Delete an object and what it owns; tell whether there was one."""
+        options: Manifest = {"propagationPolicy": "Foreground" if foreground else "Background"}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = grace_s
+        try:
+            self._json("DELETE", self._path(kind, name), {}, options)
+        except NotFoundError:
+            return False
+        return True
+
+    def delete_all(self, kind: str, labels: Mapping[str, str] | str) -> None:
+        """Delete all objects of a kind that have these labels, and what they own."""
+        options = {"propagationPolicy": "Background"}
+        self._json("DELETE", self._path(kind), {"labelSelector": selector(labels)}, options)
+
+    def may(self, verb: str, resource: str, *, group: str = "", subresource: str = "") -> bool:
+        """Ask whether we may do that in the namespace."""
+        wanted = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
+        spec = {"resourceAttributes": wanted | ({"subresource": subresource} if subresource else {})}
+        review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview", "spec": spec}
+        return bool(self.create(review)["status"]["allowed"])
+
+    def version(self) -> str:
+        """Tell the server's version."""
+        return str(self._json("GET", "/version")["gitVersion"])
+
+    # --- Pods
+
+    def log(self, pod: str, container: str = "", *, follow: bool, since: str = "") -> Iterator[bytes]:
+        """Give the lines of a container's log as they are, each with its time in front; `since` such a time."""
+        params = {"timestamps": "true", "follow": str(follow).lower(), "container": container, "sinceTime": since}
+        given = {key: value for key, value in params.items() if value}
+        yield from self._lines(f"{self._path('Pod', pod)}/log", given, None if follow else TIMEOUT_S)
+
+    def run_in(
+        self, pod: str, argv: Sequence[str], *, container: str | None = None, stdin: bytes | None = None
+    ) -> Done:
+        """Run a command in a container, to its end."""
+        from lightkube import Client
+
+        with self._telling():
+            client = Client(config=self._config, namespace=self.namespace, trust_env=False)
+            with client:
+                answer = client.exec(
+                    pod, command=list(argv), container=container, stdin=stdin, stdout=True, stderr=True, decode=None
+                )
+        return Done(answer.exit_code, bytes(answer.stdout or b""), bytes(answer.stderr or b""))  # type: ignore[arg-type]
+
+    # --- Requests
+
+    @property
+    def _where(self) -> str:
+        return self.url
+
+    def _path(self, kind: str, name: str | None = None, namespace: str | None = None) -> str:
+        one = KINDS[kind]
+        inner = f"/namespaces/{namespace or self.namespace}" if one.namespaced else ""
+        return f"{one.base}{inner}/{one.plural}{f'/{name}' if name is not None else ''}"
+
+    def _json(
+        self,
+        method: str,
+        path: str,
+        params: Mapping[str, str] | None = None,
+        body: Manifest | None = None,
+        content: str = "application/json",
+    ) -> Manifest:
+        data = None if body is None else json.dumps(body).encode()
+        with self._telling():
+            response = self._http.request(
+                method, path, params=params, content=data, headers={"Content-Type": content} if data else None
+            )
+            self._check(response)
+            answer: Manifest = response.json()
+        return answer
+
+    def _lines(self, path: str, params: Mapping[str, str], timeout_s: float | None) -> Iterator[bytes]:
+        """Give the lines of an answer as they come, and what stands behind the last one."""
+        import httpx2
+
+        timeout, rest = httpx2.Timeout(TIMEOUT_S, read=timeout_s), b""
+        with self._telling(), self._http.stream("GET", path, params=params, timeout=timeout) as response:
+            if response.is_error:
+                response.read()
+            self._check(response)
+            for part in response.iter_raw():
+                *lines, rest = (rest + part).split(b"\n")
+                yield from lines
+        if rest:
+            yield rest
+
+    def _check(self, response: Any) -> None:
+        if response.is_error:
+            try:
+                status = response.json()
+            except ValueError:
+                status = {"code": response.status_code, "message": response.text[:200].strip()}
+            raise told({"code": response.status_code, **status}, self._where)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Put what went wrong on the way into our words."""
+        import httpx2
+        from lightkube.core.exceptions import ApiError, ConfigError
+
+        try:
+            yield
+        except ApiError as error:
+            raise told(error.status.to_dict(), self._where) from error
+        except ConfigError as error:
+            raise UnavailableError(f"you could not be logged in: {error}", where=self._where) from error
+        except (httpx2.TransportError, httpx2.InvalidURL, OSError) as error:
+            why = str(error) or type(error).__name__
+            what = f"the API server at {self.server} does not answer: {why}"
+            hint = "is the cluster up, and can it be reached from here? `kubectl version` asks the same"
+            raise UnavailableError(what, where=self._where, hint=hint) from error
+
+
+def selector(labels: Mapping[str, str] | str) -> str:
+    """Write labels as a selector."""
+    return labels if isinstance(labels, str) else ",".join(f"{key}={value}" for key, value in labels.items())
+
+
+def _dry(dry_run: bool) -> dict[str, str]:
+    return {"dryRun": "All"} if dry_run else {}

@@ -1,0 +1,104 @@
+"""Which cluster: a context and a namespace, from the same files that kubectl reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import yaml
+
+from stoker.errors import InputError, MissingExtraError, NotFoundError
+
+if TYPE_CHECKING:
+    from lightkube.config.kubeconfig import SingleConfig
+
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_FILES = ("certificate-authority", "client-certificate", "client-key", "tokenFile")
+"""Keys whose relative paths start at the file that they stand in."""
+
+
+class Place(NamedTuple):
+    """What `--on k8s://context/namespace` names; None is the user's own."""
+
+    context: str | None = None
+    namespace: str | None = None
+
+    @classmethod
+    def parse(cls, text: str | None) -> Place:
+        """Read `context/namespace`; a context may have slashes in it, a namespace has none."""
+        context, slash, namespace = (text or "").rpartition("/")
+        return cls(context or None, namespace or None) if slash else cls(namespace or None, None)
+
+
+def need_lightkube() -> None:
+    """Refuse to go on without the client's package."""
+    try:
+        import lightkube  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("lightkube", "k8s", purpose="Kubernetes") from error
+
+
+def load(context: str | None, environ: Mapping[str, str] | None = None) -> SingleConfig:
+    """Give the settings of a context: of the files in $KUBECONFIG, ~/.kube/config, or of the pod we are in."""
+    need_lightkube()
+    from lightkube.config.kubeconfig import KubeConfig
+    from lightkube.core.exceptions import ConfigError
+
+    env = os.environ if environ is None else environ
+    files = [Path(name).expanduser() for name in env.get("KUBECONFIG", "~/.kube/config").split(os.pathsep) if name]
+    there = [path for path in files if path.is_file()]
+    names = os.pathsep.join(map(str, files))
+    if not there and (SERVICE_ACCOUNT / "token").exists():
+        return KubeConfig.from_service_account().get()  # type: ignore[return-value]
+    if not there:
+        raise NotFoundError(
+            "there is no Kubernetes configuration",
+            where=names,
+            hint="set KUBECONFIG, or fetch it: gcloud container clusters get-credentials, aws eks update-kubeconfig",
+        )
+    merged = _merged(there)
+    known = sorted(one["name"] for one in merged["contexts"])
+    if context is not None and context not in known:
+        raise NotFoundError(
+            f"there is no context {context!r}", where=names, hint=f"known: {', '.join(known) or 'none'}"
+        )
+    try:
+        found = KubeConfig.from_dict(merged, fname=there[0]).get(context)
+    except (ConfigError, KeyError, TypeError, msgspec.ValidationError) as error:
+        raise InputError(f"the Kubernetes configuration cannot be used: {error}", where=names) from error
+    assert found is not None
+    return found._replace(user=found.user or _nobody())
+
+
+def _nobody() -> Any:
+    from lightkube.config.models import User
+
+    return User()
+
+
+def _merged(files: list[Path]) -> dict[str, Any]:
+    """Merge files as kubectl does: of two entries with one name, the first counts."""
+    merged: dict[str, Any] = {"clusters": {}, "contexts": {}, "users": {}}
+    for path in files:
+        try:
+            data = yaml.safe_load(path.read_text()) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise InputError(f"cannot be read: {error}", where=path) from error
+        for key in ("clusters", "contexts", "users"):
+            for one in data.get(key) or ():
+                merged[key].setdefault(one.get("name"), _anchored(one, path.parent))
+        if "current-context" not in merged and data.get("current-context"):
+            merged["current-context"] = data["current-context"]
+    return {key: list(value.values()) if isinstance(value, dict) else value for key, value in merged.items()}
+
+
+def _anchored(entry: Any, folder: Path) -> Any:
+    if isinstance(entry, dict):
+        return {
+            key: str(folder / value) if key in _FILES and isinstance(value, str) else _anchored(value, folder)
+            for key, value in entry.items()
+        }
+    return entry

@@ -1,0 +1,57 @@
+"""Small pure builders of Kubernetes objects, and the names that all of ours have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Manifest = dict[str, Any]
+
+GROUP = "stoker.dev"
+JOB, RUN, ROLE, INDEX = (f"{GROUP}/{name}" for name in ("job", "run", "role", "index"))
+"""Labels: the job's name, the run's id, and which slot a pod is."""
+PART = f"{GROUP}/part"
+"""Label of what belongs to no job: `cache`, `volume`, `inspector`, `shell`."""
+MANAGED_BY = {"app.kubernetes.io/managed-by": "stoker"}
+CONTAINER = "main"
+"""The container of our pods that does the work."""
+GPU = "nvidia.com/gpu"
+GPU_LABELS = ("cloud.google.com/gke-accelerator", "k8s.amazonaws.com/accelerator", "nvidia.com/gpu.product")
+"""By which GKE, eksctl's node groups and NVIDIA's discovery name the kind of a node's GPUs."""
+CACHE, CACHE_PORT = "stoker-cache", 3128
+"""The Service of the caching proxy in a namespace, which `data.via: cluster` means, and its port."""
+ACCESS = {"rwo": "ReadWriteOnce", "rwx": "ReadWriteMany", "rox": "ReadOnlyMany", "rwop": "ReadWriteOncePod"}
+
+
+def manifest(
+    version: str, kind: str, name: str, labels: Mapping[str, str], *, namespace: str | None = None, **body: Any
+) -> Manifest:
+    """Give an object; `labels` beside the one that says that it is ours."""
+    metadata: Manifest = {"name": name, "labels": {**labels, **MANAGED_BY}}
+    if namespace:
+        metadata["namespace"] = namespace
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **body}
+
+
+def claim(
+    name: str,
+    size: int,
+    access: str,
+    labels: Mapping[str, str],
+    *,
+    storage_class: str | None = None,
+    volume: str | None = None,
+    namespace: str | None = None,
+) -> Manifest:
+    """Ask for a volume of a class (the cluster's default if None; "" for none), or for one that is there."""
+    spec: Manifest = {"accessModes": [ACCESS[access]], "resources": {"requests": {"storage": str(size)}}}
+    if storage_class is not None:
+        spec["storageClassName"] = storage_class
+    if volume is not None:
+        spec["volumeName"] = volume
+    return manifest("v1", "PersistentVolumeClaim", name, labels, namespace=namespace, spec=spec)
+
+
+def safe_container() -> Manifest:
+    """Take from a container what no training needs."""
+    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
