@@ -648,6 +648,8 @@ class Job(_Section, frozen=True, kw_only=True):
                 if role.resources.gpu:
                     yield Fault("roles.ps.resources.gpu", "a parameter server gets no accelerator: leave it out")
             yield from _role_key_faults(name, role)
+            if name == "tensorboard" and role.count and not (role.program or role.logdir or self.checkpoint.dir):
+                yield Fault("roles.tensorboard.logdir", "missing: neither it nor checkpoint.dir says what to show")
 
     def _claim_faults(self) -> Iterator[Fault]:
         many = self.max_workers > 1 and (self.is_elastic or self.topology == "mpi")
