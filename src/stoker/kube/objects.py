@@ -10,6 +10,8 @@ Manifest = dict[str, Any]
 GROUP = "stoker.dev"
 JOB, RUN, ROLE, INDEX = (f"{GROUP}/{name}" for name in ("job", "run", "role", "index"))
 """Labels: the job's name, the run's id, and which slot a pod is."""
+FIRST = f"{GROUP}/first"
+"""Annotation: the slot's index of a Job's pod 0, where the slots before it have another Job."""
 PART = f"{GROUP}/part"
 """Label of what belongs to no job: `cache`, `volume`, `inspector`, `shell`."""
 MANAGED_BY = {"app.kubernetes.io/managed-by": "stoker"}
