@@ -11,8 +11,8 @@ from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, SlotStatus, signal_of
 from stoker.jobs.topology import Slot, lead_slots, slots_of
 from stoker.kube.objects import INDEX, ROLE, Manifest
-from stoker.kube.pods import ended, why_pending
-from stoker.launchers.kubernetes.manifests import FINAL_CODES, ONLOOKERS, attempt_of, slot_of
+from stoker.kube.pods import ended, slot_of, why_pending
+from stoker.launchers.kubernetes.manifests import FINAL_CODES, ONLOOKERS, attempt_of
 
 _REASONS = {
     "DeadlineExceeded": "it took longer than kubernetes.deadline allows",
@@ -98,7 +98,7 @@ def seen(pods: Iterable[Manifest]) -> list[Seen]:
     found: list[Seen] = []
     last: dict[Slot, int] = {}
     for pod in sorted(pods, key=lambda one: (at(one["metadata"].get("creationTimestamp")), one["metadata"]["name"])):
-        slot = slot_of(pod)
+        slot = Slot.parse(slot_of(pod))
         number = max(attempt_of(pod), last.get(slot, -1) + 1)
         last[slot] = number
         found.append(Seen(pod, slot, number))
@@ -114,11 +114,11 @@ def judge(job: Job, leads: Sequence[Manifest], found: Sequence[Seen], events: Se
     """Tell how a job is doing, by its Jobs (or its MPIJob) and its pods."""
     if not leads:
         return Verdict(JobState.STOPPED, "it is gone from the cluster")
-    failed = [one for one in leads if _is(one, "Failed", "FailureTarget") and _role(one) not in ONLOOKERS]
+    if all(_is(one, "Complete", "Succeeded") for one in _deciding(job, leads)):
+        return Verdict(JobState.SUCCEEDED)
+    failed = [one for one in leads if _is(one, "Failed") and _role(one) not in ONLOOKERS]
     if failed:
         return Verdict(JobState.FAILED, _why_failed(failed[0]))
-    if all(_is(one, "Complete", "SuccessCriteriaMet", "Succeeded") for one in _deciding(job, leads)):
-        return Verdict(JobState.SUCCEEDED)
     if leads[0]["metadata"].get("deletionTimestamp"):
         return Verdict(JobState.STOPPED, "it was deleted")
     last = newest(found)
@@ -175,7 +175,7 @@ def _condition(one: Manifest, kind: str) -> Mapping[str, str] | None:
 
 
 def _why_failed(one: Manifest) -> str:
-    found = _condition(one, "Failed") or _condition(one, "FailureTarget") or {}
+    found = _condition(one, "Failed") or {}
     reason = found.get("reason", "")
     return _REASONS.get(reason, found.get("message") or reason)
 

@@ -27,6 +27,7 @@ from stoker.jobs.topologies.tensorflow import TENSORBOARD_PORT
 from stoker.jobs.topology import AddressBook, Role, Slot, topology_of
 from stoker.kube.objects import (
     CONTAINER,
+    FIRST,
     GPU,
     GPU_LABELS,
     INDEX,
@@ -46,15 +47,13 @@ NAME_MAX = 63
 CONFIG_MAX = (1 << 20) - (1 << 14)
 """What the API server takes as one ConfigMap, without what else is in it."""
 PROFILER, MPI_RANK, JOB_FILE = "profiler.py", "mpi_rank.py", "job.yaml"
-BEFORE, FIRST = "stoker.dev/before", "stoker.dev/first"
-"""Annotations of pods: attempts of earlier lives of the run, and the index of the Job's first slot."""
+BEFORE = "stoker.dev/before"
+"""Annotation of pods: how many attempts earlier lives of the run had."""
 FAILED, MOVED = (f"batch.kubernetes.io/job-index-{kind}-count" for kind in ("failure", "ignored-failure"))
 """Annotations in which the Job controller counts the attempts of an index."""
-COMPLETION = "batch.kubernetes.io/job-completion-index"
 FINAL_CODES = [InputError.exit_code, MissingError.exit_code]
 """With the same input, a program that ended so would end so again."""
 ONLOOKERS = ("evaluator", "tensorboard")
-LEADING = ("Job", "MPIJob")
 
 
 def manifests(job: Job, code: Mapping[str, bytes] | None = None) -> list[Manifest]:
@@ -112,17 +111,14 @@ def as_run(objects: Sequence[Manifest], run: str, before: int = 0) -> list[Manif
     return found
 
 
+def leading(job: Job) -> str:
+    """Tell the kind of the objects that say how a job is doing, the first of which owns all others."""
+    return "MPIJob" if job.topology == "mpi" else "Job"
+
+
 def lead_of(objects: Sequence[Manifest]) -> Manifest:
     """Give the object that owns the others."""
-    return next(one for one in objects if one["kind"] in LEADING)
-
-
-def slot_of(pod: Manifest) -> Slot:
-    """Tell which slot a pod is."""
-    meta = pod["metadata"]
-    labels, notes = meta["labels"], meta.get("annotations") or {}
-    index = labels.get(INDEX) or labels.get("training.kubeflow.org/replica-index") or labels.get(COMPLETION) or "0"
-    return Slot(labels[ROLE], int(index) + int(notes.get(FIRST) or 0))
+    return next(one for one in objects if one["kind"] in ("Job", "MPIJob"))
 
 
 def attempt_of(pod: Manifest) -> int:
