@@ -370,6 +370,33 @@ def test_programs(program: object, sentence: str) -> None:
         ({"checkpoint": {"create": True}}, "checkpoint.create: is about a claim, and none is named: give claim"),
         ({"checkpoint": {"size": "1Gi"}}, "checkpoint.size: is about a claim, and none is named: give claim"),
         (
+            {"checkpoint": {"storage_class": "efs-sc", "claim": "c", "dir": "/c"}},
+            "checkpoint.storage_class: is of a claim that is made, and create is not set: "
+            "set create: true, or leave it out",
+        ),
+        (
+            {"kubernetes": {"queue_priority": "high"}},
+            "kubernetes.queue_priority: orders a job in its queue, and none is named: give queue, or priority_class",
+        ),
+        ({"kubernetes": {"shm": 8}}, "kubernetes.shm: is 8 B, too little to be meant: write its unit, for example 8Gi"),
+        ({"mpi": {"sshd": []}}, "mpi.sshd: expected a list of words such as [/usr/sbin/sshd, -De], got an empty list"),
+        (
+            {"topology": "tf-ps", "roles": {"ps": {"expose": "node_port"}}},
+            "roles.ps.expose: is for the role tensorboard alone: leave it out",
+        ),
+        (
+            {"topology": "tf-ps", "roles": {"tensorboard": {"logdir": "/logs", "program": {"module": "board"}}}},
+            "roles.tensorboard.logdir: is for stoker's own TensorBoard, and program is given: leave one out",
+        ),
+        (
+            {"topology": "mpi", "roles": {"launcher": {"program": {"module": "train"}}}},
+            "roles.launcher.program: the launcher runs mpirun, which starts the workers' program: leave it out",
+        ),
+        (
+            {"topology": "tf-ps", "roles": {"evaluator": {"program": {"args": ["--eval"]}}}},
+            "roles.evaluator.program: says nothing to run: give one of script, module and command",
+        ),
+        (
             {"checkpoint": {"claim": "c"}},
             "checkpoint.dir: missing: say where the claim is mounted, for example /checkpoint",
         ),
@@ -620,7 +647,15 @@ SECTIONS: dict[str, st.SearchStrategy[Any]] = {
     "port": maybe(ports),
     "roles": mapping(
         st.sampled_from(["ps", "evaluator"]),
-        st.builds(RoleSpec, count=maybe(st.integers(0, 1)), image=maybe(names), resources=resources, port=maybe(ports)),
+        st.builds(
+            RoleSpec,
+            count=maybe(st.integers(0, 1)),
+            image=maybe(names),
+            resources=resources,
+            port=maybe(ports),
+            program=maybe(st.builds(Program, module=st.just("a.b"), args=tuples(texts))),
+            node_selector=mapping(names, values),
+        ),
     ),
     "image": maybe(names),
     "resources": resources,
@@ -633,7 +668,14 @@ SECTIONS: dict[str, st.SearchStrategy[Any]] = {
         sampling=st.sampled_from(["exact", "join", "resampled"]),
     ),
     "checkpoint": st.builds(
-        Checkpoint, dir=paths, claim=names, create=st.just(True), size=sizes, access=st.just("rwx"), keep=counts
+        Checkpoint,
+        dir=paths,
+        claim=names,
+        create=st.just(True),
+        size=sizes,
+        storage_class=maybe(names),
+        access=st.just("rwx"),
+        keep=counts,
     )
     | st.builds(Checkpoint, dir=maybe(some), keep=counts),
     "volumes": tuples(st.builds(Volume, claim=names, path=paths, read_only=st.booleans())),
@@ -649,7 +691,11 @@ SECTIONS: dict[str, st.SearchStrategy[Any]] = {
     "kubernetes": st.builds(
         Kubernetes,
         namespace=maybe(names),
-        queue=maybe(some),
+        queue=names,
+        queue_priority=maybe(names),
+        priority_class=maybe(names),
+        shm=maybe(sizes),
+        user=maybe(st.integers(0, 9999)),
         node_selector=mapping(names, values),
         tolerations=plain_mappings,
         service_account=maybe(texts),

@@ -49,7 +49,7 @@ what it would start, `stoker job run` starts it.
 - A file that is not right is refused with every fault at once, each by the path of its key (`resources.gpu`).
 - A key without a value counts as left out.
 - Sizes are written as `200Gi`, `1.5GB` or a number of bytes; durations as `30s`, `1h30m` or a number of seconds.
-- `program.args`, `program.command`, `env`, `labels` and `kubernetes.node_selector` take text as it is written,
+- `program.args`, `program.command`, `env`, `labels` and `node_selector` take text as it is written,
   quoted or not: `1e-4`, `0755`, `1.10` and `yes` reach the program as these very characters.
 - Relative paths (`program.script`, `program.cwd`, `data.train`, `checkpoint.dir`, …) start at the folder where the
   command is given, not at the job file's own.
@@ -71,8 +71,10 @@ _RULES = """\
 - `topology: single` is one process: one worker, one process on it. A TensorFlow worker is one process with all GPUs.
 - `workers: {min, max}` needs `topology: torchrun`, and `min` at most `max`.
 - `roles` are those of the topology: {roles}. There is at most one of each but `ps`. A role of another topology may
-  stand in the file with `count: 0`. Parameter servers get no accelerators.
-- `checkpoint.claim` needs an absolute `dir`, and no bucket. `create` needs `claim` and `size`; `size` needs `create`.
+  stand in the file with `count: 0`. Parameter servers get no accelerators. `logdir`, `expose` and `ingress` are for
+  `tensorboard` alone, and `launcher` has no `program` of its own.
+- `checkpoint.claim` needs an absolute `dir`, and no bucket. `create` needs `claim` and `size`; `size` and
+  `storage_class` need `create`. `kubernetes.queue_priority` needs `queue`.
 - `checkpoint.access: rwo` with a claim cannot be elastic, nor `mpi` with more than one worker: whichever machine rank 0
   is on must mount the claim, and only one can.
 - `data.cache.size` needs `dir`. `checkpoint.dir` is a folder, `s3://…` or `gs://…`.
@@ -170,7 +172,9 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 
 def _inline(value: object) -> str:
-    """Write a scalar as YAML does, on its own."""
+    """Write a value as YAML does, on one line."""
+    if isinstance(value, list):
+        return f"[{', '.join(_inline(one) for one in value)}]"
     return spec.to_yaml([value]).strip()[1:-1]
 
 

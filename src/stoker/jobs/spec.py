@@ -63,11 +63,10 @@ Name = Annotated[
     _text(_LABEL, "a name of at most 40 small letters, digits and dashes, with no dash at an end"),
     Meta(max_length=40),
 ]
-ObjectName = Annotated[
-    str,
-    _text(rf"{_LABEL}(?:\.{_LABEL})*", "a Kubernetes name: small letters, digits, dashes and dots"),
-    Meta(max_length=253),
-]
+_OBJECT = _text(rf"{_LABEL}(?:\.{_LABEL})*", "a Kubernetes name: small letters, digits, dashes and dots")
+ObjectName = Annotated[str, _OBJECT, Meta(max_length=253)]
+QueueName = Annotated[str, _OBJECT, Meta(max_length=63)]
+"""Of an object, and a label's value too."""
 Namespace = Annotated[str, _text(_LABEL, "a namespace: small letters, digits and dashes"), Meta(max_length=63)]
 Variable = Annotated[str, _text("[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and underscores")]
 LabelKey = Annotated[
@@ -207,6 +206,52 @@ class RoleSpec(_Section, frozen=True, kw_only=True):
     image: Annotated[Image | None, _says("Another image than the workers'.")] = None
     resources: Annotated[Resources, _says("What one slot of the role may use.")] = Resources()
     port: Annotated[Port | None, _says("Another port than the workers'.")] = None
+    program: Annotated[
+        Program | None, _says("Another program than the workers'; `tensorboard` runs TensorBoard by itself.")
+    ] = None
+    node_selector: Annotated[
+        dict[LabelKey, LabelValue], _says("Labels that a node must have, beside `kubernetes.node_selector`.")
+    ] = {}
+    logdir: Annotated[
+        Some | None, _says("What `tensorboard` shows: a folder or a bucket; `checkpoint.dir` if absent.")
+    ] = None
+    expose: Annotated[
+        Literal["cluster", "node_port", "load_balancer"],
+        _says(
+            "Who reaches `tensorboard` on Kubernetes. `cluster`: what runs there, and you by `stoker job forward`. "
+            "`node_port`: a port of every node. `load_balancer`: an address of its own."
+        ),
+    ] = "cluster"
+    ingress: Annotated[
+        Annotated[
+            str,
+            _text(rf"(?:\*\.)?{_LABEL}(?:\.{_LABEL})*", "a host name such as board.example.com"),
+            Meta(max_length=253),
+        ]
+        | None,
+        _says("The host name under which an Ingress leads to `tensorboard`."),
+    ] = None
+
+    def faults(self) -> Iterator[Fault]:
+        """Refuse paths with a slip in them."""
+        yield from _astray("logdir", self.logdir)
+
+
+def _role_key_faults(name: str, role: RoleSpec) -> Iterator[Fault]:
+    """Refuse keys that mean nothing for a role."""
+    if name == "launcher" and role.program is not None:
+        yield Fault(
+            "roles.launcher.program", "the launcher runs mpirun, which starts the workers' program: leave it out"
+        )
+    if name == "tensorboard":
+        if role.program is not None and role.logdir is not None:
+            yield Fault(
+                "roles.tensorboard.logdir", "is for stoker's own TensorBoard, and program is given: leave one out"
+            )
+        return
+    for key, default in (("logdir", None), ("expose", "cluster"), ("ingress", None)):
+        if getattr(role, key) != default:
+            yield Fault(f"roles.{name}.{key}", "is for the role tensorboard alone: leave it out")
 
 
 class Cache(_Section, frozen=True, kw_only=True):
@@ -262,6 +307,9 @@ class Checkpoint(_Section, frozen=True, kw_only=True):
     claim: Annotated[ObjectName | None, _says("The Kubernetes volume claim that is mounted at `dir`.")] = None
     create: Annotated[bool, _says("Make the claim if it is not there.")] = False
     size: Annotated[Bytes | None, _says("How large to make it.")] = None
+    storage_class: Annotated[
+        ObjectName | None, _says("The storage class to make it from; the cluster's default if absent.")
+    ] = None
     access: Annotated[
         Literal["rwo", "rwx"], _says("`rwo`: one machine can mount the claim. `rwx`: all of them can.")
     ] = "rwo"
@@ -275,7 +323,7 @@ class Checkpoint(_Section, frozen=True, kw_only=True):
         if is_url and not str(self.dir).startswith(("s3://", "gs://")):
             yield Fault("dir", f"{self.dir!r} cannot be written: give a folder, s3://… or gs://…")
         if self.claim is None:
-            for key in ("create", "size"):
+            for key in ("create", "size", "storage_class"):
                 if getattr(self, key):
                     yield Fault(key, "is about a claim, and none is named: give claim")
             return
@@ -289,8 +337,10 @@ class Checkpoint(_Section, frozen=True, kw_only=True):
             yield Fault("dir", f"{self.dir!r} must be an absolute path, since a claim is mounted there")
         if self.create and self.size is None:
             yield Fault("size", "missing: say how large to make the claim, for example 10Gi")
-        if self.size is not None and not self.create:
-            yield Fault("size", "is of a claim that is made, and create is not set: set create: true, or leave it out")
+        for key in ("size", "storage_class"):
+            if getattr(self, key) is not None and not self.create:
+                what = "is of a claim that is made, and create is not set: set create: true, or leave it out"
+                yield Fault(key, what)
 
 
 class Volume(_Section, frozen=True, kw_only=True):
@@ -330,7 +380,13 @@ class Kubernetes(_Section, frozen=True, kw_only=True):
 
     namespace: Annotated[Namespace | None, _says("The context's own if absent.")] = None
     create_namespace: Annotated[bool, _says("Make the namespace if it is not there.")] = False
-    queue: Annotated[Some | None, _says("The Kueue queue that admits the job.")] = None
+    queue: Annotated[QueueName | None, _says("The Kueue queue that admits the job.")] = None
+    queue_priority: Annotated[
+        QueueName | None, _says("The Kueue WorkloadPriorityClass that orders the job in its queue.")
+    ] = None
+    priority_class: Annotated[
+        ObjectName | None, _says("The PriorityClass by which the scheduler places and evicts the pods.")
+    ] = None
     node_selector: Annotated[dict[LabelKey, LabelValue], _says("Labels that a node must have.")] = {}
     tolerations: Annotated[
         tuple[dict[str, Any], ...], _says("Taints that a node may have, as in a pod's specification.")
@@ -340,12 +396,25 @@ class Kubernetes(_Section, frozen=True, kw_only=True):
     image_pull_policy: Annotated[Literal["Always", "IfNotPresent", "Never"], _says("When images are fetched.")] = (
         "IfNotPresent"
     )
+    shm: Annotated[Bytes | None, _says("How large `/dev/shm` may grow; up to the pod's memory if absent.")] = None
+    user: Annotated[
+        Annotated[int, Meta(ge=0)] | None, _says("The user id that programs run as; the image's own if absent.")
+    ] = None
+    group: Annotated[
+        Annotated[int, Meta(ge=0)] | None, _says("The group id that programs run as, and that claims are given to.")
+    ] = None
     ttl: Annotated[Seconds, _says("How long a finished job stays in the cluster.")] = Seconds("10m")
     deadline: Annotated[Seconds | None, _says("How long the job may take; for ever if absent.")] = None
     patch: Annotated[
         tuple[dict[str, Any], ...],
         _says("Merge patches for the objects that are rendered; each names its object by `kind` and `metadata.name`."),
     ] = ()
+
+    def faults(self) -> Iterator[Fault]:
+        """Refuse a size that lacks its unit, and a priority in no queue."""
+        yield from _tiny("shm", self.shm)
+        if self.queue_priority is not None and self.queue is None:
+            yield Fault("queue_priority", "orders a job in its queue, and none is named: give queue, or priority_class")
 
 
 class Ssh(_Section, frozen=True, kw_only=True):
@@ -408,6 +477,17 @@ class Mpi(_Section, frozen=True, kw_only=True):
         Annotated[tuple[Word, ...], Meta(extra={"wanted": "a list of words such as [--mca, btl, self,tcp]"})],
         _says("More arguments for mpirun, as a list. A flag or MCA parameter here takes the place of stoker's own."),
     ] = ()
+    sshd: Annotated[
+        Annotated[
+            tuple[Word, ...],
+            Meta(min_length=1, extra={"wanted": "a list of words such as [/usr/sbin/sshd, -De]"}),
+        ],
+        _says("What workers run on Kubernetes, so that mpirun reaches them; it stays in the foreground."),
+    ] = ("/usr/sbin/sshd", "-De")
+    sshd_port: Annotated[Port, _says("Where it listens; the image's `ssh` must know that, too.")] = 22
+    ssh_dir: Annotated[
+        MountPath, _says("Where it and `ssh` find their keys on Kubernetes: `.ssh` of the image's user.")
+    ] = "/root/.ssh"
 
     def faults(self) -> Iterator[Fault]:
         """Refuse flags that say in another way what the job file says already."""
@@ -518,6 +598,10 @@ class Job(_Section, frozen=True, kw_only=True):
         """How many workers there are at least."""
         return self.workers.min if isinstance(self.workers, Elastic) else self.max_workers
 
+    def program_of(self, role: str) -> Program:
+        """Give the program of a role: its own, or the workers'."""
+        return (self.roles[role].program if role in self.roles else None) or self.program
+
     @property
     def ranks_per_worker(self) -> int:
         """How many ranks run on each worker; where a process has all GPUs of its machine, one."""
@@ -563,6 +647,7 @@ class Job(_Section, frozen=True, kw_only=True):
                     yield Fault("roles.ps.count", "tf-ps needs at least one parameter server")
                 if role.resources.gpu:
                     yield Fault("roles.ps.resources.gpu", "a parameter server gets no accelerator: leave it out")
+            yield from _role_key_faults(name, role)
 
     def _claim_faults(self) -> Iterator[Fault]:
         many = self.max_workers > 1 and (self.is_elastic or self.topology == "mpi")

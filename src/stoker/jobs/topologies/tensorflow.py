@@ -61,7 +61,7 @@ def _onlookers(job: Job) -> tuple[Role, ...]:
     return tuple(role for role in every if role.count)
 
 
-def _port(job: Job, role: str, book: AddressBook, slot: Slot) -> int:
+def _port(job: Job, role: str, book: AddressBook, slot: Slot) -> int | str:
     own = job.roles[role].port if role in job.roles else None
     return book.ports.get(slot) or own or (TENSORBOARD_PORT if role == "tensorboard" else book.port)
 
