@@ -30,7 +30,12 @@ app = typer.Typer(help="Jobs: one file, every place.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="A job file; `-` is standard input.")]
-On = Annotated[str, typer.Option("--on", metavar="PLACE", help="Where to run it: local, ssh or ray[://host:port].")]
+On = Annotated[
+    str,
+    typer.Option(
+        "--on", metavar="PLACE", help="Where to run it: local, ssh, ray[://host:port] or k8s[://context/namespace]."
+    ),
+]
 Hosts = Annotated[
     str | None,
     typer.Option("--hosts", metavar="HOSTS", help="For --on ssh: a,b:2 (two workers on b), or @FILE."),
@@ -77,9 +82,7 @@ def plan(file: JobFile, on: On = HERE, hosts: Hosts = None, sets: Sets = None, a
     if as_json:
         print_json(rendered)
         return
-    for name, command in rendered.slots.items():
-        host = rendered.hosts.get(name)
-        typer.echo(f"# {name}{f' on {host}' if host else ''}\n{command.to_sh()}\n")
+    typer.echo(rendered.shown())
 
 
 @app.command()
@@ -355,12 +358,10 @@ def _stopping(launcher: Launcher[Any], run: Run) -> Iterator[None]:
 
 def launcher_at(name: str) -> Launcher[Any]:
     """Give the launcher that `--on` names, at its place: `ray://host:8265`."""
-    from stoker.errors import InputError, NotYetError
+    from stoker.errors import InputError
     from stoker.jobs.launcher import LAUNCHERS
 
     kind, _, place = name.partition("://")
-    if kind in ("k8s", "kubernetes") and kind not in LAUNCHERS.names():
-        raise NotYetError(f"`--on {name}` is not in this version", hint="CHANGELOG.md tells what each version has")
     if kind not in LAUNCHERS.names() and (scheme := kind.partition(":")[0]) in LAUNCHERS.names():
         raise InputError(f"`--on {name}` is no place", hint=f"an address is written {scheme}://host:port")
     launcher: Any = LAUNCHERS.get(kind)

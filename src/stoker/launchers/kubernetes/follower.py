@@ -24,7 +24,7 @@ from stoker.core.spec import load, to_json
 from stoker.errors import AccessError, MissingError, NotFoundError, StokerError
 from stoker.jobs.runs import Run
 from stoker.jobs.status import Attempt, JobState, JobStatus
-from stoker.jobs.topology import Slot, slots_of
+from stoker.jobs.topology import slots_of
 from stoker.kube.client import Cluster
 from stoker.kube.config import Place
 from stoker.kube.objects import CONTAINER, RUN, Manifest
@@ -203,7 +203,7 @@ class Follower:
             if one.uid in self._streams:
                 self._streams[one.uid].is_over = one.is_over or one.uid not in there
         leads = sorted(self._objects[self.kind], key=lambda one: one["metadata"]["creationTimestamp"])
-        verdict = judge(self.job, _lead_first(leads), found, self._events(found, leads))
+        verdict = judge(self.job, _lead_first(leads), found, self._events(found))
         if verdict.state.is_final:
             self._finish(verdict, found)
             return
@@ -327,7 +327,7 @@ class Follower:
             lost=lost,
         )
 
-    def _events(self, found: Sequence[Seen], leads: Sequence[Manifest]) -> list[Manifest]:
+    def _events(self, found: Sequence[Seen]) -> list[Manifest]:
         """Ask for events only where something waits: they say why."""
         if not any(one.phase == "Pending" for one in newest(found).values()) and found:
             return []

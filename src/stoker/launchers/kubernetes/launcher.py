@@ -7,7 +7,6 @@ nobody here: `follower` brings its logs, and whoever asks later takes the run up
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,26 +14,27 @@ from pathlib import Path
 from typing import ClassVar
 
 import msgspec
-import yaml
 
 from stoker.core.processes import until
 from stoker.core.units import counted, format_bytes
 from stoker.errors import ConflictError, InputError, NotFoundError, SpecError, StokerError, UnavailableError
 from stoker.jobs.launcher import LogLine, Traits, check
 from stoker.jobs.runs import Run, home
-from stoker.jobs.spec import Job, parse_job
+from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import Slot
 from stoker.kube.client import Cluster
 from stoker.kube.config import Place
-from stoker.kube.objects import CACHE, CACHE_PORT, JOB, MANAGED_BY, ROLE, RUN, Manifest
+from stoker.kube.objects import CACHE, CACHE_PORT, JOB, MANAGED_BY, RUN, Manifest, merged
 from stoker.launchers.kubernetes.follower import STOPPING, parts_of
-from stoker.launchers.kubernetes.judge import at, judge
+from stoker.launchers.kubernetes.judge import at
 from stoker.launchers.kubernetes.manifests import JOB_FILE, as_run, faults, lead_of, leading, manifests
 from stoker.launchers.kubernetes.plan import KubernetesPlan, read_code, read_plan, with_code
-from stoker.launchers.local import LocalLauncher, watch_over
+from stoker.launchers.local import kept_logs, watch_over
 from stoker.launchers.supervisor import watcher
 
+FOLLOWER = "stoker.launchers.kubernetes.follower"
+POLL_S = 0.5
 GONE_S = 30.0
 """How long the cluster may take to forget a job, beyond its grace."""
 
@@ -52,22 +52,19 @@ class KubernetesLauncher:
 
     def __init__(self, place: str | None = None) -> None:
         self._place = Place.parse(place)
-        self._here = LocalLauncher()
 
     def anchored(self, job: Job) -> Job:
         """Name the namespace, where the place does; paths are those of the image already."""
         namespace = self._place.namespace or job.kubernetes.namespace
-        return msgspec.structs.replace(
-            job, kubernetes=msgspec.structs.replace(job.kubernetes, namespace=namespace)
-        )
+        return msgspec.structs.replace(job, kubernetes=msgspec.structs.replace(job.kubernetes, namespace=namespace))
 
     def render(self, job: Job) -> KubernetesPlan:
         """Give every object; reads the files that travel with the job, and asks no cluster."""
         job = self.anchored(job)
         there, files, missing = with_code(job)
-        found = [*check(job, self.traits), *faults(job), *missing] if job.topology in self.traits.topologies else [
-            *check(job, self.traits)
-        ]
+        found = check(job, self.traits)
+        if job.topology in self.traits.topologies:
+            found += [*faults(job), *missing]
         if found:
             raise SpecError(found, where=f"job {job.name!r} on k8s")
         code = read_code(files)
@@ -115,9 +112,8 @@ class KubernetesLauncher:
     def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[LogLine]:
         """Give what the pods wrote, which comes here as it is written."""
         run = self._run(handle)
-        if not self.status(handle).state.is_final and not follow:
-            until(lambda: any(run.logs.iterdir()) or run.read_status().state is JobState.PENDING, 5)
-        return self._here.logs(f"local://{run.folder}", slot, follow=follow)
+        self.status(handle)  # someone must follow
+        return kept_logs(run, slot, is_over=lambda: not follow or self.status(handle).state.is_final)
 
     def stop(self, handle: str) -> None:
         """Delete what the run has in the cluster, and wait until its pods have ended."""
@@ -134,11 +130,11 @@ class KubernetesLauncher:
                 cluster.delete(kind, one["metadata"]["name"])
         limit = float(job.grace) + GONE_S
         try:
-            gone = until(lambda: not cluster.every("Pod", labels), limit)
+            gone = until(lambda: not cluster.every("Pod", labels), limit, pause_s=POLL_S)
         except KeyboardInterrupt:  # a second Ctrl-C cuts the grace short
             for pod in cluster.every("Pod", labels):
                 cluster.delete("Pod", pod["metadata"]["name"], grace_s=0)
-            gone = until(lambda: not cluster.every("Pod", labels), GONE_S)
+            gone = until(lambda: not cluster.every("Pod", labels), GONE_S, pause_s=POLL_S)
         if watcher(run) is not None:
             until(lambda: watcher(run) is None, GONE_S)
         if not run.read_status().state.is_final:
@@ -184,7 +180,7 @@ class KubernetesLauncher:
         return Run(home() / "runs" / parts_of(handle)[1])
 
     def _follow(self, run: Run) -> None:
-        watch_over(run, "stoker.launchers.kubernetes.follower", lambda: watcher(run) is not None or _is_over(run))
+        watch_over(run, lambda: watcher(run) is not None or _is_over(run), module=FOLLOWER)
 
 
 _MANAGED = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
@@ -308,7 +304,7 @@ def _clear(cluster: Cluster, lead: Manifest) -> None:
         hint = f"stop it with: stoker job stop {cluster.url}/{run}; or give this one another name"
         raise ConflictError(f"the job {name} is there already, and is not over", where=cluster, hint=hint)
     cluster.delete(kind, name, foreground=True)
-    if not until(lambda: cluster.get(kind, name) is None, GONE_S):
+    if not until(lambda: cluster.get(kind, name) is None, GONE_S, pause_s=POLL_S):
         raise UnavailableError(f"the old {kind} {name} is not gone after {GONE_S:g} s", where=cluster)
 
 
@@ -317,8 +313,6 @@ def _suspension(kind: str, is_on: bool) -> Manifest:
 
 
 def _suspended(lead: Manifest) -> Manifest:
-    from stoker.kube.objects import merged
-
     held: Manifest = merged(lead, _suspension(lead["kind"], True))
     return held
 

@@ -66,15 +66,12 @@ def manifests(job: Job, code: Mapping[str, bytes] | None = None) -> list[Manifes
     return [_patched(one, job) for one in objects.all()]
 
 
-def shell_pod(job: Job, code: Mapping[str, bytes] | None = None, *, role: str = "worker", gpu: bool = False) -> Manifest:
+def shell_pod(
+    job: Job, code: Mapping[str, bytes] | None = None, *, role: str = "worker", gpu: bool = False
+) -> Manifest:
     """Give a pod that is like one of a role's, and waits instead of running the program."""
     found = manifests(job, code)
-    spec = next(
-        pod["spec"]
-        for one in found
-        for pod in templates(one)
-        if pod["metadata"]["labels"][ROLE] == role
-    )
+    spec = next(pod["spec"] for one in found for pod in templates(one) if pod["metadata"]["labels"][ROLE] == role)
     main, *others = spec["containers"]
     kept = {key: value for key, value in main.items() if key not in ("readinessProbe", "ports")}
     kept["command"] = ["/bin/sh", "-c", "trap exit TERM; while :; do sleep 1; done"]

@@ -35,7 +35,7 @@ class KubernetesPlan(msgspec.Struct, frozen=True, kw_only=True):
 class _Dumper(yaml.SafeDumper):
     """Writes scripts as they would be read, line by line."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         """Write the same value twice, rather than an anchor that people must look up."""
         return True
 
@@ -50,7 +50,7 @@ _Dumper.add_representer(str, _text)
 def as_yaml(objects: Sequence[Manifest]) -> str:
     """Write objects as one stream of YAML documents."""
     options: dict[str, Any] = {"Dumper": _Dumper, "sort_keys": False, "width": 2**31, "allow_unicode": True}
-    return yaml.dump_all(objects, explicit_start=True, **options)
+    return str(yaml.dump_all(objects, explicit_start=True, **options))
 
 
 def read_plan(run: Run) -> KubernetesPlan:

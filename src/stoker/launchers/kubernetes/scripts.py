@@ -24,7 +24,7 @@ ANY = 2_305_843_009_213_693_951
 _BEFORE = [
     "#!/bin/sh",
     "set -eu",
-    'export STOKER_INDEX=$((${JOB_COMPLETION_INDEX:-0} + ${STOKER_FIRST:-0}))',
+    "export STOKER_INDEX=$((${JOB_COMPLETION_INDEX:-0} + ${STOKER_FIRST:-0}))",
     "export STOKER_ATTEMPT=$((${STOKER_BEFORE:-0} + ${STOKER_FAILED:-0} + ${STOKER_MOVED:-0}))",
 ]
 
