@@ -242,7 +242,7 @@ def _row(run: str, objects: Sequence[Manifest]) -> dict[str, object]:
         "state": str(state),
         "started": lead["metadata"]["creationTimestamp"],
         "took_s": _took(lead),
-        "active": active,
+        "pods": active,
     }
 
 
