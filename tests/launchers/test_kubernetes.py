@@ -13,7 +13,6 @@ from launchers.contract import job_of
 from stoker.errors import InputError, NotFoundError, SpecError, UnavailableError
 from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.status import JobState
-from stoker.jobs.topology import Slot
 from stoker.kube.objects import INDEX, JOB, ROLE, RUN
 from stoker.launchers.kubernetes.follower import Mark, Stream, parts_of
 from stoker.launchers.kubernetes.judge import judge, seen, slot_states

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pods import keys
 
 from launchers.contract import LauncherSuite, Launching, until
-from pods import BUSYBOX, keys
-from stoker.errors import AccessError, ConflictError, NotFoundError, UnavailableError
-from stoker.jobs.runs import Run
+from stoker.errors import ConflictError, NotFoundError
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState
-from stoker.jobs.topology import Slot
 from stoker.kube.client import Cluster
 from stoker.kube.objects import RUN
 from stoker.launchers.kubernetes.launcher import KubernetesLauncher
@@ -81,7 +77,7 @@ class TestJobs(OnCluster):
             pid = watcher(run)
             assert pid
             os.kill(pid, signal.SIGKILL)
-            until(lambda: watcher(run) != pid)
+            until(lambda pid=pid: watcher(run) != pid)  # type: ignore[misc]
             launcher.status(run.handle)
         until(lambda: launcher.status(run.handle).state.is_final, 60)
         assert self.text(launcher, run) == [f"line {number}" for number in range(1, 61)]
