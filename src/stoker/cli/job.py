@@ -30,7 +30,12 @@ app = typer.Typer(help="Jobs: one file, every place.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="A job file; `-` is standard input.")]
-On = Annotated[str, typer.Option("--on", metavar="PLACE", help="Where to run it: local, ssh or ray[://host:port].")]
+On = Annotated[
+    str,
+    typer.Option(
+        "--on", metavar="PLACE", help="Where to run it: local, ssh, ray[://host:port] or k8s[://context/namespace]."
+    ),
+]
 Hosts = Annotated[
     str | None,
     typer.Option("--hosts", metavar="HOSTS", help="For --on ssh: a,b:2 (two workers on b), or @FILE."),
@@ -39,7 +44,12 @@ Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, like resources.gpu=4.")
 ]
 RunName = Annotated[
-    str | None, typer.Argument(metavar="RUN", help="A run's id, the beginning of it, or a job's name; the newest.")
+    str | None,
+    typer.Argument(metavar="RUN", help="A run's id, the beginning of it, its handle, or a job's name; the newest."),
+]
+In = Annotated[
+    str | None,
+    typer.Option("--on", metavar="PLACE", help="k8s[://context/namespace]: look there, also for runs of others."),
 ]
 
 
@@ -77,9 +87,7 @@ def plan(file: JobFile, on: On = HERE, hosts: Hosts = None, sets: Sets = None, a
     if as_json:
         print_json(rendered)
         return
-    for name, command in rendered.slots.items():
-        host = rendered.hosts.get(name)
-        typer.echo(f"# {name}{f' on {host}' if host else ''}\n{command.to_sh()}\n")
+    typer.echo(rendered.shown())
 
 
 @app.command()
@@ -131,11 +139,15 @@ def run(
 @app.command("list")
 def list_runs(
     limit: Annotated[int, typer.Option(metavar="N", min=1, help="At most so many, the newest first.")] = 20,
+    on: In = None,
     as_json: Json = False,
 ) -> None:
-    """List runs, the newest first."""
+    """List runs, the newest first: those of this machine, or those in a cluster."""
     from stoker.jobs.runs import runs
 
+    if on is not None:
+        _list_there(on, limit, as_json)
+        return
     every = runs()
     rows = [(one, _status(one)) for one in every[:limit]]
     if as_json:
@@ -152,12 +164,33 @@ def list_runs(
         remark(f"… and {counted(len(every) - limit, 'older run')}; --limit shows more")
 
 
-@app.command()
-def status(name: RunName = None, as_json: Json = False) -> None:
-    """Tell how a run is doing: its slots, how far it is, and where its time is spent."""
-    from stoker.jobs.runs import find
+def _list_there(on: str, limit: int, as_json: bool) -> None:
+    """List the runs in a cluster, as it tells them itself."""
+    from stoker.core.units import format_duration
 
-    found = find(name)
+    rows = _cluster_at(on).runs()[:limit]
+    if as_json:
+        print_json(rows)
+        return
+    print_table(
+        ("run", "state", "started", "took", "pods"),
+        [
+            (
+                one["run"],
+                one["state"],
+                one["started"],
+                format_duration(one["took_s"]) if one["took_s"] else "–",
+                one["pods"],
+            )
+            for one in rows
+        ],
+    )
+
+
+@app.command()
+def status(name: RunName = None, on: In = None, as_json: Json = False) -> None:
+    """Tell how a run is doing: its slots, how far it is, and where its time is spent."""
+    found = _find(name, on)
     if as_json:
         print_json(_described(found))
         return
@@ -178,13 +211,13 @@ def logs(
     name: RunName = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over.")] = False,
     slot: Annotated[str | None, typer.Option(metavar="SLOT", help="Only this one, like worker/0.")] = None,
+    on: In = None,
 ) -> None:
     """Show or follow the logs of a run."""
     from stoker.errors import InputError
-    from stoker.jobs.runs import find
     from stoker.jobs.topology import Slot, slots_of
 
-    found = find(name)
+    found = _find(name, on)
     known = slots_of(found.job)
     if slot is not None and slot not in map(str, known):
         raise InputError(f"there is no slot {slot!r} in {found.id}", hint=f"known: {', '.join(map(str, known))}")
@@ -192,11 +225,9 @@ def logs(
 
 
 @app.command()
-def stop(name: RunName = None) -> None:
+def stop(name: RunName = None, on: In = None) -> None:
     """End a run: its programs get SIGTERM, time for a last checkpoint, then SIGKILL."""
-    from stoker.jobs.runs import find
-
-    found = find(name)
+    found = _find(name, on)
     before = found.read_status().state
     _launcher_of(found).stop(found.handle)  # also of a run that is over: something may be left elsewhere
     is_over = before.is_final and before != "lost"
@@ -355,18 +386,43 @@ def _stopping(launcher: Launcher[Any], run: Run) -> Iterator[None]:
 
 def launcher_at(name: str) -> Launcher[Any]:
     """Give the launcher that `--on` names, at its place: `ray://host:8265`."""
-    from stoker.errors import InputError, NotYetError
+    from stoker.errors import InputError
     from stoker.jobs.launcher import LAUNCHERS
 
     kind, _, place = name.partition("://")
-    if kind in ("k8s", "kubernetes") and kind not in LAUNCHERS.names():
-        raise NotYetError(f"`--on {name}` is not in this version", hint="CHANGELOG.md tells what each version has")
     if kind not in LAUNCHERS.names() and (scheme := kind.partition(":")[0]) in LAUNCHERS.names():
         raise InputError(f"`--on {name}` is no place", hint=f"an address is written {scheme}://host:port")
     launcher: Any = LAUNCHERS.get(kind)
     if place and not launcher.traits.places:
         raise InputError(f"`--on {kind}` takes no address", hint=f"leave {place!r} away")
     return launcher(place) if place else launcher()  # type: ignore[no-any-return]
+
+
+def _find(name: str | None, on: str | None) -> Run:
+    """Find a run here, or in the cluster that `--on` or the handle names."""
+    from stoker.errors import InputError
+    from stoker.jobs.runs import find
+
+    if on is None and name is not None and name.startswith("k8s://"):
+        on, _, name = name.rpartition("/")
+    if on is None:
+        return find(name)
+    if name is None:
+        raise InputError("which run there is not said", hint=f"stoker job list --on {on} lists them")
+    run: Run = _cluster_at(on).adopt(name)
+    return run
+
+
+def _cluster_at(on: str) -> Any:
+    """Give the launcher of a place that knows its runs by itself."""
+    from stoker.errors import InputError
+
+    launcher = launcher_at(on)
+    if not hasattr(launcher, "runs"):
+        raise InputError(
+            f"`--on {on}` keeps no list of runs", hint="leave --on away: runs of this machine are known here"
+        )
+    return launcher
 
 
 def _launcher_of(run: Run) -> Launcher[Any]:

@@ -179,18 +179,19 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def until(condition: Callable[[], bool], timeout_s: float | None) -> None:
-    """Poll, quickly at first, until the condition holds or the time is over."""
+def until(condition: Callable[[], bool], timeout_s: float | None, *, pause_s: float = 0.05) -> bool:
+    """Poll, quickly at first, until the condition holds or the time is over; tell whether it holds."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     pause = 0.001
     while not condition():
         if deadline is not None:
             left = deadline - time.monotonic()
             if left <= 0:
-                return
+                return False
             pause = min(pause, left)
         time.sleep(pause)
-        pause = min(pause * 2, 0.05)
+        pause = min(pause * 2, pause_s)
+    return True
 
 
 def _has_members(group: int) -> bool:

@@ -77,6 +77,7 @@ class Launcher(Protocol[Rendered]):
 LAUNCHERS: Registry[type[Launcher[object]]] = Registry(
     "launcher",
     {
+        "k8s": "stoker.launchers.kubernetes.launcher:KubernetesLauncher",
         "local": "stoker.launchers.local:LocalLauncher",
         "ray": "stoker.launchers.ray.launcher:RayLauncher",
         "ssh": "stoker.launchers.ssh.launcher:SshLauncher",

@@ -387,6 +387,10 @@ class Kubernetes(_Section, frozen=True, kw_only=True):
     priority_class: Annotated[
         ObjectName | None, _says("The PriorityClass by which the scheduler places and evicts the pods.")
     ] = None
+    copy: Annotated[
+        tuple[Some, ...],
+        _says("Files and folders that travel with the job in a ConfigMap; `program.script` does so by itself."),
+    ] = ()
     node_selector: Annotated[dict[LabelKey, LabelValue], _says("Labels that a node must have.")] = {}
     tolerations: Annotated[
         tuple[dict[str, Any], ...], _says("Taints that a node may have, as in a pod's specification.")

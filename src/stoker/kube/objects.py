@@ -10,6 +10,8 @@ Manifest = dict[str, Any]
 GROUP = "stoker.dev"
 JOB, RUN, ROLE, INDEX = (f"{GROUP}/{name}" for name in ("job", "run", "role", "index"))
 """Labels: the job's name, the run's id, and which slot a pod is."""
+FIRST = f"{GROUP}/first"
+"""Annotation: the slot's index of a Job's pod 0, where the slots before it have another Job."""
 PART = f"{GROUP}/part"
 """Label of what belongs to no job: `cache`, `volume`, `inspector`, `shell`."""
 MANAGED_BY = {"app.kubernetes.io/managed-by": "stoker"}
@@ -55,3 +57,35 @@ def claim(
 def safe_container() -> Manifest:
     """Take from a container what no training needs."""
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+# --- Patches
+
+_KEYS = ("name", "mountPath", "containerPort", "ip")
+"""By which entries of a list are known to be the same one, in this order."""
+
+
+def merged(value: Any, patch: Any) -> Any:
+    """Merge a patch: null removes, lists of named things are merged by name, other lists are replaced.
+
+    Kubernetes calls it a strategic merge, so that a volume or a variable can be added without telling the others.
+    """
+    if isinstance(patch, list) and isinstance(value, list) and (key := _key_of([*value, *patch])):
+        return _merged_lists(value, patch, key)
+    if not isinstance(patch, Mapping):
+        return patch
+    base = value if isinstance(value, Mapping) else {}
+    kept = {key: inner for key, inner in base.items() if key not in patch}
+    return {**kept, **{key: merged(base.get(key), inner) for key, inner in patch.items() if inner is not None}}
+
+
+def _key_of(entries: list[Any]) -> str | None:
+    return next((key for key in _KEYS if all(isinstance(one, Mapping) and key in one for one in entries)), None)
+
+
+def _merged_lists(value: list[Any], patch: list[Any], key: str) -> list[Any]:
+    changes = {one[key]: one for one in patch}
+    gone = {name for name, one in changes.items() if one.get("$patch") == "delete"}
+    kept = [merged(one, changes[one[key]]) if one[key] in changes else one for one in value if one[key] not in gone]
+    known = {one[key] for one in value}
+    return [*kept, *(one for name, one in changes.items() if name not in known and name not in gone)]

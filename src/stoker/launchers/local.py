@@ -36,6 +36,7 @@ from stoker.telemetry.reader import RunFollower
 
 POLL_S = 0.1
 START_S = 10.0
+SUPERVISOR = "stoker.launchers.supervisor"
 
 
 class LocalLauncher:
@@ -106,11 +107,11 @@ class LocalLauncher:
         if watcher(run) is not None:
             raise ConflictError("is being watched over already", where=run.id)
         before = run.read_status()
-        _watch(run, lambda: run.read_status().began != before.began)  # the first that it writes
+        watch_over(run, lambda: run.read_status().began != before.began)  # the first that it writes
 
     def go_on(self, run: Run) -> None:
         """Watch again over a run whose slots are elsewhere and have gone on by themselves."""
-        _watch(run, lambda: watcher(run) is not None or run.read_status().state.is_final, "--continue")
+        watch_over(run, lambda: watcher(run) is not None or run.read_status().state.is_final, "--continue")
 
     def status(self, handle: str) -> JobStatus:
         """Tell what the supervisor wrote last; without a supervisor a run that is not over is lost."""
@@ -129,15 +130,7 @@ class LocalLauncher:
 
     def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[LogLine]:
         """Give what the slots wrote, attempt by attempt."""
-        run = _run(handle)
-        logs = RunFollower(run.logs, slot=None if slot is None else str(slot))
-        while True:
-            over = not follow or self.status(handle).state.is_final  # looked at before the last read
-            for line in logs.lines(final=over):
-                yield LogLine(Slot.parse(line.log.slot), line.log.attempt, line.text)
-            if over:
-                return
-            time.sleep(POLL_S)
+        return kept_logs(_run(handle), slot, is_over=lambda: not follow or self.status(handle).state.is_final)
 
     def stop(self, handle: str) -> None:
         """Ask the supervisor to end the run, and wait for it; end what is left where there is none."""
@@ -171,6 +164,18 @@ def _ports(job: Job) -> tuple[dict[Slot, int], dict[Slot, int]]:
     return named, dict(zip(rest, found, strict=False))
 
 
+def kept_logs(run: Run, slot: Slot | None, *, is_over: Callable[[], bool]) -> Iterator[LogLine]:
+    """Give the lines in a run's folder, and those that come until it is over."""
+    logs = RunFollower(run.logs, slot=None if slot is None else str(slot))
+    while True:
+        over = is_over()  # looked at before the last read
+        for line in logs.lines(final=over):
+            yield LogLine(Slot.parse(line.log.slot), line.log.attempt, line.text)
+        if over:
+            return
+        time.sleep(POLL_S)
+
+
 def _with_carrier(plan: LocalPlan, run: Run) -> LocalPlan:
     """Put what carries the workers in front of mpirun."""
     words = (sys.executable, "-P", "-m", "stoker.launchers.mpi_slot", str(run.folder), "--")
@@ -191,11 +196,11 @@ def _check_mpirun(job: Job) -> None:
         raise MissingProgramError(f"{program} is {found}, and the topology 'mpi' needs Open MPI 4", hint=hint)
 
 
-def _watch(run: Run, has_begun: Callable[[], bool], *more: str) -> None:
-    """Start the supervisor of a run, and wait until the run is its own."""
+def watch_over(run: Run, has_begun: Callable[[], bool], *more: str, module: str = SUPERVISOR) -> None:
+    """Start the process that watches over a run, and wait until the run is its own."""
     with open(run.folder / "supervisor.log", "a+b") as log:
         told = log.seek(0, os.SEEK_END)
-        argv = [sys.executable, "-P", "-m", "stoker.launchers.supervisor", str(run.folder), *more]
+        argv = [sys.executable, "-P", "-m", module, str(run.folder), *more]
         # In a session of its own from the first moment: a Ctrl-C here is not meant for it.
         subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, check=False)
         deadline = time.monotonic() + START_S

@@ -49,6 +49,14 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the slots run elsewhere."""
         return bool(self.hosts)
 
+    def shown(self) -> str:
+        """Write the commands as a shell would take them."""
+        parts = []
+        for name, command in self.slots.items():
+            host = self.hosts.get(name)
+            parts.append(f"# {name}{f' on {host}' if host else ''}\n{command.to_sh()}\n")
+        return "\n".join(parts)
+
     def on_free_port(self) -> LocalPlan:
         """Give the same plan, with other ports to meet at where someone has taken one of these."""
         if self.ports:

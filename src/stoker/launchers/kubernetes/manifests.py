@@ -7,7 +7,8 @@
 | mpi | one MPIJob, for its operator |
 | tf-ps, tf-mirrored | a Job and a Service for each task |
 
-All share a ConfigMap of scripts, and labels by which they are found and removed together.
+All share a ConfigMap of scripts, and labels by which they are found and removed together. The first Job is the lead:
+the others are its own, so that they are gone with it.
 """
 
 from __future__ import annotations
@@ -20,37 +21,115 @@ from importlib.resources import files
 from typing import Any
 
 from stoker.core.units import format_bytes
-from stoker.errors import Fault, InputError
-from stoker.jobs.spec import PORT, Job, Resources, RoleSpec
+from stoker.errors import Fault, InputError, MissingError
+from stoker.jobs.spec import PORT, Job, Resources, RoleSpec, to_yaml
 from stoker.jobs.topologies.tensorflow import TENSORBOARD_PORT
 from stoker.jobs.topology import AddressBook, Role, Slot, topology_of
-from stoker.launchers.kubernetes.scripts import ANY, FOLDER, Script, script
+from stoker.kube.objects import (
+    CONTAINER,
+    FIRST,
+    GPU,
+    GPU_LABELS,
+    INDEX,
+    JOB,
+    ROLE,
+    RUN,
+    Manifest,
+    claim,
+    manifest,
+    merged,
+    safe_container,
+)
+from stoker.launchers.kubernetes.mpijob import mpijob
+from stoker.launchers.kubernetes.scripts import ANY, CODE, FOLDER, Script, script
 
 NAME_MAX = 63
 CONFIG_MAX = (1 << 20) - (1 << 14)
 """What the API server takes as one ConfigMap, without what else is in it."""
-PROFILER = "profiler.py"
-CODE = "/stoker-code"
+PROFILER, MPI_RANK, JOB_FILE = "profiler.py", "mpi_rank.py", "job.yaml"
+BEFORE = "stoker.dev/before"
+"""Annotation of pods: how many attempts earlier lives of the run had."""
+FAILED, MOVED = (f"batch.kubernetes.io/job-index-{kind}-count" for kind in ("failure", "ignored-failure"))
+"""Annotations in which the Job controller counts the attempts of an index."""
+FINAL_CODES = [InputError.exit_code, MissingError.exit_code]
+"""With the same input, a program that ended so would end so again."""
+ONLOOKERS = ("evaluator", "tensorboard")
 
 
 def manifests(job: Job, code: Mapping[str, bytes] | None = None) -> list[Manifest]:
     """Render every object of a job; `code` are files that travel with it, by their paths."""
     roles = topology_of(job).roles(job)
-    book = AddressBook(
-        hosts={
-            Slot(role.name, index): host(job, role.name, index) for role in roles for index in (*range(role.count), ANY)
-        },
-        port=job.port or PORT,
-        profiler=("python3", "-I", "-S", f"{FOLDER}/{PROFILER}"),
-    )
-    objects = _Objects(job, {role: script(job, role.name, book) for role in roles}, code or {})
+    book = _book(job, roles)
+    scripted = [role for role in roles if not (job.topology == "mpi" and role.name == "worker")]
+    scripts = {role: script(job, role.name, book, has_code=bool(code)) for role in scripted}
+    objects = _Objects(job, roles, scripts, code or {})
     return [_patched(one, job) for one in objects.all()]
+
+
+def shell_pod(
+    job: Job, code: Mapping[str, bytes] | None = None, *, role: str = "worker", gpu: bool = False
+) -> Manifest:
+    """Give a pod that is like one of a role's, and waits instead of running the program."""
+    found = manifests(job, code)
+    spec = next(pod["spec"] for one in found for pod in templates(one) if pod["metadata"]["labels"][ROLE] == role)
+    main, *others = spec["containers"]
+    kept = {key: value for key, value in main.items() if key not in ("readinessProbe", "ports")}
+    kept["command"] = ["/bin/sh", "-c", "trap exit TERM; while :; do sleep 1; done"]
+    if not gpu:
+        kept["resources"] = {
+            kind: {name: amount for name, amount in amounts.items() if name != GPU}
+            for kind, amounts in main.get("resources", {}).items()
+        }
+    return {**spec, "containers": [kept, *others]}
+
+
+def templates(one: Manifest) -> list[Manifest]:
+    """Give the pod templates in an object."""
+    spec = one.get("spec", {})
+    if one["kind"] == "MPIJob":
+        return [replica["template"] for replica in spec["mpiReplicaSpecs"].values()]
+    return [spec["template"]] if one["kind"] in ("Job", "Deployment", "StatefulSet") else []
+
+
+def as_run(objects: Sequence[Manifest], run: str, before: int = 0) -> list[Manifest]:
+    """Give the objects of a run of the job: its id is a label of all, and earlier attempts are counted."""
+    mark = {"metadata": {"labels": {RUN: run}}}
+    pod = {"metadata": {"labels": {RUN: run}, "annotations": {BEFORE: str(before)}}}
+    found = []
+    for one in objects:
+        if one["kind"] not in ("Namespace", "PersistentVolumeClaim"):  # they are there before, and after
+            one = merged(one, mark)
+        if one["kind"] == "Job":
+            one = merged(one, {"spec": {"template": pod}})
+        elif one["kind"] == "MPIJob":
+            roles = {name: {"template": pod} for name in one["spec"]["mpiReplicaSpecs"]}
+            one = merged(one, {"spec": {"mpiReplicaSpecs": roles}})
+        found.append(one)
+    return found
+
+
+def leading(job: Job) -> str:
+    """Tell the kind of the objects that say how a job is doing, the first of which owns all others."""
+    return "MPIJob" if job.topology == "mpi" else "Job"
+
+
+def lead_of(objects: Sequence[Manifest]) -> Manifest:
+    """Give the object that owns the others."""
+    return next(one for one in objects if one["kind"] in ("Job", "MPIJob"))
+
+
+def attempt_of(pod: Manifest) -> int:
+    """Tell which attempt of its slot a pod is, as its own environment tells it."""
+    notes = pod["metadata"].get("annotations") or {}
+    return sum(int(notes.get(name) or 0) for name in (BEFORE, FAILED, MOVED))
 
 
 def host(job: Job, role: str, index: int) -> str:
     """Give the name by which a slot is found in its namespace."""
     if job.topology.startswith("tf-"):
         return f"{job.name}-{role}-{index}"
+    if job.topology == "mpi":
+        return f"{job.name}-worker-{index}.{job.name}" if role == "worker" else f"{job.name}-launcher"
     if not has_own_chief(job):
         return f"{job.name}-{index}.{job.name}"
     return f"{job.name}-chief-0.{job.name}" if index == 0 else f"{job.name}-rest-{index - 1}.{job.name}"
@@ -68,11 +147,41 @@ def has_own_chief(job: Job) -> bool:
     )
 
 
-def name_faults(job: Job) -> Iterator[Fault]:
-    """Refuse a name that is too long once the longest suffix is on it."""
-    longest = max((f"{job.name}-{role.name}-{max(role.count - 1, 0)}" for role in topology_of(job).roles(job)), key=len)
+def faults(job: Job) -> Iterator[Fault]:
+    """Refuse what no cluster could run."""
+    if job.image is None:
+        yield Fault("image", "missing: pods need one, for example image: ghcr.io/acme/trainer:v1")
+    slots = [Slot(role.name, max(role.count - 1, 0)) for role in topology_of(job).roles(job)]
+    longest = max((host(job, slot.role, slot.index).partition(".")[0] for slot in slots), key=len)
     if len(longest) > NAME_MAX:
         yield Fault("name", f"is too long: {longest} would have {len(longest)} letters, and {NAME_MAX} can be")
+    if job.workers == "all":
+        yield Fault("workers", "a cluster may grow, so that `all` says no number: give one")
+    folder = job.checkpoint.dir
+    if folder is not None and "://" not in folder and not folder.startswith("/"):
+        yield Fault("checkpoint.dir", f"{folder!r} must be an absolute path in the container, or a bucket")
+    for key, path in (("data.train", job.data.train), ("data.val", job.data.val)):
+        if path is not None and "://" not in path and not path.startswith("/"):
+            yield Fault(key, f"{path!r} is a path of this machine: give a URL, or a path on a volume")
+    if job.data.cache.dir is not None and not job.data.cache.dir.startswith("/"):
+        yield Fault("data.cache.dir", f"{job.data.cache.dir!r} must be an absolute path in the container")
+
+
+def _book(job: Job, roles: Sequence[Role]) -> AddressBook:
+    """Tell the topology the names that slots will have, and one for the index that stands for all."""
+    slots = [Slot(role.name, index) for role in roles for index in (*range(role.count), ANY)]
+    return AddressBook(
+        hosts={slot: host(job, slot.role, slot.index) for slot in slots},
+        port=job.port or PORT,
+        profiler=("python3", "-I", "-S", f"{FOLDER}/{PROFILER}"),
+        mpi_rank=("python3", "-I", "-S", f"{FOLDER}/{MPI_RANK}"),
+    )
+
+
+def port_of(job: Job, role: str) -> int:
+    """Tell where the slots of a role listen."""
+    given = job.roles.get(role, RoleSpec()).port
+    return given or (TENSORBOARD_PORT if role == "tensorboard" else job.port or PORT)
 
 
 # --- Objects
@@ -83,87 +192,111 @@ class _Objects:
     """The objects of one job."""
 
     job: Job
+    roles: Sequence[Role]
     scripts: Mapping[Role, Script]
     code: Mapping[str, bytes]
 
     def all(self) -> list[Manifest]:
         """Give them in an order in which they can be made."""
-        job, (first, *_) = self.job, self.scripts
-        shared = [self._config_map(), *_claim(job)]
-        if job.topology == "single":
-            return [*shared, self._job(job.name, first, mounts_claim=True)]
-        if job.topology == "torchrun":
-            return [*shared, *self._torchrun(first)]
-        tasks = [(role, index) for role in self.scripts for index in range(role.count)]
+        job, first = self.job, self.roles[0]
+        shared = [*_namespace(job), *_claim(job), self._config_map()]
+        match job.topology:
+            case "single":
+                return [*shared, self._job(job.name, first, mounts_claim=True)]
+            case "torchrun":
+                return [*shared, *self._torchrun(first)]
+            case "mpi":
+                pods = {role.name: self._pod(role, mounts_claim=True) for role in self.roles}
+                labels = {role.name: _labels(job, {ROLE: role.name}) for role in self.roles}
+                return [*shared, *mpijob(job, pods, labels, _queue_labels(job))]
+        tasks = [(role, index) for role in self.roles for index in range(role.count)]
         return [*shared, *(one for role, index in tasks for one in self._task(role, index))]
 
     def _torchrun(self, role: Role) -> list[Manifest]:
         name = self.job.name
         service = _service(self.job, name, {}, [])
         if not has_own_chief(self.job):
-            return [service, self._job(name, role, indexed=role.count, mounts_claim=True)]
-        chief = self._job(f"{name}-chief", role, indexed=1, mounts_claim=True)
-        return [service, chief, self._job(f"{name}-rest", role, indexed=role.count - 1, first=1)]
+            return [service, self._job(name, role, count=role.count, mounts_claim=True, subdomain=name)]
+        chief = self._job(f"{name}-chief", role, mounts_claim=True, subdomain=name)
+        return [service, chief, self._job(f"{name}-rest", role, count=role.count - 1, first=1, subdomain=name)]
 
     def _task(self, role: Role, index: int) -> list[Manifest]:
         """Give the Job and the Service of one TensorFlow task."""
         name = f"{self.job.name}-{role.name}-{index}"
-        labels = {f"{GROUP}/role": role.name, f"{GROUP}/index": str(index)}
-        mounts = Slot(role.name, index) == self._chief or role.name in ("evaluator", "tensorboard")
+        labels = {ROLE: role.name, INDEX: str(index)}
+        mounts = Slot(role.name, index) == self._chief or role.name in ONLOOKERS
         return [
             _service(self.job, name, labels, [port_of(self.job, role.name)]),
-            self._job(name, role, first=index, mounts_claim=mounts, labels=labels),
+            *_ingress(self.job, role.name, name),
+            self._job(name, role, index=index, mounts_claim=mounts, labels=labels),
         ]
 
     @property
     def _chief(self) -> Slot:
         """The slot that writes checkpoints."""
-        return Slot("chief" if any(role.name == "chief" for role in self.scripts) else "worker", 0)
+        return Slot("chief" if any(role.name == "chief" for role in self.roles) else "worker", 0)
 
     def _job(
         self,
         name: str,
         role: Role,
         *,
-        indexed: int = 0,
+        count: int = 1,
         first: int = 0,
+        index: int | None = None,
         mounts_claim: bool = False,
         labels: Mapping[str, str] | None = None,
+        subdomain: str = "",
     ) -> Manifest:
-        """Give a Job: `indexed` pods, of which the first has the index `first`; or one."""
-        job, own = self.job, labels or {f"{GROUP}/role": role.name}
-        pod = self._pod(role, first=first, mounts_claim=mounts_claim)
+        """Give a Job of `count` pods, of which the first has the index `first`; or the one of an index."""
+        job, own = self.job, labels or {ROLE: role.name}
+        pod = self._pod(role, first=index or first, mounts_claim=mounts_claim)
+        metadata: Manifest = {"labels": _labels(job, own)}
+        if first:
+            metadata["annotations"] = {FIRST: str(first)}
+        if subdomain:
+            pod["subdomain"] = subdomain
         spec: Manifest = {
-            # A rank that ends takes the others with it: each of them is a failed pod.
-            "backoffLimit": job.retries * max(indexed, 1),
+            "completionMode": "Indexed",
+            "completions": count,
+            "parallelism": count,
+            # One who has failed too often ends all; who is gone with its node has not failed.
+            "backoffLimitPerIndex": job.retries,
+            "maxFailedIndexes": 0,
+            "podFailurePolicy": {
+                "rules": [
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+                    {
+                        "action": "FailJob",
+                        "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": FINAL_CODES},
+                    },
+                ]
+            },
             "ttlSecondsAfterFinished": int(job.kubernetes.ttl),
-            "podFailurePolicy": {"rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}]},
-            "template": {"metadata": {"labels": _labels(job, own)}, "spec": pod},
+            "template": {"metadata": metadata, "spec": pod},
         }
         if job.kubernetes.deadline is not None:
             spec["activeDeadlineSeconds"] = int(job.kubernetes.deadline)
-        if indexed:
-            pod["subdomain"] = job.name
-            spec |= {"completions": indexed, "parallelism": indexed, "completionMode": "Indexed"}
-            if not first:  # where rank 0 is elsewhere, these are done when all are
-                rule = {"succeededCount": 1} if job.is_elastic else {"succeededIndexes": "0"}
-                spec["successPolicy"] = {"rules": [rule]}
-        return _object("batch/v1", "Job", name, job, labels or {}, spec=spec)
+        if job.topology == "torchrun" and not first:  # where rank 0 is elsewhere, these are done when all are
+            rule = {"succeededCount": 1} if job.is_elastic else {"succeededIndexes": "0"}
+            spec["successPolicy"] = {"rules": [rule]}
+        return _object("batch/v1", "Job", name, job, {**(labels or {}), **_queue_labels(job)}, spec=spec)
 
-    def _pod(self, role: Role, *, first: int, mounts_claim: bool) -> Manifest:
+    def _pod(self, role: Role, *, first: int = 0, mounts_claim: bool) -> Manifest:
         job, settings = self.job, self.job.kubernetes
         given = job.roles.get(role.name, RoleSpec())
         resources = job.resources if role.name == "worker" else given.resources
         volumes, mounts = self._volumes(mounts_claim=mounts_claim)
+        same = self.scripts[role].env if role in self.scripts else {}
         container: Manifest = {
             "name": CONTAINER,
             "image": given.image or job.image,
             "imagePullPolicy": settings.image_pull_policy,
             "command": ["/bin/sh", f"{FOLDER}/{role.name}.sh"],
-            "env": [*_env(self.scripts[role].env, first), *_secret_env(job)],
+            "env": [*_env(same, first), *_secret_env(job)],
             "resources": _resources(resources),
             "volumeMounts": mounts,
-            "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+            "securityContext": safe_container(),
             "terminationMessagePolicy": "FallbackToLogsOnError",
         }
         tolerations = [dict(one) for one in settings.tolerations]
@@ -171,16 +304,19 @@ class _Objects:
             tolerations += [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]
         pod: Manifest = {
             "restartPolicy": "Never",
+            # The program is not the first process of the pod: a signal that it does not catch ends it.
+            "shareProcessNamespace": True,
             "terminationGracePeriodSeconds": math.ceil(float(job.grace)),
             "automountServiceAccountToken": bool(settings.service_account),
             "serviceAccountName": settings.service_account,
-            "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+            "priorityClassName": settings.priority_class,
+            "securityContext": _security(job),
             "enableServiceLinks": False,
             "imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets],
-            "nodeSelector": dict(settings.node_selector),
+            "nodeSelector": {**settings.node_selector, **given.node_selector},
             "affinity": _on_gpus(resources.gpu_type) if resources.gpu and resources.gpu_type else None,
             "tolerations": tolerations,
-            "containers": [container],
+            "containers": [{key: value for key, value in container.items() if value not in ({}, [])}],
             "volumes": volumes,
         }
         return {key: value for key, value in pod.items() if value not in (None, [], {})}
@@ -197,15 +333,16 @@ class _Objects:
 
         scripts = [{"key": name, "path": name} for name in self._texts()]
         add("stoker", FOLDER, {"configMap": {"name": job.name, "items": scripts}}, read_only=True)
-        add("shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}})
+        shm = {"medium": "Memory"} | ({"sizeLimit": str(int(job.kubernetes.shm))} if job.kubernetes.shm else {})
+        add("shm", "/dev/shm", {"emptyDir": shm})
         if self.code:
             items = [{"key": _key(index), "path": path} for index, path in enumerate(self.code)]
             add("code", CODE, {"configMap": {"name": job.name, "items": items}}, read_only=True)
         if checkpoint.claim is not None and (mounts_claim or checkpoint.access == "rwx"):
             add("checkpoint", str(checkpoint.dir), {"persistentVolumeClaim": {"claimName": checkpoint.claim}})
         for index, volume in enumerate(job.volumes):
-            claim = {"persistentVolumeClaim": {"claimName": volume.claim}}
-            add(f"volume-{index}", volume.path, claim, read_only=volume.read_only)
+            source = {"persistentVolumeClaim": {"claimName": volume.claim}}
+            add(f"volume-{index}", volume.path, source, read_only=volume.read_only)
         for index, (path, one) in enumerate(job.secret_files.items()):
             add(f"secret-{index}", path, {"secret": {"secretName": one.secret}}, read_only=True)
         if job.data.cache.dir is not None:
@@ -220,12 +357,14 @@ class _Objects:
             texts |= one.files
         if self.job.profile.every > 0:
             texts[PROFILER] = files("stoker.telemetry").joinpath(PROFILER).read_text()
+        if self.job.topology == "mpi":
+            texts[MPI_RANK] = files("stoker.telemetry").joinpath(MPI_RANK).read_text()
         return texts
 
     def _config_map(self) -> Manifest:
-        job, texts = self.job, self._texts()
+        job, texts = self.job, {**self._texts(), JOB_FILE: to_yaml(self.job)}
         binary = {_key(index): b64encode(data).decode() for index, data in enumerate(self.code.values())}
-        size = sum(map(len, (*texts.values(), *binary.values())))
+        size = sum(len(one.encode()) for one in (*texts.values(), *binary.values()))
         if size > CONFIG_MAX:
             largest = max(self.code, key=lambda path: len(self.code[path]), default="the cluster's addresses")
             raise InputError(
@@ -236,15 +375,24 @@ class _Objects:
         return _object("v1", "ConfigMap", job.name, job, {}, data=texts, **({"binaryData": binary} if binary else {}))
 
 
-def port_of(job: Job, role: str) -> int:
-    """Tell where the slots of a role listen."""
-    given = job.roles.get(role, RoleSpec()).port
-    return given or (TENSORBOARD_PORT if role == "tensorboard" else job.port or PORT)
-
-
 def _key(index: int) -> str:
     """Name a file of the user's code in the ConfigMap, whose keys can hold no slash."""
     return f"code-{index}"
+
+
+def _security(job: Job) -> Manifest:
+    """Say as whom programs run, where the job does; the image does otherwise."""
+    user, group = job.kubernetes.user, job.kubernetes.group
+    given = {
+        "runAsUser": user,
+        "runAsNonRoot": True if user else None,
+        "runAsGroup": group,
+        "fsGroup": group,
+        # Without it, every file of a large claim is visited before each start.
+        "fsGroupChangePolicy": None if group is None else "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def _on_gpus(kind: str) -> Manifest:
@@ -265,8 +413,21 @@ def _resources(wanted: Resources) -> Manifest:
 
 
 def _env(same: Mapping[str, str], first: int) -> list[Manifest]:
-    found = [{"name": name, "value": value} for name, value in same.items()]
+    """Give what all slots of a role have in common, and what a pod knows of itself."""
+    fields = {
+        "STOKER_RUN": f"metadata.labels['{RUN}']",
+        "STOKER_BEFORE": f"metadata.annotations['{BEFORE}']",
+        "STOKER_FAILED": f"metadata.annotations['{FAILED}']",
+        "STOKER_MOVED": f"metadata.annotations['{MOVED}']",
+    }
+    found: list[Manifest] = [{"name": name, "value": _literal(value)} for name, value in same.items()]
+    found += [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
     return [*found, *([{"name": "STOKER_FIRST", "value": str(first)}] if first else [])]
+
+
+def _literal(value: str) -> str:
+    """Keep the kubelet from taking `$(NAME)` in a value for another variable."""
+    return value.replace("$", "$$")
 
 
 def _secret_env(job: Job) -> list[Manifest]:
@@ -276,42 +437,58 @@ def _secret_env(job: Job) -> list[Manifest]:
     ]
 
 
-def _claim(job: Job) -> list[Manifest]:
-    checkpoint = job.checkpoint
-    if checkpoint.claim is None or not checkpoint.create:
+def _namespace(job: Job) -> list[Manifest]:
+    if not job.kubernetes.create_namespace or not job.kubernetes.namespace:
         return []
-    access = "ReadWriteOnce" if checkpoint.access == "rwo" else "ReadWriteMany"
-    spec = {"accessModes": [access], "resources": {"requests": {"storage": str(int(checkpoint.size or 0))}}}
-    return [_object("v1", "PersistentVolumeClaim", checkpoint.claim, job, {}, spec=spec)]
+    return [manifest("v1", "Namespace", job.kubernetes.namespace, {})]
+
+
+def _claim(job: Job) -> list[Manifest]:
+    one = job.checkpoint
+    if one.claim is None or not one.create:
+        return []
+    namespace = job.kubernetes.namespace
+    found = claim(one.claim, int(one.size or 0), one.access, {}, storage_class=one.storage_class, namespace=namespace)
+    return [found]
 
 
 def _service(job: Job, name: str, labels: Mapping[str, str], ports: Sequence[int]) -> Manifest:
     """Give a name to pods, without an address of its own; they find each other before they are ready."""
-    spec: Manifest = {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": True,
-        "selector": {f"{GROUP}/job": job.name, **labels},
-    }
+    role = labels.get(ROLE, "")
+    expose = job.roles[role].expose if role in job.roles else "cluster"
+    kinds = {"node_port": "NodePort", "load_balancer": "LoadBalancer"}
+    spec: Manifest = {"selector": {JOB: job.name, **labels}, "publishNotReadyAddresses": True}
+    spec |= {"type": kinds[expose]} if expose in kinds else {"clusterIP": "None"}
     if ports:
-        spec["ports"] = [{"name": f"port-{port}", "port": port} for port in ports]
+        spec["ports"] = [{"name": f"port-{port}", "port": port, "protocol": "TCP"} for port in ports]
     return _object("v1", "Service", name, job, labels, spec=spec)
 
 
+def _ingress(job: Job, role: str, service: str) -> list[Manifest]:
+    """Lead a host name to a role's Service, where the job wants that."""
+    name = job.roles[role].ingress if role in job.roles else None
+    if name is None:
+        return []
+    backend = {"service": {"name": service, "port": {"number": port_of(job, role)}}}
+    rule = {"host": name, "http": {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}}
+    return [_object("networking.k8s.io/v1", "Ingress", service, job, {ROLE: role}, spec={"rules": [rule]})]
+
+
 def _labels(job: Job, more: Mapping[str, str]) -> dict[str, str]:
-    return {**job.labels, "app.kubernetes.io/managed-by": "stoker", f"{GROUP}/job": job.name, **more}
+    return {**job.labels, "app.kubernetes.io/managed-by": "stoker", JOB: job.name, **more}
+
+
+def _queue_labels(job: Job) -> dict[str, str]:
+    """Give what Kueue reads; it holds back what has these labels."""
+    given = {
+        "kueue.x-k8s.io/queue-name": job.kubernetes.queue,
+        "kueue.x-k8s.io/priority-class": job.kubernetes.queue_priority,
+    }
+    return {name: value for name, value in given.items() if value}
 
 
 def _object(version: str, kind: str, name: str, job: Job, labels: Mapping[str, str], **body: Any) -> Manifest:
-    own = dict(labels)
-    if kind == "Job" and job.kubernetes.queue:
-        own["kueue.x-k8s.io/queue-name"] = job.kubernetes.queue
-    metadata: Manifest = {"name": name, "labels": _labels(job, own)}
-    if job.kubernetes.namespace:
-        metadata["namespace"] = job.kubernetes.namespace
-    return {"apiVersion": version, "kind": kind, "metadata": metadata, **body}
-
-
-# --- Patches
+    return manifest(version, kind, name, _labels(job, labels), namespace=job.kubernetes.namespace, **body)
 
 
 def _patched(one: Manifest, job: Job) -> Manifest:
@@ -320,12 +497,3 @@ def _patched(one: Manifest, job: Job) -> Manifest:
         if patch.get("kind") == one["kind"] and name in (None, one["metadata"]["name"]):
             one = merged(one, patch)
     return one
-
-
-def merged(value: Any, patch: Any) -> Any:
-    """Merge as RFC 7386 has it: null removes, lists are replaced."""
-    if not isinstance(patch, Mapping):
-        return patch
-    base = value if isinstance(value, Mapping) else {}
-    kept = {key: inner for key, inner in base.items() if key not in patch}
-    return {**kept, **{key: merged(base.get(key), inner) for key, inner in patch.items() if inner is not None}}

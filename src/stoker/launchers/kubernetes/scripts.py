@@ -13,12 +13,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stoker.jobs.spec import Job
-from stoker.jobs.topology import AddressBook, Command, Slot, command_of
+from stoker.jobs.topology import AddressBook, Command, Slot, command_of, profiler_words
 
 FOLDER = "/stoker"
 """Where the ConfigMap is mounted."""
+CODE = "/stoker-code"
+"""Where the user's files are that travel with the job."""
 ANY = 2_305_843_009_213_693_951
 """Stands for an index; no number of a job comes near it."""
+_BEFORE = [
+    "#!/bin/sh",
+    "set -eu",
+    "export STOKER_INDEX=$((${JOB_COMPLETION_INDEX:-0} + ${STOKER_FIRST:-0}))",
+    "export STOKER_ATTEMPT=$((${STOKER_BEFORE:-0} + ${STOKER_FAILED:-0} + ${STOKER_MOVED:-0}))",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +39,28 @@ class Script:
     """Long texts that all roles have in common, by their file names."""
 
 
-def script(job: Job, role: str, book: AddressBook) -> Script:
+def script(job: Job, role: str, book: AddressBook, *, has_code: bool = False) -> Script:
     """Write the script of a role; the book has an address for the slot that stands for all of it, too."""
     first, other = (_command(job, Slot(role, index), book) for index in (0, ANY))
     shared = _shared(other)
     is_long = {name for name in other.env if f"{name.lower()}.json" in shared}
     env = {name: value for name, value in other.env.items() if first.env.get(name) == value and name not in is_long}
     own = {name: value for name, value in other.env.items() if name not in env and name != "STOKER_INDEX"}
-    lines = ["#!/bin/sh", "set -eu"]
-    lines += ["export STOKER_INDEX=$((${JOB_COMPLETION_INDEX:-0} + ${STOKER_FIRST:-0}))"]
+    lines = [*_BEFORE, f"export STOKER_RUN=${{STOKER_RUN:-{job.name}}}"]
     lines += [f"{_variable(file)}=$(cat {FOLDER}/{file})" for file in shared]
     lines += [f"export {name}={_quoted(value, shared)}" for name, value in own.items()]
+    if has_code:
+        lines += [f'export PYTHONPATH={CODE}"${{PYTHONPATH:+:$PYTHONPATH}}"']
     if other.cwd:
         lines += [f"cd {shlex.quote(other.cwd)}"]
+    profiler = profiler_words(job, book)
+    if profiler and other.argv[: len(profiler)] == profiler:  # in an image without Python, the program alone
+        words = shlex.join(profiler)
+        lines += [f"if command -v {profiler[0]} >/dev/null 2>&1; then set -- {words}; else set --; fi"]
+        first, other = (Command(one.argv[len(profiler) :], one.env, one.cwd) for one in (first, other))
     if tuple(word.replace(str(ANY), "0") for word in other.argv) != first.argv:
-        lines += [f'if [ "$STOKER_INDEX" = 0 ]; then exec {shlex.join(first.argv)}; fi']
-    lines += ["exec " + " ".join(_quoted(word, {}) for word in other.argv)]
+        lines += [f'if [ "$STOKER_INDEX" = 0 ]; then exec "$@" {shlex.join(first.argv)}; fi']
+    lines += ['exec "$@" ' + " ".join(_quoted(word, {}) for word in other.argv)]
     return Script("\n".join([*lines, ""]), env, shared)
 
 

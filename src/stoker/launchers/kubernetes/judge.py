@@ -1,0 +1,221 @@
+"""How a job in a cluster is doing: a pure function of its objects, as the API server told them last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import NamedTuple
+
+from stoker.jobs.spec import Job
+from stoker.jobs.status import JobState, SlotStatus, signal_of
+from stoker.jobs.topology import Slot, lead_slots, slots_of
+from stoker.kube.objects import INDEX, ROLE, Manifest
+from stoker.kube.pods import ended, slot_of, why_pending
+from stoker.launchers.kubernetes.manifests import FINAL_CODES, ONLOOKERS, attempt_of
+
+_REASONS = {
+    "DeadlineExceeded": "it took longer than kubernetes.deadline allows",
+    "PodFailurePolicy": "the same input would fail again",
+    "FailedIndexes": "",
+    "MaxFailedIndexesExceeded": "",
+    "BackoffLimitExceeded": "",
+}
+"""Why a Job has failed, where its pods do not say it better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One pod of a slot."""
+
+    pod: Manifest
+    slot: Slot
+    attempt: int
+
+    @property
+    def uid(self) -> str:
+        """What no other pod has."""
+        return str(self.pod["metadata"]["uid"])
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return str(self.pod["metadata"]["name"])
+
+    @property
+    def phase(self) -> str:
+        """Pending, Running, Succeeded or Failed."""
+        return str(self.pod.get("status", {}).get("phase", "Pending"))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it will not run any more."""
+        return self.phase in ("Succeeded", "Failed")
+
+    @property
+    def has_log(self) -> bool:
+        """Whether its container has begun, and so can be listened to."""
+        states = [one.get("state", {}) for one in self.pod.get("status", {}).get("containerStatuses") or ()]
+        return any("running" in state or "terminated" in state for state in states)
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        if self.phase == "Succeeded":
+            return 0
+        found = ended(self.pod)
+        if found is None:
+            return 1 if self.phase == "Failed" else None
+        return -signal_of(found[0]) if found[0] > 128 and signal_of(found[0]) else found[0] or 1
+
+    @property
+    def reason(self) -> str:
+        """What the cluster says of its end, such as `OOMKilled`."""
+        found = ended(self.pod)
+        return found[1] if found else ""
+
+    @property
+    def was_moved(self) -> bool:
+        """Whether the cluster ended it through no fault of its own: its node was drained, lost or needed."""
+        return _condition(self.pod, "DisruptionTarget") is not None
+
+    @property
+    def began(self) -> float:
+        """When it was made."""
+        return at(self.pod["metadata"].get("creationTimestamp"))
+
+
+class Verdict(NamedTuple):
+    """How a job is doing."""
+
+    state: JobState
+    why: str = ""
+    """Why it waits, or has failed, where the cluster knows."""
+
+
+def seen(pods: Iterable[Manifest]) -> list[Seen]:
+    """Give pods by slot and attempt; attempts of pods that do not count them follow each other."""
+    found: list[Seen] = []
+    last: dict[Slot, int] = {}
+    for pod in sorted(pods, key=lambda one: (at(one["metadata"].get("creationTimestamp")), one["metadata"]["name"])):
+        slot = Slot.parse(slot_of(pod))
+        number = max(attempt_of(pod), last.get(slot, -1) + 1)
+        last[slot] = number
+        found.append(Seen(pod, slot, number))
+    return found
+
+
+def newest(found: Iterable[Seen]) -> dict[Slot, Seen]:
+    """Give the last pod of each slot."""
+    return {one.slot: one for one in sorted(found, key=lambda one: one.attempt)}
+
+
+def judge(job: Job, leads: Sequence[Manifest], found: Sequence[Seen], events: Sequence[Manifest] = ()) -> Verdict:
+    """Tell how a job is doing, by its Jobs (or its MPIJob) and its pods."""
+    if not leads:
+        return Verdict(JobState.STOPPED, "it is gone from the cluster")
+    if all(_is(one, "Complete", "Succeeded") for one in _deciding(job, leads)):
+        return Verdict(JobState.SUCCEEDED)
+    failed = [one for one in leads if _is(one, "Failed") and _role(one) not in ONLOOKERS]
+    if failed:
+        return Verdict(JobState.FAILED, _why_failed(failed[0]))
+    if leads[0]["metadata"].get("deletionTimestamp"):
+        return Verdict(JobState.STOPPED, "it was deleted")
+    last = newest(found)
+    if any(one.phase == "Running" for one in last.values()):
+        waiting = [one for slot, one in sorted(last.items()) if one.phase == "Pending"]
+        return Verdict(JobState.RUNNING, _why_waiting(waiting, events))
+    waits = [one for slot, one in sorted(last.items()) if one.phase == "Pending"]
+    return Verdict(JobState.PENDING, _why_waiting(waits, events) or _why_no_pods(leads, found, events))
+
+
+def slot_states(job: Job, found: Sequence[Seen], state: JobState) -> tuple[SlotStatus, ...]:
+    """Tell how each slot is; who did not end by itself when the job did was stopped."""
+    last = newest(found)
+    return tuple(_slot_state(slot, last.get(slot), state) for slot in slots_of(job))
+
+
+def _slot_state(slot: Slot, one: Seen | None, state: JobState) -> SlotStatus:
+    code = None if one is None else one.code
+    if code is not None:
+        own = JobState.SUCCEEDED if code == 0 else JobState.FAILED
+        if own is JobState.FAILED and state is JobState.SUCCEEDED:
+            own = JobState.STOPPED  # ended because the lead was done
+    elif state.is_final:
+        own = JobState.STOPPED
+    else:
+        own = JobState.RUNNING if one is not None and one.phase == "Running" else JobState.PENDING
+    return SlotStatus(slot=str(slot), state=own, code=code)
+
+
+def _deciding(job: Job, leads: Sequence[Manifest]) -> list[Manifest]:
+    """Give the Jobs whose success is the job's: the lead's, or each lead slot's where every task has its own."""
+    if not job.topology.startswith("tf-"):
+        return [leads[0]]
+    wanted = lead_slots(job)
+    return [one for one in leads if _slot_of_job(one) in wanted] or [leads[0]]
+
+
+def _slot_of_job(one: Manifest) -> Slot | None:
+    labels = one["metadata"]["labels"]
+    return Slot(labels[ROLE], int(labels[INDEX])) if INDEX in labels else None
+
+
+def _role(one: Manifest) -> str:
+    return str(one["metadata"]["labels"].get(ROLE, ""))
+
+
+def _is(one: Manifest, *types: str) -> bool:
+    return any(_condition(one, kind) is not None for kind in types)
+
+
+def _condition(one: Manifest, kind: str) -> Mapping[str, str] | None:
+    conditions = one.get("status", {}).get("conditions") or ()
+    return next((each for each in conditions if each["type"] == kind and each["status"] == "True"), None)
+
+
+def _why_failed(one: Manifest) -> str:
+    found = _condition(one, "Failed") or {}
+    reason = found.get("reason", "")
+    return _REASONS.get(reason, found.get("message") or reason)
+
+
+def _why_waiting(pods: Sequence[Seen], events: Sequence[Manifest]) -> str:
+    """Tell why pods are not running, once for all that have the same reason."""
+    found: dict[str, list[Seen]] = {}
+    for one in pods:
+        own = [event for event in events if event.get("involvedObject", {}).get("uid") == one.uid]
+        if why := why_pending(one.pod, own):
+            found.setdefault(why, []).append(one)
+    if not found:
+        return ""
+    why, those = next(iter(found.items()))
+    others = f" and {len(those) - 1} more" if len(those) > 1 else ""
+    return f"{those[0].slot}{others}: {why}"
+
+
+def _why_no_pods(leads: Sequence[Manifest], found: Sequence[Seen], events: Sequence[Manifest]) -> str:
+    """Tell why a Job has no pods: it is held back, or may not make them."""
+    if any(one.get("spec", {}).get("suspend") for one in leads):
+        queue = leads[0]["metadata"]["labels"].get("kueue.x-k8s.io/queue-name")
+        return f"queue {queue} has not admitted it yet" if queue else "it is suspended"
+    if found:
+        return ""
+    uids = {one["metadata"].get("uid") for one in leads}
+    told = [event for event in events if event.get("involvedObject", {}).get("uid") in uids]
+    refused = [event for event in told if event.get("reason") == "FailedCreate"]
+    return f"its pods cannot be made: {refused[-1].get('message', '')}" if refused else ""
+
+
+def gave_up(code: int, retries: int, attempts: int, why: str) -> str:
+    """Say why a job that failed is not tried again."""
+    if why:
+        return why
+    if code in FINAL_CODES:
+        return "the same input would fail again"
+    return f"tried {attempts} times" if retries else "the job allows no retries"
+
+
+def at(text: str | None) -> float:
+    """Read a time as the API server writes it."""
+    return datetime.fromisoformat(text).timestamp() if text else 0.0

@@ -1,0 +1,324 @@
+"""Jobs in a Kubernetes cluster, whose own controllers watch over them.
+
+`render` is pure but for what it reads of the user's files. `start` makes the lead Job suspended, gives it everything
+else for its own, and lets it go; so one delete removes all, and nothing runs by halves. From there on the job needs
+nobody here: `follower` brings its logs, and whoever asks later takes the run up again, also on another machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from stoker.core.processes import until
+from stoker.core.units import counted, format_bytes
+from stoker.errors import ConflictError, InputError, NotFoundError, SpecError, StokerError, UnavailableError
+from stoker.jobs.launcher import LogLine, Traits, check
+from stoker.jobs.runs import Run, home
+from stoker.jobs.spec import Job
+from stoker.jobs.status import JobState, JobStatus
+from stoker.jobs.topology import Slot
+from stoker.kube.client import Cluster
+from stoker.kube.config import Place
+from stoker.kube.objects import CACHE, CACHE_PORT, JOB, MANAGED_BY, RUN, Manifest, merged
+from stoker.launchers.kubernetes.follower import STOPPING, parts_of
+from stoker.launchers.kubernetes.judge import at
+from stoker.launchers.kubernetes.manifests import JOB_FILE, as_run, faults, lead_of, leading, manifests
+from stoker.launchers.kubernetes.plan import KubernetesPlan, read_code, read_plan, with_code
+from stoker.launchers.local import kept_logs, watch_over
+from stoker.launchers.supervisor import watcher
+
+FOLLOWER = "stoker.launchers.kubernetes.follower"
+POLL_S = 0.5
+GONE_S = 30.0
+"""How long the cluster may take to forget a job, beyond its grace."""
+
+
+class KubernetesLauncher:
+    """Runs slots as pods."""
+
+    traits: ClassVar[Traits] = Traits(
+        name="k8s",
+        topologies=frozenset({"mpi", "single", "tf-mirrored", "tf-ps", "torchrun"}),
+        elastic=True,
+        claims=True,
+        places=True,
+    )
+
+    def __init__(self, place: str | None = None) -> None:
+        self._place = Place.parse(place)
+
+    def anchored(self, job: Job) -> Job:
+        """Name the namespace, where the place does; paths are those of the image already."""
+        namespace = self._place.namespace or job.kubernetes.namespace
+        return msgspec.structs.replace(job, kubernetes=msgspec.structs.replace(job.kubernetes, namespace=namespace))
+
+    def render(self, job: Job) -> KubernetesPlan:
+        """Give every object; reads the files that travel with the job, and asks no cluster."""
+        job = self.anchored(job)
+        there, files, missing = with_code(job)
+        found = check(job, self.traits)
+        if job.topology in self.traits.topologies:
+            found += [*faults(job), *missing]
+        if found:
+            raise SpecError(found, where=f"job {job.name!r} on k8s")
+        code = read_code(files)
+        return KubernetesPlan(
+            objects=manifests(_with_cache(there), code),
+            context=self._place.context,
+            namespace=job.kubernetes.namespace,
+            notes=tuple(_notes(job, code)),
+        )
+
+    def start(self, rendered: KubernetesPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
+        """Make the objects, and follow them."""
+        cluster = Cluster.at(Place(rendered.context, rendered.namespace))
+        handle = f"{cluster.url}/{run.id}"
+        _make(cluster, as_run(rendered.objects, run.id))
+        run.write("handle", f"{handle}\n".encode())
+        self._follow(run)
+        return handle
+
+    def restart(self, run: Run, *, detach: bool = False) -> None:  # noqa: ARG002
+        """Make the objects of a run again that is over; its attempts are counted on."""
+        if watcher(run) is not None:
+            raise ConflictError("is being followed already", where=run.id)
+        place, _ = parts_of(run.handle)
+        before = run.read_status()
+        _make(Cluster.at(place), as_run(_objects(run), run.id, before.next_attempt))
+        (run.folder / STOPPING).unlink(missing_ok=True)
+        run.write_status(msgspec.structs.replace(before, state=JobState.PENDING, ended=None, message=""))
+        self._follow(run)
+
+    def status(self, handle: str) -> JobStatus:
+        """Tell what the follower told last; where none follows, take the run up again."""
+        run = self._run(handle)
+        now = run.read_status()
+        if (now.state.is_final and now.state is not JobState.LOST) or watcher(run) is not None:
+            return now
+        if now.state is JobState.LOST:
+            place, _ = parts_of(handle)
+            Cluster.at(place).version()  # or say that it does not answer
+            run.write_status(msgspec.structs.replace(now, state=JobState.PENDING, ended=None))
+        self._follow(run)
+        until(lambda: watcher(run) is None or run.read_status() != now, 5)
+        return run.read_status()
+
+    def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[LogLine]:
+        """Give what the pods wrote, which comes here as it is written."""
+        run = self._run(handle)
+        self.status(handle)  # someone must follow
+        return kept_logs(run, slot, is_over=lambda: not follow or self.status(handle).state.is_final)
+
+    def stop(self, handle: str) -> None:
+        """Delete what the run has in the cluster, and wait until its pods have ended."""
+        run = self._run(handle)
+        (place, name), job = parts_of(handle), run.job
+        cluster = Cluster.at(place)
+        if not run.read_status().state.is_final:
+            (run.folder / STOPPING).touch()
+        labels = {RUN: name}
+        for one in cluster.every(leading(job), labels):
+            cluster.delete(leading(job), one["metadata"]["name"])
+        for kind in ("Service", "ConfigMap"):  # theirs already, but for those of a start that was cut short
+            for one in cluster.every(kind, labels):
+                cluster.delete(kind, one["metadata"]["name"])
+        limit = float(job.grace) + GONE_S
+        try:
+            gone = until(lambda: not cluster.every("Pod", labels), limit, pause_s=POLL_S)
+        except KeyboardInterrupt:  # a second Ctrl-C cuts the grace short
+            for pod in cluster.every("Pod", labels):
+                cluster.delete("Pod", pod["metadata"]["name"], grace_s=0)
+            gone = until(lambda: not cluster.every("Pod", labels), GONE_S, pause_s=POLL_S)
+        if watcher(run) is not None:
+            until(lambda: watcher(run) is None, GONE_S)
+        if not run.read_status().state.is_final:
+            ended = {"state": JobState.STOPPED, "message": "stopped", "ended": time.time()}
+            run.write_status(msgspec.structs.replace(run.read_status(), **ended))
+        if not gone:
+            left = ", ".join(pod["metadata"]["name"] for pod in cluster.every("Pod", labels)[:3])
+            what = f"pods have not ended within {limit:g} s: {left}"
+            raise UnavailableError(what, where=handle, hint="their node may be gone; they end when it is back")
+
+    # --- Runs of the cluster, wherever they were started
+
+    def runs(self) -> list[dict[str, object]]:
+        """List the runs in the namespace, the newest first, from the cluster itself."""
+        cluster = Cluster.at(self._place)
+        found: dict[str, list[Manifest]] = {}
+        kinds = ["Job"]
+        with suppress(StokerError):
+            found |= _by_run(cluster.every("MPIJob", f"{RUN},{_MANAGED}"))
+        for kind in kinds:
+            for run, objects in _by_run(cluster.every(kind, f"{RUN},{_MANAGED}")).items():
+                found.setdefault(run, []).extend(objects)
+        rows = [_row(run, objects) for run, objects in found.items()]
+        return sorted(rows, key=lambda row: str(row["started"]), reverse=True)
+
+    def adopt(self, name: str) -> Run:
+        """Find a run in the cluster by its id or its job's name, and make a folder for it here if there is none."""
+        cluster = Cluster.at(self._place)
+        maps = [one for one in cluster.every("ConfigMap", f"{RUN},{_MANAGED}") if JOB_FILE in (one.get("data") or {})]
+        labels = [one["metadata"]["labels"] for one in maps]
+        chosen = [one for one, has in zip(maps, labels, strict=True) if name in (has[RUN], has[JOB])]
+        if not chosen:
+            known = ", ".join(sorted(has[RUN] for has in labels)) or "none"
+            raise NotFoundError(f"there is no run {name!r}", where=cluster, hint=f"there are: {known}")
+        run = Run(home() / "runs" / chosen[0]["metadata"]["labels"][RUN])
+        if not (run.folder / "handle").exists():
+            run.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+            run.write(JOB_FILE, chosen[0]["data"][JOB_FILE].encode())
+            run.write("handle", f"{cluster.url}/{run.id}\n".encode())
+        return run
+
+    def _run(self, handle: str) -> Run:
+        return Run(home() / "runs" / parts_of(handle)[1])
+
+    def _follow(self, run: Run) -> None:
+        watch_over(run, lambda: watcher(run) is not None or _is_over(run), module=FOLLOWER)
+
+
+_MANAGED = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
+
+
+def _is_over(run: Run) -> bool:
+    return run.read_status().state.is_final
+
+
+def _with_cache(job: Job) -> Job:
+    """Name the cache of the namespace, where the job wants its data through it."""
+    if job.data.via != "cluster":
+        return job
+    return msgspec.structs.replace(job, data=msgspec.structs.replace(job.data, via=f"http://{CACHE}:{CACHE_PORT}"))
+
+
+def _objects(run: Run) -> list[Manifest]:
+    if not (run.folder / "plan.json").exists():
+        hint = "start it anew from its file: stoker job run FILE --on k8s"
+        raise InputError("was started on another machine, and cannot be made again here", where=run.id, hint=hint)
+    return read_plan(run).objects
+
+
+def _notes(job: Job, code: dict[str, bytes]) -> Iterator[str]:
+    """Tell what will travel, and what is odd."""
+    if code:
+        size = sum(map(len, code.values()))
+        yield f"{counted(len(code), 'file')} ({format_bytes(size)}) travel with the job, in a ConfigMap"
+    if job.checkpoint.dir is None:
+        yield "checkpoint.dir names no place: checkpoints would be lost with their pod, and a new attempt begins anew"
+    elif job.checkpoint.claim is None and "://" not in job.checkpoint.dir and not _is_mounted(job):
+        yield f"nothing is mounted at {job.checkpoint.dir}: checkpoints are lost with their pod; give checkpoint.claim"
+    if job.profile.every > 0:
+        yield "the profiler needs python3 in the image; without it, the program runs unprofiled"
+
+
+def _is_mounted(job: Job) -> bool:
+    folder = Path(job.checkpoint.dir or "/")
+    return any(folder.is_relative_to(volume.path) for volume in job.volumes)
+
+
+def _by_run(objects: Sequence[Manifest]) -> dict[str, list[Manifest]]:
+    found: dict[str, list[Manifest]] = {}
+    for one in objects:
+        found.setdefault(one["metadata"]["labels"][RUN], []).append(one)
+    return found
+
+
+def _row(run: str, objects: Sequence[Manifest]) -> dict[str, object]:
+    """Tell of a run what its Jobs tell."""
+    ordered = sorted(objects, key=lambda one: bool(one["metadata"].get("ownerReferences")))
+    lead = ordered[0]
+    job = lead["metadata"]["labels"][JOB]
+    active = sum(int(one.get("status", {}).get("active") or 0) for one in objects)
+    state = _state(ordered, active)
+    return {
+        "run": run,
+        "job": job,
+        "state": str(state),
+        "started": lead["metadata"]["creationTimestamp"],
+        "took_s": _took(lead),
+        "pods": active,
+    }
+
+
+def _state(objects: Sequence[Manifest], active: int) -> JobState:
+    types = [
+        {one["type"] for one in each.get("status", {}).get("conditions") or () if one["status"] == "True"}
+        for each in objects
+    ]
+    if types[0] & {"Complete", "Succeeded"}:
+        return JobState.SUCCEEDED
+    if any("Failed" in one for one in types):
+        return JobState.FAILED
+    return JobState.RUNNING if active else JobState.PENDING
+
+
+def _took(lead: Manifest) -> float | None:
+    status = lead.get("status", {})
+    begun = at(status.get("startTime"))
+    return round((at(status.get("completionTime")) or time.time()) - begun, 1) if begun else None
+
+
+# --- Making objects
+
+
+def _make(cluster: Cluster, objects: Sequence[Manifest]) -> None:
+    """Make all objects; where one is refused, none is left."""
+    lead = lead_of(objects)
+    _clear(cluster, lead)
+    before = [one for one in objects if one["kind"] in ("Namespace", "PersistentVolumeClaim")]
+    for one in before:
+        if cluster.get(one["kind"], one["metadata"]["name"]) is None:
+            cluster.create(one)
+    queued = "kueue.x-k8s.io/queue-name" in lead["metadata"]["labels"]
+    made = cluster.create(_suspended(lead))
+    try:
+        for one in objects:
+            if one is not lead and one not in before:
+                cluster.apply(_owned(one, made))
+        if not queued:  # else Kueue lets it go
+            cluster.patch(lead["kind"], lead["metadata"]["name"], _suspension(lead["kind"], False))
+    except BaseException:
+        with suppress(StokerError):
+            cluster.delete(lead["kind"], lead["metadata"]["name"])
+        raise
+
+
+def _clear(cluster: Cluster, lead: Manifest) -> None:
+    """Make room for the lead: an old job of the name that is over goes, one that runs is in the way."""
+    kind, name = lead["kind"], lead["metadata"]["name"]
+    found = cluster.get(kind, name)
+    if found is None:
+        return
+    labels = found["metadata"].get("labels") or {}
+    if not MANAGED_BY.items() <= labels.items():
+        raise ConflictError(f"there is a {kind} {name} already, and it is not ours", where=cluster)
+    types = {one["type"] for one in found.get("status", {}).get("conditions") or () if one["status"] == "True"}
+    if not types & {"Complete", "Failed", "Succeeded"} and not found["metadata"].get("deletionTimestamp"):
+        run = labels.get(RUN) or name
+        hint = f"stop it with: stoker job stop {cluster.url}/{run}; or give this one another name"
+        raise ConflictError(f"the job {name} is there already, and is not over", where=cluster, hint=hint)
+    cluster.delete(kind, name, foreground=True)
+    if not until(lambda: cluster.get(kind, name) is None, GONE_S, pause_s=POLL_S):
+        raise UnavailableError(f"the old {kind} {name} is not gone after {GONE_S:g} s", where=cluster)
+
+
+def _suspension(kind: str, is_on: bool) -> Manifest:
+    return {"spec": {"runPolicy": {"suspend": is_on}}} if kind == "MPIJob" else {"spec": {"suspend": is_on}}
+
+
+def _suspended(lead: Manifest) -> Manifest:
+    held: Manifest = merged(lead, _suspension(lead["kind"], True))
+    return held
+
+
+def _owned(one: Manifest, lead: Manifest) -> Manifest:
+    """Make an object the lead's own: it goes when the lead goes."""
+    owner = {key: lead[key] for key in ("apiVersion", "kind")}
+    owner |= {"name": lead["metadata"]["name"], "uid": lead["metadata"]["uid"]}
+    return {**one, "metadata": {**one["metadata"], "ownerReferences": [owner]}}

@@ -1,0 +1,121 @@
+"""What the Kubernetes launcher starts, as a value: the objects, and where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from stoker.core.spec import load
+from stoker.errors import Fault
+from stoker.jobs.runs import Run
+from stoker.jobs.spec import Job, Program
+from stoker.kube.objects import Manifest
+from stoker.launchers.files import ALWAYS, Ignored
+from stoker.launchers.kubernetes.scripts import CODE
+
+
+class KubernetesPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The objects of a job, in the order in which they are made."""
+
+    objects: list[dict[str, Any]]
+    context: str | None = None
+    """None: whichever is current when it is started."""
+    namespace: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def shown(self) -> str:
+        """Write what `kubectl apply -f -` takes."""
+        return as_yaml(self.objects)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes scripts as they would be read, line by line."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        """Write the same value twice, rather than an anchor that people must look up."""
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def as_yaml(objects: Sequence[Manifest]) -> str:
+    """Write objects as one stream of YAML documents."""
+    options: dict[str, Any] = {"Dumper": _Dumper, "sort_keys": False, "width": 2**31, "allow_unicode": True}
+    return str(yaml.dump_all(objects, explicit_start=True, **options))
+
+
+def read_plan(run: Run) -> KubernetesPlan:
+    """Read what a run was started with."""
+    path = run.folder / "plan.json"
+    return load(path.read_bytes(), KubernetesPlan, path)
+
+
+# --- Code that travels
+
+
+def with_code(job: Job) -> tuple[Job, dict[str, Path], list[Fault]]:
+    """Find the files that travel with a job, by their paths there; give the job as it names them there."""
+    files: dict[str, Path] = {}
+    faults: list[Fault] = []
+    for index, given in enumerate(job.kubernetes.copy):
+        found = dict(_found(given))
+        if not found:
+            faults.append(Fault(f"kubernetes.copy[{index}]", f"there is nothing at {Path.cwd() / given}"))
+        files |= found
+    change = msgspec.structs.replace
+    program, more = _carried("program", job.program, files)
+    faults += more
+    roles = dict(job.roles)
+    for name, role in job.roles.items():
+        if role.program is not None:
+            own, more = _carried(f"roles.{name}.program", role.program, files)
+            roles[name], faults = change(role, program=own), [*faults, *more]
+    return change(job, program=program, roles=roles), files, faults
+
+
+def _carried(key: str, program: Program, files: dict[str, Path]) -> tuple[Program, list[Fault]]:
+    """Take a script of this machine along; one with an absolute path is in the image."""
+    if program.script is None or Path(program.script).is_absolute():
+        return program, []
+    here = Path.cwd() / program.script
+    if not here.is_file():
+        why = f"there is no file {here}, and a file of the image is named by its absolute path"
+        return program, [Fault(f"{key}.script", why)]
+    name = _name(program.script)
+    files.setdefault(name, here)
+    return msgspec.structs.replace(program, script=f"{CODE}/{name}"), []
+
+
+def _found(given: str) -> Iterator[tuple[str, Path]]:
+    """Give a file, or those of a folder but for what never travels."""
+    start, ignored = Path.cwd() / given, Ignored(ALWAYS)
+    if start.is_file():
+        yield _name(given), start
+    for path in sorted(start.rglob("*")) if start.is_dir() else ():
+        inner = path.relative_to(start)
+        above = [ignored(str(one), is_folder=True) for one in inner.parents if str(one) != "."]
+        if path.is_file() and not any(above) and not ignored(str(inner), is_folder=False):
+            yield _name(f"{given}/{inner}"), path
+
+
+def _name(path: str) -> str:
+    """Name a file as in the working folder; one from outside of it lies at the top."""
+    full = Path(path) if Path(path).is_absolute() else Path.cwd() / path
+    resolved = Path(*[part for part in full.parts if part != "."])
+    if ".." not in resolved.parts and resolved.is_relative_to(Path.cwd()):
+        return str(resolved.relative_to(Path.cwd()))
+    return resolved.name
+
+
+def read_code(files: Mapping[str, Path]) -> dict[str, bytes]:
+    """Read the files that travel."""
+    return {name: path.read_bytes() for name, path in sorted(files.items())}

@@ -1,0 +1,197 @@
+"""Jobs on a real cluster: the contract of every launcher, and what only Kubernetes has."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pods import keys
+
+from launchers.contract import LauncherSuite, Launching, until
+from stoker.errors import ConflictError, NotFoundError
+from stoker.jobs.spec import Job
+from stoker.jobs.status import JobState
+from stoker.kube.client import Cluster
+from stoker.kube.objects import RUN
+from stoker.launchers.kubernetes.launcher import KubernetesLauncher
+
+
+class OnCluster(Launching):
+    ON = "k8s"
+
+    @pytest.fixture(autouse=True)
+    def _there(self, cluster: Cluster, tmp_path: Path) -> None:
+        self.cluster, self.folder = cluster, tmp_path
+
+    def job(self, command: str | None = None, **more: Any) -> Job:
+        given = keys(self.cluster.namespace, str(self.folder), **more.pop("kubernetes", {}))
+        env = {**given.pop("env"), **more.pop("env", {})}
+        return super().job(command, **{**given, "env": env, **more})
+
+
+class TestContract(OnCluster, LauncherSuite):
+    """Every promise of a launcher, kept by real pods."""
+
+
+class TestJobs(OnCluster):
+    def test_one_delete_removes_all(self, launcher: Any) -> None:
+        run, status = self.end(launcher, self.job("true"))
+        assert status.state is JobState.SUCCEEDED
+        self.cluster.delete("Job", "small")
+        until(lambda: not self.cluster.every("ConfigMap", {RUN: run.id}) and not self.cluster.every("Pod"))
+
+    def test_another_machine_takes_a_run_up(
+        self, launcher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = self.start(launcher, self.job("echo hello; sleep 3; echo bye"))
+        monkeypatch.setenv("STOKER_HOME", str(tmp_path / "elsewhere"))
+        there = KubernetesLauncher(f"{self.cluster.context}/{self.cluster.namespace}")
+        assert [(row["run"], row["job"]) for row in there.runs()] == [(run.id, "small")]
+        taken = there.adopt("small")
+        assert taken.id == run.id
+        assert taken.folder != run.folder
+        assert [line.text for line in there.logs(taken.handle, None, follow=True)] == ["hello", "bye"]
+        assert there.status(taken.handle).state is JobState.SUCCEEDED
+
+    def test_what_is_there_already_is_in_the_way(self, launcher: Any) -> None:
+        self.start(launcher, self.job("sleep 60"))
+        with pytest.raises(ConflictError, match="is there already, and is not over; stop it with"):
+            self.start(launcher, self.job("true"))
+
+    def test_a_job_that_is_over_makes_room(self, launcher: Any) -> None:
+        for _ in range(2):
+            assert self.end(launcher, self.job("true"))[1].state is JobState.SUCCEEDED
+
+    def test_a_follower_that_was_killed_loses_and_repeats_no_line(self, launcher: Any) -> None:
+        import os
+        import signal
+
+        from stoker.launchers.supervisor import watcher
+
+        run = self.start(launcher, self.job("for i in $(seq 60); do echo line $i; sleep 0.1; done"))
+        for _ in range(3):
+            until(lambda: len(self.text(launcher, run)) > 5)
+            pid = watcher(run)
+            assert pid
+            os.kill(pid, signal.SIGKILL)
+            until(lambda pid=pid: watcher(run) != pid)  # type: ignore[misc]
+            launcher.status(run.handle)
+        until(lambda: launcher.status(run.handle).state.is_final, 60)
+        assert self.text(launcher, run) == [f"line {number}" for number in range(1, 61)]
+
+    @pytest.mark.parametrize(
+        ("keys", "why"),
+        [
+            ({"resources": {"gpu": 99}}, "nvidia.com/gpu"),
+            ({"image": "no-such-image:local"}, "image"),
+            ({"volumes": [{"claim": "no-such-claim", "path": "/data"}]}, "no-such-claim"),
+            ({"secret_env": {"A": {"secret": "no-such-secret", "key": "a"}}}, "no-such-secret"),
+        ],
+    )
+    def test_why_it_waits(self, launcher: Any, keys: dict[str, Any], why: str) -> None:
+        run = self.start(launcher, self.job("true", **keys))
+        until(lambda: why in launcher.status(run.handle).message, 60)
+        assert launcher.status(run.handle).state is JobState.PENDING
+        assert launcher.status(run.handle).message.startswith("worker/0: ")
+
+    def test_out_of_memory(self, launcher: Any) -> None:
+        eat = f"{sys.executable} -c 'x = bytearray(400 << 20)'"
+        _, status = self.end(launcher, self.job(eat, resources={"memory": "64Mi"}))
+        assert status.state is JobState.FAILED
+        assert "no memory left" in status.message
+
+    def test_a_script_travels_without_an_image(self, launcher: Any, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text("import helper\nprint(helper.WORD)\n")
+        (tmp_path / "helper.py").write_text("WORD = 'travelled'\n")
+        job = self.job(program={"script": "train.py"}, kubernetes={"copy": ["helper.py"]})
+        run, status = self.end(launcher, job)
+        assert (status.state, self.text(launcher, run)) == (JobState.SUCCEEDED, ["travelled"])
+
+    def test_no_such_namespace(self, launcher: Any) -> None:
+        with pytest.raises(NotFoundError, match="there is no namespace 'nowhere'"):
+            self.start(launcher, self.job("true", kubernetes={"namespace": "nowhere"}))
+
+    def test_a_namespace_that_is_made(self, launcher: Any) -> None:
+        name = f"{self.cluster.namespace}-made"
+        job = self.job("echo there", kubernetes={"namespace": name, "create_namespace": True})
+        try:
+            run, status = self.end(launcher, job)
+            assert (status.state, self.text(launcher, run)) == (JobState.SUCCEEDED, ["there"])
+        finally:
+            self.cluster.delete("Namespace", name)
+
+    def test_a_deleted_pod_is_made_again(self, launcher: Any) -> None:
+        script = "echo attempt $STOKER_ATTEMPT; test $STOKER_ATTEMPT = 0 && sleep 60; exit 0"
+        run = self.start(launcher, self.job(script, retries=1))
+        until(lambda: "attempt 0" in self.text(launcher, run))
+        (pod,) = self.cluster.every("Pod", {RUN: run.id})
+        self.cluster.delete("Pod", pod["metadata"]["name"], grace_s=1)
+        until(lambda: launcher.status(run.handle).state.is_final, 90)
+        assert launcher.status(run.handle).state is JobState.SUCCEEDED
+        assert "attempt 1" in self.text(launcher, run)
+
+    def test_quota(self, launcher: Any) -> None:
+        spec = {"hard": {"pods": "0"}}
+        self.cluster.create({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "none"}, "spec": spec})
+        time.sleep(1)
+        run = self.start(launcher, self.job("true"))
+        until(lambda: "quota" in launcher.status(run.handle).message, 60)
+
+    def test_a_deadline(self, launcher: Any) -> None:
+        _, status = self.end(launcher, self.job("sleep 60", kubernetes={"deadline": "5s"}))
+        assert status.state is JobState.FAILED
+        assert "kubernetes.deadline" in status.message
+
+
+TASK = """
+import json, os, socket, sys, time
+config = json.loads(os.environ["TF_CONFIG"])
+task, cluster = config["task"], config["cluster"]
+own = cluster[task["type"]][task["index"]]
+assert isinstance(task["index"], int)
+assert os.environ["POD_NAME"] == f"{task['type']}-{task['index']}"
+servers = json.loads(os.environ["CLUSTER_CONFIG"])
+assert servers == {role: cluster.get(role, []) for role in ("ps", "worker")}, servers
+listener = socket.create_server(("", int(own.rpartition(":")[2])))
+is_lead = task["type"] == ("chief" if "chief" in cluster else "worker")
+if not is_lead:
+    while True:
+        listener.accept()[0].sendall(os.environ["POD_NAME"].encode())
+if task["index"] > 0:
+    listener.accept()[0].sendall(os.environ["POD_NAME"].encode())
+    sys.exit()
+for role, addresses in cluster.items():
+    for index, address in enumerate(addresses):
+        if address == own:
+            continue
+        host, _, port = address.rpartition(":")
+        for _ in range(100):
+            try:
+                with socket.create_connection((host, int(port)), 2) as sock:
+                    print("reached", sock.recv(100).decode(), flush=True)
+                    break
+            except OSError:
+                time.sleep(0.3)
+"""
+
+
+class TestTensorFlow(OnCluster):
+    @pytest.mark.parametrize(
+        ("topology", "reached", "roles"),
+        [
+            ("tf-ps", {"worker-0", "worker-1", "ps-0"}, {}),
+            ("tf-mirrored", {"worker-1"}, {}),
+        ],
+    )
+    def test_tasks_reach_each_other(
+        self, launcher: Any, tmp_path: Path, topology: str, reached: set[str], roles: dict[str, Any]
+    ) -> None:
+        (tmp_path / "task.py").write_text(TASK)
+        job = self.job(topology=topology, workers=2, program={"script": "task.py"}, roles=roles)
+        run, status = self.end(launcher, job, 120)
+        assert status.state is JobState.SUCCEEDED, status.message
+        assert {line.split()[1] for line in self.text(launcher, run)} == reached
+        until(lambda: not [pod for pod in self.cluster.every("Pod") if pod["status"]["phase"] == "Running"], 60)
