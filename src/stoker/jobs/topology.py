@@ -57,6 +57,12 @@ class AddressBook:
     """What programs need there to find each other, such as the network interface."""
     has_ask: bool = False
     """Whether a slot has commands started in others by the program `$STOKER_ASK`."""
+    ssh: tuple[str, ...] = ()
+    """Options of the `ssh` by which mpirun reaches workers, where it does so itself."""
+    handed: tuple[str, ...] = ()
+    """Variables of mpirun's own place that ranks elsewhere need as they are there, such as PATH."""
+    output: str = ""
+    """The file that ranks print into, where mpirun is not to carry it."""
 
 
 @dataclass(frozen=True, slots=True)
