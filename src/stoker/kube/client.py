@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from stoker.errors import NotFoundError, UnavailableError
 from stoker.kube.answers import told
@@ -104,6 +104,12 @@ class Cluster:
     def close(self) -> None:
         """Give back the connections."""
         self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def url(self) -> str:

@@ -399,7 +399,8 @@ def main() -> None:
         if run.read_status().state.is_final and "--again" not in sys.argv:
             return  # another one has seen to it, while we were waiting
         place, _ = parts_of(run.handle)
-        Follower(run, Cluster.at(place), leading(run.job)).follow()
+        with Cluster.at(place) as cluster:
+            Follower(run, cluster, leading(run.job)).follow()
 
 
 if __name__ == "__main__":
