@@ -42,7 +42,7 @@ from stoker.doctor.verdicts import (
 from stoker.errors import Fault, SpecError, StokerError, UnavailableError
 from stoker.jobs.launcher import Launcher, check
 from stoker.jobs.runs import Run, create, home
-from stoker.jobs.spec import Checkpoint, Data, Job, Profile, Program, parse_job
+from stoker.jobs.spec import Checkpoint, Data, Job, Profile, Program, RoleSpec, parse_job
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import slots_of
 from stoker.launchers.plan import LocalPlan
@@ -288,6 +288,15 @@ def _coming(job: Job) -> dict[str, str]:
     return {key: url for key, url in relative.items() if Path(url).exists()}
 
 
+def _trying(roles: Mapping[str, RoleSpec]) -> dict[str, RoleSpec]:
+    """Give the roles that the probe takes: all but those that look on, and none with a program of its own."""
+    change = msgspec.structs.replace
+    return {
+        name: change(role, program=None, logdir=None, count=0 if name in ("evaluator", "tensorboard") else role.count)
+        for name, role in roles.items()
+    }
+
+
 def _errand(
     job: Job,
     *,
@@ -328,7 +337,7 @@ def _errand(
         data=Data(),
         checkpoint=Checkpoint(),
         profile=Profile(every=Seconds(0)),
-        roles=job.roles if topology == job.topology else {},
+        roles=_trying(job.roles) if topology == job.topology else {},
         secret_env={name: one for name, one in job.secret_env.items() if name in os.environ},
         secret_files={},
         retries=0,

@@ -71,8 +71,8 @@ _RULES = """\
 - `topology: single` is one process: one worker, one process on it. A TensorFlow worker is one process with all GPUs.
 - `workers: {min, max}` needs `topology: torchrun`, and `min` at most `max`.
 - `roles` are those of the topology: {roles}. There is at most one of each but `ps`. A role of another topology may
-  stand in the file with `count: 0`. Parameter servers get no accelerators. `logdir`, `expose` and `ingress` are for
-  `tensorboard` alone, and `launcher` has no `program` of its own.
+  stand in the file with `count: 0`. Parameter servers and the launcher get no accelerators. `logdir`, `expose` and
+  `ingress` are for `tensorboard` alone, and `launcher` has no `program` of its own.
 - `checkpoint.claim` needs an absolute `dir`, and no bucket. `create` needs `claim` and `size`; `size` and
   `storage_class` need `create`. `kubernetes.queue_priority` needs `queue`.
 - `checkpoint.access: rwo` with a claim cannot be elastic, nor `mpi` with more than one worker: whichever machine rank 0

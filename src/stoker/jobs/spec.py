@@ -487,8 +487,8 @@ class Mpi(_Section, frozen=True, kw_only=True):
             Meta(min_length=1, extra={"wanted": "a list of words such as [/usr/sbin/sshd, -De]"}),
         ],
         _says("What workers run on Kubernetes, so that mpirun reaches them; it stays in the foreground."),
-    ] = ("/usr/sbin/sshd", "-De")
-    sshd_port: Annotated[Port, _says("Where it listens; the image's `ssh` must know that, too.")] = 22
+    ] = ("/usr/sbin/sshd", "-De", "-o", "LogLevel=FATAL")
+    sshd_port: Annotated[Port, _says("Where it listens.")] = 22
     ssh_dir: Annotated[
         MountPath, _says("Where it and `ssh` find their keys on Kubernetes: `.ssh` of the image's user.")
     ] = "/root/.ssh"
@@ -651,7 +651,11 @@ class Job(_Section, frozen=True, kw_only=True):
                     yield Fault("roles.ps.count", "tf-ps needs at least one parameter server")
                 if role.resources.gpu:
                     yield Fault("roles.ps.resources.gpu", "a parameter server gets no accelerator: leave it out")
+            elif name == "launcher" and role.resources.gpu:
+                yield Fault("roles.launcher.resources.gpu", "the launcher gets no accelerator: leave it out")
             yield from _role_key_faults(name, role)
+            if name == "tensorboard" and role.count and not (role.program or role.logdir or self.checkpoint.dir):
+                yield Fault("roles.tensorboard.logdir", "missing: neither it nor checkpoint.dir says what to show")
 
     def _claim_faults(self) -> Iterator[Fault]:
         many = self.max_workers > 1 and (self.is_elastic or self.topology == "mpi")

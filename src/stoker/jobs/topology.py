@@ -57,6 +57,12 @@ class AddressBook:
     """What programs need there to find each other, such as the network interface."""
     has_ask: bool = False
     """Whether a slot has commands started in others by the program `$STOKER_ASK`."""
+    ssh: tuple[str, ...] = ()
+    """Options of the `ssh` by which mpirun reaches workers, where it does so itself."""
+    handed: tuple[str, ...] = ()
+    """Variables of mpirun's own place that ranks elsewhere need as they are there, such as PATH."""
+    output: str = ""
+    """The file that ranks print into, where mpirun is not to carry it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,8 @@ class Role:
     lead: bool = False
     profiled: bool = True
     """Whether the profiler goes around its slots; else the topology has it elsewhere."""
+    looks_on: bool = False
+    """Whether the job goes on when its slots fail."""
 
 
 class Topology(Protocol):
@@ -133,6 +141,12 @@ def lead_slots(job: Job) -> frozenset[Slot]:
     return frozenset(Slot(role.name, index) for role in leading for index in range(role.count))
 
 
+def onlookers(job: Job) -> frozenset[Slot]:
+    """Tell whose failure the job bears: what looks on beside the training."""
+    roles = [role for role in topology_of(job).roles(job) if role.looks_on]
+    return frozenset(Slot(role.name, index) for role in roles for index in range(role.count))
+
+
 def program_words(program: Program, python: str) -> list[str]:
     """Write a program as an argv of its own."""
     return [*_start(program, python), *program.args]
@@ -160,7 +174,7 @@ def command_of(job: Job, slot: Slot, book: AddressBook) -> Command | Standby:
         return Standby(env)
     profiled = any(role.name == slot.role and role.profiled for role in topology.roles(job))
     profiler = profiler_words(job, book) if profiled else ()
-    return replace(command, argv=(*profiler, *command.argv), env=env, cwd=job.program.cwd)
+    return replace(command, argv=(*profiler, *command.argv), env=env, cwd=job.program_of(slot.role).cwd)
 
 
 def profiler_words(job: Job, book: AddressBook) -> tuple[str, ...]:

@@ -28,8 +28,8 @@ from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, Standby, commands, slots_of
 from stoker.launchers.gang import end_left
-from stoker.launchers.paths import placed
-from stoker.launchers.plan import HOST, LocalPlan, free_ports
+from stoker.launchers.paths import placed, programs
+from stoker.launchers.plan import HOST, LocalPlan, free_ports, gpu_faults, listeners, named_ports
 from stoker.launchers.supervisor import watcher
 from stoker.telemetry import mpi_rank, profiler
 from stoker.telemetry.reader import RunFollower
@@ -42,7 +42,9 @@ SUPERVISOR = "stoker.launchers.supervisor"
 class LocalLauncher:
     """Runs slots as processes of this machine."""
 
-    traits: ClassVar[Traits] = Traits(name="local", topologies=frozenset({"mpi", "single", "torchrun"}), elastic=True)
+    traits: ClassVar[Traits] = Traits(
+        name="local", topologies=frozenset({"mpi", "single", "tf-mirrored", "tf-ps", "torchrun"}), elastic=True
+    )
 
     def render(self, job: Job) -> LocalPlan:
         """Give the command of every slot, with a port that is free now."""
@@ -55,10 +57,13 @@ class LocalLauncher:
             _check_mpirun(job)
         notes = tuple(_left_aside(job))
         job = self.anchored(job)
-        slots, port = slots_of(job), job.port or free_ports(1)[0]
+        slots = slots_of(job)
+        named, free = _ports(job)
+        port = job.port or next(iter(free.values()), 0) or free_ports(1)[0]
         book = AddressBook(
             hosts=dict.fromkeys(slots, HOST),
             port=port,
+            ports={**named, **free},
             python=sys.executable,
             # By its path and without site: a module of the user's cannot stand in its way.
             profiler=(sys.executable, "-I", "-S", profiler.__file__),
@@ -75,6 +80,7 @@ class LocalLauncher:
                 if isinstance(command, Command)
             },
             port=port,
+            ports={str(slot): one for slot, one in free.items()},
             notes=notes,
             carried=tuple(str(slot) for slot, command in found.items() if isinstance(command, Standby)),
         )
@@ -149,6 +155,15 @@ class LocalLauncher:
             run.write_status(stopped)
 
 
+def _ports(job: Job) -> tuple[dict[Slot, int], dict[Slot, int]]:
+    """Give each slot that listens a port: those that the job names, and free ones."""
+    every = listeners(job)
+    named = named_ports(job, every)
+    rest = [slot for slot in every if slot not in named]
+    found = (port for port in free_ports(len(every)) if port not in named.values())
+    return named, dict(zip(rest, found, strict=False))
+
+
 def kept_logs(run: Run, slot: Slot | None, *, is_over: Callable[[], bool]) -> Iterator[LogLine]:
     """Give the lines in a run's folder, and those that come until it is over."""
     logs = RunFollower(run.logs, slot=None if slot is None else str(slot))
@@ -208,13 +223,15 @@ def _absolute(path: str | None) -> str | None:
 
 def _missing(job: Job) -> Iterator[Fault]:
     """List what the job needs and this machine has not."""
-    program, folder = job.program, Path.cwd() / (job.program.cwd or "")
-    if not folder.is_dir():
-        yield Fault("program.cwd", f"there is no folder {folder}")
-    elif program.script is not None and not Path(program.script).is_file():
-        yield Fault("program.script", f"there is no file {Path.cwd() / program.script}")
-    elif program.command is not None and shutil.which(program.command[0], path=_path(job, folder)) is None:
-        yield Fault("program.command", f"there is no program {program.command[0]!r} on the PATH")
+    for where, program in programs(job).items():
+        folder = Path.cwd() / (program.cwd or "")
+        if not folder.is_dir():
+            yield Fault(f"{where}.cwd", f"there is no folder {folder}")
+        elif program.script is not None and not Path(program.script).is_file():
+            yield Fault(f"{where}.script", f"there is no file {Path.cwd() / program.script}")
+        elif program.command is not None and shutil.which(program.command[0], path=_path(job, folder)) is None:
+            yield Fault(f"{where}.command", f"there is no program {program.command[0]!r} on the PATH")
+    yield from gpu_faults(job)
     for key in ("train", "val"):
         url = getattr(job.data, key)
         if not url or "://" in url or "{" in url:
@@ -254,6 +271,8 @@ def gpus() -> list[str]:
 def _own_gpus(job: Job, slot: Slot) -> dict[str, str]:
     """Give each of several workers GPUs of its own."""
     each = job.resources.gpu
+    if slot.role != "worker" and job.topology != "mpi":  # TensorFlow would take all memory of all that it sees
+        return {"CUDA_VISIBLE_DEVICES": ""}
     if not each or job.max_workers == 1:
         return {}
     if slot.role != "worker":  # mpirun, for all of them

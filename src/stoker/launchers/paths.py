@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import Job, Program
 
 
 def inside(path: str | None) -> str | None:
@@ -16,6 +17,22 @@ def inside(path: str | None) -> str | None:
     return str(Path(path).relative_to(Path.cwd()))
 
 
+def with_programs(job: Job, change: Callable[[Program], Program]) -> Job:
+    """Change the program of the workers, and those of other roles."""
+    replace = msgspec.structs.replace
+    roles = {
+        name: role if role.program is None else replace(role, program=change(role.program))
+        for name, role in job.roles.items()
+    }
+    return replace(job, program=change(job.program), roles=roles)
+
+
+def programs(job: Job) -> dict[str, Program]:
+    """Give every program of a job, by its key."""
+    own = {f"roles.{name}.program": role.program for name, role in job.roles.items() if role.program is not None}
+    return {"program": job.program, **own}
+
+
 def placed(job: Job, workdir: str) -> Job:
     """Make relative paths absolute, as they are there."""
 
@@ -23,9 +40,10 @@ def placed(job: Job, workdir: str) -> Job:
         return path if path is None or "://" in path else str(Path(workdir, path))
 
     change, data = msgspec.structs.replace, job.data
+    job = with_programs(job, lambda one: change(one, script=absolute(one.script), cwd=absolute(one.cwd or ".")))
     return change(
         job,
-        program=change(job.program, script=absolute(job.program.script), cwd=absolute(job.program.cwd or ".")),
+        roles={name: change(role, logdir=absolute(role.logdir)) for name, role in job.roles.items()},
         data=change(
             data,
             train=absolute(data.train),

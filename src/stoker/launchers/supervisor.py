@@ -26,7 +26,7 @@ from stoker.jobs.control import Restart, decide, pause_s
 from stoker.jobs.runs import Run, packages
 from stoker.jobs.spec import Job
 from stoker.jobs.status import Attempt, JobState, JobStatus, SlotStatus, signal_of
-from stoker.jobs.topology import Slot, lead_slots, slots_of
+from stoker.jobs.topology import Slot, lead_slots, onlookers, slots_of
 from stoker.launchers.causes import Cause, cause
 from stoker.launchers.gang import Gang, end_left
 from stoker.launchers.hearing import Hearing
@@ -155,6 +155,9 @@ class Supervisor:
             running = [slot for slot, code in self._codes(gang, hearing).items() if code is None]
             gang.end(outcome.grace_s if outcome else float(self._job.grace))
             hearing.listen()
+            if outcome is not None and not outcome.cause:  # the lead is done, and who never ends by itself was ended
+                codes = self._codes(gang, hearing)
+                running, is_stopped = [slot for slot in running if codes.get(slot)], True
             self._tell_slots(gang, hearing, stopped=running if is_stopped else ())
             end_children()
         return Attempt(
@@ -180,7 +183,7 @@ class Supervisor:
         if hearing.waiting != self._status.message:
             self._tell(message=hearing.waiting)
         grace = float(self._job.grace)
-        spared = set[Slot]()
+        spared: Collection[Slot] = onlookers(self._job)
         if self._job.is_elastic:
             spared = self._spared(gang, hearing, codes)
             if 0 in codes.values():

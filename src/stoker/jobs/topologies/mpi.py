@@ -26,6 +26,8 @@ from stoker.jobs.topology import (
 LAUNCHER = Slot("launcher", 0)
 _OF_A_RUN = ("STOKER_RUN", "STOKER_ATTEMPT", "STOKER_CHECKPOINT_DIR")
 """What every launcher adds when it starts an attempt."""
+_OF_A_POD = ("STOKER_RUN", "STOKER_ATTEMPT")
+"""The same where there is no folder of the run."""
 _OF_A_SLOT = ("STOKER_SLOT", "STOKER_ROLE", "STOKER_INDEX")
 """What differs between ranks: each finds its own."""
 _OF_A_HOST = ("OMP_NUM_THREADS",)
@@ -42,7 +44,7 @@ class Mpi:
 
     def command(self, job: Job, slot: Slot, book: AddressBook) -> Command | Standby:
         """Run mpirun in the launcher; the workers wait for it."""
-        if slot != LAUNCHER:
+        if slot.role != LAUNCHER.role:
             return Standby()
         workers = {worker: book.hosts[worker] for worker in (Slot("worker", one) for one in range(job.max_workers))}
         env = {
@@ -51,15 +53,17 @@ class Mpi:
             # It refuses root, in containers too, unless it is told twice.
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            **({"STOKER_OUTPUT": book.output} if book.output else {}),
         }
         # Not what differs from host to host, nor secrets, which must not travel so: who keeps a worker gives them.
-        known = [*contract(job, slot, book), *env, *job.env, *_OF_A_RUN]
+        known = [*contract(job, slot, book), *env, *job.env, *(_OF_A_POD if book.handed else _OF_A_RUN), *book.handed]
+        known += [] if book.has_ask else job.secret_env
         own = (*_OF_A_SLOT, *(_OF_A_HOST if book.has_ask else ()))
         # Names alone: the values are in the environment of mpirun, and on no command line.
         names = [name for name in dict.fromkeys(known) if not name.startswith("OMPI_") and name not in own]
         nodes = [one.filename for one in workers] if book.has_ask else list(workers.values())
         argv = [*_around(book), "mpirun", "-np", str(len(nodes) * job.ranks_per_worker), "--host", _hosts(nodes, job)]
-        argv += _flags(job, list(workers.values())) + (_by_asking(book) if book.has_ask else [])
+        argv += _flags(job, book, list(workers.values())) + (_by_asking(book) if book.has_ask else [])
         argv += [word for name in names for word in ("-x", name)]
         return Command((*argv, *job.mpi.args, *_rank(job, book)), env)
 
@@ -95,7 +99,7 @@ def _hosts(workers: Sequence[str], job: Job) -> str:
     return ",".join(f"{host}:{count * job.ranks_per_worker}" for host, count in Counter(workers).items())
 
 
-def _flags(job: Job, workers: Sequence[str]) -> list[str]:
+def _flags(job: Job, book: AddressBook, workers: Sequence[str]) -> list[str]:
     """Give the flags that the job does not give itself: mpirun takes each but once."""
     defaults = [
         ("--tag-output",),
@@ -106,6 +110,7 @@ def _flags(job: Job, workers: Sequence[str]) -> list[str]:
         ("--mca", "pml", "ob1"),
         ("--mca", "btl", "^openib"),
         *_network(workers),
+        *([("--mca", "plm_rsh_args", " ".join(book.ssh))] if book.ssh else []),
         # A signal for one process would reach all ranks, and end those that do not expect it.
         ("--mca", "ess_base_forward_signals", "none"),
     ]

@@ -7,11 +7,14 @@ servers. Addresses are all that differs from place to place.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 
 from stoker.jobs.spec import Job
 from stoker.jobs.topology import AddressBook, Command, Role, Slot, program_words
 
 TENSORBOARD_PORT = 6006
+LOOPBACK = "127.0.0.1"
 
 
 class TfMirrored:
@@ -57,7 +60,7 @@ def _count(job: Job, role: str, default: int) -> int:
 
 def _onlookers(job: Job) -> tuple[Role, ...]:
     """List what reads checkpoints beside the training, and is never waited for."""
-    every = (Role(name, _count(job, name, 0)) for name in ("evaluator", "tensorboard"))
+    every = (Role(name, _count(job, name, 0), profiled=False, looks_on=True) for name in ("evaluator", "tensorboard"))
     return tuple(role for role in every if role.count)
 
 
@@ -72,10 +75,9 @@ def _addresses(job: Job, role: str, count: int, book: AddressBook) -> list[str]:
 
 
 def _command(job: Job, slot: Slot, book: AddressBook, cluster: dict[str, list[str]]) -> Command:
-    if slot.role == "tensorboard":
-        logs = job.checkpoint.dir or "."
-        words = ("-m", "tensorboard.main", "--logdir", logs, "--bind_all", "--port")
-        return Command((book.python, *words, str(_port(job, slot.role, book, slot))))
+    program = job.program_of(slot.role)
+    if slot.role == "tensorboard" and program is job.program:
+        return _tensorboard(job, slot, book)
     task = {"type": slot.role, "index": slot.index}
     servers = {role: cluster.get(role, []) for role in ("ps", "worker")}
     env = {
@@ -83,4 +85,36 @@ def _command(job: Job, slot: Slot, book: AddressBook, cluster: dict[str, list[st
         "CLUSTER_CONFIG": json.dumps(servers),
         "POD_NAME": slot.filename,
     }
-    return Command(tuple(program_words(job.program, book.python)), env)
+    return Command(tuple(program_words(program, book.python)), env)
+
+
+def _tensorboard(job: Job, slot: Slot, book: AddressBook) -> Command:
+    """Show what the job writes; on this machine alone where all of it is here."""
+    logs = job.roles[slot.role].logdir or str(job.checkpoint.dir)
+    host = book.hosts[slot]
+    reach = ("--host", host) if host == LOOPBACK else ("--bind_all",)
+    words = ("-m", "tensorboard.main", "--logdir", logs, *reach, "--port", str(_port(job, slot.role, book, slot)))
+    return Command((book.python, *words))
+
+
+def at_ports(command: Command, slot: Slot, ports: Mapping[Slot, int]) -> Command:
+    """Give the command of a slot in a cluster in which these slots listen at other ports than before."""
+    env = dict(command.env)
+    if "TF_CONFIG" in env:
+        config = json.loads(env["TF_CONFIG"])
+        env["TF_CONFIG"] = json.dumps({**config, "cluster": _moved(config["cluster"], ports)})
+        env["CLUSTER_CONFIG"] = json.dumps(_moved(json.loads(env["CLUSTER_CONFIG"]), ports))
+    argv = command.argv
+    if slot.role == "tensorboard" and slot in ports and "tensorboard.main" in argv:
+        argv = (*argv[:-1], str(ports[slot]))
+    return replace(command, argv=argv, env=env)
+
+
+def _moved(cluster: Mapping[str, list[str]], ports: Mapping[Slot, int]) -> dict[str, list[str]]:
+    return {
+        role: [
+            f"{address.rpartition(':')[0]}:{ports[slot]}" if (slot := Slot(role, index)) in ports else address
+            for index, address in enumerate(addresses)
+        ]
+        for role, addresses in cluster.items()
+    }

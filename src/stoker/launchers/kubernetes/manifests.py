@@ -40,7 +40,7 @@ from stoker.kube.objects import (
     merged,
     safe_container,
 )
-from stoker.launchers.kubernetes.mpijob import mpijob
+from stoker.launchers.kubernetes.mpijob import HANDED, OUTPUT, before_mpirun, mpijob, ssh_options, worker_script
 from stoker.launchers.kubernetes.scripts import ANY, CODE, FOLDER, Script, script
 
 NAME_MAX = 63
@@ -60,8 +60,10 @@ def manifests(job: Job, code: Mapping[str, bytes] | None = None) -> list[Manifes
     """Render every object of a job; `code` are files that travel with it, by their paths."""
     roles = topology_of(job).roles(job)
     book = _book(job, roles)
-    scripted = [role for role in roles if not (job.topology == "mpi" and role.name == "worker")]
-    scripts = {role: script(job, role.name, book, has_code=bool(code)) for role in scripted}
+    is_mpi = job.topology == "mpi"
+    scripted = [role for role in roles if not (is_mpi and role.name == "worker")]
+    before = before_mpirun(job.max_workers, host(job, "worker", ANY).replace(str(ANY), "{}")) if is_mpi else []
+    scripts = {role: script(job, role.name, book, has_code=bool(code), before=before) for role in scripted}
     objects = _Objects(job, roles, scripts, code or {})
     return [_patched(one, job) for one in objects.all()]
 
@@ -175,6 +177,9 @@ def _book(job: Job, roles: Sequence[Role]) -> AddressBook:
         port=job.port or PORT,
         profiler=("python3", "-I", "-S", f"{FOLDER}/{PROFILER}"),
         mpi_rank=("python3", "-I", "-S", f"{FOLDER}/{MPI_RANK}"),
+        ssh=ssh_options(job),
+        handed=HANDED,
+        output=OUTPUT,
     )
 
 
@@ -359,6 +364,7 @@ class _Objects:
             texts[PROFILER] = files("stoker.telemetry").joinpath(PROFILER).read_text()
         if self.job.topology == "mpi":
             texts[MPI_RANK] = files("stoker.telemetry").joinpath(MPI_RANK).read_text()
+            texts["worker.sh"] = worker_script(self.job)
         return texts
 
     def _config_map(self) -> Manifest:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stoker.jobs.spec import Job
@@ -39,8 +39,11 @@ class Script:
     """Long texts that all roles have in common, by their file names."""
 
 
-def script(job: Job, role: str, book: AddressBook, *, has_code: bool = False) -> Script:
-    """Write the script of a role; the book has an address for the slot that stands for all of it, too."""
+def script(job: Job, role: str, book: AddressBook, *, has_code: bool = False, before: Sequence[str] = ()) -> Script:
+    """Write the script of a role; the book has an address for the slot that stands for all of it, too.
+
+    `before` are lines of ours that come before the program.
+    """
     first, other = (_command(job, Slot(role, index), book) for index in (0, ANY))
     shared = _shared(other)
     is_long = {name for name in other.env if f"{name.lower()}.json" in shared}
@@ -51,6 +54,7 @@ def script(job: Job, role: str, book: AddressBook, *, has_code: bool = False) ->
     lines += [f"export {name}={_quoted(value, shared)}" for name, value in own.items()]
     if has_code:
         lines += [f'export PYTHONPATH={CODE}"${{PYTHONPATH:+:$PYTHONPATH}}"']
+    lines += before
     if other.cwd:
         lines += [f"cd {shlex.quote(other.cwd)}"]
     profiler = profiler_words(job, book)

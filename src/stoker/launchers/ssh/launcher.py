@@ -35,8 +35,8 @@ from stoker.launchers.causes import LOST
 from stoker.launchers.files import listed, size_of
 from stoker.launchers.gang import STANDS_IN
 from stoker.launchers.local import LocalLauncher
-from stoker.launchers.paths import inside, placed
-from stoker.launchers.plan import LocalPlan, read_plan
+from stoker.launchers.paths import inside, placed, programs, with_programs
+from stoker.launchers.plan import LocalPlan, gpu_faults, named_ports, read_plan
 from stoker.launchers.ssh.hosts import ANSWER_S, Client, Session, expanded, places
 from stoker.launchers.ssh.look import (
     Look,
@@ -44,6 +44,7 @@ from stoker.launchers.ssh.look import (
     Trouble,
     at_once,
     client_of,
+    find_ports,
     find_ways,
     look_at_all,
     modules,
@@ -67,7 +68,9 @@ _MPI_FILE = ".stoker/mpi_rank.py"
 class SshLauncher:
     """Runs slots on hosts that `ssh` reaches."""
 
-    traits: ClassVar[Traits] = Traits(name="ssh", topologies=frozenset({"mpi", "single", "torchrun"}), elastic=True)
+    traits: ClassVar[Traits] = Traits(
+        name="ssh", topologies=frozenset({"mpi", "single", "tf-mirrored", "tf-ps", "torchrun"}), elastic=True
+    )
 
     def __init__(self) -> None:
         self._here = LocalLauncher()
@@ -76,11 +79,11 @@ class SshLauncher:
         """Put hosts in the place of their file; relative paths start at the working folder, here as there."""
         change = msgspec.structs.replace
         config = None if job.ssh.config is None else str(Path.cwd() / job.ssh.config)
-        program = change(job.program, script=inside(job.program.script), cwd=inside(job.program.cwd))
+        job = with_programs(job, lambda one: change(one, script=inside(one.script), cwd=inside(one.cwd)))
         board = str(Path.cwd() / job.tensorboard) if isinstance(job.tensorboard, str) else job.tensorboard
         ssh = change(job.ssh, hosts=expanded(job.ssh.hosts), config=config)
         workers = max(1, len(places(ssh.hosts))) if job.workers == "all" else job.workers
-        return change(job, program=program, tensorboard=board, ssh=ssh, workers=workers)
+        return change(job, tensorboard=board, ssh=ssh, workers=workers)
 
     def render(self, job: Job) -> SshPlan:
         """Look at every host, and give the command of every slot; all that is in the way is told at once."""
@@ -95,12 +98,13 @@ class SshLauncher:
             faulty = {host: list(troubles(job, look, crowds[host])) for host, look in looks.items()}
             up = {host: session for host, session in sessions.items() if looks[host].trouble is None}
             ways = find_ways(job, up, looks) if hosts[min(hosts)] in up else None  # its port is where they meet
-        for host, found in (ways.troubles if ways else {}).items():
+            ports, taken = find_ports(job, up, hosts, ways) if ways else ({}, {})
+        for host, found in (*(ways.troubles if ways else {}).items(), *taken.items()):
             faulty[host] += found
         _refuse(job, looks, faulty)
         assert ways is not None
         _check_even(job, looks)
-        return plan_of(job, client_of(job), hosts, looks, ways.routes, ways.port)
+        return plan_of(job, client_of(job), hosts, looks, ways.routes, ways.port, ports)
 
     def start(self, rendered: SshPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
         """Copy, prepare, and start the supervisor here."""
@@ -181,9 +185,14 @@ def _goes_on(run: Run) -> bool:
 
 
 def _seats(job: Job) -> dict[Slot, str]:
-    """Give each worker its host, in the order of the list; who is not a worker goes to the first."""
+    """Give each worker its host, in the order of the list; parameter servers go around, all others to the first."""
     workers = {Slot("worker", index): host for index, host in enumerate(places(job.ssh.hosts)[: job.max_workers])}
-    return {slot: workers.get(slot, workers[Slot("worker", 0)]) for slot in slots_of(job)}
+    every = list(dict.fromkeys(workers.values()))
+
+    def seat(slot: Slot) -> str:
+        return workers.get(slot) or every[slot.index % len(every) if slot.role == "ps" else 0]
+
+    return {slot: seat(slot) for slot in slots_of(job)}
 
 
 def missing(job: Job) -> Iterator[Fault]:
@@ -197,12 +206,13 @@ def missing(job: Job) -> Iterator[Fault]:
     for name in job.secret_env:
         if name not in os.environ:
             yield Fault(f"secret_env.{name}", "secrets come from the environment here, and this variable is not set")
-    script = job.program.script
-    if job.ssh.copy and script is not None and not Path(script).is_absolute() and not Path(script).is_file():
-        yield Fault("program.script", f"there is no file {Path.cwd() / script}")
-    folder = job.program.cwd
-    if job.ssh.copy and folder is not None and not Path(folder).is_absolute() and not Path(folder).is_dir():
-        yield Fault("program.cwd", f"there is no folder {Path.cwd() / folder}")
+    yield from gpu_faults(job)
+    for where, program in programs(job).items() if job.ssh.copy else ():
+        script, folder = program.script, program.cwd
+        if script is not None and not Path(script).is_absolute() and not Path(script).is_file():
+            yield Fault(f"{where}.script", f"there is no file {Path.cwd() / script}")
+        if folder is not None and not Path(folder).is_absolute() and not Path(folder).is_dir():
+            yield Fault(f"{where}.cwd", f"there is no folder {Path.cwd() / folder}")
     if job.ssh.config is not None and not Path(job.ssh.config).is_file():
         yield Fault("ssh.config", f"there is no file {job.ssh.config}")
     if job.ssh.copy and Path.cwd() in (Path.home(), Path("/")):
@@ -253,6 +263,7 @@ def plan_of(
     looks: Mapping[str, Look],
     routes: Mapping[str, Route],
     port: int,
+    ports: Mapping[Slot, int] | None = None,
 ) -> SshPlan:
     """Give what is started on hosts of which all is known: pure, but for a look at the working folder."""
     folder = Path.cwd()
@@ -273,7 +284,9 @@ def plan_of(
     other = [host for host, one in found.items() if one["identity"] != [here.st_ino, here.st_mtime_ns]]
     copied = other if job.ssh.copy else []
     names = listed(folder, job.ssh.exclude, away=home()) if copied else []
-    given = _commands(job, hosts, found, spots, routes, port)
+    ports = ports or {}
+    named = {slot for host in spots for slot in named_ports(job, [one for one in ports if hosts[one] == host])}
+    given = _commands(job, hosts, found, spots, routes, port, ports)
     waiting = {str(slot): dict(command.env) for slot, command in given.items() if isinstance(command, Standby)}
     return SshPlan(
         slots={str(slot): command for slot, command in given.items() if isinstance(command, Command)},
@@ -289,6 +302,7 @@ def plan_of(
         secrets=tuple(job.secret_env),
         grace_s=float(job.grace),
         port=port,
+        ports={str(slot): one for slot, one in ports.items() if slot not in named},
         keeps_port=bool(job.port),
         notes=tuple(_notes(job, hosts, found, spots, folder, copied, names)),
     )
@@ -307,6 +321,7 @@ def _commands(
     spots: Mapping[str, Place],
     routes: Mapping[str, Route],
     port: int,
+    ports: Mapping[Slot, int],
 ) -> dict[Slot, Command | Standby]:
     """Give each slot its command, with what is particular to its host."""
     addresses = {slot: routes[host].address for slot, host in hosts.items()}
@@ -317,10 +332,11 @@ def _commands(
         book = AddressBook(
             hosts=addresses,
             port=port,
+            ports=ports,
             python=spot.python,
             profiler=(spot.python, f"{spot.workdir}/{_PROFILER_FILE}") if spot.profiler else (),
             mpi_rank=(spot.python, "-I", "-S", f"{spot.workdir}/{_MPI_FILE}"),
-            cores=max(1, found[host]["cores"] // crowds[host]),
+            cores=max(1, found[host]["cores"] // max(1, crowds[host])),
             env=dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else (), interface),
             has_ask=True,
         )
@@ -329,6 +345,8 @@ def _commands(
             if crowds[host] > 1:
                 command = replace(command, env={**_own_gpus(job, seated[host]), **command.env})
             seated[host] += 1
+        elif job.topology.startswith("tf-"):  # TensorFlow would take all memory of all that it sees
+            command = replace(command, env={"CUDA_VISIBLE_DEVICES": "", **command.env})
         given[slot] = command
     return given
 

@@ -16,6 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from stoker.errors import StokerError, UnavailableError
 from stoker.jobs.spec import PORT, Job
+from stoker.jobs.topology import Slot
+from stoker.launchers.paths import programs
+from stoker.launchers.plan import listeners, named_ports
 from stoker.launchers.ssh.hosts import Client, Session
 
 AT_ONCE = 32
@@ -73,7 +76,8 @@ class Ways(NamedTuple):
 
 def local_paths(job: Job) -> dict[str, str]:
     """Give the paths that must be there, by their keys."""
-    found = {"data.train": job.data.train, "data.val": job.data.val, "program.script": job.program.script}
+    found = {"data.train": job.data.train, "data.val": job.data.val}
+    found |= {f"{key}.script": program.script for key, program in programs(job).items()}
     paths = {key: path for key, path in found.items() if path and "://" not in path and "{" not in path}
     return {**paths, **{f"secret_files.{path}": path for path in job.secret_files}}
 
@@ -237,6 +241,40 @@ def find_ways(job: Job, sessions: Mapping[str, Session], looks: Mapping[str, Loo
     main = max(sorted(set(ways)), key=ways.count)
     routes = {host: Route(answers[host][first]["mine"], answers[host][first]["interface"] or "") for host in others}
     return Ways(port, {first: Route(main, interfaces[first][main]), **routes}, found)
+
+
+def find_ports(
+    job: Job, sessions: Mapping[str, Session], seats: Mapping[Slot, str], ways: Ways
+) -> tuple[dict[Slot, int], dict[str, list[Trouble]]]:
+    """Find a port for every slot that listens at one of its own: the job's, or the first that are free there."""
+    first = next(iter(sessions))
+
+    def find(host: str) -> tuple[dict[Slot, int], list[Trouble]]:
+        slots = [slot for slot in listeners(job) if seats[slot] == host]
+        named = named_ports(job, slots)
+        tries = iter(range(PORT, PORT + TRIED_PORTS + len(slots)))
+        found: dict[Slot, int] = {}
+        wrong: list[Trouble] = []
+        for slot in slots:
+            for number in [named[slot]] if slot in named else tries:
+                if number in found.values() or (slot not in named and number in named.values()):
+                    continue
+                # Where the first host was heard before, it is still listening.
+                is_heard = host == first and number == ways.port
+                heard = {} if is_heard else sessions[host].ask({"do": "listen", "port": number, "token": ""})
+                if "fault" not in heard:
+                    found[slot] = number
+                    break
+            else:
+                number = named.get(slot, PORT)
+                if host != first or number != job.port:  # that one is told already
+                    what = f"has no free port for {slot} at {number}"
+                    wrong.append(Trouble("port", what, "--set port=… names another"))
+        return found, wrong
+
+    answers = dict(zip(sessions, at_once(find, sessions), strict=True)) if listeners(job) else {}
+    ports = {slot: port for found, _ in answers.values() for slot, port in found.items()}
+    return ports, {host: wrong for host, (_, wrong) in answers.items() if wrong}
 
 
 def at_once(do: Callable[[Any], T], items: Iterable[Any], stop: Event | None = None) -> list[T]:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
+from collections.abc import Mapping
+
 import msgspec
 
 from stoker.core.spec import load
 from stoker.jobs.runs import Run
-from stoker.launchers.plan import LocalPlan
+from stoker.jobs.topologies.tensorflow import at_ports
+from stoker.jobs.topology import Command, Slot
+from stoker.launchers.plan import LocalPlan, moved
 from stoker.launchers.ssh.hosts import Client
 
 FAR = "far"
 """The folder of what is known of slots elsewhere, in that of the run."""
+
+
+PORTS = range(20000, 29500)
+"""Where attempts meet but the first: below the first ports of all jobs, and those that the kernel gives to clients."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +55,27 @@ class SshPlan(LocalPlan, frozen=True, kw_only=True):
     grace_s: float = 30.0
     keeps_port: bool = False
     """Whether the job names the port; else every attempt meets at the next one, where nothing of the last can be."""
+
+
+def command_at(plan: SshPlan, slot: Slot, run: str, attempt: int) -> Command:
+    """Give the command of a slot in an attempt: nothing of the last one can be where it meets, nor another job."""
+    command = plan.slots[str(slot)]
+    if not attempt or plan.keeps_port:
+        return command
+    start = zlib.crc32(f"{run}.{attempt}".encode())
+    if not plan.ports:
+        return moved(command, plan.port, PORTS[start % len(PORTS)])
+    return at_ports(command, slot, _next_ports(plan.ports, plan.hosts, start))
+
+
+def _next_ports(ports: Mapping[str, int], hosts: Mapping[str, str], start: int) -> dict[Slot, int]:
+    """Give slots the next ports on their hosts, from one that is the same for all."""
+    taken = Counter[str]()
+    found: dict[Slot, int] = {}
+    for name in ports:
+        found[Slot.parse(name)] = PORTS[(start + taken[hosts[name]]) % len(PORTS)]
+        taken[hosts[name]] += 1
+    return found
 
 
 class Record(msgspec.Struct, kw_only=True):

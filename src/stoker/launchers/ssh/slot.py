@@ -15,7 +15,6 @@ import select
 import signal
 import sys
 import time
-import zlib
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import FrameType
@@ -27,7 +26,7 @@ from stoker.errors import InputError, MissingError
 from stoker.jobs.runs import Run
 from stoker.jobs.topology import Command, Slot
 from stoker.launchers.causes import LOST, LOST_MARK, NO_MEMORY, TAIL_BYTES
-from stoker.launchers.plan import moved, read_plan
+from stoker.launchers.plan import read_plan
 from stoker.launchers.ssh import keeper
 from stoker.launchers.ssh.errands import Asks, Clerk, Desk
 from stoker.launchers.ssh.hosts import (
@@ -41,7 +40,7 @@ from stoker.launchers.ssh.hosts import (
     text_of,
     write_all,
 )
-from stoker.launchers.ssh.plan import FAR, Record, SshPlan, read_ssh_plan
+from stoker.launchers.ssh.plan import FAR, Record, SshPlan, command_at, read_ssh_plan
 from stoker.telemetry.events import Recorder
 from stoker.telemetry.reader import read_log
 
@@ -50,8 +49,6 @@ AGAIN_S, SELDOM_S = 0.5, 30.0
 """Between the first tries to connect again, and between later ones."""
 NEW_S = 10.0
 """What a new connection has to say its first word."""
-PORTS = range(20000, 29500)
-"""Where attempts meet but the first: below the first ports of all jobs, and those that the kernel gives to clients."""
 READY_S = 60.0
 """Within which hosts that stand by must be ready."""
 LAST_S = 5.0
@@ -168,15 +165,7 @@ class Line:
             return Command(("sh", "-c", wish.command), self._plan.standby_env.get(self._name, {}), wish.cwd)
         if self._stands_by:
             return _WAIT
-        plan = self._plan
-        return plan.slots[kind] if plan.keeps_port else moved(plan.slots[kind], plan.port, self._port)
-
-    @property
-    def _port(self) -> int:
-        """Where this attempt meets: nothing of the last one can be there, nor another job."""
-        if not self._attempt:
-            return self._plan.port
-        return PORTS[zlib.crc32(f"{self._run.id}.{self._attempt}".encode()) % len(PORTS)]
+        return command_at(self._plan, Slot.parse(kind), self._run.id, self._attempt)
 
     def _far(self, name: str) -> Path | None:
         return None if self._is_setup else self._run.folder / FAR / name
