@@ -56,6 +56,7 @@ KINDS = {
     "StatefulSet": Kind("apps", "v1", "statefulsets"),
     "Job": Kind("batch", "v1", "jobs"),
     "MPIJob": Kind("kubeflow.org", "v2beta1", "mpijobs"),
+    "Ingress": Kind("networking.k8s.io", "v1", "ingresses"),
     "CustomResourceDefinition": Kind("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False),
     "LocalQueue": Kind("kueue.x-k8s.io", "v1beta2", "localqueues"),
     "NetworkPolicy": Kind("networking.k8s.io", "v1", "networkpolicies"),

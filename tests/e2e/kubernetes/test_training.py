@@ -1,4 +1,4 @@
-"""The demo's trainer as two pods with a claim for checkpoints: the bits of a training on this machine, whatever dies."""
+"""The demo's trainer as two pods with a claim for checkpoints: the bits of a training here, whatever dies."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pods import keys
 
 from launchers.contract import until
 from launchers.test_ssh_drill import EPOCHS, SAMPLES, state, write_job
-from pods import keys
 from stoker.jobs.runs import Run, find
 from stoker.jobs.status import JobState
 from stoker.kube.client import Cluster
@@ -89,7 +89,9 @@ def kill(cluster: Cluster, run: Run, victim: str) -> None:
     """Kill the ranks of a pod with SIGKILL, as a kernel that is short of memory would."""
     kind = {"worker-0": "chief", "worker-1": "rest"}[victim]
     (pod,) = [one for one in cluster.every("Pod", {RUN: run.id}) if f"-{kind}-" in one["metadata"]["name"]]
-    script = "for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/cmdline | grep -q 'torch_image' && kill -9 ${p#/proc/}; done; true"
+    script = (
+        "for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/cmdline | grep -q 'torch_image' && kill -9 ${p#/proc/}; done; true"
+    )
     assert cluster.run_in(pod["metadata"]["name"], ["sh", "-c", script]).code in (0, 137)
 
 

@@ -313,7 +313,13 @@ def _make(cluster: Cluster, objects: Sequence[Manifest]) -> None:
 def _clear(cluster: Cluster, lead: Manifest) -> None:
     """Make room for the lead: an old job of the name that is over goes, one that runs is in the way."""
     kind, name = lead["kind"], lead["metadata"]["name"]
-    found = cluster.get(kind, name)
+    try:
+        found = cluster.get(kind, name)
+    except MissingError as error:
+        hint = "topology mpi needs the MPI operator of Kubeflow there, 0.6 or later"
+        raise MissingError(
+            f"the cluster does not know {kind} ({lead['apiVersion']})", where=cluster, hint=hint
+        ) from error
     if found is None:
         return
     labels = found["metadata"].get("labels") or {}
