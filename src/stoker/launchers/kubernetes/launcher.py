@@ -90,7 +90,7 @@ class KubernetesLauncher:
         """Make the objects, and follow them."""
         with Cluster.at(Place(rendered.context, rendered.namespace)) as cluster:
             handle = f"{cluster.url}/{run.id}"
-            _make(cluster, as_run(rendered.objects, run.id))
+            make(cluster, as_run(rendered.objects, run.id))
         run.write("handle", f"{handle}\n".encode())
         self._follow(run)
         return handle
@@ -102,7 +102,7 @@ class KubernetesLauncher:
         place, _ = parts_of(run.handle)
         before = run.read_status()
         with Cluster.at(place) as cluster:
-            _make(cluster, as_run(_objects(run), run.id, before.next_attempt))
+            make(cluster, as_run(_objects(run), run.id, before.next_attempt))
         (run.folder / STOPPING).unlink(missing_ok=True)
         run.write_status(msgspec.structs.replace(before, state=JobState.PENDING, ended=None, message=""))
         self._follow(run)
@@ -288,7 +288,7 @@ def _removed(cluster: Cluster, run: Run) -> list[str]:
     return left()
 
 
-def _make(cluster: Cluster, objects: Sequence[Manifest]) -> None:
+def make(cluster: Cluster, objects: Sequence[Manifest]) -> None:
     """Make all objects; where one is refused, none is left."""
     lead = lead_of(objects)
     _clear(cluster, lead)
