@@ -16,6 +16,7 @@ from stoker.jobs.status import JobState
 from stoker.kube.objects import INDEX, JOB, ROLE, RUN
 from stoker.launchers.kubernetes.follower import Mark, Stream, parts_of
 from stoker.launchers.kubernetes.judge import judge, seen, slot_states
+from stoker.launchers.kubernetes.launcher import make
 from stoker.launchers.kubernetes.manifests import BEFORE, FAILED, MOVED, as_run, lead_of, templates
 
 
@@ -164,6 +165,53 @@ def test_a_handle_is_taken_apart_from_its_end() -> None:
         ("arn:aws:eks:eu:1:cluster/prod", "ml"),
         "small-1",
     )
+
+
+class Counting:
+    """A cluster that has nothing yet, takes everything, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+
+    def get(self, kind: str, name: str) -> None:
+        self.asked.append(("get", kind))
+
+    def create(self, one: Any) -> Any:
+        self.asked.append(("create", one["kind"]))
+        return {**one, "metadata": {**one["metadata"], "uid": "u"}}
+
+    def apply(self, one: Any) -> Any:
+        self.asked.append(("apply", one["kind"]))
+        assert one["metadata"]["ownerReferences"][0]["uid"] == "u"
+        return one
+
+    def patch(self, kind: str, name: str, patch: Any) -> None:
+        self.asked.append(("patch", kind))
+
+
+def asked(**keys: Any) -> list[tuple[str, str]]:
+    cluster = Counting()
+    plan = LAUNCHERS.get("k8s")().render(job_of(program={"module": "a"}, image="x", topology="torchrun", **keys))
+    make(cluster, plan.objects)  # type: ignore[arg-type]
+    return cluster.asked
+
+
+def test_a_thousand_workers_take_no_more_calls_than_two() -> None:
+    claim = {"dir": "/c", "claim": "c", "create": True, "size": "1Gi"}
+    assert asked(workers=2) == asked(workers=1000)
+    assert len(asked(workers=2)) == 5
+    assert len(asked(workers=2, checkpoint=claim)) == len(asked(workers=1000, checkpoint=claim)) == 8
+
+
+def test_nothing_runs_before_all_is_there() -> None:
+    calls = asked(workers=2)
+    assert calls[0] == ("get", "Job")  # is one of the name there?
+    assert calls[1] == ("create", "Job")  # suspended
+    assert calls[-1] == ("patch", "Job")  # and let go
+
+
+def test_a_queue_lets_it_go_itself() -> None:
+    assert ("patch", "Job") not in asked(workers=2, kubernetes={"queue": "gpus"})
 
 
 # --- Logs

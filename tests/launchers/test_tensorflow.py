@@ -57,9 +57,7 @@ class TestLocal(Launching):
     def test_who_looks_on_is_not_waited_for_and_may_fail(self, launcher: Any) -> None:
         roles = {"evaluator": {"count": 1, "program": {"command": ["sh", "-c", "exit 3"]}}}
         script = "while test $POD_NAME = ps-0; do sleep 0.1; done; sleep 1"
-        _, status = self.end(
-            launcher, job_of(script, **{**NOBODY_LEADS, "roles": {**NOBODY_LEADS["roles"], **roles}})
-        )
+        _, status = self.end(launcher, job_of(script, **{**NOBODY_LEADS, "roles": {**NOBODY_LEADS["roles"], **roles}}))
         assert (status.state, status.message) == (JobState.SUCCEEDED, "")
         states = {one.slot: (one.state, one.code) for one in status.slots}
         assert states["evaluator/0"] == (JobState.FAILED, 3)

@@ -25,7 +25,6 @@ _QUOTA = re.compile(
     r"exceeded quota: (?P<name>\S+), requested: (?P<asked>.+?), used: (?P<used>.+?), limited: (?P<limit>.+)"
 )
 _NAMESPACE = re.compile(r'namespaces "([^"]+)" not found')
-OPERATORS = {"mpijobs.kubeflow.org": "the MPI operator (kubeflow.org/v2beta1)", "kueue": "Kueue"}
 
 
 def told(status: Mapping[str, Any], where: str) -> StokerError:
@@ -51,7 +50,7 @@ def told(status: Mapping[str, Any], where: str) -> StokerError:
         return NotFoundError(f"there is no {details.get('kind', 'object')} {details['name']}", where=where)
     if code == 409:
         return ConflictError(message, where=where)
-    if code in (400, 413, 422):
+    if code in (400, 413, 422) or "not declared in schema" in message:  # which a server-side apply answers with 500
         return InputError(f"the cluster refuses it: {message}", where=where)
     if code == 410:
         return UnavailableError("the cluster has forgotten so old a version", where=where)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from stoker.errors import NotFoundError, UnavailableError
 from stoker.kube.answers import told
@@ -56,6 +56,7 @@ KINDS = {
     "StatefulSet": Kind("apps", "v1", "statefulsets"),
     "Job": Kind("batch", "v1", "jobs"),
     "MPIJob": Kind("kubeflow.org", "v2beta1", "mpijobs"),
+    "Ingress": Kind("networking.k8s.io", "v1", "ingresses"),
     "CustomResourceDefinition": Kind("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False),
     "LocalQueue": Kind("kueue.x-k8s.io", "v1beta2", "localqueues"),
     "NetworkPolicy": Kind("networking.k8s.io", "v1", "networkpolicies"),
@@ -104,6 +105,12 @@ class Cluster:
     def close(self) -> None:
         """Give back the connections."""
         self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def url(self) -> str:

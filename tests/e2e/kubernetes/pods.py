@@ -27,7 +27,7 @@ def mounted(*folders: str) -> dict[str, Any]:
     }
 
 
-def keys(namespace: str, *folders: str, **kubernetes: Any) -> dict[str, Any]:
+def keys(namespace: str, /, *folders: str, **kubernetes: Any) -> dict[str, Any]:
     """Give the keys of a job that runs so."""
     return {
         "image": IMAGE,

@@ -17,6 +17,10 @@ from stoker.jobs.status import JobState
 from stoker.kube.client import Cluster
 from stoker.kube.objects import RUN
 from stoker.launchers.kubernetes.launcher import KubernetesLauncher
+from stoker.launchers.supervisor import watcher
+
+PROGRAMS = os.environ.get("KUBEBUILDER_ASSETS", "/usr/local/kubebuilder/bin")
+PATH = f"{PROGRAMS}:{os.environ['PATH']}"
 
 
 class OnCluster(Launching):
@@ -66,11 +70,6 @@ class TestJobs(OnCluster):
             assert self.end(launcher, self.job("true"))[1].state is JobState.SUCCEEDED
 
     def test_a_follower_that_was_killed_loses_and_repeats_no_line(self, launcher: Any) -> None:
-        import os
-        import signal
-
-        from stoker.launchers.supervisor import watcher
-
         run = self.start(launcher, self.job("for i in $(seq 60); do echo line $i; sleep 0.1; done"))
         for _ in range(3):
             until(lambda: len(self.text(launcher, run)) > 5)
@@ -133,6 +132,16 @@ class TestJobs(OnCluster):
         assert launcher.status(run.handle).state is JobState.SUCCEEDED
         assert "attempt 1" in self.text(launcher, run)
 
+    def test_a_run_goes_on_where_it_was(self, launcher: Any) -> None:
+        script = "echo attempt $STOKER_ATTEMPT; test $STOKER_ATTEMPT = 1"
+        run, status = self.end(launcher, self.job(script))
+        assert status.state is JobState.FAILED
+        launcher.restart(run)
+        until(lambda: launcher.status(run.handle).state.is_final, 60)
+        assert launcher.status(run.handle).state is JobState.SUCCEEDED
+        assert [line for line in self.text(launcher, run) if "because" not in line] == ["attempt 0", "attempt 1"]
+        assert [attempt.code for attempt in launcher.status(run.handle).attempts] == [1, 0]
+
     def test_quota(self, launcher: Any) -> None:
         spec = {"hard": {"pods": "0"}}
         self.cluster.create({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "none"}, "spec": spec})
@@ -144,6 +153,21 @@ class TestJobs(OnCluster):
         _, status = self.end(launcher, self.job("sleep 60", kubernetes={"deadline": "5s"}))
         assert status.state is JobState.FAILED
         assert "kubernetes.deadline" in status.message
+
+
+class TestPlan(OnCluster):
+    def test_kubectl_takes_the_plan(self, launcher: Any) -> None:
+        if shutil.which("kubectl", path=PATH) is None:
+            pytest.skip("there is no kubectl")
+        job = self.job("echo $STOKER_RUN $STOKER_ATTEMPT $STOKER_SLOT")
+        plan = launcher.render(job).shown()
+        subprocess.run(
+            ["kubectl", "apply", "-f", "-"], input=plan, text=True, env={**os.environ, "PATH": PATH}, check=True
+        )
+        until(lambda: any(pod["status"]["phase"] == "Succeeded" for pod in self.cluster.every("Pod")), 60)
+        (pod,) = self.cluster.every("Pod")
+        (line,) = self.cluster.log(pod["metadata"]["name"], follow=False)
+        assert line.split(b" ", 1)[1] == b"small 0 worker/0"
 
 
 TASK = """

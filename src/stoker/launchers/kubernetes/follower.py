@@ -213,7 +213,7 @@ class Follower:
             attempt=attempt,
             slots=slot_states(self.job, found, verdict.state),
             attempts=self._attempts(found, over=False),
-            message=verdict.why,
+            message=self._told or verdict.why,
         )
 
     def _listen(self, one: Seen, found: Sequence[Seen]) -> None:
@@ -329,7 +329,8 @@ class Follower:
 
     def _events(self, found: Sequence[Seen]) -> list[Manifest]:
         """Ask for events only where something waits: they say why."""
-        if not any(one.phase == "Pending" for one in newest(found).values()) and found:
+        is_waiting = not found or any(one.phase == "Pending" for one in newest(found).values())
+        if self._away_since or not is_waiting:
             return []
         try:
             return self.cluster.every("Event")
@@ -399,7 +400,8 @@ def main() -> None:
         if run.read_status().state.is_final and "--again" not in sys.argv:
             return  # another one has seen to it, while we were waiting
         place, _ = parts_of(run.handle)
-        Follower(run, Cluster.at(place), leading(run.job)).follow()
+        with Cluster.at(place) as cluster:
+            Follower(run, cluster, leading(run.job)).follow()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,16 @@ import msgspec
 
 from stoker.core.processes import until
 from stoker.core.units import counted, format_bytes
-from stoker.errors import ConflictError, InputError, NotFoundError, SpecError, StokerError, UnavailableError
+from stoker.errors import (
+    AccessError,
+    ConflictError,
+    InputError,
+    MissingError,
+    NotFoundError,
+    SpecError,
+    StokerError,
+    UnavailableError,
+)
 from stoker.jobs.launcher import LogLine, Traits, check
 from stoker.jobs.runs import Run, home
 from stoker.jobs.spec import Job
@@ -34,6 +43,8 @@ from stoker.launchers.local import kept_logs, watch_over
 from stoker.launchers.supervisor import watcher
 
 FOLLOWER = "stoker.launchers.kubernetes.follower"
+OURS = ",".join([RUN, *(f"{key}={value}" for key, value in MANAGED_BY.items())])
+"""Selects what belongs to runs."""
 POLL_S = 0.5
 GONE_S = 30.0
 """How long the cluster may take to forget a job, beyond its grace."""
@@ -77,9 +88,9 @@ class KubernetesLauncher:
 
     def start(self, rendered: KubernetesPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
         """Make the objects, and follow them."""
-        cluster = Cluster.at(Place(rendered.context, rendered.namespace))
-        handle = f"{cluster.url}/{run.id}"
-        _make(cluster, as_run(rendered.objects, run.id))
+        with Cluster.at(Place(rendered.context, rendered.namespace)) as cluster:
+            handle = f"{cluster.url}/{run.id}"
+            make(cluster, as_run(rendered.objects, run.id))
         run.write("handle", f"{handle}\n".encode())
         self._follow(run)
         return handle
@@ -90,7 +101,8 @@ class KubernetesLauncher:
             raise ConflictError("is being followed already", where=run.id)
         place, _ = parts_of(run.handle)
         before = run.read_status()
-        _make(Cluster.at(place), as_run(_objects(run), run.id, before.next_attempt))
+        with Cluster.at(place) as cluster:
+            make(cluster, as_run(_objects(run), run.id, before.next_attempt))
         (run.folder / STOPPING).unlink(missing_ok=True)
         run.write_status(msgspec.structs.replace(before, state=JobState.PENDING, ended=None, message=""))
         self._follow(run)
@@ -103,7 +115,8 @@ class KubernetesLauncher:
             return now
         if now.state is JobState.LOST:
             place, _ = parts_of(handle)
-            Cluster.at(place).version()  # or say that it does not answer
+            with Cluster.at(place) as cluster:
+                cluster.version()  # or say that it does not answer
             run.write_status(msgspec.structs.replace(now, state=JobState.PENDING, ended=None))
         self._follow(run)
         until(lambda: watcher(run) is None or run.read_status() != now, 5)
@@ -118,52 +131,35 @@ class KubernetesLauncher:
     def stop(self, handle: str) -> None:
         """Delete what the run has in the cluster, and wait until its pods have ended."""
         run = self._run(handle)
-        (place, name), job = parts_of(handle), run.job
-        cluster = Cluster.at(place)
+        place, _ = parts_of(handle)
         if not run.read_status().state.is_final:
             (run.folder / STOPPING).touch()
-        labels = {RUN: name}
-        for one in cluster.every(leading(job), labels):
-            cluster.delete(leading(job), one["metadata"]["name"])
-        for kind in ("Service", "ConfigMap"):  # theirs already, but for those of a start that was cut short
-            for one in cluster.every(kind, labels):
-                cluster.delete(kind, one["metadata"]["name"])
-        limit = float(job.grace) + GONE_S
-        try:
-            gone = until(lambda: not cluster.every("Pod", labels), limit, pause_s=POLL_S)
-        except KeyboardInterrupt:  # a second Ctrl-C cuts the grace short
-            for pod in cluster.every("Pod", labels):
-                cluster.delete("Pod", pod["metadata"]["name"], grace_s=0)
-            gone = until(lambda: not cluster.every("Pod", labels), GONE_S, pause_s=POLL_S)
+        with Cluster.at(place) as cluster:
+            left = _removed(cluster, run)
         if watcher(run) is not None:
             until(lambda: watcher(run) is None, GONE_S)
         if not run.read_status().state.is_final:
             ended = {"state": JobState.STOPPED, "message": "stopped", "ended": time.time()}
             run.write_status(msgspec.structs.replace(run.read_status(), **ended))
-        if not gone:
-            left = ", ".join(pod["metadata"]["name"] for pod in cluster.every("Pod", labels)[:3])
-            what = f"pods have not ended within {limit:g} s: {left}"
+        if left:
+            what = f"pods have not ended in time: {', '.join(left[:3])}"
             raise UnavailableError(what, where=handle, hint="their node may be gone; they end when it is back")
 
     # --- Runs of the cluster, wherever they were started
 
     def runs(self) -> list[dict[str, object]]:
         """List the runs in the namespace, the newest first, from the cluster itself."""
-        cluster = Cluster.at(self._place)
-        found: dict[str, list[Manifest]] = {}
-        kinds = ["Job"]
-        with suppress(StokerError):
-            found |= _by_run(cluster.every("MPIJob", f"{RUN},{_MANAGED}"))
-        for kind in kinds:
-            for run, objects in _by_run(cluster.every(kind, f"{RUN},{_MANAGED}")).items():
-                found.setdefault(run, []).extend(objects)
+        with Cluster.at(self._place) as cluster:
+            found = _by_run([one for one in cluster.every("Job", OURS) if not _is_of_an_operator(one)])
+            with suppress(MissingError, AccessError):  # where there is no such operator, there are none
+                found |= _by_run(cluster.every("MPIJob", OURS))
         rows = [_row(run, objects) for run, objects in found.items()]
         return sorted(rows, key=lambda row: str(row["started"]), reverse=True)
 
     def adopt(self, name: str) -> Run:
         """Find a run in the cluster by its id or its job's name, and make a folder for it here if there is none."""
-        cluster = Cluster.at(self._place)
-        maps = [one for one in cluster.every("ConfigMap", f"{RUN},{_MANAGED}") if JOB_FILE in (one.get("data") or {})]
+        with Cluster.at(self._place) as cluster:
+            maps = [one for one in cluster.every("ConfigMap", OURS) if JOB_FILE in (one.get("data") or {})]
         labels = [one["metadata"]["labels"] for one in maps]
         chosen = [one for one, has in zip(maps, labels, strict=True) if name in (has[RUN], has[JOB])]
         if not chosen:
@@ -183,7 +179,9 @@ class KubernetesLauncher:
         watch_over(run, lambda: watcher(run) is not None or _is_over(run), module=FOLLOWER)
 
 
-_MANAGED = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
+def _is_of_an_operator(one: Manifest) -> bool:
+    """Whether a Job is the launcher of an MPIJob, which speaks for itself."""
+    return any(owner["kind"] == "MPIJob" for owner in one["metadata"].get("ownerReferences") or ())
 
 
 def _is_over(run: Run) -> bool:
@@ -264,10 +262,33 @@ def _took(lead: Manifest) -> float | None:
     return round((at(status.get("completionTime")) or time.time()) - begun, 1) if begun else None
 
 
-# --- Making objects
+# --- Making objects, and removing them
 
 
-def _make(cluster: Cluster, objects: Sequence[Manifest]) -> None:
+def _removed(cluster: Cluster, run: Run) -> list[str]:
+    """Delete what a run has in the cluster; give the pods that would not end, grace and all."""
+    kind, labels = leading(run.job), {RUN: run.id}
+    for each in (
+        kind,
+        "Service",
+        "ConfigMap",
+    ):  # the others are the lead's, but for those of a start that was cut short
+        for one in cluster.every(each, labels):
+            cluster.delete(each, one["metadata"]["name"])
+
+    def left() -> list[str]:
+        return [pod["metadata"]["name"] for pod in cluster.every("Pod", labels)]
+
+    try:
+        until(lambda: not left(), float(run.job.grace) + GONE_S, pause_s=POLL_S)
+    except KeyboardInterrupt:  # a second Ctrl-C cuts the grace short
+        for name in left():
+            cluster.delete("Pod", name, grace_s=0)
+        until(lambda: not left(), GONE_S, pause_s=POLL_S)
+    return left()
+
+
+def make(cluster: Cluster, objects: Sequence[Manifest]) -> None:
     """Make all objects; where one is refused, none is left."""
     lead = lead_of(objects)
     _clear(cluster, lead)
@@ -292,7 +313,13 @@ def _make(cluster: Cluster, objects: Sequence[Manifest]) -> None:
 def _clear(cluster: Cluster, lead: Manifest) -> None:
     """Make room for the lead: an old job of the name that is over goes, one that runs is in the way."""
     kind, name = lead["kind"], lead["metadata"]["name"]
-    found = cluster.get(kind, name)
+    try:
+        found = cluster.get(kind, name)
+    except MissingError as error:
+        hint = "topology mpi needs the MPI operator of Kubeflow there, 0.6 or later"
+        raise MissingError(
+            f"the cluster does not know {kind} ({lead['apiVersion']})", where=cluster, hint=hint
+        ) from error
     if found is None:
         return
     labels = found["metadata"].get("labels") or {}

@@ -159,6 +159,10 @@ def faults(job: Job) -> Iterator[Fault]:
         yield Fault("name", f"is too long: {longest} would have {len(longest)} letters, and {NAME_MAX} can be")
     if job.workers == "all":
         yield Fault("workers", "a cluster may grow, so that `all` says no number: give one")
+    looking = [role.name for role in topology_of(job).roles(job) if role.name in ONLOOKERS]
+    if looking and job.checkpoint.claim is not None and job.checkpoint.access == "rwo":
+        why = f"rwo lets one machine mount the claim, and {' and '.join(looking)} would read it beside the chief"
+        yield Fault("checkpoint.access", f"{why}: use rwx or a bucket")
     folder = job.checkpoint.dir
     if folder is not None and "://" not in folder and not folder.startswith("/"):
         yield Fault("checkpoint.dir", f"{folder!r} must be an absolute path in the container, or a bucket")
@@ -229,11 +233,10 @@ class _Objects:
         """Give the Job and the Service of one TensorFlow task."""
         name = f"{self.job.name}-{role.name}-{index}"
         labels = {ROLE: role.name, INDEX: str(index)}
-        mounts = Slot(role.name, index) == self._chief or role.name in ONLOOKERS
         return [
             _service(self.job, name, labels, [port_of(self.job, role.name)]),
             *_ingress(self.job, role.name, name),
-            self._job(name, role, index=index, mounts_claim=mounts, labels=labels),
+            self._job(name, role, index=index, mounts_claim=Slot(role.name, index) == self._chief, labels=labels),
         ]
 
     @property

@@ -1,0 +1,104 @@
+"""The demo's trainer as two pods with a claim for checkpoints: the bits of a training here, whatever dies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pods import keys
+
+from launchers.contract import until
+from launchers.test_ssh_drill import EPOCHS, SAMPLES, state, write_job
+from stoker.jobs.runs import Run, find
+from stoker.jobs.status import JobState
+from stoker.kube.client import Cluster
+from stoker.kube.objects import RUN, claim, manifest
+from stoker.telemetry.reader import read_run
+from stoker.trainers.ledger import effective
+from trees import stoker
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with shards, and a training on this machine that was left alone."""
+    folder = tmp_path_factory.mktemp("calm")
+    source = f"synthetic:samples={SAMPLES},classes=5,size=40x32,val=20"
+    assert stoker("data", "convert", source, folder / "shards", "--shard-samples", "50") == 0
+    before = os.environ.get("STOKER_HOME")
+    os.environ["STOKER_HOME"] = str(folder / "stoker")
+    try:
+        assert stoker("job", "run", write_job(folder, folder / "shards", {})) == 0
+    finally:
+        os.environ.pop("STOKER_HOME") if before is None else os.environ.update(STOKER_HOME=before)
+    return folder
+
+
+@pytest.fixture
+def checkpoints(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
+    """A claim `ckpt` that one node can mount at a time, and the folder of this machine that is behind it."""
+    folder, name = tmp_path / "checkpoints", f"{cluster.namespace}-ckpt"
+    folder.mkdir()
+    spec = {
+        "capacity": {"storage": "1Gi"},
+        "accessModes": ["ReadWriteOnce"],
+        "hostPath": {"path": str(folder)},
+        "storageClassName": "",
+        "persistentVolumeReclaimPolicy": "Retain",
+    }
+    cluster.create(manifest("v1", "PersistentVolume", name, {}, spec=spec))
+    cluster.create(claim("ckpt", 1 << 30, "rwo", {}, storage_class="", volume=name))
+    yield folder
+    cluster.delete("PersistentVolumeClaim", "ckpt")
+    cluster.delete("PersistentVolume", name)
+
+
+@pytest.mark.parametrize("victim", [None, "worker-0", "worker-1"])
+def test_the_same_bits(
+    cluster: Cluster, calm: Path, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str | None
+) -> None:
+    monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
+    folder = tmp_path / "job"
+    folder.mkdir()
+    given = keys(cluster.namespace, str(calm / "shards"), str(folder))
+    given["env"]["OMP_NUM_THREADS"] = "1"
+    job = write_job(
+        folder, calm / "shards", {}, checkpoint={"dir": "/checkpoint", "claim": "ckpt", "access": "rwo"}, **given
+    )
+    assert stoker("job", "run", job, "--on", "k8s", "--detach") == 0
+    run = find(None)
+    if victim is not None:
+        until(lambda: has_reached(run, 10), 120)
+        kill(cluster, run, victim)
+    until(lambda: is_over(run), 240)
+    status = run.read_status()
+    assert status.state is JobState.SUCCEEDED, status.message
+    assert len(status.attempts) == (1 if victim is None else 2), status.attempts
+    theirs, ours = state(checkpoints.parent), state(calm)
+    assert theirs.keys() == ours.keys()
+    assert [name for name in ours if not ours[name].equal(theirs[name])] == []
+    for samples in effective(folder / "ledger").values():
+        assert len(samples) == len(set(samples)) == SAMPLES
+    assert sorted(effective(folder / "ledger")) == list(range(EPOCHS))
+
+
+def kill(cluster: Cluster, run: Run, victim: str) -> None:
+    """Kill the ranks of a pod with SIGKILL, as a kernel that is short of memory would."""
+    kind = {"worker-0": "chief", "worker-1": "rest"}[victim]
+    (pod,) = [one for one in cluster.every("Pod", {RUN: run.id}) if f"-{kind}-" in one["metadata"]["name"]]
+    script = (
+        "for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/cmdline | grep -q 'torch_image' && kill -9 ${p#/proc/}; done; true"
+    )
+    assert cluster.run_in(pod["metadata"]["name"], ["sh", "-c", script]).code in (0, 137)
+
+
+def has_reached(run: Run, step: int) -> bool:
+    return any(event.fields.get("step", 0) >= step for event in read_run(run.logs).events)
+
+
+def is_over(run: Run) -> bool:
+    assert stoker("job", "status", run.id) == 0
+    return run.read_status().state.is_final
