@@ -158,7 +158,7 @@ class Line:
         self._wants_stacks = False
         can_ask = plan.standby and not (self._stands_by or ask or self._is_setup)
         self._desk = Desk(self._asks, plan.standby) if can_ask else None
-        self._clerk = Clerk(run, self._asks, name) if self._stands_by else None
+        self._clerk = Clerk(run, self._asks, name, self._has_begun) if self._stands_by else None
 
     def _its_command(self, kind: str) -> Command:
         if self._is_setup:
@@ -181,11 +181,16 @@ class Line:
     def _far(self, name: str) -> Path | None:
         return None if self._is_setup else self._run.folder / FAR / name
 
+    def _has_begun(self, ask: str) -> bool:
+        path = self._far(f"{self._title}.{ask}.json")
+        return path is not None and path.exists()
+
     def listen(self) -> None:
         """Take signals for wishes, which are carried out there."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_end)
         signal.signal(signal.SIGUSR1, self._on_stacks)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def carry(self) -> int:
         """Run the slot there to its end; give its exit code, negative for the signal that ended it."""
