@@ -234,7 +234,7 @@ def test_what_was_taken_back_meanwhile_is_no_longer_wanted(here: Path) -> None:
     for name in ("a", "b"):
         desk.take({"id": name, "slot": "worker/1", "command": "true"})
     Desk(asks, ["worker/1"]).take({"all": ["b"]})  # another process, which never heard of it
-    assert asks.wanted("worker/1") == ["b"]
+    assert {ask: asks.is_wanted("worker/1", ask) for ask in ("a", "b")} == {"a": False, "b": True}
 
 
 def test_an_ask_that_is_gone_before_it_is_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
