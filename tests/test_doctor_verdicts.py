@@ -115,9 +115,10 @@ def test_a_host_that_is_down_is_told_alone() -> None:
         "a": Look("a", {}, Trouble("host", "refuses your key", "ssh-copy-id a")),
         "b": Look("b", {}, Trouble("host", "does not answer")),
     }
-    assert of_looks(job_of(), looks, {"a": 1, "b": 1}) == [
+    job = job_of(ssh={"user": "me", "config": "/c"})
+    assert of_looks(job, looks, {"a": 1, "b": 1}) == [
         Check("host", False, "refuses your key", "ssh-copy-id a", "a", 5),
-        Check("host", False, "does not answer", "try it by hand: ssh b", "b", 5),
+        Check("host", False, "does not answer", "try it by hand: ssh -F /c me@b", "b", 5),
     ]
 
 

@@ -80,5 +80,19 @@ def test_ssh_is_never_asked_to_ask() -> None:
 
 
 def test_what_ssh_says_that_nobody_foresaw() -> None:
-    assert meaning("a", "first\nodd thing\n", 255) == "could not be used: odd thing"
-    assert meaning("a", "", 7) == "could not be used: ssh ended with exit code 7"
+    assert meaning(Client(), "a", "first\nodd thing\n", 255) == "could not be used: odd thing"
+    assert meaning(Client(), "a", "", 7) == "could not be used: ssh ended with exit code 7"
+
+
+@pytest.mark.parametrize(
+    ("client", "login"),
+    [
+        (Client(), "you@a"),
+        (Client(user="me"), "me@a"),
+        (Client(config="/etc/my config", user="me"), "-F '/etc/my config' me@a"),
+    ],
+)
+def test_a_command_to_try_is_whole(client: Client, login: str) -> None:
+    denied, new = "Permission denied (publickey).", "Host key verification failed."
+    assert meaning(client, "you@a", denied, 255).endswith(f"Try: ssh-copy-id {login}")
+    assert meaning(client, "you@a", new, 255).endswith(f"connect once by hand: ssh {login}")

@@ -198,7 +198,7 @@ class TestSsh(LauncherSuite):
             "refusing refuses the connection: no ssh server listens there; ",
             "keyless refuses your key: ",
             "changed has another host key than the last time: ",
-            "new has a host key that you have not accepted yet: connect once by hand: ssh new; ",
+            f"new has a host key that you have not accepted yet: connect once by hand: ssh -F {config} new; ",
             "bare has no Python: ",
             "absent does not answer",
         ):

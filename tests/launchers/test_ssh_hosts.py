@@ -94,11 +94,11 @@ def test_a_login_that_only_talks(net: Network, tmp_path: Path) -> None:
     authorized = net.folder / "authorized"
     command = 'command="echo This account is currently not available.; exit 1"'
     authorized.write_text(f"{authorized.read_text()}{command} {(tmp_path / 'key.pub').read_text()}")
-    client = Client(config=str(net.config)).argv("-o", "IdentitiesOnly=yes", "-i", str(tmp_path / "key"))
-    plain = [word for word in client if word not in ("-F", str(net.config))]
-    plain += ["-F", "none", "-o", f"UserKnownHostsFile={net.folder}/known", "-l", "root"]
+    config = f"IdentityFile {tmp_path}/key\nIdentitiesOnly yes\nUserKnownHostsFile {net.folder}/known\n"
+    (tmp_path / "config").write_text(config)
+    client = Client(config=str(tmp_path / "config"), user="root")
     with (
-        Session(plain, net["node1"].address, "python3") as session,
+        Session(client, net["node1"].address, "python3") as session,
         pytest.raises(UnavailableError, match=r"could not be used: This account is currently not available\."),
     ):
         session.ask({"do": "look"})
@@ -110,8 +110,8 @@ def test_a_login_that_only_talks(net: Network, tmp_path: Path) -> None:
 def test_many_names_behind_one_server(net: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes ten at a time. Of those that come all at once some are turned away, and come again."""
     monkeypatch.setattr(Session, "_doors", threading.BoundedSemaphore(look.AT_ONCE))
-    argv = Client(config=str(net.config)).argv()
-    sessions = [Session(argv, "node1", sys.executable) for _ in range(24)]
+    client = Client(config=str(net.config))
+    sessions = [Session(client, "node1", sys.executable) for _ in range(24)]
     try:
         asked = {"do": "listen", "port": 0, "token": "t"}
         assert all(answer["port"] for answer in look.at_once(lambda one: one.ask(asked), sessions))

@@ -9,7 +9,8 @@ from stoker.core.units import format_bytes, format_duration
 from stoker.doctor.checks import Check
 from stoker.errors import Fault, InputError, JobFailedError, StokerError, UnavailableError, without_secrets
 from stoker.jobs.spec import Job
-from stoker.launchers.ssh.look import MESH, Look, Trouble, Ways, modules, troubles
+from stoker.launchers.ssh.hosts import Client
+from stoker.launchers.ssh.look import MESH, Look, Trouble, Ways, client_of, modules, troubles
 
 SKEW_S = 1.0
 SKEW_FATAL_S = 900.0
@@ -53,7 +54,7 @@ class Outcome(NamedTuple):
 def of_looks(job: Job, looks: Mapping[str, Look], slots: Mapping[str, int]) -> list[Check]:
     """Judge what was found on each host."""
     up = {host: look.found for host, look in looks.items() if look.trouble is None}
-    checks = [_reached(look) for look in looks.values()]
+    checks = [_reached(look, client_of(job)) for look in looks.values()]
     for host, found in up.items():
         checks += _host_checks(job, host, found, list(troubles(job, looks[host], slots[host])))
     checks += of_versions("python", {host: found.get("version") for host, found in up.items()})
@@ -63,10 +64,10 @@ def of_looks(job: Job, looks: Mapping[str, Look], slots: Mapping[str, int]) -> l
     return checks
 
 
-def _reached(look: Look) -> Check:
+def _reached(look: Look, client: Client) -> Check:
     if look.trouble is None:
         return Check("host", True, "answers, and takes your key", host=look.host, code=_DOWN)
-    fix = look.trouble.fix or f"try it by hand: ssh {look.host}"
+    fix = look.trouble.fix or f"try it by hand: {client.by_hand(look.host)}"
     return Check("host", False, look.trouble.what, fix, look.host, _DOWN)
 
 
