@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from stoker.errors import SpecError
 from stoker.launchers.files import Ignored, listed
 from stoker.launchers.ssh.agent import MAGIC
-from stoker.launchers.ssh.hosts import Client, Frames, meaning, places
+from stoker.launchers.ssh.hosts import Client, Frames, expanded, meaning, places
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,22 @@ def test_what_is_listed(tmp_path: Path) -> None:
     (tmp_path / ".stokerignore").write_text("/out\n")
     assert listed(tmp_path, ["y/"], away=tmp_path / "runs") == [".stokerignore", "a.py", "pkg/b.py"]
     assert ".venv/bin/python" in listed(tmp_path, ["!.venv/"])
+
+
+def test_hosts_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts.txt").write_text("# ours\nnode1 slots=2\n\nnode2:1  # new\n")
+    assert expanded(("first", "@hosts.txt")) == ("first", "node1:2", "node2:1")
+    (tmp_path / "wrong.txt").write_text("node1 what=2\nnode2\n\n-oProxyCommand=x\n")
+    (tmp_path / "odd.txt").write_bytes(b"\xff\n")
+    with pytest.raises(SpecError) as caught:
+        expanded(("@wrong.txt", "@hosts.txt", "@none.txt", "@odd.txt"))
+    assert [str(fault) for fault in caught.value.faults] == [
+        "wrong.txt:1: 'node1 what=2' is no host",
+        "wrong.txt:4: '-oProxyCommand=x' is no host",
+        "none.txt: the file of hosts cannot be read: no such file or directory",
+        "odd.txt: the file of hosts cannot be read: it is no text",
+    ]
 
 
 def test_a_place_for_each_slot() -> None:

@@ -241,14 +241,6 @@ class TestSsh(LauncherSuite):
             finally:
                 taker.kill()
 
-    def test_hosts_from_a_file(self, launcher: Any, tmp_path: Path) -> None:
-        (tmp_path / "hosts.txt").write_text("# ours\nnode1 slots=2\n\nnode2:1  # new\n")
-        job = job_of("true", ssh={"hosts": ["first", "@hosts.txt"]})
-        assert launcher.anchored(job).ssh.hosts == ("first", "node1:2", "node2:1")
-        (tmp_path / "hosts.txt").write_text("node1 what=2\n")
-        with pytest.raises(InputError, match=r"hosts.txt:1: 'node1 what=2' is no host"):
-            launcher.anchored(job)
-
 
 def bare_python(folder: Path) -> Path:
     """A Python without any package."""

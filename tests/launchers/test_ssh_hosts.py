@@ -88,6 +88,28 @@ def test_a_python_that_is_none(tmp_path: Path) -> None:
         assert answer == {"python": None, "python_fault": "it does not run what it is given"}
 
 
+@pytest.mark.parametrize("folder", ["/proc/x", "/sys/x/y", "/dev/null/x"])
+def test_a_folder_that_even_root_cannot_write(folder: str) -> None:
+    found = _look_at(folder)
+    assert found["workdir_fault"].startswith(folder.rsplit("/x")[0])
+    (trouble,) = look.troubles(job_of("true"), look.Look("a", found), 1)
+    assert trouble.sentence.startswith(f"cannot use the folder {folder}: ")
+    assert trouble.sentence.endswith("(ssh.workdir names another)")
+
+
+def test_a_look_leaves_a_folder_as_it_was(tmp_path: Path) -> None:
+    before = tmp_path.stat().st_mtime_ns
+    time.sleep(0.01)
+    assert _look_at(str(tmp_path / "a" / "b"))["workdir_fault"] == ""
+    assert list(tmp_path.iterdir()) == []
+    assert tmp_path.stat().st_mtime_ns == before
+
+
+def _look_at(folder: str) -> dict[str, Any]:
+    request = {"do": "look", "workdir": folder, "python": sys.executable, "modules": [], "paths": []}
+    return Surveyor().answer({**request, "programs": ["bash"]})
+
+
 def test_a_login_that_only_talks(net: Network, tmp_path: Path) -> None:
     argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")]
     subprocess.run(argv, check=True)

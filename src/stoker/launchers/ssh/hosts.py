@@ -21,7 +21,7 @@ from typing import IO, Any, Self
 import msgspec
 
 from stoker.core.processes import Process, start
-from stoker.errors import InputError, UnavailableError
+from stoker.errors import Fault, SpecError, UnavailableError
 from stoker.launchers.ssh import keeper
 
 _TOKEN = "stoker-agent"
@@ -126,22 +126,28 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def expanded(hosts: tuple[str, ...]) -> tuple[str, ...]:
-    """Put the hosts of a file in the place of its `@name`."""
-    return tuple(one for host in hosts for one in (_read(host[1:]) if host.startswith("@") else (host,)))
+    """Put the hosts of a file in the place of its `@name`; all that is wrong in such files is told at once."""
+    faults: list[Fault] = []
+    found = tuple(one for host in hosts for one in (_read(host[1:], faults) if host.startswith("@") else (host,)))
+    if faults:
+        raise SpecError(faults, hint="a line is a host: node1, or node1 slots=2")
+    return found
 
 
-def _read(name: str) -> Iterator[str]:
+def _read(name: str, faults: list[Fault]) -> Iterator[str]:
+    """Give the hosts of a file; what is wrong there is added to `faults`."""
     try:
         lines = Path(name).read_text().splitlines()
-    except OSError as error:
-        raise InputError(f"the file of hosts cannot be read: {(error.strerror or '').lower()}", where=name) from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = (error.strerror or "").lower() if isinstance(error, OSError) else "it is no text"
+        faults.append(Fault(name, f"the file of hosts cannot be read: {why}"))
+        return
     for number, line in enumerate(lines, 1):
         if words := line.partition("#")[0].strip():
             match = _SLOTS.fullmatch(words)
             if match is None or words.startswith("-"):
-                raise InputError(
-                    f"{words!r} is no host", where=f"{name}:{number}", hint="write node1, or node1 slots=2"
-                )
+                faults.append(Fault(f"{name}:{number}", f"{words!r} is no host"))
+                continue
             count = match["short"] or match["long"]
             yield match["host"] if count is None else f"{match['host']}:{count}"
 

@@ -486,7 +486,7 @@ def _shared(plan: SshPlan, sessions: Mapping[str, Session]) -> tuple[dict[str, l
         request = {"do": "signs", "workdir": plan.places[host].workdir, "leave": [], "find": [], "take": []}
         answer = sessions[host].ask({**request, **what})
         if "fault" in answer:
-            raise InputError(answer["fault"], where=host)
+            raise InputError(answer["fault"], where=host, hint="ssh.workdir names another")
         found: list[str] = answer["found"]
         return found
 
