@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from launchers.contract import LauncherSuite, job_of, until
+from launchers.contract import DEAF, LauncherSuite, is_ready, job_of, launched, until
 from launchers.test_local import HEARTBEAT
 from rays import CPUS, RayCluster, ray_cluster, with_words
 from stoker.core.processes import marked
@@ -52,8 +52,6 @@ names = os.environ["MASTER_ADDR"], os.environ["GLOO_SOCKET_IFNAME"], os.path.bas
 print("sum", total.item(), "of", dist.get_world_size(), *names)
 dist.destroy_process_group()
 """
-# In a session of its own, deaf to TERM: all that a process group would miss.
-DEAF = "setsid bash -c 'trap \"\" TERM HUP; while :; do sleep 0.2; done' & echo ready; while :; do sleep 0.1; done"
 
 
 @pytest.fixture(scope="module")
@@ -186,14 +184,6 @@ class TestRay(LauncherSuite):
 
 
 # --- Without a cluster to be found
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    return tmp_path
 
 
 def write_job(here: Path, command: str, **keys: Any) -> Path:
@@ -330,29 +320,6 @@ def test_without_the_package_it_is_one_sentence(here: Path) -> None:
 # --- What goes wrong meanwhile, with a launching machine that cannot see what runs on the nodes
 
 
-@contextmanager
-def launched(job: Path, place: str) -> Iterator[tuple[Run, subprocess.Popen[str]]]:
-    """`stoker job run` on a machine of its own, as far as processes go."""
-    own = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    argv = [*own, sys.executable, "-m", "stoker", "job", "run", str(job), "--on", f"ray://{place}"]
-    with (
-        open(job.parent / "said", "wb") as said,
-        subprocess.Popen(argv, stdout=said, stderr=said, text=True) as process,
-    ):
-        try:
-            runs = Path(os.environ["STOKER_HOME"], "runs")
-            until(lambda: any(runs.glob("*/handle")) or process.poll() is not None, 60)
-            assert process.poll() is None, (job.parent / "said").read_text()
-            yield find(None), process
-        finally:
-            process.kill()
-
-
-def is_ready(run: Run, attempt: int = 0) -> bool:
-    log = run.log(Slot("worker", 0), attempt)
-    return log.exists() and "ready" in log.read_text()
-
-
 def kill_all(*pids: int) -> None:
     assert pids
     for pid in pids:
@@ -385,7 +352,7 @@ SAID = {
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["the supervisor", "the launching machine", *SAID])
 def test_nothing_is_left_on_a_node(what: str, cluster: RayCluster, here: Path) -> None:
-    with launched(write_job(here, DEAF, ray={"lost_after": "5s"}), cluster.place) as (run, process):
+    with launched(write_job(here, DEAF, ray={"lost_after": "5s"}), f"ray://{cluster.place}") as (run, process):
         until(lambda: is_ready(run) and len(there(run)) >= 3, 60)
         if what == "the launching machine":
             process.kill()
@@ -405,7 +372,7 @@ def test_a_cable_that_is_pulled_for_eight_seconds(lost_after: int, cluster: RayC
     script = f"echo ready; i=0; while ! test -e {here}/go; do echo $i; i=$((i+1)); sleep 0.1; done; echo over"
     # Where its driver is: to another node, the head's cable would be cut too.
     job = write_job(here, script, ray={"lost_after": lost_after}, resources={"gpu_type": "HEAD"})
-    with launched(job, cluster.place) as (run, process):
+    with launched(job, f"ray://{cluster.place}") as (run, process):
         until(lambda: is_ready(run), 60)
         cluster.nodes[0].host.cut()
         try:
