@@ -35,7 +35,7 @@ from stoker.launchers.causes import LOST
 from stoker.launchers.ray import carrier
 from stoker.launchers.ray import launcher as ray_launcher
 from stoker.launchers.ray.carrier import Carrier, DriverLog
-from stoker.launchers.ray.cluster import Cluster, address_of, free_of
+from stoker.launchers.ray.cluster import Cluster, address_of, free_of, total_of
 from stoker.launchers.ray.launcher import RayLauncher
 from stoker.launchers.ray.plan import RayPlan
 from stoker.trainers.checkpoints import unpack
@@ -783,6 +783,7 @@ def test_words_that_stand_in_several_files_agree() -> None:
 def test_room_is_counted_node_by_node() -> None:
     text = "1.0/4.0 CPU (0.5 used of 2.0 reserved in placement groups)\n0.0/2.0 GPU\n1.00GiB/8.00GiB memory"
     assert free_of(text) == {"CPU": 1.5, "GPU": 2.0, "memory": 7 * 2**30}
+    assert total_of(text) == {"CPU": 4.0, "GPU": 2.0, "memory": 8 * 2**30}
     nodes = [{"CPU": 3.0, "GPU": 1.0}, {"CPU": 1.0}, {"CPU": 2.0, "GPU": 8.0}]
     assert ray_launcher.room_in(nodes, {"CPU": 2}, "pack") == 2
     assert ray_launcher.room_in(nodes, {"CPU": 1, "GPU": 1}, "pack") == 3
@@ -797,6 +798,41 @@ def test_a_cluster_that_does_not_tell_what_is_free(here: Path, capsys: pytest.Ca
         job = write_job(here, "", workers="all", topology="torchrun", program={"script": "train.py"})
         assert stoker("job", "plan", job, "--on", f"ray://{place}") == 2
     assert "workers: all: the cluster does not tell what is free; give a number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("workers", "resources", "room"),
+    [
+        (3, {"cpu": 2}, None),
+        (4, {"cpu": 2}, "2 nodes with CPU 7 in all have room for 3 of 4 workers"),
+        (1, {"cpu": 5}, "2 nodes with CPU 7 in all have room for 0 of 1 worker"),
+        (2, {"cpu": 1, "gpu": 1}, "2 nodes with CPU 7, GPU 1 in all have room for 1 of 2 workers"),
+    ],
+)
+def test_a_cluster_that_is_too_small_as_it_is(
+    workers: int, resources: dict[str, int], room: str | None, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is told, and no fault: others may use what is there now, and the cluster may grow."""
+    pytest.importorskip("ray")
+    usage = {"a": "4.0/4.0 CPU\n0.0/1.0 GPU\n", "b": "0.0/3.0 CPU\n"}
+    (here / "work" / "train.py").touch()
+    keys = {"program": {"script": "train.py"}, "topology": "torchrun", "processes_per_worker": 1}
+    job = write_job(here, "", workers=workers, resources=resources, **keys)
+    with answering(200, {"ray_version": "2.60.0", "data": {"nodeLogicalResources": usage}}) as place:
+        assert stoker("job", "plan", job, "--on", f"ray://{place}") == 0
+    said = capsys.readouterr().err
+    if room is None:
+        assert "too small" not in said
+    else:
+        assert f"the cluster is too small as it is: {room}; the job would wait until it grows" in said
+
+
+@pytest.mark.parametrize("place", [None, "far:8265"])
+def test_a_folder_to_run_in_that_is_not_there(place: str | None, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    job = job_of(program={"command": ["true"], "cwd": "none"})
+    with pytest.raises(SpecError, match=f"program.cwd: there is no folder {here}/work/none"):
+        RayLauncher(place).render(job)
 
 
 def test_what_this_machine_has_not(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
