@@ -203,7 +203,8 @@ def write_job(here: Path, command: str, **keys: Any) -> Path:
 
 def test_a_cluster_is_started_for_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ray")
-    job = write_job(here, "echo $PWD; echo $RAY_RAYLET_PID > ../raylet; exit 7")
+    find_session = "tr '\\0' '\\n' < /proc/$RAY_RAYLET_PID/cmdline | sed -n 's/--session_dir=//p' > ../session"
+    job = write_job(here, f"echo $PWD; echo $RAY_RAYLET_PID > ../raylet; {find_session}; exit 7")
     assert stoker("job", "run", job, "--on", "ray") == 4
     out, err = capsys.readouterr()
     assert out == f"{here}/work\n"
@@ -212,6 +213,25 @@ def test_a_cluster_is_started_for_the_run(here: Path, capsys: pytest.CaptureFixt
     assert run.handle == f"ray://{run.folder}"
     assert f"worker/0 ended with exit code 7; its log: {run.log(Slot('worker', 0), 0)}" in err
     assert not alive(int((here / "raylet").read_text()))
+    session = Path((here / "session").read_text().strip())
+    assert session.parent.name.startswith("stoker-ray-")
+    assert not session.parent.exists()
+
+
+def test_what_a_killed_cluster_of_a_run_s_own_left_is_removed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else; where that is short enough, it lies where Ray is told to write."""
+    run = Run(here)
+    carrier.forget_folder(run)
+    for where, parent in (("", "/tmp"), ("/dev/shm", "/dev/shm"), (f"/tmp{'/' * 90}", "/tmp"), ("/none", "/tmp")):
+        monkeypatch.setenv("RAY_TMPDIR", where)
+        folder = Path(carrier._make_folder(run))
+        assert str(folder.parent) == parent
+        assert len(str(folder)) + carrier.RAYS_OWN <= carrier.LONGEST
+        (folder / "session_x").mkdir()
+        carrier.forget_folder(run)
+        carrier.forget_folder(run)
+        assert not folder.exists()
+        assert folder.parent.exists()
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from stoker.launchers.files import listed
 from stoker.launchers.local import LocalLauncher, gpus
 from stoker.launchers.paths import inside, placed
 from stoker.launchers.plan import LocalPlan
-from stoker.launchers.ray.carrier import ARCHIVE, DRIVER, end_submissions
+from stoker.launchers.ray.carrier import ARCHIVE, DRIVER, end_submissions, forget_folder
 from stoker.launchers.ray.cluster import GUARDED, LARGEST, Cluster, address_of, need_ray, version_here, version_there
 from stoker.launchers.ray.plan import RayPlan, read_ray_plan
 from stoker.telemetry import profiler
@@ -208,7 +208,11 @@ class RayLauncher:
         run = Run(Path(handle.partition("://")[2]))
         self._here.stop(handle)
         plan = read_ray_plan(run)
-        if plan.address is not None and self.status(handle).state.is_final:  # else someone has started it again
+        if not self.status(handle).state.is_final:  # someone has started it again
+            return
+        if plan.address is None:
+            forget_folder(run)
+        else:
             try:
                 end_submissions(run, plan.address, plan.grace_s)
             except StokerError as error:
