@@ -237,7 +237,7 @@ def test_on_this_machine(here: Path, capsys: pytest.CaptureFixture[str]) -> None
     wrong = {what: (one["found"], one["fix"]) for (what, _), one in checks.items() if one["fine"] is False}
     assert wrong == {
         "resources.gpu": ("1 are wanted and 0 are here", "--set resources.gpu=0 does without"),
-        "data.val": (f"there is nothing at {Path.cwd() / 'none'}", verdicts._ELSEWHERE),
+        "data.val": (f"there is nothing at {Path.cwd() / 'none'}", verdicts._HERE),
         "port": (f"{port} is taken", "--set port=… names another"),
         "gpus": ("has 0 GPUs, and 1 are wanted", "is the driver there (nvidia-smi)? Or --set resources.gpu=0"),
     }

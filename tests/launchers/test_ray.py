@@ -112,7 +112,7 @@ class TestRay(LauncherSuite):
         status = launcher.status(run.handle)
         assert status.message.startswith("waiting for Ray to place 1 × (3 CPU): ")
         assert f"3 CPU wanted, {2 * CPUS} CPU free of {2 * CPUS} CPU" in status.message
-        assert [one.state for one in status.slots] == [JobState.PENDING]
+        assert [status.state, *(one.state for one in status.slots)] == [JobState.PENDING] * 2
         launcher.stop(run.handle)
         assert launcher.status(run.handle).state is JobState.STOPPED
 
