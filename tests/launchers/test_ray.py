@@ -905,7 +905,7 @@ def test_the_commands_work_from_another_shell(
     script = "trap 'echo saved; exit 143' TERM; echo ready; while :; do sleep 0.05; done"
     assert stoker("job", "run", write_job(here, script), "--on", f"ray://{cluster.place}", "--detach") == 0
     run = find("small")
-    until(lambda: is_ready(run), 60)
+    until(lambda: is_ready(run) and run.read_status().state is JobState.RUNNING, 60)
     capsys.readouterr()
     assert stoker("job", "status", "--json") == 0
     assert json.loads(capsys.readouterr().out)["state"] == "running"
@@ -916,5 +916,5 @@ def test_the_commands_work_from_another_shell(
     assert there(run) == []
     assert stoker("job", "run", "--resume", run.id, "--detach") == 0
     until(lambda: is_ready(run, 1), 60)
-    assert LAUNCHERS.get("ray")().status(run.handle).state is JobState.RUNNING
+    until(lambda: LAUNCHERS.get("ray")().status(run.handle).state is JobState.RUNNING, 5)
     assert stoker("job", "stop") == 0
