@@ -42,6 +42,11 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the slots run elsewhere."""
         return bool(self.hosts)
 
+    @property
+    def is_placed_later(self) -> bool:
+        """Whether slots wait for a place that someone elsewhere gives them: then whoever carries them tells it."""
+        return self.is_far and bool(self.carried)
+
     def on_free_port(self) -> LocalPlan:
         """Give the same plan, with another port to meet at where someone has taken this one."""
         if not self.port or _is_free(self.port):

@@ -32,6 +32,7 @@ from stoker.launchers.ssh import keeper
 from stoker.launchers.ssh.errands import Asks, Clerk, Desk
 from stoker.launchers.ssh.hosts import (
     ANSWER_S,
+    Client,
     Frames,
     agent_argv,
     agent_code,
@@ -276,7 +277,8 @@ class Line:
             try:
                 return self._talk(theirs, back)
             except _Cut as cut:
-                raise _Cut(str(cut) or _why(self.host, exit_code(ssh, SAID_S), text_of(said))) from cut
+                why = str(cut) or _why(self._plan.client, self.host, exit_code(ssh, SAID_S), text_of(said))
+                raise _Cut(why) from cut
             finally:
                 os.close(theirs)
                 os.close(back)
@@ -459,13 +461,13 @@ def _await_end(back: int) -> None:
         pass
 
 
-def _why(host: str, code: int, said: str) -> str:
+def _why(client: Client, host: str, code: int, said: str) -> str:
     """Say why `ssh` ended before the slot did."""
     if code < 0:
         return f"the ssh program here was ended by {signal.Signals(-code).name}"
     if code == LOST and not said.strip():
         return "the agent there was killed"
-    return meaning(host, said, code)
+    return meaning(client, host, said, code)
 
 
 def _end_as(code: int) -> NoReturn:
