@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli import planned
+from stoker.cli import inside
 from stoker.cli.output import print_json, print_table, remark
 from stoker.core.units import counted
 
@@ -300,7 +300,7 @@ def schema() -> None:
     print_json(job_schema())
 
 
-planned.add_commands(app, "job")
+inside.add_to(app)
 
 
 def _newest_training() -> Run:
