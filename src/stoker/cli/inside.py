@@ -32,6 +32,9 @@ NAME_LENGTH = 45
 SHELL = ("/bin/sh", "-c", "command -v bash >/dev/null 2>&1 && exec bash; exec sh")
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the beginning of it, or a job's name.")]
+There = Annotated[
+    str | None, typer.Option("--on", metavar="PLACE", help="Look for it in k8s[://context/namespace], not here.")
+]
 SlotName = Annotated[
     str | None, typer.Option("--slot", metavar="SLOT", help="Which pod, like worker/0; the one that leads.")
 ]
@@ -51,16 +54,17 @@ def exec_in(
     name: RunName,
     command: Annotated[list[str], typer.Argument(metavar="CMD", help="After --: the command, with its arguments.")],
     slot: SlotName = None,
+    on: There = None,
 ) -> None:
     """Run a command in a pod of a running job; its exit code is ours.
 
     At a terminal it gets one too; otherwise our standard input is its own.
     """
-    from stoker.jobs.runs import find
+    from stoker.cli.job import find_run
     from stoker.kube import kubectl
     from stoker.kube.objects import CONTAINER
 
-    run = find(name)
+    run = find_run(name, on)
     with _cluster_of(run, slot, lambda host: f"ssh {host} -- {shlex.quote(shlex.join(command))}") as cluster:
         pod = _pod_now(cluster, run, _slot(run, slot))["metadata"]["name"]
         if kubectl.is_here():
@@ -83,15 +87,16 @@ def forward(
         list[str], typer.Argument(metavar="PORT[:LOCAL]", help="Ports of the pod; LOCAL is its number here.")
     ],
     slot: SlotName = None,
+    on: There = None,
 ) -> None:
     """Lead ports of a pod of a running job to this machine, until Ctrl-C.
 
     Only this machine can use them (127.0.0.1). When the pod is replaced, they lead to the new one.
     """
-    from stoker.jobs.runs import find
+    from stoker.cli.job import find_run
     from stoker.kube import kubectl
 
-    run, wanted = find(name), _parsed(ports)
+    run, wanted = find_run(name, on), _parsed(ports)
     flags = " ".join(f"-L {one.here or one.there}:localhost:{one.there}" for one in wanted)
     with _cluster_of(run, slot, lambda host: f"ssh -N {flags} {host}") as cluster:
         kubectl.need("a tunnel to a pod")
@@ -315,25 +320,21 @@ def _renamed(volume: Manifest, names: dict[str, str]) -> Manifest:
 def _like(
     file: Path, on: str, role: str | None, sets: list[str] | None, *, gpu: bool
 ) -> tuple[Job, Manifest, list[Manifest]]:
-    """Give the job, the pod of a shell as its rendered pods are, and the ConfigMaps that those read."""
+    """Give the job, what a pod of its role is but for the program, and the ConfigMaps that it reads."""
     from stoker.cli.job import launcher_at
     from stoker.errors import InputError
     from stoker.jobs.spec import load_job
     from stoker.jobs.topology import topology_of
-    from stoker.launchers.kubernetes.manifests import manifests, shell_pod
-    from stoker.launchers.kubernetes.plan import read_code, with_code
+    from stoker.launchers.kubernetes.manifests import shell_pod
 
     launcher = launcher_at(on)
     job = launcher.anchored(load_job(file, sets or []))
-    launcher.render(job)  # refuses what could not run there either
+    objects = launcher.render(job).objects
     roles = [one.name for one in topology_of(job).roles(job)]
     chosen = role or ("worker" if "worker" in roles else roles[0])
     if chosen not in roles:
         raise InputError(f"there is no role {chosen!r} in {job.name}", where=file, hint=f"known: {', '.join(roles)}")
-    carried, paths, _ = with_code(job)
-    code = read_code(paths)
-    texts = [one for one in manifests(carried, code) if one["kind"] == "ConfigMap"]
-    return job, shell_pod(carried, code, role=chosen, gpu=gpu), texts
+    return job, shell_pod(objects, role=chosen, gpu=gpu), [one for one in objects if one["kind"] == "ConfigMap"]
 
 
 def _sweep(cluster: Cluster) -> None:
