@@ -7,7 +7,7 @@ import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -339,12 +339,14 @@ def _like(
 
 def _sweep(cluster: Cluster) -> None:
     """Delete shells that have ended by their limit, since who made them could not."""
+    from stoker.errors import AccessError
     from stoker.kube.objects import PART
     from stoker.kube.pods import ended
 
     for one in cluster.every("Pod", {PART: "shell"}):
         if ended(one) is not None:
-            cluster.delete("Pod", one["metadata"]["name"])
+            with suppress(AccessError):
+                cluster.delete("Pod", one["metadata"]["name"])
 
 
 # --- The run and its pods

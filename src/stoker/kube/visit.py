@@ -10,7 +10,15 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from stoker.core.units import format_duration
-from stoker.errors import AccessError, ConflictError, NotFoundError, StokerError, UnavailableError
+from stoker.errors import (
+    AccessError,
+    ConflictError,
+    FullError,
+    InputError,
+    NotFoundError,
+    StokerError,
+    UnavailableError,
+)
 from stoker.kube.objects import Manifest
 from stoker.kube.pods import claims_of, ended, holders, is_running, why_pending
 
@@ -28,16 +36,21 @@ def visiting(
     cluster: Cluster, pod: Manifest, others: Sequence[Manifest] = (), *, wait_s: float, tell: Callable[[str], object]
 ) -> Iterator[str]:
     """Make a pod, and objects that go with it when it is deleted; give its name once it runs."""
-    name = str(pod["metadata"]["name"])
+    name, was_refused = str(pod["metadata"]["name"]), False
     with _hang_up_as_ctrl_c():
         try:
-            made = cluster.create(pod)
+            try:
+                made = cluster.create(pod)
+            except (AccessError, FullError, InputError):
+                was_refused = True
+                raise
             for one in others:
                 cluster.create(owned(one, made))
             wait_running(cluster, name, wait_s, tell)
             yield name
         finally:
-            _delete(cluster, name, tell)
+            if not was_refused:  # where no answer came, it may have been made
+                _delete(cluster, name, tell)
 
 
 def owned(one: Manifest, owner: Manifest) -> Manifest:
