@@ -145,6 +145,7 @@ def test_exec_of_what_is_not_in_the_image_fails(running: str) -> None:
         assert done.returncode not in (0, None)
         assert b"no-such-program" in done.stderr
         assert b"Traceback" not in done.stderr
+    assert done.stderr.endswith(b"there is no program 'no-such-program' in the container\n")
 
 
 def test_exec_says_why_it_cannot(cluster: Cluster, ran: str) -> None:
