@@ -63,6 +63,8 @@ class AddressBook:
     """Variables of mpirun's own place that ranks elsewhere need as they are there, such as PATH."""
     output: str = ""
     """The file that ranks print into, where mpirun is not to carry it."""
+    secrets: str = ""
+    """The folder in which ranks find secrets, a file for each, where nobody else gives them any."""
 
 
 @dataclass(frozen=True, slots=True)

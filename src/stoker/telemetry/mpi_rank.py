@@ -48,6 +48,8 @@ PAUSE_S = 0.1
 NOT_STARTED = 3
 DRAIN_S = 1.0
 POLL_S = 0.05
+SECRETS = "STOKER_SECRETS"
+"""The folder with a file for each secret, where nobody else gives the rank any."""
 OUTPUT = "STOKER_OUTPUT"
 """The file that ranks print into, where mpirun does not carry it."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -173,6 +175,7 @@ def main(argv: list[str]) -> int:
         return around(argv[1:])
     if argv[0] == AGENT:
         return ask(argv[1], argv[2:])
+    take_secrets(os.environ)
     ranks, gpus, first, command = _arguments(argv)
     rank = seat(os.environ, ranks, gpus)
     if rank % ranks:
@@ -198,6 +201,14 @@ def main(argv: list[str]) -> int:
     code = child.wait()
     pump.join(DRAIN_S)  # what the program left behind may still hold its output
     return _over(output, rank, code, ending)
+
+
+def take_secrets(environ: Any) -> None:
+    """Set the variables whose values are in files: they must not travel with mpirun's own messages."""
+    folder = environ.get(SECRETS, "")
+    for name in os.listdir(folder) if folder else ():
+        with open(os.path.join(folder, name), encoding="utf-8", errors="surrogateescape") as file:
+            environ[name] = file.read()
 
 
 def seat(environ: Any, ranks: int, gpus: int = 0) -> int:

@@ -54,10 +54,10 @@ class Mpi:
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             **({"STOKER_OUTPUT": book.output} if book.output else {}),
+            **({"STOKER_SECRETS": book.secrets} if book.secrets and job.secret_env else {}),
         }
         # Not what differs from host to host, nor secrets, which must not travel so: who keeps a worker gives them.
         known = [*contract(job, slot, book), *env, *job.env, *(_OF_A_POD if book.handed else _OF_A_RUN), *book.handed]
-        known += [] if book.has_ask else job.secret_env
         own = (*_OF_A_SLOT, *(_OF_A_HOST if book.has_ask else ()))
         # Names alone: the values are in the environment of mpirun, and on no command line.
         names = [name for name in dict.fromkeys(known) if not name.startswith("OMPI_") and name not in own]

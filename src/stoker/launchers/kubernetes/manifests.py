@@ -40,7 +40,15 @@ from stoker.kube.objects import (
     merged,
     safe_container,
 )
-from stoker.launchers.kubernetes.mpijob import HANDED, OUTPUT, before_mpirun, mpijob, ssh_options, worker_script
+from stoker.launchers.kubernetes.mpijob import (
+    HANDED,
+    OUTPUT,
+    SECRETS,
+    before_mpirun,
+    mpijob,
+    ssh_options,
+    worker_script,
+)
 from stoker.launchers.kubernetes.scripts import ANY, CODE, FOLDER, Script, script
 
 NAME_MAX = 63
@@ -182,6 +190,7 @@ def _book(job: Job, roles: Sequence[Role]) -> AddressBook:
         ssh=ssh_options(job),
         handed=HANDED,
         output=OUTPUT,
+        secrets=SECRETS,
     )
 
 

@@ -16,6 +16,8 @@ from stoker.kube.objects import JOB, Manifest, manifest
 
 OUTPUT = "/dev/shm/stoker-output"
 """Where ranks of a worker print; what is there goes to the log of the pod."""
+SECRETS = "/dev/shm/stoker-secrets"
+"""Where they find secrets, which sshd does not pass on, and mpirun must not."""
 HANDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
 """What the image says, and sshd does not pass on."""
 INDEX_LABEL = "training.kubeflow.org/replica-index"
@@ -98,6 +100,8 @@ def worker_script(job: Job) -> str:
         f"mkfifo {OUTPUT}",
         # Open for writing too, so that it never comes to an end.
         f"cat <>{OUTPUT} &",
+        *([f"(umask 077 && mkdir -p {SECRETS})"] if job.secret_env else []),
+        *(f'printf %s "${name}" >{SECRETS}/{name}' for name in job.secret_env),
         # What sshd wants, where the image has not got it.
         'if [ "$(id -u)" = 0 ]; then',
         "  mkdir -p /run/sshd",
