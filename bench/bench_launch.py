@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 OURS, BARE = "stoker job run", "torchrun"
 FAR_OURS, FAR_BARE = "stoker job run --on ssh, 2 hosts", "torchrun by ssh, 2 hosts"
 MANY = 100
+PODS = 1000
 
 
 def run(lab: Lab) -> Result:
@@ -57,6 +58,10 @@ def run(lab: Lab) -> Result:
         Limit(what="Added by stoker", value=_added(speeds, OURS, BARE), bound=1000, unit="ms"),
         Limit(what="`stoker --help`", value=1000 * statistics.median(helps), bound=300, unit="ms"),
         Limit(what=f"{MANY} slots on ssh hosts planned", value=_planning_ms(folder), bound=1000, unit="ms"),
+        *(
+            Limit(what=f"{PODS:,} workers of {topology} rendered", value=_rendering_ms(topology), bound=1000, unit="ms")
+            for topology in ("torchrun", "tf-ps", "tf-mirrored", "mpi")
+        ),
     ]
     if FAR_OURS in speeds:
         limits.append(
@@ -158,3 +163,14 @@ def _found(host: str) -> dict[str, object]:
         "rsync": True,
         "skew": 0.0,
     }
+
+
+def _rendering_ms(topology: str) -> float:
+    """The time in which every Kubernetes object of a large job is made."""
+    from stoker.core.spec import decode
+    from stoker.jobs.spec import Job
+    from stoker.launchers.kubernetes.launcher import KubernetesLauncher
+
+    keys = {"name": "bench", "image": "trainer:v1", "program": {"module": "train"}, "workers": PODS}
+    job = decode({**keys, "topology": topology}, Job)
+    return 1000 * in_process(lambda: KubernetesLauncher().render(job)).seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -83,6 +84,9 @@ class Network:
         return next(host for host in self.hosts if host.name == name)
 
 
+_NUMBERS = itertools.count()
+
+
 @contextmanager
 def network(folder: Path, names: tuple[str, ...] = ("node1", "node2")) -> Iterator[Network]:
     """Hosts on a network of their own, which this machine is on too."""
@@ -93,7 +97,7 @@ def network(folder: Path, names: tuple[str, ...] = ("node1", "node2")) -> Iterat
             pytest.skip(f"no program {program!r}")
     if SSHD is None:
         pytest.skip("no program 'sshd'")
-    tag = f"{os.getpid() % 0xFFFF:04x}"
+    tag = f"{os.getpid() % 0xFFF:03x}{next(_NUMBERS) % 16:x}"  # the kernel forgets a link a moment after its namespace
     bridge = f"stbr{tag}"
     net = f"10.{77 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
     if subprocess.run(["ip", "link", "add", bridge, "type", "bridge"], capture_output=True, check=False).returncode:

@@ -171,8 +171,9 @@ def test_every_fault_is_told_apart_in_one_run(net: Network, here: Path, capsys: 
     assert code == 5
     wrong = {key: (one["found"], one["fix"]) for key, one in checks.items() if one["fine"] is False}
     assert wrong["host", "node4"][0] == "refuses the connection: no ssh server listens there"
-    assert wrong["host", "node4"][1] == "try it by hand: ssh node4"
-    assert wrong["host", "keyless"] == ("refuses your key", "is it in authorized_keys there? Try: ssh-copy-id keyless")
+    assert wrong["host", "node4"][1] == f"try it by hand: ssh -F {here}/config node4"
+    try_it = f"is it in authorized_keys there? Try: ssh-copy-id -F {here}/config keyless"
+    assert wrong["host", "keyless"] == ("refuses your key", try_it)
     assert wrong["host", "no-such-host"][0].startswith("is unknown")
     assert wrong["torch", "node3"][0].startswith("has no torch in ")
     assert wrong["port", "node1"][0] == "has port 29555 taken: address already in use"
@@ -236,7 +237,7 @@ def test_on_this_machine(here: Path, capsys: pytest.CaptureFixture[str]) -> None
     wrong = {what: (one["found"], one["fix"]) for (what, _), one in checks.items() if one["fine"] is False}
     assert wrong == {
         "resources.gpu": ("1 are wanted and 0 are here", "--set resources.gpu=0 does without"),
-        "data.val": (f"there is nothing at {Path.cwd() / 'none'}", verdicts._ELSEWHERE),
+        "data.val": (f"there is nothing at {Path.cwd() / 'none'}", verdicts._HERE),
         "port": (f"{port} is taken", "--set port=… names another"),
         "gpus": ("has 0 GPUs, and 1 are wanted", "is the driver there (nvidia-smi)? Or --set resources.gpu=0"),
     }

@@ -115,9 +115,10 @@ def test_a_host_that_is_down_is_told_alone() -> None:
         "a": Look("a", {}, Trouble("host", "refuses your key", "ssh-copy-id a")),
         "b": Look("b", {}, Trouble("host", "does not answer")),
     }
-    assert of_looks(job_of(), looks, {"a": 1, "b": 1}) == [
+    job = job_of(ssh={"user": "me", "config": "/c"})
+    assert of_looks(job, looks, {"a": 1, "b": 1}) == [
         Check("host", False, "refuses your key", "ssh-copy-id a", "a", 5),
-        Check("host", False, "does not answer", "try it by hand: ssh b", "b", 5),
+        Check("host", False, "does not answer", "try it by hand: ssh -F /c me@b", "b", 5),
     ]
 
 
@@ -209,6 +210,27 @@ def test_disks(free: int, what: str, fault: str, fine: bool | None) -> None:
     check = of_told(job, told("disk", what=what, place="/c", free=free, fault=fault))[f"disk: {what}"]
     assert check.fine is fine
     assert bool(check.fix) == (fine is not True)
+
+
+@pytest.mark.parametrize(
+    ("host", "by_ssh", "workdir", "data"),
+    [
+        ("", False, "give the command in another folder", "name a folder that is there, or a URL"),
+        ("a", True, "name another with ssh.workdir", "copy it there, mount it on every host, or name a URL"),
+        ("a", False, "have the job run on another disk there", "copy it there, mount it on every host, or name a URL"),
+    ],
+)
+def test_what_mends_a_folder_is_worded_for_where_it_is(host: str, by_ssh: bool, workdir: str, data: str) -> None:
+    every = [
+        told("disk", host, what="workdir", place="/w", free=9 * GIB, fault="read-only"),
+        told("disk", host, what="checkpoints", place="/c", free=1, fault=""),
+        told("data", host, key="data.train", url="/none", fault="no such file"),
+    ]
+    found = of_probe(job_of(), [Outcome({"worker/0": host}, every)], knows_hosts=by_ssh)
+    fixes = {one.what: one.fix for one in found}
+    assert fixes["disk: workdir"] == f"make it writable, or {workdir}"
+    assert fixes["disk: checkpoints"] == "make room there, or name another with checkpoint.dir"
+    assert fixes["data.train"] == data
 
 
 @pytest.mark.parametrize(

@@ -462,7 +462,17 @@ def test_what_cannot_be(more: dict[str, Any], sentence: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["STOKER_JOB", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PET_NNODES", "OMPI_X"]
+    "name",
+    [
+        "STOKER_JOB",
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "PET_NNODES",
+        "OMPI_MCA_plm_rsh_agent",
+    ],
 )
 def test_reserved_variables(name: str) -> None:
     sentence = "is reserved: it is set for every process, from this file"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,11 +15,14 @@ import pytest
 from stoker.core.spec import decode
 from stoker.errors import InputError
 from stoker.jobs.launcher import LAUNCHERS
-from stoker.jobs.runs import Run, create
+from stoker.jobs.runs import Run, create, find
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import Slot, slots_of
 from waiting import eventually
+
+# In a session of its own, deaf to TERM: all that a process group would miss.
+DEAF = "setsid bash -c 'trap \"\" TERM HUP; while :; do sleep 0.2; done' & echo ready; while :; do sleep 0.1; done"
 
 
 def job_of(command: str | None = None, **keys: Any) -> Job:
@@ -28,6 +35,29 @@ def job_of(command: str | None = None, **keys: Any) -> Job:
 
 def until(condition: Callable[[], bool], seconds: float = 30) -> None:
     assert eventually(condition, seconds), "waited too long"
+
+
+@contextmanager
+def launched(job: Path, on: str) -> Iterator[tuple[Run, subprocess.Popen[str]]]:
+    """`stoker job run` on a machine of its own, as far as processes go."""
+    own = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    argv = [*own, sys.executable, "-m", "stoker", "job", "run", str(job), "--on", on]
+    with (
+        open(job.parent / "said", "wb") as said,
+        subprocess.Popen(argv, stdout=said, stderr=said, text=True) as process,
+    ):
+        try:
+            runs = Path(os.environ["STOKER_HOME"], "runs")
+            until(lambda: any(runs.glob("*/handle")) or process.poll() is not None, 60)
+            assert process.poll() is None, (job.parent / "said").read_text()
+            yield find(None), process
+        finally:
+            process.kill()
+
+
+def is_ready(run: Run, attempt: int = 0) -> bool:
+    log = run.log(Slot("worker", 0), attempt)
+    return log.exists() and "ready" in log.read_text()
 
 
 class Launching:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from stoker.errors import InputError
 from stoker.jobs.topology import Slot
 from stoker.launchers.causes import LOST, LOST_MARK, cause
 from stoker.telemetry.events import Recorder
@@ -100,6 +101,17 @@ def test_what_a_program_tells_itself_comes_first(tmp_path: Path) -> None:
         file.write(TABLE.format(code=1, other=1).encode())
     found = cause(Slot("worker", 0), 1, log)
     assert (found.rank, found.words) == (1, "DataFaultError: shard 7 is damaged (loader.py:10)")
+
+
+def test_what_mpirun_refuses_is_told_alike_wherever_it_runs(tmp_path: Path) -> None:
+    """And is not tried again, for its exit code is that of bad input; a program's own rules are nobody's business."""
+    log = tmp_path / "log"
+    log.write_text("mpirun: Error: unknown option \"--nosuch\"\nType 'mpirun --help' for usage.\n")
+    found = cause(Slot("launcher", 0), 1, log)
+    assert found.sentence == f'launcher/0 refused to start: mpirun: unknown option "--nosuch"; its log: {log}'
+    assert found.code == InputError.exit_code
+    log.write_text(f"{'-' * 60}\nan invalid table\n{'-' * 60}\n")
+    assert (cause(Slot("worker", 0), 1, log).code, cause(Slot("worker", 0), 1, log).words) == (1, None)
 
 
 def test_a_kill_is_for_want_of_memory_when_the_kernel_says_so(tmp_path: Path) -> None:

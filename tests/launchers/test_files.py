@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from stoker.errors import SpecError
 from stoker.launchers.files import Ignored, listed
 from stoker.launchers.ssh.agent import MAGIC
-from stoker.launchers.ssh.hosts import Client, Frames, meaning, places
+from stoker.launchers.ssh.hosts import Client, Frames, expanded, meaning, places
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,22 @@ def test_what_is_listed(tmp_path: Path) -> None:
     assert ".venv/bin/python" in listed(tmp_path, ["!.venv/"])
 
 
+def test_hosts_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts.txt").write_text("# ours\nnode1 slots=2\n\nnode2:1  # new\n")
+    assert expanded(("first", "@hosts.txt")) == ("first", "node1:2", "node2:1")
+    (tmp_path / "wrong.txt").write_text("node1 what=2\nnode2\n\n-oProxyCommand=x\n")
+    (tmp_path / "odd.txt").write_bytes(b"\xff\n")
+    with pytest.raises(SpecError) as caught:
+        expanded(("@wrong.txt", "@hosts.txt", "@none.txt", "@odd.txt"))
+    assert [str(fault) for fault in caught.value.faults] == [
+        "wrong.txt:1: 'node1 what=2' is no host",
+        "wrong.txt:4: '-oProxyCommand=x' is no host",
+        "none.txt: the file of hosts cannot be read: no such file or directory",
+        "odd.txt: the file of hosts cannot be read: it is no text",
+    ]
+
+
 def test_a_place_for_each_slot() -> None:
     assert places(("a", "b:2", "me@c", "fe80::1")) == ["a", "b", "b", "me@c", "fe80::1"]
 
@@ -80,5 +97,19 @@ def test_ssh_is_never_asked_to_ask() -> None:
 
 
 def test_what_ssh_says_that_nobody_foresaw() -> None:
-    assert meaning("a", "first\nodd thing\n", 255) == "could not be used: odd thing"
-    assert meaning("a", "", 7) == "could not be used: ssh ended with exit code 7"
+    assert meaning(Client(), "a", "first\nodd thing\n", 255) == "could not be used: odd thing"
+    assert meaning(Client(), "a", "", 7) == "could not be used: ssh ended with exit code 7"
+
+
+@pytest.mark.parametrize(
+    ("client", "login"),
+    [
+        (Client(), "you@a"),
+        (Client(user="me"), "me@a"),
+        (Client(config="/etc/my config", user="me"), "-F '/etc/my config' me@a"),
+    ],
+)
+def test_a_command_to_try_is_whole(client: Client, login: str) -> None:
+    denied, new = "Permission denied (publickey).", "Host key verification failed."
+    assert meaning(client, "you@a", denied, 255).endswith(f"Try: ssh-copy-id {login}")
+    assert meaning(client, "you@a", new, 255).endswith(f"connect once by hand: ssh {login}")

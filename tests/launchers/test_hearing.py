@@ -15,7 +15,7 @@ from stoker.core.units import Seconds
 from stoker.jobs.runs import Run, create
 from stoker.jobs.topology import Command, Slot
 from stoker.launchers.gang import Gang
-from stoker.launchers.hearing import Hearing
+from stoker.launchers.hearing import WAITING, Hearing
 from stoker.launchers.plan import LocalPlan
 from stoker.telemetry.events import Recorder
 from stoker.telemetry.mpi_rank import EXIT as RANK_EXIT
@@ -46,6 +46,21 @@ def heard(run: Run, *slots: Slot) -> Hearing:
 def telling(run: Run, slot: Slot) -> Iterator[Recorder]:
     with run.log(slot, 0).open("ab") as log:
         yield Recorder(slot=str(slot), rank=slot.index, fd=log.fileno())
+
+
+def test_slots_that_are_placed_later_wait_until_that_is_told(run: Run) -> None:
+    carrier = {"driver/0": Command(("true",))}
+    plan = LocalPlan(slots=carrier, hosts={"worker/0": "ray"}, carried=("worker/0",))
+    assert not LocalPlan(slots=carrier, carried=("worker/0",)).is_placed_later  # mpirun's, here
+    hearing = Hearing(run, 0, plan, run.job)
+    found = []
+    with telling(run, Slot("driver", 0)) as events:
+        for words in (None, "no room", ""):
+            if words is not None:
+                events.mark(WAITING, words)
+            hearing.listen()
+            found.append((hearing.is_placed, hearing.waiting))
+    assert found == [(False, ""), (False, "no room"), (True, "")]
 
 
 def test_a_slot_elsewhere_that_has_ended_does_not_hang(run: Run) -> None:

@@ -224,10 +224,11 @@ class Cut:
         self.lines, self.breaks = lines, breaks
 
     def log(self, pod: str, container: str, *, follow: bool, since: str) -> Iterator[bytes]:
-        found = [line for line in self.lines if line[0] >= since[:-4]]
+        found = [line for line in self.lines if f"2026-11-16T10:00:{line[0]}" >= since[:-5]]
         limit = self.breaks.pop(0) if self.breaks else len(found)
         for moment, text in found[:limit]:
-            yield f"{moment} {text}".encode()
+            yield f"2026-11-16T10:00:{moment}Z {text}".encode()
+        yield b"unable to retrieve container logs for containerd://0123"
         if limit < len(found):
             raise UnavailableError("cut")
 

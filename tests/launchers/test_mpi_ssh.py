@@ -177,6 +177,11 @@ class TestMpiOnSsh(OnSsh):
             assert len(log.lines) == 2000
             assert sum(event.kind == "scalar" for event in log.events) == 2000
 
+    def test_a_flag_of_mpirun_that_is_wrong(self, launcher: Any) -> None:
+        _, status = self.end(launcher, self.job("true", mpi={"args": ["--nosuch"]}, workers=2, retries=3))
+        assert status.message.startswith('launcher/0 refused to start: mpirun: unknown option "--nosuch"; its log: ')
+        assert len(status.attempts) == 1
+
     def test_what_hosts_lack_is_told(self, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("stoker.launchers.ssh.look.MPI_PROGRAMS", ("mpirun-that-is-not-there",))
         with pytest.raises(InputError, match="each of node1, node2 has no mpirun on its PATH"):

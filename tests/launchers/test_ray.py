@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from launchers.contract import LauncherSuite, job_of, until
+from launchers.contract import DEAF, LauncherSuite, is_ready, job_of, launched, until
 from launchers.test_local import HEARTBEAT
 from rays import CPUS, RayCluster, ray_cluster, with_words
 from stoker.core.processes import marked
@@ -35,7 +35,7 @@ from stoker.launchers.causes import LOST
 from stoker.launchers.ray import carrier
 from stoker.launchers.ray import launcher as ray_launcher
 from stoker.launchers.ray.carrier import Carrier, DriverLog
-from stoker.launchers.ray.cluster import Cluster, address_of, free_of
+from stoker.launchers.ray.cluster import Cluster, address_of, free_of, total_of
 from stoker.launchers.ray.launcher import RayLauncher
 from stoker.launchers.ray.plan import RayPlan
 from stoker.trainers.checkpoints import unpack
@@ -52,8 +52,6 @@ names = os.environ["MASTER_ADDR"], os.environ["GLOO_SOCKET_IFNAME"], os.path.bas
 print("sum", total.item(), "of", dist.get_world_size(), *names)
 dist.destroy_process_group()
 """
-# In a session of its own, deaf to TERM: all that a process group would miss.
-DEAF = "setsid bash -c 'trap \"\" TERM HUP; while :; do sleep 0.2; done' & echo ready; while :; do sleep 0.1; done"
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +112,7 @@ class TestRay(LauncherSuite):
         status = launcher.status(run.handle)
         assert status.message.startswith("waiting for Ray to place 1 × (3 CPU): ")
         assert f"3 CPU wanted, {2 * CPUS} CPU free of {2 * CPUS} CPU" in status.message
-        assert [one.state for one in status.slots] == [JobState.PENDING]
+        assert [status.state, *(one.state for one in status.slots)] == [JobState.PENDING] * 2
         launcher.stop(run.handle)
         assert launcher.status(run.handle).state is JobState.STOPPED
 
@@ -188,14 +186,6 @@ class TestRay(LauncherSuite):
 # --- Without a cluster to be found
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    return tmp_path
-
-
 def write_job(here: Path, command: str, **keys: Any) -> Path:
     job = {
         "name": "small",
@@ -213,7 +203,8 @@ def write_job(here: Path, command: str, **keys: Any) -> Path:
 
 def test_a_cluster_is_started_for_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ray")
-    job = write_job(here, "echo $PWD; echo $RAY_RAYLET_PID > ../raylet; exit 7")
+    find_session = "tr '\\0' '\\n' < /proc/$RAY_RAYLET_PID/cmdline | sed -n 's/--session_dir=//p' > ../session"
+    job = write_job(here, f"echo $PWD; echo $RAY_RAYLET_PID > ../raylet; {find_session}; exit 7")
     assert stoker("job", "run", job, "--on", "ray") == 4
     out, err = capsys.readouterr()
     assert out == f"{here}/work\n"
@@ -222,6 +213,25 @@ def test_a_cluster_is_started_for_the_run(here: Path, capsys: pytest.CaptureFixt
     assert run.handle == f"ray://{run.folder}"
     assert f"worker/0 ended with exit code 7; its log: {run.log(Slot('worker', 0), 0)}" in err
     assert not alive(int((here / "raylet").read_text()))
+    session = Path((here / "session").read_text().strip())
+    assert session.parent.name.startswith("stoker-ray-")
+    assert not session.parent.exists()
+
+
+def test_what_a_killed_cluster_of_a_run_s_own_left_is_removed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else; where that is short enough, it lies where Ray is told to write."""
+    run = Run(here)
+    carrier.forget_folder(run)
+    for where, parent in (("", "/tmp"), ("/dev/shm", "/dev/shm"), (f"/tmp{'/' * 90}", "/tmp"), ("/none", "/tmp")):
+        monkeypatch.setenv("RAY_TMPDIR", where)
+        folder = Path(carrier._make_folder(run))
+        assert str(folder.parent) == parent
+        assert len(str(folder)) + carrier.RAYS_OWN <= carrier.LONGEST
+        (folder / "session_x").mkdir()
+        carrier.forget_folder(run)
+        carrier.forget_folder(run)
+        assert not folder.exists()
+        assert folder.parent.exists()
 
 
 @pytest.mark.slow
@@ -330,29 +340,6 @@ def test_without_the_package_it_is_one_sentence(here: Path) -> None:
 # --- What goes wrong meanwhile, with a launching machine that cannot see what runs on the nodes
 
 
-@contextmanager
-def launched(job: Path, place: str) -> Iterator[tuple[Run, subprocess.Popen[str]]]:
-    """`stoker job run` on a machine of its own, as far as processes go."""
-    own = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    argv = [*own, sys.executable, "-m", "stoker", "job", "run", str(job), "--on", f"ray://{place}"]
-    with (
-        open(job.parent / "said", "wb") as said,
-        subprocess.Popen(argv, stdout=said, stderr=said, text=True) as process,
-    ):
-        try:
-            runs = Path(os.environ["STOKER_HOME"], "runs")
-            until(lambda: any(runs.glob("*/handle")) or process.poll() is not None, 60)
-            assert process.poll() is None, (job.parent / "said").read_text()
-            yield find(None), process
-        finally:
-            process.kill()
-
-
-def is_ready(run: Run, attempt: int = 0) -> bool:
-    log = run.log(Slot("worker", 0), attempt)
-    return log.exists() and "ready" in log.read_text()
-
-
 def kill_all(*pids: int) -> None:
     assert pids
     for pid in pids:
@@ -385,7 +372,7 @@ SAID = {
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["the supervisor", "the launching machine", *SAID])
 def test_nothing_is_left_on_a_node(what: str, cluster: RayCluster, here: Path) -> None:
-    with launched(write_job(here, DEAF, ray={"lost_after": "5s"}), cluster.place) as (run, process):
+    with launched(write_job(here, DEAF, ray={"lost_after": "5s"}), f"ray://{cluster.place}") as (run, process):
         until(lambda: is_ready(run) and len(there(run)) >= 3, 60)
         if what == "the launching machine":
             process.kill()
@@ -405,7 +392,7 @@ def test_a_cable_that_is_pulled_for_eight_seconds(lost_after: int, cluster: RayC
     script = f"echo ready; i=0; while ! test -e {here}/go; do echo $i; i=$((i+1)); sleep 0.1; done; echo over"
     # Where its driver is: to another node, the head's cable would be cut too.
     job = write_job(here, script, ray={"lost_after": lost_after}, resources={"gpu_type": "HEAD"})
-    with launched(job, cluster.place) as (run, process):
+    with launched(job, f"ray://{cluster.place}") as (run, process):
         until(lambda: is_ready(run), 60)
         cluster.nodes[0].host.cut()
         try:
@@ -816,6 +803,7 @@ def test_words_that_stand_in_several_files_agree() -> None:
 def test_room_is_counted_node_by_node() -> None:
     text = "1.0/4.0 CPU (0.5 used of 2.0 reserved in placement groups)\n0.0/2.0 GPU\n1.00GiB/8.00GiB memory"
     assert free_of(text) == {"CPU": 1.5, "GPU": 2.0, "memory": 7 * 2**30}
+    assert total_of(text) == {"CPU": 4.0, "GPU": 2.0, "memory": 8 * 2**30}
     nodes = [{"CPU": 3.0, "GPU": 1.0}, {"CPU": 1.0}, {"CPU": 2.0, "GPU": 8.0}]
     assert ray_launcher.room_in(nodes, {"CPU": 2}, "pack") == 2
     assert ray_launcher.room_in(nodes, {"CPU": 1, "GPU": 1}, "pack") == 3
@@ -830,6 +818,41 @@ def test_a_cluster_that_does_not_tell_what_is_free(here: Path, capsys: pytest.Ca
         job = write_job(here, "", workers="all", topology="torchrun", program={"script": "train.py"})
         assert stoker("job", "plan", job, "--on", f"ray://{place}") == 2
     assert "workers: all: the cluster does not tell what is free; give a number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("workers", "resources", "room"),
+    [
+        (3, {"cpu": 2}, None),
+        (4, {"cpu": 2}, "2 nodes with CPU 7 in all have room for 3 of 4 workers"),
+        (1, {"cpu": 5}, "2 nodes with CPU 7 in all have room for 0 of 1 worker"),
+        (2, {"cpu": 1, "gpu": 1}, "2 nodes with CPU 7, GPU 1 in all have room for 1 of 2 workers"),
+    ],
+)
+def test_a_cluster_that_is_too_small_as_it_is(
+    workers: int, resources: dict[str, int], room: str | None, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is told, and no fault: others may use what is there now, and the cluster may grow."""
+    pytest.importorskip("ray")
+    usage = {"a": "4.0/4.0 CPU\n0.0/1.0 GPU\n", "b": "0.0/3.0 CPU\n"}
+    (here / "work" / "train.py").touch()
+    keys = {"program": {"script": "train.py"}, "topology": "torchrun", "processes_per_worker": 1}
+    job = write_job(here, "", workers=workers, resources=resources, **keys)
+    with answering(200, {"ray_version": "2.60.0", "data": {"nodeLogicalResources": usage}}) as place:
+        assert stoker("job", "plan", job, "--on", f"ray://{place}") == 0
+    said = capsys.readouterr().err
+    if room is None:
+        assert "too small" not in said
+    else:
+        assert f"the cluster is too small as it is: {room}; the job would wait until it grows" in said
+
+
+@pytest.mark.parametrize("place", [None, "far:8265"])
+def test_a_folder_to_run_in_that_is_not_there(place: str | None, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    job = job_of(program={"command": ["true"], "cwd": "none"})
+    with pytest.raises(SpecError, match=f"program.cwd: there is no folder {here}/work/none"):
+        RayLauncher(place).render(job)
 
 
 def test_what_this_machine_has_not(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -882,7 +905,7 @@ def test_the_commands_work_from_another_shell(
     script = "trap 'echo saved; exit 143' TERM; echo ready; while :; do sleep 0.05; done"
     assert stoker("job", "run", write_job(here, script), "--on", f"ray://{cluster.place}", "--detach") == 0
     run = find("small")
-    until(lambda: is_ready(run), 60)
+    until(lambda: is_ready(run) and run.read_status().state is JobState.RUNNING, 60)
     capsys.readouterr()
     assert stoker("job", "status", "--json") == 0
     assert json.loads(capsys.readouterr().out)["state"] == "running"
@@ -893,5 +916,5 @@ def test_the_commands_work_from_another_shell(
     assert there(run) == []
     assert stoker("job", "run", "--resume", run.id, "--detach") == 0
     until(lambda: is_ready(run, 1), 60)
-    assert LAUNCHERS.get("ray")().status(run.handle).state is JobState.RUNNING
+    until(lambda: LAUNCHERS.get("ray")().status(run.handle).state is JobState.RUNNING, 5)
     assert stoker("job", "stop") == 0

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from hosts import Network, network
-from launchers.contract import LauncherSuite, job_of, until
+from launchers.contract import DEAF, LauncherSuite, is_ready, job_of, launched, until
 from launchers.test_local import ELASTIC, HEARTBEAT
 from stoker.core.processes import marked
 from stoker.core.spec import decode
@@ -42,8 +42,6 @@ dist.all_reduce(total)
 print("sum", total.item(), "of", dist.get_world_size(), "at", os.environ["MASTER_ADDR"], os.environ["STOKER_HOST"])
 dist.destroy_process_group()
 """
-# In a session of its own, deaf to TERM: all that a process group would miss.
-DEAF = "setsid bash -c 'trap \"\" TERM HUP; while :; do sleep 0.2; done' & echo ready; while :; do sleep 0.1; done"
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +196,7 @@ class TestSsh(LauncherSuite):
             "refusing refuses the connection: no ssh server listens there; ",
             "keyless refuses your key: ",
             "changed has another host key than the last time: ",
-            "new has a host key that you have not accepted yet: connect once by hand: ssh new; ",
+            f"new has a host key that you have not accepted yet: connect once by hand: ssh -F {config} new; ",
             "bare has no Python: ",
             "absent does not answer",
         ):
@@ -240,14 +238,6 @@ class TestSsh(LauncherSuite):
                 assert all("29501" in command.argv for command in plan.slots.values())
             finally:
                 taker.kill()
-
-    def test_hosts_from_a_file(self, launcher: Any, tmp_path: Path) -> None:
-        (tmp_path / "hosts.txt").write_text("# ours\nnode1 slots=2\n\nnode2:1  # new\n")
-        job = job_of("true", ssh={"hosts": ["first", "@hosts.txt"]})
-        assert launcher.anchored(job).ssh.hosts == ("first", "node1:2", "node2:1")
-        (tmp_path / "hosts.txt").write_text("node1 what=2\n")
-        with pytest.raises(InputError, match=r"hosts.txt:1: 'node1 what=2' is no host"):
-            launcher.anchored(job)
 
 
 def bare_python(folder: Path) -> Path:
@@ -294,14 +284,6 @@ def strange_hosts(net: Network, folder: Path) -> Path:
 # --- What goes wrong meanwhile, with a launching machine that cannot see what runs on the hosts
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    return tmp_path
-
-
 def write_job(net: Network, here: Path, command: str, *hosts: str, lost_after: int = 5, **keys: Any) -> Path:
     job = {
         "name": "small",
@@ -316,29 +298,6 @@ def write_job(net: Network, here: Path, command: str, *hosts: str, lost_after: i
     path = here / "job.yaml"
     path.write_text(json.dumps(job))
     return path
-
-
-@contextmanager
-def launched(job: Path) -> Iterator[tuple[Run, subprocess.Popen[str]]]:
-    """`stoker job run` on a machine of its own, as far as processes go."""
-    own = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    argv = [*own, sys.executable, "-m", "stoker", "job", "run", str(job), "--on", "ssh"]
-    with (
-        open(job.parent / "said", "wb") as said,
-        subprocess.Popen(argv, stdout=said, stderr=said, text=True) as process,
-    ):
-        try:
-            runs = Path(os.environ["STOKER_HOME"], "runs")
-            until(lambda: any(runs.glob("*/handle")) or process.poll() is not None, 60)
-            assert process.poll() is None, (job.parent / "said").read_text()
-            yield find(None), process
-        finally:
-            process.kill()
-
-
-def is_ready(run: Run) -> bool:
-    log = run.log(Slot("worker", 0), 0)
-    return log.exists() and "ready" in log.read_text()
 
 
 def _of_run(run: Run, module: str) -> list[int]:
@@ -396,7 +355,7 @@ SLOW = [pytest.param(what, marks=pytest.mark.slow) for what in BREAKS if what no
 @pytest.mark.parametrize("what", [*QUICK, *SLOW])
 def test_nothing_is_left_on_a_host(what: str, net: Network, here: Path) -> None:
     """Whatever breaks, what ran there ends by itself; and whoever watches says what it was."""
-    with launched(write_job(net, here, DEAF)) as (run, process):
+    with launched(write_job(net, here, DEAF), "ssh") as (run, process):
         until(lambda: is_ready(run) and len(there(run)) >= 4, 60)
         try:
             break_it(what, run, net)
@@ -425,7 +384,7 @@ CUTS = {
 def test_a_connection_that_breaks_is_made_again(what: str, net: Network, here: Path) -> None:
     """The slot goes on meanwhile, and nothing of what it printed is missing or comes twice."""
     go = here / "go"
-    with launched(write_job(net, here, COUNT.format(go=go), lost_after=30)) as (run, process):
+    with launched(write_job(net, here, COUNT.format(go=go), lost_after=30), "ssh") as (run, process):
         log = run.log(Slot("worker", 0), 0)
         until(lambda: is_ready(run), 60)
         for times in (1, 2):
@@ -575,7 +534,7 @@ def test_a_slot_has_commands_started_on_another_host(net: Network, here: Path) -
 
 @pytest.mark.slow
 def test_nothing_is_left_when_the_launching_machine_is_gone(net: Network, here: Path) -> None:
-    with launched(write_job(net, here, DEAF)) as (run, process):
+    with launched(write_job(net, here, DEAF), "ssh") as (run, process):
         until(lambda: is_ready(run) and len(there(run)) >= 3, 60)
         process.kill()
         until(lambda: not there(run), 25)
@@ -591,7 +550,7 @@ def test_a_kill_for_want_of_memory_is_told_as_such(net: Network, here: Path) -> 
         (group / "memory.limit_in_bytes").write_text(str(32 << 20))
         grow = f"exec {sys.executable} -c 'bytearray(1 << 30).find(1)'"
         script = f"echo ready; while ! test -e {here}/go; do sleep 0.1; done; {grow}"
-        with launched(write_job(net, here, script)) as (run, process):
+        with launched(write_job(net, here, script), "ssh") as (run, process):
             until(lambda: is_ready(run), 60)
             for pid in marked({"STOKER_RUN": run.id, "STOKER_HOST": "node2"}):
                 with suppress(ProcessLookupError):
@@ -607,7 +566,7 @@ def test_a_kill_for_want_of_memory_is_told_as_such(net: Network, here: Path) -> 
 @pytest.mark.slow
 def test_a_hang_is_ended_with_the_stacks_of_every_rank(net: Network, here: Path) -> None:
     (here / "work" / "hang.py").write_text(HEARTBEAT)
-    with launched(write_job(net, here, "", program={"script": "hang.py"}, hang_after=2)) as (run, process):
+    with launched(write_job(net, here, "", program={"script": "hang.py"}, hang_after=2), "ssh") as (run, process):
         assert process.wait(60) == 4
     assert "hung at step 2 in train-00001.tar: no heartbeat for 2s" in run.read_status().message
     assert "in stuck" in (run.folder / "stacks.0.txt").read_text()
@@ -617,7 +576,7 @@ def test_a_hang_is_ended_with_the_stacks_of_every_rank(net: Network, here: Path)
 @pytest.mark.parametrize(("seconds", "lost_after"), [(5, 20), (10, 30)])
 def test_a_cable_that_is_put_back_in_time(seconds: int, lost_after: int, net: Network, here: Path) -> None:
     script = f"echo ready; i=0; while ! test -e {here}/go; do echo $i; i=$((i+1)); sleep 0.1; done; echo over"
-    with launched(write_job(net, here, script, lost_after=lost_after)) as (run, process):
+    with launched(write_job(net, here, script, lost_after=lost_after), "ssh") as (run, process):
         until(lambda: is_ready(run), 60)
         net["node2"].cut()
         try:
@@ -634,7 +593,7 @@ def test_a_cable_that_is_put_back_in_time(seconds: int, lost_after: int, net: Ne
 
 def test_a_lost_host_that_comes_back(net: Network, here: Path) -> None:
     script = f"echo ready $STOKER_ATTEMPT; test $STOKER_ATTEMPT = 1 && exit 0; {DEAF}"
-    with launched(write_job(net, here, script, retries=2)) as (run, process):
+    with launched(write_job(net, here, script, retries=2), "ssh") as (run, process):
         until(lambda: is_ready(run), 60)
         net["node2"].down()
         net["node2"].up()
@@ -657,7 +616,7 @@ def test_a_killed_rank_and_a_pulled_cable_of_two_hosts(net: Network, here: Path)
         "print('over', flush=True)\n"
     )
     keys = {"program": {"script": "train.py"}, "topology": "torchrun", "workers": 2, "retries": 3}
-    with launched(write_job(net, here, "", "node1", "node2", **keys)) as (run, process):
+    with launched(write_job(net, here, "", "node1", "node2", **keys), "ssh") as (run, process):
         logs = [run.log(Slot("worker", 1), attempt) for attempt in range(3)]
         until(lambda: logs[0].exists() and "ready" in logs[0].read_text(), 60)
         ranks = [pid for pid in marked({"STOKER_RUN": run.id, "STOKER_HOST": "node2"}) if _is_rank(pid)]
@@ -679,7 +638,7 @@ def test_a_killed_rank_and_a_pulled_cable_of_two_hosts(net: Network, here: Path)
 def test_an_elastic_world_replaces_a_lost_worker(net: Network, here: Path) -> None:
     (here / "work" / "train.py").write_text(ELASTIC.format(folder=here).replace("os.getpid()", "time.time()"))
     keys = {"program": {"script": "train.py"}, "topology": "torchrun", "workers": {"min": 1, "max": 2}, "retries": 3}
-    with launched(write_job(net, here, "", "node1", "node2", **keys)) as (run, process):
+    with launched(write_job(net, here, "", "node1", "node2", **keys), "ssh") as (run, process):
         until(lambda: len(list(here.glob("met-2-*"))) == 2, 60)
         net["node2"].down()
         net["node2"].up()

@@ -20,11 +20,9 @@ import pytest
 
 from disks import disk
 from hosts import Network, network
-from launchers.contract import job_of, until
+from launchers.contract import DEAF, is_ready, job_of, until
 from launchers.test_ssh import (
     COUNT,
-    DEAF,
-    is_ready,
     keys_of,
     machine,
     there,
@@ -51,14 +49,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     with network(tmp_path_factory.mktemp("net")) as found:
         yield found
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    return tmp_path
 
 
 # --- Who watches
@@ -234,7 +224,7 @@ def test_what_was_taken_back_meanwhile_is_no_longer_wanted(here: Path) -> None:
     for name in ("a", "b"):
         desk.take({"id": name, "slot": "worker/1", "command": "true"})
     Desk(asks, ["worker/1"]).take({"all": ["b"]})  # another process, which never heard of it
-    assert asks.wanted("worker/1") == ["b"]
+    assert {ask: asks.is_wanted("worker/1", ask) for ask in ("a", "b")} == {"a": False, "b": True}
 
 
 def test_an_ask_that_is_gone_before_it_is_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

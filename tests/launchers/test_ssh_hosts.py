@@ -88,17 +88,39 @@ def test_a_python_that_is_none(tmp_path: Path) -> None:
         assert answer == {"python": None, "python_fault": "it does not run what it is given"}
 
 
+@pytest.mark.parametrize("folder", ["/proc/x", "/sys/x/y", "/dev/null/x"])
+def test_a_folder_that_even_root_cannot_write(folder: str) -> None:
+    found = _look_at(folder)
+    assert found["workdir_fault"].startswith(folder.rsplit("/x")[0])
+    (trouble,) = look.troubles(job_of("true"), look.Look("a", found), 1)
+    assert trouble.sentence.startswith(f"cannot use the folder {folder}: ")
+    assert trouble.sentence.endswith("(ssh.workdir names another)")
+
+
+def test_a_look_leaves_a_folder_as_it_was(tmp_path: Path) -> None:
+    before = tmp_path.stat().st_mtime_ns
+    time.sleep(0.01)
+    assert _look_at(str(tmp_path / "a" / "b"))["workdir_fault"] == ""
+    assert list(tmp_path.iterdir()) == []
+    assert tmp_path.stat().st_mtime_ns == before
+
+
+def _look_at(folder: str) -> dict[str, Any]:
+    request = {"do": "look", "workdir": folder, "python": sys.executable, "modules": [], "paths": []}
+    return Surveyor().answer({**request, "programs": ["bash"]})
+
+
 def test_a_login_that_only_talks(net: Network, tmp_path: Path) -> None:
     argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")]
     subprocess.run(argv, check=True)
     authorized = net.folder / "authorized"
     command = 'command="echo This account is currently not available.; exit 1"'
     authorized.write_text(f"{authorized.read_text()}{command} {(tmp_path / 'key.pub').read_text()}")
-    client = Client(config=str(net.config)).argv("-o", "IdentitiesOnly=yes", "-i", str(tmp_path / "key"))
-    plain = [word for word in client if word not in ("-F", str(net.config))]
-    plain += ["-F", "none", "-o", f"UserKnownHostsFile={net.folder}/known", "-l", "root"]
+    config = f"IdentityFile {tmp_path}/key\nIdentitiesOnly yes\nUserKnownHostsFile {net.folder}/known\n"
+    (tmp_path / "config").write_text(config)
+    client = Client(config=str(tmp_path / "config"), user="root")
     with (
-        Session(plain, net["node1"].address, "python3") as session,
+        Session(client, net["node1"].address, "python3") as session,
         pytest.raises(UnavailableError, match=r"could not be used: This account is currently not available\."),
     ):
         session.ask({"do": "look"})
@@ -110,8 +132,8 @@ def test_a_login_that_only_talks(net: Network, tmp_path: Path) -> None:
 def test_many_names_behind_one_server(net: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes ten at a time. Of those that come all at once some are turned away, and come again."""
     monkeypatch.setattr(Session, "_doors", threading.BoundedSemaphore(look.AT_ONCE))
-    argv = Client(config=str(net.config)).argv()
-    sessions = [Session(argv, "node1", sys.executable) for _ in range(24)]
+    client = Client(config=str(net.config))
+    sessions = [Session(client, "node1", sys.executable) for _ in range(24)]
     try:
         asked = {"do": "listen", "port": 0, "token": "t"}
         assert all(answer["port"] for answer in look.at_once(lambda one: one.ask(asked), sessions))

@@ -100,6 +100,18 @@ def test_waiting_without_a_straggler() -> None:
     assert alone.sentence == "50 % waiting for other ranks, which have told nothing of their steps"
 
 
+def test_without_a_gpu_nothing_is_copied_to_one() -> None:
+    here, there = event("profile", 10.0, cpu_pct=90.0), event("profile", 10.0, gpu=[{"i": 0, "util_pct": 9.0}])
+    bound = spans(h2d=4.0, compute=6.0)
+    cpu = "40 % making tensors of batches: give it more cores, or smaller images"
+    assert verdict([*bound, here]).sentence == cpu
+    assert verdict([*bound, here, there]).sentence.startswith("40 % copying to the device")
+    waiting = [one for rank in (1, 2) for one in spans(rank, compute=4.0, collective_wait=6.0)]
+    slow = [*spans(0, h2d=6.0, compute=4.0), *waiting]
+    assert verdict([*slow, here]).sentence.endswith("it is slow to make tensors")
+    assert verdict(slow).sentence.endswith("it is slow to copy")
+
+
 def test_copying_and_the_rest() -> None:
     assert verdict(spans(h2d=4.0, compute=6.0)).bound_by == "copy"
     assert verdict(spans(h2d=4.0, compute=6.0)).sentence.startswith("40 % copying to the device")

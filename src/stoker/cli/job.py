@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli import planned
+from stoker.cli import inside
 from stoker.cli.output import print_json, print_table, remark
 from stoker.core.units import counted
 
@@ -190,7 +190,7 @@ def _list_there(on: str, limit: int, as_json: bool) -> None:
 @app.command()
 def status(name: RunName = None, on: In = None, as_json: Json = False) -> None:
     """Tell how a run is doing: its slots, how far it is, and where its time is spent."""
-    found = _find(name, on)
+    found = find_run(name, on)
     if as_json:
         print_json(_described(found))
         return
@@ -217,7 +217,7 @@ def logs(
     from stoker.errors import InputError
     from stoker.jobs.topology import Slot, slots_of
 
-    found = _find(name, on)
+    found = find_run(name, on)
     known = slots_of(found.job)
     if slot is not None and slot not in map(str, known):
         raise InputError(f"there is no slot {slot!r} in {found.id}", hint=f"known: {', '.join(map(str, known))}")
@@ -227,7 +227,7 @@ def logs(
 @app.command()
 def stop(name: RunName = None, on: In = None) -> None:
     """End a run: its programs get SIGTERM, time for a last checkpoint, then SIGKILL."""
-    found = _find(name, on)
+    found = find_run(name, on)
     before = found.read_status().state
     _launcher_of(found).stop(found.handle)  # also of a run that is over: something may be left elsewhere
     is_over = before.is_final and before != "lost"
@@ -300,7 +300,7 @@ def schema() -> None:
     print_json(job_schema())
 
 
-planned.add_commands(app, "job")
+inside.add_to(app)
 
 
 def _newest_training() -> Run:
@@ -398,7 +398,7 @@ def launcher_at(name: str) -> Launcher[Any]:
     return launcher(place) if place else launcher()  # type: ignore[no-any-return]
 
 
-def _find(name: str | None, on: str | None) -> Run:
+def find_run(name: str | None, on: str | None) -> Run:
     """Find a run here, or in the cluster that `--on` or the handle names."""
     from stoker.errors import InputError
     from stoker.jobs.runs import find

@@ -11,11 +11,6 @@ PLANNED = {
         "dash": "Show runs on a dashboard.",
         "bench": "Measure this machine against the peers.",
     },
-    "job": {
-        "exec": "Run a command beside a running job.",
-        "forward": "Forward a port of a running job.",
-        "shell": "Open a shell with a job's image and volumes.",
-    },
     "volume": {
         "create": "Make a volume.",
         "inspect": "Look into a volume.",

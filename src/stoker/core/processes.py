@@ -12,8 +12,8 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import TracebackType
@@ -177,6 +177,16 @@ def _die_with_parent(parent: int) -> Callable[[], None]:
 def _text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
+
+
+@contextmanager
+def held_back(number: signal.Signals) -> Iterator[None]:
+    """Have what is started meanwhile get a signal only once it asks for it: before, there is nobody to take it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def until(condition: Callable[[], bool], timeout_s: float | None, *, pause_s: float = 0.05) -> bool:

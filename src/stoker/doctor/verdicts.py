@@ -9,7 +9,8 @@ from stoker.core.units import format_bytes, format_duration
 from stoker.doctor.checks import Check
 from stoker.errors import Fault, InputError, JobFailedError, StokerError, UnavailableError, without_secrets
 from stoker.jobs.spec import Job
-from stoker.launchers.ssh.look import MESH, Look, Trouble, Ways, modules, troubles
+from stoker.launchers.ssh.hosts import Client
+from stoker.launchers.ssh.look import MESH, Look, Trouble, Ways, client_of, modules, troubles
 
 SKEW_S = 1.0
 SKEW_FATAL_S = 900.0
@@ -21,6 +22,7 @@ DATA_SLOW = 5e6
 DATA_ENOUGH = 1 << 20
 """Bytes; a rate says nothing of less."""
 _ELSEWHERE = "copy it there, mount it on every host, or name a URL"
+_HERE = "name a folder that is there, or a URL"
 _BAD, _DOWN, _FAILED = InputError.exit_code, UnavailableError.exit_code, JobFailedError.exit_code
 
 
@@ -53,7 +55,7 @@ class Outcome(NamedTuple):
 def of_looks(job: Job, looks: Mapping[str, Look], slots: Mapping[str, int]) -> list[Check]:
     """Judge what was found on each host."""
     up = {host: look.found for host, look in looks.items() if look.trouble is None}
-    checks = [_reached(look) for look in looks.values()]
+    checks = [_reached(look, client_of(job)) for look in looks.values()]
     for host, found in up.items():
         checks += _host_checks(job, host, found, list(troubles(job, looks[host], slots[host])))
     checks += of_versions("python", {host: found.get("version") for host, found in up.items()})
@@ -63,10 +65,10 @@ def of_looks(job: Job, looks: Mapping[str, Look], slots: Mapping[str, int]) -> l
     return checks
 
 
-def _reached(look: Look) -> Check:
+def _reached(look: Look, client: Client) -> Check:
     if look.trouble is None:
         return Check("host", True, "answers, and takes your key", host=look.host, code=_DOWN)
-    fix = look.trouble.fix or f"try it by hand: ssh {look.host}"
+    fix = look.trouble.fix or f"try it by hand: {client.by_hand(look.host)}"
     return Check("host", False, look.trouble.what, fix, look.host, _DOWN)
 
 
@@ -215,7 +217,7 @@ def of_faults(faults: Iterable[Fault]) -> list[Check]:
             fault.what.removesuffix(")").rpartition(" (") if fault.what.endswith(")") else (fault.what, "", "")
         )
         if fault.path.startswith("data."):
-            fix = fix or _ELSEWHERE
+            fix = fix or _HERE  # where it is not there on others, a look at them tells it
         own = f"change it in the job file, or with --set {fault.path}=…" if fault.path else "change the job file"
         checks.append(Check(fault.path or "job", False, what, fix or own, code=_BAD))
     return checks
@@ -233,7 +235,8 @@ def of_probe(job: Job, outcomes: Sequence[Outcome], *, knows_hosts: bool) -> lis
     if not knows_hosts:
         checks += _machines(told)
     checks += [check for host in hosts for check in _gpus(job, host, slots[host], told)]
-    checks += list(dict.fromkeys(_disk(job, one) for one in told if one.subject == "disk"))
+    disks = (_disk(job, one, by_ssh=knows_hosts) for one in told if one.subject == "disk")
+    checks += list(dict.fromkeys(disks))
     if "://" in (job.checkpoint.dir or ""):
         checks.append(Check("checkpoints", None, "a bucket: not tried, for that would write to it"))
     checks += _worst(told)
@@ -300,21 +303,29 @@ def _gpus(job: Job, host: str, slots: int, told: Sequence[Told]) -> Iterator[Che
         yield Check("gpus", True, f"{kinds}; {wanted or 'none'} wanted", host=host)
 
 
-def _disk(job: Job, one: Told) -> Check:
+def _disk(job: Job, one: Told, *, by_ssh: bool) -> Check:
     place, free, what = str(one.found["place"]), int(one.found["free"]), str(one.found["what"])
-    name, key = f"disk: {what}", {"checkpoints": "checkpoint.dir", "cache": "data.cache.dir"}.get(what, "the folder")
+    name, other = f"disk: {what}", _another_folder(what, one.host, by_ssh=by_ssh)
     if one.found["fault"]:
-        fix = f"make it writable, or name another with {key}"
+        fix = f"make it writable, or {other}"
         return Check(name, False, f"{place} cannot be used: {one.found['fault']}", fix, one.host, _BAD)
     found = f"{format_bytes(free)} free in {place}"
     if free < DISK_FULL:
-        return Check(name, False, found, f"make room there, or name another disk with {key}", one.host, _BAD)
+        return Check(name, False, found, f"make room there, or {other}", one.host, _BAD)
     if what == "cache" and job.data.cache.size and free < job.data.cache.size:
         fix = f"the cache may take {format_bytes(job.data.cache.size)}: make room, or lower data.cache.size"
         return Check(name, None, found, fix, one.host)
     if free < DISK_LOW:
-        return Check(name, None, found, f"that is little: make room, or name another disk with {key}", one.host)
+        return Check(name, None, found, f"that is little: make room, or {other}", one.host)
     return Check(name, True, found, host=one.host)
+
+
+def _another_folder(what: str, host: str, *, by_ssh: bool) -> str:
+    """Say how a folder on another disk is taken; no host is this machine."""
+    keys = {"checkpoints": "checkpoint.dir", "cache": "data.cache.dir"}
+    if key := "ssh.workdir" if by_ssh and what == "workdir" else keys.get(what):
+        return f"name another with {key}"
+    return "have the job run on another disk there" if host else "give the command in another folder"
 
 
 def _worst(told: Sequence[Told]) -> list[Check]:
@@ -338,7 +349,7 @@ def _data(one: Told) -> Check:
         return Check(key, None, f"{url}: not tried: {found['untested']}", host=one.host)
     if "fault" in found:
         fault = without_secrets(str(found["fault"]))
-        return Check(key, False, f"{url} cannot be read: {fault}", _data_fix(url, fault), one.host, _BAD)
+        return Check(key, False, f"{url} cannot be read: {fault}", _data_fix(url, fault, one.host), one.host, _BAD)
     size, seconds = int(found["bytes"]), float(found["seconds"])
     rate = size / max(seconds, 1e-9)
     told = f"{format_bytes(size)} read at {format_bytes(rate)}/s"
@@ -350,10 +361,10 @@ def _data(one: Told) -> Check:
     return Check(key, True, told, host=one.host)
 
 
-def _data_fix(url: str, fault: str) -> str:
-    """Say what mends a set that cannot be read, by how it failed."""
+def _data_fix(url: str, fault: str, host: str) -> str:
+    """Say what mends a set that cannot be read, by how it failed; no host is this machine."""
     if "://" not in url:
-        return _ELSEWHERE
+        return _ELSEWHERE if host else _HERE
     if "HTTP 404" in fault or "NotFound" in fault or "is not there" in fault:
         return "nothing lies there: is the URL right, and the set written to its end?"
     if any(sign in fault for sign in ("HTTP 401", "HTTP 403", "denied", "credential", "Credential")):

@@ -24,6 +24,7 @@ _FORBIDDEN = re.compile(
 _QUOTA = re.compile(
     r"exceeded quota: (?P<name>\S+), requested: (?P<asked>.+?), used: (?P<used>.+?), limited: (?P<limit>.+)"
 )
+_PROGRAM = re.compile(r'exec: "(?P<name>[^"]+)": (?:executable file not found|stat [^:]+: no such file)')
 _NAMESPACE = re.compile(r'namespaces "([^"]+)" not found')
 
 
@@ -38,6 +39,8 @@ def told(status: Mapping[str, Any], where: str) -> StokerError:
     if found := _NAMESPACE.search(message):
         hint = "name another, or set kubernetes.create_namespace: true"
         return NotFoundError(f"there is no namespace {found[1]!r}", where=where, hint=hint)
+    if found := _PROGRAM.search(message):
+        return NotFoundError(f"there is no program {found['name']!r} in the container", where=where)
     if code == 401:
         return AccessError("the cluster does not know you", where=where, hint="log in again, as for kubectl")
     if code == 403:

@@ -41,16 +41,21 @@ def need_lightkube() -> None:
         raise MissingExtraError("lightkube", "k8s", purpose="Kubernetes") from error
 
 
+def files(environ: Mapping[str, str] | None = None) -> list[Path]:
+    """List the files that hold contexts, whether they are there or not."""
+    env = os.environ if environ is None else environ
+    return [Path(name).expanduser() for name in (env.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep) if name]
+
+
 def load(context: str | None, environ: Mapping[str, str] | None = None) -> SingleConfig:
     """Give the settings of a context: of the files in $KUBECONFIG, ~/.kube/config, or of the pod we are in."""
     need_lightkube()
     from lightkube.config.kubeconfig import KubeConfig
     from lightkube.core.exceptions import ConfigError
 
-    env = os.environ if environ is None else environ
-    files = [Path(name).expanduser() for name in env.get("KUBECONFIG", "~/.kube/config").split(os.pathsep) if name]
-    there = [path for path in files if path.is_file()]
-    names = os.pathsep.join(map(str, files))
+    given = files(environ)
+    there = [path for path in given if path.is_file()]
+    names = os.pathsep.join(map(str, given))
     if not there and (SERVICE_ACCOUNT / "token").exists():
         return KubeConfig.from_service_account().get()  # type: ignore[return-value]
     if not there:

@@ -11,7 +11,7 @@ from pathlib import Path
 from stoker.errors import InputError, MissingError
 from stoker.jobs.status import signal_of
 from stoker.jobs.topology import Slot
-from stoker.launchers.mpi_words import why
+from stoker.launchers.mpi_words import code_of, why
 from stoker.telemetry.events import Event
 from stoker.telemetry.mpi_rank import EXIT as RANK_EXIT
 from stoker.telemetry.reader import read_log
@@ -108,7 +108,13 @@ def cause(slot: Slot, code: int, log: Path, *, out_of_memory: bool = False) -> C
     causes = [
         Cause(slot, rank, rank_code, _own_words(told, rank) or _last_words(lines, rank), log, out_of_memory)
         for rank, rank_code in reversed(ranks)
-    ] or [Cause(slot, None, code, _own_words(told, None) or _last_words(lines, None) or why(lines), log, out_of_memory)]
+    ]
+    if not causes:
+        words = _own_words(told, None) or _last_words(lines, None)
+        if words is None and slot.role == "launcher":
+            words = why(lines)
+            code = code_of(words, code)
+        causes = [Cause(slot, None, code, words, log, out_of_memory)]
     return next((one for one in causes if not one.is_of_a_partner), causes[0])
 
 

@@ -57,6 +57,7 @@ class Hearing:
         self.lost: set[Slot] = set()
         self.failed: dict[Slot, int] = {}
         """The exit code of the first rank of a slot that failed, where ranks tell."""
+        self.is_placed = not plan.is_placed_later
         self.waiting = ""
         self._pulses: dict[tuple[Slot, int], Pulse] = {}
         self._board = _board(run, job)
@@ -104,6 +105,7 @@ class Hearing:
             self.exits[slot] = _whole(event.fields.get("code"), 1)
         elif name == WAITING and self._carried and not is_carried:
             self.waiting = str(event.fields.get("detail") or "")
+            self.is_placed = not self.waiting
 
     def forget(self, slot: Slot) -> None:
         """Expect nothing of a slot's ranks until they are heard again."""

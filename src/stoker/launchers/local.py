@@ -136,7 +136,7 @@ class LocalLauncher:
         """Ask the supervisor to end the run, and wait for it; end what is left where there is none."""
         run = _run(handle)
         grace = float(run.job.grace)
-        until(lambda: run.read_status().state is not JobState.PENDING or not _is_young(run), START_S)
+        until(lambda: run.read_status().began > 0 or not _is_young(run), START_S)  # it is being watched over
         if (pid := watcher(run)) is not None:
             try:
                 _signal(run, pid, signal.SIGTERM)

@@ -22,7 +22,7 @@ from stoker.jobs.runs import Run
 from stoker.jobs.status import signal_of
 from stoker.jobs.topology import Slot
 from stoker.launchers.hearing import EXIT
-from stoker.launchers.mpi_words import code_of, complaint, noticed, signal_code
+from stoker.launchers.mpi_words import noticed, signal_code
 from stoker.telemetry.events import PREFIX, Recorder, parse
 from stoker.telemetry.mpi_rank import EXIT as RANK_EXIT
 from stoker.telemetry.mpi_rank import marked
@@ -68,9 +68,6 @@ class Scribe:
         if failed:
             slot = self._slots[failed[0] // self._ranks]
             self._say(f"mpirun has ended all, for another rank is gone: rank {failed[0]}, {slot}")
-        elif code and (words := complaint(self._words)):
-            self._say(f"mpirun: {words}")
-            code = code_of(words, code)
         return code
 
     def _code(self, worker: int, code: int) -> int:

@@ -57,6 +57,11 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
             parts.append(f"# {name}{f' on {host}' if host else ''}\n{command.to_sh()}\n")
         return "\n".join(parts)
 
+    @property
+    def is_placed_later(self) -> bool:
+        """Whether slots wait for a place that someone elsewhere gives them: then whoever carries them tells it."""
+        return self.is_far and bool(self.carried)
+
     def on_free_port(self) -> LocalPlan:
         """Give the same plan, with other ports to meet at where someone has taken one of these."""
         if self.ports:

@@ -98,7 +98,8 @@ class Supervisor:
         """Try until the job succeeds, is stopped, or is given up; whatever happens is told in the run's state."""
         try:
             began = self._status.began if self._continues else time.time()
-            self._tell(state=JobState.RUNNING, began=began, ended=None, message="")
+            state = _state(None, is_placed=not self._plan.is_placed_later)
+            self._tell(state=state, began=began, ended=None, message="")
             end_left(self._run, float(self._job.grace), standing_in=self._continues)
             state, message = self._watch()
         except StokerError as error:
@@ -180,8 +181,9 @@ class Supervisor:
         hearing.listen()
         self._memory.look()
         codes = self._tell_slots(gang, hearing)
-        if hearing.waiting != self._status.message:
-            self._tell(message=hearing.waiting)
+        state = _state(None, is_placed=hearing.is_placed)
+        if (state, hearing.waiting) != (self._status.state, self._status.message):
+            self._tell(state=state, message=hearing.waiting)
         grace = float(self._job.grace)
         spared: Collection[Slot] = onlookers(self._job)
         if self._job.is_elastic:
@@ -263,7 +265,7 @@ class Supervisor:
         slots = tuple(
             SlotStatus(
                 slot=str(slot),
-                state=JobState.STOPPED if slot in stopped else _state(code, hearing.waiting),
+                state=JobState.STOPPED if slot in stopped else _state(code, is_placed=hearing.is_placed),
                 pid=pids.get(slot),
                 code=code,
             )
@@ -306,9 +308,9 @@ def _earlier(status: JobStatus) -> tuple[tuple[Attempt, ...], int]:
     return (*status.attempts, *(() if status.attempt in seen else (unseen,))), status.next_attempt
 
 
-def _state(code: int | None, waiting: str) -> JobState:
+def _state(code: int | None, *, is_placed: bool) -> JobState:
     if code is None:
-        return JobState.PENDING if waiting else JobState.RUNNING
+        return JobState.RUNNING if is_placed else JobState.PENDING
     return JobState.SUCCEEDED if code == 0 else JobState.FAILED
 
 

@@ -38,6 +38,7 @@ _ADVICE = {
     "transform": "give it more cores, or do less to each image",
 }
 _CAUSES = {"loader_wait": "waits for input", "h2d": "is slow to copy", "compute": "is slow to compute"}
+_CAUSES_ON_CPU = {**_CAUSES, "h2d": "is slow to make tensors"}
 
 Who = tuple[str, int]
 """A slot and a rank."""
@@ -163,13 +164,13 @@ def verdict(events: Iterable[Event], *, last_s: float | None = None) -> Verdict:
     shares["rest"] = max(0.0, 1 - sum(shares.values()))
     stage, stage_share = _busiest_stage(sums.values())
     slow = _stragglers(sums)
-    bound_by = _bound_by(shares)
+    bound_by, on_cpu = _bound_by(shares), _is_on_cpu(chosen)
     tell: dict[str, Callable[[], str]] = {
         "compute": lambda: _compute_sentence(shares),
         "input": lambda: _input_sentence(shares, stage, stage_share, chosen),
-        "copy": lambda: f"{_percent(shares['h2d'])} copying to the device: pin the memory, or send bytes, not floats",
-        "ranks": lambda: _ranks_sentence(shares, slow, len(sums)),
-        "rest": lambda: _rest_sentence(shares),
+        "copy": lambda: _copy_sentence(shares, on_cpu=on_cpu),
+        "ranks": lambda: _ranks_sentence(shares, slow, len(sums), on_cpu=on_cpu),
+        "rest": lambda: _rest_sentence(shares, on_cpu=on_cpu),
     }
     return Verdict(
         tell[bound_by](),
@@ -348,6 +349,12 @@ def _busiest_stage(sums: Iterable[_Sums]) -> tuple[str, float]:
     return stage, seconds[stage] / total
 
 
+def _is_on_cpu(events: Sequence[Event]) -> bool:
+    """Whether machines are known to have no GPU: those that tell of themselves tell of none."""
+    told = [event.fields.get("gpu") for event in events if event.kind == "profile"]
+    return bool(told) and not any(told)
+
+
 def _bound_by(shares: Mapping[str, float]) -> str:
     waits = {"input": shares["loader_wait"], "copy": shares["h2d"], "ranks": shares["collective_wait"]}
     if shares["rest"] > shares["compute"]:
@@ -383,12 +390,19 @@ def _input_sentence(shares: Mapping[str, float], stage: str, share: float, event
     return f"{head}: {stage} takes {_percent(share)} of the loader's time; {advice}"
 
 
-def _ranks_sentence(shares: Mapping[str, float], slow: Sequence[Straggler], ranks: int) -> str:
+def _copy_sentence(shares: Mapping[str, float], *, on_cpu: bool) -> str:
+    if on_cpu:
+        return f"{_percent(shares['h2d'])} making tensors of batches: give it more cores, or smaller images"
+    return f"{_percent(shares['h2d'])} copying to the device: pin the memory, or send bytes, not floats"
+
+
+def _ranks_sentence(shares: Mapping[str, float], slow: Sequence[Straggler], ranks: int, *, on_cpu: bool) -> str:
     head = f"{_percent(shares['collective_wait'])} waiting for other ranks"
     if slow:
         first = slow[0]
         text = f"{head}: {first.name} is the straggler, {first.ratio:.1f} × the median step"
-        return f"{text}; it {_CAUSES[first.part]}" if first.part in _CAUSES else text
+        causes = _CAUSES_ON_CPU if on_cpu else _CAUSES
+        return f"{text}; it {causes[first.part]}" if first.part in causes else text
     if ranks < 2:
         return f"{head}, which have told nothing of their steps"
     input_too = shares["loader_wait"] >= NOTABLE
@@ -396,8 +410,9 @@ def _ranks_sentence(shares: Mapping[str, float], slow: Sequence[Straggler], rank
     return f"{head}, and none is slower than the rest: the network between them is slow, or the batches small{more}"
 
 
-def _rest_sentence(shares: Mapping[str, float]) -> str:
-    text = f"{_percent(shares['rest'])} of the time is outside of loading, copying, compute and waiting"
+def _rest_sentence(shares: Mapping[str, float], *, on_cpu: bool) -> str:
+    moving = "making tensors" if on_cpu else "copying"
+    text = f"{_percent(shares['rest'])} of the time is outside of loading, {moving}, compute and waiting"
     return f"{text}: look at what the program does between steps (compute {_percent(shares['compute'])})"
 
 

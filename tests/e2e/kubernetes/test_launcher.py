@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -59,6 +63,33 @@ class TestJobs(OnCluster):
         assert taken.folder != run.folder
         assert [line.text for line in there.logs(taken.handle, None, follow=True)] == ["hello", "bye"]
         assert there.status(taken.handle).state is JobState.SUCCEEDED
+
+    def test_what_others_deleted(self, launcher: Any) -> None:
+        run = self.start(launcher, self.job("sleep 60"))
+        until(lambda: launcher.status(run.handle).state is JobState.RUNNING)
+        self.cluster.delete("Job", "small")
+        until(lambda: launcher.status(run.handle).state.is_final, 60)
+        status = launcher.status(run.handle)
+        assert (status.state, status.message) == (JobState.STOPPED, "someone has deleted it")
+
+    def test_what_is_long_gone_is_lost(self, launcher: Any) -> None:
+        run = self.start(launcher, self.job("sleep 60"))
+        os.kill(watcher(run) or 0, signal.SIGKILL)
+        self.cluster.delete("Job", "small", foreground=True)
+        until(lambda: self.cluster.get("Job", "small") is None, 60)
+        until(lambda: launcher.status(run.handle).state is JobState.LOST)
+        assert "gone from the cluster" in launcher.status(run.handle).message
+
+    def test_the_words_so_far_are_there_for_another_machine(
+        self, launcher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = self.start(launcher, self.job("echo hello; sleep 60"))
+        until(lambda: self.text(launcher, run) == ["hello"])
+        monkeypatch.setenv("STOKER_HOME", str(tmp_path / "elsewhere"))
+        there = KubernetesLauncher(f"{self.cluster.context}/{self.cluster.namespace}")
+        assert self.text(there, there.adopt(run.id)) == ["hello"]
+        there.stop(run.handle)
+        assert there.status(run.handle).state is JobState.STOPPED
 
     def test_what_is_there_already_is_in_the_way(self, launcher: Any) -> None:
         self.start(launcher, self.job("sleep 60"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -33,6 +34,7 @@ from stoker.launchers.kubernetes.judge import Seen, Verdict, gave_up, judge, new
 from stoker.launchers.kubernetes.manifests import leading
 from stoker.launchers.supervisor import watching
 
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT")
 STREAMS = "streams.json"
 STOPPING = "stopping"
 """In the run folder: someone asked for its end."""
@@ -40,6 +42,8 @@ POLL_S = 0.5
 RETRY_S = (0.5, 1.0, 2.0, 5.0)
 LOST_S = 600.0
 """An API server that is away for so long is given up; whoever asks for the run takes it up again."""
+EVENTS_S = 2.0
+"""Between two looks at what the cluster tells of pods that wait."""
 LAST_WORDS_S = 10.0
 """Time for the logs of pods that have ended."""
 
@@ -88,8 +92,8 @@ class Stream(threading.Thread):
         with open(self._path, "ab") as file:
             for line in self._cluster.log(self._pod, CONTAINER, follow=True, since=mark.time):
                 moment, _, text = line.decode(errors="surrogateescape").partition(" ")
-                if moment < seen_before[0]:
-                    continue
+                if not _TIME.match(moment) or moment < seen_before[0]:
+                    continue  # what has no time is the node's own word, such as that it has no log any more
                 if moment == seen_before[0] and skip:
                     skip -= 1
                     continue
@@ -139,6 +143,10 @@ class Follower:
     _streams: dict[str, Stream] = field(default_factory=dict)
     _marks: dict[str, Mark] = field(default_factory=dict)
     _pods: dict[str, Manifest] = field(default_factory=dict)
+    _known: dict[str, Cause] = field(default_factory=dict)
+    """Why pods failed whose logs are all here."""
+    _last_events: tuple[float, list[Manifest]] = (float("-inf"), [])
+    _was_there: bool = False
     _away_since: float = 0.0
     _told: str = ""
 
@@ -203,14 +211,19 @@ class Follower:
             if one.uid in self._streams:
                 self._streams[one.uid].is_over = one.is_over or one.uid not in there
         leads = sorted(self._objects[self.kind], key=lambda one: one["metadata"]["creationTimestamp"])
+        self._was_there = self._was_there or bool(leads)
         verdict = judge(self.job, _lead_first(leads), found, self._events(found))
-        if verdict.state.is_final:
+        if not self._was_there and not (self.run.folder / STOPPING).exists():
+            self._end(JobState.LOST, "it is gone from the cluster: its ttl has passed, or someone has deleted it")
+        elif verdict.state.is_final:
             self._finish(verdict, found)
-            return
-        attempt = max((one.attempt for one in found), default=self._before.next_attempt)
+        else:
+            self._tell_of(verdict, found)
+
+    def _tell_of(self, verdict: Verdict, found: Sequence[Seen]) -> None:
         self._tell(
             state=verdict.state,
-            attempt=attempt,
+            attempt=max((one.attempt for one in found), default=self._before.next_attempt),
             slots=slot_states(self.job, found, verdict.state),
             attempts=self._attempts(found, over=False),
             message=self._told or verdict.why,
@@ -241,7 +254,7 @@ class Follower:
         found = self._last(found)
         self._hear_out(found)
         attempts = self._attempts(found, over=True)
-        message = "stopped" if state is JobState.STOPPED else verdict.why
+        message = "stopped" if (self.run.folder / STOPPING).exists() else verdict.why
         if state is JobState.FAILED:
             failed = self._causes(found, max((one.attempt for one in found), default=0)) or self._causes(found, None)
             if failed:
@@ -293,16 +306,16 @@ class Follower:
     def _causes(self, found: Sequence[Seen], attempt: int | None) -> list[Cause]:
         """Give why pods of an attempt failed, the one that says most first."""
         failed = [one for one in found if one.code and not one.was_moved and attempt in (None, one.attempt)]
-        causes = [
-            cause(
-                one.slot,
-                one.code or 1,
-                self.run.log(one.slot, one.attempt),
-                out_of_memory=one.reason == "OOMKilled",
-            )
-            for one in failed
-        ]
-        return sorted(causes, key=lambda one: one.weight)
+        return sorted((self._cause(one) for one in failed), key=lambda one: one.weight)
+
+    def _cause(self, one: Seen) -> Cause:
+        if one.uid in self._known:
+            return self._known[one.uid]
+        log = self.run.log(one.slot, one.attempt)
+        found = cause(one.slot, one.code or 1, log, out_of_memory=one.reason == "OOMKilled")
+        if one.uid not in self._streams or self._streams[one.uid].mark.done:
+            self._known[one.uid] = found
+        return found
 
     def _attempts(self, found: Sequence[Seen], *, over: bool) -> tuple[Attempt, ...]:
         """Tell of every attempt that is over."""
@@ -313,10 +326,12 @@ class Follower:
             failed = self._causes(those, number)
             moved = [one for one in those if one.was_moved]
             why = failed[0].sentence if failed else _moved(moved[0]) if moved else ""
-            known[number] = self._known(number, those, failed[0].code if failed else 0, why, bool(moved and not failed))
+            known[number] = self._attempt(
+                number, those, failed[0].code if failed else 0, why, bool(moved and not failed)
+            )
         return tuple(known[number] for number in sorted(known))
 
-    def _known(self, number: int, those: Sequence[Seen], code: int, why: str, lost: bool) -> Attempt:
+    def _attempt(self, number: int, those: Sequence[Seen], code: int, why: str, lost: bool) -> Attempt:
         before = next((one for one in self._status.attempts if one.number == number), None)
         return Attempt(
             number=number,
@@ -332,10 +347,12 @@ class Follower:
         is_waiting = not found or any(one.phase == "Pending" for one in newest(found).values())
         if self._away_since or not is_waiting:
             return []
-        try:
-            return self.cluster.every("Event")
-        except StokerError:  # who may not read them does without
-            return []
+        asked, events = self._last_events
+        if time.monotonic() - asked > EVENTS_S:
+            with suppress(StokerError):  # who may not read them does without
+                events = self.cluster.every("Event")
+            self._last_events = time.monotonic(), events
+        return events
 
     # --- What is kept here
 

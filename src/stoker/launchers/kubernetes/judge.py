@@ -113,14 +113,14 @@ def newest(found: Iterable[Seen]) -> dict[Slot, Seen]:
 def judge(job: Job, leads: Sequence[Manifest], found: Sequence[Seen], events: Sequence[Manifest] = ()) -> Verdict:
     """Tell how a job is doing, by its Jobs (or its MPIJob) and its pods."""
     if not leads:
-        return Verdict(JobState.STOPPED, "it is gone from the cluster")
+        return Verdict(JobState.STOPPED, "someone has deleted it")
     if all(_is(one, "Complete", "Succeeded") for one in _deciding(job, leads)):
         return Verdict(JobState.SUCCEEDED)
     failed = [one for one in leads if _is(one, "Failed") and _role(one) not in ONLOOKERS]
     if failed:
         return Verdict(JobState.FAILED, _why_failed(failed[0]))
     if leads[0]["metadata"].get("deletionTimestamp"):
-        return Verdict(JobState.STOPPED, "it was deleted")
+        return Verdict(JobState.STOPPED, "someone has deleted it")
     last = newest(found)
     if any(one.phase == "Running" for one in last.values()):
         waiting = [one for slot, one in sorted(last.items()) if one.phase == "Pending"]

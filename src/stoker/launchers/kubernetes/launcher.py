@@ -46,6 +46,7 @@ FOLLOWER = "stoker.launchers.kubernetes.follower"
 OURS = ",".join([RUN, *(f"{key}={value}" for key, value in MANAGED_BY.items())])
 """Selects what belongs to runs."""
 POLL_S = 0.5
+SETTLE_S = 10.0
 GONE_S = 30.0
 """How long the cluster may take to forget a job, beyond its grace."""
 
@@ -97,7 +98,7 @@ class KubernetesLauncher:
 
     def restart(self, run: Run, *, detach: bool = False) -> None:  # noqa: ARG002
         """Make the objects of a run again that is over; its attempts are counted on."""
-        if watcher(run) is not None:
+        if not until(lambda: watcher(run) is None, GONE_S):
             raise ConflictError("is being followed already", where=run.id)
         place, _ = parts_of(run.handle)
         before = run.read_status()
@@ -125,7 +126,10 @@ class KubernetesLauncher:
     def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[LogLine]:
         """Give what the pods wrote, which comes here as it is written."""
         run = self._run(handle)
-        self.status(handle)  # someone must follow
+        was_followed = watcher(run) is not None
+        is_over = self.status(handle).state.is_final  # now someone follows
+        if not (follow or was_followed or is_over):
+            _settle(run)
         return kept_logs(run, slot, is_over=lambda: not follow or self.status(handle).state.is_final)
 
     def stop(self, handle: str) -> None:
@@ -186,6 +190,17 @@ def _is_of_an_operator(one: Manifest) -> bool:
 
 def _is_over(run: Run) -> bool:
     return run.read_status().state.is_final
+
+
+def _settle(run: Run) -> None:
+    """Wait until what was said by now is here: nothing new has come for a moment."""
+    deadline = time.monotonic() + SETTLE_S
+    sizes: dict[Path, int] = {}
+    while time.monotonic() < deadline and not _is_over(run):
+        before, sizes = sizes, {path: path.stat().st_size for path in run.logs.iterdir()}
+        if sizes and sizes == before:
+            return
+        time.sleep(2 * POLL_S)
 
 
 def _with_cache(job: Job) -> Job:

@@ -76,14 +76,12 @@ def manifests(job: Job, code: Mapping[str, bytes] | None = None) -> list[Manifes
     return [_patched(one, job) for one in objects.all()]
 
 
-def shell_pod(
-    job: Job, code: Mapping[str, bytes] | None = None, *, role: str = "worker", gpu: bool = False
-) -> Manifest:
-    """Give a pod that is like one of a role's, and waits instead of running the program."""
-    found = manifests(job, code)
-    spec = next(pod["spec"] for one in found for pod in templates(one) if pod["metadata"]["labels"][ROLE] == role)
+def shell_pod(objects: Sequence[Manifest], *, role: str = "worker", gpu: bool = False) -> Manifest:
+    """Give what a pod of a rendered job's role is, but that it waits instead of running the program."""
+    spec = next(pod["spec"] for one in objects for pod in templates(one) if pod["metadata"]["labels"][ROLE] == role)
     main, *others = spec["containers"]
-    kept = {key: value for key, value in main.items() if key not in ("readinessProbe", "ports")}
+    dropped = ("args", "lifecycle", "livenessProbe", "ports", "readinessProbe", "startupProbe")
+    kept = {key: value for key, value in main.items() if key not in dropped}
     kept["command"] = ["/bin/sh", "-c", "trap exit TERM; while :; do sleep 1; done"]
     if not gpu:
         kept["resources"] = {

@@ -12,6 +12,7 @@ import json
 import os
 import queue
 import secrets
+import shutil
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import aclosing, suppress
 from pathlib import Path
+from tempfile import mkdtemp
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -47,6 +49,10 @@ TRIES = 5
 ARCHIVE = "working.zip"
 DRIVER = ".stoker/driver.py"
 SUBMISSIONS = "submissions"
+FOLDER = "ray-folder"
+"""Names the folder of a Ray of the run's own, while there is one."""
+LONGEST, RAYS_OWN = 107, 64
+"""What the path of a socket may have in characters, and what of it Ray adds to the folder."""
 # By the Python that Ray itself runs on, which is not always the first on the PATH: our parent has Ray's library open.
 _ENTRYPOINT = (
     "at=$(sed -n 's|.* \\(/.*\\)/lib/python[^/]*/[a-z]*-packages/ray/_raylet.so|\\1|p' /proc/$PPID/maps | head -n 1); "
@@ -84,7 +90,8 @@ class OwnCluster:
 
     why = "the driver of its Ray ended early"
 
-    def __init__(self, plan: RayPlan, log: Path) -> None:
+    def __init__(self, plan: RayPlan, run: Run, attempt: int) -> None:
+        self._run, log = run, run.logs / f"ray.{attempt}.log"
         theirs, self._to = os.pipe()
         self._back, forth = os.pipe()
         outer = {name: value for name, value in os.environ.items() if not RESERVED.fullmatch(name)}
@@ -100,7 +107,8 @@ class OwnCluster:
 
     def begin(self, request: dict[str, Any]) -> None:
         """Tell it; it has been started."""
-        self.send(request)
+        forget_folder(self._run)
+        self.send({**request, "folder": _make_folder(self._run)})
 
     def send(self, state: dict[str, Any]) -> None:
         """Write it on its standard input."""
@@ -127,6 +135,25 @@ class OwnCluster:
         os.close(self._to)
         until(lambda: self._driver.poll() is not None, 2 * LAST_S)
         self._driver.end(0)
+        forget_folder(self._run)
+
+
+def _make_folder(run: Run) -> str:
+    """Make a folder for what a Ray of the run's own writes; sockets lie deep in it, and their paths must be short."""
+    given = os.environ.get("RAY_TMPDIR", "")
+    is_short = len(given) <= LONGEST - RAYS_OWN - len("/stoker-ray-12345678")
+    is_usable = is_short and Path(given).is_absolute() and Path(given).is_dir()
+    folder = mkdtemp(prefix="stoker-ray-", dir=given if is_usable else "/tmp")
+    run.write(FOLDER, folder.encode())
+    return folder
+
+
+def forget_folder(run: Run) -> None:
+    """Remove what a Ray of the run's own wrote, also one that was killed with all that watched over it."""
+    record = run.folder / FOLDER
+    if record.exists():
+        shutil.rmtree(record.read_text(), ignore_errors=True)
+        record.unlink()
 
 
 class FarCluster:
@@ -328,7 +355,7 @@ class Carrier:
 
     def _line(self) -> Line:
         if self._plan.address is None:
-            return OwnCluster(self._plan, self._run.logs / f"ray.{self._attempt}.log")
+            return OwnCluster(self._plan, self._run, self._attempt)
         return FarCluster(self._plan, self._run, self._attempt)
 
     def _carried(self, line: Line) -> int:

@@ -117,9 +117,17 @@ class Cluster:
 
     def free_by_node(self) -> list[dict[str, float]]:
         """Tell what of each resource nobody uses or has reserved, node by node; nothing where it does not tell."""
+        return [free_of(text) for text in self._usages()]
+
+    def total_by_node(self) -> list[dict[str, float]]:
+        """Tell what of each resource there is, node by node; nothing where it does not tell."""
+        return [total_of(text) for text in self._usages()]
+
+    def _usages(self) -> list[str]:
+        """Give what is told of each node, for people to read; nothing else tells it without Ray's own protocol."""
         answer = self._say("GET", "/nodes?view=summary")
         told = (answer.json().get("data") or {}).get("nodeLogicalResources") if answer.ok else None
-        return [free_of(text) for text in (told or {}).values()]
+        return list((told or {}).values())
 
     def nodes(self) -> dict[str, str]:
         """Tell the state of every node by its address; nothing where the cluster does not tell."""
@@ -195,6 +203,11 @@ def free_of(usage: str) -> dict[str, float]:
     for used, total, name, used_there, reserved in _USAGE.findall(usage):
         found[name] = _number(total) - _number(used) - _number(reserved or "0") + _number(used_there or "0")
     return found
+
+
+def total_of(usage: str) -> dict[str, float]:
+    """Read what a node has at all from the same lines."""
+    return {name: _number(total) for _, total, name, _, _ in _USAGE.findall(usage)}
 
 
 def _number(text: str) -> float:

@@ -557,6 +557,7 @@ def main() -> int:
             object_store_memory=LOCAL_STORE,
             include_dashboard=False,
             log_to_driver=False,
+            _temp_dir=request["folder"],
         )
     code = 1
     try:

@@ -13,6 +13,7 @@ import os
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -31,7 +32,7 @@ from stoker.launchers.files import listed
 from stoker.launchers.local import LocalLauncher, gpus
 from stoker.launchers.paths import inside, placed
 from stoker.launchers.plan import LocalPlan
-from stoker.launchers.ray.carrier import ARCHIVE, DRIVER, end_submissions
+from stoker.launchers.ray.carrier import ARCHIVE, DRIVER, end_submissions, forget_folder
 from stoker.launchers.ray.cluster import GUARDED, LARGEST, Cluster, address_of, need_ray, version_here, version_there
 from stoker.launchers.ray.plan import RayPlan, read_ray_plan
 from stoker.telemetry import profiler
@@ -138,6 +139,7 @@ class RayLauncher:
             yield "no Ray cluster was named or found: one is started on this machine for the run, and ended with it"
         else:
             yield from self._far_notes(job, there)
+            yield from self._room_notes(job, count)
         if job.image:
             yield "no containers on ray: the image is left aside, and the Python of Ray is used"
         if job.checkpoint.claim:
@@ -162,6 +164,21 @@ class RayLauncher:
             yield (
                 "checkpoints stay on the node where worker/0 is, in stoker/<run>/checkpoints of the home there; "
                 "checkpoint.dir names a bucket or a folder that every node has, for a new attempt may be elsewhere"
+            )
+
+    def _room_notes(self, job: Job, count: int) -> Iterator[str]:
+        """Tell that a job would wait for a cluster that is too small as it is, where that can be known; it may grow."""
+        assert self._address is not None
+        nodes = list[dict[str, float]]()
+        with suppress(StokerError, ValueError):
+            nodes = Cluster(self._address).total_by_node()
+        # Of other resources not every version tells.
+        bundle = {name: each for name, each in _bundle(job).items() if name in ("CPU", "GPU")}
+        if nodes and (room := room_in(nodes, bundle, job.ray.strategy)) < count:
+            there = ", ".join(f"{name} {sum(node.get(name, 0) for node in nodes):g}" for name in bundle)
+            yield (
+                f"the cluster is too small as it is: {counted(len(nodes), 'node')} with {there} in all have room for "
+                f"{room} of {counted(count, 'worker')}; the job would wait until it grows"
             )
 
     def start(self, rendered: RayPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
@@ -191,7 +208,11 @@ class RayLauncher:
         run = Run(Path(handle.partition("://")[2]))
         self._here.stop(handle)
         plan = read_ray_plan(run)
-        if plan.address is not None and self.status(handle).state.is_final:  # else someone has started it again
+        if not self.status(handle).state.is_final:  # someone has started it again
+            return
+        if plan.address is None:
+            forget_folder(run)
+        else:
             try:
                 end_submissions(run, plan.address, plan.grace_s)
             except StokerError as error:
@@ -233,6 +254,9 @@ def _missing(job: Job, address: str | None) -> Iterator[Fault]:
         comes = address is None or not Path(inside(path) or "").is_absolute()
         if comes and not Path(path).exists():
             yield Fault(key, f"there is nothing at {Path.cwd() / path}")
+    cwd = job.program.cwd
+    if cwd is not None and (address is None or not Path(inside(cwd) or "").is_absolute()) and not Path(cwd).is_dir():
+        yield Fault("program.cwd", f"there is no folder {Path.cwd() / cwd}")
     if address is None:
         yield from _missing_here(job)
         return

@@ -7,6 +7,7 @@ of ours there. What it is asked comes as lines of JSON; an empty line says that 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -44,7 +45,7 @@ print(json.dumps({"python": sys.executable, "version": sys.version.split()[0],
 
 
 class Surveyor:
-    """Answers questions about the host; changes nothing."""
+    """Answers questions about the host; leaves nothing there."""
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
@@ -165,7 +166,24 @@ def _unwritable(folder: str) -> str:
         place = place.parent
     if not place.is_dir():
         return f"{place} is not a folder"
-    return "" if os.access(place, os.W_OK | os.X_OK) else f"{place} cannot be written"
+    if not os.access(place, os.W_OK | os.X_OK):
+        return f"{place} cannot be written"
+    return _untakable(place)
+
+
+def _untakable(place: Path) -> str:
+    """Say why a folder takes nothing new: of some, as /proc, that is known only once it was tried."""
+    before = os.stat(place)
+    try:
+        trial = place / f".stoker-{os.urandom(8).hex()}"
+        trial.mkdir()
+        trial.rmdir()
+    except OSError as error:
+        why = "" if error.errno == errno.ENOENT else f": {os.strerror(error.errno or 0).lower()}"
+        return f"{place} cannot be written{why}"
+    with contextlib.suppress(OSError):  # as if nobody had been there
+        os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
+    return ""
 
 
 def _identity(folder: str) -> list[int]:

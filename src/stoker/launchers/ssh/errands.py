@@ -1,20 +1,23 @@
 """Commands that one slot wants on the host of another: passed on as files in the run folder, from process to process.
 
 asks/<attempt>/<slot>.ready       the slot stands by
-asks/<attempt>/<slot>/<id>.json   a command for it; who wants it no more removes it
+asks/<attempt>/<slot>/<id>.json   a command for it
+asks/<attempt>/<slot>/<id>.back   who asked wants it no more
 asks/<attempt>/<slot>/<id>.exit   how it ended
 """
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Collection, Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from stoker.core.processes import Process, start, until
+from stoker.core.processes import Process, held_back, start, until
 from stoker.core.spec import load, to_json
 from stoker.errors import InputError
 from stoker.jobs.runs import Run
@@ -57,9 +60,9 @@ class Asks:
 
     def is_wanted(self, name: str, ask: str) -> bool:
         """Whether it was not taken back."""
-        return (self.of(name) / f"{ask}.json").exists()
+        return not (self.of(name) / f"{ask}.back").exists()
 
-    def wanted(self, name: str) -> list[str]:
+    def unanswered(self, name: str) -> list[str]:
         """List what is asked of a slot and not answered yet."""
         return [path.stem for path in self.of(name).glob("*.json") if not path.with_suffix(".exit").exists()]
 
@@ -83,7 +86,7 @@ class Desk:
         """Pass an ask on, or take it back; of `all` that there are, those that are not among them."""
         if "all" in told:
             for name in self._standby:
-                for ask in set(self._asks.wanted(name)) - set(told["all"]):
+                for ask in set(self._asks.unanswered(name)) - set(told["all"]):
                     self._take_back(name, ask)
             return
         ask = str(told["id"])
@@ -101,7 +104,7 @@ class Desk:
 
     def _take_back(self, name: str, ask: str) -> None:
         self._open.pop(ask, None)
-        (self._asks.of(name) / f"{ask}.json").unlink(missing_ok=True)
+        (self._asks.of(name) / f"{ask}.back").touch()
 
     def answers(self) -> Iterator[tuple[str, int]]:
         """Give the exit codes that have come in; that of bad input where no such slot stands by."""
@@ -117,9 +120,11 @@ class Desk:
 class Clerk:
     """Starts what is asked of a slot that stands by, a process here for each."""
 
-    def __init__(self, run: Run, asks: Asks, name: str) -> None:
-        self._run, self._asks, self._name = run, asks, name
+    def __init__(self, run: Run, asks: Asks, name: str, has_begun: Callable[[str], bool]) -> None:
+        """Serve a slot; what has begun already is taken up, even at the end: it may have words left."""
+        self._run, self._asks, self._name, self._has_begun = run, asks, name, has_begun
         self._lines: dict[str, Process] = {}
+        self._told: dict[str, float] = {}
         self._is_ending = False
 
     @property
@@ -130,22 +135,26 @@ class Clerk:
     def tell_end(self) -> None:
         """Have all that runs end with grace, and start nothing more."""
         self._is_ending = True
+        self.look()
         for line in self._lines.values():
             line.terminate()
 
     def look(self) -> None:
         """Start what is new, end what was taken back, and answer what is over."""
-        for ask in self._asks.wanted(self._name):
-            if ask not in self._lines and not self._is_ending:
+        for ask in self._asks.unanswered(self._name):
+            is_new = not self._is_ending and self._asks.is_wanted(self._name, ask)
+            if ask not in self._lines and (is_new or self._has_begun(ask)):
                 argv = [sys.executable, "-m", "stoker.launchers.ssh.slot", str(self._run.folder), self._name, ask]
-                self._lines[ask] = start(argv, dies_with_us=True)
+                with held_back(signal.SIGTERM):  # until it listens
+                    self._lines[ask] = start(argv, dies_with_us=True)
         for ask, line in list(self._lines.items()):
             code = line.poll()
             if code is not None:
                 del self._lines[ask]
                 line.end(0)
                 self._asks.write(self._name, f"{ask}.exit", str(code).encode())
-            elif not self._asks.is_wanted(self._name, ask):
+            elif not self._asks.is_wanted(self._name, ask) and time.monotonic() > self._told.get(ask, 0.0):
+                self._told[ask] = time.monotonic() + LAST_S  # the second time, it ends at once
                 line.terminate()
 
     def end(self, grace_s: float) -> None:

@@ -21,7 +21,7 @@ from typing import IO, Any, Self
 import msgspec
 
 from stoker.core.processes import Process, start
-from stoker.errors import InputError, UnavailableError
+from stoker.errors import Fault, SpecError, UnavailableError
 from stoker.launchers.ssh import keeper
 
 _TOKEN = "stoker-agent"
@@ -65,9 +65,9 @@ _MEANINGS: tuple[tuple[str, str, str], ...] = (
     (
         "Host key verification failed",
         "has a host key that you have not accepted yet",
-        "connect once by hand: ssh {host}",
+        "connect once by hand: {ssh}",
     ),
-    ("Permission denied", "refuses your key", "is it in authorized_keys there? Try: ssh-copy-id {host}"),
+    ("Permission denied", "refuses your key", "is it in authorized_keys there? Try: {copy}"),
     (
         "Too many authentication failures",
         "refuses your keys",
@@ -95,6 +95,15 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
     config: str | None = None
     user: str | None = None
     lost_after_s: float = 30.0
+    control: str | None = None
+    """The path by which calls share one connection to each host, as in `ControlPath`."""
+
+    def by_hand(self, host: str, program: str = "ssh") -> str:
+        """Write the command by which who reads it reaches a host as we do."""
+        config = () if self.config is None else ("-F", self.config)
+        if self.user is not None:  # which takes the place of one before the host, as `-l` does
+            host = f"{self.user}@{host.rpartition('@')[2]}"
+        return shlex.join([program, *config, host])
 
     def argv(self, *more: str, attempts: int = ATTEMPTS) -> list[str]:
         """Give the words before the host."""
@@ -109,28 +118,36 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
             "RemoteCommand": "none",
             "LogLevel": "INFO",
         }
+        if self.control is not None:
+            options |= {"ControlMaster": "auto", "ControlPath": self.control, "ControlPersist": 60}
         words = ["ssh", "-T", *(() if self.config is None else ("-F", self.config))]
         words += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         return [*words, *(() if self.user is None else ("-l", self.user)), *more]
 
 
 def expanded(hosts: tuple[str, ...]) -> tuple[str, ...]:
-    """Put the hosts of a file in the place of its `@name`."""
-    return tuple(one for host in hosts for one in (_read(host[1:]) if host.startswith("@") else (host,)))
+    """Put the hosts of a file in the place of its `@name`; all that is wrong in such files is told at once."""
+    faults: list[Fault] = []
+    found = tuple(one for host in hosts for one in (_read(host[1:], faults) if host.startswith("@") else (host,)))
+    if faults:
+        raise SpecError(faults, hint="a line is a host: node1, or node1 slots=2")
+    return found
 
 
-def _read(name: str) -> Iterator[str]:
+def _read(name: str, faults: list[Fault]) -> Iterator[str]:
+    """Give the hosts of a file; what is wrong there is added to `faults`."""
     try:
         lines = Path(name).read_text().splitlines()
-    except OSError as error:
-        raise InputError(f"the file of hosts cannot be read: {(error.strerror or '').lower()}", where=name) from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = (error.strerror or "").lower() if isinstance(error, OSError) else "it is no text"
+        faults.append(Fault(name, f"the file of hosts cannot be read: {why}"))
+        return
     for number, line in enumerate(lines, 1):
         if words := line.partition("#")[0].strip():
             match = _SLOTS.fullmatch(words)
             if match is None or words.startswith("-"):
-                raise InputError(
-                    f"{words!r} is no host", where=f"{name}:{number}", hint="write node1, or node1 slots=2"
-                )
+                faults.append(Fault(f"{name}:{number}", f"{words!r} is no host"))
+                continue
             count = match["short"] or match["long"]
             yield match["host"] if count is None else f"{match['host']}:{count}"
 
@@ -144,19 +161,23 @@ def places(hosts: tuple[str, ...]) -> list[str]:
     return found
 
 
-def meaning(host: str, said: str, code: int | None) -> str:
+def meaning(client: Client, host: str, said: str, code: int | None) -> str:
     """Say in plain words why `ssh` did not get through."""
-    return ": ".join(part for part in meaning_and_fix(host, said, code) if part)
+    return ": ".join(part for part in meaning_and_fix(client, host, said, code) if part)
 
 
-def meaning_and_fix(host: str, said: str, code: int | None) -> tuple[str, str]:
+def meaning_and_fix(client: Client, host: str, said: str, code: int | None) -> tuple[str, str]:
     """Say in plain words why `ssh` did not get through, and what mends it, where that is known."""
     if (unknown := _UNKNOWN.search(said)) and unknown["name"] != host:  # by its HostName, or a jump host
         return f"leads to {unknown['name']}, which is unknown: neither DNS nor your ssh configuration has this name", ""
     for sign, words, fix in _MEANINGS:
         if sign in said:
             forget = _FORGET.search(said)
-            return words, fix.format(host=host, forget=forget[0] if forget else f"ssh-keygen -R {host}")
+            return words, fix.format(
+                ssh=client.by_hand(host),
+                copy=client.by_hand(host, "ssh-copy-id"),
+                forget=forget[0] if forget else f"ssh-keygen -R {host}",
+            )
     if code == NO_PYTHON:
         return "has no Python", _GET_PYTHON
     if code == OLD_PYTHON:
@@ -181,9 +202,9 @@ def by_any_python(python: str, code: str, *words: str) -> str:
     return shlex.join(["sh", "-c", _ANY_PYTHON, "sh", python, f"exec({json.dumps(code)})", *words])
 
 
-def agent_argv(client: list[str], host: str, python: str, token: str) -> list[str]:
+def agent_argv(ssh: list[str], host: str, python: str, token: str) -> list[str]:
     """Give the command that starts the agent there."""
-    return [*client, "--", host, by_any_python(python, _BOOT, f"{_TOKEN}-{token}")]
+    return [*ssh, "--", host, by_any_python(python, _BOOT, f"{_TOKEN}-{token}")]
 
 
 def agent_code() -> bytes:
@@ -231,9 +252,12 @@ class Session:
 
     _doors = threading.BoundedSemaphore(DOORS)
 
-    def __init__(self, client: list[str], host: str, python: str, token: str = "look") -> None:
+    def __init__(
+        self, client: Client, host: str, python: str, token: str = "look", *, attempts: int = ATTEMPTS
+    ) -> None:
         self.host = host
-        self._argv = agent_argv(client, host, python, token)
+        self._client = client
+        self._argv = agent_argv(client.argv(attempts=attempts), host, python, token)
         self._line: _Line | None = None
         self._is_closed = False
 
@@ -291,7 +315,7 @@ class Session:
 
     def _failed(self, line: _Line) -> UnavailableError:
         code, said = exit_code(line.ssh, 5), text_of(line.stderr)
-        what, fix = meaning_and_fix(self.host, line.frames.with_login(said), code)
+        what, fix = meaning_and_fix(self._client, self.host, line.frames.with_login(said), code)
         kind = _TurnedAwayError if turned_away(said) and not line.frames.is_met else UnavailableError
         return kind(what, where=self.host, hint=fix or None)
 

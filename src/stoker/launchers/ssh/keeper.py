@@ -232,7 +232,8 @@ class Relay:
             self._frames.send(HELD)
             threading.Thread(target=self._hear, args=(requests,), daemon=True).start()
             self._carry()
-            self._is_over.wait()
+            while not self._is_over.wait(IDLE_S) and self._folder.exists():
+                pass  # until it was heard, or nobody is there who could say so
         except Gone as gone:
             self._frames.send(GONE, str(gone).encode())
         except (OSError, ValueError) as error:

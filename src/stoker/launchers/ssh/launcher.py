@@ -427,7 +427,7 @@ def _sweep(run: Run) -> None:
             "grace_s": plan.grace_s,
         }
         try:
-            with Session(plan.client.argv(attempts=1), host, place.python, run.id) as session:
+            with Session(plan.client, host, place.python, run.id, attempts=1) as session:
                 left = session.ask(request, plan.grace_s + ANSWER_S)["left"]
         except UnavailableError as error:
             return f"{host} {error.what}"
@@ -444,8 +444,8 @@ def _prepare_all(run: Run) -> None:
     """Copy the working folder to every host and prepare it there; a failure is kept as the run's."""
     plan = read_ssh_plan(run)
     try:
-        with watching(run), _multiplexed(plan.client) as ssh:
-            _prepare(plan, run, ssh)
+        with watching(run), _multiplexed(plan.client) as client:
+            _prepare(plan, run, client)
     except (StokerError, OSError, KeyboardInterrupt) as error:
         now = time.time()
         how, why = (JobState.FAILED, str(error)) if isinstance(error, Exception) else (JobState.STOPPED, "stopped")
@@ -457,12 +457,11 @@ def _prepare_all(run: Run) -> None:
 
 
 @contextmanager
-def _multiplexed(client: Client) -> Iterator[list[str]]:
-    """Give a command of `ssh` whose calls share one connection to each host."""
+def _multiplexed(client: Client) -> Iterator[Client]:
+    """Have calls share one connection to each host."""
     with TemporaryDirectory(prefix="stoker-", dir="/tmp" if Path("/tmp").is_dir() else None) as folder:
-        shared = ["-o", "ControlMaster=auto", "-o", f"ControlPath={folder}/%C", "-o", "ControlPersist=60"]
         try:
-            yield client.argv(*shared)
+            yield msgspec.structs.replace(client, control=f"{folder}/%C")
         finally:
             for socket in Path(folder).iterdir():
                 argv = ["ssh", "-O", "exit", "-o", f"ControlPath={socket}", "--", "any"]
@@ -471,11 +470,13 @@ def _multiplexed(client: Client) -> Iterator[list[str]]:
                 )
 
 
-def _prepare(plan: SshPlan, run: Run, ssh: list[str]) -> None:
+def _prepare(plan: SshPlan, run: Run, client: Client) -> None:
     """Bring the hosts so far that slots can start; what several share is seen to once."""
     source, stop = Path(plan.source), Event()
     with ExitStack() as stack:
-        sessions = {host: stack.enter_context(Session(ssh, host, place.python)) for host, place in plan.places.items()}
+        sessions = {
+            host: stack.enter_context(Session(client, host, place.python)) for host, place in plan.places.items()
+        }
         shared, own = _shared(plan, sessions)
         wants = any(plan.places[host].copies for host in shared.keys() - own)
         names = listed(source, plan.exclude, away=home()) if wants else []
@@ -484,7 +485,7 @@ def _prepare(plan: SshPlan, run: Run, ssh: list[str]) -> None:
         def fill(host: str) -> None:
             """See to a folder, from the first of the hosts that have it."""
             place, extra = plan.places[host], _extra([plan.places[one] for one in shared[host]])
-            parcel.send(extra, ssh=ssh, host=host, place=place, whole=place.copies and host not in own)
+            parcel.send(extra, client=client, host=host, place=place, whole=place.copies and host not in own)
             if plan.setup:
                 _set_up(run, host, stop, plan.grace_s)
 
@@ -503,7 +504,7 @@ def _shared(plan: SshPlan, sessions: Mapping[str, Session]) -> tuple[dict[str, l
         request = {"do": "signs", "workdir": plan.places[host].workdir, "leave": [], "find": [], "take": []}
         answer = sessions[host].ask({**request, **what})
         if "fault" in answer:
-            raise InputError(answer["fault"], where=host)
+            raise InputError(answer["fault"], where=host, hint="ssh.workdir names another")
         found: list[str] = answer["found"]
         return found
 

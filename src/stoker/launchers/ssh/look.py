@@ -105,9 +105,9 @@ def client_of(job: Job) -> Client:
 @contextmanager
 def talking(job: Job, hosts: Iterable[str]) -> Iterator[dict[str, Session]]:
     """Give a talk with every host, each once."""
-    argv = client_of(job).argv(attempts=2)
+    client, python = client_of(job), job.ssh.python
     with ExitStack() as stack:
-        yield {host: stack.enter_context(Session(argv, host, job.ssh.python)) for host in dict.fromkeys(hosts)}
+        yield {host: stack.enter_context(Session(client, host, python, attempts=2)) for host in dict.fromkeys(hosts)}
 
 
 def look_at_all(sessions: Mapping[str, Session], job: Job) -> dict[str, Look]:

@@ -54,7 +54,7 @@ class SshPlan(LocalPlan, frozen=True, kw_only=True):
     secrets: tuple[str, ...] = ()
     grace_s: float = 30.0
     keeps_port: bool = False
-    """Whether the job names the port; else every attempt meets at the next one, where nothing of the last can be."""
+    """Whether the job names the port; else every attempt meets at another one, where nothing of the last can be."""
 
 
 def command_at(plan: SshPlan, slot: Slot, run: str, attempt: int) -> Command:

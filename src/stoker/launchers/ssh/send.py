@@ -17,7 +17,7 @@ from typing import IO, Self
 
 from stoker.core.processes import start, until
 from stoker.errors import InputError, UnavailableError
-from stoker.launchers.ssh.hosts import by_any_python, meaning, text_of
+from stoker.launchers.ssh.hosts import Client, by_any_python, meaning, text_of
 from stoker.launchers.ssh.plan import Place
 
 Extra = tuple[tuple[str, bytes], ...]
@@ -57,9 +57,9 @@ class Parcel:
     ) -> None:
         self._archives.cleanup()
 
-    def send(self, extra: Extra, *, ssh: list[str], host: str, place: Place, whole: bool) -> None:
+    def send(self, extra: Extra, *, client: Client, host: str, place: Place, whole: bool) -> None:
         """Copy files of ours to a host, and if `whole` the folder: what changed, by rsync, where both sides have it."""
-        whole = whole and bool(self._names)
+        ssh, whole = client.argv(), whole and bool(self._names)
         by_rsync = whole and place.rsync and shutil.which("rsync") is not None
         if by_rsync:
             with TemporaryFile() as listing:
@@ -68,10 +68,12 @@ class Parcel:
                 # Times and sizes tell what changed. Owners stay those of the account there.
                 argv = ["rsync", "-lptzs", "--from0", "--files-from=-", "-e", shlex.join(ssh)]
                 argv += [f"--rsync-path=mkdir -p {shlex.quote(place.workdir)} && rsync"]
-                self._run([*argv, f"{self._folder}/", f"{_bracketed(host)}:{place.workdir}/"], host, listing, _VANISHED)
+                argv += [f"{self._folder}/", f"{_bracketed(host)}:{place.workdir}/"]
+                self._run(argv, client, host, listing, _VANISHED)
         if extra or (whole and not by_rsync):
             with open(self._archive(extra, whole=whole and not by_rsync), "rb") as archive:
-                self._run([*ssh, "--", host, by_any_python(place.python, _UNPACK, place.workdir)], host, archive)
+                argv = [*ssh, "--", host, by_any_python(place.python, _UNPACK, place.workdir)]
+                self._run(argv, client, host, archive)
 
     def _archive(self, extra: Extra, *, whole: bool) -> Path:
         with self._lock:
@@ -82,14 +84,15 @@ class Parcel:
                 self._packed[key] = path
             return self._packed[key]
 
-    def _run(self, argv: list[str], host: str, stdin: IO[bytes], fine: int = 0) -> None:
+    def _run(self, argv: list[str], client: Client, host: str, stdin: IO[bytes], fine: int = 0) -> None:
         with TemporaryFile() as said:
             code = attend(argv, self._stop, stdin=stdin, stdout=subprocess.DEVNULL, stderr=said)
             if code not in (0, fine):
                 words = text_of(said)
                 if "No space left" in words:
                     raise InputError("has no space left for the working folder", where=host)
-                raise UnavailableError(f"the working folder was not copied: {meaning(host, words, code)}", where=host)
+                why = meaning(client, host, words, code)
+                raise UnavailableError(f"the working folder was not copied: {why}", where=host)
 
 
 def attend(

@@ -31,6 +31,7 @@ from stoker.launchers.ssh import keeper
 from stoker.launchers.ssh.errands import Asks, Clerk, Desk
 from stoker.launchers.ssh.hosts import (
     ANSWER_S,
+    Client,
     Frames,
     agent_argv,
     agent_code,
@@ -155,7 +156,7 @@ class Line:
         self._wants_stacks = False
         can_ask = plan.standby and not (self._stands_by or ask or self._is_setup)
         self._desk = Desk(self._asks, plan.standby) if can_ask else None
-        self._clerk = Clerk(run, self._asks, name) if self._stands_by else None
+        self._clerk = Clerk(run, self._asks, name, self._has_begun) if self._stands_by else None
 
     def _its_command(self, kind: str) -> Command:
         if self._is_setup:
@@ -170,11 +171,16 @@ class Line:
     def _far(self, name: str) -> Path | None:
         return None if self._is_setup else self._run.folder / FAR / name
 
+    def _has_begun(self, ask: str) -> bool:
+        path = self._far(f"{self._title}.{ask}.json")
+        return path is not None and path.exists()
+
     def listen(self) -> None:
         """Take signals for wishes, which are carried out there."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_end)
         signal.signal(signal.SIGUSR1, self._on_stacks)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def carry(self) -> int:
         """Run the slot there to its end; give its exit code, negative for the signal that ended it."""
@@ -260,7 +266,8 @@ class Line:
             try:
                 return self._talk(theirs, back)
             except _Cut as cut:
-                raise _Cut(str(cut) or _why(self.host, exit_code(ssh, SAID_S), text_of(said))) from cut
+                why = str(cut) or _why(self._plan.client, self.host, exit_code(ssh, SAID_S), text_of(said))
+                raise _Cut(why) from cut
             finally:
                 os.close(theirs)
                 os.close(back)
@@ -443,13 +450,13 @@ def _await_end(back: int) -> None:
         pass
 
 
-def _why(host: str, code: int, said: str) -> str:
+def _why(client: Client, host: str, code: int, said: str) -> str:
     """Say why `ssh` ended before the slot did."""
     if code < 0:
         return f"the ssh program here was ended by {signal.Signals(-code).name}"
     if code == LOST and not said.strip():
         return "the agent there was killed"
-    return meaning(host, said, code)
+    return meaning(client, host, said, code)
 
 
 def _end_as(code: int) -> NoReturn:

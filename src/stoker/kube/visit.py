@@ -1,0 +1,144 @@
+"""A pod that is there for a visit: made, waited for until it runs, and deleted in every case."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from stoker.core.units import format_duration
+from stoker.errors import (
+    AccessError,
+    ConflictError,
+    FullError,
+    InputError,
+    NotFoundError,
+    StokerError,
+    UnavailableError,
+)
+from stoker.kube.objects import Manifest
+from stoker.kube.pods import claims_of, ended, holders, is_running, why_pending
+
+if TYPE_CHECKING:
+    from stoker.kube.client import Cluster
+
+POLL_S = 0.5
+GRACE_S = 1
+"""Of a pod that has nothing to save. Not 0: then it would be forgotten while it still runs, and has its volumes."""
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def visiting(
+    cluster: Cluster, pod: Manifest, others: Sequence[Manifest] = (), *, wait_s: float, tell: Callable[[str], object]
+) -> Iterator[str]:
+    """Make a pod, and objects that go with it when it is deleted; give its name once it runs."""
+    name, was_refused = str(pod["metadata"]["name"]), False
+    with _hang_up_as_ctrl_c():
+        try:
+            try:
+                made = cluster.create(pod)
+            except (AccessError, FullError, InputError):
+                was_refused = True
+                raise
+            for one in others:
+                cluster.create(owned(one, made))
+            wait_running(cluster, name, wait_s, tell)
+            yield name
+        finally:
+            if not was_refused:  # where no answer came, it may have been made
+                _delete(cluster, name, tell)
+
+
+def owned(one: Manifest, owner: Manifest) -> Manifest:
+    """Have an object deleted with its owner."""
+    metadata = owner["metadata"]
+    reference = {"apiVersion": "v1", "kind": owner["kind"], "name": metadata["name"], "uid": metadata["uid"]}
+    return {**one, "metadata": {**one["metadata"], "ownerReferences": [reference]}}
+
+
+def wait_running(cluster: Cluster, name: str, wait_s: float, tell: Callable[[str], object]) -> None:
+    """Wait until a pod's container runs; say why it does not yet, whenever that changes."""
+    deadline, said = time.monotonic() + wait_s, ""
+    while True:
+        pod = cluster.get("Pod", name)
+        if pod is None:
+            raise NotFoundError(f"pod {name} is gone", where=cluster)
+        if is_running(pod):
+            return
+        if (end := ended(pod)) is not None:
+            code, reason = end
+            what = f"pod {name} ended at once with exit code {code}{f' ({reason})' if reason else ''}"
+            raise UnavailableError(what, where=cluster)
+        why = why_pending(pod, events_of(cluster, pod))
+        if why and why != said:
+            tell(f"Pod {name} does not run yet: {why}")
+            said = why
+        if time.monotonic() > deadline:
+            reason = why or "it is only being started"
+            what = f"pod {name} does not run after {format_duration(round(wait_s))}: {reason}"
+            raise UnavailableError(what, where=cluster)
+        time.sleep(POLL_S)
+
+
+def events_of(cluster: Cluster, one: Manifest) -> list[Manifest]:
+    """Give the events of an object; none where they may not be read, since they are only said."""
+    try:
+        return cluster.every("Event", fields=f"involvedObject.uid={one['metadata']['uid']}")
+    except AccessError:
+        return []
+
+
+def check_claims(cluster: Cluster, spec: Manifest) -> None:
+    """Refuse to mount a claim that is not there, or one that a single node can have while a job has it."""
+    names = claims_of({"spec": spec})
+    if not names:
+        return
+    pods, faults = cluster.every("Pod"), []
+    for name in dict.fromkeys(names):
+        claim = cluster.get("PersistentVolumeClaim", name)
+        if claim is None:
+            raise NotFoundError(
+                f"there is no claim {name}", where=cluster, hint=f"make it with: stoker volume create {name}"
+            )
+        modes = set(claim["spec"].get("accessModes") or ())
+        if modes <= {"ReadWriteOnce", "ReadWriteOncePod"} and (found := holders(pods, name)):
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            faults.append(f"claim {name} is mounted by pod {found[0]}{more}, and one node alone can have it")
+    if faults:
+        raise ConflictError("; ".join(faults), where=cluster, hint="wait for that job, or stop it: stoker job stop")
+
+
+def _delete(cluster: Cluster, name: str, tell: Callable[[str], object]) -> None:
+    """Delete the pod; a second Ctrl-C does not keep it alive."""
+    with _signals(dict.fromkeys(_ENDINGS, signal.SIG_IGN)):
+        try:
+            cluster.delete("Pod", name, grace_s=GRACE_S)
+        except StokerError as error:
+            hint = f"kubectl --context {cluster.context} -n {cluster.namespace} delete pod {name}"
+            tell(f"Pod {name} could not be deleted ({error.what}); delete it with: {hint}")
+
+
+@contextmanager
+def _hang_up_as_ctrl_c() -> Iterator[None]:
+    """Let a closed terminal end us as Ctrl-C does, with what must be done before."""
+    with _signals({signal.SIGHUP: signal.default_int_handler}):
+        yield
+
+
+@contextmanager
+def _signals(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
+    """Set handlers for a while; only the main thread has any."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            with suppress(TypeError):  # a handler that was not set from Python
+                signal.signal(number, handler)
