@@ -199,6 +199,7 @@ class TestLocal(LauncherSuite):
     def test_a_port_that_was_taken_meanwhile(self, launcher: Any) -> None:
         plan = launcher.render(job_of(program={"module": "m"}, topology="torchrun"))
         with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier test may have been there
             sock.bind(("127.0.0.1", plan.port))
             sock.listen()
             moved = plan.on_free_port()
