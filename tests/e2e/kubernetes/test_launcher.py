@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from pods import keys
 
+from clusters import PATH
 from launchers.contract import LauncherSuite, Launching, until
 from stoker.errors import ConflictError, NotFoundError
 from stoker.jobs.spec import Job
@@ -22,9 +23,6 @@ from stoker.kube.client import Cluster
 from stoker.kube.objects import RUN
 from stoker.launchers.kubernetes.launcher import KubernetesLauncher
 from stoker.launchers.supervisor import watcher
-
-PROGRAMS = os.environ.get("KUBEBUILDER_ASSETS", "/usr/local/kubebuilder/bin")
-PATH = f"{PROGRAMS}:{os.environ['PATH']}"
 
 
 class OnCluster(Launching):
