@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from pods import keys
 
-from clusters import PATH
+from clusters import NO_KUBERNETES, PATH
 from launchers.contract import LauncherSuite, Launching, until
 from stoker.errors import ConflictError, NotFoundError
 from stoker.jobs.spec import Job
@@ -187,7 +187,7 @@ class TestJobs(OnCluster):
 class TestPlan(OnCluster):
     def test_kubectl_takes_the_plan(self, launcher: Any) -> None:
         if shutil.which("kubectl", path=PATH) is None:
-            pytest.skip("there is no kubectl")
+            pytest.skip(f"{NO_KUBERNETES}: no kubectl")
         job = self.job("echo $STOKER_RUN $STOKER_ATTEMPT $STOKER_SLOT")
         plan = launcher.render(job).shown()
         subprocess.run(
