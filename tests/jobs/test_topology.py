@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from stoker.core.spec import decode
 from stoker.jobs.spec import Job
 from stoker.jobs.topology import AddressBook, Command, Slot, Standby, commands, lead_slots, slots_of
+from stoker.telemetry.mpi_rank import take_secrets
 
 RUN = ["py", "-m", "torch.distributed.run"]
 
@@ -174,3 +176,25 @@ def test_where_one_slot_asks_for_others_mpirun_asks_for_its_daemons() -> None:
     assert command.argv[:8] == ("py", "rank.py", "--around", "mpirun", "-np", "2", "--host", "worker-0:1,worker-1:1")
     assert after(command.argv, "--mca", "orte_launch_agent") == "exec py rank.py --around orted"
     assert "OMP_NUM_THREADS" not in command.argv  # each host has its own number of cores
+
+
+def test_where_mpirun_reaches_workers_by_ssh_itself() -> None:
+    one = job(topology="mpi", workers=2, secret_env={"TOKEN": {"secret": "s", "key": "k"}})
+    there = {"ssh": ("-p", "2222"), "handed": ("PATH",), "output": "/shm/out", "secrets": "/shm/secrets"}
+    command, _ = mpirun(one, **there)
+    argv = command.argv
+    assert argv[argv.index("plm_rsh_args") + 1] == "-p 2222"
+    passed = [argv[index + 1] for index, word in enumerate(argv) if word == "-x"]
+    assert {"PATH", "STOKER_OUTPUT", "STOKER_SECRETS", "STOKER_RUN"} <= set(passed)
+    assert "TOKEN" not in passed  # mpirun's own messages are not encrypted
+    assert (command.env["STOKER_OUTPUT"], command.env["STOKER_SECRETS"]) == ("/shm/out", "/shm/secrets")
+    assert "STOKER_SECRETS" not in mpirun(job(topology="mpi", workers=2), **there)[0].env
+
+
+def test_a_rank_takes_its_secrets_from_files(tmp_path: Path) -> None:
+    (tmp_path / "TOKEN").write_text("hush\n'$(x)")
+    environ = {"STOKER_SECRETS": str(tmp_path), "OTHER": "1"}
+    take_secrets(environ)
+    assert environ == {"STOKER_SECRETS": str(tmp_path), "OTHER": "1", "TOKEN": "hush\n'$(x)"}
+    take_secrets(nothing := {"OTHER": "1"})
+    assert nothing == {"OTHER": "1"}

@@ -312,7 +312,7 @@ def test_an_mpijob_waits_for_sshd_and_not_for_ever() -> None:
     assert main["startupProbe"]["periodSeconds"] * main["startupProbe"]["failureThreshold"] == 300
     assert "add" not in main["securityContext"]["capabilities"]  # not as root
     (config,) = [one for one in objects if one["kind"] == "ConfigMap"]
-    assert config["data"]["worker.sh"].endswith("exec /usr/sbin/sshd -De -o LogLevel=FATAL -p 2222\n")
+    assert config["data"]["worker.sh"].endswith("exec /usr/sbin/sshd -De -o StrictModes=no -o LogLevel=FATAL -p 2222\n")
     words = config["data"]["launcher.sh"].splitlines()[-1].split()
     assert words[words.index("--host") + 1] == "pets-worker-0.pets:4,pets-worker-1.pets:4"
     assert words[words.index("-np") + 1] == "8"

@@ -487,7 +487,7 @@ class Mpi(_Section, frozen=True, kw_only=True):
             Meta(min_length=1, extra={"wanted": "a list of words such as [/usr/sbin/sshd, -De]"}),
         ],
         _says("What workers run on Kubernetes, so that mpirun reaches them; it stays in the foreground."),
-    ] = ("/usr/sbin/sshd", "-De", "-o", "LogLevel=FATAL")
+    ] = ("/usr/sbin/sshd", "-De", "-o", "StrictModes=no", "-o", "LogLevel=FATAL")
     sshd_port: Annotated[Port, _says("Where it listens.")] = 22
     ssh_dir: Annotated[
         MountPath, _says("Where it and `ssh` find their keys on Kubernetes: `.ssh` of the image's user.")

@@ -26,7 +26,7 @@ SSHD_S, NAMES_S = 300, 120
 """For sshd to come up in a pod that has started, and for workers that are ready to be found by their names."""
 LOOK_S = 2
 # What sshd as root needs to become the user of a session, and to keep strangers in an empty folder until then.
-SSHD_CAPABILITIES = ["AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID", "SYS_CHROOT"]
+SSHD_CAPABILITIES = ["AUDIT_WRITE", "SETGID", "SETUID", "SYS_CHROOT"]
 
 
 def mpijob(
