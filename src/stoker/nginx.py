@@ -518,6 +518,11 @@ location @whole_{self.number} {{
         return quoted(f"{self.path}/")[:-1] + '$1?"'  # without the query: it would be cached under any other
 
 
+def zone_bytes(settings: CacheSettings) -> int:
+    """Give the memory that the keys take."""
+    return _zone(settings) * MIB
+
+
 def _zone(settings: CacheSettings) -> int:
     """Size the memory for keys in MiB: 8000 keys a MiB, and four times as many as there are whole slices."""
     return min(1024, 10 + 4 * settings.size // settings.slice_bytes // 8000)
