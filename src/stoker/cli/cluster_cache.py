@@ -241,10 +241,18 @@ class Filler:
         self._patches, self._image = read_patches(patches), WARM_IMAGE if image is None else image
         self._place = read_place(on)
         self._cluster = Cluster.at(self._place)
-        self._target = target(self._cluster)
-        self.url, self.budget = self._cluster.url, self._target.budget
+        try:
+            self._target = target(self._cluster)
+            self.url, self.budget = self._cluster.url, self._target.budget
+            through_known(url, self.url, self._target.origins)  # before anything is read
+        except BaseException:
+            self.close()
+            raise
         self.readable, self._origin = copy or url, None if copy is None else url
-        through_known(url, self.url, self._target.origins)  # before anything is read
+
+    def close(self) -> None:
+        """Give back the connections."""
+        self._cluster.close()
 
     def fill(self, one: ShardSet, wanted: list[Entry], jobs: int, progress: Callable[[int], None]) -> int:
         """Read shards through it, by a Job."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
@@ -209,13 +209,14 @@ def warm(
         raise InputError("no --via is given", hint="name the cache: --via http://cache:3128, or --on k8s")
     job = Order("exact", 0) if plan is None else order_of_job(plan)
     way: _Way = cluster_cache.Filler(on, url, copy, image, patch or []) if on is not None else _Via(url, via or "")
-    one = described(find_one(way.readable), jobs=jobs)
-    drawn = plan_of(one, sampling=sampling or job.sampling, seed=job.seed if seed is None else seed)
-    ordered = plan_order(drawn, one.shards, epoch)
-    chosen = ordered[parse_slice(shards, len(ordered))] if shards is not None else ordered
-    wanted = fitting(chosen, way.budget)
-    with byte_bar("warming", sum(entry.size for entry in wanted)) as advance:
-        took = way.fill(one, wanted, jobs, advance)
+    with closing(way):
+        one = described(find_one(way.readable), jobs=jobs)
+        drawn = plan_of(one, sampling=sampling or job.sampling, seed=job.seed if seed is None else seed)
+        ordered = plan_order(drawn, one.shards, epoch)
+        chosen = ordered[parse_slice(shards, len(ordered))] if shards is not None else ordered
+        wanted = fitting(chosen, way.budget)
+        with byte_bar("warming", sum(entry.size for entry in wanted)) as advance:
+            took = way.fill(one, wanted, jobs, advance)
     if as_json:
         print_json({"shards": [entry.name for entry in wanted], "bytes": took, "left": len(chosen) - len(wanted)})
     else:
@@ -238,6 +239,10 @@ class _Way(Protocol):
         """Read shards through it."""
         ...
 
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
+
 
 class _Via:
     """A cache that can be reached from here."""
@@ -252,6 +257,9 @@ class _Via:
         from stoker.serve.warm import warm as fill
 
         return fill(one, wanted, jobs=jobs, progress=progress)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def loadtest(

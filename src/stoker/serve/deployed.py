@@ -202,7 +202,7 @@ def look(cluster: Cluster) -> CacheState:
 
 
 def _pod_state(cluster: Cluster, pod: Manifest, events: Sequence[Manifest]) -> PodState:
-    ready = _is_ready(pod)
+    ready = _is_ready(pod) and not is_ending(pod)
     return PodState(
         name=pod["metadata"]["name"],
         node=pod["spec"].get("nodeName"),

@@ -379,7 +379,7 @@ unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY
 if command -v curl > /dev/null; then
     get() {{ curl -fsS --connect-timeout 15 --speed-limit 1 --speed-time 60 -o /dev/null "$1" 2>&1; }}
 elif command -v wget > /dev/null; then
-    get() {{ wget -q -T 60 -O /dev/null "$1" 2>&1; }}
+    get() {{ wget -q -O /dev/null "$1" 2>&1; }}
 else
     echo "failed 0 this image has neither curl nor wget"
     exit 1
