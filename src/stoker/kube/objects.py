@@ -35,6 +35,11 @@ def manifest(
     return {"apiVersion": version, "kind": kind, "metadata": metadata, **body}
 
 
+def via_url(namespace: str) -> str:
+    """Give the URL of a namespace's cache, which `data.via: cluster` means, as any pod reaches it."""
+    return f"http://{CACHE}.{namespace}:{CACHE_PORT}"
+
+
 def claim(
     name: str,
     size: int,
