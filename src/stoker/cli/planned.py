@@ -16,11 +16,6 @@ PLANNED = {
         "forward": "Forward a port of a running job.",
         "shell": "Open a shell with a job's image and volumes.",
     },
-    "volume": {
-        "create": "Make a volume.",
-        "inspect": "Look into a volume.",
-        "delete": "Delete a volume.",
-    },
     "image": {
         "build": "Build a job's image.",
         "push": "Push a job's image.",
@@ -33,7 +28,6 @@ PLANNED = {
     },
 }
 NOUNS = {
-    "volume": "Volumes in a cluster.",
     "image": "Container images.",
     "cluster": "GKE and EKS clusters.",
 }
