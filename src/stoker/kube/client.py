@@ -10,9 +10,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from stoker.errors import NotFoundError, UnavailableError
+from stoker.kube import commands
 from stoker.kube.answers import told
 from stoker.kube.config import Place, load
 
@@ -86,7 +88,6 @@ class Cluster:
 
         self.context, self.server = config.context_name, config.cluster.server
         self.namespace = namespace
-        self._config = config
         # One stream for each pod's log: no limit but the machine's.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
         with self._telling():
@@ -208,18 +209,31 @@ class Cluster:
         yield from self._lines(f"{self._path('Pod', pod)}/log", given, None if follow else TIMEOUT_S)
 
     def run_in(
-        self, pod: str, argv: Sequence[str], *, container: str | None = None, stdin: bytes | None = None
+        self,
+        pod: str,
+        argv: Sequence[str],
+        *,
+        container: str | None = None,
+        stdin: bytes | None = None,
+        into: commands.Writer | None = None,
     ) -> Done:
-        """Run a command in a container, to its end."""
-        from lightkube import Client
+        """Run a command in a container, to its end; `into` gets what it prints as it comes, and `out` stays empty."""
+        from httpx2.websockets import HTTPXWSException, WebSocketUpgradeError
 
-        with self._telling():
-            client = Client(config=self._config, namespace=self.namespace, trust_env=False)
-            with client:
-                answer = client.exec(
-                    pod, command=list(argv), container=container, stdin=stdin, stdout=True, stderr=True, decode=None
-                )
-        return Done(answer.exit_code, bytes(answer.stdout or b""), bytes(answer.stderr or b""))  # type: ignore[arg-type]
+        out, err = BytesIO(), BytesIO()
+        sinks = {commands.STDOUT: into or out, commands.STDERR: err}
+        asked, path = commands.query(argv, container, stdin=stdin is not None), f"{self._path('Pod', pod)}/exec"
+        try:
+            with self._telling():
+                status = commands.run(self._http, path, asked, sinks, stdin=stdin, is_patient=into is not None)
+        except commands.SinkError as error:
+            raise error.cause from None
+        except WebSocketUpgradeError as error:
+            raise commands.not_let_in(error.response.status_code, pod, self._where) from error
+        except HTTPXWSException as error:
+            what = f"the connection to a command in pod {pod} was lost"
+            raise UnavailableError(what, where=self._where) from error
+        return Done(commands.exit_code(status, self._where), out.getvalue(), err.getvalue())
 
     # --- Requests
 
