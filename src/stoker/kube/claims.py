@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from stoker.core.units import format_bytes
-from stoker.errors import AccessError, InputError, NotFoundError
+from stoker.errors import AccessError, ConflictError, InputError, NotFoundError
 from stoker.kube.objects import ACCESS, JOB, PART, RUN, Manifest
+from stoker.kube.pods import claims_of
 
 if TYPE_CHECKING:
     from stoker.kube.client import Cluster
@@ -118,6 +119,22 @@ def _claims(pod: Manifest) -> Iterator[str]:
 def _mounter(pod: Manifest) -> Mounter:
     labels: Mapping[str, str] = pod["metadata"].get("labels") or {}
     return Mounter(pod=pod["metadata"]["name"], job=labels.get(JOB), run=labels.get(RUN), part=labels.get(PART))
+
+
+def check_mountable(cluster: Cluster, specs: Iterable[Manifest], *, made: Collection[str] = ()) -> None:
+    """Refuse claims of pods that are not there, nor made along with them, or that one node alone can have and has."""
+    names = [name for spec in specs for name in claims_of({"spec": spec}) if name not in made]
+    if not names:
+        return
+    pods = cluster.every("Pod")
+    for name in dict.fromkeys(names):
+        found = cluster.get("PersistentVolumeClaim", name)
+        if found is None:
+            hint = f"make it with: stoker volume create {name}"
+            raise NotFoundError(f"there is no claim {name}", where=cluster, hint=hint)
+        if not is_shared(found) and (holders := mounters(pods, name)):
+            what = f"claim {name} is mounted by {names_of(holders)}, and one node alone can have it"
+            raise ConflictError(what, where=cluster, hint=release(holders))
 
 
 def phase_of(one: Manifest) -> str:

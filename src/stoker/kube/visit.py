@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 from stoker.core.units import format_duration
 from stoker.errors import (
     AccessError,
-    ConflictError,
     FullError,
     InputError,
     NotFoundError,
     StokerError,
     UnavailableError,
 )
-from stoker.kube.objects import Manifest
-from stoker.kube.pods import claims_of, ended, holders, is_running, why_pending
+from stoker.kube.objects import Manifest, owned
+from stoker.kube.pods import ended, is_running, why_pending
 
 if TYPE_CHECKING:
     from stoker.kube.client import Cluster
@@ -53,13 +52,6 @@ def visiting(
                 _delete(cluster, name, tell)
 
 
-def owned(one: Manifest, owner: Manifest) -> Manifest:
-    """Have an object deleted with its owner."""
-    metadata = owner["metadata"]
-    reference = {"apiVersion": "v1", "kind": owner["kind"], "name": metadata["name"], "uid": metadata["uid"]}
-    return {**one, "metadata": {**one["metadata"], "ownerReferences": [reference]}}
-
-
 def wait_running(cluster: Cluster, name: str, wait_s: float, tell: Callable[[str], object]) -> None:
     """Wait until a pod's container runs; say why it does not yet, whenever that changes."""
     deadline, said = time.monotonic() + wait_s, ""
@@ -90,26 +82,6 @@ def events_of(cluster: Cluster, one: Manifest) -> list[Manifest]:
         return cluster.every("Event", fields=f"involvedObject.uid={one['metadata']['uid']}")
     except AccessError:
         return []
-
-
-def check_claims(cluster: Cluster, spec: Manifest) -> None:
-    """Refuse to mount a claim that is not there, or one that a single node can have while a job has it."""
-    names = claims_of({"spec": spec})
-    if not names:
-        return
-    pods, faults = cluster.every("Pod"), []
-    for name in dict.fromkeys(names):
-        claim = cluster.get("PersistentVolumeClaim", name)
-        if claim is None:
-            raise NotFoundError(
-                f"there is no claim {name}", where=cluster, hint=f"make it with: stoker volume create {name}"
-            )
-        modes = set(claim["spec"].get("accessModes") or ())
-        if modes <= {"ReadWriteOnce", "ReadWriteOncePod"} and (found := holders(pods, name)):
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            faults.append(f"claim {name} is mounted by pod {found[0]}{more}, and one node alone can have it")
-    if faults:
-        raise ConflictError("; ".join(faults), where=cluster, hint="wait for that job, or stop it: stoker job stop")
 
 
 def _delete(cluster: Cluster, name: str, tell: Callable[[str], object]) -> None:

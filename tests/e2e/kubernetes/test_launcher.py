@@ -20,7 +20,7 @@ from stoker.errors import ConflictError, NotFoundError
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState
 from stoker.kube.client import Cluster
-from stoker.kube.objects import RUN
+from stoker.kube.objects import RUN, claim
 from stoker.launchers.kubernetes.launcher import KubernetesLauncher
 from stoker.launchers.supervisor import watcher
 
@@ -115,7 +115,6 @@ class TestJobs(OnCluster):
         [
             ({"resources": {"gpu": 99}}, "nvidia.com/gpu"),
             ({"image": "no-such-image:local"}, "image"),
-            ({"volumes": [{"claim": "no-such-claim", "path": "/data"}]}, "no-such-claim"),
             ({"secret_env": {"A": {"secret": "no-such-secret", "key": "a"}}}, "no-such-secret"),
         ],
     )
@@ -124,6 +123,22 @@ class TestJobs(OnCluster):
         until(lambda: why in launcher.status(run.handle).message, 60)
         assert launcher.status(run.handle).state is JobState.PENDING
         assert launcher.status(run.handle).message.startswith("worker/0: ")
+
+    def test_a_claim_that_is_not_there(self, launcher: Any) -> None:
+        with pytest.raises(
+            NotFoundError, match="there is no claim nothing; make it with: stoker volume create nothing"
+        ):
+            self.start(launcher, self.job("true", volumes=[{"claim": "nothing", "path": "/data"}]))
+
+    def test_a_claim_that_another_job_has(self, launcher: Any) -> None:
+        self.cluster.create(claim("data", 1 << 20, "rwo", {}, storage_class="", volume="none-there"))
+        volumes = [{"claim": "data", "path": "/data"}]
+        self.start(launcher, self.job("sleep 60", volumes=volumes))
+        until(lambda: bool(self.cluster.every("Pod")))
+        with pytest.raises(
+            ConflictError, match="claim data is mounted by pod small-0-.* of job small, and one node alone"
+        ):
+            self.start(launcher, self.job("true", name="second", volumes=volumes))
 
     def test_out_of_memory(self, launcher: Any) -> None:
         eat = f"{sys.executable} -c 'x = bytearray(400 << 20)'"
