@@ -136,7 +136,7 @@ class TestJobs(OnCluster):
         self.start(launcher, self.job("sleep 60", volumes=volumes))
         until(lambda: bool(self.cluster.every("Pod")))
         with pytest.raises(
-            ConflictError, match="claim data is mounted by pod small-0-.* of job small, and one node alone"
+            ConflictError, match=r"claim data is mounted by pod small-0-.* of job small, and one node alone"
         ):
             self.start(launcher, self.job("true", name="second", volumes=volumes))
 
