@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from stoker.core.processes import until
 from stoker.core.units import format_duration
 from stoker.errors import (
     AccessError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 GRACE_S = 1
 """Of a pod that has nothing to save. Not 0: then it would be forgotten while it still runs, and has its volumes."""
+GONE_S = 10.0
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -85,10 +87,11 @@ def events_of(cluster: Cluster, one: Manifest) -> list[Manifest]:
 
 
 def _delete(cluster: Cluster, name: str, tell: Callable[[str], object]) -> None:
-    """Delete the pod; a second Ctrl-C does not keep it alive."""
+    """Delete the pod and wait until it has given back its volumes; a second Ctrl-C does not keep it alive."""
     with _signals(dict.fromkeys(_ENDINGS, signal.SIG_IGN)):
         try:
             cluster.delete("Pod", name, grace_s=GRACE_S)
+            until(lambda: cluster.get("Pod", name) is None, GONE_S, pause_s=POLL_S)
         except StokerError as error:
             hint = f"kubectl --context {cluster.context} -n {cluster.namespace} delete pod {name}"
             tell(f"Pod {name} could not be deleted ({error.what}); delete it with: {hint}")

@@ -349,7 +349,7 @@ def test_shell_has_the_job_s_variables_and_is_deleted(cluster: Cluster, job_file
     assert done.returncode == 9, done.stderr
     assert done.stdout.startswith(b"deep red s3cr3t\n")
     assert b"worker.sh" in done.stdout
-    assert until(lambda: not shells(cluster))
+    assert not shells(cluster)
     assert until(lambda: not cluster.every("ConfigMap", {PART: "shell"}))
 
 
