@@ -358,12 +358,12 @@ def _cluster_of(run: Run, slot: str | None, instead: Callable[[str], str]) -> It
     """Open the cluster in which a run is; for one over ssh, `instead` says what to do on a slot's host."""
     from stoker.errors import InputError
     from stoker.kube.client import Cluster
-    from stoker.kube.config import Place
+    from stoker.kube.config import parts_of
 
-    kind, _, rest = run.handle.partition("://")
+    kind = run.handle.partition("://")[0]
     if kind == KIND:
-        place, _, _ = rest.rpartition("/")  # a context may have slashes, a namespace and a name have none
-        with closing(Cluster.at(Place.parse(place))) as cluster:
+        place, _ = parts_of(run.handle)
+        with Cluster.at(place) as cluster:
             yield cluster
         return
     host = _host(run, _slot(run, slot)) if kind == "ssh" else None

@@ -34,10 +34,10 @@ from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import Slot
 from stoker.kube.claims import check_mountable
 from stoker.kube.client import Cluster
-from stoker.kube.config import Place, load
+from stoker.kube.config import Place, load, parts_of
 from stoker.kube.objects import JOB, MANAGED_BY, RUN, Manifest, merged, owned, via_url
 from stoker.kube.rbac import parts, rbac
-from stoker.launchers.kubernetes.follower import STOPPING, parts_of
+from stoker.launchers.kubernetes.follower import STOPPING
 from stoker.launchers.kubernetes.judge import at
 from stoker.launchers.kubernetes.manifests import JOB_FILE, as_run, faults, lead_of, leading, manifests, templates
 from stoker.launchers.kubernetes.plan import KubernetesPlan, read_code, read_plan, with_code
