@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
+from clusters import NO_KUBERNETES
 from disks import NOT_ALLOWED
 from servers import free_port, gcs_emulator, moto
 
@@ -18,7 +19,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(autouse=True)
 def _hermetic(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     for key in os.environ:
-        if key.upper().startswith(("AWS_", "GOOGLE_", "GCE_", "STOKER_", "STORAGE_")) or key.upper().endswith("_PROXY"):
+        if key.upper().startswith(("KUBE", "AWS_", "GOOGLE_", "GCE_", "STOKER_", "STORAGE_")) or key.upper().endswith(
+            "_PROXY"
+        ):
             monkeypatch.delenv(key)
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -44,7 +47,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """In CI everything that can be installed is there, so a skipped test is one that should have run."""
     report = yield
-    if report.skipped and os.environ.get("CI") and NOT_ALLOWED not in str(report.longrepr):
+    may_skip = any(reason in str(report.longrepr) for reason in (NOT_ALLOWED, NO_KUBERNETES))
+    if report.skipped and os.environ.get("CI") and not may_skip:
         report.outcome = "failed"
         report.longrepr = f"skipped in CI: {report.longrepr}"
     return report

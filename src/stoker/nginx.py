@@ -51,6 +51,18 @@ class ServeSettings(_Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Contained:
+    """What is otherwise in a container: logs go to its streams, and some things are known only when it starts."""
+
+    told: Path
+    """The folder of `origins.json` and `stats.json`, for there is nobody beside nginx to answer for `/-/`."""
+    found: Path
+    """The folder of `resolver.conf`, `listen.conf` and `trusted.conf`, which whoever starts nginx writes before."""
+    workers: int = 4
+    """nginx itself would count the processors of the machine, not those that the container may use."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheSettings(_Settings):
     """Origins as pairs of a name and a URL, and where their slices are kept; the name "" is the only origin's."""
 
@@ -66,6 +78,7 @@ class CacheSettings(_Settings):
     """A DNS server that is asked again and again; without one, names are resolved once at the start."""
     ca_file: Path | None = None
     """The certificates that https origins are checked with."""
+    contained: Contained | None = None
 
 
 Settings = ServeSettings | CacheSettings
@@ -101,7 +114,8 @@ def cache_config(settings: CacheSettings, prefix: Path) -> str:
         raise InputError("a cache wants one origin, or several with a name each", hint="write NAME=URL")
     if settings.slice_bytes <= 0 or settings.size < 4 * settings.slice_bytes:
         raise InputError("the cache is smaller than four slices", where=settings.dir, hint="give it a larger size")
-    if settings.ca_file is None and any(origin.secure for origin in origins):
+    contained, secure = settings.contained, any(origin.secure for origin in origins)
+    if settings.ca_file is None and contained is None and secure:
         raise InputError("an https origin needs certificates to check it with", hint="install ca-certificates")
     http = f"""\
 proxy_cache_path {quoted(cache_folder(settings))} levels=1:2 use_temp_path=off keys_zone=stoker:{_zone(settings)}m
@@ -118,7 +132,9 @@ map $upstream_http_content_length $stoker_unmeasured {{
     "" 1;
 }}
 """
-    if settings.resolver is not None:
+    if contained is not None:
+        http += f"include {quoted(contained.found / 'resolver.conf')};\n"
+    elif settings.resolver is not None:
         http += f"resolver {_address(settings.resolver)};\n"
     else:
         http += "".join(origin.upstream() for origin in origins)
@@ -129,8 +145,13 @@ map $upstream_http_content_length $stoker_unmeasured {{
         lock=2 * settings.origin_timeout_s,
     )
     if settings.ca_file is not None:
-        server += _VERIFIED.format(ca_file=quoted(settings.ca_file))
-    server += "".join(origin.locations(resolved_again=settings.resolver is not None) for origin in origins)
+        server += f"proxy_ssl_trusted_certificate {quoted(settings.ca_file)};\n{_VERIFIED}"
+    elif contained is not None and secure:
+        server += f"include {quoted(contained.found / 'trusted.conf')};\n{_VERIFIED}"
+    resolved_again = contained is not None or settings.resolver is not None
+    server += "".join(
+        origin.locations(resolved_again=resolved_again, in_cluster=contained is not None) for origin in origins
+    )
     if "" not in names:
         server += "location / {\n    return 404;\n}\n"
     return _config(settings, prefix, http=http, server=server, methods=("GET", "HEAD"))
@@ -160,16 +181,20 @@ def quoted(value: object) -> str:
 def _config(settings: Settings, prefix: Path, *, server: str, methods: tuple[str, ...], http: str = "") -> str:
     if not 0 < settings.port < 65536:
         raise InputError("is not a port", where=settings.port)
+    contained = settings.contained if isinstance(settings, CacheSettings) else None
     # Nobody would read or shorten the log of an nginx without a supervisor.
     log = "off" if settings.admin_socket is None else f"{quoted(prefix / 'access.log')} stoker"
+    complaints = quoted(prefix / "error.log")
+    if contained is not None:
+        log, complaints = "/dev/stdout stoker", "stderr"
     temporary = "\n    ".join(
         f"{kind}_temp_path {quoted(prefix / kind)};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
     return f"""\
 daemon off;
-worker_processes auto;
+worker_processes {"auto" if contained is None else contained.workers};
 {_user(settings.user)}pid {quoted(prefix / "nginx.pid")};
-error_log {quoted(prefix / "error.log")} warn;
+error_log {complaints} warn;
 worker_shutdown_timeout 30s;
 events {{
     worker_connections 4096;
@@ -210,6 +235,7 @@ http {{
 {indent(_token_map(settings) + http, "    ")}\
     server {{
         listen {_listen(settings)};
+{"" if contained is None else f"        include {quoted(contained.found / 'listen.conf')};{chr(10)}"}\
         add_header Allow $stoker_allow always;
         add_header WWW-Authenticate $stoker_challenge always;
         add_header X-Cache $upstream_cache_status always;
@@ -289,7 +315,6 @@ location @elsewhere {{
 
 
 _VERIFIED = """\
-proxy_ssl_trusted_certificate {ca_file};
 proxy_ssl_verify on;
 proxy_ssl_verify_depth 8;
 proxy_ssl_server_name on;
@@ -317,6 +342,8 @@ location = /-/guard {{
 def _admin(settings: Settings) -> str:
     """Write the locations of `/-/`; a probe for health needs no token, and nobody but nginx to answer it."""
     healthy = 'location = /-/healthy {\n    access_log off;\n    default_type text/plain;\n    return 200 "ok\\n";\n}\n'
+    if isinstance(settings, CacheSettings) and settings.contained is not None:
+        healthy += _told(settings.contained)
     if settings.admin_socket is None:
         return healthy + "location /-/ {\n    return 404;\n}\n"
     return f"""\
@@ -332,6 +359,19 @@ def _admin(settings: Settings) -> str:
     proxy_pass {_admin_url(settings)};
 }}
 """
+
+
+def _told(contained: Contained) -> str:
+    return "".join(
+        f"""\
+location = /-/{name} {{
+    access_log off;
+    default_type application/json;
+    alias {quoted(contained.told / f"{name}.json")};
+}}
+"""
+        for name in ("origins", "stats")
+    )
 
 
 def _admin_url(settings: Settings) -> str:
@@ -427,7 +467,7 @@ upstream stoker_{self.number} {{
 }}
 """
 
-    def locations(self, *, resolved_again: bool) -> str:
+    def locations(self, *, resolved_again: bool, in_cluster: bool = False) -> str:
         """Write where the origin appears, in slices, and again as a whole, for objects that have none.
 
         The target is fixed, or a variable of our own, since only those are resolved again. After the rewrite nginx
@@ -436,7 +476,8 @@ upstream stoker_{self.number} {{
         prefix = f"/{self.name}" if self.name else ""
         shown = self.host if self.port == (443 if self.secure else 80) else f"{self.host}:{self.port}"
         target = "$stoker_origin" if resolved_again else f"stoker_{self.number}"
-        chosen = f'    set $stoker_origin "{self.host}:{self.port}";\n' if resolved_again else ""
+        full = f"{self.host}{self._domain()}" if in_cluster else self.host
+        chosen = f'    set $stoker_origin "{full}:{self.port}";\n' if resolved_again else ""
         common = f"""\
 {chosen}    proxy_set_header Host "{shown}";
     proxy_set_header Connection "";
@@ -467,8 +508,19 @@ location @whole_{self.number} {{
 }}
 """
 
+    def _domain(self) -> str:
+        """Complete the name of a Service as `search` in resolv.conf would, which nginx does not read."""
+        if self.host.endswith(".svc"):
+            return ".$stoker_domain"
+        return "" if "." in self.host or ":" in self.host else ".$stoker_near"
+
     def _replacement(self) -> str:
         return quoted(f"{self.path}/")[:-1] + '$1?"'  # without the query: it would be cached under any other
+
+
+def zone_bytes(settings: CacheSettings) -> int:
+    """Give the memory that the keys take."""
+    return _zone(settings) * MIB
 
 
 def _zone(settings: CacheSettings) -> int:

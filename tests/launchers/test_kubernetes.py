@@ -13,8 +13,9 @@ from launchers.contract import job_of
 from stoker.errors import InputError, NotFoundError, SpecError, UnavailableError
 from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.status import JobState
+from stoker.kube.config import parts_of
 from stoker.kube.objects import INDEX, JOB, ROLE, RUN
-from stoker.launchers.kubernetes.follower import Mark, Stream, parts_of
+from stoker.launchers.kubernetes.follower import Mark, Stream
 from stoker.launchers.kubernetes.judge import judge, seen, slot_states
 from stoker.launchers.kubernetes.launcher import make
 from stoker.launchers.kubernetes.manifests import BEFORE, FAILED, MOVED, as_run, lead_of, templates

@@ -31,7 +31,11 @@ def doctor(
     ] = None,
     on: Annotated[
         str | None,
-        typer.Option("--on", metavar="PLACE", help="Where the job is to run: local, ssh or ray[://host:port]."),
+        typer.Option(
+            "--on",
+            metavar="PLACE",
+            help="Where the job is to run: local, ssh, ray[://host:port] or k8s[://context/namespace].",
+        ),
     ] = None,
     hosts: Hosts = None,
     sets: Sets = None,
@@ -40,7 +44,8 @@ def doctor(
     """Say what would fail or be slow, and how to mend it.
 
     Alone, it looks at this machine. With --on it looks at all hosts of a job and between them, and sends a small job
-    there that reads the data and adds up tensors.
+    there that reads the data and adds up tensors. In a Kubernetes cluster it looks at rights, room, quota, claims and
+    all that the job names, and has a small pod pull its image.
     """
     if file is None and on is None and hosts is None and not sets:
         _this_machine(as_json)
@@ -52,7 +57,13 @@ def doctor(
     launcher, (name, _, place) = launcher_at(on), on.partition("://")
     given = with_hosts(on, sets, hosts)
     job = default_job(name, place, given) if file is None else load_job(file, given)
-    checks = examine(job, launcher, place, remark)
+    if name == "k8s":
+        from stoker.doctor.kubernetes.look import examine_cluster
+        from stoker.kube.config import Place
+
+        checks = examine_cluster(job, Place.parse(place), remark, is_given=file is not None)
+    else:
+        checks = examine(job, launcher, place, remark)
     if as_json:
         print_json([_plain(check) for check in checks])
     else:

@@ -265,10 +265,11 @@ def shell(
     """
     from stoker.core.units import parse_duration
     from stoker.kube import kubectl
+    from stoker.kube.claims import check_mountable
     from stoker.kube.client import Cluster
     from stoker.kube.config import Place
     from stoker.kube.objects import CONTAINER
-    from stoker.kube.visit import check_claims, visiting
+    from stoker.kube.visit import visiting
 
     wait_s, limit_s = parse_duration(wait), parse_duration(limit)
     kind, _, place = on.partition("://")
@@ -277,7 +278,7 @@ def shell(
     kubectl.need("a shell in a pod")
     pod, others = shell_objects(job.name, spec, texts, round(limit_s), secrets.token_hex(3))
     with closing(Cluster.at(Place.parse(place), namespace=job.kubernetes.namespace)) as cluster:
-        check_claims(cluster, spec)
+        check_mountable(cluster, [spec])
         _sweep(cluster)
         remark(f"Starting pod {pod['metadata']['name']} in {cluster}")
         with visiting(cluster, pod, others, wait_s=wait_s, tell=remark) as name:
@@ -357,12 +358,12 @@ def _cluster_of(run: Run, slot: str | None, instead: Callable[[str], str]) -> It
     """Open the cluster in which a run is; for one over ssh, `instead` says what to do on a slot's host."""
     from stoker.errors import InputError
     from stoker.kube.client import Cluster
-    from stoker.kube.config import Place
+    from stoker.kube.config import parts_of
 
-    kind, _, rest = run.handle.partition("://")
+    kind = run.handle.partition("://")[0]
     if kind == KIND:
-        place, _, _ = rest.rpartition("/")  # a context may have slashes, a namespace and a name have none
-        with closing(Cluster.at(Place.parse(place))) as cluster:
+        place, _ = parts_of(run.handle)
+        with Cluster.at(place) as cluster:
             yield cluster
         return
     host = _host(run, _slot(run, slot)) if kind == "ssh" else None

@@ -81,9 +81,24 @@ def init(
 
 
 @app.command()
-def plan(file: JobFile, on: On = HERE, hosts: Hosts = None, sets: Sets = None, as_json: Json = False) -> None:
+def plan(
+    file: JobFile,
+    on: On = HERE,
+    hosts: Hosts = None,
+    sets: Sets = None,
+    rbac: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHO",
+            help="For --on k8s: show the rights that WHO needs: a user, group:NAME or serviceaccount:NAME.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Show what a job would start, and start nothing."""
-    _, rendered = _rendered(file, on, with_hosts(on, sets, hosts))
+    job, rendered = _rendered(file, on, with_hosts(on, sets, hosts))
+    if rbac is not None:
+        rendered = _rights(launcher_at(on), job, rbac)
     if as_json:
         print_json(rendered)
         return
@@ -331,6 +346,15 @@ def with_hosts(on: str, sets: list[str] | None, hosts: str | None) -> list[str]:
     if not names:
         raise InputError("--hosts names no host", hint="give --hosts a,b or --hosts @FILE")
     return [*(sets or []), f"ssh.hosts={json.dumps(names)}"]
+
+
+def _rights(launcher: Launcher[Any], job: Job, who: str) -> Any:
+    """Give the objects that let somebody run a job, where the place knows rights."""
+    from stoker.errors import InputError
+
+    if not hasattr(launcher, "rights"):
+        raise InputError("--rbac is for --on k8s", hint="give both, or neither")
+    return launcher.rights(job, who)
 
 
 def _needed(file: Path | None) -> Path:

@@ -11,7 +11,7 @@ import tempfile
 import typer
 
 from stoker import __version__
-from stoker.cli import data, demo, doctor, job, planned, profile
+from stoker.cli import data, demo, doctor, job, planned, profile, volume
 from stoker.errors import StokerError, StoppedError, UnavailableError, without_secrets
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 app.add_typer(data.app, name="data")
 app.add_typer(job.app, name="job")
+app.add_typer(volume.app, name="volume")
 app.command("demo")(demo.demo)
 app.command("init")(job.init)
 app.command("doctor")(doctor.doctor)

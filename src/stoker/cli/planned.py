@@ -11,11 +11,6 @@ PLANNED = {
         "dash": "Show runs on a dashboard.",
         "bench": "Measure this machine against the peers.",
     },
-    "volume": {
-        "create": "Make a volume.",
-        "inspect": "Look into a volume.",
-        "delete": "Delete a volume.",
-    },
     "image": {
         "build": "Build a job's image.",
         "push": "Push a job's image.",
@@ -28,7 +23,6 @@ PLANNED = {
     },
 }
 NOUNS = {
-    "volume": "Volumes in a cluster.",
     "image": "Container images.",
     "cluster": "GKE and EKS clusters.",
 }

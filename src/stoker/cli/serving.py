@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 from urllib.parse import urlsplit
 
 import typer
@@ -16,6 +17,8 @@ from stoker.core.units import counted
 if TYPE_CHECKING:
     from stoker.serve.engines import Engine
     from stoker.serve.loadtest import Measured
+    from stoker.shards.locate import ShardSet
+    from stoker.storage import Entry
 
 Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 is every network.")]
 EngineName = Annotated[str, typer.Option("--engine", metavar="NAME", help="auto, embedded or nginx.")]
@@ -23,6 +26,18 @@ TokenFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Ask every client for the token in this file.", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+On = Annotated[
+    str | None,
+    typer.Option("--on", metavar="PLACE", help="In a cluster: k8s[://context/namespace].", show_default=False),
+]
+Image = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="For --on: the pods' image, if not the usual one.", show_default=False),
+]
+Patch = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE", help="For --on: merge these into the objects; may be given several times."),
+]
 
 
 def serve(
@@ -56,11 +71,16 @@ def serve(
 
 
 def cache(
+    ctx: typer.Context,
     origin: Annotated[
-        list[str], typer.Option(metavar="[NAME=]URL", help="What is cached; may be given several times.")
-    ],
-    place: Annotated[str, typer.Option("--dir", metavar="DIR", help="Where it is kept.")],
-    size: Annotated[str, typer.Option(metavar="BYTES", help="How much is kept at most, like 200GiB.")],
+        list[str] | None, typer.Option(metavar="[NAME=]URL", help="What is cached; may be given several times.")
+    ] = None,
+    place: Annotated[
+        str | None, typer.Option("--dir", metavar="DIR", help="Where it is kept.", show_default=False)
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="How much is kept at most, like 200GiB.", show_default=False)
+    ] = None,
     port: Annotated[int, typer.Option(metavar="N", help="0 takes one that is free.")] = 3128,
     host: Host = "127.0.0.1",
     engine: EngineName = "auto",
@@ -68,8 +88,59 @@ def cache(
     fresh: Annotated[
         float, typer.Option(metavar="S", help="Serve for so long before the origin is asked whether it changed.")
     ] = 60.0,
+    on: On = None,
+    claim: Annotated[
+        str | None, typer.Option(metavar="NAME", help="For --on: keep it on this claim.", show_default=False)
+    ] = None,
+    storage_class: Annotated[
+        str | None,
+        typer.Option("--class", metavar="NAME", help="For --on: on new claims of this class.", show_default=False),
+    ] = None,
+    replicas: Annotated[int, typer.Option(metavar="N", help="For --on: pods, each with a store of its own.")] = 1,
+    image: Image = None,
+    patch: Patch = None,
+    timeout: Annotated[str, typer.Option(metavar="TIME", help="For --on: wait so long for it.")] = "3m",
+    plan: Annotated[bool, typer.Option("--plan", help="For --on: print the objects, and do nothing.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="For --on: tell how it is.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="For --on: remove it.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Cache shards of web servers and buckets: what many machines read is fetched once."""
+    from stoker.cli import cluster_cache
+
+    cluster_cache.check_options(ctx, on, local=LOCAL_CACHE, remote=REMOTE_CACHE)
+    if on is not None:
+        asked = cluster_cache.Asked(origin or [], size, claim, storage_class, replicas, image, fresh, patch or [])
+        cluster_cache.cache(on, asked, timeout=timeout, plan=plan, status=status, stop=stop, as_json=as_json)
+        return
+    _cache_here(origin or [], place, size, port, host, engine, token_file, fresh)
+
+
+LOCAL_CACHE = {"place": "--dir", "port": "--port", "host": "--host", "engine": "--engine", "token_file": "--token-file"}
+REMOTE_CACHE = {
+    "claim": "--claim",
+    "storage_class": "--class",
+    "replicas": "--replicas",
+    "image": "--image",
+    "patch": "--patch",
+    "timeout": "--timeout",
+    "plan": "--plan",
+    "status": "--status",
+    "stop": "--stop",
+    "as_json": "--json",
+}
+
+
+def _cache_here(
+    origin: list[str],
+    place: str | None,
+    size: str | None,
+    port: int,
+    host: str,
+    engine: str,
+    token_file: Path | None,
+    fresh: float,
+) -> None:
     from stoker.core.units import parse_bytes
     from stoker.errors import InputError
     from stoker.serve.engines import caching
@@ -79,6 +150,9 @@ def cache(
 
     if not 0 <= fresh <= 86400 * 365:
         raise InputError(f"--fresh is {fresh:g}, and must be 0 or more seconds")
+    if place is None or size is None:
+        lacks = [name for name, value in (("--dir", place), ("--size", size)) if value is None]
+        raise InputError(f"no {' and no '.join(lacks)} is given", hint="for example --dir /cache --size 200GiB")
     folder = _folder(place, "--dir")
     origins = read_origins(origin)
     budget = parse_bytes(size)
@@ -97,8 +171,9 @@ def cache(
 
 
 def warm(
+    ctx: typer.Context,
     url: Annotated[str, typer.Argument(metavar="URL", help="A shard set at its origin.")],
-    via: Annotated[str, typer.Option(metavar="URL", help="The cache to fill.")],
+    via: Annotated[str | None, typer.Option(metavar="URL", help="The cache to fill.", show_default=False)] = None,
     plan: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The job's file: its sampling and seed.", show_default=False)
     ] = None,
@@ -107,36 +182,84 @@ def warm(
     seed: Annotated[int | None, typer.Option(metavar="N", help="As the run will have it; 0 unless told.")] = None,
     epoch: Annotated[int, typer.Option(metavar="N", help="The epoch that will come first.")] = 0,
     jobs: Annotated[int, typer.Option(metavar="N", help="Shards at a time.")] = 4,
+    on: On = None,
+    copy: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="For --on: the same set, as it can be read from here.", show_default=False),
+    ] = None,
+    image: Image = None,
+    patch: Patch = None,
     as_json: Json = False,
 ) -> None:
     """Fill a cache with the shards that a run needs first, in the order in which it needs them."""
+    from stoker.cli import cluster_cache
     from stoker.core.units import format_bytes
     from stoker.errors import InputError
     from stoker.load.loader import find_one, plan_of
     from stoker.serve.warm import Order, fitting, order_of_job, parse_slice, plan_order
-    from stoker.serve.warm import warm as fill
     from stoker.shards.scan import described
     from stoker.storage import shown
-    from stoker.storage.via import budget, through
 
     if not 1 <= jobs <= 256:
         raise InputError(f"--jobs is {jobs}, and must be from 1 to 256")
     if epoch < 0:
         raise InputError(f"--epoch is {epoch}, and must be 0 or more")
+    cluster_cache.check_options(ctx, on, local={"via": "--via"}, remote=REMOTE_WARM)
+    if via is None and on is None:
+        raise InputError("no --via is given", hint="name the cache: --via http://cache:3128, or --on k8s")
     job = Order("exact", 0) if plan is None else order_of_job(plan)
-    one = described(find_one(through(url, via)), jobs=jobs)
-    drawn = plan_of(one, sampling=sampling or job.sampling, seed=job.seed if seed is None else seed)
-    ordered = plan_order(drawn, one.shards, epoch)
-    chosen = ordered[parse_slice(shards, len(ordered))] if shards is not None else ordered
-    wanted = fitting(chosen, budget(via))
-    with byte_bar("warming", sum(entry.size for entry in wanted)) as advance:
-        took = fill(one, wanted, jobs=jobs, progress=advance)
+    way: _Way = cluster_cache.Filler(on, url, copy, image, patch or []) if on is not None else _Via(url, via or "")
+    with closing(way):
+        one = described(find_one(way.readable), jobs=jobs)
+        drawn = plan_of(one, sampling=sampling or job.sampling, seed=job.seed if seed is None else seed)
+        ordered = plan_order(drawn, one.shards, epoch)
+        chosen = ordered[parse_slice(shards, len(ordered))] if shards is not None else ordered
+        wanted = fitting(chosen, way.budget)
+        with byte_bar("warming", sum(entry.size for entry in wanted)) as advance:
+            took = way.fill(one, wanted, jobs, advance)
     if as_json:
         print_json({"shards": [entry.name for entry in wanted], "bytes": took, "left": len(chosen) - len(wanted)})
     else:
         if left := len(chosen) - len(wanted):
             remark(f"the cache is too small for the {counted(left, 'shard')} needed last: left out")
-        remark(f"{counted(len(wanted), 'shard')}, {format_bytes(took)}, through {shown(via)}")
+        remark(f"{counted(len(wanted), 'shard')}, {format_bytes(took)}, through {shown(way.url)}")
+
+
+REMOTE_WARM = {"copy": "--copy", "image": "--image", "patch": "--patch"}
+
+
+class _Way(Protocol):
+    """How a cache is filled."""
+
+    url: str
+    readable: str
+    budget: int
+
+    def fill(self, one: ShardSet, wanted: list[Entry], jobs: int, progress: Callable[[int], None]) -> int:
+        """Read shards through it."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
+
+
+class _Via:
+    """A cache that can be reached from here."""
+
+    def __init__(self, url: str, via: str) -> None:
+        from stoker.storage.via import budget, through
+
+        self.url, self.readable, self.budget = via, through(url, via), budget(via)
+
+    def fill(self, one: ShardSet, wanted: list[Entry], jobs: int, progress: Callable[[int], None]) -> int:
+        """Read shards through it, here."""
+        from stoker.serve.warm import warm as fill
+
+        return fill(one, wanted, jobs=jobs, progress=progress)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def loadtest(

@@ -45,7 +45,7 @@ def told(status: Mapping[str, Any], where: str) -> StokerError:
         return AccessError("the cluster does not know you", where=where, hint="log in again, as for kubectl")
     if code == 403:
         return AccessError(
-            _forbidden(message), where=where, hint="`stoker job plan --on k8s --rbac` shows what is needed"
+            _forbidden(message), where=where, hint="`stoker job plan FILE --on k8s --rbac WHO` shows what is needed"
         )
     if code == 404 and not details.get("name"):
         return MissingError(f"the cluster does not serve {details.get('kind') or 'this kind of object'}", where=where)

@@ -7,12 +7,16 @@ errors in `answers`. Authentication and TLS are lightkube's.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from stoker.errors import NotFoundError, UnavailableError
+from stoker.errors import MissingError, NotFoundError, UnavailableError
+from stoker.kube import commands
 from stoker.kube.answers import told
 from stoker.kube.config import Place, load
 
@@ -61,11 +65,22 @@ KINDS = {
     "LocalQueue": Kind("kueue.x-k8s.io", "v1beta2", "localqueues"),
     "NetworkPolicy": Kind("networking.k8s.io", "v1", "networkpolicies"),
     "PriorityClass": Kind("scheduling.k8s.io", "v1", "priorityclasses", namespaced=False),
+    "ClusterRole": Kind("rbac.authorization.k8s.io", "v1", "clusterroles", namespaced=False),
+    "ClusterRoleBinding": Kind("rbac.authorization.k8s.io", "v1", "clusterrolebindings", namespaced=False),
     "Role": Kind("rbac.authorization.k8s.io", "v1", "roles"),
     "RoleBinding": Kind("rbac.authorization.k8s.io", "v1", "rolebindings"),
     "SelfSubjectAccessReview": Kind("authorization.k8s.io", "v1", "selfsubjectaccessreviews", namespaced=False),
     "StorageClass": Kind("storage.k8s.io", "v1", "storageclasses", namespaced=False),
 }
+
+
+class Hello(NamedTuple):
+    """What the API server says when it is first spoken to."""
+
+    version: str
+    took_s: float
+    ahead_s: float | None
+    """How far its clock is ahead of ours; it tells whole seconds. None: it did not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +101,6 @@ class Cluster:
 
         self.context, self.server = config.context_name, config.cluster.server
         self.namespace = namespace
-        self._config = config
         # One stream for each pod's log: no limit but the machine's.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
         with self._telling():
@@ -129,16 +143,21 @@ class Cluster:
         except NotFoundError:
             return None
 
-    def every(self, kind: str, labels: Mapping[str, str] | str = "", fields: str = "") -> list[Manifest]:
-        """Give all objects of a kind in the namespace that have these labels."""
-        return self.listed(kind, labels, fields)[0]
+    def every(
+        self, kind: str, labels: Mapping[str, str] | str = "", fields: str = "", *, everywhere: bool = False
+    ) -> list[Manifest]:
+        """Give all objects of a kind that have these labels, in the namespace or in all of them."""
+        return self.listed(kind, labels, fields, everywhere=everywhere)[0]
 
-    def listed(self, kind: str, labels: Mapping[str, str] | str = "", fields: str = "") -> tuple[list[Manifest], str]:
+    def listed(
+        self, kind: str, labels: Mapping[str, str] | str = "", fields: str = "", *, everywhere: bool = False
+    ) -> tuple[list[Manifest], str]:
         """Give them with the version from which on they can be watched."""
+        path = f"{KINDS[kind].base}/{KINDS[kind].plural}" if everywhere else self._path(kind)
         params = {"labelSelector": selector(labels), "fieldSelector": fields, "limit": str(PAGE)}
         found: list[Manifest] = []
         while True:
-            answer = self._json("GET", self._path(kind), {key: value for key, value in params.items() if value})
+            answer = self._json("GET", path, {key: value for key, value in params.items() if value})
             found += answer.get("items") or []
             params["continue"] = answer["metadata"].get("continue") or ""
             if not params["continue"]:
@@ -188,9 +207,12 @@ class Cluster:
         options = {"propagationPolicy": "Background"}
         self._json("DELETE", self._path(kind), {"labelSelector": selector(labels)}, options)
 
-    def may(self, verb: str, resource: str, *, group: str = "", subresource: str = "") -> bool:
-        """Ask whether we may do that in the namespace."""
-        wanted = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
+    def may(
+        self, verb: str, resource: str, *, group: str = "", subresource: str = "", everywhere: bool = False
+    ) -> bool:
+        """Ask whether we may do that in the namespace, or with what is in no namespace or in any."""
+        wanted = {"verb": verb, "group": group, "resource": resource}
+        wanted |= {} if everywhere else {"namespace": self.namespace}
         spec = {"resourceAttributes": wanted | ({"subresource": subresource} if subresource else {})}
         review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview", "spec": spec}
         return bool(self.create(review)["status"]["allowed"])
@@ -198,6 +220,29 @@ class Cluster:
     def version(self) -> str:
         """Tell the server's version."""
         return str(self._json("GET", "/version")["gitVersion"])
+
+    def hello(self) -> Hello:
+        """Tell the server's version, how long it takes to answer, and what its clock says."""
+        self.version()  # so that the connection is there
+        with self._telling():
+            before = time.time()
+            response = self._http.request("GET", "/version")
+            took = time.time() - before
+            self._check(response)
+            version = str(response.json()["gitVersion"])
+        date = response.headers.get("date")
+        # It is cut to whole seconds, and was taken on the way.
+        ahead = None if date is None else parsedate_to_datetime(date).timestamp() + 0.5 - before - took / 2
+        return Hello(version, took, ahead)
+
+    def served(self, group: str) -> dict[str, frozenset[str]]:
+        """Tell which versions of an API group there are, and the plurals of each one's kinds; none: no such group."""
+        found = {}
+        with suppress(MissingError, NotFoundError):
+            for one in self._json("GET", f"/apis/{group}")["versions"]:
+                answer = self._json("GET", f"/apis/{one['groupVersion']}")
+                found[str(one["version"])] = frozenset(str(kind["name"]) for kind in answer["resources"])
+        return found
 
     # --- Pods
 
@@ -208,18 +253,31 @@ class Cluster:
         yield from self._lines(f"{self._path('Pod', pod)}/log", given, None if follow else TIMEOUT_S)
 
     def run_in(
-        self, pod: str, argv: Sequence[str], *, container: str | None = None, stdin: bytes | None = None
+        self,
+        pod: str,
+        argv: Sequence[str],
+        *,
+        container: str | None = None,
+        stdin: bytes | None = None,
+        into: commands.Writer | None = None,
     ) -> Done:
-        """Run a command in a container, to its end."""
-        from lightkube import Client
+        """Run a command in a container, to its end; `into` gets what it prints as it comes, and `out` stays empty."""
+        from httpx2.websockets import HTTPXWSException, WebSocketUpgradeError
 
-        with self._telling():
-            client = Client(config=self._config, namespace=self.namespace, trust_env=False)
-            with client:
-                answer = client.exec(
-                    pod, command=list(argv), container=container, stdin=stdin, stdout=True, stderr=True, decode=None
-                )
-        return Done(answer.exit_code, bytes(answer.stdout or b""), bytes(answer.stderr or b""))  # type: ignore[arg-type]
+        out, err = BytesIO(), BytesIO()
+        sinks = {commands.STDOUT: into or out, commands.STDERR: err}
+        asked, path = commands.query(argv, container, stdin=stdin is not None), f"{self._path('Pod', pod)}/exec"
+        try:
+            with self._telling():
+                status = commands.run(self._http, path, asked, sinks, stdin=stdin, is_patient=into is not None)
+        except commands.SinkError as error:
+            raise error.cause from None
+        except WebSocketUpgradeError as error:
+            raise commands.not_let_in(error.response.status_code, pod, self._where) from error
+        except HTTPXWSException as error:
+            what = f"the connection to a command in pod {pod} was lost"
+            raise UnavailableError(what, where=self._where) from error
+        return Done(commands.exit_code(status, self._where), out.getvalue(), err.getvalue())
 
     # --- Requests
 

@@ -33,6 +33,12 @@ class Place(NamedTuple):
         return cls(context or None, namespace or None) if slash else cls(namespace or None, None)
 
 
+def parts_of(handle: str) -> tuple[Place, str]:
+    """Take a handle apart: `k8s://context/namespace/run`."""
+    place, _, run = handle.partition("://")[2].rpartition("/")
+    return Place.parse(place), run
+
+
 def need_lightkube() -> None:
     """Refuse to go on without the client's package."""
     try:

@@ -35,6 +35,19 @@ def manifest(
     return {"apiVersion": version, "kind": kind, "metadata": metadata, **body}
 
 
+def via_url(namespace: str | None) -> str:
+    """Give the URL of a namespace's cache, which `data.via: cluster` means; None is the namespace of who asks."""
+    return f"http://{CACHE}{f'.{namespace}' if namespace else ''}:{CACHE_PORT}"
+
+
+def owned(one: Manifest, owner: Manifest) -> Manifest:
+    """Have an object deleted with its owner."""
+    metadata = owner["metadata"]
+    reference = {"apiVersion": owner.get("apiVersion", "v1"), "kind": owner["kind"]}
+    reference |= {"name": metadata["name"], "uid": metadata["uid"]}
+    return {**one, "metadata": {**one["metadata"], "ownerReferences": [reference]}}
+
+
 def claim(
     name: str,
     size: int,

@@ -370,12 +370,6 @@ def claims_of(pod: Manifest) -> list[str]:
     return [str(one["persistentVolumeClaim"]["claimName"]) for one in volumes if one.get("persistentVolumeClaim")]
 
 
-def holders(pods: Iterable[Manifest], claim: str) -> list[str]:
-    """Name the pods that mount a claim and are not over."""
-    living = [pod for pod in pods if _phase(pod) not in ("Succeeded", "Failed")]
-    return [str(pod["metadata"]["name"]) for pod in living if claim in claims_of(pod)]
-
-
 def _why_unmounted(pod: Manifest, events: Sequence[Manifest]) -> str:
     """Tell why a pod that has its node does not come up there: mostly a volume."""
     if _phase(pod) != "Pending":

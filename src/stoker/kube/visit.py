@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from stoker.core.processes import until
 from stoker.core.units import format_duration
 from stoker.errors import (
     AccessError,
-    ConflictError,
     FullError,
     InputError,
     NotFoundError,
     StokerError,
     UnavailableError,
 )
-from stoker.kube.objects import Manifest
-from stoker.kube.pods import claims_of, ended, holders, is_running, why_pending
+from stoker.kube.objects import Manifest, owned
+from stoker.kube.pods import ended, is_running, why_pending
 
 if TYPE_CHECKING:
     from stoker.kube.client import Cluster
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 GRACE_S = 1
 """Of a pod that has nothing to save. Not 0: then it would be forgotten while it still runs, and has its volumes."""
+GONE_S = 10.0
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -51,13 +52,6 @@ def visiting(
         finally:
             if not was_refused:  # where no answer came, it may have been made
                 _delete(cluster, name, tell)
-
-
-def owned(one: Manifest, owner: Manifest) -> Manifest:
-    """Have an object deleted with its owner."""
-    metadata = owner["metadata"]
-    reference = {"apiVersion": "v1", "kind": owner["kind"], "name": metadata["name"], "uid": metadata["uid"]}
-    return {**one, "metadata": {**one["metadata"], "ownerReferences": [reference]}}
 
 
 def wait_running(cluster: Cluster, name: str, wait_s: float, tell: Callable[[str], object]) -> None:
@@ -92,31 +86,12 @@ def events_of(cluster: Cluster, one: Manifest) -> list[Manifest]:
         return []
 
 
-def check_claims(cluster: Cluster, spec: Manifest) -> None:
-    """Refuse to mount a claim that is not there, or one that a single node can have while a job has it."""
-    names = claims_of({"spec": spec})
-    if not names:
-        return
-    pods, faults = cluster.every("Pod"), []
-    for name in dict.fromkeys(names):
-        claim = cluster.get("PersistentVolumeClaim", name)
-        if claim is None:
-            raise NotFoundError(
-                f"there is no claim {name}", where=cluster, hint=f"make it with: stoker volume create {name}"
-            )
-        modes = set(claim["spec"].get("accessModes") or ())
-        if modes <= {"ReadWriteOnce", "ReadWriteOncePod"} and (found := holders(pods, name)):
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            faults.append(f"claim {name} is mounted by pod {found[0]}{more}, and one node alone can have it")
-    if faults:
-        raise ConflictError("; ".join(faults), where=cluster, hint="wait for that job, or stop it: stoker job stop")
-
-
 def _delete(cluster: Cluster, name: str, tell: Callable[[str], object]) -> None:
-    """Delete the pod; a second Ctrl-C does not keep it alive."""
+    """Delete the pod and wait until it has given back its volumes; a second Ctrl-C does not keep it alive."""
     with _signals(dict.fromkeys(_ENDINGS, signal.SIG_IGN)):
         try:
             cluster.delete("Pod", name, grace_s=GRACE_S)
+            until(lambda: cluster.get("Pod", name) is None, GONE_S, pause_s=POLL_S)
         except StokerError as error:
             hint = f"kubectl --context {cluster.context} -n {cluster.namespace} delete pod {name}"
             tell(f"Pod {name} could not be deleted ({error.what}); delete it with: {hint}")

@@ -57,6 +57,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 os.execv(sys.argv[2], sys.argv[2:])
 """
 _TEMPORARY = re.compile(r"\.\d{10}$")
+_LINE = re.compile(rb"(\d{3}) (\d+) (\d+) (\S+) ([-\d, :]+)")
 _HITS = frozenset({b"HIT", b"STALE", b"UPDATING", b"REVALIDATED"})
 _MISSES = frozenset({b"MISS", b"EXPIRED", b"BYPASS"})
 
@@ -272,7 +273,7 @@ class Counts:
         with self._lock:
             for tail in self._tails:
                 for line in tail.lines():
-                    self._count(line)
+                    count(line, self._totals)
             if any(_size(path) > LOG_LIMIT for path in self._logs):
                 self._new_logs()
                 self._reopen()
@@ -291,20 +292,6 @@ class Counts:
             tail.close()
         self._tails = [*self._tails[-1:], _Tail(self._logs[0])]
 
-    def _count(self, line: bytes) -> None:
-        parts = line.split(b" ", 4)
-        if len(parts) < 5:  # torn, by a full disk
-            return
-        status, sent, length, cached, received = parts
-        add = self._totals
-        if length != b"0":  # else a slice of a request that has its own line
-            add["requests"] += 1
-            add["bytes"] += int(sent)
-            add["errors"] += status >= b"500"
-        add["hits"] += cached in _HITS
-        add["misses"] += cached in _MISSES
-        add["origin_bytes"] += sum(map(int, re.findall(rb"\d+", received)))
-
     def _held_bytes(self, cache: CacheSettings) -> int:
         """Add up the cache's files; at most once a second, since there may be many."""
         when, held = self._held
@@ -312,6 +299,21 @@ class Counts:
             held = sum(_size(path) for path in _files(cache_folder(cache)))
             self._held = time.monotonic(), held
         return held
+
+
+def count(line: bytes, totals: Counter[str]) -> None:
+    """Add what a line of nginx's log tells; anything else adds nothing."""
+    found = _LINE.fullmatch(line)
+    if found is None:  # torn, by a full disk
+        return
+    status, sent, length, cached, received = found.groups()
+    if length != b"0":  # else a slice of a request that has its own line
+        totals["requests"] += 1
+        totals["bytes"] += int(sent)
+        totals["errors"] += status >= b"500"
+    totals["hits"] += cached in _HITS
+    totals["misses"] += cached in _MISSES
+    totals["origin_bytes"] += sum(map(int, re.findall(rb"\d+", received)))
 
 
 class _Tail:

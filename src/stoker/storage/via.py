@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from stoker.errors import InputError, UnavailableError
@@ -15,6 +15,11 @@ def through(url: str, via: str) -> str:
     with _ours(via):
         told = json.loads(open_store(via).get("-/origins"))
         origins = {str(one["url"]).rstrip("/"): str(one["name"]) for one in told}
+    return through_known(url, via, origins)
+
+
+def through_known(url: str, via: str, origins: Mapping[str, str]) -> str:
+    """Do so for a cache whose origins are known: names by URL."""
     plain = shown(url)
     for origin in sorted(origins, key=len, reverse=True):
         if plain.rstrip("/") == origin or plain.startswith(f"{origin}/"):

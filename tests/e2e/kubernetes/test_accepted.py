@@ -9,6 +9,7 @@ import pytest
 import yaml
 from pods import BUSYBOX
 
+from clusters import SHARED
 from launchers.contract import until
 from stoker.core.spec import decode
 from stoker.errors import InputError, MissingError
@@ -18,8 +19,6 @@ from stoker.kube.client import Cluster
 from stoker.kube.objects import RUN, merged
 from stoker.launchers.kubernetes.launcher import KubernetesLauncher
 from stoker.launchers.kubernetes.manifests import as_run
-
-SHARED = Path(__file__).parents[4] / "shared" / "crds"
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "single": {"topology": "single"},
@@ -102,7 +101,7 @@ def test_the_server_refuses_what_it_does_not_know(cluster: Cluster) -> None:
 def test_mpijobs_need_their_operator(cluster: Cluster, home: None) -> None:
     given = job(cluster, {"topology": "mpi", "workers": 2})
     plan = KubernetesLauncher().render(given)
-    crds = sorted(SHARED.glob("**/*mpijob*.yaml"))
+    crds = sorted((SHARED / "crds").glob("**/*mpijob*.yaml"))
     if not crds:
         pytest.skip("the CRDs of ../shared are not here")
     if not _is_served(cluster):

@@ -118,7 +118,7 @@ def test_no_permission(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
     job = job_of("true", **keys(cluster.namespace))
     launcher = KubernetesLauncher()
-    with pytest.raises(AccessError, match=r"may not get jobs\.batch in namespace \S+; `stoker job plan .*--rbac`"):
+    with pytest.raises(AccessError, match=r"may not get jobs\.batch in namespace \S+; `stoker job plan .*--rbac WHO`"):
         launcher.start(plan := launcher.render(job), create(job, plan))
 
 
@@ -150,3 +150,20 @@ def account(cluster: Cluster, folder: Path, name: str = "nobody") -> Path:
     path = folder / f"{name}.kubeconfig"
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+def test_the_role_of_the_plan_is_enough(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
+    job = job_of("echo done by somebody", **keys(cluster.namespace))
+    launcher = KubernetesLauncher()
+    config = account(cluster, tmp_path, "runner")
+    for one in launcher.rights(job, "serviceaccount:runner").objects:
+        cluster.apply(one)
+    monkeypatch.setenv("KUBECONFIG", str(config))
+    run = create(job, plan := launcher.render(job))
+    launcher.start(plan, run)
+    assert [line.text for line in launcher.logs(run.handle, None, follow=True)] == ["done by somebody"]
+    assert launcher.status(run.handle).state is JobState.SUCCEEDED
+    assert [row["run"] for row in launcher.runs()] == [run.id]
+    launcher.stop(run.handle)
+    assert not cluster.every("Pod")

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from clusters import NO_KUBERNETES, PATH
 from stoker.kube.client import Cluster
 from stoker.kube.objects import CONTAINER, PART, RUN, Manifest, claim
 from stoker.kube.pods import ended, is_running, why_pending
@@ -43,10 +44,9 @@ secret_env: {TOKEN: {secret: keys, key: token}}
 @pytest.fixture(autouse=True)
 def kubectl(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program, of the cluster's own programs or of this machine."""
-    own = os.environ.get("KUBEBUILDER_ASSETS", "/usr/local/kubebuilder/bin")
-    monkeypatch.setenv("PATH", f"{own}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", PATH)
     if shutil.which("kubectl") is None:
-        pytest.skip(f"no kubectl in {own} (set KUBEBUILDER_ASSETS) nor on the PATH")
+        pytest.skip(f"{NO_KUBERNETES}: no kubectl")
 
 
 @pytest.fixture
@@ -349,7 +349,7 @@ def test_shell_has_the_job_s_variables_and_is_deleted(cluster: Cluster, job_file
     assert done.returncode == 9, done.stderr
     assert done.stdout.startswith(b"deep red s3cr3t\n")
     assert b"worker.sh" in done.stdout
-    assert until(lambda: not shells(cluster))
+    assert not shells(cluster)
     assert until(lambda: not cluster.every("ConfigMap", {PART: "shell"}))
 
 

@@ -14,17 +14,15 @@ from typing import Any
 import pytest
 from pods import keys
 
+from clusters import NO_KUBERNETES, PATH
 from launchers.contract import LauncherSuite, Launching, until
 from stoker.errors import ConflictError, NotFoundError
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState
 from stoker.kube.client import Cluster
-from stoker.kube.objects import RUN
+from stoker.kube.objects import RUN, claim
 from stoker.launchers.kubernetes.launcher import KubernetesLauncher
 from stoker.launchers.supervisor import watcher
-
-PROGRAMS = os.environ.get("KUBEBUILDER_ASSETS", "/usr/local/kubebuilder/bin")
-PATH = f"{PROGRAMS}:{os.environ['PATH']}"
 
 
 class OnCluster(Launching):
@@ -117,7 +115,6 @@ class TestJobs(OnCluster):
         [
             ({"resources": {"gpu": 99}}, "nvidia.com/gpu"),
             ({"image": "no-such-image:local"}, "image"),
-            ({"volumes": [{"claim": "no-such-claim", "path": "/data"}]}, "no-such-claim"),
             ({"secret_env": {"A": {"secret": "no-such-secret", "key": "a"}}}, "no-such-secret"),
         ],
     )
@@ -126,6 +123,22 @@ class TestJobs(OnCluster):
         until(lambda: why in launcher.status(run.handle).message, 60)
         assert launcher.status(run.handle).state is JobState.PENDING
         assert launcher.status(run.handle).message.startswith("worker/0: ")
+
+    def test_a_claim_that_is_not_there(self, launcher: Any) -> None:
+        with pytest.raises(
+            NotFoundError, match="there is no claim nothing; make it with: stoker volume create nothing"
+        ):
+            self.start(launcher, self.job("true", volumes=[{"claim": "nothing", "path": "/data"}]))
+
+    def test_a_claim_that_another_job_has(self, launcher: Any) -> None:
+        self.cluster.create(claim("data", 1 << 20, "rwo", {}, storage_class="", volume="none-there"))
+        volumes = [{"claim": "data", "path": "/data"}]
+        self.start(launcher, self.job("sleep 60", volumes=volumes))
+        until(lambda: bool(self.cluster.every("Pod")))
+        with pytest.raises(
+            ConflictError, match=r"claim data is mounted by pod small-0-.* of job small, and one node alone"
+        ):
+            self.start(launcher, self.job("true", name="second", volumes=volumes))
 
     def test_out_of_memory(self, launcher: Any) -> None:
         eat = f"{sys.executable} -c 'x = bytearray(400 << 20)'"
@@ -189,7 +202,7 @@ class TestJobs(OnCluster):
 class TestPlan(OnCluster):
     def test_kubectl_takes_the_plan(self, launcher: Any) -> None:
         if shutil.which("kubectl", path=PATH) is None:
-            pytest.skip("there is no kubectl")
+            pytest.skip(f"{NO_KUBERNETES}: no kubectl")
         job = self.job("echo $STOKER_RUN $STOKER_ATTEMPT $STOKER_SLOT")
         plan = launcher.render(job).shown()
         subprocess.run(

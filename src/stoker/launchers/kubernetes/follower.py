@@ -27,7 +27,7 @@ from stoker.jobs.runs import Run
 from stoker.jobs.status import Attempt, JobState, JobStatus
 from stoker.jobs.topology import slots_of
 from stoker.kube.client import Cluster
-from stoker.kube.config import Place
+from stoker.kube.config import parts_of
 from stoker.kube.objects import CONTAINER, RUN, Manifest
 from stoker.launchers.causes import Cause, cause
 from stoker.launchers.kubernetes.judge import Seen, Verdict, gave_up, judge, newest, seen, slot_states
@@ -398,12 +398,6 @@ def _moved(one: Seen) -> str:
 def _lead_first(leads: Sequence[Manifest]) -> list[Manifest]:
     """Put the one that owns the others first."""
     return sorted(leads, key=lambda one: bool(one["metadata"].get("ownerReferences")))
-
-
-def parts_of(handle: str) -> tuple[Place, str]:
-    """Take a handle apart: `k8s://context/namespace/run`."""
-    place, _, run = handle.partition("://")[2].rpartition("/")
-    return Place.parse(place), run
 
 
 def main() -> None:

@@ -32,12 +32,14 @@ from stoker.jobs.runs import Run, home
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import Slot
+from stoker.kube.claims import check_mountable
 from stoker.kube.client import Cluster
-from stoker.kube.config import Place
-from stoker.kube.objects import CACHE, CACHE_PORT, JOB, MANAGED_BY, RUN, Manifest, merged
-from stoker.launchers.kubernetes.follower import STOPPING, parts_of
+from stoker.kube.config import Place, load, parts_of
+from stoker.kube.objects import JOB, MANAGED_BY, RUN, Manifest, merged, owned, via_url
+from stoker.kube.rbac import parts, rbac
+from stoker.launchers.kubernetes.follower import STOPPING
 from stoker.launchers.kubernetes.judge import at
-from stoker.launchers.kubernetes.manifests import JOB_FILE, as_run, faults, lead_of, leading, manifests
+from stoker.launchers.kubernetes.manifests import JOB_FILE, as_run, faults, lead_of, leading, manifests, templates
 from stoker.launchers.kubernetes.plan import KubernetesPlan, read_code, read_plan, with_code
 from stoker.launchers.local import kept_logs, watch_over
 from stoker.launchers.supervisor import watcher
@@ -86,6 +88,17 @@ class KubernetesLauncher:
             namespace=job.kubernetes.namespace,
             notes=tuple(_notes(job, code)),
         )
+
+    def rights(self, job: Job, who: str) -> KubernetesPlan:
+        """Give the Role that somebody needs who runs such jobs, and its binding."""
+        used = parts(
+            mpi=job.topology == "mpi",
+            queue=job.kubernetes.queue is not None,
+            ingress=any(role.ingress for role in job.roles.values()),
+        )
+        namespace = job.kubernetes.namespace or load(self._place.context).namespace
+        create = job.kubernetes.create_namespace
+        return KubernetesPlan(objects=rbac(namespace, who, wanted=used, create_namespace=create))
 
     def start(self, rendered: KubernetesPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
         """Make the objects, and follow them."""
@@ -207,7 +220,8 @@ def _with_cache(job: Job) -> Job:
     """Name the cache of the namespace, where the job wants its data through it."""
     if job.data.via != "cluster":
         return job
-    return msgspec.structs.replace(job, data=msgspec.structs.replace(job.data, via=f"http://{CACHE}:{CACHE_PORT}"))
+    via = via_url(job.kubernetes.namespace)
+    return msgspec.structs.replace(job, data=msgspec.structs.replace(job.data, via=via))
 
 
 def _objects(run: Run) -> list[Manifest]:
@@ -308,6 +322,8 @@ def make(cluster: Cluster, objects: Sequence[Manifest]) -> None:
     lead = lead_of(objects)
     _clear(cluster, lead)
     before = [one for one in objects if one["kind"] in ("Namespace", "PersistentVolumeClaim")]
+    specs = [template["spec"] for one in objects for template in templates(one)]
+    check_mountable(cluster, specs, made=[one["metadata"]["name"] for one in before])
     for one in before:
         if cluster.get(one["kind"], one["metadata"]["name"]) is None:
             cluster.create(one)
@@ -316,7 +332,7 @@ def make(cluster: Cluster, objects: Sequence[Manifest]) -> None:
     try:
         for one in objects:
             if one is not lead and one not in before:
-                cluster.apply(_owned(one, made))
+                cluster.apply(owned(one, made))
         if not queued:  # else Kueue lets it go
             cluster.patch(lead["kind"], lead["metadata"]["name"], _suspension(lead["kind"], False))
     except BaseException:
@@ -357,10 +373,3 @@ def _suspension(kind: str, is_on: bool) -> Manifest:
 def _suspended(lead: Manifest) -> Manifest:
     held: Manifest = merged(lead, _suspension(lead["kind"], True))
     return held
-
-
-def _owned(one: Manifest, lead: Manifest) -> Manifest:
-    """Make an object the lead's own: it goes when the lead goes."""
-    owner = {key: lead[key] for key in ("apiVersion", "kind")}
-    owner |= {"name": lead["metadata"]["name"], "uid": lead["metadata"]["uid"]}
-    return {**one, "metadata": {**one["metadata"], "ownerReferences": [owner]}}

@@ -1,0 +1,293 @@
+"""Claims as they are: sizes, who mounts them, whether they are bound and what they wait for."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+from stoker.core.units import format_bytes
+from stoker.errors import AccessError, ConflictError, InputError, NotFoundError
+from stoker.kube.objects import ACCESS, JOB, PART, RUN, Manifest
+from stoker.kube.pods import claims_of
+
+if TYPE_CHECKING:
+    from stoker.kube.client import Cluster
+
+CLAIM = "PersistentVolumeClaim"
+FIRST_CONSUMER = "WaitForFirstConsumer"
+SETTLE_S = 10.0
+"""How long a new claim may take to be bound before it is told what it waits for."""
+POLL_S = 0.25
+NAME_WANTED = "expected lower-case letters, digits, - and ., at most 253 of them"
+_DEFAULT = ("storageclass.kubernetes.io/is-default-class", "storageclass.beta.kubernetes.io/is-default-class")
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))(?:[eE]([+-]?\d{1,3})|([KMGTPE]i|[numkMGTPE]?))")
+_SUFFIXES = {"n": "1e-9", "u": "1e-6", "m": "1e-3", "": "1", "k": "1e3", "M": "1e6", "G": "1e9", "T": "1e12"}
+_SUFFIXES |= {"P": "1e15", "E": "1e18", **{f"{unit}i": str(2 ** (10 * n)) for n, unit in enumerate("KMGTPE", 1)}}
+
+
+# --- Quantities and words
+
+
+def bytes_of(quantity: object) -> int | None:
+    """Read a quantity as Kubernetes writes it (`10Gi`, `5e9`); None: it is none."""
+    found = _QUANTITY.fullmatch(str(quantity).strip())
+    if found is None:
+        return None
+    factor = Decimal(f"1e{found[2]}") if found[2] else Decimal(_SUFFIXES[found[3]])
+    return math.ceil(Decimal(found[1]) * factor)
+
+
+def quantity(size: int) -> str:
+    """Write a size as people would: `10Gi` and not its bytes, where that is the same."""
+    for power, unit in reversed(list(enumerate("KMGTPE", 1))):
+        if size and size % 2 ** (10 * power) == 0:
+            return f"{size >> (10 * power)}{unit}i"
+    return str(size)
+
+
+def short_access(modes: Iterable[str]) -> str:
+    """Write access modes as `--access` takes them."""
+    words = {long: short for short, long in ACCESS.items()}
+    return ",".join(words.get(mode, mode) for mode in modes)
+
+
+# --- Claims as they are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mounter:
+    """A pod that mounts a claim, or will."""
+
+    pod: str
+    job: str | None = None
+    run: str | None = None
+    part: str | None = None
+
+    def __str__(self) -> str:
+        return f"pod {self.pod}" + (f" of job {self.job}" if self.job else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Volume:
+    """A claim, as the list shows it."""
+
+    name: str
+    size: int | None
+    access: str
+    storage_class: str | None
+    phase: str
+    volume: str | None
+    mounted_by: tuple[Mounter, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give it for JSON."""
+        mounters = [
+            {key: value for key, value in (("pod", one.pod), ("job", one.job), ("run", one.run)) if value}
+            for one in self.mounted_by
+        ]
+        return {
+            "name": self.name,
+            "size": self.size,
+            "access": self.access,
+            "class": self.storage_class,
+            "phase": self.phase,
+            "volume": self.volume,
+            "mounted_by": mounters,
+        }
+
+
+def mounters(pods: Iterable[Manifest], name: str, *, ended: bool = False) -> list[Mounter]:
+    """List the pods that hold a claim, or those that ended and are only not forgotten yet."""
+    holding = (pod for pod in pods if name in _claims(pod) and (phase_of(pod) in ("Succeeded", "Failed")) is ended)
+    return sorted((_mounter(pod) for pod in holding), key=lambda one: one.pod)
+
+
+def _claims(pod: Manifest) -> Iterator[str]:
+    for one in (pod.get("spec") or {}).get("volumes") or ():
+        if one.get("persistentVolumeClaim"):
+            yield str(one["persistentVolumeClaim"]["claimName"])
+        elif one.get("ephemeral"):  # a claim that lives as long as its pod, named after both
+            yield f"{pod['metadata']['name']}-{one['name']}"
+
+
+def _mounter(pod: Manifest) -> Mounter:
+    labels: Mapping[str, str] = pod["metadata"].get("labels") or {}
+    return Mounter(pod=pod["metadata"]["name"], job=labels.get(JOB), run=labels.get(RUN), part=labels.get(PART))
+
+
+def check_mountable(cluster: Cluster, specs: Iterable[Manifest], *, made: Collection[str] = ()) -> None:
+    """Refuse claims of pods that are not there, nor made along with them, or that one node alone can have and has."""
+    names = [name for spec in specs for name in claims_of({"spec": spec}) if name not in made]
+    if not names:
+        return
+    pods = cluster.every("Pod")
+    for name in dict.fromkeys(names):
+        found = cluster.get("PersistentVolumeClaim", name)
+        if found is None:
+            hint = f"make it with: stoker volume create {name}"
+            raise NotFoundError(f"there is no claim {name}", where=cluster, hint=hint)
+        if not is_shared(found) and (holders := mounters(pods, name)):
+            what = f"claim {name} is mounted by {names_of(holders)}, and one node alone can have it"
+            raise ConflictError(what, where=cluster, hint=release(holders))
+
+
+def phase_of(one: Manifest) -> str:
+    """Give the phase of a claim, a volume or a pod."""
+    return str((one.get("status") or {}).get("phase") or "Pending")
+
+
+def is_shared(one: Manifest) -> bool:
+    """Whether pods on several nodes can mount a claim."""
+    return bool({ACCESS["rwx"], ACCESS["rox"]} & set(one["spec"].get("accessModes") or ()))
+
+
+def is_ending(one: Manifest) -> bool:
+    """Whether an object is being deleted."""
+    return bool(one["metadata"].get("deletionTimestamp"))
+
+
+def described(one: Manifest, pods: Iterable[Manifest]) -> Volume:
+    """Give what the list shows of a claim."""
+    spec = one["spec"]
+    name = one["metadata"]["name"]
+    size = ((one.get("status") or {}).get("capacity") or {}).get("storage") or spec["resources"]["requests"]["storage"]
+    return Volume(
+        name=name,
+        size=bytes_of(size),
+        access=short_access(spec.get("accessModes") or ()),
+        storage_class=spec.get("storageClassName") or None,
+        phase="Terminating" if is_ending(one) else phase_of(one),
+        volume=spec.get("volumeName"),
+        mounted_by=tuple(mounters(pods, name)),
+    )
+
+
+def listed(cluster: Cluster) -> list[Volume]:
+    """List the claims of the namespace."""
+    claims = cluster.every(CLAIM)
+    pods = cluster.every("Pod") if claims else []
+    if not claims:
+        _need_namespace(cluster)
+    return [described(one, pods) for one in sorted(claims, key=lambda one: str(one["metadata"]["name"]))]
+
+
+def _need_namespace(cluster: Cluster) -> None:
+    """Tell a namespace that is empty from one that does not exist, where we may know."""
+    try:
+        found = cluster.get("Namespace", cluster.namespace)
+    except AccessError:
+        return
+    if found is None:
+        raise NotFoundError(f"there is no namespace {cluster.namespace!r}", where=cluster)
+
+
+def need_claim(cluster: Cluster, name: str) -> Manifest:
+    """Give a claim, or say which there are."""
+    check_name(name)
+    if (found := cluster.get(CLAIM, name)) is not None:
+        return found
+    known = sorted(str(one["metadata"]["name"]) for one in cluster.every(CLAIM))
+    hint = f"known: {', '.join(known)}" if known else f"make it with: stoker volume create {name} --size …"
+    raise NotFoundError(f"there is no volume {name!r}", where=cluster, hint=hint)
+
+
+def check_name(name: str) -> None:
+    """Refuse what can be no claim's name."""
+    if not is_name(name):
+        raise InputError(f"{name!r} is no name of a volume: {NAME_WANTED}")
+
+
+def is_name(name: object) -> bool:
+    """Whether it can be the name of an object."""
+    return isinstance(name, str) and len(name) <= 253 and _NAME.fullmatch(name) is not None
+
+
+# --- Classes
+
+
+def class_named(classes: Sequence[Manifest] | None, name: str | None) -> Manifest | None:
+    """Give the class of a name."""
+    return next((one for one in classes or () if one["metadata"]["name"] == name), None)
+
+
+def default_class(classes: Sequence[Manifest]) -> Manifest | None:
+    """Give the class of claims that name none: of several defaults, the newest."""
+    marked = [
+        one for one in classes if any((one["metadata"].get("annotations") or {}).get(key) == "true" for key in _DEFAULT)
+    ]
+    return max(marked, key=lambda one: str(one["metadata"].get("creationTimestamp")), default=None)
+
+
+# --- Whether they are bound
+
+
+def settled(cluster: Cluster, name: str, classes: Sequence[Manifest] | None, seconds: float) -> tuple[Manifest, str]:
+    """Wait a little for a claim to be bound; give it, and in a sentence how it is with it."""
+    from stoker.kube.visit import events_of
+
+    deadline = time.monotonic() + seconds
+    while True:
+        one = need_claim(cluster, name)
+        events = [] if phase_of(one) == "Bound" else sorted(events_of(cluster, one), key=_seen)
+        is_final = phase_of(one) == "Bound" or _waits_for_pod(one, classes) or any(map(_is_warning, events))
+        if is_final or time.monotonic() >= deadline:
+            return one, standing(one, events, classes)
+        time.sleep(POLL_S)
+
+
+def _seen(event: Manifest) -> str:
+    return str(event.get("lastTimestamp") or event.get("eventTime") or "")[:19]
+
+
+def _is_warning(event: Manifest) -> bool:
+    return event.get("type") == "Warning"
+
+
+def _waits_for_pod(one: Manifest, classes: Sequence[Manifest] | None) -> bool:
+    kind = class_named(classes, one["spec"].get("storageClassName"))
+    return (kind or {}).get("volumeBindingMode") == FIRST_CONSUMER and not one["spec"].get("volumeName")
+
+
+def standing(one: Manifest, events: Sequence[Manifest], classes: Sequence[Manifest] | None) -> str:
+    """Say whether a claim is bound, and if not, what it waits for."""
+    name, phase, spec = one["metadata"]["name"], phase_of(one), one["spec"]
+    if phase == "Bound":
+        size = bytes_of(((one["status"].get("capacity") or {}).get("storage")) or 0) or 0
+        return f"volume {name} is bound to PersistentVolume {spec.get('volumeName')} ({format_bytes(size)})"
+    if phase == "Lost":
+        return f"volume {name} has lost its PersistentVolume {spec.get('volumeName')}: it was deleted"
+    warnings = [event for event in events if _is_warning(event)]
+    if warnings:
+        return f"volume {name} is not bound: {_one_line(str(warnings[-1].get('message')))}"
+    if _waits_for_pod(one, classes):
+        return f"volume {name} waits for the first pod that mounts it, as its class says ({FIRST_CONSUMER})"
+    if spec.get("volumeName"):
+        return f"volume {name} waits to be bound to PersistentVolume {spec['volumeName']}"
+    said = f": {_one_line(str(events[-1].get('message')))}" if events else ""
+    return f"volume {name} is not bound yet{said}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).rstrip(".")[:300]
+
+
+def names_of(holders: Sequence[Mounter]) -> str:
+    """Name pods, the first few of them."""
+    first = ", ".join(map(str, holders[:3]))
+    return first if len(holders) <= 3 else f"{first} and {len(holders) - 3} more"
+
+
+def release(holders: Sequence[Mounter]) -> str:
+    """Say how to make pods let go of a claim."""
+    one = next((one for one in holders if one.job), holders[0])
+    if one.job:
+        return f"wait until the job ends, or stop it: stoker job stop {one.run or one.job}"
+    if one.part == "inspector":
+        return f"somebody looks into it; if that pod was left behind: kubectl delete pod {one.pod}"
+    return f"end it first: kubectl delete pod {one.pod}"

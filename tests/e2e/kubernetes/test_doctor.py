@@ -1,0 +1,259 @@
+"""`stoker doctor --on k8s` on a real cluster: real faults, each told apart, all in one run, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pods import BUSYBOX, IMAGE
+
+from launchers.contract import until
+from stoker.kube.client import Cluster
+from stoker.kube.config import Place
+from stoker.kube.objects import PART
+from stoker.kube.rbac import EVERYDAY, OPTIONAL, Part, rbac, rights
+from trees import stoker
+
+pytestmark = pytest.mark.timeout(180)
+SECRET = "not-for-the-screen"
+
+Doctor = Callable[..., tuple[int, dict[str, list[dict[str, Any]]]]]
+
+
+@pytest.fixture
+def doctor(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Doctor:
+    """Run the doctor for a job in the test's namespace; give its exit code and its rows by subject."""
+
+    def run(*words: str, **keys: Any) -> tuple[int, dict[str, list[dict[str, Any]]]]:
+        file = tmp_path / "job.yaml"
+        base = {"name": "pets", "topology": "single", "image": BUSYBOX, "program": {"command": ["true"]}}
+        file.write_text(yaml.safe_dump({**base, **keys}))
+        given = [str(file)] if keys else []
+        capsys.readouterr()
+        code = stoker("doctor", "--on", f"k8s:///{cluster.namespace}", "--json", *given, *words)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        assert SECRET not in out + err
+        found: dict[str, list[dict[str, Any]]] = {}
+        for one in json.loads(out):
+            found.setdefault(one["what"], []).append(one)
+        assert all(one["fix"] for rows in found.values() for one in rows if one["fine"] is False)
+        return code, found
+
+    return run
+
+
+def bad(found: dict[str, list[dict[str, Any]]]) -> set[str]:
+    return {what for what, rows in found.items() if any(one["fine"] is False for one in rows)}
+
+
+def test_a_job_that_would_run(doctor: Doctor, cluster: Cluster) -> None:
+    code, found = doctor(resources={"gpu": 1})
+    assert (code, bad(found)) == (0, set())
+    for what in ("cluster", "clock", "namespace", "permissions", "quota", "admission", "image", "DNS"):
+        assert found[what][0]["fine"] is True, found[what]
+    assert "Kubernetes v1." in found["cluster"][0]["found"]
+    until(lambda: not cluster.every("Pod", {PART: "doctor"}))
+
+
+def test_without_a_job_the_cluster_is_told(doctor: Doctor) -> None:
+    code, found = doctor()
+    assert code == 0
+    assert "image" not in found
+
+
+def test_gpus_of_all_nodes_are_counted(doctor: Doctor, cluster: Cluster) -> None:
+    nodes = cluster.every("Node")
+    many = sum(int(one["status"]["allocatable"].get("nvidia.com/gpu", 0)) for one in nodes)
+    (row,) = doctor()[1]["gpus"]
+    assert row["found"].startswith(f"{many} × of no named type on {len(nodes)} nodes; ")
+    assert many == 8 * len(nodes)
+    code, found = doctor(workers=len(nodes) + 1, topology="torchrun", program={"module": "this"}, resources={"gpu": 8})
+    assert code == 2
+    assert f"room for {len(nodes)} of {len(nodes) + 1} × worker (8 GPUs)" in found["room"][0]["found"]
+    assert "16 GPUs, and the largest node that it may use has 8" in doctor(resources={"gpu": 16})[1]["room"][0]["found"]
+
+
+@pytest.mark.parametrize(
+    ("image", "policy", "says"),
+    [
+        ("nowhere.invalid/nothing:1", "IfNotPresent", "cannot be pulled"),
+        ("docker.io/library/nothing:1", "Never", "is not on the node"),
+        (IMAGE, "IfNotPresent", "has no sh"),
+    ],
+)
+def test_images(doctor: Doctor, cluster: Cluster, image: str, policy: str, says: str) -> None:
+    code, found = doctor(image=image, kubernetes={"image_pull_policy": policy})
+    assert (code, bad(found)) == (2, {"image"})
+    assert says in found["image"][0]["found"]
+    assert found["DNS"][0]["fine"] is None
+    until(lambda: not cluster.every("Pod", {PART: "doctor"}))
+
+
+def test_all_faults_are_told_at_once(doctor: Doctor, cluster: Cluster) -> None:
+    hard = {"requests.nvidia.com/gpu": "1", "pods": "10"}
+    cluster.create({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "small"}, "spec": {"hard": hard}})
+    until(lambda: (cluster.get("ResourceQuota", "small") or {}).get("status", {}).get("hard"))
+    data = {"stringData": {"token": SECRET}}
+    cluster.create({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "aws"}, **data})
+    code, found = doctor(
+        resources={"gpu": 2},
+        checkpoint={"dir": "/c", "claim": "nothing"},
+        secret_env={"A": {"secret": "aws", "key": "other"}, "B": {"secret": "absent", "key": "x"}},
+        data={"train": "https://store/train", "via": "cluster"},
+        kubernetes={"queue": "gpu", "service_account": "nobody", "priority_class": "none"},
+    )
+    assert code == 5
+    assert bad(found) >= {
+        "quota",
+        "queue",
+        "claim nothing",
+        "secret aws",
+        "secret absent",
+        "service account nobody",
+        "priority class none",
+        "cache",
+    }
+    assert "2 requests.nvidia.com/gpu wanted, 1 requests.nvidia.com/gpu allowed" in found["quota"][0]["found"]
+    assert "has no key other" in found["secret aws"][0]["found"]
+
+
+def test_a_namespace_that_is_not_there(doctor: Doctor, cluster: Cluster) -> None:
+    code, found = doctor("--on", f"k8s:///{cluster.namespace}-not", resources={"gpu": 1})
+    assert (code, bad(found)) == (2, {"namespace"})
+    assert found["image"][0]["fine"] is None
+    code, found = doctor(
+        "--on", f"k8s:///{cluster.namespace}-not", "--set", "kubernetes.create_namespace=true", resources={"gpu": 1}
+    )
+    assert (code, bad(found)) == (0, set())
+    assert cluster.get("Namespace", f"{cluster.namespace}-not") is None
+
+
+def test_a_namespace_that_refuses_root(doctor: Doctor, cluster: Cluster) -> None:
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    cluster.patch("Namespace", cluster.namespace, {"metadata": {"labels": labels}})
+    code, found = doctor(resources={"cpu": 1})
+    assert (code, bad(found)) == (2, {"admission"})
+    assert "Pod Security restricted" in found["admission"][0]["found"]
+    assert "runAsNonRoot" in found["admission"][0]["found"]
+    code, found = doctor(kubernetes={"user": 1000})
+    assert (code, bad(found)) == (0, set())
+
+
+def test_claims_and_who_mounts_them(doctor: Doctor, cluster: Cluster) -> None:
+    spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}, "storageClassName": "none"}
+    cluster.create({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "one"}, "spec": spec})
+    many = {"topology": "torchrun", "program": {"module": "this"}, "workers": 2}
+    _, found = doctor(volumes=[{"claim": "one", "path": "/d"}], **many)
+    assert "for one node, and 2 pods mount it" in found["claim one"][0]["found"]
+    _, found = doctor(volumes=[{"claim": "one", "path": "/d"}])
+    assert found["claim one"][0]["found"].startswith("has no volume yet: ")
+    made = {"dir": "/c", "claim": "new", "create": True, "size": "1Pi"}
+    _, found = doctor(checkpoint=made)
+    assert "would wait for ever" in found["claim new"][0]["found"]
+
+
+# --- Rights
+
+
+@pytest.fixture
+def account(cluster: Cluster, kubeconfig: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Be a service account without any rights, for whoever reads the settings from here on."""
+    name = f"runner-{secrets.token_hex(3)}"
+    cluster.create({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}})
+    notes = {"kubernetes.io/service-account.name": name}
+    kind = "kubernetes.io/service-account-token"
+    metadata = {"name": name, "annotations": notes}
+    cluster.create({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": kind})
+    until(lambda: (cluster.get("Secret", name) or {}).get("data", {}).get("token"))
+    data = (cluster.get("Secret", name) or {})["data"]
+    config = yaml.safe_load(kubeconfig.read_text())
+    (entry,) = config["clusters"]
+    entry["cluster"].pop("certificate-authority", None)
+    entry["cluster"]["certificate-authority-data"] = data["ca.crt"]
+    config["users"] = [
+        {"name": one["name"], "user": {"token": b64decode(data["token"]).decode()}} for one in config["users"]
+    ]
+    path = tmp_path / "limited.yaml"
+    path.write_text(yaml.safe_dump(config))
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    yield name
+    for one in ("ClusterRoleBinding", "ClusterRole"):
+        cluster.delete(one, f"stoker-{cluster.namespace}")
+
+
+def missing(found: dict[str, list[dict[str, Any]]], fine: bool | None) -> set[tuple[str, str]]:
+    """Read from the rows which verbs of what are missing."""
+    rows = [one["found"] for one in found["permissions"] if one["fine"] is fine and one["found"].startswith("may not ")]
+    parts = [part for row in rows for part in row.removeprefix("may not ").partition(":")[0].split("; ")]
+    return {(verb, what) for verbs, what in (part.rsplit(" ", 1) for part in parts) for verb in verbs.split(", ")}
+
+
+def listed(*some: Part) -> set[tuple[str, str]]:
+    return {(verb, str(right)) for right in rights(some) for verb in right.verbs}
+
+
+def test_who_has_no_rights_is_told_each_of_them(doctor: Doctor, account: str) -> None:
+    code, found = doctor(resources={"gpu": 1})
+    assert code == 5
+    assert bad(found) == {"permissions"}
+    assert missing(found, False) == listed(Part.JOB)
+    other = listed(Part.INSIDE, Part.VOLUME, Part.CACHE, Part.LOOK, Part.NODES)
+    assert missing(found, None) == other
+    assert {found[what][0]["fine"] for what in ("namespace", "gpus", "room", "quota", "storage", "image")} == {None}
+
+
+def test_who_lacks_two_verbs_is_told_those(doctor: Doctor, cluster: Cluster, account: str) -> None:
+    role, binding = rbac(cluster.namespace, f"serviceaccount:{account}")
+    (jobs,) = [rule for rule in role["rules"] if "jobs" in rule["resources"]]
+    jobs["verbs"] = [verb for verb in jobs["verbs"] if verb not in ("patch", "watch")]
+    cluster.apply(role)
+    cluster.apply(binding)
+    until(lambda: missing(doctor()[1], False) == {("patch", "jobs.batch"), ("watch", "jobs.batch")})
+
+
+def test_the_role_is_enough_and_nothing_more(doctor: Doctor, cluster: Cluster, account: str) -> None:
+    objects = rbac(cluster.namespace, f"serviceaccount:{account}", wanted=EVERYDAY | {Part.NODES})
+    for one in objects:
+        cluster.apply(one)
+    until(lambda: not missing(doctor()[1], False))
+    code, found = doctor(resources={"gpu": 1}, secret_env={"A": {"secret": "aws", "key": "token"}})
+    assert found["permissions"][0]["fine"] is True
+    assert not missing(found, None)
+    assert (code, bad(found)) == (2, {"image"})  # by the probe, for nobody may read secrets
+    assert "there is no Secret aws" in found["image"][0]["found"]
+    assert doctor(resources={"gpu": 1})[0] == 0
+    limited = Cluster.at(Place(None, cluster.namespace))
+    assert not limited.may("get", "secrets")
+    assert not limited.may("create", "serviceaccounts", subresource="token")
+    assert not limited.may("create", "rolebindings", group="rbac.authorization.k8s.io")
+    assert not limited.may("delete", "nodes", everywhere=True)
+    assert not limited.may("list", "pods", everywhere=True)
+    elsewhere = Cluster.at(Place(None, "default"))
+    assert not any(
+        elsewhere.may(verb, right.resource.partition("/")[0], group=right.group)
+        for right in rights(EVERYDAY)
+        for verb in right.verbs
+    )
+    limited.close()
+    elsewhere.close()
+
+
+def test_the_role_lets_commands_run_in_pods(cluster: Cluster, account: str) -> None:
+    for one in rbac(cluster.namespace, f"serviceaccount:{account}", wanted=EVERYDAY - OPTIONAL):
+        cluster.apply(one)
+    limited = Cluster.at(Place(None, cluster.namespace))
+    until(lambda: limited.may("create", "pods"))
+    container = {"name": "main", "image": BUSYBOX, "imagePullPolicy": "IfNotPresent", "command": ["sleep", "100"]}
+    spec = {"containers": [container], "terminationGracePeriodSeconds": 0}
+    limited.create({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": spec})
+    until(lambda: (limited.get("Pod", "p") or {})["status"]["phase"] == "Running")
+    assert limited.run_in("p", ["echo", "hello"]).out == b"hello\n"
+    assert limited.delete("Pod", "p", grace_s=0)
+    limited.close()
