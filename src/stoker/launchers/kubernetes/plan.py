@@ -32,7 +32,11 @@ class KubernetesPlan(msgspec.Struct, frozen=True, kw_only=True):
         return as_yaml(self.objects)
 
 
-class _Dumper(yaml.SafeDumper):
+# A thousand tasks have thousands of objects: libyaml writes the same five times as fast.
+_Fastest: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
+
+
+class _Dumper(_Fastest):  # type: ignore[misc]
     """Writes scripts as they would be read, line by line."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
@@ -49,7 +53,7 @@ _Dumper.add_representer(str, _text)
 
 def as_yaml(objects: Sequence[Manifest]) -> str:
     """Write objects as one stream of YAML documents."""
-    options: dict[str, Any] = {"Dumper": _Dumper, "sort_keys": False, "width": 2**31, "allow_unicode": True}
+    options: dict[str, Any] = {"Dumper": _Dumper, "sort_keys": False, "width": 2**31 - 1, "allow_unicode": True}
     return str(yaml.dump_all(objects, explicit_start=True, **options))
 
 
