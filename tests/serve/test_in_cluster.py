@@ -114,6 +114,9 @@ def test_only_another_configuration_makes_other_pods() -> None:
     assert template(ONE) == template(replace(ONE, replicas=1))
     assert template(ONE)["metadata"] != template(replace(ONE, fresh_s=1))["metadata"]
     assert template(ONE)["metadata"] != template(replace(ONE, origins=(("", "http://another"),)))["metadata"]
+    assert template(ONE)["metadata"] != template(replace(ONE, image="another"))["metadata"]
+    more = cache_objects(ONE, [{"kind": "ConfigMap", "data": {"more": "text"}}])
+    assert template(ONE)["metadata"] != of_kind(more, "Deployment")["spec"]["template"]["metadata"]
 
 
 def test_says_all_that_is_wrong_at_once() -> None:
@@ -387,6 +390,18 @@ def test_looks_and_counts_what_the_log_tells() -> None:
     assert [pod.ready for pod in state.pods] == [True, False]
     expected = {"requests": 3, "bytes": 205, "errors": 1, "hits": 1, "misses": 2, "origin_bytes": 240}
     assert state.pods[0].log == expected
+
+
+def test_a_former_version_is_not_blamed() -> None:
+    objects = cache_objects(ONE)
+    former, newest = running("old", "", ready=False), running("new", "", ready=False)
+    broken = {"waiting": {"reason": "CrashLoopBackOff"}}
+    former["status"]["containerStatuses"][0] |= {"restartCount": 9, "state": broken}
+    newest["metadata"]["annotations"] = of_kind(objects, "Deployment")["spec"]["template"]["metadata"]["annotations"]
+    cluster = cluster_of([*objects, former, newest], {"old": b"", "new": b""})
+    assert not deployed._is_hopeless(cluster, objects[2])
+    newest["status"]["containerStatuses"][0] |= {"restartCount": 9, "state": broken}
+    assert deployed._is_hopeless(cluster, objects[2])
 
 
 def test_several_pods_are_filled_one_by_one_and_one_by_its_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from stoker.errors import AccessError, InputError, JobFailedError, NotFoundError
 from stoker.kube.client import Cluster
 from stoker.kube.objects import CACHE, CACHE_PORT, CONTAINER, Manifest, via_url
 from stoker.kube.pods import is_ending, why_pending
-from stoker.serve.in_cluster import KINDS, OURS, SERVER, Filling, check_claim, filling_objects
+from stoker.serve.in_cluster import KINDS, OURS, SERVER, Filling, check_claim, filling_objects, version_of
 from stoker.serve.nginx_engine import count
 
 READY_S = 180.0
@@ -55,7 +56,7 @@ def deploy(cluster: Cluster, objects: Sequence[Manifest]) -> None:
         try:
             cluster.apply(one)
         except InputError as error:
-            if one["kind"] != "StatefulSet" or "are forbidden" not in error.what:
+            if one["kind"] != "StatefulSet" or not re.search("are forbidden|field is immutable", error.what):
                 raise
             hint = "remove it first: stoker data cache --on k8s --stop"
             raise InputError("a cache's claims cannot be changed", where=cluster, hint=hint) from error
@@ -76,7 +77,7 @@ def await_ready(cluster: Cluster, kind: str, *, timeout_s: float = READY_S, tell
             next_look = time.monotonic() + 3 * POLL_S
             why = _why_unready(cluster, owner)
             state = f"{ready} of {wanted} pods answer{f': {why}' if why else ''}"
-            if late or _is_hopeless(cluster):
+            if late or _is_hopeless(cluster, owner):
                 hint = "see `stoker data cache --on k8s --status`; --stop removes it"
                 raise UnavailableError(f"the cache is not ready: {state}", where=cluster, hint=hint)
             if state != told:
@@ -96,7 +97,7 @@ def readiness(owner: Manifest) -> tuple[int, int]:
 
 
 def _why_unready(cluster: Cluster, owner: Manifest) -> str:
-    pods = [pod for pod in cluster.every("Pod", SERVER) if not is_ending(pod) and not _is_ready(pod)]
+    pods = [pod for pod in _newest(cluster, owner) if not _is_ready(pod)]
     events = _events(cluster)
     if not pods:
         return _why_no_pods(owner, events)
@@ -125,9 +126,15 @@ def _why_no_pods(owner: Manifest, events: Sequence[Manifest]) -> str:
     return why_pending({}, [one for one in own if one["involvedObject"]["name"].startswith(CACHE)])
 
 
-def _is_hopeless(cluster: Cluster) -> bool:
+def _newest(cluster: Cluster, owner: Manifest) -> list[Manifest]:
+    """Give the pods of the newest version: the former ones may be what is being repaired."""
+    version = version_of(owner["spec"]["template"])
+    return [pod for pod in cluster.every("Pod", SERVER) if version_of(pod) == version and not is_ending(pod)]
+
+
+def _is_hopeless(cluster: Cluster, owner: Manifest) -> bool:
     """Tell whether waiting will not help: it was started some times and ended each time, or its image has no name."""
-    for pod in cluster.every("Pod", SERVER):
+    for pod in _newest(cluster, owner):
         waiting = _state(pod, "state").get("waiting") or {}
         if waiting.get("reason") in ("InvalidImageName", "ErrImageNeverPull"):
             return True

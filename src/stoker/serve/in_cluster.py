@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,14 +90,25 @@ def cache_objects(cache: ClusterCache, patches: Sequence[Manifest] = ()) -> list
     """Render every object of a cache, in an order in which they can be made."""
     if faults := list(_faults(cache)):
         raise SpecError(faults)
-    data = _files(cache)
-    config = manifest("v1", "ConfigMap", CACHE, OURS, namespace=cache.namespace, data=data)
+    config = manifest("v1", "ConfigMap", CACHE, OURS, namespace=cache.namespace, data=_files(cache))
     spec = {
         "selector": SERVER,
         "ports": [{"name": "http", "port": CACHE_PORT, "targetPort": "http", "protocol": "TCP"}],
     }
     service = manifest("v1", "Service", CACHE, OURS, namespace=cache.namespace, spec=spec)
-    return patched([config, service, _workload(cache, data)], patches)
+    return _marked(*patched([config, service, _workload(cache)], patches))
+
+
+def _marked(config: Manifest, service: Manifest, workload: Manifest) -> list[Manifest]:
+    """Mark the pods by all that they are made of: a change makes new ones, and these can be told from the former."""
+    made_of = json.dumps([config.get("data"), workload["spec"]["template"]["spec"]], sort_keys=True)
+    note = {CHECKSUM: hashlib.sha256(made_of.encode()).hexdigest()}
+    return [config, service, merged(workload, {"spec": {"template": {"metadata": {"annotations": note}}}})]
+
+
+def version_of(template: Manifest) -> str:
+    """Tell the mark of a pod, or of the template of pods."""
+    return str((template["metadata"].get("annotations") or {}).get(CHECKSUM) or "")
 
 
 def _faults(cache: ClusterCache) -> Iterator[Fault]:
@@ -137,12 +148,8 @@ def check_claim(found: Manifest, replicas: int) -> None:
 # --- What runs
 
 
-def _workload(cache: ClusterCache, data: Mapping[str, str]) -> Manifest:
-    checksum = hashlib.sha256(json.dumps(dict(data), sort_keys=True).encode()).hexdigest()
-    template = {
-        "metadata": {"labels": {**SERVER, **MANAGED_BY}, "annotations": {CHECKSUM: checksum}},
-        "spec": _pod(cache),
-    }
+def _workload(cache: ClusterCache) -> Manifest:
+    template = {"metadata": {"labels": {**SERVER, **MANAGED_BY}}, "spec": _pod(cache)}
     spec: Manifest = {"replicas": cache.replicas, "selector": {"matchLabels": SERVER}, "template": template}
     if cache.kind == "StatefulSet":
         spec |= {"serviceName": CACHE, "podManagementPolicy": "Parallel"}
