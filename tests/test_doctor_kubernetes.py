@@ -151,6 +151,24 @@ def test_an_operator_is_only_needed_by_who_uses_it() -> None:
 
 
 @pytest.mark.parametrize(
+    ("served", "says"),
+    [
+        ({}, "there is no MPIJob here"),
+        ({"v1": frozenset({"mpijobs"})}, "MPIJob is served as v1 alone"),
+        ({"v2beta1": frozenset({"others"})}, "there is no MPIJob here"),
+    ],
+)
+def test_jobs_of_mpi_need_their_operator(served: Any, says: str) -> None:
+    job = job_of(topology="mpi", workers=2, resources={"gpu": 8})
+    found = judged(job, operator=served)
+    assert found["MPI operator"].fine is False
+    assert says in found["MPI operator"].found
+    assert "mpi-operator" in found["MPI operator"].fix
+    assert "2 × worker (8 GPUs)" in found["room"].found
+    assert "1 × launcher" in found["room"].found
+
+
+@pytest.mark.parametrize(
     ("found", "fine", "says"),
     [
         ({"kueue": {}}, False, "no Kueue"),
