@@ -74,6 +74,7 @@ class Network:
 
     folder: Path
     hosts: list[Host]
+    bridge: str
 
     @property
     def config(self) -> Path:
@@ -97,9 +98,10 @@ def network(folder: Path, names: tuple[str, ...] = ("node1", "node2")) -> Iterat
             pytest.skip(f"no program {program!r}")
     if SSHD is None:
         pytest.skip("no program 'sshd'")
-    tag = f"{os.getpid() % 0xFFF:03x}{next(_NUMBERS) % 16:x}"  # the kernel forgets a link a moment after its namespace
+    number = next(_NUMBERS)  # the kernel forgets a link a moment after its namespace
+    tag = f"{os.getpid() % 0xFFF:03x}{number % 16:x}"
     bridge = f"stbr{tag}"
-    net = f"10.{77 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
+    net = f"10.{77 + os.getpid() % 100}.{(os.getpid() // 100 + number) % 250}"
     if subprocess.run(["ip", "link", "add", bridge, "type", "bridge"], capture_output=True, check=False).returncode:
         pytest.skip(f"making a bridge is {NOT_ALLOWED}")
     hosts: list[Host] = []
@@ -112,7 +114,7 @@ def network(folder: Path, names: tuple[str, ...] = ("node1", "node2")) -> Iterat
         _configure(folder, hosts)
         for host in hosts:
             host.up()
-        yield Network(folder, hosts)
+        yield Network(folder, hosts, bridge)
     finally:
         for host in hosts:
             host.down()

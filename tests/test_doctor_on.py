@@ -61,8 +61,7 @@ def served(net: Network, folder: Path) -> Iterator[str]:
     (folder / "train-000000.tar").write_bytes(os.urandom(8 << 20))
     (folder / "manifest.json").write_text(json.dumps({"shards": [{"name": "train-000000.tar"}]}))
     address = f"{net['node1'].address.rpartition('.')[0]}.250"
-    bridge = f"stbr{os.getpid() % 0xFFFF:04x}"
-    ip("addr", "add", f"{address}/32", "dev", bridge)
+    ip("addr", "add", f"{address}/32", "dev", net.bridge)
     server = ThreadingHTTPServer((address, 0), partial(Quiet, directory=str(folder)))
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -72,7 +71,7 @@ def served(net: Network, folder: Path) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
-        ip("addr", "del", f"{address}/32", "dev", bridge)
+        ip("addr", "del", f"{address}/32", "dev", net.bridge)
 
 
 def ip(*words: str) -> None:

@@ -42,7 +42,7 @@ LAST_S = 5.0
 """After the time for a last checkpoint: for the end to be told."""
 BEATS = 3
 """In the time after which whoever hears none reads the log anew."""
-NODE_S = 3.0
+NODE_S = 8.0
 """What Ray has to find out that not only an actor is gone, but its node."""
 PORTS = range(20000, 32000)
 LOCAL_STORE = 256 * 2**20
