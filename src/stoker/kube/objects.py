@@ -74,7 +74,7 @@ def safe_container() -> Manifest:
 
 # --- Patches
 
-_KEYS = ("name", "mountPath", "containerPort", "ip")
+_KEYS = ("mountPath", "devicePath", "containerPort", "name", "ip")
 """By which entries of a list are known to be the same one, in this order."""
 
 
