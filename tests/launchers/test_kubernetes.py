@@ -10,15 +10,18 @@ import pytest
 import yaml
 
 from launchers.contract import job_of
-from stoker.errors import InputError, NotFoundError, SpecError, UnavailableError
+from stoker.errors import ConflictError, InputError, NotFoundError, SpecError, UnavailableError
 from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.status import JobState
+from stoker.jobs.topology import Slot
 from stoker.kube.config import parts_of
 from stoker.kube.objects import INDEX, JOB, ROLE, RUN
 from stoker.launchers.kubernetes.follower import Mark, Stream
 from stoker.launchers.kubernetes.judge import judge, seen, slot_states
 from stoker.launchers.kubernetes.launcher import make
 from stoker.launchers.kubernetes.manifests import BEFORE, FAILED, MOVED, as_run, lead_of, templates
+from stoker.launchers.kubernetes.plan import with_code
+from waiting import eventually
 
 
 def pod(role: str = "worker", index: int = 0, phase: str = "Running", code: int | None = None, **notes: int) -> Any:
@@ -87,13 +90,30 @@ def test_who_only_looks_on_may_fail() -> None:
 def test_a_queue_that_has_not_let_it_in() -> None:
     held = lead(suspend=True)
     held["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "gpus"
-    assert judge(torchrun(), [held], []) == (JobState.PENDING, "queue gpus has not admitted it yet")
+    assert judge(torchrun(), [held], []) == (JobState.PENDING, "it waits to be let in by Kueue (queue gpus)")
 
 
 def test_attempts_are_those_that_pods_know_themselves() -> None:
     found = seen([pod(phase="Failed", code=137), pod(phase="Failed", code=1, failed=1), pod(failed=1, moved=1)])
     assert [(one.attempt, one.code) for one in found] == [(0, -9), (1, 1), (2, None)]
     assert [one.attempt for one in seen([pod(before=3), pod(before=3, failed=1)])] == [3, 4]
+
+
+def test_attempts_stay_as_they_were_known() -> None:
+    known = {"gone": (Slot("worker", 0), 0), "worker-0-0": (Slot("worker", 0), 1)}
+    new = pod()
+    new["metadata"] |= {"uid": "new", "name": "zz"}
+    assert [one.attempt for one in seen([pod(), new], known)] == [1, 2]
+
+
+def test_a_lead_among_several_does_not_expire_before_them() -> None:
+    def ttl(**keys: Any) -> list[bool]:
+        objects = LAUNCHERS.get("k8s")().render(job_of(program={"module": "a"}, image="x", **keys)).objects
+        return ["ttlSecondsAfterFinished" in one["spec"] for one in objects if one["kind"] == "Job"]
+
+    assert ttl(topology="tf-mirrored", workers=3) == [False, True, True]
+    assert ttl(topology="tf-ps", workers=1) == [True, True, True]
+    assert ttl(topology="torchrun", workers=3) == [True]
 
 
 def test_pods_that_do_not_count_follow_each_other() -> None:
@@ -153,6 +173,24 @@ def test_what_travels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "python3 /stoker-code/train.py" in config["data"]["worker.sh"]
 
 
+def test_folders_from_elsewhere_keep_their_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("lib/a/__init__.py", "lib/b/__init__.py", "other/lib/a/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    job = job_of(image="x", program={"module": "a"}, kubernetes={"copy": ["../lib"]})
+    assert sorted(with_code(job)[1]) == ["lib/a/__init__.py", "lib/b/__init__.py"]
+    twice = job_of(image="x", program={"module": "a"}, kubernetes={"copy": ["../lib", "../other/lib"]})
+    assert "would both be lib/a/__init__.py there" in str(with_code(twice)[2][0])
+
+
+def test_a_patch_that_fits_nothing_is_refused() -> None:
+    patch = {"kind": "Job", "metadata": {"name": "nope"}, "spec": {}}
+    with pytest.raises(SpecError, match=r"kubernetes.patch\[0\]: fits no object, .* \(there are: ConfigMap small, "):
+        LAUNCHERS.get("k8s")().render(torchrun(image="x", kubernetes={"patch": [patch]}))
+
+
 def test_what_is_too_large_to_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_bytes(b"#" * (1 << 20))
@@ -178,13 +216,13 @@ class Counting:
         self.asked.append(("get", kind))
 
     def create(self, one: Any) -> Any:
+        if ("create", "Job") in self.asked:
+            assert one["metadata"]["ownerReferences"][0]["uid"] == "u"
         self.asked.append(("create", one["kind"]))
         return {**one, "metadata": {**one["metadata"], "uid": "u"}}
 
     def apply(self, one: Any) -> Any:
-        self.asked.append(("apply", one["kind"]))
-        assert one["metadata"]["ownerReferences"][0]["uid"] == "u"
-        return one
+        raise AssertionError("what has the name already would be taken over")
 
     def patch(self, kind: str, name: str, patch: Any) -> None:
         self.asked.append(("patch", kind))
@@ -211,6 +249,23 @@ def test_nothing_runs_before_all_is_there() -> None:
     assert calls[-1] == ("patch", "Job")  # and let go
 
 
+def test_what_has_the_name_already_is_not_taken_over() -> None:
+    class Taken(Counting):
+        def create(self, one: Any) -> Any:
+            if one["kind"] == "ConfigMap":
+                raise ConflictError("exists")
+            return super().create(one)
+
+        def delete(self, kind: str, name: str) -> None:
+            self.asked.append(("delete", kind))
+
+    cluster = Taken()
+    plan = LAUNCHERS.get("k8s")().render(torchrun(image="x"))
+    with pytest.raises(ConflictError, match="there is a ConfigMap small already, which is not of this run"):
+        make(cluster, plan.objects)  # type: ignore[arg-type]
+    assert cluster.asked[-1] == ("delete", "Job")
+
+
 def test_a_queue_lets_it_go_itself() -> None:
     assert ("patch", "Job") not in asked(workers=2, kubernetes={"queue": "gpus"})
 
@@ -228,10 +283,13 @@ class Cut:
         found = [line for line in self.lines if f"2026-11-16T10:00:{line[0]}" >= since[:-5]]
         limit = self.breaks.pop(0) if self.breaks else len(found)
         for moment, text in found[:limit]:
-            yield f"2026-11-16T10:00:{moment}Z {text}".encode()
+            yield f"2026-11-16T10:00:{moment}Z {text}\n".encode()
         yield b"unable to retrieve container logs for containerd://0123"
         if limit < len(found):
-            raise UnavailableError("cut")
+            moment, text = found[limit]
+            yield f"2026-11-16T10:00:{moment}Z {text[:3]}".encode()  # cut in the middle, and ended as if all were well
+            if limit % 2:
+                raise UnavailableError("cut")
 
 
 def test_each_line_comes_once_however_often_the_stream_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,9 +297,12 @@ def test_each_line_comes_once_however_often_the_stream_breaks(tmp_path: Path, mo
     moments = ["01.000", "01.001", "01.001", "01.001", "01.002", "02.000", "02.000", "03.000"]
     lines = [(moment, f"line {number}") for number, moment in enumerate(moments)]
     path = tmp_path / "worker-0.0.log"
-    stream = Stream(Cut(lines, [0, 2, 3, 3, 1, 5]), "pod", path, Mark(file=path.name))  # type: ignore[arg-type]
+    cut = Cut(lines, [0, 2, 3, 3, 1, 5])
+    stream = Stream(cut, "pod", path, Mark(slot="worker/0", attempt=0))  # type: ignore[arg-type]
+    stream.start()
+    assert eventually(lambda: not cut.breaks, 10)
     stream.is_over = True
-    stream.run()
+    stream.join(10)
     assert path.read_text().splitlines() == [text for _, text in lines]
     assert stream.mark.size == path.stat().st_size
 
@@ -251,6 +312,6 @@ def test_a_pod_that_is_gone_has_said_all(tmp_path: Path) -> None:
         def log(self, *args: Any, **options: Any) -> Iterator[bytes]:
             raise NotFoundError("gone")
 
-    stream = Stream(Gone(), "pod", tmp_path / "a.log", Mark(file="a.log"))  # type: ignore[arg-type]
+    stream = Stream(Gone(), "pod", tmp_path / "a.log", Mark(slot="worker/0", attempt=0))  # type: ignore[arg-type]
     stream.run()
     assert stream.mark.done

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from stoker.errors import MissingError, NotFoundError, UnavailableError
 from stoker.kube import commands
 from stoker.kube.answers import told
-from stoker.kube.config import Place, load
+from stoker.kube.config import Place, load, proxy_of, settled
 
 if TYPE_CHECKING:
     from lightkube.config.kubeconfig import SingleConfig
@@ -27,6 +27,9 @@ Manifest = dict[str, Any]
 
 MANAGER = "stoker"
 TIMEOUT_S = 15.0
+SILENCE_S = 120.0
+TRIES, PAUSE_S, BUSY = 4, 0.5, (429, 502, 503, 504)
+"""How often what a busy server refused is asked again."""
 PAGE = 500
 
 
@@ -97,22 +100,26 @@ class Cluster:
 
     def __init__(self, config: SingleConfig, namespace: str) -> None:
         import httpx2
-        from lightkube.config.client_adapter import Client, ConnectionParams, verify_cluster
+        from lightkube.config.client_adapter import user_auth, verify_cluster
 
         self.context, self.server = config.context_name, config.cluster.server
         self.namespace = namespace
         # One stream for each pod's log: no limit but the machine's.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
         with self._telling():
-            verify = verify_cluster(config.cluster, config.user, config.abs_file)  # type: ignore[arg-type]
-            transport = httpx2.HTTPTransport(verify=verify, limits=limits)
-            self._http = Client(
-                config, ConnectionParams(timeout=httpx2.Timeout(TIMEOUT_S), transport=transport, trust_env=False)
+            self._http = httpx2.Client(
+                base_url=self.server,
+                verify=verify_cluster(config.cluster, config.user, config.abs_file),  # type: ignore[arg-type]
+                auth=user_auth(config.user),
+                proxy=proxy_of(config),
+                timeout=TIMEOUT_S,
+                limits=limits,
             )
 
     @classmethod
     def at(cls, place: Place, namespace: str | None = None) -> Cluster:
         """Open the cluster of a context; the place's namespace comes first, then the one given, then the context's."""
+        place = settled(place)
         config = load(place.context)
         return cls(config, place.namespace or namespace or config.namespace)
 
@@ -169,6 +176,8 @@ class Cluster:
         """Give what changes (`ADDED`, `MODIFIED`, `DELETED`) from a version on, for some time at most."""
         params = {"watch": "true", "labelSelector": selector(labels), "resourceVersion": version}
         for line in self._lines(self._path(kind), {**params, "timeoutSeconds": str(seconds)}, seconds + TIMEOUT_S):
+            if not line.endswith(b"\n"):  # cut in the middle
+                return
             event = json.loads(line)
             if event["type"] == "ERROR":
                 raise told(event["object"], self._where)
@@ -247,10 +256,14 @@ class Cluster:
     # --- Pods
 
     def log(self, pod: str, container: str = "", *, follow: bool, since: str = "") -> Iterator[bytes]:
-        """Give the lines of a container's log as they are, each with its time in front; `since` such a time."""
+        """Give the lines of a container's log as they are, with their ends, each with its time in front.
+
+        `since` is such a time. A stream on which nothing comes may have been forgotten on the way: it is ended, and who
+        wants more asks again.
+        """
         params = {"timestamps": "true", "follow": str(follow).lower(), "container": container, "sinceTime": since}
         given = {key: value for key, value in params.items() if value}
-        yield from self._lines(f"{self._path('Pod', pod)}/log", given, None if follow else TIMEOUT_S)
+        yield from self._lines(f"{self._path('Pod', pod)}/log", given, SILENCE_S if follow else TIMEOUT_S)
 
     def run_in(
         self,
@@ -299,16 +312,20 @@ class Cluster:
         content: str = "application/json",
     ) -> Manifest:
         data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": content} if data else None
         with self._telling():
-            response = self._http.request(
-                method, path, params=params, content=data, headers={"Content-Type": content} if data else None
-            )
+            for number in range(TRIES):
+                response = self._http.request(method, path, params=params, content=data, headers=headers)
+                if response.status_code not in BUSY or number == TRIES - 1:
+                    break
+                after = response.headers.get("Retry-After", "")
+                time.sleep(min(float(after), TIMEOUT_S) if after.isdigit() else PAUSE_S * 2**number)
             self._check(response)
             answer: Manifest = response.json()
         return answer
 
     def _lines(self, path: str, params: Mapping[str, str], timeout_s: float | None) -> Iterator[bytes]:
-        """Give the lines of an answer as they come, and what stands behind the last one."""
+        """Give the lines of an answer as they come, with their ends, and what stands behind the last one."""
         import httpx2
 
         timeout, rest = httpx2.Timeout(TIMEOUT_S, read=timeout_s), b""
@@ -318,7 +335,7 @@ class Cluster:
             self._check(response)
             for part in response.iter_raw():
                 *lines, rest = (rest + part).split(b"\n")
-                yield from lines
+                yield from (line + b"\n" for line in lines)
         if rest:
             yield rest
 
@@ -342,6 +359,9 @@ class Cluster:
             raise told(error.status.to_dict(), self._where) from error
         except ConfigError as error:
             raise UnavailableError(f"you could not be logged in: {error}", where=self._where) from error
+        except ValueError as error:
+            what = f"what answers at {self.server} is no API server: {error}"
+            raise UnavailableError(what, where=self._where) from error
         except (httpx2.TransportError, httpx2.InvalidURL, OSError) as error:
             why = str(error) or type(error).__name__
             what = f"the API server at {self.server} does not answer: {why}"

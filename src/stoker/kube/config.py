@@ -53,6 +53,31 @@ def files(environ: Mapping[str, str] | None = None) -> list[Path]:
     return [Path(name).expanduser() for name in (env.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep) if name]
 
 
+def settled(place: Place, environ: Mapping[str, str] | None = None) -> Place:
+    """Read a place again, with the contexts that there are: an EKS context has a slash of its own in its name."""
+    whole = f"{place.context}/{place.namespace}"
+    there = [path for path in files(environ) if path.is_file()]
+    if place.context is None or place.namespace is None or not there:
+        return place
+    known = contexts(_merged(there))
+    return Place(whole) if whole in known and place.context not in known else place
+
+
+def contexts(merged: Mapping[str, Any]) -> list[str]:
+    """List the contexts of a configuration."""
+    return sorted(str(one["name"]) for one in merged["contexts"])
+
+
+def proxy_of(config: SingleConfig, environ: Mapping[str, str] | None = None) -> str | None:
+    """Give the proxy that a cluster is reached through, where its configuration names one."""
+    for path in files(environ):
+        if path.is_file():
+            for one in _merged([path])["clusters"]:
+                if one.get("name") == config.context.cluster:
+                    return (one.get("cluster") or {}).get("proxy-url") or None
+    return None
+
+
 def load(context: str | None, environ: Mapping[str, str] | None = None) -> SingleConfig:
     """Give the settings of a context: of the files in $KUBECONFIG, ~/.kube/config, or of the pod we are in."""
     need_lightkube()
@@ -71,7 +96,7 @@ def load(context: str | None, environ: Mapping[str, str] | None = None) -> Singl
             hint="set KUBECONFIG, or fetch it: gcloud container clusters get-credentials, aws eks update-kubeconfig",
         )
     merged = _merged(there)
-    known = sorted(one["name"] for one in merged["contexts"])
+    known = contexts(merged)
     if context is not None and context not in known:
         raise NotFoundError(
             f"there is no context {context!r}", where=names, hint=f"known: {', '.join(known) or 'none'}"

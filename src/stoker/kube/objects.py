@@ -20,6 +20,8 @@ CONTAINER = "main"
 GPU = "nvidia.com/gpu"
 GPU_LABELS = ("cloud.google.com/gke-accelerator", "k8s.amazonaws.com/accelerator", "nvidia.com/gpu.product")
 """By which GKE, eksctl's node groups and NVIDIA's discovery name the kind of a node's GPUs."""
+QUEUE = "kueue.x-k8s.io/queue-name"
+"""Label of what Kueue holds back until there is room."""
 CACHE, CACHE_PORT = "stoker-cache", 3128
 """The Service of the caching proxy in a namespace, which `data.via: cluster` means, and its port."""
 ACCESS = {"rwo": "ReadWriteOnce", "rwx": "ReadWriteMany", "rox": "ReadOnlyMany", "rwop": "ReadWriteOncePod"}
@@ -38,6 +40,12 @@ def manifest(
 def via_url(namespace: str | None) -> str:
     """Give the URL of a namespace's cache, which `data.via: cluster` means; None is the namespace of who asks."""
     return f"http://{CACHE}{f'.{namespace}' if namespace else ''}:{CACHE_PORT}"
+
+
+def conditions(one: Manifest) -> frozenset[str]:
+    """Give the conditions of an object that hold."""
+    told = (one.get("status") or {}).get("conditions") or ()
+    return frozenset(str(each["type"]) for each in told if each["status"] == "True")
 
 
 def owned(one: Manifest, owner: Manifest) -> Manifest:

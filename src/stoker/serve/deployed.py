@@ -373,7 +373,7 @@ def _words(cluster: Cluster, pod: Manifest) -> Iterator[tuple[str, int, str]]:
         return
     follow = pod["status"].get("phase") == "Running"
     for stamped in cluster.log(pod["metadata"]["name"], CONTAINER, follow=follow):
-        word, number, text = [*stamped.decode(errors="replace").split(" ", 3)[1:], "", "", ""][:3]
+        word, number, text = [*stamped.decode(errors="replace").rstrip("\n").split(" ", 3)[1:], "", "", ""][:3]
         if word in ("read", "failed") and number.isdecimal():
             yield word, int(number), text
 

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -25,10 +24,10 @@ from stoker.core.spec import load, to_json
 from stoker.errors import AccessError, MissingError, NotFoundError, StokerError
 from stoker.jobs.runs import Run
 from stoker.jobs.status import Attempt, JobState, JobStatus
-from stoker.jobs.topology import slots_of
-from stoker.kube.client import Cluster
+from stoker.jobs.topology import Slot, slots_of
+from stoker.kube.client import SILENCE_S, Cluster
 from stoker.kube.config import parts_of
-from stoker.kube.objects import CONTAINER, RUN, Manifest
+from stoker.kube.objects import CONTAINER, RUN, Manifest, conditions
 from stoker.launchers.causes import Cause, cause
 from stoker.launchers.kubernetes.judge import Seen, Verdict, gave_up, judge, newest, seen, slot_states
 from stoker.launchers.kubernetes.manifests import leading
@@ -42,16 +41,23 @@ POLL_S = 0.5
 RETRY_S = (0.5, 1.0, 2.0, 5.0)
 LOST_S = 600.0
 """An API server that is away for so long is given up; whoever asks for the run takes it up again."""
-EVENTS_S = 2.0
+EVENTS_S = 5.0
 """Between two looks at what the cluster tells of pods that wait."""
-LAST_WORDS_S = 10.0
-"""Time for the logs of pods that have ended."""
+AWAY_S = 3.0
+"""A pause of the API server that need not be told."""
+LAST_WORDS_S = SILENCE_S + 30.0
+"""Time for the logs of pods that have ended: a stream that was forgotten on the way is noticed by its silence."""
 
 
-class Mark(msgspec.Struct, kw_only=True):
+News = tuple[str, list[Manifest] | StokerError]
+"""Of a kind: its objects as they are now, or why that cannot be told."""
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
     """How far the log of a pod is here: its length, and the last line's time, which several may share."""
 
-    file: str
+    slot: str
+    attempt: int
     size: int = 0
     time: str = ""
     count: int = 0
@@ -63,7 +69,9 @@ class Stream(threading.Thread):
 
     def __init__(self, cluster: Cluster, pod: str, path: Path, mark: Mark) -> None:
         super().__init__(daemon=True, name=pod)
-        self._cluster, self._pod, self._path, self.mark = cluster, pod, path, mark
+        self._cluster, self._pod, self._path = cluster, pod, path
+        self.mark = mark
+        """Replaced as a whole, so that whoever keeps it keeps no half of it."""
         self.is_over = False
         """Whether the pod has ended, so that what it wrote by now is all."""
 
@@ -71,42 +79,44 @@ class Stream(threading.Thread):
         """Follow it, again and again where the stream is cut, until all of it is here."""
         tries = 0
         while not self.mark.done:
-            was_over = self.is_over
+            was_over, before = self.is_over, self.mark
             try:
-                before = self.mark.size
-                self._take()
-                tries = 0 if self.mark.size > before else tries + 1
+                self._take(was_over)
                 if was_over:
-                    self.mark.done = True
+                    self._move(done=True)
             except NotFoundError:
-                self.mark.done = True
-            except StokerError:
-                tries += 1
+                self._move(done=True)
+            except (StokerError, OSError, ValueError):  # the next try may do better
+                pass
+            tries = 0 if self.mark != before else tries + 1
             if not self.mark.done:
                 time.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
 
-    def _take(self) -> None:
-        """Take what comes from the last line on that is here."""
-        seen_before, mark = (self.mark.time, self.mark.count), self.mark
-        skip = mark.count
+    def _take(self, is_last: bool) -> None:
+        """Take what comes behind the last line that is here; half a line only when no more can come."""
+        last, skip = self.mark.time, self.mark.count
         with open(self._path, "ab") as file:
-            for line in self._cluster.log(self._pod, CONTAINER, follow=True, since=mark.time):
-                moment, _, text = line.decode(errors="surrogateescape").partition(" ")
-                if not _TIME.match(moment) or moment < seen_before[0]:
+            for line in self._cluster.log(self._pod, CONTAINER, follow=True, since=last):
+                moment, _, text = line.partition(b" ")
+                at = moment.decode(errors="replace")
+                if not _TIME.match(at) or at < last or not (line.endswith(b"\n") or is_last):
                     continue  # what has no time is the node's own word, such as that it has no log any more
-                if moment == seen_before[0] and skip:
+                if at == last and skip:
                     skip -= 1
                     continue
-                file.write(text.encode(errors="surrogateescape") + b"\n")
+                file.write(text if text.endswith(b"\n") else text + b"\n")
                 file.flush()
-                self.mark.count = mark.count + 1 if moment == self.mark.time else 1
-                self.mark.time, self.mark.size = moment, file.tell()
+                count = self.mark.count + 1 if at == self.mark.time else 1
+                self._move(time=at, count=count, size=file.tell())
+
+    def _move(self, **changes: object) -> None:
+        self.mark = msgspec.structs.replace(self.mark, **changes)
 
 
 class Watch(threading.Thread):
     """Tells of every change of the objects of one kind."""
 
-    def __init__(self, cluster: Cluster, kind: str, labels: dict[str, str], told: queue.Queue[tuple[str, Any]]) -> None:
+    def __init__(self, cluster: Cluster, kind: str, labels: dict[str, str], told: queue.Queue[News]) -> None:
         super().__init__(daemon=True, name=kind)
         self._cluster, self._kind, self._labels, self._told = cluster, kind, labels, told
 
@@ -116,17 +126,17 @@ class Watch(threading.Thread):
         while True:
             try:
                 found, version = self._cluster.listed(self._kind, self._labels)
-                self._told.put((self._kind, found))
-                tries = 0
                 known = {one["metadata"]["uid"]: one for one in found}
+                self._told.put((self._kind, found))
                 for what, one in self._cluster.watch(self._kind, self._labels, version):
+                    tries = 0
                     if what == "DELETED":
                         known.pop(one["metadata"]["uid"], None)
                     elif what in ("ADDED", "MODIFIED"):
                         known[one["metadata"]["uid"]] = one
                     self._told.put((self._kind, list(known.values())))
             except StokerError as error:
-                self._told.put(("error", error))
+                self._told.put((self._kind, error))
                 time.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
                 tries += 1
 
@@ -147,51 +157,53 @@ class Follower:
     """Why pods failed whose logs are all here."""
     _last_events: tuple[float, list[Manifest]] = (float("-inf"), [])
     _was_there: bool = False
-    _away_since: float = 0.0
+    """Whether the job was seen, and the API server has answered ever since."""
+    _away: dict[str, float] = field(default_factory=dict)
+    """Since when nothing is known of a kind."""
     _told: str = ""
+    _kept: bytes = b""
 
     def follow(self) -> None:
         """Follow it to its end."""
         self.job, self._before = self.run.job, self.run.read_status()
         self._status = msgspec.structs.replace(self._before, began=self._before.began or time.time())
         self._read_marks()
-        told: queue.Queue[tuple[str, Any]] = queue.Queue()
+        told: queue.Queue[News] = queue.Queue()
         for kind in ("Pod", self.kind):
             Watch(self.cluster, kind, {RUN: self.run.id}, told).start()
         while not self._status.state.is_final:
             self._take(told)
-            if self._away_since and time.monotonic() - self._away_since > LOST_S:
+            if self._away and time.monotonic() - min(self._away.values()) > LOST_S:
                 self._lose()
-                return
-            if {"Pod", self.kind} <= self._objects.keys():
+            elif {"Pod", self.kind} <= self._objects.keys():
                 self._look()
             self._keep_marks()
 
-    def _take(self, told: queue.Queue[tuple[str, Any]]) -> None:
+    def _take(self, told: queue.Queue[News]) -> None:
         """Take all news, or wait for some."""
         with suppress(queue.Empty):
             kind, found = told.get(timeout=POLL_S)
             while True:
-                if kind == "error":
-                    self._is_away(found)
+                if isinstance(found, StokerError):
+                    self._is_away(kind, found)
                 else:
                     self._objects[kind] = found
-                    self._is_back()
+                    self._is_back(kind)
                 kind, found = told.get_nowait()
 
-    def _is_away(self, error: StokerError) -> None:
-        if isinstance(error, (AccessError, MissingError)) and not self._objects:
+    def _is_away(self, kind: str, error: StokerError) -> None:
+        since = self._away.setdefault(kind, time.monotonic())
+        if isinstance(error, (AccessError, MissingError)) and kind not in self._objects:
             self._end(JobState.LOST, str(error))
-        elif not self._away_since:
-            self._away_since = time.monotonic()
-        if self._away_since and time.monotonic() - self._away_since > 3 and not self._told:
+        elif time.monotonic() - since > AWAY_S and not self._told:
             self._told = f"{error.what}; the job goes on there, and is taken up again once it answers"
             self._say(self._told)
             self._tell(message=self._told)
 
-    def _is_back(self) -> None:
-        self._away_since = 0.0
-        if self._told:
+    def _is_back(self, kind: str) -> None:
+        if self._away.pop(kind, None) is not None and kind == self.kind:
+            self._was_there = False  # what is gone by now may have ended in any way
+        if self._told and not self._away:
             self._say("the API server answers again")
             self._told = ""
             self._tell(message="")
@@ -202,23 +214,30 @@ class Follower:
 
     def _look(self) -> None:
         """See how it is doing, listen to who speaks, and end when it is over."""
-        self._pods |= {pod["metadata"]["uid"]: pod for pod in self._objects["Pod"]}
-        found = seen(self._pods.values())
-        there = {one["metadata"]["uid"] for one in self._objects["Pod"]}
+        there = {pod["metadata"]["uid"]: pod for pod in self._objects["Pod"]}
+        self._pods |= there
+        found = self._seen()
         for one in found:
-            if one.has_log and one.uid not in self._streams:
+            if one.has_log and one.uid in there and one.uid not in self._streams:
                 self._listen(one, found)
             if one.uid in self._streams:
                 self._streams[one.uid].is_over = one.is_over or one.uid not in there
-        leads = sorted(self._objects[self.kind], key=lambda one: one["metadata"]["creationTimestamp"])
+        leads = sorted(self._objects[self.kind], key=lambda one: bool(one["metadata"].get("ownerReferences")))
         self._was_there = self._was_there or bool(leads)
-        verdict = judge(self.job, _lead_first(leads), found, self._events(found))
-        if not self._was_there and not (self.run.folder / STOPPING).exists():
+        is_asked_for = (self.run.folder / STOPPING).exists()
+        if not self._was_there and not is_asked_for:
             self._end(JobState.LOST, "it is gone from the cluster: its ttl has passed, or someone has deleted it")
-        elif verdict.state.is_final:
+            return
+        verdict = judge(self.job, leads, found, self._events(found))
+        if verdict.state.is_final:
             self._finish(verdict, found)
         else:
             self._tell_of(verdict, found)
+
+    def _seen(self) -> list[Seen]:
+        """Give all pods that there were, each with the attempt by which its log is kept."""
+        known = {uid: (Slot.parse(mark.slot), mark.attempt) for uid, mark in self._marks.items()}
+        return seen(self._pods.values(), known)
 
     def _tell_of(self, verdict: Verdict, found: Sequence[Seen]) -> None:
         self._tell(
@@ -231,11 +250,13 @@ class Follower:
 
     def _listen(self, one: Seen, found: Sequence[Seen]) -> None:
         path = self.run.log(one.slot, one.attempt)
-        mark = self._marks.setdefault(one.uid, Mark(file=path.name))
-        if not mark.size and one.attempt and one.slot == min(slots_of(self.job)):
-            self._explain(one, found, path)
-            mark.size = path.stat().st_size
-        self._streams[one.uid] = stream = Stream(self.cluster, one.name, path, mark)
+        if one.uid not in self._marks:
+            path.write_bytes(b"")  # nothing of it is known: were there something, it would come again
+            if one.attempt and one.slot == min(slots_of(self.job)):
+                self._explain(one, found, path)
+            self._marks[one.uid] = Mark(slot=str(one.slot), attempt=one.attempt, size=path.stat().st_size)
+            self._keep_marks()
+        self._streams[one.uid] = stream = Stream(self.cluster, one.name, path, self._marks[one.uid])
         stream.start()
 
     def _explain(self, one: Seen, found: Sequence[Seen], path: Path) -> None:
@@ -258,7 +279,7 @@ class Follower:
         if state is JobState.FAILED:
             failed = self._causes(found, max((one.attempt for one in found), default=0)) or self._causes(found, None)
             if failed:
-                said = gave_up(failed[0].code, self.job.retries, len(attempts), verdict.why)
+                said = gave_up(self.job.retries, len(attempts), verdict.why)
                 message = f"{failed[0].sentence}; {said}"
         self._tell(
             slots=slot_states(self.job, found, state),
@@ -268,12 +289,14 @@ class Follower:
         self._end(state, message)
 
     def _end_others(self) -> None:
-        """End the Jobs that would go on without the lead: servers never end by themselves."""
-        for one in self._objects[self.kind]:
-            conditions = {each["type"] for each in one.get("status", {}).get("conditions") or ()}
-            if self.kind == "Job" and not conditions & {"Complete", "Failed", "SuccessCriteriaMet", "FailureTarget"}:
-                with suppress(StokerError):
-                    self.cluster.patch("Job", one["metadata"]["name"], {"spec": {"suspend": True}})
+        """End the Jobs that would go on without the lead, since servers never end by themselves; let others expire."""
+        for number, one in enumerate(_lead_first(self._objects[self.kind])):
+            name, is_over = one["metadata"]["name"], conditions(one) & {"Complete", "Failed"}
+            with suppress(StokerError):
+                if self.kind == "Job" and not number and "ttlSecondsAfterFinished" not in one["spec"]:
+                    self.cluster.patch("Job", name, {"spec": {"ttlSecondsAfterFinished": int(self.job.kubernetes.ttl)}})
+                if self.kind == "Job" and not is_over:
+                    self.cluster.delete("Job", name)
 
     def _last(self, found: Sequence[Seen]) -> Sequence[Seen]:
         """See the pods as they are at the end, once none of them runs any more."""
@@ -284,7 +307,7 @@ class Follower:
             except StokerError:
                 break
             self._pods |= now
-            found = seen(self._pods.values())
+            found = self._seen()
             for one in found:
                 if one.has_log and one.uid not in self._streams and one.uid in now:
                     self._listen(one, found)
@@ -294,13 +317,16 @@ class Follower:
         return found
 
     def _hear_out(self, found: Sequence[Seen]) -> None:
-        """Wait for the last words of pods that have ended."""
+        """Wait for the last words of pods that have ended; say so where they do not come."""
+        streams = [(one, self._streams[one.uid]) for one in found if one.uid in self._streams]
+        for _, stream in streams:
+            stream.is_over = True
         deadline = time.monotonic() + LAST_WORDS_S
-        for one in found:
-            stream = self._streams.get(one.uid)
-            if stream is not None:
-                stream.is_over = True
-                stream.join(max(0.0, deadline - time.monotonic()))
+        for one, stream in streams:
+            stream.join(max(0.0, deadline - time.monotonic()))
+            if not stream.mark.done:
+                with open(self.run.log(one.slot, one.attempt), "ab") as file:
+                    file.write(b"--- what follows could not be fetched\n")
         self._keep_marks()
 
     def _causes(self, found: Sequence[Seen], attempt: int | None) -> list[Cause]:
@@ -344,13 +370,14 @@ class Follower:
 
     def _events(self, found: Sequence[Seen]) -> list[Manifest]:
         """Ask for events only where something waits: they say why."""
-        is_waiting = not found or any(one.phase == "Pending" for one in newest(found).values())
-        if self._away_since or not is_waiting:
+        last = newest(found)
+        is_waiting = len(last) < len(slots_of(self.job)) or any(one.phase == "Pending" for one in last.values())
+        if self._away or not is_waiting:
             return []
         asked, events = self._last_events
         if time.monotonic() - asked > EVENTS_S:
             with suppress(StokerError):  # who may not read them does without
-                events = self.cluster.every("Event")
+                events = self.cluster.every("Event", fields="type=Warning")
             self._last_events = time.monotonic(), events
         return events
 
@@ -361,22 +388,20 @@ class Follower:
         if path.exists():
             self._marks = load(path.read_bytes(), dict[str, Mark], path)
         for mark in self._marks.values():
-            file = self.run.logs / mark.file
+            file = self.run.log(Slot.parse(mark.slot), mark.attempt)
             if file.exists():  # what came after the mark was written comes again
                 os.truncate(file, min(mark.size, file.stat().st_size))
 
     def _keep_marks(self) -> None:
+        self._marks |= {uid: stream.mark for uid, stream in self._streams.items()}
         data = to_json(self._marks)
-        if data != getattr(self, "_kept", b""):
+        if data != self._kept:
             self._kept = data
             self.run.write(STREAMS, data)
 
     def _say(self, text: str) -> None:
         """Say something where whoever follows will see it."""
-        stream = next(iter(self._streams.values()), None)
-        slot = min(slots_of(self.job))
-        path = self.run.log(slot, self._status.attempt) if stream is None else self.run.logs / stream.mark.file
-        with open(path, "ab") as file:
+        with open(self.run.log(min(slots_of(self.job)), self._status.attempt), "ab") as file:
             file.write(f"--- {text}\n".encode())
 
     def _end(self, state: JobState, message: str) -> None:

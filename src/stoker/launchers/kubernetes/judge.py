@@ -10,9 +10,9 @@ from typing import NamedTuple
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, SlotStatus, signal_of
 from stoker.jobs.topology import Slot, lead_slots, slots_of
-from stoker.kube.objects import INDEX, ROLE, Manifest
+from stoker.kube.objects import INDEX, ROLE, Manifest, conditions
 from stoker.kube.pods import ended, slot_of, why_pending
-from stoker.launchers.kubernetes.manifests import FINAL_CODES, ONLOOKERS, attempt_of
+from stoker.launchers.kubernetes.manifests import ONLOOKERS, attempt_of
 
 _REASONS = {
     "DeadlineExceeded": "it took longer than kubernetes.deadline allows",
@@ -77,7 +77,7 @@ class Seen:
     @property
     def was_moved(self) -> bool:
         """Whether the cluster ended it through no fault of its own: its node was drained, lost or needed."""
-        return _condition(self.pod, "DisruptionTarget") is not None
+        return "DisruptionTarget" in conditions(self.pod)
 
     @property
     def began(self) -> float:
@@ -93,14 +93,16 @@ class Verdict(NamedTuple):
     """Why it waits, or has failed, where the cluster knows."""
 
 
-def seen(pods: Iterable[Manifest]) -> list[Seen]:
-    """Give pods by slot and attempt; attempts of pods that do not count them follow each other."""
-    found: list[Seen] = []
+def seen(pods: Iterable[Manifest], known: Mapping[str, tuple[Slot, int]] | None = None) -> list[Seen]:
+    """Give pods by slot and attempt, as they were known before; where pods do not count, attempts follow each other."""
+    before, found = known or {}, list[Seen]()
     last: dict[Slot, int] = {}
+    for slot, number in before.values():
+        last[slot] = max(number, last.get(slot, -1))
     for pod in sorted(pods, key=lambda one: (at(one["metadata"].get("creationTimestamp")), one["metadata"]["name"])):
-        slot = Slot.parse(slot_of(pod))
-        number = max(attempt_of(pod), last.get(slot, -1) + 1)
-        last[slot] = number
+        uid, slot = str(pod["metadata"]["uid"]), Slot.parse(slot_of(pod))
+        number = before[uid][1] if uid in before else max(attempt_of(pod), last.get(slot, -1) + 1)
+        last[slot] = max(number, last.get(slot, -1))
         found.append(Seen(pod, slot, number))
     return found
 
@@ -122,11 +124,11 @@ def judge(job: Job, leads: Sequence[Manifest], found: Sequence[Seen], events: Se
     if leads[0]["metadata"].get("deletionTimestamp"):
         return Verdict(JobState.STOPPED, "someone has deleted it")
     last = newest(found)
-    if any(one.phase == "Running" for one in last.values()):
-        waiting = [one for slot, one in sorted(last.items()) if one.phase == "Pending"]
-        return Verdict(JobState.RUNNING, _why_waiting(waiting, events))
-    waits = [one for slot, one in sorted(last.items()) if one.phase == "Pending"]
-    return Verdict(JobState.PENDING, _why_waiting(waits, events) or _why_no_pods(leads, found, events))
+    waits = [one for _, one in sorted(last.items()) if one.phase == "Pending"]
+    is_short = len(last) < len(slots_of(job))
+    why = _why_waiting(waits, events) or (_why_no_pods(leads, events) if is_short else "")
+    is_running = any(one.phase == "Running" for one in last.values())
+    return Verdict(JobState.RUNNING if is_running else JobState.PENDING, why)
 
 
 def slot_states(job: Job, found: Sequence[Seen], state: JobState) -> tuple[SlotStatus, ...]:
@@ -166,18 +168,14 @@ def _role(one: Manifest) -> str:
 
 
 def _is(one: Manifest, *types: str) -> bool:
-    return any(_condition(one, kind) is not None for kind in types)
-
-
-def _condition(one: Manifest, kind: str) -> Mapping[str, str] | None:
-    conditions = one.get("status", {}).get("conditions") or ()
-    return next((each for each in conditions if each["type"] == kind and each["status"] == "True"), None)
+    return not conditions(one).isdisjoint(types)
 
 
 def _why_failed(one: Manifest) -> str:
-    found = _condition(one, "Failed") or {}
+    told = (one.get("status") or {}).get("conditions") or ()
+    found: Manifest = next((each for each in told if each["type"] == "Failed" and each["status"] == "True"), {})
     reason = found.get("reason", "")
-    return _REASONS.get(reason, found.get("message") or reason)
+    return str(_REASONS.get(reason, found.get("message") or reason))
 
 
 def _why_waiting(pods: Sequence[Seen], events: Sequence[Manifest]) -> str:
@@ -194,26 +192,15 @@ def _why_waiting(pods: Sequence[Seen], events: Sequence[Manifest]) -> str:
     return f"{those[0].slot}{others}: {why}"
 
 
-def _why_no_pods(leads: Sequence[Manifest], found: Sequence[Seen], events: Sequence[Manifest]) -> str:
-    """Tell why a Job has no pods: it is held back, or may not make them."""
-    if any(one.get("spec", {}).get("suspend") for one in leads):
-        queue = leads[0]["metadata"]["labels"].get("kueue.x-k8s.io/queue-name")
-        return f"queue {queue} has not admitted it yet" if queue else "it is suspended"
-    if found:
-        return ""
-    uids = {one["metadata"].get("uid") for one in leads}
-    told = [event for event in events if event.get("involvedObject", {}).get("uid") in uids]
-    refused = [event for event in told if event.get("reason") == "FailedCreate"]
-    return f"its pods cannot be made: {refused[-1].get('message', '')}" if refused else ""
+def _why_no_pods(leads: Sequence[Manifest], events: Sequence[Manifest]) -> str:
+    """Tell why a Job has no pods, or too few: it is held back, or may not make them."""
+    found = (why_pending({"kind": "Job", **lead}, events) for lead in leads)
+    return next((why for why in found if why), "")
 
 
-def gave_up(code: int, retries: int, attempts: int, why: str) -> str:
-    """Say why a job that failed is not tried again."""
-    if why:
-        return why
-    if code in FINAL_CODES:
-        return "the same input would fail again"
-    return f"tried {attempts} times" if retries else "the job allows no retries"
+def gave_up(retries: int, attempts: int, why: str) -> str:
+    """Say why a job that failed is not tried again; `why` is what the cluster says."""
+    return why or (f"tried {attempts} times" if retries else "the job allows no retries")
 
 
 def at(text: str | None) -> float:

@@ -35,11 +35,21 @@ from stoker.jobs.topology import Slot
 from stoker.kube.claims import check_mountable
 from stoker.kube.client import Cluster
 from stoker.kube.config import Place, load, parts_of
-from stoker.kube.objects import JOB, MANAGED_BY, RUN, Manifest, merged, owned, via_url
+from stoker.kube.objects import INDEX, JOB, MANAGED_BY, QUEUE, ROLE, RUN, Manifest, conditions, merged, owned, via_url
 from stoker.kube.rbac import parts, rbac
 from stoker.launchers.kubernetes.follower import STOPPING
 from stoker.launchers.kubernetes.judge import at
-from stoker.launchers.kubernetes.manifests import JOB_FILE, as_run, faults, lead_of, leading, manifests, templates
+from stoker.launchers.kubernetes.manifests import (
+    JOB_FILE,
+    ONLOOKERS,
+    as_run,
+    faults,
+    has_own_chief,
+    lead_of,
+    leading,
+    manifests,
+    templates,
+)
 from stoker.launchers.kubernetes.plan import KubernetesPlan, read_code, read_plan, with_code
 from stoker.launchers.local import kept_logs, watch_over
 from stoker.launchers.supervisor import watcher
@@ -240,6 +250,11 @@ def _notes(job: Job, code: dict[str, bytes]) -> Iterator[str]:
         yield "checkpoint.dir names no place: checkpoints would be lost with their pod, and a new attempt begins anew"
     elif job.checkpoint.claim is None and "://" not in job.checkpoint.dir and not _is_mounted(job):
         yield f"nothing is mounted at {job.checkpoint.dir}: checkpoints are lost with their pod; give checkpoint.claim"
+    several = job.topology.startswith("tf-") or has_own_chief(job)
+    if job.kubernetes.queue and several:
+        yield f"queue {job.kubernetes.queue} admits each Job of this one by itself: some pods may wait while others run"
+    if several and job.kubernetes.deadline is None:
+        yield "its Jobs end each other only where someone follows; kubernetes.deadline is an end for all cases"
     if job.profile.every > 0:
         yield "the profiler needs python3 in the image; without it, the program runs unprofiled"
 
@@ -274,15 +289,18 @@ def _row(run: str, objects: Sequence[Manifest]) -> dict[str, object]:
 
 
 def _state(objects: Sequence[Manifest], active: int) -> JobState:
-    types = [
-        {one["type"] for one in each.get("status", {}).get("conditions") or () if one["status"] == "True"}
-        for each in objects
-    ]
-    if types[0] & {"Complete", "Succeeded"}:
+    """Tell how a run is by its Jobs alone: who looks on does not count, and all that lead must be done."""
+    lead, *_ = counting = [one for one in objects if _role(one) not in ONLOOKERS]
+    alike = [one for one in counting if INDEX in one["metadata"]["labels"] and _role(one) == _role(lead)]
+    if all(conditions(one) & {"Complete", "Succeeded"} for one in alike or [lead]):
         return JobState.SUCCEEDED
-    if any("Failed" in one for one in types):
+    if any("Failed" in conditions(one) for one in counting):
         return JobState.FAILED
     return JobState.RUNNING if active else JobState.PENDING
+
+
+def _role(one: Manifest) -> str | None:
+    return one["metadata"]["labels"].get(ROLE)  # type: ignore[no-any-return]
 
 
 def _took(lead: Manifest) -> float | None:
@@ -318,27 +336,35 @@ def _removed(cluster: Cluster, run: Run) -> list[str]:
 
 
 def make(cluster: Cluster, objects: Sequence[Manifest]) -> None:
-    """Make all objects; where one is refused, none is left."""
+    """Make all objects of a run; where one is refused, none is left but what is to stay."""
     lead = lead_of(objects)
     _clear(cluster, lead)
-    before = [one for one in objects if one["kind"] in ("Namespace", "PersistentVolumeClaim")]
+    staying = [one for one in objects if one["kind"] in ("Namespace", "PersistentVolumeClaim")]
+    new = [one for one in staying if cluster.get(one["kind"], one["metadata"]["name"]) is None]
     specs = [template["spec"] for one in objects for template in templates(one)]
-    check_mountable(cluster, specs, made=[one["metadata"]["name"] for one in before])
-    for one in before:
-        if cluster.get(one["kind"], one["metadata"]["name"]) is None:
-            cluster.create(one)
-    queued = "kueue.x-k8s.io/queue-name" in lead["metadata"]["labels"]
+    check_mountable(cluster, specs, made=[one["metadata"]["name"] for one in new])
+    for one in new:
+        cluster.create(one)
     made = cluster.create(_suspended(lead))
     try:
         for one in objects:
-            if one is not lead and one not in before:
-                cluster.apply(owned(one, made))
-        if not queued:  # else Kueue lets it go
+            if one is not lead and one not in staying:
+                _create(cluster, owned(one, made))
+        if QUEUE not in lead["metadata"]["labels"]:  # else Kueue lets it go
             cluster.patch(lead["kind"], lead["metadata"]["name"], _suspension(lead["kind"], False))
     except BaseException:
         with suppress(StokerError):
             cluster.delete(lead["kind"], lead["metadata"]["name"])
         raise
+
+
+def _create(cluster: Cluster, one: Manifest) -> None:
+    """Make an object that is the run's alone: what has its name already is somebody's, and is not touched."""
+    try:
+        cluster.create(one)
+    except ConflictError as error:
+        what = f"there is a {one['kind']} {one['metadata']['name']} already, which is not of this run"
+        raise ConflictError(what, where=cluster, hint="delete it, or give the job another name") from error
 
 
 def _clear(cluster: Cluster, lead: Manifest) -> None:
@@ -356,13 +382,17 @@ def _clear(cluster: Cluster, lead: Manifest) -> None:
     labels = found["metadata"].get("labels") or {}
     if not MANAGED_BY.items() <= labels.items():
         raise ConflictError(f"there is a {kind} {name} already, and it is not ours", where=cluster)
-    types = {one["type"] for one in found.get("status", {}).get("conditions") or () if one["status"] == "True"}
-    if not types & {"Complete", "Failed", "Succeeded"} and not found["metadata"].get("deletionTimestamp"):
+    if not conditions(found) & {"Complete", "Failed", "Succeeded"} and not found["metadata"].get("deletionTimestamp"):
         run = labels.get(RUN) or name
         hint = f"stop it with: stoker job stop {cluster.url}/{run}; or give this one another name"
         raise ConflictError(f"the job {name} is there already, and is not over", where=cluster, hint=hint)
     cluster.delete(kind, name, foreground=True)
-    if not until(lambda: cluster.get(kind, name) is None, GONE_S, pause_s=POLL_S):
+
+    def left() -> list[Manifest]:
+        """Give what the old one owned, too: it goes a moment later."""
+        return [one for each in (kind, "Service", "ConfigMap") for one in cluster.every(each, {JOB: labels[JOB]})]
+
+    if not until(lambda: not left(), GONE_S, pause_s=POLL_S):
         raise UnavailableError(f"the old {kind} {name} is not gone after {GONE_S:g} s", where=cluster)
 
 

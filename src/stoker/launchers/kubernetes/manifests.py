@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from stoker.core.units import format_bytes
-from stoker.errors import Fault, InputError, MissingError
+from stoker.core.units import format_bytes, format_duration
+from stoker.errors import Fault, InputError, MissingError, SpecError
 from stoker.jobs.spec import PORT, Job, Resources, RoleSpec, to_yaml
 from stoker.jobs.topologies.tensorflow import TENSORBOARD_PORT
 from stoker.jobs.topology import AddressBook, Role, Slot, topology_of
@@ -32,6 +32,7 @@ from stoker.kube.objects import (
     GPU_LABELS,
     INDEX,
     JOB,
+    QUEUE,
     ROLE,
     RUN,
     Manifest,
@@ -52,6 +53,7 @@ from stoker.launchers.kubernetes.mpijob import (
 from stoker.launchers.kubernetes.scripts import ANY, CODE, FOLDER, Script, script
 
 NAME_MAX = 63
+TTL_MIN = 30
 CONFIG_MAX = (1 << 20) - (1 << 14)
 """What the API server takes as one ConfigMap, without what else is in it."""
 PROFILER, MPI_RANK, JOB_FILE = "profiler.py", "mpi_rank.py", "job.yaml"
@@ -72,8 +74,10 @@ def manifests(job: Job, code: Mapping[str, bytes] | None = None) -> list[Manifes
     scripted = [role for role in roles if not (is_mpi and role.name == "worker")]
     before = before_mpirun(job.max_workers, host(job, "worker", ANY).replace(str(ANY), "{}")) if is_mpi else []
     scripts = {role: script(job, role.name, book, has_code=bool(code), before=before) for role in scripted}
-    objects = _Objects(job, roles, scripts, code or {})
-    return [_patched(one, job) for one in objects.all()]
+    objects = _Objects(job, roles, scripts, code or {}).all()
+    if idle := [fault for index, patch in enumerate(job.kubernetes.patch) for fault in _idle(index, patch, objects)]:
+        raise SpecError(idle, where=f"job {job.name!r} on k8s")
+    return [_patched(one, job) for one in objects]
 
 
 def shell_pod(objects: Sequence[Manifest], *, role: str = "worker", gpu: bool = False) -> Manifest:
@@ -175,6 +179,13 @@ def faults(job: Job) -> Iterator[Fault]:
     for key, path in (("data.train", job.data.train), ("data.val", job.data.val)):
         if path is not None and "://" not in path and not path.startswith("/"):
             yield Fault(key, f"{path!r} is a path of this machine: give a URL, or a path on a volume")
+    for role, name in (("", "program.cwd"), *((role, f"roles.{role}.program.cwd") for role in job.roles)):
+        cwd = job.program_of(role).cwd
+        if cwd is not None and not cwd.startswith("/") and (not role or job.roles[role].program is not None):
+            yield Fault(name, f"{cwd!r} must be an absolute path in the container: files that travel are in {CODE}")
+    if job.kubernetes.ttl < TTL_MIN:
+        what = f"is {format_duration(job.kubernetes.ttl)}: at least {TTL_MIN}s, for logs come from pods that ended"
+        yield Fault("kubernetes.ttl", what)
     if job.data.cache.dir is not None and not job.data.cache.dir.startswith("/"):
         yield Fault("data.cache.dir", f"{job.data.cache.dir!r} must be an absolute path in the container")
 
@@ -275,8 +286,9 @@ class _Objects:
             "completionMode": "Indexed",
             "completions": count,
             "parallelism": count,
-            # One who has failed too often ends all; who is gone with its node has not failed.
-            "backoffLimitPerIndex": job.retries,
+            # One who has failed too often ends all; who is gone with its node has not failed. In a gang, the first new
+            # try of one may meet the others before they have noticed, and fails with them: so it has two for each.
+            "backoffLimitPerIndex": job.retries * (2 if job.topology == "torchrun" and job.max_workers > 1 else 1),
             "maxFailedIndexes": 0,
             "podFailurePolicy": {
                 "rules": [
@@ -287,15 +299,20 @@ class _Objects:
                     },
                 ]
             },
-            "ttlSecondsAfterFinished": int(job.kubernetes.ttl),
             "template": {"metadata": metadata, "spec": pod},
         }
+        if not self._ends_before_others(role, index):
+            spec["ttlSecondsAfterFinished"] = int(job.kubernetes.ttl)
         if job.kubernetes.deadline is not None:
             spec["activeDeadlineSeconds"] = int(job.kubernetes.deadline)
         if job.topology == "torchrun" and not first:  # where rank 0 is elsewhere, these are done when all are
             rule = {"succeededCount": 1} if job.is_elastic else {"succeededIndexes": "0"}
             spec["successPolicy"] = {"rules": [rule]}
         return _object("batch/v1", "Job", name, job, {**(labels or {}), **_queue_labels(job)}, spec=spec)
+
+    def _ends_before_others(self, role: Role, index: int | None) -> bool:
+        """Whether a Job owns others that lead as it does: it must not expire before them. The follower sees to it."""
+        return index == 0 and role is self.roles[0] and role.lead and role.count > 1
 
     def _pod(self, role: Role, *, first: int = 0, mounts_claim: bool) -> Manifest:
         job, settings = self.job, self.job.kubernetes
@@ -497,7 +514,7 @@ def _labels(job: Job, more: Mapping[str, str]) -> dict[str, str]:
 def _queue_labels(job: Job) -> dict[str, str]:
     """Give what Kueue reads; it holds back what has these labels."""
     given = {
-        "kueue.x-k8s.io/queue-name": job.kubernetes.queue,
+        QUEUE: job.kubernetes.queue,
         "kueue.x-k8s.io/priority-class": job.kubernetes.queue_priority,
     }
     return {name: value for name, value in given.items() if value}
@@ -509,7 +526,19 @@ def _object(version: str, kind: str, name: str, job: Job, labels: Mapping[str, s
 
 def _patched(one: Manifest, job: Job) -> Manifest:
     for patch in job.kubernetes.patch:
-        name = (patch.get("metadata") or {}).get("name")
-        if patch.get("kind") == one["kind"] and name in (None, one["metadata"]["name"]):
+        if _fits(patch, one):
             one = merged(one, patch)
     return one
+
+
+def _fits(patch: Mapping[str, Any], one: Manifest) -> bool:
+    name = (patch.get("metadata") or {}).get("name")
+    return patch.get("kind") == one["kind"] and name in (None, one["metadata"]["name"])
+
+
+def _idle(index: int, patch: Mapping[str, Any], objects: Sequence[Manifest]) -> Iterator[Fault]:
+    """Refuse a patch that changes nothing: its author meant something."""
+    if not any(_fits(patch, one) for one in objects):
+        names = [f"{one['kind']} {one['metadata']['name']}" for one in objects]
+        known = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+        yield Fault(f"kubernetes.patch[{index}]", f"fits no object, by its kind and metadata.name (there are: {known})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,12 @@ def with_code(job: Job) -> tuple[Job, dict[str, Path], list[Fault]]:
     files: dict[str, Path] = {}
     faults: list[Fault] = []
     for index, given in enumerate(job.kubernetes.copy):
-        found = dict(_found(given))
+        key, found = f"kubernetes.copy[{index}]", dict(_found(given))
         if not found:
-            faults.append(Fault(f"kubernetes.copy[{index}]", f"there is nothing at {Path.cwd() / given}"))
-        files |= found
+            faults.append(Fault(key, f"there is nothing at {Path.cwd() / given}"))
+        for name, path in found.items():
+            if files.setdefault(name, path) != path:
+                faults.append(Fault(key, f"{path} and {files[name]} would both be {name} there: rename one"))
     change = msgspec.structs.replace
     program, more = _carried("program", job.program, files)
     faults += more
@@ -108,16 +111,15 @@ def _found(given: str) -> Iterator[tuple[str, Path]]:
         inner = path.relative_to(start)
         above = [ignored(str(one), is_folder=True) for one in inner.parents if str(one) != "."]
         if path.is_file() and not any(above) and not ignored(str(inner), is_folder=False):
-            yield _name(f"{given}/{inner}"), path
+            yield str(Path(_name(given), inner)), path
 
 
-def _name(path: str) -> str:
-    """Name a file as in the working folder; one from outside of it lies at the top."""
-    full = Path(path) if Path(path).is_absolute() else Path.cwd() / path
-    resolved = Path(*[part for part in full.parts if part != "."])
-    if ".." not in resolved.parts and resolved.is_relative_to(Path.cwd()):
-        return str(resolved.relative_to(Path.cwd()))
-    return resolved.name
+def _name(given: str) -> str:
+    """Name what travels as in the working folder; what is outside of it lies at the top, by its own name."""
+    full = Path(os.path.normpath(Path.cwd() / given))
+    if full == Path.cwd():
+        return ""
+    return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else full.name
 
 
 def read_code(files: Mapping[str, Path]) -> dict[str, bytes]:
