@@ -211,7 +211,7 @@ class TestPlan(OnCluster):
         until(lambda: any(pod["status"]["phase"] == "Succeeded" for pod in self.cluster.every("Pod")), 60)
         (pod,) = self.cluster.every("Pod")
         (line,) = self.cluster.log(pod["metadata"]["name"], follow=False)
-        assert line.split(b" ", 1)[1] == b"small 0 worker/0"
+        assert line.split(b" ", 1)[1] == b"small 0 worker/0\n"
 
 
 TASK = """
