@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from hosts import Host, network
-from stoker.core.processes import Process, start
+from stoker.core.processes import Process, children, start
 from waiting import eventually
 
 CPUS = 2
@@ -54,6 +55,8 @@ class RayNode:
     def down(self) -> None:
         """Kill all that runs on it, as a machine that loses its power does."""
         if self.process is not None:
+            for first in children(self.process.pid):  # with the first of a namespace, the kernel ends all at once
+                os.kill(first, signal.SIGKILL)
             self.process.end(0)
 
 

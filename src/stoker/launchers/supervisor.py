@@ -38,7 +38,7 @@ SETTLE_S = 0.3
 """After the first failure: another slot may just be writing what really happened."""
 FAILED_GRACE_S = 10.0
 """For those whose partners are gone already: they cannot finish a step any more."""
-FAR_S = 5.0
+FAR_S = 12.0
 """What those elsewhere have, to tell of their own failure and of their end."""
 LOCK_S = 2.0
 STOPPED = "stopped"
