@@ -96,7 +96,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show what a job would start, and start nothing."""
-    job, rendered = _rendered(file, on, with_hosts(on, sets, hosts))
+    job, rendered = _rendered(file, on, with_hosts(on, sets, hosts), quiet=rbac is not None)
     if rbac is not None:
         rendered = _rights(launcher_at(on), job, rbac)
     if as_json:
@@ -183,7 +183,8 @@ def _list_there(on: str, limit: int, as_json: bool) -> None:
     """List the runs in a cluster, as it tells them itself."""
     from stoker.core.units import format_duration
 
-    rows = _cluster_at(on).runs()[:limit]
+    launcher = _cluster_at(on)
+    rows = launcher.runs()[:limit]
     if as_json:
         print_json(rows)
         return
@@ -365,13 +366,13 @@ def _needed(file: Path | None) -> Path:
     return file
 
 
-def _rendered(file: Path, on: str, sets: list[str] | None) -> tuple[Job, Any]:
+def _rendered(file: Path, on: str, sets: list[str] | None, *, quiet: bool = False) -> tuple[Job, Any]:
     from stoker.jobs.spec import load_job
 
     launcher = launcher_at(on)
     job = launcher.anchored(load_job(file, sets or []))
     rendered = launcher.render(job)
-    for note in rendered.notes:
+    for note in () if quiet else rendered.notes:
         remark(note)
     return job, rendered
 
@@ -415,7 +416,8 @@ def launcher_at(name: str) -> Launcher[Any]:
 
     kind, _, place = name.partition("://")
     if kind not in LAUNCHERS.names() and (scheme := kind.partition(":")[0]) in LAUNCHERS.names():
-        raise InputError(f"`--on {name}` is no place", hint=f"an address is written {scheme}://host:port")
+        place = "context/namespace" if scheme == "k8s" else "host:port"
+        raise InputError(f"`--on {name}` is no place", hint=f"an address is written {scheme}://{place}")
     launcher: Any = LAUNCHERS.get(kind)
     if place and not launcher.traits.places:
         raise InputError(f"`--on {kind}` takes no address", hint=f"leave {place!r} away")

@@ -193,8 +193,10 @@ class Resources(_Section, frozen=True, kw_only=True):
     gpu_type: Annotated[Some | None, _says("Which accelerator, by the name its cloud gives it.")] = None
 
     def faults(self) -> Iterator[Fault]:
-        """Refuse a size that lacks its unit."""
+        """Refuse a size that lacks its unit, and a kind of nothing."""
         yield from _tiny("memory", self.memory)
+        if self.gpu_type is not None and not self.gpu:
+            yield Fault("gpu", f"missing: gpu_type names {self.gpu_type}, and nothing says how many")
 
 
 class RoleSpec(_Section, frozen=True, kw_only=True):

@@ -33,6 +33,10 @@ class JobState(StrEnum):
         return self not in (JobState.PENDING, JobState.RUNNING)
 
 
+STOPPED = "stopped"
+"""What is said of a job that someone ended with our own command."""
+
+
 class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How one slot is doing; `code` as the program gave it, negative for the signal that ended it."""
 
@@ -77,6 +81,8 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     def raise_for_state(self) -> None:
         """Raise what a command should end with, when the job did not succeed."""
         if self.state in (JobState.FAILED, JobState.LOST):
+            raise JobFailedError(self.message)
+        if self.state is JobState.STOPPED and self.message not in ("", STOPPED):  # by others, and not as we know it
             raise JobFailedError(self.message)
         if self.state is JobState.STOPPED:
             raise StoppedError("the job was stopped")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightkube.config.kubeconfig import SingleConfig
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_LISTS = ("clusters", "contexts", "users")
 _FILES = ("certificate-authority", "client-certificate", "client-key", "tokenFile")
 """Keys whose relative paths start at the file that they stand in."""
 
@@ -103,7 +104,10 @@ def load(context: str | None, environ: Mapping[str, str] | None = None) -> Singl
         )
     try:
         found = KubeConfig.from_dict(merged, fname=there[0]).get(context)
-    except (ConfigError, KeyError, TypeError, msgspec.ValidationError) as error:
+    except KeyError as error:
+        what = f"the Kubernetes configuration names {error}, or has an entry without it"
+        raise InputError(f"{what}, and nothing of that name is there", where=names) from error
+    except (ConfigError, TypeError, AttributeError, msgspec.ValidationError) as error:
         raise InputError(f"the Kubernetes configuration cannot be used: {error}", where=names) from error
     assert found is not None
     return found._replace(user=found.user or _nobody())
@@ -115,15 +119,31 @@ def _nobody() -> Any:
     return User()
 
 
+def _read(path: Path) -> dict[str, Any]:
+    """Read one file, and refuse what is no configuration in a sentence."""
+    try:
+        data = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise InputError(f"cannot be read: {(error.strerror or '').lower()}", where=path) from error
+    except UnicodeDecodeError as error:
+        raise InputError("is no Kubernetes configuration: it is no text", where=path) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" in line {mark.line + 1}" if mark else ""
+        raise InputError(f"is no YAML: {getattr(error, 'problem', None) or 'a fault'}{line}", where=path) from error
+    entries = [data.get(key) or [] for key in _LISTS] if isinstance(data, dict) else [None]
+    if not all(isinstance(some, list) and all(isinstance(one, dict) for one in some) for some in entries):
+        what = "is no Kubernetes configuration: clusters, contexts and users are lists of mappings there"
+        raise InputError(what, where=path)
+    return dict(data)
+
+
 def _merged(files: list[Path]) -> dict[str, Any]:
     """Merge files as kubectl does: of two entries with one name, the first counts."""
     merged: dict[str, Any] = {"clusters": {}, "contexts": {}, "users": {}}
     for path in files:
-        try:
-            data = yaml.safe_load(path.read_text()) or {}
-        except (OSError, yaml.YAMLError) as error:
-            raise InputError(f"cannot be read: {error}", where=path) from error
-        for key in ("clusters", "contexts", "users"):
+        data = _read(path)
+        for key in _LISTS:
             for one in data.get(key) or ():
                 merged[key].setdefault(one.get("name"), _anchored(one, path.parent))
         if "current-context" not in merged and data.get("current-context"):

@@ -5,6 +5,7 @@ Least privilege: all in one namespace, nothing that reads a secret, no right to 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from enum import StrEnum
 from itertools import groupby
@@ -14,6 +15,7 @@ from stoker.errors import InputError
 from stoker.kube.objects import MANAGED_BY, Manifest, manifest
 
 NAME = "stoker"
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 VERSION = "rbac.authorization.k8s.io/v1"
 GROUP = "rbac.authorization.k8s.io"
 
@@ -136,17 +138,16 @@ def rbac(
 def subject(who: str, namespace: str) -> Manifest:
     """Read who is meant: `alice`, `group:vision`, `serviceaccount:runner` (of this namespace, or `ci/runner`)."""
     kind, colon, name = who.partition(":")
-    kind = kind.lower() if colon else "user"
-    if kind == "serviceaccount" and name.count("/") <= 1 and all(name.split("/")):
+    if not colon or kind.lower() not in ("user", "group", "serviceaccount"):  # a user's name may have a colon in it
+        kind, name = "user", who
+    if kind.lower() == "serviceaccount":
         space, _, account = name.rpartition("/")
-        return {"kind": "ServiceAccount", "name": account, "namespace": space or namespace}
-    if kind == "group" and name:
-        return {"apiGroup": GROUP, "kind": "Group", "name": name}
-    user = name if kind == "user" and colon else who
-    if not user or kind == "serviceaccount":
-        hint = "give a user's name, group:NAME or serviceaccount:[NAMESPACE/]NAME"
-        raise InputError(f"{who!r} names nobody", hint=hint)
-    return {"apiGroup": GROUP, "kind": "User", "name": user}
+        if all(_LABEL.fullmatch(one) for one in (space or namespace, account)):
+            return {"kind": "ServiceAccount", "name": account, "namespace": space or namespace}
+    elif name:
+        return {"apiGroup": GROUP, "kind": kind.capitalize(), "name": name}
+    hint = "give a user's name, group:NAME or serviceaccount:[NAMESPACE/]NAME"
+    raise InputError(f"{who!r} names nobody", hint=hint)
 
 
 def _rules(listed: list[Right]) -> Iterator[Manifest]:

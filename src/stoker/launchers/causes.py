@@ -35,6 +35,7 @@ _LINES = (
     re.compile(r"(?:stoker|error|\S+: error): (?P<words>.+)"),
     re.compile(r"\S*python[\d.]*: (?P<words>(?:No module named|can't open file|Error while finding) .+)"),
     re.compile(r"(?P<words>(?:\w+\.)*\w*(?:Error|Exception)(?::.*)?)$"),
+    re.compile(r"\S*sh: (?:.*: )?(?P<words>\S+: (?:command )?not found|\S+: Permission denied)$"),
 )
 # What a rank says when another one is gone.
 _PARTNER = re.compile(

@@ -25,7 +25,7 @@ from stoker.errors import ConflictError, Fault, MissingExtraError, MissingProgra
 from stoker.jobs.launcher import LogLine, Traits, check
 from stoker.jobs.runs import Run
 from stoker.jobs.spec import Job
-from stoker.jobs.status import JobState, JobStatus
+from stoker.jobs.status import STOPPED, JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, Standby, commands, slots_of
 from stoker.launchers.gang import end_left
 from stoker.launchers.paths import placed, programs
@@ -151,7 +151,7 @@ class LocalLauncher:
         end_left(run, grace)
         status = self.status(handle)
         if status.state is JobState.LOST:
-            stopped = _ended(status, JobState.STOPPED, "stopped", time.time())
+            stopped = _ended(status, JobState.STOPPED, STOPPED, time.time())
             run.write_status(stopped)
 
 

@@ -25,7 +25,7 @@ from stoker.errors import StokerError
 from stoker.jobs.control import Restart, decide, pause_s
 from stoker.jobs.runs import Run, packages
 from stoker.jobs.spec import Job
-from stoker.jobs.status import Attempt, JobState, JobStatus, SlotStatus, signal_of
+from stoker.jobs.status import STOPPED, Attempt, JobState, JobStatus, SlotStatus, signal_of
 from stoker.jobs.topology import Slot, lead_slots, onlookers, slots_of
 from stoker.launchers.causes import Cause, cause
 from stoker.launchers.gang import Gang, end_left
@@ -41,7 +41,6 @@ FAILED_GRACE_S = 10.0
 FAR_S = 12.0
 """What those elsewhere have, to tell of their own failure and of their end."""
 LOCK_S = 2.0
-STOPPED = "stopped"
 STOPPING = "stopping"
 """The file by which the end of a run is asked for, where it is not to end with this machine."""
 

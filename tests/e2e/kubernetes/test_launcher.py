@@ -126,7 +126,7 @@ class TestJobs(OnCluster):
 
     def test_a_claim_that_is_not_there(self, launcher: Any) -> None:
         with pytest.raises(
-            NotFoundError, match="there is no claim nothing; make it with: stoker volume create nothing"
+            NotFoundError, match="there is no claim nothing; make it with: stoker volume create nothing --size"
         ):
             self.start(launcher, self.job("true", volumes=[{"claim": "nothing", "path": "/data"}]))
 

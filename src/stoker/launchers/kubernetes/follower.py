@@ -23,13 +23,13 @@ import msgspec
 from stoker.core.spec import load, to_json
 from stoker.errors import AccessError, MissingError, NotFoundError, StokerError
 from stoker.jobs.runs import Run
-from stoker.jobs.status import Attempt, JobState, JobStatus
+from stoker.jobs.status import STOPPED, Attempt, JobState, JobStatus
 from stoker.jobs.topology import Slot, slots_of
 from stoker.kube.client import SILENCE_S, Cluster
 from stoker.kube.config import parts_of
 from stoker.kube.objects import CONTAINER, RUN, Manifest, conditions
 from stoker.launchers.causes import Cause, cause
-from stoker.launchers.kubernetes.judge import Seen, Verdict, gave_up, judge, newest, seen, slot_states
+from stoker.launchers.kubernetes.judge import Seen, Verdict, at, gave_up, judge, newest, seen, slot_states
 from stoker.launchers.kubernetes.manifests import leading
 from stoker.launchers.supervisor import watching
 
@@ -43,6 +43,8 @@ LOST_S = 600.0
 """An API server that is away for so long is given up; whoever asks for the run takes it up again."""
 EVENTS_S = 5.0
 """Between two looks at what the cluster tells of pods that wait."""
+WAITING_S, AGAIN_S = 4.0, 30.0
+"""After which waiting is told, and after which another reason for it."""
 AWAY_S = 3.0
 """A pause of the API server that need not be told."""
 LAST_WORDS_S = SILENCE_S + 30.0
@@ -162,6 +164,9 @@ class Follower:
     """Since when nothing is known of a kind."""
     _told: str = ""
     _kept: bytes = b""
+    _waits: float = float("inf")
+    """When a reason to wait is worth telling."""
+    _said: str = ""
 
     def follow(self) -> None:
         """Follow it to its end."""
@@ -224,6 +229,8 @@ class Follower:
                 self._streams[one.uid].is_over = one.is_over or one.uid not in there
         leads = sorted(self._objects[self.kind], key=lambda one: bool(one["metadata"].get("ownerReferences")))
         self._was_there = self._was_there or bool(leads)
+        if leads and not self._before.began:
+            self._status = msgspec.structs.replace(self._status, began=at(leads[0]["metadata"]["creationTimestamp"]))
         is_asked_for = (self.run.folder / STOPPING).exists()
         if not self._was_there and not is_asked_for:
             self._end(JobState.LOST, "it is gone from the cluster: its ttl has passed, or someone has deleted it")
@@ -239,7 +246,18 @@ class Follower:
         known = {uid: (Slot.parse(mark.slot), mark.attempt) for uid, mark in self._marks.items()}
         return seen(self._pods.values(), known)
 
+    def _say_why(self, verdict: Verdict) -> None:
+        """Say why it waits, where whoever follows sees it, once it has waited for a while."""
+        if verdict.state is not JobState.PENDING or not verdict.why:
+            self._waits = float("inf")
+        elif self._waits == float("inf"):
+            self._waits = time.monotonic() + WAITING_S
+        elif time.monotonic() > self._waits and verdict.why != self._said:
+            self._waits, self._said = time.monotonic() + AGAIN_S, verdict.why
+            self._say(f"waiting: {verdict.why}")
+
     def _tell_of(self, verdict: Verdict, found: Sequence[Seen]) -> None:
+        self._say_why(verdict)
         self._tell(
             state=verdict.state,
             attempt=max((one.attempt for one in found), default=self._before.next_attempt),
@@ -251,7 +269,7 @@ class Follower:
     def _listen(self, one: Seen, found: Sequence[Seen]) -> None:
         path = self.run.log(one.slot, one.attempt)
         if one.uid not in self._marks:
-            path.write_bytes(b"")  # nothing of it is known: were there something, it would come again
+            path.touch()  # there may be a word of ours in it
             if one.attempt and one.slot == min(slots_of(self.job)):
                 self._explain(one, found, path)
             self._marks[one.uid] = Mark(slot=str(one.slot), attempt=one.attempt, size=path.stat().st_size)
@@ -265,7 +283,8 @@ class Follower:
         failed = self._causes(found, one.attempt - 1)
         moved = [other for other in found if other.attempt == one.attempt - 1 and other.was_moved]
         why = failed[0].sentence if failed else _moved(moved[0]) if moved else "it was started again"
-        path.write_text(f"--- attempt {one.attempt}, because {why}\n")
+        with open(path, "a") as file:
+            file.write(f"--- attempt {one.attempt}, because {why}\n")
 
     def _finish(self, verdict: Verdict, found: Sequence[Seen]) -> None:
         """End what would go on without the lead, hear all out, and tell how it ended."""
@@ -275,7 +294,7 @@ class Follower:
         found = self._last(found)
         self._hear_out(found)
         attempts = self._attempts(found, over=True)
-        message = "stopped" if (self.run.folder / STOPPING).exists() else verdict.why
+        message = STOPPED if (self.run.folder / STOPPING).exists() else verdict.why
         if state is JobState.FAILED:
             failed = self._causes(found, max((one.attempt for one in found), default=0)) or self._causes(found, None)
             if failed:

@@ -127,6 +127,8 @@ def judge(job: Job, leads: Sequence[Manifest], found: Sequence[Seen], events: Se
     waits = [one for _, one in sorted(last.items()) if one.phase == "Pending"]
     is_short = len(last) < len(slots_of(job))
     why = _why_waiting(waits, events) or (_why_no_pods(leads, events) if is_short else "")
+    if job.topology == "mpi" and not found and not why and not conditions(leads[0]):
+        why = "nobody has taken up the MPIJob: does the MPI operator run there?"
     is_running = any(one.phase == "Running" for one in last.values())
     return Verdict(JobState.RUNNING if is_running else JobState.PENDING, why)
 
@@ -141,8 +143,8 @@ def _slot_state(slot: Slot, one: Seen | None, state: JobState) -> SlotStatus:
     code = None if one is None else one.code
     if code is not None:
         own = JobState.SUCCEEDED if code == 0 else JobState.FAILED
-        if own is JobState.FAILED and state is JobState.SUCCEEDED:
-            own = JobState.STOPPED  # ended because the lead was done
+        if own is JobState.FAILED and state in (JobState.SUCCEEDED, JobState.STOPPED):
+            own = JobState.STOPPED  # ended because the lead was done, or someone wished it
     elif state.is_final:
         own = JobState.STOPPED
     else:

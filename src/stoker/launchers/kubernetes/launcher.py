@@ -30,7 +30,7 @@ from stoker.errors import (
 from stoker.jobs.launcher import LogLine, Traits, check
 from stoker.jobs.runs import Run, home
 from stoker.jobs.spec import Job
-from stoker.jobs.status import JobState, JobStatus
+from stoker.jobs.status import STOPPED, JobState, JobStatus
 from stoker.jobs.topology import Slot
 from stoker.kube.claims import check_mountable
 from stoker.kube.client import Cluster
@@ -166,7 +166,7 @@ class KubernetesLauncher:
         if watcher(run) is not None:
             until(lambda: watcher(run) is None, GONE_S)
         if not run.read_status().state.is_final:
-            ended = {"state": JobState.STOPPED, "message": "stopped", "ended": time.time()}
+            ended = {"state": JobState.STOPPED, "message": STOPPED, "ended": time.time()}
             run.write_status(msgspec.structs.replace(run.read_status(), **ended))
         if left:
             what = f"pods have not ended in time: {', '.join(left[:3])}"
@@ -245,17 +245,19 @@ def _notes(job: Job, code: dict[str, bytes]) -> Iterator[str]:
     """Tell what will travel, and what is odd."""
     if code:
         size = sum(map(len, code.values()))
-        yield f"{counted(len(code), 'file')} ({format_bytes(size)}) travel with the job, in a ConfigMap"
-    if job.checkpoint.dir is None:
+        yield f"with the job, in a ConfigMap: {counted(len(code), 'file')} ({format_bytes(size)})"
+    if job.checkpoint.dir is None and job.program.command is None:  # a command may have nothing to keep
         yield "checkpoint.dir names no place: checkpoints would be lost with their pod, and a new attempt begins anew"
-    elif job.checkpoint.claim is None and "://" not in job.checkpoint.dir and not _is_mounted(job):
+    elif (
+        job.checkpoint.claim is None and job.checkpoint.dir and "://" not in job.checkpoint.dir and not _is_mounted(job)
+    ):
         yield f"nothing is mounted at {job.checkpoint.dir}: checkpoints are lost with their pod; give checkpoint.claim"
     several = job.topology.startswith("tf-") or has_own_chief(job)
     if job.kubernetes.queue and several:
         yield f"queue {job.kubernetes.queue} admits each Job of this one by itself: some pods may wait while others run"
     if several and job.kubernetes.deadline is None:
         yield "its Jobs end each other only where someone follows; kubernetes.deadline is an end for all cases"
-    if job.profile.every > 0:
+    if job.profile.every > 0 and job.program.command is not None:
         yield "the profiler needs python3 in the image; without it, the program runs unprofiled"
 
 
@@ -306,7 +308,9 @@ def _role(one: Manifest) -> str | None:
 def _took(lead: Manifest) -> float | None:
     status = lead.get("status", {})
     begun = at(status.get("startTime"))
-    return round((at(status.get("completionTime")) or time.time()) - begun, 1) if begun else None
+    ends = [one.get("lastTransitionTime") for one in status.get("conditions") or () if one["type"] == "Failed"]
+    ended = at(status.get("completionTime")) or at(next(iter(ends), None)) or time.time()
+    return round(ended - begun, 1) if begun else None
 
 
 # --- Making objects, and removing them
@@ -343,6 +347,9 @@ def make(cluster: Cluster, objects: Sequence[Manifest]) -> None:
     new = [one for one in staying if cluster.get(one["kind"], one["metadata"]["name"]) is None]
     specs = [template["spec"] for one in objects for template in templates(one)]
     check_mountable(cluster, specs, made=[one["metadata"]["name"] for one in new])
+    if QUEUE in lead["metadata"]["labels"] and not cluster.served("kueue.x-k8s.io"):
+        what = f"queue {lead['metadata']['labels'][QUEUE]} would never admit it: there is no Kueue in the cluster"
+        raise MissingError(what, where=cluster, hint="leave out kubernetes.queue, or have Kueue installed")
     for one in new:
         cluster.create(one)
     made = cluster.create(_suspended(lead))

@@ -61,8 +61,8 @@ BEFORE = "stoker.dev/before"
 """Annotation of pods: how many attempts earlier lives of the run had."""
 FAILED, MOVED = (f"batch.kubernetes.io/job-index-{kind}-count" for kind in ("failure", "ignored-failure"))
 """Annotations in which the Job controller counts the attempts of an index."""
-FINAL_CODES = [InputError.exit_code, MissingError.exit_code]
-"""With the same input, a program that ended so would end so again."""
+FINAL_CODES = [InputError.exit_code, MissingError.exit_code, 126, 127]
+"""A program that ended so would end so again: bad input, something missing, no such program, or none that can run."""
 ONLOOKERS = ("evaluator", "tensorboard")
 
 
@@ -401,7 +401,8 @@ class _Objects:
         if size > CONFIG_MAX:
             largest = max(self.code, key=lambda path: len(self.code[path]), default="the cluster's addresses")
             raise InputError(
-                f"what travels with the job has {format_bytes(size)}, and a ConfigMap holds 1 MiB (most is {largest})",
+                f"what travels with the job takes {format_bytes(size)} as a ConfigMap has it, and it holds 1 MiB "
+                f"(most is {largest})",
                 where=f"job {job.name!r} on k8s",
                 hint="leave files out, or put the code into the image or onto a volume",
             )
