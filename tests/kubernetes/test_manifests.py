@@ -99,8 +99,16 @@ def everything(topology: str) -> dict[str, Any]:
     return {**keys, "kubernetes": kubernetes}
 
 
+def suited(topology: str, keys: dict[str, Any]) -> dict[str, Any]:
+    """Patch what there is: a patch that fits nothing is refused."""
+    if topology != "mpi" or "patch" not in keys.get("kubernetes", {}):
+        return keys
+    patch = [{"kind": "MPIJob", "metadata": {"annotations": {"a": "b"}}}]
+    return {**keys, "kubernetes": {**keys["kubernetes"], "patch": patch}}
+
+
 CASES = [
-    pytest.param({**TOPOLOGIES[topology], **keys}, id=f"{topology}-{option}")
+    pytest.param({**TOPOLOGIES[topology], **suited(topology, keys)}, id=f"{topology}-{option}")
     for topology in TOPOLOGIES
     for option, keys in (*OPTIONS.items(), ("everything", everything(topology)))
     if is_possible(topology, option)

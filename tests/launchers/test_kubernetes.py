@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from launchers.contract import job_of
-from stoker.errors import ConflictError, InputError, NotFoundError, SpecError, UnavailableError
+from stoker.errors import ConflictError, InputError, MissingError, NotFoundError, SpecError, UnavailableError
 from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
@@ -195,7 +195,7 @@ def test_what_is_too_large_to_travel(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_bytes(b"#" * (1 << 20))
     job = job_of(image="x", program={"script": "train.py"})
-    with pytest.raises(InputError, match=r"a ConfigMap holds 1 MiB \(most is train.py\); leave files out, or put"):
+    with pytest.raises(InputError, match=r"as a ConfigMap has it, and it holds 1 MiB \(most is train.py\); leave files out, or put"):
         LAUNCHERS.get("k8s")().render(job)
 
 
@@ -226,6 +226,11 @@ class Counting:
 
     def patch(self, kind: str, name: str, patch: Any) -> None:
         self.asked.append(("patch", kind))
+
+    def served(self, group: str) -> dict[str, frozenset[str]]:
+        return {} if self.lacks == group else {"v1beta2": frozenset()}
+
+    lacks = ""
 
 
 def asked(**keys: Any) -> list[tuple[str, str]]:
@@ -264,6 +269,15 @@ def test_what_has_the_name_already_is_not_taken_over() -> None:
     with pytest.raises(ConflictError, match="there is a ConfigMap small already, which is not of this run"):
         make(cluster, plan.objects)  # type: ignore[arg-type]
     assert cluster.asked[-1] == ("delete", "Job")
+
+
+def test_a_queue_where_there_is_no_kueue() -> None:
+    cluster = Counting()
+    cluster.lacks = "kueue.x-k8s.io"
+    plan = LAUNCHERS.get("k8s")().render(torchrun(image="x", kubernetes={"queue": "gpus"}))
+    with pytest.raises(MissingError, match="queue gpus would never admit it: there is no Kueue in the cluster"):
+        make(cluster, plan.objects)  # type: ignore[arg-type]
+    assert cluster.asked == [("get", "Job")]
 
 
 def test_a_queue_lets_it_go_itself() -> None:

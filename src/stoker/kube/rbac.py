@@ -141,9 +141,9 @@ def subject(who: str, namespace: str) -> Manifest:
     if not colon or kind.lower() not in ("user", "group", "serviceaccount"):  # a user's name may have a colon in it
         kind, name = "user", who
     if kind.lower() == "serviceaccount":
-        space, _, account = name.rpartition("/")
-        if all(_LABEL.fullmatch(one) for one in (space or namespace, account)):
-            return {"kind": "ServiceAccount", "name": account, "namespace": space or namespace}
+        *space, account = name.split("/")
+        if len(space) <= 1 and all(_LABEL.fullmatch(one) for one in (*space, account)):
+            return {"kind": "ServiceAccount", "name": account, "namespace": space[0] if space else namespace}
     elif name:
         return {"apiGroup": GROUP, "kind": kind.capitalize(), "name": name}
     hint = "give a user's name, group:NAME or serviceaccount:[NAMESPACE/]NAME"

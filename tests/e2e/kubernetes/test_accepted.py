@@ -113,7 +113,8 @@ def test_mpijobs_need_their_operator(cluster: Cluster, home: None) -> None:
             cluster.apply(one)
     until(lambda: _is_served(cluster), 30)
     for option in OPTIONS.values():
-        objects = KubernetesLauncher().render(job(cluster, {"topology": "mpi", "workers": 2}, option)).objects
+        mpi = {"topology": "mpi", "workers": 2, "kubernetes": {"patch": []}}
+        objects = KubernetesLauncher().render(job(cluster, option, mpi)).objects
         for one in as_run(objects, "small-1"):
             cluster.apply(one, dry_run=True)
 

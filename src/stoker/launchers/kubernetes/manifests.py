@@ -159,6 +159,11 @@ def has_own_chief(job: Job) -> bool:
     )
 
 
+def _is_gang(job: Job) -> bool:
+    """Whether all pods must run together, or none can."""
+    return job.topology == "torchrun" and job.max_workers > 1 and not job.is_elastic
+
+
 def faults(job: Job) -> Iterator[Fault]:
     """Refuse what no cluster could run."""
     if job.image is None:
@@ -288,7 +293,7 @@ class _Objects:
             "parallelism": count,
             # One who has failed too often ends all; who is gone with its node has not failed. In a gang, the first new
             # try of one may meet the others before they have noticed, and fails with them: so it has two for each.
-            "backoffLimitPerIndex": job.retries * (2 if job.topology == "torchrun" and job.max_workers > 1 else 1),
+            "backoffLimitPerIndex": job.retries * (2 if _is_gang(job) else 1),
             "maxFailedIndexes": 0,
             "podFailurePolicy": {
                 "rules": [
