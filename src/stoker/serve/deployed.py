@@ -13,7 +13,7 @@ from typing import Any
 
 from stoker.errors import AccessError, InputError, JobFailedError, NotFoundError, StokerError, UnavailableError
 from stoker.kube.client import Cluster
-from stoker.kube.objects import CACHE, CACHE_PORT, CONTAINER, Manifest, via_url
+from stoker.kube.objects import CACHE, CACHE_PORT, CONTAINER, Manifest, owned, via_url
 from stoker.kube.pods import is_ending, why_pending
 from stoker.serve.in_cluster import KINDS, OURS, SERVER, Filling, check_claim, filling_objects, version_of
 from stoker.serve.nginx_engine import count
@@ -48,18 +48,26 @@ def claimed_size(cluster: Cluster, name: str, replicas: int) -> int:
 
 
 def deploy(cluster: Cluster, objects: Sequence[Manifest]) -> None:
-    """Make or change the objects; what keeps the pods of a former kind running goes."""
-    kinds = {one["kind"] for one in objects}
-    for kind in {"Deployment", "StatefulSet"} - kinds:
+    """Make or change the objects; what keeps the pods of a former kind running goes.
+
+    The server looks at all of them first: a wish that it refuses leaves the cache that is there as it is.
+    """
+    for one in objects:
+        _show(cluster, one)
+    for kind in {"Deployment", "StatefulSet"} - {one["kind"] for one in objects}:
         cluster.delete(kind, CACHE)
     for one in objects:
-        try:
-            cluster.apply(one)
-        except InputError as error:
-            if one["kind"] != "StatefulSet" or not re.search("are forbidden|field is immutable", error.what):
-                raise
-            hint = "remove it first: stoker data cache --on k8s --stop"
-            raise InputError("a cache's claims cannot be changed", where=cluster, hint=hint) from error
+        cluster.apply(one)
+
+
+def _show(cluster: Cluster, one: Manifest) -> None:
+    try:
+        cluster.apply(one, dry_run=True)
+    except InputError as error:
+        if one["kind"] != "StatefulSet" or not re.search("are forbidden|field is immutable", error.what):
+            raise
+        hint = "remove it first: stoker data cache --on k8s --stop"
+        raise InputError("a cache's claims cannot be changed", where=cluster, hint=hint) from error
 
 
 def await_ready(cluster: Cluster, kind: str, *, timeout_s: float = READY_S, tell: Tell = lambda _: None) -> None:
@@ -307,15 +315,21 @@ def fill(
         _await_gone(cluster, filling.name)
         former = None
     if former is None:
-        cluster.apply(config)
-        owner = cluster.apply(job)
-        # So that it goes with the Job, when its time has come.
-        reference = {"apiVersion": "batch/v1", "kind": "Job", "name": filling.name, "uid": owner["metadata"]["uid"]}
-        cluster.patch("ConfigMap", filling.name, {"metadata": {"ownerReferences": [reference]}})
+        _begin(cluster, config, job)
     try:
         _follow(cluster, filling, done, tell)
     except KeyboardInterrupt:
         cluster.delete("Job", filling.name)
+        raise
+
+
+def _begin(cluster: Cluster, config: Manifest, job: Manifest) -> None:
+    """Make the Job, and then its list as the Job's own: its pod waits for that, and nothing stays without the other."""
+    made = cluster.apply(job)
+    try:
+        cluster.apply(owned(config, made))
+    except BaseException:
+        cluster.delete("Job", job["metadata"]["name"])
         raise
 
 
@@ -356,7 +370,7 @@ def _follow(cluster: Cluster, filling: Filling, done: Callable[[int], None], tel
 def _judge(outcome: str, read: int, failed: dict[int, str], filling: Filling, cluster: Cluster) -> None:
     """Refuse an end that is not the end of everything."""
     where = f"{cluster.url} {filling.name}"
-    if not outcome and not failed:
+    if not outcome:  # what a pod could not read before it was replaced, another has read
         return
     if failed:
         number, text = min(failed.items())
@@ -372,10 +386,11 @@ def _words(cluster: Cluster, pod: Manifest) -> Iterator[tuple[str, int, str]]:
     if not _has_run(pod):
         return
     follow = pod["status"].get("phase") == "Running"
-    for stamped in cluster.log(pod["metadata"]["name"], CONTAINER, follow=follow):
-        word, number, text = [*stamped.decode(errors="replace").split(" ", 3)[1:], "", "", ""][:3]
-        if word in ("read", "failed") and number.isdecimal():
-            yield word, int(number), text
+    with suppress(NotFoundError):  # it was deleted since it was listed, with its node for example
+        for stamped in cluster.log(pod["metadata"]["name"], CONTAINER, follow=follow):
+            word, number, text = [*stamped.decode(errors="replace").split(" ", 3)[1:], "", "", ""][:3]
+            if word in ("read", "failed") and number.isdecimal():
+                yield word, int(number), text
 
 
 def _why_idle(cluster: Cluster, job: Manifest | None, pods: Sequence[Manifest]) -> str:
