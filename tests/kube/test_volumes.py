@@ -251,6 +251,14 @@ def test_the_smallest_volume_that_fits_is_taken_and_only_that_is_kept() -> None:
     assert len(made) == 3
 
 
+def test_of_one_file_several_claims_each_keep_their_own_volume() -> None:
+    file = [volume("one"), volume("two")]
+    first = plan(wish(volumes=file), Found()).objects[0]
+    assert first["metadata"]["annotations"][OF_CLAIM] == "ns/data"
+    second = plan(wish(name="other", volumes=file), Found(volumes={"one": first})).objects
+    assert [one["metadata"]["name"] for one in second] == ["two", "other"]
+
+
 def test_a_volume_that_somebody_else_made_is_not_touched() -> None:
     decided = plan(wish(volumes=[volume()]), Found(volumes={"pv": volume()}))
     assert [one["kind"] for one in decided.objects] == ["PersistentVolumeClaim"]
@@ -320,6 +328,7 @@ def test_a_volume_of_any_shape_is_refused_in_words(one: Manifest) -> None:
         ),
         (FSX_VOLUME + "---\n- 1\n", "object 2: expected a v1 PersistentVolume, got no kind"),
         ("# nothing\n", "has no PersistentVolume in it"),
+        ("kind: List\napiVersion: v1\nitems: 5\n", "object 1: expected a v1 PersistentVolume, got List"),
         ("a: [", "is no YAML"),
     ],
 )
@@ -407,7 +416,10 @@ def test_what_was_left_of_an_earlier_deletion_is_found() -> None:
     assert (decided.claim, list(decided.volumes)) == (None, ["pv"])
 
 
-@pytest.mark.parametrize(("policy", "told"), [("Delete", "all data in it are deleted"), ("Retain", "its data stay")])
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [("Delete", "all data in it are deleted"), ("Recycle", "all data in it are deleted"), ("Retain", "its data stay")],
+)
 def test_what_becomes_of_the_data_of_others(policy: str, told: str) -> None:
     behind = volume("pv", persistentVolumeReclaimPolicy=policy)
     decided = removal("data", "ns", claim(volumeName="pv"), [behind], [])
@@ -419,6 +431,12 @@ def test_the_cluster_itself_deletes_what_has_that_policy() -> None:
     decided = removal("data", "ns", claim(volumeName="pv"), [made_by_us(policy="Delete")], [])
     assert list(decided.volumes) == []
     assert "deleted with it" in decided.fate
+
+
+@pytest.mark.parametrize("policy", ["Delete", "Recycle"])
+def test_data_that_goes_with_its_volume_is_not_said_to_stay(policy: str) -> None:
+    fate = removal("data", "ns", None, [made_by_us(policy=policy)], []).fate
+    assert fate == f"PersistentVolume pv goes too; its data too, by its policy {policy}."
 
 
 def test_a_volume_that_another_claim_took_meanwhile_stays() -> None:

@@ -108,8 +108,8 @@ def plan(wish: Wish, found: Found) -> Plan:
     bound, remarks = _of_class(wish, size, access, found) if chosen is None else (_bound_to(chosen), [])
     made = claim(wish.name, size, access, LABELS, namespace=wish.namespace, **bound)
     made["spec"]["resources"]["requests"]["storage"] = quantity(size)
-    # One that somebody else made is taken as it is, and stays theirs.
-    ours = [one for one in volumes if _is_ours(live.get(one["metadata"]["name"], one))]
+    # One that somebody else made is taken as it is, and stays theirs; so does one that another claim got from us.
+    ours = [one for one in volumes if _is_ours(has := live.get(one["metadata"]["name"], one)) and _is_free(has, wish)]
     applied = [_kept_for(one, wish) if one["metadata"]["name"] == bound.get("volume") else one for one in ours]
     if found.claim is None:
         return Plan(apply=[*applied, made], remarks=remarks)
@@ -265,14 +265,19 @@ def _misfit(wish: Wish, volume: Manifest) -> Iterator[str]:
     kind = spec.get("storageClassName") or ""
     if wish.storage_class is not None and wish.storage_class != kind:
         yield f"is of class {kind or 'none'!r}, not {wish.storage_class!r}; leave --class away"
-    owner = spec.get("claimRef") or {}
-    if owner and (owner.get("namespace"), owner.get("name")) != (wish.namespace, wish.name):
+    if not _is_free(volume, wish):
+        owner = spec["claimRef"]
         yield f"is kept for claim {owner.get('name')} in namespace {owner.get('namespace')}"
     elif phase_of(volume) == "Released":
         again = f"to use its data again: kubectl delete pv {volume['metadata']['name']}"
         yield f"belonged to a claim of this name that is gone, and no other gets it; {again}"
     elif is_ending(volume):
         yield "is being deleted"
+
+
+def _is_free(volume: Manifest, wish: Wish) -> bool:
+    """Whether a volume is kept for no other claim."""
+    return _holder(volume) in (None, f"{wish.namespace}/{wish.name}")
 
 
 def _capacity(volume: Manifest) -> int:
@@ -413,7 +418,8 @@ def flattened(documents: Sequence[Any], where: object) -> list[Manifest]:
     found: list[Any] = []
     for one in documents:
         is_list = isinstance(one, dict) and str(one.get("kind", "")).endswith("List")
-        found += (one.get("items") or []) if is_list else [one]
+        items = one.get("items") if is_list else None
+        found += items if isinstance(items, list) else [] if is_list and items is None else [one]
     kinds = [(one.get("apiVersion"), one.get("kind")) if isinstance(one, dict) else (None, None) for one in found]
     faults = [
         Fault(
@@ -518,14 +524,19 @@ def _fate(bound: str | None, behind: Manifest | None, ours: Sequence[Manifest], 
         return f"PersistentVolume {bound} {why}: whether the data stays is not known."
     told = []
     if behind is not None and behind not in ours:
-        is_deleted = _policy(behind) == "Delete"
-        what = "and all data in it are deleted with it" if is_deleted else "and its data stay (policy Retain)"
-        told.append(f"PersistentVolume {bound} {what}.")
+        told.append(f"PersistentVolume {bound} {_FATES[_policy(behind)]}.")
     for volume in ours:
-        told.append(
-            f"PersistentVolume {volume['metadata']['name']} goes too; the data stays {_source(volume['spec'])}."
-        )
+        policy, spec = _policy(volume), volume["spec"]
+        data = f"the data stays {_source(spec)}" if policy == "Retain" else f"its data too, by its policy {policy}"
+        told.append(f"PersistentVolume {volume['metadata']['name']} goes too; {data}.")
     return " ".join(told)
+
+
+_FATES = {
+    "Delete": "and all data in it are deleted with it",
+    "Recycle": "stays, and all data in it are deleted (policy Recycle)",
+    "Retain": "and its data stay (policy Retain)",
+}
 
 
 def _source(spec: Manifest) -> str:
