@@ -29,6 +29,8 @@ POLL_S = 0.5
 GRACE_S = 1
 """Of a pod that has nothing to save. Not 0: then it would be forgotten while it still runs, and has its volumes."""
 GONE_S = 10.0
+REFUSED = (AccessError, FullError, InputError)
+"""What says that an object was not made; after any other error it may have been."""
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -38,11 +40,11 @@ def visiting(
 ) -> Iterator[str]:
     """Make a pod, and objects that go with it when it is deleted; give its name once it runs."""
     name, was_refused = str(pod["metadata"]["name"]), False
-    with _hang_up_as_ctrl_c():
+    with hang_up_as_ctrl_c():
         try:
             try:
                 made = cluster.create(pod)
-            except (AccessError, FullError, InputError):
+            except REFUSED:
                 was_refused = True
                 raise
             for one in others:
@@ -50,7 +52,7 @@ def visiting(
             wait_running(cluster, name, wait_s, tell)
             yield name
         finally:
-            if not was_refused:  # where no answer came, it may have been made
+            if not was_refused:
                 _delete(cluster, name, tell)
 
 
@@ -98,7 +100,7 @@ def _delete(cluster: Cluster, name: str, tell: Callable[[str], object]) -> None:
 
 
 @contextmanager
-def _hang_up_as_ctrl_c() -> Iterator[None]:
+def hang_up_as_ctrl_c() -> Iterator[None]:
     """Let a closed terminal end us as Ctrl-C does, with what must be done before."""
     with _signals({signal.SIGHUP: signal.default_int_handler}):
         yield
