@@ -129,7 +129,7 @@ def exit_code(status: Mapping[str, Any], where: str) -> int:
 def not_let_in(code: int, pod: str, where: str) -> StokerError:
     """Tell why no command could be started; what the server said with the code is lost on the way."""
     if code == 403:
-        hint = "`stoker job plan --on k8s --rbac` shows what is needed"
+        hint = "`stoker job plan FILE --on k8s --rbac WHO` shows what is needed"
         return AccessError(
             f"you may not run commands in pods (create pods/exec, for pod {pod})", where=where, hint=hint
         )
