@@ -13,9 +13,10 @@ import yaml
 
 from stoker.errors import ConflictError, InputError, NotFoundError, SpecError
 from stoker.kube import claims, inspector, volumes
-from stoker.kube.claims import Mounter, bytes_of, mounters, quantity, standing
+from stoker.kube.claims import Mounter, mounters, standing
 from stoker.kube.inspector import check_free, destination, inside, put, refusal, unpack
 from stoker.kube.objects import JOB, RUN, Manifest
+from stoker.kube.quantity import bytes_of, written
 from stoker.kube.volumes import EFS, FSX, GIB, OF_CLAIM, Found, Wish, fsx_size, plan, read_volumes, removal
 from trees import stoker
 
@@ -85,11 +86,11 @@ def test_what_is_no_quantity(text: object) -> None:
 
 @pytest.mark.parametrize("size", [1, 1000, 1024, 1536, 10 * GIB, 1200 * GIB, 2**50, 3 * 10**9])
 def test_sizes_are_written_so_that_they_are_read_the_same(size: int) -> None:
-    assert bytes_of(quantity(size)) == size
+    assert bytes_of(written(size)) == size
 
 
 def test_round_sizes_are_written_short() -> None:
-    assert [quantity(10 * GIB), quantity(1200 * GIB), quantity(2048 * GIB)] == ["10Gi", "1200Gi", "2Ti"]
+    assert [written(10 * GIB), written(1200 * GIB), written(2048 * GIB)] == ["10Gi", "1200Gi", "2Ti"]
 
 
 # --- Making a claim of a class

@@ -141,6 +141,14 @@ def test_several_pods_need_a_claim_that_all_can_write_to() -> None:
         check_claim(claim("ReadOnlyMany"), 1)
 
 
+@pytest.mark.parametrize(("storage", "each"), [("3Gi", 1 << 30), ("3e9", 10**9), ("3000000000000m", 10**9)])
+def test_a_claims_size_is_read_as_kubernetes_writes_it(storage: str, each: int) -> None:
+    one = {**claim("ReadWriteMany"), "kind": "PersistentVolumeClaim"}
+    one |= {"status": {"capacity": {"storage": storage}}}
+    one["spec"]["resources"] = {"requests": {"storage": "1Gi"}}
+    assert deployed.claimed_size(cluster_of([one]), one["metadata"]["name"], 3) == each
+
+
 def test_patches_reach_the_objects_they_name() -> None:
     change = {"kind": "Deployment", "spec": {"template": {"spec": {"nodeSelector": {"disk": "fast"}}}}}
     found = cache_objects(ONE, [change, {"kind": "Service", "spec": {"type": "NodePort"}}])

@@ -152,7 +152,8 @@ class _Forwarding:
     def _lives(self, pod: str) -> bool:
         """Whether a pod runs, as far as can be told now."""
         from stoker.errors import UnavailableError
-        from stoker.kube.pods import is_ending, is_running
+        from stoker.kube.pods import is_running
+        from stoker.kube.reading import is_ending
 
         try:
             found = self._cluster.get("Pod", pod)
@@ -163,7 +164,8 @@ class _Forwarding:
     def _successor(self, last: Manifest) -> Manifest | None:
         """Wait for the pod that a slot has next, which may be the same; None: there will be none."""
         from stoker.errors import AccessError, UnavailableError
-        from stoker.kube.pods import is_ending, is_running
+        from stoker.kube.pods import is_running
+        from stoker.kube.reading import is_ending
 
         told, deadline = False, time.monotonic() + PATIENCE_S
         while True:

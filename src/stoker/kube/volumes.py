@@ -6,7 +6,6 @@ that a file describes or that is a folder of a node.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -16,22 +15,21 @@ from stoker.errors import AccessError, ConflictError, Fault, InputError, NotFoun
 from stoker.kube.claims import (
     CLAIM,
     NAME_WANTED,
-    POLL_S,
-    bytes_of,
+    ONE_NODE,
     check_name,
     class_named,
     default_class,
-    is_ending,
     is_name,
     mounters,
     names_of,
     need_claim,
-    phase_of,
-    quantity,
     release,
     short_access,
 )
 from stoker.kube.objects import ACCESS, GROUP, MANAGED_BY, PART, Manifest, claim, manifest
+from stoker.kube.quantity import bytes_of, written
+from stoker.kube.reading import is_ending, phase_of
+from stoker.kube.visit import wait_gone
 
 if TYPE_CHECKING:
     from stoker.kube.client import Cluster
@@ -41,15 +39,6 @@ LABELS = {PART: "volume"}
 OF_CLAIM = f"{GROUP}/claim"
 """Annotation of a PersistentVolume that `create` made: the claim it is for, `namespace/name`."""
 EFS, FSX = "efs.csi.aws.com", "fsx.csi.aws.com"
-ONE_NODE = (
-    "disk.csi.azure.com",
-    "ebs.csi.aws.com",
-    "kubernetes.io/aws-ebs",
-    "kubernetes.io/azure-disk",
-    "kubernetes.io/gce-pd",
-    "pd.csi.storage.gke.io",
-)
-"""Provisioners of disks, which never are on several nodes at once to be written to."""
 GONE_S = 60.0
 GIB = 2**30
 
@@ -107,7 +96,7 @@ def plan(wish: Wish, found: Found) -> Plan:
     size = _size(wish, chosen)
     bound, remarks = _of_class(wish, size, access, found) if chosen is None else (_bound_to(chosen), [])
     made = claim(wish.name, size, access, LABELS, namespace=wish.namespace, **bound)
-    made["spec"]["resources"]["requests"]["storage"] = quantity(size)
+    made["spec"]["resources"]["requests"]["storage"] = written(size)
     # One that somebody else made is taken as it is, and stays theirs; so does one that another claim got from us.
     ours = [one for one in volumes if _is_ours(has := live.get(one["metadata"]["name"], one)) and _is_free(has, wish)]
     applied = [_kept_for(one, wish) if one["metadata"]["name"] == bound.get("volume") else one for one in ours]
@@ -150,7 +139,7 @@ def _own_volumes(wish: Wish) -> list[Manifest]:
 def _folder(wish: Wish) -> Manifest:
     """Give a folder of the nodes as a PersistentVolume."""
     spec = {
-        "capacity": {"storage": quantity(wish.size or 0)},
+        "capacity": {"storage": written(wish.size or 0)},
         "accessModes": [ACCESS[wish.access or "rwo"]],
         "persistentVolumeReclaimPolicy": "Retain",
         "storageClassName": "",
@@ -259,7 +248,7 @@ def _misfit(wish: Wish, volume: Manifest) -> Iterator[str]:
     """Tell why a volume cannot be the claim's."""
     spec = volume["spec"]
     if wish.size is not None and _capacity(volume) < wish.size:
-        yield f"has {spec['capacity']['storage']}, which is less than --size {quantity(wish.size)}"
+        yield f"has {spec['capacity']['storage']}, which is less than --size {written(wish.size)}"
     if wish.access is not None and ACCESS[wish.access] not in spec["accessModes"]:
         yield f"has access {short_access(spec['accessModes'])}, not {wish.access}"
     kind = spec.get("storageClassName") or ""
@@ -332,7 +321,7 @@ def class_faults(kind: Manifest, size: int, access: str) -> Iterator[Fault]:
         what = f"{provisioner} makes disks, which one node at a time can write to; take rwo, or a class of shared files"
         yield Fault("--access", what)
     if provisioner == FSX and (larger := fsx_size(size, kind.get("parameters") or {})) != size:
-        told = f"FSx has no file system of {quantity(size)}; the next larger one is {larger // GIB}Gi"
+        told = f"FSx has no file system of {written(size)}; the next larger one is {larger // GIB}Gi"
         yield Fault("--size", told)
 
 
@@ -363,9 +352,9 @@ def _growth(old: Manifest, new: Manifest, wish: Wish, classes: Sequence[Manifest
     grows = wish.size is not None and asked > has
     faults = list(_differences(old["spec"], new["spec"], wish))
     if wish.size is not None and asked < has:
-        faults.append(f"has {quantity(has)}, and no volume can shrink to {quantity(asked)}")
+        faults.append(f"has {written(has)}, and no volume can shrink to {written(asked)}")
     if grows and (why := _no_growth(old, classes)):
-        faults.append(f"has {quantity(has)}, and {why} to {quantity(asked)}")
+        faults.append(f"has {written(has)}, and {why} to {written(asked)}")
     if faults:
         hint = f"take another name and copy what is in it, or delete it first: stoker volume delete {name}"
         raise ConflictError(f"volume {name} is there already: it {'; it '.join(faults)}", hint=hint)
@@ -579,10 +568,7 @@ def remove(cluster: Cluster, decided: Removal, seconds: float = GONE_S) -> None:
 
 
 def _wait_gone(cluster: Cluster, kind: str, name: str, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while (one := cluster.get(kind, name)) is not None:
-        if time.monotonic() >= deadline:
-            held = ", ".join(one["metadata"].get("finalizers") or ()) or "something"
-            what = f"{kind} {name} is marked as deleted, but {held} still holds it"
-            raise UnavailableError(what, where=cluster, hint="does a pod mount it? `stoker volume list` tells")
-        time.sleep(POLL_S)
+    if not wait_gone(cluster, kind, name, seconds) and (one := cluster.get(kind, name)) is not None:
+        held = ", ".join(one["metadata"].get("finalizers") or ()) or "something"
+        what = f"{kind} {name} is marked as deleted, but {held} still holds it"
+        raise UnavailableError(what, where=cluster, hint="does a pod mount it? `stoker volume list` tells")
