@@ -474,6 +474,19 @@ def test_storage_classes() -> None:
     assert (odd.fine, odd.found) == (None, "classes: a, b; none is the default")
     one = judged(job_of(), classes=[storage_class("b", default=True), storage_class("a")])["storage"]
     assert (one.fine, one.found) == (True, "b is the default class; also a")
+    old, new = storage_class("old", default=True), storage_class("new", default=True)
+    old["metadata"]["creationTimestamp"], new["metadata"]["creationTimestamp"] = "2025-01-01", "2026-01-01"
+    assert judged(job_of(), classes=[old, new])["storage"].found == "new is the default class; also old"
+
+
+def test_what_a_former_claim_of_that_name_could_not_have_is_no_fault() -> None:
+    late = [storage_class("late", mode="WaitForFirstConsumer")]
+    about = {"kind": "PersistentVolumeClaim", "name": "c", "uid": "former"}
+    event = {"type": "Warning", "message": "zone is full", "metadata": {}, "involvedObject": about}
+    given = {"claims": {"c": claim(phase="Pending", uid="now")}, "claim_events": {"c": [event]}, "classes": late}
+    assert judged(job_of(checkpoint=THERE), **given)["claim c"].fine is True
+    about["uid"] = "now"
+    assert judged(job_of(checkpoint=THERE), **given)["claim c"].fine is False
 
 
 # --- What is named

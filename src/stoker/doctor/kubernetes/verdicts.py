@@ -33,6 +33,7 @@ from stoker.kube.client import KINDS, Hello
 from stoker.kube.objects import CACHE, GPU, Manifest
 from stoker.kube.quantity import quantity
 from stoker.kube.rbac import NEW_NAMESPACE, OPTIONAL, REQUIRED, Right
+from stoker.kube.reading import condition, phase_of
 
 SKEW_S = 5.0
 """Tokens of clouds are refused when clocks differ by minutes; logs are hard to read before that."""
@@ -96,7 +97,7 @@ def of_namespace(job: Job, look: Look) -> Iterator[Check]:
         fix = f"kubectl create namespace {name}, name another, or set kubernetes.create_namespace: true"
         yield missing("namespace", f"there is no namespace {name}", fix)
         return
-    if (space.get("status") or {}).get("phase") == "Terminating":
+    if phase_of(space) == "Terminating":
         yield missing("namespace", f"{name} is being deleted", "wait until it is gone, or name another")
         return
     level = (space["metadata"].get("labels") or {}).get(_PSA)
@@ -172,11 +173,11 @@ def _of_queue(name: str, look: Look) -> Check:
     if look.queue is None:
         fix = f"name one of: kubectl get localqueues -n {look.namespace}"
         return missing("queue", f"there is no queue {name} in {look.namespace}, and the job would wait for ever", fix)
-    status = look.queue.get("status") or {}
-    idle = [one for one in status.get("conditions") or () if one["type"] == "Active" and one["status"] == "False"]
-    if idle:
-        return missing("queue", f"{name} admits nothing: {idle[0].get('message', '')}", "have its ClusterQueue mended")
-    return Check("queue", True, f"{name}; {counted(int(status.get('pendingWorkloads') or 0), 'job')} waiting")
+    active = condition(look.queue, "Active")
+    if active.get("status") == "False":
+        return missing("queue", f"{name} admits nothing: {active.get('message', '')}", "have its ClusterQueue mended")
+    waiting = int((look.queue.get("status") or {}).get("pendingWorkloads") or 0)
+    return Check("queue", True, f"{name}; {counted(waiting, 'job')} waiting")
 
 
 # --- Nodes
