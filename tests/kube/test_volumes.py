@@ -632,7 +632,7 @@ def test_a_copy_takes_the_place_of_what_was_there_only_by_force(
         (["inspect", "data", "cat"], "PATH: is missing"),
         (["inspect", "data", "ls", "a", "b", "--write", "--force"], "DEST: goes with get only; --write"),
         (["inspect", "data", "shell", "--write"], "shell: needs a terminal"),
-        (["list", "--on", "ssh"], "there are no volumes on 'ssh'"),
+        (["list", "--on", "ssh"], "`--on ssh` is no cluster"),
         (["create", "data", "--size", "10Gi", "--pv", "/nowhere.yaml"], "/nowhere.yaml: there is no such file"),
     ],
 )

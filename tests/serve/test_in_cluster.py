@@ -516,7 +516,7 @@ ORIGIN = ["--origin", "http://origin:8000"]
         ([*ORIGIN, "--size", "1Gi", "--replicas", "0"], "--replicas: is 0"),
         ([*ORIGIN, "--size", "1Gi", "--dir", "x", "--port", "1"], "--dir, --port are for a cache on this machine"),
         (["--plan", "--stop"], "--plan and --stop are two things"),
-        ([*ORIGIN, "--size", "1Gi", "--patch", "{tmp}/none"], "No such file"),
+        ([*ORIGIN, "--size", "1Gi", "--patch", "{tmp}/none"], "there is no such file"),
         ([*ORIGIN, "--size", "1Gi", "--patch", "{tmp}/list"], "names the kind of the object"),
         ([*ORIGIN, "--size", "1Gi", "--timeout", "soon"], "expected a duration"),
     ],

@@ -26,6 +26,7 @@ from stoker.kube.claims import (
     release,
     short_access,
 )
+from stoker.kube.files import documents
 from stoker.kube.objects import ACCESS, GROUP, MANAGED_BY, PART, Manifest, claim, manifest
 from stoker.kube.quantity import bytes_of, written
 from stoker.kube.reading import is_ending, phase_of
@@ -391,21 +392,13 @@ def _grown(old: Manifest, new: Manifest) -> Manifest:
 
 def read_volumes(path: Path) -> list[Manifest]:
     """Read the PersistentVolumes of a YAML or JSON file; anything else in it is refused."""
-    import yaml
-
-    try:
-        documents = [one for one in yaml.safe_load_all(path.read_text()) if one is not None]
-    except FileNotFoundError as error:
-        raise NotFoundError("there is no such file", where=path) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"is no YAML: {' '.join(str(error).split())}", where=path) from error
-    return flattened(documents, path)
+    return flattened(documents(path), path)
 
 
-def flattened(documents: Sequence[Any], where: object) -> list[Manifest]:
+def flattened(given: Sequence[Any], where: object) -> list[Manifest]:
     """Take lists apart, and refuse what is no PersistentVolume."""
     found: list[Any] = []
-    for one in documents:
+    for one in given:
         is_list = isinstance(one, dict) and str(one.get("kind", "")).endswith("List")
         items = one.get("items") if is_list else None
         found += items if isinstance(items, list) else [] if is_list and items is None else [one]

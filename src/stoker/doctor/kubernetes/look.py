@@ -47,7 +47,7 @@ Tell = Callable[[str], None]
 def examine_cluster(job: Job, place: Place, tell: Tell, *, is_given: bool = True) -> list[Check]:
     """Look, ask, try and judge; `is_given`: the job is the user's, and not one of the doctor's own."""
     try:
-        with contextlib.closing(Cluster.at(place, job.kubernetes.namespace)) as cluster:
+        with Cluster.at(place, job.kubernetes.namespace) as cluster:
             return _examine(cluster, job, tell, is_given=is_given)
     except UnavailableError as error:
         return of_silence(error)
