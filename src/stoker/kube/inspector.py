@@ -30,7 +30,7 @@ from stoker.errors import (
 from stoker.kube.claims import is_shared, mounters, need_claim, release
 from stoker.kube.objects import ACCESS, CONTAINER, GPU, PART, Manifest, manifest, safe_container
 from stoker.kube.reading import is_ending, phase_of
-from stoker.kube.visit import visiting
+from stoker.kube.visit import sweep, visiting
 
 if TYPE_CHECKING:
     from stoker.kube.client import Cluster, Done
@@ -125,7 +125,9 @@ def inspecting(
     tell: Callable[[str], object],
 ) -> Iterator[Inspection]:
     """Give a running inspector of a claim for the while; it is gone afterwards, whatever happened."""
-    check_free(need_claim(cluster, name), cluster.every("Pod"), write=write)
+    claim, pods = need_claim(cluster, name), cluster.every("Pod")
+    sweep((one for one in pods if (one["metadata"].get("labels") or {}).get(PART) == "inspector"), cluster)
+    check_free(claim, pods, write=write)
     pod = inspector(name, action, image=image, write=write)
     with visiting(cluster, pod, wait_s=wait_s, tell=tell) as running:
         yield Inspection(cluster, name, running)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,14 @@ def visiting(
         finally:
             if not was_refused:
                 _delete(cluster, name, tell)
+
+
+def sweep(pods: Iterable[Manifest], cluster: Cluster) -> None:
+    """Delete pods of visits that have ended by their limit, since who made them could not; they hold claims."""
+    for one in pods:
+        if ended(one) is not None:
+            with suppress(AccessError):
+                cluster.delete("Pod", one["metadata"]["name"])
 
 
 def wait_running(cluster: Cluster, name: str, wait_s: float, tell: Callable[[str], object]) -> None:
