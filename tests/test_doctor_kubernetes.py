@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
@@ -12,11 +13,11 @@ from servers import free_port
 from stoker.core.spec import decode
 from stoker.doctor.checks import Check
 from stoker.doctor.kubernetes.found import Look, wants
-from stoker.doctor.kubernetes.look import rendered
+from stoker.doctor.kubernetes.look import rendered, try_images
 from stoker.doctor.kubernetes.probe import Probe, is_told, of_probe, probe_pod
 from stoker.doctor.kubernetes.room import asked, groups
 from stoker.doctor.kubernetes.verdicts import of_look, of_permissions
-from stoker.errors import AccessError, ConflictError, FullError, InputError, StokerError
+from stoker.errors import AccessError, ConflictError, FullError, InputError, StokerError, UnavailableError
 from stoker.jobs.spec import Job
 from stoker.kube.client import Hello
 from stoker.kube.rbac import NEW_NAMESPACE, Part, parts, rights
@@ -351,6 +352,13 @@ def test_quotas(hard: dict[str, str], used: dict[str, str], fine: bool | None, s
     assert says in one.found
 
 
+def test_a_claim_that_is_there_is_not_counted_again() -> None:
+    found = judged(job_of(checkpoint=MADE), claims={"c": claim()}, quotas=[quota({"requests.storage": "5Gi"})])
+    assert found["quota"].fine is True
+    found = judged(job_of(checkpoint=MADE), claims={"c": claim()}, quotas=[quota({"persistentvolumeclaims": "0"})])
+    assert found["quota"].fine is True
+
+
 def test_quotas_that_count_some_pods_or_are_not_to_be_seen_are_not_judged() -> None:
     assert judged(job_of(), quotas=[quota({"pods": "0"}, scopes=["BestEffort"])])["quota"].fine is None
     assert judged(job_of(), quotas=DENIED)["quota"].fine is None
@@ -466,6 +474,19 @@ def test_storage_classes() -> None:
     assert (odd.fine, odd.found) == (None, "classes: a, b; none is the default")
     one = judged(job_of(), classes=[storage_class("b", default=True), storage_class("a")])["storage"]
     assert (one.fine, one.found) == (True, "b is the default class; also a")
+    old, new = storage_class("old", default=True), storage_class("new", default=True)
+    old["metadata"]["creationTimestamp"], new["metadata"]["creationTimestamp"] = "2025-01-01", "2026-01-01"
+    assert judged(job_of(), classes=[old, new])["storage"].found == "new is the default class; also old"
+
+
+def test_what_a_former_claim_of_that_name_could_not_have_is_no_fault() -> None:
+    late = [storage_class("late", mode="WaitForFirstConsumer")]
+    about = {"kind": "PersistentVolumeClaim", "name": "c", "uid": "former"}
+    event = {"type": "Warning", "message": "zone is full", "metadata": {}, "involvedObject": about}
+    given = {"claims": {"c": claim(phase="Pending", uid="now")}, "claim_events": {"c": [event]}, "classes": late}
+    assert judged(job_of(checkpoint=THERE), **given)["claim c"].fine is True
+    about["uid"] = "now"
+    assert judged(job_of(checkpoint=THERE), **given)["claim c"].fine is False
 
 
 # --- What is named
@@ -614,6 +635,19 @@ def test_the_probe_is_as_the_jobs_pods_but_small_and_holds_nothing() -> None:
 
 
 # --- No cluster
+
+
+@pytest.mark.parametrize(
+    ("error", "is_deleted"), [(UnavailableError("no answer came"), True), (FullError("no room"), False)]
+)
+def test_a_probe_that_may_have_been_made_is_deleted(error: StokerError, is_deleted: bool) -> None:
+    cluster = MagicMock(namespace="team")
+    cluster.create.side_effect = error
+    spec = {"containers": [{"image": "acme/trainer:v1"}]}
+    (probe,), left = try_images(cluster, {"acme/trainer:v1": spec}, with_secrets=False)
+    assert probe.refused is error
+    assert not left
+    assert cluster.delete.called is is_deleted
 
 
 def kubeconfig(path: Path, server: str) -> Path:

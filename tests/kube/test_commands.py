@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stoker.errors import AccessError, InputError, NotFoundError, UnavailableError
+from stoker.errors import AccessError, NotFoundError, UnavailableError
 from stoker.kube.commands import exit_code, not_let_in, query
 
 WHERE = "k8s://c/ns"
@@ -34,7 +34,7 @@ def test_a_command_that_could_not_be_started_is_no_exit_code() -> None:
     said = (
         'OCI runtime exec failed: unable to start container process: exec: "nope": executable file not found in $PATH'
     )
-    with pytest.raises(InputError, match="the container's image has no program 'nope'"):
+    with pytest.raises(NotFoundError, match="there is no program 'nope' in the container"):
         exit_code(failure("InternalError", said), WHERE)
     with pytest.raises(UnavailableError, match="broken pipe"):
         exit_code(failure("InternalError", "broken pipe"), WHERE)

@@ -13,9 +13,10 @@ import yaml
 
 from stoker.errors import ConflictError, InputError, NotFoundError, SpecError
 from stoker.kube import claims, inspector, volumes
-from stoker.kube.claims import Mounter, bytes_of, mounters, quantity, standing
+from stoker.kube.claims import Mounter, mounters, standing
 from stoker.kube.inspector import check_free, destination, inside, put, refusal, unpack
 from stoker.kube.objects import JOB, RUN, Manifest
+from stoker.kube.quantity import bytes_of, written
 from stoker.kube.volumes import EFS, FSX, GIB, OF_CLAIM, Found, Wish, fsx_size, plan, read_volumes, removal
 from trees import stoker
 
@@ -85,11 +86,11 @@ def test_what_is_no_quantity(text: object) -> None:
 
 @pytest.mark.parametrize("size", [1, 1000, 1024, 1536, 10 * GIB, 1200 * GIB, 2**50, 3 * 10**9])
 def test_sizes_are_written_so_that_they_are_read_the_same(size: int) -> None:
-    assert bytes_of(quantity(size)) == size
+    assert bytes_of(written(size)) == size
 
 
 def test_round_sizes_are_written_short() -> None:
-    assert [quantity(10 * GIB), quantity(1200 * GIB), quantity(2048 * GIB)] == ["10Gi", "1200Gi", "2Ti"]
+    assert [written(10 * GIB), written(1200 * GIB), written(2048 * GIB)] == ["10Gi", "1200Gi", "2Ti"]
 
 
 # --- Making a claim of a class
@@ -251,6 +252,14 @@ def test_the_smallest_volume_that_fits_is_taken_and_only_that_is_kept() -> None:
     assert len(made) == 3
 
 
+def test_of_one_file_several_claims_each_keep_their_own_volume() -> None:
+    file = [volume("one"), volume("two")]
+    first = plan(wish(volumes=file), Found()).objects[0]
+    assert first["metadata"]["annotations"][OF_CLAIM] == "ns/data"
+    second = plan(wish(name="other", volumes=file), Found(volumes={"one": first})).objects
+    assert [one["metadata"]["name"] for one in second] == ["two", "other"]
+
+
 def test_a_volume_that_somebody_else_made_is_not_touched() -> None:
     decided = plan(wish(volumes=[volume()]), Found(volumes={"pv": volume()}))
     assert [one["kind"] for one in decided.objects] == ["PersistentVolumeClaim"]
@@ -320,6 +329,7 @@ def test_a_volume_of_any_shape_is_refused_in_words(one: Manifest) -> None:
         ),
         (FSX_VOLUME + "---\n- 1\n", "object 2: expected a v1 PersistentVolume, got no kind"),
         ("# nothing\n", "has no PersistentVolume in it"),
+        ("kind: List\napiVersion: v1\nitems: 5\n", "object 1: expected a v1 PersistentVolume, got List"),
         ("a: [", "is no YAML"),
     ],
 )
@@ -407,7 +417,10 @@ def test_what_was_left_of_an_earlier_deletion_is_found() -> None:
     assert (decided.claim, list(decided.volumes)) == (None, ["pv"])
 
 
-@pytest.mark.parametrize(("policy", "told"), [("Delete", "all data in it are deleted"), ("Retain", "its data stay")])
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [("Delete", "all data in it are deleted"), ("Recycle", "all data in it are deleted"), ("Retain", "its data stay")],
+)
 def test_what_becomes_of_the_data_of_others(policy: str, told: str) -> None:
     behind = volume("pv", persistentVolumeReclaimPolicy=policy)
     decided = removal("data", "ns", claim(volumeName="pv"), [behind], [])
@@ -419,6 +432,12 @@ def test_the_cluster_itself_deletes_what_has_that_policy() -> None:
     decided = removal("data", "ns", claim(volumeName="pv"), [made_by_us(policy="Delete")], [])
     assert list(decided.volumes) == []
     assert "deleted with it" in decided.fate
+
+
+@pytest.mark.parametrize("policy", ["Delete", "Recycle"])
+def test_data_that_goes_with_its_volume_is_not_said_to_stay(policy: str) -> None:
+    fate = removal("data", "ns", None, [made_by_us(policy=policy)], []).fate
+    assert fate == f"PersistentVolume pv goes too; its data too, by its policy {policy}."
 
 
 def test_a_volume_that_another_claim_took_meanwhile_stays() -> None:
@@ -613,7 +632,7 @@ def test_a_copy_takes_the_place_of_what_was_there_only_by_force(
         (["inspect", "data", "cat"], "PATH: is missing"),
         (["inspect", "data", "ls", "a", "b", "--write", "--force"], "DEST: goes with get only; --write"),
         (["inspect", "data", "shell", "--write"], "shell: needs a terminal"),
-        (["list", "--on", "ssh"], "there are no volumes on 'ssh'"),
+        (["list", "--on", "ssh"], "`--on ssh` is no cluster"),
         (["create", "data", "--size", "10Gi", "--pv", "/nowhere.yaml"], "/nowhere.yaml: there is no such file"),
     ],
 )

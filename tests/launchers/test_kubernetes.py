@@ -195,7 +195,9 @@ def test_what_is_too_large_to_travel(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_bytes(b"#" * (1 << 20))
     job = job_of(image="x", program={"script": "train.py"})
-    with pytest.raises(InputError, match=r"as a ConfigMap has it, and it holds 1 MiB \(most is train.py\); leave files out, or put"):
+    with pytest.raises(
+        InputError, match=r"as a ConfigMap has it, and it holds 1 MiB \(most is train.py\); leave files out, or put"
+    ):
         LAUNCHERS.get("k8s")().render(job)
 
 

@@ -18,7 +18,7 @@ import yaml
 
 from serve.contract import has_nginx
 from servers import free_port
-from stoker.errors import InputError, JobFailedError, NotFoundError, SpecError
+from stoker.errors import FullError, InputError, JobFailedError, NotFoundError, SpecError, StokerError
 from stoker.kube.objects import CACHE, CACHE_PORT, MANAGED_BY, PART, Manifest, via_url
 from stoker.serve import deployed
 from stoker.serve.in_cluster import (
@@ -139,6 +139,14 @@ def test_several_pods_need_a_claim_that_all_can_write_to() -> None:
         check_claim(claim("ReadWriteOnce"), 2)
     with pytest.raises(InputError, match="cannot be written to"):
         check_claim(claim("ReadOnlyMany"), 1)
+
+
+@pytest.mark.parametrize(("storage", "each"), [("3Gi", 1 << 30), ("3e9", 10**9), ("3000000000000m", 10**9)])
+def test_a_claims_size_is_read_as_kubernetes_writes_it(storage: str, each: int) -> None:
+    one = {**claim("ReadWriteMany"), "kind": "PersistentVolumeClaim"}
+    one |= {"status": {"capacity": {"storage": storage}}}
+    one["spec"]["resources"] = {"requests": {"storage": "1Gi"}}
+    assert deployed.claimed_size(cluster_of([one]), one["metadata"]["name"], 3) == each
 
 
 def test_patches_reach_the_objects_they_name() -> None:
@@ -348,6 +356,7 @@ class FakeCluster:
 
     def __init__(self, objects: dict[tuple[str, str], Manifest], logs: dict[str, bytes] | None = None) -> None:
         self.objects, self.logs = objects, logs or {}
+        self.refused: dict[str, StokerError] = {}
 
     def __str__(self) -> str:
         return self.url
@@ -359,7 +368,21 @@ class FakeCluster:
         return [one for (found, _), one in self.objects.items() if found == kind]
 
     def log(self, pod: str, container: str = "", *, follow: bool, since: str = "") -> Iterator[bytes]:
+        if pod not in self.logs:
+            raise NotFoundError(f"there is no pods {pod}")
         yield from self.logs[pod].splitlines()
+
+    def apply(self, one: Manifest, *, dry_run: bool = False) -> Manifest:
+        if one["kind"] in self.refused:
+            raise self.refused[one["kind"]]
+        if dry_run:
+            return one
+        made = {**one, "metadata": {**one["metadata"], "uid": f"uid of {one['kind']}"}}
+        self.objects[one["kind"], one["metadata"]["name"]] = made
+        return made
+
+    def delete(self, kind: str, name: str) -> bool:
+        return self.objects.pop((kind, name), None) is not None
 
 
 def cluster_of(objects: list[Manifest], logs: dict[str, bytes] | None = None) -> Any:
@@ -433,6 +456,51 @@ def test_follows_the_filling_to_its_end() -> None:
         deployed._follow(cluster_of([done_job("Failed"), pod], {"warm": b"t read 1\n"}), FILLING, read.append, print)
 
 
+def test_what_an_earlier_pod_could_not_read_is_no_fault_when_another_has() -> None:
+    first, second = running("first", ""), running("second", "")
+    logs = {"first": b"t failed 2 wget: timed out\n", "second": b"t read 1\nt read 2\n"}
+    read: list[int] = []
+    deployed._follow(cluster_of([done_job("Complete"), first, second], logs), FILLING, read.append, print)
+    assert read == [0, 1]
+
+
+def test_a_pod_that_is_gone_while_its_log_is_read_ends_nothing() -> None:
+    read: list[int] = []
+    pods = [running("gone", ""), running("next", "")]
+    logs = {"next": b"t read 1\nt read 2\n"}
+    deployed._follow(cluster_of([done_job("Complete"), *pods], logs), FILLING, read.append, print)
+    assert read == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["Job", "ConfigMap"])
+def test_a_filling_that_is_refused_leaves_nothing(kind: str) -> None:
+    cluster = cluster_of([])
+    cluster.refused[kind] = FullError("quota q leaves no room")
+    with pytest.raises(FullError):
+        deployed.fill(cluster, FILLING)
+    assert not cluster.objects
+
+
+def test_the_list_goes_with_its_job() -> None:
+    cluster = cluster_of([])
+    deployed._begin(cluster, *filling_objects(FILLING))
+    (reference,) = cluster.objects["ConfigMap", FILLING.name]["metadata"]["ownerReferences"]
+    assert (reference["kind"], reference["uid"]) == ("Job", "uid of Job")
+
+
+def test_a_cache_that_is_refused_leaves_the_former_as_it_was() -> None:
+    former = cache_objects(ONE)
+    wanted = cache_objects(replace(ONE, storage_class="disks", size=64 << 20))
+    cluster = cluster_of(former)
+    cluster.refused["StatefulSet"] = InputError("the cluster refuses it: spec: Forbidden: updates ... are forbidden")
+    with pytest.raises(InputError, match="a cache's claims cannot be changed"):
+        deployed.deploy(cluster, wanted)
+    assert list(cluster.objects.values()) == former
+    cluster.refused.clear()
+    deployed.deploy(cluster, wanted)
+    assert {kind for kind, _ in cluster.objects} == {"ConfigMap", "Service", "StatefulSet"}
+
+
 # --- The command line
 
 ORIGIN = ["--origin", "http://origin:8000"]
@@ -448,7 +516,7 @@ ORIGIN = ["--origin", "http://origin:8000"]
         ([*ORIGIN, "--size", "1Gi", "--replicas", "0"], "--replicas: is 0"),
         ([*ORIGIN, "--size", "1Gi", "--dir", "x", "--port", "1"], "--dir, --port are for a cache on this machine"),
         (["--plan", "--stop"], "--plan and --stop are two things"),
-        ([*ORIGIN, "--size", "1Gi", "--patch", "{tmp}/none"], "No such file"),
+        ([*ORIGIN, "--size", "1Gi", "--patch", "{tmp}/none"], "there is no such file"),
         ([*ORIGIN, "--size", "1Gi", "--patch", "{tmp}/list"], "names the kind of the object"),
         ([*ORIGIN, "--size", "1Gi", "--timeout", "soon"], "expected a duration"),
     ],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 import typer
 
+from stoker.cli.clusters import cluster_at, place_of
 from stoker.cli.output import print_json, print_table, remark
 from stoker.core.units import counted, format_bytes, parse_bytes, parse_duration
 from stoker.errors import InputError
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from stoker.serve.in_cluster import ClusterCache
     from stoker.shards.locate import ShardSet
     from stoker.storage import Entry
-
-CACHE_COMMAND = "stoker data cache --on k8s"
 
 
 class Asked(NamedTuple):
@@ -59,40 +57,16 @@ def cache(on: str, asked: Asked, *, timeout: str, plan: bool, status: bool, stop
     if len(acts) > 1:
         raise InputError(f"{' and '.join(acts)} are two things", hint="give one of them")
     wait_s = parse_duration(timeout)
-    place = read_place(on)
-    if status:
-        with _opened(place) as cluster:
-            _show(cluster, as_json)
-    elif stop:
-        with _opened(place) as cluster:
+    if plan:
+        _plan(on, asked, as_json)
+        return
+    with cluster_at(on) as cluster:
+        if stop:
             _stop(cluster, as_json)
-    elif plan:
-        _plan(place, asked, as_json)
-    else:
-        with _opened(place) as cluster:
-            _deploy(cluster, place, asked, wait_s)
-            _show(cluster, as_json)
-
-
-def read_place(on: str) -> Place:
-    """Read `k8s[://context/namespace]`."""
-    from stoker.kube.config import Place
-
-    kind, _, rest = on.partition("://")
-    if kind not in ("k8s", "kubernetes"):
-        raise InputError(f"`--on {on}` is no cluster", hint="write --on k8s or --on k8s://context/namespace")
-    return Place.parse(rest)
-
-
-@contextmanager
-def _opened(place: Place) -> Iterator[Cluster]:
-    from stoker.kube.client import Cluster
-
-    cluster = Cluster.at(place)
-    try:
-        yield cluster
-    finally:
-        cluster.close()
+            return
+        if not status:
+            _deploy(cluster, place_of(on), asked, wait_s)
+        _show(cluster, as_json)
 
 
 def _deploy(cluster: Cluster, place: Place, asked: Asked, wait_s: float) -> None:
@@ -105,16 +79,16 @@ def _deploy(cluster: Cluster, place: Place, asked: Asked, wait_s: float) -> None
     await_ready(cluster, wanted.kind, timeout_s=wait_s, tell=lambda text: remark(f"waiting: {text}"))
 
 
-def _plan(place: Place, asked: Asked, as_json: bool) -> None:
+def _plan(on: str, asked: Asked, as_json: bool) -> None:
     """Print the objects; the cluster is asked only where a claim's size must be known."""
     from stoker.launchers.kubernetes.plan import as_yaml
     from stoker.serve.in_cluster import cache_objects
 
     if asked.claim is not None and asked.size is None:
-        with _opened(place) as cluster:
-            wanted = _wanted(asked, place, cluster)
+        with cluster_at(on) as cluster:
+            wanted = _wanted(asked, place_of(on), cluster)
     else:
-        wanted = _wanted(asked, place, None)
+        wanted = _wanted(asked, place_of(on), None)
     objects = cache_objects(wanted, read_patches(asked.patches))
     if as_json:
         print_json(objects)
@@ -161,15 +135,11 @@ def _size(text: str) -> int:
 
 def read_patches(files: Sequence[Path]) -> list[dict[str, Any]]:
     """Read YAML documents, each with the kind of the object that it changes."""
-    import yaml
+    from stoker.kube.files import documents
 
     found: list[dict[str, Any]] = []
     for path in files:
-        try:
-            documents = [one for one in yaml.safe_load_all(path.read_text()) if one is not None]
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise InputError(f"cannot be read: {error}", where=path) from error
-        for one in documents:
+        for one in documents(path):
             if not isinstance(one, dict) or not isinstance(one.get("kind"), str):
                 raise InputError("a patch names the kind of the object that it changes", where=path, hint="kind: …")
             found.append(one)
@@ -233,14 +203,12 @@ class Filler:
     """The cache of a namespace, filled by a Job there."""
 
     def __init__(self, on: str, url: str, copy: str | None, image: str | None, patches: Sequence[Path]) -> None:
-        from stoker.kube.client import Cluster
         from stoker.serve.deployed import target
         from stoker.serve.in_cluster import WARM_IMAGE
         from stoker.storage.via import through_known
 
         self._patches, self._image = read_patches(patches), WARM_IMAGE if image is None else image
-        self._place = read_place(on)
-        self._cluster = Cluster.at(self._place)
+        self._place, self._cluster = place_of(on), cluster_at(on)
         try:
             self._target = target(self._cluster)
             self.url, self.budget = self._cluster.url, self._target.budget

@@ -7,7 +7,7 @@ import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -152,7 +152,8 @@ class _Forwarding:
     def _lives(self, pod: str) -> bool:
         """Whether a pod runs, as far as can be told now."""
         from stoker.errors import UnavailableError
-        from stoker.kube.pods import is_ending, is_running
+        from stoker.kube.pods import is_running
+        from stoker.kube.reading import is_ending
 
         try:
             found = self._cluster.get("Pod", pod)
@@ -163,7 +164,8 @@ class _Forwarding:
     def _successor(self, last: Manifest) -> Manifest | None:
         """Wait for the pod that a slot has next, which may be the same; None: there will be none."""
         from stoker.errors import AccessError, UnavailableError
-        from stoker.kube.pods import is_ending, is_running
+        from stoker.kube.pods import is_running
+        from stoker.kube.reading import is_ending
 
         told, deadline = False, time.monotonic() + PATIENCE_S
         while True:
@@ -268,8 +270,8 @@ def shell(
     from stoker.kube.claims import check_mountable
     from stoker.kube.client import Cluster
     from stoker.kube.config import Place
-    from stoker.kube.objects import CONTAINER
-    from stoker.kube.visit import visiting
+    from stoker.kube.objects import CONTAINER, PART
+    from stoker.kube.visit import sweep, visiting
 
     wait_s, limit_s = parse_duration(wait), parse_duration(limit)
     kind, _, place = on.partition("://")
@@ -279,7 +281,7 @@ def shell(
     pod, others = shell_objects(job.name, spec, texts, round(limit_s), secrets.token_hex(3))
     with closing(Cluster.at(Place.parse(place), namespace=job.kubernetes.namespace)) as cluster:
         check_mountable(cluster, [spec])
-        _sweep(cluster)
+        sweep(cluster.every("Pod", {PART: "shell"}), cluster)
         remark(f"Starting pod {pod['metadata']['name']} in {cluster}")
         with visiting(cluster, pod, others, wait_s=wait_s, tell=remark) as name:
             code = kubectl.exec_into(cluster, name, CONTAINER, command or SHELL)
@@ -336,18 +338,6 @@ def _like(
     if chosen not in roles:
         raise InputError(f"there is no role {chosen!r} in {job.name}", where=file, hint=f"known: {', '.join(roles)}")
     return job, shell_pod(objects, role=chosen, gpu=gpu), [one for one in objects if one["kind"] == "ConfigMap"]
-
-
-def _sweep(cluster: Cluster) -> None:
-    """Delete shells that have ended by their limit, since who made them could not."""
-    from stoker.errors import AccessError
-    from stoker.kube.objects import PART
-    from stoker.kube.pods import ended
-
-    for one in cluster.every("Pod", {PART: "shell"}):
-        if ended(one) is not None:
-            with suppress(AccessError):
-                cluster.delete("Pod", one["metadata"]["name"])
 
 
 # --- The run and its pods

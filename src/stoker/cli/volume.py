@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stoker.cli.clusters import cluster_at
 from stoker.cli.output import byte_bar, print_json, print_table, remark
 
 if TYPE_CHECKING:
@@ -93,14 +93,14 @@ def create(
 
 
 def _print_plan(objects: list[dict[str, Any]], as_json: bool) -> None:
-    from stoker.core.spec import to_yaml
+    from stoker.launchers.kubernetes.plan import as_yaml
 
     if as_json:
         print_json(objects)
     elif not objects:
         remark("It is there already, as it should be.")
     else:
-        typer.echo("---\n".join(to_yaml(one) for one in objects), nl=False)
+        typer.echo(as_yaml(objects), nl=False)
 
 
 @app.command("list")
@@ -239,20 +239,3 @@ def delete(
                 raise StoppedError("nothing was deleted")
         remove(cluster, decided)
     remark(f"Deleted volume {name}.")
-
-
-@contextmanager
-def cluster_at(on: str) -> Iterator[Cluster]:
-    """Open the cluster that `--on` names."""
-    from stoker.errors import InputError
-    from stoker.kube.client import Cluster
-    from stoker.kube.config import Place
-
-    scheme, _, place = on.partition("://")
-    if scheme != "k8s":
-        raise InputError(f"there are no volumes on {on!r}", hint="name a cluster: --on k8s[://context[/namespace]]")
-    cluster = Cluster.at(Place.parse(place))
-    try:
-        yield cluster
-    finally:
-        cluster.close()

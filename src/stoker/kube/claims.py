@@ -1,54 +1,47 @@
-"""Claims as they are: sizes, who mounts them, whether they are bound and what they wait for."""
+"""Claims as they are: who mounts them, whether they are bound and what they wait for."""
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from stoker.core.units import format_bytes
 from stoker.errors import AccessError, ConflictError, InputError, NotFoundError
 from stoker.kube.objects import ACCESS, JOB, PART, RUN, Manifest
 from stoker.kube.pods import claims_of
+from stoker.kube.quantity import bytes_of
+from stoker.kube.reading import OVER, is_ending, newest, phase_of
+from stoker.kube.visit import events_of
 
 if TYPE_CHECKING:
     from stoker.kube.client import Cluster
 
 CLAIM = "PersistentVolumeClaim"
 FIRST_CONSUMER = "WaitForFirstConsumer"
+SHARED = frozenset({ACCESS["rwx"], ACCESS["rox"]})
+"""Access modes of what pods on several nodes can mount."""
+ONE_NODE = (
+    "cinder.csi.openstack.org",
+    "disk.csi.azure.com",
+    "ebs.csi.aws.com",
+    "kubernetes.io/aws-ebs",
+    "kubernetes.io/azure-disk",
+    "kubernetes.io/gce-pd",
+    "pd.csi.storage.gke.io",
+)
+"""Provisioners of disks, which never are on several nodes at once to be written to."""
 SETTLE_S = 10.0
 """How long a new claim may take to be bound before it is told what it waits for."""
 POLL_S = 0.25
 NAME_WANTED = "expected lower-case letters, digits, - and ., at most 253 of them"
 _DEFAULT = ("storageclass.kubernetes.io/is-default-class", "storageclass.beta.kubernetes.io/is-default-class")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-_QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))(?:[eE]([+-]?\d{1,3})|([KMGTPE]i|[numkMGTPE]?))")
-_SUFFIXES = {"n": "1e-9", "u": "1e-6", "m": "1e-3", "": "1", "k": "1e3", "M": "1e6", "G": "1e9", "T": "1e12"}
-_SUFFIXES |= {"P": "1e15", "E": "1e18", **{f"{unit}i": str(2 ** (10 * n)) for n, unit in enumerate("KMGTPE", 1)}}
 
 
-# --- Quantities and words
-
-
-def bytes_of(quantity: object) -> int | None:
-    """Read a quantity as Kubernetes writes it (`10Gi`, `5e9`); None: it is none."""
-    found = _QUANTITY.fullmatch(str(quantity).strip())
-    if found is None:
-        return None
-    factor = Decimal(f"1e{found[2]}") if found[2] else Decimal(_SUFFIXES[found[3]])
-    return math.ceil(Decimal(found[1]) * factor)
-
-
-def quantity(size: int) -> str:
-    """Write a size as people would: `10Gi` and not its bytes, where that is the same."""
-    for power, unit in reversed(list(enumerate("KMGTPE", 1))):
-        if size and size % 2 ** (10 * power) == 0:
-            return f"{size >> (10 * power)}{unit}i"
-    return str(size)
+# --- Words
 
 
 def short_access(modes: Iterable[str]) -> str:
@@ -68,6 +61,7 @@ class Mounter:
     job: str | None = None
     run: str | None = None
     part: str | None = None
+    node: str | None = None
 
     def __str__(self) -> str:
         return f"pod {self.pod}" + (f" of job {self.job}" if self.job else "")
@@ -104,21 +98,21 @@ class Volume:
 
 def mounters(pods: Iterable[Manifest], name: str, *, ended: bool = False) -> list[Mounter]:
     """List the pods that hold a claim, or those that ended and are only not forgotten yet."""
-    holding = (pod for pod in pods if name in _claims(pod) and (phase_of(pod) in ("Succeeded", "Failed")) is ended)
+    holding = (pod for pod in pods if name in _claims(pod) and (phase_of(pod) in OVER) is ended)
     return sorted((_mounter(pod) for pod in holding), key=lambda one: one.pod)
 
 
 def _claims(pod: Manifest) -> Iterator[str]:
+    yield from claims_of(pod)
     for one in (pod.get("spec") or {}).get("volumes") or ():
-        if one.get("persistentVolumeClaim"):
-            yield str(one["persistentVolumeClaim"]["claimName"])
-        elif one.get("ephemeral"):  # a claim that lives as long as its pod, named after both
+        if one.get("ephemeral"):  # a claim that lives as long as its pod, named after both
             yield f"{pod['metadata']['name']}-{one['name']}"
 
 
 def _mounter(pod: Manifest) -> Mounter:
     labels: Mapping[str, str] = pod["metadata"].get("labels") or {}
-    return Mounter(pod=pod["metadata"]["name"], job=labels.get(JOB), run=labels.get(RUN), part=labels.get(PART))
+    name, node = pod["metadata"]["name"], pod["spec"].get("nodeName")
+    return Mounter(pod=name, job=labels.get(JOB), run=labels.get(RUN), part=labels.get(PART), node=node)
 
 
 def check_mountable(cluster: Cluster, specs: Iterable[Manifest], *, made: Collection[str] = ()) -> None:
@@ -128,7 +122,7 @@ def check_mountable(cluster: Cluster, specs: Iterable[Manifest], *, made: Collec
         return
     pods = cluster.every("Pod")
     for name in dict.fromkeys(names):
-        found = cluster.get("PersistentVolumeClaim", name)
+        found = cluster.get(CLAIM, name)
         if found is None:
             hint = f"make it with: stoker volume create {name} --size 10Gi --on {cluster.url}"
             raise NotFoundError(f"there is no claim {name}", where=cluster, hint=hint)
@@ -137,19 +131,9 @@ def check_mountable(cluster: Cluster, specs: Iterable[Manifest], *, made: Collec
             raise ConflictError(what, where=cluster, hint=release(holders))
 
 
-def phase_of(one: Manifest) -> str:
-    """Give the phase of a claim, a volume or a pod."""
-    return str((one.get("status") or {}).get("phase") or "Pending")
-
-
 def is_shared(one: Manifest) -> bool:
     """Whether pods on several nodes can mount a claim."""
-    return bool({ACCESS["rwx"], ACCESS["rox"]} & set(one["spec"].get("accessModes") or ()))
-
-
-def is_ending(one: Manifest) -> bool:
-    """Whether an object is being deleted."""
-    return bool(one["metadata"].get("deletionTimestamp"))
+    return bool(SHARED & set(one["spec"].get("accessModes") or ()))
 
 
 def described(one: Manifest, pods: Iterable[Manifest]) -> Volume:
@@ -229,47 +213,42 @@ def default_class(classes: Sequence[Manifest]) -> Manifest | None:
 
 def settled(cluster: Cluster, name: str, classes: Sequence[Manifest] | None, seconds: float) -> tuple[Manifest, str]:
     """Wait a little for a claim to be bound; give it, and in a sentence how it is with it."""
-    from stoker.kube.visit import events_of
-
     deadline = time.monotonic() + seconds
     while True:
         one = need_claim(cluster, name)
-        events = [] if phase_of(one) == "Bound" else sorted(events_of(cluster, one), key=_seen)
-        is_final = phase_of(one) == "Bound" or _waits_for_pod(one, classes) or any(map(_is_warning, events))
+        events = [] if phase_of(one) == "Bound" else list(newest(events_of(cluster, one)))
+        is_final = phase_of(one) == "Bound" or waits_for_pod(one, classes) or any(map(is_warning, events))
         if is_final or time.monotonic() >= deadline:
             return one, standing(one, events, classes)
         time.sleep(POLL_S)
 
 
-def _seen(event: Manifest) -> str:
-    return str(event.get("lastTimestamp") or event.get("eventTime") or "")[:19]
-
-
-def _is_warning(event: Manifest) -> bool:
+def is_warning(event: Manifest) -> bool:
+    """Whether an event tells of a fault."""
     return event.get("type") == "Warning"
 
 
-def _waits_for_pod(one: Manifest, classes: Sequence[Manifest] | None) -> bool:
+def waits_for_pod(one: Manifest, classes: Sequence[Manifest] | None) -> bool:
+    """Whether a claim gets its volume with the first pod that mounts it."""
     kind = class_named(classes, one["spec"].get("storageClassName"))
     return (kind or {}).get("volumeBindingMode") == FIRST_CONSUMER and not one["spec"].get("volumeName")
 
 
 def standing(one: Manifest, events: Sequence[Manifest], classes: Sequence[Manifest] | None) -> str:
-    """Say whether a claim is bound, and if not, what it waits for."""
+    """Say whether a claim is bound, and if not, what it waits for; of its events, the newest comes first."""
     name, phase, spec = one["metadata"]["name"], phase_of(one), one["spec"]
     if phase == "Bound":
         size = bytes_of(((one["status"].get("capacity") or {}).get("storage")) or 0) or 0
         return f"volume {name} is bound to PersistentVolume {spec.get('volumeName')} ({format_bytes(size)})"
     if phase == "Lost":
         return f"volume {name} has lost its PersistentVolume {spec.get('volumeName')}: it was deleted"
-    warnings = [event for event in events if _is_warning(event)]
-    if warnings:
-        return f"volume {name} is not bound: {_one_line(str(warnings[-1].get('message')))}"
-    if _waits_for_pod(one, classes):
+    if warnings := [event for event in events if is_warning(event)]:
+        return f"volume {name} is not bound: {_one_line(str(warnings[0].get('message')))}"
+    if waits_for_pod(one, classes):
         return f"volume {name} waits for the first pod that mounts it, as its class says ({FIRST_CONSUMER})"
     if spec.get("volumeName"):
         return f"volume {name} waits to be bound to PersistentVolume {spec['volumeName']}"
-    said = f": {_one_line(str(events[-1].get('message')))}" if events else ""
+    said = f": {_one_line(str(events[0].get('message')))}" if events else ""
     return f"volume {name} is not bound yet{said}"
 
 

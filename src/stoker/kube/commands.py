@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from stoker.errors import AccessError, InputError, NotFoundError, StokerError, UnavailableError
+from stoker.errors import AccessError, NotFoundError, StokerError, UnavailableError
 from stoker.kube.answers import told
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ CLOSE = bytes([255, STDIN])
 CHUNK = 128 * 1024
 PING_S = 20.0
 HANG_UP_S = 2.0
-_NO_PROGRAM = re.compile(r'exec: "([^"]+)": (?:executable file not found|stat .*no such file)')
 
 
 class Writer(Protocol):
@@ -117,8 +115,6 @@ def exit_code(status: Mapping[str, Any], where: str) -> int:
     """Read how a command ended; raises what kept it from running."""
     if status.get("status") != "Failure":
         return 0
-    if found := _NO_PROGRAM.search(str(status.get("message"))):
-        raise InputError(f"the container's image has no program {found[1]!r}", where=where)
     causes = (status.get("details") or {}).get("causes") or ()
     codes = [int(one["message"]) for one in causes if one.get("reason") == "ExitCode"]
     if status.get("reason") != "NonZeroExitCode" or not codes:
@@ -129,7 +125,7 @@ def exit_code(status: Mapping[str, Any], where: str) -> int:
 def not_let_in(code: int, pod: str, where: str) -> StokerError:
     """Tell why no command could be started; what the server said with the code is lost on the way."""
     if code == 403:
-        hint = "`stoker job plan --on k8s --rbac` shows what is needed"
+        hint = "`stoker job plan FILE --on k8s --rbac WHO` shows what is needed"
         return AccessError(
             f"you may not run commands in pods (create pods/exec, for pod {pod})", where=where, hint=hint
         )

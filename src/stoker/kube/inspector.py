@@ -11,9 +11,8 @@ import secrets
 import shutil
 import tarfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -28,8 +27,10 @@ from stoker.errors import (
     StokerError,
     UnavailableError,
 )
-from stoker.kube.claims import is_ending, is_shared, mounters, need_claim, release
+from stoker.kube.claims import is_shared, mounters, need_claim, release
 from stoker.kube.objects import ACCESS, CONTAINER, GPU, PART, Manifest, manifest, safe_container
+from stoker.kube.reading import is_ending, phase_of
+from stoker.kube.visit import sweep, visiting
 
 if TYPE_CHECKING:
     from stoker.kube.client import Cluster, Done
@@ -39,8 +40,8 @@ IMAGE = "busybox:1.37"
 MOUNT = "/volume"
 """Where the inspector has the volume."""
 WAIT_S = 120.0
-GONE_S = 30.0
-POLL_S = 0.25
+ENDING_S = 30.0
+"""For a command whose output is broken to tell why."""
 DEADLINES = {"ls": 3600, "cat": 12 * 3600, "get": 12 * 3600, "shell": 12 * 3600}
 """Seconds after which the cluster ends an inspector that was left behind."""
 
@@ -93,7 +94,7 @@ def inside(path: str) -> str:
 
 def check_free(claim: Manifest, pods: Sequence[Manifest], *, write: bool) -> None:
     """Refuse to look into a claim that the inspector would take from somebody, or that nothing is in yet."""
-    name, phase = claim["metadata"]["name"], (claim.get("status") or {}).get("phase")
+    name, phase = claim["metadata"]["name"], phase_of(claim)
     if is_ending(claim):
         raise ConflictError(f"volume {name} is being deleted")
     if holders := [] if is_shared(claim) else mounters(pods, name):
@@ -124,23 +125,12 @@ def inspecting(
     tell: Callable[[str], object],
 ) -> Iterator[Inspection]:
     """Give a running inspector of a claim for the while; it is gone afterwards, whatever happened."""
-    from stoker.kube.visit import visiting
-
-    check_free(need_claim(cluster, name), cluster.every("Pod"), write=write)
+    claim, pods = need_claim(cluster, name), cluster.every("Pod")
+    sweep((one for one in pods if (one["metadata"].get("labels") or {}).get(PART) == "inspector"), cluster)
+    check_free(claim, pods, write=write)
     pod = inspector(name, action, image=image, write=write)
-    try:
-        with visiting(cluster, pod, wait_s=wait_s, tell=tell) as running:
-            yield Inspection(cluster, name, running)
-    finally:
-        _await_gone(cluster, pod["metadata"]["name"])
-
-
-def _await_gone(cluster: Cluster, name: str) -> None:
-    """Wait until an inspector has let go of the claim, so that a job can have it at once."""
-    deadline = time.monotonic() + GONE_S
-    with suppress(UnavailableError):  # it was told why it could not be deleted
-        while cluster.get("Pod", name) is not None and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+    with visiting(cluster, pod, wait_s=wait_s, tell=tell) as running:
+        yield Inspection(cluster, name, running)
 
 
 # --- What can be done with it
@@ -225,7 +215,7 @@ class Inspection:
                 while pipe.read(2**16):  # the blocks that fill up an archive
                     pass
         except tarfile.TarError as error:
-            sender.join(GONE_S)
+            sender.join(ENDING_S)
             raise _first(failures) or DataFaultError(f"the archive of {path!r} is broken: {error}") from error
         sender.join()
         if failure := _first(failures):

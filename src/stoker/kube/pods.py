@@ -6,10 +6,10 @@ Kubernetes spreads that over phases, conditions, container states and events; he
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from stoker.kube.objects import CONTAINER, FIRST, INDEX, ROLE, Manifest
+from stoker.kube.reading import OVER, condition, is_ending, newest, own, phase_of
 
 KILLED = 137
 """The code of what was killed from outside, where the node could tell none."""
@@ -50,16 +50,17 @@ def pod_of(pods: Iterable[Manifest], slot: str) -> Manifest | None:
 
 def is_running(pod: Manifest) -> bool:
     """Whether its main container runs, so that a command can be run in it."""
-    return "running" in _state(_main(pod))
+    return "running" in _state(main_status(pod))
 
 
-def is_ending(pod: Manifest) -> bool:
-    """Whether it is being deleted."""
-    return bool(pod["metadata"].get("deletionTimestamp"))
+def main_status(pod: Manifest) -> Manifest:
+    """Give the status of the container that does the work."""
+    every = _statuses(pod, "containerStatuses")
+    return next((one for one in every if one.get("name") == CONTAINER), every[0] if every else {})
 
 
 def _liveness(pod: Manifest) -> tuple[bool, bool, bool, str]:
-    alive = _phase(pod) not in ("Succeeded", "Failed")
+    alive = phase_of(pod) not in OVER
     return (alive and not is_ending(pod), is_running(pod), alive, str(pod["metadata"].get("creationTimestamp") or ""))
 
 
@@ -68,14 +69,14 @@ def _liveness(pod: Manifest) -> tuple[bool, bool, bool, str]:
 
 def ended(pod: Manifest) -> tuple[int, str] | None:
     """Tell a pod's exit code (as it is, 137 for SIGKILL) and why, in a word or two; None: it has not ended."""
-    phase = _phase(pod)
+    phase = phase_of(pod)
     if phase == "Succeeded":
         return 0, ""
     last = _last_words(pod)
     if phase != "Failed" and (last is None or (pod.get("spec") or {}).get("restartPolicy") != "Never"):
         return None
     if last is None:
-        return (KILLED if _main(pod) else NEVER_STARTED), _outer_reason(pod) or "it never started"
+        return (KILLED if main_status(pod) else NEVER_STARTED), _outer_reason(pod) or "it never started"
     code = int(last.get("exitCode") or 0)
     return code, ("" if code == 0 else _outer_reason(pod) or _inner_reason(pod, last))
 
@@ -83,7 +84,9 @@ def ended(pod: Manifest) -> tuple[int, str] | None:
 def _last_words(pod: Manifest) -> Manifest | None:
     """Give the state of the container whose end is the pod's."""
     broken = [_state(one).get("terminated") for one in _statuses(pod, "initContainerStatuses")]
-    found = _state(_main(pod)).get("terminated") or next((one for one in broken if one and one.get("exitCode")), None)
+    found = _state(main_status(pod)).get("terminated") or next(
+        (one for one in broken if one and one.get("exitCode")), None
+    )
     return found if isinstance(found, dict) else None
 
 
@@ -91,7 +94,7 @@ def _outer_reason(pod: Manifest) -> str:
     """Tell why the pod was ended by something other than its own program."""
     status = pod.get("status") or {}
     reason, message = str(status.get("reason") or ""), _sentence(str(status.get("message") or ""))
-    gone = _condition(pod, "DisruptionTarget")
+    gone = condition(pod, "DisruptionTarget")
     for known in (reason, str(gone.get("reason") or "") if gone.get("status") == "True" else ""):
         if known in _LOST:
             return _lost(known, pod)
@@ -123,21 +126,21 @@ def why_pending(pod: Manifest, events: Sequence[Manifest] = ()) -> str:
     """
     if pod.get("kind") == "Job" or not pod.get("status"):
         return _why_no_pod(pod, events)
-    if _phase(pod) in ("Succeeded", "Failed"):
+    if phase_of(pod) in OVER:
         return ""
-    own = _own(pod, events)
+    mine = own(pod, "Pod", events)
     tellers: tuple[Callable[[Manifest, Sequence[Manifest]], str], ...] = (
         _why_lost,
         _why_waiting,
         _why_unplaced,
         _why_unmounted,
     )
-    return next((sentence for tell in tellers if (sentence := tell(pod, own))), "")
+    return next((sentence for tell in tellers if (sentence := tell(pod, mine))), "")
 
 
 def why_not_running(pod: Manifest, events: Sequence[Manifest] = ()) -> str:
     """Tell in a sentence why nothing can be run in a pod now; "": it runs."""
-    if lost := _why_lost(pod, _own(pod, events)):
+    if lost := _why_lost(pod, own(pod, "Pod", events)):
         return lost
     if is_running(pod):
         return ""
@@ -153,10 +156,10 @@ def _why_no_pod(owner: Manifest, events: Sequence[Manifest]) -> str:
     """Tell why a Job has no pod."""
     if (owner.get("spec") or {}).get("suspend"):
         queue = _labels(owner).get(f"{_KUEUE}/queue-name") if owner.get("metadata") else None
-        said = next((_said(one) for one in _newest(events) if _about(one) == "Workload" and _why(one) == "Pending"), "")
+        said = next((_said(one) for one in newest(events) if _about(one) == "Workload" and _why(one) == "Pending"), "")
         return _queued(queue, said) if queue else "its Job is suspended"
     name = (owner.get("metadata") or {}).get("name")
-    for event in _newest(events):
+    for event in newest(events):
         if name is not None and (event.get("involvedObject") or {}).get("name") != name:
             continue
         if _why(event) == "SuccessfulCreate":
@@ -187,12 +190,12 @@ def _refused(text: str) -> str:
 
 def _why_lost(pod: Manifest, events: Sequence[Manifest]) -> str:
     """Tell that a pod's node is gone."""
-    reason, gone = str(pod["status"].get("reason") or ""), _condition(pod, "DisruptionTarget")
+    reason, gone = str(pod["status"].get("reason") or ""), condition(pod, "DisruptionTarget")
     for known in (reason, str(gone.get("reason") or "") if gone.get("status") == "True" else ""):
         if known in _LOST:
             return _lost(known, pod)
-    is_unready = _condition(pod, "Ready").get("status") == "False"
-    if _phase(pod) == "Unknown" or (is_unready and any(_why(one) == "NodeNotReady" for one in events)):
+    is_unready = condition(pod, "Ready").get("status") == "False"
+    if phase_of(pod) == "Unknown" or (is_unready and any(_why(one) == "NodeNotReady" for one in events)):
         return _lost("NodeLost", pod)
     return ""
 
@@ -270,7 +273,7 @@ def _unpulled(image: str, reason: str, message: str, events: Sequence[Manifest])
         return f"{image!r} is no name of an image"
     if reason == "ErrImageNeverPull":
         return f"image {image} is not on the node, and kubernetes.image_pull_policy is Never"
-    told = [_said(one) for one in _newest(events) if _why(one) == "Failed" and "Failed to pull image" in _said(one)]
+    told = [_said(one) for one in newest(events) if _why(one) == "Failed" and "Failed to pull image" in _said(one)]
     text = message if "failed" in message.lower() or not told else told[0]
     # The image's own name may hold any of the words.
     words = text.replace(image, "") if image else text
@@ -282,7 +285,7 @@ def _unpulled(image: str, reason: str, message: str, events: Sequence[Manifest])
 
 def _why_unplaced(pod: Manifest, events: Sequence[Manifest]) -> str:
     """Tell why no node was chosen."""
-    placed = _condition(pod, "PodScheduled")
+    placed = condition(pod, "PodScheduled")
     if (pod.get("spec") or {}).get("nodeName") or placed.get("status") == "True":
         return ""
     gates = [str(one.get("name")) for one in (pod.get("spec") or {}).get("schedulingGates") or ()]
@@ -290,7 +293,7 @@ def _why_unplaced(pod: Manifest, events: Sequence[Manifest]) -> str:
         if any(gate.startswith(_KUEUE) for gate in gates):
             return _queued(_labels(pod).get(f"{_KUEUE}/queue-name"), "")
         return f"it is held back by {', '.join(gates) or 'a scheduling gate'}"
-    told = [_said(one) for one in _newest(events) if _why(one) == "FailedScheduling"]
+    told = [_said(one) for one in newest(events) if _why(one) == "FailedScheduling"]
     text = str(placed.get("message") or "") or next(iter(told), "")
     return unschedulable(text, pod) if text else ""
 
@@ -372,9 +375,9 @@ def claims_of(pod: Manifest) -> list[str]:
 
 def _why_unmounted(pod: Manifest, events: Sequence[Manifest]) -> str:
     """Tell why a pod that has its node does not come up there: mostly a volume."""
-    if _phase(pod) != "Pending":
+    if phase_of(pod) != "Pending":
         return ""
-    for event in _newest(events):
+    for event in newest(events):
         reason, text = _why(event), _said(event)
         if reason in _PROGRESS:
             return ""
@@ -417,56 +420,17 @@ def _labels(one: Manifest) -> Mapping[str, str]:
     return one["metadata"].get("labels") or {}
 
 
-def _phase(pod: Manifest) -> str:
-    return str((pod.get("status") or {}).get("phase") or "Pending")
-
-
 def _statuses(pod: Manifest, group: str) -> Sequence[Manifest]:
     return (pod.get("status") or {}).get(group) or ()
-
-
-def _main(pod: Manifest) -> Manifest:
-    """Give the status of the container that does the work."""
-    every = _statuses(pod, "containerStatuses")
-    return next((one for one in every if one.get("name") == CONTAINER), every[0] if every else {})
 
 
 def _state(status: Manifest) -> Manifest:
     return status.get("state") or {}
 
 
-def _condition(pod: Manifest, kind: str) -> Manifest:
-    found = [one for one in (pod.get("status") or {}).get("conditions") or () if one.get("type") == kind]
-    return found[0] if found else {}
-
-
 def _lost(reason: str, pod: Manifest) -> str:
     node = str((pod.get("spec") or {}).get("nodeName") or "")
     return " ".join(_LOST[reason].format(node=node).split())
-
-
-def _own(pod: Manifest, events: Sequence[Manifest]) -> list[Manifest]:
-    """Keep the events that are about a pod: those of one namesake's life, where they say which."""
-    mine = (pod["metadata"].get("name"), pod["metadata"].get("uid"))
-
-    def is_own(event: Manifest) -> bool:
-        about: Mapping[str, Any] = event.get("involvedObject") or {}
-        same = all(mine[at] is None or about.get(key) in (None, mine[at]) for at, key in enumerate(("name", "uid")))
-        return about.get("kind", "Pod") == "Pod" and same
-
-    return [one for one in events if is_own(one)]
-
-
-def _newest(events: Sequence[Manifest]) -> Iterator[Manifest]:
-    """Give events, the newest first; of the same second, the one that came last."""
-    return (events[at] for at in sorted(range(len(events)), key=lambda at: (_time(events[at]), at), reverse=True))
-
-
-def _time(event: Manifest) -> str:
-    """Give when an event was last seen, to the second: the API has two forms of writing times."""
-    series = event.get("series") or {}
-    told = series.get("lastObservedTime") or event.get("lastTimestamp") or event.get("eventTime")
-    return str(told or (event.get("metadata") or {}).get("creationTimestamp") or "")[:19]
 
 
 def _about(event: Manifest) -> str:

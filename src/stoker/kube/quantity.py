@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import Decimal
 
-_QUANTITY = re.compile(r"([+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?)([numkKMGTPE]?)(i?)")
-_POWERS = {"n": -3, "u": -2, "m": -1, "": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
+_QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))(?:[eE]([+-]?\d{1,3})|([KMGTPE]i|[numkMGTPE]?))")
+_BINARY = {f"{unit}i": Decimal(2 ** (10 * power)) for power, unit in enumerate("KMGTPE", 1)}
+_FACTORS = {
+    **{unit: Decimal(f"1e{3 * power}") for power, unit in enumerate(["n", "u", "m", "", *"kMGTPE"], -3)},
+    **_BINARY,
+}
 
 
 def quantity(text: str | float) -> Decimal:
@@ -14,5 +19,21 @@ def quantity(text: str | float) -> Decimal:
     found = _QUANTITY.fullmatch(str(text).strip())
     if found is None:
         raise ValueError(f"{text!r} is no quantity")
-    number, prefix, binary = found.groups()
-    return Decimal(number) * Decimal(1024 if binary else 1000) ** _POWERS[prefix]
+    number, power, unit = found.groups()
+    return Decimal(number) * (Decimal(f"1e{power}") if power else _FACTORS[unit])
+
+
+def bytes_of(text: object) -> int | None:
+    """Read a size, in whole bytes; None: it is none."""
+    try:
+        return math.ceil(quantity(str(text)))
+    except ValueError:
+        return None
+
+
+def written(size: int) -> str:
+    """Write a size as people would: `10Gi` and not its bytes, where that is the same."""
+    for unit, factor in reversed(_BINARY.items()):
+        if size and size % int(factor) == 0:
+            return f"{size // int(factor)}{unit}"
+    return str(size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 GRACE_S = 1
 """Of a pod that has nothing to save. Not 0: then it would be forgotten while it still runs, and has its volumes."""
-GONE_S = 10.0
+GONE_S = 30.0
+REFUSED = (AccessError, FullError, InputError)
+"""What says that an object was not made; after any other error it may have been."""
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -38,11 +40,11 @@ def visiting(
 ) -> Iterator[str]:
     """Make a pod, and objects that go with it when it is deleted; give its name once it runs."""
     name, was_refused = str(pod["metadata"]["name"]), False
-    with _hang_up_as_ctrl_c():
+    with hang_up_as_ctrl_c():
         try:
             try:
                 made = cluster.create(pod)
-            except (AccessError, FullError, InputError):
+            except REFUSED:
                 was_refused = True
                 raise
             for one in others:
@@ -50,8 +52,16 @@ def visiting(
             wait_running(cluster, name, wait_s, tell)
             yield name
         finally:
-            if not was_refused:  # where no answer came, it may have been made
+            if not was_refused:
                 _delete(cluster, name, tell)
+
+
+def sweep(pods: Iterable[Manifest], cluster: Cluster) -> None:
+    """Delete pods of visits that have ended by their limit, since who made them could not; they hold claims."""
+    for one in pods:
+        if ended(one) is not None:
+            with suppress(AccessError):
+                cluster.delete("Pod", one["metadata"]["name"])
 
 
 def wait_running(cluster: Cluster, name: str, wait_s: float, tell: Callable[[str], object]) -> None:
@@ -78,27 +88,32 @@ def wait_running(cluster: Cluster, name: str, wait_s: float, tell: Callable[[str
         time.sleep(POLL_S)
 
 
-def events_of(cluster: Cluster, one: Manifest) -> list[Manifest]:
-    """Give the events of an object; none where they may not be read, since they are only said."""
+def events_of(cluster: Cluster, one: Manifest | None = None) -> list[Manifest]:
+    """Give the events of an object, or of the namespace; none where they may not be read, as they are only said."""
     try:
-        return cluster.every("Event", fields=f"involvedObject.uid={one['metadata']['uid']}")
+        return cluster.every("Event", fields=f"involvedObject.uid={one['metadata']['uid']}" if one else "")
     except AccessError:
         return []
 
 
+def wait_gone(cluster: Cluster, kind: str, name: str, seconds: float) -> bool:
+    """Wait until an object that was deleted is gone; tell whether it is."""
+    return until(lambda: cluster.get(kind, name) is None, seconds, pause_s=POLL_S)
+
+
 def _delete(cluster: Cluster, name: str, tell: Callable[[str], object]) -> None:
-    """Delete the pod and wait until it has given back its volumes; a second Ctrl-C does not keep it alive."""
-    with _signals(dict.fromkeys(_ENDINGS, signal.SIG_IGN)):
-        try:
+    """Delete the pod and wait until it has given back its volumes; a second Ctrl-C ends only the waiting."""
+    try:
+        with _signals(dict.fromkeys(_ENDINGS, signal.SIG_IGN)):
             cluster.delete("Pod", name, grace_s=GRACE_S)
-            until(lambda: cluster.get("Pod", name) is None, GONE_S, pause_s=POLL_S)
-        except StokerError as error:
-            hint = f"kubectl --context {cluster.context} -n {cluster.namespace} delete pod {name}"
-            tell(f"Pod {name} could not be deleted ({error.what}); delete it with: {hint}")
+        wait_gone(cluster, "Pod", name, GONE_S)
+    except StokerError as error:
+        hint = f"kubectl --context {cluster.context} -n {cluster.namespace} delete pod {name}"
+        tell(f"Pod {name} could not be deleted ({error.what}); delete it with: {hint}")
 
 
 @contextmanager
-def _hang_up_as_ctrl_c() -> Iterator[None]:
+def hang_up_as_ctrl_c() -> Iterator[None]:
     """Let a closed terminal end us as Ctrl-C does, with what must be done before."""
     with _signals({signal.SIGHUP: signal.default_int_handler}):
         yield

@@ -6,7 +6,6 @@ that a file describes or that is a folder of a node.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -16,22 +15,22 @@ from stoker.errors import AccessError, ConflictError, Fault, InputError, NotFoun
 from stoker.kube.claims import (
     CLAIM,
     NAME_WANTED,
-    POLL_S,
-    bytes_of,
+    ONE_NODE,
     check_name,
     class_named,
     default_class,
-    is_ending,
     is_name,
     mounters,
     names_of,
     need_claim,
-    phase_of,
-    quantity,
     release,
     short_access,
 )
+from stoker.kube.files import documents
 from stoker.kube.objects import ACCESS, GROUP, MANAGED_BY, PART, Manifest, claim, manifest
+from stoker.kube.quantity import bytes_of, written
+from stoker.kube.reading import is_ending, phase_of
+from stoker.kube.visit import wait_gone
 
 if TYPE_CHECKING:
     from stoker.kube.client import Cluster
@@ -41,15 +40,6 @@ LABELS = {PART: "volume"}
 OF_CLAIM = f"{GROUP}/claim"
 """Annotation of a PersistentVolume that `create` made: the claim it is for, `namespace/name`."""
 EFS, FSX = "efs.csi.aws.com", "fsx.csi.aws.com"
-ONE_NODE = (
-    "disk.csi.azure.com",
-    "ebs.csi.aws.com",
-    "kubernetes.io/aws-ebs",
-    "kubernetes.io/azure-disk",
-    "kubernetes.io/gce-pd",
-    "pd.csi.storage.gke.io",
-)
-"""Provisioners of disks, which never are on several nodes at once to be written to."""
 GONE_S = 60.0
 GIB = 2**30
 
@@ -107,9 +97,9 @@ def plan(wish: Wish, found: Found) -> Plan:
     size = _size(wish, chosen)
     bound, remarks = _of_class(wish, size, access, found) if chosen is None else (_bound_to(chosen), [])
     made = claim(wish.name, size, access, LABELS, namespace=wish.namespace, **bound)
-    made["spec"]["resources"]["requests"]["storage"] = quantity(size)
-    # One that somebody else made is taken as it is, and stays theirs.
-    ours = [one for one in volumes if _is_ours(live.get(one["metadata"]["name"], one))]
+    made["spec"]["resources"]["requests"]["storage"] = written(size)
+    # One that somebody else made is taken as it is, and stays theirs; so does one that another claim got from us.
+    ours = [one for one in volumes if _is_ours(has := live.get(one["metadata"]["name"], one)) and _is_free(has, wish)]
     applied = [_kept_for(one, wish) if one["metadata"]["name"] == bound.get("volume") else one for one in ours]
     if found.claim is None:
         return Plan(apply=[*applied, made], remarks=remarks)
@@ -150,7 +140,7 @@ def _own_volumes(wish: Wish) -> list[Manifest]:
 def _folder(wish: Wish) -> Manifest:
     """Give a folder of the nodes as a PersistentVolume."""
     spec = {
-        "capacity": {"storage": quantity(wish.size or 0)},
+        "capacity": {"storage": written(wish.size or 0)},
         "accessModes": [ACCESS[wish.access or "rwo"]],
         "persistentVolumeReclaimPolicy": "Retain",
         "storageClassName": "",
@@ -259,20 +249,25 @@ def _misfit(wish: Wish, volume: Manifest) -> Iterator[str]:
     """Tell why a volume cannot be the claim's."""
     spec = volume["spec"]
     if wish.size is not None and _capacity(volume) < wish.size:
-        yield f"has {spec['capacity']['storage']}, which is less than --size {quantity(wish.size)}"
+        yield f"has {spec['capacity']['storage']}, which is less than --size {written(wish.size)}"
     if wish.access is not None and ACCESS[wish.access] not in spec["accessModes"]:
         yield f"has access {short_access(spec['accessModes'])}, not {wish.access}"
     kind = spec.get("storageClassName") or ""
     if wish.storage_class is not None and wish.storage_class != kind:
         yield f"is of class {kind or 'none'!r}, not {wish.storage_class!r}; leave --class away"
-    owner = spec.get("claimRef") or {}
-    if owner and (owner.get("namespace"), owner.get("name")) != (wish.namespace, wish.name):
+    if not _is_free(volume, wish):
+        owner = spec["claimRef"]
         yield f"is kept for claim {owner.get('name')} in namespace {owner.get('namespace')}"
     elif phase_of(volume) == "Released":
         again = f"to use its data again: kubectl delete pv {volume['metadata']['name']}"
         yield f"belonged to a claim of this name that is gone, and no other gets it; {again}"
     elif is_ending(volume):
         yield "is being deleted"
+
+
+def _is_free(volume: Manifest, wish: Wish) -> bool:
+    """Whether a volume is kept for no other claim."""
+    return _holder(volume) in (None, f"{wish.namespace}/{wish.name}")
 
 
 def _capacity(volume: Manifest) -> int:
@@ -327,7 +322,7 @@ def class_faults(kind: Manifest, size: int, access: str) -> Iterator[Fault]:
         what = f"{provisioner} makes disks, which one node at a time can write to; take rwo, or a class of shared files"
         yield Fault("--access", what)
     if provisioner == FSX and (larger := fsx_size(size, kind.get("parameters") or {})) != size:
-        told = f"FSx has no file system of {quantity(size)}; the next larger one is {larger // GIB}Gi"
+        told = f"FSx has no file system of {written(size)}; the next larger one is {larger // GIB}Gi"
         yield Fault("--size", told)
 
 
@@ -358,9 +353,9 @@ def _growth(old: Manifest, new: Manifest, wish: Wish, classes: Sequence[Manifest
     grows = wish.size is not None and asked > has
     faults = list(_differences(old["spec"], new["spec"], wish))
     if wish.size is not None and asked < has:
-        faults.append(f"has {quantity(has)}, and no volume can shrink to {quantity(asked)}")
+        faults.append(f"has {written(has)}, and no volume can shrink to {written(asked)}")
     if grows and (why := _no_growth(old, classes)):
-        faults.append(f"has {quantity(has)}, and {why} to {quantity(asked)}")
+        faults.append(f"has {written(has)}, and {why} to {written(asked)}")
     if faults:
         hint = f"take another name and copy what is in it, or delete it first: stoker volume delete {name}"
         raise ConflictError(f"volume {name} is there already: it {'; it '.join(faults)}", hint=hint)
@@ -397,23 +392,16 @@ def _grown(old: Manifest, new: Manifest) -> Manifest:
 
 def read_volumes(path: Path) -> list[Manifest]:
     """Read the PersistentVolumes of a YAML or JSON file; anything else in it is refused."""
-    import yaml
-
-    try:
-        documents = [one for one in yaml.safe_load_all(path.read_text()) if one is not None]
-    except FileNotFoundError as error:
-        raise NotFoundError("there is no such file", where=path) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"is no YAML: {' '.join(str(error).split())}", where=path) from error
-    return flattened(documents, path)
+    return flattened(documents(path), path)
 
 
-def flattened(documents: Sequence[Any], where: object) -> list[Manifest]:
+def flattened(given: Sequence[Any], where: object) -> list[Manifest]:
     """Take lists apart, and refuse what is no PersistentVolume."""
     found: list[Any] = []
-    for one in documents:
+    for one in given:
         is_list = isinstance(one, dict) and str(one.get("kind", "")).endswith("List")
-        found += (one.get("items") or []) if is_list else [one]
+        items = one.get("items") if is_list else None
+        found += items if isinstance(items, list) else [] if is_list and items is None else [one]
     kinds = [(one.get("apiVersion"), one.get("kind")) if isinstance(one, dict) else (None, None) for one in found]
     faults = [
         Fault(
@@ -518,14 +506,19 @@ def _fate(bound: str | None, behind: Manifest | None, ours: Sequence[Manifest], 
         return f"PersistentVolume {bound} {why}: whether the data stays is not known."
     told = []
     if behind is not None and behind not in ours:
-        is_deleted = _policy(behind) == "Delete"
-        what = "and all data in it are deleted with it" if is_deleted else "and its data stay (policy Retain)"
-        told.append(f"PersistentVolume {bound} {what}.")
+        told.append(f"PersistentVolume {bound} {_FATES[_policy(behind)]}.")
     for volume in ours:
-        told.append(
-            f"PersistentVolume {volume['metadata']['name']} goes too; the data stays {_source(volume['spec'])}."
-        )
+        policy, spec = _policy(volume), volume["spec"]
+        data = f"the data stays {_source(spec)}" if policy == "Retain" else f"its data too, by its policy {policy}"
+        told.append(f"PersistentVolume {volume['metadata']['name']} goes too; {data}.")
     return " ".join(told)
+
+
+_FATES = {
+    "Delete": "and all data in it are deleted with it",
+    "Recycle": "stays, and all data in it are deleted (policy Recycle)",
+    "Retain": "and its data stay (policy Retain)",
+}
 
 
 def _source(spec: Manifest) -> str:
@@ -568,10 +561,7 @@ def remove(cluster: Cluster, decided: Removal, seconds: float = GONE_S) -> None:
 
 
 def _wait_gone(cluster: Cluster, kind: str, name: str, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while (one := cluster.get(kind, name)) is not None:
-        if time.monotonic() >= deadline:
-            held = ", ".join(one["metadata"].get("finalizers") or ()) or "something"
-            what = f"{kind} {name} is marked as deleted, but {held} still holds it"
-            raise UnavailableError(what, where=cluster, hint="does a pod mount it? `stoker volume list` tells")
-        time.sleep(POLL_S)
+    if not wait_gone(cluster, kind, name, seconds) and (one := cluster.get(kind, name)) is not None:
+        held = ", ".join(one["metadata"].get("finalizers") or ()) or "something"
+        what = f"{kind} {name} is marked as deleted, but {held} still holds it"
+        raise UnavailableError(what, where=cluster, hint="does a pod mount it? `stoker volume list` tells")

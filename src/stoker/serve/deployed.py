@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
-from stoker.errors import AccessError, InputError, JobFailedError, NotFoundError, StokerError, UnavailableError
+from stoker.errors import InputError, JobFailedError, NotFoundError, StokerError, UnavailableError
 from stoker.kube.client import Cluster
-from stoker.kube.objects import CACHE, CACHE_PORT, CONTAINER, Manifest, via_url
-from stoker.kube.pods import is_ending, why_pending
+from stoker.kube.objects import CACHE, CACHE_PORT, CONTAINER, Manifest, owned, via_url
+from stoker.kube.pods import main_status, why_pending
+from stoker.kube.quantity import quantity
+from stoker.kube.reading import condition, holds, is_ending, own
+from stoker.kube.visit import events_of, wait_gone
 from stoker.serve.in_cluster import KINDS, OURS, SERVER, Filling, check_claim, filling_objects, version_of
 from stoker.serve.nginx_engine import count
 
@@ -35,8 +37,6 @@ Tell = Callable[[str], None]
 
 def claimed_size(cluster: Cluster, name: str, replicas: int) -> int:
     """Give what each pod may use of a claim; refuse one that is not there, or that the pods cannot write to."""
-    from stoker.core.units import parse_bytes
-
     found = cluster.get("PersistentVolumeClaim", name)
     if found is None:
         there = ", ".join(one["metadata"]["name"] for one in cluster.every("PersistentVolumeClaim"))
@@ -44,22 +44,31 @@ def claimed_size(cluster: Cluster, name: str, replicas: int) -> int:
         raise NotFoundError(f"there is no claim {name}", where=cluster, hint=hint)
     check_claim(found, replicas)
     asked = found["spec"]["resources"]["requests"]["storage"]
-    return parse_bytes((found.get("status", {}).get("capacity") or {}).get("storage") or asked) // replicas
+    has = ((found.get("status") or {}).get("capacity") or {}).get("storage") or asked
+    return int(quantity(has)) // replicas
 
 
 def deploy(cluster: Cluster, objects: Sequence[Manifest]) -> None:
-    """Make or change the objects; what keeps the pods of a former kind running goes."""
-    kinds = {one["kind"] for one in objects}
-    for kind in {"Deployment", "StatefulSet"} - kinds:
+    """Make or change the objects; what keeps the pods of a former kind running goes.
+
+    The server looks at all of them first: a wish that it refuses leaves the cache that is there as it is.
+    """
+    for one in objects:
+        _show(cluster, one)
+    for kind in {"Deployment", "StatefulSet"} - {one["kind"] for one in objects}:
         cluster.delete(kind, CACHE)
     for one in objects:
-        try:
-            cluster.apply(one)
-        except InputError as error:
-            if one["kind"] != "StatefulSet" or not re.search("are forbidden|field is immutable", error.what):
-                raise
-            hint = "remove it first: stoker data cache --on k8s --stop"
-            raise InputError("a cache's claims cannot be changed", where=cluster, hint=hint) from error
+        cluster.apply(one)
+
+
+def _show(cluster: Cluster, one: Manifest) -> None:
+    try:
+        cluster.apply(one, dry_run=True)
+    except InputError as error:
+        if one["kind"] != "StatefulSet" or not re.search("are forbidden|field is immutable", error.what):
+            raise
+        hint = "remove it first: stoker data cache --on k8s --stop"
+        raise InputError("a cache's claims cannot be changed", where=cluster, hint=hint) from error
 
 
 def await_ready(cluster: Cluster, kind: str, *, timeout_s: float = READY_S, tell: Tell = lambda _: None) -> None:
@@ -98,7 +107,7 @@ def readiness(owner: Manifest) -> tuple[int, int]:
 
 def _why_unready(cluster: Cluster, owner: Manifest) -> str:
     pods = [pod for pod in _newest(cluster, owner) if not _is_ready(pod)]
-    events = _events(cluster)
+    events = events_of(cluster)
     if not pods:
         return _why_no_pods(owner, events)
     sentences = (_why(cluster, pod, events) for pod in sorted(pods, key=_age, reverse=True))
@@ -111,19 +120,20 @@ def _why(cluster: Cluster, pod: Manifest, events: Sequence[Manifest]) -> str:
     if not _has_run(pod):
         return why
     last = _last_line(cluster, pod)
-    if not why and (end := _state(pod, "lastState").get("terminated")):
+    if not why and (end := (main_status(pod).get("lastState") or {}).get("terminated")):
         why = f"it ended with exit code {end.get('exitCode')}"
-    if not why and any(_is_about(one, pod) and one.get("reason") == "Unhealthy" for one in events):
+    if not why and any(one.get("reason") == "Unhealthy" for one in own(pod, "Pod", events)):
         why = "it runs and does not answer"
     return ": ".join(part for part in (why, last) if part) if why else ""
 
 
 def _why_no_pods(owner: Manifest, events: Sequence[Manifest]) -> str:
-    for one in (owner.get("status") or {}).get("conditions") or ():
-        if one.get("type") == "ReplicaFailure" and one.get("status") == "True":
-            return why_pending({}, [{"reason": "FailedCreate", "message": one.get("message")}])
-    own = [one for one in events if _is_about(one, owner) or _kind(one) == "ReplicaSet"]
-    return why_pending({}, [one for one in own if one["involvedObject"]["name"].startswith(CACHE)])
+    if holds(owner, "ReplicaFailure"):
+        said = condition(owner, "ReplicaFailure").get("message")
+        return why_pending({}, [{"reason": "FailedCreate", "message": said}])
+    sets = [one for one in events if one["involvedObject"].get("kind") == "ReplicaSet"]
+    makers = [one for one in sets if one["involvedObject"]["name"].startswith(f"{CACHE}-")]
+    return why_pending({}, [*own(owner, owner["kind"], events), *makers])
 
 
 def _newest(cluster: Cluster, owner: Manifest) -> list[Manifest]:
@@ -135,10 +145,11 @@ def _newest(cluster: Cluster, owner: Manifest) -> list[Manifest]:
 def _is_hopeless(cluster: Cluster, owner: Manifest) -> bool:
     """Tell whether waiting will not help: it was started some times and ended each time, or its image has no name."""
     for pod in _newest(cluster, owner):
-        waiting = _state(pod, "state").get("waiting") or {}
+        status = main_status(pod)
+        waiting = (status.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") in ("InvalidImageName", "ErrImageNeverPull"):
             return True
-        if waiting and int(_status(pod).get("restartCount") or 0) >= HOPELESS:
+        if waiting and int(status.get("restartCount") or 0) >= HOPELESS:
             return True
     return False
 
@@ -194,7 +205,7 @@ def look(cluster: Cluster) -> CacheState:
     """Tell how the cache of a namespace is."""
     config, owner = _deployed(cluster)
     ready, wanted = readiness(owner)
-    events = _events(cluster)
+    events = events_of(cluster)
     container = next(one for one in owner["spec"]["template"]["spec"]["containers"] if one["name"] == CONTAINER)
     return CacheState(
         url=via_url(cluster.namespace),
@@ -214,7 +225,7 @@ def _pod_state(cluster: Cluster, pod: Manifest, events: Sequence[Manifest]) -> P
         name=pod["metadata"]["name"],
         node=pod["spec"].get("nodeName"),
         ready=ready,
-        restarts=int(_status(pod).get("restartCount") or 0),
+        restarts=int(main_status(pod).get("restartCount") or 0),
         why="" if ready else "it is being ended" if is_ending(pod) else _why(cluster, pod, events),
         log=_counts(cluster, pod) if _has_run(pod) else {},
     )
@@ -304,18 +315,25 @@ def fill(
     former = cluster.get("Job", filling.name)
     if former is not None and _outcome(former) is not None:
         cluster.delete("Job", filling.name, foreground=True)
-        _await_gone(cluster, filling.name)
+        if not wait_gone(cluster, "Job", filling.name, STOP_S):
+            raise UnavailableError(f"the former Job {filling.name} does not end", where=cluster)
         former = None
     if former is None:
-        cluster.apply(config)
-        owner = cluster.apply(job)
-        # So that it goes with the Job, when its time has come.
-        reference = {"apiVersion": "batch/v1", "kind": "Job", "name": filling.name, "uid": owner["metadata"]["uid"]}
-        cluster.patch("ConfigMap", filling.name, {"metadata": {"ownerReferences": [reference]}})
+        _begin(cluster, config, job)
     try:
         _follow(cluster, filling, done, tell)
     except KeyboardInterrupt:
         cluster.delete("Job", filling.name)
+        raise
+
+
+def _begin(cluster: Cluster, config: Manifest, job: Manifest) -> None:
+    """Make the Job, and then its list as the Job's own: its pod waits for that, and nothing stays without the other."""
+    made = cluster.apply(job)
+    try:
+        cluster.apply(owned(config, made))
+    except BaseException:
+        cluster.delete("Job", job["metadata"]["name"])
         raise
 
 
@@ -356,7 +374,7 @@ def _follow(cluster: Cluster, filling: Filling, done: Callable[[int], None], tel
 def _judge(outcome: str, read: int, failed: dict[int, str], filling: Filling, cluster: Cluster) -> None:
     """Refuse an end that is not the end of everything."""
     where = f"{cluster.url} {filling.name}"
-    if not outcome and not failed:
+    if not outcome:  # what a pod could not read before it was replaced, another has read
         return
     if failed:
         number, text = min(failed.items())
@@ -372,14 +390,15 @@ def _words(cluster: Cluster, pod: Manifest) -> Iterator[tuple[str, int, str]]:
     if not _has_run(pod):
         return
     follow = pod["status"].get("phase") == "Running"
-    for stamped in cluster.log(pod["metadata"]["name"], CONTAINER, follow=follow):
-        word, number, text = [*stamped.decode(errors="replace").rstrip("\n").split(" ", 3)[1:], "", "", ""][:3]
-        if word in ("read", "failed") and number.isdecimal():
-            yield word, int(number), text
+    with suppress(NotFoundError):  # it was deleted since it was listed, with its node for example
+        for stamped in cluster.log(pod["metadata"]["name"], CONTAINER, follow=follow):
+            word, number, text = [*stamped.decode(errors="replace").rstrip("\n").split(" ", 3)[1:], "", "", ""][:3]
+            if word in ("read", "failed") and number.isdecimal():
+                yield word, int(number), text
 
 
 def _why_idle(cluster: Cluster, job: Manifest | None, pods: Sequence[Manifest]) -> str:
-    events = _events(cluster)
+    events = events_of(cluster)
     if not pods:
         return why_pending(job or {}, events)
     return next(filter(None, (why_pending(pod, events) for pod in pods)), "")
@@ -387,58 +406,25 @@ def _why_idle(cluster: Cluster, job: Manifest | None, pods: Sequence[Manifest]) 
 
 def _outcome(job: Manifest) -> str | None:
     """Tell how a Job ended: "" well, else why not; None: it has not."""
-    for one in (job.get("status") or {}).get("conditions") or ():
-        if one.get("status") == "True" and one.get("type") in ("Complete", "Failed"):
-            return "" if one["type"] == "Complete" else str(one.get("message") or one.get("reason") or "it failed")
-    return None
-
-
-def _await_gone(cluster: Cluster, name: str, timeout_s: float = STOP_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while cluster.get("Job", name) is not None:
-        if time.monotonic() > deadline:
-            raise UnavailableError(f"the former Job {name} does not end", where=cluster)
-        time.sleep(POLL_S / 4)
+    if holds(job, "Failed"):
+        failed = condition(job, "Failed")
+        return str(failed.get("message") or failed.get("reason") or "it failed")
+    return "" if holds(job, "Complete") else None
 
 
 # --- Reading objects
 
 
-def _events(cluster: Cluster) -> list[Manifest]:
-    """Give what happened in the namespace; who may not read that is told less."""
-    with suppress(AccessError):
-        return cluster.every("Event")
-    return []
-
-
-def _status(pod: Manifest) -> Manifest:
-    found = (pod.get("status") or {}).get("containerStatuses") or ()
-    return next((one for one in found if one.get("name") == CONTAINER), {})
-
-
-def _state(pod: Manifest, key: str) -> dict[str, Any]:
-    return _status(pod).get(key) or {}
-
-
 def _has_run(pod: Manifest) -> bool:
     """Tell whether its container has begun at least once, so that it has a log."""
-    state = {**_state(pod, "lastState"), **_state(pod, "state")}
+    status = main_status(pod)
+    state = {**(status.get("lastState") or {}), **(status.get("state") or {})}
     return "running" in state or "terminated" in state
 
 
 def _is_ready(pod: Manifest) -> bool:
-    return bool(_status(pod).get("ready"))
+    return bool(main_status(pod).get("ready"))
 
 
 def _age(pod: Manifest) -> str:
     return str(pod["metadata"].get("creationTimestamp") or "")
-
-
-def _kind(event: Manifest) -> str:
-    return str((event.get("involvedObject") or {}).get("kind") or "")
-
-
-def _is_about(event: Manifest, one: Manifest) -> bool:
-    about = event.get("involvedObject") or {}
-    mine = one["metadata"]
-    return about.get("name") == mine.get("name") and about.get("uid") in (None, mine.get("uid"))

@@ -118,8 +118,3 @@ def missing(what: str, found: str, fix: str) -> Check:
 def some(names: Sequence[str]) -> str:
     """Name a few of many."""
     return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
-
-
-def when(event: Manifest) -> str:
-    """Tell when an event was last seen, as text that sorts."""
-    return str(event.get("lastTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp") or "")

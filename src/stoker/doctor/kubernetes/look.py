@@ -28,6 +28,7 @@ from stoker.kube.client import KINDS, Cluster
 from stoker.kube.config import Place
 from stoker.kube.objects import CACHE, ROLE, Manifest, manifest
 from stoker.kube.rbac import NEW_NAMESPACE, Part, Right, parts, rights
+from stoker.kube.visit import REFUSED, hang_up_as_ctrl_c
 
 AT_ONCE = 8
 BOUND_S = 120
@@ -46,7 +47,7 @@ Tell = Callable[[str], None]
 def examine_cluster(job: Job, place: Place, tell: Tell, *, is_given: bool = True) -> list[Check]:
     """Look, ask, try and judge; `is_given`: the job is the user's, and not one of the doctor's own."""
     try:
-        with contextlib.closing(Cluster.at(place, job.kubernetes.namespace)) as cluster:
+        with Cluster.at(place, job.kubernetes.namespace) as cluster:
             return _examine(cluster, job, tell, is_given=is_given)
     except UnavailableError as error:
         return of_silence(error)
@@ -222,6 +223,13 @@ def try_images(
     cluster: Cluster, images: Mapping[str, Manifest], *, with_secrets: bool
 ) -> tuple[list[Probe], list[Check]]:
     """Run a small pod for each image, wait for all within a bound, and delete them; tell also what could not be."""
+    with hang_up_as_ctrl_c():
+        return _try_images(cluster, images, with_secrets=with_secrets)
+
+
+def _try_images(
+    cluster: Cluster, images: Mapping[str, Manifest], *, with_secrets: bool
+) -> tuple[list[Probe], list[Check]]:
     token = secrets.token_hex(4)
     names = {f"stoker-doctor-{token}-{number}": image for number, image in enumerate(images)}
     made: dict[str, Probe] = {}
@@ -237,7 +245,7 @@ def try_images(
         _wait(cluster, made)
     finally:
         for name, probe in made.items():
-            if probe.refused is None:
+            if not isinstance(probe.refused, REFUSED):
                 left += _remove(cluster, name)
     return list(made.values()), left
 

@@ -11,7 +11,8 @@ from stoker.doctor.checks import Check
 from stoker.doctor.kubernetes.found import BAD, missing
 from stoker.errors import StokerError
 from stoker.kube.objects import CONTAINER, PART, Manifest, manifest
-from stoker.kube.pods import ended, why_pending
+from stoker.kube.pods import ended, main_status, why_pending
+from stoker.kube.reading import OVER, phase_of
 
 LABELS = {PART: "doctor"}
 # The nslookup of busybox does not go through the domains to search.
@@ -101,11 +102,13 @@ def _is_secret(variable: Manifest) -> bool:
 
 def is_told(pod: Manifest) -> bool:
     """Whether a probe's pod has ended, or says why it never will."""
-    status = pod.get("status") or {}
-    if status.get("phase") in ("Succeeded", "Failed"):
-        return True
-    waiting = [(one.get("state") or {}).get("waiting") or {} for one in status.get("containerStatuses") or ()]
-    return any(str(one.get("reason")) in _HOPELESS for one in waiting)
+    return phase_of(pod) in OVER or _reason(pod) in _HOPELESS
+
+
+def _reason(pod: Manifest) -> str:
+    """Tell in a word what its container waits for."""
+    waiting = (main_status(pod).get("state") or {}).get("waiting") or {}
+    return str(waiting.get("reason") or "")
 
 
 def of_probe(probe: Probe) -> Iterator[Check]:
@@ -115,12 +118,10 @@ def of_probe(probe: Probe) -> Iterator[Check]:
         yield Check("image", None, f"{image}: not tried: the probe was refused: {probe.refused.what}")
         return
     pod = probe.pod or {}
-    node, status = (pod.get("spec") or {}).get("nodeName"), pod.get("status") or {}
-    states = [one.get("state") or {} for one in status.get("containerStatuses") or ()]
-    state = states[0] if states else {}
+    node, state = (pod.get("spec") or {}).get("nodeName"), main_status(pod).get("state") or {}
     if over := state.get("terminated"):
         yield from _of_end(image, node, over)
-    elif status.get("phase") == "Failed":
+    elif phase_of(pod) == "Failed":
         _, why = ended(pod) or (0, "")
         yield Check("image", None, f"{image}: not tried: the probe was ended: {why}")
     elif "running" in state:
@@ -128,7 +129,7 @@ def of_probe(probe: Probe) -> Iterator[Check]:
         told = f"kubernetes.default was not found within {format_duration(probe.waited_s)}"
         yield Check("DNS", False, told, _DNS_FIX, code=BAD)
     else:
-        yield _of_waiting(probe, node, str((state.get("waiting") or {}).get("reason") or ""))
+        yield _of_waiting(probe, node, _reason(pod))
         yield Check("DNS", None, "not tried: the probe did not run")
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from stoker.core.units import format_bytes
 from stoker.kube.objects import GPU, GPU_LABELS, ROLE, Manifest
 from stoker.kube.quantity import quantity
+from stoker.kube.reading import OVER, holds, phase_of
 
 Amounts = dict[str, Decimal]
 
@@ -142,13 +143,12 @@ class Node(NamedTuple):
 def node_of(one: Manifest) -> Node:
     """Read a node as the cluster tells it."""
     spec, status = one.get("spec") or {}, one.get("status") or {}
-    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
     return Node(
         name=one["metadata"]["name"],
         has={name: quantity(text) for name, text in (status.get("allocatable") or {}).items()},
         labels=one["metadata"].get("labels") or {},
         taints=[taint for taint in spec.get("taints") or () if taint.get("effect") in _REPELS],
-        trouble="cordoned" if spec.get("unschedulable") else "" if ready else "not ready",
+        trouble="cordoned" if spec.get("unschedulable") else "" if holds(one, "Ready") else "not ready",
     )
 
 
@@ -157,7 +157,7 @@ def used(pods: Iterable[Manifest]) -> dict[str, Amounts]:
     found: dict[str, Amounts] = {}
     for pod in pods:
         node = pod["spec"].get("nodeName")
-        if not node or (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+        if not node or phase_of(pod) in OVER:
             continue
         sums = found.setdefault(node, {"pods": Decimal(0)})
         _add(sums, {**asked(pod["spec"]), "pods": Decimal(1)})

@@ -6,16 +6,26 @@ from collections.abc import Iterator, Sequence
 
 from stoker.core.units import counted, format_bytes
 from stoker.doctor.checks import Check
-from stoker.doctor.kubernetes.found import Found, Look, Wants, missing, some, unknown, when
+from stoker.doctor.kubernetes.found import Look, Wants, missing, some, unknown
 from stoker.doctor.kubernetes.room import Group
 from stoker.errors import StokerError
+from stoker.kube.claims import (
+    CLAIM,
+    ONE_NODE,
+    SHARED,
+    class_named,
+    default_class,
+    is_warning,
+    mounters,
+    short_access,
+    waits_for_pod,
+)
 from stoker.kube.objects import ACCESS, Manifest
 from stoker.kube.quantity import quantity
+from stoker.kube.reading import is_ending, newest, own, phase_of
 
-BLOCK = ("ebs.csi", "pd.csi", "disk.csi", "gce-pd", "aws-ebs", "azure-disk", "local-path", "cinder", "hostpath")
-"""In the names of provisioners whose volumes one node at a time can write."""
-_SHORT = {long: short for short, long in ACCESS.items()}
-_DEFAULT = ("storageclass.kubernetes.io/is-default-class", "storageclass.beta.kubernetes.io/is-default-class")
+BY_HAND = "kubernetes.io/no-provisioner"
+"""In the place of a provisioner: nobody makes volumes of this class."""
 
 
 def of_storage(look: Look) -> Iterator[Check]:
@@ -24,7 +34,7 @@ def of_storage(look: Look) -> Iterator[Check]:
         yield unknown("storage", look.classes)
         return
     names = [one["metadata"]["name"] for one in look.classes]
-    default = _default(look.classes)
+    default = default_class(look.classes)
     if not names:
         yield Check(
             "storage", None, "there are no storage classes: volumes are made by hand (stoker volume create --pv)"
@@ -36,14 +46,6 @@ def of_storage(look: Look) -> Iterator[Check]:
         rest = sorted(set(names) - {default["metadata"]["name"]})
         more = f"; also {', '.join(rest)}" if rest else ""
         yield Check("storage", True, f"{default['metadata']['name']} is the default class{more}")
-
-
-def _default(classes: Sequence[Manifest]) -> Manifest | None:
-    for one in classes:
-        notes = one["metadata"].get("annotations") or {}
-        if any(notes.get(key) == "true" for key in _DEFAULT):
-            return one
-    return None
 
 
 def of_claims(wanted: Wants, look: Look) -> Iterator[Check]:
@@ -68,22 +70,20 @@ def _of_new_claim(what: str, made: Manifest, who: Sequence[tuple[Group, bool]], 
     if clash := _clash(what, modes, who):
         return clash
     size = quantity(made["spec"]["resources"]["requests"]["storage"])
-    told = f"is made with the job: {format_bytes(float(size))}, {'/'.join(_SHORT.get(mode, mode) for mode in modes)}"
+    told = f"is made with the job: {format_bytes(float(size))}, {short_access(modes)}"
     if isinstance(look.classes, StokerError):
         return Check(what, None, f"{told}; whether it gets a volume is not known: {look.classes.what}")
     asked = made["spec"].get("storageClassName")
-    by_name = {one["metadata"]["name"]: one for one in look.classes}
-    one = by_name.get(asked) if asked else _default(look.classes) if asked is None else None
+    one = default_class(look.classes) if asked is None else class_named(look.classes, asked)
     if asked and one is None:
-        known = ", ".join(sorted(by_name)) or "there are none"
+        known = ", ".join(sorted(each["metadata"]["name"] for each in look.classes)) or "there are none"
         return missing(what, f"is to be of the class {asked}, which is not there", f"name another: {known}")
-    if one is None or one.get("provisioner") == "kubernetes.io/no-provisioner":
+    if one is None or one.get("provisioner") == BY_HAND:
         return _of_static(what, told, made, one, look)
-    many = {"ReadWriteMany", "ReadOnlyMany"} & set(modes)
-    if many and any(sign in str(one.get("provisioner")) for sign in BLOCK):
+    if ACCESS["rwx"] in modes and one.get("provisioner") in ONE_NODE:
         name = one["metadata"]["name"]
         fix = "make it of a class for shared files (EFS, Filestore, NFS): stoker volume create --class … --access rwx"
-        return missing(what, f"is to be {_SHORT[min(many)]}, and volumes of class {name} are for one node", fix)
+        return missing(what, f"is to be rwx, and volumes of class {name} are for one node", fix)
     return Check(what, True, f"{told}, of class {one['metadata']['name']}")
 
 
@@ -96,7 +96,7 @@ def _of_static(what: str, told: str, made: Manifest, one: Manifest | None, look:
     for volume in look.volumes:
         spec = volume["spec"]
         if (
-            (volume.get("status") or {}).get("phase") == "Available"
+            phase_of(volume) == "Available"
             and (spec.get("storageClassName") or "") == name
             and modes <= set(spec.get("accessModes") or ())
             and quantity((spec.get("capacity") or {}).get("storage", "0")) >= size
@@ -111,11 +111,11 @@ def _of_claim(what: str, claim: Manifest, who: Sequence[tuple[Group, bool]], loo
     """Judge a claim that is there."""
     name, status = claim["metadata"]["name"], claim.get("status") or {}
     modes = status.get("accessModes") or claim["spec"].get("accessModes") or []
-    if claim["metadata"].get("deletionTimestamp"):
+    if is_ending(claim):
         return missing(what, "is being deleted", "wait until it is gone, or name another")
     if clash := _clash(what, modes, who):
         return clash
-    short, phase = "/".join(_SHORT.get(mode, mode) for mode in modes), status.get("phase")
+    short, phase = short_access(modes), phase_of(claim)
     if phase == "Lost":
         return missing(what, "has lost its volume", "the volume is gone: make another claim (stoker volume create)")
     if phase == "Pending":
@@ -124,11 +124,11 @@ def _of_claim(what: str, claim: Manifest, who: Sequence[tuple[Group, bool]], loo
     told = (
         f"{format_bytes(float(size))}, {short}; {counted(sum(group.count for group, _ in who), 'pod')} would mount it"
     )
-    if set(modes) <= {"ReadOnlyMany"} and not all(reads for _, reads in who):
+    if set(modes) <= {ACCESS["rox"]} and not all(reads for _, reads in who):
         return Check(what, None, told, "it can only be read: set read_only: true for it")
-    holders = _holders(name, look.own_pods)
-    if holders and not {"ReadWriteMany", "ReadOnlyMany"} & set(modes):
-        pods = some([f"{pod} on {node}" if node else pod for pod, node in holders])
+    holders = [] if isinstance(look.own_pods, StokerError) else mounters(look.own_pods, name)
+    if holders and not SHARED & set(modes):
+        pods = some([f"{one.pod} on {one.node}" if one.node else one.pod for one in holders])
         return Check(what, None, f"{told}; mounted now by {pods}", "the job would wait for that node, or for their end")
     return Check(what, True, told)
 
@@ -137,43 +137,24 @@ def _of_pending(what: str, claim: Manifest, short: str, look: Look) -> Check:
     """Say why a claim has no volume yet; that it waits for its first pod is as it should be."""
     name = claim["metadata"]["name"]
     classes = () if isinstance(look.classes, StokerError) else look.classes
-    own = claim["spec"].get("storageClassName")
-    late = any(
-        one["metadata"]["name"] == own
-        and one.get("volumeBindingMode") == "WaitForFirstConsumer"
-        and one.get("provisioner") != "kubernetes.io/no-provisioner"
-        for one in classes
-    )
-    events = look.claim_events.get(name, ())
-    newest = () if isinstance(events, StokerError) else sorted(events, key=when)
-    bad = [str(one.get("message", "")) for one in newest if one.get("type") == "Warning"]
-    if late and not bad:
+    kind = class_named(classes, claim["spec"].get("storageClassName")) or {}
+    known = look.claim_events.get(name, ())
+    events = [] if isinstance(known, StokerError) else list(newest(own(claim, CLAIM, known)))
+    bad = [one for one in events if is_warning(one)]
+    if waits_for_pod(claim, classes) and kind.get("provisioner") != BY_HAND and not bad:
         return Check(what, True, f"{short}; gets its volume with its first pod")
-    texts = bad or [str(one.get("message", "")) for one in newest]
-    why = texts[-1].strip() if texts else "no event says why"
+    texts = [str(one.get("message", "")).strip() for one in bad or events]
+    why = texts[0] if texts else "no event says why"
     return missing(what, f"has no volume yet: {why}", f"kubectl describe pvc {name} -n {look.namespace}")
 
 
 def _clash(what: str, modes: Sequence[str], who: Sequence[tuple[Group, bool]]) -> Check | None:
     """Refuse a claim that fewer can mount than want to."""
     pods = sum(group.count for group, _ in who)
-    if pods < 2 or not modes or {"ReadWriteMany", "ReadOnlyMany"} & set(modes):
+    if pods < 2 or not modes or SHARED & set(modes):
         return None
     roles = ", ".join(f"{group.count} × {group.role}" for group, _ in who)
-    one = "pod" if modes == ["ReadWriteOncePod"] else "node"
-    told = f"is {'/'.join(_SHORT.get(mode, mode) for mode in modes)}, for one {one}, and {pods} pods mount it ({roles})"
+    one = "pod" if modes == [ACCESS["rwop"]] else "node"
+    told = f"is {short_access(modes)}, for one {one}, and {pods} pods mount it ({roles})"
     fix = "use a claim that is rwx (stoker volume create --access rwx), or a bucket"
     return missing(what, told, fix)
-
-
-def _holders(name: str, pods: Found[Sequence[Manifest]]) -> list[tuple[str, str]]:
-    """Name the pods that mount a claim now, and where they are."""
-    if isinstance(pods, StokerError):
-        return []
-    return [
-        (pod["metadata"]["name"], pod["spec"].get("nodeName") or "")
-        for pod in pods
-        if (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed")
-        for volume in pod["spec"].get("volumes") or ()
-        if (volume.get("persistentVolumeClaim") or {}).get("claimName") == name
-    ]

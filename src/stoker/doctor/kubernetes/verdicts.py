@@ -6,7 +6,7 @@ What could not be looked at is an error in the place of its value, and becomes a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 
 from stoker.core.units import counted, format_duration
@@ -33,13 +33,14 @@ from stoker.kube.client import KINDS, Hello
 from stoker.kube.objects import CACHE, GPU, Manifest
 from stoker.kube.quantity import quantity
 from stoker.kube.rbac import NEW_NAMESPACE, OPTIONAL, REQUIRED, Right
+from stoker.kube.reading import condition, phase_of
 
 SKEW_S = 5.0
 """Tokens of clouds are refused when clocks differ by minutes; logs are hard to read before that."""
 SLOW_S = 0.5
 ROWS = ("namespace", "permissions", "MPI operator", "gpus", "room", "quota", "storage", "admission", "image", "DNS")
 """What is not tried where no API server answers."""
-_RBAC = "an administrator gives them: stoker job plan --on k8s --rbac | kubectl apply -f -"
+_RBAC = "an administrator gives them: stoker job plan FILE --on k8s --rbac WHO | kubectl apply -f -"
 _PSA = "pod-security.kubernetes.io/enforce"
 
 
@@ -51,7 +52,7 @@ def of_look(job: Job, wanted: Wants, look: Look) -> list[Check]:
         *of_permissions(look.allowed),
         *of_operators(job, look),
         *of_nodes(job, wanted, look),
-        *of_quotas(wanted, look.quotas),
+        *of_quotas(wanted, look),
         *of_storage(look),
         *of_claims(wanted, look),
         *of_named(job, wanted, look),
@@ -96,7 +97,7 @@ def of_namespace(job: Job, look: Look) -> Iterator[Check]:
         fix = f"kubectl create namespace {name}, name another, or set kubernetes.create_namespace: true"
         yield missing("namespace", f"there is no namespace {name}", fix)
         return
-    if (space.get("status") or {}).get("phase") == "Terminating":
+    if phase_of(space) == "Terminating":
         yield missing("namespace", f"{name} is being deleted", "wait until it is gone, or name another")
         return
     level = (space["metadata"].get("labels") or {}).get(_PSA)
@@ -172,11 +173,11 @@ def _of_queue(name: str, look: Look) -> Check:
     if look.queue is None:
         fix = f"name one of: kubectl get localqueues -n {look.namespace}"
         return missing("queue", f"there is no queue {name} in {look.namespace}, and the job would wait for ever", fix)
-    status = look.queue.get("status") or {}
-    idle = [one for one in status.get("conditions") or () if one["type"] == "Active" and one["status"] == "False"]
-    if idle:
-        return missing("queue", f"{name} admits nothing: {idle[0].get('message', '')}", "have its ClusterQueue mended")
-    return Check("queue", True, f"{name}; {counted(int(status.get('pendingWorkloads') or 0), 'job')} waiting")
+    active = condition(look.queue, "Active")
+    if active.get("status") == "False":
+        return missing("queue", f"{name} admits nothing: {active.get('message', '')}", "have its ClusterQueue mended")
+    waiting = int((look.queue.get("status") or {}).get("pendingWorkloads") or 0)
+    return Check("queue", True, f"{name}; {counted(waiting, 'job')} waiting")
 
 
 # --- Nodes
@@ -299,53 +300,53 @@ def _room_fix(reasons: Iterable[str]) -> str:
 # --- Quota
 
 
-def of_quotas(wanted: Wants, quotas: Found[Sequence[Manifest]]) -> Iterator[Check]:
+def of_quotas(wanted: Wants, look: Look) -> Iterator[Check]:
     """Compare what the job asks for in sum with what quotas leave."""
-    if isinstance(quotas, StokerError):
-        yield unknown("quota", quotas)
+    if isinstance(look.quotas, StokerError):
+        yield unknown("quota", look.quotas)
         return
-    if not quotas:
+    if not look.quotas:
         yield Check("quota", True, "the namespace has none")
-    asks = _counted(wanted)
-    for one in quotas:
-        name, status = one["metadata"]["name"], one.get("status") or {}
-        if one.get("spec", {}).get("scopes") or one.get("spec", {}).get("scopeSelector"):
-            yield Check("quota", None, f"{name} counts only some pods: not judged")
-            continue
-        hard = {what: quantity(text) for what, text in (status.get("hard") or {}).items()}
-        taken = {what: quantity(text) for what, text in (status.get("used") or {}).items()}
-        over = {what: limit for what, limit in hard.items() if asks.get(what, Decimal(0)) > limit}
-        free = {what: limit - taken.get(what, Decimal(0)) for what, limit in hard.items()}
-        full = {what: rest for what, rest in free.items() if asks.get(what, Decimal(0)) > max(rest, Decimal(0))}
-        if over:
-            told = "; ".join(
-                f"{amount(what, asks[what])} wanted, {amount(what, most)} allowed" for what, most in over.items()
-            )
-            fix = "ask for less (--set workers=…, resources), or have the quota raised"
-            yield Check("quota", False, f"{name} is too small: {told}", fix, code=DOWN)
-        elif full:
-            told = "; ".join(
-                f"{amount(what, asks[what])} wanted, {amount(what, rest)} left" for what, rest in full.items()
-            )
-            yield Check(
-                "quota", None, f"{name} is taken: {told}", "the job would wait: stop other jobs, or ask for less"
-            )
-        else:
-            yield Check("quota", True, f"{name} leaves room")
+    there = {name for name, found in look.claims.items() if isinstance(found, dict)}
+    asks = _counted(wanted, there)
+    yield from (_of_quota(one, asks) for one in look.quotas)
 
 
-def _counted(wanted: Wants) -> Amounts:
-    """Give what is asked for under all names by which a quota may count it."""
-    sums = total(wanted.groups)
+def _of_quota(one: Manifest, asks: Amounts) -> Check:
+    name, status, spec = one["metadata"]["name"], one.get("status") or {}, one.get("spec") or {}
+    if spec.get("scopes") or spec.get("scopeSelector"):
+        return Check("quota", None, f"{name} counts only some pods: not judged")
+    hard = {what: quantity(text) for what, text in (status.get("hard") or {}).items()}
+    taken = {what: quantity(text) for what, text in (status.get("used") or {}).items()}
+    wants = {what: asks.get(what, Decimal(0)) for what in hard}
+    free = {what: max(limit - taken.get(what, Decimal(0)), Decimal(0)) for what, limit in hard.items()}
+    if over := _beyond(wants, hard, "allowed"):
+        fix = "ask for less (--set workers=…, resources), or have the quota raised"
+        return Check("quota", False, f"{name} is too small: {over}", fix, code=DOWN)
+    if full := _beyond(wants, free, "left"):
+        fix = "the job would wait: stop other jobs, or ask for less"
+        return Check("quota", None, f"{name} is taken: {full}", fix)
+    return Check("quota", True, f"{name} leaves room")
+
+
+def _beyond(wants: Amounts, most: Amounts, how: str) -> str:
+    """Say of what more is wanted than there is; empty: of nothing."""
+    over = [what for what, many in wants.items() if many > most[what]]
+    return "; ".join(f"{amount(what, wants[what])} wanted, {amount(what, most[what])} {how}" for what in over)
+
+
+def _counted(wanted: Wants, there: Collection[str]) -> Amounts:
+    """Give what is asked for under all names by which a quota may count it; claims that are there count already."""
+    sums, new = total(wanted.groups), [one for name, one in wanted.made.items() if name not in there]
     limits = {f"limits.{name}": amount for name, amount in sums.items() if name in ("cpu", "memory")}
     requests = {f"requests.{name}": amount for name, amount in sums.items() if name != "pods"}
     asked = {**sums, **requests, **limits, "count/pods": sums["pods"]}
-    for kind, many in wanted.objects.items():
+    for kind, many in {**wanted.objects, "PersistentVolumeClaim": len(new)}.items():
         if kind in KINDS:
             group = f".{KINDS[kind].group}" if KINDS[kind].group else ""
             asked |= {f"count/{KINDS[kind].plural}{group}": Decimal(many)}
             asked |= {} if group else {KINDS[kind].plural: Decimal(many)}
-    sizes = [one["spec"]["resources"]["requests"]["storage"] for one in wanted.made.values()]
+    sizes = [one["spec"]["resources"]["requests"]["storage"] for one in new]
     return {**asked, "requests.storage": sum((quantity(size) for size in sizes), Decimal(0))}
 
 
