@@ -124,7 +124,7 @@ def check_mountable(cluster: Cluster, specs: Iterable[Manifest], *, made: Collec
     for name in dict.fromkeys(names):
         found = cluster.get(CLAIM, name)
         if found is None:
-            hint = f"make it with: stoker volume create {name}"
+            hint = f"make it with: stoker volume create {name} --size …"
             raise NotFoundError(f"there is no claim {name}", where=cluster, hint=hint)
         if not is_shared(found) and (holders := mounters(pods, name)):
             what = f"claim {name} is mounted by {names_of(holders)}, and one node alone can have it"
