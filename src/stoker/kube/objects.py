@@ -42,12 +42,6 @@ def via_url(namespace: str | None) -> str:
     return f"http://{CACHE}{f'.{namespace}' if namespace else ''}:{CACHE_PORT}"
 
 
-def conditions(one: Manifest) -> frozenset[str]:
-    """Give the conditions of an object that hold."""
-    told = (one.get("status") or {}).get("conditions") or ()
-    return frozenset(str(each["type"]) for each in told if each["status"] == "True")
-
-
 def owned(one: Manifest, owner: Manifest) -> Manifest:
     """Have an object deleted with its owner."""
     metadata = owner["metadata"]

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from stoker.errors import InputError
-from stoker.kube.objects import MANAGED_BY, Manifest, manifest
+from stoker.kube.objects import Manifest, manifest
 
 NAME = "stoker"
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
@@ -121,7 +121,7 @@ def rbac(
     inside = list(_rules([right for right in listed if not right.everywhere]))
     outside = list(_rules([right for right in listed if right.everywhere]))
     to = [subject(who, namespace)]
-    objects = [_namespace(namespace)] if create_namespace else []
+    objects = [manifest("v1", "Namespace", namespace, {})] if create_namespace else []
     objects += [
         manifest(VERSION, "Role", NAME, {}, namespace=namespace, rules=inside),
         manifest(VERSION, "RoleBinding", NAME, {}, namespace=namespace, roleRef=_ref("Role", NAME), subjects=to),
@@ -163,7 +163,3 @@ def _rules(listed: list[Right]) -> Iterator[Manifest]:
 
 def _ref(kind: str, name: str) -> Manifest:
     return {"apiGroup": GROUP, "kind": kind, "name": name}
-
-
-def _namespace(name: str) -> Manifest:
-    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": dict(MANAGED_BY)}}

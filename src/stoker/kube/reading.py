@@ -27,9 +27,15 @@ def condition(one: Manifest, kind: str) -> Manifest:
     return found[0] if found else {}
 
 
+def conditions(one: Manifest) -> frozenset[str]:
+    """Give the conditions of an object that hold."""
+    told = (one.get("status") or {}).get("conditions") or ()
+    return frozenset(str(each["type"]) for each in told if each.get("status") == "True")
+
+
 def holds(one: Manifest, kind: str) -> bool:
     """Whether an object has a condition, and it is true."""
-    return bool(condition(one, kind).get("status") == "True")
+    return kind in conditions(one)
 
 
 # --- Events

@@ -27,7 +27,8 @@ from stoker.jobs.status import STOPPED, Attempt, JobState, JobStatus
 from stoker.jobs.topology import Slot, slots_of
 from stoker.kube.client import SILENCE_S, Cluster
 from stoker.kube.config import parts_of
-from stoker.kube.objects import CONTAINER, RUN, Manifest, conditions
+from stoker.kube.objects import CONTAINER, RUN, Manifest
+from stoker.kube.reading import conditions
 from stoker.launchers.causes import Cause, cause
 from stoker.launchers.kubernetes.judge import Seen, Verdict, at, gave_up, judge, newest, seen, slot_states
 from stoker.launchers.kubernetes.manifests import leading

@@ -10,8 +10,9 @@ from typing import NamedTuple
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, SlotStatus, signal_of
 from stoker.jobs.topology import Slot, lead_slots, slots_of
-from stoker.kube.objects import INDEX, ROLE, Manifest, conditions
+from stoker.kube.objects import INDEX, ROLE, Manifest
 from stoker.kube.pods import ended, slot_of, why_pending
+from stoker.kube.reading import condition, conditions
 from stoker.launchers.kubernetes.manifests import ONLOOKERS, attempt_of
 
 _REASONS = {
@@ -174,8 +175,7 @@ def _is(one: Manifest, *types: str) -> bool:
 
 
 def _why_failed(one: Manifest) -> str:
-    told = (one.get("status") or {}).get("conditions") or ()
-    found: Manifest = next((each for each in told if each["type"] == "Failed" and each["status"] == "True"), {})
+    found = condition(one, "Failed")
     reason = found.get("reason", "")
     return str(_REASONS.get(reason, found.get("message") or reason))
 

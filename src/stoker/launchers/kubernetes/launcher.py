@@ -35,8 +35,9 @@ from stoker.jobs.topology import Slot
 from stoker.kube.claims import check_mountable
 from stoker.kube.client import Cluster
 from stoker.kube.config import Place, load, parts_of
-from stoker.kube.objects import INDEX, JOB, MANAGED_BY, QUEUE, ROLE, RUN, Manifest, conditions, merged, owned, via_url
+from stoker.kube.objects import INDEX, JOB, MANAGED_BY, QUEUE, ROLE, RUN, Manifest, merged, owned, via_url
 from stoker.kube.rbac import parts, rbac
+from stoker.kube.reading import conditions
 from stoker.launchers.kubernetes.follower import STOPPING
 from stoker.launchers.kubernetes.judge import at
 from stoker.launchers.kubernetes.manifests import (
