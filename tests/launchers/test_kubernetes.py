@@ -286,6 +286,15 @@ def test_a_queue_lets_it_go_itself() -> None:
     assert ("patch", "Job") not in asked(workers=2, kubernetes={"queue": "gpus"})
 
 
+def test_a_context_with_a_slash_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "arn:aws:eks:eu-west-1:1:cluster/prod"
+    config = {"contexts": [{"name": name, "context": {"cluster": "c", "user": "u"}}], "clusters": [], "users": []}
+    (tmp_path / "config").write_text(yaml.safe_dump(config))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    render = {place: LAUNCHERS.get("k8s")(place).render(torchrun(image="x")) for place in (name, f"{name}/ml")}
+    assert [(plan.context, plan.namespace) for plan in render.values()] == [(name, None), (name, "ml")]
+
+
 # --- Logs
 
 

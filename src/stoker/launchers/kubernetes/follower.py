@@ -228,12 +228,11 @@ class Follower:
                 self._listen(one, found)
             if one.uid in self._streams:
                 self._streams[one.uid].is_over = one.is_over or one.uid not in there
-        leads = sorted(self._objects[self.kind], key=lambda one: bool(one["metadata"].get("ownerReferences")))
+        leads = _lead_first(self._objects[self.kind])
         self._was_there = self._was_there or bool(leads)
         if leads and not self._before.began:
             self._status = msgspec.structs.replace(self._status, began=at(leads[0]["metadata"]["creationTimestamp"]))
-        is_asked_for = (self.run.folder / STOPPING).exists()
-        if not self._was_there and not is_asked_for:
+        if not self._was_there and not self._is_stopping:
             self._end(JobState.LOST, "it is gone from the cluster: its ttl has passed, or someone has deleted it")
             return
         verdict = judge(self.job, leads, found, self._events(found))
@@ -241,6 +240,10 @@ class Follower:
             self._finish(verdict, found)
         else:
             self._tell_of(verdict, found)
+
+    @property
+    def _is_stopping(self) -> bool:
+        return (self.run.folder / STOPPING).exists()
 
     def _seen(self) -> list[Seen]:
         """Give all pods that there were, each with the attempt by which its log is kept."""
@@ -280,7 +283,7 @@ class Follower:
 
     def _explain(self, one: Seen, found: Sequence[Seen], path: Path) -> None:
         """Begin the log of a new attempt with the reason for it."""
-        self._hear_out([other for other in found if other.attempt < one.attempt])
+        self._hear_out([other for other in found if other.attempt < one.attempt and other.is_over])
         failed = self._causes(found, one.attempt - 1)
         moved = [other for other in found if other.attempt == one.attempt - 1 and other.was_moved]
         why = failed[0].sentence if failed else _moved(moved[0]) if moved else "it was started again"
@@ -289,13 +292,13 @@ class Follower:
 
     def _finish(self, verdict: Verdict, found: Sequence[Seen]) -> None:
         """End what would go on without the lead, hear all out, and tell how it ended."""
-        state = JobState.STOPPED if (self.run.folder / STOPPING).exists() else verdict.state
+        state = JobState.STOPPED if self._is_stopping else verdict.state
         if state is not JobState.STOPPED:
             self._end_others()
         found = self._last(found)
         self._hear_out(found)
         attempts = self._attempts(found, over=True)
-        message = STOPPED if (self.run.folder / STOPPING).exists() else verdict.why
+        message = STOPPED if self._is_stopping else verdict.why
         if state is JobState.FAILED:
             failed = self._causes(found, max((one.attempt for one in found), default=0)) or self._causes(found, None)
             if failed:
@@ -453,7 +456,7 @@ def main() -> None:
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with watching(run):
-        if run.read_status().state.is_final and "--again" not in sys.argv:
+        if run.read_status().state.is_final:
             return  # another one has seen to it, while we were waiting
         place, _ = parts_of(run.handle)
         with Cluster.at(place) as cluster:

@@ -34,7 +34,7 @@ from stoker.jobs.status import STOPPED, JobState, JobStatus
 from stoker.jobs.topology import Slot
 from stoker.kube.claims import check_mountable
 from stoker.kube.client import Cluster
-from stoker.kube.config import Place, load, parts_of
+from stoker.kube.config import Place, load, parts_of, settled
 from stoker.kube.objects import INDEX, JOB, MANAGED_BY, QUEUE, ROLE, RUN, Manifest, merged, owned, via_url
 from stoker.kube.rbac import parts, rbac
 from stoker.kube.reading import conditions
@@ -76,7 +76,7 @@ class KubernetesLauncher:
     )
 
     def __init__(self, place: str | None = None) -> None:
-        self._place = Place.parse(place)
+        self._place = settled(Place.parse(place))
 
     def anchored(self, job: Job) -> Job:
         """Name the namespace, where the place does; paths are those of the image already."""
