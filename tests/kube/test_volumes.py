@@ -457,7 +457,7 @@ def test_nothing_is_deleted_under_a_pod() -> None:
 
 
 def test_a_pod_that_has_ended_holds_a_claim_until_it_is_forgotten() -> None:
-    with pytest.raises(ConflictError, match=r"held by pod p, which has ended.*kubectl delete pod p"):
+    with pytest.raises(ConflictError, match=r"held by pod p, which has ended.*kubectl -n \S+ delete pod p"):
         removal("data", "ns", claim(), [], [pod("p", "data", "Succeeded")])
 
 

@@ -235,7 +235,7 @@ def _free(ports: Sequence[Port]) -> list[Port]:
     numbers = [one.here for one in found]
     faults += [f"port {number} is given twice" for number in dict.fromkeys(numbers) if numbers.count(number) > 1]
     if faults:
-        hint = f"give another number, like {ports[0].there}:{ports[0].there + 10000 if ports[0].there < 50000 else 0}"
+        hint = f"give another number, or {ports[0].there}:0 for any that is free"
         raise ConflictError("; ".join(faults), hint=hint)
     return found
 

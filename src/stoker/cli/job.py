@@ -188,6 +188,8 @@ def _list_there(on: str, limit: int, as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
+    if not rows:
+        remark(f"There are no runs in {on}; k8s://context/namespace names another place")
     print_table(
         ("run", "state", "started", "took", "pods"),
         [

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from stoker.core.units import format_bytes
 from stoker.errors import AccessError, ConflictError, Fault, InputError, NotFoundError, SpecError, UnavailableError
 from stoker.kube.claims import (
     CLAIM,
@@ -114,8 +115,9 @@ def _faults(wish: Wish) -> Iterator[Fault]:
         yield Fault("--host-path", "goes without --pv")
     if wish.size is None and not wish.volumes:
         yield Fault("--size", "is missing; say how large it is to be, like --size 10Gi")
-    if wish.size is not None and wish.size <= 0:
-        yield Fault("--size", "must be more than nothing")
+    if wish.size is not None and wish.size < 2**20:
+        what = f"is {format_bytes(wish.size)}, too little to be meant: write its unit, for example 10Gi"
+        yield Fault("--size", what)
     if wish.access is not None and wish.access not in ACCESS:
         yield Fault("--access", f"expected {', '.join(ACCESS)}, got {wish.access!r}")
     if wish.host_path is not None:
@@ -470,7 +472,7 @@ def removal(
         raise ConflictError(f"volume {name} is mounted by {names_of(holders)}", hint=release(holders))
     if over := mounters(seen, name, ended=True):
         # Kubernetes keeps a claim for as long as there is any pod that names it.
-        hint = f"delete them, with their logs: kubectl delete pod {' '.join(one.pod for one in over)}"
+        hint = f"delete them, with their logs: kubectl -n {namespace} delete pod {' '.join(one.pod for one in over)}"
         raise ConflictError(f"volume {name} is held by {names_of(over)}, which has ended but is still there", hint=hint)
     own = [
         volume

@@ -414,7 +414,7 @@ def _of_refusal(name: str, error: StokerError) -> Check:
     if isinstance(error, FullError):
         return Check("quota", False, error.what, error.hint or "", code=DOWN)
     if isinstance(error, ConflictError):
-        fix = "stop it (stoker job stop), wait for its end, or name this job otherwise"
+        fix = "a job that is over makes room; else stop it (stoker job stop), or name this job otherwise"
         return Check("admission", None, f"{name} is there already", fix)
     if found := _VIOLATES.search(error.what):
         fix = f"set kubernetes.user, to 1000 for example; or have the namespace allow more (its label {_PSA})"
