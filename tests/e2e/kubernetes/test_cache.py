@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pods import keys
 
 from stoker.errors import UnavailableError
 from stoker.kube.client import Cluster, Done
@@ -267,3 +268,41 @@ def test_says_why_it_is_not_ready(cluster: Cluster, tmp_path: Path, capfd: pytes
     assert "a cache's claims cannot be changed" in refusal("--size", "1Gi", "--image", BUSYBOX, "--class", "another")
     assert stoker("data", "cache", "--on", on(cluster), "--stop") == 0
     assert eventually(lambda: not cluster.every("PersistentVolumeClaim", OURS), 30)
+
+
+READS = """
+import os
+import stoker
+from stoker.storage.via import through
+train = through(os.environ["STOKER_DATA_TRAIN"], os.environ["STOKER_DATA_VIA"])
+loader = stoker.Loader(train, global_batch=5, size=32, seat=(0, 1))
+print("samples", sum(len(batch.labels) for batch in loader), os.environ["STOKER_DATA_VIA"])
+"""
+
+
+@pytest.mark.usefixtures("origin")
+def test_a_job_reads_through_it(
+    cluster: Cluster,
+    patch: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
+    monkeypatch.chdir(tmp_path)
+    assert deployed(cluster, patch) == 0, capfd.readouterr().err
+    (tmp_path / "reads.py").write_text(READS)
+    job = {
+        "name": "reads",
+        "topology": "single",
+        "program": {"script": "reads.py"},
+        "data": {"train": f"{ORIGIN}/train", "via": "cluster"},
+        "profile": {"every": 0},
+        "retries": 0,
+        **keys(cluster.namespace),
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    assert stoker("job", "run", "job.yaml", "--on", on(cluster)) == 0, capfd.readouterr().err
+    assert f"samples 60 {via_url(cluster.namespace)}" in capfd.readouterr().out
+    (one,) = told(capfd, cluster)["pods"]
+    assert one["log"]["origin_bytes"] > 0
