@@ -159,8 +159,7 @@ def _last_line(cluster: Cluster, pod: Manifest) -> str:
     totals: Counter[str] = Counter()
     last = ""
     with suppress(StokerError):
-        for stamped in cluster.log(pod["metadata"]["name"], CONTAINER, follow=False):
-            line = stamped.partition(b" ")[2]
+        for line in _lines(cluster, pod):
             before = sum(totals.values())
             count(line, totals)
             if sum(totals.values()) == before and line.strip():
@@ -231,11 +230,17 @@ def _pod_state(cluster: Cluster, pod: Manifest, events: Sequence[Manifest]) -> P
     )
 
 
+def _lines(cluster: Cluster, pod: Manifest, *, follow: bool = False) -> Iterator[bytes]:
+    """Give the lines of a pod's log, without their times and ends."""
+    for stamped in cluster.log(pod["metadata"]["name"], CONTAINER, follow=follow):
+        yield stamped.rstrip(b"\n").partition(b" ")[2]
+
+
 def _counts(cluster: Cluster, pod: Manifest) -> dict[str, int]:
     totals: Counter[str] = Counter()
     with suppress(StokerError):
-        for stamped in cluster.log(pod["metadata"]["name"], CONTAINER, follow=False):
-            count(stamped.partition(b" ")[2], totals)
+        for line in _lines(cluster, pod):
+            count(line, totals)
     return {name: totals[name] for name in COUNTS}
 
 
@@ -391,8 +396,8 @@ def _words(cluster: Cluster, pod: Manifest) -> Iterator[tuple[str, int, str]]:
         return
     follow = pod["status"].get("phase") == "Running"
     with suppress(NotFoundError):  # it was deleted since it was listed, with its node for example
-        for stamped in cluster.log(pod["metadata"]["name"], CONTAINER, follow=follow):
-            word, number, text = [*stamped.decode(errors="replace").rstrip("\n").split(" ", 3)[1:], "", "", ""][:3]
+        for line in _lines(cluster, pod, follow=follow):
+            word, number, text = [*line.decode(errors="replace").split(" ", 2), "", ""][:3]
             if word in ("read", "failed") and number.isdecimal():
                 yield word, int(number), text
 
