@@ -227,6 +227,13 @@ def test_what_was_taken_back_meanwhile_is_no_longer_wanted(here: Path) -> None:
     assert {ask: asks.is_wanted("worker/1", ask) for ask in ("a", "b")} == {"a": False, "b": True}
 
 
+def test_an_ask_that_is_being_written_is_none_yet(here: Path) -> None:
+    asks = Asks(Run(here), 0)
+    Desk(asks, ["worker/1"]).take({"id": "a", "slot": "worker/1", "command": "true"})
+    (asks.of("worker/1") / ".b.json").touch()
+    assert asks.unanswered("worker/1") == ["a"]
+
+
 def test_an_ask_that_is_gone_before_it_is_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "slot/asks").mkdir(parents=True)
     (here / "slot/asks/a.json").write_text("{}")

@@ -193,10 +193,8 @@ class Resources(_Section, frozen=True, kw_only=True):
     gpu_type: Annotated[Some | None, _says("Which accelerator, by the name its cloud gives it.")] = None
 
     def faults(self) -> Iterator[Fault]:
-        """Refuse a size that lacks its unit, and a kind of nothing."""
+        """Refuse a size that lacks its unit."""
         yield from _tiny("memory", self.memory)
-        if self.gpu_type is not None and not self.gpu:
-            yield Fault("gpu", f"missing: gpu_type names {self.gpu_type}, and nothing says how many")
 
 
 class RoleSpec(_Section, frozen=True, kw_only=True):

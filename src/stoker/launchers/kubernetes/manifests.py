@@ -172,6 +172,8 @@ def faults(job: Job) -> Iterator[Fault]:
     longest = max((host(job, slot.role, slot.index).partition(".")[0] for slot in slots), key=len)
     if len(longest) > NAME_MAX:
         yield Fault("name", f"is too long: {longest} would have {len(longest)} letters, and {NAME_MAX} can be")
+    if job.resources.gpu_type is not None and not job.resources.gpu:
+        yield Fault("resources.gpu", f"missing: gpu_type names {job.resources.gpu_type}, and nothing says how many")
     if job.workers == "all":
         yield Fault("workers", "a cluster may grow, so that `all` says no number: give one")
     looking = [role.name for role in topology_of(job).roles(job) if role.name in ONLOOKERS]

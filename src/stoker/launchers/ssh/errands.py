@@ -64,7 +64,10 @@ class Asks:
 
     def unanswered(self, name: str) -> list[str]:
         """List what is asked of a slot and not answered yet."""
-        return [path.stem for path in self.of(name).glob("*.json") if not path.with_suffix(".exit").exists()]
+        found = (
+            path for path in self.of(name).glob("*.json") if not path.name.startswith(".")
+        )  # which is being written
+        return [path.stem for path in found if not path.with_suffix(".exit").exists()]
 
     def write(self, name: str, file: str, data: bytes) -> None:
         """Write a file at once."""
