@@ -1,4 +1,4 @@
-/* libFuzzer's entry point: the first 8 bytes choose crop, side and filter, the rest is the JPEG. With -DREPLAY a main()
+/* libFuzzer's entry point: the first bytes choose crop, side and filter, the rest is the JPEG. With -DREPLAY a main()
    that runs the files it is given, for valgrind and for compilers without libFuzzer. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,7 +8,8 @@
 
 #define CHOICES 7
 
-/* Decode the same twice: by a decoder that saw other images before, and by a new one without SIMD. */
+/* Decode the same by a decoder that saw other images before, by a new one, and by libjpeg and portable code alone. The
+   first two must agree, what libjpeg calls damaged must not pass, and what both pass must be the same bytes. */
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static crop_decoder *old;
     if (size < CHOICES) return 0;
@@ -26,14 +27,20 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
     int side = 1 + (data[5] | (data[6] & 1) << 8);
     size_t bytes = (size_t)side * (size_t)side * 3;
-    uint8_t *out = malloc(2 * bytes);
-    crop_decoder *fresh = crop_new(0);
+    uint8_t *out = malloc(3 * bytes);
+    crop_decoder *fresh = crop_new(1), *plain = crop_new(0);
     if (!old) old = crop_new(1);
-    if (!out || !fresh || !old) abort();
-    enum crop_status one = crop_fill(old, jpeg, size, &box, data[4] & 1, data[4] & 2, side, out);
-    enum crop_status two = crop_fill(fresh, jpeg, size, &box, data[4] & 1, data[4] & 2, side, out + bytes);
-    if (one != two || (one == CROP_OK && memcmp(out, out + bytes, bytes))) abort();
+    if (!out || !fresh || !plain || !old) abort();
+    crop_decoder *decoders[] = {old, fresh, plain};
+    enum crop_status found_by[3];
+    for (int i = 0; i < 3; i++)
+        found_by[i] = crop_fill(decoders[i], jpeg, size, &box, data[4] & 1, data[4] & 2, side, out + (size_t)i * bytes);
+    if (found_by[0] != found_by[1]) abort();
+    if (found_by[0] == CROP_OK && memcmp(out, out + bytes, bytes)) abort();
+    if (found_by[0] == CROP_OK && found_by[2] == CROP_DAMAGED) abort();
+    if (found_by[0] == CROP_OK && found_by[2] == CROP_OK && memcmp(out, out + 2 * bytes, bytes)) abort();
     crop_free(fresh);
+    crop_free(plain);
     free(out);
     return 0;
 }

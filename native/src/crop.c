@@ -9,12 +9,12 @@
 #include <jerror.h>
 #include <jpeglib.h>
 
+#include "baseline.h"
 #include "resize.h"
 
 #define GAP 2.0 /* libjpeg itself shrinks what would be shrunk further by this factor or more, as in decode.py */
 #define MAX_PIXELS 178956970.0
 #define MAX_BUFFER ((size_t)64 << 20) /* what needs more is left to the general decoder */
-#define KEPT_BUFFER ((size_t)16 << 20)
 #define MAX_TAPS 512 /* beyond, weights of 14 bits are too coarse */
 #define ROWS_AT_ONCE 8
 
@@ -31,6 +31,7 @@ struct crop_decoder {
     jmp_buf failed;
     enum crop_status why;
     int simd;
+    baseline_decoder *baseline; /* NULL where libjpeg decodes all */
     struct resize_axis x, y;
     struct resize_memory pixels, middle, line; /* kept from image to image: none of ours is allocated for each */
 };
@@ -53,6 +54,10 @@ crop_decoder *crop_new(int simd) {
     crop_decoder *decoder = calloc(1, sizeof *decoder);
     if (!decoder) return NULL;
     decoder->simd = simd && resize_has_simd();
+    if (decoder->simd && baseline_runs_here() && !(decoder->baseline = baseline_new())) {
+        free(decoder);
+        return NULL;
+    }
     decoder->jpeg.err = jpeg_std_error(&decoder->errors);
     decoder->errors.error_exit = on_error;
     decoder->errors.emit_message = on_message;
@@ -63,6 +68,7 @@ crop_decoder *crop_new(int simd) {
 
 void crop_free(crop_decoder *decoder) {
     if (!decoder) return;
+    baseline_free(decoder->baseline);
     resize_axis_free(&decoder->x);
     resize_axis_free(&decoder->y);
     resize_free(&decoder->pixels);
@@ -140,6 +146,61 @@ static int plan_axes(crop_decoder *decoder, const struct crop_box *box, int flip
            resize_axis_linear(&decoder->y, side, top, high, antialias, 0);
 }
 
+/* Pixels that were decoded, from the first that is sampled on. */
+struct decoded {
+    uint8_t *pixels;
+    size_t stride;
+};
+
+/* Room for rows of pixels and for one more, because what fills or reads a row may go on a little behind it. */
+static enum crop_status make_room(crop_decoder *decoder, size_t columns, size_t rows, struct decoded *found) {
+    found->stride = columns * 3 + RESIZE_OVERREAD;
+    if (found->stride > MAX_BUFFER / (rows + 1)) return CROP_UNSUPPORTED;
+    found->pixels = resize_room(&decoder->pixels, found->stride * (rows + 1));
+    return found->pixels ? CROP_OK : CROP_NO_MEMORY;
+}
+
+/* Decode the planned part ourselves; CROP_UNSUPPORTED leaves it to libjpeg. */
+static enum crop_status decode_baseline(crop_decoder *decoder, size_t columns, size_t rows, struct decoded *found) {
+    const struct resize_axis *x = &decoder->x, *y = &decoder->y;
+    struct baseline_part part = {x->low, y->low, x->high, y->high};
+    enum crop_status status = make_room(decoder, columns, rows, found);
+    if (status != CROP_OK) return status;
+    return baseline_decode(decoder->baseline, &decoder->jpeg, &part, found->pixels, found->stride);
+}
+
+/* Let libjpeg decode the planned part. */
+static enum crop_status decode_libjpeg(crop_decoder *decoder, size_t columns, size_t rows, struct decoded *found) {
+    struct jpeg_decompress_struct *jpeg = &decoder->jpeg;
+    const struct resize_axis *x = &decoder->x, *y = &decoder->y;
+    /* Colours at half the resolution are spread to their neighbours: those are decoded too, so that the crop's edges
+       are as they are in the whole image. Blocks are asked for whole: libjpeg's SIMD would go on into what it never
+       wrote, without harm, but valgrind would tell. */
+    int beside = jpeg->max_h_samp_factor > 1 ? 2 : 0, above = jpeg->max_v_samp_factor > 1 ? 2 : 0;
+    jpeg_start_decompress(jpeg);
+    JDIMENSION block = (JDIMENSION)(jpeg->max_h_samp_factor * jpeg->BLOCK_SIDE);
+    JDIMENSION left = (JDIMENSION)(x->low > beside ? x->low - beside : 0);
+    JDIMENSION end = ((JDIMENSION)(x->high + beside) + block - 1) / block * block;
+    JDIMENSION wide = (end < jpeg->output_width ? end : jpeg->output_width) - left;
+    jpeg_crop_scanline(jpeg, &left, &wide);
+
+    size_t before = (size_t)(x->low - (int)left);
+    enum crop_status status = make_room(decoder, before + columns > wide ? before + columns : wide, rows, found);
+    if (status != CROP_OK) return status;
+    JDIMENSION top = (JDIMENSION)(y->low > above ? y->low - above : 0);
+    if (top && jpeg_skip_scanlines(jpeg, top) != top) return CROP_DAMAGED;
+
+    JSAMPROW pointers[ROWS_AT_ONCE];
+    while ((int)jpeg->output_scanline < y->high) {
+        int at = (int)jpeg->output_scanline, count = 0;
+        for (; count < ROWS_AT_ONCE && at + count < y->high; count++) /* those above the crop into its first row */
+            pointers[count] = found->pixels + (at + count < y->low ? 0 : (size_t)(at + count - y->low)) * found->stride;
+        if (!jpeg_read_scanlines(jpeg, pointers, (JDIMENSION)count)) return CROP_DAMAGED;
+    }
+    found->pixels += before * 3;
+    return CROP_OK;
+}
+
 /* Decode the planned part and resize it. libjpeg's errors leave this function by longjmp: it owns nothing. */
 static enum crop_status decode(crop_decoder *decoder, const uint8_t *data, size_t size, const struct crop_box *wanted,
                                int flip, int antialias, int side, uint8_t *out) {
@@ -167,40 +228,19 @@ static enum crop_status decode(crop_decoder *decoder, const uint8_t *data, size_
     struct resize_axis *x = &decoder->x, *y = &decoder->y;
     if (x->taps > MAX_TAPS || y->taps > MAX_TAPS) return CROP_UNSUPPORTED;
 
-    /* Colours at half the resolution are spread to their neighbours: those are decoded too, so that the crop's edges
-       are as they are in the whole image. Blocks are asked for whole: libjpeg's SIMD would go on into what it never
-       wrote, without harm, but valgrind would tell. */
-    int across = jpeg->max_h_samp_factor > 1 ? 2 : 0, above = jpeg->max_v_samp_factor > 1 ? 2 : 0;
-    jpeg_start_decompress(jpeg);
-    JDIMENSION block = (JDIMENSION)(jpeg->max_h_samp_factor * jpeg->BLOCK_SIDE);
-    JDIMENSION left = (JDIMENSION)(x->low > across ? x->low - across : 0);
-    JDIMENSION end = ((JDIMENSION)(x->high + across) + block - 1) / block * block;
-    JDIMENSION columns = (end < jpeg->output_width ? end : jpeg->output_width) - left;
-    jpeg_crop_scanline(jpeg, &left, &columns);
-
     /* Columns and rows that are sampled; what no pixel was decoded for is read with a weight of nothing. */
-    size_t before = (size_t)(x->low - (int)left);
-    size_t across_span = (size_t)(x->high - x->low), rows = (size_t)(y->high - y->low);
-    if (across_span < (size_t)x->taps) across_span = (size_t)x->taps;
+    size_t columns = (size_t)(x->high - x->low), rows = (size_t)(y->high - y->low);
+    if (columns < (size_t)x->taps) columns = (size_t)x->taps;
     if (rows < (size_t)y->taps) rows = (size_t)y->taps;
-    size_t span = before + across_span > columns ? before + across_span : columns;
-    size_t stride = span * 3 + RESIZE_OVERREAD;
-    if (stride > MAX_BUFFER / (rows + 1)) return CROP_UNSUPPORTED;
-    uint8_t *pixels = resize_room(&decoder->pixels, stride * (rows + 1));
-    int16_t *middle = resize_room(&decoder->middle, across_span * 3 * sizeof *middle + 2 * RESIZE_OVERREAD);
+    struct decoded found;
+    enum crop_status status = CROP_UNSUPPORTED;
+    if (decoder->baseline && eighths == 8) status = decode_baseline(decoder, columns, rows, &found);
+    if (status == CROP_UNSUPPORTED) status = decode_libjpeg(decoder, columns, rows, &found);
+    if (status != CROP_OK) return status;
+    int16_t *middle = resize_room(&decoder->middle, columns * 3 * sizeof *middle + 2 * RESIZE_OVERREAD);
     uint8_t *line = resize_room(&decoder->line, (size_t)side * 3 + RESIZE_OVERREAD);
-    if (!pixels || !middle || !line) return CROP_NO_MEMORY;
-    JDIMENSION top = (JDIMENSION)(y->low > above ? y->low - above : 0);
-    if (top && jpeg_skip_scanlines(jpeg, top) != top) return CROP_DAMAGED;
-
-    JSAMPROW pointers[ROWS_AT_ONCE];
-    while ((int)jpeg->output_scanline < y->high) {
-        int at = (int)jpeg->output_scanline, count = 0;
-        for (; count < ROWS_AT_ONCE && at + count < y->high; count++) /* those above the crop into its first row */
-            pointers[count] = pixels + (at + count < y->low ? 0 : (size_t)(at + count - y->low)) * stride;
-        if (!jpeg_read_scanlines(jpeg, pointers, (JDIMENSION)count)) return CROP_DAMAGED;
-    }
-    resize_rgb(x, y, pixels + before * 3, stride, (int)across_span, side, middle, line, out, decoder->simd);
+    if (!middle || !line) return CROP_NO_MEMORY;
+    resize_rgb(x, y, found.pixels, found.stride, (int)columns, side, middle, line, out, decoder->simd);
     return CROP_OK;
 }
 
@@ -216,6 +256,6 @@ enum crop_status crop_fill(crop_decoder *decoder, const uint8_t *data, size_t si
         status = decode(decoder, data, size, box, flip, antialias, side, out);
     }
     jpeg_destroy_decompress(&decoder->jpeg);
-    if (decoder->pixels.bytes > KEPT_BUFFER) resize_free(&decoder->pixels);
+    resize_trim(&decoder->pixels);
     return status;
 }

@@ -20,7 +20,7 @@ struct crop_look {
 
 typedef struct crop_decoder crop_decoder;
 
-/* One for each thread. Without `simd` the portable code is used, which gives the same bytes. */
+/* One for each thread. Without `simd` libjpeg and portable code do it all, and give the same bytes. */
 crop_decoder *crop_new(int simd);
 void crop_free(crop_decoder *decoder);
 

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define KEPT_BYTES ((size_t)16 << 20)
 #define WEIGHT_BITS 14
 #define ONE (1 << WEIGHT_BITS)
 #define MIDDLE_BITS 6 /* below the point, between the two directions: 255 * 2^6 fits 16 bits */
@@ -23,6 +24,10 @@ void resize_free(struct resize_memory *memory) {
     free(memory->start);
     memory->start = NULL;
     memory->bytes = 0;
+}
+
+void resize_trim(struct resize_memory *memory) {
+    if (memory->bytes > KEPT_BYTES) resize_free(memory);
 }
 
 static int axis_room(struct resize_axis *axis, int side, int taps) {

@@ -17,6 +17,9 @@ struct resize_memory {
 void *resize_room(struct resize_memory *memory, size_t bytes);
 void resize_free(struct resize_memory *memory);
 
+/* Give back what is too much to be kept for the next image. */
+void resize_trim(struct resize_memory *memory);
+
 /* One axis: output i is the sum of weights[i * taps + k] / 2^14 times input first[i] + k, for `taps` (even) inputs.
    Inputs are counted from `low`; there must be `high - low` of them, and at least `taps`, to be read. */
 struct resize_axis {

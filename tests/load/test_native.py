@@ -77,14 +77,18 @@ def decibels(one: Pixels, other: Pixels) -> float:
     return 99.0 if error == 0 else float(10 * np.log10(255**2 / error))
 
 
+def sample_images() -> list[bytes]:
+    if not SAMPLE.exists():
+        pytest.skip(f"{SAMPLE.name} does not lie beside the project")
+    with tarfile.open(SAMPLE) as tar:
+        return [file.read() for member in tar if (file := tar.extractfile(member))]
+
+
 @needs_native
 @pytest.mark.parametrize("antialias", [True, False])
 @pytest.mark.parametrize("transform", ["imagenet-train", "imagenet-val", "small-train", "whole"])
 def test_real_images_come_out_as_they_do_by_the_general_decoder(transform: str, antialias: bool) -> None:
-    if not SAMPLE.exists():
-        pytest.skip(f"{SAMPLE.name} does not lie beside the project")
-    with tarfile.open(SAMPLE) as tar:
-        images = [file.read() for member in tar if (file := tar.extractfile(member))]
+    images = sample_images()
     numbers = draws(3, 1, np.arange(len(images), dtype=np.int64)).tolist()
     found = []
     for data, drawn in zip(images, numbers, strict=True):
@@ -113,10 +117,10 @@ def encoded(image: Image.Image, colours: str) -> bytes:
     return data
 
 
-def jpeg_of(kind: str, image: Image.Image) -> bytes:
+def jpeg_of(kind: str, image: Image.Image, **options: object) -> bytes:
     if kind == "grey":
-        return saved(image.convert("L"))
-    return encoded(image, "440") if kind == "4:4:0" else saved(image, **KINDS[kind])
+        return saved(image.convert("L"), **options)
+    return encoded(image, "440") if kind == "4:4:0" else saved(image, **KINDS[kind], **options)
 
 
 @needs_native
@@ -145,18 +149,89 @@ def test_a_large_jpeg_that_libjpeg_itself_shrinks(size: int, antialias: bool) ->
         assert decibels(general, natively) >= 45, crop
 
 
-@needs_native
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 90), st.integers(1, 90), st.integers(1, 67), st.booleans(), st.randoms(use_true_random=False))
-def test_simd_and_portable_code_give_the_same_bytes(width, height, size, antialias, random) -> None:  # type: ignore[no-untyped-def]
-    data = saved(picture(width, height))
-    crop, flip = random_resized_crop(width, height, [random.random() for _ in range(23)])
-    for one in (crop, CenterCrop(size)(width, height, [])[0]):
-        rows = [np.empty((1, size, size, 3), dtype=np.uint8) for _ in range(2)]
-        for simd in (True, False):
-            task = Task(0, data, Header(width, height, 1), one, flip)
-            assert NativeDecoder(antialias=antialias, simd=simd).fill([task], rows[simd]) == []
+def by_libjpeg_too(task: Task, size: int, antialias: bool) -> tuple[bool, bool]:
+    """Whether our own decoding, and libjpeg's, take an image; if both do, the same bytes come out."""
+    rows = [np.zeros((1, size, size, 3), dtype=np.uint8) for _ in range(2)]
+    left = [NativeDecoder(antialias=antialias, simd=simd).fill([task], rows[simd]) for simd in (True, False)]
+    if left == [[], []]:
         assert np.array_equal(*rows)
+    return not left[0], not left[1]
+
+
+@needs_native
+@pytest.mark.parametrize("kind", [*KINDS, "grey", "4:4:0"])
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_our_own_decoding_gives_the_same_bytes_as_libjpegs(kind: str, data: st.DataObject) -> None:
+    width, height, size = (data.draw(st.integers(1, most)) for most in (150, 150, 67))
+    quality, optimize = data.draw(st.sampled_from([1, 40, 90, 100])), data.draw(st.booleans())
+    jpeg = jpeg_of(kind, picture(width, height), quality=quality, optimize=optimize)
+    numbers = data.draw(st.lists(st.floats(0, 1, exclude_max=True), min_size=23, max_size=23))
+    crop, flip = random_resized_crop(width, height, numbers)
+    antialias = data.draw(st.booleans())
+    for one in (crop, CenterCrop(size)(width, height, [])[0]):
+        assert by_libjpeg_too(Task(0, jpeg, Header(width, height, 1), one, flip), size, antialias) == (True, True)
+
+
+@needs_native
+def test_real_images_come_out_as_they_do_by_libjpeg() -> None:
+    for number, data in enumerate(sample_images()):
+        header = Decoder().look(data)
+        crop, flip = random_resized_crop(header.width, header.height, draws(5, number, np.arange(1)).tolist()[0])
+        if header.turn == 1:
+            assert by_libjpeg_too(Task(0, data, header, crop, flip), 224, bool(number % 2)) == (True, True)
+
+
+def edited(marker: int, at: int, *values: int) -> bytes:
+    """A JPEG with restarts, of which some bytes behind a marker and its length are others."""
+    data = bytearray(saved(picture(60, 50), restart_marker_rows=1))
+    start = data.index(bytes([0xFF, marker])) + 4 + at
+    data[start : start + len(values)] = bytes(values)
+    return bytes(data)
+
+
+def with_restarts() -> bytes:
+    return saved(picture(60, 50), restart_marker_rows=1)
+
+
+SCANS = {
+    "colours coded in another order": edited(0xDA, 1, 1, 0x00, 3, 0x11, 2, 0x11),
+    "a DC table that is none": edited(0xDA, 2, 0x50),
+    "an AC table that is none": edited(0xDA, 2, 0x0F),
+    "an AC table that is not there": edited(0xDA, 2, 0x03),
+    "a quantisation table that is none": edited(0xC0, 8, 9),
+    "a part of the coefficients": edited(0xDA, 8, 62),
+    "only the upper bits": edited(0xDA, 9, 1),
+    "too many codes of a length": edited(0xC4, 1, 3),
+    "a code of ones": edited(0xC4, 1, 2),
+    "restarts out of order": with_restarts().replace(b"\xff\xd1", b"\xff\xd3"),
+    "a restart that is not there": with_restarts().replace(b"\xff\xd1", b""),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("kind", SCANS)
+def test_a_scan_that_libjpeg_refuses_is_refused(kind: str) -> None:
+    task = Task(0, SCANS[kind], Header(60, 50, 1), Crop(0, 0, 60, 50), False)
+    assert by_libjpeg_too(task, 32, False) == (False, False)
+
+
+def long_run() -> bytes:
+    """Blocks with a DC of nothing and four times sixteen zeros, where there is room for 63."""
+    small = saved(Image.new("L", (60, 50)))
+    bits = 56 * ("00" + 4 * "11111111001")
+    scan = int(bits, 2).to_bytes(len(bits) // 8, "big").replace(b"\xff", b"\xff\0")
+    return small[: small.index(b"\xff\xda") + 10] + scan + b"\xff\xd9"
+
+
+@needs_native
+@pytest.mark.parametrize("data", [long_run(), with_restarts().replace(b"\xff\xd1", b"\0\xff\xd1")])
+def test_damage_that_libjpeg_is_silent_about_is_left_to_the_general_decoder(data: bytes) -> None:
+    """It also shows that our own decoding is at work here, not libjpeg's."""
+    import stoker_native  # type: ignore[import-not-found, unused-ignore]
+
+    task = Task(0, data, Header(60, 50, 1), Crop(0, 0, 60, 50), False)
+    assert by_libjpeg_too(task, 32, False) == (not stoker_native.SIMD, True)
 
 
 def twelve_bits() -> bytes:
@@ -474,7 +549,8 @@ def corpus(folder: Path) -> list[Path]:
     random = np.random.default_rng(7)
     plain = [saved(picture(w, h), **KINDS[kind]) for w, h in ((1, 1), (33, 17), (70, 90)) for kind in KINDS]
     files = []
-    for number, data in enumerate([*plain, saved(picture(50, 40).convert("L")), *ODD.values()]):
+    plain += [jpeg_of(kind, picture(50, 40), quality=20) for kind in ("grey", "4:4:0")]
+    for number, data in enumerate([*plain, *ODD.values(), *SCANS.values(), long_run()]):
         damaged = bytearray(data)
         for at in random.integers(0, len(data), 3) if data else ():
             damaged[at] = random.integers(0, 256)
@@ -492,7 +568,10 @@ def built(folder: Path, compiler: str, *flags: str) -> Path:
     if not Path("/usr/include/jpeglib.h").exists():
         pytest.skip("libjpeg-turbo's headers are not installed")
     program = folder / "entry"
-    sources = [NATIVE / "fuzz" / "fuzz_crop.c", NATIVE / "src" / "crop.c", NATIVE / "src" / "resize.c"]
+    sources = [
+        NATIVE / "fuzz" / "fuzz_crop.c",
+        *(NATIVE / "src" / f"{name}.c" for name in ("crop", "baseline", "resize")),
+    ]
     command = [compiler, "-g", "-O1", *flags, *map(str, sources), "-o", str(program), "-ljpeg", "-lm"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
