@@ -89,6 +89,10 @@ class Standby:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
+ONLOOKERS = ("evaluator", "tensorboard")
+"""Roles that read checkpoints beside the training, and are never waited for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Role:
     """Slots that do the same; the success of a `lead` role ends the job."""
@@ -98,8 +102,11 @@ class Role:
     lead: bool = False
     profiled: bool = True
     """Whether the profiler goes around its slots; else the topology has it elsewhere."""
-    looks_on: bool = False
-    """Whether the job goes on when its slots fail."""
+
+    @property
+    def looks_on(self) -> bool:
+        """Whether the job goes on when its slots fail."""
+        return self.name in ONLOOKERS
 
 
 class Topology(Protocol):

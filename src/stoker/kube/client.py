@@ -19,11 +19,10 @@ from stoker.errors import MissingError, NotFoundError, UnavailableError
 from stoker.kube import commands
 from stoker.kube.answers import told
 from stoker.kube.config import Place, load, proxy_of, settled
+from stoker.kube.objects import Manifest
 
 if TYPE_CHECKING:
     from lightkube.config.kubeconfig import SingleConfig
-
-Manifest = dict[str, Any]
 
 MANAGER = "stoker"
 TIMEOUT_S = 15.0
@@ -66,7 +65,6 @@ KINDS = {
     "Ingress": Kind("networking.k8s.io", "v1", "ingresses"),
     "CustomResourceDefinition": Kind("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False),
     "LocalQueue": Kind("kueue.x-k8s.io", "v1beta2", "localqueues"),
-    "NetworkPolicy": Kind("networking.k8s.io", "v1", "networkpolicies"),
     "PriorityClass": Kind("scheduling.k8s.io", "v1", "priorityclasses", namespaced=False),
     "ClusterRole": Kind("rbac.authorization.k8s.io", "v1", "clusterroles", namespaced=False),
     "ClusterRoleBinding": Kind("rbac.authorization.k8s.io", "v1", "clusterrolebindings", namespaced=False),

@@ -94,6 +94,12 @@ def merged(value: Any, patch: Any) -> Any:
     return {**kept, **{key: merged(base.get(key), inner) for key, inner in patch.items() if inner is not None}}
 
 
+def fits(patch: Mapping[str, Any], one: Manifest) -> bool:
+    """Whether a patch means an object: by its kind and, if it gives one, its name."""
+    name = (patch.get("metadata") or {}).get("name")
+    return patch.get("kind") == one["kind"] and name in (None, one["metadata"]["name"])
+
+
 def _key_of(entries: list[Any]) -> str | None:
     return next((key for key in _KEYS if all(isinstance(one, Mapping) and key in one for one in entries)), None)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from stoker.kube.answers import short_of_quota
 from stoker.kube.objects import CONTAINER, FIRST, INDEX, ROLE, Manifest
 from stoker.kube.reading import OVER, condition, is_ending, newest, own, phase_of
 
@@ -171,11 +172,8 @@ def _why_no_pod(owner: Manifest, events: Sequence[Manifest]) -> str:
 
 def _refused(text: str) -> str:
     """Tell why the API server would not have the pod."""
-    if found := re.search(
-        r"exceeded quota: (?P<name>\S+), requested: (?P<asked>\S+), used: (?P<used>\S+), limited: (?P<limit>\S+)", text
-    ):
-        asked, used, limit = (found[key].rstrip(",") for key in ("asked", "used", "limit"))
-        return f"quota {found['name']} leaves no room: {asked} asked for, {used} used of {limit}"
+    if short := short_of_quota(text):
+        return short
     if found := re.search(r"failed quota: (\S+): must specify (.+)", text):
         return f"quota {found[1]} wants {_sentence(found[2])} to be set for every container: set it in resources"
     if found := re.search(r"no PriorityClass with name (\S+) was found", text):

@@ -16,7 +16,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from stoker.core.units import format_bytes
 from stoker.errors import Fault, InputError, SpecError
@@ -31,6 +30,7 @@ from stoker.kube.objects import (
     ROLE,
     Manifest,
     claim,
+    fits,
     manifest,
     merged,
     safe_container,
@@ -437,15 +437,11 @@ def patched(objects: Sequence[Manifest], patches: Sequence[Manifest]) -> list[Ma
     """Merge patches into the objects of their kind and, if they name one, of that name; refuse one without any."""
     found = list(objects)
     for patch in patches:
-        kind, name = patch.get("kind"), (patch.get("metadata") or {}).get("name")
-        chosen = [at for at, one in enumerate(found) if _is_meant(one, kind, name)]
+        chosen = [at for at, one in enumerate(found) if fits(patch, one)]
         if not chosen:
+            kind, name = patch.get("kind"), (patch.get("metadata") or {}).get("name")
             there = ", ".join(f"{one['kind']} {one['metadata']['name']}" for one in found)
             raise InputError(f"--patch: there is no {kind} {name or ''}".rstrip(), hint=f"there are {there}")
         for at in chosen:
             found[at] = merged(found[at], patch)
     return found
-
-
-def _is_meant(one: Manifest, kind: Any, name: Any) -> bool:
-    return one["kind"] == kind and name in (None, one["metadata"]["name"])

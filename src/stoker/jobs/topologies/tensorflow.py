@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from stoker.jobs.spec import Job
-from stoker.jobs.topology import AddressBook, Command, Role, Slot, program_words
+from stoker.jobs.topology import ONLOOKERS, AddressBook, Command, Role, Slot, program_words
 
 TENSORBOARD_PORT = 6006
 LOOPBACK = "127.0.0.1"
@@ -59,8 +59,7 @@ def _count(job: Job, role: str, default: int) -> int:
 
 
 def _onlookers(job: Job) -> tuple[Role, ...]:
-    """List what reads checkpoints beside the training, and is never waited for."""
-    every = (Role(name, _count(job, name, 0), profiled=False, looks_on=True) for name in ("evaluator", "tensorboard"))
+    every = (Role(name, _count(job, name, 0), profiled=False) for name in ONLOOKERS)
     return tuple(role for role in every if role.count)
 
 

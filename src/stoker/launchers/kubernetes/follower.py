@@ -30,7 +30,7 @@ from stoker.kube.config import parts_of
 from stoker.kube.objects import CONTAINER, RUN, Manifest
 from stoker.kube.reading import conditions
 from stoker.launchers.causes import Cause, cause
-from stoker.launchers.kubernetes.judge import Seen, Verdict, at, gave_up, judge, newest, seen, slot_states
+from stoker.launchers.kubernetes.judge import Seen, Verdict, at, gave_up, judge, lead_first, newest, seen, slot_states
 from stoker.launchers.kubernetes.manifests import leading
 from stoker.launchers.supervisor import watching
 
@@ -228,7 +228,7 @@ class Follower:
                 self._listen(one, found)
             if one.uid in self._streams:
                 self._streams[one.uid].is_over = one.is_over or one.uid not in there
-        leads = _lead_first(self._objects[self.kind])
+        leads = lead_first(self._objects[self.kind])
         self._was_there = self._was_there or bool(leads)
         if leads and not self._before.began:
             self._status = msgspec.structs.replace(self._status, began=at(leads[0]["metadata"]["creationTimestamp"]))
@@ -313,7 +313,7 @@ class Follower:
 
     def _end_others(self) -> None:
         """End the Jobs that would go on without the lead, since servers never end by themselves; let others expire."""
-        for number, one in enumerate(_lead_first(self._objects[self.kind])):
+        for number, one in enumerate(lead_first(self._objects[self.kind])):
             name, is_over = one["metadata"]["name"], conditions(one) & {"Complete", "Failed"}
             with suppress(StokerError):
                 if self.kind == "Job" and not number and "ttlSecondsAfterFinished" not in one["spec"]:
@@ -441,11 +441,6 @@ class Follower:
 def _moved(one: Seen) -> str:
     reason = one.reason or "its node was drained, lost or needed for others"
     return f"{one.slot} was ended by the cluster: {reason}"
-
-
-def _lead_first(leads: Sequence[Manifest]) -> list[Manifest]:
-    """Put the one that owns the others first."""
-    return sorted(leads, key=lambda one: bool(one["metadata"].get("ownerReferences")))
 
 
 def main() -> None:

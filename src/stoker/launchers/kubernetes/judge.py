@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, SlotStatus, signal_of
-from stoker.jobs.topology import Slot, lead_slots, slots_of
+from stoker.jobs.topology import ONLOOKERS, Slot, lead_slots, slots_of
 from stoker.kube.objects import INDEX, ROLE, Manifest
 from stoker.kube.pods import ended, slot_of, why_pending
-from stoker.kube.reading import condition, conditions
-from stoker.launchers.kubernetes.manifests import ONLOOKERS, attempt_of
+from stoker.kube.reading import condition, conditions, is_ending
+from stoker.launchers.kubernetes.manifests import attempt_of
 
 _REASONS = {
     "DeadlineExceeded": "it took longer than kubernetes.deadline allows",
@@ -119,10 +119,10 @@ def judge(job: Job, leads: Sequence[Manifest], found: Sequence[Seen], events: Se
         return Verdict(JobState.STOPPED, "someone has deleted it")
     if all(_is(one, "Complete", "Succeeded") for one in _deciding(job, leads)):
         return Verdict(JobState.SUCCEEDED)
-    failed = [one for one in leads if _is(one, "Failed") and _role(one) not in ONLOOKERS]
+    failed = [one for one in leads if _is(one, "Failed") and role_of(one) not in ONLOOKERS]
     if failed:
         return Verdict(JobState.FAILED, _why_failed(failed[0]))
-    if leads[0]["metadata"].get("deletionTimestamp"):
+    if is_ending(leads[0]):
         return Verdict(JobState.STOPPED, "someone has deleted it")
     last = newest(found)
     waits = [one for _, one in sorted(last.items()) if one.phase == "Pending"]
@@ -166,8 +166,14 @@ def _slot_of_job(one: Manifest) -> Slot | None:
     return Slot(labels[ROLE], int(labels[INDEX])) if INDEX in labels else None
 
 
-def _role(one: Manifest) -> str:
+def role_of(one: Manifest) -> str:
+    """Give the role of a Job; an MPIJob has none."""
     return str(one["metadata"]["labels"].get(ROLE, ""))
+
+
+def lead_first(leads: Sequence[Manifest]) -> list[Manifest]:
+    """Put the one that owns the others first."""
+    return sorted(leads, key=lambda one: bool(one["metadata"].get("ownerReferences")))
 
 
 def _is(one: Manifest, *types: str) -> bool:

@@ -31,18 +31,18 @@ from stoker.jobs.launcher import LogLine, Traits, check
 from stoker.jobs.runs import Run, home
 from stoker.jobs.spec import Job
 from stoker.jobs.status import STOPPED, JobState, JobStatus
-from stoker.jobs.topology import Slot
+from stoker.jobs.topology import ONLOOKERS, Slot
 from stoker.kube.claims import check_mountable
 from stoker.kube.client import Cluster
 from stoker.kube.config import Place, load, parts_of, settled
-from stoker.kube.objects import INDEX, JOB, MANAGED_BY, QUEUE, ROLE, RUN, Manifest, merged, owned, via_url
+from stoker.kube.objects import INDEX, JOB, MANAGED_BY, QUEUE, RUN, Manifest, merged, owned, via_url
 from stoker.kube.rbac import parts, rbac
-from stoker.kube.reading import conditions
+from stoker.kube.reading import condition, conditions, is_ending
 from stoker.launchers.kubernetes.follower import STOPPING
-from stoker.launchers.kubernetes.judge import at
+from stoker.launchers.kubernetes.judge import at, lead_first, role_of
 from stoker.launchers.kubernetes.manifests import (
     JOB_FILE,
-    ONLOOKERS,
+    STAYING,
     as_run,
     faults,
     has_own_chief,
@@ -247,12 +247,11 @@ def _notes(job: Job, code: dict[str, bytes]) -> Iterator[str]:
     if code:
         size = sum(map(len, code.values()))
         yield f"with the job, in a ConfigMap: {counted(len(code), 'file')} ({format_bytes(size)})"
-    if job.checkpoint.dir is None and job.program.command is None:  # a command may have nothing to keep
+    folder = job.checkpoint.dir
+    if folder is None and job.program.command is None:  # a command may have nothing to keep
         yield "checkpoint.dir names no place: checkpoints would be lost with their pod, and a new attempt begins anew"
-    elif (
-        job.checkpoint.claim is None and job.checkpoint.dir and "://" not in job.checkpoint.dir and not _is_mounted(job)
-    ):
-        yield f"nothing is mounted at {job.checkpoint.dir}: checkpoints are lost with their pod; give checkpoint.claim"
+    elif folder and job.checkpoint.claim is None and "://" not in folder and not _is_mounted(job):
+        yield f"nothing is mounted at {folder}: checkpoints are lost with their pod; give checkpoint.claim"
     several = job.topology.startswith("tf-") or has_own_chief(job)
     if job.kubernetes.queue and several:
         yield f"queue {job.kubernetes.queue} admits each Job of this one by itself: some pods may wait while others run"
@@ -276,8 +275,7 @@ def _by_run(objects: Sequence[Manifest]) -> dict[str, list[Manifest]]:
 
 def _row(run: str, objects: Sequence[Manifest]) -> dict[str, object]:
     """Tell of a run what its Jobs tell."""
-    ordered = sorted(objects, key=lambda one: bool(one["metadata"].get("ownerReferences")))
-    lead = ordered[0]
+    lead, *_ = ordered = lead_first(objects)
     job = lead["metadata"]["labels"][JOB]
     active = sum(int(one.get("status", {}).get("active") or 0) for one in objects)
     state = _state(ordered, active)
@@ -293,8 +291,8 @@ def _row(run: str, objects: Sequence[Manifest]) -> dict[str, object]:
 
 def _state(objects: Sequence[Manifest], active: int) -> JobState:
     """Tell how a run is by its Jobs alone: who looks on does not count, and all that lead must be done."""
-    lead, *_ = counting = [one for one in objects if _role(one) not in ONLOOKERS]
-    alike = [one for one in counting if INDEX in one["metadata"]["labels"] and _role(one) == _role(lead)]
+    lead, *_ = counting = [one for one in objects if role_of(one) not in ONLOOKERS]
+    alike = [one for one in counting if INDEX in one["metadata"]["labels"] and role_of(one) == role_of(lead)]
     if all(conditions(one) & {"Complete", "Succeeded"} for one in alike or [lead]):
         return JobState.SUCCEEDED
     if any("Failed" in conditions(one) for one in counting):
@@ -302,15 +300,11 @@ def _state(objects: Sequence[Manifest], active: int) -> JobState:
     return JobState.RUNNING if active else JobState.PENDING
 
 
-def _role(one: Manifest) -> str | None:
-    return one["metadata"]["labels"].get(ROLE)  # type: ignore[no-any-return]
-
-
 def _took(lead: Manifest) -> float | None:
     status = lead.get("status", {})
     begun = at(status.get("startTime"))
-    ends = [one.get("lastTransitionTime") for one in status.get("conditions") or () if one["type"] == "Failed"]
-    ended = at(status.get("completionTime")) or at(next(iter(ends), None)) or time.time()
+    failed = condition(lead, "Failed").get("lastTransitionTime")
+    ended = at(status.get("completionTime")) or at(failed) or time.time()
     return round(ended - begun, 1) if begun else None
 
 
@@ -320,11 +314,7 @@ def _took(lead: Manifest) -> float | None:
 def _removed(cluster: Cluster, run: Run) -> list[str]:
     """Delete what a run has in the cluster; give the pods that would not end, grace and all."""
     kind, labels = leading(run.job), {RUN: run.id}
-    for each in (
-        kind,
-        "Service",
-        "ConfigMap",
-    ):  # the others are the lead's, but for those of a start that was cut short
+    for each in (kind, "Service", "ConfigMap"):  # the lead owns the others, unless a start was cut short
         for one in cluster.every(each, labels):
             cluster.delete(each, one["metadata"]["name"])
 
@@ -344,7 +334,7 @@ def make(cluster: Cluster, objects: Sequence[Manifest]) -> None:
     """Make all objects of a run; where one is refused, none is left but what is to stay."""
     lead = lead_of(objects)
     _clear(cluster, lead)
-    staying = [one for one in objects if one["kind"] in ("Namespace", "PersistentVolumeClaim")]
+    staying = [one for one in objects if one["kind"] in STAYING]
     new = [one for one in staying if cluster.get(one["kind"], one["metadata"]["name"]) is None]
     specs = [template["spec"] for one in objects for template in templates(one)]
     check_mountable(cluster, specs, made=[one["metadata"]["name"] for one in new])
@@ -390,7 +380,7 @@ def _clear(cluster: Cluster, lead: Manifest) -> None:
     labels = found["metadata"].get("labels") or {}
     if not MANAGED_BY.items() <= labels.items():
         raise ConflictError(f"there is a {kind} {name} already, and it is not ours", where=cluster)
-    if not conditions(found) & {"Complete", "Failed", "Succeeded"} and not found["metadata"].get("deletionTimestamp"):
+    if not conditions(found) & {"Complete", "Failed", "Succeeded"} and not is_ending(found):
         run = labels.get(RUN) or name
         hint = f"stop it with: stoker job stop {cluster.url}/{run}; or give this one another name"
         raise ConflictError(f"the job {name} is there already, and is not over", where=cluster, hint=hint)

@@ -37,6 +37,7 @@ from stoker.kube.objects import (
     RUN,
     Manifest,
     claim,
+    fits,
     manifest,
     merged,
     safe_container,
@@ -57,13 +58,14 @@ TTL_MIN = 30
 CONFIG_MAX = (1 << 20) - (1 << 14)
 """What the API server takes as one ConfigMap, without what else is in it."""
 PROFILER, MPI_RANK, JOB_FILE = "profiler.py", "mpi_rank.py", "job.yaml"
+STAYING = ("Namespace", "PersistentVolumeClaim")
+"""Kinds of objects that are there before a run, and after it."""
 BEFORE = "stoker.dev/before"
 """Annotation of pods: how many attempts earlier lives of the run had."""
 FAILED, MOVED = (f"batch.kubernetes.io/job-index-{kind}-count" for kind in ("failure", "ignored-failure"))
 """Annotations in which the Job controller counts the attempts of an index."""
 FINAL_CODES = [InputError.exit_code, MissingError.exit_code, 126, 127]
 """A program that ended so would end so again: bad input, something missing, no such program, or none that can run."""
-ONLOOKERS = ("evaluator", "tensorboard")
 
 
 def manifests(job: Job, code: Mapping[str, bytes] | None = None) -> list[Manifest]:
@@ -109,7 +111,7 @@ def as_run(objects: Sequence[Manifest], run: str, before: int = 0) -> list[Manif
     pod = {"metadata": {"labels": {RUN: run}, "annotations": {BEFORE: str(before)}}}
     found = []
     for one in objects:
-        if one["kind"] not in ("Namespace", "PersistentVolumeClaim"):  # they are there before, and after
+        if one["kind"] not in STAYING:
             one = merged(one, mark)
         if one["kind"] == "Job":
             one = merged(one, {"spec": {"template": pod}})
@@ -176,7 +178,7 @@ def faults(job: Job) -> Iterator[Fault]:
         yield Fault("resources.gpu", f"missing: gpu_type names {job.resources.gpu_type}, and nothing says how many")
     if job.workers == "all":
         yield Fault("workers", "a cluster may grow, so that `all` says no number: give one")
-    looking = [role.name for role in topology_of(job).roles(job) if role.name in ONLOOKERS]
+    looking = [role.name for role in topology_of(job).roles(job) if role.looks_on]
     if looking and job.checkpoint.claim is not None and job.checkpoint.access == "rwo":
         why = f"rwo lets one machine mount the claim, and {' and '.join(looking)} would read it beside the chief"
         yield Fault("checkpoint.access", f"{why}: use rwx or a bucket")
@@ -534,19 +536,14 @@ def _object(version: str, kind: str, name: str, job: Job, labels: Mapping[str, s
 
 def _patched(one: Manifest, job: Job) -> Manifest:
     for patch in job.kubernetes.patch:
-        if _fits(patch, one):
+        if fits(patch, one):
             one = merged(one, patch)
     return one
 
 
-def _fits(patch: Mapping[str, Any], one: Manifest) -> bool:
-    name = (patch.get("metadata") or {}).get("name")
-    return patch.get("kind") == one["kind"] and name in (None, one["metadata"]["name"])
-
-
 def _idle(index: int, patch: Mapping[str, Any], objects: Sequence[Manifest]) -> Iterator[Fault]:
     """Refuse a patch that changes nothing: its author meant something."""
-    if not any(_fits(patch, one) for one in objects):
+    if not any(fits(patch, one) for one in objects):
         names = [f"{one['kind']} {one['metadata']['name']}" for one in objects]
         known = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         yield Fault(f"kubernetes.patch[{index}]", f"fits no object, by its kind and metadata.name (there are: {known})")

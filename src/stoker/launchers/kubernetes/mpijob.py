@@ -20,7 +20,6 @@ SECRETS = "/dev/shm/stoker-secrets"
 """Where they find secrets, which sshd does not pass on, and mpirun must not."""
 HANDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
 """What the image says, and sshd does not pass on."""
-INDEX_LABEL = "training.kubeflow.org/replica-index"
 """By which the operator numbers the workers' pods."""
 SSHD_S, NAMES_S = 300, 120
 """For sshd to come up in a pod that has started, and for workers that are ready to be found by their names."""
