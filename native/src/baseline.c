@@ -256,16 +256,27 @@ FAST_INLINE __m256i two_rows(const int16_t *upper, const int16_t *lower) {
     return _mm256_loadu2_m128i((const __m128i *)lower, (const __m128i *)upper);
 }
 
-/* Coefficients into samples. */
+/* Coefficients into samples. Where only the first row has any, what is too large wraps around instead of being clipped:
+   as in libjpeg, so that even damage looks the same. */
 FAST static void put_block(const int16_t *block, const int16_t *quantum, uint8_t *out, size_t stride) {
-    __m256i pairs[4], v[SIDE];
-    for (int i = 0; i < 4; i++) {
-        int upper = i * SIDE, lower = (i + 4) * SIDE;
-        __m256i numbers = two_rows(block + upper, block + lower), steps = two_rows(quantum + upper, quantum + lower);
-        pairs[i] = in_turns(_mm256_mullo_epi16(numbers, steps));
+    const __m256i lower = _mm256_setr_epi64x(0, 0, -1, -1);
+    __m256i numbers[4], pairs[4], v[SIDE];
+    for (int i = 0; i < 4; i++) numbers[i] = two_rows(block + i * SIDE, block + (i + 4) * SIDE);
+    __m256i rest = _mm256_or_si256(_mm256_or_si256(numbers[1], numbers[2]), numbers[3]);
+    if (_mm256_testz_si256(rest, rest) && _mm256_testz_si256(numbers[0], lower)) {
+        __m128i first = _mm_mullo_epi16(_mm256_castsi256_si128(numbers[0]), _mm_loadu_si128((const __m128i *)quantum));
+        __m256i both = _mm256_broadcastsi128_si256(_mm_slli_epi16(first, 2));
+        const __m256i four_times = _mm256_broadcastsi128_si256(_mm_set_epi64x(0x0908090809080908, 0x0100010001000100));
+        for (int i = 0; i < 4; i++)
+            pairs[i] = _mm256_shuffle_epi8(both, _mm256_add_epi8(four_times, _mm256_set1_epi8((char)(2 * i))));
+    } else {
+        for (int i = 0; i < 4; i++) {
+            __m256i steps = two_rows(quantum + i * SIDE, quantum + (i + 4) * SIDE);
+            pairs[i] = in_turns(_mm256_mullo_epi16(numbers[i], steps));
+        }
+        transform(pairs, 11, v);
+        transpose(v, pairs);
     }
-    transform(pairs, 11, v);
-    transpose(v, pairs);
     transform(pairs, 18, v);
     /* Each of the eight is a column now: into bytes, and four by four into rows. */
     const __m256i across = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12, 1, 5,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -180,6 +181,18 @@ def test_real_images_come_out_as_they_do_by_libjpeg() -> None:
         crop, flip = random_resized_crop(header.width, header.height, draws(5, number, np.arange(1)).tolist()[0])
         if header.turn == 1:
             assert by_libjpeg_too(Task(0, data, header, crop, flip), 224, bool(number % 2)) == (True, True)
+
+
+@needs_native
+@pytest.mark.parametrize("of", [1, 16, 64])
+@pytest.mark.parametrize("image", [picture(60, 50), picture(60, 1).resize((60, 50))], ids=["picture", "stripes"])
+def test_numbers_beyond_16_bits_wrap_around_as_libjpegs_do(image: Image.Image, of: int) -> None:
+    """Stripes have only a first row of coefficients, for which libjpeg takes a way of its own."""
+    data = bytearray(saved(image, quality=100, subsampling="4:4:4"))
+    for table in (match.end() for match in re.finditer(rb"\xff\xdb..", data, re.DOTALL)):
+        data[table + 1 : table + 1 + of] = bytes([255]) * of
+    task = Task(0, bytes(data), Header(60, 50, 1), Crop(0, 0, 60, 50), False)
+    assert by_libjpeg_too(task, 60, False) == (True, True)
 
 
 def edited(marker: int, at: int, *values: int) -> bytes:
