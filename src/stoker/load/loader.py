@@ -32,7 +32,7 @@ from stoker.shards.locate import ShardSet, find_sets
 from stoker.shards.scan import described
 from stoker.storage.cached import Cache
 
-SLICE = 16
+SLICE = 32
 """Rows that a thread makes at a time: handing over single images costs more than it spreads."""
 PLACED = 16
 """Steps whose places are found at once."""

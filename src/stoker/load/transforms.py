@@ -15,6 +15,7 @@ from stoker.core.permute import key, mix
 SCALE = (0.08, 1.0)
 SMALL_SCALE = (0.6, 1.0)
 RATIO = (3 / 4, 4 / 3)
+_LOG_RATIO = (math.log(RATIO[0]), math.log(RATIO[1]))
 ATTEMPTS = 10
 DRAWS = 2 * ATTEMPTS + 3
 """Random numbers for one sample: area and shape for each attempt, the place of the crop, and the mirror."""
@@ -52,9 +53,9 @@ def random_resized_crop(
 ) -> tuple[Crop, bool]:
     """Crop 8–100 % of the area at a ratio of 3:4 to 4:3, and mirror half the time, as torchvision draws it."""
     area, mirrored = width * height, mirror and draws[-1] < 0.5
+    low, high = _LOG_RATIO
     for attempt in range(ATTEMPTS):
         wanted = area * (scale[0] + (scale[1] - scale[0]) * draws[2 * attempt])
-        low, high = math.log(RATIO[0]), math.log(RATIO[1])
         ratio = math.exp(low + (high - low) * draws[2 * attempt + 1])
         w, h = round(math.sqrt(wanted * ratio)), round(math.sqrt(wanted / ratio))
         if 0 < w <= width and 0 < h <= height:
