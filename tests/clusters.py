@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from stoker.errors import MissingError
+from stoker.kube.client import Cluster
+
 SHARED = Path(__file__).parents[2] / "shared"
 PROGRAMS = Path(os.environ.get("KUBEBUILDER_ASSETS", "/usr/local/kubebuilder/bin"))
 PATH = f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}"
@@ -33,3 +36,12 @@ def two_nodes(home: Path) -> Iterator[Path]:
         yield home / "run/pki/admin.kubeconfig"
     finally:
         subprocess.run([SHARED / "k8s/down.sh"], env=env, check=False, timeout=120)
+
+
+def knows_mpijobs(cluster: Cluster) -> bool:
+    """Whether a cluster has the MPI operator's CRD."""
+    try:
+        cluster.every("MPIJob")
+    except MissingError:
+        return False
+    return True

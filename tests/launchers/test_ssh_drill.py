@@ -36,8 +36,11 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with shards, and a training on this machine that was left alone."""
-    folder = tmp_path_factory.mktemp("calm")
+    return left_alone(tmp_path_factory.mktemp("calm"))
+
+
+def left_alone(folder: Path) -> Path:
+    """Fill a folder with shards, and with a training on this machine that nothing happened to."""
     source = f"synthetic:samples={SAMPLES},classes=5,size=40x32,val=20"
     assert stoker("data", "convert", source, folder / "shards", "--shard-samples", "50") == 0
     before = os.environ.get("STOKER_HOME")

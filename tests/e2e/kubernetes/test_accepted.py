@@ -9,7 +9,7 @@ import pytest
 import yaml
 from pods import BUSYBOX
 
-from clusters import SHARED
+from clusters import SHARED, knows_mpijobs
 from launchers.contract import until
 from stoker.core.spec import decode
 from stoker.errors import InputError, MissingError
@@ -104,27 +104,19 @@ def test_mpijobs_need_their_operator(cluster: Cluster, home: None) -> None:
     crds = sorted((SHARED / "crds").glob("**/*mpijob*.yaml"))
     if not crds:
         pytest.skip("the CRDs of ../shared are not here")
-    if not _is_served(cluster):
+    if not knows_mpijobs(cluster):
         with pytest.raises(MissingError, match="does not know MPIJob"):
             KubernetesLauncher().start(plan, create(given, plan))
     documents = [one for path in crds for one in yaml.safe_load_all(path.read_text()) if one]
     for one in documents:
         if one["kind"] == "CustomResourceDefinition" and one["metadata"]["name"] == "mpijobs.kubeflow.org":
             cluster.apply(one)
-    until(lambda: _is_served(cluster), 30)
+    until(lambda: knows_mpijobs(cluster), 30)
     for option in OPTIONS.values():
         mpi = {"topology": "mpi", "workers": 2, "kubernetes": {"patch": []}}
         objects = KubernetesLauncher().render(job(cluster, option, mpi)).objects
         for one in as_run(objects, "small-1"):
             cluster.apply(one, dry_run=True)
-
-
-def _is_served(cluster: Cluster) -> bool:
-    try:
-        cluster.every("MPIJob")
-    except MissingError:
-        return False
-    return True
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from clusters import NO_KUBERNETES, PATH
+from stoker.core.processes import until
 from stoker.kube.client import Cluster
 from stoker.kube.objects import CONTAINER, PART, RUN, Manifest, claim
 from stoker.kube.pods import ended, is_running, why_pending
@@ -84,17 +85,12 @@ def running(cluster: Cluster, ran: str) -> str:
 def made(cluster: Cluster, one: Manifest) -> str:
     """Make a pod and wait until it runs."""
     name = str(cluster.create(one)["metadata"]["name"])
-    assert until(lambda: is_running(cluster.get("Pod", name) or one)), why(cluster, name)
+    assert eventually(lambda: is_running(cluster.get("Pod", name) or one)), why(cluster, name)
     return name
 
 
-def until(condition: Callable[[], bool], seconds: float = WAIT_S) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.25)
-    return True
+def eventually(condition: Callable[[], bool]) -> bool:
+    return until(condition, WAIT_S, pause_s=0.25)
 
 
 def why(cluster: Cluster, name: str) -> str:
@@ -154,13 +150,13 @@ def test_exec_says_why_it_cannot(cluster: Cluster, ran: str) -> None:
     assert f"worker/0 of {ran} has no pod".encode() in done.stderr
 
     cluster.create(pod("digits-0", "sh", "-c", "exit 3"))
-    assert until(lambda: ended(cluster.get("Pod", "digits-0") or {}) is not None)
+    assert eventually(lambda: ended(cluster.get("Pod", "digits-0") or {}) is not None)
     done = stoker("job", "exec", "digits", "--", "ls")
     assert done.returncode == 5
     assert b"does not run in pod digits-0: it has ended with exit code 3" in done.stderr
 
     cluster.create(pod("digits-1", main={"resources": {"limits": {"nvidia.com/gpu": "99"}}}))
-    assert until(lambda: why(cluster, "digits-1") != "")
+    assert eventually(lambda: why(cluster, "digits-1") != "")
     done = stoker("job", "exec", "digits", "--", "ls")
     assert b"2 of 2 have too little nvidia.com/gpu free (99 asked for)" in done.stderr
 
@@ -283,15 +279,15 @@ def test_forward_follows_the_slot_to_its_next_pod_and_ends_with_it(
     cluster: Cluster, ran: str, free: int, tunnels: Tunnels
 ) -> None:
     cluster.create(worker_job(SERVE))
-    assert until(lambda: any(map(is_running, cluster.every("Pod", {RUN: ran}))))
+    assert eventually(lambda: any(map(is_running, cluster.every("Pod", {RUN: ran}))))
     process = tunnels.start("digits", f"8000:{free}")
-    assert until(lambda: fetch(free) == "digits-0"), tunnels.said()
+    assert eventually(lambda: fetch(free) == "digits-0"), tunnels.said()
     (first,) = (one["metadata"]["name"] for one in cluster.every("Pod", {RUN: ran}))
     assert f"http://127.0.0.1:{free}\n" in tunnels.said()
 
     cluster.delete("Pod", first)
-    assert until(lambda: tunnels.said().count("http://") == 2), tunnels.said()
-    assert until(lambda: fetch(free) == "digits-0"), tunnels.said()
+    assert eventually(lambda: tunnels.said().count("http://") == 2), tunnels.said()
+    assert eventually(lambda: fetch(free) == "digits-0"), tunnels.said()
     assert f"Pod {first} no longer answers; waiting for the next of worker/0" in tunnels.said()
 
     cluster.delete("Job", "digits")
@@ -302,11 +298,11 @@ def test_forward_follows_the_slot_to_its_next_pod_and_ends_with_it(
 def test_forward_goes_on_when_nothing_listens_yet(cluster: Cluster, ran: str, free: int, tunnels: Tunnels) -> None:
     name = made(cluster, pod("digits-0"))
     process = tunnels.start("digits", f"8000:{free}")
-    assert until(lambda: "http://" in tunnels.said()), tunnels.said()
+    assert eventually(lambda: "http://" in tunnels.said()), tunnels.said()
     assert fetch(free) == ""
-    assert until(lambda: "Nothing listens at that port in worker/0 (yet)" in tunnels.said()), tunnels.said()
+    assert eventually(lambda: "Nothing listens at that port in worker/0 (yet)" in tunnels.said()), tunnels.said()
     cluster.run_in(name, ["sh", "-c", "mkdir /www; echo late > /www/index.html; httpd -p 8000 -h /www"])
-    assert until(lambda: fetch(free) == "late"), tunnels.said()
+    assert eventually(lambda: fetch(free) == "late"), tunnels.said()
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 0
     assert fetch(free) == ""
@@ -321,7 +317,7 @@ def test_forward_says_what_is_in_the_way(cluster: Cluster, running: str) -> None
     assert done.returncode == 2
     assert f"port {port} is taken here".encode() in done.stderr
     cluster.delete("Pod", running)
-    assert until(lambda: cluster.get("Pod", running) is None)
+    assert eventually(lambda: cluster.get("Pod", running) is None)
     done = stoker("job", "forward", "digits", "8000:0")
     assert done.returncode == 2
     assert b"has no pod" in done.stderr
@@ -350,7 +346,7 @@ def test_shell_has_the_job_s_variables_and_is_deleted(cluster: Cluster, job_file
     assert done.stdout.startswith(b"deep red s3cr3t\n")
     assert b"worker.sh" in done.stdout
     assert not shells(cluster)
-    assert until(lambda: not cluster.every("ConfigMap", {PART: "shell"}))
+    assert eventually(lambda: not cluster.every("ConfigMap", {PART: "shell"}))
 
 
 def test_shell_at_a_terminal(cluster: Cluster, job_file: Path) -> None:
@@ -362,7 +358,7 @@ def test_shell_at_a_terminal(cluster: Cluster, job_file: Path) -> None:
     assert found["spec"]["activeDeadlineSeconds"] == 8 * 3600
     screen.type("exit 4\n")
     assert screen.end() == 4, screen.text
-    assert until(lambda: not shells(cluster))
+    assert eventually(lambda: not shells(cluster))
 
 
 @pytest.mark.parametrize("way", ["hang up", "terminate"])
@@ -375,7 +371,7 @@ def test_shell_leaves_nothing_when_it_is_cut_off(cluster: Cluster, job_file: Pat
     else:
         os.kill(screen.pid, signal.SIGTERM)
         assert screen.end() == 130
-    assert until(lambda: not shells(cluster))
+    assert eventually(lambda: not shells(cluster))
 
 
 def test_shell_that_cannot_start_says_why_and_is_deleted(cluster: Cluster, job_file: Path) -> None:
@@ -386,7 +382,7 @@ def test_shell_that_cannot_start_says_why_and_is_deleted(cluster: Cluster, job_f
     cluster.delete("Secret", "keys")
     done = stoker(*argv, "--", "true")
     assert b"the container cannot be made: there is no Secret keys" in done.stderr
-    assert until(lambda: not shells(cluster))
+    assert eventually(lambda: not shells(cluster))
 
 
 def test_shell_with_gpus_asks_for_them(cluster: Cluster, job_file: Path) -> None:
@@ -450,22 +446,22 @@ def test_shell_is_refused_while_a_job_has_its_claim(cluster: Cluster, job_file: 
 )
 def test_a_pod_says_why_it_waits(cluster: Cluster, spec: Manifest, sentence: str) -> None:
     cluster.create(pod("waits", **spec))
-    assert until(lambda: sentence in why(cluster, "waits")), why(cluster, "waits")
+    assert eventually(lambda: sentence in why(cluster, "waits")), why(cluster, "waits")
 
 
 def test_a_claim_without_a_volume_is_told(cluster: Cluster) -> None:
     cluster.create(claim("lonely", 1 << 20, "rwo", {}, storage_class=""))
     mount = {"name": "v", "persistentVolumeClaim": {"claimName": "lonely"}}
     cluster.create(pod("waits", volumes=[mount]))
-    assert until(lambda: "for its claim (lonely)" in why(cluster, "waits")), why(cluster, "waits")
+    assert eventually(lambda: "for its claim (lonely)" in why(cluster, "waits")), why(cluster, "waits")
 
 
 def test_a_job_without_room_in_its_quota_says_so(cluster: Cluster) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "team"}, "spec": {"hard": {"pods": "0"}}}
     cluster.create(quota)
-    assert until(lambda: "hard" in (cluster.get("ResourceQuota", "team") or {}).get("status", {}))
+    assert eventually(lambda: "hard" in (cluster.get("ResourceQuota", "team") or {}).get("status", {}))
     job = cluster.create(worker_job(()))
-    assert until(lambda: why_pending(job, events_of(cluster, job)) != "")
+    assert eventually(lambda: why_pending(job, events_of(cluster, job)) != "")
     told = why_pending(job, events_of(cluster, job))
     assert told == "quota team leaves no room: pods=1 asked for, pods=0 used of pods=0"
 
@@ -488,7 +484,7 @@ def test_a_pod_says_how_it_ended(
     cluster: Cluster, words: tuple[str, ...], spec: Manifest, end: tuple[int, str]
 ) -> None:
     cluster.create(pod("ends", *words, **spec))
-    assert until(lambda: ended(cluster.get("Pod", "ends") or {}) is not None)
+    assert eventually(lambda: ended(cluster.get("Pod", "ends") or {}) is not None)
     code, reason = ended(cluster.get("Pod", "ends") or {}) or (None, "")
     assert code == end[0], reason
     assert end[1] in reason if end[1] else reason == ""

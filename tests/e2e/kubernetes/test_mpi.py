@@ -12,14 +12,14 @@ import yaml
 from mpi_operator import Operator
 from pods import keys, mounted
 
+from clusters import SHARED, knows_mpijobs
 from launchers.contract import Launching, until
-from stoker.errors import MissingError
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.kube.client import Cluster
 
-CRD = Path(__file__).parents[4] / "shared" / "crds" / "mpi-operator" / "kubeflow.org_mpijobs.yaml"
+CRD = SHARED / "crds" / "mpi-operator" / "kubeflow.org_mpijobs.yaml"
 TELL = """
 import os, socket, sys, time
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "STOKER_SLOT", "MASTER_ADDR", "TOKEN", "WORDS")
@@ -27,14 +27,6 @@ print("I am", *(os.environ[name] for name in names), "on", socket.gethostname(),
 socket.getaddrinfo(os.environ["MASTER_ADDR"], 1)
 sys.exit(int(os.environ["RANK"] == sys.argv[1]) * 7)
 """
-
-
-def _is_served(cluster: Cluster) -> bool:
-    try:
-        cluster.every("MPIJob")
-    except MissingError:
-        return False
-    return True
 
 
 @pytest.mark.timeout(240)
@@ -46,11 +38,11 @@ class TestMpi(Launching):
         for program in ("sshd", "mpirun"):
             if shutil.which(program, path="/usr/bin:/usr/sbin") is None:
                 pytest.skip(f"no program {program!r}")
-        if not _is_served(cluster):
+        if not knows_mpijobs(cluster):
             if not CRD.exists():
                 pytest.skip(f"there is no {CRD}")
             cluster.apply(yaml.safe_load(CRD.read_text()))
-            until(lambda: _is_served(cluster))
+            until(lambda: knows_mpijobs(cluster))
         self.cluster, self.folder = cluster, tmp_path
         data = {"token": "hush"}
         secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s"}, "stringData": data}

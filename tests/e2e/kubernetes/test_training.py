@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,12 +9,11 @@ import pytest
 from pods import keys
 
 from launchers.contract import until
-from launchers.test_ssh_drill import EPOCHS, SAMPLES, state, write_job
+from launchers.test_ssh_drill import EPOCHS, SAMPLES, has_reached, left_alone, state, write_job
 from stoker.jobs.runs import Run, find
 from stoker.jobs.status import JobState
 from stoker.kube.client import Cluster
 from stoker.kube.objects import RUN, claim, manifest
-from stoker.telemetry.reader import read_run
 from stoker.trainers.ledger import effective
 from trees import stoker
 
@@ -24,17 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with shards, and a training on this machine that was left alone."""
-    folder = tmp_path_factory.mktemp("calm")
-    source = f"synthetic:samples={SAMPLES},classes=5,size=40x32,val=20"
-    assert stoker("data", "convert", source, folder / "shards", "--shard-samples", "50") == 0
-    before = os.environ.get("STOKER_HOME")
-    os.environ["STOKER_HOME"] = str(folder / "stoker")
-    try:
-        assert stoker("job", "run", write_job(folder, folder / "shards", {})) == 0
-    finally:
-        os.environ.pop("STOKER_HOME") if before is None else os.environ.update(STOKER_HOME=before)
-    return folder
+    return left_alone(tmp_path_factory.mktemp("calm"))
 
 
 @pytest.fixture
@@ -93,10 +81,6 @@ def kill(cluster: Cluster, run: Run, victim: str) -> None:
         "for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/cmdline | grep -q 'torch_image' && kill -9 ${p#/proc/}; done; true"
     )
     assert cluster.run_in(pod["metadata"]["name"], ["sh", "-c", script]).code in (0, 137)
-
-
-def has_reached(run: Run, step: int) -> bool:
-    return any(event.fields.get("step", 0) >= step for event in read_run(run.logs).events)
 
 
 def is_over(run: Run) -> bool:
