@@ -205,6 +205,7 @@ def plot(result: Result, path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.patches import Patch
     from matplotlib.ticker import StrMethodFormatter
 
     names = [one.name for one in reversed(result.contestants)]
@@ -226,6 +227,16 @@ def plot(result: Result, path: Path) -> None:
             va="center",
             fontsize=10,
         )
+    kinds = dict.fromkeys(reversed(colours))
+    names_of = {
+        OURS[0]: "stoker",
+        PEERS[0]: "peers",
+        OURS[1]: "stoker, for information",
+        PEERS[1]: "peers, for information",
+    }
+    axes.legend(
+        handles=[Patch(color=colour, label=names_of[colour]) for colour in kinds], loc="lower right", frameon=False
+    )
     axes.set_title(result.title, loc="left", fontsize=12, fontweight="bold")
     axes.set_xlabel(f"{result.unit}, median of {len(result.speeds[names[0]])} rounds (more is better)")
     axes.set_xlim(0, 1.12 * max(max(taken) for taken in result.speeds.values()))
@@ -253,8 +264,8 @@ def machine() -> list[tuple[str, str]]:
         if said := _said(*program):
             facts.append((program[0], said.splitlines()[0]))
     if commit := _said("git", "-C", str(TIMED.parent), "rev-parse", "--short", "HEAD"):
-        changed = _said("git", "-C", str(TIMED.parent.parent), "status", "--porcelain", "--", "src")
-        facts.append(("commit", commit + (", with changes in src" if changed else "")))
+        changed = _said("git", "-C", str(TIMED.parent.parent), "status", "--porcelain", "--", "src", "native")
+        facts.append(("commit", commit + (", with changes" if changed else "")))
     return facts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,7 +33,9 @@ def test_the_decoder_that_is_used_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert without.found == "python: the native one is not installed"
     assert "pip install ./native" in without.fix
     monkeypatch.setattr(checks.native, "problem", lambda: "")
-    assert found()["decoder"].found.startswith("native")
+    for simd, word in ((1, "native"), (0, "python")):
+        monkeypatch.setattr(checks.native, "_loaded", lambda simd=simd: SimpleNamespace(SIMD=simd))
+        assert found()["decoder"].found.startswith(word)
 
 
 def test_what_is_missing_comes_with_its_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 #include "baseline.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "avx2.h"
 #include "resize.h"
 
 #define FAST __attribute__((target("avx2,bmi2")))
@@ -252,18 +252,14 @@ FAST_INLINE void transpose(const __m256i *rows, __m256i *pairs) {
     }
 }
 
-FAST_INLINE __m256i two_rows(const int16_t *upper, const int16_t *lower) {
-    return _mm256_loadu2_m128i((const __m128i *)lower, (const __m128i *)upper);
-}
-
 /* Coefficients into samples. Where only the first row has any, what is too large wraps around instead of being clipped:
    as in libjpeg, so that even damage looks the same. */
 FAST static void put_block(const int16_t *block, const int16_t *quantum, uint8_t *out, size_t stride) {
-    const __m256i lower = _mm256_setr_epi64x(0, 0, -1, -1);
+    const __m256i high_half = _mm256_setr_epi64x(0, 0, -1, -1);
     __m256i numbers[4], pairs[4], v[SIDE];
-    for (int i = 0; i < 4; i++) numbers[i] = two_rows(block + i * SIDE, block + (i + 4) * SIDE);
+    for (int i = 0; i < 4; i++) numbers[i] = two_eights(block + i * SIDE, block + (i + 4) * SIDE);
     __m256i rest = _mm256_or_si256(_mm256_or_si256(numbers[1], numbers[2]), numbers[3]);
-    if (_mm256_testz_si256(rest, rest) && _mm256_testz_si256(numbers[0], lower)) {
+    if (_mm256_testz_si256(rest, rest) && _mm256_testz_si256(numbers[0], high_half)) {
         __m128i first = _mm_mullo_epi16(_mm256_castsi256_si128(numbers[0]), _mm_loadu_si128((const __m128i *)quantum));
         __m256i both = _mm256_broadcastsi128_si256(_mm_slli_epi16(first, 2));
         const __m256i four_times = _mm256_broadcastsi128_si256(_mm_set_epi64x(0x0908090809080908, 0x0100010001000100));
@@ -271,7 +267,7 @@ FAST static void put_block(const int16_t *block, const int16_t *quantum, uint8_t
             pairs[i] = _mm256_shuffle_epi8(both, _mm256_add_epi8(four_times, _mm256_set1_epi8((char)(2 * i))));
     } else {
         for (int i = 0; i < 4; i++) {
-            __m256i steps = two_rows(quantum + i * SIDE, quantum + (i + 4) * SIDE);
+            __m256i steps = two_eights(quantum + i * SIDE, quantum + (i + 4) * SIDE);
             pairs[i] = in_turns(_mm256_mullo_epi16(numbers[i], steps));
         }
         transform(pairs, 11, v);
@@ -551,6 +547,7 @@ enum crop_status baseline_decode(baseline_decoder *decoder, const struct jpeg_de
     int across = grey ? 1 : first->h_samp_factor, down = grey ? 1 : first->v_samp_factor;
     int width = ((int)jpeg->image_width + across - 1) / across, height = ((int)jpeg->image_height + down - 1) / down;
     if (!grey && jpeg->jpeg_color_space != JCS_YCbCr) return CROP_UNSUPPORTED;
+    if (grey && first->v_samp_factor > 1) return CROP_UNSUPPORTED; /* libjpeg looks further down, at what may be damaged */
     if (jpeg->Ss != 0 || jpeg->Se != 63 || jpeg->Ah != 0 || jpeg->Al != 0) return CROP_UNSUPPORTED;
     for (int i = 0; i < jpeg->num_components; i++)
         if (jpeg->cur_comp_info[i] != &first[i]) return CROP_UNSUPPORTED; /* coded in another order */

@@ -16,6 +16,7 @@
 #define MAX_PIXELS 178956970.0
 #define MAX_BUFFER ((size_t)64 << 20) /* what needs more is left to the general decoder */
 #define MAX_TAPS 512 /* beyond, weights of 14 bits are too coarse */
+#define MOST_BLURRED 8 /* what shrinks further, decode.py does otherwise */
 #define ROWS_AT_ONCE 8
 
 /* Pixels that a block gives across, once shrunk. */
@@ -135,15 +136,21 @@ static int clip(double value, int low, int high) {
 }
 
 /* Decide which pixels of the (shrunk) image make which of the output. */
-static int plan_axes(crop_decoder *decoder, const struct crop_box *box, int flip, int antialias, int side) {
-    int width = (int)decoder->jpeg.output_width, height = (int)decoder->jpeg.output_height;
-    if (antialias && !is_whole(box))
-        return resize_axis_triangle(&decoder->x, side, box->left, fmin(box->width, width - box->left), width, flip) &&
-               resize_axis_triangle(&decoder->y, side, box->top, fmin(box->height, height - box->top), height, 0);
-    int left = clip(box->left, 0, width - 1), top = clip(box->top, 0, height - 1);
-    int wide = clip(box->width, 1, width - left), high = clip(box->height, 1, height - top);
-    return resize_axis_linear(&decoder->x, side, left, wide, antialias, flip) &&
-           resize_axis_linear(&decoder->y, side, top, high, antialias, 0);
+static enum crop_status plan_axes(crop_decoder *decoder, const struct crop_box *box, int flip, int antialias, int side) {
+    struct resize_axis *x = &decoder->x, *y = &decoder->y;
+    int width = (int)decoder->jpeg.output_width, height = (int)decoder->jpeg.output_height, planned;
+    if (antialias && !is_whole(box)) {
+        planned = resize_axis_triangle(x, side, box->left, fmin(box->width, width - box->left), width, flip) &&
+                  resize_axis_triangle(y, side, box->top, fmin(box->height, height - box->top), height, 0);
+    } else {
+        int left = clip(box->left, 0, width - 1), top = clip(box->top, 0, height - 1);
+        int wide = clip(box->width, 1, width - left), high = clip(box->height, 1, height - top);
+        if (antialias && (wide > MOST_BLURRED * side || high > MOST_BLURRED * side)) return CROP_UNSUPPORTED;
+        planned = resize_axis_linear(x, side, left, wide, antialias, flip) &&
+                  resize_axis_linear(y, side, top, high, antialias, 0);
+    }
+    if (!planned) return CROP_NO_MEMORY;
+    return x->taps > MAX_TAPS || y->taps > MAX_TAPS ? CROP_UNSUPPORTED : CROP_OK;
 }
 
 /* Pixels that were decoded, from the first that is sampled on. */
@@ -224,16 +231,16 @@ static enum crop_status decode(crop_decoder *decoder, const uint8_t *data, size_
     jpeg->out_color_space = JCS_RGB;
     jpeg->dct_method = JDCT_ISLOW;
     jpeg_calc_output_dimensions(jpeg);
-    if (!plan_axes(decoder, &box, flip, antialias, side)) return CROP_NO_MEMORY;
+    enum crop_status status = plan_axes(decoder, &box, flip, antialias, side);
+    if (status != CROP_OK) return status;
     struct resize_axis *x = &decoder->x, *y = &decoder->y;
-    if (x->taps > MAX_TAPS || y->taps > MAX_TAPS) return CROP_UNSUPPORTED;
 
     /* Columns and rows that are sampled; what no pixel was decoded for is read with a weight of nothing. */
     size_t columns = (size_t)(x->high - x->low), rows = (size_t)(y->high - y->low);
     if (columns < (size_t)x->taps) columns = (size_t)x->taps;
     if (rows < (size_t)y->taps) rows = (size_t)y->taps;
     struct decoded found;
-    enum crop_status status = CROP_UNSUPPORTED;
+    status = CROP_UNSUPPORTED;
     if (decoder->baseline && eighths == 8) status = decode_baseline(decoder, columns, rows, &found);
     if (status == CROP_UNSUPPORTED) status = decode_libjpeg(decoder, columns, rows, &found);
     if (status != CROP_OK) return status;

@@ -1,4 +1,4 @@
-/* A part of a JPEG, decoded and resized into a square of RGB pixels; nothing outside that part is decoded. */
+/* A part of a JPEG, decoded and resized into a square of RGB pixels; no pixel far outside that part is made. */
 #ifndef STOKER_CROP_H
 #define STOKER_CROP_H
 

@@ -14,25 +14,60 @@ typedef struct {
     int busy;
 } Decoder;
 
-static PyObject *look(PyObject *module, PyObject *images) {
+static void release_views(Py_buffer *views, Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; i++) PyBuffer_Release(&views[i]);
+    PyMem_Free(views);
+}
+
+/* The bytes of a list's images, those of None empty and with no owner. */
+static Py_buffer *views_of(PyObject *list, const char *caller, Py_ssize_t *count) {
+    if (!PyList_Check(list)) {
+        PyErr_Format(PyExc_TypeError, "%s() wants a list of images", caller);
+        return NULL;
+    }
+    PyObject *images = PyList_AsTuple(list); /* looking at one's buffer may run anything, and the list change */
+    if (!images) return NULL;
+    *count = PyTuple_Size(images);
+    Py_buffer *views = PyMem_Calloc((size_t)*count + 1, sizeof *views);
+    if (!views) PyErr_NoMemory();
+    for (Py_ssize_t i = 0; views && i < *count; i++) {
+        PyObject *image = PyTuple_GetItem(images, i);
+        if (image == Py_None || PyObject_GetBuffer(image, &views[i], PyBUF_SIMPLE) == 0) continue;
+        release_views(views, i);
+        views = NULL;
+    }
+    Py_DECREF(images);
+    return views;
+}
+
+/* What was found, or None. */
+static PyObject *told(enum crop_status status, const struct crop_look *found) {
+    if (status != CROP_OK) return Py_NewRef(Py_None);
+    return Py_BuildValue("iiN", found->width, found->height, PyBool_FromLong(found->may_be_turned));
+}
+
+static PyObject *look(PyObject *module, PyObject *list) {
     (void)module;
-    if (!PyList_Check(images)) return PyErr_Format(PyExc_TypeError, "look() wants a list of images");
-    Py_ssize_t count = PyList_Size(images);
-    PyObject *answer = PyList_New(count);
-    for (Py_ssize_t i = 0; answer && i < count; i++) {
-        Py_buffer view;
+    Py_ssize_t count;
+    Py_buffer *views = views_of(list, "look", &count);
+    if (!views) return NULL;
+    struct {
+        enum crop_status status;
         struct crop_look found;
-        PyObject *image = PyList_GetItem(images, i);
-        if (!image || PyObject_GetBuffer(image, &view, PyBUF_SIMPLE) < 0) {
-            Py_CLEAR(answer);
-            break;
-        }
-        enum crop_status status = crop_look(view.buf, (size_t)view.len, &found);
-        PyBuffer_Release(&view);
-        PyObject *one = status == CROP_OK ? Py_BuildValue("iiN", found.width, found.height, PyBool_FromLong(found.may_be_turned))
-                                          : Py_NewRef(Py_None);
+    } *looks = PyMem_Calloc((size_t)count + 1, sizeof *looks);
+    PyObject *answer = looks ? PyList_New(count) : PyErr_NoMemory();
+    if (answer) {
+        Py_BEGIN_ALLOW_THREADS /* the bytes may have to come from a disk */
+        for (Py_ssize_t i = 0; i < count; i++)
+            looks[i].status = crop_look(views[i].buf, (size_t)views[i].len, &looks[i].found);
+        Py_END_ALLOW_THREADS
+    }
+    for (Py_ssize_t i = 0; answer && i < count; i++) {
+        PyObject *one = told(looks[i].status, &looks[i].found);
         if (!one || PyList_SetItem(answer, i, one) < 0) Py_CLEAR(answer);
     }
+    PyMem_Free(looks);
+    release_views(views, count);
     return answer;
 }
 
@@ -66,7 +101,7 @@ static int exact_buffer(PyObject *object, Py_buffer *view, int flags, Py_ssize_t
     return -1;
 }
 
-static PyObject *fill_views(crop_decoder *decoder, Py_buffer *views, Py_ssize_t count, const Py_buffer *boxes,
+static PyObject *fill_views(crop_decoder *decoder, const Py_buffer *views, Py_ssize_t count, const Py_buffer *boxes,
                             const Py_buffer *flips, const Py_buffer *out, int side, int antialias) {
     PyObject *answer = PyBytes_FromStringAndSize(NULL, count);
     if (!answer) return NULL;
@@ -87,37 +122,31 @@ static PyObject *fill_views(crop_decoder *decoder, Py_buffer *views, Py_ssize_t 
 
 static PyObject *decoder_fill(PyObject *object, PyObject *args) {
     Decoder *self = (Decoder *)object;
-    PyObject *images, *box_object, *flip_object, *out_object, *answer = NULL;
+    PyObject *list, *box_object, *flip_object, *out_object, *answer = NULL;
     int side, antialias;
-    if (!PyArg_ParseTuple(args, "OOOOip", &images, &box_object, &flip_object, &out_object, &side, &antialias)) return NULL;
-    if (!PyList_Check(images)) return PyErr_Format(PyExc_TypeError, "fill() wants a list of images");
+    if (!PyArg_ParseTuple(args, "OOOOip", &list, &box_object, &flip_object, &out_object, &side, &antialias)) return NULL;
     if (side < 1 || side > 1 << 14) return PyErr_Format(PyExc_ValueError, "a side of %d pixels is not from 1 to 16384", side);
-    Py_ssize_t count = PyList_Size(images), held = 0, row = (Py_ssize_t)side * side * 3;
-    if (count > PY_SSIZE_T_MAX / row) return PyErr_NoMemory();
     if (self->busy) return PyErr_Format(PyExc_RuntimeError, "a decoder serves one thread at a time");
     self->busy = 1; /* until the end, because looking at buffers may run other threads */
-    Py_buffer boxes, flips, out;
-    if (exact_buffer(box_object, &boxes, PyBUF_SIMPLE, count * (Py_ssize_t)sizeof(struct crop_box), "boxes") < 0) goto done;
+    Py_ssize_t count, row = (Py_ssize_t)side * side * 3;
+    Py_buffer boxes, flips, out, *views = views_of(list, "fill", &count);
+    if (!views) goto done;
+    if (count > PY_SSIZE_T_MAX / row) {
+        PyErr_NoMemory();
+        goto without_boxes;
+    }
+    if (exact_buffer(box_object, &boxes, PyBUF_SIMPLE, count * (Py_ssize_t)sizeof(struct crop_box), "boxes") < 0)
+        goto without_boxes;
     if (exact_buffer(flip_object, &flips, PyBUF_SIMPLE, count, "flips") < 0) goto without_flips;
     if (exact_buffer(out_object, &out, PyBUF_WRITABLE, count * row, "out") < 0) goto without_out;
-    Py_buffer *views = PyMem_Calloc((size_t)count + 1, sizeof *views);
-    if (!views) {
-        PyErr_NoMemory();
-        goto without_views;
-    }
-    for (; held < count; held++) {
-        PyObject *image = PyList_GetItem(images, held); /* NULL if somebody shortened the list meanwhile */
-        if (!image || (image != Py_None && PyObject_GetBuffer(image, &views[held], PyBUF_SIMPLE) < 0)) break;
-    }
-    if (held == count) answer = fill_views(self->decoder, views, count, &boxes, &flips, &out, side, antialias);
-    while (held-- > 0) PyBuffer_Release(&views[held]);
-    PyMem_Free(views);
-without_views:
+    answer = fill_views(self->decoder, views, count, &boxes, &flips, &out, side, antialias);
     PyBuffer_Release(&out);
 without_out:
     PyBuffer_Release(&flips);
 without_flips:
     PyBuffer_Release(&boxes);
+without_boxes:
+    release_views(views, count);
 done:
     self->busy = 0;
     return answer;

@@ -163,10 +163,7 @@ static void across_portable(const struct resize_axis *x, const int16_t *middle, 
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
-
-#define AVX2 __attribute__((target("avx2")))
-#define AVX2_INLINE static inline __attribute__((always_inline, target("avx2")))
+#include "avx2.h"
 
 int resize_has_simd(void) { return __builtin_cpu_supports("avx2"); }
 
@@ -209,7 +206,7 @@ AVX2_INLINE __m256i two_sums(const int16_t *one, const int16_t *two, const int16
                                                9, 4, 5, 10, 11, -1, -1, -1, -1);
     __m256i sum = _mm256_set1_epi32(1 << (ACROSS - 1));
     for (int k = 0; k < taps; k += 2) {
-        __m256i pixels = _mm256_loadu2_m128i((const __m128i *)(two + 3 * k), (const __m128i *)(one + 3 * k));
+        __m256i pixels = two_eights(one + 3 * k, two + 3 * k);
         __m256i pair = _mm256_set_m128i(_mm_set1_epi32(pair_of(two_w + k)), _mm_set1_epi32(pair_of(one_w + k)));
         sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_shuffle_epi8(pixels, by_colour), pair));
     }

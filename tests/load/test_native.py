@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -15,6 +17,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,11 +30,11 @@ from stoker import Loader
 from stoker.errors import SpecError
 from stoker.load import native
 from stoker.load.buffers import Buffers
-from stoker.load.decode import Decoder, Header, Pixels, Task
+from stoker.load.decode import MOST_BLURRED, Decoder, Header, Pixels, Task
 from stoker.load.native import NativeDecoder
 from stoker.load.rows import PixelRows
 from stoker.load.transforms import TRANSFORMS, CenterCrop, Crop, draws, random_resized_crop
-from stoker.shards.images import BadImageError
+from stoker.shards.images import BadImageError, resized
 from trees import make_tree, stoker
 
 SAMPLE = Path(__file__).parents[3] / "shared" / "data" / "imagenet-sample-200.tar"
@@ -135,9 +138,29 @@ def test_any_crop_of_any_plain_jpeg(kind: str, data: st.DataObject) -> None:
     crop = Crop(left, top, data.draw(st.integers(1, width - left)), data.draw(st.integers(1, height - top)))
     if data.draw(st.booleans()):  # between pixels
         crop = Crop(crop.left + 0.25, crop.top + 0.5, crop.width - 0.375, crop.height - 0.625)
-    size, flip, antialias = data.draw(st.integers(1, 70)), data.draw(st.booleans()), data.draw(st.booleans())
+    least = math.ceil(max(crop.width, crop.height) / MOST_BLURRED)
+    size, flip, antialias = data.draw(st.integers(least, 70)), data.draw(st.booleans()), data.draw(st.booleans())
     general, natively = both(jpeg, crop, flip, size, antialias)
     assert np.abs(general.astype(int) - natively).max() <= 3
+
+
+@needs_native
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(1, 3000), st.integers(1, 40), st.booleans(), st.integers(8, 40))
+def test_long_and_narrow_images(length: int, width: int, upright: bool, size: int) -> None:
+    """What shrinks more than eight times along one side, the general decoder shrinks by areas first."""
+    sides = (width, length) if upright else (length, width)
+    data, crop = saved(picture(*sides), quality=100, subsampling="4:4:4"), Crop(0, 0, *sides)
+    task, out = Task(0, data, Header(*sides, 1), crop, False), np.zeros((1, size, size, 3), dtype=np.uint8)
+    left = NativeDecoder().fill([task], out)
+    general = np.zeros((size, size, 3), dtype=np.uint8)
+    Decoder().fill(data, Decoder().look(data), crop, False, general)
+    if not left:
+        assert decibels(general, out[0]) >= 45
+    else:
+        assert max(sides) > MOST_BLURRED * size
+        pillow = resized(simplejpeg.decode_jpeg(data), crop, size)
+        assert np.abs(general.astype(int) - pillow).mean() <= 4
 
 
 @needs_native
@@ -164,7 +187,8 @@ def by_libjpeg_too(task: Task, size: int, antialias: bool) -> tuple[bool, bool]:
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_our_own_decoding_gives_the_same_bytes_as_libjpegs(kind: str, data: st.DataObject) -> None:
-    width, height, size = (data.draw(st.integers(1, most)) for most in (150, 150, 67))
+    width, height = data.draw(st.integers(1, 150)), data.draw(st.integers(1, 150))
+    size = data.draw(st.integers(math.ceil(max(width, height) / MOST_BLURRED), 67))
     quality, optimize = data.draw(st.sampled_from([1, 40, 90, 100])), data.draw(st.booleans())
     jpeg = jpeg_of(kind, picture(width, height), quality=quality, optimize=optimize)
     numbers = data.draw(st.lists(st.floats(0, 1, exclude_max=True), min_size=23, max_size=23))
@@ -299,6 +323,27 @@ def hidden_size() -> bytes:
     small = saved(picture(60, 50))
     frame = small[small.index(b"\xff\xc0") :][:19]
     return b"\xff\xd8\xff\x01" + struct.pack(">H", len(frame) + 2) + frame + saved(picture(120, 110))[2:]
+
+
+def grey(factors: int, damaged_at: int | None = None) -> bytes:
+    """A grey JPEG whose only component claims to be stored at so many times the size, which means nothing."""
+    data = bytearray(saved(picture(60, 64).convert("L")))
+    data[data.index(b"\xff\xc0") + 11] = factors
+    if damaged_at is not None:
+        scan = data.index(b"\xff\xda") + 10
+        data[scan + damaged_at : scan + damaged_at + 2] = b"\xff\xd9"
+    return bytes(data)
+
+
+@needs_native
+@pytest.mark.parametrize("factors", [0x11, 0x21, 0x12, 0x22, 0x14, 0x44])
+def test_a_grey_jpeg_with_odd_factors_is_decoded_as_by_libjpeg(factors: int) -> None:
+    for crop in (Crop(0, 0, 60, 64), Crop(7, 9, 40, 8)):
+        task = Task(0, grey(factors), Header(60, 64, 1), crop, False)
+        assert by_libjpeg_too(task, 32, False) == (True, True)
+        cut = task._replace(data=grey(factors, 65))
+        ours, libjpegs = by_libjpeg_too(cut, 32, False)
+        assert libjpegs or not ours
 
 
 ODD = {
@@ -463,23 +508,24 @@ def test_a_decoder_that_two_threads_use_says_so() -> None:
     images = [saved(picture(600, 500))] * 64
     boxes = np.tile(np.array([[0, 0, 600, 500, 600, 500]], dtype=np.float64), (64, 1))
     out = np.empty((64, 224, 224, 3), dtype=np.uint8)
-    done: list[bytes] = []
 
-    def work() -> None:
-        while not said:
-            done.append(decoder.fill(images, boxes, bytes(64), out, 224, True))
+    def fill(count: int) -> None:
+        while not said:  # until one call meets another
+            try:
+                answer = decoder.fill(images[:count], boxes[:count], bytes(count), out[:count], 224, True)
+            except RuntimeError as error:
+                said.add(str(error))
+            else:
+                assert answer == bytes(count)
 
-    said: list[str] = []
-    thread = threading.Thread(target=work)
+    said: set[str] = set()
+    thread = threading.Thread(target=fill, args=(64,))
     thread.start()
-    while not said:  # until one call meets another
-        try:
-            decoder.fill([], boxes[:0], b"", out[:0], 224, True)
-        except RuntimeError as error:
-            said.append(str(error))
+    fill(0)
     thread.join()
-    assert said == ["a decoder serves one thread at a time"]
-    assert set(done) == {bytes(64)}
+    assert said == {"a decoder serves one thread at a time"}
+    said.clear()
+    assert decoder.fill(images[:1], boxes[:1], b"\0", out[:1], 224, True) == b"\0"
 
 
 @needs_native
@@ -526,6 +572,27 @@ def test_without_it_the_loader_says_once_which_decoder_it_uses(pets: Path) -> No
     assert missing == f"the native decoder is not installed; {native.HINT}"
 
 
+WITHOUT_IN_WORKERS = """
+import logging, sys
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "stoker_native" else found(name, *more)
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+from torch.utils.data import DataLoader
+from stoker.load.torch import Dataset
+for _ in range(2):
+    dataset = Dataset(sys.argv[1], global_batch=8, size=32, seat=(0, 1))
+    print(sum(batch.count for batch in DataLoader(dataset, batch_size=None, num_workers=2)))
+"""
+
+
+def test_worker_processes_do_not_say_it_again(pets: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_IN_WORKERS, pets], capture_output=True, text=True, check=True)
+    said, first, second = done.stdout.splitlines()
+    assert said == "images are decoded by simplejpeg and OpenCV: the native decoder is not installed"
+    assert int(first) == int(second) > 0
+
+
 @pytest.mark.parametrize(
     ("module", "why"),
     [("API = 99", "is of another version"), ("", "is of another version"), ("import no_such", "cannot be loaded")],
@@ -540,6 +607,39 @@ def test_one_that_does_not_fit_is_told_and_not_used(pets: Path, tmp_path: Path, 
     assert why in said
     assert int(first) > 0
     assert why in missing
+
+
+def test_without_avx2_it_is_not_used_unless_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "problem", lambda: "")
+    monkeypatch.setattr(native, "_loaded", lambda: SimpleNamespace(SIMD=0))
+    native._say_once.cache_clear()
+    assert native.chosen("native") == "native"
+    assert native.chosen("auto") == "python"
+    assert native.chosen("auto") == "python"
+    (record,) = caplog.records
+    assert record.getMessage().endswith("the native decoder is slow on this processor, which has no AVX2")
+
+
+@needs_native
+def test_what_was_decoded_natively_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tree(tmp_path / "plain", {"ant": 6})
+    folder = tmp_path / "plain/ant"
+    for number in range(3):
+        (folder / f"odd-{number}.jpg").write_bytes(ODD["progressive"])
+    assert stoker("data", "convert", tmp_path / "plain", tmp_path / "shards") == 0
+    for decoder, wanted in (("native", 6), ("python", 0)):
+        with Loader(tmp_path / "shards/train", global_batch=4, size=32, decoder=decoder, seat=(0, 1)) as loader:
+            assert sum(batch.count for batch in loader) == 9
+            assert (loader.times.natively, loader.times.images) == (wanted, 9)
+    bench = ("data", "bench", tmp_path / "shards/train", "--batch", "9", "--size", "32", "--seconds", "0.2")
+    capsys.readouterr()
+    assert stoker(*bench, "--decoder", "native", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["natively"] == pytest.approx(6 / 9)
+    for decoder, told in (("native", True), ("python", False)):
+        assert stoker(*bench, "--decoder", decoder) == 0
+        assert ("33% of the images are decoded by simplejpeg" in " ".join(capsys.readouterr().err.split())) is told
 
 
 def test_it_serves_only_the_named_transforms(pets: Path) -> None:
@@ -563,6 +663,7 @@ def corpus(folder: Path) -> list[Path]:
     plain = [saved(picture(w, h), **KINDS[kind]) for w, h in ((1, 1), (33, 17), (70, 90)) for kind in KINDS]
     files = []
     plain += [jpeg_of(kind, picture(50, 40), quality=20) for kind in ("grey", "4:4:0")]
+    plain += [grey(factors, at) for factors in (0x22, 0x14) for at in (None, 65)]
     for number, data in enumerate([*plain, *ODD.values(), *SCANS.values(), long_run()]):
         damaged = bytearray(data)
         for at in random.integers(0, len(data), 3) if data else ():
@@ -572,6 +673,10 @@ def corpus(folder: Path) -> list[Path]:
             path.write_bytes(random.bytes(6) + bytes([random.integers(0, 2)]) + image)
             files.append(path)
     return files
+
+
+OPTIMISED = ("-O3", "-ffp-contract=off")
+"""As meson.build has it."""
 
 
 def built(folder: Path, compiler: str, *flags: str) -> Path:
@@ -585,7 +690,7 @@ def built(folder: Path, compiler: str, *flags: str) -> Path:
         NATIVE / "fuzz" / "fuzz_crop.c",
         *(NATIVE / "src" / f"{name}.c" for name in ("crop", "baseline", "resize")),
     ]
-    command = [compiler, "-g", "-O1", *flags, *map(str, sources), "-o", str(program), "-ljpeg", "-lm"]
+    command = [compiler, "-g", *OPTIMISED, *flags, *map(str, sources), "-o", str(program), "-ljpeg", "-lm"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return program
@@ -601,6 +706,44 @@ def test_valgrind_finds_nothing(tmp_path: Path) -> None:
     assert done.stdout == f"{len(files)} files\n"
 
 
+MODULE = """
+import struct, sys
+import stoker_native
+decoder = stoker_native.Decoder()
+for path in sys.argv[1:]:
+    data = open(path, "rb").read()[7:]
+    (looked,) = stoker_native.look([data])
+    width, height, _ = looked or (64, 64, False)
+    boxes = struct.pack("12d", 1, 0, width - 1, height, width, height, 0, 0, width, height, width, height)
+    decoder.fill([data, None], boxes, bytes(2), bytearray(2 * 3 * 30 * 30), 30, True)
+boxes, out = bytes(48), bytearray(300)
+for bad in (
+    (3,), ([3], boxes, b"0", out, 10, True), ([b""], b"", b"0", out, 10, True), ([b""], boxes, b"", out, 10, True),
+    ([b""], boxes, b"0", b"", 10, True), ([b""], boxes, b"0", out, 0, True), (b"", boxes, b"0", out, 10, True),
+):
+    try:
+        decoder.fill(*bad)
+    except (TypeError, ValueError, BufferError):
+        continue
+    sys.exit(f"{bad} was taken")
+try:
+    stoker_native.look([b"", 3])
+except TypeError:
+    print("done")
+"""
+
+
+@needs_native
+def test_valgrind_finds_nothing_in_the_module(tmp_path: Path) -> None:
+    if shutil.which("valgrind") is None:
+        pytest.skip("valgrind is not on the PATH")
+    command = ["valgrind", "-q", sys.executable, "-c", MODULE, *corpus(tmp_path)]
+    environment = os.environ | {"PYTHONMALLOC": "malloc"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-4000:]
+    assert "stoker_native" not in done.stderr  # of itself, the interpreter has some to tell
+
+
 def test_the_compilers_sanitizers_find_nothing(tmp_path: Path) -> None:
     flags = ("-DREPLAY", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     program, files = built(tmp_path, "cc", *flags), corpus(tmp_path)
@@ -609,14 +752,15 @@ def test_the_compilers_sanitizers_find_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_libfuzzer_finds_nothing_in_a_minute(tmp_path: Path) -> None:
+@pytest.mark.timeout(0)
+def test_libfuzzer_finds_nothing(tmp_path: Path) -> None:
     program = built(tmp_path, "clang", "-fsanitize=address,undefined,fuzzer")
     seeds, found = tmp_path / "seeds", tmp_path / "found"
     seeds.mkdir()
     found.mkdir()
     corpus(seeds)
     options = [
-        "-max_total_time=60",
+        f"-max_total_time={os.environ.get('STOKER_FUZZ_S', '60')}",
         "-max_len=6000",
         "-timeout=20",
         "-rss_limit_mb=0",  # what this process holds would count

@@ -286,7 +286,8 @@ def bench(
     size: Size = 224,
     antialias: Antialias = True,
     decoder: Annotated[
-        str, typer.Option(metavar="NAME", help="native, python, or auto: native where it is installed.")
+        str,
+        typer.Option(metavar="NAME", help="native, python, or auto: native where installed, on processors with AVX2."),
     ] = "auto",
     threads: Annotated[str, typer.Option(metavar="N", help="Decoding threads; `auto` is one per core.")] = "auto",
     cache: Annotated[
@@ -414,6 +415,11 @@ def _show_measured(found: Measured, as_json: bool) -> None:
         ],
     )
     remark(found.verdict)
+    if found.decoder == "native" and found.natively < 0.99:
+        remark(
+            f"{1 - found.natively:.0%} of the images are decoded by simplejpeg, OpenCV or Pillow: the native decoder "
+            "leaves them what is not a plain, upright JPEG"
+        )
     if found.bad:
         remark(f"{counted(found.bad, 'bad sample')} left out: see stoker data verify --deep")
 

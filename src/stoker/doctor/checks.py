@@ -54,8 +54,9 @@ def _shared_memory() -> Check:
 
 
 def _decoder() -> Check:
-    if why_not := native.problem():
-        return Check("decoder", None, f"python: the native one {why_not}", native.HINT)
+    if why_not := native.drawback():
+        fix = native.HINT if native.problem() else "nothing to do; decoder='native' uses it all the same"
+        return Check("decoder", None, f"python: the native one {why_not}", fix)
     return Check("decoder", True, "native: decodes only what is seen of an image")
 
 

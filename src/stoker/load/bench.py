@@ -32,6 +32,8 @@ class Measured:
     limit_images_per_s: float
     share_of_limit: float
     decoder: str
+    natively: float
+    """Share of the images that the native decoder made; it leaves the odd ones to the general decoder."""
     threads: int
     cpu: float
     """Cores at work while the loader ran."""
@@ -84,16 +86,19 @@ def measure(
         for _ in range(ROUNDS):
             limits.append(_limit(kept, transform, size, antialias, decoder, loader.threads, seconds / (2 * ROUNDS)))
             turns.append(_turn(loader, seconds / (2 * ROUNDS), progress))
-        times, bad = loader.times, len(loader.bad)
+        times, bad = loader.times, len({(one.shard, one.offset) for one in loader.bad})
     speed = statistics.median(turn.speed for turn in turns)
-    had = times.images / speed * loader.threads
-    stages = {name: getattr(times, name) / had for name in ("fetch", "read", "decode", "transform")}
+    seconds_by = {name: getattr(times, name) for name in ("fetch", "read", "decode", "transform")}
+    # What was made before the clock started may have taken longer than what was made then.
+    had = max(times.images / speed * loader.threads, sum(seconds_by.values()))
+    stages = {name: took / had for name, took in seconds_by.items()}
     return Measured(
         images_per_s=speed,
         bytes_per_s=speed * sum(map(len, kept)) / len(kept),
         limit_images_per_s=statistics.median(limits),
         share_of_limit=statistics.median(turn.speed / limit for turn, limit in zip(turns, limits, strict=True)),
         decoder=decoder,
+        natively=times.natively / times.images,
         threads=loader.threads,
         cpu=statistics.median(turn.cpu for turn in turns),
         stages=stages | {"idle": max(0.0, 1 - sum(stages.values()))},

@@ -24,6 +24,8 @@ cv2.setNumThreads(0)
 
 GAP = 2.0
 """The JPEG decoder itself shrinks what would be shrunk further by this factor or more afterwards."""
+MOST_BLURRED = 8.0
+"""What shrinks further than this is first shrunk by areas: a blur so wide takes minutes, and is coarse."""
 ROWS_BELOW = 4
 """Rows decoded below a crop: where colours are stored at half the height, those of its last row take in the next."""
 KEPT_BYTES = 16 << 20
@@ -54,7 +56,7 @@ class Decoder:
 
     def __init__(self, *, antialias: bool = True) -> None:
         self._antialias = antialias
-        self._hard, self._soft, self._square = _Kept(), _Kept(), _Kept()
+        self._hard, self._soft, self._square, self._areas = _Kept(), _Kept(), _Kept(), _Kept()
 
     def look(self, data: Buffer) -> Header:
         """Read an image's header; raise BadImageError for what cannot be decoded."""
@@ -149,10 +151,22 @@ class Decoder:
             width, height = max(1, round(crop.width)), max(1, round(crop.height))
             part = pixels[top : top + height, left : left + width]
             if self._antialias:
-                part = self._blurred(part, width / size, height / size)
+                part = self._by_areas(part, size)
+                part = self._blurred(part, part.shape[1] / size, part.shape[0] / size)
             cv2.resize(part, (size, size), dst=target, interpolation=cv2.INTER_LINEAR)
         if flip:
             cv2.flip(target, 1, dst=out)
+
+    def _by_areas(self, pixels: Pixels, size: int) -> Pixels:
+        """Shrink sides that are far too long for `size`, to half of what a blur may be given."""
+        height, width = (
+            round(size * MOST_BLURRED / 2) if side > size * MOST_BLURRED else side for side in pixels.shape[:2]
+        )
+        if (height, width) == pixels.shape[:2]:
+            return pixels
+        out = self._areas.room((height, width, 3))
+        cv2.resize(pixels, (width, height), dst=out, interpolation=cv2.INTER_AREA)
+        return out
 
     def _blurred(self, pixels: Pixels, x: float, y: float) -> Pixels:
         """Blur what will shrink by x and y, so that bilinear sampling then spreads about as wide as PIL's triangle.

@@ -77,6 +77,8 @@ class Times:
     transform: float = 0.0
     wait: float = 0.0
     images: int = 0
+    natively: int = 0
+    """How many of the images the native decoder made."""
 
     def __add__(self, other: Times) -> Times:
         return Times(
@@ -86,6 +88,7 @@ class Times:
             transform=self.transform + other.transform,
             wait=self.wait + other.wait,
             images=self.images + other.images,
+            natively=self.natively + other.natively,
         )
 
 
@@ -95,8 +98,8 @@ class Loader:
     The order depends on the dataset, seed and epoch alone. `state_dict()` is a cursor of what the consumer has taken;
     it goes on in any world, with any batch size and any number of threads. `transform` is the name of
     one ("imagenet-train", "imagenet-val", "small-train", "digits-train", "whole"), None for the encoded bytes, or a
-    function of upright RGB pixels and a random generator. `decoder` is "native" where stoker-native is installed,
-    "python" elsewhere, unless it is named.
+    function of upright RGB pixels and a random generator. `decoder` is "native" where stoker-native is installed
+    and the processor has AVX2, "python" elsewhere, unless it is named.
     """
 
     def __init__(
@@ -303,6 +306,7 @@ class _Making:
             decode=filled.decode_s,
             transform=filled.transform_s,
             images=len(samples.images),
+            natively=filled.natively,
         )
 
     def _describe(self, row: int, reason: str) -> Bad:

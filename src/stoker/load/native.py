@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import multiprocessing
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol, cast
@@ -18,12 +19,12 @@ from stoker.shards.images import BadImageError
 from stoker.shards.sample import Buffer
 
 DECODERS = ("auto", "native", "python")
-HINT = "in stoker's repository: make setup, or pip install ./native; needs gcc, libjpeg62-turbo-dev and python3-dev"
-
-log = logging.getLogger(__name__)
-
+HINT = "in stoker's repository: make setup, or pip install ./native; needs gcc, libjpeg-dev and python3-dev"
 
 API = 1
+"""What the module must speak: what it is called with, and what it gives."""
+
+log = logging.getLogger(__name__)
 
 
 class _Module(Protocol):
@@ -69,17 +70,20 @@ def chosen(decoder: str) -> str:
     """Tell which decoder "auto" means on this machine, and say it once; refuse one that is not there."""
     if decoder == "python":
         return decoder
-    why_not = problem()
     if decoder == "native":
-        if why_not:
+        if why_not := problem():
             raise MissingError(f"the native decoder {why_not}", hint=HINT)
         return decoder
-    if why_not or not _loaded().SIMD:
-        why_not = why_not or "is slow on this processor, which has no AVX2"
+    if why_not := drawback():
         _say_once(logging.WARNING, f"images are decoded by simplejpeg and OpenCV: the native decoder {why_not}")
         return "python"
     _say_once(logging.INFO, "images are decoded by stoker-native")
     return "native"
+
+
+def drawback() -> str:
+    """Say why "auto" does not mean the native decoder here; nothing if it does."""
+    return problem() or ("" if _loaded().SIMD else "is slow on this processor, which has no AVX2")
 
 
 @functools.cache
@@ -96,7 +100,8 @@ def problem() -> str:
 
 @functools.cache
 def _say_once(level: int, what: str) -> None:
-    log.log(level, what)
+    if multiprocessing.parent_process() is None:  # a DataLoader's workers, new with each epoch, would say it again
+        log.log(level, what)
 
 
 def _loaded() -> _Module:

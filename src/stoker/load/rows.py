@@ -29,6 +29,8 @@ class Filled(NamedTuple):
     bad: list[tuple[int, str]]
     decode_s: float = 0.0
     transform_s: float = 0.0
+    natively: int = 0
+    """How many the native decoder made."""
 
 
 class Rows(Protocol):
@@ -100,11 +102,12 @@ class PixelRows:
         tools = self._tools()
         rows = room[first : first + len(images)]
         out = tools.pixels(len(images), self._size) if self._planes else rows
-        bad = tools.decode(images, self._transform, draws(self._seed, epoch, positions).tolist(), out)
+        bad, natively = tools.decode(images, self._transform, draws(self._seed, epoch, positions).tolist(), out)
         if self._planes:
             for pixels, row in zip(out, rows, strict=True):
                 to_planes(pixels, row)
-        return Filled([(first + row, reason) for row, reason in bad], time.perf_counter() - started)
+        decode_s = time.perf_counter() - started
+        return Filled([(first + row, reason) for row, reason in bad], decode_s, natively=natively)
 
     def pick(self, room: Pixels, good: Sequence[int] | None) -> Pixels:
         """Give the batch."""
@@ -134,9 +137,10 @@ class _Tools:
 
     def decode(
         self, images: Sequence[Buffer], transform: Transform, numbers: list[list[float]], out: Pixels
-    ) -> list[tuple[int, str]]:
-        """Fill every row of `out` that can be, and tell which cannot and why."""
+    ) -> tuple[list[tuple[int, str]], int]:
+        """Fill every row of `out` that can be; tell which cannot and why, and how many the native decoder filled."""
         bad: dict[int, str] = {}
+        natively = 0
         headers = [None] * len(images) if self._native is None else self._native.look(images)
         tasks = []
         for row, (data, looked, drawn) in enumerate(zip(images, headers, numbers, strict=True)):
@@ -147,14 +151,16 @@ class _Tools:
                 continue
             tasks.append(Task(row, data, header, *transform(header.width, header.height, drawn)))
         if self._native is not None:
-            left = self._native.fill([task for task in tasks if headers[task.row] is not None], out)
+            given = [task for task in tasks if headers[task.row] is not None]
+            left = self._native.fill(given, out)
+            natively = len(given) - len(left)
             tasks = [*left, *(task for task in tasks if headers[task.row] is None)]
         for row, data, header, crop, flip in tasks:
             try:
                 self._general.fill(data, header, crop, flip, out[row])
             except BadImageError as error:
                 bad[row] = str(error)
-        return sorted(bad.items())
+        return sorted(bad.items()), natively
 
 
 class UserRows:

@@ -14,6 +14,7 @@ from typing import Any
 from stoker.errors import InputError, MissingExtraError, SpecError
 from stoker.load.decode import Pixels
 from stoker.load.loader import Bad, Batch, Loader
+from stoker.load.native import chosen
 from stoker.load.turns import Turn, Turns
 from stoker.sampling.cursor import Cursor
 from stoker.sampling.order import Numbers
@@ -73,6 +74,8 @@ class Dataset(IterableDataset[TorchBatch]):
     ) -> None:
         inspect.signature(Loader).bind(url, **settings)  # a wrong keyword is told here, not by a worker
         self._url, self._settings = url, settings
+        if settings.get("decoder", "auto") == "auto" and isinstance(settings.get("transform", ""), str):
+            chosen("auto")  # says which one that is, which worker processes do not
         cuda = _cuda(device)
         self._upload = None if cuda is None else _Upload(cuda)
         if self._upload is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from stoker.core.units import parse_bytes, parse_duration
 from stoker.errors import Fault, InputError, MissingExtraError, SpecError, StokerError
+from stoker.load.native import DECODERS
 from stoker.load.transforms import TRANSFORMS
 from stoker.sampling.plan import MEANINGS
 from stoker.trainers.schedule import SCHEDULES
@@ -65,6 +66,9 @@ def _data(group: argparse._ArgumentGroup, environ: Mapping[str, str]) -> None:
         type=_read(parse_bytes),
         default=get("STOKER_CACHE_SIZE") or None,
         help="at most so much",
+    )
+    group.add_argument(
+        "--decoder", choices=DECODERS, default="auto", help="native or python; auto is native where it can be had"
     )
     group.add_argument("--size", metavar="PX", type=int, default=224, help="pixels of a side, as the model sees them")
     names = tuple(TRANSFORMS)

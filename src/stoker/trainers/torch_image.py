@@ -556,6 +556,7 @@ def _settings(args: argparse.Namespace, world: World, global_batch: int, transfo
         "global_batch": global_batch,
         "transform": transform,
         "size": args.size,
+        "decoder": args.decoder,
         "seat": world.seat,
         "cache": args.cache_dir,
         "cache_size": args.cache_size,
