@@ -234,9 +234,8 @@ def plot(result: Result, path: Path) -> None:
         OURS[1]: "stoker, for information",
         PEERS[1]: "peers, for information",
     }
-    axes.legend(
-        handles=[Patch(color=colour, label=names_of[colour]) for colour in kinds], loc="lower right", frameon=False
-    )
+    handles = [Patch(color=colour, label=names_of[colour]) for colour in kinds]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     axes.set_title(result.title, loc="left", fontsize=12, fontweight="bold")
     axes.set_xlabel(f"{result.unit}, median of {len(result.speeds[names[0]])} rounds (more is better)")
     axes.set_xlim(0, 1.12 * max(max(taken) for taken in result.speeds.values()))
