@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import multiprocessing
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol, cast
@@ -100,8 +99,7 @@ def problem() -> str:
 
 @functools.cache
 def _say_once(level: int, what: str) -> None:
-    if multiprocessing.parent_process() is None:  # a DataLoader's workers, new with each epoch, would say it again
-        log.log(level, what)
+    log.log(level, what)
 
 
 def _loaded() -> _Module:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from stoker.errors import InputError, MissingExtraError, SpecError
+from stoker.load import native
 from stoker.load.decode import Pixels
 from stoker.load.loader import Bad, Batch, Loader
-from stoker.load.native import chosen
 from stoker.load.turns import Turn, Turns
 from stoker.sampling.cursor import Cursor
 from stoker.sampling.order import Numbers
@@ -75,7 +75,7 @@ class Dataset(IterableDataset[TorchBatch]):
         inspect.signature(Loader).bind(url, **settings)  # a wrong keyword is told here, not by a worker
         self._url, self._settings = url, settings
         if settings.get("decoder", "auto") == "auto" and isinstance(settings.get("transform", ""), str):
-            chosen("auto")  # says which one that is, which worker processes do not
+            native.chosen("auto")  # says which one that is, which worker processes do not
         cuda = _cuda(device)
         self._upload = None if cuda is None else _Upload(cuda)
         if self._upload is not None:
@@ -147,6 +147,7 @@ class Dataset(IterableDataset[TorchBatch]):
                 f"worker processes cannot put batches on {self._upload.device}",
                 hint="give DataLoader pin_memory=True, leave `device` away here, and call batch.to(device)",
             )
+        native.log.disabled = True  # a new worker for each epoch would say again what the dataset's maker has said
         try:
             loader = self._loader()
         except SpecError as error:  # torch makes an error anew of its text, and this one is made of faults
