@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from measure import STOKER, Contestant, Lab, Limit, Result, Versus, command, in_process, take_turns
 
 if TYPE_CHECKING:
-    from hosts import Network
+    from tests.support.hosts import Network
 
 OURS, BARE = "stoker job run", "torchrun"
 FAR_OURS, FAR_BARE = "stoker job run --on ssh, 2 hosts", "torchrun by ssh, 2 hosts"
@@ -87,10 +87,10 @@ def _added(speeds: dict[str, list[float]], ours: str, bare: str) -> float:
 @contextmanager
 def _two_hosts() -> Iterator[Network | str]:
     """Two hosts with an sshd, or why there are none."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from _pytest.outcomes import Skipped
 
-    from hosts import network
+    from tests.support.hosts import network
 
     with TemporaryDirectory() as folder:
         try:
@@ -134,7 +134,7 @@ def _planning_ms(folder: Path) -> float:
     from stoker.core.spec import decode
     from stoker.jobs.spec import Job
     from stoker.jobs.topology import slots_of
-    from stoker.launchers.ssh.hosts import Client
+    from stoker.launchers.ssh.client import Client
     from stoker.launchers.ssh.launcher import Look, Route, plan_of
 
     hosts = [f"node{number}" for number in range(MANY)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from measure import STOKER, Contestant, Lab, Ran, Result, Versus, command, in_process, take_turns
 from stoker.shards.formats import FORMATS
-from stoker.shards.locate import MappedFile, find_sets, read_images
+from stoker.shards.shard_set import MappedFile, find_sets, read_images
 
 VIEWS = "stoker, views by walking the tar"
 INDEXED = "stoker, views by the index"

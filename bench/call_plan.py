@@ -9,7 +9,7 @@ import numpy as np
 
 from peer_loaders import peak_bytes
 from stoker.sampling.plan import Plan
-from stoker.sampling.seat import Seat
+from stoker.sampling.rank import Seat
 from stoker.shards.manifest import default_lanes
 
 SHARDS, SAMPLES = 1_000_000, 1_000

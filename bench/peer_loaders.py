@@ -67,7 +67,7 @@ def thread_pool(shards: Path, *, antialias: bool, decoder: str) -> Iterator[Any]
     from stoker.load.decode import Decoder, Task
     from stoker.load.native import NativeDecoder
     from stoker.load.transforms import Crop
-    from stoker.shards.locate import find_sets, read_images
+    from stoker.shards.shard_set import find_sets, read_images
 
     random.seed(0)
     (one,) = find_sets(str(shards))

@@ -7,9 +7,9 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from clusters import NO_KUBERNETES
-from disks import NOT_ALLOWED
-from servers import free_port, gcs_emulator, moto
+from tests.support.disks import NOT_ALLOWED
+from tests.support.kubernetes import NO_KUBERNETES
+from tests.support.servers import free_port, gcs_emulator, moto
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from stoker.core.processes import Process, run, start
 from stoker.errors import MissingProgramError, NotFoundError, StokerError, UnavailableError
-from waiting import alive, eventually
+from tests.support.waiting import alive, eventually
 
 
 class Shell:

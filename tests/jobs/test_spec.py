@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stoker.core.spec import examine
 from stoker.core.units import Bytes, Seconds
 from stoker.errors import InputError, NotFoundError, SpecError
-from stoker.jobs.docs import EXAMPLE, page
+from stoker.jobs.reference import EXAMPLE, page
 from stoker.jobs.spec import (
     Cache,
     Checkpoint,
@@ -34,8 +34,9 @@ from stoker.jobs.spec import (
     schema,
     to_yaml,
 )
+from tests.support.paths import DOCS
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "job-file.md"
+PAGE = DOCS / "job-file.md"
 SMALL = "name: a\nprogram: {script: train.py}\n"
 
 NO_NAME = "name: expected a name of at most 40 small letters, digits and dashes, with no dash at an end, got "
@@ -796,7 +797,7 @@ def test_every_field_is_described() -> None:
 def test_the_page_is_up_to_date(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--update-golden"):
         PAGE.write_text(page())
-    assert PAGE.read_text() == page(), "run: python -m stoker.jobs.docs > docs/job-file.md"
+    assert PAGE.read_text() == page(), "run: python -m stoker.jobs.reference > docs/job-file.md"
 
 
 def test_the_example_works() -> None:

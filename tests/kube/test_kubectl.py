@@ -19,7 +19,7 @@ import pytest
 from stoker.errors import InputError, MissingProgramError
 from stoker.kube import kubectl
 from stoker.kube.kubectl import Port, Tunnel, exec_words, forward_words, words
-from waiting import alive, eventually
+from tests.support.waiting import alive, eventually
 
 FAKE = """#!{python} -S
 import json, os, sys, time

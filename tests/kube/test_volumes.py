@@ -18,7 +18,7 @@ from stoker.kube.inspector import check_free, destination, inside, put, refusal,
 from stoker.kube.objects import JOB, RUN, Manifest
 from stoker.kube.quantity import bytes_of, written
 from stoker.kube.volumes import EFS, FSX, GIB, OF_CLAIM, Found, Wish, fsx_size, plan, read_volumes, removal
-from trees import stoker
+from tests.support.trees import stoker
 
 FSX_VOLUME = """
 apiVersion: v1

@@ -15,11 +15,11 @@ import pytest
 from stoker.core.spec import decode
 from stoker.errors import InputError
 from stoker.jobs.launcher import LAUNCHERS
-from stoker.jobs.runs import Run, create, find
+from stoker.jobs.run_folder import Run, create, find
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import Slot, slots_of
-from waiting import eventually
+from tests.support.waiting import eventually
 
 # In a session of its own, deaf to TERM: all that a process group would miss.
 DEAF = "setsid bash -c 'trap \"\" TERM HUP; while :; do sleep 0.2; done' & echo ready; while :; do sleep 0.1; done"

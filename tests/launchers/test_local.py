@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from disks import NOT_ALLOWED
-from launchers.contract import LauncherSuite, job_of, until
 from stoker.core.processes import marked
 from stoker.errors import SpecError
-from stoker.jobs.runs import Run, find
+from stoker.jobs.run_folder import Run, find
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.launchers.supervisor import watcher
-from trees import stoker
+from tests.launchers.contract import LauncherSuite, job_of, until
+from tests.support.disks import NOT_ALLOWED
+from tests.support.trees import stoker
 
 HEARTBEAT = """
 import time

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from launchers.contract import LauncherSuite, job_of, until
 from stoker.core.processes import children, marked
 from stoker.errors import MissingProgramError, SpecError
-from stoker.jobs.runs import Run, find
+from stoker.jobs.run_folder import Run, find
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.launchers.local import LocalLauncher
 from stoker.launchers.supervisor import watcher
 from stoker.telemetry.reader import gaps, read_log
-from trainers.trainings import weights
-from trees import stoker
+from tests.launchers.contract import LauncherSuite, job_of, until
+from tests.support.trees import stoker
+from tests.trainers.trainings import weights
 
 pytestmark = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")
 READY = "echo ready; while :; do sleep 0.05; done"

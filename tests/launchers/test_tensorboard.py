@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from stoker.jobs.runs import find
+from stoker.jobs.run_folder import find
 from stoker.launchers.tensorboard import Board
 from stoker.telemetry.events import Event
-from trees import stoker
+from tests.support.trees import stoker
 
 SCRIPT = """
 from stoker.telemetry import recorder

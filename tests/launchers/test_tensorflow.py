@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 
-from hosts import Network, network
-from launchers.contract import Launching, job_of
 from stoker.errors import SpecError
-from stoker.jobs.runs import Run
+from stoker.jobs.run_folder import Run
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
+from tests.launchers.contract import Launching, job_of
+from tests.support.hosts import Network, network
+from tests.support.paths import ROOT
 
-TASK = Path(__file__).parent.parent / "tf_task.py"
+TASK = ROOT / "tests/support/tf_task.py"
 PS = {"topology": "tf-ps", "workers": 2, "roles": {"ps": {"count": 2}}}
 NOBODY_LEADS = {"topology": "tf-ps", "workers": 2, "roles": {"ps": {"count": 1}, "chief": {"count": 0}}}
 MIRRORED = {"topology": "tf-mirrored", "workers": 3}

@@ -11,7 +11,7 @@ import pytest
 
 from stoker.load.buffers import Buffers
 from stoker.load.loader import Loader
-from trees import make_tree, stoker
+from tests.support.trees import make_tree, stoker
 
 SHAPE = (4, 8, 8, 3)
 

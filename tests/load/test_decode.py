@@ -6,7 +6,6 @@ import io
 import itertools
 import struct
 import tarfile
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -16,9 +15,10 @@ from PIL import Image, ImageOps
 from stoker.load.decode import Decoder, Pixels, to_planes
 from stoker.load.transforms import Crop, draws, random_resized_crop
 from stoker.shards.images import BadImageError
-from trees import image_bytes
+from tests.support.paths import SHARED
+from tests.support.trees import image_bytes
 
-SAMPLE = Path(__file__).parents[3] / "shared" / "data" / "imagenet-sample-200.tar"
+SAMPLE = SHARED / "data" / "imagenet-sample-200.tar"
 ORIENTATION = 0x0112
 
 

@@ -24,13 +24,13 @@ import numpy.typing as npt
 import pytest
 from PIL import Image, ImageOps
 
-from servers import aws_environ, nginx
 from stoker import Loader
 from stoker.errors import DataFaultError, InputError, NotFoundError, SpecError
 from stoker.load.loader import Batch, find_one
 from stoker.shards.formats import FORMATS
 from stoker.shards.sample import Sample
-from trees import make_dataset, make_tree, stoker
+from tests.support.servers import aws_environ, nginx
+from tests.support.trees import make_dataset, make_tree, stoker
 
 Pixels = npt.NDArray[np.uint8]
 

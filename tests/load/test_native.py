@@ -30,15 +30,15 @@ from stoker import Loader
 from stoker.errors import SpecError
 from stoker.load import native
 from stoker.load.buffers import Buffers
+from stoker.load.collate import PixelRows
 from stoker.load.decode import MOST_BLURRED, Decoder, Header, Pixels, Task
 from stoker.load.native import NativeDecoder
-from stoker.load.rows import PixelRows
 from stoker.load.transforms import TRANSFORMS, CenterCrop, Crop, draws, random_resized_crop
 from stoker.shards.images import BadImageError, resized
-from trees import make_tree, stoker
+from tests.support.paths import NATIVE, SHARED
+from tests.support.trees import make_tree, stoker
 
-SAMPLE = Path(__file__).parents[3] / "shared" / "data" / "imagenet-sample-200.tar"
-NATIVE = Path(__file__).parents[2] / "native"
+SAMPLE = SHARED / "data" / "imagenet-sample-200.tar"
 
 needs_valgrind = pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind is not on the PATH")
 needs_native = pytest.mark.skipif(bool(native.problem()), reason=f"stoker-native {native.problem()}")

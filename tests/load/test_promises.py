@@ -12,11 +12,11 @@ import pytest
 
 from stoker.errors import InputError, SpecError
 from stoker.load.loader import Loader
-from stoker.load.turns import Turn, Turns
+from stoker.load.shared_cursor import Turn, Turns
 from stoker.sampling.cursor import Cursor
 from stoker.sampling.plan import Plan
-from stoker.sampling.seat import Seat
-from trees import make_tree, stoker
+from stoker.sampling.rank import Seat
+from tests.support.trees import make_tree, stoker
 
 
 @pytest.fixture(scope="module")

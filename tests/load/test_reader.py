@@ -20,18 +20,18 @@ import numpy as np
 import pytest
 from msgspec.structs import replace as replace_struct
 
-from servers import Asked, Reply, scripted
 from stoker.errors import DataFaultError, InputError, NotFoundError, StokerError, UnavailableError
 from stoker.load.loader import Batch, Loader, find_one
 from stoker.load.reader import Reader
 from stoker.sampling.order import Place
 from stoker.shards.formats import FORMATS
-from stoker.shards.locate import ShardSet
 from stoker.shards.sample import Sample
 from stoker.shards.scan import described
-from stoker.storage.cached import Cache
+from stoker.shards.shard_set import ShardSet
+from stoker.storage.cache import Cache
 from stoker.storage.local import LocalStore
-from trees import make_tree, stoker
+from tests.support.servers import Asked, Reply, scripted
+from tests.support.trees import make_tree, stoker
 
 PATIENCE_S = 60.0
 

@@ -23,7 +23,7 @@ from PIL import Image
 
 from stoker.errors import InputError
 from stoker.load.loader import Loader
-from trees import stoker
+from tests.support.trees import stoker
 
 Pixels = npt.NDArray[np.uint8]
 

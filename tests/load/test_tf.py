@@ -7,14 +7,14 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trees import import_without, make_dataset, stoker
+from tests.support.paths import DOCS
+from tests.support.trees import import_without, make_dataset, stoker
 
-PAGE = Path(__file__).parents[2] / "docs/tensorflow.md"
+PAGE = DOCS / "tensorflow.md"
 PROGRAM = """
 import gc, hashlib, json, sys, threading
 import numpy as np

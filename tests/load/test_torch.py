@@ -23,7 +23,8 @@ import pytest
 
 from stoker import Loader
 from stoker.errors import InputError
-from trees import import_without, make_dataset, stoker
+from tests.support.paths import DOCS
+from tests.support.trees import import_without, make_dataset, stoker
 
 torch = pytest.importorskip("torch")
 
@@ -377,7 +378,7 @@ def augment(pixels: npt.NDArray[np.uint8], draw: np.random.Generator) -> npt.NDA
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator:UserWarning")
 def test_the_page_says_what_works(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Path(__file__).parents[2] / "docs/pytorch.md"
+    page = DOCS / "pytorch.md"
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shards").symlink_to(Path(shards).parent)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stoker.sampling.order import Order, Place
 from stoker.sampling.plan import ALGORITHM, Plan
-from stoker.sampling.seat import Seat
+from stoker.sampling.rank import Seat
 from stoker.shards.manifest import default_lanes
 
 Spot = tuple[int, int]
@@ -254,7 +254,7 @@ def test_a_thousand_million_samples_take_little_memory(mode: str, limit_mb: int)
 import sys
 import numpy as np
 from stoker.sampling.plan import Plan
-from stoker.sampling.seat import Seat
+from stoker.sampling.rank import Seat
 
 mode, shards, lanes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 plan = Plan(data="", sizes=np.full(shards, 1000, dtype=np.int64), mode=mode, lanes=lanes)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stoker.errors import SpecError
 from stoker.sampling.cursor import Cursor
 from stoker.sampling.plan import Plan, Step, data_digest
-from stoker.sampling.seat import Seat
+from stoker.sampling.rank import Seat
 
 Spot = tuple[int, int]
 

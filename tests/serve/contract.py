@@ -23,14 +23,14 @@ from urllib.parse import quote, urlsplit
 import msgspec
 import pytest
 
-from disks import disk
-from stoker.serve import slices
+from stoker.serve.cache import slices
 from stoker.serve.engines import Engine, caching, serving
 from stoker.serve.settings import CacheSettings, ServeSettings
 from stoker.shards.manifest import Manifest, Shard
 from stoker.shards.manifest import Origin as Made
-from stoker.storage.cached import Cache
+from stoker.storage.cache import Cache
 from stoker.storage.http import HttpStore
+from tests.support.disks import disk
 
 DATA = bytes(itertools.islice(itertools.cycle(range(251)), 300_000))
 TOKEN = "a-token-of-twenty-letters"

@@ -23,14 +23,15 @@ from hypothesis import given
 from hypothesis import settings as settings_of
 from hypothesis import strategies as st
 
-from disks import disk
-from serve import contract
-from serve.contract import DATA, CacheSuite, ServeSuite, ask, at_once, eventually, manifest, origin, raw
 from stoker.errors import ConflictError
-from stoker.serve import http, slices
+from stoker.serve import http
+from stoker.serve.cache import slices
 from stoker.serve.embedded import EmbeddedEngine
 from stoker.serve.files import FileSite
 from stoker.serve.settings import CacheSettings, ServeSettings
+from tests.serve import contract
+from tests.serve.contract import DATA, CacheSuite, ServeSuite, ask, at_once, eventually, manifest, origin, raw
+from tests.support.disks import disk
 
 
 def running(settings: ServeSettings | CacheSettings) -> AbstractContextManager[str]:

@@ -23,12 +23,13 @@ from typing import IO, NamedTuple
 import msgspec
 import pytest
 
-from serve.contract import ask, at_once, manifest, origin
-from servers import free_port
 from stoker.errors import StokerError
-from stoker.serve.slices import SLICE, About
+from stoker.serve.cache.slices import SLICE, About
 from stoker.storage import open_store, read_chunks
-from stoker.storage.cached import Cache
+from stoker.storage.cache import Cache
+from tests.serve.contract import ask, at_once, manifest, origin
+from tests.support.paths import ROOT
+from tests.support.servers import free_port
 
 SHARED_BUDGET, NODE_BUDGET = 4 * SLICE, 40 << 20
 PATIENCE_S = 120.0
@@ -305,7 +306,7 @@ def _stands(pid: int) -> bool:
 
 
 def _environ() -> dict[str, str]:
-    here = str(Path(__file__).parents[1])
+    here = str(ROOT)
     return {**os.environ, "PYTHONPATH": os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from serve.contract import TOKEN, ask, has_nginx, running
 from stoker import Loader
 from stoker.errors import AccessError
 from stoker.serve.engines import caching, serving
 from stoker.serve.settings import CacheSettings, ServeSettings
-from trees import make_tree, stoker
+from tests.serve.contract import TOKEN, ask, has_nginx, running
+from tests.support.trees import make_tree, stoker
 
 COUNT, PATTERN = 60, "pets-train-{000000..000007}.tar"
 

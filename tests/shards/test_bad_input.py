@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from miniatures import make_cifar10, make_imagenet
 from stoker.shards.formats import FORMATS
 from stoker.shards.sample import Sample
-from trees import digests, image_bytes, make_dataset, make_tree, stoker
+from tests.support.datasets import make_cifar10, make_imagenet
+from tests.support.trees import digests, image_bytes, make_dataset, make_tree, stoker
 
 
 def refused(capsys: pytest.CaptureFixture[str], code: int, *words: object) -> str:

@@ -24,10 +24,10 @@ from PIL import Image
 
 from stoker.shards import index
 from stoker.shards.formats import FORMATS
-from stoker.shards.locate import MappedFile, find_sets, read_images
 from stoker.shards.pack import ShardFile
+from stoker.shards.shard_set import MappedFile, find_sets, read_images
 from stoker.storage.local import LocalStore
-from trees import digests, image_bytes, make_dataset, make_tree, stoker
+from tests.support.trees import digests, image_bytes, make_dataset, make_tree, stoker
 
 
 def samples_of(url: Path) -> dict[str, tuple[bytes, int, dict[str, bytes]]]:

@@ -5,7 +5,7 @@ import pytest
 
 from stoker.errors import SourceError
 from stoker.shards.sources.folder import FolderSource
-from trees import image_bytes, make_dataset, make_tree
+from tests.support.trees import image_bytes, make_dataset, make_tree
 
 
 def opened(where: object) -> FolderSource:

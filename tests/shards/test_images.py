@@ -11,7 +11,7 @@ from PIL import Image
 from stoker.shards import images
 from stoker.shards.formats import KIND_OF_EXTENSION
 from stoker.shards.images import EXTENSIONS, MAX_BYTES, BadImageError, decode, probe, shrink, sniff
-from trees import image_bytes
+from tests.support.trees import image_bytes
 
 
 @pytest.mark.parametrize(

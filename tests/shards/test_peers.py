@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from trees import digests, make_dataset, stoker
+from tests.support import paths
+from tests.support.trees import digests, make_dataset, stoker
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # webdataset leaves its shards open
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
+SHARED = paths.SHARED / "data"
 TENSORFLOW = """
 import hashlib, json, sys
 import tensorflow as tf

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from servers import Asked, Reply, aws_environ, nginx, scripted
 from stoker.storage import download, open_store
-from trees import digests, make_dataset, make_tree, stoker
+from tests.support.servers import Asked, Reply, aws_environ, nginx, scripted
+from tests.support.trees import digests, make_dataset, make_tree, stoker
 
 
 @pytest.fixture(params=["s3", "gs"])
@@ -176,7 +176,7 @@ def test_a_login_is_never_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str
 
 
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    from servers import free_port
+    from tests.support.servers import free_port
 
     for words in (["verify"], ["summary"], ["convert"]):
         more = ["/tmp/never"] if words == ["convert"] else []

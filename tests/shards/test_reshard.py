@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from shards.format_contract import shard_of
-from shards.test_tfrecord import IMAGE, LABEL, example, framed
 from stoker.errors import SourceError
 from stoker.shards.formats import FORMATS
-from stoker.shards.locate import MappedFile, find_sets
 from stoker.shards.sample import Item, Sample
+from stoker.shards.shard_set import MappedFile, find_sets
 from stoker.shards.sources.shards import ShardsSource
 from stoker.shards.verify import verify
-from trees import image_bytes
+from tests.shards.format_contract import shard_of
+from tests.shards.test_tfrecord import IMAGE, LABEL, example, framed
+from tests.support.trees import image_bytes
 
 SAMPLES = [Sample(f"cat/{number}", image_bytes(number), "jpg", number) for number in range(4)]
 NAMES = {

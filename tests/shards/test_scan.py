@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 import webdataset
 
-from servers import nginx
 from stoker.errors import DataFaultError, InputError, NotFoundError, StokerError
 from stoker.shards import scan
 from stoker.shards.formats import FORMATS
 from stoker.shards.index import IndexBuilder
-from stoker.shards.locate import MappedFile, ShardSet, find_sets, read_images
 from stoker.shards.sample import Sample
 from stoker.shards.scan import default_cache, described
-from trees import digests, image_bytes, make_dataset, stoker
+from stoker.shards.shard_set import MappedFile, ShardSet, find_sets, read_images
+from tests.support.servers import nginx
+from tests.support.trees import digests, image_bytes, make_dataset, stoker
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # webdataset leaves its shards open
 
@@ -306,7 +306,7 @@ def test_a_scan_that_is_overtaken_takes_the_other(theirs: Path, cache: Path, mon
 
 def test_many_threads_and_processes_at_once(theirs: Path, cache: Path) -> None:
     program = (
-        "import sys; from stoker.shards.locate import find_sets; from stoker.shards.scan import described;"
+        "import sys; from stoker.shards.shard_set import find_sets; from stoker.shards.scan import described;"
         "print(described(find_sets(sys.argv[1])[0]).manifest.source.digest)"
     )
     command = [sys.executable, "-c", program, pattern(theirs)]
@@ -328,7 +328,7 @@ def test_many_threads_and_processes_at_once(theirs: Path, cache: Path) -> None:
 
 def test_a_killed_scan_leaves_nothing_that_counts(theirs: Path, cache: Path) -> None:
     program = (
-        "import os, sys; from stoker.shards.locate import find_sets; from stoker.shards.scan import described;"
+        "import os, sys; from stoker.shards.shard_set import find_sets; from stoker.shards.scan import described;"
         "told = []; die = lambda n: told.append(n) or len(told) < 3 or os.kill(os.getpid(), 9);"
         "described(find_sets(sys.argv[1])[0], progress=die)"
     )
@@ -351,7 +351,7 @@ def test_one_shard_is_mapped_at_a_time(theirs: Path, cache: Path, monkeypatch: p
         def __del__(self) -> None:
             alive.pop()
 
-    monkeypatch.setattr("stoker.shards.locate.MappedFile", Counted)
+    monkeypatch.setattr("stoker.shards.shard_set.MappedFile", Counted)
     described(one_set(pattern(theirs)))
     assert most == [1, 1, 1, 1]
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from miniatures import CIFAR_CLASSES, Cifar10, cifar_batch, cifar_meta, make_cifar10, python2_pickle, tar_of
 from stoker.errors import NotFoundError
 from stoker.shards.sources.cifar10 import Cifar10Source
-from trees import refused_by
+from tests.support.datasets import CIFAR_CLASSES, Cifar10, cifar_batch, cifar_meta, make_cifar10, python2_pickle, tar_of
+from tests.support.trees import refused_by
 
 
 @pytest.fixture

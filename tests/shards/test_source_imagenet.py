@@ -12,12 +12,12 @@ from types import ModuleType
 
 import pytest
 
-from miniatures import WNIDS_BY_ID, Expected, Imagenet, jpeg, make_imagenet, meta_mat, tar_of
 from stoker.errors import FullError, MissingExtraError, NotFoundError, SourceError
 from stoker.shards.sources.files import OpenFile
 from stoker.shards.sources.imagenet import ImagenetSource
 from stoker.shards.sources.tarfiles import members
-from trees import refused_by
+from tests.support.datasets import WNIDS_BY_ID, Expected, Imagenet, jpeg, make_imagenet, meta_mat, tar_of
+from tests.support.trees import refused_by
 
 TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
 TRUTH = "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from miniatures import Mnist, idx, make_mnist
 from stoker.errors import NotFoundError
 from stoker.shards.sources.mnist import MnistSource
-from trees import refused_by
+from tests.support.datasets import Mnist, idx, make_mnist
+from tests.support.trees import refused_by
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trees import make_dataset, stoker
+from tests.support.trees import make_dataset, stoker
 
 
 def rows(capsys: pytest.CaptureFixture[str], url: object) -> list[dict[str, object]]:

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from webdataset.tariterators import base_plus_ext, tar_file_iterator
 
-from shards.format_contract import MAGIC, SAMPLES, FormatContract, lax, read, shard_of
 from stoker.errors import SourceError
 from stoker.shards.formats import format_of
 from stoker.shards.formats.tar import BLOCK, FORMAT, split_path
 from stoker.shards.sample import Sample
+from tests.shards.format_contract import MAGIC, SAMPLES, FormatContract, lax, read, shard_of
 
 JPEG = MAGIC["jpg"] + b"a picture"
 

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shards.format_contract import MAGIC, SAMPLES, FormatContract, lax, read, shard_of
 from stoker.errors import SourceError
 from stoker.shards.formats import format_of
 from stoker.shards.formats.tfrecord import FORMAT
 from stoker.shards.sample import Sample
+from tests.shards.format_contract import MAGIC, SAMPLES, FormatContract, lax, read, shard_of
 
 JPEG = MAGIC["jpg"] + b"a picture"
 

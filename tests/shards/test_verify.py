@@ -13,7 +13,7 @@ import pytest
 
 from stoker.shards.formats import FORMATS
 from stoker.shards.sample import Sample
-from trees import image_bytes, make_dataset, stoker
+from tests.support.trees import image_bytes, make_dataset, stoker
 
 
 def findings(capsys: pytest.CaptureFixture[str], url: object, *options: str) -> list[dict[str, object]]:

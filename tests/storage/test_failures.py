@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from servers import Asked, Reply, aws_environ, free_port, scripted
 from stoker.errors import AccessError, InputError, NotFoundError, StokerError, UnavailableError
 from stoker.storage import Store, open_store
+from tests.support.servers import Asked, Reply, aws_environ, free_port, scripted
 
 Open = Callable[[str], Store]
 

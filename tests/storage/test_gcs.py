@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from servers import Asked, Reply, as_json, scripted
 from stoker.errors import AccessError, ChangedError, InputError, MissingExtraError, NotFoundError, UnavailableError
 from stoker.storage import Entry, Store, open_store
 from stoker.storage.gcs import GcsStore, Login, log_in
-from storage.contract import TEN, Fill, StorageContract
+from tests.storage.contract import TEN, Fill, StorageContract
+from tests.support.servers import Asked, Reply, as_json, scripted
 
 
 @pytest.fixture

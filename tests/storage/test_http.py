@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from servers import Asked, Reply, as_json, nginx, scripted
 from stoker.errors import AccessError, ChangedError, DataFaultError, InputError, NotFoundError, UnavailableError
 from stoker.storage import Entry, Store, open_store
 from stoker.storage.http import HttpStore
-from storage.contract import TEN, Fill, ReadContract
+from tests.storage.contract import TEN, Fill, ReadContract
+from tests.support.servers import Asked, Reply, as_json, nginx, scripted
 
 TIMES = itertools.count(1_700_000_000)
 
@@ -151,7 +151,7 @@ def test_a_range_of_a_server_that_ignores_ranges_is_cut_out() -> None:
     ],
 )
 def test_other_bytes_than_were_asked_for_are_not_taken(told: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.storage.web.time.sleep", lambda _: None)
+    monkeypatch.setattr("stoker.storage.http_client.time.sleep", lambda _: None)
     wrong = Reply(206, TEN[:4], {"Content-Range": told} if told else {})
     right = Reply(206, TEN[2:6], {"Content-Range": "bytes 2-5/10"})
     with scripted(lambda _, number: right if number else wrong) as server:

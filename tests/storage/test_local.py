@@ -12,7 +12,7 @@ import pytest
 from stoker.errors import AccessError, FullError, NotFoundError
 from stoker.storage import Entry, Store, open_store
 from stoker.storage.local import LocalStore
-from storage.contract import StorageContract
+from tests.storage.contract import StorageContract
 
 Mount = Callable[[str], Path]
 

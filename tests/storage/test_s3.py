@@ -10,11 +10,11 @@ from pathlib import Path
 import boto3
 import pytest
 
-from servers import Asked, Reply, aws_environ, scripted
 from stoker.errors import AccessError, InputError, MissingExtraError, NotFoundError
 from stoker.storage import Store, open_store
 from stoker.storage.s3 import _credentials
-from storage.contract import StorageContract
+from tests.storage.contract import StorageContract
+from tests.support.servers import Asked, Reply, aws_environ, scripted
 
 DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
 

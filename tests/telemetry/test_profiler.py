@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from disks import NOT_ALLOWED
 from stoker.telemetry import profiler
 from stoker.telemetry.events import LONGEST, PREFIX, Event, parse
 from stoker.telemetry.reader import gaps
-from waiting import alive, eventually
+from tests.support.disks import NOT_ALLOWED
+from tests.support.waiting import alive, eventually
 
 SOURCE = Path(profiler.__file__)
 FAKE_NVML = """

@@ -11,9 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from trainings import Done
-
-from trees import stoker
+from tests.support.trees import stoker
+from tests.trainers.trainings import Done
 
 Train = Callable[..., Done]
 

@@ -10,10 +10,10 @@ import boto3
 import pytest
 import torch
 
-from disks import disk
-from servers import aws_environ
 from stoker.errors import ConflictError, DataFaultError, FullError, InputError
 from stoker.trainers.checkpoints import BEST, Checkpoints, load_weights, read_weights, unpack
+from tests.support.disks import disk
+from tests.support.servers import aws_environ
 
 
 def state(number: float = 1.0, size: int = 10) -> dict[str, Any]:

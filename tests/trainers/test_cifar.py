@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from trainings import run
 
-from trees import stoker
+from tests.support.paths import SHARED
+from tests.support.trees import stoker
+from tests.trainers.trainings import run
 
-IMAGES = Path(__file__).parents[3] / "shared/data/cifar10-images.tar.xz"
+IMAGES = SHARED / "data/cifar10-images.tar.xz"
 FLAGS = ["--size", "32", "--model", "resnet8", "--global-batch-size", "128", "--channels-last", "--log-every", "10"]
 LEARN = [
     "--epochs",

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from trainings import Done, same_bits, state, weights
 
 from stoker.errors import SpecError
 from stoker.load.torch import Dataset, TorchBatch
@@ -22,10 +21,11 @@ from stoker.trainers import flags as trainer_flags
 from stoker.trainers import models
 from stoker.trainers.ledger import effective
 from stoker.trainers.torch_image import _rest_norms
-from trees import stoker
+from tests.support.paths import ROOT
+from tests.support.trees import stoker
+from tests.trainers.trainings import Done, same_bits, state, weights
 
 Train = Callable[..., Done]
-ROOT = Path(__file__).parents[2]
 
 
 def test_it_learns_and_tells(flags: list[object], train: Train, tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from trainings import Done, run, same_bits, started, state, weights
 
 from stoker.trainers.checkpoints import Checkpoints
 from stoker.trainers.ledger import effective, sessions
 from stoker.trainers.world import Stop, end_with_starter
+from tests.trainers.trainings import Done, run, same_bits, started, state, weights
 
 Train = Callable[..., Done]
 SAMPLES = 203

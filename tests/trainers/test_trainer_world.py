@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trainings import Done, run, same_bits, state, weights
 
 from stoker.trainers.ledger import effective
-from trees import stoker
+from tests.support.trees import stoker
+from tests.trainers.trainings import Done, run, same_bits, state, weights
 
 Train = Callable[..., Done]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from servers import free_port
 from stoker.telemetry.events import Event, parse
+from tests.support.servers import free_port
 
 
 @dataclass(frozen=True)

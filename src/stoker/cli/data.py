@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli import serving
+from stoker.cli import data_serve
 from stoker.cli.output import byte_bar, counter, print_json, print_table, remark
 from stoker.core.units import counted
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stoker.load.peek import Peeked
     from stoker.sampling.forecast import Forecast
     from stoker.shards.convert import Conversion
-    from stoker.shards.locate import ShardSet
+    from stoker.shards.shard_set import ShardSet
     from stoker.shards.verify import Report
 
 app = typer.Typer(help="Datasets into shards, and shards to their readers.", no_args_is_help=True)
@@ -129,7 +129,7 @@ def summary(
 ) -> None:
     """Sum up shards: patterns, counts, bytes, classes, and gaps in the numbering."""
     from stoker.core.units import format_bytes
-    from stoker.shards.locate import find_sets
+    from stoker.shards.shard_set import find_sets
     from stoker.shards.summary import summarise, summarise_listing
 
     rows = (
@@ -172,7 +172,7 @@ def verify(
 ) -> None:
     """Check digests, counts, members, image headers, keys and labels, and report every fault."""
     from stoker.errors import DataFaultError
-    from stoker.shards.locate import find_sets
+    from stoker.shards.shard_set import find_sets
     from stoker.shards.verify import verify as verify_set
 
     sets = find_sets(url)
@@ -205,7 +205,7 @@ def plan(
     from stoker.load.loader import find_one, plan_of
     from stoker.sampling.cursor import Cursor
     from stoker.sampling.forecast import forecast
-    from stoker.shards.mixing import mixing
+    from stoker.shards.shuffle_check import mixing
 
     one = _described(find_one(url))
     how = plan_of(one, sampling=sampling, seed=seed, epoch_samples=epoch_samples)
@@ -250,7 +250,7 @@ def peek(
     from stoker.errors import InputError
     from stoker.load.loader import find_one
     from stoker.load.peek import peek as peek_at
-    from stoker.shards.sheet import contact_sheet
+    from stoker.shards.contact_sheet import contact_sheet
     from stoker.storage.local import LocalStore
 
     _check_transform(transform, size)
@@ -324,7 +324,7 @@ def bench(
     _show_measured(found, as_json)
 
 
-for command in (serving.serve, serving.cache, serving.warm, serving.loadtest):
+for command in (data_serve.serve, data_serve.cache, data_serve.warm, data_serve.loadtest):
     app.command()(command)
 
 

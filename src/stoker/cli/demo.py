@@ -31,8 +31,8 @@ def demo(
 
     from stoker.core.units import format_duration
     from stoker.demo.digits import write_digits
-    from stoker.demo.road import Road
-    from stoker.demo.walk import walk
+    from stoker.demo.run import walk
+    from stoker.demo.steps import Road
     from stoker.errors import ConflictError, NotFoundError
     from stoker.launchers.plan import free_ports
 

@@ -51,14 +51,14 @@ def doctor(
         _this_machine(as_json)
         return
     on = on or HERE
-    from stoker.doctor.examine import default_job, examine
+    from stoker.doctor.run import default_job, examine
     from stoker.jobs.spec import load_job
 
     launcher, (name, _, place) = launcher_at(on), on.partition("://")
     given = with_hosts(on, sets, hosts)
     job = default_job(name, place, given) if file is None else load_job(file, given)
     if name == "k8s":
-        from stoker.doctor.kubernetes.look import examine_cluster
+        from stoker.doctor.kubernetes.collect import examine_cluster
         from stoker.kube.config import Place
 
         checks = examine_cluster(job, Place.parse(place), remark, is_given=file is not None)

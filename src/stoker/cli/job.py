@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli import inside
+from stoker.cli import job_exec
 from stoker.cli.output import print_json, print_table, remark
 from stoker.core.units import counted
 
 if TYPE_CHECKING:
     from stoker.jobs.launcher import Launcher
-    from stoker.jobs.runs import Run
+    from stoker.jobs.run_folder import Run
     from stoker.jobs.spec import Job
     from stoker.jobs.status import JobStatus
     from stoker.jobs.topology import Slot
@@ -124,7 +124,7 @@ def run(
 
     Ctrl-C ends the job; closing the terminal does not. The last line says how it went and where its time was spent.
     """
-    from stoker.jobs.runs import create
+    from stoker.jobs.run_folder import create
 
     if resume is not None:
         started = _resumable(resume, is_changed=bool(file or sets or tensorboard or hosts is not None or on != HERE))
@@ -158,7 +158,7 @@ def list_runs(
     as_json: Json = False,
 ) -> None:
     """List runs, the newest first: those of this machine, or those in a cluster."""
-    from stoker.jobs.runs import runs
+    from stoker.jobs.run_folder import runs
 
     if on is not None:
         _list_there(on, limit, as_json)
@@ -260,7 +260,7 @@ def report(
     ] = None,
 ) -> None:
     """Bundle all that is known of a run into one archive, secrets removed."""
-    from stoker.jobs.runs import find
+    from stoker.jobs.run_folder import find
     from stoker.launchers.report import write_report
 
     found = find(name)
@@ -285,7 +285,7 @@ def evaluate(
     import msgspec
 
     from stoker.errors import InputError
-    from stoker.jobs.runs import create, find
+    from stoker.jobs.run_folder import create, find
     from stoker.jobs.spec import load_job
 
     found = find(name) if name else _newest_training()
@@ -318,12 +318,12 @@ def schema() -> None:
     print_json(job_schema())
 
 
-inside.add_to(app)
+job_exec.add_to(app)
 
 
 def _newest_training() -> Run:
     """Find the newest run that is not itself an evaluation."""
-    from stoker.jobs.runs import find, runs
+    from stoker.jobs.run_folder import find, runs
 
     return next((run for run in runs() if "--eval-only" not in run.job.program.args), None) or find(None)
 
@@ -382,7 +382,7 @@ def _rendered(file: Path, on: str, sets: list[str] | None, *, quiet: bool = Fals
 def _resumable(name: str, *, is_changed: bool) -> Run:
     """Find a run that can be started again where it was: in its own folder, and so from its own checkpoints."""
     from stoker.errors import ConflictError, InputError
-    from stoker.jobs.runs import find
+    from stoker.jobs.run_folder import find
 
     if is_changed:
         hint = "leave FILE, --on, --hosts, --set and --tensorboard away, or start it anew"
@@ -429,7 +429,7 @@ def launcher_at(name: str) -> Launcher[Any]:
 def find_run(name: str | None, on: str | None) -> Run:
     """Find a run here, or in the cluster that `--on` or the handle names."""
     from stoker.errors import InputError
-    from stoker.jobs.runs import find
+    from stoker.jobs.run_folder import find
 
     if on is None and name is not None and name.startswith("k8s://"):
         on, _, name = name.rpartition("/")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli.clusters import cluster_at
+from stoker.cli.kube_target import cluster_at
 from stoker.cli.output import byte_bar, print_json, print_table, remark
 
 if TYPE_CHECKING:

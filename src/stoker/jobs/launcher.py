@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 from stoker.core.registry import Registry
 from stoker.errors import Fault
-from stoker.jobs.runs import Run
+from stoker.jobs.run_folder import Run
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobStatus
 from stoker.jobs.topology import Slot

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.core.units import format_bytes
 from stoker.errors import AccessError, ConflictError, InputError, NotFoundError
+from stoker.kube.conditions import OVER, is_ending, newest, phase_of
+from stoker.kube.ephemeral_pod import events_of
 from stoker.kube.objects import ACCESS, JOB, PART, RUN, Manifest
 from stoker.kube.pods import claims_of
 from stoker.kube.quantity import bytes_of
-from stoker.kube.reading import OVER, is_ending, newest, phase_of
-from stoker.kube.visit import events_of
 
 if TYPE_CHECKING:
     from stoker.kube.client import Cluster

@@ -16,9 +16,9 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from stoker.errors import MissingError, NotFoundError, UnavailableError
-from stoker.kube import commands
-from stoker.kube.answers import told
+from stoker.kube import exec as pod_exec
 from stoker.kube.config import Place, load, proxy_of, settled
+from stoker.kube.errors import told
 from stoker.kube.objects import Manifest
 
 if TYPE_CHECKING:
@@ -270,25 +270,25 @@ class Cluster:
         *,
         container: str | None = None,
         stdin: bytes | None = None,
-        into: commands.Writer | None = None,
+        into: pod_exec.Writer | None = None,
     ) -> Done:
         """Run a command in a container, to its end; `into` gets what it prints as it comes, and `out` stays empty."""
         from httpx2.websockets import HTTPXWSException, WebSocketUpgradeError
 
         out, err = BytesIO(), BytesIO()
-        sinks = {commands.STDOUT: into or out, commands.STDERR: err}
-        asked, path = commands.query(argv, container, stdin=stdin is not None), f"{self._path('Pod', pod)}/exec"
+        sinks = {pod_exec.STDOUT: into or out, pod_exec.STDERR: err}
+        asked, path = pod_exec.query(argv, container, stdin=stdin is not None), f"{self._path('Pod', pod)}/exec"
         try:
             with self._telling():
-                status = commands.run(self._http, path, asked, sinks, stdin=stdin, is_patient=into is not None)
-        except commands.SinkError as error:
+                status = pod_exec.run(self._http, path, asked, sinks, stdin=stdin, is_patient=into is not None)
+        except pod_exec.SinkError as error:
             raise error.cause from None
         except WebSocketUpgradeError as error:
-            raise commands.not_let_in(error.response.status_code, pod, self._where) from error
+            raise pod_exec.not_let_in(error.response.status_code, pod, self._where) from error
         except HTTPXWSException as error:
             what = f"the connection to a command in pod {pod} was lost"
             raise UnavailableError(what, where=self._where) from error
-        return Done(commands.exit_code(status, self._where), out.getvalue(), err.getvalue())
+        return Done(pod_exec.exit_code(status, self._where), out.getvalue(), err.getvalue())
 
     # --- Requests
 

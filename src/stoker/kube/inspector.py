@@ -28,13 +28,13 @@ from stoker.errors import (
     UnavailableError,
 )
 from stoker.kube.claims import is_shared, mounters, need_claim, release
+from stoker.kube.conditions import is_ending, phase_of
+from stoker.kube.ephemeral_pod import sweep, visiting
 from stoker.kube.objects import ACCESS, CONTAINER, GPU, PART, Manifest, manifest, safe_container
-from stoker.kube.reading import is_ending, phase_of
-from stoker.kube.visit import sweep, visiting
 
 if TYPE_CHECKING:
     from stoker.kube.client import Cluster, Done
-    from stoker.kube.commands import Writer
+    from stoker.kube.exec import Writer
 
 IMAGE = "busybox:1.37"
 MOUNT = "/volume"

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from stoker.kube.answers import short_of_quota
+from stoker.kube.conditions import OVER, condition, is_ending, newest, own, phase_of
+from stoker.kube.errors import short_of_quota
 from stoker.kube.objects import CONTAINER, FIRST, INDEX, ROLE, Manifest
-from stoker.kube.reading import OVER, condition, is_ending, newest, own, phase_of
 
 KILLED = 137
 """The code of what was killed from outside, where the node could tell none."""

@@ -27,11 +27,11 @@ from stoker.kube.claims import (
     release,
     short_access,
 )
-from stoker.kube.files import documents
+from stoker.kube.conditions import is_ending, phase_of
+from stoker.kube.ephemeral_pod import wait_gone
+from stoker.kube.manifest_files import documents
 from stoker.kube.objects import ACCESS, GROUP, MANAGED_BY, PART, Manifest, claim, manifest
 from stoker.kube.quantity import bytes_of, written
-from stoker.kube.reading import is_ending, phase_of
-from stoker.kube.visit import wait_gone
 
 if TYPE_CHECKING:
     from stoker.kube.client import Cluster

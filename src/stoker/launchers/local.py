@@ -23,13 +23,13 @@ from stoker.core.processes import until
 from stoker.core.spec import to_json
 from stoker.errors import ConflictError, Fault, MissingExtraError, MissingProgramError, SpecError, UnavailableError
 from stoker.jobs.launcher import LogLine, Traits, check
-from stoker.jobs.runs import Run
+from stoker.jobs.run_folder import Run
 from stoker.jobs.spec import Job
 from stoker.jobs.status import STOPPED, JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, Standby, commands, slots_of
-from stoker.launchers.gang import end_left
 from stoker.launchers.paths import placed, programs
 from stoker.launchers.plan import HOST, LocalPlan, free_ports, gpu_faults, listeners, named_ports
+from stoker.launchers.process_group import end_left
 from stoker.launchers.supervisor import watcher
 from stoker.telemetry import mpi_rank, profiler
 from stoker.telemetry.reader import RunFollower

@@ -18,15 +18,15 @@ from types import FrameType
 from typing import NoReturn
 
 from stoker.core.processes import Process, children, end_marked, start
-from stoker.jobs.runs import Run
+from stoker.jobs.run_folder import Run
 from stoker.jobs.status import signal_of
 from stoker.jobs.topology import Slot
-from stoker.launchers.hearing import EXIT
-from stoker.launchers.mpi_words import noticed, signal_code
+from stoker.launchers.monitor import EXIT
+from stoker.launchers.mpi_errors import noticed, signal_code
 from stoker.telemetry.events import PREFIX, Recorder, parse
+from stoker.telemetry.mpi_output import Tagged, TaggedLine
 from stoker.telemetry.mpi_rank import EXIT as RANK_EXIT
 from stoker.telemetry.mpi_rank import marked
-from stoker.telemetry.tagged import Tagged, TaggedLine
 
 POLL_S = 0.1
 LEFT_S = 2.0

@@ -12,7 +12,7 @@ import msgspec
 
 from stoker.core.spec import load
 from stoker.errors import Fault, SpecError
-from stoker.jobs.runs import Run
+from stoker.jobs.run_folder import Run
 from stoker.jobs.spec import Job
 from stoker.jobs.topologies.tensorflow import at_ports
 from stoker.jobs.topology import Command, Slot, slots_of

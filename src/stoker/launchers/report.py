@@ -15,7 +15,7 @@ import msgspec
 
 from stoker.core.spec import to_json, to_yaml
 from stoker.errors import without_secrets
-from stoker.jobs.runs import Run, looks_secret
+from stoker.jobs.run_folder import Run, looks_secret
 from stoker.jobs.spec import parse_job, plain
 from stoker.telemetry.reader import read_events
 

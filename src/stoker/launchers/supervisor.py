@@ -22,15 +22,15 @@ import msgspec
 from stoker.core.processes import adopt_orphans, end_children, until
 from stoker.core.spec import to_json
 from stoker.errors import StokerError
-from stoker.jobs.control import Restart, decide, pause_s
-from stoker.jobs.runs import Run, packages
+from stoker.jobs.retry_policy import Restart, decide, pause_s
+from stoker.jobs.run_folder import Run, packages
 from stoker.jobs.spec import Job
 from stoker.jobs.status import STOPPED, Attempt, JobState, JobStatus, SlotStatus, signal_of
 from stoker.jobs.topology import Slot, lead_slots, onlookers, slots_of
-from stoker.launchers.causes import Cause, cause
-from stoker.launchers.gang import Gang, end_left
-from stoker.launchers.hearing import Hearing
+from stoker.launchers.diagnosis import Cause, cause
+from stoker.launchers.monitor import Hearing
 from stoker.launchers.plan import LocalPlan, read_plan
+from stoker.launchers.process_group import Gang, end_left
 from stoker.telemetry.profiler import machine_oom_kills
 
 POLL_S = 0.05

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from stoker.load.buffers import Buffers
+from stoker.load.collate import PixelRows
 from stoker.load.loader import SLICE, Batch, Loader, Times
 from stoker.load.native import chosen
-from stoker.load.rows import PixelRows
 from stoker.load.transforms import TRANSFORMS
-from stoker.shards.locate import ShardSet
 from stoker.shards.sample import Buffer
+from stoker.shards.shard_set import ShardSet
 
 ROUNDS = 3
 IN_MEMORY_BYTES = 128 << 20

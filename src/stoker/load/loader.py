@@ -20,17 +20,17 @@ from stoker.core.threads import Threads
 from stoker.core.units import parse_bytes
 from stoker.errors import DataFaultError, Fault, InputError, SpecError
 from stoker.load.buffers import Allocate, Buffers
+from stoker.load.collate import EncodedRows, Filled, PixelRows, Rows, UserRows, UserTransform
 from stoker.load.native import DECODERS, chosen
 from stoker.load.reader import Reader
-from stoker.load.rows import EncodedRows, Filled, PixelRows, Rows, UserRows, UserTransform
 from stoker.load.transforms import MAX_SIZE, TRANSFORMS
 from stoker.sampling.cursor import Cursor
 from stoker.sampling.order import Numbers, Place
 from stoker.sampling.plan import Epoch, Plan, Step, data_digest
-from stoker.sampling.seat import Seat
-from stoker.shards.locate import ShardSet, find_sets
+from stoker.sampling.rank import Seat
 from stoker.shards.scan import described
-from stoker.storage.cached import Cache
+from stoker.shards.shard_set import ShardSet, find_sets
+from stoker.storage.cache import Cache
 
 SLICE = 32
 """Rows that a thread makes at a time: handing over single images costs more than it spreads."""

@@ -11,7 +11,7 @@ from stoker.load.decode import Decoder, Pixels
 from stoker.load.transforms import TRANSFORMS, draws
 from stoker.shards.formats import FORMATS
 from stoker.shards.images import BadImageError
-from stoker.shards.locate import ShardSet
+from stoker.shards.shard_set import ShardSet
 
 
 class Peeked(NamedTuple):

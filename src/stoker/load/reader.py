@@ -19,10 +19,10 @@ from stoker.core.threads import Threads
 from stoker.errors import DataFaultError, StokerError, StoppedError
 from stoker.sampling.order import Numbers, Place
 from stoker.shards.index import Index
-from stoker.shards.locate import MappedFile, ShardSet
 from stoker.shards.sample import Buffer
+from stoker.shards.shard_set import MappedFile, ShardSet
 from stoker.storage import Entry, Store, checked, local_path
-from stoker.storage.cached import Cache, Held, fetch
+from stoker.storage.cache import Cache, Held, fetch
 
 THREADS = {"fetch": 2, "range": 16}
 """Whole shards come by few threads; single samples, each of which waits for one answer, by many."""

@@ -11,7 +11,7 @@ import numpy as np
 from stoker.errors import InputError, MissingExtraError
 from stoker.load.loader import Batch, Loader
 from stoker.sampling.cursor import Cursor
-from stoker.shards.locate import ShardSet
+from stoker.shards.shard_set import ShardSet
 
 try:
     import tensorflow as tf  # type: ignore[import-untyped]

@@ -15,10 +15,10 @@ from stoker.errors import InputError, MissingExtraError, SpecError
 from stoker.load import native
 from stoker.load.decode import Pixels
 from stoker.load.loader import Bad, Batch, Loader
-from stoker.load.turns import Turn, Turns
+from stoker.load.shared_cursor import Turn, Turns
 from stoker.sampling.cursor import Cursor
 from stoker.sampling.order import Numbers
-from stoker.shards.locate import ShardSet
+from stoker.shards.shard_set import ShardSet
 
 try:
     import torch

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stoker.core.permute import key, mix
+from stoker.core.permutations import key, mix
 
 SCALE = (0.08, 1.0)
 SMALL_SCALE = (0.6, 1.0)

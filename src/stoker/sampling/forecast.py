@@ -13,7 +13,7 @@ from stoker.errors import Fault, SpecError
 from stoker.sampling.cursor import Cursor
 from stoker.sampling.order import Numbers
 from stoker.sampling.plan import MEANINGS, Epoch, Plan
-from stoker.sampling.seat import Seat
+from stoker.sampling.rank import Seat
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stoker.core.permute import Words, key, mix, permute
+from stoker.core.permutations import Words, key, mix, permute
 
 Numbers = npt.NDArray[np.int64]
 

@@ -17,11 +17,11 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from stoker.core.permute import key, mix
+from stoker.core.permutations import key, mix
 from stoker.errors import Fault, InputError, SpecError
 from stoker.sampling.cursor import Cursor
 from stoker.sampling.order import Numbers, Order, Place
-from stoker.sampling.seat import Seat
+from stoker.sampling.rank import Seat
 
 MEANINGS = {
     "exact": "every sample once; all ranks make the same steps, the last with what is left; resumes anywhere",

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from types import FrameType
 
 from stoker.errors import InputError, UnavailableError
+from stoker.serve.cache.origins import Origins
+from stoker.serve.cache.proxy import CacheSite
+from stoker.serve.cache.slices import SliceCache
 from stoker.serve.files import FileSite
 from stoker.serve.http import Handler, Server
-from stoker.serve.origins import Origins
-from stoker.serve.proxy import CacheSite
 from stoker.serve.settings import CacheSettings, ServeSettings
 from stoker.serve.site import Site, read_token
-from stoker.serve.slices import SliceCache
 from stoker.serve.stats import Stats
 
 log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
-from stoker import nginx
 from stoker.errors import InputError, MissingProgramError
+from stoker.serve.nginx import config
 from stoker.serve.settings import CacheSettings, ServeSettings
 from stoker.serve.site import read_token
 
@@ -55,22 +55,22 @@ def _made(settings: ServeSettings | CacheSettings, engine: str, auto: str) -> En
         from stoker.serve.embedded import EmbeddedEngine
 
         return EmbeddedEngine(settings)
-    from stoker.serve.nginx_engine import NginxEngine
+    from stoker.serve.nginx.engine import NginxEngine
 
     return NginxEngine(_for_nginx(settings), reread=lambda: _for_nginx(_with_token_again(settings)))
 
 
-def _for_nginx(settings: ServeSettings | CacheSettings) -> nginx.Settings:
+def _for_nginx(settings: ServeSettings | CacheSettings) -> config.Settings:
     """Put settings as nginx's configuration wants them."""
     if isinstance(settings, ServeSettings):
-        return nginx.ServeSettings(
+        return config.ServeSettings(
             root=settings.root,
             host=settings.host,
             port=settings.port,
             token=settings.token,
             writable=settings.writable,
         )
-    return nginx.CacheSettings(
+    return config.CacheSettings(
         origins=settings.origins,
         dir=settings.dir,
         size=settings.size,
@@ -89,7 +89,7 @@ def _with_token_again(settings: ServeSettings | CacheSettings) -> ServeSettings 
 
 
 def _has_nginx() -> bool:
-    from stoker.serve.nginx_engine import find_nginx
+    from stoker.serve.nginx.engine import find_nginx
 
     try:
         find_nginx()

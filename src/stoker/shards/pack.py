@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stoker.core import permute, spec
+from stoker.core import permutations, spec
 from stoker.errors import SourceError
 from stoker.shards import index
 from stoker.shards.catalog import Catalog
@@ -191,7 +191,7 @@ class Packer:
         """Read a shard's samples in shuffled order."""
         split = task.split.split
         positions = np.arange(*task.split.span(task.number), dtype=np.uint64)
-        numbers = permute.permute(positions, task.split.found, permute.key("pack", self._seed, split))
+        numbers = permutations.permute(positions, task.split.found, permutations.key("pack", self._seed, split))
         for item in self._catalogs[split].take(map(int, numbers)):
             if self._stop.is_set():
                 raise CancelledError

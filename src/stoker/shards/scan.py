@@ -18,8 +18,8 @@ from stoker.errors import DataFaultError, InputError, NotFoundError, SourceError
 from stoker.shards.formats import FORMATS, Found
 from stoker.shards.images import MAX_BYTES, too_large
 from stoker.shards.index import MAX_LABEL, IndexBuilder, index_name
-from stoker.shards.locate import ShardSet
 from stoker.shards.manifest import MANIFEST, VERSION, WINDOW, Manifest, Origin, Shard, default_lanes, read_manifest
+from stoker.shards.shard_set import ShardSet
 from stoker.storage import Entry, Store, local_path, open_store
 from stoker.storage.local import explained
 

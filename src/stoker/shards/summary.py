@@ -9,7 +9,7 @@ import msgspec
 from stoker.errors import InputError
 from stoker.shards.braces import collapse
 from stoker.shards.formats import format_of
-from stoker.shards.locate import ShardSet, split_of
+from stoker.shards.shard_set import ShardSet, split_of
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,8 +16,8 @@ from stoker.shards import index
 from stoker.shards.catalog import twins
 from stoker.shards.formats import FORMATS, Found, format_of
 from stoker.shards.images import BadImageError, decode, probe
-from stoker.shards.locate import MappedFile, ShardSet
 from stoker.shards.manifest import MANIFEST, QUARANTINE, Manifest, Shard
+from stoker.shards.shard_set import MappedFile, ShardSet
 
 CHUNK = 8 << 20
 

@@ -16,8 +16,8 @@ from urllib.parse import quote, urlencode, urljoin, urlsplit
 
 from stoker.errors import AccessError, ChangedError, InputError, MissingExtraError, UnavailableError
 from stoker.storage import Children, Entry, Tag, checked, folder_of, join
+from stoker.storage.http_client import RETRIES, Answer, Client, Window, exactly, refusal
 from stoker.storage.local import explained
-from stoker.storage.web import RETRIES, Answer, Client, Window, exactly, refusal
 
 HOST = "https://storage.googleapis.com"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"

@@ -13,7 +13,7 @@ from urllib3 import make_headers
 
 from stoker.errors import ChangedError, InputError, NotFoundError, UnavailableError
 from stoker.storage import Children, Entry, Tag, checked, folder_of, join, read_only, shown
-from stoker.storage.web import Answer, Client, Window, exactly, refusal
+from stoker.storage.http_client import Answer, Client, Window, exactly, refusal
 
 MAX_DEPTH = 16
 BYPASS = {"X-Stoker-Bypass": "1", "Cache-Control": "no-cache"}

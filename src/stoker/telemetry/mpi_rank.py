@@ -6,7 +6,7 @@ One file on the standard library alone, for Python 3.8 and later, importing noth
 
 - The rank finds the variables that torchrun would give it, and those of its slot: mpirun gives all ranks the same.
 - `mpirun --tag-output` loses bytes where short lines come in bursts, and a program may print what looks like a tag. So
-  ends of lines and tags are written in another way where they would be misread; `stoker.telemetry.tagged` undoes it.
+  ends of lines and tags are written in another way where they would be misread; `telemetry.mpi_output` undoes it.
 - mpirun ends all ranks two seconds after one has failed. Once it was told to end, a rank therefore ends well, and how
   it really ended is an event. So others have their time for a last checkpoint.
 - When mpirun itself is gone, the rank is told to end, and is ended after its grace.

@@ -44,15 +44,15 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from stoker.core.permute import key
+from stoker.core.permutations import key
 from stoker.errors import InputError, StokerError
 from stoker.load.loader import Times
 from stoker.load.torch import Dataset, TorchBatch, normalise
 from stoker.sampling.cursor import Cursor
 from stoker.sampling.plan import Plan
-from stoker.sampling.seat import Seat
+from stoker.sampling.rank import Seat
 from stoker.storage import join, shown
-from stoker.storage.via import through
+from stoker.storage.cache_url import through
 from stoker.telemetry import Recorder, recorder
 from stoker.trainers import checkpoints, models
 from stoker.trainers.checkpoints import Checkpoints, State

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stoker.errors import InputError, MissingError, StokerError
-from stoker.sampling.seat import Seat
+from stoker.sampling.rank import Seat
 
 T = TypeVar("T")
 PATIENCE_S = 3.0

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from clusters import two_nodes
 from stoker.kube.client import Cluster
 from stoker.kube.config import Place
+from tests.support.kubernetes import two_nodes
 
 
 @pytest.fixture(scope="session")

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import yaml
-from pods import BUSYBOX
 
-from clusters import SHARED, knows_mpijobs
-from launchers.contract import until
 from stoker.core.spec import decode
 from stoker.errors import InputError, MissingError
-from stoker.jobs.runs import create
+from stoker.jobs.run_folder import create
 from stoker.jobs.spec import Job
 from stoker.kube.client import Cluster
 from stoker.kube.objects import RUN, merged
 from stoker.launchers.kubernetes.launcher import KubernetesLauncher
 from stoker.launchers.kubernetes.manifests import as_run
+from tests.e2e.kubernetes.pods import BUSYBOX
+from tests.launchers.contract import until
+from tests.support.kubernetes import SHARED, knows_mpijobs
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "single": {"topology": "single"},

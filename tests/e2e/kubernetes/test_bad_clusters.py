@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import yaml
-from pods import keys
 
-from launchers.contract import job_of, until
 from stoker.errors import AccessError, UnavailableError
-from stoker.jobs.runs import create
+from stoker.jobs.run_folder import create
 from stoker.jobs.status import JobState
 from stoker.kube.client import Cluster
 from stoker.launchers.kubernetes.launcher import KubernetesLauncher
+from tests.e2e.kubernetes.pods import keys
+from tests.launchers.contract import job_of, until
 
 
 class Tunnel:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import yaml
-from pods import keys
 
 from stoker.errors import UnavailableError
 from stoker.kube.client import Cluster, Done
 from stoker.kube.objects import CACHE, MANAGED_BY, Manifest, via_url
-from stoker.serve.in_cluster import KINDS, OURS, SERVER
-from trees import make_dataset, stoker
-from waiting import eventually
+from stoker.serve.cluster.manifests import KINDS, OURS, SERVER
+from tests.e2e.kubernetes.pods import keys
+from tests.support.trees import make_dataset, stoker
+from tests.support.waiting import eventually
 
 BUSYBOX, HOST = "docker.io/library/busybox:local", "docker.io/library/hostpy:local"
 ORIGIN = "http://origin:8000"
@@ -273,7 +273,7 @@ def test_says_why_it_is_not_ready(cluster: Cluster, tmp_path: Path, capfd: pytes
 READS = """
 import os
 import stoker
-from stoker.storage.via import through
+from stoker.storage.cache_url import through
 train = through(os.environ["STOKER_DATA_TRAIN"], os.environ["STOKER_DATA_VIA"])
 loader = stoker.Loader(train, global_batch=5, size=32, seat=(0, 1))
 print("samples", sum(len(batch.labels) for batch in loader), os.environ["STOKER_DATA_VIA"])

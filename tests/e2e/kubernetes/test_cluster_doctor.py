@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import yaml
-from pods import BUSYBOX, IMAGE
 
-from launchers.contract import until
 from stoker.kube.client import Cluster
 from stoker.kube.config import Place
 from stoker.kube.objects import PART
 from stoker.kube.rbac import EVERYDAY, OPTIONAL, Part, rbac, rights
-from trees import stoker
+from tests.e2e.kubernetes.pods import BUSYBOX, IMAGE
+from tests.launchers.contract import until
+from tests.support.trees import stoker
 
 pytestmark = pytest.mark.timeout(180)
 SECRET = "not-for-the-screen"

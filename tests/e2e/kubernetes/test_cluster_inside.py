@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 
-from clusters import NO_KUBERNETES, PATH
 from stoker.core.processes import until
 from stoker.kube.client import Cluster
+from stoker.kube.ephemeral_pod import events_of
 from stoker.kube.objects import CONTAINER, PART, RUN, Manifest, claim
 from stoker.kube.pods import ended, is_running, why_pending
-from stoker.kube.visit import events_of
+from tests.support.kubernetes import NO_KUBERNETES, PATH
 
 IMAGE = "docker.io/library/busybox:local"
 RUN_ID = "digits-20300101-000000-abcd"

@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pods import keys
 
-from clusters import NO_KUBERNETES, PATH
-from launchers.contract import LauncherSuite, Launching, until
 from stoker.errors import ConflictError, NotFoundError
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState
@@ -23,6 +20,9 @@ from stoker.kube.client import Cluster
 from stoker.kube.objects import RUN, claim
 from stoker.launchers.kubernetes.launcher import KubernetesLauncher
 from stoker.launchers.supervisor import watcher
+from tests.e2e.kubernetes.pods import keys
+from tests.launchers.contract import LauncherSuite, Launching, until
+from tests.support.kubernetes import NO_KUBERNETES, PATH
 
 
 class OnCluster(Launching):

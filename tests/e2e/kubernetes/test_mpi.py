@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import yaml
-from mpi_operator import Operator
-from pods import keys, mounted
 
-from clusters import SHARED, knows_mpijobs
-from launchers.contract import Launching, until
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.kube.client import Cluster
+from tests.e2e.kubernetes.mpi_operator import Operator
+from tests.e2e.kubernetes.pods import keys, mounted
+from tests.launchers.contract import Launching, until
+from tests.support.kubernetes import SHARED, knows_mpijobs
 
 CRD = SHARED / "crds" / "mpi-operator" / "kubeflow.org_mpijobs.yaml"
 TELL = """

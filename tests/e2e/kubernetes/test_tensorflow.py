@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pods import keys
 
-from launchers.contract import Launching, until
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.kube.client import Cluster
+from tests.e2e.kubernetes.pods import keys
+from tests.launchers.contract import Launching, until
+from tests.support.paths import ROOT
 
-TASK = Path(__file__).parents[2] / "tf_task.py"
+TASK = ROOT / "tests/support/tf_task.py"
 ROLES = {"ps": {"count": 2}, "evaluator": {"count": 1}}
 PS = {"topology": "tf-ps", "workers": 2, "roles": ROLES}
 NOBODY_LEADS = {"topology": "tf-ps", "workers": 2, "roles": {"chief": {"count": 0}}}

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pods import keys
 
-from launchers.contract import until
-from launchers.test_ssh_drill import EPOCHS, SAMPLES, has_reached, left_alone, state, write_job
-from stoker.jobs.runs import Run, find
+from stoker.jobs.run_folder import Run, find
 from stoker.jobs.status import JobState
 from stoker.kube.client import Cluster
 from stoker.kube.objects import RUN, claim, manifest
 from stoker.trainers.ledger import effective
-from trees import stoker
+from tests.e2e.kubernetes.pods import keys
+from tests.launchers.contract import until
+from tests.launchers.ssh.test_drill import EPOCHS, SAMPLES, has_reached, left_alone, state, write_job
+from tests.support.trees import stoker
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

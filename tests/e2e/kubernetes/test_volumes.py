@@ -22,7 +22,7 @@ import yaml
 from stoker.kube import claims, volumes
 from stoker.kube.client import Cluster
 from stoker.kube.objects import JOB, MANAGED_BY, PART, RUN, Manifest
-from trees import stoker
+from tests.support.trees import stoker
 
 BUSYBOX = "docker.io/library/busybox:local"
 INSPECTORS = {PART: "inspector"}

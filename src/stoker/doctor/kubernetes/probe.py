@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from stoker.core.units import format_duration
 from stoker.doctor.checks import Check
-from stoker.doctor.kubernetes.found import BAD, missing
+from stoker.doctor.kubernetes.findings import BAD, missing
 from stoker.errors import StokerError
+from stoker.kube.conditions import OVER, phase_of
 from stoker.kube.objects import CONTAINER, PART, Manifest, manifest
 from stoker.kube.pods import ended, main_status, why_pending
-from stoker.kube.reading import OVER, phase_of
 
 LABELS = {PART: "doctor"}
 # The nslookup of busybox does not go through the domains to search.

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from stoker.core.units import counted, format_bytes
 from stoker.doctor.checks import Check
-from stoker.doctor.kubernetes.found import Look, Wants, missing, some, unknown
-from stoker.doctor.kubernetes.room import Group
+from stoker.doctor.kubernetes.capacity import Group
+from stoker.doctor.kubernetes.findings import Look, Wants, missing, some, unknown
 from stoker.errors import StokerError
 from stoker.kube.claims import (
     CLAIM,
@@ -20,9 +20,9 @@ from stoker.kube.claims import (
     short_access,
     waits_for_pod,
 )
+from stoker.kube.conditions import is_ending, newest, own, phase_of
 from stoker.kube.objects import ACCESS, Manifest
 from stoker.kube.quantity import quantity
-from stoker.kube.reading import is_ending, newest, own, phase_of
 
 BY_HAND = "kubernetes.io/no-provisioner"
 """In the place of a provisioner: nobody makes volumes of this class."""

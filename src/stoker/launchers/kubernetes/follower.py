@@ -22,16 +22,16 @@ import msgspec
 
 from stoker.core.spec import load, to_json
 from stoker.errors import AccessError, MissingError, NotFoundError, StokerError
-from stoker.jobs.runs import Run
+from stoker.jobs.run_folder import Run
 from stoker.jobs.status import STOPPED, Attempt, JobState, JobStatus
 from stoker.jobs.topology import Slot, slots_of
 from stoker.kube.client import SILENCE_S, Cluster
+from stoker.kube.conditions import conditions
 from stoker.kube.config import parts_of
 from stoker.kube.objects import CONTAINER, RUN, Manifest
-from stoker.kube.reading import conditions
-from stoker.launchers.causes import Cause, cause
-from stoker.launchers.kubernetes.judge import Seen, Verdict, at, gave_up, judge, lead_first, newest, seen, slot_states
+from stoker.launchers.diagnosis import Cause, cause
 from stoker.launchers.kubernetes.manifests import leading
+from stoker.launchers.kubernetes.status import Seen, Verdict, at, gave_up, judge, lead_first, newest, seen, slot_states
 from stoker.launchers.supervisor import watching
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT")

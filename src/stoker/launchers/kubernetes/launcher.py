@@ -28,18 +28,17 @@ from stoker.errors import (
     UnavailableError,
 )
 from stoker.jobs.launcher import LogLine, Traits, check
-from stoker.jobs.runs import Run, home
+from stoker.jobs.run_folder import Run, home
 from stoker.jobs.spec import Job
 from stoker.jobs.status import STOPPED, JobState, JobStatus
 from stoker.jobs.topology import ONLOOKERS, Slot
 from stoker.kube.claims import check_mountable
 from stoker.kube.client import Cluster
+from stoker.kube.conditions import condition, conditions, is_ending
 from stoker.kube.config import Place, load, parts_of, settled
 from stoker.kube.objects import INDEX, JOB, MANAGED_BY, QUEUE, RUN, Manifest, merged, owned, via_url
 from stoker.kube.rbac import parts, rbac
-from stoker.kube.reading import condition, conditions, is_ending
 from stoker.launchers.kubernetes.follower import STOPPING
-from stoker.launchers.kubernetes.judge import at, lead_first, role_of
 from stoker.launchers.kubernetes.manifests import (
     JOB_FILE,
     STAYING,
@@ -52,6 +51,7 @@ from stoker.launchers.kubernetes.manifests import (
     templates,
 )
 from stoker.launchers.kubernetes.plan import KubernetesPlan, read_code, read_plan, with_code
+from stoker.launchers.kubernetes.status import at, lead_first, role_of
 from stoker.launchers.local import kept_logs, watch_over
 from stoker.launchers.supervisor import watcher
 

@@ -12,11 +12,11 @@ import yaml
 
 from stoker.core.spec import load
 from stoker.errors import Fault
-from stoker.jobs.runs import Run
+from stoker.jobs.run_folder import Run
 from stoker.jobs.spec import Job, Program
 from stoker.kube.objects import Manifest
-from stoker.launchers.files import ALWAYS, Ignored
 from stoker.launchers.kubernetes.scripts import CODE
+from stoker.launchers.upload import ALWAYS, Ignored
 
 
 class KubernetesPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -205,14 +205,14 @@ class Seat:
     def start(self, request: dict[str, Any]) -> None:
         """Start the slot."""
         self._folder = tempfile.mkdtemp(prefix="stoker-slot-")
-        Path(self._folder, "keeper.py").write_text(self._source)
+        Path(self._folder, "slot_daemon.py").write_text(self._source)
         self._sweep = {"marks": request["marks"], "grace_s": request["grace_s"]}
         self._keep(request)
         threading.Thread(target=self._hear, daemon=True).start()
 
     def _keep(self, request: dict[str, Any]) -> None:
         self._keeper = subprocess.Popen(
-            [sys.executable, "-c", _APART, os.path.join(self._folder, "keeper.py")],
+            [sys.executable, "-c", _APART, os.path.join(self._folder, "slot_daemon.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -337,7 +337,7 @@ class Driver:
 
     def _seated(self, group: Any) -> bool:
         """Make the actors, and learn where they are; False when one cannot be, or the end was asked for."""
-        keeper = Path(__file__).with_name("keeper.py").read_text()
+        keeper = Path(__file__).with_name("slot_daemon.py").read_text()
         bundle = dict(self._request["bundle"])
         options = {
             "num_cpus": bundle.pop("CPU", 0),

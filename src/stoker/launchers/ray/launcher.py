@@ -24,17 +24,17 @@ from stoker.core.spec import to_json
 from stoker.core.units import counted, format_bytes
 from stoker.errors import Fault, InputError, SpecError, StokerError
 from stoker.jobs.launcher import LogLine, Traits, check
-from stoker.jobs.runs import Run, home
+from stoker.jobs.run_folder import Run, home
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, commands, slots_of
-from stoker.launchers.files import listed
 from stoker.launchers.local import LocalLauncher, gpus
 from stoker.launchers.paths import inside, placed
 from stoker.launchers.plan import LocalPlan
-from stoker.launchers.ray.carrier import ARCHIVE, DRIVER, end_submissions, forget_folder
+from stoker.launchers.ray.client import ARCHIVE, DRIVER, end_submissions, forget_folder
 from stoker.launchers.ray.cluster import GUARDED, LARGEST, Cluster, address_of, need_ray, version_here, version_there
 from stoker.launchers.ray.plan import RayPlan, read_ray_plan
+from stoker.launchers.upload import listed
 from stoker.telemetry import profiler
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ PYTHON, WORKDIR, PORT, INTERFACE = "@ray:python@", "@ray:workdir@", "@ray:port@"
 _LEAVE_OUT = ".stokerignore leaves out what is not needed there; name shards by URL"
 _SENT = {
     DRIVER: ("stoker.launchers.ray", "driver.py"),
-    ".stoker/keeper.py": ("stoker.launchers.ray", "keeper.py"),
+    ".stoker/slot_daemon.py": ("stoker.launchers.ray", "slot_daemon.py"),
     ".stoker/profiler.py": ("stoker.telemetry", "profiler.py"),
 }
 
@@ -331,6 +331,6 @@ def _pack(plan: RayPlan, path: Path) -> None:
 
 def _carrier(plan: RayPlan, run: Run) -> LocalPlan:
     """Give the process here, which carries all slots there."""
-    argv = (sys.executable, "-m", "stoker.launchers.ray.carrier", str(run.folder))
+    argv = (sys.executable, "-m", "stoker.launchers.ray.client", str(run.folder))
     command = Command(argv, {"STOKER_SLOT": "driver/0", "STOKER_ROLE": "driver"}, str(run.folder))
     return LocalPlan(slots={"driver/0": command}, hosts=plan.hosts, carried=tuple(plan.slots))

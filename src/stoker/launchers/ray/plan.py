@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stoker.core.spec import load
-from stoker.jobs.runs import Run
+from stoker.jobs.run_folder import Run
 from stoker.launchers.plan import LocalPlan
 
 

@@ -27,18 +27,18 @@ from stoker.core.spec import to_json
 from stoker.core.units import counted, format_bytes
 from stoker.errors import Fault, InputError, SpecError, StokerError, UnavailableError
 from stoker.jobs.launcher import LogLine, Traits, check
-from stoker.jobs.runs import Run, home
+from stoker.jobs.run_folder import Run, home
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, Standby, command_of, slots_of
-from stoker.launchers.causes import LOST
-from stoker.launchers.files import listed, size_of
-from stoker.launchers.gang import STANDS_IN
+from stoker.launchers.diagnosis import LOST
 from stoker.launchers.local import LocalLauncher
 from stoker.launchers.paths import inside, placed, programs, with_programs
 from stoker.launchers.plan import LocalPlan, gpu_faults, named_ports, read_plan
-from stoker.launchers.ssh.hosts import ANSWER_S, Client, Session, expanded, places
-from stoker.launchers.ssh.look import (
+from stoker.launchers.process_group import STANDS_IN
+from stoker.launchers.ssh.client import ANSWER_S, Client, Session, expanded, places
+from stoker.launchers.ssh.plan import Place, SshPlan, far_codes, read_ssh_plan
+from stoker.launchers.ssh.preflight import (
     Look,
     Route,
     Trouble,
@@ -52,9 +52,9 @@ from stoker.launchers.ssh.look import (
     talking,
     troubles,
 )
-from stoker.launchers.ssh.plan import Place, SshPlan, far_codes, read_ssh_plan
-from stoker.launchers.ssh.send import Extra, Parcel, attend
+from stoker.launchers.ssh.upload import Extra, Parcel, attend
 from stoker.launchers.supervisor import STOPPING, watching
+from stoker.launchers.upload import listed, size_of
 from stoker.telemetry.events import PREFIX
 
 MUCH = 2**30
@@ -401,7 +401,7 @@ def _notes(
 
 def _stand_ins(plan: SshPlan, run: Run, *, detach: bool) -> LocalPlan:
     """Give the processes here, one for each slot there."""
-    argv = (sys.executable, "-m", "stoker.launchers.ssh.slot", str(run.folder))
+    argv = (sys.executable, "-m", "stoker.launchers.ssh.remote_slot", str(run.folder))
     slots = {}
     for name in (*plan.slots, *plan.standby):
         env = {"STOKER_SLOT": name, "STOKER_ROLE": Slot.parse(name).role, **STANDS_IN}
@@ -547,7 +547,7 @@ def _setup_log(run: Run, host: str) -> Path:
 def _set_up(run: Run, host: str, stop: Event, grace_s: float) -> None:
     """Run the job's own preparation on a host."""
     log = _setup_log(run, host)
-    argv = [sys.executable, "-m", "stoker.launchers.ssh.slot", str(run.folder), f"setup@{host}"]
+    argv = [sys.executable, "-m", "stoker.launchers.ssh.remote_slot", str(run.folder), f"setup@{host}"]
     with open(log, "wb") as output:
         code = attend(argv, stop, stdout=output, stderr=output, grace_s=grace_s + LAST_S)
     if code:

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 import msgspec
 
 from stoker.core.spec import load
-from stoker.jobs.runs import Run
+from stoker.jobs.run_folder import Run
 from stoker.jobs.topologies.tensorflow import at_ports
 from stoker.jobs.topology import Command, Slot
 from stoker.launchers.plan import LocalPlan, moved
-from stoker.launchers.ssh.hosts import Client
+from stoker.launchers.ssh.client import Client
 
 FAR = "far"
 """The folder of what is known of slots elsewhere, in that of the run."""

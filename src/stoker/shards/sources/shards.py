@@ -9,9 +9,9 @@ from pathlib import Path
 
 from stoker.errors import SourceError, StokerError
 from stoker.shards.formats import FORMATS, Found, format_of
-from stoker.shards.locate import MappedFile, ShardSet, find_sets, splits_of
 from stoker.shards.manifest import MANIFEST, Shard
 from stoker.shards.sample import Content, Item
+from stoker.shards.shard_set import MappedFile, ShardSet, find_sets, splits_of
 from stoker.storage import local_path
 
 

@@ -1,0 +1,1 @@
+"""The caching proxy: origins, slices on disk, and warming."""

@@ -1,0 +1,1 @@
+"""The shared cache inside a Kubernetes namespace: its objects, and their deployment."""

@@ -1,0 +1,106 @@
+"""The command line as a whole: what it answers, how it fails, what it promises."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import stoker as package
+from stoker.cli.main import app
+from stoker.cli.planned import PLANNED
+from tests.support.paths import GOLDEN
+from tests.support.trees import make_dataset, stoker
+
+SURFACE = GOLDEN / "cli.json"
+
+
+def surface(command: Any) -> dict[str, object]:
+    """Every command with its arguments and options."""
+    if hasattr(command, "commands"):
+        return {name: surface(inner) for name, inner in sorted(command.commands.items())}
+    return {"params": sorted("/".join(param.opts) for param in command.params)}
+
+
+def test_commands_and_options_are_pinned(request: pytest.FixtureRequest) -> None:
+    found = surface(typer.main.get_command(app))
+    if request.config.getoption("--update-golden"):
+        SURFACE.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    assert found == json.loads(SURFACE.read_text())
+
+
+def test_every_planned_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    for noun, commands in PLANNED.items():
+        for name in commands:
+            words = [word for word in (noun, name) if word]
+            assert stoker(*words, "--whatever", "argument") == 3
+            assert f"`stoker {' '.join(words)}` is not in this version" in capsys.readouterr().err
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom stoker.cli.main import run\nrun(['--help'])\nrun(['data', 'convert', '--help'])\n"
+        "heavy = {'numpy', 'PIL', 'msgspec', 'yaml', 'obstore', 'google_crc32c', 'scipy', 'torch', 'tensorflow'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "convert" in done.stdout
+    assert done.stderr.strip() == "[]"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert stoker("--version") == 0
+    assert capsys.readouterr().out == f"stoker {package.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["nonsense"], ["data", "nonsense"], ["data", "convert"], ["data", "convert", "a", "b", "--wrong"]],
+)
+def test_usage_errors_exit_with_2_and_no_traceback(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert stoker(*words) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    assert "Usage" in err
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "pets")
+    command = f"{sys.executable} -m stoker data convert {data} {tmp_path / 'out'} --dry-run --json --shard-samples 1"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | head -c 1"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stderr == ""
+
+
+def test_an_unreadable_folder_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stoker("data", "summary", tmp_path / ("x" * 300)) in (2, 5)
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.startswith("stoker: ")
+
+
+def test_the_demo_walks_the_whole_road(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "stoker", "demo", "--dir", str(tmp_path / "demo")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Everything worked" in done.stderr
+    assert "kill -9" in done.stderr
+    assert "because worker/0 (rank 1) was killed by SIGKILL" in done.stdout
+    resumed = re.search(r"resumed in epoch (\d), after ([\d,]+) of its 1,437 samples", done.stdout)
+    assert resumed is not None
+    assert int(resumed[2].replace(",", "")) > 0
+    assert "8 epochs: each of the 1,437 samples exactly once in every epoch" in done.stdout
+    accuracy = re.search(r"validation top-1 ([\d.]+)%$", done.stdout, re.MULTILINE)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 95
+    assert "1 restart" in done.stdout
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 2
+    assert "is not an empty folder" in again.stderr

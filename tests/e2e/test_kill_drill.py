@@ -1,0 +1,166 @@
+"""A training that is killed again and again ends with the same bits as one that was left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.core.processes import marked
+from stoker.jobs.run_folder import Run, find
+from stoker.launchers.supervisor import watcher
+from stoker.telemetry.reader import read_run
+from stoker.trainers.checkpoints import unpack
+from stoker.trainers.ledger import effective, sessions
+from tests.launchers.contract import until
+from tests.support.trees import stoker
+
+SAMPLES = 700
+EPOCHS = 6
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drill") / "shards"
+    source = f"synthetic:samples={SAMPLES},classes=5,size=40x32,val=60"
+    assert stoker("data", "convert", source, folder, "--shard-samples", "50") == 0
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_job(folder: Path, name: str, shards: Path, ranks: int, **keys: Any) -> Path:
+    ledger = keys.pop("ledger", f"{name}-ledger")
+    words = "--model small --size 32 --global-batch-size 24 --lr 0.05 --schedule cosine --deterministic --seed 3"
+    words += f" --epochs {EPOCHS} --checkpoint-every-steps 4 --log-every 1s --threads 1 --ledger {folder / ledger}"
+    job = {
+        "name": name,
+        "processes_per_worker": ranks,
+        "program": {"module": "stoker.trainers.torch_image", "args": words.split()},
+        "data": {"train": str(shards / "train"), "val": str(shards / "val")},
+        "checkpoint": {"dir": str(folder / f"{name}-checkpoints")},
+        "env": {"OMP_NUM_THREADS": "1"},
+        "profile": {"every": 0},
+        "retries": 20,
+        "grace": 10,
+        **keys,
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(json.dumps(job))
+    return path
+
+
+def weights(folder: Path, name: str) -> dict[str, Any]:
+    newest = max((folder / f"{name}-checkpoints").glob("step-*.pt"))
+    state = unpack(newest.read_bytes(), where=str(newest))
+    return {**state["model"], **{f"momentum {k}": v["momentum_buffer"] for k, v in state["optimizer"]["state"].items()}}
+
+
+def check_ledger(folder: Path, name: str) -> None:
+    epochs = effective(folder / f"{name}-ledger")
+    assert sorted(epochs) == list(range(EPOCHS))
+    for samples in epochs.values():
+        assert len(samples) == len(set(samples)) == SAMPLES
+
+
+def ranks_of(run: Run) -> dict[int, int]:
+    """The process of each rank of the newest attempt."""
+    beats = [event for event in read_run(run.logs).events if event.kind == "heartbeat"]
+    newest = max((event.attempt for event in beats), default=0)
+    return {event.rank: int(event.fields["pid"]) for event in beats if event.attempt == newest}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_that_is_killed_at_random_ends_with_the_same_bits(shards: Path, here: Path) -> None:
+    assert stoker("job", "run", write_job(here, "calm", shards, 3)) == 0
+    draw = random.Random(20261116)
+    plan = ["rank", "all", "launcher", "rank", "all", "launcher", "agent"]
+    draw.shuffle(plan)
+    assert stoker("job", "run", write_job(here, "storm", shards, 3), "--detach") == 0
+    run = find("storm")
+    kills = 0
+    for what in plan:
+        begun = len(sessions(here / "storm-ledger"))
+        time.sleep(draw.uniform(0.0, 3.0))
+        while not run.read_status().state.is_final and not strike(what, run, draw):
+            time.sleep(0.2)
+        if run.read_status().state.is_final:
+            break
+        kills += 1
+        until(partial(went_on, run, here / "storm-ledger", begun), 120)
+    until(lambda: run.read_status().state.is_final, 300)
+    assert run.read_status().state == "succeeded", run.read_status().message
+    assert kills >= 5
+    calm, storm = weights(here, "calm"), weights(here, "storm")
+    assert calm.keys() == storm.keys()
+    assert [name for name in calm if not calm[name].equal(storm[name])] == []
+    check_ledger(here, "calm")
+    check_ledger(here, "storm")
+    assert marked({"STOKER_RUN": run.id}) == []
+
+
+def strike(what: str, run: Run, draw: random.Random) -> bool:
+    """Kill one rank, all of them, what started them, or what watches over the run; tell whether there was one."""
+    ranks = ranks_of(run)
+    if len(ranks) < 3:
+        return False
+    if what == "launcher":
+        if not (pid := watcher(run)):
+            return False
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: watcher(run) is None)
+        assert stoker("job", "run", "--resume", run.id, "--detach") == 0
+        return True
+    pids = {
+        "rank": [ranks[draw.randrange(3)]],
+        "all": list(ranks.values()),
+        "agent": [one.pid for one in run.read_status().slots if one.pid],
+    }[what]
+    alive = set(marked({"STOKER_RUN": run.id})) & set(pids)
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+    return bool(alive)
+
+
+def went_on(run: Run, ledger: Path, begun: int) -> bool:
+    return len(sessions(ledger)) > begun or run.read_status().state.is_final
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_ledger_is_exact_across_changes_of_the_world(shards: Path, here: Path) -> None:
+    """The same global batches, dealt to 3, then 2, then 1 ranks."""
+    kept = {"checkpoint": {"dir": str(here / "checkpoints")}, "ledger": "changing-ledger"}
+    for ranks, steps in ((3, 30), (2, 60), (1, 0)):
+        assert stoker("job", "run", write_job(here, f"on-{ranks}", shards, ranks, **kept), "--detach") == 0
+        run = find(f"on-{ranks}")
+        if steps:
+            until(partial(has_reached, run, steps), 120)
+            assert stoker("job", "stop", run.id) == 0
+        until(partial(is_over, run), 300)
+    assert run.read_status().state == "succeeded"
+    check_ledger(here, "changing")
+    starts = sessions(here / "changing-ledger")
+    assert len(starts) == 3
+    assert any(consumed for _, consumed in starts)
+
+
+def has_reached(run: Run, step: int) -> bool:
+    return any(event.fields.get("step", 0) >= step for event in read_run(run.logs).events)
+
+
+def is_over(run: Run) -> bool:
+    return run.read_status().state.is_final

@@ -1,0 +1,139 @@
+"""Why an attempt failed, from logs as torchrun and programs really write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stoker.errors import InputError
+from stoker.jobs.topology import Slot
+from stoker.launchers.diagnosis import LOST, LOST_MARK, cause
+from stoker.telemetry.events import Recorder
+
+TABLE = """\
+W1116 10:00:08.935000 1 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 5 closing signal SIGTERM
+E1116 10:00:08.951000 1 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {code}) local_rank: 1
+Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+t.py FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-11-16_10:00:08
+  host      : localhost
+  rank      : 0 (local_rank: 0)
+  exitcode  : {other} (pid: 21825)
+  error_file: <N/A>
+  traceback : Signal 15 (SIGTERM) received by PID 21825
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-16_10:00:08
+  host      : localhost
+  rank      : 1 (local_rank: 1)
+  exitcode  : {code} (pid: 21826)
+  error_file: <N/A>
+  traceback : To enable traceback see: ...
+============================================================
+"""
+CLOSED = "[rank0]: RuntimeError: [gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:12986."
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("", 7, "worker/0 ended with exit code 7"),
+        ("", -11, "worker/0 was killed by SIGSEGV"),
+        ("", 137, "worker/0 was killed by SIGKILL"),
+        ("Traceback (most recent call last):\nKeyError: 'x'\n", 1, "worker/0 failed: KeyError: 'x'"),
+        ("my.module.OddError: of mine\nbye\n", 1, "worker/0 failed: my.module.OddError: of mine"),
+        ("", 170, "worker/0 was killed by signal 42"),
+        ("", 255, "worker/0 ended with exit code 255"),
+        ("Error rate: 0.12 (fine)\n", 1, "worker/0 ended with exit code 1;"),
+        ('Traceback (most recent call last):\n  File "x"\nBad: of mine\n', 1, "worker/0 failed: Bad: of mine"),
+        ("/usr/bin/python3: No module named nope\n", 1, "worker/0 failed: No module named nope"),
+        ("x.py: error: unrecognized arguments: --epochz 3\n", 2, "refused to start: unrecognized arguments: --epochz"),
+        (
+            'Traceback (most recent call last):\n  File "torch/distributed/elastic/multiprocessing/errors/x.py"\n'
+            f"ValueError: under @record\n{TABLE.format(code=1, other=-15)}",
+            1,
+            "(rank 1) failed: ValueError: under @record",
+        ),
+        (
+            'Traceback (most recent call last):\n  File "torch/distributed/run.py"\n'
+            "torch.distributed.DistNetworkError: port 29500 in use\n",
+            1,
+            "failed: torch.distributed.DistNetworkError: port 29500 in use",
+        ),
+        ("error: --lr must be above 0\n", 2, "worker/0 refused to start: --lr must be above 0"),
+        (
+            f"[rank1]: ValueError: bad\n{CLOSED}\n{TABLE.format(code=1, other=-15)}",
+            1,
+            "worker/0 (rank 1) failed: ValueError: bad",
+        ),
+        (f"{CLOSED}\n{TABLE.format(code=7, other=-15)}", 1, "worker/0 (rank 1) ended with exit code 7"),
+        (f"{CLOSED}\n{TABLE.format(code=-9, other=1)}", 1, "worker/0 (rank 1) was killed by SIGKILL"),
+        # torchrun saw the partner's failure first
+        (
+            f"{CLOSED.replace('rank0', 'rank1')}\n{TABLE.format(code=1, other=-9)}",
+            1,
+            "worker/0 (rank 0) was killed by SIGKILL",
+        ),
+        (f"TypeError: before torch knew its rank\n{TABLE.format(code=1, other=-15)}", 1, "(rank 1) failed: TypeError"),
+    ],
+)
+def test_the_cause_in_a_log(text: str, code: int, said: str, tmp_path: Path) -> None:
+    log = tmp_path / "worker-0.0.log"
+    log.write_text(text)
+    sentence = cause(Slot("worker", 0), code, log).sentence
+    assert said in sentence
+    assert sentence.endswith(f"; its log: {log}")
+
+
+def test_what_a_program_tells_itself_comes_first(tmp_path: Path) -> None:
+    log = tmp_path / "worker-0.0.log"
+    with log.open("ab") as file:
+        Recorder(rank=0, fd=file.fileno()).mark("error", "RuntimeError: Connection closed by peer")
+        Recorder(rank=1, fd=file.fileno()).mark("error", "DataFaultError: shard 7 is damaged (loader.py:10)")
+        file.write(TABLE.format(code=1, other=1).encode())
+    found = cause(Slot("worker", 0), 1, log)
+    assert (found.rank, found.words) == (1, "DataFaultError: shard 7 is damaged (loader.py:10)")
+
+
+def test_what_mpirun_refuses_is_told_alike_wherever_it_runs(tmp_path: Path) -> None:
+    """And is not tried again, for its exit code is that of bad input; a program's own rules are nobody's business."""
+    log = tmp_path / "log"
+    log.write_text("mpirun: Error: unknown option \"--nosuch\"\nType 'mpirun --help' for usage.\n")
+    found = cause(Slot("launcher", 0), 1, log)
+    assert found.sentence == f'launcher/0 refused to start: mpirun: unknown option "--nosuch"; its log: {log}'
+    assert found.code == InputError.exit_code
+    log.write_text(f"{'-' * 60}\nan invalid table\n{'-' * 60}\n")
+    assert (cause(Slot("worker", 0), 1, log).code, cause(Slot("worker", 0), 1, log).words) == (1, None)
+
+
+def test_a_kill_is_for_want_of_memory_when_the_kernel_says_so(tmp_path: Path) -> None:
+    assert "no memory left" in cause(Slot("worker", 0), -9, tmp_path / "none", out_of_memory=True).sentence
+    assert "SIGTERM" in cause(Slot("worker", 0), -15, tmp_path / "none", out_of_memory=True).sentence
+
+
+def test_a_program_that_ends_with_255_is_not_lost(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("Traceback (most recent call last):\nValueError: bad data\n")
+    found = cause(Slot("worker", 0), 255, log)
+    assert not found.lost
+    assert "ended with exit code 255: ValueError: bad data" in found.sentence
+
+
+def test_what_is_told_to_be_lost_is_lost_whatever_was_said_before(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.write(b"RuntimeError: Connection reset by peer\n")
+        file.flush()
+        Recorder(slot="worker/1", fd=file.fileno()).mark(LOST_MARK, "node2 has not answered for 30 s")
+    found = cause(Slot("worker", 1), LOST, log)
+    assert found.lost
+    assert not found.is_of_a_partner
+    assert "worker/1 was lost: node2 has not answered for 30 s" in found.sentence

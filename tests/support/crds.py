@@ -1,0 +1,70 @@
+"""Objects checked against the schemas of their CRDs, strictly: what a schema does not know is a fault."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.paths import SHARED
+
+CRDS = SHARED / "crds"
+TYPES: dict[str, tuple[type, ...]] = {
+    "object": (dict,),
+    "array": (list,),
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+}
+
+
+@cache
+def schema_of(file: str, version: str) -> dict[str, Any]:
+    """Read the schema of one version of a CRD; a test without it is skipped."""
+    path = CRDS / file
+    if not path.exists():
+        pytest.skip(f"there is no {path}")
+    crd = yaml.safe_load(path.read_text())
+    (found,) = [one for one in crd["spec"]["versions"] if one["name"] == version]
+    schema: dict[str, Any] = found["schema"]["openAPIV3Schema"]
+    return schema
+
+
+def faults(value: Any, schema: dict[str, Any], path: str = "") -> Iterator[str]:
+    """Yield what is wrong with a value."""
+    if schema.get("x-kubernetes-int-or-string"):
+        if not isinstance(value, int | str) or isinstance(value, bool):
+            yield f"{path}: {value!r} is neither a number nor text"
+        return
+    kind = schema.get("type")
+    if kind and (not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")):
+        yield f"{path}: {value!r} is no {kind}"
+        return
+    if "enum" in schema and value not in schema["enum"]:
+        yield f"{path}: {value!r} is none of {schema['enum']}"
+    if isinstance(value, str) and "pattern" in schema and not re.search(schema["pattern"], value):
+        yield f"{path}: {value!r} does not match {schema['pattern']}"
+    if isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from faults(inner, schema.get("items", {}), f"{path}[{index}]")
+    if isinstance(value, dict):
+        yield from _faults_of_object(value, schema, path)
+
+
+def _faults_of_object(value: dict[str, Any], schema: dict[str, Any], path: str) -> Iterator[str]:
+    for name in schema.get("required", []):
+        if name not in value:
+            yield f"{path}.{name}: missing"
+    known, others = schema.get("properties", {}), schema.get("additionalProperties")
+    for name, inner in value.items():
+        if name in known:
+            yield from faults(inner, known[name], f"{path}.{name}")
+        elif isinstance(others, dict):
+            yield from faults(inner, others, f"{path}.{name}")
+        elif not others and not schema.get("x-kubernetes-preserve-unknown-fields") and path != ".metadata":
+            yield f"{path}.{name}: unknown"

@@ -1,0 +1,47 @@
+"""Real Kubernetes clusters for tests, where the programs for one are there: no registry has them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from stoker.errors import MissingError
+from stoker.kube.client import Cluster
+from tests.support.paths import SHARED
+
+PROGRAMS = Path(os.environ.get("KUBEBUILDER_ASSETS", "/usr/local/kubebuilder/bin"))
+PATH = f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}"
+"""Where kubectl is."""
+GIVEN = "STOKER_TEST_KUBECONFIG"
+"""Names the configuration of a cluster that is up already."""
+NO_KUBERNETES = "no Kubernetes programs"
+
+
+@contextmanager
+def two_nodes(home: Path) -> Iterator[Path]:
+    """Give the configuration of a cluster of two nodes, on which pods really run."""
+    if given := os.environ.get(GIVEN):
+        yield Path(given)
+        return
+    if not (PROGRAMS / "kubelet").exists() or not SHARED.is_dir():
+        pytest.skip(f"{NO_KUBERNETES} in {PROGRAMS} (set KUBEBUILDER_ASSETS)")
+    env = {**os.environ, "K8S_HOME": str(home), "NODES": "2", "KUBEBUILDER_ASSETS": str(PROGRAMS)}
+    subprocess.run([SHARED / "k8s/up.sh", "full"], env=env, check=True, timeout=180)
+    try:
+        yield home / "run/pki/admin.kubeconfig"
+    finally:
+        subprocess.run([SHARED / "k8s/down.sh"], env=env, check=False, timeout=120)
+
+
+def knows_mpijobs(cluster: Cluster) -> bool:
+    """Whether a cluster has the MPI operator's CRD."""
+    try:
+        cluster.every("MPIJob")
+    except MissingError:
+        return False
+    return True

@@ -1,0 +1,12 @@
+"""Folders that tests read: the repository's own, and the sample data beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+EXAMPLES = ROOT / "examples"
+NATIVE = ROOT / "native"
+GOLDEN = ROOT / "tests" / "golden"
+SHARED = ROOT.parent / "shared"
