@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stoker.errors import AccessError, NotFoundError, UnavailableError
-from stoker.kube.exec import exit_code, not_let_in, query
+from stoker.kube.exec import build_exec_params, get_exit_code, to_upgrade_error
 
 WHERE = "k8s://c/ns"
 
@@ -17,17 +17,17 @@ def failure(reason: str, message: str = "", **details: Any) -> dict[str, Any]:
 
 
 def test_every_word_of_a_command_is_a_value_of_its_own() -> None:
-    asked = query(["sh", "-c", "a & b=c"], "main", stdin=False)
+    asked = build_exec_params(["sh", "-c", "a & b=c"], "main", stdin=False)
     assert [value for key, value in asked if key == "command"] == ["sh", "-c", "a & b=c"]
     assert ("container", "main") in asked
     assert "stdin" not in dict(asked)
-    assert dict(query(["cat"], None, stdin=True))["stdin"] == "true"
+    assert dict(build_exec_params(["cat"], None, stdin=True))["stdin"] == "true"
 
 
 def test_exit_codes() -> None:
-    assert exit_code({"status": "Success"}, WHERE) == 0
+    assert get_exit_code({"status": "Success"}, WHERE) == 0
     causes = [{"reason": "ExitCode", "message": "3"}]
-    assert exit_code(failure("NonZeroExitCode", causes=causes), WHERE) == 3
+    assert get_exit_code(failure("NonZeroExitCode", causes=causes), WHERE) == 3
 
 
 def test_a_command_that_could_not_be_started_is_no_exit_code() -> None:
@@ -35,13 +35,13 @@ def test_a_command_that_could_not_be_started_is_no_exit_code() -> None:
         'OCI runtime exec failed: unable to start container process: exec: "nope": executable file not found in $PATH'
     )
     with pytest.raises(NotFoundError, match="there is no program 'nope' in the container"):
-        exit_code(failure("InternalError", said), WHERE)
+        get_exit_code(failure("InternalError", said), WHERE)
     with pytest.raises(UnavailableError, match="broken pipe"):
-        exit_code(failure("InternalError", "broken pipe"), WHERE)
+        get_exit_code(failure("InternalError", "broken pipe"), WHERE)
 
 
 @pytest.mark.parametrize(("code", "kind"), [(403, AccessError), (404, NotFoundError), (400, UnavailableError)])
 def test_connections_that_are_refused(code: int, kind: type[Exception]) -> None:
-    error = not_let_in(code, "p-0", WHERE)
+    error = to_upgrade_error(code, "p-0", WHERE)
     assert type(error) is kind
     assert "p-0" in str(error)

@@ -18,8 +18,8 @@ import pytest
 
 from stoker.errors import InputError, MissingProgramError
 from stoker.kube import kubectl
-from stoker.kube.kubectl import Port, Tunnel, exec_words, forward_words, words
-from tests.support.waiting import alive, eventually
+from stoker.kube.kubectl import PortForward, PortMapping, base_argv, exec_argv, port_forward_argv
+from tests.support.waiting import eventually, is_alive
 
 FAKE = """#!{python} -S
 import json, os, sys, time
@@ -55,15 +55,15 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Cal
 
 
 def test_every_word_is_one_argument() -> None:
-    line = exec_words("digits-0", "main", ["sh", "-c", "echo $HOME; ls -l", "--tty"], stdin=True, tty=False)
+    line = exec_argv("digits-0", "main", ["sh", "-c", "echo $HOME; ls -l", "--tty"], stdin=True, tty=False)
     assert line == ["exec", "digits-0", "--container=main", "--stdin", "--", "sh", "-c", "echo $HOME; ls -l", "--tty"]
-    assert "--tty" in exec_words("p", "main", ["sh"], stdin=True, tty=True)
-    assert words("kubectl", "-x y", "team") == ["kubectl", "--context=-x y", "--namespace=team"]
-    assert words("kubectl", None, "team") == ["kubectl", "--namespace=team"]
+    assert "--tty" in exec_argv("p", "main", ["sh"], stdin=True, tty=True)
+    assert base_argv("kubectl", "-x y", "team") == ["kubectl", "--context=-x y", "--namespace=team"]
+    assert base_argv("kubectl", None, "team") == ["kubectl", "--namespace=team"]
 
 
 def test_tunnels_begin_on_this_machine_only() -> None:
-    assert forward_words("p", {8080: 6006, 22: 22}) == [
+    assert port_forward_argv("p", {8080: 6006, 22: 22}) == [
         "port-forward",
         "--address=127.0.0.1",
         "pod/p",
@@ -73,23 +73,24 @@ def test_tunnels_begin_on_this_machine_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "port"), [("6006", Port(6006, 6006)), ("6006:8080", Port(6006, 8080)), ("1:0", Port(1, 0))]
+    ("text", "port"),
+    [("6006", PortMapping(6006, 6006)), ("6006:8080", PortMapping(6006, 8080)), ("1:0", PortMapping(1, 0))],
 )
-def test_reads_ports(text: str, port: Port) -> None:
-    assert Port.parse(text) == port
+def test_reads_ports(text: str, port: PortMapping) -> None:
+    assert PortMapping.parse(text) == port
 
 
 @pytest.mark.parametrize("text", ["", "0", "65536", "http", "80:", ":80", "80:70000", "-1", "80:80:80", "²", " 80"])
 def test_refuses_what_is_no_port(text: str) -> None:
     with pytest.raises(InputError, match="is no port"):
-        Port.parse(text)
+        PortMapping.parse(text)
 
 
 def test_says_what_to_install(cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert not kubectl.is_here()
+    assert not kubectl.is_installed()
     with pytest.raises(MissingProgramError, match=r"a tunnel to a pod needs the program 'kubectl'.*install it"):
-        Tunnel(cluster, "p", {1: 1})
+        PortForward(cluster, "p", {1: 1})
 
 
 RUN = """
@@ -175,7 +176,7 @@ def test_kubectl_does_not_outlive_us(cluster: Any, fake: Any, tmp_path: Path) ->
         assert eventually(lambda: mark.exists() and mark.read_text() != "")
         popen.terminate()
         popen.wait(30)
-    assert not alive(int(mark.read_text()))
+    assert not is_alive(int(mark.read_text()))
 
 
 def test_a_tunnel_tells_line_by_line_and_ends(cluster: Any, fake: Any) -> None:
@@ -183,15 +184,15 @@ def test_a_tunnel_tells_line_by_line_and_ends(cluster: Any, fake: Any) -> None:
         "print('Forwarding from 127.0.0.1:8080 -> 6006', flush=True)\n"
         "print('error: lost connection to pod', file=sys.stderr)"
     )
-    with Tunnel(cluster, "p", {8080: 6006}) as tunnel:
-        lines = [tunnel.next(30) for _ in range(3)]
+    with PortForward(cluster, "p", {8080: 6006}) as tunnel:
+        lines = [tunnel.next_line(30) for _ in range(3)]
     assert lines == ["Forwarding from 127.0.0.1:8080 -> 6006", "error: lost connection to pod", None]
     assert calls()[0]["argv"] == [*PLACE, "port-forward", "--address=127.0.0.1", "pod/p", "8080:6006"]
 
 
 def test_a_tunnel_that_is_left_is_ended(cluster: Any, fake: Any) -> None:
     fake("print(os.getpid(), flush=True); time.sleep(600)")
-    with Tunnel(cluster, "p", {8080: 6006}) as tunnel:
-        pid = int(tunnel.next(30) or 0)
-        assert tunnel.next(0.01) == ""
-    assert not alive(pid)
+    with PortForward(cluster, "p", {8080: 6006}) as tunnel:
+        pid = int(tunnel.next_line(30) or 0)
+        assert tunnel.next_line(0.01) == ""
+    assert not is_alive(pid)

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from stoker.kube.pods import claims_of, ended, is_running, pod_of, slot_of, why_not_running, why_pending
+from stoker.kube.pods import (
+    explain_not_running,
+    explain_pending,
+    find_pod,
+    get_exit_status,
+    get_slot,
+    is_running,
+    list_claim_names,
+)
 
 Manifest = dict[str, Any]
 IMAGE = "registry.example/train:1"
@@ -67,7 +75,7 @@ def event(
     ],
 )
 def test_says_nothing_where_nothing_is_wrong(one: Manifest) -> None:
-    assert why_pending(one, [event("Scheduled"), event("Pulling")]) == ""
+    assert explain_pending(one, [event("Scheduled"), event("Pulling")]) == ""
 
 
 # --- No node
@@ -130,14 +138,14 @@ def test_says_what_the_scheduler_lacks(message: str, sentence: str) -> None:
         containers=[{"name": "main", "resources": {"limits": {"nvidia.com/gpu": "8"}}}],
         volumes=[{"name": "v", "persistentVolumeClaim": {"claimName": "data"}}, {"name": "shm", "emptyDir": {}}],
     )
-    told = why_pending(one)
+    told = explain_pending(one)
     assert sentence in told
     assert "preemption" not in told
-    assert claims_of(one) == ["data"]
+    assert list_claim_names(one) == ["data"]
 
 
 def test_takes_the_scheduler_s_words_from_an_event_when_there_is_no_condition_yet() -> None:
-    told = why_pending(pod(), [event("FailedScheduling", "0/1 nodes are available: 1 Insufficient cpu.")])
+    told = explain_pending(pod(), [event("FailedScheduling", "0/1 nodes are available: 1 Insufficient cpu.")])
     assert told == "no node can take it: 1 of 1 have too little cpu free"
 
 
@@ -148,9 +156,9 @@ def test_says_who_holds_a_pod_back() -> None:
         spec={"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]},
         metadata={"labels": {"kueue.x-k8s.io/queue-name": "team"}},
     )
-    assert why_pending(kueue) == "it waits to be let in by Kueue (queue team)"
+    assert explain_pending(kueue) == "it waits to be let in by Kueue (queue team)"
     other = pod({"conditions": [gated]}, spec={"schedulingGates": [{"name": "example.com/budget"}]})
-    assert why_pending(other) == "it is held back by example.com/budget"
+    assert explain_pending(other) == "it is held back by example.com/budget"
 
 
 # --- No pod at all
@@ -196,25 +204,25 @@ SECURITY = (
 )
 def test_says_why_a_job_gets_no_pod(message: str, sentence: str) -> None:
     refused = event("FailedCreate", message, kind="Job")
-    assert sentence in why_pending(job(), [refused])
-    assert sentence in why_pending({}, [refused])
+    assert sentence in explain_pending(job(), [refused])
+    assert sentence in explain_pending({}, [refused])
 
 
 def test_a_pod_that_was_made_after_all_is_no_longer_refused() -> None:
     made = event("SuccessfulCreate", "Created pod: digits-0", at="2030-01-01T00:00:09Z", kind="Job")
-    assert why_pending(job(), [made, event("FailedCreate", QUOTA, kind="Job")]) == ""
+    assert explain_pending(job(), [made, event("FailedCreate", QUOTA, kind="Job")]) == ""
 
 
 def test_events_of_another_job_do_not_count() -> None:
-    assert why_pending(job(), [event("FailedCreate", QUOTA, kind="Job", name="other")]) == ""
+    assert explain_pending(job(), [event("FailedCreate", QUOTA, kind="Job", name="other")]) == ""
 
 
 def test_a_suspended_job_says_whether_kueue_holds_it() -> None:
-    assert why_pending(job(suspend=True)) == "its Job is suspended"
+    assert explain_pending(job(suspend=True)) == "its Job is suspended"
     queued = job(suspend=True, **{"kueue.x-k8s.io/queue-name": "team"})
-    assert why_pending(queued) == "it waits to be let in by Kueue (queue team)"
+    assert explain_pending(queued) == "it waits to be let in by Kueue (queue team)"
     said = event("Pending", "insufficient unused quota for cpu", kind="Workload", name="job-digits-1")
-    assert why_pending(queued, [said]).endswith("(queue team): insufficient unused quota for cpu")
+    assert explain_pending(queued, [said]).endswith("(queue team): insufficient unused quota for cpu")
 
 
 # --- Images
@@ -248,20 +256,20 @@ def test_a_suspended_job_says_whether_kueue_holds_it() -> None:
     ],
 )
 def test_says_why_an_image_is_not_there(reason: str, message: str, sentence: str) -> None:
-    assert sentence in why_pending(waiting(reason, message))
+    assert sentence in explain_pending(waiting(reason, message))
 
 
 def test_takes_the_cause_of_a_back_off_from_the_event_before_it() -> None:
     failed = event("Failed", f'Failed to pull image "{IMAGE}": failed to resolve: unauthorized')
     later = event("BackOff", f'Back-off pulling image "{IMAGE}"', at="2030-01-01T00:01:00Z")
-    told = why_pending(waiting("ImagePullBackOff", f'Back-off pulling image "{IMAGE}"'), [failed, later])
+    told = explain_pending(waiting("ImagePullBackOff", f'Back-off pulling image "{IMAGE}"'), [failed, later])
     assert "wants a login" in told
 
 
 def test_words_in_an_image_s_own_name_are_no_cause() -> None:
     one = waiting("ErrImagePull", "failed to pull denied:1: odd")
     one["status"]["containerStatuses"][0]["image"] = "denied:1"
-    assert "login" not in why_pending(one)
+    assert "login" not in explain_pending(one)
 
 
 # --- Containers
@@ -295,20 +303,20 @@ def test_words_in_an_image_s_own_name_are_no_cause() -> None:
     ],
 )
 def test_says_why_a_container_cannot_be_made(reason: str, message: str, sentence: str) -> None:
-    assert sentence in why_pending(waiting(reason, message))
+    assert sentence in explain_pending(waiting(reason, message))
 
 
 def test_says_how_a_container_ends_again_and_again() -> None:
     last = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
-    told = why_pending(waiting("CrashLoopBackOff", "back-off 40s", lastState=last, restartCount=3))
+    told = explain_pending(waiting("CrashLoopBackOff", "back-off 40s", lastState=last, restartCount=3))
     assert told == "the container ends again and again: exit code 137 (OOMKilled), 3 times so far"
 
 
 def test_says_which_init_container_stands_in_the_way() -> None:
     broken = {"name": "fetch", "image": IMAGE, "state": {"waiting": {"reason": "InvalidImageName"}}}
-    assert why_pending(placed(initContainerStatuses=[broken])) == f"'{IMAGE}' is no name of an image"
+    assert explain_pending(placed(initContainerStatuses=[broken])) == f"'{IMAGE}' is no name of an image"
     failed = {"name": "fetch", "state": {"terminated": {"exitCode": 7}}}
-    assert why_pending(placed(initContainerStatuses=[failed])) == "the init container fetch failed with exit code 7"
+    assert explain_pending(placed(initContainerStatuses=[failed])) == "the init container fetch failed with exit code 7"
 
 
 # --- Volumes
@@ -351,7 +359,7 @@ def test_says_which_init_container_stands_in_the_way() -> None:
     ],
 )
 def test_says_why_a_volume_is_not_there(reason: str, message: str, sentence: str) -> None:
-    assert sentence in why_pending(waiting("ContainerCreating"), [event("Scheduled"), event(reason, message)])
+    assert sentence in explain_pending(waiting("ContainerCreating"), [event("Scheduled"), event(reason, message)])
 
 
 def test_a_mount_that_went_well_at_last_is_no_fault() -> None:
@@ -359,13 +367,13 @@ def test_a_mount_that_went_well_at_last_is_no_fault() -> None:
         event("Pulling", at="2030-01-01T00:00:05Z"),
         event("FailedMount", 'for volume "a" : x', at="2030-01-01T00:00:04Z"),
     ]
-    assert why_pending(waiting("ContainerCreating"), told) == ""
+    assert explain_pending(waiting("ContainerCreating"), told) == ""
 
 
 @pytest.mark.parametrize("other", [{"uid": "u0"}, {"name": "digits-1"}, {"kind": "Node", "name": "digits-0"}])
 def test_events_of_others_do_not_count(other: dict[str, str]) -> None:
     about = {"kind": "Pod", **other}
-    assert why_pending(waiting("ContainerCreating"), [event("FailedMount", 'volume "a" : x', **about)]) == ""
+    assert explain_pending(waiting("ContainerCreating"), [event("FailedMount", 'volume "a" : x', **about)]) == ""
 
 
 # --- Nodes
@@ -399,8 +407,8 @@ def test_events_of_others_do_not_count(other: dict[str, str]) -> None:
 def test_says_that_a_node_is_lost(status: Manifest, events: list[Manifest], sentence: str) -> None:
     running = [{"name": "main", "state": {"running": {}}}]
     one = placed(**status, containerStatuses=running)
-    assert why_pending(one, events) == sentence
-    assert why_not_running(one, events) == sentence
+    assert explain_pending(one, events) == sentence
+    assert explain_not_running(one, events) == sentence
 
 
 # --- How it ended
@@ -425,7 +433,7 @@ def test_says_that_a_node_is_lost(status: Manifest, events: list[Manifest], sent
     ],
 )
 def test_tells_how_a_pod_ended(one: Manifest, end: tuple[int, str] | None) -> None:
-    assert ended(one) == end
+    assert get_exit_status(one) == end
 
 
 @pytest.mark.parametrize(
@@ -462,26 +470,28 @@ def test_tells_how_a_pod_ended(one: Manifest, end: tuple[int, str] | None) -> No
 def test_tells_what_ended_a_pod_from_outside(status: Manifest, reason: str) -> None:
     one = finished(137)
     one["status"] |= status
-    assert ended(one) == (137, reason)
+    assert get_exit_status(one) == (137, reason)
 
 
 def test_a_container_that_will_be_started_again_has_not_ended() -> None:
     one = finished(1, phase="Running")
     one["spec"]["restartPolicy"] = "Always"
-    assert ended(one) is None
+    assert get_exit_status(one) is None
 
 
 def test_a_failed_init_container_s_code_is_the_pod_s() -> None:
     waits = {"name": "main", "state": {"waiting": {"reason": "PodInitializing"}}}
     broken = {"name": "fetch", "state": {"terminated": {"exitCode": 7, "reason": "Error"}}}
-    assert ended(pod({"phase": "Failed", "containerStatuses": [waits], "initContainerStatuses": [broken]})) == (7, "")
+    assert get_exit_status(
+        pod({"phase": "Failed", "containerStatuses": [waits], "initContainerStatuses": [broken]})
+    ) == (7, "")
 
 
 def test_a_pod_that_its_node_refused_never_started() -> None:
     refused = pod(
         {"phase": "Failed", "reason": "OutOfcpu", "message": "Pod was rejected: Node didn't have enough cpu."}
     )
-    assert ended(refused) == (128, "OutOfcpu: Pod was rejected: Node didn't have enough cpu")
+    assert get_exit_status(refused) == (128, "OutOfcpu: Pod was rejected: Node didn't have enough cpu")
 
 
 # --- Whose it is
@@ -502,7 +512,7 @@ def test_a_pod_that_its_node_refused_never_started() -> None:
     ],
 )
 def test_knows_which_slot_a_pod_is(labels: dict[str, str], notes: dict[str, str], slot: str) -> None:
-    assert slot_of(pod(metadata={"labels": labels, "annotations": notes})) == slot
+    assert get_slot(pod(metadata={"labels": labels, "annotations": notes})) == slot
 
 
 def test_chooses_the_pod_that_lives() -> None:
@@ -516,11 +526,11 @@ def test_chooses_the_pod_that_lives() -> None:
     old, new = one("old", 1, "Failed"), one("new", 2, "Failed")
     ending = one("ending", 5, "Running", deletionTimestamp="2030-01-01T00:00:06Z")
     waits, runs = one("waits", 3, "Pending"), one("runs", 2, "Running")
-    assert pod_of([new, old], "worker/0") == new
-    assert pod_of([new, ending, old], "worker/0") == ending
-    assert pod_of([old, waits, ending], "worker/0") == waits
-    assert pod_of([waits, runs, new], "worker/0") == runs
-    assert pod_of([runs], "worker/1") is None
+    assert find_pod([new, old], "worker/0") == new
+    assert find_pod([new, ending, old], "worker/0") == ending
+    assert find_pod([old, waits, ending], "worker/0") == waits
+    assert find_pod([waits, runs, new], "worker/0") == runs
+    assert find_pod([runs], "worker/1") is None
     assert is_running(runs)
     assert not is_running(waits)
 
@@ -537,4 +547,4 @@ def test_chooses_the_pod_that_lives() -> None:
     ],
 )
 def test_says_why_nothing_can_be_run_in_it(one: Manifest, sentence: str) -> None:
-    assert why_not_running(one) == sentence
+    assert explain_not_running(one) == sentence

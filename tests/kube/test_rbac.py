@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 
 from stoker.errors import InputError
-from stoker.kube.quantity import quantity
-from stoker.kube.rbac import EVERYDAY, RIGHTS, Part, parts, rbac, rights, subject
+from stoker.kube.quantity import parse_quantity
+from stoker.kube.rbac import (
+    DEFAULT_FEATURES,
+    PERMISSIONS,
+    Feature,
+    build_rbac,
+    list_permissions,
+    parse_subject,
+    select_features,
+)
 
 
 def granted(objects: list[dict[str, Any]], kind: str = "Role") -> set[tuple[str, str, str]]:
@@ -24,18 +32,20 @@ def granted(objects: list[dict[str, Any]], kind: str = "Role") -> set[tuple[str,
     }
 
 
-def listed(wanted: frozenset[Part], *, everywhere: bool = False) -> set[tuple[str, str, str]]:
-    some = [right for right in rights(wanted) if right.everywhere == everywhere]
+def listed(wanted: frozenset[Feature], *, everywhere: bool = False) -> set[tuple[str, str, str]]:
+    some = [right for right in list_permissions(wanted) if right.cluster_scoped == everywhere]
     return {(verb, right.group, right.resource) for right in some for verb in right.verbs}
 
 
-@pytest.mark.parametrize("wanted", [EVERYDAY, parts(mpi=True, queue=True, ingress=True), frozenset({Part.JOB})])
-def test_a_role_allows_what_is_listed_and_nothing_more(wanted: frozenset[Part]) -> None:
-    assert granted(rbac("team", "alice", wanted=wanted)) == listed(wanted)
+@pytest.mark.parametrize(
+    "wanted", [DEFAULT_FEATURES, select_features(mpi=True, queue=True, ingress=True), frozenset({Feature.JOBS})]
+)
+def test_a_role_allows_what_is_listed_and_nothing_more(wanted: frozenset[Feature]) -> None:
+    assert granted(build_rbac("team", "alice", features=wanted)) == listed(wanted)
 
 
 def test_no_rule_has_a_wildcard_gives_rights_or_reads_secrets() -> None:
-    role = granted(rbac("team", "alice", wanted=frozenset(Part)))
+    role = granted(build_rbac("team", "alice", features=frozenset(Feature)))
     resources = {resource for _, _, resource in role}
     assert not resources & {"secrets", "*", "roles", "rolebindings", "serviceaccounts/token"}
     assert not {verb for verb, _, _ in role} & {"*", "impersonate", "bind", "escalate"}
@@ -43,22 +53,24 @@ def test_no_rule_has_a_wildcard_gives_rights_or_reads_secrets() -> None:
 
 
 def test_kinds_of_operators_are_only_there_for_who_uses_them() -> None:
-    assert not {group for _, group, _ in granted(rbac("team", "alice"))} & {"kubeflow.org", "kueue.x-k8s.io"}
-    assert ("create", "kubeflow.org", "mpijobs") in granted(rbac("team", "alice", wanted=parts(mpi=True)))
+    assert not {group for _, group, _ in granted(build_rbac("team", "alice"))} & {"kubeflow.org", "kueue.x-k8s.io"}
+    assert ("create", "kubeflow.org", "mpijobs") in granted(
+        build_rbac("team", "alice", features=select_features(mpi=True))
+    )
 
 
 def test_what_is_in_no_namespace_is_read_only_and_asked_for_apart() -> None:
-    assert [one["kind"] for one in rbac("team", "alice")] == ["Role", "RoleBinding"]
-    objects = rbac("team", "alice", wanted=EVERYDAY | {Part.NODES})
+    assert [one["kind"] for one in build_rbac("team", "alice")] == ["Role", "RoleBinding"]
+    objects = build_rbac("team", "alice", features=DEFAULT_FEATURES | {Feature.CLUSTER_CHECKS})
     assert [one["kind"] for one in objects] == ["Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"]
     outside = granted(objects, "ClusterRole")
-    assert outside == listed(frozenset({Part.NODES}), everywhere=True)
+    assert outside == listed(frozenset({Feature.CLUSTER_CHECKS}), everywhere=True)
     assert {verb for verb, _, _ in outside} <= {"get", "list"}
-    assert granted(objects) == listed(EVERYDAY)
+    assert granted(objects) == listed(DEFAULT_FEATURES)
 
 
 def test_binding_role_and_namespace_belong_together() -> None:
-    objects = rbac("team", "serviceaccount:runner", create_namespace=True)
+    objects = build_rbac("team", "serviceaccount:runner", create_namespace=True)
     space, role, binding = objects
     assert (space["kind"], space["metadata"]["name"]) == ("Namespace", "team")
     assert role["metadata"]["namespace"] == binding["metadata"]["namespace"] == "team"
@@ -78,18 +90,18 @@ def test_binding_role_and_namespace_belong_together() -> None:
     ],
 )
 def test_who_is_meant(text: str, kind: str, name: str) -> None:
-    found = subject(text, "team")
+    found = parse_subject(text, "team")
     assert (found["kind"], found["name"]) == (kind, name)
 
 
 @pytest.mark.parametrize("text", ["", "serviceaccount:", "serviceaccount:a/b/c", "serviceaccount:/b", "user:"])
 def test_nobody_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="names nobody"):
-        subject(text, "team")
+        parse_subject(text, "team")
 
 
 def test_every_right_is_listed_once() -> None:
-    every = [(verb, right.group, right.resource, right.everywhere) for right in RIGHTS for verb in right.verbs]
+    every = [(verb, right.group, right.resource, right.cluster_scoped) for right in PERMISSIONS for verb in right.verbs]
     assert len(every) == len(set(every))
 
 
@@ -111,10 +123,10 @@ def test_every_right_is_listed_once() -> None:
     ],
 )
 def test_quantities(text: str, amount: str | int) -> None:
-    assert quantity(text) == Decimal(amount)
+    assert parse_quantity(text) == Decimal(amount)
 
 
 @pytest.mark.parametrize("text", ["", "Gi", "1 GB", "ten", "1mi3"])
 def test_what_is_no_quantity(text: str) -> None:
     with pytest.raises(ValueError, match="no quantity"):
-        quantity(text)
+        parse_quantity(text)

@@ -7,41 +7,41 @@ from typing import Any
 
 from stoker.kube.objects import Manifest
 
-OVER = ("Succeeded", "Failed")
+FINISHED_PHASES = ("Succeeded", "Failed")
 """Phases of a pod that has ended."""
 
 
-def phase_of(one: Manifest) -> str:
+def get_phase(one: Manifest) -> str:
     """Give the phase of a pod, a claim or a volume."""
     return str((one.get("status") or {}).get("phase") or "Pending")
 
 
-def is_ending(one: Manifest) -> bool:
+def is_terminating(one: Manifest) -> bool:
     """Whether an object is being deleted."""
     return bool(one["metadata"].get("deletionTimestamp"))
 
 
-def condition(one: Manifest, kind: str) -> Manifest:
+def get_condition(one: Manifest, kind: str) -> Manifest:
     """Give a condition of an object; {}: it has none of that type."""
     found = [each for each in (one.get("status") or {}).get("conditions") or () if each.get("type") == kind]
     return found[0] if found else {}
 
 
-def conditions(one: Manifest) -> frozenset[str]:
+def true_conditions(one: Manifest) -> frozenset[str]:
     """Give the conditions of an object that hold."""
     told = (one.get("status") or {}).get("conditions") or ()
     return frozenset(str(each["type"]) for each in told if each.get("status") == "True")
 
 
-def holds(one: Manifest, kind: str) -> bool:
+def has_condition(one: Manifest, kind: str) -> bool:
     """Whether an object has a condition, and it is true."""
-    return kind in conditions(one)
+    return kind in true_conditions(one)
 
 
 # --- Events
 
 
-def own(one: Manifest, kind: str, events: Sequence[Manifest]) -> list[Manifest]:
+def filter_events(one: Manifest, kind: str, events: Sequence[Manifest]) -> list[Manifest]:
     """Keep the events that are about an object: those of one namesake's life, where they say which."""
     mine = (one["metadata"].get("name"), one["metadata"].get("uid"))
 
@@ -53,7 +53,7 @@ def own(one: Manifest, kind: str, events: Sequence[Manifest]) -> list[Manifest]:
     return [event for event in events if is_own(event)]
 
 
-def newest(events: Sequence[Manifest]) -> Iterator[Manifest]:
+def newest_first(events: Sequence[Manifest]) -> Iterator[Manifest]:
     """Give events, the newest first; of the same second, the one that came last."""
     return (events[at] for at in sorted(range(len(events)), key=lambda at: (_seen(events[at]), at), reverse=True))
 

@@ -21,26 +21,26 @@ _FILES = ("certificate-authority", "client-certificate", "client-key", "tokenFil
 """Keys whose relative paths start at the file that they stand in."""
 
 
-class Place(NamedTuple):
+class KubeTarget(NamedTuple):
     """What `--on k8s://context/namespace` names; None is the user's own."""
 
     context: str | None = None
     namespace: str | None = None
 
     @classmethod
-    def parse(cls, text: str | None) -> Place:
+    def parse(cls, text: str | None) -> KubeTarget:
         """Read `context/namespace`; a context may have slashes in it, a namespace has none."""
         context, slash, namespace = (text or "").rpartition("/")
         return cls(context or None, namespace or None) if slash else cls(namespace or None, None)
 
 
-def parts_of(handle: str) -> tuple[Place, str]:
+def parse_handle(handle: str) -> tuple[KubeTarget, str]:
     """Take a handle apart: `k8s://context/namespace/run`."""
     place, _, run = handle.partition("://")[2].rpartition("/")
-    return Place.parse(place), run
+    return KubeTarget.parse(place), run
 
 
-def need_lightkube() -> None:
+def require_lightkube() -> None:
     """Refuse to go on without the client's package."""
     try:
         import lightkube  # noqa: F401
@@ -48,30 +48,30 @@ def need_lightkube() -> None:
         raise MissingExtraError("lightkube", "k8s", purpose="Kubernetes") from error
 
 
-def files(environ: Mapping[str, str] | None = None) -> list[Path]:
+def kubeconfig_paths(environ: Mapping[str, str] | None = None) -> list[Path]:
     """List the files that hold contexts, whether they are there or not."""
     env = os.environ if environ is None else environ
     return [Path(name).expanduser() for name in (env.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep) if name]
 
 
-def settled(place: Place, environ: Mapping[str, str] | None = None) -> Place:
+def resolve_target(place: KubeTarget, environ: Mapping[str, str] | None = None) -> KubeTarget:
     """Read a place again, with the contexts that there are: an EKS context has a slash of its own in its name."""
     whole = f"{place.context}/{place.namespace}"
-    there = [path for path in files(environ) if path.is_file()]
+    there = [path for path in kubeconfig_paths(environ) if path.is_file()]
     if place.context is None or place.namespace is None or not there:
         return place
-    known = contexts(_merged(there))
-    return Place(whole) if whole in known and place.context not in known else place
+    known = context_names(_merged(there))
+    return KubeTarget(whole) if whole in known and place.context not in known else place
 
 
-def contexts(merged: Mapping[str, Any]) -> list[str]:
+def context_names(merged: Mapping[str, Any]) -> list[str]:
     """List the contexts of a configuration."""
     return sorted(str(one["name"]) for one in merged["contexts"])
 
 
-def proxy_of(config: SingleConfig, environ: Mapping[str, str] | None = None) -> str | None:
+def get_proxy_url(config: SingleConfig, environ: Mapping[str, str] | None = None) -> str | None:
     """Give the proxy that a cluster is reached through, where its configuration names one."""
-    for path in files(environ):
+    for path in kubeconfig_paths(environ):
         if path.is_file():
             for one in _merged([path])["clusters"]:
                 if one.get("name") == config.context.cluster:
@@ -79,13 +79,13 @@ def proxy_of(config: SingleConfig, environ: Mapping[str, str] | None = None) -> 
     return None
 
 
-def load(context: str | None, environ: Mapping[str, str] | None = None) -> SingleConfig:
+def load_config(context: str | None, environ: Mapping[str, str] | None = None) -> SingleConfig:
     """Give the settings of a context: of the files in $KUBECONFIG, ~/.kube/config, or of the pod we are in."""
-    need_lightkube()
+    require_lightkube()
     from lightkube.config.kubeconfig import KubeConfig
     from lightkube.core.exceptions import ConfigError
 
-    given = files(environ)
+    given = kubeconfig_paths(environ)
     there = [path for path in given if path.is_file()]
     names = os.pathsep.join(map(str, given))
     if not there and (SERVICE_ACCOUNT / "token").exists():
@@ -97,7 +97,7 @@ def load(context: str | None, environ: Mapping[str, str] | None = None) -> Singl
             hint="set KUBECONFIG, or fetch it: gcloud container clusters get-credentials, aws eks update-kubeconfig",
         )
     merged = _merged(there)
-    known = contexts(merged)
+    known = context_names(merged)
     if context is not None and context not in known:
         raise NotFoundError(
             f"there is no context {context!r}", where=names, hint=f"known: {', '.join(known) or 'none'}"

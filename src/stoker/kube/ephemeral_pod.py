@@ -19,52 +19,57 @@ from stoker.errors import (
     StokerError,
     UnavailableError,
 )
-from stoker.kube.objects import Manifest, owned
-from stoker.kube.pods import ended, is_running, why_pending
+from stoker.kube.objects import Manifest, with_owner
+from stoker.kube.pods import explain_pending, get_exit_status, is_running
 
 if TYPE_CHECKING:
-    from stoker.kube.client import Cluster
+    from stoker.kube.client import KubeClient
 
 POLL_S = 0.5
 GRACE_S = 1
 """Of a pod that has nothing to save. Not 0: then it would be forgotten while it still runs, and has its volumes."""
-GONE_S = 30.0
-REFUSED = (AccessError, FullError, InputError)
+DELETE_TIMEOUT_S = 30.0
+REJECTION_ERRORS = (AccessError, FullError, InputError)
 """What says that an object was not made; after any other error it may have been."""
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def visiting(
-    cluster: Cluster, pod: Manifest, others: Sequence[Manifest] = (), *, wait_s: float, tell: Callable[[str], object]
+def ephemeral_pod(
+    cluster: KubeClient,
+    pod: Manifest,
+    others: Sequence[Manifest] = (),
+    *,
+    wait_s: float,
+    report: Callable[[str], object],
 ) -> Iterator[str]:
     """Make a pod, and objects that go with it when it is deleted; give its name once it runs."""
     name, was_refused = str(pod["metadata"]["name"]), False
-    with hang_up_as_ctrl_c():
+    with sighup_as_keyboard_interrupt():
         try:
             try:
                 made = cluster.create(pod)
-            except REFUSED:
+            except REJECTION_ERRORS:
                 was_refused = True
                 raise
             for one in others:
-                cluster.create(owned(one, made))
-            wait_running(cluster, name, wait_s, tell)
+                cluster.create(with_owner(one, made))
+            wait_until_running(cluster, name, wait_s, report)
             yield name
         finally:
             if not was_refused:
-                _delete(cluster, name, tell)
+                _delete(cluster, name, report)
 
 
-def sweep(pods: Iterable[Manifest], cluster: Cluster) -> None:
+def delete_finished(pods: Iterable[Manifest], cluster: KubeClient) -> None:
     """Delete pods of visits that have ended by their limit, since who made them could not; they hold claims."""
     for one in pods:
-        if ended(one) is not None:
+        if get_exit_status(one) is not None:
             with suppress(AccessError):
                 cluster.delete("Pod", one["metadata"]["name"])
 
 
-def wait_running(cluster: Cluster, name: str, wait_s: float, tell: Callable[[str], object]) -> None:
+def wait_until_running(cluster: KubeClient, name: str, wait_s: float, tell: Callable[[str], object]) -> None:
     """Wait until a pod's container runs; say why it does not yet, whenever that changes."""
     deadline, said = time.monotonic() + wait_s, ""
     while True:
@@ -73,11 +78,11 @@ def wait_running(cluster: Cluster, name: str, wait_s: float, tell: Callable[[str
             raise NotFoundError(f"pod {name} is gone", where=cluster)
         if is_running(pod):
             return
-        if (end := ended(pod)) is not None:
+        if (end := get_exit_status(pod)) is not None:
             code, reason = end
             what = f"pod {name} ended at once with exit code {code}{f' ({reason})' if reason else ''}"
             raise UnavailableError(what, where=cluster)
-        why = why_pending(pod, events_of(cluster, pod))
+        why = explain_pending(pod, list_events(cluster, pod))
         if why and why != said:
             tell(f"Pod {name} does not run yet: {why}")
             said = why
@@ -88,32 +93,32 @@ def wait_running(cluster: Cluster, name: str, wait_s: float, tell: Callable[[str
         time.sleep(POLL_S)
 
 
-def events_of(cluster: Cluster, one: Manifest | None = None) -> list[Manifest]:
+def list_events(cluster: KubeClient, one: Manifest | None = None) -> list[Manifest]:
     """Give the events of an object, or of the namespace; none where they may not be read, as they are only said."""
     try:
-        return cluster.every("Event", fields=f"involvedObject.uid={one['metadata']['uid']}" if one else "")
+        return cluster.list_objects("Event", fields=f"involvedObject.uid={one['metadata']['uid']}" if one else "")
     except AccessError:
         return []
 
 
-def wait_gone(cluster: Cluster, kind: str, name: str, seconds: float) -> bool:
+def wait_deleted(cluster: KubeClient, kind: str, name: str, seconds: float) -> bool:
     """Wait until an object that was deleted is gone; tell whether it is."""
     return until(lambda: cluster.get(kind, name) is None, seconds, pause_s=POLL_S)
 
 
-def _delete(cluster: Cluster, name: str, tell: Callable[[str], object]) -> None:
+def _delete(cluster: KubeClient, name: str, tell: Callable[[str], object]) -> None:
     """Delete the pod and wait until it has given back its volumes; a second Ctrl-C ends only the waiting."""
     try:
         with _signals(dict.fromkeys(_ENDINGS, signal.SIG_IGN)):
             cluster.delete("Pod", name, grace_s=GRACE_S)
-        wait_gone(cluster, "Pod", name, GONE_S)
+        wait_deleted(cluster, "Pod", name, DELETE_TIMEOUT_S)
     except StokerError as error:
         hint = f"kubectl --context {cluster.context} -n {cluster.namespace} delete pod {name}"
         tell(f"Pod {name} could not be deleted ({error.what}); delete it with: {hint}")
 
 
 @contextmanager
-def hang_up_as_ctrl_c() -> Iterator[None]:
+def sighup_as_keyboard_interrupt() -> Iterator[None]:
     """Let a closed terminal end us as Ctrl-C does, with what must be done before."""
     with _signals({signal.SIGHUP: signal.default_int_handler}):
         yield

@@ -28,7 +28,7 @@ _PROGRAM = re.compile(r'exec: "(?P<name>[^"]+)": (?:executable file not found|st
 _NAMESPACE = re.compile(r'namespaces "([^"]+)" not found')
 
 
-def short_of_quota(message: str) -> str:
+def describe_quota_error(message: str) -> str:
     """Tell which quota has no room; nothing if it is not that."""
     found = _QUOTA.search(message)
     if found is None:
@@ -37,11 +37,11 @@ def short_of_quota(message: str) -> str:
     return f"quota {found['name']} leaves no room: {found['asked']} asked for, {used}"
 
 
-def told(status: Mapping[str, Any], where: str) -> StokerError:
+def to_error(status: Mapping[str, Any], where: str) -> StokerError:
     """Give the error for a `Status`, the API server's own form of telling one."""
     code, message = int(status.get("code") or 0), str(status.get("message") or "no reason was given").strip()
     details = status.get("details") or {}
-    if what := short_of_quota(message):
+    if what := describe_quota_error(message):
         return FullError(what, where=where, hint="ask for less, stop other jobs, or have the quota raised")
     if found := _NAMESPACE.search(message):
         hint = "name another, or set kubernetes.create_namespace: true"

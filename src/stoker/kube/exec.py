@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stoker.errors import AccessError, NotFoundError, StokerError, UnavailableError
-from stoker.kube.errors import told
+from stoker.kube.errors import to_error
 
 if TYPE_CHECKING:
     from httpx2 import Client
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 PROTOCOLS = ["v5.channel.k8s.io", "v4.channel.k8s.io"]
 STDIN, STDOUT, STDERR, STATUS = range(4)
-CLOSE = bytes([255, STDIN])
-CHUNK = 128 * 1024
-PING_S = 20.0
-HANG_UP_S = 2.0
+CLOSE_STDIN = bytes([255, STDIN])
+CHUNK_BYTES = 128 * 1024
+PING_INTERVAL_S = 20.0
+CLOSE_TIMEOUT_S = 2.0
 
 
 class Writer(Protocol):
@@ -31,7 +31,7 @@ class Writer(Protocol):
         """Take some."""
 
 
-class SinkError(Exception):
+class OutputError(Exception):
     """What takes a command's output does not; no fault of the cluster's."""
 
     def __init__(self, cause: OSError) -> None:
@@ -39,13 +39,13 @@ class SinkError(Exception):
         self.cause = cause
 
 
-def query(argv: Sequence[str], container: str | None, *, stdin: bool) -> list[tuple[str, str]]:
+def build_exec_params(argv: Sequence[str], container: str | None, *, stdin: bool) -> list[tuple[str, str]]:
     """Ask for a command; every word is a value of its own."""
     asked = [("stdout", "true"), ("stderr", "true"), *([("stdin", "true")] if stdin else [])]
     return [*asked, *([("container", container)] if container else []), *(("command", word) for word in argv)]
 
 
-def run(
+def run_command(
     http: Client,
     path: str,
     asked: Sequence[tuple[str, str]],
@@ -59,8 +59,8 @@ def run(
         path,
         subprotocols=PROTOCOLS,
         params=list(asked),
-        keepalive_ping_interval_seconds=PING_S,
-        keepalive_ping_timeout_seconds=None if is_patient else PING_S,
+        keepalive_ping_interval_seconds=PING_INTERVAL_S,
+        keepalive_ping_timeout_seconds=None if is_patient else PING_INTERVAL_S,
     ) as session:
         try:
             if stdin is not None:
@@ -73,9 +73,9 @@ def run(
 def _feed(session: WebSocketSession, data: bytes) -> None:
     if session.subprotocol != PROTOCOLS[0]:
         raise UnavailableError("the cluster is too old to pass standard input to a command (Kubernetes 1.30 can)")
-    for at in range(0, len(data), CHUNK):
-        session.send_bytes(bytes([STDIN]) + data[at : at + CHUNK])
-    session.send_bytes(CLOSE)
+    for at in range(0, len(data), CHUNK_BYTES):
+        session.send_bytes(bytes([STDIN]) + data[at : at + CHUNK_BYTES])
+    session.send_bytes(CLOSE_STDIN)
 
 
 def _read(session: WebSocketSession, sinks: Mapping[int, Writer]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _read(session: WebSocketSession, sinks: Mapping[int, Writer]) -> dict[str, A
             try:
                 sink.write(message[1:])
             except OSError as error:
-                raise SinkError(error) from error
+                raise OutputError(error) from error
 
 
 def _hang_up(session: WebSocketSession) -> None:
@@ -101,7 +101,7 @@ def _hang_up(session: WebSocketSession) -> None:
 
     with suppress(OSError):  # past TLS: the reader has its own hold on that
         socket.socket.shutdown(session.stream.get_extra_info("socket"), socket.SHUT_RDWR)
-    deadline = time.monotonic() + HANG_UP_S
+    deadline = time.monotonic() + CLOSE_TIMEOUT_S
     while time.monotonic() < deadline:
         try:
             session.receive(timeout=0.1)
@@ -111,18 +111,18 @@ def _hang_up(session: WebSocketSession) -> None:
             return
 
 
-def exit_code(status: Mapping[str, Any], where: str) -> int:
+def get_exit_code(status: Mapping[str, Any], where: str) -> int:
     """Read how a command ended; raises what kept it from running."""
     if status.get("status") != "Failure":
         return 0
     causes = (status.get("details") or {}).get("causes") or ()
     codes = [int(one["message"]) for one in causes if one.get("reason") == "ExitCode"]
     if status.get("reason") != "NonZeroExitCode" or not codes:
-        raise told(status, where)
+        raise to_error(status, where)
     return codes[0]
 
 
-def not_let_in(code: int, pod: str, where: str) -> StokerError:
+def to_upgrade_error(code: int, pod: str, where: str) -> StokerError:
     """Tell why no command could be started; what the server said with the code is lost on the way."""
     if code == 403:
         hint = "`stoker job plan FILE --on k8s --rbac WHO` shows what is needed"

@@ -27,39 +27,49 @@ from stoker.errors import (
     StokerError,
     UnavailableError,
 )
-from stoker.kube.claims import is_shared, mounters, need_claim, release
-from stoker.kube.conditions import is_ending, phase_of
-from stoker.kube.ephemeral_pod import sweep, visiting
-from stoker.kube.objects import ACCESS, CONTAINER, GPU, PART, Manifest, manifest, safe_container
+from stoker.kube.claims import find_mounting_pods, get_claim, get_release_hint, is_shared
+from stoker.kube.conditions import get_phase, is_terminating
+from stoker.kube.ephemeral_pod import delete_finished, ephemeral_pod
+from stoker.kube.objects import (
+    ACCESS_MODES,
+    GPU_RESOURCE,
+    MAIN_CONTAINER,
+    PART_LABEL,
+    Manifest,
+    build_object,
+    restricted_security_context,
+)
 
 if TYPE_CHECKING:
-    from stoker.kube.client import Cluster, Done
+    from stoker.kube.client import ExecResult, KubeClient
     from stoker.kube.exec import Writer
 
 IMAGE = "busybox:1.37"
 MOUNT = "/volume"
 """Where the inspector has the volume."""
-WAIT_S = 120.0
+START_TIMEOUT_S = 120.0
 ENDING_S = 30.0
 """For a command whose output is broken to tell why."""
-DEADLINES = {"ls": 3600, "cat": 12 * 3600, "get": 12 * 3600, "shell": 12 * 3600}
+DEADLINES_S = {"ls": 3600, "cat": 12 * 3600, "get": 12 * 3600, "shell": 12 * 3600}
 """Seconds after which the cluster ends an inspector that was left behind."""
 
 
 # --- What is wanted, as values
 
 
-def inspector(claim: str, action: str, *, image: str = IMAGE, write: bool = False, name: str | None = None) -> Manifest:
+def build_inspector_pod(
+    claim: str, action: str, *, image: str = IMAGE, write: bool = False, name: str | None = None
+) -> Manifest:
     """Give the pod that mounts a claim; read-only, unless it is to be written to."""
     # Root reads any file by DAC_OVERRIDE alone, which also the stricter namespaces allow.
     more = ["CHOWN", "DAC_OVERRIDE", "FOWNER"] if write else ["DAC_OVERRIDE"]
-    security = safe_container()
+    security = restricted_security_context()
     security["capabilities"] = {**security["capabilities"], "add": more}
     container = {
-        "name": CONTAINER,
+        "name": MAIN_CONTAINER,
         "image": image,
         "imagePullPolicy": "IfNotPresent",
-        "command": ["sleep", str(DEADLINES[action])],
+        "command": ["sleep", str(DEADLINES_S[action])],
         "workingDir": MOUNT,
         "resources": {"requests": {"cpu": "10m", "memory": "32Mi"}, "limits": {"cpu": "1", "memory": "512Mi"}},
         "securityContext": {**security, "readOnlyRootFilesystem": action != "shell"},
@@ -67,46 +77,46 @@ def inspector(claim: str, action: str, *, image: str = IMAGE, write: bool = Fals
     }
     spec = {
         "restartPolicy": "Never",
-        "activeDeadlineSeconds": DEADLINES[action],
+        "activeDeadlineSeconds": DEADLINES_S[action],
         "terminationGracePeriodSeconds": 1,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": {"runAsUser": 0, "runAsGroup": 0, "seccompProfile": {"type": "RuntimeDefault"}},
         # A disk may be in reach of the GPU nodes only.
-        "tolerations": [{"key": GPU, "operator": "Exists"}],
+        "tolerations": [{"key": GPU_RESOURCE, "operator": "Exists"}],
         "containers": [container],
         "volumes": [{"name": "volume", "persistentVolumeClaim": {"claimName": claim}}],
     }
-    return manifest("v1", "Pod", name or pod_name(claim), {PART: "inspector"}, spec=spec)
+    return build_object("v1", "Pod", name or generate_pod_name(claim), {PART_LABEL: "inspector"}, spec=spec)
 
 
-def pod_name(claim: str) -> str:
+def generate_pod_name(claim: str) -> str:
     """Name an inspector; no two have the same."""
     return f"inspect-{claim[:40].rstrip('-.')}-{secrets.token_hex(3)}"
 
 
-def inside(path: str) -> str:
+def volume_path(path: str) -> str:
     """Give a path of the volume as the inspector sees it; none leads out of the volume by its own words."""
     if "\0" in path:
         raise InputError("a path has no zero byte in it")
     return posixpath.normpath(f"{MOUNT}/{posixpath.normpath(f'/{path}').lstrip('/')}")
 
 
-def check_free(claim: Manifest, pods: Sequence[Manifest], *, write: bool) -> None:
+def check_inspectable(claim: Manifest, pods: Sequence[Manifest], *, write: bool) -> None:
     """Refuse to look into a claim that the inspector would take from somebody, or that nothing is in yet."""
-    name, phase = claim["metadata"]["name"], phase_of(claim)
-    if is_ending(claim):
+    name, phase = claim["metadata"]["name"], get_phase(claim)
+    if is_terminating(claim):
         raise ConflictError(f"volume {name} is being deleted")
-    if holders := [] if is_shared(claim) else mounters(pods, name):
+    if holders := [] if is_shared(claim) else find_mounting_pods(pods, name):
         raise ConflictError(
-            f"volume {name} can be mounted only once at a time, and {holders[0]} has it", hint=release(holders)
+            f"volume {name} can be mounted only once at a time, and {holders[0]} has it", hint=get_release_hint(holders)
         )
     if phase == "Lost":
         raise NotFoundError(f"volume {name} has lost its PersistentVolume {claim['spec'].get('volumeName')}")
     if phase != "Bound" and not write:
         hint = "the first job that mounts it gets it bound; `stoker volume list` tells"
         raise ConflictError(f"volume {name} is not bound yet, so there is nothing in it", hint=hint)
-    if write and set(claim["spec"].get("accessModes") or ()) == {ACCESS["rox"]}:
+    if write and set(claim["spec"].get("accessModes") or ()) == {ACCESS_MODES["rox"]}:
         raise InputError(f"volume {name} can only be read (rox)", hint="leave --write away")
 
 
@@ -114,22 +124,24 @@ def check_free(claim: Manifest, pods: Sequence[Manifest], *, write: bool) -> Non
 
 
 @contextmanager
-def inspecting(
-    cluster: Cluster,
+def open_inspector(
+    cluster: KubeClient,
     name: str,
     action: str,
     *,
     image: str = IMAGE,
     write: bool = False,
-    wait_s: float = WAIT_S,
-    tell: Callable[[str], object],
+    wait_s: float = START_TIMEOUT_S,
+    report: Callable[[str], object],
 ) -> Iterator[Inspection]:
     """Give a running inspector of a claim for the while; it is gone afterwards, whatever happened."""
-    claim, pods = need_claim(cluster, name), cluster.every("Pod")
-    sweep((one for one in pods if (one["metadata"].get("labels") or {}).get(PART) == "inspector"), cluster)
-    check_free(claim, pods, write=write)
-    pod = inspector(name, action, image=image, write=write)
-    with visiting(cluster, pod, wait_s=wait_s, tell=tell) as running:
+    claim, pods = get_claim(cluster, name), cluster.list_objects("Pod")
+    delete_finished(
+        (one for one in pods if (one["metadata"].get("labels") or {}).get(PART_LABEL) == "inspector"), cluster
+    )
+    check_inspectable(claim, pods, write=write)
+    pod = build_inspector_pod(name, action, image=image, write=write)
+    with ephemeral_pod(cluster, pod, wait_s=wait_s, report=report) as running:
         yield Inspection(cluster, name, running)
 
 
@@ -140,39 +152,41 @@ def inspecting(
 class Inspection:
     """An inspector that runs: what is in a volume."""
 
-    cluster: Cluster
+    cluster: KubeClient
     claim: str
     pod: str
 
     def ls(self, path: str) -> bytes:
         """List a folder, or a file, as `ls` does."""
-        return self._run(["ls", "-la", "--", inside(path)], path).out
+        return self._run(["ls", "-la", "--", volume_path(path)], path).stdout
 
     def cat(self, path: str, into: Writer) -> None:
         """Write a file's bytes somewhere, as they come."""
         self._need_regular(path, self.stat(path)[0])
-        self._run(["cat", "--", inside(path)], path, into)
+        self._run(["cat", "--", volume_path(path)], path, into)
 
-    def get(self, path: str, to: Path, *, force: bool = False, tell: Callable[[int], None] | None = None) -> Copied:
+    def get(
+        self, path: str, to: Path, *, force: bool = False, on_bytes: Callable[[int], None] | None = None
+    ) -> CopyResult:
         """Copy a file or a folder here; it appears whole or not at all."""
         kind, size = self.stat(path)
-        target = destination(to, path, self.claim, force=force)
+        target = resolve_destination(to, path, self.claim, force=force)
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.part")
         try:
             if kind == "directory":
-                copied = self._get_folder(path, beside, tell)
+                copied = self._get_folder(path, beside, on_bytes)
             else:
                 self._need_regular(path, kind)
-                copied = self._get_file(path, beside, size, tell)
-            put(beside, target, force=force)
+                copied = self._get_file(path, beside, size, on_bytes)
+            move_into_place(beside, target, force=force)
         finally:
-            discard(beside)
-        return Copied(target, copied.files, copied.size, copied.left_out)
+            remove_path(beside)
+        return CopyResult(target, copied.files, copied.size, copied.skipped)
 
     def stat(self, path: str) -> tuple[str, int]:
         """Tell what lies at a path (`regular file`, `directory`) and how large it is; links are followed."""
-        said = self._run(["stat", "-L", "-c", "%F:%s", "--", inside(path)], path).out
+        said = self._run(["stat", "-L", "-c", "%F:%s", "--", volume_path(path)], path).stdout
         kind, _, size = said.decode(errors="replace").strip().rpartition(":")
         return kind, int(size)
 
@@ -182,18 +196,18 @@ class Inspection:
             hint = "ls lists it, get copies it" if is_folder else None
             raise InputError(f"{path!r} is {'a folder' if is_folder else f'a {kind}'}", where=self._where, hint=hint)
 
-    def _get_file(self, path: str, to: Path, size: int, tell: Callable[[int], None] | None) -> Copied:
+    def _get_file(self, path: str, to: Path, size: int, tell: Callable[[int], None] | None) -> CopyResult:
         with to.open("xb") as file:
-            self._run(["cat", "--", inside(path)], path, _Counted(file, tell))
+            self._run(["cat", "--", volume_path(path)], path, _Counted(file, tell))
             file.flush()
             os.fsync(file.fileno())
             got = file.tell()
         if got != size:
             what = f"{path!r} had {size:,} bytes, and {got:,} came: it is being written to"
             raise ChangedError(what, where=self._where, hint="try again when nothing writes to it")
-        return Copied(to, 1, size, ())
+        return CopyResult(to, 1, size, ())
 
-    def _get_folder(self, path: str, to: Path, tell: Callable[[int], None] | None) -> Copied:
+    def _get_folder(self, path: str, to: Path, tell: Callable[[int], None] | None) -> CopyResult:
         """Unpack an archive while it arrives: a thread reads from the cluster into a pipe."""
         to.mkdir()
         reading, writing = os.pipe()
@@ -202,7 +216,7 @@ class Inspection:
         def send() -> None:
             try:
                 with os.fdopen(writing, "wb") as pipe:
-                    self._run(["tar", "-c", "-f", "-", "-C", inside(path), "."], path, _Counted(pipe, tell))
+                    self._run(["tar", "-c", "-f", "-", "-C", volume_path(path), "."], path, _Counted(pipe, tell))
             except BaseException as error:  # told by the one who waits
                 failures.append(error)
 
@@ -211,7 +225,7 @@ class Inspection:
         # Not waited for after a Ctrl-C: the command may be silent, and ends with its pod.
         try:
             with os.fdopen(reading, "rb") as pipe:
-                copied = unpack(pipe, to)
+                copied = extract_tar(pipe, to)
                 while pipe.read(2**16):  # the blocks that fill up an archive
                     pass
         except tarfile.TarError as error:
@@ -222,10 +236,10 @@ class Inspection:
             raise failure
         return copied
 
-    def _run(self, argv: Sequence[str], path: str, into: Writer | None = None) -> Done:
-        done = self.cluster.run_in(self.pod, argv, container=CONTAINER, into=into)
-        if done.code != 0:
-            raise refusal(argv[0], done.code, done.err.decode(errors="replace"), path, self._where)
+    def _run(self, argv: Sequence[str], path: str, into: Writer | None = None) -> ExecResult:
+        done = self.cluster.exec_in_pod(self.pod, argv, container=MAIN_CONTAINER, output=into)
+        if done.exit_code != 0:
+            raise to_path_error(argv[0], done.exit_code, done.stderr.decode(errors="replace"), path, self._where)
         return done
 
     @property
@@ -233,7 +247,7 @@ class Inspection:
         return f"volume {self.claim}"
 
 
-def refusal(program: str, code: int, said: str, path: str, where: str) -> StokerError:
+def to_path_error(program: str, code: int, said: str, path: str, where: str) -> StokerError:
     """Put what a program said about a path into our words."""
     text = " ".join(said.split())
     if "No such file or directory" in text:
@@ -248,26 +262,26 @@ def refusal(program: str, code: int, said: str, path: str, where: str) -> Stoker
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class CopyResult:
     """What `get` brought."""
 
     path: Path
     files: int
     size: int
-    left_out: tuple[str, ...] = field(default=())
+    skipped: tuple[str, ...] = field(default=())
     """Members that would lie, or lead, outside of the folder, or that are no files."""
 
 
-def destination(to: Path, path: str, claim: str, *, force: bool = False) -> Path:
+def resolve_destination(to: Path, path: str, claim: str, *, force: bool = False) -> Path:
     """Say where a copy goes, as `cp` does: into a folder that is there, under its own name. Nothing else is there."""
-    name = posixpath.basename(inside(path)) if inside(path) != MOUNT else claim
+    name = posixpath.basename(volume_path(path)) if volume_path(path) != MOUNT else claim
     target = to / name if to.is_dir() else to
     if os.path.lexists(target) and not force:
         raise ConflictError("is there already", where=target, hint="name another place, or give --force")
     return target
 
 
-def unpack(stream: BinaryIO, to: Path) -> Copied:
+def extract_tar(stream: BinaryIO, to: Path) -> CopyResult:
     """Unpack an archive that is not trusted: what would get out of the folder, and what is no file, is left out."""
     files, size, links, left_out = 0, 0, [], []
     with tarfile.open(fileobj=stream, mode="r|") as archive:
@@ -283,7 +297,7 @@ def unpack(stream: BinaryIO, to: Path) -> Copied:
             if member.isfile():
                 files, size = files + 1, size + member.size
     left_out += [one.name for one in links if not _link(one, to)]
-    return Copied(to, files, size, tuple(left_out))
+    return CopyResult(to, files, size, tuple(left_out))
 
 
 def _link(member: tarfile.TarInfo, to: Path) -> bool:
@@ -303,7 +317,7 @@ def _link(member: tarfile.TarInfo, to: Path) -> bool:
     return True
 
 
-def put(made: Path, target: Path, *, force: bool) -> None:
+def move_into_place(made: Path, target: Path, *, force: bool) -> None:
     """Give a finished copy its name; what was there goes only when the new one has its place."""
     if os.path.lexists(target) and not force:  # since it was looked at
         raise ConflictError("is there already", where=target, hint="name another place, or give --force")
@@ -316,10 +330,10 @@ def put(made: Path, target: Path, *, force: bool) -> None:
         if os.path.lexists(old):
             old.rename(target)
         raise
-    discard(old)
+    remove_path(old)
 
 
-def discard(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Remove a file or folder that may not be there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)

@@ -20,23 +20,23 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from stoker.core import processes
 from stoker.errors import InputError, MissingProgramError
-from stoker.kube.config import files
+from stoker.kube.config import kubeconfig_paths
 
 if TYPE_CHECKING:
-    from stoker.kube.client import Cluster
+    from stoker.kube.client import KubeClient
 
 PROGRAM = "kubectl"
-HOST = "127.0.0.1"
+BIND_ADDRESS = "127.0.0.1"
 """Where tunnels begin: others on the network have no part in them."""
 GRACE_S = 5.0
 
 
-def is_here() -> bool:
+def is_installed() -> bool:
     """Whether there is a kubectl on the PATH."""
     return shutil.which(PROGRAM) is not None
 
 
-def need(purpose: str, hint: str = "") -> str:
+def require_kubectl(purpose: str, hint: str = "") -> str:
     """Give the path of the program, or say what to install."""
     if found := shutil.which(PROGRAM):
         return found
@@ -46,49 +46,56 @@ def need(purpose: str, hint: str = "") -> str:
     )
 
 
-def words(program: str, context: str | None, namespace: str) -> list[str]:
+def base_argv(program: str, context: str | None, namespace: str) -> list[str]:
     """Begin a command line that means our cluster and namespace; None: the pod that we are in has no context."""
     return [program, *([] if context is None else [f"--context={context}"]), f"--namespace={namespace}"]
 
 
-def exec_words(pod: str, container: str, argv: Sequence[str], *, stdin: bool, tty: bool) -> list[str]:
+def exec_argv(pod: str, container: str, argv: Sequence[str], *, stdin: bool, tty: bool) -> list[str]:
     """Write the rest of it for a command in a container."""
     flags = [*(["--stdin"] if stdin else []), *(["--tty"] if tty else [])]
     return ["exec", pod, f"--container={container}", *flags, "--", *argv]
 
 
-def forward_words(pod: str, ports: Mapping[int, int]) -> list[str]:
+def port_forward_argv(pod: str, ports: Mapping[int, int]) -> list[str]:
     """Write the rest of it for tunnels: ports here, and where they lead in the pod."""
-    return ["port-forward", f"--address={HOST}", f"pod/{pod}", *(f"{here}:{there}" for here, there in ports.items())]
+    return [
+        "port-forward",
+        f"--address={BIND_ADDRESS}",
+        f"pod/{pod}",
+        *(f"{here}:{there}" for here, there in ports.items()),
+    ]
 
 
-def environ() -> dict[str, str]:
+def kubectl_env() -> dict[str, str]:
     """Give the environment in which kubectl reads the same files as we do, a ~ in their names included."""
     given = os.environ.get("KUBECONFIG")
-    return {**os.environ, **({"KUBECONFIG": os.pathsep.join(map(str, files()))} if given else {})}
+    return {**os.environ, **({"KUBECONFIG": os.pathsep.join(map(str, kubeconfig_paths()))} if given else {})}
 
 
-def _begin(cluster: Cluster, purpose: str) -> list[str]:
-    is_configured = any(path.is_file() for path in files())
-    return words(need(purpose), cluster.context if is_configured else None, cluster.namespace)
+def _begin(cluster: KubeClient, purpose: str) -> list[str]:
+    is_configured = any(path.is_file() for path in kubeconfig_paths())
+    return base_argv(require_kubectl(purpose), cluster.context if is_configured else None, cluster.namespace)
 
 
 # --- A command, with or without a terminal
 
 
-def exec_into(cluster: Cluster, pod: str, container: str, argv: Sequence[str], *, tty: bool | None = None) -> int:
+def exec_interactive(
+    cluster: KubeClient, pod: str, container: str, argv: Sequence[str], *, tty: bool | None = None
+) -> int:
     """Run a command in a container with our own standard streams; give its exit code.
 
     `tty` None: a terminal there when there is one here, on both ends: else its line ends would spoil what is written.
     """
     has_tty = is_terminal() if tty is None else tty
     line = [*_begin(cluster, "a terminal in a pod" if has_tty else "standard input of a command in a pod")]
-    line += exec_words(pod, container, argv, stdin=has_stdin(), tty=has_tty)
+    line += exec_argv(pod, container, argv, stdin=has_stdin(), tty=has_tty)
     sys.stdout.flush()
     sys.stderr.flush()
     with _terminal_kept():
         # In our group, not in one of its own: the terminal's signals are for both.
-        popen = subprocess.Popen(line, env=environ())
+        popen = subprocess.Popen(line, env=kubectl_env())
         try:
             code = popen.wait()
         finally:
@@ -145,14 +152,14 @@ def _end(popen: subprocess.Popen[bytes]) -> None:
 # --- Tunnels
 
 
-class Port(NamedTuple):
+class PortMapping(NamedTuple):
     """A port of a pod, and the one here that leads to it; 0: any that is free."""
 
-    there: int
-    here: int
+    pod_port: int
+    local_port: int
 
     @classmethod
-    def parse(cls, text: str) -> Port:
+    def parse(cls, text: str) -> PortMapping:
         """Read `6006`, or `6006:8080` for one that is 8080 here."""
         there, colon, here = text.partition(":")
         numbers = [int(word) if word.isascii() and word.isdigit() else -1 for word in (there, here if colon else there)]
@@ -161,15 +168,15 @@ class Port(NamedTuple):
         return cls(*numbers)
 
 
-class Tunnel:
+class PortForward:
     """A `kubectl port-forward` that runs; a context manager that ends it."""
 
-    def __init__(self, cluster: Cluster, pod: str, ports: Mapping[int, int]) -> None:
-        line = [*_begin(cluster, "a tunnel to a pod"), *forward_words(pod, ports)]
+    def __init__(self, cluster: KubeClient, pod: str, ports: Mapping[int, int]) -> None:
+        line = [*_begin(cluster, "a tunnel to a pod"), *port_forward_argv(pod, ports)]
         self._heard: queue.Queue[str | None] = queue.Queue()
         read, write = os.pipe()
         try:
-            self._process = processes.start(line, env=environ(), stdout=write, stderr=write, dies_with_us=True)
+            self._process = processes.start(line, env=kubectl_env(), stdout=write, stderr=write, dies_with_us=True)
         except BaseException:
             os.close(read)
             raise
@@ -178,7 +185,7 @@ class Tunnel:
         self._reader = threading.Thread(target=self._read, args=(read,), daemon=True)
         self._reader.start()
 
-    def next(self, timeout_s: float) -> str | None:
+    def next_line(self, timeout_s: float) -> str | None:
         """Give its next line; "": there was none in that time; None: it has ended."""
         try:
             return self._heard.get(timeout=timeout_s)

@@ -8,7 +8,7 @@ from typing import Any
 from stoker.errors import InputError, NotFoundError
 
 
-def documents(path: Path) -> list[Any]:
+def load_documents(path: Path) -> list[Any]:
     """Read the documents of a YAML or JSON file, of whichever shape they are; empty ones are left out."""
     import yaml
 

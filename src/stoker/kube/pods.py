@@ -8,15 +8,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from stoker.kube.conditions import OVER, condition, is_ending, newest, own, phase_of
-from stoker.kube.errors import short_of_quota
-from stoker.kube.objects import CONTAINER, FIRST, INDEX, ROLE, Manifest
+from stoker.kube.conditions import (
+    FINISHED_PHASES,
+    filter_events,
+    get_condition,
+    get_phase,
+    is_terminating,
+    newest_first,
+)
+from stoker.kube.errors import describe_quota_error
+from stoker.kube.objects import FIRST_INDEX_ANNOTATION, INDEX_LABEL, MAIN_CONTAINER, ROLE_LABEL, Manifest
 
-KILLED = 137
+EXIT_CODE_KILLED = 137
 """The code of what was killed from outside, where the node could tell none."""
-NEVER_STARTED = 128
+EXIT_CODE_NEVER_STARTED = 128
 """The code of what never ran, as the kubelet has it."""
-LENGTH = 200
+MAX_MESSAGE_CHARS = 200
 """Of others' words in a sentence of ours."""
 
 _COMPLETION = "batch.kubernetes.io/job-completion-index"
@@ -35,49 +42,56 @@ _PROGRESS = ("Pulling", "Pulled", "Created", "Started")
 # --- Whose pod it is
 
 
-def slot_of(pod: Manifest) -> str:
+def get_slot(pod: Manifest) -> str:
     """Name the slot that a pod is, like `worker/0`."""
     labels, notes = _labels(pod), pod["metadata"].get("annotations") or {}
-    if INDEX in labels:
-        return f"{labels.get(ROLE, 'worker')}/{labels[INDEX]}"
+    if INDEX_LABEL in labels:
+        return f"{labels.get(ROLE_LABEL, 'worker')}/{labels[INDEX_LABEL]}"
     index = labels.get(_COMPLETION) or notes.get(_COMPLETION) or labels.get(_REPLICA) or 0
-    return f"{labels.get(ROLE, 'worker')}/{int(index) + int(notes.get(FIRST) or 0)}"
+    return f"{labels.get(ROLE_LABEL, 'worker')}/{int(index) + int(notes.get(FIRST_INDEX_ANNOTATION) or 0)}"
 
 
-def pod_of(pods: Iterable[Manifest], slot: str) -> Manifest | None:
+def find_pod(pods: Iterable[Manifest], slot: str) -> Manifest | None:
     """Choose the pod that a slot has now: one that runs, else one that will, else the last one that did."""
-    return max((pod for pod in pods if slot_of(pod) == slot), key=_liveness, default=None)
+    return max((pod for pod in pods if get_slot(pod) == slot), key=_liveness, default=None)
 
 
 def is_running(pod: Manifest) -> bool:
     """Whether its main container runs, so that a command can be run in it."""
-    return "running" in _state(main_status(pod))
+    return "running" in _state(main_container_status(pod))
 
 
-def main_status(pod: Manifest) -> Manifest:
+def main_container_status(pod: Manifest) -> Manifest:
     """Give the status of the container that does the work."""
     every = _statuses(pod, "containerStatuses")
-    return next((one for one in every if one.get("name") == CONTAINER), every[0] if every else {})
+    return next((one for one in every if one.get("name") == MAIN_CONTAINER), every[0] if every else {})
 
 
 def _liveness(pod: Manifest) -> tuple[bool, bool, bool, str]:
-    alive = phase_of(pod) not in OVER
-    return (alive and not is_ending(pod), is_running(pod), alive, str(pod["metadata"].get("creationTimestamp") or ""))
+    alive = get_phase(pod) not in FINISHED_PHASES
+    return (
+        alive and not is_terminating(pod),
+        is_running(pod),
+        alive,
+        str(pod["metadata"].get("creationTimestamp") or ""),
+    )
 
 
 # --- How it ended
 
 
-def ended(pod: Manifest) -> tuple[int, str] | None:
+def get_exit_status(pod: Manifest) -> tuple[int, str] | None:
     """Tell a pod's exit code (as it is, 137 for SIGKILL) and why, in a word or two; None: it has not ended."""
-    phase = phase_of(pod)
+    phase = get_phase(pod)
     if phase == "Succeeded":
         return 0, ""
     last = _last_words(pod)
     if phase != "Failed" and (last is None or (pod.get("spec") or {}).get("restartPolicy") != "Never"):
         return None
     if last is None:
-        return (KILLED if main_status(pod) else NEVER_STARTED), _outer_reason(pod) or "it never started"
+        return (EXIT_CODE_KILLED if main_container_status(pod) else EXIT_CODE_NEVER_STARTED), _outer_reason(
+            pod
+        ) or "it never started"
     code = int(last.get("exitCode") or 0)
     return code, ("" if code == 0 else _outer_reason(pod) or _inner_reason(pod, last))
 
@@ -85,7 +99,7 @@ def ended(pod: Manifest) -> tuple[int, str] | None:
 def _last_words(pod: Manifest) -> Manifest | None:
     """Give the state of the container whose end is the pod's."""
     broken = [_state(one).get("terminated") for one in _statuses(pod, "initContainerStatuses")]
-    found = _state(main_status(pod)).get("terminated") or next(
+    found = _state(main_container_status(pod)).get("terminated") or next(
         (one for one in broken if one and one.get("exitCode")), None
     )
     return found if isinstance(found, dict) else None
@@ -95,7 +109,7 @@ def _outer_reason(pod: Manifest) -> str:
     """Tell why the pod was ended by something other than its own program."""
     status = pod.get("status") or {}
     reason, message = str(status.get("reason") or ""), _sentence(str(status.get("message") or ""))
-    gone = condition(pod, "DisruptionTarget")
+    gone = get_condition(pod, "DisruptionTarget")
     for known in (reason, str(gone.get("reason") or "") if gone.get("status") == "True" else ""):
         if known in _LOST:
             return _lost(known, pod)
@@ -120,16 +134,16 @@ def _inner_reason(pod: Manifest, last: Manifest) -> str:
 # --- Why it does not run yet
 
 
-def why_pending(pod: Manifest, events: Sequence[Manifest] = ()) -> str:
+def explain_pending(pod: Manifest, events: Sequence[Manifest] = ()) -> str:
     """Tell in a sentence why a pod does not run; "": nothing is wrong, or it only just began, or it is over.
 
     In place of a pod its Job (or an empty dictionary) can be given: why there is no pod at all.
     """
     if pod.get("kind") == "Job" or not pod.get("status"):
         return _why_no_pod(pod, events)
-    if phase_of(pod) in OVER:
+    if get_phase(pod) in FINISHED_PHASES:
         return ""
-    mine = own(pod, "Pod", events)
+    mine = filter_events(pod, "Pod", events)
     tellers: tuple[Callable[[Manifest, Sequence[Manifest]], str], ...] = (
         _why_lost,
         _why_waiting,
@@ -139,28 +153,30 @@ def why_pending(pod: Manifest, events: Sequence[Manifest] = ()) -> str:
     return next((sentence for tell in tellers if (sentence := tell(pod, mine))), "")
 
 
-def why_not_running(pod: Manifest, events: Sequence[Manifest] = ()) -> str:
+def explain_not_running(pod: Manifest, events: Sequence[Manifest] = ()) -> str:
     """Tell in a sentence why nothing can be run in a pod now; "": it runs."""
-    if lost := _why_lost(pod, own(pod, "Pod", events)):
+    if lost := _why_lost(pod, filter_events(pod, "Pod", events)):
         return lost
     if is_running(pod):
         return ""
-    if (end := ended(pod)) is not None:
+    if (end := get_exit_status(pod)) is not None:
         code, reason = end
         return f"it has ended with exit code {code}{f' ({reason})' if reason else ''}"
-    if why := why_pending(pod, events):
+    if why := explain_pending(pod, events):
         return why
-    return "it is being ended" if is_ending(pod) else "it is only being started"
+    return "it is being ended" if is_terminating(pod) else "it is only being started"
 
 
 def _why_no_pod(owner: Manifest, events: Sequence[Manifest]) -> str:
     """Tell why a Job has no pod."""
     if (owner.get("spec") or {}).get("suspend"):
         queue = _labels(owner).get(f"{_KUEUE}/queue-name") if owner.get("metadata") else None
-        said = next((_said(one) for one in newest(events) if _about(one) == "Workload" and _why(one) == "Pending"), "")
+        said = next(
+            (_said(one) for one in newest_first(events) if _about(one) == "Workload" and _why(one) == "Pending"), ""
+        )
         return _queued(queue, said) if queue else "its Job is suspended"
     name = (owner.get("metadata") or {}).get("name")
-    for event in newest(events):
+    for event in newest_first(events):
         if name is not None and (event.get("involvedObject") or {}).get("name") != name:
             continue
         if _why(event) == "SuccessfulCreate":
@@ -172,7 +188,7 @@ def _why_no_pod(owner: Manifest, events: Sequence[Manifest]) -> str:
 
 def _refused(text: str) -> str:
     """Tell why the API server would not have the pod."""
-    if short := short_of_quota(text):
+    if short := describe_quota_error(text):
         return short
     if found := re.search(r"failed quota: (\S+): must specify (.+)", text):
         return f"quota {found[1]} wants {_sentence(found[2])} to be set for every container: set it in resources"
@@ -188,12 +204,12 @@ def _refused(text: str) -> str:
 
 def _why_lost(pod: Manifest, events: Sequence[Manifest]) -> str:
     """Tell that a pod's node is gone."""
-    reason, gone = str(pod["status"].get("reason") or ""), condition(pod, "DisruptionTarget")
+    reason, gone = str(pod["status"].get("reason") or ""), get_condition(pod, "DisruptionTarget")
     for known in (reason, str(gone.get("reason") or "") if gone.get("status") == "True" else ""):
         if known in _LOST:
             return _lost(known, pod)
-    is_unready = condition(pod, "Ready").get("status") == "False"
-    if phase_of(pod) == "Unknown" or (is_unready and any(_why(one) == "NodeNotReady" for one in events)):
+    is_unready = get_condition(pod, "Ready").get("status") == "False"
+    if get_phase(pod) == "Unknown" or (is_unready and any(_why(one) == "NodeNotReady" for one in events)):
         return _lost("NodeLost", pod)
     return ""
 
@@ -203,7 +219,7 @@ def _why_waiting(pod: Manifest, events: Sequence[Manifest]) -> str:
     groups = (("the init container", "initContainerStatuses"), ("the container", "containerStatuses"))
     for which, group in groups:
         for one in _statuses(pod, group):
-            name = "" if one.get("name") == CONTAINER else f" {one.get('name')}"
+            name = "" if one.get("name") == MAIN_CONTAINER else f" {one.get('name')}"
             if sentence := _waiting(f"{which}{name}", one, events):
                 return sentence
             ended = _state(one).get("terminated") or {}
@@ -271,7 +287,9 @@ def _unpulled(image: str, reason: str, message: str, events: Sequence[Manifest])
         return f"{image!r} is no name of an image"
     if reason == "ErrImageNeverPull":
         return f"image {image} is not on the node, and kubernetes.image_pull_policy is Never"
-    told = [_said(one) for one in newest(events) if _why(one) == "Failed" and "Failed to pull image" in _said(one)]
+    told = [
+        _said(one) for one in newest_first(events) if _why(one) == "Failed" and "Failed to pull image" in _said(one)
+    ]
     text = message if "failed" in message.lower() or not told else told[0]
     # The image's own name may hold any of the words.
     words = text.replace(image, "") if image else text
@@ -283,7 +301,7 @@ def _unpulled(image: str, reason: str, message: str, events: Sequence[Manifest])
 
 def _why_unplaced(pod: Manifest, events: Sequence[Manifest]) -> str:
     """Tell why no node was chosen."""
-    placed = condition(pod, "PodScheduled")
+    placed = get_condition(pod, "PodScheduled")
     if (pod.get("spec") or {}).get("nodeName") or placed.get("status") == "True":
         return ""
     gates = [str(one.get("name")) for one in (pod.get("spec") or {}).get("schedulingGates") or ()]
@@ -291,9 +309,9 @@ def _why_unplaced(pod: Manifest, events: Sequence[Manifest]) -> str:
         if any(gate.startswith(_KUEUE) for gate in gates):
             return _queued(_labels(pod).get(f"{_KUEUE}/queue-name"), "")
         return f"it is held back by {', '.join(gates) or 'a scheduling gate'}"
-    told = [_said(one) for one in newest(events) if _why(one) == "FailedScheduling"]
+    told = [_said(one) for one in newest_first(events) if _why(one) == "FailedScheduling"]
     text = str(placed.get("message") or "") or next(iter(told), "")
-    return unschedulable(text, pod) if text else ""
+    return describe_scheduling_failure(text, pod) if text else ""
 
 
 def _queued(queue: str | None, said: str) -> str:
@@ -301,7 +319,7 @@ def _queued(queue: str | None, said: str) -> str:
     return f"it waits to be let in by Kueue{f' (queue {queue})' if queue else ''}{why}"
 
 
-def unschedulable(text: str, pod: Manifest) -> str:
+def describe_scheduling_failure(text: str, pod: Manifest) -> str:
     """Make the scheduler's own words short: what is lacking, and on how many nodes."""
     head = re.split(r"\.?\s*,?\s*(?:no new claims to deallocate, )?preemption: ", text, maxsplit=1)[0].strip(" .")
     counted = re.match(r"0/(\d+) nodes are available: (.*)", head, re.DOTALL)
@@ -321,7 +339,7 @@ def _claim_fault(text: str, pod: Manifest) -> str:
         return f"there is no claim {found[1]}; make it with: stoker volume create {found[1]}"
     if found := re.search(r'persistentvolumeclaim "([^"]+)" is being deleted', text):
         return f"claim {found[1]} is being deleted"
-    claims = ", ".join(claims_of(pod)) or "of the pod"
+    claims = ", ".join(list_claim_names(pod)) or "of the pod"
     if "unbound immediate PersistentVolumeClaims" in text:
         return f"no volume was found or made yet for its claim ({claims}): is its storage class right?"
     if "didn't find available persistent volumes to bind" in text:
@@ -341,7 +359,7 @@ def _node_fault(text: str, nodes: int, pod: Manifest) -> str:
     these = f"{number} of {nodes}"
     rest = rest.removeprefix("node(s) ").strip(" .")
     if found := re.match(r"Insufficient (\S+)", rest):
-        asked = requested(pod, found[1])
+        asked = get_requested_amount(pod, found[1])
         return f"{these} have too little {found[1]} free{f' ({asked} asked for)' if asked else ''}"
     if found := re.match(r"had untolerated taint(?:\(s\))? ?(.*)", rest):
         taint = re.sub(r": ?\}$", "}", found[1]).strip("{}")
@@ -355,7 +373,7 @@ def _node_fault(text: str, nodes: int, pod: Manifest) -> str:
     return f"{these} {words.get(rest) or _short(rest)}"
 
 
-def requested(pod: Manifest, resource: str) -> str:
+def get_requested_amount(pod: Manifest, resource: str) -> str:
     """Tell how much of a resource the main container asks for."""
     for one in (pod.get("spec") or {}).get("containers") or ():
         resources = one.get("resources") or {}
@@ -365,7 +383,7 @@ def requested(pod: Manifest, resource: str) -> str:
     return ""
 
 
-def claims_of(pod: Manifest) -> list[str]:
+def list_claim_names(pod: Manifest) -> list[str]:
     """List the claims that a pod mounts."""
     volumes = (pod.get("spec") or {}).get("volumes") or ()
     return [str(one["persistentVolumeClaim"]["claimName"]) for one in volumes if one.get("persistentVolumeClaim")]
@@ -373,9 +391,9 @@ def claims_of(pod: Manifest) -> list[str]:
 
 def _why_unmounted(pod: Manifest, events: Sequence[Manifest]) -> str:
     """Tell why a pod that has its node does not come up there: mostly a volume."""
-    if phase_of(pod) != "Pending":
+    if get_phase(pod) != "Pending":
         return ""
-    for event in newest(events):
+    for event in newest_first(events):
         reason, text = _why(event), _said(event)
         if reason in _PROGRESS:
             return ""
@@ -449,7 +467,7 @@ def _said(event: Manifest) -> str:
 def _short(text: str) -> str:
     """Put a text on one line of bearable length."""
     line = " ".join(text.split()).rstrip(" .")
-    return line if len(line) <= LENGTH else f"{line[: LENGTH - 1]}…"
+    return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[: MAX_MESSAGE_CHARS - 1]}…"
 
 
 def _sentence(text: str) -> str:

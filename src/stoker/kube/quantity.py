@@ -14,7 +14,7 @@ _FACTORS = {
 }
 
 
-def quantity(text: str | float) -> Decimal:
+def parse_quantity(text: str | float) -> Decimal:
     """Read an amount; all that a cluster tells is text."""
     found = _QUANTITY.fullmatch(str(text).strip())
     if found is None:
@@ -23,15 +23,15 @@ def quantity(text: str | float) -> Decimal:
     return Decimal(number) * (Decimal(f"1e{power}") if power else _FACTORS[unit])
 
 
-def bytes_of(text: object) -> int | None:
+def quantity_to_bytes(text: object) -> int | None:
     """Read a size, in whole bytes; None: it is none."""
     try:
-        return math.ceil(quantity(str(text)))
+        return math.ceil(parse_quantity(str(text)))
     except ValueError:
         return None
 
 
-def written(size: int) -> str:
+def format_quantity(size: int) -> str:
     """Write a size as people would: `10Gi` and not its bytes, where that is the same."""
     for unit, factor in reversed(_BINARY.items()):
         if size and size % int(factor) == 0:

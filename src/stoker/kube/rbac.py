@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from stoker.errors import InputError
-from stoker.kube.objects import Manifest, manifest
+from stoker.kube.objects import Manifest, build_object
 
 NAME = "stoker"
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
@@ -20,35 +20,35 @@ VERSION = "rbac.authorization.k8s.io/v1"
 GROUP = "rbac.authorization.k8s.io"
 
 
-class Part(StrEnum):
+class Feature(StrEnum):
     """What a right is for."""
 
-    JOB = "jobs"
+    JOBS = "jobs"
     MPI = "jobs of topology mpi"
     INGRESS = "jobs with a role that has an ingress"
-    INSIDE = "stoker job exec, forward and shell, stoker volume inspect, and the doctor's probe"
+    EXEC = "stoker job exec, forward and shell, stoker volume inspect, and the doctor's probe"
     VOLUME = "stoker volume"
     CACHE = "stoker data cache"
-    LOOK = "what the doctor tells of a namespace"
-    QUEUE = "what the doctor tells of a queue"
-    NODES = "what the doctor tells of nodes and storage"
+    NAMESPACE_CHECKS = "what the doctor tells of a namespace"
+    QUEUE_CHECKS = "what the doctor tells of a queue"
+    CLUSTER_CHECKS = "what the doctor tells of nodes and storage"
 
 
-REQUIRED = frozenset({Part.JOB, Part.MPI, Part.INGRESS})
+REQUIRED_FEATURES = frozenset({Feature.JOBS, Feature.MPI, Feature.INGRESS})
 """Without these rights a job fails."""
-OPTIONAL = frozenset({Part.LOOK, Part.QUEUE, Part.NODES})
+OPTIONAL_FEATURES = frozenset({Feature.NAMESPACE_CHECKS, Feature.QUEUE_CHECKS, Feature.CLUSTER_CHECKS})
 """Without these rights something is not known."""
-EVERYDAY = frozenset({Part.JOB, Part.INSIDE, Part.VOLUME, Part.CACHE, Part.LOOK})
+DEFAULT_FEATURES = frozenset({Feature.JOBS, Feature.EXEC, Feature.VOLUME, Feature.CACHE, Feature.NAMESPACE_CHECKS})
 
 
-class Right(NamedTuple):
+class Permission(NamedTuple):
     """What may be done with a kind of objects."""
 
-    part: Part
+    feature: Feature
     resource: str
     verbs: tuple[str, ...]
     group: str = ""
-    everywhere: bool = False
+    cluster_scoped: bool = False
     """Whether it is about what is in no namespace, or in any."""
 
     def __str__(self) -> str:
@@ -63,53 +63,53 @@ _ALL = ("deletecollection",)
 # A connection through which both sides talk is asked for with GET or with POST, by client and server.
 _TALK = ("create", "get")
 
-RIGHTS = (
-    Right(Part.JOB, "jobs", (*_OWN, "watch"), "batch"),
-    Right(Part.JOB, "configmaps", _OWN),
-    Right(Part.JOB, "services", _OWN),
-    Right(Part.JOB, "persistentvolumeclaims", ("get", "list", "create")),
-    Right(Part.JOB, "pods", (*_READ, "delete")),
-    Right(Part.JOB, "pods/log", ("get",)),
-    Right(Part.JOB, "events", ("list",)),
-    Right(Part.MPI, "mpijobs", (*_OWN, "watch"), "kubeflow.org"),
-    Right(Part.INGRESS, "ingresses", ("create", "patch"), "networking.k8s.io"),
-    Right(Part.INSIDE, "pods", ("create",)),
-    Right(Part.INSIDE, "pods/exec", _TALK),
-    Right(Part.INSIDE, "pods/portforward", _TALK),
-    Right(Part.VOLUME, "persistentvolumeclaims", ("patch", "delete")),
-    Right(Part.CACHE, "deployments", (*_OWN, *_ALL), "apps"),
-    Right(Part.CACHE, "statefulsets", (*_OWN, *_ALL), "apps"),
-    Right(Part.CACHE, "jobs", _ALL, "batch"),
-    *(Right(Part.CACHE, resource, _ALL) for resource in ("configmaps", "persistentvolumeclaims", "services")),
-    Right(Part.LOOK, "namespaces", ("get",)),
-    Right(Part.LOOK, "resourcequotas", ("list",)),
-    Right(Part.LOOK, "serviceaccounts", ("get",)),
-    Right(Part.QUEUE, "localqueues", ("get",), "kueue.x-k8s.io"),
-    Right(Part.NODES, "nodes", ("list",), everywhere=True),
-    Right(Part.NODES, "storageclasses", ("list",), "storage.k8s.io", everywhere=True),
-    Right(Part.NODES, "persistentvolumes", ("list",), everywhere=True),
-    Right(Part.NODES, "priorityclasses", ("get",), "scheduling.k8s.io", everywhere=True),
+PERMISSIONS = (
+    Permission(Feature.JOBS, "jobs", (*_OWN, "watch"), "batch"),
+    Permission(Feature.JOBS, "configmaps", _OWN),
+    Permission(Feature.JOBS, "services", _OWN),
+    Permission(Feature.JOBS, "persistentvolumeclaims", ("get", "list", "create")),
+    Permission(Feature.JOBS, "pods", (*_READ, "delete")),
+    Permission(Feature.JOBS, "pods/log", ("get",)),
+    Permission(Feature.JOBS, "events", ("list",)),
+    Permission(Feature.MPI, "mpijobs", (*_OWN, "watch"), "kubeflow.org"),
+    Permission(Feature.INGRESS, "ingresses", ("create", "patch"), "networking.k8s.io"),
+    Permission(Feature.EXEC, "pods", ("create",)),
+    Permission(Feature.EXEC, "pods/exec", _TALK),
+    Permission(Feature.EXEC, "pods/portforward", _TALK),
+    Permission(Feature.VOLUME, "persistentvolumeclaims", ("patch", "delete")),
+    Permission(Feature.CACHE, "deployments", (*_OWN, *_ALL), "apps"),
+    Permission(Feature.CACHE, "statefulsets", (*_OWN, *_ALL), "apps"),
+    Permission(Feature.CACHE, "jobs", _ALL, "batch"),
+    *(Permission(Feature.CACHE, resource, _ALL) for resource in ("configmaps", "persistentvolumeclaims", "services")),
+    Permission(Feature.NAMESPACE_CHECKS, "namespaces", ("get",)),
+    Permission(Feature.NAMESPACE_CHECKS, "resourcequotas", ("list",)),
+    Permission(Feature.NAMESPACE_CHECKS, "serviceaccounts", ("get",)),
+    Permission(Feature.QUEUE_CHECKS, "localqueues", ("get",), "kueue.x-k8s.io"),
+    Permission(Feature.CLUSTER_CHECKS, "nodes", ("list",), cluster_scoped=True),
+    Permission(Feature.CLUSTER_CHECKS, "storageclasses", ("list",), "storage.k8s.io", cluster_scoped=True),
+    Permission(Feature.CLUSTER_CHECKS, "persistentvolumes", ("list",), cluster_scoped=True),
+    Permission(Feature.CLUSTER_CHECKS, "priorityclasses", ("get",), "scheduling.k8s.io", cluster_scoped=True),
 )
-NEW_NAMESPACE = Right(Part.JOB, "namespaces", ("create",), everywhere=True)
+CREATE_NAMESPACE = Permission(Feature.JOBS, "namespaces", ("create",), cluster_scoped=True)
 """Where `kubernetes.create_namespace` has one to make."""
 
 
-def parts(*, mpi: bool = False, queue: bool = False, ingress: bool = False) -> frozenset[Part]:
+def select_features(*, mpi: bool = False, queue: bool = False, ingress: bool = False) -> frozenset[Feature]:
     """Give the parts that somebody uses who runs jobs of this kind."""
-    more = {Part.MPI: mpi, Part.QUEUE: queue, Part.INGRESS: ingress}
-    return EVERYDAY | {part for part, is_used in more.items() if is_used}
+    more = {Feature.MPI: mpi, Feature.QUEUE_CHECKS: queue, Feature.INGRESS: ingress}
+    return DEFAULT_FEATURES | {part for part, is_used in more.items() if is_used}
 
 
-def rights(wanted: Collection[Part]) -> list[Right]:
+def list_permissions(features: Collection[Feature]) -> list[Permission]:
     """List the rights of some parts."""
-    return [right for right in RIGHTS if right.part in wanted]
+    return [right for right in PERMISSIONS if right.feature in features]
 
 
-def rbac(
+def build_rbac(
     namespace: str,
     who: str,
     *,
-    wanted: Collection[Part] = EVERYDAY,
+    features: Collection[Feature] = DEFAULT_FEATURES,
     create_namespace: bool = False,
 ) -> list[Manifest]:
     """Give what lets somebody run jobs in a namespace: a Role and its binding; `who` as `subject` reads it.
@@ -117,25 +117,25 @@ def rbac(
     With `Part.NODES`, a ClusterRole too, which reads what the doctor tells of nodes and storage. A namespace that is to
     be made is made along with them: then who runs jobs needs no right to make any.
     """
-    listed = rights(wanted)
-    inside = list(_rules([right for right in listed if not right.everywhere]))
-    outside = list(_rules([right for right in listed if right.everywhere]))
-    to = [subject(who, namespace)]
-    objects = [manifest("v1", "Namespace", namespace, {})] if create_namespace else []
+    listed = list_permissions(features)
+    inside = list(_rules([right for right in listed if not right.cluster_scoped]))
+    outside = list(_rules([right for right in listed if right.cluster_scoped]))
+    to = [parse_subject(who, namespace)]
+    objects = [build_object("v1", "Namespace", namespace, {})] if create_namespace else []
     objects += [
-        manifest(VERSION, "Role", NAME, {}, namespace=namespace, rules=inside),
-        manifest(VERSION, "RoleBinding", NAME, {}, namespace=namespace, roleRef=_ref("Role", NAME), subjects=to),
+        build_object(VERSION, "Role", NAME, {}, namespace=namespace, rules=inside),
+        build_object(VERSION, "RoleBinding", NAME, {}, namespace=namespace, roleRef=_ref("Role", NAME), subjects=to),
     ]
     if outside:
         name = f"{NAME}-{namespace}"
         objects += [
-            manifest(VERSION, "ClusterRole", name, {}, rules=outside),
-            manifest(VERSION, "ClusterRoleBinding", name, {}, roleRef=_ref("ClusterRole", name), subjects=to),
+            build_object(VERSION, "ClusterRole", name, {}, rules=outside),
+            build_object(VERSION, "ClusterRoleBinding", name, {}, roleRef=_ref("ClusterRole", name), subjects=to),
         ]
     return objects
 
 
-def subject(who: str, namespace: str) -> Manifest:
+def parse_subject(who: str, namespace: str) -> Manifest:
     """Read who is meant: `alice`, `group:vision`, `serviceaccount:runner` (of this namespace, or `ci/runner`)."""
     kind, colon, name = who.partition(":")
     if not colon or kind.lower() not in ("user", "group", "serviceaccount"):  # a user's name may have a colon in it
@@ -150,7 +150,7 @@ def subject(who: str, namespace: str) -> Manifest:
     raise InputError(f"{who!r} names nobody", hint=hint)
 
 
-def _rules(listed: list[Right]) -> Iterator[Manifest]:
+def _rules(listed: list[Permission]) -> Iterator[Manifest]:
     """Write rights as rules: resources of one group with the same verbs together."""
     verbs: dict[tuple[str, str], list[str]] = {}
     for right in listed:

@@ -15,33 +15,33 @@ from stoker.core.units import format_bytes
 from stoker.errors import AccessError, ConflictError, Fault, InputError, NotFoundError, SpecError, UnavailableError
 from stoker.kube.claims import (
     CLAIM,
-    NAME_WANTED,
-    ONE_NODE,
-    check_name,
-    class_named,
-    default_class,
-    is_name,
-    mounters,
-    names_of,
-    need_claim,
-    release,
-    short_access,
+    NAME_RULE,
+    SINGLE_NODE_PROVISIONERS,
+    check_claim_name,
+    find_default_storage_class,
+    find_mounting_pods,
+    find_storage_class,
+    format_access_modes,
+    format_pod_names,
+    get_claim,
+    get_release_hint,
+    is_object_name,
 )
-from stoker.kube.conditions import is_ending, phase_of
-from stoker.kube.ephemeral_pod import wait_gone
-from stoker.kube.manifest_files import documents
-from stoker.kube.objects import ACCESS, GROUP, MANAGED_BY, PART, Manifest, claim, manifest
-from stoker.kube.quantity import bytes_of, written
+from stoker.kube.conditions import get_phase, is_terminating
+from stoker.kube.ephemeral_pod import wait_deleted
+from stoker.kube.manifest_files import load_documents
+from stoker.kube.objects import ACCESS_MODES, LABEL_DOMAIN, MANAGED_BY, PART_LABEL, Manifest, build_claim, build_object
+from stoker.kube.quantity import format_quantity, quantity_to_bytes
 
 if TYPE_CHECKING:
-    from stoker.kube.client import Cluster
+    from stoker.kube.client import KubeClient
 
 VOLUME = "PersistentVolume"
-LABELS = {PART: "volume"}
-OF_CLAIM = f"{GROUP}/claim"
+LABELS = {PART_LABEL: "volume"}
+CLAIM_ANNOTATION = f"{LABEL_DOMAIN}/claim"
 """Annotation of a PersistentVolume that `create` made: the claim it is for, `namespace/name`."""
 EFS, FSX = "efs.csi.aws.com", "fsx.csi.aws.com"
-GONE_S = 60.0
+DELETE_TIMEOUT_S = 60.0
 GIB = 2**30
 
 
@@ -49,7 +49,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class VolumeRequest:
     """What `create` was asked for; None: whatever follows from the rest."""
 
     name: str
@@ -63,7 +63,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class ExistingObjects:
     """What the cluster has of it already."""
 
     claim: Manifest | None = None
@@ -73,44 +73,46 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class VolumePlan:
     """What `create` would do: objects to apply, or a claim to let grow; and what is worth knowing."""
 
     apply: Sequence[Manifest] = ()
-    grow: Manifest | None = None
+    expand: Manifest | None = None
     remarks: Sequence[str] = ()
 
     @property
     def objects(self) -> list[Manifest]:
         """All of it, as `kubectl apply` takes it."""
-        return [*self.apply, *([self.grow] if self.grow else [])]
+        return [*self.apply, *([self.expand] if self.expand else [])]
 
 
-def plan(wish: Wish, found: Found) -> Plan:
+def plan_volume(request: VolumeRequest, existing: ExistingObjects) -> VolumePlan:
     """Decide what has to be made so that there is such a claim; refuses what cannot be, every fault at once."""
-    if faults := [*_faults(wish), *(fault for one in wish.volumes for fault in volume_faults(one))]:
+    if faults := [*_faults(request), *(fault for one in request.volumes for fault in check_persistent_volume(one))]:
         raise SpecError(faults)
-    if wish.host_path is not None and wish.access is None and found.claim is not None:
-        wish = replace(wish, access=short_access(found.claim["spec"]["accessModes"]).split(",")[0])
-    volumes, live = _own_volumes(wish), found.volumes or {}
-    chosen = _chosen(wish, [_as_it_will_be(one, live.get(one["metadata"]["name"])) for one in volumes])
-    access = wish.access or (short_access(chosen["spec"]["accessModes"]).split(",")[0] if chosen else "rwo")
-    size = _size(wish, chosen)
-    bound, remarks = _of_class(wish, size, access, found) if chosen is None else (_bound_to(chosen), [])
-    made = claim(wish.name, size, access, LABELS, namespace=wish.namespace, **bound)
-    made["spec"]["resources"]["requests"]["storage"] = written(size)
+    if request.host_path is not None and request.access is None and existing.claim is not None:
+        request = replace(request, access=format_access_modes(existing.claim["spec"]["accessModes"]).split(",")[0])
+    volumes, live = _own_volumes(request), existing.volumes or {}
+    chosen = _chosen(request, [_as_it_will_be(one, live.get(one["metadata"]["name"])) for one in volumes])
+    access = request.access or (format_access_modes(chosen["spec"]["accessModes"]).split(",")[0] if chosen else "rwo")
+    size = _size(request, chosen)
+    bound, remarks = _of_class(request, size, access, existing) if chosen is None else (_bound_to(chosen), [])
+    made = build_claim(request.name, size, access, LABELS, namespace=request.namespace, **bound)
+    made["spec"]["resources"]["requests"]["storage"] = format_quantity(size)
     # One that somebody else made is taken as it is, and stays theirs; so does one that another claim got from us.
-    ours = [one for one in volumes if _is_ours(has := live.get(one["metadata"]["name"], one)) and _is_free(has, wish)]
-    applied = [_kept_for(one, wish) if one["metadata"]["name"] == bound.get("volume") else one for one in ours]
-    if found.claim is None:
-        return Plan(apply=[*applied, made], remarks=remarks)
-    return Plan(apply=applied, grow=_growth(found.claim, made, wish, found.classes), remarks=remarks)
+    ours = [
+        one for one in volumes if _is_ours(has := live.get(one["metadata"]["name"], one)) and _is_free(has, request)
+    ]
+    applied = [_kept_for(one, request) if one["metadata"]["name"] == bound.get("volume") else one for one in ours]
+    if existing.claim is None:
+        return VolumePlan(apply=[*applied, made], remarks=remarks)
+    return VolumePlan(apply=applied, expand=_growth(existing.claim, made, request, existing.classes), remarks=remarks)
 
 
-def _faults(wish: Wish) -> Iterator[Fault]:
+def _faults(wish: VolumeRequest) -> Iterator[Fault]:
     """Find what is wrong with a wish by itself."""
-    if not is_name(wish.name):
-        yield Fault("NAME", f"{wish.name!r} is no name of a volume: {NAME_WANTED}")
+    if not is_object_name(wish.name):
+        yield Fault("NAME", f"{wish.name!r} is no name of a volume: {NAME_RULE}")
     if wish.volumes and wish.host_path is not None:
         yield Fault("--host-path", "goes without --pv")
     if wish.size is None and not wish.volumes:
@@ -118,8 +120,8 @@ def _faults(wish: Wish) -> Iterator[Fault]:
     if wish.size is not None and wish.size < 2**20:
         what = f"is {format_bytes(wish.size)}, too little to be meant: write its unit, for example 10Gi"
         yield Fault("--size", what)
-    if wish.access is not None and wish.access not in ACCESS:
-        yield Fault("--access", f"expected {', '.join(ACCESS)}, got {wish.access!r}")
+    if wish.access is not None and wish.access not in ACCESS_MODES:
+        yield Fault("--access", f"expected {', '.join(ACCESS_MODES)}, got {wish.access!r}")
     if wish.host_path is not None:
         if wish.storage_class:
             yield Fault("--class", "goes without --host-path: such a volume is of no class")
@@ -133,40 +135,40 @@ def _faults(wish: Wish) -> Iterator[Fault]:
         yield Fault(f"PersistentVolume {name}", "is there twice")
 
 
-def _own_volumes(wish: Wish) -> list[Manifest]:
+def _own_volumes(wish: VolumeRequest) -> list[Manifest]:
     """Give the PersistentVolumes to make, marked as ours."""
     given = [_folder(wish)] if wish.host_path is not None else wish.volumes
     return [_marked(one, wish) for one in given]
 
 
-def _folder(wish: Wish) -> Manifest:
+def _folder(wish: VolumeRequest) -> Manifest:
     """Give a folder of the nodes as a PersistentVolume."""
     spec = {
-        "capacity": {"storage": written(wish.size or 0)},
-        "accessModes": [ACCESS[wish.access or "rwo"]],
+        "capacity": {"storage": format_quantity(wish.size or 0)},
+        "accessModes": [ACCESS_MODES[wish.access or "rwo"]],
         "persistentVolumeReclaimPolicy": "Retain",
         "storageClassName": "",
         "hostPath": {"path": wish.host_path, "type": "DirectoryOrCreate"},
     }
-    return manifest("v1", VOLUME, _folder_name(wish), {}, spec=spec)
+    return build_object("v1", VOLUME, _folder_name(wish), {}, spec=spec)
 
 
-def _folder_name(wish: Wish) -> str:
+def _folder_name(wish: VolumeRequest) -> str:
     """Tell namespaces apart, in whose names there are no dots."""
     return f"stoker.{wish.namespace}.{wish.name}"
 
 
-def _marked(one: Manifest, wish: Wish) -> Manifest:
+def _marked(one: Manifest, wish: VolumeRequest) -> Manifest:
     metadata = one["metadata"]
     marked = {
         **metadata,
         "labels": {**(metadata.get("labels") or {}), **LABELS, **MANAGED_BY},
-        "annotations": {**(metadata.get("annotations") or {}), OF_CLAIM: f"{wish.namespace}/{wish.name}"},
+        "annotations": {**(metadata.get("annotations") or {}), CLAIM_ANNOTATION: f"{wish.namespace}/{wish.name}"},
     }
     return {**one, "metadata": marked}
 
 
-def _kept_for(volume: Manifest, wish: Wish) -> Manifest:
+def _kept_for(volume: Manifest, wish: VolumeRequest) -> Manifest:
     """Let no other claim have a volume."""
     own = {"apiVersion": "v1", "kind": CLAIM, "namespace": wish.namespace, "name": wish.name}
     return {**volume, "spec": {**volume["spec"], "claimRef": own}}
@@ -180,7 +182,7 @@ def _named(one: Manifest) -> str:
 
 
 def _is_ours(volume: Manifest) -> bool:
-    return OF_CLAIM in (volume["metadata"].get("annotations") or {})
+    return CLAIM_ANNOTATION in (volume["metadata"].get("annotations") or {})
 
 
 def _as_it_will_be(one: Manifest, live: Manifest | None) -> Manifest:
@@ -191,12 +193,12 @@ def _as_it_will_be(one: Manifest, live: Manifest | None) -> Manifest:
     return {**live, "spec": {**one["spec"], **kept}}
 
 
-def volume_faults(one: Manifest) -> Iterator[Fault]:
+def check_persistent_volume(one: Manifest) -> Iterator[Fault]:
     """Find what is wrong with a PersistentVolume of a file, as far as a cluster would tell late or never."""
     name, metadata, spec = _named(one), one.get("metadata"), one.get("spec")
     here = f"PersistentVolume {name}" if name else "a PersistentVolume"
-    if not is_name(name):
-        yield Fault(f"{here}: metadata.name", f"{NAME_WANTED}, got {name!r}")
+    if not is_object_name(name):
+        yield Fault(f"{here}: metadata.name", f"{NAME_RULE}, got {name!r}")
     for key in ("labels", "annotations"):
         if isinstance(metadata, dict) and not isinstance(metadata.get(key) or {}, dict):
             yield Fault(f"{here}: metadata.{key}", "expected a mapping")
@@ -205,11 +207,13 @@ def volume_faults(one: Manifest) -> Iterator[Fault]:
         return
     capacity = spec.get("capacity")
     storage = capacity.get("storage") if isinstance(capacity, dict) else None
-    if not bytes_of(storage):
+    if not quantity_to_bytes(storage):
         yield Fault(f"{here}: spec.capacity.storage", f"expected a size such as 10Gi, got {storage!r}")
     modes = spec.get("accessModes")
-    if not isinstance(modes, list) or not modes or not set(map(str, modes)) <= set(ACCESS.values()):
-        yield Fault(f"{here}: spec.accessModes", f"expected a list of {', '.join(ACCESS.values())}, got {modes!r}")
+    if not isinstance(modes, list) or not modes or not set(map(str, modes)) <= set(ACCESS_MODES.values()):
+        yield Fault(
+            f"{here}: spec.accessModes", f"expected a list of {', '.join(ACCESS_MODES.values())}, got {modes!r}"
+        )
     if spec.get("volumeMode", "Filesystem") != "Filesystem":
         yield Fault(f"{here}: spec.volumeMode", "only a Filesystem can be mounted by a job")
     if not isinstance(spec.get("claimRef") or {}, dict):
@@ -236,7 +240,7 @@ def _csi_faults(here: str, spec: Manifest) -> Iterator[Fault]:
                 )
 
 
-def _chosen(wish: Wish, volumes: Sequence[Manifest]) -> Manifest | None:
+def _chosen(wish: VolumeRequest, volumes: Sequence[Manifest]) -> Manifest | None:
     """Choose the volume for the claim: the smallest one that has everything that was asked for."""
     if not volumes:
         return None
@@ -247,36 +251,36 @@ def _chosen(wish: Wish, volumes: Sequence[Manifest]) -> Manifest | None:
     return min(fitting, key=_capacity)
 
 
-def _misfit(wish: Wish, volume: Manifest) -> Iterator[str]:
+def _misfit(wish: VolumeRequest, volume: Manifest) -> Iterator[str]:
     """Tell why a volume cannot be the claim's."""
     spec = volume["spec"]
     if wish.size is not None and _capacity(volume) < wish.size:
-        yield f"has {spec['capacity']['storage']}, which is less than --size {written(wish.size)}"
-    if wish.access is not None and ACCESS[wish.access] not in spec["accessModes"]:
-        yield f"has access {short_access(spec['accessModes'])}, not {wish.access}"
+        yield f"has {spec['capacity']['storage']}, which is less than --size {format_quantity(wish.size)}"
+    if wish.access is not None and ACCESS_MODES[wish.access] not in spec["accessModes"]:
+        yield f"has access {format_access_modes(spec['accessModes'])}, not {wish.access}"
     kind = spec.get("storageClassName") or ""
     if wish.storage_class is not None and wish.storage_class != kind:
         yield f"is of class {kind or 'none'!r}, not {wish.storage_class!r}; leave --class away"
     if not _is_free(volume, wish):
         owner = spec["claimRef"]
         yield f"is kept for claim {owner.get('name')} in namespace {owner.get('namespace')}"
-    elif phase_of(volume) == "Released":
+    elif get_phase(volume) == "Released":
         again = f"to use its data again: kubectl delete pv {volume['metadata']['name']}"
         yield f"belonged to a claim of this name that is gone, and no other gets it; {again}"
-    elif is_ending(volume):
+    elif is_terminating(volume):
         yield "is being deleted"
 
 
-def _is_free(volume: Manifest, wish: Wish) -> bool:
+def _is_free(volume: Manifest, wish: VolumeRequest) -> bool:
     """Whether a volume is kept for no other claim."""
     return _holder(volume) in (None, f"{wish.namespace}/{wish.name}")
 
 
 def _capacity(volume: Manifest) -> int:
-    return bytes_of(volume["spec"]["capacity"]["storage"]) or 0
+    return quantity_to_bytes(volume["spec"]["capacity"]["storage"]) or 0
 
 
-def _size(wish: Wish, chosen: Manifest | None) -> int:
+def _size(wish: VolumeRequest, chosen: Manifest | None) -> int:
     if wish.size is not None:
         return wish.size
     assert chosen is not None
@@ -288,25 +292,25 @@ def _bound_to(volume: Manifest) -> dict[str, Any]:
     return {"storage_class": volume["spec"].get("storageClassName") or "", "volume": volume["metadata"]["name"]}
 
 
-def _of_class(wish: Wish, size: int, access: str, found: Found) -> tuple[dict[str, Any], list[str]]:
+def _of_class(wish: VolumeRequest, size: int, access: str, found: ExistingObjects) -> tuple[dict[str, Any], list[str]]:
     """Check a claim against its class; give the class to name in it, and remarks."""
     asked: dict[str, Any] = {} if wish.storage_class is None else {"storage_class": wish.storage_class}
     if found.classes is None:
         return asked, ["the storage classes may not be listed, so they were not looked at"]
     if found.claim is not None and wish.storage_class is None:
-        kind = class_named(found.classes, found.claim["spec"].get("storageClassName"))
+        kind = find_storage_class(found.classes, found.claim["spec"].get("storageClassName"))
     else:
         kind = _need_class(wish.storage_class, found.classes)
     if kind is None:
         return asked, []
-    if faults := list(class_faults(kind, size, access)):
+    if faults := list(check_storage_class(kind, size, access)):
         raise SpecError(faults)
     return asked, list(_class_remarks(kind))
 
 
 def _need_class(name: str | None, classes: Sequence[Manifest]) -> Manifest:
-    default = default_class(classes)
-    chosen = default if name is None else class_named(classes, name)
+    default = find_default_storage_class(classes)
+    chosen = default if name is None else find_storage_class(classes, name)
     if chosen is not None:
         return chosen
     marks = {str(one["metadata"]["name"]): " (default)" if one is default else "" for one in classes}
@@ -317,18 +321,18 @@ def _need_class(name: str | None, classes: Sequence[Manifest]) -> Manifest:
     raise NotFoundError(f"there is no storage class {name!r}", hint=f"known: {known}")
 
 
-def class_faults(kind: Manifest, size: int, access: str) -> Iterator[Fault]:
+def check_storage_class(kind: Manifest, size: int, access: str) -> Iterator[Fault]:
     """Find what a class's provisioner would refuse, round up to something dearer, or leave pending for ever."""
     provisioner = kind.get("provisioner")
-    if provisioner in ONE_NODE and access == "rwx":
+    if provisioner in SINGLE_NODE_PROVISIONERS and access == "rwx":
         what = f"{provisioner} makes disks, which one node at a time can write to; take rwo, or a class of shared files"
         yield Fault("--access", what)
-    if provisioner == FSX and (larger := fsx_size(size, kind.get("parameters") or {})) != size:
-        told = f"FSx has no file system of {written(size)}; the next larger one is {larger // GIB}Gi"
+    if provisioner == FSX and (larger := round_up_fsx_size(size, kind.get("parameters") or {})) != size:
+        told = f"FSx has no file system of {format_quantity(size)}; the next larger one is {larger // GIB}Gi"
         yield Fault("--size", told)
 
 
-def fsx_size(size: int, parameters: Mapping[str, str]) -> int:
+def round_up_fsx_size(size: int, parameters: Mapping[str, str]) -> int:
     """Round a size up to what FSx for Lustre has, by the kind of the file system."""
     if parameters.get("storageType") == "HDD":
         step = 6000 if str(parameters.get("perUnitStorageThroughput")) == "12" else 1800
@@ -346,28 +350,28 @@ def _class_remarks(kind: Manifest) -> Iterator[str]:
         yield "FSx makes a file system of its own for it, which takes minutes, and costs until the volume is deleted"
 
 
-def _growth(old: Manifest, new: Manifest, wish: Wish, classes: Sequence[Manifest] | None) -> Manifest | None:
+def _growth(old: Manifest, new: Manifest, wish: VolumeRequest, classes: Sequence[Manifest] | None) -> Manifest | None:
     """Compare a claim with the wanted one: None if it is the same, the larger one if it can grow, else a refusal."""
     name = old["metadata"]["name"]
-    if is_ending(old):
+    if is_terminating(old):
         raise ConflictError(f"volume {name} is being deleted", hint="wait until it is gone; `stoker volume list` tells")
-    has, asked = (bytes_of(one["spec"]["resources"]["requests"]["storage"]) or 0 for one in (old, new))
+    has, asked = (quantity_to_bytes(one["spec"]["resources"]["requests"]["storage"]) or 0 for one in (old, new))
     grows = wish.size is not None and asked > has
     faults = list(_differences(old["spec"], new["spec"], wish))
     if wish.size is not None and asked < has:
-        faults.append(f"has {written(has)}, and no volume can shrink to {written(asked)}")
+        faults.append(f"has {format_quantity(has)}, and no volume can shrink to {format_quantity(asked)}")
     if grows and (why := _no_growth(old, classes)):
-        faults.append(f"has {written(has)}, and {why} to {written(asked)}")
+        faults.append(f"has {format_quantity(has)}, and {why} to {format_quantity(asked)}")
     if faults:
         hint = f"take another name and copy what is in it, or delete it first: stoker volume delete {name}"
         raise ConflictError(f"volume {name} is there already: it {'; it '.join(faults)}", hint=hint)
     return _grown(old, new) if grows else None
 
 
-def _differences(has: Manifest, wanted: Manifest, wish: Wish) -> Iterator[str]:
+def _differences(has: Manifest, wanted: Manifest, wish: VolumeRequest) -> Iterator[str]:
     """Tell in what a claim is not as it was asked for, apart from its size."""
-    if wish.access is not None and ACCESS[wish.access] not in has["accessModes"]:
-        yield f"has access {short_access(has['accessModes'])}, not {wish.access}"
+    if wish.access is not None and ACCESS_MODES[wish.access] not in has["accessModes"]:
+        yield f"has access {format_access_modes(has['accessModes'])}, not {wish.access}"
     if "storageClassName" in wanted and (kind := has.get("storageClassName") or "") != wanted["storageClassName"]:
         yield f"is of class {kind or 'none'}, not {wanted['storageClassName'] or 'none'}"
     if "volumeName" in wanted and has.get("volumeName") != wanted["volumeName"]:
@@ -376,9 +380,9 @@ def _differences(has: Manifest, wanted: Manifest, wish: Wish) -> Iterator[str]:
 
 def _no_growth(old: Manifest, classes: Sequence[Manifest] | None) -> str:
     """Tell why a claim cannot grow; "": it can, or the cluster will tell."""
-    if phase_of(old) != "Bound":
+    if get_phase(old) != "Bound":
         return "cannot grow before it is bound,"
-    kind = class_named(classes, old["spec"].get("storageClassName"))
+    kind = find_storage_class(classes, old["spec"].get("storageClassName"))
     if classes is None or (kind or {}).get("allowVolumeExpansion"):
         return ""
     of = f"its class {old['spec']['storageClassName']}" if old["spec"].get("storageClassName") else "one of no class"
@@ -392,12 +396,12 @@ def _grown(old: Manifest, new: Manifest) -> Manifest:
     return {"apiVersion": "v1", "kind": CLAIM, "metadata": metadata, "spec": spec}
 
 
-def read_volumes(path: Path) -> list[Manifest]:
+def read_persistent_volumes(path: Path) -> list[Manifest]:
     """Read the PersistentVolumes of a YAML or JSON file; anything else in it is refused."""
-    return flattened(documents(path), path)
+    return flatten_lists(load_documents(path), path)
 
 
-def flattened(given: Sequence[Any], where: object) -> list[Manifest]:
+def flatten_lists(given: Sequence[Any], where: object) -> list[Manifest]:
     """Take lists apart, and refuse what is no PersistentVolume."""
     found: list[Any] = []
     for one in given:
@@ -422,19 +426,21 @@ def flattened(given: Sequence[Any], where: object) -> list[Manifest]:
 # --- Making: carried out
 
 
-def look(cluster: Cluster, wish: Wish) -> Found:
+def find_existing_objects(cluster: KubeClient, wish: VolumeRequest) -> ExistingObjects:
     """Ask the cluster for what a plan needs to know."""
     try:
-        classes: list[Manifest] | None = cluster.every("StorageClass")
+        classes: list[Manifest] | None = cluster.list_objects("StorageClass")
     except AccessError:
         classes = None
     names = [_folder_name(wish)] if wish.host_path is not None else [_named(one) for one in wish.volumes]
-    found = {name: cluster.get(VOLUME, name) for name in names if is_name(name)}
-    old = cluster.get(CLAIM, wish.name) if is_name(wish.name) else None
-    return Found(claim=old, classes=classes, volumes={name: one for name, one in found.items() if one is not None})
+    found = {name: cluster.get(VOLUME, name) for name in names if is_object_name(name)}
+    old = cluster.get(CLAIM, wish.name) if is_object_name(wish.name) else None
+    return ExistingObjects(
+        claim=old, classes=classes, volumes={name: one for name, one in found.items() if one is not None}
+    )
 
 
-def carry_out(cluster: Cluster, decided: Plan) -> bool:
+def apply_plan(cluster: KubeClient, decided: VolumePlan) -> bool:
     """Make what is planned; tell whether anything changed. The server looks at all of it before any of it is made."""
     for one in decided.apply:
         cluster.apply(one, dry_run=True)
@@ -443,10 +449,10 @@ def carry_out(cluster: Cluster, decided: Plan) -> bool:
         old = cluster.get(one["kind"], one["metadata"]["name"])
         new = cluster.apply(one)
         changed |= old is None or old["metadata"]["resourceVersion"] != new["metadata"]["resourceVersion"]
-    if decided.grow is not None:
+    if decided.expand is not None:
         # Only the size: the rest of a claim may be somebody else's, such as Helm's.
-        patch = {"spec": {"resources": decided.grow["spec"]["resources"]}}
-        cluster.patch(CLAIM, decided.grow["metadata"]["name"], patch)
+        patch = {"spec": {"resources": decided.expand["spec"]["resources"]}}
+        cluster.patch(CLAIM, decided.expand["metadata"]["name"], patch)
         changed = True
     return changed
 
@@ -455,29 +461,31 @@ def carry_out(cluster: Cluster, decided: Plan) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Removal:
+class VolumeDeletion:
     """What `delete` would do, and what becomes of the data."""
 
     claim: str | None
     volumes: Sequence[str] = ()
-    fate: str = ""
+    data_note: str = ""
 
 
-def removal(
+def plan_deletion(
     name: str, namespace: str, one: Manifest | None, volumes: Sequence[Manifest] | None, pods: Iterable[Manifest]
-) -> Removal:
+) -> VolumeDeletion:
     """Decide what goes with a claim; refuses while a pod mounts it. `volumes` None: they may not be listed."""
     seen = list(pods)
-    if holders := mounters(seen, name):
-        raise ConflictError(f"volume {name} is mounted by {names_of(holders)}", hint=release(holders))
-    if over := mounters(seen, name, ended=True):
+    if holders := find_mounting_pods(seen, name):
+        raise ConflictError(f"volume {name} is mounted by {format_pod_names(holders)}", hint=get_release_hint(holders))
+    if over := find_mounting_pods(seen, name, finished=True):
         # Kubernetes keeps a claim for as long as there is any pod that names it.
         hint = f"delete them, with their logs: kubectl -n {namespace} delete pod {' '.join(one.pod for one in over)}"
-        raise ConflictError(f"volume {name} is held by {names_of(over)}, which has ended but is still there", hint=hint)
+        raise ConflictError(
+            f"volume {name} is held by {format_pod_names(over)}, which has ended but is still there", hint=hint
+        )
     own = [
         volume
         for volume in volumes or ()
-        if (volume["metadata"].get("annotations") or {}).get(OF_CLAIM) == f"{namespace}/{name}"
+        if (volume["metadata"].get("annotations") or {}).get(CLAIM_ANNOTATION) == f"{namespace}/{name}"
         and _holder(volume) in (None, f"{namespace}/{name}")
     ]
     bound = (one or {"spec": {}})["spec"].get("volumeName")
@@ -486,7 +494,7 @@ def removal(
     ours = [volume for volume in own if not (volume is behind and _policy(volume) == "Delete")]
     fate = _fate(bound, behind, ours, is_known=volumes is not None)
     names = [str(volume["metadata"]["name"]) for volume in ours]
-    return Removal(claim=name if one is not None else None, volumes=names, fate=fate)
+    return VolumeDeletion(claim=name if one is not None else None, volumes=names, data_note=fate)
 
 
 def _holder(volume: Manifest) -> str | None:
@@ -534,25 +542,25 @@ def _source(spec: Manifest) -> str:
     return "where it is"
 
 
-def look_to_delete(cluster: Cluster, name: str) -> Removal:
+def find_deletion(cluster: KubeClient, name: str) -> VolumeDeletion:
     """Ask the cluster what there is to delete."""
-    check_name(name)
+    check_claim_name(name)
     one = cluster.get(CLAIM, name)
     try:
-        volumes: list[Manifest] | None = cluster.every(VOLUME, LABELS)
+        volumes: list[Manifest] | None = cluster.list_objects(VOLUME, LABELS)
         bound = (one or {"spec": {}})["spec"].get("volumeName")
         known = {volume["metadata"]["name"] for volume in volumes or ()}
         if bound and bound not in known and (behind := cluster.get(VOLUME, bound)) is not None:
             volumes = [*(volumes or ()), behind]
     except AccessError:
         volumes = None
-    decided = removal(name, cluster.namespace, one, volumes, cluster.every("Pod"))
+    decided = plan_deletion(name, cluster.namespace, one, volumes, cluster.list_objects("Pod"))
     if decided.claim is None and not decided.volumes:
-        need_claim(cluster, name)
+        get_claim(cluster, name)
     return decided
 
 
-def remove(cluster: Cluster, decided: Removal, seconds: float = GONE_S) -> None:
+def delete_volume(cluster: KubeClient, decided: VolumeDeletion, seconds: float = DELETE_TIMEOUT_S) -> None:
     """Delete a claim, and when it is gone what was made for it."""
     if decided.claim is not None:
         cluster.delete(CLAIM, decided.claim)
@@ -562,8 +570,8 @@ def remove(cluster: Cluster, decided: Removal, seconds: float = GONE_S) -> None:
         _wait_gone(cluster, VOLUME, name, seconds)
 
 
-def _wait_gone(cluster: Cluster, kind: str, name: str, seconds: float) -> None:
-    if not wait_gone(cluster, kind, name, seconds) and (one := cluster.get(kind, name)) is not None:
+def _wait_gone(cluster: KubeClient, kind: str, name: str, seconds: float) -> None:
+    if not wait_deleted(cluster, kind, name, seconds) and (one := cluster.get(kind, name)) is not None:
         held = ", ".join(one["metadata"].get("finalizers") or ()) or "something"
         what = f"{kind} {name} is marked as deleted, but {held} still holds it"
         raise UnavailableError(what, where=cluster, hint="does a pod mount it? `stoker volume list` tells")

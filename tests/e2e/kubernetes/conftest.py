@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from stoker.kube.client import Cluster
-from stoker.kube.config import Place
-from tests.support.kubernetes import two_nodes
+from stoker.kube.client import KubeClient
+from stoker.kube.config import KubeTarget
+from tests.support.kubernetes import two_node_cluster
 
 
 @pytest.fixture(scope="session")
 def kubeconfig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with two_nodes(tmp_path_factory.mktemp("k8s")) as found:
+    with two_node_cluster(tmp_path_factory.mktemp("k8s")) as found:
         yield found
 
 
 @pytest.fixture
-def cluster(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def cluster(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubeClient]:
     """The cluster, with a namespace of the test's own."""
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
-    with Cluster.at(Place(), namespace=f"test-{secrets.token_hex(3)}") as found:
+    with KubeClient.for_target(KubeTarget(), namespace=f"test-{secrets.token_hex(3)}") as found:
         found.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": found.namespace}})
         yield found
         found.delete("Namespace", found.namespace)

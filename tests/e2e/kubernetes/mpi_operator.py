@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from stoker.errors import StokerError
-from stoker.kube.client import Cluster
-from stoker.kube.objects import Manifest, merged
+from stoker.kube.client import KubeClient
+from stoker.kube.objects import Manifest, strategic_merge
 
 POLL_S = 0.3
 
@@ -20,14 +20,14 @@ POLL_S = 0.3
 class Operator(threading.Thread):
     """Sees to the MPIJobs of one namespace."""
 
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
+    def __init__(self, cluster: KubeClient, folder: Path) -> None:
         super().__init__(daemon=True)
         self._cluster, self._folder, self._over = cluster, folder, threading.Event()
 
     def run(self) -> None:
         while not self._over.wait(POLL_S):
             with suppress(StokerError):  # it may just be deleted; the next look tells
-                for job in self._cluster.every("MPIJob"):
+                for job in self._cluster.list_objects("MPIJob"):
                     if not job["spec"]["runPolicy"].get("suspend") and "deletionTimestamp" not in job["metadata"]:
                         self._see_to(job)
 
@@ -50,9 +50,9 @@ class Operator(threading.Thread):
         for index in range(workers["replicas"]):
             pod = self._pod(job, workers, f"{name}-worker-{index}")
             labels = {"training.kubeflow.org/replica-index": str(index)}
-            pod = merged(pod, {"metadata": {"name": f"{name}-worker-{index}", "labels": labels}})
+            pod = strategic_merge(pod, {"metadata": {"name": f"{name}-worker-{index}", "labels": labels}})
             self._make(job, {"apiVersion": "v1", "kind": "Pod", **pod})
-        ready = [one for one in self._cluster.every("Pod", selector) if _is(one, "Ready")]
+        ready = [one for one in self._cluster.list_objects("Pod", selector) if _is(one, "Ready")]
         assert spec["launcherCreationPolicy"] == "WaitForWorkersReady"
         if len(ready) == workers["replicas"]:
             policy = spec["runPolicy"]
@@ -75,7 +75,7 @@ class Operator(threading.Thread):
     def _pod(self, job: Manifest, replica: Manifest, name: str) -> Manifest:
         """Give a pod with a host name and keys, as the operator's code does."""
         owner = job["metadata"]["name"]
-        pod = merged(deepcopy(replica["template"]), {"metadata": {"labels": {"mpi-job-name": owner}}})
+        pod = strategic_merge(deepcopy(replica["template"]), {"metadata": {"labels": {"mpi-job-name": owner}}})
         items = [("ssh-privatekey", "id_rsa"), ("ssh-publickey", "id_rsa.pub"), ("ssh-publickey", "authorized_keys")]
         secret = {
             "secretName": f"{owner}-ssh",
@@ -102,7 +102,7 @@ class Operator(threading.Thread):
         if self._cluster.get(one["kind"], one["metadata"]["name"]) is None:
             names = {key: job[key] for key in ("apiVersion", "kind")}
             owner = {**names, "name": job["metadata"]["name"], "uid": job["metadata"]["uid"]}
-            self._cluster.create(merged(one, {"metadata": {"ownerReferences": [owner]}}))
+            self._cluster.create(strategic_merge(one, {"metadata": {"ownerReferences": [owner]}}))
 
     def _finish(self, job: Manifest, launcher: Manifest) -> None:
         """Tell how the launcher ended; what still runs is removed then."""
@@ -117,7 +117,7 @@ class Operator(threading.Thread):
         path = f"{self._cluster._path('MPIJob', name)}/status"
         body = {"status": {"conditions": [condition]}}
         self._cluster._json("PATCH", path, {}, body, "application/merge-patch+json")
-        for pod in self._cluster.every("Pod", {"mpi-job-name": name}):
+        for pod in self._cluster.list_objects("Pod", {"mpi-job-name": name}):
             if pod["status"].get("phase") == "Running":
                 self._cluster.delete("Pod", pod["metadata"]["name"])
 

@@ -12,13 +12,13 @@ from stoker.core.spec import decode
 from stoker.errors import InputError, MissingError
 from stoker.jobs.run_folder import create
 from stoker.jobs.spec import Job
-from stoker.kube.client import Cluster
-from stoker.kube.objects import RUN, merged
+from stoker.kube.client import KubeClient
+from stoker.kube.objects import RUN_LABEL, strategic_merge
 from stoker.launchers.kubernetes.launcher import KubernetesLauncher
-from stoker.launchers.kubernetes.manifests import as_run
+from stoker.launchers.kubernetes.manifests import label_run
 from tests.e2e.kubernetes.pods import BUSYBOX
 from tests.launchers.contract import until
-from tests.support.kubernetes import SHARED, knows_mpijobs
+from tests.support.kubernetes import SHARED, has_mpi_operator
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "single": {"topology": "single"},
@@ -72,23 +72,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def job(cluster: Cluster, *parts: dict[str, Any]) -> Job:
+def job(cluster: KubeClient, *parts: dict[str, Any]) -> Job:
     keys: dict[str, Any] = {"name": "small", "image": BUSYBOX, "program": {"module": "train"}}
     for part in (*parts, {"kubernetes": {"namespace": cluster.namespace}}):
-        keys = merged(keys, part)
+        keys = strategic_merge(keys, part)
     return decode(keys, Job)
 
 
 @pytest.mark.parametrize("option", list(OPTIONS))
 @pytest.mark.parametrize("topology", list(TOPOLOGIES))
-def test_the_server_takes_every_object(cluster: Cluster, topology: str, option: str) -> None:
+def test_the_server_takes_every_object(cluster: KubeClient, topology: str, option: str) -> None:
     plan = KubernetesLauncher().render(job(cluster, TOPOLOGIES[topology], OPTIONS[option]))
-    for one in as_run(plan.objects, "small-1", 2):
+    for one in label_run(plan.objects, "small-1", 2):
         cluster.apply(one, dry_run=True)
         cluster.create(one, dry_run=True)
 
 
-def test_the_server_refuses_what_it_does_not_know(cluster: Cluster) -> None:
+def test_the_server_refuses_what_it_does_not_know(cluster: KubeClient) -> None:
     patch = {"kubernetes": {"patch": [{"kind": "Job", "spec": {"template": {"spec": {"tolerationz": []}}}}]}}
     plan = KubernetesLauncher().render(job(cluster, patch))
     (one,) = [one for one in plan.objects if one["kind"] == "Job"]
@@ -98,24 +98,24 @@ def test_the_server_refuses_what_it_does_not_know(cluster: Cluster) -> None:
         cluster.create(one, dry_run=True)
 
 
-def test_mpijobs_need_their_operator(cluster: Cluster, home: None) -> None:
+def test_mpijobs_need_their_operator(cluster: KubeClient, home: None) -> None:
     given = job(cluster, {"topology": "mpi", "workers": 2})
     plan = KubernetesLauncher().render(given)
     crds = sorted((SHARED / "crds").glob("**/*mpijob*.yaml"))
     if not crds:
         pytest.skip("the CRDs of ../shared are not here")
-    if not knows_mpijobs(cluster):
+    if not has_mpi_operator(cluster):
         with pytest.raises(MissingError, match="does not know MPIJob"):
             KubernetesLauncher().start(plan, create(given, plan))
     documents = [one for path in crds for one in yaml.safe_load_all(path.read_text()) if one]
     for one in documents:
         if one["kind"] == "CustomResourceDefinition" and one["metadata"]["name"] == "mpijobs.kubeflow.org":
             cluster.apply(one)
-    until(lambda: knows_mpijobs(cluster), 30)
+    until(lambda: has_mpi_operator(cluster), 30)
     for option in OPTIONS.values():
         mpi = {"topology": "mpi", "workers": 2, "kubernetes": {"patch": []}}
         objects = KubernetesLauncher().render(job(cluster, option, mpi)).objects
-        for one in as_run(objects, "small-1"):
+        for one in label_run(objects, "small-1"):
             cluster.apply(one, dry_run=True)
 
 
@@ -124,7 +124,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOKER_HOME", str(tmp_path))
 
 
-def test_workers_are_placed_where_there_are_gpus(cluster: Cluster, home: None) -> None:
+def test_workers_are_placed_where_there_are_gpus(cluster: KubeClient, home: None) -> None:
     given = job(cluster, {"workers": 2, "resources": {"gpu": 8}, "program": {"module": "none"}, "retries": 0})
     launcher = KubernetesLauncher()
     run = create(given, plan := launcher.render(given))
@@ -133,8 +133,10 @@ def test_workers_are_placed_where_there_are_gpus(cluster: Cluster, home: None) -
         until(lambda: len(nodes(cluster, run.id)) == 2, 60)  # eight on each of two nodes: one worker each
     finally:
         launcher.stop(run.handle)
-    assert not cluster.every("Pod", {RUN: run.id})
+    assert not cluster.list_objects("Pod", {RUN_LABEL: run.id})
 
 
-def nodes(cluster: Cluster, run: str) -> set[str]:
-    return {pod["spec"]["nodeName"] for pod in cluster.every("Pod", {RUN: run}) if pod["spec"].get("nodeName")}
+def nodes(cluster: KubeClient, run: str) -> set[str]:
+    return {
+        pod["spec"]["nodeName"] for pod in cluster.list_objects("Pod", {RUN_LABEL: run}) if pod["spec"].get("nodeName")
+    }

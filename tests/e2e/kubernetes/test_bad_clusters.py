@@ -16,7 +16,7 @@ import yaml
 from stoker.errors import AccessError, UnavailableError
 from stoker.jobs.run_folder import create
 from stoker.jobs.status import JobState
-from stoker.kube.client import Cluster
+from stoker.kube.client import KubeClient
 from stoker.launchers.kubernetes.launcher import KubernetesLauncher
 from tests.e2e.kubernetes.pods import keys
 from tests.launchers.contract import job_of, until
@@ -77,7 +77,7 @@ def tunnel(kubeconfig: Path, tmp_path: Path) -> Iterator[tuple[Tunnel, Path]]:
 
 
 def test_an_api_server_that_goes_away_and_comes_back(
-    cluster: Cluster, tunnel: tuple[Tunnel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: KubeClient, tunnel: tuple[Tunnel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     way, config = tunnel
     monkeypatch.setenv("KUBECONFIG", str(config))
@@ -103,7 +103,7 @@ def test_an_api_server_that_goes_away_and_comes_back(
 
 
 def test_an_api_server_that_is_not_there(
-    cluster: Cluster, tunnel: tuple[Tunnel, Path], monkeypatch: pytest.MonkeyPatch
+    cluster: KubeClient, tunnel: tuple[Tunnel, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     way, config = tunnel
     way.cut()
@@ -113,7 +113,7 @@ def test_an_api_server_that_is_not_there(
     way.mend()
 
 
-def test_no_permission(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_permission(cluster: KubeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(account(cluster, tmp_path)))
     monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
     job = job_of("true", **keys(cluster.namespace))
@@ -122,7 +122,7 @@ def test_no_permission(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.Mon
         launcher.start(plan := launcher.render(job), create(job, plan))
 
 
-def account(cluster: Cluster, folder: Path, name: str = "nobody") -> Path:
+def account(cluster: KubeClient, folder: Path, name: str = "nobody") -> Path:
     """Make an account that may do nothing, and a configuration for it."""
     meta = {"name": name, "namespace": cluster.namespace}
     cluster.create({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta})
@@ -152,12 +152,12 @@ def account(cluster: Cluster, folder: Path, name: str = "nobody") -> Path:
     return path
 
 
-def test_the_role_of_the_plan_is_enough(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_role_of_the_plan_is_enough(cluster: KubeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
     job = job_of("echo done by somebody", **keys(cluster.namespace))
     launcher = KubernetesLauncher()
     config = account(cluster, tmp_path, "runner")
-    for one in launcher.rights(job, "serviceaccount:runner").objects:
+    for one in launcher.render_rbac(job, "serviceaccount:runner").objects:
         cluster.apply(one)
     monkeypatch.setenv("KUBECONFIG", str(config))
     run = create(job, plan := launcher.render(job))
@@ -166,4 +166,4 @@ def test_the_role_of_the_plan_is_enough(cluster: Cluster, tmp_path: Path, monkey
     assert launcher.status(run.handle).state is JobState.SUCCEEDED
     assert [row["run"] for row in launcher.runs()] == [run.id]
     launcher.stop(run.handle)
-    assert not cluster.every("Pod")
+    assert not cluster.list_objects("Pod")

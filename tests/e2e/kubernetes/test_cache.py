@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from stoker.errors import UnavailableError
-from stoker.kube.client import Cluster, Done
-from stoker.kube.objects import CACHE, MANAGED_BY, Manifest, via_url
+from stoker.kube.client import ExecResult, KubeClient
+from stoker.kube.objects import CACHE_SERVICE, MANAGED_BY, Manifest, cache_url
 from stoker.serve.cluster.manifests import KINDS, OURS, SERVER
 from tests.e2e.kubernetes.pods import keys
 from tests.support.trees import make_dataset, stoker
@@ -34,7 +34,7 @@ def shards(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def origin(cluster: Cluster, shards: Path) -> Iterator[Manifest]:
+def origin(cluster: KubeClient, shards: Path) -> Iterator[Manifest]:
     """A web server in the cluster, and a pod to ask from."""
     server = pod("origin", ["httpd", "-f", "-vv", "-p", "8000", "-h", "/data"], {"app": "origin"})
     server["spec"]["volumes"] = [{"name": "data", "hostPath": {"path": str(shards)}}]
@@ -55,12 +55,12 @@ def pod(name: str, command: list[str], labels: dict[str, str]) -> Manifest:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec}
 
 
-def phase(cluster: Cluster, name: str) -> str:
+def phase(cluster: KubeClient, name: str) -> str:
     found = cluster.get("Pod", name)
     return "" if found is None else str(found["status"]["phase"])
 
 
-def on(cluster: Cluster) -> str:
+def on(cluster: KubeClient) -> str:
     return f"k8s://{cluster.context}/{cluster.namespace}"
 
 
@@ -87,29 +87,29 @@ def host_programs(folder: Path, kind: str) -> Path:
     return path
 
 
-def run(cluster: Cluster, *argv: str) -> Done:
+def run(cluster: KubeClient, *argv: str) -> ExecResult:
     """Run a command in the pod that asks; one in some twenty connections fails before anything runs."""
     for _ in range(3):
         with suppress(UnavailableError):
-            return cluster.run_in("asker", argv)
-    return cluster.run_in("asker", argv)
+            return cluster.exec_in_pod("asker", argv)
+    return cluster.exec_in_pod("asker", argv)
 
 
-def asked(cluster: Cluster, path: str) -> tuple[str, str]:
+def asked(cluster: KubeClient, path: str) -> tuple[str, str]:
     """Ask the cache from a pod; give its status line and what X-Cache says."""
-    url = f"{via_url(cluster.namespace)}{path}"
+    url = f"{cache_url(cluster.namespace)}{path}"
     done = run(cluster, "wget", "-S", "-O", "/dev/null", url)
-    said = [line.strip() for line in done.err.decode().splitlines()]
+    said = [line.strip() for line in done.stderr.decode().splitlines()]
     status = next((line for line in said if line.startswith("HTTP/")), str(said))
     return status, next((line.removeprefix("X-Cache: ") for line in said if line.startswith("X-Cache: ")), "")
 
 
-def deployed(cluster: Cluster, patch: Path, *more: object) -> int:
+def deployed(cluster: KubeClient, patch: Path, *more: object) -> int:
     words = ["--origin", f"pets={ORIGIN}", "--size", SIZE, "--image", HOST, "--patch", patch, "--timeout", "60s"]
     return stoker("data", "cache", "--on", on(cluster), *words, *more)
 
 
-def told(capfd: pytest.CaptureFixture[str], cluster: Cluster) -> Any:
+def told(capfd: pytest.CaptureFixture[str], cluster: KubeClient) -> Any:
     capfd.readouterr()
     assert stoker("data", "cache", "--on", on(cluster), "--status", "--json") == 0
     return json.loads(capfd.readouterr().out)
@@ -117,7 +117,7 @@ def told(capfd: pytest.CaptureFixture[str], cluster: Cluster) -> Any:
 
 @pytest.mark.usefixtures("origin")
 def test_a_cache_from_deployment_to_removal(
-    cluster: Cluster, patch: Path, tmp_path: Path, shards: Path, capfd: pytest.CaptureFixture[str]
+    cluster: KubeClient, patch: Path, tmp_path: Path, shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert deployed(cluster, patch) == 0, capfd.readouterr().err
     said = capfd.readouterr()
@@ -138,8 +138,8 @@ def test_a_cache_from_deployment_to_removal(
     assert first["budget"] == 256 << 20
 
     # A client finds its way by what the cache tells of itself.
-    origins = run(cluster, "wget", "-q", "-O", "-", f"{via_url(cluster.namespace)}/-/origins")
-    assert json.loads(origins.out) == [{"name": "pets", "url": ORIGIN}]
+    origins = run(cluster, "wget", "-q", "-O", "-", f"{cache_url(cluster.namespace)}/-/origins")
+    assert json.loads(origins.stdout) == [{"name": "pets", "url": ORIGIN}]
 
     # Filled by a Job, though this machine cannot reach the origin.
     words = ["data", "warm", f"{ORIGIN}/train", "--copy", shards / "train", "--on", on(cluster), "--image", BUSYBOX]
@@ -152,7 +152,7 @@ def test_a_cache_from_deployment_to_removal(
     for name in [*names, "manifest.json", f"index/{names[0]}.npy"]:
         assert asked(cluster, f"/pets/train/{name}") == ("HTTP/1.1 200 OK", "HIT"), name
     assert stoker(*words) == 0  # the former Job is over
-    assert len(cluster.every("Job", OURS)) == 1
+    assert len(cluster.list_objects("Job", OURS)) == 1
 
     # What is missing at the origin is told, by name.
     (shards / "val" / "manifest.json").rename(tmp_path / "manifest.json")
@@ -169,18 +169,18 @@ def test_a_cache_from_deployment_to_removal(
     assert asked(cluster, "/pets/large") == ("HTTP/1.1 200 OK", "MISS")
 
     # The same again changes nothing; another configuration makes another pod.
-    (name,) = [each["metadata"]["name"] for each in cluster.every("Pod", SERVER)]
+    (name,) = [each["metadata"]["name"] for each in cluster.list_objects("Pod", SERVER)]
     assert deployed(cluster, patch) == 0
-    assert [each["metadata"]["name"] for each in cluster.every("Pod", SERVER)] == [name]
+    assert [each["metadata"]["name"] for each in cluster.list_objects("Pod", SERVER)] == [name]
     assert deployed(cluster, patch, "--fresh", "5") == 0
-    running = {each["metadata"]["name"] for each in cluster.every("Pod", SERVER) if is_ready(each)}
+    running = {each["metadata"]["name"] for each in cluster.list_objects("Pod", SERVER) if is_ready(each)}
     assert name not in running
     assert len(running) == 1
 
     capfd.readouterr()
     assert stoker("data", "cache", "--on", on(cluster), "--stop") == 0
     assert "removed 7 objects" in capfd.readouterr().err
-    left = [one for kind in (*KINDS, "Pod") for one in cluster.every(kind, MANAGED_BY)]
+    left = [one for kind in (*KINDS, "Pod") for one in cluster.list_objects(kind, MANAGED_BY)]
     assert left == []
     assert stoker("data", "cache", "--on", on(cluster), "--status") == 2
     assert "there is no cache in this namespace" in capfd.readouterr().err
@@ -191,13 +191,13 @@ def is_ready(one: Manifest) -> bool:
     return not is_ending and any(each["ready"] for each in one["status"].get("containerStatuses") or ())
 
 
-def back(cluster: Cluster, former: str) -> bool:
-    ready = [one for one in cluster.every("Pod", SERVER) if one["metadata"]["name"] != former and is_ready(one)]
+def back(cluster: KubeClient, former: str) -> bool:
+    ready = [one for one in cluster.list_objects("Pod", SERVER) if one["metadata"]["name"] != former and is_ready(one)]
     return len(ready) == 1
 
 
 @pytest.fixture
-def volume(cluster: Cluster, tmp_path: Path) -> Iterator[str]:
+def volume(cluster: KubeClient, tmp_path: Path) -> Iterator[str]:
     """A claim of the test's own, on a folder of this machine."""
     (tmp_path / "volume").mkdir()
     (tmp_path / "volume").chmod(0o777)
@@ -215,16 +215,16 @@ def volume(cluster: Cluster, tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.usefixtures("origin")
 def test_a_claim_keeps_what_was_read(
-    cluster: Cluster, volume: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    cluster: KubeClient, volume: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     patch = host_programs(tmp_path, "StatefulSet")
     words = ["--origin", ORIGIN, "--claim", volume, "--image", HOST, "--patch", patch, "--timeout", "60s"]
     assert stoker("data", "cache", "--on", on(cluster), *words) == 0, capfd.readouterr().err
     assert told(capfd, cluster)["budget"] == 1 << 30
     assert asked(cluster, "/large") == ("HTTP/1.1 200 OK", "MISS")
-    uid = cluster.get("Pod", f"{CACHE}-0")
+    uid = cluster.get("Pod", f"{CACHE_SERVICE}-0")
     assert uid is not None
-    cluster.delete("Pod", f"{CACHE}-0")
+    cluster.delete("Pod", f"{CACHE_SERVICE}-0")
     assert eventually(lambda: is_another(cluster, uid["metadata"]["uid"]), 60)
     assert asked(cluster, "/large") == ("HTTP/1.1 200 OK", "HIT")
 
@@ -236,12 +236,12 @@ def test_a_claim_keeps_what_was_read(
     assert cluster.get("PersistentVolumeClaim", volume) is not None
 
 
-def is_another(cluster: Cluster, uid: str) -> bool:
-    found = cluster.get("Pod", f"{CACHE}-0")
+def is_another(cluster: KubeClient, uid: str) -> bool:
+    found = cluster.get("Pod", f"{CACHE_SERVICE}-0")
     return found is not None and found["metadata"]["uid"] != uid and is_ready(found)
 
 
-def test_says_why_it_is_not_ready(cluster: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_says_why_it_is_not_ready(cluster: KubeClient, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--origin", "http://nowhere", "--timeout", "12s"]
 
     def refusal(*more: object) -> str:
@@ -267,22 +267,22 @@ def test_says_why_it_is_not_ready(cluster: Cluster, tmp_path: Path, capfd: pytes
     assert "there is no claim lost" in refusal("--size", SIZE, "--claim", "lost")
     assert "a cache's claims cannot be changed" in refusal("--size", "1Gi", "--image", BUSYBOX, "--class", "another")
     assert stoker("data", "cache", "--on", on(cluster), "--stop") == 0
-    assert eventually(lambda: not cluster.every("PersistentVolumeClaim", OURS), 30)
+    assert eventually(lambda: not cluster.list_objects("PersistentVolumeClaim", OURS), 30)
 
 
 READS = """
 import os
 import stoker
-from stoker.storage.cache_url import through
-train = through(os.environ["STOKER_DATA_TRAIN"], os.environ["STOKER_DATA_VIA"])
-loader = stoker.Loader(train, global_batch=5, size=32, seat=(0, 1))
+from stoker.storage.cache_url import find_cache_url
+train = find_cache_url(os.environ["STOKER_DATA_TRAIN"], os.environ["STOKER_DATA_VIA"])
+loader = stoker.Loader(train, global_batch=5, size=32, rank=(0, 1))
 print("samples", sum(len(batch.labels) for batch in loader), os.environ["STOKER_DATA_VIA"])
 """
 
 
 @pytest.mark.usefixtures("origin")
 def test_a_job_reads_through_it(
-    cluster: Cluster,
+    cluster: KubeClient,
     patch: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -303,6 +303,6 @@ def test_a_job_reads_through_it(
     }
     (tmp_path / "job.yaml").write_text(json.dumps(job))
     assert stoker("job", "run", "job.yaml", "--on", on(cluster)) == 0, capfd.readouterr().err
-    assert f"samples 60 {via_url(cluster.namespace)}" in capfd.readouterr().out
+    assert f"samples 60 {cache_url(cluster.namespace)}" in capfd.readouterr().out
     (one,) = told(capfd, cluster)["pods"]
     assert one["log"]["origin_bytes"] > 0

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from stoker.kube.client import Cluster
-from stoker.kube.config import Place
-from stoker.kube.objects import PART
-from stoker.kube.rbac import EVERYDAY, OPTIONAL, Part, rbac, rights
+from stoker.kube.client import KubeClient
+from stoker.kube.config import KubeTarget
+from stoker.kube.objects import PART_LABEL
+from stoker.kube.rbac import DEFAULT_FEATURES, OPTIONAL_FEATURES, Feature, build_rbac, list_permissions
 from tests.e2e.kubernetes.pods import BUSYBOX, IMAGE
 from tests.launchers.contract import until
 from tests.support.trees import stoker
@@ -27,7 +27,7 @@ Doctor = Callable[..., tuple[int, dict[str, list[dict[str, Any]]]]]
 
 
 @pytest.fixture
-def doctor(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Doctor:
+def doctor(cluster: KubeClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Doctor:
     """Run the doctor for a job in the test's namespace; give its exit code and its rows by subject."""
 
     def run(*words: str, **keys: Any) -> tuple[int, dict[str, list[dict[str, Any]]]]:
@@ -53,13 +53,13 @@ def bad(found: dict[str, list[dict[str, Any]]]) -> set[str]:
     return {what for what, rows in found.items() if any(one["fine"] is False for one in rows)}
 
 
-def test_a_job_that_would_run(doctor: Doctor, cluster: Cluster) -> None:
+def test_a_job_that_would_run(doctor: Doctor, cluster: KubeClient) -> None:
     code, found = doctor(resources={"gpu": 1})
     assert (code, bad(found)) == (0, set())
     for what in ("cluster", "clock", "namespace", "permissions", "quota", "admission", "image", "DNS"):
         assert found[what][0]["fine"] is True, found[what]
     assert "Kubernetes v1." in found["cluster"][0]["found"]
-    until(lambda: not cluster.every("Pod", {PART: "doctor"}))
+    until(lambda: not cluster.list_objects("Pod", {PART_LABEL: "doctor"}))
 
 
 def test_without_a_job_the_cluster_is_told(doctor: Doctor) -> None:
@@ -68,8 +68,8 @@ def test_without_a_job_the_cluster_is_told(doctor: Doctor) -> None:
     assert "image" not in found
 
 
-def test_gpus_of_all_nodes_are_counted(doctor: Doctor, cluster: Cluster) -> None:
-    nodes = cluster.every("Node")
+def test_gpus_of_all_nodes_are_counted(doctor: Doctor, cluster: KubeClient) -> None:
+    nodes = cluster.list_objects("Node")
     many = sum(int(one["status"]["allocatable"].get("nvidia.com/gpu", 0)) for one in nodes)
     (row,) = doctor()[1]["gpus"]
     assert row["found"].startswith(f"{many} × of no named type on {len(nodes)} nodes; ")
@@ -88,15 +88,15 @@ def test_gpus_of_all_nodes_are_counted(doctor: Doctor, cluster: Cluster) -> None
         (IMAGE, "IfNotPresent", "has no sh"),
     ],
 )
-def test_images(doctor: Doctor, cluster: Cluster, image: str, policy: str, says: str) -> None:
+def test_images(doctor: Doctor, cluster: KubeClient, image: str, policy: str, says: str) -> None:
     code, found = doctor(image=image, kubernetes={"image_pull_policy": policy})
     assert (code, bad(found)) == (2, {"image"})
     assert says in found["image"][0]["found"]
     assert found["DNS"][0]["fine"] is None
-    until(lambda: not cluster.every("Pod", {PART: "doctor"}))
+    until(lambda: not cluster.list_objects("Pod", {PART_LABEL: "doctor"}))
 
 
-def test_all_faults_are_told_at_once(doctor: Doctor, cluster: Cluster) -> None:
+def test_all_faults_are_told_at_once(doctor: Doctor, cluster: KubeClient) -> None:
     hard = {"requests.nvidia.com/gpu": "1", "pods": "10"}
     cluster.create({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "small"}, "spec": {"hard": hard}})
     until(lambda: (cluster.get("ResourceQuota", "small") or {}).get("status", {}).get("hard"))
@@ -124,7 +124,7 @@ def test_all_faults_are_told_at_once(doctor: Doctor, cluster: Cluster) -> None:
     assert "has no key other" in found["secret aws"][0]["found"]
 
 
-def test_a_namespace_that_is_not_there(doctor: Doctor, cluster: Cluster) -> None:
+def test_a_namespace_that_is_not_there(doctor: Doctor, cluster: KubeClient) -> None:
     code, found = doctor("--on", f"k8s:///{cluster.namespace}-not", resources={"gpu": 1})
     assert (code, bad(found)) == (2, {"namespace"})
     assert found["image"][0]["fine"] is None
@@ -135,7 +135,7 @@ def test_a_namespace_that_is_not_there(doctor: Doctor, cluster: Cluster) -> None
     assert cluster.get("Namespace", f"{cluster.namespace}-not") is None
 
 
-def test_a_namespace_that_refuses_root(doctor: Doctor, cluster: Cluster) -> None:
+def test_a_namespace_that_refuses_root(doctor: Doctor, cluster: KubeClient) -> None:
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     cluster.patch("Namespace", cluster.namespace, {"metadata": {"labels": labels}})
     code, found = doctor(resources={"cpu": 1})
@@ -146,7 +146,7 @@ def test_a_namespace_that_refuses_root(doctor: Doctor, cluster: Cluster) -> None
     assert (code, bad(found)) == (0, set())
 
 
-def test_claims_and_who_mounts_them(doctor: Doctor, cluster: Cluster) -> None:
+def test_claims_and_who_mounts_them(doctor: Doctor, cluster: KubeClient) -> None:
     spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}, "storageClassName": "none"}
     cluster.create({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "one"}, "spec": spec})
     many = {"topology": "torchrun", "program": {"module": "this"}, "workers": 2}
@@ -163,7 +163,7 @@ def test_claims_and_who_mounts_them(doctor: Doctor, cluster: Cluster) -> None:
 
 
 @pytest.fixture
-def account(cluster: Cluster, kubeconfig: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def account(cluster: KubeClient, kubeconfig: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Be a service account without any rights, for whoever reads the settings from here on."""
     name = f"runner-{secrets.token_hex(3)}"
     cluster.create({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}})
@@ -195,22 +195,22 @@ def missing(found: dict[str, list[dict[str, Any]]], fine: bool | None) -> set[tu
     return {(verb, what) for verbs, what in (part.rsplit(" ", 1) for part in parts) for verb in verbs.split(", ")}
 
 
-def listed(*some: Part) -> set[tuple[str, str]]:
-    return {(verb, str(right)) for right in rights(some) for verb in right.verbs}
+def listed(*some: Feature) -> set[tuple[str, str]]:
+    return {(verb, str(right)) for right in list_permissions(some) for verb in right.verbs}
 
 
 def test_who_has_no_rights_is_told_each_of_them(doctor: Doctor, account: str) -> None:
     code, found = doctor(resources={"gpu": 1})
     assert code == 5
     assert bad(found) == {"permissions"}
-    assert missing(found, False) == listed(Part.JOB)
-    other = listed(Part.INSIDE, Part.VOLUME, Part.CACHE, Part.LOOK, Part.NODES)
+    assert missing(found, False) == listed(Feature.JOBS)
+    other = listed(Feature.EXEC, Feature.VOLUME, Feature.CACHE, Feature.NAMESPACE_CHECKS, Feature.CLUSTER_CHECKS)
     assert missing(found, None) == other
     assert {found[what][0]["fine"] for what in ("namespace", "gpus", "room", "quota", "storage", "image")} == {None}
 
 
-def test_who_lacks_two_verbs_is_told_those(doctor: Doctor, cluster: Cluster, account: str) -> None:
-    role, binding = rbac(cluster.namespace, f"serviceaccount:{account}")
+def test_who_lacks_two_verbs_is_told_those(doctor: Doctor, cluster: KubeClient, account: str) -> None:
+    role, binding = build_rbac(cluster.namespace, f"serviceaccount:{account}")
     (jobs,) = [rule for rule in role["rules"] if "jobs" in rule["resources"]]
     jobs["verbs"] = [verb for verb in jobs["verbs"] if verb not in ("patch", "watch")]
     cluster.apply(role)
@@ -218,8 +218,10 @@ def test_who_lacks_two_verbs_is_told_those(doctor: Doctor, cluster: Cluster, acc
     until(lambda: missing(doctor()[1], False) == {("patch", "jobs.batch"), ("watch", "jobs.batch")})
 
 
-def test_the_role_is_enough_and_nothing_more(doctor: Doctor, cluster: Cluster, account: str) -> None:
-    objects = rbac(cluster.namespace, f"serviceaccount:{account}", wanted=EVERYDAY | {Part.NODES})
+def test_the_role_is_enough_and_nothing_more(doctor: Doctor, cluster: KubeClient, account: str) -> None:
+    objects = build_rbac(
+        cluster.namespace, f"serviceaccount:{account}", features=DEFAULT_FEATURES | {Feature.CLUSTER_CHECKS}
+    )
     for one in objects:
         cluster.apply(one)
     until(lambda: not missing(doctor()[1], False))
@@ -229,31 +231,33 @@ def test_the_role_is_enough_and_nothing_more(doctor: Doctor, cluster: Cluster, a
     assert (code, bad(found)) == (2, {"image"})  # by the probe, for nobody may read secrets
     assert "there is no Secret aws" in found["image"][0]["found"]
     assert doctor(resources={"gpu": 1})[0] == 0
-    limited = Cluster.at(Place(None, cluster.namespace))
-    assert not limited.may("get", "secrets")
-    assert not limited.may("create", "serviceaccounts", subresource="token")
-    assert not limited.may("create", "rolebindings", group="rbac.authorization.k8s.io")
-    assert not limited.may("delete", "nodes", everywhere=True)
-    assert not limited.may("list", "pods", everywhere=True)
-    elsewhere = Cluster.at(Place(None, "default"))
+    limited = KubeClient.for_target(KubeTarget(None, cluster.namespace))
+    assert not limited.is_allowed("get", "secrets")
+    assert not limited.is_allowed("create", "serviceaccounts", subresource="token")
+    assert not limited.is_allowed("create", "rolebindings", group="rbac.authorization.k8s.io")
+    assert not limited.is_allowed("delete", "nodes", cluster_scoped=True)
+    assert not limited.is_allowed("list", "pods", cluster_scoped=True)
+    elsewhere = KubeClient.for_target(KubeTarget(None, "default"))
     assert not any(
-        elsewhere.may(verb, right.resource.partition("/")[0], group=right.group)
-        for right in rights(EVERYDAY)
+        elsewhere.is_allowed(verb, right.resource.partition("/")[0], group=right.group)
+        for right in list_permissions(DEFAULT_FEATURES)
         for verb in right.verbs
     )
     limited.close()
     elsewhere.close()
 
 
-def test_the_role_lets_commands_run_in_pods(cluster: Cluster, account: str) -> None:
-    for one in rbac(cluster.namespace, f"serviceaccount:{account}", wanted=EVERYDAY - OPTIONAL):
+def test_the_role_lets_commands_run_in_pods(cluster: KubeClient, account: str) -> None:
+    for one in build_rbac(
+        cluster.namespace, f"serviceaccount:{account}", features=DEFAULT_FEATURES - OPTIONAL_FEATURES
+    ):
         cluster.apply(one)
-    limited = Cluster.at(Place(None, cluster.namespace))
-    until(lambda: limited.may("create", "pods"))
+    limited = KubeClient.for_target(KubeTarget(None, cluster.namespace))
+    until(lambda: limited.is_allowed("create", "pods"))
     container = {"name": "main", "image": BUSYBOX, "imagePullPolicy": "IfNotPresent", "command": ["sleep", "100"]}
     spec = {"containers": [container], "terminationGracePeriodSeconds": 0}
     limited.create({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": spec})
     until(lambda: (limited.get("Pod", "p") or {})["status"]["phase"] == "Running")
-    assert limited.run_in("p", ["echo", "hello"]).out == b"hello\n"
+    assert limited.exec_in_pod("p", ["echo", "hello"]).stdout == b"hello\n"
     assert limited.delete("Pod", "p", grace_s=0)
     limited.close()

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 
 from stoker.core.processes import until
-from stoker.kube.client import Cluster
-from stoker.kube.ephemeral_pod import events_of
-from stoker.kube.objects import CONTAINER, PART, RUN, Manifest, claim
-from stoker.kube.pods import ended, is_running, why_pending
+from stoker.kube.client import KubeClient
+from stoker.kube.ephemeral_pod import list_events
+from stoker.kube.objects import MAIN_CONTAINER, PART_LABEL, RUN_LABEL, Manifest, build_claim
+from stoker.kube.pods import explain_pending, get_exit_status, is_running
 from tests.support.kubernetes import NO_KUBERNETES, PATH
 
 IMAGE = "docker.io/library/busybox:local"
@@ -58,8 +58,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def pod(name: str, *words: str, **spec: Any) -> Manifest:
     """A pod as a job has it; `words` are what it runs."""
-    labels = {RUN: RUN_ID, "stoker.dev/role": "worker", "batch.kubernetes.io/job-completion-index": "0"}
-    main: Manifest = {"name": CONTAINER, "image": IMAGE, "imagePullPolicy": "Never", **spec.pop("main", {})}
+    labels = {RUN_LABEL: RUN_ID, "stoker.dev/role": "worker", "batch.kubernetes.io/job-completion-index": "0"}
+    main: Manifest = {"name": MAIN_CONTAINER, "image": IMAGE, "imagePullPolicy": "Never", **spec.pop("main", {})}
     main["command"] = list(words) or ["sh", "-c", "trap exit TERM; while :; do sleep 1; done"]
     if spec.get("volumes"):
         main["volumeMounts"] = [{"name": "v", "mountPath": "/volume"}]
@@ -68,7 +68,7 @@ def pod(name: str, *words: str, **spec: Any) -> Manifest:
 
 
 @pytest.fixture
-def ran(cluster: Cluster, home: Path) -> str:
+def ran(cluster: KubeClient, home: Path) -> str:
     """A run of one worker, whose folder is here and whose pod is in the cluster."""
     folder = home / "runs" / RUN_ID
     folder.mkdir(parents=True)
@@ -78,11 +78,11 @@ def ran(cluster: Cluster, home: Path) -> str:
 
 
 @pytest.fixture
-def running(cluster: Cluster, ran: str) -> str:
+def running(cluster: KubeClient, ran: str) -> str:
     return made(cluster, pod("digits-0"))
 
 
-def made(cluster: Cluster, one: Manifest) -> str:
+def made(cluster: KubeClient, one: Manifest) -> str:
     """Make a pod and wait until it runs."""
     name = str(cluster.create(one)["metadata"]["name"])
     assert eventually(lambda: is_running(cluster.get("Pod", name) or one)), why(cluster, name)
@@ -93,10 +93,10 @@ def eventually(condition: Callable[[], bool]) -> bool:
     return until(condition, WAIT_S, pause_s=0.25)
 
 
-def why(cluster: Cluster, name: str) -> str:
+def why(cluster: KubeClient, name: str) -> str:
     found = cluster.get("Pod", name)
     assert found is not None
-    return why_pending(found, events_of(cluster, found))
+    return explain_pending(found, list_events(cluster, found))
 
 
 def stoker(*words: str, **more: Any) -> subprocess.CompletedProcess[bytes]:
@@ -144,13 +144,13 @@ def test_exec_of_what_is_not_in_the_image_fails(running: str) -> None:
     assert done.stderr.endswith(b"there is no program 'no-such-program' in the container\n")
 
 
-def test_exec_says_why_it_cannot(cluster: Cluster, ran: str) -> None:
+def test_exec_says_why_it_cannot(cluster: KubeClient, ran: str) -> None:
     done = stoker("job", "exec", "digits", "--", "ls")
     assert done.returncode == 2
     assert f"worker/0 of {ran} has no pod".encode() in done.stderr
 
     cluster.create(pod("digits-0", "sh", "-c", "exit 3"))
-    assert eventually(lambda: ended(cluster.get("Pod", "digits-0") or {}) is not None)
+    assert eventually(lambda: get_exit_status(cluster.get("Pod", "digits-0") or {}) is not None)
     done = stoker("job", "exec", "digits", "--", "ls")
     assert done.returncode == 5
     assert b"does not run in pod digits-0: it has ended with exit code 3" in done.stderr
@@ -269,20 +269,20 @@ def tunnels(tmp_path: Path) -> Iterator[Tunnels]:
 def worker_job(words: tuple[str, ...]) -> Manifest:
     """A Job of one indexed pod that is made again when it fails."""
     spec = pod("x", *words)["spec"]
-    template = {"metadata": {"labels": {RUN: RUN_ID, "stoker.dev/role": "worker"}}, "spec": spec}
+    template = {"metadata": {"labels": {RUN_LABEL: RUN_ID, "stoker.dev/role": "worker"}}, "spec": spec}
     more = {"completions": 1, "parallelism": 1, "completionMode": "Indexed", "backoffLimit": 3}
     body = {"template": template, **more}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "digits"}, "spec": body}
 
 
 def test_forward_follows_the_slot_to_its_next_pod_and_ends_with_it(
-    cluster: Cluster, ran: str, free: int, tunnels: Tunnels
+    cluster: KubeClient, ran: str, free: int, tunnels: Tunnels
 ) -> None:
     cluster.create(worker_job(SERVE))
-    assert eventually(lambda: any(map(is_running, cluster.every("Pod", {RUN: ran}))))
+    assert eventually(lambda: any(map(is_running, cluster.list_objects("Pod", {RUN_LABEL: ran}))))
     process = tunnels.start("digits", f"8000:{free}")
     assert eventually(lambda: fetch(free) == "digits-0"), tunnels.said()
-    (first,) = (one["metadata"]["name"] for one in cluster.every("Pod", {RUN: ran}))
+    (first,) = (one["metadata"]["name"] for one in cluster.list_objects("Pod", {RUN_LABEL: ran}))
     assert f"http://127.0.0.1:{free}\n" in tunnels.said()
 
     cluster.delete("Pod", first)
@@ -295,20 +295,20 @@ def test_forward_follows_the_slot_to_its_next_pod_and_ends_with_it(
     assert f"worker/0 of {ran} has ended" in tunnels.said()
 
 
-def test_forward_goes_on_when_nothing_listens_yet(cluster: Cluster, ran: str, free: int, tunnels: Tunnels) -> None:
+def test_forward_goes_on_when_nothing_listens_yet(cluster: KubeClient, ran: str, free: int, tunnels: Tunnels) -> None:
     name = made(cluster, pod("digits-0"))
     process = tunnels.start("digits", f"8000:{free}")
     assert eventually(lambda: "http://" in tunnels.said()), tunnels.said()
     assert fetch(free) == ""
     assert eventually(lambda: "Nothing listens at that port in worker/0 (yet)" in tunnels.said()), tunnels.said()
-    cluster.run_in(name, ["sh", "-c", "mkdir /www; echo late > /www/index.html; httpd -p 8000 -h /www"])
+    cluster.exec_in_pod(name, ["sh", "-c", "mkdir /www; echo late > /www/index.html; httpd -p 8000 -h /www"])
     assert eventually(lambda: fetch(free) == "late"), tunnels.said()
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 0
     assert fetch(free) == ""
 
 
-def test_forward_says_what_is_in_the_way(cluster: Cluster, running: str) -> None:
+def test_forward_says_what_is_in_the_way(cluster: KubeClient, running: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -327,7 +327,7 @@ def test_forward_says_what_is_in_the_way(cluster: Cluster, running: str) -> None
 
 
 @pytest.fixture
-def job_file(cluster: Cluster, tmp_path: Path, home: Path) -> Path:
+def job_file(cluster: KubeClient, tmp_path: Path, home: Path) -> Path:
     body = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": {"token": "s3cr3t"}}
     cluster.create(body)
     path = tmp_path / "job.yaml"
@@ -335,21 +335,21 @@ def job_file(cluster: Cluster, tmp_path: Path, home: Path) -> Path:
     return path
 
 
-def shells(cluster: Cluster) -> list[Manifest]:
-    return cluster.every("Pod", {PART: "shell"})
+def shells(cluster: KubeClient) -> list[Manifest]:
+    return cluster.list_objects("Pod", {PART_LABEL: "shell"})
 
 
-def test_shell_has_the_job_s_variables_and_is_deleted(cluster: Cluster, job_file: Path) -> None:
+def test_shell_has_the_job_s_variables_and_is_deleted(cluster: KubeClient, job_file: Path) -> None:
     words = ["sh", "-c", "echo $COLOUR $TOKEN; ls /stoker; exit 9"]
     done = stoker("job", "shell", str(job_file), "--on", cluster.url, "--", *words)
     assert done.returncode == 9, done.stderr
     assert done.stdout.startswith(b"deep red s3cr3t\n")
     assert b"worker.sh" in done.stdout
     assert not shells(cluster)
-    assert eventually(lambda: not cluster.every("ConfigMap", {PART: "shell"}))
+    assert eventually(lambda: not cluster.list_objects("ConfigMap", {PART_LABEL: "shell"}))
 
 
-def test_shell_at_a_terminal(cluster: Cluster, job_file: Path) -> None:
+def test_shell_at_a_terminal(cluster: KubeClient, job_file: Path) -> None:
     screen = Terminal("-m", "stoker", "job", "shell", str(job_file), "--on", cluster.url)
     screen.expect(r"# ")
     screen.type("echo $COLOUR-$((1+1)); tty\n")
@@ -362,7 +362,7 @@ def test_shell_at_a_terminal(cluster: Cluster, job_file: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["hang up", "terminate"])
-def test_shell_leaves_nothing_when_it_is_cut_off(cluster: Cluster, job_file: Path, way: str) -> None:
+def test_shell_leaves_nothing_when_it_is_cut_off(cluster: KubeClient, job_file: Path, way: str) -> None:
     screen = Terminal("-m", "stoker", "job", "shell", str(job_file), "--on", cluster.url)
     screen.expect(r"# ")
     if way == "hang up":
@@ -374,7 +374,7 @@ def test_shell_leaves_nothing_when_it_is_cut_off(cluster: Cluster, job_file: Pat
     assert eventually(lambda: not shells(cluster))
 
 
-def test_shell_that_cannot_start_says_why_and_is_deleted(cluster: Cluster, job_file: Path) -> None:
+def test_shell_that_cannot_start_says_why_and_is_deleted(cluster: KubeClient, job_file: Path) -> None:
     argv = ["job", "shell", str(job_file), "--on", cluster.url, "--wait", "5s"]
     done = stoker(*argv, "--set", "image=nowhere.invalid/none:1", "--", "true")
     assert done.returncode == 5
@@ -385,7 +385,7 @@ def test_shell_that_cannot_start_says_why_and_is_deleted(cluster: Cluster, job_f
     assert eventually(lambda: not shells(cluster))
 
 
-def test_shell_with_gpus_asks_for_them(cluster: Cluster, job_file: Path) -> None:
+def test_shell_with_gpus_asks_for_them(cluster: KubeClient, job_file: Path) -> None:
     argv = ["job", "shell", str(job_file), "--on", cluster.url, "--set", "resources.gpu=99", "--wait", "3s"]
     assert stoker(*argv, "--", "true").returncode == 0
     done = stoker(*argv, "--gpu", "--", "true")
@@ -393,7 +393,7 @@ def test_shell_with_gpus_asks_for_them(cluster: Cluster, job_file: Path) -> None
     assert b"have too little nvidia.com/gpu free (99 asked for)" in done.stderr
 
 
-def test_shell_is_refused_while_a_job_has_its_claim(cluster: Cluster, job_file: Path, tmp_path: Path) -> None:
+def test_shell_is_refused_while_a_job_has_its_claim(cluster: KubeClient, job_file: Path, tmp_path: Path) -> None:
     name = f"inside-{secrets.token_hex(3)}"
     folder = tmp_path / "volume"
     folder.mkdir()
@@ -411,7 +411,7 @@ def test_shell_is_refused_while_a_job_has_its_claim(cluster: Cluster, job_file: 
         argv = ["job", "shell", str(job_file), "--on", cluster.url, "--set", "volumes=[{claim: data, path: /data}]"]
         done = stoker(*argv, "--", "cat", "/data/hello")
         assert b"there is no claim data; make it with: stoker volume create data" in done.stderr
-        cluster.create(claim("data", 1 << 20, "rwo", {}, storage_class="", volume=name))
+        cluster.create(build_claim("data", 1 << 20, "rwo", {}, storage_class="", volume=name))
         done = stoker(*argv, "--", "cat", "/data/hello")
         assert (done.returncode, done.stdout) == (0, b"from the volume"), done.stderr
         mount = {"name": "v", "persistentVolumeClaim": {"claimName": "data"}}
@@ -444,25 +444,25 @@ def test_shell_is_refused_while_a_job_has_its_claim(cluster: Cluster, job_file: 
         ),
     ],
 )
-def test_a_pod_says_why_it_waits(cluster: Cluster, spec: Manifest, sentence: str) -> None:
+def test_a_pod_says_why_it_waits(cluster: KubeClient, spec: Manifest, sentence: str) -> None:
     cluster.create(pod("waits", **spec))
     assert eventually(lambda: sentence in why(cluster, "waits")), why(cluster, "waits")
 
 
-def test_a_claim_without_a_volume_is_told(cluster: Cluster) -> None:
-    cluster.create(claim("lonely", 1 << 20, "rwo", {}, storage_class=""))
+def test_a_claim_without_a_volume_is_told(cluster: KubeClient) -> None:
+    cluster.create(build_claim("lonely", 1 << 20, "rwo", {}, storage_class=""))
     mount = {"name": "v", "persistentVolumeClaim": {"claimName": "lonely"}}
     cluster.create(pod("waits", volumes=[mount]))
     assert eventually(lambda: "for its claim (lonely)" in why(cluster, "waits")), why(cluster, "waits")
 
 
-def test_a_job_without_room_in_its_quota_says_so(cluster: Cluster) -> None:
+def test_a_job_without_room_in_its_quota_says_so(cluster: KubeClient) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "team"}, "spec": {"hard": {"pods": "0"}}}
     cluster.create(quota)
     assert eventually(lambda: "hard" in (cluster.get("ResourceQuota", "team") or {}).get("status", {}))
     job = cluster.create(worker_job(()))
-    assert eventually(lambda: why_pending(job, events_of(cluster, job)) != "")
-    told = why_pending(job, events_of(cluster, job))
+    assert eventually(lambda: explain_pending(job, list_events(cluster, job)) != "")
+    told = explain_pending(job, list_events(cluster, job))
     assert told == "quota team leaves no room: pods=1 asked for, pods=0 used of pods=0"
 
 
@@ -481,10 +481,10 @@ def test_a_job_without_room_in_its_quota_says_so(cluster: Cluster) -> None:
     ],
 )
 def test_a_pod_says_how_it_ended(
-    cluster: Cluster, words: tuple[str, ...], spec: Manifest, end: tuple[int, str]
+    cluster: KubeClient, words: tuple[str, ...], spec: Manifest, end: tuple[int, str]
 ) -> None:
     cluster.create(pod("ends", *words, **spec))
-    assert eventually(lambda: ended(cluster.get("Pod", "ends") or {}) is not None)
-    code, reason = ended(cluster.get("Pod", "ends") or {}) or (None, "")
+    assert eventually(lambda: get_exit_status(cluster.get("Pod", "ends") or {}) is not None)
+    code, reason = get_exit_status(cluster.get("Pod", "ends") or {}) or (None, "")
     assert code == end[0], reason
     assert end[1] in reason if end[1] else reason == ""

@@ -16,10 +16,10 @@ import pytest
 from stoker.errors import ConflictError, NotFoundError
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState
-from stoker.kube.client import Cluster
-from stoker.kube.objects import RUN, claim
+from stoker.kube.client import KubeClient
+from stoker.kube.objects import RUN_LABEL, build_claim
 from stoker.launchers.kubernetes.launcher import KubernetesLauncher
-from stoker.launchers.supervisor import watcher
+from stoker.launchers.supervisor import supervisor_pid
 from tests.e2e.kubernetes.pods import keys
 from tests.launchers.contract import LauncherSuite, Launching, until
 from tests.support.kubernetes import NO_KUBERNETES, PATH
@@ -29,7 +29,7 @@ class OnCluster(Launching):
     ON = "k8s"
 
     @pytest.fixture(autouse=True)
-    def _there(self, cluster: Cluster, tmp_path: Path) -> None:
+    def _there(self, cluster: KubeClient, tmp_path: Path) -> None:
         self.cluster, self.folder = cluster, tmp_path
 
     def job(self, command: str | None = None, **more: Any) -> Job:
@@ -47,7 +47,11 @@ class TestJobs(OnCluster):
         run, status = self.end(launcher, self.job("true"))
         assert status.state is JobState.SUCCEEDED
         self.cluster.delete("Job", "small")
-        until(lambda: not self.cluster.every("ConfigMap", {RUN: run.id}) and not self.cluster.every("Pod"))
+        until(
+            lambda: (
+                not self.cluster.list_objects("ConfigMap", {RUN_LABEL: run.id}) and not self.cluster.list_objects("Pod")
+            )
+        )
 
     def test_another_machine_takes_a_run_up(
         self, launcher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -72,7 +76,7 @@ class TestJobs(OnCluster):
 
     def test_what_is_long_gone_is_lost(self, launcher: Any) -> None:
         run = self.start(launcher, self.job("sleep 60"))
-        os.kill(watcher(run) or 0, signal.SIGKILL)
+        os.kill(supervisor_pid(run) or 0, signal.SIGKILL)
         self.cluster.delete("Job", "small", foreground=True)
         until(lambda: self.cluster.get("Job", "small") is None, 60)
         until(lambda: launcher.status(run.handle).state is JobState.LOST)
@@ -102,10 +106,10 @@ class TestJobs(OnCluster):
         run = self.start(launcher, self.job("for i in $(seq 60); do echo line $i; sleep 0.1; done"))
         for _ in range(3):
             until(lambda: len(self.text(launcher, run)) > 5)
-            pid = watcher(run)
+            pid = supervisor_pid(run)
             assert pid
             os.kill(pid, signal.SIGKILL)
-            until(lambda pid=pid: watcher(run) != pid)  # type: ignore[misc]
+            until(lambda pid=pid: supervisor_pid(run) != pid)  # type: ignore[misc]
             launcher.status(run.handle)
         until(lambda: launcher.status(run.handle).state.is_final, 60)
         assert self.text(launcher, run) == [f"line {number}" for number in range(1, 61)]
@@ -131,10 +135,10 @@ class TestJobs(OnCluster):
             self.start(launcher, self.job("true", volumes=[{"claim": "nothing", "path": "/data"}]))
 
     def test_a_claim_that_another_job_has(self, launcher: Any) -> None:
-        self.cluster.create(claim("data", 1 << 20, "rwo", {}, storage_class="", volume="none-there"))
+        self.cluster.create(build_claim("data", 1 << 20, "rwo", {}, storage_class="", volume="none-there"))
         volumes = [{"claim": "data", "path": "/data"}]
         self.start(launcher, self.job("sleep 60", volumes=volumes))
-        until(lambda: bool(self.cluster.every("Pod")))
+        until(lambda: bool(self.cluster.list_objects("Pod")))
         with pytest.raises(
             ConflictError, match=r"claim data is mounted by pod small-0-.* of job small, and one node alone"
         ):
@@ -170,7 +174,7 @@ class TestJobs(OnCluster):
         script = "echo attempt $STOKER_ATTEMPT; test $STOKER_ATTEMPT = 0 && sleep 60; exit 0"
         run = self.start(launcher, self.job(script, retries=1))
         until(lambda: "attempt 0" in self.text(launcher, run))
-        (pod,) = self.cluster.every("Pod", {RUN: run.id})
+        (pod,) = self.cluster.list_objects("Pod", {RUN_LABEL: run.id})
         self.cluster.delete("Pod", pod["metadata"]["name"], grace_s=1)
         until(lambda: launcher.status(run.handle).state.is_final, 90)
         assert launcher.status(run.handle).state is JobState.SUCCEEDED
@@ -204,13 +208,13 @@ class TestPlan(OnCluster):
         if shutil.which("kubectl", path=PATH) is None:
             pytest.skip(f"{NO_KUBERNETES}: no kubectl")
         job = self.job("echo $STOKER_RUN $STOKER_ATTEMPT $STOKER_SLOT")
-        plan = launcher.render(job).shown()
+        plan = launcher.render(job).to_text()
         subprocess.run(
             ["kubectl", "apply", "-f", "-"], input=plan, text=True, env={**os.environ, "PATH": PATH}, check=True
         )
-        until(lambda: any(pod["status"]["phase"] == "Succeeded" for pod in self.cluster.every("Pod")), 60)
-        (pod,) = self.cluster.every("Pod")
-        (line,) = self.cluster.log(pod["metadata"]["name"], follow=False)
+        until(lambda: any(pod["status"]["phase"] == "Succeeded" for pod in self.cluster.list_objects("Pod")), 60)
+        (pod,) = self.cluster.list_objects("Pod")
+        (line,) = self.cluster.stream_log(pod["metadata"]["name"], follow=False)
         assert line.split(b" ", 1)[1] == b"small 0 worker/0\n"
 
 
@@ -262,4 +266,4 @@ class TestTensorFlow(OnCluster):
         run, status = self.end(launcher, job, 120)
         assert status.state is JobState.SUCCEEDED, status.message
         assert {line.split()[1] for line in self.text(launcher, run)} == reached
-        until(lambda: not [pod for pod in self.cluster.every("Pod") if pod["status"]["phase"] == "Running"], 60)
+        until(lambda: not [pod for pod in self.cluster.list_objects("Pod") if pod["status"]["phase"] == "Running"], 60)

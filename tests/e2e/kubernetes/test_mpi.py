@@ -13,11 +13,11 @@ import yaml
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
-from stoker.kube.client import Cluster
+from stoker.kube.client import KubeClient
 from tests.e2e.kubernetes.mpi_operator import Operator
 from tests.e2e.kubernetes.pods import keys, mounted
 from tests.launchers.contract import Launching, until
-from tests.support.kubernetes import SHARED, knows_mpijobs
+from tests.support.kubernetes import SHARED, has_mpi_operator
 
 CRD = SHARED / "crds" / "mpi-operator" / "kubeflow.org_mpijobs.yaml"
 TELL = """
@@ -34,15 +34,15 @@ class TestMpi(Launching):
     ON = "k8s"
 
     @pytest.fixture(autouse=True)
-    def _operator(self, cluster: Cluster, tmp_path: Path) -> Iterator[None]:
+    def _operator(self, cluster: KubeClient, tmp_path: Path) -> Iterator[None]:
         for program in ("sshd", "mpirun"):
             if shutil.which(program, path="/usr/bin:/usr/sbin") is None:
                 pytest.skip(f"no program {program!r}")
-        if not knows_mpijobs(cluster):
+        if not has_mpi_operator(cluster):
             if not CRD.exists():
                 pytest.skip(f"there is no {CRD}")
             cluster.apply(yaml.safe_load(CRD.read_text()))
-            until(lambda: knows_mpijobs(cluster))
+            until(lambda: has_mpi_operator(cluster))
         self.cluster, self.folder = cluster, tmp_path
         data = {"token": "hush"}
         secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s"}, "stringData": data}

@@ -12,7 +12,7 @@ import pytest
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
-from stoker.kube.client import Cluster
+from stoker.kube.client import KubeClient
 from tests.e2e.kubernetes.pods import keys
 from tests.launchers.contract import Launching, until
 from tests.support.paths import ROOT
@@ -29,7 +29,7 @@ class TestTasks(Launching):
     ON = "k8s"
 
     @pytest.fixture(autouse=True)
-    def _there(self, cluster: Cluster, tmp_path: Path) -> None:
+    def _there(self, cluster: KubeClient, tmp_path: Path) -> None:
         self.cluster = cluster
         shutil.copy(TASK, tmp_path / "task.py")  # it travels with the job
 
@@ -52,4 +52,4 @@ class TestTasks(Launching):
             assert {f"reached {name} at {address}" for name, address in others.items()} <= set(lines)
             assert "done" in lines
         assert all(address.startswith("small-") for address in every.values())
-        until(lambda: not [pod for pod in self.cluster.every("Pod") if pod["status"]["phase"] == "Running"], 60)
+        until(lambda: not [pod for pod in self.cluster.list_objects("Pod") if pod["status"]["phase"] == "Running"], 60)

@@ -9,8 +9,8 @@ import pytest
 
 from stoker.jobs.run_folder import Run, find
 from stoker.jobs.status import JobState
-from stoker.kube.client import Cluster
-from stoker.kube.objects import RUN, claim, manifest
+from stoker.kube.client import KubeClient
+from stoker.kube.objects import RUN_LABEL, build_claim, build_object
 from stoker.trainers.ledger import effective
 from tests.e2e.kubernetes.pods import keys
 from tests.launchers.contract import until
@@ -26,7 +26,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def checkpoints(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
+def checkpoints(cluster: KubeClient, tmp_path: Path) -> Iterator[Path]:
     """A claim `ckpt` that one node can mount at a time, and the folder of this machine that is behind it."""
     folder, name = tmp_path / "checkpoints", f"{cluster.namespace}-ckpt"
     folder.mkdir()
@@ -37,8 +37,8 @@ def checkpoints(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
         "storageClassName": "",
         "persistentVolumeReclaimPolicy": "Retain",
     }
-    cluster.create(manifest("v1", "PersistentVolume", name, {}, spec=spec))
-    cluster.create(claim("ckpt", 1 << 30, "rwo", {}, storage_class="", volume=name))
+    cluster.create(build_object("v1", "PersistentVolume", name, {}, spec=spec))
+    cluster.create(build_claim("ckpt", 1 << 30, "rwo", {}, storage_class="", volume=name))
     yield folder
     cluster.delete("PersistentVolumeClaim", "ckpt")
     cluster.delete("PersistentVolume", name)
@@ -46,7 +46,12 @@ def checkpoints(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("victim", [None, "worker-0", "worker-1"])
 def test_the_same_bits(
-    cluster: Cluster, calm: Path, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str | None
+    cluster: KubeClient,
+    calm: Path,
+    checkpoints: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    victim: str | None,
 ) -> None:
     monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
     folder = tmp_path / "job"
@@ -73,14 +78,14 @@ def test_the_same_bits(
     assert sorted(effective(folder / "ledger")) == list(range(EPOCHS))
 
 
-def kill(cluster: Cluster, run: Run, victim: str) -> None:
+def kill(cluster: KubeClient, run: Run, victim: str) -> None:
     """Kill the ranks of a pod with SIGKILL, as a kernel that is short of memory would."""
     kind = {"worker-0": "chief", "worker-1": "rest"}[victim]
-    (pod,) = [one for one in cluster.every("Pod", {RUN: run.id}) if f"-{kind}-" in one["metadata"]["name"]]
+    (pod,) = [one for one in cluster.list_objects("Pod", {RUN_LABEL: run.id}) if f"-{kind}-" in one["metadata"]["name"]]
     script = (
         "for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/cmdline | grep -q 'torch_image' && kill -9 ${p#/proc/}; done; true"
     )
-    assert cluster.run_in(pod["metadata"]["name"], ["sh", "-c", script]).code in (0, 137)
+    assert cluster.exec_in_pod(pod["metadata"]["name"], ["sh", "-c", script]).exit_code in (0, 137)
 
 
 def is_over(run: Run) -> bool:

@@ -20,29 +20,29 @@ import pytest
 import yaml
 
 from stoker.kube import claims, volumes
-from stoker.kube.client import Cluster
-from stoker.kube.objects import JOB, MANAGED_BY, PART, RUN, Manifest
+from stoker.kube.client import KubeClient
+from stoker.kube.objects import JOB_LABEL, MANAGED_BY, PART_LABEL, RUN_LABEL, Manifest
 from tests.support.trees import stoker
 
 BUSYBOX = "docker.io/library/busybox:local"
-INSPECTORS = {PART: "inspector"}
+INSPECTORS = {PART_LABEL: "inspector"}
 
 
 @pytest.fixture
-def here(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def here(cluster: KubeClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubeClient]:
     """A namespace whose PersistentVolumes go with it."""
     monkeypatch.setattr(claims, "SETTLE_S", 4.0)
     yield cluster
-    for one in cluster.every("Pod"):
+    for one in cluster.list_objects("Pod"):
         cluster.delete("Pod", one["metadata"]["name"], grace_s=0)
-    for one in cluster.every("PersistentVolumeClaim"):
+    for one in cluster.list_objects("PersistentVolumeClaim"):
         cluster.delete("PersistentVolumeClaim", one["metadata"]["name"])
     for one in made_volumes(cluster):
         cluster.delete("PersistentVolume", one["metadata"]["name"])
 
 
 @pytest.fixture
-def kind(here: Cluster) -> Iterator[str]:
+def kind(here: KubeClient) -> Iterator[str]:
     """A storage class of the test's own, which lets claims grow and is never bound before a pod."""
     name = f"test-{secrets.token_hex(3)}"
     here.create(
@@ -66,22 +66,22 @@ def until(condition: Callable[[], object], *, seconds: float) -> None:
         time.sleep(0.2)
 
 
-def made_volumes(cluster: Cluster) -> list[Manifest]:
-    every = cluster.every("PersistentVolume", MANAGED_BY)
+def made_volumes(cluster: KubeClient) -> list[Manifest]:
+    every = cluster.list_objects("PersistentVolume", MANAGED_BY)
     beginning = f"{cluster.namespace}/"
-    return [one for one in every if one["metadata"]["annotations"][volumes.OF_CLAIM].startswith(beginning)]
+    return [one for one in every if one["metadata"]["annotations"][volumes.CLAIM_ANNOTATION].startswith(beginning)]
 
 
-def on(cluster: Cluster) -> str:
+def on(cluster: KubeClient) -> str:
     return f"k8s:///{cluster.namespace}"
 
 
-def make(cluster: Cluster, folder: Path, *more: str) -> None:
+def make(cluster: KubeClient, folder: Path, *more: str) -> None:
     words = ("--size", "1Gi", "--host-path", str(folder), "--on", on(cluster))
     assert stoker("volume", "create", "data", *words, *more) == 0
 
 
-def inspect(cluster: Cluster, *words: object) -> int:
+def inspect(cluster: KubeClient, *words: object) -> int:
     return stoker("volume", "inspect", "data", *words, "--image", BUSYBOX, "--on", on(cluster))
 
 
@@ -103,12 +103,12 @@ def mounting(name: str, script: str, **labels: str) -> Manifest:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec}
 
 
-def phase(cluster: Cluster, name: str) -> str:
+def phase(cluster: KubeClient, name: str) -> str:
     found = cluster.get("Pod", name)
     return str(found["status"]["phase"]) if found else "gone"
 
 
-def write(cluster: Cluster, script: str) -> None:
+def write(cluster: KubeClient, script: str) -> None:
     """Have a pod write into the claim, to its end."""
     cluster.create(mounting("writer", script))
     until(lambda: phase(cluster, "writer") in ("Succeeded", "Failed"), seconds=60)
@@ -116,7 +116,7 @@ def write(cluster: Cluster, script: str) -> None:
 
 
 def test_made_written_looked_into_and_deleted(
-    here: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: KubeClient, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(here, tmp_path / "disk")
     assert (
@@ -164,7 +164,7 @@ def test_made_written_looked_into_and_deleted(
     assert inspect(here, "ls", "../../etc") == 2
     assert "there is no '../../etc' in it" in capfd.readouterr().err
 
-    assert here.every("Pod", INSPECTORS) == []
+    assert here.list_objects("Pod", INSPECTORS) == []
     assert not list(tmp_path.glob(".*"))
     assert stoker("volume", "delete", "data", "--on", on(here), "--yes") == 2
     assert "held by pod writer, which has ended" in capfd.readouterr().err
@@ -173,7 +173,7 @@ def test_made_written_looked_into_and_deleted(
     assert "say it with --yes" in capfd.readouterr().err
     assert stoker("volume", "delete", "data", "--on", on(here), "--yes") == 0
     assert f"the data stays in {tmp_path / 'disk'} on the nodes" in capfd.readouterr().err
-    assert here.every("PersistentVolumeClaim") == []
+    assert here.list_objects("PersistentVolumeClaim") == []
     assert made_volumes(here) == []
     assert model.exists()
     assert stoker("volume", "delete", "data", "--on", on(here), "--yes") == 2
@@ -181,10 +181,10 @@ def test_made_written_looked_into_and_deleted(
 
 
 def test_a_volume_that_a_job_has_is_left_to_it(
-    here: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    here: KubeClient, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     make(here, tmp_path / "disk")
-    here.create(mounting("train-0", "sleep 600", **{JOB: "train", RUN: "train-abc"}))
+    here.create(mounting("train-0", "sleep 600", **{JOB_LABEL: "train", RUN_LABEL: "train-abc"}))
     until(lambda: phase(here, "train-0") == "Running", seconds=60)
     capfd.readouterr()
 
@@ -194,7 +194,7 @@ def test_a_volume_that_a_job_has_is_left_to_it(
     assert "stoker job stop train-abc" in told
     assert stoker("volume", "delete", "data", "--yes", "--on", on(here)) == 2
     assert "mounted by pod train-0 of job train" in capfd.readouterr().err
-    assert here.every("Pod", INSPECTORS) == []
+    assert here.list_objects("Pod", INSPECTORS) == []
 
     assert stoker("volume", "list", "--on", on(here)) == 0
     assert "train-0 (train)" in capfd.readouterr().out
@@ -208,10 +208,10 @@ def test_a_volume_that_a_job_has_is_left_to_it(
 
 
 def test_one_that_many_can_have_is_looked_into_while_a_job_has_it(
-    here: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    here: KubeClient, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     make(here, tmp_path / "disk", "--access", "rwx")
-    here.create(mounting("train-0", "echo 1 > loss; sleep 600", **{JOB: "train"}))
+    here.create(mounting("train-0", "echo 1 > loss; sleep 600", **{JOB_LABEL: "train"}))
     until(lambda: (tmp_path / "disk/loss").exists(), seconds=60)
     capfd.readouterr()
     assert inspect(here, "cat", "loss") == 0
@@ -219,7 +219,7 @@ def test_one_that_many_can_have_is_looked_into_while_a_job_has_it(
 
 
 def test_by_file_bound_grown_and_taken_back(
-    here: Cluster, kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    here: KubeClient, kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     names = [f"{here.namespace}-{number}" for number in range(2)]
     objects = [
@@ -256,7 +256,7 @@ def test_by_file_bound_grown_and_taken_back(
 
 
 def test_a_volume_that_others_made_is_used_and_not_deleted(
-    here: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    here: KubeClient, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     name = f"{here.namespace}-theirs"
     spec = {
@@ -283,7 +283,7 @@ def test_a_volume_that_others_made_is_used_and_not_deleted(
 
 
 def test_what_the_cluster_would_refuse_is_refused_before_anything_is_made(
-    here: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    here: KubeClient, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     name = f"{here.namespace}-odd"
     spec = {"capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteOnce"], "hostPth": {"path": "/x"}}
@@ -292,10 +292,10 @@ def test_what_the_cluster_would_refuse_is_refused_before_anything_is_made(
     assert stoker("volume", "create", "data", "--pv", str(tmp_path / "pv.yaml"), "--on", on(here)) == 2
     assert "hostPth" in capfd.readouterr().err
     assert here.get("PersistentVolume", name) is None
-    assert here.every("PersistentVolumeClaim") == []
+    assert here.list_objects("PersistentVolumeClaim") == []
 
 
-def test_classes(here: Cluster, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_classes(here: KubeClient, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert stoker("volume", "create", "data", "--size", "1Gi", "--class", "no-such", "--on", on(here)) == 2
     told = capfd.readouterr().err
     assert "there is no storage class 'no-such'; known: " in told
@@ -303,7 +303,7 @@ def test_classes(here: Cluster, kind: str, capfd: pytest.CaptureFixture[str]) ->
     assert stoker("volume", "create", "data", "--size", "1Gi", "--class", kind, "--on", on(here), "--plan") == 0
     planned = yaml.safe_load(capfd.readouterr().out)
     assert planned["spec"]["storageClassName"] == kind
-    assert here.every("PersistentVolumeClaim") == []
+    assert here.list_objects("PersistentVolumeClaim") == []
     assert stoker("volume", "create", "data", "--size", "1Gi", "--class", kind, "--on", on(here)) == 0
     assert "created: volume data waits for the first pod that mounts it" in capfd.readouterr().out
     assert inspect(here) == 2
@@ -312,7 +312,7 @@ def test_classes(here: Cluster, kind: str, capfd: pytest.CaptureFixture[str]) ->
     assert "It was never bound, so there is no data." in capfd.readouterr().err
 
 
-def test_a_namespace_that_is_not_there(here: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_namespace_that_is_not_there(here: KubeClient, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     place = f"k8s:///{here.namespace}-no"
     for words in (
         ("list",),
@@ -331,13 +331,13 @@ def test_a_namespace_that_is_not_there(here: Cluster, tmp_path: Path, capfd: pyt
     ],
 )
 def test_an_inspector_that_does_not_come_up(
-    image: str, told: str, here: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    image: str, told: str, here: KubeClient, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     make(here, tmp_path / "disk")
     words = ("--image", image, "--timeout", "6s", "--on", on(here))
     assert stoker("volume", "inspect", "data", *words) == 5
     assert told in capfd.readouterr().err
-    assert here.every("Pod", INSPECTORS) == []
+    assert here.list_objects("Pod", INSPECTORS) == []
 
 
 def make_huge(folder: Path) -> None:
@@ -347,7 +347,7 @@ def make_huge(folder: Path) -> None:
         file.truncate(200 * 2**30)
 
 
-def started(cluster: Cluster, *words: object, cwd: Path) -> subprocess.Popen[str]:
+def started(cluster: KubeClient, *words: object, cwd: Path) -> subprocess.Popen[str]:
     line = [sys.executable, "-m", "stoker", "volume", "inspect", "data", *map(str, words)]
     line += ["--image", BUSYBOX, "--on", on(cluster)]
     return subprocess.Popen(line, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -355,7 +355,9 @@ def started(cluster: Cluster, *words: object, cwd: Path) -> subprocess.Popen[str
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("what", ["huge", "."])
-def test_an_interrupted_copy_leaves_nothing(number: signal.Signals, what: str, here: Cluster, tmp_path: Path) -> None:
+def test_an_interrupted_copy_leaves_nothing(
+    number: signal.Signals, what: str, here: KubeClient, tmp_path: Path
+) -> None:
     make(here, tmp_path / "disk")
     place = tmp_path / "to"
     place.mkdir()
@@ -371,21 +373,23 @@ def test_an_interrupted_copy_leaves_nothing(number: signal.Signals, what: str, h
     assert "interrupted" in copying.stderr.read()
     copying.stderr.close()
     assert os.listdir(place) == []
-    assert here.every("Pod", INSPECTORS) == []
+    assert here.list_objects("Pod", INSPECTORS) == []
 
 
-def test_an_inspector_that_is_killed_has_a_deadline(here: Cluster, tmp_path: Path) -> None:
+def test_an_inspector_that_is_killed_has_a_deadline(here: KubeClient, tmp_path: Path) -> None:
     make(here, tmp_path / "disk")
     make_huge(tmp_path / "disk")
     copying = started(here, "cat", "huge", cwd=tmp_path)
-    until(lambda: [one for one in here.every("Pod", INSPECTORS) if one["status"]["phase"] == "Running"], seconds=60)
+    until(
+        lambda: [one for one in here.list_objects("Pod", INSPECTORS) if one["status"]["phase"] == "Running"], seconds=60
+    )
     copying.kill()
     copying.communicate()
-    (left,) = here.every("Pod", INSPECTORS)
+    (left,) = here.list_objects("Pod", INSPECTORS)
     assert 0 < left["spec"]["activeDeadlineSeconds"] <= 12 * 3600
 
 
-def test_a_full_disk_here_is_told_as_such(here: Cluster, tmp_path: Path) -> None:
+def test_a_full_disk_here_is_told_as_such(here: KubeClient, tmp_path: Path) -> None:
     make(here, tmp_path / "disk")
     write(here, "head -c 300000 /dev/zero > some")
     line = [sys.executable, "-m", "stoker", "volume", "inspect", "data", "cat", "some"]
@@ -394,12 +398,12 @@ def test_a_full_disk_here_is_told_as_such(here: Cluster, tmp_path: Path) -> None
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 5
     assert "No space left on device" in done.stderr
-    assert here.every("Pod", INSPECTORS) == []
+    assert here.list_objects("Pod", INSPECTORS) == []
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on the PATH")
 @pytest.mark.parametrize("writable", [True, False])
-def test_a_shell(writable: bool, here: Cluster, tmp_path: Path) -> None:
+def test_a_shell(writable: bool, here: KubeClient, tmp_path: Path) -> None:
     make(here, tmp_path / "disk")
     write(here, "echo before > a")
     outer, inner = pty.openpty()
@@ -429,11 +433,15 @@ def test_a_shell(writable: bool, here: Cluster, tmp_path: Path) -> None:
     assert shell.wait(30) == 3, said
     assert b"before" in said
     assert (tmp_path / "disk/b").exists() is writable, said
-    assert here.every("Pod", INSPECTORS) == []
+    assert here.list_objects("Pod", INSPECTORS) == []
 
 
 def test_who_may_not(
-    here: Cluster, kubeconfig: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: KubeClient,
+    kubeconfig: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make(here, tmp_path / "disk")
     rules = [
@@ -472,7 +480,7 @@ def test_who_may_not(
 
     assert inspect(here) == 5
     assert "you may not run commands in pods" in capfd.readouterr().err
-    assert here.every("Pod", INSPECTORS) == []
+    assert here.list_objects("Pod", INSPECTORS) == []
     assert stoker("volume", "create", "more", "--size", "1Gi", "--class", "any", "--on", on(here)) == 0
     assert "storage classes may not be listed" in capfd.readouterr().err
     assert stoker("volume", "create", "mine", "--size", "1Gi", "--host-path", "/x", "--on", on(here)) == 5

@@ -13,26 +13,33 @@ from stoker.errors import ConflictError, InputError, MissingError, NotFoundError
 from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
-from stoker.kube.config import parts_of
-from stoker.kube.objects import INDEX, JOB, ROLE, RUN
-from stoker.launchers.kubernetes.follower import Mark, Stream
-from stoker.launchers.kubernetes.launcher import make
-from stoker.launchers.kubernetes.manifests import BEFORE, FAILED, MOVED, as_run, lead_of, templates
-from stoker.launchers.kubernetes.plan import with_code
-from stoker.launchers.kubernetes.status import judge, seen, slot_states
+from stoker.kube.config import parse_handle
+from stoker.kube.objects import INDEX_LABEL, JOB_LABEL, ROLE_LABEL, RUN_LABEL
+from stoker.launchers.kubernetes.follower import LogPosition, LogStream
+from stoker.launchers.kubernetes.launcher import create_objects
+from stoker.launchers.kubernetes.manifests import (
+    FAILED,
+    MOVED,
+    PREVIOUS_ATTEMPTS_ANNOTATION,
+    find_lead,
+    get_pod_templates,
+    label_run,
+)
+from stoker.launchers.kubernetes.plan import resolve_code_files
+from stoker.launchers.kubernetes.status import derive_slot_statuses, derive_status, to_slot_pods
 from tests.launchers.contract import job_of
 from tests.support.waiting import eventually
 
 
 def pod(role: str = "worker", index: int = 0, phase: str = "Running", code: int | None = None, **notes: int) -> Any:
     state = {"running": {}} if code is None else {"terminated": {"exitCode": code}}
-    names = {"failed": FAILED, "moved": MOVED, "before": BEFORE}
+    names = {"failed": FAILED, "moved": MOVED, "before": PREVIOUS_ATTEMPTS_ANNOTATION}
     return {
         "metadata": {
             "name": f"{role}-{index}-{sum(notes.values())}",
             "uid": f"{role}-{index}-{sum(notes.values())}",
             "creationTimestamp": f"2026-11-16T10:00:0{sum(notes.values())}Z",
-            "labels": {ROLE: role, INDEX: str(index)},
+            "labels": {ROLE_LABEL: role, INDEX_LABEL: str(index)},
             "annotations": {names[name]: str(count) for name, count in notes.items()},
         },
         "status": {
@@ -43,7 +50,7 @@ def pod(role: str = "worker", index: int = 0, phase: str = "Running", code: int 
 
 
 def lead(*conditions: str, role: str = "worker", index: int | None = None, **spec: Any) -> Any:
-    labels = {JOB: "small", ROLE: role} | ({} if index is None else {INDEX: str(index)})
+    labels = {JOB_LABEL: "small", ROLE_LABEL: role} | ({} if index is None else {INDEX_LABEL: str(index)})
     told = [{"type": kind, "status": "True", "reason": ""} for kind in conditions]
     return {"metadata": {"name": "small", "uid": "j", "labels": labels}, "spec": spec, "status": {"conditions": told}}
 
@@ -57,53 +64,59 @@ def torchrun(**more: Any) -> Any:
 
 def test_states() -> None:
     job = torchrun()
-    assert judge(job, [lead()], seen([pod(phase="Pending")])).state is JobState.PENDING
-    assert judge(job, [lead()], seen([pod(), pod(index=1, phase="Pending")])).state is JobState.RUNNING
-    assert judge(job, [lead("Complete")], seen([pod(phase="Succeeded", code=0)])).state is JobState.SUCCEEDED
-    assert judge(job, [lead("Failed")], seen([pod(phase="Failed", code=7)])).state is JobState.FAILED
-    assert judge(job, [], []).state is JobState.STOPPED
+    assert derive_status(job, [lead()], to_slot_pods([pod(phase="Pending")])).state is JobState.PENDING
+    assert derive_status(job, [lead()], to_slot_pods([pod(), pod(index=1, phase="Pending")])).state is JobState.RUNNING
+    assert (
+        derive_status(job, [lead("Complete")], to_slot_pods([pod(phase="Succeeded", code=0)])).state
+        is JobState.SUCCEEDED
+    )
+    assert derive_status(job, [lead("Failed")], to_slot_pods([pod(phase="Failed", code=7)])).state is JobState.FAILED
+    assert derive_status(job, [], []).state is JobState.STOPPED
 
 
 def test_success_is_told_only_when_all_pods_have_ended() -> None:
-    assert judge(torchrun(), [lead("SuccessCriteriaMet")], seen([pod()])).state is JobState.RUNNING
+    assert derive_status(torchrun(), [lead("SuccessCriteriaMet")], to_slot_pods([pod()])).state is JobState.RUNNING
 
 
 def test_servers_do_not_hold_a_job_open() -> None:
     job = job_of(topology="tf-ps", workers=1, program={"module": "a"})
     jobs = [lead("Complete", role="chief", index=0), lead(index=0), lead(role="ps", index=0)]
-    assert judge(job, jobs, seen([pod("ps"), pod()])).state is JobState.SUCCEEDED
+    assert derive_status(job, jobs, to_slot_pods([pod("ps"), pod()])).state is JobState.SUCCEEDED
 
 
 def test_every_worker_of_a_mirrored_job_leads() -> None:
     job = job_of(topology="tf-mirrored", workers=2, program={"module": "a"})
-    assert judge(job, [lead("Complete", index=0), lead(index=1)], seen([pod(index=1)])).state is JobState.RUNNING
+    assert (
+        derive_status(job, [lead("Complete", index=0), lead(index=1)], to_slot_pods([pod(index=1)])).state
+        is JobState.RUNNING
+    )
     done = [lead("Complete", index=0), lead("Complete", index=1)]
-    assert judge(job, done, seen([pod()])).state is JobState.SUCCEEDED
+    assert derive_status(job, done, to_slot_pods([pod()])).state is JobState.SUCCEEDED
 
 
 def test_who_only_looks_on_may_fail() -> None:
     job = job_of(topology="tf-mirrored", program={"module": "a"}, roles={"evaluator": {"count": 1}})
     jobs = [lead(index=0), lead("Failed", role="evaluator", index=0)]
-    assert judge(job, jobs, seen([pod()])).state is JobState.RUNNING
+    assert derive_status(job, jobs, to_slot_pods([pod()])).state is JobState.RUNNING
 
 
 def test_a_queue_that_has_not_let_it_in() -> None:
     held = lead(suspend=True)
     held["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "gpus"
-    assert judge(torchrun(), [held], []) == (JobState.PENDING, "it waits to be let in by Kueue (queue gpus)")
+    assert derive_status(torchrun(), [held], []) == (JobState.PENDING, "it waits to be let in by Kueue (queue gpus)")
 
 
 def test_attempts_are_those_that_pods_know_themselves() -> None:
-    found = seen([pod(phase="Failed", code=137), pod(phase="Failed", code=1, failed=1), pod(failed=1, moved=1)])
-    assert [(one.attempt, one.code) for one in found] == [(0, -9), (1, 1), (2, None)]
-    assert [one.attempt for one in seen([pod(before=3), pod(before=3, failed=1)])] == [3, 4]
+    found = to_slot_pods([pod(phase="Failed", code=137), pod(phase="Failed", code=1, failed=1), pod(failed=1, moved=1)])
+    assert [(one.attempt, one.exit_code) for one in found] == [(0, -9), (1, 1), (2, None)]
+    assert [one.attempt for one in to_slot_pods([pod(before=3), pod(before=3, failed=1)])] == [3, 4]
 
 
 def test_attempts_stay_as_they_were_known() -> None:
     known = {"gone": (Slot("worker", 0), 0), "worker-0-0": (Slot("worker", 0), 1)}
     new = pod()
     new["metadata"] |= {"uid": "new", "name": "zz"}
-    assert [one.attempt for one in seen([pod(), new], known)] == [1, 2]
+    assert [one.attempt for one in to_slot_pods([pod(), new], known)] == [1, 2]
 
 
 def test_a_lead_among_several_does_not_expire_before_them() -> None:
@@ -119,12 +132,12 @@ def test_a_lead_among_several_does_not_expire_before_them() -> None:
 def test_pods_that_do_not_count_follow_each_other() -> None:
     first, second = pod(), pod()
     second["metadata"] |= {"uid": "b", "name": "zz"}
-    assert [one.attempt for one in seen([second, first])] == [0, 1]
+    assert [one.attempt for one in to_slot_pods([second, first])] == [0, 1]
 
 
 def test_who_was_ended_because_the_lead_was_done_has_not_failed() -> None:
-    found = seen([pod(phase="Succeeded", code=0), pod(index=1, phase="Failed", code=143)])
-    states = [one.state for one in slot_states(torchrun(), found, JobState.SUCCEEDED)]
+    found = to_slot_pods([pod(phase="Succeeded", code=0), pod(index=1, phase="Failed", code=143)])
+    states = [one.state for one in derive_slot_statuses(torchrun(), found, JobState.SUCCEEDED)]
     assert states == [JobState.SUCCEEDED, JobState.STOPPED]
 
 
@@ -133,17 +146,19 @@ def test_who_was_ended_because_the_lead_was_done_has_not_failed() -> None:
 
 def test_a_run_is_a_label_of_everything_but_what_outlives_it() -> None:
     job = torchrun(image="x", checkpoint={"dir": "/c", "claim": "c", "create": True, "size": "1Gi"})
-    objects = as_run(LAUNCHERS.get("k8s")().render(job).objects, "small-1", before=2)
-    marked = {one["kind"]: RUN in one["metadata"]["labels"] for one in objects}
+    objects = label_run(LAUNCHERS.get("k8s")().render(job).objects, "small-1", before=2)
+    marked = {one["kind"]: RUN_LABEL in one["metadata"]["labels"] for one in objects}
     assert marked == {"PersistentVolumeClaim": False, "ConfigMap": True, "Service": True, "Job": True}
-    pods = [template["metadata"] for one in objects for template in templates(one)]
-    assert [(one["labels"][RUN], one["annotations"][BEFORE]) for one in pods] == [("small-1", "2")] * 2
-    assert lead_of(objects)["metadata"]["name"] == "small-chief"
+    pods = [template["metadata"] for one in objects for template in get_pod_templates(one)]
+    assert [(one["labels"][RUN_LABEL], one["annotations"][PREVIOUS_ATTEMPTS_ANNOTATION]) for one in pods] == [
+        ("small-1", "2")
+    ] * 2
+    assert find_lead(objects)["metadata"]["name"] == "small-chief"
 
 
 def test_the_plan_is_what_kubectl_takes() -> None:
     plan = LAUNCHERS.get("k8s")().render(torchrun(image="x"))
-    assert list(yaml.safe_load_all(plan.shown())) == plan.objects
+    assert list(yaml.safe_load_all(plan.to_text())) == plan.objects
 
 
 def test_every_fault_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +181,7 @@ def test_what_travels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / name).write_text(f"# {name}\n")
     job = job_of(image="x", program={"script": "./train.py"}, kubernetes={"copy": ["lib"]})
     plan = LAUNCHERS.get("k8s")().render(job)
-    spec = lead_of(plan.objects)["spec"]["template"]["spec"]
+    spec = find_lead(plan.objects)["spec"]["template"]["spec"]
     (volume,) = [one for one in spec["volumes"] if one["name"] == "code"]
     assert [item["path"] for item in volume["configMap"]["items"]] == ["lib/a.py", "lib/deep/b.py", "train.py"]
     (config,) = [one for one in plan.objects if one["kind"] == "ConfigMap"]
@@ -180,9 +195,9 @@ def test_folders_from_elsewhere_keep_their_shape(tmp_path: Path, monkeypatch: py
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     job = job_of(image="x", program={"module": "a"}, kubernetes={"copy": ["../lib"]})
-    assert sorted(with_code(job)[1]) == ["lib/a/__init__.py", "lib/b/__init__.py"]
+    assert sorted(resolve_code_files(job)[1]) == ["lib/a/__init__.py", "lib/b/__init__.py"]
     twice = job_of(image="x", program={"module": "a"}, kubernetes={"copy": ["../lib", "../other/lib"]})
-    assert "would both be lib/a/__init__.py there" in str(with_code(twice)[2][0])
+    assert "would both be lib/a/__init__.py there" in str(resolve_code_files(twice)[2][0])
 
 
 def test_a_patch_that_fits_nothing_is_refused() -> None:
@@ -202,7 +217,7 @@ def test_what_is_too_large_to_travel(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_handle_is_taken_apart_from_its_end() -> None:
-    assert parts_of("k8s://arn:aws:eks:eu:1:cluster/prod/ml/small-1") == (
+    assert parse_handle("k8s://arn:aws:eks:eu:1:cluster/prod/ml/small-1") == (
         ("arn:aws:eks:eu:1:cluster/prod", "ml"),
         "small-1",
     )
@@ -238,7 +253,7 @@ class Counting:
 def asked(**keys: Any) -> list[tuple[str, str]]:
     cluster = Counting()
     plan = LAUNCHERS.get("k8s")().render(job_of(program={"module": "a"}, image="x", topology="torchrun", **keys))
-    make(cluster, plan.objects)  # type: ignore[arg-type]
+    create_objects(cluster, plan.objects)  # type: ignore[arg-type]
     return cluster.asked
 
 
@@ -269,7 +284,7 @@ def test_what_has_the_name_already_is_not_taken_over() -> None:
     cluster = Taken()
     plan = LAUNCHERS.get("k8s")().render(torchrun(image="x"))
     with pytest.raises(ConflictError, match="there is a ConfigMap small already, which is not of this run"):
-        make(cluster, plan.objects)  # type: ignore[arg-type]
+        create_objects(cluster, plan.objects)  # type: ignore[arg-type]
     assert cluster.asked[-1] == ("delete", "Job")
 
 
@@ -278,7 +293,7 @@ def test_a_queue_where_there_is_no_kueue() -> None:
     cluster.lacks = "kueue.x-k8s.io"
     plan = LAUNCHERS.get("k8s")().render(torchrun(image="x", kubernetes={"queue": "gpus"}))
     with pytest.raises(MissingError, match="queue gpus would never admit it: there is no Kueue in the cluster"):
-        make(cluster, plan.objects)  # type: ignore[arg-type]
+        create_objects(cluster, plan.objects)  # type: ignore[arg-type]
     assert cluster.asked == [("get", "Job")]
 
 
@@ -323,7 +338,7 @@ def test_each_line_comes_once_however_often_the_stream_breaks(tmp_path: Path, mo
     lines = [(moment, f"line {number}") for number, moment in enumerate(moments)]
     path = tmp_path / "worker-0.0.log"
     cut = Cut(lines, [0, 2, 3, 3, 1, 5])
-    stream = Stream(cut, "pod", path, Mark(slot="worker/0", attempt=0))  # type: ignore[arg-type]
+    stream = LogStream(cut, "pod", path, LogPosition(slot="worker/0", attempt=0))  # type: ignore[arg-type]
     stream.start()
     assert eventually(lambda: not cut.breaks, 10)
     stream.is_over = True
@@ -337,6 +352,6 @@ def test_a_pod_that_is_gone_has_said_all(tmp_path: Path) -> None:
         def log(self, *args: Any, **options: Any) -> Iterator[bytes]:
             raise NotFoundError("gone")
 
-    stream = Stream(Gone(), "pod", tmp_path / "a.log", Mark(slot="worker/0", attempt=0))  # type: ignore[arg-type]
+    stream = LogStream(Gone(), "pod", tmp_path / "a.log", LogPosition(slot="worker/0", attempt=0))  # type: ignore[arg-type]
     stream.run()
     assert stream.mark.done

@@ -19,12 +19,12 @@ from stoker.errors import SpecError
 from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.spec import Job
 from stoker.jobs.topology import AddressBook, Command, Slot, command_of, slots_of
-from stoker.kube.objects import GPU, INDEX, JOB, ROLE, Manifest
-from stoker.launchers.kubernetes.manifests import host, manifests, port_of, templates
-from stoker.launchers.kubernetes.plan import as_yaml
-from stoker.launchers.kubernetes.scripts import CODE, FOLDER
+from stoker.kube.objects import GPU_RESOURCE, INDEX_LABEL, JOB_LABEL, ROLE_LABEL, Manifest
+from stoker.launchers.kubernetes.manifests import build_manifests, get_pod_templates, get_role_port, slot_hostname
+from stoker.launchers.kubernetes.plan import to_yaml_documents
+from stoker.launchers.kubernetes.scripts import CODE_DIR, SCRIPTS_DIR
 from tests.support import paths
-from tests.support.crds import faults, schema_of
+from tests.support.crds import load_schema, validate
 
 GOLDEN = paths.GOLDEN / "kubernetes"
 VERSION = "1.37"
@@ -117,7 +117,7 @@ CASES = [
 
 
 def rendered(job: Job, code: dict[str, bytes] | None = None) -> list[Manifest]:
-    return LAUNCHERS.get("k8s")().render(job).objects if code is None else manifests(job, code)
+    return LAUNCHERS.get("k8s")().render(job).objects if code is None else build_manifests(job, code)
 
 
 # --- They are what the API takes
@@ -127,32 +127,32 @@ def rendered(job: Job, code: dict[str, bytes] | None = None) -> list[Manifest]:
 def test_every_object_is_valid_and_has_no_unknown_field(keys: dict[str, Any]) -> None:
     validate = pytest.importorskip("kubernetes_validate").validate
     for one in rendered(job_of(**keys)):
-        if one["metadata"]["labels"].get(INDEX, "0") != "0":  # as the first of its role
+        if one["metadata"]["labels"].get(INDEX_LABEL, "0") != "0":  # as the first of its role
             continue
         if one["kind"] != "MPIJob":
             validate(one, VERSION, strict=True)
             continue
-        for template in templates(one):
+        for template in get_pod_templates(one):
             metadata = {"name": "any", **template["metadata"]}
             validate({"apiVersion": "v1", "kind": "Pod", **template, "metadata": metadata}, VERSION, strict=True)
 
 
 @pytest.mark.parametrize("keys", [case for case in CASES if str(case.id).startswith("mpi")])
 def test_every_mpijob_is_as_its_crd_has_it(keys: dict[str, Any]) -> None:
-    schema = schema_of("mpi-operator/kubeflow.org_mpijobs.yaml", "v2beta1")
+    schema = load_schema("mpi-operator/kubeflow.org_mpijobs.yaml", "v2beta1")
     (one,) = [one for one in rendered(job_of(**keys)) if one["kind"] == "MPIJob"]
-    assert list(faults(one, schema)) == []
+    assert list(validate(one, schema)) == []
 
 
 def test_the_strict_check_catches_what_is_misspelt() -> None:
-    schema = schema_of("mpi-operator/kubeflow.org_mpijobs.yaml", "v2beta1")
+    schema = load_schema("mpi-operator/kubeflow.org_mpijobs.yaml", "v2beta1")
     (one,) = [one for one in rendered(job_of(**TOPOLOGIES["mpi"])) if one["kind"] == "MPIJob"]
     one["spec"]["slotPerWorker"] = one["spec"].pop("slotsPerWorker")
     one["spec"]["mpiImplementation"] = "OpenMpi"
     pod = one["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]
     pod["containers"][0]["readinessProbes"] = pod["containers"][0].pop("readinessProbe")
     one["spec"]["runPolicy"]["backoffLimit"] = "3"
-    assert [fault.partition(": ")[::2] for fault in faults(one, schema)] == [
+    assert [fault.partition(": ")[::2] for fault in validate(one, schema)] == [
         (".spec.mpiImplementation", "'OpenMpi' is none of ['OpenMPI', 'Intel', 'MPICH']"),
         (".spec.runPolicy.backoffLimit", "'3' is no integer"),
         (".spec.mpiReplicaSpecs.Worker.template.spec.containers[0].readinessProbes", "unknown"),
@@ -174,13 +174,15 @@ def test_what_objects_name_is_there(keys: dict[str, Any]) -> None:
     (config,) = by_kind["ConfigMap"].values()
     for one in objects:
         assert one["kind"] in ("Namespace",) or one["metadata"].get("namespace") == job.kubernetes.namespace
-        for template in templates(one):
+        for template in get_pod_templates(one):
             _check_pod(job, template["spec"], config)
             labels = template["metadata"]["labels"]
-            assert labels.items() >= {JOB: job.name, **job.labels}.items()
+            assert labels.items() >= {JOB_LABEL: job.name, **job.labels}.items()
         if one["kind"] == "Service":
             wanted = one["spec"]["selector"].items()
-            assert any(wanted <= pod["metadata"]["labels"].items() for made in objects for pod in templates(made))
+            assert any(
+                wanted <= pod["metadata"]["labels"].items() for made in objects for pod in get_pod_templates(made)
+            )
 
 
 def _check_pod(job: Job, pod: Manifest, config: Manifest) -> None:
@@ -198,22 +200,22 @@ def _check_pod(job: Job, pod: Manifest, config: Manifest) -> None:
             assert item["key"] in {**config["data"], **config.get("binaryData", {})}
     shell, script = main["command"]
     assert shell == "/bin/sh"
-    assert script.removeprefix(f"{FOLDER}/") in config["data"]
+    assert script.removeprefix(f"{SCRIPTS_DIR}/") in config["data"]
 
 
 def test_accelerators_and_their_nodes_are_for_workers_alone() -> None:
     for topology in ("mpi", "tf-ps", "tf-mirrored"):
         for one in rendered(job_of(**{**TOPOLOGIES[topology], **OPTIONS["gpus"]})):
-            for template in templates(one):
+            for template in get_pod_templates(one):
                 pod, (main,) = template["spec"], template["spec"]["containers"]
-                is_worker = template["metadata"]["labels"][ROLE] == "worker"
+                is_worker = template["metadata"]["labels"][ROLE_LABEL] == "worker"
                 amounts = main.get("resources", {})
-                assert [GPU in amounts.get(kind, {}) for kind in ("requests", "limits")] == [is_worker] * 2
+                assert [GPU_RESOURCE in amounts.get(kind, {}) for kind in ("requests", "limits")] == [is_worker] * 2
                 assert ("affinity" in pod) == is_worker
-                assert any(one["key"] == GPU for one in pod.get("tolerations", [])) == is_worker
+                assert any(one["key"] == GPU_RESOURCE for one in pod.get("tolerations", [])) == is_worker
                 if is_worker:
                     assert amounts["requests"] == amounts["limits"]
-                    assert amounts["limits"] == {"cpu": "7500m", "memory": str(32 << 30), GPU: "2"}
+                    assert amounts["limits"] == {"cpu": "7500m", "memory": str(32 << 30), GPU_RESOURCE: "2"}
 
 
 @pytest.mark.parametrize(
@@ -229,9 +231,9 @@ def test_accelerators_and_their_nodes_are_for_workers_alone() -> None:
 def test_a_claim_for_one_node_is_for_who_writes_checkpoints(topology: str, mounting: set[str]) -> None:
     roles = {name: one for name, one in TOPOLOGIES[topology].get("roles", {}).items() if name in ("ps", "chief")}
     found = {
-        template["metadata"]["labels"][ROLE] + f" of {one['metadata']['name']}" * (topology != "single")
+        template["metadata"]["labels"][ROLE_LABEL] + f" of {one['metadata']['name']}" * (topology != "single")
         for one in rendered(job_of(**{**TOPOLOGIES[topology], **OPTIONS["made claim"], "roles": roles}))
-        for template in templates(one)
+        for template in get_pod_templates(one)
         if any("persistentVolumeClaim" in volume for volume in template["spec"]["volumes"])
     }
     assert found == mounting
@@ -240,7 +242,7 @@ def test_a_claim_for_one_node_is_for_who_writes_checkpoints(topology: str, mount
 def test_a_claim_for_all_is_mounted_by_all() -> None:
     for keys in TOPOLOGIES.values():
         for one in rendered(job_of(**{**keys, **OPTIONS["shared claim"]})):
-            for template in templates(one):
+            for template in get_pod_templates(one):
                 assert any("persistentVolumeClaim" in volume for volume in template["spec"]["volumes"])
 
 
@@ -255,7 +257,7 @@ def test_every_address_of_a_cluster_is_a_service_with_that_port_and_pod(topology
         for index, address in enumerate(addresses):
             name, _, port = address.partition(":")
             assert [str(one["port"]) for one in services[name]["ports"]] == [port]
-            assert services[name]["selector"] == {JOB: "pets", ROLE: role, INDEX: str(index)}
+            assert services[name]["selector"] == {JOB_LABEL: "pets", ROLE_LABEL: role, INDEX_LABEL: str(index)}
 
 
 def test_people_reach_tensorboard_as_the_job_says() -> None:
@@ -276,22 +278,22 @@ def test_people_reach_tensorboard_as_the_job_says() -> None:
 def test_nobody_runs_with_more_rights_than_it_needs() -> None:
     for keys in TOPOLOGIES.values():
         for one in rendered(job_of(**keys)):
-            for template in templates(one):
+            for template in get_pod_templates(one):
                 pod, (main,) = template["spec"], template["spec"]["containers"]
                 assert pod["automountServiceAccountToken"] is False
                 assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
                 assert main["securityContext"]["allowPrivilegeEscalation"] is False
                 assert main["securityContext"]["capabilities"]["drop"] == ["ALL"]
-                is_sshd = one["kind"] == "MPIJob" and template["metadata"]["labels"][ROLE] == "worker"
+                is_sshd = one["kind"] == "MPIJob" and template["metadata"]["labels"][ROLE_LABEL] == "worker"
                 assert ("add" in main["securityContext"]["capabilities"]) == is_sshd
 
 
 def test_secrets_are_only_named() -> None:
     job = job_of(**{**TOPOLOGIES["mpi"], **OPTIONS["secrets"]})
-    text = as_yaml(rendered(job))
+    text = to_yaml_documents(rendered(job))
     assert "kind: Secret" not in text
     for one in rendered(job):
-        for template in templates(one):
+        for template in get_pod_templates(one):
             (found,) = [one for one in template["spec"]["containers"][0]["env"] if one["name"].startswith("AWS")]
             assert found["valueFrom"] == {"secretKeyRef": {"name": "aws", "key": "secret"}}
 
@@ -350,7 +352,7 @@ def _pinned(objects: list[Manifest]) -> str:
     for one in shown:
         if one["kind"] == "ConfigMap":
             one["data"] = {name: text if not name.endswith(".py") else "…" for name, text in one["data"].items()}
-    return as_yaml(shown)
+    return to_yaml_documents(shown)
 
 
 @pytest.mark.parametrize("topology", list(TOPOLOGIES))
@@ -374,7 +376,7 @@ def test_the_longest_name_fits_with_every_suffix(topology: str) -> None:
         keys["workers"] = 1000
     job = job_of(name="a" * 40, **keys)
     names = [one["metadata"]["name"] for one in rendered(job)]
-    names += [host(job, slot.role, slot.index).partition(".")[0] for slot in slots_of(job)]
+    names += [slot_hostname(job, slot.role, slot.index).partition(".")[0] for slot in slots_of(job)]
     assert max(map(len, names)) + len("-0-abcde") <= 63
     assert all(re.fullmatch("[a-z0-9]([-a-z0-9]*[a-z0-9])?", name) for name in names)
 
@@ -433,15 +435,18 @@ class Container:
     """What a kubelet does with a role's container: its variables, its files, its command; with programs of our own."""
 
     def __init__(self, job: Job, role: str, folder: Path, code: dict[str, bytes] | None = None) -> None:
-        objects = manifests(job, code)
+        objects = build_manifests(job, code)
         self._template = next(
-            template for one in objects for template in templates(one) if template["metadata"]["labels"][ROLE] == role
+            template
+            for one in objects
+            for template in get_pod_templates(one)
+            if template["metadata"]["labels"][ROLE_LABEL] == role
         )
         (config,) = [one for one in objects if one["kind"] == "ConfigMap"]
         self._folder, self._bin = folder, folder / "bin"
         self._bin.mkdir(exist_ok=True)
         for name, text in config["data"].items():
-            (folder / name).write_text(text.replace(f"{FOLDER}/", f"{folder}/"))
+            (folder / name).write_text(text.replace(f"{SCRIPTS_DIR}/", f"{folder}/"))
         for name in ("python3", "mpirun", "train"):
             self.program(name, f'exec {sys.executable} -I -S {folder}/tell.py "$@"')
         self.program("getent", "exit 0")
@@ -460,7 +465,7 @@ class Container:
             if "value" in one:
                 env[one["name"]] = _expanded(one["value"], env)
         env |= {"PATH": f"{self._bin}:/usr/bin:/bin", "JOB_COMPLETION_INDEX": str(index)}
-        argv = [word.replace(f"{FOLDER}/", f"{self._folder}/") for word in main["command"]]
+        argv = [word.replace(f"{SCRIPTS_DIR}/", f"{self._folder}/") for word in main["command"]]
         return subprocess.run(argv, env=env, cwd=self._folder, capture_output=True, text=True, check=False)
 
     def told(self, index: int = 0) -> tuple[list[str], str, dict[str, str]]:
@@ -554,8 +559,8 @@ def test_no_field_is_shell_text(
 
 
 def _book(job: Job) -> AddressBook:
-    hosts = {slot: host(job, slot.role, slot.index) for slot in slots_of(job)}
-    return AddressBook(hosts=hosts, port=port_of(job, "worker"))
+    hosts = {slot: slot_hostname(job, slot.role, slot.index) for slot in slots_of(job)}
+    return AddressBook(hosts=hosts, port=get_role_port(job, "worker"))
 
 
 @settings(max_examples=15, deadline=None)
@@ -569,4 +574,4 @@ def test_a_command_of_ones_own_is_no_shell_text(tmp_path_factory: pytest.TempPat
 def test_code_that_travels_is_on_pythons_path(tmp_path: Path) -> None:
     job = job_of(topology="single", profile={"every": 0}, env={"PYTHONPATH": "/mine"})
     _, _, env = Container(job, "worker", tmp_path, {"lib/it's.py": b"\xff\0"}).told()
-    assert env["PYTHONPATH"] == f"{CODE}:/mine"
+    assert env["PYTHONPATH"] == f"{CODE_DIR}:/mine"

@@ -25,18 +25,28 @@ from stoker.errors import AccessError, MissingError, NotFoundError, StokerError
 from stoker.jobs.run_folder import Run
 from stoker.jobs.status import STOPPED, Attempt, JobState, JobStatus
 from stoker.jobs.topology import Slot, slots_of
-from stoker.kube.client import SILENCE_S, Cluster
-from stoker.kube.conditions import conditions
-from stoker.kube.config import parts_of
-from stoker.kube.objects import CONTAINER, RUN, Manifest
-from stoker.launchers.diagnosis import Cause, cause
-from stoker.launchers.kubernetes.manifests import leading
-from stoker.launchers.kubernetes.status import Seen, Verdict, at, gave_up, judge, lead_first, newest, seen, slot_states
-from stoker.launchers.supervisor import watching
+from stoker.kube.client import STREAM_TIMEOUT_S, KubeClient
+from stoker.kube.conditions import true_conditions
+from stoker.kube.config import parse_handle
+from stoker.kube.objects import MAIN_CONTAINER, RUN_LABEL, Manifest
+from stoker.launchers.diagnosis import Diagnosis, diagnose_slot
+from stoker.launchers.kubernetes.manifests import get_lead_kind
+from stoker.launchers.kubernetes.status import (
+    DerivedStatus,
+    SlotPod,
+    derive_slot_statuses,
+    derive_status,
+    describe_retries,
+    latest_by_slot,
+    parse_time,
+    sort_owner_first,
+    to_slot_pods,
+)
+from stoker.launchers.supervisor import supervisor_lock
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT")
-STREAMS = "streams.json"
-STOPPING = "stopping"
+POSITIONS_FILE = "streams.json"
+STOP_FILE = "stopping"
 """In the run folder: someone asked for its end."""
 POLL_S = 0.5
 RETRY_S = (0.5, 1.0, 2.0, 5.0)
@@ -48,15 +58,15 @@ WAITING_S, AGAIN_S = 4.0, 30.0
 """After which waiting is told, and after which another reason for it."""
 AWAY_S = 3.0
 """A pause of the API server that need not be told."""
-LAST_WORDS_S = SILENCE_S + 30.0
+LAST_WORDS_S = STREAM_TIMEOUT_S + 30.0
 """Time for the logs of pods that have ended: a stream that was forgotten on the way is noticed by its silence."""
 
 
-News = tuple[str, list[Manifest] | StokerError]
+WatchUpdate = tuple[str, list[Manifest] | StokerError]
 """Of a kind: its objects as they are now, or why that cannot be told."""
 
 
-class Mark(msgspec.Struct, frozen=True, kw_only=True):
+class LogPosition(msgspec.Struct, frozen=True, kw_only=True):
     """How far the log of a pod is here: its length, and the last line's time, which several may share."""
 
     slot: str
@@ -67,10 +77,10 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     done: bool = False
 
 
-class Stream(threading.Thread):
+class LogStream(threading.Thread):
     """Brings the log of one pod here."""
 
-    def __init__(self, cluster: Cluster, pod: str, path: Path, mark: Mark) -> None:
+    def __init__(self, cluster: KubeClient, pod: str, path: Path, mark: LogPosition) -> None:
         super().__init__(daemon=True, name=pod)
         self._cluster, self._pod, self._path = cluster, pod, path
         self.mark = mark
@@ -99,7 +109,7 @@ class Stream(threading.Thread):
         """Take what comes behind the last line that is here; half a line only when no more can come."""
         last, skip = self.mark.time, self.mark.count
         with open(self._path, "ab") as file:
-            for line in self._cluster.log(self._pod, CONTAINER, follow=True, since=last):
+            for line in self._cluster.stream_log(self._pod, MAIN_CONTAINER, follow=True, since=last):
                 moment, _, text = line.partition(b" ")
                 at = moment.decode(errors="replace")
                 if not _TIME.match(at) or at < last or not (line.endswith(b"\n") or is_last):
@@ -116,10 +126,10 @@ class Stream(threading.Thread):
         self.mark = msgspec.structs.replace(self.mark, **changes)
 
 
-class Watch(threading.Thread):
+class ObjectWatch(threading.Thread):
     """Tells of every change of the objects of one kind."""
 
-    def __init__(self, cluster: Cluster, kind: str, labels: dict[str, str], told: queue.Queue[News]) -> None:
+    def __init__(self, cluster: KubeClient, kind: str, labels: dict[str, str], told: queue.Queue[WatchUpdate]) -> None:
         super().__init__(daemon=True, name=kind)
         self._cluster, self._kind, self._labels, self._told = cluster, kind, labels, told
 
@@ -128,7 +138,7 @@ class Watch(threading.Thread):
         tries = 0
         while True:
             try:
-                found, version = self._cluster.listed(self._kind, self._labels)
+                found, version = self._cluster.list_with_version(self._kind, self._labels)
                 known = {one["metadata"]["uid"]: one for one in found}
                 self._told.put((self._kind, found))
                 for what, one in self._cluster.watch(self._kind, self._labels, version):
@@ -145,18 +155,18 @@ class Watch(threading.Thread):
 
 
 @dataclass
-class Follower:
+class LogFollower:
     """One run in its cluster."""
 
     run: Run
-    cluster: Cluster
+    cluster: KubeClient
     kind: str
     """Of the objects that say how the job is doing: Job or MPIJob."""
     _objects: dict[str, list[Manifest]] = field(default_factory=dict)
-    _streams: dict[str, Stream] = field(default_factory=dict)
-    _marks: dict[str, Mark] = field(default_factory=dict)
+    _streams: dict[str, LogStream] = field(default_factory=dict)
+    _marks: dict[str, LogPosition] = field(default_factory=dict)
     _pods: dict[str, Manifest] = field(default_factory=dict)
-    _known: dict[str, Cause] = field(default_factory=dict)
+    _known: dict[str, Diagnosis] = field(default_factory=dict)
     """Why pods failed whose logs are all here."""
     _last_events: tuple[float, list[Manifest]] = (float("-inf"), [])
     _was_there: bool = False
@@ -174,9 +184,9 @@ class Follower:
         self.job, self._before = self.run.job, self.run.read_status()
         self._status = msgspec.structs.replace(self._before, began=self._before.began or time.time())
         self._read_marks()
-        told: queue.Queue[News] = queue.Queue()
+        told: queue.Queue[WatchUpdate] = queue.Queue()
         for kind in ("Pod", self.kind):
-            Watch(self.cluster, kind, {RUN: self.run.id}, told).start()
+            ObjectWatch(self.cluster, kind, {RUN_LABEL: self.run.id}, told).start()
         while not self._status.state.is_final:
             self._take(told)
             if self._away and time.monotonic() - min(self._away.values()) > LOST_S:
@@ -185,7 +195,7 @@ class Follower:
                 self._look()
             self._keep_marks()
 
-    def _take(self, told: queue.Queue[News]) -> None:
+    def _take(self, told: queue.Queue[WatchUpdate]) -> None:
         """Take all news, or wait for some."""
         with suppress(queue.Empty):
             kind, found = told.get(timeout=POLL_S)
@@ -227,15 +237,17 @@ class Follower:
             if one.has_log and one.uid in there and one.uid not in self._streams:
                 self._listen(one, found)
             if one.uid in self._streams:
-                self._streams[one.uid].is_over = one.is_over or one.uid not in there
-        leads = lead_first(self._objects[self.kind])
+                self._streams[one.uid].is_over = one.is_finished or one.uid not in there
+        leads = sort_owner_first(self._objects[self.kind])
         self._was_there = self._was_there or bool(leads)
         if leads and not self._before.began:
-            self._status = msgspec.structs.replace(self._status, began=at(leads[0]["metadata"]["creationTimestamp"]))
+            self._status = msgspec.structs.replace(
+                self._status, began=parse_time(leads[0]["metadata"]["creationTimestamp"])
+            )
         if not self._was_there and not self._is_stopping:
             self._end(JobState.LOST, "it is gone from the cluster: its ttl has passed, or someone has deleted it")
             return
-        verdict = judge(self.job, leads, found, self._events(found))
+        verdict = derive_status(self.job, leads, found, self._events(found))
         if verdict.state.is_final:
             self._finish(verdict, found)
         else:
@@ -243,54 +255,54 @@ class Follower:
 
     @property
     def _is_stopping(self) -> bool:
-        return (self.run.folder / STOPPING).exists()
+        return (self.run.folder / STOP_FILE).exists()
 
-    def _seen(self) -> list[Seen]:
+    def _seen(self) -> list[SlotPod]:
         """Give all pods that there were, each with the attempt by which its log is kept."""
         known = {uid: (Slot.parse(mark.slot), mark.attempt) for uid, mark in self._marks.items()}
-        return seen(self._pods.values(), known)
+        return to_slot_pods(self._pods.values(), known)
 
-    def _say_why(self, verdict: Verdict) -> None:
+    def _say_why(self, verdict: DerivedStatus) -> None:
         """Say why it waits, where whoever follows sees it, once it has waited for a while."""
-        if verdict.state is not JobState.PENDING or not verdict.why:
+        if verdict.state is not JobState.PENDING or not verdict.reason:
             self._waits = float("inf")
         elif self._waits == float("inf"):
             self._waits = time.monotonic() + WAITING_S
-        elif time.monotonic() > self._waits and verdict.why != self._said:
-            self._waits, self._said = time.monotonic() + AGAIN_S, verdict.why
-            self._say(f"waiting: {verdict.why}")
+        elif time.monotonic() > self._waits and verdict.reason != self._said:
+            self._waits, self._said = time.monotonic() + AGAIN_S, verdict.reason
+            self._say(f"waiting: {verdict.reason}")
 
-    def _tell_of(self, verdict: Verdict, found: Sequence[Seen]) -> None:
+    def _tell_of(self, verdict: DerivedStatus, found: Sequence[SlotPod]) -> None:
         self._say_why(verdict)
         self._tell(
             state=verdict.state,
             attempt=max((one.attempt for one in found), default=self._before.next_attempt),
-            slots=slot_states(self.job, found, verdict.state),
+            slots=derive_slot_statuses(self.job, found, verdict.state),
             attempts=self._attempts(found, over=False),
-            message=self._told or verdict.why,
+            message=self._told or verdict.reason,
         )
 
-    def _listen(self, one: Seen, found: Sequence[Seen]) -> None:
+    def _listen(self, one: SlotPod, found: Sequence[SlotPod]) -> None:
         path = self.run.log(one.slot, one.attempt)
         if one.uid not in self._marks:
             path.touch()  # there may be a word of ours in it
             if one.attempt and one.slot == min(slots_of(self.job)):
                 self._explain(one, found, path)
-            self._marks[one.uid] = Mark(slot=str(one.slot), attempt=one.attempt, size=path.stat().st_size)
+            self._marks[one.uid] = LogPosition(slot=str(one.slot), attempt=one.attempt, size=path.stat().st_size)
             self._keep_marks()
-        self._streams[one.uid] = stream = Stream(self.cluster, one.name, path, self._marks[one.uid])
+        self._streams[one.uid] = stream = LogStream(self.cluster, one.name, path, self._marks[one.uid])
         stream.start()
 
-    def _explain(self, one: Seen, found: Sequence[Seen], path: Path) -> None:
+    def _explain(self, one: SlotPod, found: Sequence[SlotPod], path: Path) -> None:
         """Begin the log of a new attempt with the reason for it."""
-        self._hear_out([other for other in found if other.attempt < one.attempt and other.is_over])
+        self._hear_out([other for other in found if other.attempt < one.attempt and other.is_finished])
         failed = self._causes(found, one.attempt - 1)
-        moved = [other for other in found if other.attempt == one.attempt - 1 and other.was_moved]
-        why = failed[0].sentence if failed else _moved(moved[0]) if moved else "it was started again"
+        moved = [other for other in found if other.attempt == one.attempt - 1 and other.was_disrupted]
+        why = failed[0].message if failed else _moved(moved[0]) if moved else "it was started again"
         with open(path, "a") as file:
             file.write(f"--- attempt {one.attempt}, because {why}\n")
 
-    def _finish(self, verdict: Verdict, found: Sequence[Seen]) -> None:
+    def _finish(self, verdict: DerivedStatus, found: Sequence[SlotPod]) -> None:
         """End what would go on without the lead, hear all out, and tell how it ended."""
         state = JobState.STOPPED if self._is_stopping else verdict.state
         if state is not JobState.STOPPED:
@@ -298,14 +310,14 @@ class Follower:
         found = self._last(found)
         self._hear_out(found)
         attempts = self._attempts(found, over=True)
-        message = STOPPED if self._is_stopping else verdict.why
+        message = STOPPED if self._is_stopping else verdict.reason
         if state is JobState.FAILED:
             failed = self._causes(found, max((one.attempt for one in found), default=0)) or self._causes(found, None)
             if failed:
-                said = gave_up(self.job.retries, len(attempts), verdict.why)
-                message = f"{failed[0].sentence}; {said}"
+                said = describe_retries(self.job.retries, len(attempts), verdict.reason)
+                message = f"{failed[0].message}; {said}"
         self._tell(
-            slots=slot_states(self.job, found, state),
+            slots=derive_slot_statuses(self.job, found, state),
             attempt=max((one.attempt for one in found), default=self._before.next_attempt),
             attempts=attempts,
         )
@@ -313,20 +325,22 @@ class Follower:
 
     def _end_others(self) -> None:
         """End the Jobs that would go on without the lead, since servers never end by themselves; let others expire."""
-        for number, one in enumerate(lead_first(self._objects[self.kind])):
-            name, is_over = one["metadata"]["name"], conditions(one) & {"Complete", "Failed"}
+        for number, one in enumerate(sort_owner_first(self._objects[self.kind])):
+            name, is_over = one["metadata"]["name"], true_conditions(one) & {"Complete", "Failed"}
             with suppress(StokerError):
                 if self.kind == "Job" and not number and "ttlSecondsAfterFinished" not in one["spec"]:
                     self.cluster.patch("Job", name, {"spec": {"ttlSecondsAfterFinished": int(self.job.kubernetes.ttl)}})
                 if self.kind == "Job" and not is_over:
                     self.cluster.delete("Job", name)
 
-    def _last(self, found: Sequence[Seen]) -> Sequence[Seen]:
+    def _last(self, found: Sequence[SlotPod]) -> Sequence[SlotPod]:
         """See the pods as they are at the end, once none of them runs any more."""
         deadline = time.monotonic() + float(self.job.grace) + LAST_WORDS_S
         while time.monotonic() < deadline:
             try:
-                now = {pod["metadata"]["uid"]: pod for pod in self.cluster.every("Pod", {RUN: self.run.id})}
+                now = {
+                    pod["metadata"]["uid"]: pod for pod in self.cluster.list_objects("Pod", {RUN_LABEL: self.run.id})
+                }
             except StokerError:
                 break
             self._pods |= now
@@ -334,12 +348,12 @@ class Follower:
             for one in found:
                 if one.has_log and one.uid not in self._streams and one.uid in now:
                     self._listen(one, found)
-            if not any(one.uid in now and not one.is_over for one in found):
+            if not any(one.uid in now and not one.is_finished for one in found):
                 break
             time.sleep(POLL_S)
         return found
 
-    def _hear_out(self, found: Sequence[Seen]) -> None:
+    def _hear_out(self, found: Sequence[SlotPod]) -> None:
         """Wait for the last words of pods that have ended; say so where they do not come."""
         streams = [(one, self._streams[one.uid]) for one in found if one.uid in self._streams]
         for _, stream in streams:
@@ -352,64 +366,64 @@ class Follower:
                     file.write(b"--- what follows could not be fetched\n")
         self._keep_marks()
 
-    def _causes(self, found: Sequence[Seen], attempt: int | None) -> list[Cause]:
+    def _causes(self, found: Sequence[SlotPod], attempt: int | None) -> list[Diagnosis]:
         """Give why pods of an attempt failed, the one that says most first."""
-        failed = [one for one in found if one.code and not one.was_moved and attempt in (None, one.attempt)]
-        return sorted((self._cause(one) for one in failed), key=lambda one: one.weight)
+        failed = [one for one in found if one.exit_code and not one.was_disrupted and attempt in (None, one.attempt)]
+        return sorted((self._cause(one) for one in failed), key=lambda one: one.sort_key)
 
-    def _cause(self, one: Seen) -> Cause:
+    def _cause(self, one: SlotPod) -> Diagnosis:
         if one.uid in self._known:
             return self._known[one.uid]
         log = self.run.log(one.slot, one.attempt)
-        found = cause(one.slot, one.code or 1, log, out_of_memory=one.reason == "OOMKilled")
+        found = diagnose_slot(one.slot, one.exit_code or 1, log, out_of_memory=one.reason == "OOMKilled")
         if one.uid not in self._streams or self._streams[one.uid].mark.done:
             self._known[one.uid] = found
         return found
 
-    def _attempts(self, found: Sequence[Seen], *, over: bool) -> tuple[Attempt, ...]:
+    def _attempts(self, found: Sequence[SlotPod], *, over: bool) -> tuple[Attempt, ...]:
         """Tell of every attempt that is over."""
         known = {attempt.number: attempt for attempt in self._before.attempts}
         numbers = sorted({one.attempt for one in found})
         for number in numbers if over else numbers[:-1]:
             those = [one for one in found if one.attempt == number]
             failed = self._causes(those, number)
-            moved = [one for one in those if one.was_moved]
-            why = failed[0].sentence if failed else _moved(moved[0]) if moved else ""
+            moved = [one for one in those if one.was_disrupted]
+            why = failed[0].message if failed else _moved(moved[0]) if moved else ""
             known[number] = self._attempt(
                 number, those, failed[0].code if failed else 0, why, bool(moved and not failed)
             )
         return tuple(known[number] for number in sorted(known))
 
-    def _attempt(self, number: int, those: Sequence[Seen], code: int, why: str, lost: bool) -> Attempt:
+    def _attempt(self, number: int, those: Sequence[SlotPod], code: int, why: str, lost: bool) -> Attempt:
         before = next((one for one in self._status.attempts if one.number == number), None)
         return Attempt(
             number=number,
-            began=min(one.began for one in those),
+            began=min(one.created for one in those),
             ended=before.ended if before else time.time(),
             code=code,
             cause=why,
             lost=lost,
         )
 
-    def _events(self, found: Sequence[Seen]) -> list[Manifest]:
+    def _events(self, found: Sequence[SlotPod]) -> list[Manifest]:
         """Ask for events only where something waits: they say why."""
-        last = newest(found)
+        last = latest_by_slot(found)
         is_waiting = len(last) < len(slots_of(self.job)) or any(one.phase == "Pending" for one in last.values())
         if self._away or not is_waiting:
             return []
         asked, events = self._last_events
         if time.monotonic() - asked > EVENTS_S:
             with suppress(StokerError):  # who may not read them does without
-                events = self.cluster.every("Event", fields="type=Warning")
+                events = self.cluster.list_objects("Event", fields="type=Warning")
             self._last_events = time.monotonic(), events
         return events
 
     # --- What is kept here
 
     def _read_marks(self) -> None:
-        path = self.run.folder / STREAMS
+        path = self.run.folder / POSITIONS_FILE
         if path.exists():
-            self._marks = load(path.read_bytes(), dict[str, Mark], path)
+            self._marks = load(path.read_bytes(), dict[str, LogPosition], path)
         for mark in self._marks.values():
             file = self.run.log(Slot.parse(mark.slot), mark.attempt)
             if file.exists():  # what came after the mark was written comes again
@@ -420,7 +434,7 @@ class Follower:
         data = to_json(self._marks)
         if data != self._kept:
             self._kept = data
-            self.run.write(STREAMS, data)
+            self.run.write(POSITIONS_FILE, data)
 
     def _say(self, text: str) -> None:
         """Say something where whoever follows will see it."""
@@ -438,7 +452,7 @@ class Follower:
                 self.run.write_status(status)
 
 
-def _moved(one: Seen) -> str:
+def _moved(one: SlotPod) -> str:
     reason = one.reason or "its node was drained, lost or needed for others"
     return f"{one.slot} was ended by the cluster: {reason}"
 
@@ -450,12 +464,12 @@ def main() -> None:
         os._exit(0)
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with watching(run):
+    with supervisor_lock(run):
         if run.read_status().state.is_final:
             return  # another one has seen to it, while we were waiting
-        place, _ = parts_of(run.handle)
-        with Cluster.at(place) as cluster:
-            Follower(run, cluster, leading(run.job)).follow()
+        place, _ = parse_handle(run.handle)
+        with KubeClient.for_target(place) as cluster:
+            LogFollower(run, cluster, get_lead_kind(run.job)).follow()
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from stoker.jobs.spec import Job
-from stoker.kube.objects import JOB, Manifest, manifest
+from stoker.kube.objects import JOB_LABEL, Manifest, build_object
 
-OUTPUT = "/dev/shm/stoker-output"
+OUTPUT_FIFO = "/dev/shm/stoker-output"
 """Where ranks of a worker print; what is there goes to the log of the pod."""
-SECRETS = "/dev/shm/stoker-secrets"
+SECRETS_DIR = "/dev/shm/stoker-secrets"
 """Where they find secrets, which sshd does not pass on, and mpirun must not."""
-HANDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+PASSED_ENV = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
 """What the image says, and sshd does not pass on."""
 """By which the operator numbers the workers' pods."""
 SSHD_S, NAMES_S = 300, 120
@@ -28,7 +28,7 @@ LOOK_S = 2
 SSHD_CAPABILITIES = ["AUDIT_WRITE", "SETGID", "SETUID", "SYS_CHROOT"]
 
 
-def mpijob(
+def build_mpijob(
     job: Job,
     pods: Mapping[str, Manifest],
     labels: Mapping[str, Mapping[str, str]],
@@ -53,8 +53,10 @@ def mpijob(
             "Worker": _replicas(job.max_workers, _worker(job, pods["worker"]), labels["worker"]),
         },
     }
-    own = {**job.labels, JOB: job.name, **queue}
-    return [manifest("kubeflow.org/v2beta1", "MPIJob", job.name, own, namespace=job.kubernetes.namespace, spec=spec)]
+    own = {**job.labels, JOB_LABEL: job.name, **queue}
+    return [
+        build_object("kubeflow.org/v2beta1", "MPIJob", job.name, own, namespace=job.kubernetes.namespace, spec=spec)
+    ]
 
 
 def _replicas(count: int, pod: Manifest, labels: Mapping[str, str]) -> Manifest:
@@ -83,24 +85,24 @@ def _worker(job: Job, pod: Manifest) -> Manifest:
     return {**pod, "containers": [{**main, **more}, *others]}
 
 
-def ssh_options(job: Job) -> tuple[str, ...]:
+def build_ssh_options(job: Job) -> tuple[str, ...]:
     """Say how mpirun's `ssh` reaches a worker: pods are new each time, so that nobody can know their keys before."""
     words = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR")
     return (*words, "-o", "BatchMode=yes", "-o", "ConnectionAttempts=10", "-p", str(job.mpi.sshd_port))
 
 
-def worker_script(job: Job) -> str:
+def build_worker_script(job: Job) -> str:
     """Write what a worker runs: sshd, and beside it what carries the output of its ranks to the pod's log."""
     words = [*job.mpi.sshd, *(["-p", str(job.mpi.sshd_port)] if job.mpi.sshd_port != 22 else [])]
     lines = [
         "#!/bin/sh",
         "set -eu",
-        f"rm -f {OUTPUT}",
-        f"mkfifo {OUTPUT}",
+        f"rm -f {OUTPUT_FIFO}",
+        f"mkfifo {OUTPUT_FIFO}",
         # Open for writing too, so that it never comes to an end.
-        f"cat <>{OUTPUT} &",
-        *([f"(umask 077 && mkdir -p {SECRETS})"] if job.secret_env else []),
-        *(f'printf %s "${name}" >{SECRETS}/{name}' for name in job.secret_env),
+        f"cat <>{OUTPUT_FIFO} &",
+        *([f"(umask 077 && mkdir -p {SECRETS_DIR})"] if job.secret_env else []),
+        *(f'printf %s "${name}" >{SECRETS_DIR}/{name}' for name in job.secret_env),
         # What sshd wants, where the image has not got it.
         'if [ "$(id -u)" = 0 ]; then',
         "  mkdir -p /run/sshd",
@@ -111,7 +113,7 @@ def worker_script(job: Job) -> str:
     return "\n".join([*lines, ""])
 
 
-def before_mpirun(workers: int, pattern: str) -> list[str]:
+def wait_for_workers_script(workers: int, pattern: str) -> list[str]:
     """Write what the launcher does first: wait, but not for ever, until every worker's name is known.
 
     `pattern` is the name of a worker, with `{}` for its index.
@@ -119,7 +121,7 @@ def before_mpirun(workers: int, pattern: str) -> list[str]:
     start, end = (shlex.quote(part) for part in pattern.split("{}"))
     return [
         # mpirun complains of a variable that it is to pass on and that is not there.
-        *(f'export {name}="${{{name}:-}}"' for name in HANDED),
+        *(f'export {name}="${{{name}:-}}"' for name in PASSED_ENV),
         "i=0",
         f"until=$(($(date +%s) + {NAMES_S}))",
         f"while command -v getent >/dev/null 2>&1 && [ $i -lt {workers} ]; do",

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
 from stoker.core.spec import load
+from stoker.core.yaml_io import to_yaml_stream
 from stoker.errors import Fault
 from stoker.jobs.run_folder import Run
-from stoker.jobs.spec import Job, Program
+from stoker.jobs.spec import Job, ProgramSpec
 from stoker.kube.objects import Manifest
-from stoker.launchers.kubernetes.scripts import CODE
-from stoker.launchers.upload import ALWAYS, Ignored
+from stoker.launchers.kubernetes.scripts import CODE_DIR
+from stoker.launchers.upload import DEFAULT_PATTERNS, IgnorePatterns
 
 
 class KubernetesPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,34 +28,15 @@ class KubernetesPlan(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str | None = None
     notes: tuple[str, ...] = ()
 
-    def shown(self) -> str:
+    def to_text(self) -> str:
         """Write what `kubectl apply -f -` takes."""
-        return as_yaml(self.objects)
+        return to_yaml_documents(self.objects)
 
 
 # A thousand tasks have thousands of objects: libyaml writes the same five times as fast.
-_Fastest: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
-
-
-class _Dumper(_Fastest):  # type: ignore[misc]
-    """Writes scripts as they would be read, line by line."""
-
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
-        """Write the same value twice, rather than an anchor that people must look up."""
-        return True
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _text)
-
-
-def as_yaml(objects: Sequence[Manifest]) -> str:
+def to_yaml_documents(objects: Sequence[Manifest]) -> str:
     """Write objects as one stream of YAML documents."""
-    options: dict[str, Any] = {"Dumper": _Dumper, "sort_keys": False, "width": 2**31 - 1, "allow_unicode": True}
-    return str(yaml.dump_all(objects, explicit_start=True, **options))
+    return to_yaml_stream(objects)
 
 
 def read_plan(run: Run) -> KubernetesPlan:
@@ -67,7 +48,7 @@ def read_plan(run: Run) -> KubernetesPlan:
 # --- Code that travels
 
 
-def with_code(job: Job) -> tuple[Job, dict[str, Path], list[Fault]]:
+def resolve_code_files(job: Job) -> tuple[Job, dict[str, Path], list[Fault]]:
     """Find the files that travel with a job, by their paths there; give the job as it names them there."""
     files: dict[str, Path] = {}
     faults: list[Fault] = []
@@ -89,7 +70,7 @@ def with_code(job: Job) -> tuple[Job, dict[str, Path], list[Fault]]:
     return change(job, program=program, roles=roles), files, faults
 
 
-def _carried(key: str, program: Program, files: dict[str, Path]) -> tuple[Program, list[Fault]]:
+def _carried(key: str, program: ProgramSpec, files: dict[str, Path]) -> tuple[ProgramSpec, list[Fault]]:
     """Take a script of this machine along; one with an absolute path is in the image."""
     if program.script is None or Path(program.script).is_absolute():
         return program, []
@@ -99,12 +80,12 @@ def _carried(key: str, program: Program, files: dict[str, Path]) -> tuple[Progra
         return program, [Fault(f"{key}.script", why)]
     name = _name(program.script)
     files.setdefault(name, here)
-    return msgspec.structs.replace(program, script=f"{CODE}/{name}"), []
+    return msgspec.structs.replace(program, script=f"{CODE_DIR}/{name}"), []
 
 
 def _found(given: str) -> Iterator[tuple[str, Path]]:
     """Give a file, or those of a folder but for what never travels."""
-    start, ignored = Path.cwd() / given, Ignored(ALWAYS)
+    start, ignored = Path.cwd() / given, IgnorePatterns(DEFAULT_PATTERNS)
     if start.is_file():
         yield _name(given), start
     for path in sorted(start.rglob("*")) if start.is_dir() else ():
@@ -122,6 +103,6 @@ def _name(given: str) -> str:
     return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else full.name
 
 
-def read_code(files: Mapping[str, Path]) -> dict[str, bytes]:
+def read_code_files(files: Mapping[str, Path]) -> dict[str, bytes]:
     """Read the files that travel."""
     return {name: path.read_bytes() for name, path in sorted(files.items())}

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from stoker.jobs.spec import Job
 from stoker.jobs.topology import AddressBook, Command, Slot, command_of, profiler_words
 
-FOLDER = "/stoker"
+SCRIPTS_DIR = "/stoker"
 """Where the ConfigMap is mounted."""
-CODE = "/stoker-code"
+CODE_DIR = "/stoker-code"
 """Where the user's files are that travel with the job."""
-ANY = 2_305_843_009_213_693_951
+ANY_INDEX = 2_305_843_009_213_693_951
 """Stands for an index; no number of a job comes near it."""
 _BEFORE = [
     "#!/bin/sh",
@@ -39,21 +39,23 @@ class Script:
     """Long texts that all roles have in common, by their file names."""
 
 
-def script(job: Job, role: str, book: AddressBook, *, has_code: bool = False, before: Sequence[str] = ()) -> Script:
+def build_script(
+    job: Job, role: str, book: AddressBook, *, has_code: bool = False, before: Sequence[str] = ()
+) -> Script:
     """Write the script of a role; the book has an address for the slot that stands for all of it, too.
 
     `before` are lines of ours that come before the program.
     """
-    first, other = (_command(job, Slot(role, index), book) for index in (0, ANY))
+    first, other = (_command(job, Slot(role, index), book) for index in (0, ANY_INDEX))
     shared = _shared(other)
     is_long = {name for name in other.env if f"{name.lower()}.json" in shared}
     env = {name: value for name, value in other.env.items() if first.env.get(name) == value and name not in is_long}
     own = {name: value for name, value in other.env.items() if name not in env and name != "STOKER_INDEX"}
     lines = [*_BEFORE, f"export STOKER_RUN=${{STOKER_RUN:-{job.name}}}"]
-    lines += [f"{_variable(file)}=$(cat {FOLDER}/{file})" for file in shared]
+    lines += [f"{_variable(file)}=$(cat {SCRIPTS_DIR}/{file})" for file in shared]
     lines += [f"export {name}={_quoted(value, shared)}" for name, value in own.items()]
     if has_code:
-        lines += [f'export PYTHONPATH={CODE}"${{PYTHONPATH:+:$PYTHONPATH}}"']
+        lines += [f'export PYTHONPATH={CODE_DIR}"${{PYTHONPATH:+:$PYTHONPATH}}"']
     lines += before
     if other.cwd:
         lines += [f"cd {shlex.quote(other.cwd)}"]
@@ -62,7 +64,7 @@ def script(job: Job, role: str, book: AddressBook, *, has_code: bool = False, be
         words = shlex.join(profiler)
         lines += [f"if command -v {profiler[0]} >/dev/null 2>&1; then set -- {words}; else set --; fi"]
         first, other = (Command(one.argv[len(profiler) :], one.env, one.cwd) for one in (first, other))
-    if tuple(word.replace(str(ANY), "0") for word in other.argv) != first.argv:
+    if tuple(word.replace(str(ANY_INDEX), "0") for word in other.argv) != first.argv:
         lines += [f'if [ "$STOKER_INDEX" = 0 ]; then exec "$@" {shlex.join(first.argv)}; fi']
     lines += ['exec "$@" ' + " ".join(_quoted(word, {}) for word in other.argv)]
     return Script("\n".join([*lines, ""]), env, shared)
@@ -94,7 +96,10 @@ class _Variable(str):
 def _quoted(text: str, shared: Mapping[str, str]) -> str:
     """Quote a word for `sh`, with the index and what is in files taken from variables."""
     parts = [text]
-    for value, name in [*((value, _variable(file)) for file, value in shared.items()), (str(ANY), "STOKER_INDEX")]:
+    for value, name in [
+        *((value, _variable(file)) for file, value in shared.items()),
+        (str(ANY_INDEX), "STOKER_INDEX"),
+    ]:
         parts = [piece for part in parts for piece in _cut(part, value, name)]
     return "".join(part if isinstance(part, _Variable) else shlex.quote(part) for part in parts) or "''"
 

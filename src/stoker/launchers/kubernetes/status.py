@@ -10,10 +10,10 @@ from typing import NamedTuple
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, SlotStatus, signal_of
 from stoker.jobs.topology import ONLOOKERS, Slot, lead_slots, slots_of
-from stoker.kube.conditions import condition, conditions, is_ending
-from stoker.kube.objects import INDEX, ROLE, Manifest
-from stoker.kube.pods import ended, slot_of, why_pending
-from stoker.launchers.kubernetes.manifests import attempt_of
+from stoker.kube.conditions import get_condition, is_terminating, true_conditions
+from stoker.kube.objects import INDEX_LABEL, ROLE_LABEL, Manifest
+from stoker.kube.pods import explain_pending, get_exit_status, get_slot
+from stoker.launchers.kubernetes.manifests import get_attempt
 
 _REASONS = {
     "DeadlineExceeded": "it took longer than kubernetes.deadline allows",
@@ -26,7 +26,7 @@ _REASONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SlotPod:
     """One pod of a slot."""
 
     pod: Manifest
@@ -49,7 +49,7 @@ class Seen:
         return str(self.pod.get("status", {}).get("phase", "Pending"))
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether it will not run any more."""
         return self.phase in ("Succeeded", "Failed")
 
@@ -60,11 +60,11 @@ class Seen:
         return any("running" in state or "terminated" in state for state in states)
 
     @property
-    def code(self) -> int | None:
+    def exit_code(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
         if self.phase == "Succeeded":
             return 0
-        found = ended(self.pod)
+        found = get_exit_status(self.pod)
         if found is None:
             return 1 if self.phase == "Failed" else None
         return -signal_of(found[0]) if found[0] > 128 and signal_of(found[0]) else found[0] or 1
@@ -72,76 +72,80 @@ class Seen:
     @property
     def reason(self) -> str:
         """What the cluster says of its end, such as `OOMKilled`."""
-        found = ended(self.pod)
+        found = get_exit_status(self.pod)
         return found[1] if found else ""
 
     @property
-    def was_moved(self) -> bool:
+    def was_disrupted(self) -> bool:
         """Whether the cluster ended it through no fault of its own: its node was drained, lost or needed."""
-        return "DisruptionTarget" in conditions(self.pod)
+        return "DisruptionTarget" in true_conditions(self.pod)
 
     @property
-    def began(self) -> float:
+    def created(self) -> float:
         """When it was made."""
-        return at(self.pod["metadata"].get("creationTimestamp"))
+        return parse_time(self.pod["metadata"].get("creationTimestamp"))
 
 
-class Verdict(NamedTuple):
+class DerivedStatus(NamedTuple):
     """How a job is doing."""
 
     state: JobState
-    why: str = ""
+    reason: str = ""
     """Why it waits, or has failed, where the cluster knows."""
 
 
-def seen(pods: Iterable[Manifest], known: Mapping[str, tuple[Slot, int]] | None = None) -> list[Seen]:
+def to_slot_pods(pods: Iterable[Manifest], known: Mapping[str, tuple[Slot, int]] | None = None) -> list[SlotPod]:
     """Give pods by slot and attempt, as they were known before; where pods do not count, attempts follow each other."""
-    before, found = known or {}, list[Seen]()
+    before, found = known or {}, list[SlotPod]()
     last: dict[Slot, int] = {}
     for slot, number in before.values():
         last[slot] = max(number, last.get(slot, -1))
-    for pod in sorted(pods, key=lambda one: (at(one["metadata"].get("creationTimestamp")), one["metadata"]["name"])):
-        uid, slot = str(pod["metadata"]["uid"]), Slot.parse(slot_of(pod))
-        number = before[uid][1] if uid in before else max(attempt_of(pod), last.get(slot, -1) + 1)
+    for pod in sorted(
+        pods, key=lambda one: (parse_time(one["metadata"].get("creationTimestamp")), one["metadata"]["name"])
+    ):
+        uid, slot = str(pod["metadata"]["uid"]), Slot.parse(get_slot(pod))
+        number = before[uid][1] if uid in before else max(get_attempt(pod), last.get(slot, -1) + 1)
         last[slot] = max(number, last.get(slot, -1))
-        found.append(Seen(pod, slot, number))
+        found.append(SlotPod(pod, slot, number))
     return found
 
 
-def newest(found: Iterable[Seen]) -> dict[Slot, Seen]:
+def latest_by_slot(found: Iterable[SlotPod]) -> dict[Slot, SlotPod]:
     """Give the last pod of each slot."""
     return {one.slot: one for one in sorted(found, key=lambda one: one.attempt)}
 
 
-def judge(job: Job, leads: Sequence[Manifest], found: Sequence[Seen], events: Sequence[Manifest] = ()) -> Verdict:
+def derive_status(
+    job: Job, leads: Sequence[Manifest], found: Sequence[SlotPod], events: Sequence[Manifest] = ()
+) -> DerivedStatus:
     """Tell how a job is doing, by its Jobs (or its MPIJob) and its pods."""
     if not leads:
-        return Verdict(JobState.STOPPED, "someone has deleted it")
+        return DerivedStatus(JobState.STOPPED, "someone has deleted it")
     if all(_is(one, "Complete", "Succeeded") for one in _deciding(job, leads)):
-        return Verdict(JobState.SUCCEEDED)
-    failed = [one for one in leads if _is(one, "Failed") and role_of(one) not in ONLOOKERS]
+        return DerivedStatus(JobState.SUCCEEDED)
+    failed = [one for one in leads if _is(one, "Failed") and get_role(one) not in ONLOOKERS]
     if failed:
-        return Verdict(JobState.FAILED, _why_failed(failed[0]))
-    if is_ending(leads[0]):
-        return Verdict(JobState.STOPPED, "someone has deleted it")
-    last = newest(found)
+        return DerivedStatus(JobState.FAILED, _why_failed(failed[0]))
+    if is_terminating(leads[0]):
+        return DerivedStatus(JobState.STOPPED, "someone has deleted it")
+    last = latest_by_slot(found)
     waits = [one for _, one in sorted(last.items()) if one.phase == "Pending"]
     is_short = len(last) < len(slots_of(job))
     why = _why_waiting(waits, events) or (_why_no_pods(leads, events) if is_short else "")
-    if job.topology == "mpi" and not found and not why and not conditions(leads[0]):
+    if job.topology == "mpi" and not found and not why and not true_conditions(leads[0]):
         why = "nobody has taken up the MPIJob: does the MPI operator run there?"
     is_running = any(one.phase == "Running" for one in last.values())
-    return Verdict(JobState.RUNNING if is_running else JobState.PENDING, why)
+    return DerivedStatus(JobState.RUNNING if is_running else JobState.PENDING, why)
 
 
-def slot_states(job: Job, found: Sequence[Seen], state: JobState) -> tuple[SlotStatus, ...]:
+def derive_slot_statuses(job: Job, found: Sequence[SlotPod], state: JobState) -> tuple[SlotStatus, ...]:
     """Tell how each slot is; who did not end by itself when the job did was stopped."""
-    last = newest(found)
+    last = latest_by_slot(found)
     return tuple(_slot_state(slot, last.get(slot), state) for slot in slots_of(job))
 
 
-def _slot_state(slot: Slot, one: Seen | None, state: JobState) -> SlotStatus:
-    code = None if one is None else one.code
+def _slot_state(slot: Slot, one: SlotPod | None, state: JobState) -> SlotStatus:
+    code = None if one is None else one.exit_code
     if code is not None:
         own = JobState.SUCCEEDED if code == 0 else JobState.FAILED
         if own is JobState.FAILED and state in (JobState.SUCCEEDED, JobState.STOPPED):
@@ -163,35 +167,35 @@ def _deciding(job: Job, leads: Sequence[Manifest]) -> list[Manifest]:
 
 def _slot_of_job(one: Manifest) -> Slot | None:
     labels = one["metadata"]["labels"]
-    return Slot(labels[ROLE], int(labels[INDEX])) if INDEX in labels else None
+    return Slot(labels[ROLE_LABEL], int(labels[INDEX_LABEL])) if INDEX_LABEL in labels else None
 
 
-def role_of(one: Manifest) -> str:
+def get_role(one: Manifest) -> str:
     """Give the role of a Job; an MPIJob has none."""
-    return str(one["metadata"]["labels"].get(ROLE, ""))
+    return str(one["metadata"]["labels"].get(ROLE_LABEL, ""))
 
 
-def lead_first(leads: Sequence[Manifest]) -> list[Manifest]:
+def sort_owner_first(leads: Sequence[Manifest]) -> list[Manifest]:
     """Put the one that owns the others first."""
     return sorted(leads, key=lambda one: bool(one["metadata"].get("ownerReferences")))
 
 
 def _is(one: Manifest, *types: str) -> bool:
-    return not conditions(one).isdisjoint(types)
+    return not true_conditions(one).isdisjoint(types)
 
 
 def _why_failed(one: Manifest) -> str:
-    found = condition(one, "Failed")
+    found = get_condition(one, "Failed")
     reason = found.get("reason", "")
     return str(_REASONS.get(reason, found.get("message") or reason))
 
 
-def _why_waiting(pods: Sequence[Seen], events: Sequence[Manifest]) -> str:
+def _why_waiting(pods: Sequence[SlotPod], events: Sequence[Manifest]) -> str:
     """Tell why pods are not running, once for all that have the same reason."""
-    found: dict[str, list[Seen]] = {}
+    found: dict[str, list[SlotPod]] = {}
     for one in pods:
         own = [event for event in events if event.get("involvedObject", {}).get("uid") == one.uid]
-        if why := why_pending(one.pod, own):
+        if why := explain_pending(one.pod, own):
             found.setdefault(why, []).append(one)
     if not found:
         return ""
@@ -202,15 +206,15 @@ def _why_waiting(pods: Sequence[Seen], events: Sequence[Manifest]) -> str:
 
 def _why_no_pods(leads: Sequence[Manifest], events: Sequence[Manifest]) -> str:
     """Tell why a Job has no pods, or too few: it is held back, or may not make them."""
-    found = (why_pending({"kind": "Job", **lead}, events) for lead in leads)
+    found = (explain_pending({"kind": "Job", **lead}, events) for lead in leads)
     return next((why for why in found if why), "")
 
 
-def gave_up(retries: int, attempts: int, why: str) -> str:
+def describe_retries(retries: int, attempts: int, why: str) -> str:
     """Say why a job that failed is not tried again; `why` is what the cluster says."""
     return why or (f"tried {attempts} times" if retries else "the job allows no retries")
 
 
-def at(text: str | None) -> float:
+def parse_time(text: str | None) -> float:
     """Read a time as the API server writes it."""
     return datetime.fromisoformat(text).timestamp() if text else 0.0
