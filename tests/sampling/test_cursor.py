@@ -9,12 +9,12 @@ import pytest
 
 from stoker.errors import InputError
 from stoker.sampling.cursor import Cursor
-from stoker.sampling.plan import Plan
+from stoker.sampling.plan import SamplingPlan
 
 
-def plan(**changed: Any) -> Plan:
+def plan(**changed: Any) -> SamplingPlan:
     made: dict[str, Any] = {"data": "pets", "sizes": np.array([4, 0, 3, 5], dtype=np.int64), "seed": 1}
-    return Plan(**made | changed)
+    return SamplingPlan(**made | changed)
 
 
 def test_a_cursor_is_read_as_it_is_written() -> None:
@@ -77,12 +77,12 @@ def test_rubbish_in_a_checkpoint_is_refused(state: Any) -> None:
 def test_another_plan_refuses_it(changed: dict[str, Any]) -> None:
     for one, other in ((plan(), plan(**changed)), (plan(**changed), plan())):
         with pytest.raises(InputError, match=f"plan {one.digest}.*plan {other.digest}"):
-            other.check_cursor(one.start())
+            other.check_cursor(one.start_cursor())
 
 
 def test_another_length_of_an_epoch_refuses_it() -> None:
     with pytest.raises(InputError, match="epoch_samples"):
-        plan(mode="resampled", epoch_samples=20).check_cursor(plan(mode="resampled", epoch_samples=21).start())
+        plan(mode="resampled", epoch_samples=20).check_cursor(plan(mode="resampled", epoch_samples=21).start_cursor())
 
 
 @pytest.mark.parametrize("changed", [{}, {"mode": "resampled"}, {"mode": "resampled", "epoch_samples": 30}], ids=str)
@@ -91,14 +91,14 @@ def test_the_end_of_an_epoch_is_the_beginning_of_the_next(changed: dict[str, Any
     samples = one.epoch_samples or 12
     assert one.check_cursor(Cursor(4, 0, one.digest)) == Cursor(4, 0, one.digest)
     assert one.check_cursor(Cursor(4, samples - 1, one.digest)) == Cursor(4, samples - 1, one.digest)
-    assert one.check_cursor(Cursor(4, samples, one.digest)) == one.start(5)
+    assert one.check_cursor(Cursor(4, samples, one.digest)) == one.start_cursor(5)
     with pytest.raises(InputError, match=f"{samples + 1} of an epoch of {samples} samples"):
         one.check_cursor(Cursor(4, samples + 1, one.digest))
 
 
 def test_a_join_epoch_is_entered_at_its_beginning_only() -> None:
     one = plan(mode="join")
-    assert one.check_cursor(one.start(7)) == one.start(7)
+    assert one.check_cursor(one.start_cursor(7)) == one.start_cursor(7)
     for consumed in (1, 11, 12, 13):
         with pytest.raises(InputError, match="beginning of an epoch"):
             one.check_cursor(Cursor(7, consumed, one.digest))

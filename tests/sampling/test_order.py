@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.sampling.order import Order, Place
-from stoker.sampling.plan import ALGORITHM, Plan
-from stoker.sampling.rank import Seat
+from stoker.sampling.order import EpochOrder, SampleLocation
+from stoker.sampling.plan import ALGORITHM, SamplingPlan
+from stoker.sampling.rank import Rank
 from stoker.shards.manifest import default_lanes
 
 Spot = tuple[int, int]
@@ -24,16 +24,16 @@ def numbers(values: object) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.array(values, dtype=np.int64)
 
 
-def spots(place: Place) -> list[Spot]:
+def spots(place: SampleLocation) -> list[Spot]:
     return list(zip(place.shards.tolist(), place.samples.tolist(), strict=True))
 
 
-def make(sizes: list[int], lanes: int = 1, window: int = 2, draw: tuple[int, int] = (0, 0)) -> Order:
-    return Order(numbers(range(len(sizes))), numbers(sizes), lanes=lanes, window=window, draw=draw)
+def make(sizes: list[int], lanes: int = 1, window: int = 2, draw: tuple[int, int] = (0, 0)) -> EpochOrder:
+    return EpochOrder(numbers(range(len(sizes))), numbers(sizes), lanes=lanes, window=window, draw=draw)
 
 
-def everything(order: Order) -> list[Spot]:
-    return spots(order.at(np.arange(order.samples)))
+def everything(order: EpochOrder) -> list[Spot]:
+    return spots(order.locate(np.arange(order.samples)))
 
 
 @given(sizes=SIZES, lanes=st.integers(1, 9), window=st.integers(1, 4), seed=st.integers(0, 2**64), epoch=st.integers(0))
@@ -51,12 +51,12 @@ def test_a_position_gives_the_same_whatever_is_asked_with_it(
     order = make(sizes, lanes, window)
     whole = everything(order)
     some = data.draw(st.lists(st.integers(0, order.samples - 1)))
-    assert spots(order.at(numbers(some))) == [whole[position] for position in some]
+    assert spots(order.locate(numbers(some))) == [whole[position] for position in some]
 
 
 def test_nothing_is_asked_for_nothing() -> None:
     assert everything(make([0, 0])) == []
-    assert spots(make([3, 2]).at(numbers([]))) == []
+    assert spots(make([3, 2]).locate(numbers([]))) == []
 
 
 def test_every_epoch_and_seed_has_its_own_order() -> None:
@@ -76,7 +76,7 @@ class Lane(NamedTuple):
         return next(number for number, end in enumerate(self.ends) if offset < end)
 
 
-def lane_of(order: Order, lane: int) -> Lane:
+def lane_of(order: EpochOrder, lane: int) -> Lane:
     """Tell a lane's windows from outside: the first `window` shards that it shows are one, all of their samples."""
     shards = [shard for shard, _ in everything(order)[lane :: order.lanes]]
     sizes = Counter(shards)
@@ -91,7 +91,7 @@ def lane_of(order: Order, lane: int) -> Lane:
     return Lane(shards, ends, windows)
 
 
-def taken(order: Order, lane: int, consumed: int) -> int:
+def taken(order: EpochOrder, lane: int, consumed: int) -> int:
     return len(range(lane, consumed, order.lanes))
 
 
@@ -135,7 +135,7 @@ def test_ahead_is_the_window_under_way_and_the_next_ones_of_each_lane(
                 expected[step] |= shards
 
     # Whatever is needed in this window stands before all of the next one.
-    found = [order.ahead(consumed, numbers(chosen), step).tolist() for step in range(windows + 1)]
+    found = [order.upcoming_shards(consumed, numbers(chosen), step).tolist() for step in range(windows + 1)]
     assert found[0] == []
     for step, shards in enumerate(expected):
         assert found[step + 1][: len(found[step])] == found[step]
@@ -155,9 +155,9 @@ def test_a_step_reads_ahead_only_as_far_as_it_spans_windows(
     sizes: list[int], lanes: int, window: int, seed: int, world: int, batch: int
 ) -> None:
     # So two windows hold a step's shards unless in some lane it begins before the next window and ends after it.
-    plan = Plan(data="", sizes=numbers(sizes), lanes=lanes, window=window, seed=seed)
+    plan = SamplingPlan(data="", sizes=numbers(sizes), lanes=lanes, window=window, seed=seed)
     for rank in range(world):
-        epoch = plan.epoch(0, Seat(rank, world))
+        epoch = plan.epoch(0, Rank(rank, world))
         order = epoch.order
         all_lanes = [lane_of(order, number) for number in range(lanes)]
         for step in epoch.steps(0, batch):
@@ -166,17 +166,17 @@ def test_a_step_reads_ahead_only_as_far_as_it_spans_windows(
                 number, offset = position % lanes, position // lanes
                 lane = all_lanes[number]
                 spans.append(lane.window_of(offset) - lane.window_of(taken(order, number, step.start)) + 1)
-            shards = set(epoch.at(step.positions).shards.tolist())
-            assert shards <= set(epoch.ahead(step.start, windows=max(spans)).tolist())
+            shards = set(epoch.locate(step.positions).shards.tolist())
+            assert shards <= set(epoch.upcoming_shards(step.start, windows=max(spans)).tolist())
             if max(spans) <= 2:
-                assert shards <= set(epoch.ahead(step.start).tolist())
+                assert shards <= set(epoch.upcoming_shards(step.start).tolist())
 
 
 def test_a_step_over_three_windows_is_not_all_ahead() -> None:
-    epoch = Plan(data="", sizes=numbers([4] * 6), window=1).epoch(0, Seat())
+    epoch = SamplingPlan(data="", sizes=numbers([4] * 6), window=1).epoch(0, Rank())
     (step, *_) = epoch.steps(0, 12)
-    assert len(set(epoch.at(step.positions).shards.tolist())) == 3
-    assert len(epoch.ahead(step.start)) == 2
+    assert len(set(epoch.locate(step.positions).shards.tolist())) == 3
+    assert len(epoch.upcoming_shards(step.start)) == 2
 
 
 @given(
@@ -202,7 +202,7 @@ def test_the_rest_is_counted_as_if_read(
         left += len(lane.shards) - offset
         if offset < len(lane.shards):
             shards = shards.union(*lane.windows[lane.window_of(offset) :])
-    touched, weight = order.rest(consumed, numbers(chosen), np.ones(len(sizes)))
+    touched, weight = order.remaining_shards(consumed, numbers(chosen), np.ones(len(sizes)))
     count = len(touched)
     assert count == len(shards)
     assert weight == pytest.approx(left)
@@ -217,7 +217,7 @@ def test_at_the_beginning_the_rest_weighs_what_its_shards_do(
     weights = data.draw(st.lists(st.integers(0, 1000), min_size=len(sizes), max_size=len(sizes)))
     chosen = sorted(data.draw(st.sets(st.integers(0, lanes - 1))))
     expected = sum(weights[shard] for number in chosen for shard in lane_of(order, number).shards)
-    assert order.rest(0, numbers(chosen), np.array(weights, dtype=np.float64))[1] == pytest.approx(expected)
+    assert order.remaining_shards(0, numbers(chosen), np.array(weights, dtype=np.float64))[1] == pytest.approx(expected)
 
 
 # By mode and rank: the steps of a small epoch, each sample as shard.number.
@@ -235,16 +235,16 @@ def test_the_order_is_pinned() -> None:
     # A checkpoint holds nothing but a number: if one of these must change, raise ALGORITHM.
     found = {}
     for mode in ("exact", "resampled", "join"):
-        plan = Plan(data="pets", sizes=numbers([3, 0, 5, 2, 4, 1]), mode=mode, seed=7, lanes=2, window=2)
+        plan = SamplingPlan(data="pets", sizes=numbers([3, 0, 5, 2, 4, 1]), mode=mode, seed=7, lanes=2, window=2)
         for rank in range(2):
-            epoch = plan.epoch(1, Seat(rank, 2))
+            epoch = plan.epoch(1, Rank(rank, 2))
             found[mode, rank] = [
-                " ".join(f"{shard}.{sample}" for shard, sample in spots(epoch.at(step.positions)))
+                " ".join(f"{shard}.{sample}" for shard, sample in spots(epoch.locate(step.positions)))
                 for step in epoch.steps(0, 6)
             ]
     assert ALGORITHM == 1
     assert found == PINNED
-    assert Plan(data="pets", sizes=numbers([1]), seed=7, lanes=2).digest == "16769b99cd37db797167fb84"
+    assert SamplingPlan(data="pets", sizes=numbers([1]), seed=7, lanes=2).digest == "16769b99cd37db797167fb84"
 
 
 @pytest.mark.parametrize(("mode", "limit_mb"), [("exact", 200), ("join", 200), ("resampled", 220)])
@@ -253,12 +253,12 @@ def test_a_thousand_million_samples_take_little_memory(mode: str, limit_mb: int)
     program = """
 import sys
 import numpy as np
-from stoker.sampling.plan import Plan
-from stoker.sampling.rank import Seat
+from stoker.sampling.plan import SamplingPlan
+from stoker.sampling.rank import Rank
 
 mode, shards, lanes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-plan = Plan(data="", sizes=np.full(shards, 1000, dtype=np.int64), mode=mode, lanes=lanes)
-epoch = plan.epoch(0, Seat(0, 1))
+plan = SamplingPlan(data="", sizes=np.full(shards, 1000, dtype=np.int64), mode=mode, lanes=lanes)
+epoch = plan.epoch(0, Rank(0, 1))
 step = next(epoch.steps(0, 256))
 print(epoch.order.samples, len(set(zip(*map(np.ndarray.tolist, epoch.at(step.positions))))))
 print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])

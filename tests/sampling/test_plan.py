@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from stoker.errors import SpecError
 from stoker.sampling.cursor import Cursor
-from stoker.sampling.plan import Plan, Step, data_digest
-from stoker.sampling.rank import Seat
+from stoker.sampling.plan import SamplingPlan, Step, data_digest
+from stoker.sampling.rank import Rank
 
 Spot = tuple[int, int]
 
@@ -23,12 +23,12 @@ WORLDS = st.integers(1, 7)
 BATCHES = st.integers(1, 40)
 
 
-def plan(sizes: Sequence[int], **settings: Any) -> Plan:
-    return Plan(data="pets", sizes=np.array(sizes, dtype=np.int64), **settings)
+def plan(sizes: Sequence[int], **settings: Any) -> SamplingPlan:
+    return SamplingPlan(data="pets", sizes=np.array(sizes, dtype=np.int64), **settings)
 
 
 @st.composite
-def shared_plans(draw: st.DrawFn, mode: str | None = None) -> Plan:
+def shared_plans(draw: st.DrawFn, mode: str | None = None) -> SamplingPlan:
     """Plans whose ranks go through one order together."""
     mode = mode or draw(st.sampled_from(["exact", "resampled"]))
     return plan(
@@ -41,25 +41,25 @@ def shared_plans(draw: st.DrawFn, mode: str | None = None) -> Plan:
     )
 
 
-def places(one: Plan, seat: Seat, epoch: int, steps: Sequence[Step]) -> list[Spot]:
+def places(one: SamplingPlan, seat: Rank, epoch: int, steps: Sequence[Step]) -> list[Spot]:
     positions = np.concatenate([step.positions for step in steps]) if steps else np.empty(0, dtype=np.int64)
-    shards, samples = one.epoch(epoch, seat).at(positions)
+    shards, samples = one.epoch(epoch, seat).locate(positions)
     return list(zip(shards.tolist(), samples.tolist(), strict=True))
 
 
-def by_rank(one: Plan, cursor: Cursor, world: int, batch: int) -> list[list[Step]]:
+def by_rank(one: SamplingPlan, cursor: Cursor, world: int, batch: int) -> list[list[Step]]:
     """Every rank's steps from a cursor to the end of its epoch."""
-    return [list(one.epoch(cursor.epoch, Seat(rank, world)).steps(cursor.consumed, batch)) for rank in range(world)]
+    return [list(one.epoch(cursor.epoch, Rank(rank, world)).steps(cursor.consumed, batch)) for rank in range(world)]
 
 
-def whole(one: Plan, epoch: int) -> list[Spot]:
+def whole(one: SamplingPlan, epoch: int) -> list[Spot]:
     """An epoch in the order of its positions."""
-    samples = one.epoch(epoch, Seat()).order.samples
-    return places(one, Seat(), epoch, [Step(0, np.arange(samples), one.start())])
+    samples = one.epoch(epoch, Rank()).order.samples
+    return places(one, Rank(), epoch, [Step(0, np.arange(samples), one.start_cursor())])
 
 
 def read(
-    one: Plan, cursor: Cursor, world: int, batch: int, steps: int | None = None
+    one: SamplingPlan, cursor: Cursor, world: int, batch: int, steps: int | None = None
 ) -> tuple[list[tuple[int, Spot]], Cursor]:
     """Let a world make so many steps: what it read, as position and place, and where it stands then."""
     cursor = one.check_cursor(cursor)
@@ -70,7 +70,7 @@ def read(
     for rank, mine in enumerate(ranks):
         mine = mine[:steps]
         numbers = [position for step in mine for position in step.positions.tolist()]
-        found += zip(numbers, places(one, Seat(rank, world), epoch, mine), strict=True)
+        found += zip(numbers, places(one, Rank(rank, world), epoch, mine), strict=True)
     for together in itertools.islice(zip(*ranks, strict=True), steps):
         assert len({step.end for step in together}) == 1
         cursor = together[0].end
@@ -82,43 +82,45 @@ def read(
 
 @given(one=shared_plans("exact"), epoch=st.integers(0, 99), world=WORLDS, batch=BATCHES)
 @settings(max_examples=150, deadline=None)
-def test_an_epoch_is_every_sample_once(one: Plan, epoch: int, world: int, batch: int) -> None:
-    found, end = read(one, one.start(epoch), world, batch)
+def test_an_epoch_is_every_sample_once(one: SamplingPlan, epoch: int, world: int, batch: int) -> None:
+    found, end = read(one, one.start_cursor(epoch), world, batch)
     assert sorted(place for _, place in found) == [
         (shard, sample) for shard, size in enumerate(one.sizes.tolist()) for sample in range(size)
     ]
-    assert end == one.start(epoch + 1)
+    assert end == one.start_cursor(epoch + 1)
 
 
 @given(one=shared_plans(), epoch=st.integers(0, 99), world=WORLDS, batch=BATCHES, data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_all_ranks_make_the_same_steps_with_even_shares(
-    one: Plan, epoch: int, world: int, batch: int, data: st.DataObject
+    one: SamplingPlan, epoch: int, world: int, batch: int, data: st.DataObject
 ) -> None:
     samples = len(whole(one, epoch))
     consumed = data.draw(st.integers(0, samples - 1))
     ranks = by_rank(one, Cursor(epoch, consumed, one.digest), world, batch)
     for rank, steps in enumerate(ranks):
-        seen = one.epoch(epoch, Seat(rank, world))
-        assert len(steps) == seen.count(consumed, batch) == math.ceil((samples - consumed) / batch)
-        assert sum(len(step.positions) for step in steps) == seen.share(consumed)
-        assert len(steps[-1].positions) == seen.tail(consumed, batch)
+        seen = one.epoch(epoch, Rank(rank, world))
+        assert len(steps) == seen.count_steps(consumed, batch) == math.ceil((samples - consumed) / batch)
+        assert sum(len(step.positions) for step in steps) == seen.count_samples(consumed)
+        assert len(steps[-1].positions) == seen.last_batch_size(consumed, batch)
     for together in zip(*ranks, strict=True):
         shares = [len(step.positions) for step in together]
         assert max(shares) - min(shares) <= 1
         start, end = together[0].start, together[0].end
         assert sum(shares) == (end.consumed or samples) - start
-        assert sum(shares) == batch or end == one.start(epoch + 1)
+        assert sum(shares) == batch or end == one.start_cursor(epoch + 1)
 
 
 @given(one=shared_plans(), epoch=st.integers(0, 99), worlds=st.tuples(WORLDS, WORLDS), batch=BATCHES)
 @settings(max_examples=100, deadline=None)
-def test_a_global_batch_is_the_same_in_any_world(one: Plan, epoch: int, worlds: tuple[int, int], batch: int) -> None:
+def test_a_global_batch_is_the_same_in_any_world(
+    one: SamplingPlan, epoch: int, worlds: tuple[int, int], batch: int
+) -> None:
     batches: list[list[list[Spot]]] = []
     for world in worlds:
         together: list[list[Spot]] = []
-        for rank, steps in enumerate(by_rank(one, one.start(epoch), world, batch)):
-            mine = iter(places(one, Seat(rank, world), epoch, steps))
+        for rank, steps in enumerate(by_rank(one, one.start_cursor(epoch), world, batch)):
+            mine = iter(places(one, Rank(rank, world), epoch, steps))
             together = together or [[] for _ in steps]
             for step, found in zip(steps, together, strict=True):
                 found += itertools.islice(mine, len(step.positions))
@@ -135,9 +137,9 @@ def test_a_global_batch_is_the_same_in_any_world(one: Plan, epoch: int, worlds: 
 )
 @settings(max_examples=200, deadline=None)
 def test_killed_and_resumed_in_other_worlds_nothing_is_lost_or_read_twice(
-    one: Plan, epoch: int, runs: list[tuple[int, int, int]], last: tuple[int, int]
+    one: SamplingPlan, epoch: int, runs: list[tuple[int, int, int]], last: tuple[int, int]
 ) -> None:
-    cursor, found = one.start(epoch), []
+    cursor, found = one.start_cursor(epoch), []
     for world, batch, steps in runs:
         if cursor.epoch == epoch:
             more, cursor = read(one, cursor, world, batch, steps)
@@ -145,7 +147,7 @@ def test_killed_and_resumed_in_other_worlds_nothing_is_lost_or_read_twice(
     if cursor.epoch == epoch:
         more, cursor = read(one, cursor, *last)
         found += more
-    assert cursor == one.start(epoch + 1)
+    assert cursor == one.start_cursor(epoch + 1)
     assert sorted(found) == list(enumerate(whole(one, epoch)))
 
 
@@ -157,7 +159,7 @@ def test_a_world_that_divides_the_lanes_keeps_its_shards(
     one = plan(sizes, lanes=world * times, window=window)
     touched = 0
     for rank in range(world):
-        seat = Seat(rank, world)
+        seat = Rank(rank, world)
         lanes = set(one.epoch(0, seat).lanes.tolist())
         assert lanes == set(range(rank, one.lanes, world))
         shards = []
@@ -173,9 +175,9 @@ def test_a_world_that_divides_the_lanes_keeps_its_shards(
 
 @given(one=shared_plans(), world=WORLDS)
 @settings(max_examples=50, deadline=None)
-def test_a_rank_reads_only_the_lanes_that_it_names(one: Plan, world: int) -> None:
+def test_a_rank_reads_only_the_lanes_that_it_names(one: SamplingPlan, world: int) -> None:
     for rank in range(world):
-        epoch = one.epoch(0, Seat(rank, world))
+        epoch = one.epoch(0, Rank(rank, world))
         read = {position % one.lanes for step in epoch.steps(0, 10) for position in step.positions.tolist()}
         assert read <= set(epoch.lanes.tolist())
         if epoch.order.samples >= math.lcm(one.lanes, world):
@@ -184,7 +186,7 @@ def test_a_rank_reads_only_the_lanes_that_it_names(one: Plan, world: int) -> Non
 
 def test_the_order_asks_for_sizes_seed_and_epoch_only() -> None:
     sizes = [20] * 10
-    here, there = plan(sizes, seed=3), Plan(data="elsewhere", sizes=np.array(sizes, dtype=np.int64), seed=3)
+    here, there = plan(sizes, seed=3), SamplingPlan(data="elsewhere", sizes=np.array(sizes, dtype=np.int64), seed=3)
     later = whole(here, 5)
     assert whole(here, 4) == whole(there, 4)
     assert whole(there, 5) == later
@@ -217,7 +219,7 @@ def test_a_resampled_epoch_is_whole_shards_drawn_until_it_is_full(
     one = plan(sizes, mode="resampled", epoch_samples=samples, seed=seed, lanes=3)
     found = Counter(whole(one, epoch))
     assert found.total() == samples
-    assert len(found) == one.epoch(epoch, Seat()).order.distinct(one.sizes)
+    assert len(found) == one.epoch(epoch, Rank()).order.count_distinct(one.sizes)
     assert all(0 <= sample < sizes[shard] for shard, sample in found)
     cut = []
     for shard, size in enumerate(sizes):
@@ -248,25 +250,25 @@ def test_shards_are_drawn_with_replacement() -> None:
 
 
 @st.composite
-def dealt(draw: st.DrawFn) -> tuple[Plan, int, int]:
+def dealt(draw: st.DrawFn) -> tuple[SamplingPlan, int, int]:
     """A `join` plan with a world and a batch that it finds no fault with."""
     sizes = draw(SIZES)
     world = draw(st.integers(1, sum(size > 0 for size in sizes)))
     batch = draw(st.integers(world, max(world, sum(sizes))))
     one = plan(sizes, mode="join", seed=draw(st.integers(0, 2**32)), window=draw(st.integers(1, 4)))
-    assert list(one.faults(Seat(0, world), batch)) == []
+    assert list(one.check_world(Rank(0, world), batch)) == []
     return one, world, batch
 
 
 @given(given=dealt(), epoch=st.integers(0, 99))
 @settings(max_examples=100, deadline=None)
-def test_join_deals_whole_shards(given: tuple[Plan, int, int], epoch: int) -> None:
+def test_join_deals_whole_shards(given: tuple[SamplingPlan, int, int], epoch: int) -> None:
     one, world, batch = given
     sizes = one.sizes.tolist()
     owners: dict[int, int] = {}
     found: list[Spot] = []
-    for rank, steps in enumerate(by_rank(one, one.start(epoch), world, batch)):
-        mine = places(one, Seat(rank, world), epoch, steps)
+    for rank, steps in enumerate(by_rank(one, one.start_cursor(epoch), world, batch)):
+        mine = places(one, Rank(rank, world), epoch, steps)
         for shard, _ in mine:
             assert owners.setdefault(shard, rank) == rank
         found += mine
@@ -275,22 +277,22 @@ def test_join_deals_whole_shards(given: tuple[Plan, int, int], epoch: int) -> No
 
 @given(given=dealt(), epoch=st.integers(0, 99))
 @settings(max_examples=100, deadline=None)
-def test_a_rank_of_join_takes_its_share_until_nothing_is_left(given: tuple[Plan, int, int], epoch: int) -> None:
+def test_a_rank_of_join_takes_its_share_until_nothing_is_left(given: tuple[SamplingPlan, int, int], epoch: int) -> None:
     one, world, batch = given
     shares = []
-    for rank, steps in enumerate(by_rank(one, one.start(epoch), world, batch)):
-        seen = one.epoch(epoch, Seat(rank, world))
+    for rank, steps in enumerate(by_rank(one, one.start_cursor(epoch), world, batch)):
+        seen = one.epoch(epoch, Rank(rank, world))
         lengths = [len(step.positions) for step in steps]
         share = len(range(rank, batch, world))
         shares.append(share)
         assert lengths[:-1] == [share] * (len(lengths) - 1)
         assert all(0 < length <= share for length in lengths)
-        assert len(steps) == seen.count(0, batch)
-        assert sum(lengths) == seen.share(0)
-        assert sum(lengths[-1:]) == seen.tail(0, batch)
+        assert len(steps) == seen.count_steps(0, batch)
+        assert sum(lengths) == seen.count_samples(0)
+        assert sum(lengths[-1:]) == seen.last_batch_size(0, batch)
         # Half an epoch of uneven ranks cannot be resumed, so that until its end there is only its beginning.
-        assert [step.end for step in steps[:-1]] == [one.start(epoch)] * (len(steps) - 1)
-        assert all(step.end == one.start(epoch + 1) for step in steps[-1:])
+        assert [step.end for step in steps[:-1]] == [one.start_cursor(epoch)] * (len(steps) - 1)
+        assert all(step.end == one.start_cursor(epoch + 1) for step in steps[-1:])
         assert all(one.check_cursor(step.end) == step.end for step in steps)
     assert sum(shares) == batch
 
@@ -298,17 +300,17 @@ def test_a_rank_of_join_takes_its_share_until_nothing_is_left(given: tuple[Plan,
 @given(given=dealt(), epoch=st.integers(0, 99))
 @example(given=(plan([5, 0, 5, 0], mode="join", seed=1), 2, 4), epoch=0)
 @settings(max_examples=100, deadline=None)
-def test_no_rank_of_join_is_left_without_samples(given: tuple[Plan, int, int], epoch: int) -> None:
+def test_no_rank_of_join_is_left_without_samples(given: tuple[SamplingPlan, int, int], epoch: int) -> None:
     one, world, _ = given
-    assert all(one.epoch(epoch, Seat(rank, world)).share(0) > 0 for rank in range(world))
+    assert all(one.epoch(epoch, Rank(rank, world)).count_samples(0) > 0 for rank in range(world))
 
 
 def test_join_deals_anew_every_epoch() -> None:
     one = plan([3] * 40, mode="join")
     hands = set()
     for epoch in range(10):
-        steps = list(one.epoch(epoch, Seat(1, 4)).steps(0, 16))
-        hands.add(frozenset(shard for shard, _ in places(one, Seat(1, 4), epoch, steps)))
+        steps = list(one.epoch(epoch, Rank(1, 4)).steps(0, 16))
+        hands.add(frozenset(shard for shard, _ in places(one, Rank(1, 4), epoch, steps)))
     assert len(hands) == 10
 
 
@@ -365,9 +367,9 @@ def test_a_plan_that_cannot_be_names_every_reason(sizes: list[int], settings: di
     ],
 )
 def test_a_world_that_would_starve_hears_every_reason(
-    one: Plan, world: int, batch: int, expected: list[tuple[str, str]]
+    one: SamplingPlan, world: int, batch: int, expected: list[tuple[str, str]]
 ) -> None:
-    faults = list(one.faults(Seat(0, world), batch))
+    faults = list(one.check_world(Rank(0, world), batch))
     assert [fault.path for fault in faults] == [path for path, _ in expected]
     for fault, (_, part) in zip(faults, expected, strict=True):
         assert part in fault.what
@@ -376,4 +378,4 @@ def test_a_world_that_would_starve_hears_every_reason(
 @pytest.mark.parametrize("rank", [2, 5, -1])
 def test_a_rank_outside_of_the_world_is_a_fault(rank: int) -> None:
     # It would read what another rank reads.
-    assert list(plan([5, 5]).faults(Seat(rank, 2), 4))
+    assert list(plan([5, 5]).check_world(Rank(rank, 2), 4))

@@ -3,30 +3,30 @@ from __future__ import annotations
 import pytest
 
 from stoker.errors import InputError
-from stoker.sampling.rank import Seat
+from stoker.sampling.rank import Rank
 
 
 @pytest.mark.parametrize(
     ("environ", "seat"),
     [
-        ({}, Seat(0, 1, 1)),
-        ({"HOME": "/root", "LOCAL_RANK": "3"}, Seat(0, 1, 1)),
-        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, Seat(5, 8, 4)),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, Seat(0, 2, 1)),
+        ({}, Rank(0, 1, 1)),
+        ({"HOME": "/root", "LOCAL_RANK": "3"}, Rank(0, 1, 1)),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, Rank(5, 8, 4)),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, Rank(0, 2, 1)),
         (
             {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-            Seat(3, 4, 2),
+            Rank(3, 4, 2),
         ),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Seat(1, 2, 1)),
-        ({"PMI_RANK": "6", "PMI_SIZE": "7", "MPI_LOCALNRANKS": "3"}, Seat(6, 7, 3)),
-        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, Seat(0, 1, 1)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Rank(1, 2, 1)),
+        ({"PMI_RANK": "6", "PMI_SIZE": "7", "MPI_LOCALNRANKS": "3"}, Rank(6, 7, 3)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, Rank(0, 1, 1)),
         # Where one starter started another, the names of the first in the list count.
-        ({"PMI_RANK": "0", "PMI_SIZE": "1", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Seat(1, 2, 1)),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "9", "WORLD_SIZE": "16"}, Seat(9, 16, 1)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Rank(1, 2, 1)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "9", "WORLD_SIZE": "16"}, Rank(9, 16, 1)),
     ],
 )
-def test_the_starter_says_who_sits_where(environ: dict[str, str], seat: Seat) -> None:
-    assert Seat.from_environ(environ) == seat
+def test_the_starter_says_who_sits_where(environ: dict[str, str], seat: Rank) -> None:
+    assert Rank.from_environ(environ) == seat
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_the_starter_says_who_sits_where(environ: dict[str, str], seat: Seat) ->
 )
 def test_half_a_seat_is_refused(environ: dict[str, str], lacking: str, starter: str) -> None:
     with pytest.raises(InputError, match=f"{lacking} is not set.*{starter}"):
-        Seat.from_environ(environ)
+        Rank.from_environ(environ)
 
 
 @pytest.mark.parametrize("rubbish", ["", "one", "-1", "1.0", " 1", "0x1", "1_0", "²"])
@@ -49,16 +49,16 @@ def test_half_a_seat_is_refused(environ: dict[str, str], lacking: str, starter: 
 def test_rubbish_is_named(name: str, rubbish: str) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", name: rubbish}
     with pytest.raises(InputError) as caught:
-        Seat.from_environ(environ)
+        Rank.from_environ(environ)
     assert f"{name}={rubbish} is not a number" in str(caught.value)
 
 
 @pytest.mark.parametrize(("rank", "world"), [("2", "2"), ("7", "2"), ("0", "0")])
 def test_a_rank_outside_of_the_world_is_refused(rank: str, world: str) -> None:
     with pytest.raises(InputError, match=f"PMI_RANK={rank} is not below PMI_SIZE={world}"):
-        Seat.from_environ({"PMI_RANK": rank, "PMI_SIZE": world})
+        Rank.from_environ({"PMI_RANK": rank, "PMI_SIZE": world})
 
 
 def test_a_machine_without_ranks_counts_as_one() -> None:
     # A thread count is divided by it.
-    assert Seat.from_environ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}).local_world == 1
+    assert Rank.from_environ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}).local_world_size == 1

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import SourceError
-from stoker.shards.formats import FORMATS, Format, format_of
+from stoker.shards.formats import FORMATS, Format, guess_format
 from stoker.shards.sample import Buffer, Sample
 
 MAGIC = {
@@ -51,7 +51,7 @@ def samples(draw: st.DrawFn) -> Sample:
     return Sample(
         key=draw(_keys),
         image=MAGIC[kind] + draw(st.binary(max_size=1100)),
-        kind=kind,
+        extension=kind,
         label=draw(st.integers(-(2**63), 2**63 - 1)),
         extras=draw(st.dictionaries(_extensions, st.binary(max_size=600), max_size=3)),
     )
@@ -65,7 +65,7 @@ def shard_of(fmt: Format, samples: Iterable[Sample]) -> bytes:
 
 
 def read(fmt: Format, data: Buffer, *, check: bool = False) -> list[Sample]:
-    return [found.sample for found in fmt.walk(data, "shard", check=check)]
+    return [found.sample for found in fmt.iter_samples(data, "shard", check=check)]
 
 
 class FormatContract:
@@ -78,22 +78,22 @@ class FormatContract:
     def test_its_shard_names_are_recognised_and_sort_by_number(self, prefix: str) -> None:
         names = [self.format.shard_name(prefix, "train", number, 1200) for number in range(1200)]
         assert names == sorted(set(names))
-        assert {format_of(name) for name in names} == {self.format.name}
+        assert {guess_format(name) for name in names} == {self.format.name}
 
     @lax
     @given(many_samples)
     def test_what_was_encoded_is_found_again(self, written: list[Sample]) -> None:
         data = shard_of(self.format, written)
         at = 0
-        found = list(self.format.walk(data, "shard", check=True))
+        found = list(self.format.iter_samples(data, "shard", check=True))
         assert [one.sample for one in found] == written
         for sample, one in zip(written, found, strict=True):
             encoded = self.format.encode(sample)
             assert (one.start, one.end) == (at, at + encoded.length)
-            assert one.image_at == at + encoded.image_at
-            assert data[one.image_at : one.image_at + len(sample.image)] == sample.image
+            assert one.image_offset == at + encoded.image_offset
+            assert data[one.image_offset : one.image_offset + len(sample.image)] == sample.image
             for check in (False, True):
-                assert self.format.parse(data[one.start : one.end], "span", check=check) == sample
+                assert self.format.parse_sample(data[one.start : one.end], "span", check=check) == sample
             self.format.check_key(sample.key)
             at = one.end
 
@@ -101,7 +101,7 @@ class FormatContract:
         for image in (SAMPLES[1].image, bytearray(SAMPLES[1].image), memoryview(bytearray(SAMPLES[1].image))):
             assert any(chunk is image for chunk in self.format.encode(SAMPLES[1]._replace(image=image)).chunks)
         data = shard_of(self.format, SAMPLES)
-        for one in self.format.walk(data, "shard"):
+        for one in self.format.iter_samples(data, "shard"):
             for buffer in (one.sample.image, *one.sample.extras.values()):
                 assert isinstance(buffer, memoryview)
                 assert buffer.obj is data
@@ -143,7 +143,7 @@ class FormatContract:
     def test_parse_wants_exactly_one_sample(self) -> None:
         for some in ((), SAMPLES[:2]):
             with pytest.raises(SourceError, match=f"found {len(some)}"):
-                self.format.parse(shard_of(self.format, some), "span")
+                self.format.parse_sample(shard_of(self.format, some), "span")
 
     def test_a_name_that_is_not_utf8_survives(self) -> None:
         sample = SAMPLES[0]._replace(key="caf\udce9/one")
@@ -166,7 +166,7 @@ class FormatContract:
         """A format that ends with a trailer has it even there, and then no sample can be lost."""
         written = SAMPLES[:2]
         data = shard_of(self.format, written)
-        ends = {one.end for one in self.format.walk(data, "shard")} | {0}
+        ends = {one.end for one in self.format.iter_samples(data, "shard")} | {0}
         for cut in range(len(data)):
             try:
                 got: Sequence[Sample] = read(self.format, data[:cut])
@@ -196,10 +196,10 @@ class FormatContract:
     def survives(self, data: bytes) -> None:
         for check in (False, True):
             try:
-                for one in self.format.walk(data, "shard", check=check):
-                    assert 0 <= one.start < one.image_at <= one.end <= len(data)
+                for one in self.format.iter_samples(data, "shard", check=check):
+                    assert 0 <= one.start < one.image_offset <= one.end <= len(data)
                     assert len(str(one.sample.label)) <= 20
             except SourceError as error:
                 assert str(error).startswith("shard: ")  # noqa: PT017
             with contextlib.suppress(SourceError):
-                self.format.parse(data, "span", check=check)
+                self.format.parse_sample(data, "span", check=check)

@@ -24,18 +24,18 @@ from PIL import Image
 
 from stoker.shards import index
 from stoker.shards.formats import FORMATS
-from stoker.shards.pack import ShardFile
-from stoker.shards.shard_set import MappedFile, find_sets, read_images
+from stoker.shards.pack import ShardWriter
+from stoker.shards.shard_set import MappedFile, find_shard_sets, read_images
 from stoker.storage.local import LocalStore
 from tests.support.trees import digests, image_bytes, make_dataset, make_tree, stoker
 
 
 def samples_of(url: Path) -> dict[str, tuple[bytes, int, dict[str, bytes]]]:
     """Every sample of a set: its image, label and extras by key."""
-    (one,) = find_sets(str(url))
+    (one,) = find_shard_sets(str(url))
     out = {}
     for entry in one.shards:
-        for found in FORMATS.get(one.format).walk(MappedFile(url / entry.name).view, entry.name, check=True):
+        for found in FORMATS.get(one.format).iter_samples(MappedFile(url / entry.name).view, entry.name, check=True):
             sample = found.sample
             extras = {name: bytes(data) for name, data in sample.extras.items()}
             out[sample.key] = (bytes(sample.image), sample.label, extras)
@@ -94,7 +94,7 @@ def test_the_index_leads_to_each_image(tmp_path: Path, shard_format: str) -> Non
         assert rows.dtype == index.INDEX_DTYPE
         found.update(content[row["offset"] : row["offset"] + row["length"]] for row in rows)
     assert found == images
-    (one,) = find_sets(str(out / "train"))
+    (one,) = find_shard_sets(str(out / "train"))
     read = [(bytes(view), label) for entry in one.shards for view, label in read_images(one, entry.name)]
     assert sorted(read) == sorted((image, label) for image, label, _ in samples_of(out / "train").values())
 
@@ -284,7 +284,7 @@ def crash(data: Path, out: Path, at: int, *options: object) -> bool:
 
         LocalStore.put = counted(LocalStore.put)  # type: ignore[method-assign]
         LocalStore.delete = counted(LocalStore.delete)  # type: ignore[method-assign]
-        ShardFile._flush = counted(ShardFile._flush)  # type: ignore[method-assign]
+        ShardWriter._flush = counted(ShardWriter._flush)  # type: ignore[method-assign]
         os._exit(stoker("data", "convert", data, out, "--jobs", 1, *options))
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status) == 9

@@ -77,12 +77,12 @@ def test_a_file_url_and_what_is_no_folder(tmp_path: Path) -> None:
     make_tree(tmp_path / "my pets", {"ant": 1})
     url = (tmp_path / "my pets").as_uri()
     assert "%20" in url
-    assert FolderSource.recognises(url)
+    assert FolderSource.can_read(url)
     source = opened(url)
     assert source.name == "my pets"
     assert len(list(source.scan("train"))) == 1
     for other in ("s3://bucket/pets", "file://host/pets", "a\0b", str(tmp_path / "none")):
-        assert not FolderSource.recognises(other)
+        assert not FolderSource.can_read(other)
 
 
 def test_the_stamp_is_the_time_of_change(tmp_path: Path) -> None:

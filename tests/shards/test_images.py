@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from stoker.shards import images
-from stoker.shards.formats import KIND_OF_EXTENSION
-from stoker.shards.images import EXTENSIONS, MAX_BYTES, BadImageError, decode, probe, shrink, sniff
+from stoker.shards.formats import CANONICAL_EXTENSIONS
+from stoker.shards.images import EXTENSIONS, MAX_BYTES, BadImageError, check_decodes, inspect_image, shrink, sniff
 from tests.support.trees import image_bytes
 
 
@@ -29,20 +29,20 @@ from tests.support.trees import image_bytes
 def test_every_format_tells_its_size(kind: str, extension: str) -> None:
     data = image_bytes(5, kind, (31, 17))
     assert sniff(data) == extension
-    assert probe(memoryview(data)) == (extension, 31, 17)
-    decode(memoryview(data))
+    assert inspect_image(memoryview(data)) == (extension, 31, 17)
+    check_decodes(memoryview(data))
 
 
 def test_progressive_and_odd_jpegs() -> None:
     out = io.BytesIO()
     Image.new("CMYK", (40, 30)).save(out, "JPEG", progressive=True)
-    assert probe(out.getvalue()) == ("jpg", 40, 30)
-    assert probe(image_bytes(1) + b"\0" * 100) == ("jpg", 24, 18)  # trailing bytes do no harm
+    assert inspect_image(out.getvalue()) == ("jpg", 40, 30)
+    assert inspect_image(image_bytes(1) + b"\0" * 100) == ("jpg", 24, 18)  # trailing bytes do no harm
 
 
 def probe_and_decode(data: bytes) -> None:
-    probe(data)
-    decode(data)
+    inspect_image(data)
+    check_decodes(data)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF"])
@@ -61,9 +61,9 @@ def test_a_thumbnails_end_is_not_the_pictures_end() -> None:
     segment = b"\xff\xe1" + (len(thumbnail) + 2).to_bytes(2, "big") + thumbnail
     picture = image_bytes(2)
     whole = picture[:2] + segment + picture[2:]
-    assert probe(whole) == ("jpg", 24, 18)
+    assert inspect_image(whole) == ("jpg", 24, 18)
     with pytest.raises(BadImageError, match="no end-of-image"):
-        probe(whole[:-20])
+        inspect_image(whole[:-20])
 
 
 @pytest.mark.parametrize(
@@ -82,26 +82,26 @@ def test_a_thumbnails_end_is_not_the_pictures_end() -> None:
 )
 def test_reasons(data: bytes, reason: str) -> None:
     with pytest.raises(BadImageError, match=reason):
-        probe(data)
+        inspect_image(data)
 
 
 def test_no_pixels_and_too_many() -> None:
     png = bytearray(image_bytes(1, "PNG"))
     png[16:24] = (0).to_bytes(4, "big") + (5).to_bytes(4, "big")
     with pytest.raises(BadImageError, match="0×5"):
-        probe(bytes(png))
+        inspect_image(bytes(png))
     png[16:24] = (60_000).to_bytes(4, "big") * 2
     with pytest.raises(BadImageError, match="more than"):
-        probe(bytes(png))
+        inspect_image(bytes(png))
 
 
 def test_shrinking_keeps_the_shape_and_stands_upright() -> None:
-    assert probe(shrink(image_bytes(1, size=(400, 300)), 100, 90)) == ("jpg", 100, 75)
+    assert inspect_image(shrink(image_bytes(1, size=(400, 300)), 100, 90)) == ("jpg", 100, 75)
     out = io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by a quarter
     Image.new("RGB", (400, 300)).save(out, "JPEG", exif=exif)
-    assert probe(shrink(out.getvalue(), 100, 90)) == ("jpg", 75, 100)
+    assert inspect_image(shrink(out.getvalue(), 100, 90)) == ("jpg", 75, 100)
     with pytest.raises(BadImageError):
         shrink(b"\xff\xd8\xff no", 10, 90)
 
@@ -191,8 +191,8 @@ def test_huge_images_pass_but_are_not_shrunk() -> None:
     data = png_of(10_000, 9_500)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert probe(data) == ("png", 10_000, 9_500)
-        decode(data)
+        assert inspect_image(data) == ("png", 10_000, 9_500)
+        check_decodes(data)
         with pytest.raises(BadImageError, match=r"10000×9500 pixels take .* MB to shrink"):
             shrink(data, 256, 90)
 
@@ -204,16 +204,16 @@ def test_twenty_megapixels_fit(kind: str) -> None:
     image._size = (5_000, 4_000)  # type: ignore[attr-defined]
     image.info["progressive"] = kind == "JPEG"
     for max_side in (256, 4_999):
-        assert images._memory(image, image.size, max_side) <= images._decoding.total
+        assert images._estimate_memory(image, image.size, max_side) <= images._decode_budget.total
 
 
 def test_a_budget_is_never_overdrawn_and_one_too_large_runs_alone() -> None:
-    budget = images._Budget(100)
+    budget = images._MemoryBudget(100)
     lock, held, peak = threading.Lock(), 0, 0
 
     def work(amount: int) -> None:
         nonlocal held, peak
-        with budget.take(amount):
+        with budget.reserve(amount):
             with lock:
                 held += min(amount, 100)
                 peak = max(peak, held)
@@ -229,22 +229,22 @@ def test_a_budget_is_never_overdrawn_and_one_too_large_runs_alone() -> None:
 
 def test_decodes_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    budget = images._Budget(1 << 20)
-    take = budget.take
+    budget = images._MemoryBudget(1 << 20)
+    take = budget.reserve
     monkeypatch.setattr(budget, "take", lambda amount: taken.append(amount) or take(amount))
     monkeypatch.setattr(images, "_decoding", budget)
-    decode(image_bytes(1, "PNG", (100, 50)))
+    check_decodes(image_bytes(1, "PNG", (100, 50)))
     shrink(image_bytes(1, "PNG", (100, 50)), 10, 90)
     assert taken[0] == 4 * 100 * 50
     assert taken[1] > taken[0]
     with pytest.raises(BadImageError):
-        decode(image_bytes(1, "PNG")[:-30])
+        check_decodes(image_bytes(1, "PNG")[:-30])
     assert budget._free == budget.total
 
 
 def test_more_bytes_than_an_image_has() -> None:
     with pytest.raises(BadImageError, match="64 MiB: larger than an image"):
-        probe(memoryview(bytes(MAX_BYTES + 1)))
+        inspect_image(memoryview(bytes(MAX_BYTES + 1)))
 
 
 def after_the_first_segment(stray: bytes) -> bytes:
@@ -269,14 +269,14 @@ def bmp_with_reserved_bytes() -> bytes:
     ],
 )
 def test_what_decoders_read_is_no_bad_image(data: bytes, kind: str) -> None:
-    assert probe(data) == (kind, 24, 18)
-    decode(data)
+    assert inspect_image(data) == (kind, 24, 18)
+    check_decodes(data)
 
 
 @pytest.mark.parametrize("stray", [b"stray", b"\xff\x00"])
 def test_an_odd_image_that_is_cut_is_still_found(stray: bytes) -> None:
     with pytest.raises(BadImageError, match="not a JPEG marker"):
-        probe(after_the_first_segment(stray)[:-100])
+        inspect_image(after_the_first_segment(stray)[:-100])
 
 
 def test_text_is_no_bmp() -> None:
@@ -284,4 +284,4 @@ def test_text_is_no_bmp() -> None:
 
 
 def test_the_extensions_are_those_of_the_formats() -> None:
-    assert {f".{extension}" for extension in KIND_OF_EXTENSION} == EXTENSIONS
+    assert {f".{extension}" for extension in CANONICAL_EXTENSIONS} == EXTENSIONS

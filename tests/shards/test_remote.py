@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stoker.storage import download, open_store
-from tests.support.servers import Asked, Reply, aws_environ, nginx, scripted
+from tests.support.servers import RecordedRequest, Reply, aws_environ, nginx, scripted_server
 from tests.support.trees import digests, make_dataset, make_tree, stoker
 
 
@@ -93,11 +93,11 @@ def test_a_bucket_with_another_dataset_is_left_alone(
 def test_a_bucket_without_permission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def deny(_: Asked, __: int) -> Reply:
+    def deny(_: RecordedRequest, __: int) -> Reply:
         return Reply(403, b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>")
 
     data = make_dataset(tmp_path / "pets")
-    with scripted(deny) as server:
+    with scripted_server(deny) as server:
         for name, value in aws_environ(server.url).items():
             monkeypatch.setenv(name, value)
         assert stoker("data", "convert", data, "s3://private/pets") == 5
@@ -111,7 +111,7 @@ def test_a_bucket_without_permission(
 def test_a_bucket_that_lets_one_list_but_not_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def reply(asked: Asked, _: int) -> Reply:
+    def reply(asked: RecordedRequest, _: int) -> Reply:
         if asked.method == "GET" and "list-type=2" in asked.path:
             return Reply(200, b'<?xml version="1.0"?><ListBucketResult><KeyCount>0</KeyCount></ListBucketResult>')
         return (
@@ -119,11 +119,11 @@ def test_a_bucket_that_lets_one_list_but_not_write(
         )
 
     data = make_dataset(tmp_path / "pets")
-    with scripted(reply) as server:
+    with scripted_server(reply) as server:
         for name, value in aws_environ(server.url).items():
             monkeypatch.setenv(name, value)
         assert stoker("data", "convert", data, "s3://private/pets") == 5
-        assert not any(asked.method == "PUT" and "manifest" in asked.path for asked in server.asked)
+        assert not any(asked.method == "PUT" and "manifest" in asked.path for asked in server.requests)
     assert "permission denied" in capsys.readouterr().err
 
 
@@ -191,13 +191,13 @@ def test_a_server_that_dies_on_the_way_is_no_fault_of_the_data(
 ) -> None:
     assert stoker("data", "convert", make_dataset(tmp_path / "pets"), tmp_path / "out", "--shard-samples", 5) == 0
 
-    def reply(asked: Asked, number: int) -> Reply:
+    def reply(asked: RecordedRequest, number: int) -> Reply:
         if number > 4:
             return Reply(503)
         path = tmp_path / "out/train" / asked.path.lstrip("/")
         return Reply(200, path.read_bytes()) if path.is_file() else Reply(404)
 
-    with scripted(reply) as server:
+    with scripted_server(reply) as server:
         assert stoker("data", "verify", server.url, "--jobs", 1) == 5
     assert "the server answered 503" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ import pytest
 from stoker.errors import SourceError
 from stoker.shards.formats import FORMATS
 from stoker.shards.sample import Item, Sample
-from stoker.shards.shard_set import MappedFile, find_sets
+from stoker.shards.shard_set import MappedFile, find_shard_sets
 from stoker.shards.sources.shards import ShardsSource
 from stoker.shards.verify import verify
 from tests.shards.format_contract import shard_of
@@ -63,7 +63,7 @@ def write(folder: Path, kind: str, *, manifest: bool = True) -> list[Path]:
 
 
 def ends(kind: str, path: Path) -> list[int]:
-    return [found.end for found in FORMATS.get(kind).walk(path.read_bytes(), path.name)]
+    return [found.end for found in FORMATS.get(kind).iter_samples(path.read_bytes(), path.name)]
 
 
 def flip(path: Path, at: int) -> None:
@@ -141,7 +141,7 @@ def test_records_without_a_name_have_a_key_of_their_own(tmp_path: Path) -> None:
     assert names == [f"{shard}/{number:08d}.jpg" for shard in NAMES["tfrecord"] for number in range(2)]
     for name in names:
         FORMATS.get("tar").check_key(name.removesuffix(".jpg"))
-    (one,) = find_sets(str(tmp_path))
+    (one,) = find_shard_sets(str(tmp_path))
     assert not [finding for finding in verify(one).findings if "already" in finding.what]
 
 

@@ -23,8 +23,8 @@ from stoker.shards import scan
 from stoker.shards.formats import FORMATS
 from stoker.shards.index import IndexBuilder
 from stoker.shards.sample import Sample
-from stoker.shards.scan import default_cache, described
-from stoker.shards.shard_set import MappedFile, ShardSet, find_sets, read_images
+from stoker.shards.scan import default_scan_cache, ensure_manifest
+from stoker.shards.shard_set import MappedFile, ShardSet, find_shard_sets, read_images
 from tests.support.servers import nginx
 from tests.support.trees import digests, image_bytes, make_dataset, stoker
 
@@ -52,7 +52,7 @@ def theirs(tmp_path: Path) -> Path:
 
 
 def one_set(url: object) -> ShardSet:
-    (one,) = find_sets(str(url))
+    (one,) = find_shard_sets(str(url))
     return one
 
 
@@ -78,7 +78,7 @@ def rewritten(shard: Path, change: Callable[[bytes], bytes]) -> None:
 def refuses(url: object, *parts: str) -> StokerError:
     """Expect one clear sentence."""
     with pytest.raises(InputError) as caught:
-        described(one_set(url))
+        ensure_manifest(one_set(url))
     sentence = str(caught.value)
     assert "\n" not in sentence
     for part in parts:
@@ -91,7 +91,7 @@ def test_tars_of_webdataset_are_scanned_and_read(theirs: Path, cache: Path, jobs
     one = one_set(pattern(theirs))
     assert one.manifest is None
     told: list[int] = []
-    full = described(one, jobs=jobs, progress=told.append)
+    full = ensure_manifest(one, jobs=jobs, progress=told.append)
     assert full.shards == one.shards
     assert images_of(full) == expected()
     assert sorted(told) == sorted(entry.size for entry in one.shards)
@@ -114,32 +114,32 @@ def _umask() -> int:
 
 
 def test_a_second_call_reads_nothing_of_the_shards(theirs: Path, cache: Path) -> None:
-    first = described(one_set(pattern(theirs)))
+    first = ensure_manifest(one_set(pattern(theirs)))
     for shard in theirs.iterdir():
         rewritten(shard, lambda data: bytes(len(data)))
     told: list[int] = []
-    second = described(one_set(pattern(theirs)), progress=told.append)
+    second = ensure_manifest(one_set(pattern(theirs)), progress=told.append)
     assert second.manifest == first.manifest
     assert told == []
-    assert np.array_equal(second.index("set-000003.tar"), first.index("set-000003.tar"))
+    assert np.array_equal(second.read_index("set-000003.tar"), first.read_index("set-000003.tar"))
 
 
 def test_a_relative_path_is_the_same_set(theirs: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    described(one_set(pattern(theirs)))
+    ensure_manifest(one_set(pattern(theirs)))
     monkeypatch.chdir(theirs)
-    described(one_set("set-{000000..000003}.tar"))
-    described(one_set(f"file://{pattern(theirs)}"))
+    ensure_manifest(one_set("set-{000000..000003}.tar"))
+    ensure_manifest(one_set(f"file://{pattern(theirs)}"))
     assert len(list(cache.iterdir())) == 1
     # The same name from elsewhere, with the same sizes and times, is another set.
     other = theirs.parent / "other"
     shutil.copytree(theirs, other / "theirs")
     monkeypatch.chdir(other / "theirs")
-    described(one_set("set-{000000..000003}.tar"))
+    ensure_manifest(one_set("set-{000000..000003}.tar"))
     assert len(list(cache.iterdir())) == 2
 
 
 def test_a_changed_shard_is_scanned_anew(theirs: Path, cache: Path) -> None:
-    described(one_set(pattern(theirs)))
+    ensure_manifest(one_set(pattern(theirs)))
     shard = theirs / "set-000001.tar"
     status = shard.stat()
     with webdataset.TarWriter(str(shard)) as writer:  # as many bytes as before
@@ -148,12 +148,12 @@ def test_a_changed_shard_is_scanned_anew(theirs: Path, cache: Path) -> None:
             writer.write({"__key__": f"{number:03d}", "jpg": image_bytes(number), "cls": LABELS[number], **extras})
     os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     assert shard.stat().st_size == status.st_size
-    assert images_of(described(one_set(pattern(theirs)))) == expected([0, 1, 2, 5, 4, 3, 6, 7, 8, 9])
+    assert images_of(ensure_manifest(one_set(pattern(theirs)))) == expected([0, 1, 2, 5, 4, 3, 6, 7, 8, 9])
 
 
 def test_part_of_a_set_is_a_set_of_its_own(theirs: Path, cache: Path) -> None:
-    described(one_set(pattern(theirs)))
-    part = described(one_set(f"{theirs}/set-{{000001,000003}}.tar"))
+    ensure_manifest(one_set(pattern(theirs)))
+    part = ensure_manifest(one_set(f"{theirs}/set-{{000001,000003}}.tar"))
     assert images_of(part) == expected([3, 4, 5, 9])
 
 
@@ -162,7 +162,7 @@ def test_one_place_read_as_two_splits(theirs: Path, cache: Path) -> None:
     root = theirs.parent / "root"
     root.mkdir()
     theirs.rename(root / "val")
-    above, inside = (described(one_set(url)) for url in (root, pattern(root / "val")))
+    above, inside = (ensure_manifest(one_set(url)) for url in (root, pattern(root / "val")))
     assert above.url == inside.url
     assert above.manifest is not None
     assert inside.manifest is not None
@@ -173,23 +173,23 @@ def test_records_without_a_manifest(tmp_path: Path, cache: Path) -> None:
     data = make_dataset(tmp_path / "pets")
     assert stoker("data", "convert", data, tmp_path / "out", "--shard-samples", 7, "--format", "tfrecord") == 0
     own = one_set(tmp_path / "out/train")
-    before = {entry.name: own.index(entry.name) for entry in own.shards}
+    before = {entry.name: own.read_index(entry.name) for entry in own.shards}
     (tmp_path / "out/train/manifest.json").unlink()
     shutil.rmtree(tmp_path / "out/train/index")
-    full = described(one_set(tmp_path / "out/train"), jobs=2)
+    full = ensure_manifest(one_set(tmp_path / "out/train"), jobs=2)
     assert own.manifest is not None
     assert full.manifest is not None
     assert [shard.index_sha256 for shard in full.manifest.shards] == [s.index_sha256 for s in own.manifest.shards]
-    assert all(np.array_equal(full.index(name), rows) for name, rows in before.items())
+    assert all(np.array_equal(full.read_index(name), rows) for name, rows in before.items())
 
 
 def test_a_web_server_is_asked_once(theirs: Path, cache: Path) -> None:
     with nginx(theirs) as url:
         one = one_set(pattern(url.replace("http://", "http://me:hunter2@")))
-        assert images_of(described(one, jobs=2)) == expected()
+        assert images_of(ensure_manifest(one, jobs=2)) == expected()
     # The server is gone: whatever is told now was kept.
-    full = described(one)
-    assert [len(full.index(entry.name)) for entry in full.shards] == [3, 3, 3, 1]
+    full = ensure_manifest(one)
+    assert [len(full.read_index(entry.name)) for entry in full.shards] == [3, 3, 3, 1]
     assert not any(b"hunter2" in path.read_bytes() for path in cache.rglob("*") if path.is_file())
 
 
@@ -197,13 +197,13 @@ def test_a_manifest_beside_the_shards_is_kept(tmp_path: Path, cache: Path) -> No
     assert stoker("data", "convert", make_dataset(tmp_path / "pets"), tmp_path / "out", "--shard-samples", 7) == 0
     for url in (tmp_path / "out/train", tmp_path / "out/train/pets-train-{000001..000002}.tar"):
         one = one_set(url)
-        assert described(one) is one
+        assert ensure_manifest(one) is one
     assert not cache.exists()
 
 
 def test_an_empty_shard_among_others(theirs: Path, cache: Path) -> None:
     (theirs / "set-000001.tar").write_bytes(FORMATS.get("tar").trailer)
-    full = described(one_set(pattern(theirs)))
+    full = ensure_manifest(one_set(pattern(theirs)))
     assert full.manifest is not None
     assert [shard.samples for shard in full.manifest.shards] == [3, 0, 3, 1]
     assert images_of(full) == expected([0, 1, 2, 6, 7, 8, 9])
@@ -227,7 +227,7 @@ def test_a_damaged_shard_keeps_nothing(theirs: Path, cache: Path, change: Callab
     assert isinstance(error, DataFaultError)
     assert list(cache.iterdir()) == []
     rewritten(shard, lambda _: whole)
-    assert images_of(described(one_set(pattern(theirs)))) == expected()
+    assert images_of(ensure_manifest(one_set(pattern(theirs)))) == expected()
 
 
 @pytest.mark.parametrize("label", [-1, 2**31])
@@ -243,7 +243,7 @@ def test_a_shard_that_grows_meanwhile(theirs: Path, cache: Path) -> None:
     one = one_set(pattern(theirs))
     rewritten(theirs / "set-000002.tar", lambda data: data + bytes(512))
     with pytest.raises(DataFaultError, match=r"set-000002\.tar: .* a moment ago"):
-        described(one)
+        ensure_manifest(one)
     assert list(cache.iterdir()) == []
 
 
@@ -257,28 +257,28 @@ def test_no_samples_at_all(theirs: Path, cache: Path) -> None:
 def test_a_cache_that_cannot_be_written(theirs: Path, cache: Path) -> None:
     cache.parent.write_text("a file")
     with pytest.raises(StokerError, match=r"cache.*set STOKER_CACHE_DIR"):
-        described(one_set(pattern(theirs)))
+        ensure_manifest(one_set(pattern(theirs)))
 
 
 def test_a_broken_cache_says_what_to_remove(theirs: Path, cache: Path) -> None:
-    described(one_set(pattern(theirs)))
+    ensure_manifest(one_set(pattern(theirs)))
     (kept,) = cache.iterdir()
     (kept / "manifest.json").write_text("")
     refuses(pattern(theirs), "not a manifest", f"remove {kept}")
     (kept / "manifest.json").unlink()
     refuses(pattern(theirs), f"remove {kept}")
     shutil.rmtree(kept)
-    assert images_of(described(one_set(pattern(theirs)))) == expected()
+    assert images_of(ensure_manifest(one_set(pattern(theirs)))) == expected()
 
 
 def test_where_scans_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("STOKER_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert default_cache() == Path.home() / ".cache/stoker/scans"
+    assert default_scan_cache() == Path.home() / ".cache/stoker/scans"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert default_cache() == tmp_path / "xdg/stoker/scans"
+    assert default_scan_cache() == tmp_path / "xdg/stoker/scans"
     monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path / "own"))
-    assert default_cache() == tmp_path / "own/scans"
+    assert default_scan_cache() == tmp_path / "own/scans"
 
 
 def test_a_scan_that_is_overtaken_takes_the_other(theirs: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,16 +289,16 @@ def test_a_scan_that_is_overtaken_takes_the_other(theirs: Path, cache: Path, mon
 
     monkeypatch.setattr(scan.fcntl, "flock", no_locks)
     one = one_set(pattern(theirs))
-    rename = scan._rename
+    rename = scan._move_into_cache
     overtaken: list[ShardSet] = []
 
     def late(made: Path, kept: Path) -> None:
         monkeypatch.setattr(scan, "_rename", rename)
-        overtaken.append(described(one))
+        overtaken.append(ensure_manifest(one))
         rename(made, kept)
 
     monkeypatch.setattr(scan, "_rename", late)
-    full = described(one)
+    full = ensure_manifest(one)
     assert [full.manifest] == [other.manifest for other in overtaken]
     assert images_of(full) == expected()
     assert len(list(cache.iterdir())) == 1
@@ -318,7 +318,7 @@ def test_many_threads_and_processes_at_once(theirs: Path, cache: Path) -> None:
     one = one_set(pattern(theirs))
     walked: list[int] = []
     with ThreadPoolExecutor(6) as pool:
-        sets = list(pool.map(lambda _: described(one, progress=walked.append), range(6)))
+        sets = list(pool.map(lambda _: ensure_manifest(one, progress=walked.append), range(6)))
     assert len(walked) == len(one.shards)  # one of them did it for all
     found |= {full.manifest.source.digest for full in sets if full.manifest is not None}
     assert len(found) == 1
@@ -335,7 +335,7 @@ def test_a_killed_scan_leaves_nothing_that_counts(theirs: Path, cache: Path) -> 
     done = subprocess.run([sys.executable, "-c", program, pattern(theirs)], check=False)
     assert done.returncode == -9
     assert not list(cache.rglob("manifest.json"))
-    assert images_of(described(one_set(pattern(theirs)))) == expected()
+    assert images_of(ensure_manifest(one_set(pattern(theirs)))) == expected()
 
 
 def test_one_shard_is_mapped_at_a_time(theirs: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +352,7 @@ def test_one_shard_is_mapped_at_a_time(theirs: Path, cache: Path, monkeypatch: p
             alive.pop()
 
     monkeypatch.setattr("stoker.shards.shard_set.MappedFile", Counted)
-    described(one_set(pattern(theirs)))
+    ensure_manifest(one_set(pattern(theirs)))
     assert most == [1, 1, 1, 1]
 
 
@@ -384,24 +384,24 @@ def planted(one: ShardSet, data: bytes, **facts: object) -> ShardSet:
 
 def test_an_index_that_is_not_the_manifests(own: ShardSet) -> None:
     name = own.shards[0].name
-    rows = own.index(name)
+    rows = own.read_index(name)
     changed = rows.copy()
     changed["label"][0] += 1
     data = index_of(*changed.tolist())
     one = planted(own, data)
-    for read in (lambda: one.index(name), lambda: list(read_images(one, name))):
+    for read in (lambda: one.read_index(name), lambda: list(read_images(one, name))):
         with pytest.raises(DataFaultError, match=rf"^{own.url}/index/{name}\.npy: the sha256 .*; see: stoker"):
             read()
     # Without a digest to compare with, the index is taken as it is.
-    assert np.array_equal(planted(own, data, index_sha256="").index(name), changed)
+    assert np.array_equal(planted(own, data, index_sha256="").read_index(name), changed)
 
 
 def test_a_kept_index_that_is_not_the_manifests(theirs: Path, cache: Path) -> None:
-    full = described(one_set(pattern(theirs)))
+    full = ensure_manifest(one_set(pattern(theirs)))
     (kept,) = cache.iterdir()
     (kept / "index/set-000000.tar.npy").write_bytes(b"")
     with pytest.raises(DataFaultError, match=rf"^{kept}/index/set-000000\.tar\.npy: .*; remove {kept} "):
-        full.index("set-000000.tar")
+        full.read_index("set-000000.tar")
 
 
 @pytest.mark.parametrize(
@@ -415,23 +415,23 @@ def test_an_index_that_leads_out_of_its_shard(own: ShardSet, offset: int | None,
     data = index_of((0, 1, 0), row)
     one = planted(own, data, samples=2, index_sha256=hashlib.sha256(data).hexdigest())
     if offset == 0:
-        assert one.index(entry.name).tolist()[1] == row
+        assert one.read_index(entry.name).tolist()[1] == row
         return
     with pytest.raises(DataFaultError, match=rf"index/{entry.name}\.npy: image 1 would lie at byte {row[0]}, "):
-        one.index(entry.name)
+        one.read_index(entry.name)
 
 
 def test_an_index_of_more_samples_than_the_manifest_counts(own: ShardSet) -> None:
     data = index_of((0, 1, 0))
     one = planted(own, data, index_sha256=hashlib.sha256(data).hexdigest())
     with pytest.raises(DataFaultError, match="tells of 1 samples, and the manifest of 30"):
-        one.index(own.shards[0].name)
+        one.read_index(own.shards[0].name)
 
 
 def test_what_is_no_index(own: ShardSet) -> None:
     name = own.shards[0].name
     with pytest.raises(DataFaultError, match=rf"index/{name}\.npy: not a shard index"):
-        planted(own, b"no index", index_sha256="").index(name)
+        planted(own, b"no index", index_sha256="").read_index(name)
 
 
 def test_a_shard_that_was_cut_off_gives_no_short_image(own: ShardSet) -> None:
@@ -445,4 +445,4 @@ def test_a_shard_that_was_cut_off_gives_no_short_image(own: ShardSet) -> None:
 
 def test_a_shard_that_the_set_does_not_have(own: ShardSet) -> None:
     with pytest.raises(NotFoundError, match="no such shard"):
-        own.index("other.tar")
+        own.read_index("other.tar")

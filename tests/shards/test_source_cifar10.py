@@ -13,8 +13,16 @@ from PIL import Image
 
 from stoker.errors import NotFoundError
 from stoker.shards.sources.cifar10 import Cifar10Source
-from tests.support.datasets import CIFAR_CLASSES, Cifar10, cifar_batch, cifar_meta, make_cifar10, python2_pickle, tar_of
-from tests.support.trees import refused_by
+from tests.support.datasets import (
+    CIFAR_CLASSES,
+    Cifar10,
+    cifar_batch,
+    cifar_meta,
+    make_cifar10,
+    make_tar,
+    python2_pickle,
+)
+from tests.support.trees import assert_rejected
 
 
 @pytest.fixture
@@ -50,7 +58,7 @@ def check(where: Path, scratch: Path, made: Cifar10) -> Cifar10Source:
 def test_reads_it_all(tmp_path: Path, scratch: Path, packed: bool, column_order: bool, inside: bool) -> None:
     made = make_cifar10(tmp_path / "data", packed=packed, column_order=column_order)
     where = made.where if inside else tmp_path / "data"
-    assert Cifar10Source.recognises(str(where))
+    assert Cifar10Source.can_read(str(where))
     assert check(where, scratch, made).notes == ()
 
 
@@ -137,7 +145,7 @@ def test_a_malicious_pickle_runs_nothing(tmp_path: Path, scratch: Path, file: st
     made = make_cifar10(tmp_path / "data", packed=False)
     marker, proof = tmp_path / "ran", tmp_path / "proof"
     (made.where / file).write_bytes(malicious(f"touch {marker}"))
-    refused_by(Cifar10Source, made.where, scratch, file, "refuses to unpickle posix.system")
+    assert_rejected(Cifar10Source, made.where, scratch, file, "refuses to unpickle posix.system")
     assert not marker.exists()
     pickle.loads(malicious(f"touch {proof}"))  # the payload is a live one: without the guard it runs
     assert proof.exists()
@@ -160,13 +168,13 @@ def test_a_malicious_pickle_runs_nothing(tmp_path: Path, scratch: Path, file: st
 def test_no_other_name_is_known(tmp_path: Path, scratch: Path, module: str, name: str) -> None:
     made = make_cifar10(tmp_path, packed=False)
     (made.where / "data_batch_1").write_bytes(b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"K\x01\x85R.")
-    refused_by(Cifar10Source, made.where, scratch, "data_batch_1", f"refuses to unpickle {module}.{name}")
+    assert_rejected(Cifar10Source, made.where, scratch, "data_batch_1", f"refuses to unpickle {module}.{name}")
 
 
 def test_the_opener_of_processes_is_refused(tmp_path: Path, scratch: Path) -> None:
     made = make_cifar10(tmp_path, packed=False)
     (made.where / "data_batch_1").write_bytes(pickle.dumps(subprocess.Popen, protocol=4))
-    refused_by(Cifar10Source, made.where, scratch, "refuses to unpickle subprocess.Popen")
+    assert_rejected(Cifar10Source, made.where, scratch, "refuses to unpickle subprocess.Popen")
 
 
 PIXELS = np.zeros((2, 3072), np.uint8)
@@ -193,14 +201,14 @@ NAMES = ["a.png", "b.png"]
 def test_bad_batches(tmp_path: Path, scratch: Path, content: object, parts: list[str]) -> None:
     made = make_cifar10(tmp_path, packed=False)
     (made.where / "data_batch_4").write_bytes(python2_pickle(content))
-    refused_by(Cifar10Source, made.where, scratch, "data_batch_4", *parts)
+    assert_rejected(Cifar10Source, made.where, scratch, "data_batch_4", *parts)
 
 
 @pytest.mark.parametrize("names", [[b"cat"] * 9, None, [b"cat"] * 9 + [b"a/b"], [b"cat"] * 9 + [3]])
 def test_bad_class_names(tmp_path: Path, scratch: Path, names: object) -> None:
     made = make_cifar10(tmp_path, packed=False)
     (made.where / "batches.meta").write_bytes(python2_pickle({**cifar_meta(), b"label_names": names}))
-    refused_by(Cifar10Source, made.where, scratch, "batches.meta", "label_names must be 10 names")
+    assert_rejected(Cifar10Source, made.where, scratch, "batches.meta", "label_names must be 10 names")
 
 
 @pytest.mark.parametrize("keep", [0, 1, 50, 0.5, -1])
@@ -209,7 +217,7 @@ def test_a_truncated_pickle(tmp_path: Path, scratch: Path, keep: float) -> None:
     path = made.where / "data_batch_5"
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * keep) if isinstance(keep, float) else keep])
-    refused_by(Cifar10Source, made.where, scratch, "data_batch_5", "damaged pickle")
+    assert_rejected(Cifar10Source, made.where, scratch, "data_batch_5", "damaged pickle")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +226,7 @@ def test_a_truncated_pickle(tmp_path: Path, scratch: Path, keep: float) -> None:
 def test_a_malformed_pickle(tmp_path: Path, scratch: Path, data: bytes) -> None:
     made = make_cifar10(tmp_path, packed=False)
     (made.where / "data_batch_5").write_bytes(data)
-    refused_by(Cifar10Source, made.where, scratch, "data_batch_5", "damaged pickle")
+    assert_rejected(Cifar10Source, made.where, scratch, "data_batch_5", "damaged pickle")
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -229,15 +237,15 @@ def test_a_missing_file(tmp_path: Path, scratch: Path, packed: bool, file: str) 
     if packed:
         files = {f"cifar-10-batches-py/{path.name}": path.read_bytes() for path in made.where.iterdir()}
         made.where = tmp_path / "cifar-10-python.tar.gz"
-        made.where.write_bytes(tar_of(files, "w:gz"))
-    refused_by(Cifar10Source, made.where, scratch, f"there is no {file}")
+        made.where.write_bytes(make_tar(files, "w:gz"))
+    assert_rejected(Cifar10Source, made.where, scratch, f"there is no {file}")
 
 
 def test_a_file_too_large_to_be_true(tmp_path: Path, scratch: Path) -> None:
     made = make_cifar10(tmp_path, packed=False)
     with open(made.where / "data_batch_1", "ab") as file:
         file.truncate(200_000_000)
-    refused_by(Cifar10Source, made.where, scratch, "data_batch_1", "200000000 bytes")
+    assert_rejected(Cifar10Source, made.where, scratch, "data_batch_1", "200000000 bytes")
 
 
 def test_damaged_archives(tmp_path: Path, scratch: Path) -> None:
@@ -255,12 +263,12 @@ def test_damaged_archives(tmp_path: Path, scratch: Path) -> None:
     ):
         made.where.write_bytes(data)
         (scratch / str(number)).mkdir()
-        refused_by(Cifar10Source, made.where, scratch / str(number), "cifar-10-python.tar.gz")
+        assert_rejected(Cifar10Source, made.where, scratch / str(number), "cifar-10-python.tar.gz")
 
 
 def test_nothing_there(tmp_path: Path, scratch: Path) -> None:
-    refused_by(Cifar10Source, tmp_path, scratch, "cifar-10-python.tar.gz")
+    assert_rejected(Cifar10Source, tmp_path, scratch, "cifar-10-python.tar.gz")
     with pytest.raises(NotFoundError):
         Cifar10Source(str(tmp_path / "none"), scratch=scratch)
-    assert not Cifar10Source.recognises(str(tmp_path))
-    assert not Cifar10Source.recognises("a\0b")
+    assert not Cifar10Source.can_read(str(tmp_path))
+    assert not Cifar10Source.can_read("a\0b")

@@ -15,9 +15,9 @@ import pytest
 from stoker.errors import FullError, MissingExtraError, NotFoundError, SourceError
 from stoker.shards.sources.files import OpenFile
 from stoker.shards.sources.imagenet import ImagenetSource
-from stoker.shards.sources.tarfiles import members
-from tests.support.datasets import WNIDS_BY_ID, Expected, Imagenet, jpeg, make_imagenet, meta_mat, tar_of
-from tests.support.trees import refused_by
+from stoker.shards.sources.tarfiles import iter_members
+from tests.support.datasets import WNIDS_BY_ID, Expected, Imagenet, jpeg, make_imagenet, make_tar, meta_mat
+from tests.support.trees import assert_rejected
 
 TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
 TRUTH = "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"
@@ -54,7 +54,7 @@ def check(where: Path, scratch: Path, made: Imagenet, splits: tuple[str, ...] = 
 @pytest.mark.parametrize("truth", ["devkit.tar.gz", "devkit", "csv"])
 def test_every_layout(tmp_path: Path, scratch: Path, layout: str, truth: str) -> None:
     made = make_imagenet(tmp_path / "data", layout=layout, truth=truth)
-    assert ImagenetSource.recognises(str(made.folder))
+    assert ImagenetSource.can_read(str(made.folder))
     assert check(made.folder, scratch, made).notes == ()
     assert not list(scratch.glob("*img*"))
 
@@ -79,7 +79,7 @@ def test_the_folders_of_the_tars_names(tmp_path: Path, scratch: Path) -> None:
 
 def test_the_train_tar_itself(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data")
-    assert ImagenetSource.recognises(str(made.folder / TRAIN))
+    assert ImagenetSource.can_read(str(made.folder / TRAIN))
     check(made.folder / TRAIN, scratch, made, ("train",))
 
 
@@ -104,7 +104,7 @@ def test_the_gz_names(tmp_path: Path, scratch: Path, compressed: bool) -> None:
         data = (made.folder / name).read_bytes()
         (made.folder / name).unlink()
         (made.folder / f"{name}.gz").write_bytes(gzip.compress(data) if compressed else data)
-    assert ImagenetSource.recognises(str(made.folder))
+    assert ImagenetSource.can_read(str(made.folder))
     check(made.folder, scratch, made)
     assert len(list(scratch.glob("*img*"))) == (2 if compressed else 0)
 
@@ -156,9 +156,9 @@ def test_a_truncated_train_tar(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data", truth="none", val=0)
     path = made.folder / TRAIN
     whole = path.read_bytes()
-    inner = len(tar_of({f"n01000000_{number}.JPEG": jpeg(number) for number in range(3)}))
+    inner = len(make_tar({f"n01000000_{number}.JPEG": jpeg(number) for number in range(3)}))
     path.write_bytes(whole[: 512 + inner // 2])
-    refused_by(
+    assert_rejected(
         ImagenetSource,
         path,
         scratch,
@@ -170,17 +170,17 @@ def test_a_truncated_train_tar(tmp_path: Path, scratch: Path) -> None:
     end = 4 * (512 + inner)
     for size in (end, end + 100):  # all members are whole, but nothing says that they are all
         path.write_bytes(whole[:size])
-        refused_by(ImagenetSource, path, scratch, TRAIN, "truncated", f"header at offset {end}", f"ends at {size}")
+        assert_rejected(ImagenetSource, path, scratch, TRAIN, "truncated", f"header at offset {end}", f"ends at {size}")
 
 
 def test_a_truncated_class_tar(tmp_path: Path, scratch: Path) -> None:
     images = {f"n01440764_{number}.JPEG": jpeg(number) for number in range(3)}
-    inner = tar_of(images)
+    inner = make_tar(images)
     end = sum(512 + -(-len(image) // 512) * 512 for image in images.values())
     for size, part in ((700, "'n01440764_0.JPEG' at offset"), (end, f"header at offset {512 + end}")):
         path = tmp_path / TRAIN
-        path.write_bytes(tar_of({"n01440764.tar": inner[:size]}))
-        refused_by(
+        path.write_bytes(make_tar({"n01440764.tar": inner[:size]}))
+        assert_rejected(
             ImagenetSource, path, scratch, f"{TRAIN} (n01440764.tar)", "truncated", part, f"ends at {512 + size}"
         )
 
@@ -189,31 +189,31 @@ def test_a_truncated_val_tar(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data")
     path = made.folder / VAL
     path.write_bytes(path.read_bytes()[:3000])
-    refused_by(ImagenetSource, made.folder, scratch, VAL, "truncated", "offset", "3000")
+    assert_rejected(ImagenetSource, made.folder, scratch, VAL, "truncated", "offset", "3000")
 
 
 def test_a_tar_that_is_none(tmp_path: Path, scratch: Path) -> None:
     path = tmp_path / TRAIN
     path.write_bytes(b"<html>please log in</html>" * 100)
-    refused_by(ImagenetSource, path, scratch, TRAIN, "not a tar", "offset 0")
+    assert_rejected(ImagenetSource, path, scratch, TRAIN, "not a tar", "offset 0")
     path.write_bytes(b"")
-    refused_by(ImagenetSource, path, scratch, TRAIN, "truncated")
-    path.write_bytes(tar_of({}))
-    refused_by(ImagenetSource, path, scratch, TRAIN, "no class tars")
+    assert_rejected(ImagenetSource, path, scratch, TRAIN, "truncated")
+    path.write_bytes(make_tar({}))
+    assert_rejected(ImagenetSource, path, scratch, TRAIN, "no class tars")
 
 
 @pytest.mark.parametrize("name", ["readme.txt", "ILSVRC2012_val_00000001.JPEG", "cat.tar"])
 def test_a_train_tar_of_something_else(tmp_path: Path, scratch: Path, name: str) -> None:
     path = tmp_path / TRAIN
-    path.write_bytes(tar_of({"n01440764.tar": tar_of({"n01440764_1.JPEG": jpeg(1)}), name: b"x"}))
-    refused_by(ImagenetSource, path, scratch, name, "not a tar of one more class")
+    path.write_bytes(make_tar({"n01440764.tar": make_tar({"n01440764_1.JPEG": jpeg(1)}), name: b"x"}))
+    assert_rejected(ImagenetSource, path, scratch, name, "not a tar of one more class")
 
 
 def test_a_damaged_gzip(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data", val=0, truth="none")
     data = gzip.compress((made.folder / TRAIN).read_bytes())
     (made.folder / TRAIN).write_bytes(data[: len(data) // 2])
-    refused_by(ImagenetSource, made.folder, scratch, TRAIN, "truncated: the gzip stream has no end")
+    assert_rejected(ImagenetSource, made.folder, scratch, TRAIN, "truncated: the gzip stream has no end")
 
 
 def test_a_full_disk(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,22 +228,22 @@ def test_a_full_disk(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPa
         ImagenetSource(str(made.folder), scratch=scratch)
 
 
-@pytest.mark.parametrize("inner", [tar_of({}), b"", tar_of({"notes.txt": b"x"})])
+@pytest.mark.parametrize("inner", [make_tar({}), b"", make_tar({"notes.txt": b"x"})])
 def test_an_empty_class_tar(tmp_path: Path, scratch: Path, inner: bytes) -> None:
     path = tmp_path / TRAIN
-    path.write_bytes(tar_of({"n01440764.tar": tar_of({"n01440764_1.JPEG": jpeg(1)}), "n02119789.tar": inner}))
-    refused_by(ImagenetSource, path, scratch, "class n02119789 has no images")
+    path.write_bytes(make_tar({"n01440764.tar": make_tar({"n01440764_1.JPEG": jpeg(1)}), "n02119789.tar": inner}))
+    assert_rejected(ImagenetSource, path, scratch, "class n02119789 has no images")
 
 
 @pytest.mark.parametrize("layout", ["folders", "val by class", "class tars"])
 def test_an_empty_class_in_a_folder(tmp_path: Path, scratch: Path, layout: str) -> None:
     made = make_imagenet(tmp_path / "data", layout=layout)
     if layout == "class tars":
-        (made.folder / "train" / "n01440764.tar").write_bytes(tar_of({}))
+        (made.folder / "train" / "n01440764.tar").write_bytes(make_tar({}))
     else:
         shutil.rmtree(made.folder / "train" / "n01440764")
         (made.folder / "train" / "n01440764").mkdir()
-    refused_by(ImagenetSource, made.folder, scratch, "class n01440764 has no images")
+    assert_rejected(ImagenetSource, made.folder, scratch, "class n01440764 has no images")
 
 
 @pytest.mark.parametrize("layout", ["tars", "folders"])
@@ -251,7 +251,7 @@ def test_an_empty_class_in_a_folder(tmp_path: Path, scratch: Path, layout: str) 
 def test_ground_truth_of_another_length(tmp_path: Path, scratch: Path, layout: str, lines: int) -> None:
     made = make_imagenet(tmp_path / "data", layout=layout, truth="devkit")
     (made.folder / TRUTH).write_text("1\n" * lines)
-    refused_by(ImagenetSource, made.folder, scratch, "holds 10 images", f"has {lines} lines", "ground_truth.txt")
+    assert_rejected(ImagenetSource, made.folder, scratch, "holds 10 images", f"has {lines} lines", "ground_truth.txt")
 
 
 @pytest.mark.parametrize("layout", ["tars", "folders"])
@@ -260,32 +260,34 @@ def test_a_gap_in_the_numbers(tmp_path: Path, scratch: Path, layout: str) -> Non
     name, other = "ILSVRC2012_val_00000004.JPEG", "ILSVRC2012_val_00000011.JPEG"
     if layout == "folders":
         (made.folder / "val" / name).rename(made.folder / "val" / other)
-        refused_by(ImagenetSource, made.folder, scratch, f"there is no {name}")
+        assert_rejected(ImagenetSource, made.folder, scratch, f"there is no {name}")
     else:
         files = {f"ILSVRC2012_val_{n:08d}.JPEG": jpeg(n) for n in (1, 2, 3, 11, 5, 6, 7, 8, 9, 10)}
-        (made.folder / VAL).write_bytes(tar_of(files))
-        refused_by(ImagenetSource, made.folder, scratch, f"no line for {other}")
+        (made.folder / VAL).write_bytes(make_tar(files))
+        assert_rejected(ImagenetSource, made.folder, scratch, f"no line for {other}")
 
 
 def test_a_val_image_twice(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data")
     names = ("ILSVRC2012_val_00000004.JPEG", "./ILSVRC2012_val_00000004.JPEG")
-    (made.folder / VAL).write_bytes(tar_of({name: jpeg(1) for name in names}))
-    refused_by(ImagenetSource, made.folder, scratch, "holds ILSVRC2012_val_00000004.JPEG twice")
+    (made.folder / VAL).write_bytes(make_tar({name: jpeg(1) for name in names}))
+    assert_rejected(ImagenetSource, made.folder, scratch, "holds ILSVRC2012_val_00000004.JPEG twice")
 
 
 @pytest.mark.parametrize("layout", ["tars", "folders", "kaggle"])
 def test_no_ground_truth(tmp_path: Path, scratch: Path, layout: str) -> None:
     made = make_imagenet(tmp_path / "data", layout=layout, truth="none")
-    assert ImagenetSource.recognises(str(made.folder))
-    refused_by(ImagenetSource, made.folder, scratch, f"put {DEVKIT}", f"into {made.folder}", "LOC_val_solution.csv")
+    assert ImagenetSource.can_read(str(made.folder))
+    assert_rejected(
+        ImagenetSource, made.folder, scratch, f"put {DEVKIT}", f"into {made.folder}", "LOC_val_solution.csv"
+    )
 
 
 @pytest.mark.parametrize("line", ["0", "5", "6", "x", "-1", "9" * 100])
 def test_a_bad_line_of_ground_truth(tmp_path: Path, scratch: Path, line: str) -> None:
     made = make_imagenet(tmp_path / "data", truth="devkit")
     (made.folder / TRUTH).write_text("1\n2\n" + line + "\n")  # 5 and 6 are synsets, but not leaves
-    refused_by(ImagenetSource, made.folder, scratch, "line 3 is", "no class's ILSVRC2012_ID")
+    assert_rejected(ImagenetSource, made.folder, scratch, "line 3 is", "no class's ILSVRC2012_ID")
 
 
 @pytest.mark.parametrize(
@@ -294,7 +296,7 @@ def test_a_bad_line_of_ground_truth(tmp_path: Path, scratch: Path, line: str) ->
 def test_a_bad_meta_mat(tmp_path: Path, scratch: Path, data: bytes) -> None:
     made = make_imagenet(tmp_path / "data", truth="devkit")
     (made.folder / META).write_bytes(data)
-    refused_by(ImagenetSource, made.folder, scratch, "meta.mat")
+    assert_rejected(ImagenetSource, made.folder, scratch, "meta.mat")
 
 
 @pytest.mark.parametrize("truth", ["devkit", "devkit.tar.gz"])
@@ -305,15 +307,15 @@ def test_half_a_devkit(tmp_path: Path, scratch: Path, truth: str, name: str) -> 
     if truth == "devkit.tar.gz":
         folder = made.folder / "ILSVRC2012_devkit_t12"
         files = {str(path.relative_to(made.folder)): path.read_bytes() for path in folder.rglob("*.*")}
-        (made.folder / DEVKIT).write_bytes(tar_of(files, "w:gz"))
+        (made.folder / DEVKIT).write_bytes(make_tar(files, "w:gz"))
         shutil.rmtree(folder)
-    refused_by(ImagenetSource, made.folder, scratch, f"lacks data/{Path(name).name}")
+    assert_rejected(ImagenetSource, made.folder, scratch, f"lacks data/{Path(name).name}")
 
 
 def test_a_damaged_devkit(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data")
     (made.folder / DEVKIT).write_bytes((made.folder / DEVKIT).read_bytes()[:300])
-    refused_by(ImagenetSource, made.folder, scratch, DEVKIT, "truncated")
+    assert_rejected(ImagenetSource, made.folder, scratch, DEVKIT, "truncated")
 
 
 @pytest.mark.parametrize(
@@ -330,14 +332,16 @@ def test_a_damaged_devkit(tmp_path: Path, scratch: Path) -> None:
 def test_a_bad_solution(tmp_path: Path, scratch: Path, text: str, part: str) -> None:
     made = make_imagenet(tmp_path / "data", layout="kaggle", truth="csv")
     (made.folder / "LOC_val_solution.csv").write_text(text)
-    refused_by(ImagenetSource, made.folder, scratch, "LOC_val_solution.csv", part)
+    assert_rejected(ImagenetSource, made.folder, scratch, "LOC_val_solution.csv", part)
 
 
 @pytest.mark.parametrize("truth", ["devkit", "csv"])
 def test_val_has_a_class_that_train_lacks(tmp_path: Path, scratch: Path, truth: str) -> None:
     made = make_imagenet(tmp_path / "data", layout="folders", truth=truth)
     shutil.rmtree(made.folder / "train" / "n02119789")
-    refused_by(ImagenetSource, made.folder, scratch, "different classes: only in train none, only in val n02119789")
+    assert_rejected(
+        ImagenetSource, made.folder, scratch, "different classes: only in train none, only in val n02119789"
+    )
 
 
 @pytest.mark.parametrize("truth", ["devkit", "csv", "by class"])
@@ -345,7 +349,7 @@ def test_train_has_a_class_that_val_lacks(tmp_path: Path, scratch: Path, truth: 
     layout = "val by class" if truth == "by class" else "folders"
     made = make_imagenet(tmp_path / "data", layout=layout, truth=truth)
     shutil.copytree(made.folder / "train" / "n02119789", made.folder / "train" / "n09999999")
-    refused_by(ImagenetSource, made.folder, scratch, "only in train n09999999, only in val none")
+    assert_rejected(ImagenetSource, made.folder, scratch, "only in train n09999999, only in val none")
 
 
 def test_a_devkit_with_a_class_of_which_val_has_no_image_is_fine(tmp_path: Path, scratch: Path) -> None:
@@ -356,26 +360,26 @@ def test_a_devkit_with_a_class_of_which_val_has_no_image_is_fine(tmp_path: Path,
 def test_half_moved_val(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data", layout="folders")
     (made.folder / "val" / "n01440764").mkdir()
-    refused_by(ImagenetSource, made.folder, scratch, "by number as well as class folders")
+    assert_rejected(ImagenetSource, made.folder, scratch, "by number as well as class folders")
 
 
 def test_half_unpacked_train(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data", layout="class tars")
     (made.folder / "train" / "n01440764").mkdir()
-    refused_by(ImagenetSource, made.folder, scratch, "4 class tars and 1 class folders")
+    assert_rejected(ImagenetSource, made.folder, scratch, "4 class tars and 1 class folders")
 
 
 @pytest.mark.parametrize("stray", ["cat", "n123"])
 def test_a_folder_that_is_no_class(tmp_path: Path, scratch: Path, stray: str) -> None:
     made = make_imagenet(tmp_path / "data", layout="folders")
     (made.folder / "train" / stray).mkdir()
-    refused_by(ImagenetSource, made.folder, scratch, f"{stray} is neither a class folder nor a class tar")
+    assert_rejected(ImagenetSource, made.folder, scratch, f"{stray} is neither a class folder nor a class tar")
 
 
 def test_a_name_that_is_no_text(tmp_path: Path, scratch: Path) -> None:
     path = tmp_path / TRAIN
-    path.write_bytes(tar_of({"n01440764.tar": tar_of({"n\udcff.JPEG": jpeg(1)})}))
-    refused_by(ImagenetSource, path, scratch, "not printable")
+    path.write_bytes(make_tar({"n01440764.tar": make_tar({"n\udcff.JPEG": jpeg(1)})}))
+    assert_rejected(ImagenetSource, path, scratch, "not printable")
 
 
 def test_an_image_that_changes(tmp_path: Path, scratch: Path) -> None:
@@ -418,23 +422,23 @@ def test_without_scipy(tmp_path: Path, scratch: Path, monkeypatch: pytest.Monkey
 
 
 def test_nothing_there(tmp_path: Path, scratch: Path) -> None:
-    refused_by(ImagenetSource, tmp_path, scratch, "neither")
+    assert_rejected(ImagenetSource, tmp_path, scratch, "neither")
     with pytest.raises(NotFoundError):
         ImagenetSource(str(tmp_path / "none"), scratch=scratch)
-    assert not ImagenetSource.recognises(str(tmp_path))
-    assert not ImagenetSource.recognises(str(tmp_path / "none"))
-    assert not ImagenetSource.recognises("a\0b")
+    assert not ImagenetSource.can_read(str(tmp_path))
+    assert not ImagenetSource.can_read(str(tmp_path / "none"))
+    assert not ImagenetSource.can_read("a\0b")
 
 
 def test_what_is_recognised(tmp_path: Path) -> None:
     """A plain tree with wnids may be one of the smaller sets, and is left to the folder source."""
     small = make_imagenet(tmp_path / "imagenette", layout="val by class", truth="none")
-    assert not ImagenetSource.recognises(str(small.folder))
+    assert not ImagenetSource.can_read(str(small.folder))
     for label in range(1000):
         (tmp_path / "full" / "train" / f"n{label:08d}").mkdir(parents=True)
-    assert ImagenetSource.recognises(str(tmp_path / "full"))
+    assert ImagenetSource.can_read(str(tmp_path / "full"))
     (tmp_path / "full" / "train" / "cat").mkdir()
-    assert not ImagenetSource.recognises(str(tmp_path / "full"))
+    assert not ImagenetSource.can_read(str(tmp_path / "full"))
 
 
 # The walk through a tar
@@ -456,7 +460,7 @@ def test_members_as_tarfile_finds_them(tmp_path: Path, style: int) -> None:
             tar.addfile(info, io.BytesIO(bytes(512 * size)))
     with OpenFile(path) as file, tarfile.open(path) as tar:
         expected = [(one.name, one.offset_data, one.size) for one in tar if one.isreg()]
-        assert list(members(file)) == expected
+        assert list(iter_members(file)) == expected
         assert [name for name, _, _ in expected] == names
 
 
@@ -469,10 +473,10 @@ def test_a_size_in_a_pax_record(tmp_path: Path) -> None:
     data += tarfile.TarInfo("a.jpg").tobuf(tarfile.USTAR_FORMAT) + bytes(1024) + bytes(1024)
     path.write_bytes(data)
     with OpenFile(path) as file:
-        assert list(members(file)) == [("a.jpg", 1536, 700)]
+        assert list(iter_members(file)) == [("a.jpg", 1536, 700)]
     path.write_bytes(data.replace(record, b"zz size=700\n"))
     with OpenFile(path) as file, pytest.raises(SourceError, match="bad pax record at offset 512"):
-        list(members(file))
+        list(iter_members(file))
 
 
 def test_links_are_refused(tmp_path: Path) -> None:
@@ -482,4 +486,4 @@ def test_links_are_refused(tmp_path: Path) -> None:
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(link)
     with OpenFile(path) as file, pytest.raises(SourceError, match="neither a file nor a folder"):
-        list(members(file))
+        list(iter_members(file))

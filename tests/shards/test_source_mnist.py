@@ -11,7 +11,7 @@ from PIL import Image
 from stoker.errors import NotFoundError
 from stoker.shards.sources.mnist import MnistSource
 from tests.support.datasets import Mnist, idx, make_mnist
-from tests.support.trees import refused_by
+from tests.support.trees import assert_rejected
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def check(where: Path, scratch: Path, made: Mnist) -> MnistSource:
 @pytest.mark.parametrize("inside", ["", "raw", "MNIST/raw"])
 def test_reads_it_all(tmp_path: Path, scratch: Path, packed: bool, mark: str, inside: str) -> None:
     made = make_mnist(tmp_path / "data" / inside, packed=packed, mark=mark)
-    assert MnistSource.recognises(str(tmp_path / "data"))
+    assert MnistSource.can_read(str(tmp_path / "data"))
     source = check(tmp_path / "data", scratch, made)
     assert (source.name, source.classes, source.notes) == ("mnist", tuple("0123456789"), ())
 
@@ -86,14 +86,14 @@ IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 def test_bad_files(tmp_path: Path, scratch: Path, file: str, data: bytes, parts: list[str]) -> None:
     made = make_mnist(tmp_path / "d", packed=False)
     (made.folder / file).write_bytes(data)
-    refused_by(MnistSource, made.folder, scratch, file, *parts)
+    assert_rejected(MnistSource, made.folder, scratch, file, *parts)
 
 
 @pytest.mark.parametrize("file", [IMAGES, LABELS])
 def test_a_missing_half(tmp_path: Path, scratch: Path, file: str) -> None:
     made = make_mnist(tmp_path / "d")
     (made.folder / f"{file}.gz").unlink()
-    refused_by(MnistSource, made.folder, scratch, f"there is no {file}")
+    assert_rejected(MnistSource, made.folder, scratch, f"there is no {file}")
 
 
 def test_damaged_gzip(tmp_path: Path, scratch: Path) -> None:
@@ -101,11 +101,11 @@ def test_damaged_gzip(tmp_path: Path, scratch: Path) -> None:
     packed = made.folder / f"{IMAGES}.gz"
     whole = packed.read_bytes()
     packed.write_bytes(whole[: len(whole) // 2])
-    refused_by(MnistSource, made.folder, scratch, f"{IMAGES}.gz", "truncated")
+    assert_rejected(MnistSource, made.folder, scratch, f"{IMAGES}.gz", "truncated")
     shutil.rmtree(scratch)
     scratch.mkdir()
     packed.write_bytes(whole[:100] + bytes(100) + whole[200:])
-    refused_by(MnistSource, made.folder, scratch, f"{IMAGES}.gz", "damaged")
+    assert_rejected(MnistSource, made.folder, scratch, f"{IMAGES}.gz", "damaged")
 
 
 def test_plain_bytes_under_a_gz_name(tmp_path: Path, scratch: Path) -> None:
@@ -116,15 +116,15 @@ def test_plain_bytes_under_a_gz_name(tmp_path: Path, scratch: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path, scratch: Path) -> None:
-    refused_by(MnistSource, tmp_path, scratch, "train-images-idx3-ubyte")
+    assert_rejected(MnistSource, tmp_path, scratch, "train-images-idx3-ubyte")
     with pytest.raises(NotFoundError):
         MnistSource(str(tmp_path / "none"), scratch=scratch)
-    assert not MnistSource.recognises(str(tmp_path))
-    assert not MnistSource.recognises("a\0b")
+    assert not MnistSource.can_read(str(tmp_path))
+    assert not MnistSource.can_read("a\0b")
 
 
 def test_two_datasets(tmp_path: Path, scratch: Path) -> None:
     make_mnist(tmp_path / "MNIST/raw")
     make_mnist(tmp_path / "FashionMNIST/raw")
-    assert MnistSource.recognises(str(tmp_path))
-    refused_by(MnistSource, tmp_path, scratch, "two datasets")
+    assert MnistSource.can_read(str(tmp_path))
+    assert_rejected(MnistSource, tmp_path, scratch, "two datasets")

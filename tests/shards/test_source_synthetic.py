@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from stoker.errors import InputError
-from stoker.shards.sources.synthetic import Recipe, SyntheticSource, draw
+from stoker.shards.sources.synthetic import Recipe, SyntheticSource, draw_image
 
 
 def source(where: str) -> SyntheticSource:
@@ -41,16 +41,16 @@ def test_every_setting() -> None:
 
 def test_an_image_depends_on_seed_split_and_index_only() -> None:
     recipe = Recipe(samples=5, val=5, size=(33, 17), seed=3)
-    first = draw(recipe, 0, 1)
+    first = draw_image(recipe, 0, 1)
     assert first.shape == (17, 33, 3)
-    assert (first == draw(Recipe(samples=9, size=(33, 17), seed=3), 0, 1)).all()
-    others = [draw(recipe, 1, 1), draw(recipe, 0, 11), draw(Recipe(size=(33, 17), seed=4), 0, 1)]
+    assert (first == draw_image(Recipe(samples=9, size=(33, 17), seed=3), 0, 1)).all()
+    others = [draw_image(recipe, 1, 1), draw_image(recipe, 0, 11), draw_image(Recipe(size=(33, 17), seed=4), 0, 1)]
     assert all((first != other).any() for other in others)
 
 
 def test_drawing_never_changes() -> None:
     """Pinned: shards made years apart from one recipe must hold the same pixels."""
-    corner = draw(Recipe(seed=2**64 - 1), 1, 123)[:2, :2]
+    corner = draw_image(Recipe(seed=2**64 - 1), 1, 123)[:2, :2]
     assert corner.tolist() == [[[30, 102, 31], [35, 127, 39]], [[35, 116, 16], [27, 119, 28]]]
 
 
@@ -99,9 +99,9 @@ def test_out_of_range(text: str) -> None:
 
 
 def test_recognises() -> None:
-    assert SyntheticSource.recognises("synthetic:")
-    assert SyntheticSource.recognises("synthetic:nonsense")
-    assert not SyntheticSource.recognises("/data/synthetic")
+    assert SyntheticSource.can_read("synthetic:")
+    assert SyntheticSource.can_read("synthetic:nonsense")
+    assert not SyntheticSource.can_read("/data/synthetic")
 
 
 @pytest.mark.parametrize("size", ["1", "1x7", "3x2"])

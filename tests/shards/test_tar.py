@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from webdataset.tariterators import base_plus_ext, tar_file_iterator
 
 from stoker.errors import SourceError
-from stoker.shards.formats import format_of
+from stoker.shards.formats import guess_format
 from stoker.shards.formats.tar import BLOCK, FORMAT, split_path
 from stoker.shards.sample import Sample
 from tests.shards.format_contract import MAGIC, SAMPLES, FormatContract, lax, read, shard_of
@@ -45,16 +45,16 @@ def with_checksum(header: bytes | bytearray) -> bytes:
 
 
 def members_of(sample: Sample) -> dict[str, bytes]:
-    named = {sample.kind: sample.image, "cls": b"%d" % sample.label, **sample.extras}
+    named = {sample.extension: sample.image, "cls": b"%d" % sample.label, **sample.extras}
     return {f"{sample.key}.{extension}": bytes(data) for extension, data in named.items()}
 
 
 def test_names() -> None:
     assert FORMAT.shard_name("imagenet", "train", 7, 100) == "imagenet-train-000007.tar"
     assert FORMAT.shard_name("", "val", 123456, 1) == "val-123456.tar"
-    assert format_of("s3://bucket/imagenet-train-000007.tar") == "tar"
-    assert format_of("train.tar.gz") is None
-    assert format_of("tar") is None
+    assert guess_format("s3://bucket/imagenet-train-000007.tar") == "tar"
+    assert guess_format("train.tar.gz") is None
+    assert guess_format("tar") is None
 
 
 def test_plain_members_are_byte_for_byte_what_tarfile_writes() -> None:
@@ -99,7 +99,7 @@ def test_webdataset_reads_ours(tmp_path: Path) -> None:
     assert len(found) == len(SAMPLES)
     for sample, theirs in zip(SAMPLES, found, strict=True):
         assert theirs["__key__"] == sample.key
-        assert theirs[sample.kind] == sample.image
+        assert theirs[sample.extension] == sample.image
         assert int(theirs["cls"]) == sample.label
         assert {name: theirs[name] for name in sample.extras} == sample.extras
     decoded = webdataset.WebDataset(str(path), shardshuffle=False).decode().to_tuple("cls")
@@ -117,7 +117,7 @@ def test_reads_what_webdataset_wrote(tmp_path: Path, form: str) -> None:
     path = tmp_path / "theirs.tar"
     with webdataset.TarWriter(str(path), format=form) as writer:
         for one in samples:
-            writer.write({"__key__": one.key, one.kind: one.image, "cls": one.label, **one.extras})
+            writer.write({"__key__": one.key, one.extension: one.image, "cls": one.label, **one.extras})
     assert read(FORMAT, path.read_bytes(), check=True) == samples
 
 
@@ -180,16 +180,16 @@ def test_members_that_are_not_samples_are_skipped() -> None:
         add("train/b.png", JPEG)
         add("train/b.CLS", b"5")
     data = out.getvalue()
-    first, second = FORMAT.walk(data, "shard", check=True)
+    first, second = FORMAT.iter_samples(data, "shard", check=True)
     assert first.sample == Sample("train/a", JPEG, "jpg", 4)
     assert second.sample == Sample("train/b", JPEG, "jpg", 5, {"png": JPEG})
     assert data[first.start :].startswith(b"train/a.JPEG\x00")
     for one in (first, second):
-        assert FORMAT.parse(data[one.start : one.end], "span") == one.sample
+        assert FORMAT.parse_sample(data[one.start : one.end], "span") == one.sample
 
 
 def test_sizes_in_base_256_and_v7_headers() -> None:
-    (one,) = FORMAT.walk(data := shard_of(FORMAT, [Sample("a", JPEG, "jpg", 1)]), "shard")
+    (one,) = FORMAT.iter_samples(data := shard_of(FORMAT, [Sample("a", JPEG, "jpg", 1)]), "shard")
     header = bytearray(data[:BLOCK])
     header[124:136] = b"\x80" + len(JPEG).to_bytes(11, "big")
     assert read(FORMAT, with_checksum(header) + data[BLOCK:], check=True) == [one.sample]
@@ -259,7 +259,7 @@ def damaged(change: Callable[[bytearray], None]) -> bytes:
 )
 def test_faults_say_what_and_where(data: bytes, message: str) -> None:
     with pytest.raises(SourceError, match=rf"^train-000000\.tar: .*{message}"):
-        list(FORMAT.walk(data, "train-000000.tar"))
+        list(FORMAT.iter_samples(data, "train-000000.tar"))
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_huge_extended_header_is_not_read() -> None:
 @pytest.mark.parametrize("check", [False, True])
 def test_an_archive_without_its_end_is_truncated_even_between_samples(check: bool) -> None:
     data = shard_of(FORMAT, SAMPLES)
-    for end in [0, *(found.end for found in FORMAT.walk(data, "shard"))]:
+    for end in [0, *(found.end for found in FORMAT.iter_samples(data, "shard"))]:
         with pytest.raises(SourceError, match=f"^shard: truncated at byte {end}: the end of the archive is missing"):
             read(FORMAT, data[:end], check=check)
     assert tuple(read(FORMAT, data[:-512], check=check)) == SAMPLES
@@ -311,7 +311,7 @@ def test_a_check_notices_a_damaged_header() -> None:
         with pytest.raises(SourceError, match="at byte 0: its checksum"):
             read(FORMAT, bytes(hurt), check=True)
         with pytest.raises(SourceError, match="at byte 0: its checksum"):
-            FORMAT.parse(bytes(hurt[: -len(FORMAT.trailer)]), "span", check=True)
+            FORMAT.parse_sample(bytes(hurt[: -len(FORMAT.trailer)]), "span", check=True)
 
 
 @pytest.mark.parametrize("key", ["a.b", "a/.b", "__x__/a", "nul\0"])

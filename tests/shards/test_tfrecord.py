@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import SourceError
-from stoker.shards.formats import format_of
+from stoker.shards.formats import guess_format
 from stoker.shards.formats.tfrecord import FORMAT
 from stoker.shards.sample import Sample
 from tests.shards.format_contract import MAGIC, SAMPLES, FormatContract, lax, read, shard_of
@@ -72,8 +72,8 @@ def test_names() -> None:
     assert FORMAT.shard_name("", "train", 7, 1024) == "train-00007-of-01024"
     assert FORMAT.shard_name("imagenet", "val", 0, 8) == "imagenet-val-00000-of-00008"
     for name in ("a/train-00007-of-01024", "x.tfrecord", "x.tfrecords", "x.tfrecord-00000-of-00001"):
-        assert format_of(name) == "tfrecord"
-    assert format_of("train-00007-of-01024.idx") is None
+        assert guess_format(name) == "tfrecord"
+    assert guess_format("train-00007-of-01024.idx") is None
 
 
 @pytest.mark.parametrize("label", [b"\x1a\x02\x08\x05", b"\x1a\x03\x0a\x01\x05", b"\x1a\x04\x08\x85\x80\x00"])
@@ -110,7 +110,10 @@ def test_unknown_features_and_fields_are_skipped() -> None:
 )
 def test_a_record_without_a_file_name_is_known_by_its_shard_and_number(where: str, stem: str) -> None:
     data = framed(example(**LABEL, **IMAGE))
-    assert [found.sample.key for found in FORMAT.walk(data * 2, where)] == [f"{stem}/00000000", f"{stem}/00000001"]
+    assert [found.sample.key for found in FORMAT.iter_samples(data * 2, where)] == [
+        f"{stem}/00000000",
+        f"{stem}/00000001",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +137,7 @@ def test_the_key_is_the_file_name_without_its_extension(name: str, key: str) -> 
 def test_the_bytes_of_an_image_say_best_what_it_is(image: bytes, features: dict[str, bytes], kind: str) -> None:
     texts = {name: bytes_feature(text) for name, text in features.items()}
     data = framed(example(**LABEL, image__encoded=bytes_feature(image), **texts))
-    assert read(FORMAT, data)[0].kind == kind
+    assert read(FORMAT, data)[0].extension == kind
 
 
 @pytest.mark.parametrize(
@@ -169,7 +172,7 @@ def test_faults_say_what_and_where(record: bytes, message: str) -> None:
     good = framed(example(**LABEL, **IMAGE))
     where = rf"^train-00000-of-00001: record 1 at byte {len(good)}: .*{message}"
     with pytest.raises(SourceError, match=where):
-        list(FORMAT.walk(good + framed(record), "train-00000-of-00001", check=True))
+        list(FORMAT.iter_samples(good + framed(record), "train-00000-of-00001", check=True))
 
 
 def test_truncation_says_where() -> None:
@@ -188,7 +191,7 @@ def test_a_check_notices_every_flipped_bit() -> None:
         with pytest.raises(SourceError, match=r"record 0 at byte 0: its (length|data) do(es)? not match"):
             read(FORMAT, bytes(hurt), check=True)
         with pytest.raises(SourceError, match=r"its (length|data) do(es)? not match"):
-            FORMAT.parse(bytes(hurt), "span", check=True)
+            FORMAT.parse_sample(bytes(hurt), "span", check=True)
 
 
 def test_a_hostile_length_allocates_nothing() -> None:
@@ -283,8 +286,8 @@ def test_tensorflow_reads_ours(tensorflow_says: tuple[list[dict[str, Any]], byte
     for sample, theirs in zip(SAMPLES, found, strict=True):
         assert theirs["label"] == sample.label
         assert b64decode(theirs["image"]) == sample.image
-        assert b64decode(theirs["file"]).decode() == f"{sample.key}.{sample.kind}"
-        assert b64decode(theirs["format"]) == formats[sample.kind]
+        assert b64decode(theirs["file"]).decode() == f"{sample.key}.{sample.extension}"
+        assert b64decode(theirs["format"]) == formats[sample.extension]
         assert b64decode(theirs["json"]) == sample.extras.get("json", b"")
         assert theirs["same"], "TensorFlow would write other bytes for the same Example"
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from stoker.errors import Fault, SpecError
 from stoker.sampling.cursor import Cursor
 from stoker.sampling.order import Numbers
-from stoker.sampling.plan import MEANINGS, Epoch, Plan
-from stoker.sampling.rank import Seat
+from stoker.sampling.plan import MEANINGS, Epoch, SamplingPlan
+from stoker.sampling.rank import Rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Forecast:
 
 
 def forecast(
-    plan: Plan,
+    plan: SamplingPlan,
     *,
     shard_bytes: npt.NDArray[np.int64],
     world: int,
@@ -72,19 +72,19 @@ def forecast(
     cursor: Cursor,
 ) -> Forecast:
     """Tell what a world would read; refuse one that would hang or starve, with every reason at once."""
-    faults = [*plan.faults(Seat(0, world), global_batch), *_faults(world, nodes, workers)]
+    faults = [*plan.check_world(Rank(0, world), global_batch), *_check_layout(world, nodes, workers)]
     if faults:
         raise SpecError(faults)
     cursor = plan.check_cursor(cursor)
     weights = shard_bytes / np.maximum(plan.sizes, 1)
     known: dict[int, tuple[Numbers, float]] = {}
-    epoch = plan.epoch(cursor.epoch, Seat(0, world))
-    seats = [Seat(rank, world) for rank in range(world)]
-    epochs = (plan.epoch(cursor.epoch, seat) if plan.mode == "join" else epoch.seated(seat) for seat in seats)
-    ranks = [_rank(one, cursor.consumed, global_batch, shard_bytes, weights, nodes, known) for one in epochs]
+    epoch = plan.epoch(cursor.epoch, Rank(0, world))
+    seats = [Rank(rank, world) for rank in range(world)]
+    epochs = (plan.epoch(cursor.epoch, seat) if plan.mode == "join" else epoch.for_rank(seat) for seat in seats)
+    ranks = [_forecast_rank(one, cursor.consumed, global_batch, shard_bytes, weights, nodes, known) for one in epochs]
     batches = max(one.batches for one in ranks)
-    held = _held_lanes(plan, world, nodes) * plan.window
-    duplicates, unread = _repeats(plan, epoch)
+    held = _lanes_per_node(plan, world, nodes) * plan.window
+    duplicates, unread = _count_repeats(plan, epoch)
     return Forecast(
         sampling=plan.mode,
         meaning=MEANINGS[plan.mode],
@@ -100,12 +100,12 @@ def forecast(
         window=plan.window,
         held_shards=min(held, len(plan.sizes)),
         held_bytes=int(min(held * float(shard_bytes.mean()), float(shard_bytes.sum()))),
-        remarks=tuple(_remarks(plan, ranks, world, workers)),
+        remarks=tuple(_list_remarks(plan, ranks, world, workers)),
         ranks=tuple(ranks),
     )
 
 
-def _rank(
+def _forecast_rank(
     epoch: Epoch,
     consumed: int,
     global_batch: int,
@@ -114,34 +114,34 @@ def _rank(
     nodes: int,
     known: dict[int, tuple[Numbers, float]],
 ) -> RankForecast:
-    rank, world, _ = epoch.seat
+    rank, world, _ = epoch.rank
     lanes = epoch.lanes
     # Ranks that read the same lanes share them evenly, and are weighed once.
     group = rank if epoch.plan.mode == "join" else int(lanes[0])
     if group not in known:
-        known[group] = epoch.order.rest(consumed, lanes, weights)
+        known[group] = epoch.order.remaining_shards(consumed, lanes, weights)
     shards, weight = known[group]
     sharers = 1 if epoch.plan.mode == "join" else world * len(lanes) // epoch.order.lanes
     return RankForecast(
         rank=rank,
         node=rank * nodes // world,
         shards=len(shards),
-        batches=epoch.count(consumed, global_batch),
-        samples=epoch.share(consumed),
+        batches=epoch.count_steps(consumed, global_batch),
+        samples=epoch.count_samples(consumed),
         bytes=round(weight / sharers),
         shard_bytes=int(shard_bytes[shards].sum()),
-        tail=epoch.tail(consumed, global_batch),
+        tail=epoch.last_batch_size(consumed, global_batch),
     )
 
 
-def _faults(world: int, nodes: int, workers: int) -> Iterator[Fault]:
+def _check_layout(world: int, nodes: int, workers: int) -> Iterator[Fault]:
     if nodes < 1 or (world >= 1 and world % nodes):
         yield Fault("nodes", f"{world} ranks cannot be spread evenly over {nodes} nodes")
     if workers < 0:
         yield Fault("workers", f"{workers} is negative")
 
 
-def _held_lanes(plan: Plan, world: int, nodes: int) -> int:
+def _lanes_per_node(plan: SamplingPlan, world: int, nodes: int) -> int:
     """Count the lanes that the ranks of one node read."""
     if plan.mode == "join":
         return world // nodes
@@ -149,15 +149,15 @@ def _held_lanes(plan: Plan, world: int, nodes: int) -> int:
     return min(common, world // nodes) * plan.lanes // common
 
 
-def _repeats(plan: Plan, epoch: Epoch) -> tuple[int, int]:
+def _count_repeats(plan: SamplingPlan, epoch: Epoch) -> tuple[int, int]:
     """Count what an epoch reads again, and what of the dataset it does not read."""
     if plan.mode != "resampled":
         return 0, 0
-    distinct = epoch.order.distinct(plan.sizes)
+    distinct = epoch.order.count_distinct(plan.sizes)
     return epoch.order.samples - distinct, int(plan.sizes.sum()) - distinct
 
 
-def _remarks(plan: Plan, ranks: list[RankForecast], world: int, workers: int) -> Iterator[str]:
+def _list_remarks(plan: SamplingPlan, ranks: list[RankForecast], world: int, workers: int) -> Iterator[str]:
     if plan.mode != "join" and world > 1 and plan.lanes % world:
         yield (
             f"the number of ranks, {world}, does not divide the number of lanes, {plan.lanes}: coverage stays as "

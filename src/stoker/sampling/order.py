@@ -12,14 +12,14 @@ from stoker.core.permutations import Words, key, mix, permute
 Numbers = npt.NDArray[np.int64]
 
 
-class Place(NamedTuple):
+class SampleLocation(NamedTuple):
     """Where samples lie: shard numbers, and the number of each sample within its shard."""
 
     shards: Numbers
     samples: Numbers
 
 
-class Order:
+class EpochOrder:
     """One epoch's order of all samples, in memory that grows with the number of shards only.
 
     The shards that were given, so many samples of each, are laid end to end and cut into `lanes` spans of equal
@@ -32,7 +32,7 @@ class Order:
         self.lanes = lanes
         self.window = window
         self.samples = int(lengths.sum())
-        pieces = _cut(shards, lengths, lanes)
+        pieces = _split_into_lanes(shards, lengths, lanes)
         words = mix(np.arange(len(pieces.shards), dtype=np.uint64) + np.uint64(key("pieces", *draw)))
         placed = np.argsort(words)  # all words differ, so that every sort gives the same
         by_lane = pieces.lanes[placed].astype(np.min_scalar_type(lanes))
@@ -40,11 +40,11 @@ class Order:
         self._shards, self._first = pieces.shards[placed], pieces.first[placed]
         self._starts = np.concatenate(([0], np.cumsum(pieces.lengths[placed])))
         self._lane_starts = np.append(_lane_starts(self.samples, lanes), self.samples)
-        self._heads = np.append(_window_heads(pieces.lanes[placed], window), len(placed))
+        self._heads = np.append(_first_pieces(pieces.lanes[placed], window), len(placed))
         self._window_starts = self._starts[self._heads]
         self._window_key = np.uint64(key("window", *draw))
 
-    def at(self, positions: Numbers) -> Place:
+    def locate(self, positions: Numbers) -> SampleLocation:
         """Tell where the samples at these positions of the epoch lie."""
         flat = self._lane_starts[positions % self.lanes] + positions // self.lanes
         windows = np.searchsorted(self._window_starts, flat, side="right") - 1
@@ -53,11 +53,11 @@ class Order:
         lengths = (self._window_starts[windows + 1] - start).astype(np.uint64)
         flat = start + permute((flat - start).astype(np.uint64), lengths, keys).astype(np.int64)
         pieces = np.searchsorted(self._starts, flat, side="right") - 1
-        return Place(self._shards[pieces], self._first[pieces] + flat - self._starts[pieces])
+        return SampleLocation(self._shards[pieces], self._first[pieces] + flat - self._starts[pieces])
 
-    def ahead(self, consumed: int, lanes: Numbers, windows: int) -> Numbers:
+    def upcoming_shards(self, consumed: int, lanes: Numbers, windows: int) -> Numbers:
         """Tell which shards these lanes read in this window and the next ones, those needed first in front."""
-        at = self._lane_at(consumed, lanes)
+        at = self._lane_positions(consumed, lanes)
         alive = at < self._lane_starts[lanes + 1]
         first = np.searchsorted(self._window_starts, at[alive], side="right") - 1
         last = np.searchsorted(self._window_starts, self._lane_starts[lanes[alive] + 1], side="left")
@@ -69,10 +69,12 @@ class Order:
                 found.append(self._shards[heads[heads < self._heads[window + 1]]])
         return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
-    def rest(self, consumed: int, lanes: Numbers, weights: npt.NDArray[np.float64]) -> tuple[Numbers, float]:
+    def remaining_shards(
+        self, consumed: int, lanes: Numbers, weights: npt.NDArray[np.float64]
+    ) -> tuple[Numbers, float]:
         """Name the shards that these lanes still touch, and weigh the samples left, each by its shard's weight."""
         shards, weight = [np.empty(0, dtype=np.int64)], 0.0
-        for at, end in zip(self._lane_at(consumed, lanes), self._lane_starts[lanes + 1], strict=True):
+        for at, end in zip(self._lane_positions(consumed, lanes), self._lane_starts[lanes + 1], strict=True):
             if at >= end:
                 continue
             window = int(np.searchsorted(self._window_starts, at, side="right")) - 1
@@ -87,14 +89,14 @@ class Order:
             weight += float(weighed[:current].sum()) * left / length + float(weighed[current:].sum())
         return np.unique(np.concatenate(shards)), weight
 
-    def distinct(self, sizes: Numbers) -> int:
+    def count_distinct(self, sizes: Numbers) -> int:
         """Count the samples that come at least once; a shard may have been given many times."""
         lengths = np.diff(self._starts)
         reach = np.zeros(len(sizes), dtype=np.int64)
         np.maximum.at(reach, self._shards, self._first + lengths)  # only the last one given is not read to its end
         return int(reach.sum())
 
-    def _lane_at(self, consumed: int, lanes: Numbers) -> Numbers:
+    def _lane_positions(self, consumed: int, lanes: Numbers) -> Numbers:
         """Give where each lane stands after so many positions."""
         taken = np.maximum(0, (consumed - lanes + self.lanes - 1) // self.lanes)
         return self._lane_starts[lanes] + taken
@@ -115,7 +117,7 @@ def _lane_starts(samples: int, lanes: int) -> Numbers:
     return numbers * (samples // lanes) + np.minimum(numbers, samples % lanes)
 
 
-def _cut(shards: Numbers, lengths: Numbers, lanes: int) -> _Pieces:
+def _split_into_lanes(shards: Numbers, lengths: Numbers, lanes: int) -> _Pieces:
     """Lay the shards end to end and cut them where lanes begin."""
     shards, lengths = shards[lengths > 0], lengths[lengths > 0]
     starts = np.concatenate(([0], np.cumsum(lengths)))
@@ -135,7 +137,7 @@ def _cut(shards: Numbers, lengths: Numbers, lanes: int) -> _Pieces:
     )
 
 
-def _window_heads(lanes: Numbers, window: int) -> Numbers:
+def _first_pieces(lanes: Numbers, window: int) -> Numbers:
     """Number the pieces that begin a window: every `window`-th of its lane."""
     numbers = np.arange(len(lanes), dtype=np.int64)
     first_of_lane = np.searchsorted(lanes, lanes, side="left")

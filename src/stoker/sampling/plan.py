@@ -20,8 +20,8 @@ import numpy as np
 from stoker.core.permutations import key, mix
 from stoker.errors import Fault, InputError, SpecError
 from stoker.sampling.cursor import Cursor
-from stoker.sampling.order import Numbers, Order, Place
-from stoker.sampling.rank import Seat
+from stoker.sampling.order import EpochOrder, Numbers, SampleLocation
+from stoker.sampling.rank import Rank
 
 MEANINGS = {
     "exact": "every sample once; all ranks make the same steps, the last with what is left; resumes anywhere",
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class SamplingPlan:
     """How a dataset is sampled; the world and the batch come in only when steps are asked for."""
 
     data: str
@@ -55,16 +55,16 @@ class Plan:
 
     def __post_init__(self) -> None:
         faults = [
-            *_unless(self.mode in MEANINGS, "sampling", f"{self.mode!r} is none of {', '.join(MEANINGS)}"),
-            *_unless(self.seed >= 0, "seed", f"{self.seed} is negative"),
-            *_unless(self.lanes >= 1 and self.window >= 1, "lanes", "lanes and window must be 1 or more"),
-            *_unless(self.epoch_samples >= 0, "epoch_samples", f"{self.epoch_samples} is negative"),
-            *_unless(
+            *_fault_unless(self.mode in MEANINGS, "sampling", f"{self.mode!r} is none of {', '.join(MEANINGS)}"),
+            *_fault_unless(self.seed >= 0, "seed", f"{self.seed} is negative"),
+            *_fault_unless(self.lanes >= 1 and self.window >= 1, "lanes", "lanes and window must be 1 or more"),
+            *_fault_unless(self.epoch_samples >= 0, "epoch_samples", f"{self.epoch_samples} is negative"),
+            *_fault_unless(
                 self.mode == "resampled" or not self.epoch_samples,
                 "epoch_samples",
                 f"an epoch of {self.mode!r} is the dataset; only `resampled` can have another length",
             ),
-            *_unless(self.sizes.sum() > 0, "data", "the dataset holds no samples"),
+            *_fault_unless(self.sizes.sum() > 0, "data", "the dataset holds no samples"),
         ]
         if faults:
             raise SpecError(faults)
@@ -77,7 +77,7 @@ class Plan:
         return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
     @cached_property
-    def starts(self) -> Numbers:
+    def shard_starts(self) -> Numbers:
         """How many samples lie before each shard."""
         starts: Numbers = np.cumsum(self.sizes) - self.sizes
         return starts
@@ -87,24 +87,26 @@ class Plan:
         """How many samples an epoch has, over all ranks."""
         return self.epoch_samples or int(self.sizes.sum())
 
-    def start(self, epoch: int = 0) -> Cursor:
+    def start_cursor(self, epoch: int = 0) -> Cursor:
         """Give the cursor at an epoch's beginning."""
         return Cursor(epoch, 0, self.digest)
 
-    def epoch(self, number: int, seat: Seat) -> Epoch:
+    def epoch(self, number: int, rank: Rank) -> Epoch:
         """Draw one epoch as a seat sees it."""
         draw = (self.seed, number)
         if self.mode == "join":
             full = np.flatnonzero(self.sizes)
-            mine = full[_shuffled(len(full), key("deal", *draw))][seat.rank :: seat.world]
-            order = Order(mine, self.sizes[mine], lanes=1, window=self.window, draw=(*draw, seat.rank))
-            return _Dealt(self, number, seat, order)
+            mine = full[_shuffle(len(full), key("deal", *draw))][rank.number :: rank.world_size]
+            order = EpochOrder(mine, self.sizes[mine], lanes=1, window=self.window, draw=(*draw, rank.number))
+            return _ShardsPerRank(self, number, rank, order)
         if self.mode == "resampled":
-            shards, lengths = _drawn(self.sizes, self.samples, key("drawn", *draw))
+            shards, lengths = _draw_with_replacement(self.sizes, self.samples, key("drawn", *draw))
         else:
-            shards = _shuffled(len(self.sizes), key("shards", self.seed))
+            shards = _shuffle(len(self.sizes), key("shards", self.seed))
             lengths = self.sizes[shards]
-        return _Shared(self, number, seat, Order(shards, lengths, lanes=self.lanes, window=self.window, draw=draw))
+        return _SharedOrder(
+            self, number, rank, EpochOrder(shards, lengths, lanes=self.lanes, window=self.window, draw=draw)
+        )
 
     def check_cursor(self, cursor: Cursor) -> Cursor:
         """Give a cursor in its normal form; refuse one that another plan made, or that stands nowhere in this one."""
@@ -120,30 +122,30 @@ class Plan:
             )
         if cursor.consumed > self.samples:
             raise InputError(f"the cursor stands at {cursor.consumed:,} of an epoch of {self.samples:,} samples")
-        return self.start(cursor.epoch + 1) if cursor.consumed == self.samples else cursor
+        return self.start_cursor(cursor.epoch + 1) if cursor.consumed == self.samples else cursor
 
-    def faults(self, seat: Seat, global_batch: int) -> Iterator[Fault]:
+    def check_world(self, rank: Rank, global_batch: int) -> Iterator[Fault]:
         """Tell what would hang or starve a world, every reason at once."""
-        world, samples = seat.world, self.samples
-        yield from _unless(world >= 1, "world", f"{world} is less than 1")
-        yield from _unless(global_batch >= 1, "global_batch", f"{global_batch} is less than 1")
-        yield from _unless(
-            world < 1 or 0 <= seat.rank < world, "seat", f"there is no rank {seat.rank} in a world of {world}"
+        world, samples = rank.world_size, self.samples
+        yield from _fault_unless(world >= 1, "world", f"{world} is less than 1")
+        yield from _fault_unless(global_batch >= 1, "global_batch", f"{global_batch} is less than 1")
+        yield from _fault_unless(
+            world < 1 or 0 <= rank.number < world, "rank", f"there is no rank {rank.number} in a world of {world}"
         )
         if world < 1 or global_batch < 1:
             return
-        yield from _unless(
+        yield from _fault_unless(
             global_batch >= world,
             "global_batch",
             f"{global_batch} samples a step cannot feed {world} ranks: some would never get one",
         )
-        yield from _unless(
+        yield from _fault_unless(
             global_batch <= samples,
             "global_batch",
             f"{global_batch:,} is more than an epoch's {samples:,} samples: give at most those",
         )
         shards = int((self.sizes > 0).sum())
-        yield from _unless(
+        yield from _fault_unless(
             self.mode != "join" or shards >= world,
             "sampling",
             f"`join` deals whole shards, and {shards} are not enough for {world} ranks: use `exact`, or more shards",
@@ -153,18 +155,18 @@ class Plan:
 class Epoch(ABC):
     """One epoch as a seat sees it."""
 
-    def __init__(self, plan: Plan, number: int, seat: Seat, order: Order) -> None:
-        self.plan, self.number, self.seat, self.order = plan, number, seat, order
+    def __init__(self, plan: SamplingPlan, number: int, rank: Rank, order: EpochOrder) -> None:
+        self.plan, self.number, self.rank, self.order = plan, number, rank, order
 
-    def seated(self, seat: Seat) -> Self:
+    def for_rank(self, rank: Rank) -> Self:
         """Give the same epoch as another seat sees it, where all go through one order."""
-        return type(self)(self.plan, self.number, seat, self.order)
+        return type(self)(self.plan, self.number, rank, self.order)
 
-    def at(self, positions: Numbers) -> Place:
+    def locate(self, positions: Numbers) -> SampleLocation:
         """Tell where the samples at these positions lie."""
-        return self.order.at(positions)
+        return self.order.locate(positions)
 
-    def numbers(self, positions: Numbers, place: Place) -> Numbers:  # noqa: ARG002
+    def random_ids(self, positions: Numbers, place: SampleLocation) -> Numbers:  # noqa: ARG002
         """Number samples of the epoch so that no two of all seats have the same: what randomness is drawn by."""
         return positions
 
@@ -173,84 +175,86 @@ class Epoch(ABC):
     def lanes(self) -> Numbers:
         """The lanes that this seat reads."""
 
-    def ahead(self, consumed: int, windows: int = 2) -> Numbers:
+    def upcoming_shards(self, consumed: int, windows: int = 2) -> Numbers:
         """Tell which shards this seat needs now and soon, those needed first in front."""
-        return self.order.ahead(consumed, self.lanes, windows)
+        return self.order.upcoming_shards(consumed, self.lanes, windows)
 
     @abstractmethod
     def steps(self, consumed: int, global_batch: int) -> Iterator[Step]:
         """Give this seat's share of every step from there to the epoch's end."""
 
     @abstractmethod
-    def count(self, consumed: int, global_batch: int) -> int:
+    def count_steps(self, consumed: int, global_batch: int) -> int:
         """Count the steps from there to the epoch's end."""
 
     @abstractmethod
-    def share(self, consumed: int) -> int:
+    def count_samples(self, consumed: int) -> int:
         """Count the samples that this seat reads from there to the epoch's end."""
 
     @abstractmethod
-    def tail(self, consumed: int, global_batch: int) -> int:
+    def last_batch_size(self, consumed: int, global_batch: int) -> int:
         """Count the samples of this seat's last batch."""
 
 
-class _Shared(Epoch):
+class _SharedOrder(Epoch):
     """All seats go through one order together: seat `r` of `W` takes the positions ≡ r mod W."""
 
     @property
     def lanes(self) -> Numbers:
-        common = math.gcd(self.order.lanes, self.seat.world)
-        return np.arange(self.seat.rank % common, self.order.lanes, common, dtype=np.int64)
+        common = math.gcd(self.order.lanes, self.rank.world_size)
+        return np.arange(self.rank.number % common, self.order.lanes, common, dtype=np.int64)
 
     def steps(self, consumed: int, global_batch: int) -> Iterator[Step]:
-        samples, (rank, world, _) = self.order.samples, self.seat
+        samples, (rank, world, _) = self.order.samples, self.rank
         for start in range(consumed, samples, global_batch):
             end = min(start + global_batch, samples)
             positions = np.arange(start + (rank - start) % world, end, world, dtype=np.int64)
             cursor = Cursor(self.number, end, self.plan.digest)
-            yield Step(start, positions, cursor if end < samples else self.plan.start(self.number + 1))
+            yield Step(start, positions, cursor if end < samples else self.plan.start_cursor(self.number + 1))
 
-    def count(self, consumed: int, global_batch: int) -> int:
+    def count_steps(self, consumed: int, global_batch: int) -> int:
         return -(-(self.order.samples - consumed) // global_batch)
 
-    def share(self, consumed: int) -> int:
-        rank, world, _ = self.seat
+    def count_samples(self, consumed: int) -> int:
+        rank, world, _ = self.rank
         first = consumed + (rank - consumed) % world
         return max(0, -(-(self.order.samples - first) // world))
 
-    def tail(self, consumed: int, global_batch: int) -> int:
-        return self.share(consumed + max(0, self.count(consumed, global_batch) - 1) * global_batch)
+    def last_batch_size(self, consumed: int, global_batch: int) -> int:
+        return self.count_samples(consumed + max(0, self.count_steps(consumed, global_batch) - 1) * global_batch)
 
 
-class _Dealt(Epoch):
+class _ShardsPerRank(Epoch):
     """Each seat has shards, and so an order, of its own; its last batch is what is left."""
 
-    def numbers(self, positions: Numbers, place: Place) -> Numbers:  # noqa: ARG002
-        return self.plan.starts[place.shards] + place.samples
+    def random_ids(self, positions: Numbers, place: SampleLocation) -> Numbers:  # noqa: ARG002
+        return self.plan.shard_starts[place.shards] + place.samples
 
     @property
     def lanes(self) -> Numbers:
         return np.zeros(1, dtype=np.int64)
 
     def steps(self, consumed: int, global_batch: int) -> Iterator[Step]:
-        samples, batch = self.order.samples, self._batch(global_batch)
+        samples, batch = self.order.samples, self._rank_batch_size(global_batch)
         for start in range(consumed, samples, batch):
             end = min(start + batch, samples)
             # Until the end the only way back is the epoch's beginning.
-            cursor = self.plan.start(self.number + (end == samples))
+            cursor = self.plan.start_cursor(self.number + (end == samples))
             yield Step(start, np.arange(start, end, dtype=np.int64), cursor)
 
-    def count(self, consumed: int, global_batch: int) -> int:
-        return -(-(self.order.samples - consumed) // self._batch(global_batch))
+    def count_steps(self, consumed: int, global_batch: int) -> int:
+        return -(-(self.order.samples - consumed) // self._rank_batch_size(global_batch))
 
-    def share(self, consumed: int) -> int:
+    def count_samples(self, consumed: int) -> int:
         return self.order.samples - consumed
 
-    def tail(self, consumed: int, global_batch: int) -> int:
-        return self.share(consumed + max(0, self.count(consumed, global_batch) - 1) * self._batch(global_batch))
+    def last_batch_size(self, consumed: int, global_batch: int) -> int:
+        return self.count_samples(
+            consumed + max(0, self.count_steps(consumed, global_batch) - 1) * self._rank_batch_size(global_batch)
+        )
 
-    def _batch(self, global_batch: int) -> int:
-        rank, world, _ = self.seat
+    def _rank_batch_size(self, global_batch: int) -> int:
+        rank, world, _ = self.rank
         return global_batch // world + (rank < global_batch % world)
 
 
@@ -262,11 +266,11 @@ def data_digest(shards: Sequence[tuple[str, int, str]]) -> str:
     return digest.hexdigest()
 
 
-def _shuffled(number: int, seed: int) -> Numbers:
+def _shuffle(number: int, seed: int) -> Numbers:
     return np.argsort(mix(np.arange(number, dtype=np.uint64) + np.uint64(seed)))
 
 
-def _drawn(sizes: Numbers, samples: int, seed: int) -> tuple[Numbers, Numbers]:
+def _draw_with_replacement(sizes: Numbers, samples: int, seed: int) -> tuple[Numbers, Numbers]:
     """Draw shards with replacement until there are enough samples; of the last one only what is needed."""
     full = np.flatnonzero(sizes)
     shards = np.empty(0, dtype=np.int64)
@@ -281,6 +285,6 @@ def _drawn(sizes: Numbers, samples: int, seed: int) -> tuple[Numbers, Numbers]:
     return shards, lengths
 
 
-def _unless(fine: bool, path: str, what: str) -> Iterator[Fault]:
-    if not fine:
+def _fault_unless(condition: bool, path: str, what: str) -> Iterator[Fault]:
+    if not condition:
         yield Fault(path, what)

@@ -17,7 +17,7 @@ _RANGE = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})")
 _NUMBERED = re.compile(r"^(?P<head>.*?)(?P<number>[0-9]{1,18})(?P<tail>-of-[0-9]+[^/]*|[^0-9]*)$", re.DOTALL)
 
 
-class Run(NamedTuple):
+class NumberRange(NamedTuple):
     """Names that differ only in one number, as a pattern; the names that a gap leaves out are `missing`."""
 
     pattern: str
@@ -30,7 +30,7 @@ def has_braces(text: str) -> bool:
     return _GROUP.search(text) is not None
 
 
-def expand(pattern: str) -> Iterator[str]:
+def expand_braces(pattern: str) -> Iterator[str]:
     """Yield every name that a pattern stands for: `{000..127}` and `{a,b}`, any number of them."""
     found = _GROUP.search(pattern)
     if found is None:
@@ -39,12 +39,12 @@ def expand(pattern: str) -> Iterator[str]:
         yield pattern
         return
     before, after = pattern[: found.start()], pattern[found.end() :]
-    for middle in _alternatives(found[1], pattern):
-        for rest in expand(after):
+    for middle in _expand_group(found[1], pattern):
+        for rest in expand_braces(after):
             yield f"{before}{middle}{rest}"
 
 
-def collapse(names: Iterable[str]) -> list[Run]:
+def collapse_names(names: Iterable[str]) -> list[NumberRange]:
     """Group names into numbered runs; a name without a number that counts is a run of its own."""
     runs: dict[tuple[str, int, str], list[int]] = {}
     rest = []
@@ -55,12 +55,12 @@ def collapse(names: Iterable[str]) -> list[Run]:
         else:
             key = (found["head"], len(found["number"]), found["tail"])
             runs.setdefault(key, []).append(int(found["number"]))
-    return [run for key, numbers in sorted(runs.items()) for run in _runs(*key, set(numbers))] + [
-        Run(name, (name,), ()) for name in sorted(rest)
+    return [run for key, numbers in sorted(runs.items()) for run in _number_ranges(*key, set(numbers))] + [
+        NumberRange(name, (name,), ()) for name in sorted(rest)
     ]
 
 
-def _alternatives(inside: str, pattern: str) -> Iterator[str]:
+def _expand_group(inside: str, pattern: str) -> Iterator[str]:
     span = _RANGE.fullmatch(inside)
     if span is None:
         if "," not in inside:
@@ -78,7 +78,7 @@ def _alternatives(inside: str, pattern: str) -> Iterator[str]:
         yield f"{number:0{width}d}"
 
 
-def _runs(head: str, width: int, tail: str, present: set[int]) -> list[Run]:
+def _number_ranges(head: str, width: int, tail: str, present: set[int]) -> list[NumberRange]:
     """Make one run of the names, or a run of each when the gaps say that the number does not count shards."""
     first, last = min(present), max(present)
     most = 1000 + 100 * len(present)
@@ -92,7 +92,7 @@ def _runs(head: str, width: int, tail: str, present: set[int]) -> list[Run]:
 
     names = tuple(map(name, sorted(present)))
     if last - first + 1 - len(present) > most:
-        return [Run(one, (one,), ()) for one in names]
+        return [NumberRange(one, (one,), ()) for one in names]
     pattern = name(first) if first == last else f"{head}{{{first:0{width}d}..{last:0{width}d}}}{tail}"
     missing = tuple(name(number) for number in range(first, last + 1) if number not in present)
-    return [Run(pattern, names, missing)]
+    return [NumberRange(pattern, names, missing)]

@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.errors import SourceError
-from stoker.shards.sample import Item, key_of
+from stoker.shards.sample import Item, sample_key
 
 ROW = struct.Struct("<IqQQIQ")
 ROW_DTYPE = np.dtype(
     [("file", "<u4"), ("label", "<i8"), ("offset", "<u8"), ("name_at", "<u8"), ("name_len", "<u4"), ("size", "<u8")]
 )
-BLOCK = 1 << 16
+BLOCK_ROWS = 1 << 16
 BUCKETS = 64
-FORGET_EVERY = 4096
+RELEASE_EVERY_ROWS = 4096
 
 
 class Catalog:
@@ -31,8 +31,8 @@ class Catalog:
         self.split = split
         self.digest = digest
         self.stamp = stamp
-        self._rows = _mapped(folder / f"{split}.rows")
-        self._names = _mapped(folder / f"{split}.names")
+        self._rows = _map_file(folder / f"{split}.rows")
+        self._names = _map_file(folder / f"{split}.names")
 
     @classmethod
     def write(
@@ -53,12 +53,12 @@ class Catalog:
         with ExitStack() as stack:
             rows = stack.enter_context((folder / f"{split}.rows").open("wb"))
             names = stack.enter_context((folder / f"{split}.names").open("wb"))
-            hashes = [stack.enter_context(_bucket(folder, split, i).open("wb")) for i in range(BUCKETS)]
+            hashes = [stack.enter_context(_bucket_path(folder, split, i).open("wb")) for i in range(BUCKETS)]
             for count, item in enumerate(items):
-                name = _encoded(item.name)
+                name = _encode_name(item.name)
                 rows.write(ROW.pack(item.file, item.label, item.offset, name_at, len(name), item.size))
                 names.write(name)
-                key = key_of(item.name)
+                key = sample_key(item.name)
                 check_key(key)
                 key_hash = hash(key)
                 hashes[key_hash % BUCKETS].write(key_hash.to_bytes(8, "little", signed=True))
@@ -71,7 +71,7 @@ class Catalog:
             raise SourceError("this split has no images", where=split)
         catalog = cls(folder, split, digest.hexdigest(), stamps.hexdigest())
         try:
-            catalog._refuse_twin_keys(folder)
+            catalog._check_duplicate_keys(folder)
         except BaseException:
             catalog.close()
             raise
@@ -81,18 +81,18 @@ class Catalog:
         return len(self._rows) // ROW.size
 
     def __iter__(self) -> Iterator[Item]:
-        for start in range(0, len(self), BLOCK):
-            yield from self.take(range(start, min(start + BLOCK, len(self))))
+        for start in range(0, len(self), BLOCK_ROWS):
+            yield from self.read_rows(range(start, min(start + BLOCK_ROWS, len(self))))
 
-    def take(self, numbers: Iterable[int]) -> Iterator[Item]:
+    def read_rows(self, numbers: Iterable[int]) -> Iterator[Item]:
         """Read the rows with these numbers, one by one."""
         for count, number in enumerate(numbers):
             file, label, offset, name_at, name_len, size = ROW.unpack_from(self._rows, number * ROW.size)
             yield Item(self._names[name_at : name_at + name_len].decode(), label, size, file, offset)
-            if count % FORGET_EVERY == FORGET_EVERY - 1:
-                self._forget()
+            if count % RELEASE_EVERY_ROWS == RELEASE_EVERY_ROWS - 1:
+                self._release_pages()
 
-    def weight(self, overhead: int) -> int:
+    def total_bytes(self, overhead: int) -> int:
         """Add up the bytes of all samples, each with a format's overhead."""
         return sum(int(block["size"].sum(dtype=np.int64)) for block in self._blocks()) + overhead * len(self)
 
@@ -107,28 +107,28 @@ class Catalog:
         self._names.close()
 
     def _blocks(self) -> Iterator[npt.NDArray[np.void]]:
-        for start in range(0, len(self), BLOCK):
-            count = min(BLOCK, len(self) - start)
+        for start in range(0, len(self), BLOCK_ROWS):
+            count = min(BLOCK_ROWS, len(self) - start)
             yield np.frombuffer(self._rows[start * ROW.size : (start + count) * ROW.size], ROW_DTYPE)
-            self._forget()
+            self._release_pages()
 
-    def _forget(self) -> None:
+    def _release_pages(self) -> None:
         """Give back the pages that were read, so that memory does not grow with the dataset."""
         self._rows.madvise(mmap.MADV_DONTNEED)
         self._names.madvise(mmap.MADV_DONTNEED)
 
-    def _refuse_twin_keys(self, folder: Path) -> None:
+    def _check_duplicate_keys(self, folder: Path) -> None:
         """Look for equal 64-bit hashes, a bucket at a time; only those are compared as text."""
         suspects: set[int] = set()
         for i in range(BUCKETS):
-            path = _bucket(folder, self.split, i)
-            suspects.update(twins(np.fromfile(path, dtype=np.int64)))
+            path = _bucket_path(folder, self.split, i)
+            suspects.update(find_duplicates(np.fromfile(path, dtype=np.int64)))
             path.unlink()
         if not suspects:
             return
         seen: dict[str, str] = {}
         for item in self:
-            key = key_of(item.name)
+            key = sample_key(item.name)
             if hash(key) not in suspects:
                 continue
             if key in seen:
@@ -140,24 +140,24 @@ class Catalog:
             seen[key] = item.name
 
 
-def twins(hashes: npt.NDArray[np.int64]) -> list[int]:
+def find_duplicates(hashes: npt.NDArray[np.int64]) -> list[int]:
     """Return the values that stand more than once."""
     hashes = np.sort(hashes)
     found: list[int] = hashes[1:][hashes[1:] == hashes[:-1]].tolist()
     return found
 
 
-def _encoded(name: str) -> bytes:
+def _encode_name(name: str) -> bytes:
     try:
         return name.encode()
     except UnicodeEncodeError as error:
         raise SourceError(f"the name {name!r} is not UTF-8", hint="rename it") from error
 
 
-def _mapped(path: Path) -> mmap.mmap:
+def _map_file(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _bucket(folder: Path, split: str, number: int) -> Path:
+def _bucket_path(folder: Path, split: str, number: int) -> Path:
     return folder / f"{split}.keys-{number:02d}"

@@ -11,11 +11,11 @@ from stoker.errors import InputError
 from stoker.shards.catalog import Catalog
 from stoker.shards.destination import Destination
 from stoker.shards.formats import FORMATS
-from stoker.shards.images import PILLOW
+from stoker.shards.images import PILLOW_VERSION
 from stoker.shards.index import MAX_LABEL
-from stoker.shards.pack import Packed, Progress, pack
-from stoker.shards.plan import Options, Plan, make_plan
-from stoker.shards.sources import Source, kind_of, open_source
+from stoker.shards.pack import ConversionProgress, ConversionResult, pack_shards
+from stoker.shards.plan import ConversionOptions, ConversionPlan, plan_conversion
+from stoker.shards.sources import Source, detect_source, open_source
 from stoker.storage import local_path, open_writable
 
 
@@ -23,7 +23,7 @@ from stoker.storage import local_path, open_writable
 class Conversion:
     """A scanned dataset with the plan for it; nothing is written yet."""
 
-    plan: Plan
+    plan: ConversionPlan
     source: Source
     catalogs: dict[str, Catalog]
     scratch: Path
@@ -33,10 +33,15 @@ class Conversion:
         Destination(open_writable(dest), self.scratch).check(self.plan)
 
     def run(
-        self, dest: str, *, jobs: int, restart: bool = False, progress: Callable[[Progress], None] = lambda _: None
-    ) -> Packed:
+        self,
+        dest: str,
+        *,
+        jobs: int,
+        restart: bool = False,
+        progress: Callable[[ConversionProgress], None] = lambda _: None,
+    ) -> ConversionResult:
         """Carry the plan out."""
-        return pack(
+        return pack_shards(
             self.plan,
             self.source,
             self.catalogs,
@@ -49,9 +54,9 @@ class Conversion:
 
 
 @contextmanager
-def prepared(
+def prepare_conversion(
     where: str,
-    options: Options,
+    options: ConversionOptions,
     *,
     scratch: Path,
     kind: str = "auto",
@@ -60,7 +65,7 @@ def prepared(
     """Open a dataset, scan it, and plan its shards; `progress` is told of samples as they are found."""
     options.check()
     shard_format = FORMATS.get(options.format)
-    kind = kind_of(where) if kind == "auto" else kind
+    kind = detect_source(where) if kind == "auto" else kind
     unpacked, lists = scratch / "unpacked", scratch / "lists"
     unpacked.mkdir()
     lists.mkdir()
@@ -75,30 +80,30 @@ def prepared(
             stack.callback(catalogs[split].close)
         classes = source.classes
         _check_labels(where, len(classes), catalogs)
-        plan = make_plan(
+        plan = plan_conversion(
             name=source.name,
             source=kind,
-            recipe=_recipe(source, options),
+            recipe=_encoding_recipe(source, options),
             classes=classes,
             catalogs=catalogs,
             options=options,
-            kind=shard_format,
+            shard_format=shard_format,
         )
         yield Conversion(plan=plan, source=source, catalogs=catalogs, scratch=scratch)
 
 
-def _recipe(source: Source, options: Options) -> str:
-    return source.recipe if options.max_side is None else f"{source.recipe}; JPEG by Pillow {PILLOW}"
+def _encoding_recipe(source: Source, options: ConversionOptions) -> str:
+    return source.recipe if options.max_side is None else f"{source.recipe}; JPEG by Pillow {PILLOW_VERSION}"
 
 
-def check_apart(where: str, dest: str) -> None:
+def check_outside_source(where: str, dest: str) -> None:
     """Refuse a destination inside the source: the next scan would take it for data."""
-    source, target = (_resolved(url) for url in (where, dest))
+    source, target = (_resolve_local(url) for url in (where, dest))
     if source is not None and target is not None and source.is_dir() and target.is_relative_to(source):
         raise InputError("the destination lies inside the source", where=dest, hint="choose a place outside of it")
 
 
-def _resolved(url: str) -> Path | None:
+def _resolve_local(url: str) -> Path | None:
     path = local_path(url)
     return None if path is None else path.resolve()
 

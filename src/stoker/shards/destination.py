@@ -17,12 +17,12 @@ from stoker.core.units import format_bytes
 from stoker.errors import ConflictError, FullError, InputError, NotFoundError, SpecError
 from stoker.shards import index
 from stoker.shards.manifest import MANIFEST, PLAN, QUARANTINE, WORK, Manifest, Shard, read_manifest
-from stoker.shards.plan import Plan, SplitPlan
+from stoker.shards.plan import ConversionPlan, SplitPlan
 from stoker.storage import Store, local_path
-from stoker.storage.local import explained
+from stoker.storage.local import translate_os_errors
 
 
-class Bad(msgspec.Struct, frozen=True, kw_only=True):
+class QuarantinedImage(msgspec.Struct, frozen=True, kw_only=True):
     """An image that was left out, and why."""
 
     key: str
@@ -35,18 +35,18 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a finished shard; a run that was killed goes by these."""
 
     shard: Shard
-    bad: tuple[Bad, ...] = ()
+    bad: tuple[QuarantinedImage, ...] = ()
     shrunk: int = 0
 
 
-class Begun(msgspec.Struct, frozen=True, kw_only=True):
+class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Which plan is being carried out, and what its files looked like when it began."""
 
     plan: str
     stamp: str
 
 
-class Task(NamedTuple):
+class ShardTask(NamedTuple):
     """One shard to write."""
 
     split: SplitPlan
@@ -59,7 +59,7 @@ class Task(NamedTuple):
         return f"{self.split.split}/{self.name}"
 
     @property
-    def receipt(self) -> str:
+    def receipt_path(self) -> str:
         """Where its receipt lies until the set is complete."""
         return f"{WORK}receipts/{self.path}.json"
 
@@ -72,15 +72,15 @@ class Destination:
         self._folder = local_path(store.url)
         self._parts = (scratch if self._folder is None else self._folder / WORK) / "parts"
 
-    def check(self, plan: Plan) -> None:
+    def check(self, plan: ConversionPlan) -> None:
         """Refuse a destination that holds anything else than this very conversion, finished or not."""
         check_destination(self._store)
-        self.finished(plan)
-        self._check_begun(plan.digest, None)
+        self.read_finished(plan)
+        self._check_unfinished(plan.digest, None)
 
-    def finished(self, plan: Plan) -> list[Manifest] | None:
+    def read_finished(self, plan: ConversionPlan) -> list[Manifest] | None:
         """Return the manifests when this plan was carried out and all of it is still there; refuse another's."""
-        sizes = self._sizes()
+        sizes = self._list_sizes()
         manifests = [read_manifest(self._store, name.removesuffix(MANIFEST)) for name in sizes if _is_manifest(name)]
         for manifest in manifests:
             if manifest.plan != plan.digest:
@@ -90,80 +90,80 @@ class Destination:
                     where=self._store.url,
                     hint="choose an empty or new destination, or remove that one",
                 )
-        whole = all(_is_whole(manifest, sizes) for manifest in manifests)
+        whole = all(_is_complete(manifest, sizes) for manifest in manifests)
         return manifests if whole and len(manifests) == len(plan.splits) else None
 
     @contextlib.contextmanager
-    def claimed(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Keep a second run out of a local destination while this one is at work."""
         if self._folder is None:
             yield
             return
-        with _lock(self._folder / WORK / "lock", self._store.url):
+        with _acquire_lock(self._folder / WORK / "lock", self._store.url):
             yield
 
-    def begin(self, plan: Plan, stamp: str) -> None:
+    def start(self, plan: ConversionPlan, stamp: str) -> None:
         """Write down which plan is being carried out; withdraw manifests whose shards are no longer all there."""
-        self._check_begun(plan.digest, stamp)
+        self._check_unfinished(plan.digest, stamp)
         self._parts.mkdir(parents=True, exist_ok=True)
-        self.put(PLAN, spec.to_json(Begun(plan=plan.digest, stamp=stamp)))
-        for name in [name for name in self._sizes() if _is_manifest(name)]:
+        self.put(PLAN, spec.to_json(PlanRecord(plan=plan.digest, stamp=stamp)))
+        for name in [name for name in self._list_sizes() if _is_manifest(name)]:
             self._store.delete(name)
 
-    def receipts(self, tasks: list[Task]) -> dict[str, Receipt]:
+    def read_receipts(self, tasks: list[ShardTask]) -> dict[str, Receipt]:
         """Read what a killed run had finished; a shard counts if it and its index lie there in full."""
-        sizes = self._sizes()
+        sizes = self._list_sizes()
         found = {}
         for task in tasks:
-            if task.receipt not in sizes or f"{task.split.split}/{index.index_name(task.name)}" not in sizes:
+            if task.receipt_path not in sizes or f"{task.split.split}/{index.index_name(task.name)}" not in sizes:
                 continue
             # A receipt that a power cut left empty is none.
             with contextlib.suppress(SpecError):
-                receipt = spec.load(self._store.get(task.receipt), Receipt, task.receipt)
+                receipt = spec.load(self._store.get(task.receipt_path), Receipt, task.receipt_path)
                 if sizes.get(task.path) == receipt.shard.bytes:
                     found[task.path] = receipt
         return found
 
-    def check_space(self, wanted: int) -> None:
+    def check_space(self, needed: int) -> None:
         """Refuse to start what cannot fit."""
         if self._folder is None:
             return
         free = shutil.disk_usage(self._folder).free
-        if wanted > free:
+        if needed > free:
             raise FullError(
-                f"the shards need about {format_bytes(wanted)} and only {format_bytes(free)} are free",
+                f"the shards need about {format_bytes(needed)} and only {format_bytes(free)} are free",
                 where=self._folder,
                 hint="free some space or choose another destination",
             )
 
-    def part(self, name: str) -> Path:
+    def part_path(self, name: str) -> Path:
         """Give the path to write a file at that will be put as `name`."""
         return self._parts / f"{name.replace('/', '-')}.part"
 
     def put(self, name: str, content: bytes | Path) -> None:
         """Put a file in its place, whole, and on the disk before anything else can tell of it."""
         if isinstance(content, bytes):
-            part = self.part(name)
-            with resumable(part), part.open("wb") as file:
+            part = self.part_path(name)
+            with resume_hint(part), part.open("wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             content = part
         self._store.put(name, content)
 
-    def commit(self, manifests: list[Manifest], bad: Mapping[str, list[Bad]]) -> None:
+    def commit(self, manifests: list[Manifest], bad: Mapping[str, list[QuarantinedImage]]) -> None:
         """Write the lists of bad images, then the manifests; then remove what only a resumed run would need."""
         for split, images in bad.items():
             if images:
                 lines = b"".join(msgspec.json.encode(one) + b"\n" for one in images)
                 self.put(f"{split}/{QUARANTINE}", lines)
-        self._sync(manifests)
+        self._fsync_folders(manifests)
         for manifest in manifests:
             self.put(f"{manifest.split}/{MANIFEST}", spec.to_json(manifest))
-        self._sync(manifests)
-        self.clear()
+        self._fsync_folders(manifests)
+        self.remove_work_files()
 
-    def clear(self) -> None:
+    def remove_work_files(self) -> None:
         """Remove `_work`, the plan last of all: as long as it lies there, the set counts as unfinished."""
         names = [entry.name for entry in self._store.list(WORK)]
         for name in sorted(names, key=lambda name: name == PLAN):
@@ -171,9 +171,9 @@ class Destination:
         if self._folder is not None:
             shutil.rmtree(self._folder / WORK, ignore_errors=True)
 
-    def discard(self) -> None:
+    def discard_unfinished(self) -> None:
         """Remove an unfinished conversion: its shards, their indexes, and `_work`."""
-        sizes = self._sizes()
+        sizes = self._list_sizes()
         if PLAN not in sizes:
             return
         receipts = [
@@ -183,15 +183,15 @@ class Destination:
             split, _, name = path.rpartition("/")
             self._store.delete(path)
             self._store.delete(f"{split}/{index.index_name(name)}")
-        self.clear()
+        self.remove_work_files()
 
-    def _check_begun(self, plan: str, stamp: str | None) -> None:
+    def _check_unfinished(self, plan: str, stamp: str | None) -> None:
         try:
-            begun = spec.load(self._store.get(PLAN), Begun, PLAN)
+            begun = spec.load(self._store.get(PLAN), PlanRecord, PLAN)
         except NotFoundError:
             return
         except SpecError:  # a power cut left it empty
-            begun = Begun(plan="", stamp="")
+            begun = PlanRecord(plan="", stamp="")
         hint = "give --restart to throw it away, or finish that one with its own command"
         if begun.plan != plan:
             raise ConflictError(
@@ -206,10 +206,10 @@ class Destination:
                 hint="give --restart to begin anew",
             )
 
-    def _sizes(self) -> dict[str, int]:
+    def _list_sizes(self) -> dict[str, int]:
         return {entry.name: entry.size for entry in self._store.list()}
 
-    def _sync(self, manifests: list[Manifest]) -> None:
+    def _fsync_folders(self, manifests: list[Manifest]) -> None:
         """Have the files' names on the disk too, so that through a power cut a manifest means a complete set."""
         if self._folder is None:
             return
@@ -242,10 +242,10 @@ def check_destination(store: Store) -> None:
 
 
 @contextlib.contextmanager
-def resumable(path: Path) -> Iterator[None]:
+def resume_hint(path: Path) -> Iterator[None]:
     """Turn an operating system's error while writing into one of ours; a full disk is no loss."""
     try:
-        with explained(path):
+        with translate_os_errors(path):
             yield
     except FullError as error:
         error.hint = "free some space and run the same command again: finished shards are kept"
@@ -256,7 +256,7 @@ def _is_manifest(name: str) -> bool:
     return name == MANIFEST or name.endswith(f"/{MANIFEST}")
 
 
-def _is_whole(manifest: Manifest, sizes: Mapping[str, int]) -> bool:
+def _is_complete(manifest: Manifest, sizes: Mapping[str, int]) -> bool:
     return all(
         sizes.get(f"{manifest.split}/{shard.name}") == shard.bytes
         and f"{manifest.split}/{index.index_name(shard.name)}" in sizes
@@ -264,10 +264,10 @@ def _is_whole(manifest: Manifest, sizes: Mapping[str, int]) -> bool:
     )
 
 
-def _lock(path: Path, where: str) -> IO[str]:
+def _acquire_lock(path: Path, where: str) -> IO[str]:
     """Open a file and lock it until it is closed; where the file system knows no locks, go on without."""
     while True:
-        with resumable(path):
+        with resume_hint(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("w")
         try:

@@ -17,7 +17,7 @@ INDEX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("label", "<i4")])
 Index = npt.NDArray[np.void]
 
 # NumPy reads a header by Python's own parser, which in 3.11 fails now and then when threads use it at the same time.
-_parsing = threading.Lock()
+_numpy_parser_lock = threading.Lock()
 
 
 def index_name(shard: str) -> str:
@@ -51,10 +51,10 @@ class IndexBuilder:
         return out.getvalue()
 
 
-def from_bytes(data: bytes, where: str) -> Index:
+def parse_index(data: bytes, where: str) -> Index:
     """Decode an index; refuse anything that is not one."""
     try:
-        with _parsing:
+        with _numpy_parser_lock:
             rows: Index = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
     except ValueError as error:
         raise DataFaultError(f"not a shard index: {error}", where=where) from error

@@ -11,7 +11,7 @@ import msgspec
 
 from stoker.core import spec
 from stoker.errors import Fault, InputError
-from stoker.storage import Store, shown
+from stoker.storage import Store, redacted
 
 MANIFEST = "manifest.json"
 QUARANTINE = "quarantine.jsonl"
@@ -43,7 +43,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
             yield Fault("samples", "counts cannot be negative")
 
 
-class Origin(msgspec.Struct, frozen=True, kw_only=True):
+class SourceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a set was made from; the digest covers every name, size and label."""
 
     kind: str
@@ -51,7 +51,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
 
 
-class Shrunk(msgspec.Struct, frozen=True, kw_only=True):
+class ShrinkInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Says that larger images were re-encoded, and how many."""
 
     max_side: int
@@ -73,8 +73,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     lanes: int
     window: int
-    source: Origin
-    shrunk: Shrunk | None
+    source: SourceInfo
+    shrunk: ShrinkInfo | None
     plan: str
     shards: tuple[Shard, ...]
 
@@ -95,7 +95,7 @@ def default_lanes(shards: int) -> int:
 def read_manifest(store: Store, folder: str = "") -> Manifest:
     """Read the manifest of the set that lies in a folder of the store."""
     name = folder + MANIFEST
-    where = f"{shown(store.url).rstrip('/')}/{name}"
+    where = f"{redacted(store.url).rstrip('/')}/{name}"
     data = store.get(name)
     try:
         version = json.loads(data).get("version")

@@ -17,12 +17,12 @@ from stoker.core import permutations, spec
 from stoker.errors import SourceError
 from stoker.shards import index
 from stoker.shards.catalog import Catalog
-from stoker.shards.destination import Bad, Destination, Receipt, Task, resumable
+from stoker.shards.destination import Destination, QuarantinedImage, Receipt, ShardTask, resume_hint
 from stoker.shards.formats import FORMATS, Format
-from stoker.shards.images import MAX_BYTES, BadImageError, probe, shrink, too_large
-from stoker.shards.manifest import VERSION, Manifest, Origin, Shard, Shrunk
-from stoker.shards.plan import Options, Plan, SplitPlan
-from stoker.shards.sample import Buffer, Content, Item, Sample, key_of
+from stoker.shards.images import MAX_BYTES, BadImageError, inspect_image, shrink, too_large_reason
+from stoker.shards.manifest import VERSION, Manifest, Shard, ShrinkInfo, SourceInfo
+from stoker.shards.plan import ConversionOptions, ConversionPlan, SplitPlan
+from stoker.shards.sample import Buffer, Content, Item, Sample, sample_key
 from stoker.shards.sources import Source
 from stoker.storage import Store
 
@@ -31,35 +31,35 @@ from stoker.storage import Store
 WRITE_BYTES = 1 << 20
 
 
-class Progress(NamedTuple):
+class ConversionProgress(NamedTuple):
     """What one step added: samples handled, and bytes written or found written."""
 
     samples: int
     bytes: int
 
 
-def list_shards(plan: Plan, kind: Format) -> list[Task]:
+def list_tasks(plan: ConversionPlan, shard_format: Format) -> list[ShardTask]:
     """List every shard of a plan."""
     prefix = plan.options.prefix
     if prefix is None:
         # TFRecords are called train-00000-of-01024 by custom.
-        prefix = re.sub(r"[^A-Za-z0-9._-]+", "-", plan.name).strip("-.") if kind.name == "tar" else ""
+        prefix = re.sub(r"[^A-Za-z0-9._-]+", "-", plan.name).strip("-.") if shard_format.name == "tar" else ""
     return [
-        Task(split, number, kind.shard_name(prefix, split.split, number, split.shards))
+        ShardTask(split, number, shard_format.shard_name(prefix, split.split, number, split.shards))
         for split in plan.splits
         for number in range(split.shards)
     ]
 
 
-class Packed(NamedTuple):
+class ConversionResult(NamedTuple):
     """What a conversion came to: the manifests, and how many shards this run wrote."""
 
     manifests: list[Manifest]
     written: int
 
 
-def pack(
-    plan: Plan,
+def pack_shards(
+    plan: ConversionPlan,
     source: Source,
     catalogs: Mapping[str, Catalog],
     store: Store,
@@ -67,40 +67,40 @@ def pack(
     scratch: Path,
     jobs: int,
     restart: bool = False,
-    progress: Callable[[Progress], None] = lambda _: None,
-) -> Packed:
+    progress: Callable[[ConversionProgress], None] = lambda _: None,
+) -> ConversionResult:
     """Write the shards of a plan, then their manifests; `restart` throws an unfinished conversion away first."""
     destination = Destination(store, scratch)
     if restart:
-        with destination.claimed():
-            destination.discard()
+        with destination.locked():
+            destination.discard_unfinished()
     destination.check(plan)
     kind = FORMATS.get(plan.options.format)
-    tasks = list_shards(plan, kind)
-    with destination.claimed():
-        if (manifests := destination.finished(plan)) is not None:
-            destination.clear()
-            return Packed(manifests, 0)
-        receipts = destination.receipts(tasks)
+    tasks = list_tasks(plan, kind)
+    with destination.locked():
+        if (manifests := destination.read_finished(plan)) is not None:
+            destination.remove_work_files()
+            return ConversionResult(manifests, 0)
+        receipts = destination.read_receipts(tasks)
         left = [task for task in tasks if task.path not in receipts]
         if plan.options.max_side is None:  # how small re-encoded images come out is not known
             destination.check_space(sum(task.split.bytes // task.split.shards for task in left))
-        destination.begin(plan, "/".join(catalogs[split.split].stamp for split in plan.splits))
+        destination.start(plan, "/".join(catalogs[split.split].stamp for split in plan.splits))
         for receipt in receipts.values():
-            progress(Progress(receipt.shard.samples + len(receipt.bad), receipt.shard.bytes))
+            progress(ConversionProgress(receipt.shard.samples + len(receipt.bad), receipt.shard.bytes))
         try:
             receipts |= Packer(plan, kind, source, catalogs, destination, progress).run(left, jobs)
         except BaseException:
-            if not destination.receipts(tasks):
-                destination.discard()  # nothing to go on from, so any other conversion may come here
+            if not destination.read_receipts(tasks):
+                destination.discard_unfinished()  # nothing to go on from, so any other conversion may come here
             raise
         try:
-            manifests = make_manifests(plan, tasks, receipts)
+            manifests = build_manifests(plan, tasks, receipts)
         except SourceError:
-            destination.discard()
+            destination.discard_unfinished()
             raise
-        destination.commit(manifests, bad_images(plan, tasks, receipts))
-        return Packed(manifests, len(left))
+        destination.commit(manifests, collect_quarantined(plan, tasks, receipts))
+        return ConversionResult(manifests, len(left))
 
 
 class Packer:
@@ -108,15 +108,15 @@ class Packer:
 
     def __init__(
         self,
-        plan: Plan,
-        kind: Format,
+        plan: ConversionPlan,
+        shard_format: Format,
         source: Source,
         catalogs: Mapping[str, Catalog],
         destination: Destination,
-        progress: Callable[[Progress], None],
+        progress: Callable[[ConversionProgress], None],
     ) -> None:
         self._options = plan.options
-        self._format = kind
+        self._format = shard_format
         self._source = source
         self._catalogs = catalogs
         self._seed = plan.options.seed
@@ -124,10 +124,10 @@ class Packer:
         self._progress = progress
         self._stop = threading.Event()
 
-    def run(self, tasks: list[Task], jobs: int) -> dict[str, Receipt]:
+    def run(self, tasks: list[ShardTask], jobs: int) -> dict[str, Receipt]:
         """Write all shards; on the first error let the others end, and raise it."""
         with ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="pack") as pool:
-            futures = {pool.submit(self._write, task): task for task in tasks}
+            futures = {pool.submit(self._write_shard, task): task for task in tasks}
             try:
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
                 for future in done:
@@ -138,42 +138,44 @@ class Packer:
                 pool.shutdown(cancel_futures=True)
         return {task.path: future.result() for future, task in futures.items()}
 
-    def _write(self, task: Task) -> Receipt:
-        part = self._destination.part(task.path)
+    def _write_shard(self, task: ShardTask) -> Receipt:
+        part = self._destination.part_path(task.path)
         try:
-            with resumable(part):
-                receipt, rows = self._fill(task, part)
+            with resume_hint(part):
+                receipt, rows = self._write_samples(task, part)
             # The shard comes last: whatever shard lies there has its receipt, and so can be removed with it.
-            self._destination.put(task.receipt, spec.to_json(receipt))
+            self._destination.put(task.receipt_path, spec.to_json(receipt))
             self._destination.put(f"{task.split.split}/{index.index_name(task.name)}", rows)
             self._destination.put(task.path, part)
         finally:
             part.unlink(missing_ok=True)
         return receipt
 
-    def _fill(self, task: Task, part: Path) -> tuple[Receipt, bytes]:
+    def _write_samples(self, task: ShardTask, part: Path) -> tuple[Receipt, bytes]:
         """Write one shard's samples to a file; return its receipt and its index."""
         rows = index.IndexBuilder()
-        bad: list[Bad] = []
+        bad: list[QuarantinedImage] = []
         shrunk = 0
-        with ShardFile(part) as out, _Tally(self._progress) as tally:
-            for item, content in self._contents(task):
+        with ShardWriter(part) as out, _ProgressReporter(self._progress) as tally:
+            for item, content in self._read_contents(task):
                 try:
                     if content is None:
-                        raise BadImageError(too_large(item.size))
+                        raise BadImageError(too_large_reason(item.size))
                     image = content.image
-                    info = probe(image)
+                    info = inspect_image(image)
                     if self._options.max_side is not None and max(info.width, info.height) > self._options.max_side:
                         image = shrink(image, self._options.max_side, self._options.quality)
-                        info = probe(image)
+                        info = inspect_image(image)
                         shrunk += 1
                 except BadImageError as error:
-                    bad.append(Bad(key=key_of(item.name), name=item.name, bytes=item.size, reason=str(error)))
+                    bad.append(
+                        QuarantinedImage(key=sample_key(item.name), name=item.name, bytes=item.size, reason=str(error))
+                    )
                     tally.add(0)
                     continue
-                sample = Sample(key_of(item.name), image, info.kind, item.label, content.extras)
+                sample = Sample(sample_key(item.name), image, info.extension, item.label, content.extras)
                 encoded = self._format.encode(sample)
-                rows.add(out.position + encoded.image_at, len(image), item.label)
+                rows.add(out.position + encoded.image_offset, len(image), item.label)
                 out.write(encoded.chunks, encoded.length)
                 tally.add(encoded.length)
             out.write([self._format.trailer], len(self._format.trailer))
@@ -187,12 +189,12 @@ class Packer:
         )
         return Receipt(shard=shard, bad=tuple(bad), shrunk=shrunk), encoded_rows
 
-    def _contents(self, task: Task) -> Iterator[tuple[Item, Content | None]]:
+    def _read_contents(self, task: ShardTask) -> Iterator[tuple[Item, Content | None]]:
         """Read a shard's samples in shuffled order."""
         split = task.split.split
         positions = np.arange(*task.split.span(task.number), dtype=np.uint64)
         numbers = permutations.permute(positions, task.split.found, permutations.key("pack", self._seed, split))
-        for item in self._catalogs[split].take(map(int, numbers)):
+        for item in self._catalogs[split].read_rows(map(int, numbers)):
             if self._stop.is_set():
                 raise CancelledError
             if item.size > MAX_BYTES:  # not even read
@@ -201,7 +203,7 @@ class Packer:
                 yield item, self._source.read(split, item)
 
 
-class ShardFile:
+class ShardWriter:
     """A file that is hashed and written in large pieces, gathered in one buffer that is used again and again."""
 
     def __init__(self, path: Path) -> None:
@@ -211,7 +213,7 @@ class ShardFile:
         self._filled = 0
         self.position = 0
 
-    def __enter__(self) -> ShardFile:
+    def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -235,30 +237,30 @@ class ShardFile:
                 self._flush()
                 end = len(chunk)
             if end > WRITE_BYTES:
-                self._out(memoryview(chunk))
+                self._write_through(memoryview(chunk))
             else:
                 self._buffer[self._filled : end] = chunk
                 self._filled = end
         self.position += length
 
     def _flush(self) -> None:
-        self._out(self._buffer[: self._filled])
+        self._write_through(self._buffer[: self._filled])
         self._filled = 0
 
-    def _out(self, data: memoryview) -> None:
+    def _write_through(self, data: memoryview) -> None:
         self._hash.update(data)
         while data:
             data = data[os.write(self._fd, data) :]
 
 
-class _Tally:
+class _ProgressReporter:
     """Reports progress now and then, for a bar costs more to move than a small sample to write."""
 
-    def __init__(self, progress: Callable[[Progress], None]) -> None:
+    def __init__(self, progress: Callable[[ConversionProgress], None]) -> None:
         self._progress = progress
         self._samples = self._bytes = 0
 
-    def __enter__(self) -> _Tally:
+    def __enter__(self) -> _ProgressReporter:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -271,16 +273,16 @@ class _Tally:
             self._report()
 
     def _report(self) -> None:
-        self._progress(Progress(self._samples, self._bytes))
+        self._progress(ConversionProgress(self._samples, self._bytes))
         self._samples = self._bytes = 0
 
 
-def make_manifests(plan: Plan, tasks: list[Task], receipts: Mapping[str, Receipt]) -> list[Manifest]:
+def build_manifests(plan: ConversionPlan, tasks: list[ShardTask], receipts: Mapping[str, Receipt]) -> list[Manifest]:
     """Sum up what was written; refuse a split of which nothing could be used."""
     manifests = []
     for split in plan.splits:
         mine = [receipts[task.path] for task in tasks if task.split is split]
-        manifest = _manifest(plan, split, mine)
+        manifest = _build_manifest(plan, split, mine)
         if manifest.samples == 0:
             bad = next(one for receipt in mine for one in receipt.bad)
             count = manifest.quarantined
@@ -289,7 +291,9 @@ def make_manifests(plan: Plan, tasks: list[Task], receipts: Mapping[str, Receipt
     return manifests
 
 
-def bad_images(plan: Plan, tasks: list[Task], receipts: Mapping[str, Receipt]) -> dict[str, list[Bad]]:
+def collect_quarantined(
+    plan: ConversionPlan, tasks: list[ShardTask], receipts: Mapping[str, Receipt]
+) -> dict[str, list[QuarantinedImage]]:
     """List what was left out of each split, in order of name."""
     return {
         split.split: sorted(
@@ -299,12 +303,12 @@ def bad_images(plan: Plan, tasks: list[Task], receipts: Mapping[str, Receipt]) -
     }
 
 
-def _manifest(plan: Plan, split: SplitPlan, receipts: list[Receipt]) -> Manifest:
-    options: Options = plan.options
+def _build_manifest(plan: ConversionPlan, split: SplitPlan, receipts: list[Receipt]) -> Manifest:
+    options: ConversionOptions = plan.options
     shrunk = None
     if options.max_side is not None:
         images = sum(receipt.shrunk for receipt in receipts)
-        shrunk = Shrunk(max_side=options.max_side, quality=options.quality, images=images)
+        shrunk = ShrinkInfo(max_side=options.max_side, quality=options.quality, images=images)
     return Manifest(
         version=VERSION,
         name=plan.name,
@@ -317,7 +321,7 @@ def _manifest(plan: Plan, split: SplitPlan, receipts: list[Receipt]) -> Manifest
         seed=options.seed,
         lanes=split.lanes,
         window=split.window,
-        source=Origin(kind=plan.source, samples=split.found, digest=split.digest),
+        source=SourceInfo(kind=plan.source, samples=split.found, digest=split.digest),
         shrunk=shrunk,
         plan=plan.digest,
         shards=tuple(receipt.shard for receipt in receipts),

@@ -17,7 +17,7 @@ from stoker.shards.manifest import WINDOW, default_lanes
 ALGORITHM = 1
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class ConversionOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the user may choose about a conversion."""
 
     format: str = "tar"
@@ -67,13 +67,13 @@ class SplitPlan(msgspec.Struct, frozen=True, kw_only=True):
         return number * self.samples // self.shards, (number + 1) * self.samples // self.shards
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class ConversionPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A whole conversion; equal plans give equal bytes."""
 
     name: str
     source: str
     recipe: str
-    options: Options
+    options: ConversionOptions
     classes: tuple[str, ...]
     splits: tuple[SplitPlan, ...]
 
@@ -88,32 +88,32 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(split.bytes for split in self.splits)
 
 
-def make_plan(
+def plan_conversion(
     *,
     name: str,
     source: str,
     recipe: str,
     classes: Sequence[str],
     catalogs: Mapping[str, Catalog],
-    options: Options,
-    kind: Format,
-) -> Plan:
+    options: ConversionOptions,
+    shard_format: Format,
+) -> ConversionPlan:
     """Decide the number of shards of each split."""
     options.check()
-    return Plan(
+    return ConversionPlan(
         name=name,
         source=source,
         recipe=recipe,
         options=options,
         classes=tuple(classes),
-        splits=tuple(_plan_split(split, catalog, options, kind) for split, catalog in catalogs.items()),
+        splits=tuple(_plan_split(split, catalog, options, shard_format) for split, catalog in catalogs.items()),
     )
 
 
-def _plan_split(split: str, catalog: Catalog, options: Options, kind: Format) -> SplitPlan:
+def _plan_split(split: str, catalog: Catalog, options: ConversionOptions, shard_format: Format) -> SplitPlan:
     found = len(catalog)
     samples = min(found, options.limit or found)
-    weight = catalog.weight(kind.overhead) * samples // found
+    weight = catalog.total_bytes(shard_format.overhead) * samples // found
     if options.shard_samples is not None:
         shards = -(-samples // options.shard_samples)
     else:

@@ -39,12 +39,12 @@ class Sample(NamedTuple):
 
     key: str
     image: Buffer
-    kind: str
+    extension: str
     label: int
     extras: Mapping[str, Buffer] = NO_EXTRAS
 
 
-def key_of(name: str) -> str:
+def sample_key(name: str) -> str:
     """The key of a sample called `name`: no extension, and no other dot in its last part.
 
     Readers of WebDataset tars end the key at the first dot of the file name, so `a/b.v2.jpg` becomes `a/b_v2`.

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from stoker.core.scratch import scratch_folder
 from stoker.errors import DataFaultError, InputError, NotFoundError, StokerError, UnavailableError
-from stoker.shards.braces import expand, has_braces
-from stoker.shards.formats import format_of
-from stoker.shards.index import Index, from_bytes, index_name
+from stoker.shards.braces import expand_braces, has_braces
+from stoker.shards.formats import guess_format
+from stoker.shards.index import Index, index_name, parse_index
 from stoker.shards.manifest import MANIFEST, PLAN, Manifest, Shard, read_manifest
-from stoker.storage import Entry, Store, checked, download, local_path, open_store, shown, split
-from stoker.storage.local import explained
+from stoker.storage import Entry, Store, check_name, download, local_path, open_store, redacted, split
+from stoker.storage.local import translate_os_errors
 
 SPLIT_ORDER = ("train", "val", "test")
 
@@ -29,25 +29,25 @@ _SPLIT = re.compile(r"(?:^|[^a-z])(train|val|validation|test)(?=[^a-z]|$)", re.I
 class MappedFile:
     """A file as a view of memory; the file is unmapped when the last view into it is gone."""
 
-    STEP = 64 << 20
+    RELEASE_BYTES = 64 << 20
 
     def __init__(self, path: Path) -> None:
         self._map: mmap.mmap | None = None
-        self._forgotten = 0
-        with explained(path), path.open("rb") as file:
+        self._released = 0
+        with translate_os_errors(path), path.open("rb") as file:
             if path.stat().st_size > 0:  # an empty file cannot be mapped
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.view = memoryview(b"" if self._map is None else self._map)
 
-    def passed(self, position: int) -> None:
+    def release_before(self, position: int) -> None:
         """Give back what lies before `position`, now and then, so that memory does not grow with the file."""
-        if position < self._forgotten:  # another walk, from the start
-            self._forgotten = 0
-        if self._map is not None and position - self._forgotten >= self.STEP:
-            self._forgotten = position - position % mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_DONTNEED, 0, self._forgotten)
+        if position < self._released:  # another walk, from the start
+            self._released = 0
+        if self._map is not None and position - self._released >= self.RELEASE_BYTES:
+            self._released = position - position % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, 0, self._released)
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Give all of it back; what is looked at again is read again."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
@@ -72,14 +72,14 @@ class ShardSet:
     @property
     def url(self) -> str:
         """Where the set lies."""
-        return f"{shown(self.store.url).rstrip('/')}/{self.folder}".rstrip("/")
+        return f"{redacted(self.store.url).rstrip('/')}/{self.folder}".rstrip("/")
 
     def url_of(self, name: str) -> str:
         """Where one object of the set lies."""
         return f"{self.url}/{name}"
 
     @cached_property
-    def known(self) -> dict[str, Shard]:
+    def manifest_shards(self) -> dict[str, Shard]:
         """What the manifest tells of each shard, by name."""
         return {} if self.manifest is None else {shard.name: shard for shard in self.manifest.shards}
 
@@ -87,7 +87,7 @@ class ShardSet:
     def _sizes(self) -> dict[str, int]:
         return dict(self.shards)
 
-    def index(self, name: str) -> Index:
+    def read_index(self, name: str) -> Index:
         """Read where a shard's images lie; refuse an index that is not the manifest's or leads out of the shard."""
         place = self if self.indexes is None else replace(self, store=self.indexes, folder="")
         where = place.url_of(index_name(name))
@@ -95,22 +95,22 @@ class ShardSet:
         if name not in self._sizes:
             raise NotFoundError("the set has no such shard", where=self.url_of(name))
         data = place.store.get(place.folder + index_name(name))
-        shard = self.known.get(name)
+        shard = self.manifest_shards.get(name)
         if shard and shard.index_sha256 and hashlib.sha256(data).hexdigest() != shard.index_sha256:
             raise DataFaultError("the sha256 of this index is not the manifest's", where=where, hint=hint)
-        rows = from_bytes(data, where)
+        rows = parse_index(data, where)
         if shard and len(rows) != shard.samples:
             what = f"the index tells of {len(rows):,} samples, and the manifest of {shard.samples:,}"
             raise DataFaultError(what, where=where, hint=hint)
-        _refuse_outside(rows, self._sizes[name], where, hint)
+        _check_bounds(rows, self._sizes[name], where, hint)
         return rows
 
     @contextmanager
-    def mapped(self, name: str, scratch: Path | None = None) -> Iterator[MappedFile]:
+    def map_shard(self, name: str, scratch: Path | None = None) -> Iterator[MappedFile]:
         """Map a shard; a remote shard is fetched for the while."""
         folder = local_path(self.store.url)
         if folder is not None:
-            yield MappedFile(folder / checked(self.folder + name))
+            yield MappedFile(folder / check_name(self.folder + name))
             return
         with scratch_folder(scratch) as temporary:
             path = temporary / "shard"
@@ -118,17 +118,17 @@ class ShardSet:
             yield MappedFile(path)
 
 
-def read_images(one: ShardSet, name: str) -> Iterator[tuple[memoryview, int]]:
+def read_images(shard_set: ShardSet, name: str) -> Iterator[tuple[memoryview, int]]:
     """Give every image of a shard with its label, as views of the mapped file; the index tells where they lie."""
-    rows = one.index(name)
-    with one.mapped(name) as file:
+    rows = shard_set.read_index(name)
+    with shard_set.map_shard(name) as file:
         view = file.view
-        _refuse_outside(rows, len(view), one.url_of(name), "the shard is cut off; see: stoker data verify")
+        _check_bounds(rows, len(view), shard_set.url_of(name), "the shard is cut off; see: stoker data verify")
         for offset, length, label in rows.tolist():
             yield view[offset : offset + length], label
 
 
-def _refuse_outside(rows: Index, size: int, where: str, hint: str) -> None:
+def _check_bounds(rows: Index, size: int, where: str, hint: str) -> None:
     """Refuse rows that lead out of a shard: a slice would quietly give less, and a range request would fail late."""
     offsets, lengths = rows["offset"], rows["length"]
     # Compared one by one, for the sum of an offset and a length may pass 64 bits and come out small.
@@ -139,27 +139,27 @@ def _refuse_outside(rows: Index, size: int, where: str, hint: str) -> None:
         raise DataFaultError(what, where=where, hint=hint)
 
 
-def find_sets(url: str, *, gaps: bool = False) -> list[ShardSet]:
+def find_shard_sets(url: str, *, allow_missing: bool = False) -> list[ShardSet]:
     """Find the shard sets that a URL names: one, or the splits below a folder.
 
     With `gaps`, shards that a pattern or a manifest names and that are not there are told as missing, not refused.
     """
     path = local_path(url)
     if has_braces(url) and (path is None or not path.exists()):
-        return _from_pattern(url, gaps)
-    if format_of(url) is not None and (path is None or not path.is_dir()):
+        return _find_by_pattern(url, allow_missing)
+    if guess_format(url) is not None and (path is None or not path.is_dir()):
         root, name = split(url)
         store = open_store(root)
-        return _group(store, [Entry(name, store.size(name))])
+        return _group_shards(store, [Entry(name, store.size(name))])
     store = open_store(url)
     try:
-        return [_with_manifest(store, "", gaps)]
+        return [_open_shard_set(store, "", allow_missing)]
     except NotFoundError:
-        _refuse_unfinished(url)
-        return _below(store, gaps)
+        _check_not_unfinished(url)
+        return _find_below(store, allow_missing)
 
 
-def _refuse_unfinished(url: str) -> None:
+def _check_not_unfinished(url: str) -> None:
     """Refuse what a conversion that was killed, or still runs, has left: neither a set nor all of its shards."""
     places = [url]
     with contextlib.suppress(InputError):
@@ -169,65 +169,65 @@ def _refuse_unfinished(url: str) -> None:
             open_store(place).size(PLAN)
         except StokerError:
             continue
-        raise _unfinished(url)
+        raise _unfinished_error(url)
 
 
-def _from_pattern(url: str, gaps: bool) -> list[ShardSet]:
+def _find_by_pattern(url: str, allow_missing: bool) -> list[ShardSet]:
     url, mark, query = url.partition("?") if url.startswith(("http://", "https://")) else (url, "", "")
     root, slash, _ = url[: url.index("{")].rpartition("/")
     store = open_store((root + slash or ".") + mark + query)
     pattern = url[len(root + slash) :]
-    names = list(expand(pattern))
+    names = list(expand_braces(pattern))
     try:
         sizes = {entry.name: entry.size for entry in store.list(pattern[: pattern.index("{")])}
     except (InputError, UnavailableError):  # an http server that lists nothing
         sizes = {}
     if not sizes:
-        sizes = _ask_sizes(store, names, gaps)
+        sizes = _request_sizes(store, names, allow_missing)
     missing = [name for name in names if name not in sizes]
-    if missing and (not gaps or len(missing) == len(names)):
+    if missing and (not allow_missing or len(missing) == len(names)):
         raise NotFoundError(f"{len(missing)} of {len(names)} shards are missing, {missing[0]} the first", where=url)
-    sets = _group(store, [Entry(name, sizes[name]) for name in names if name in sizes])
+    sets = _group_shards(store, [Entry(name, sizes[name]) for name in names if name in sizes])
     return [replace(sets[0], missing=tuple(missing)), *sets[1:]]
 
 
-def _ask_sizes(store: Store, names: Sequence[str], gaps: bool) -> dict[str, int]:
+def _request_sizes(store: Store, names: Sequence[str], allow_missing: bool) -> dict[str, int]:
     """Ask for one object after the other; without `gaps` the first that is missing ends it."""
     sizes = {}
     for name in names:
         try:
             sizes[name] = store.size(name)
         except NotFoundError:
-            if not gaps:
+            if not allow_missing:
                 raise
     return sizes
 
 
-def _below(store: Store, gaps: bool) -> list[ShardSet]:
+def _find_below(store: Store, allow_missing: bool) -> list[ShardSet]:
     entries = list(store.list())
     if any(entry.name == PLAN or entry.name.endswith(f"/{PLAN}") for entry in entries):
-        raise _unfinished(store.url)
+        raise _unfinished_error(store.url)
     described = [entry.name.removesuffix(MANIFEST) for entry in entries if entry.name.endswith(f"/{MANIFEST}")]
-    sets = [_with_manifest(store, folder, gaps) for folder in described]
+    sets = [_open_shard_set(store, folder, allow_missing) for folder in described]
     # A split that lost its manifest is still there to be seen.
-    shards = [entry for entry in entries if format_of(entry.name) and not entry.name.startswith(tuple(described))]
+    shards = [entry for entry in entries if guess_format(entry.name) and not entry.name.startswith(tuple(described))]
     if shards:
-        sets += _group(store, shards)
+        sets += _group_shards(store, shards)
     if not sets:
         raise NotFoundError("there are no shards here", where=store.url, hint="make some with: stoker data convert")
-    return sorted(sets, key=_rank)
+    return sorted(sets, key=_sort_key)
 
 
-def _unfinished(where: str) -> InputError:
+def _unfinished_error(where: str) -> InputError:
     hint = "run its `stoker data convert` again to finish it"
     return InputError("an unfinished conversion lies here", where=where, hint=hint)
 
 
-def _with_manifest(store: Store, folder: str, gaps: bool = False) -> ShardSet:
+def _open_shard_set(store: Store, folder: str, allow_missing: bool = False) -> ShardSet:
     manifest = read_manifest(store, folder)
     shards = [Entry(shard.name, shard.bytes) for shard in manifest.shards]
     missing: list[str] = []
-    if gaps:
+    if allow_missing:
         try:
             there = {entry.name.removeprefix(folder) for entry in store.list(folder)}
         except (InputError, UnavailableError):  # an http server that lists nothing
@@ -245,51 +245,51 @@ def _with_manifest(store: Store, folder: str, gaps: bool = False) -> ShardSet:
     )
 
 
-def _group(store: Store, entries: Sequence[Entry]) -> list[ShardSet]:
+def _group_shards(store: Store, entries: Sequence[Entry]) -> list[ShardSet]:
     """Part shards without a manifest by folder, split and format."""
     groups: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in entries:
         folder, slash, name = entry.name.rpartition("/")
-        kind = format_of(name)
+        kind = guess_format(name)
         if kind is None:
             raise InputError(
                 "its name tells no shard format",
                 where=entry.name,
                 hint="shards end in .tar, .tfrecord or -of-NNNNN",
             )
-        groups.setdefault((folder + slash, split_of(entry.name), kind), []).append(Entry(name, entry.size))
+        groups.setdefault((folder + slash, guess_split(entry.name), kind), []).append(Entry(name, entry.size))
     sets = (
-        _described(ShardSet(store=store, folder=folder, split=part, format=kind, shards=tuple(shards)))
+        _attach_manifest(ShardSet(store=store, folder=folder, split=part, format=kind, shards=tuple(shards)))
         for (folder, part, kind), shards in groups.items()
     )
-    return sorted(sets, key=_rank)
+    return sorted(sets, key=_sort_key)
 
 
-def _described(one: ShardSet) -> ShardSet:
+def _attach_manifest(shard_set: ShardSet) -> ShardSet:
     """Give a set that was named by its shards the manifest that lies beside them, if it knows them all."""
     try:
-        manifest = read_manifest(one.store, one.folder)
+        manifest = read_manifest(shard_set.store, shard_set.folder)
     except NotFoundError:
-        return one
+        return shard_set
     known = {shard.name for shard in manifest.shards}
-    if manifest.format != one.format or not known.issuperset(entry.name for entry in one.shards):
-        return one
-    return replace(one, split=manifest.split, manifest=manifest)
+    if manifest.format != shard_set.format or not known.issuperset(entry.name for entry in shard_set.shards):
+        return shard_set
+    return replace(shard_set, split=manifest.split, manifest=manifest)
 
 
-def _rank(one: ShardSet) -> tuple[int, str]:
+def _sort_key(shard_set: ShardSet) -> tuple[int, str]:
     """Put training data first."""
-    return (SPLIT_ORDER.index(one.split) if one.split in SPLIT_ORDER else len(SPLIT_ORDER), one.url)
+    return (SPLIT_ORDER.index(shard_set.split) if shard_set.split in SPLIT_ORDER else len(SPLIT_ORDER), shard_set.url)
 
 
-def split_of(name: str) -> str:
+def guess_split(name: str) -> str:
     """Guess a shard's split from its name, else from its folder's; what does not tell is training data."""
     folder, _, file = name.rpartition("/")
     found = _SPLIT.findall(file) or _SPLIT.findall(folder)
     return "train" if not found else found[-1].lower().replace("validation", "val")
 
 
-def splits_of(sets: Iterable[ShardSet]) -> dict[str, ShardSet]:
+def group_by_split(sets: Iterable[ShardSet]) -> dict[str, ShardSet]:
     """Map sets by split; refuse two sets of one split, for neither is meant more than the other."""
     out: dict[str, ShardSet] = {}
     for one in sets:

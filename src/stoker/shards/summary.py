@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import msgspec
 
 from stoker.errors import InputError
-from stoker.shards.braces import collapse
-from stoker.shards.formats import format_of
-from stoker.shards.shard_set import ShardSet, split_of
+from stoker.shards.braces import collapse_names
+from stoker.shards.formats import guess_format
+from stoker.shards.shard_set import ShardSet, guess_split
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,20 +26,20 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: int | None = None
 
 
-def summarise(one: ShardSet) -> list[Summary]:
+def summarize_shard_set(shard_set: ShardSet) -> list[Summary]:
     """Sum up a set; one whose shards are called by several patterns gives several rows."""
-    manifest = one.manifest
-    sizes = {entry.name: entry.size for entry in one.shards}
-    missing = set(one.missing)
+    manifest = shard_set.manifest
+    sizes = {entry.name: entry.size for entry in shard_set.shards}
+    missing = set(shard_set.missing)
     samples = {} if manifest is None else {shard.name: shard.samples for shard in manifest.shards}
     rows = []
-    for run in collapse([*sizes, *one.missing]):
+    for run in collapse_names([*sizes, *shard_set.missing]):
         there = [name for name in run.names if name not in missing]
         rows.append(
             Summary(
-                pattern=one.url_of(run.pattern),
-                split=one.split,
-                format=one.format,
+                pattern=shard_set.url_of(run.pattern),
+                split=shard_set.split,
+                format=shard_set.format,
                 shards=len(there),
                 missing=tuple(sorted({*run.missing, *missing.intersection(run.names)})),
                 samples=None if manifest is None else sum(samples[name] for name in there),
@@ -51,10 +51,10 @@ def summarise(one: ShardSet) -> list[Summary]:
     return rows
 
 
-def summarise_listing(lines: Iterable[str]) -> list[Summary]:
+def summarize_listing(lines: Iterable[str]) -> list[Summary]:
     """Sum up a listing, as `ls`, `ls -l` or a bucket's own tool prints it: the name is a line's last word."""
     words = [line.split()[-1] for line in lines if line.strip()]
-    names = [name for name in words if format_of(name) is not None]
+    names = [name for name in words if guess_format(name) is not None]
     if not names:
         raise InputError(
             f"none of the {len(words)} names on standard input is a shard's",
@@ -63,10 +63,10 @@ def summarise_listing(lines: Iterable[str]) -> list[Summary]:
     return [
         Summary(
             pattern=run.pattern,
-            split=split_of(run.pattern.rpartition("/")[2]),
-            format=format_of(run.names[0]) or "",
+            split=guess_split(run.pattern.rpartition("/")[2]),
+            format=guess_format(run.names[0]) or "",
             shards=len(run.names),
             missing=run.missing,
         )
-        for run in collapse(names)
+        for run in collapse_names(names)
     ]

@@ -15,15 +15,15 @@ from stoker.errors import SourceError
 from stoker.shards.sample import Buffer, Sample
 
 
-class Encoded(NamedTuple):
+class EncodedSample(NamedTuple):
     """One sample as it will stand in a shard; `image_at` counts from the sample's first byte."""
 
     chunks: list[Buffer]
     length: int
-    image_at: int
+    image_offset: int
 
 
-class Found(NamedTuple):
+class LocatedSample(NamedTuple):
     """One sample met while walking a shard; all offsets count from the shard's first byte.
 
     The sample's buffers are views into the shard: an mmap cannot be closed before they are gone.
@@ -31,7 +31,7 @@ class Found(NamedTuple):
 
     start: int
     end: int
-    image_at: int
+    image_offset: int
     sample: Sample
 
 
@@ -52,25 +52,25 @@ class Format(Protocol):
         """Raise SourceError for a key that no shard of this format gives back as it was."""
         ...
 
-    def encode(self, sample: Sample) -> Encoded:
+    def encode(self, sample: Sample) -> EncodedSample:
         """The bytes of one sample; the same sample always gives the same bytes."""
         ...
 
-    def walk(
-        self, data: Buffer, where: str, *, check: bool = False, faults: list[SourceError] | None = None
-    ) -> Iterator[Found]:
+    def iter_samples(
+        self, data: Buffer, where: str, *, check: bool = False, errors: list[SourceError] | None = None
+    ) -> Iterator[LocatedSample]:
         """Every sample of a whole shard, in order; `check` also verifies every checksum there is.
 
         With `faults`, a sample that is wrong in itself goes there, and the walk goes on behind it.
         """
         ...
 
-    def parse(self, data: Buffer, where: str, *, check: bool = False) -> Sample:
+    def parse_sample(self, data: Buffer, where: str, *, check: bool = False) -> Sample:
         """The sample whose span (`start` to `end`, as `walk` gave it) is `data`; only `walk` knows a nameless key."""
         ...
 
 
-KIND_OF_EXTENSION: Mapping[str, str] = {
+CANONICAL_EXTENSIONS: Mapping[str, str] = {
     "jpg": "jpg",
     "jpeg": "jpg",
     "jpe": "jpg",
@@ -100,7 +100,7 @@ FORMATS: Registry[Format] = Registry(
 _TFRECORD_NAME = re.compile(r"(-[0-9]{5,}-of-[0-9]{5,}|\.tfrecords?)$")
 
 
-def format_of(name: str) -> str | None:
+def guess_format(name: str) -> str | None:
     """The format that a shard's file name (or URL) promises, None when it promises none."""
     if name.endswith(".tar"):
         return "tar"

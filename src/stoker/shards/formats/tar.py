@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from stoker.errors import SourceError
-from stoker.shards.formats import KIND_OF_EXTENSION, Encoded, Found
+from stoker.shards.formats import CANONICAL_EXTENSIONS, EncodedSample, LocatedSample
 from stoker.shards.sample import NO_EXTRAS, Buffer, Sample
 
 BLOCK = 512
@@ -60,11 +60,11 @@ class Tar:
             raise SourceError(f"a tar cannot hold a sample with key {key!r}", hint="webdataset would not give it back")
         _encoded(key)
 
-    def encode(self, sample: Sample) -> Encoded:
+    def encode(self, sample: Sample) -> EncodedSample:
         """Image first, so that a reader that wants only the image reads on from the start; label last."""
         key, image, kind, label, extras = sample
         self.check_key(key)
-        if KIND_OF_EXTENSION.get(kind) != kind:
+        if CANONICAL_EXTENSIONS.get(kind) != kind:
             raise SourceError(f"a tar cannot hold a sample of kind {kind!r}")
         size = len(image)
         head = _header(f"{key}.{kind}", size)
@@ -76,15 +76,15 @@ class Tar:
             tail += _member(f"{key}.{extension}", extras[extension])
         tail += _member(f"{key}.cls", b"%d" % label)
         rest = b"".join(tail)
-        return Encoded([head, image, rest], len(head) + size + len(rest), len(head))
+        return EncodedSample([head, image, rest], len(head) + size + len(rest), len(head))
 
-    def walk(
-        self, data: Buffer, where: str, *, check: bool = False, faults: list[SourceError] | None = None
-    ) -> Iterator[Found]:
+    def iter_samples(
+        self, data: Buffer, where: str, *, check: bool = False, errors: list[SourceError] | None = None
+    ) -> Iterator[LocatedSample]:
         """Every sample; an archive without its end is truncated, though it may end between two of them."""
-        return _walk(memoryview(data), where, check, whole=True, faults=faults)
+        return _walk(memoryview(data), where, check, whole=True, faults=errors)
 
-    def parse(self, data: Buffer, where: str, *, check: bool = False) -> Sample:
+    def parse_sample(self, data: Buffer, where: str, *, check: bool = False) -> Sample:
         """The one sample in these bytes."""
         samples = [found.sample for found in _walk(memoryview(data), where, check, whole=False)]
         if len(samples) != 1:
@@ -114,7 +114,7 @@ def split_path(path: str) -> tuple[str, str] | None:
 
 def _walk(
     view: memoryview, where: str, check: bool, *, whole: bool, faults: list[SourceError] | None = None
-) -> Iterator[Found]:
+) -> Iterator[LocatedSample]:
     """Every sample: consecutive members with one key, as webdataset groups them."""
     key = ""
     expected: str | None = None
@@ -149,7 +149,7 @@ def _found(
     end: int,
     members: dict[str, tuple[int, int]],
     faults: list[SourceError] | None,
-) -> Found | None:
+) -> LocatedSample | None:
     try:
         return _sample_of(view, where, key, start, end, members)
     except SourceError as error:
@@ -161,9 +161,9 @@ def _found(
 
 def _sample_of(
     view: memoryview, where: str, key: str, start: int, end: int, members: dict[str, tuple[int, int]]
-) -> Found:
+) -> LocatedSample:
     for image in members:
-        if image in KIND_OF_EXTENSION:
+        if image in CANONICAL_EXTENSIONS:
             break
     else:
         raise SourceError(f"sample {key!r} at byte {start} has no image", where=where)
@@ -187,7 +187,7 @@ def _sample_of(
             if extension not in (image, "cls")
         }
     at, size = members[image]
-    return Found(start, end, at, Sample(key, view[at : at + size], KIND_OF_EXTENSION[image], label, extras))
+    return LocatedSample(start, end, at, Sample(key, view[at : at + size], CANONICAL_EXTENSIONS[image], label, extras))
 
 
 def _members(view: memoryview, where: str, check: bool, *, whole: bool) -> Iterator[_Member]:

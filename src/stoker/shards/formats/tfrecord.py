@@ -16,7 +16,7 @@ import google_crc32c
 import numpy as np
 
 from stoker.errors import SourceError
-from stoker.shards.formats import KIND_OF_EXTENSION, Encoded, Found
+from stoker.shards.formats import CANONICAL_EXTENSIONS, EncodedSample, LocatedSample
 from stoker.shards.images import sniff
 from stoker.shards.sample import NO_EXTRAS, Buffer, Sample
 
@@ -64,7 +64,7 @@ class TFRecord:
             raise SourceError(f"a TFRecord cannot hold a sample with key {key!r}")
         _encoded(key)
 
-    def encode(self, sample: Sample) -> Encoded:
+    def encode(self, sample: Sample) -> EncodedSample:
         """Features in the order of their names, which is how a deterministic TensorFlow writes them."""
         key, image, kind, label, extras = sample
         self.check_key(key)
@@ -83,11 +83,11 @@ class TFRecord:
         prefix = length.to_bytes(8, "little")
         framed = prefix + _masked(_extend(0, prefix)) + head
         checksum = _masked(_extend(_extend(_extend(0, head), image), tail))
-        return Encoded([framed, image, tail + checksum], length + 16, len(framed))
+        return EncodedSample([framed, image, tail + checksum], length + 16, len(framed))
 
-    def walk(
-        self, data: Buffer, where: str, *, check: bool = False, faults: list[SourceError] | None = None
-    ) -> Iterator[Found]:
+    def iter_samples(
+        self, data: Buffer, where: str, *, check: bool = False, errors: list[SourceError] | None = None
+    ) -> Iterator[LocatedSample]:
         """Every record; a length is always checked, the rest of a record when `check` says so.
 
         A record without a file name is known by its shard and number: `train-00000-of-00002/00000000`.
@@ -113,17 +113,17 @@ class TFRecord:
                 image_at, sample = _sample(view, start, end, f"{stem}/{number:08d}")
             except _ExampleError as error:
                 fault = SourceError(f"record {number} at byte {at}: {error}", where=where)
-                if faults is None:
+                if errors is None:
                     raise fault from None
-                faults.append(fault)
+                errors.append(fault)
             else:
-                yield Found(at, end + 4, image_at, sample)
+                yield LocatedSample(at, end + 4, image_at, sample)
             at = end + 4
             number += 1
 
-    def parse(self, data: Buffer, where: str, *, check: bool = False) -> Sample:
+    def parse_sample(self, data: Buffer, where: str, *, check: bool = False) -> Sample:
         """The one record in these bytes; without a file name in it, its key is that of record 0."""
-        samples = [found.sample for found in self.walk(data, where, check=check)]
+        samples = [found.sample for found in self.iter_samples(data, where, check=check)]
         if len(samples) != 1:
             raise SourceError(f"expected the bytes of 1 record, found {len(samples)}", where=where)
         return samples[0]
@@ -156,8 +156,8 @@ def _sample(view: memoryview, at: int, end: int, key: str) -> tuple[int, Sample]
         key = folder + slash + stem if dot and stem else text
     kind = sniff(image)
     if kind is None and FILE_FORMAT in features:
-        kind = KIND_OF_EXTENSION.get(_text(view, FILE_FORMAT, features[FILE_FORMAT]).lower())
-    kind = kind or KIND_OF_EXTENSION.get(extension.lower())
+        kind = CANONICAL_EXTENSIONS.get(_text(view, FILE_FORMAT, features[FILE_FORMAT]).lower())
+    kind = kind or CANONICAL_EXTENSIONS.get(extension.lower())
     if kind is None:
         raise _ExampleError("its image is of no known format")
     extras = NO_EXTRAS

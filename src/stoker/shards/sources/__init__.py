@@ -54,10 +54,10 @@ class Source(Protocol):
         ...
 
 
-class Opener(Protocol):
+class SourceType(Protocol):
     """A source's class: recognises a dataset by its outside, and opens it."""
 
-    def recognises(self, where: str) -> bool:
+    def can_read(self, where: str) -> bool:
         """Whether this looks like such a dataset; must not raise."""
         ...
 
@@ -66,7 +66,7 @@ class Opener(Protocol):
         ...
 
 
-SOURCES: Registry[Opener] = Registry(
+SOURCES: Registry[SourceType] = Registry(
     "source",
     {
         "cifar10": "stoker.shards.sources.cifar10:Cifar10Source",
@@ -82,7 +82,7 @@ SOURCES: Registry[Opener] = Registry(
 DETECTION_ORDER = ("synthetic", "imagenet", "cifar10", "mnist", "shards", "folder")
 
 
-def kind_of(where: str) -> str:
+def detect_source(where: str) -> str:
     """Recognise the dataset at `where`; what lies behind a URL can only be shards, and its errors are told as such."""
     path = None if where.startswith("synthetic") else local_path(where)
     if path is None and not where.startswith("synthetic"):
@@ -90,7 +90,7 @@ def kind_of(where: str) -> str:
     if path is not None and not path.exists() and not has_braces(where):
         raise NotFoundError("there is no such file or folder", where=where)
     for name in DETECTION_ORDER:
-        if SOURCES.get(name).recognises(where):
+        if SOURCES.get(name).can_read(where):
             return name
     raise SourceError(
         "no dataset is recognised here",

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from stoker.errors import NotFoundError, SourceError
 from stoker.shards.sample import Content, Item
-from stoker.shards.sources.files import OpenFile, open_decompressed, writing_to
-from stoker.shards.sources.png import RECIPE, encode_png
-from stoker.shards.sources.tarfiles import members
+from stoker.shards.sources.files import OpenFile, disk_full_errors, open_decompressed
+from stoker.shards.sources.png import PNG_RECIPE, encode_png
+from stoker.shards.sources.tarfiles import iter_members
 
 ARCHIVE = "cifar-10-python.tar.gz"
 FOLDER = "cifar-10-batches-py"
@@ -26,26 +26,26 @@ BATCHES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data
 FILES = (META, *BATCHES)
 SPLITS = {"train": range(5), "test": range(5, 6)}
 CLASSES = 10
-ROW = 3 * 32 * 32
-MAX_FILE = 100_000_000  # a batch has 31 million bytes and is read whole
+ROW_BYTES = 3 * 32 * 32
+MAX_FILE_BYTES = 100_000_000  # a batch has 31 million bytes and is read whole
 
 
 class Cifar10Source:
     """Rows of the batches as lossless PNG; a batch is unpickled once and its pixels laid down in scratch."""
 
     name = "cifar10"
-    recipe = RECIPE
+    recipe = PNG_RECIPE
 
     def __init__(self, where: str, *, scratch: Path) -> None:
         self._scratch = scratch
         self._batches: dict[int, _Batch] = {}
         self._lock = threading.Lock()
-        self._files = _find(Path(where), scratch)
+        self._files = _find_files(Path(where), scratch)
         try:
             for file in FILES:
                 if file not in self._files:
                     raise SourceError(f"there is no {file}", where=where, hint=f"download {ARCHIVE} again")
-            self.classes: Sequence[str] = _class_names(self._files[META])
+            self.classes: Sequence[str] = _read_class_names(self._files[META])
         except BaseException:
             self.close()
             raise
@@ -53,7 +53,7 @@ class Cifar10Source:
         self.notes: Sequence[str] = ()
 
     @staticmethod
-    def recognises(where: str) -> bool:
+    def can_read(where: str) -> bool:
         """Whether this is the archive, the unpacked folder, or a folder with either of them."""
         path = Path(where)
         try:
@@ -74,7 +74,7 @@ class Cifar10Source:
         for number, batch in batches:
             for row, label in enumerate(batch.labels):
                 file = batch.names[row].decode() if named else f"{BATCHES[number]}_{row:05d}.png"
-                yield Item(name=f"{self.classes[label]}/{file}", label=label, size=ROW, file=number, offset=row)
+                yield Item(name=f"{self.classes[label]}/{file}", label=label, size=ROW_BYTES, file=number, offset=row)
 
     def read(self, split: str, item: Item) -> Content:  # noqa: ARG002 - the batch tells the split
         """Encode one row; its bytes are the red, then the green, then the blue plane."""
@@ -95,7 +95,7 @@ class Cifar10Source:
             return self._batches[number]
 
 
-class _File(NamedTuple):
+class _BatchFile(NamedTuple):
     """One of the seven files: a part of the archive, or a file by itself."""
 
     file: OpenFile
@@ -112,7 +112,7 @@ class _Batch(NamedTuple):
     names: npt.NDArray[np.bytes_]
 
 
-class _Inert:
+class _PickleStub:
     """What a batch's pickle builds in place of an array or a dtype: it only remembers what it was told."""
 
     def __init__(self, *args: object) -> None:
@@ -147,13 +147,15 @@ class RestrictedUnpickler(pickle.Unpickler):
                 where=self._where,
                 hint="do not trust this file; download it again",
             )
-        return _Inert
+        return _PickleStub
 
 
-def _load(file: _File) -> dict[bytes, Any]:
+def _unpickle(file: _BatchFile) -> dict[bytes, Any]:
     """Unpickle a file that must hold a dict with byte strings as keys."""
-    if file.size > MAX_FILE:
-        raise SourceError(f"is {file.size} bytes long; no CIFAR-10 file is longer than {MAX_FILE}", where=file.where)
+    if file.size > MAX_FILE_BYTES:
+        raise SourceError(
+            f"is {file.size} bytes long; no CIFAR-10 file is longer than {MAX_FILE_BYTES}", where=file.where
+        )
     try:
         content = RestrictedUnpickler(io.BytesIO(file.file.read(file.offset, file.size)), file.where).load()
     except SourceError:
@@ -165,38 +167,38 @@ def _load(file: _File) -> dict[bytes, Any]:
     return content
 
 
-def _class_names(file: _File) -> tuple[str, ...]:
-    names = _load(file).get(b"label_names")
+def _read_class_names(file: _BatchFile) -> tuple[str, ...]:
+    names = _unpickle(file).get(b"label_names")
     if not isinstance(names, list) or len(names) != CLASSES or not all(map(_is_plain_name, names)):
         raise SourceError(f"label_names must be {CLASSES} names, not {names!r:.200}", where=file.where)
     return tuple(name.decode() for name in names)
 
 
-def _load_batch(file: _File, laid_down: Path) -> _Batch:
-    content = _load(file)
-    pixels = _pixels(content.get(b"data"), file.where)
-    labels = _labels(content.get(b"labels"), len(pixels), file.where)
+def _load_batch(file: _BatchFile, pixels_path: Path) -> _Batch:
+    content = _unpickle(file)
+    pixels = _parse_pixels(content.get(b"data"), file.where)
+    labels = _parse_labels(content.get(b"labels"), len(pixels), file.where)
     names = content.get(b"filenames")
     if not isinstance(names, list) or len(names) != len(pixels) or not all(map(_is_png_name, names)):
         names = []
-    with writing_to(laid_down.parent):
-        np.save(laid_down, pixels)
-    return _Batch(np.load(laid_down, mmap_mode="r"), labels, np.array(names, np.bytes_))
+    with disk_full_errors(pixels_path.parent):
+        np.save(pixels_path, pixels)
+    return _Batch(np.load(pixels_path, mmap_mode="r"), labels, np.array(names, np.bytes_))
 
 
-def _pixels(data: object, where: str) -> npt.NDArray[np.uint8]:
+def _parse_pixels(data: object, where: str) -> npt.NDArray[np.uint8]:
     """Make the array that the pickle describes: state = (version, shape, dtype, column order, bytes)."""
     match data:
-        case _Inert(state=(_, (int(rows), int(width)), _Inert(args=(b"u1", *_)), int(columns), bytes(raw))):
-            if width != ROW or rows < 1 or len(raw) != rows * ROW:
+        case _PickleStub(state=(_, (int(rows), int(width)), _PickleStub(args=(b"u1", *_)), int(columns), bytes(raw))):
+            if width != ROW_BYTES or rows < 1 or len(raw) != rows * ROW_BYTES:
                 raise SourceError(
-                    f"data is {rows} × {width} in {len(raw)} bytes; expected rows of {ROW} bytes", where=where
+                    f"data is {rows} × {width} in {len(raw)} bytes; expected rows of {ROW_BYTES} bytes", where=where
                 )
-            return np.frombuffer(raw, np.uint8).reshape((rows, ROW), order="F" if columns else "C")
+            return np.frombuffer(raw, np.uint8).reshape((rows, ROW_BYTES), order="F" if columns else "C")
     raise SourceError("data is not an array of bytes in two dimensions", where=where)
 
 
-def _labels(labels: object, rows: int, where: str) -> bytes:
+def _parse_labels(labels: object, rows: int, where: str) -> bytes:
     if not isinstance(labels, list):
         raise SourceError("labels is not a list", where=where)
     if len(labels) != rows:
@@ -216,13 +218,13 @@ def _is_png_name(name: object) -> bool:
     return isinstance(name, bytes) and name.endswith(b".png") and _is_plain_name(name)
 
 
-def _find(path: Path, scratch: Path) -> dict[str, _File]:
+def _find_files(path: Path, scratch: Path) -> dict[str, _BatchFile]:
     """Find the seven files, in the archive or in the folder that it unpacks to."""
     if path.is_dir():
         for folder in (path / FOLDER, path):
             if any((folder / name).is_file() for name in BATCHES):
                 files = (OpenFile(folder / name) for name in FILES if (folder / name).is_file())
-                return {file.path.name: _File(file, 0, file.size, str(file.path)) for file in files}
+                return {file.path.name: _BatchFile(file, 0, file.size, str(file.path)) for file in files}
         if not (path / ARCHIVE).is_file():
             raise SourceError(f"there is no {ARCHIVE} and no {FOLDER}/ here", where=path)
         path /= ARCHIVE
@@ -231,10 +233,10 @@ def _find(path: Path, scratch: Path) -> dict[str, _File]:
     archive = open_decompressed(path, scratch)
     found = {}
     try:
-        for name, offset, size in members(archive):
+        for name, offset, size in iter_members(archive):
             inside = name.removeprefix("./").removeprefix(f"{FOLDER}/")
             if inside in FILES:
-                found[inside] = _File(archive, offset, size, f"{path} ({inside})")
+                found[inside] = _BatchFile(archive, offset, size, f"{path} ({inside})")
     except BaseException:
         archive.close()
         raise

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from stoker.errors import MissingExtraError, SourceError
 from stoker.shards.sources.files import open_decompressed
-from stoker.shards.sources.tarfiles import members
+from stoker.shards.sources.tarfiles import iter_members
 
 WNID = re.compile(r"n\d{8}", re.ASCII)
 VAL_IMAGE = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG", re.ASCII)
@@ -23,7 +23,7 @@ META = "data/meta.mat"
 SOLUTION = "LOC_val_solution.csv"
 
 
-class Truth(NamedTuple):
+class GroundTruth(NamedTuple):
     """The class of each validation image: image number n is of class `wnids[classes[n - 1]]`."""
 
     wnids: Sequence[str]
@@ -37,12 +37,12 @@ class Truth(NamedTuple):
         """Return the class of image `number`, counted from 1."""
         return self.wnids[self.classes[number - 1]]
 
-    def used(self) -> set[str]:
+    def used_wnids(self) -> set[str]:
         """Return the classes that have an image."""
         return {self.wnids[index] for index in set(self.classes)}
 
 
-def find_truth(root: Path, scratch: Path) -> Truth | None:
+def find_ground_truth(root: Path, scratch: Path) -> GroundTruth | None:
     """Find the devkit or Kaggle's solution file in `root`; the latter first, for it needs no scipy."""
     if (root / SOLUTION).is_file():
         return read_solution(root / SOLUTION)
@@ -53,10 +53,10 @@ def find_truth(root: Path, scratch: Path) -> Truth | None:
     return None
 
 
-def read_devkit(devkit: Path, scratch: Path) -> Truth:
+def read_devkit(devkit: Path, scratch: Path) -> GroundTruth:
     """Read the ground truth, which counts in ILSVRC2012_ID, and translate it with meta.mat."""
-    truth, meta = _members_of(devkit, scratch) if devkit.is_file() else _files_of(devkit)
-    leaves = _leaves(meta, f"{devkit}/{META}")
+    truth, meta = _read_devkit_tar(devkit, scratch) if devkit.is_file() else _read_devkit_folder(devkit)
+    leaves = _read_class_ids(meta, f"{devkit}/{META}")
     wnids = sorted(leaves.values())
     places = {wnid: place for place, wnid in enumerate(wnids)}
     where = f"{devkit}/{GROUND_TRUTH}"
@@ -67,10 +67,10 @@ def read_devkit(devkit: Path, scratch: Path) -> Truth:
             text = line.decode(errors="replace")
             raise SourceError(f"line {number} is {text!r:.50}, no class's ILSVRC2012_ID in meta.mat", where=where)
         classes.append(places[wnid])
-    return Truth(wnids, classes, where)
+    return GroundTruth(wnids, classes, where)
 
 
-def read_solution(path: Path) -> Truth:
+def read_solution(path: Path) -> GroundTruth:
     """Read Kaggle's `ImageId,PredictionString`, in any order, where a prediction starts with the wnid."""
     found: dict[int, str] = {}
     try:
@@ -91,10 +91,10 @@ def read_solution(path: Path) -> Truth:
             raise SourceError(f"holds {len(found)} images, but none has number {number}", where=path)
     wnids = sorted(set(found.values()))
     places = {wnid: place for place, wnid in enumerate(wnids)}
-    return Truth(wnids, array("i", (places[found[number]] for number in range(1, len(found) + 1))), str(path))
+    return GroundTruth(wnids, array("i", (places[found[number]] for number in range(1, len(found) + 1))), str(path))
 
 
-def _leaves(meta: bytes, where: str) -> dict[int, str]:
+def _read_class_ids(meta: bytes, where: str) -> dict[int, str]:
     """Map ILSVRC2012_ID to wnid for the classes of meta.mat; its other synsets only group them."""
     try:
         from scipy.io import loadmat
@@ -114,25 +114,25 @@ def _leaves(meta: bytes, where: str) -> dict[int, str]:
     return leaves
 
 
-def _files_of(devkit: Path) -> tuple[bytes, bytes]:
+def _read_devkit_folder(devkit: Path) -> tuple[bytes, bytes]:
     for inside in (GROUND_TRUTH, META):
         if not (devkit / inside).is_file():
-            raise _lacks(devkit, inside)
+            raise _missing_file_error(devkit, inside)
     return (devkit / GROUND_TRUTH).read_bytes(), (devkit / META).read_bytes()
 
 
-def _members_of(devkit: Path, scratch: Path) -> tuple[bytes, bytes]:
+def _read_devkit_tar(devkit: Path, scratch: Path) -> tuple[bytes, bytes]:
     found: dict[str, bytes] = {}
     with open_decompressed(devkit, scratch) as file:
-        for name, offset, size in members(file):
+        for name, offset, size in iter_members(file):
             inside = name.removeprefix("./").removeprefix(f"{DEVKIT}/")
             if inside in (GROUND_TRUTH, META):
                 found[inside] = file.read(offset, size)
     for inside in (GROUND_TRUTH, META):
         if inside not in found:
-            raise _lacks(devkit, inside)
+            raise _missing_file_error(devkit, inside)
     return found[GROUND_TRUTH], found[META]
 
 
-def _lacks(devkit: Path, inside: str) -> SourceError:
+def _missing_file_error(devkit: Path, inside: str) -> SourceError:
     return SourceError(f"lacks {inside}", where=devkit, hint=f"download {DEVKIT_TAR} again")

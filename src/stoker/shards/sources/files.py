@@ -17,7 +17,7 @@ from stoker.errors import FullError, SourceError
 
 GZIP_MAGIC = b"\x1f\x8b"
 CHUNK = 1 << 20
-AGAIN = "download it again"
+DOWNLOAD_AGAIN = "download it again"
 
 
 class OpenFile:
@@ -77,17 +77,17 @@ def open_decompressed(path: Path, scratch: Path) -> OpenFile:
     target = scratch / path.name.removesuffix(".gz")
     try:
         # To the very end, where the checksum is.
-        with writing_to(scratch), gzip.open(path) as packed, open(target, "xb") as plain:
+        with disk_full_errors(scratch), gzip.open(path) as packed, open(target, "xb") as plain:
             shutil.copyfileobj(packed, plain, CHUNK)
     except EOFError as error:
-        raise SourceError("truncated: the gzip stream has no end", where=path, hint=AGAIN) from error
+        raise SourceError("truncated: the gzip stream has no end", where=path, hint=DOWNLOAD_AGAIN) from error
     except (gzip.BadGzipFile, zlib.error) as error:
-        raise SourceError(f"damaged gzip stream: {error}", where=path, hint=AGAIN) from error
+        raise SourceError(f"damaged gzip stream: {error}", where=path, hint=DOWNLOAD_AGAIN) from error
     return OpenFile(path, copy=target)
 
 
 @contextmanager
-def writing_to(scratch: Path) -> Iterator[None]:
+def disk_full_errors(scratch: Path) -> Iterator[None]:
     """Turn a full disk into a FullError that names the folder."""
     try:
         yield

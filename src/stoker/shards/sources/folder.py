@@ -25,48 +25,50 @@ class FolderSource:
         if root is None or not root.is_dir():
             raise NotFoundError("there is no such folder", where=where)
         self.name = root.resolve().name or "dataset"
-        self._roots, self._passed_over = _split_roots(root)
+        self._roots, self._skipped_folders = _find_split_roots(root)
         self.splits: Sequence[str] = tuple(self._roots)
-        by_split = {split: _class_folders(folder) for split, folder in self._roots.items()}
+        by_split = {split: _list_class_folders(folder) for split, folder in self._roots.items()}
         self.classes: Sequence[str] = by_split.get("train") or next(iter(by_split.values()))
         self._labels = {name: label for label, name in enumerate(self.classes)}
-        self._left_out: Counter[str] = Counter()
+        self._skipped_files: Counter[str] = Counter()
         for split, names in by_split.items():
             if strangers := [name for name in names if name not in self._labels]:
                 raise SourceError(
-                    f"{_some(strangers)} is a class here but not in {_shown(self._roots[self.splits[0]])}",
-                    where=_shown(self._roots[split]),
+                    f"{_join_some(strangers)} is a class here but not in {_printable(self._roots[self.splits[0]])}",
+                    where=_printable(self._roots[split]),
                     hint="every class needs a folder in the training split",
                 )
 
     @staticmethod
-    def recognises(where: str) -> bool:
+    def can_read(where: str) -> bool:
         """Whether there is a folder with folders in it."""
         try:
             root = local_path(where)
-            return root is not None and bool(_subfolders(root))
+            return root is not None and bool(_list_subfolders(root))
         except (OSError, ValueError, InputError):
             return False
 
     @property
     def notes(self) -> Sequence[str]:
         """Tell what was left out."""
-        if not self._left_out:
-            return self._passed_over
-        kinds = ", ".join(f"{count:,} × {kind}" for kind, count in self._left_out.most_common(8))
-        return (*self._passed_over, f"left out {self._left_out.total():,} files that are not images: {kinds}")
+        if not self._skipped_files:
+            return self._skipped_folders
+        kinds = ", ".join(f"{count:,} × {kind}" for kind, count in self._skipped_files.most_common(8))
+        return (*self._skipped_folders, f"left out {self._skipped_files.total():,} files that are not images: {kinds}")
 
     def scan(self, split: str) -> Iterator[Item]:
         """List the images of every class, in order of path."""
         root = self._roots[split]
-        for name in _class_folders(root):
+        for name in _list_class_folders(root):
             label, empty = self._labels[name], True
-            for path, stat in self._images(root / name):
+            for path, stat in self._iter_images(root / name):
                 empty = False
                 yield Item(f"{name}/{path}", label, stat.st_size, stamp=stat.st_mtime_ns)
             if empty:
                 raise SourceError(
-                    "this class folder has no images", where=_shown(root / name), hint="remove it or put images in it"
+                    "this class folder has no images",
+                    where=_printable(root / name),
+                    hint="remove it or put images in it",
                 )
 
     def read(self, split: str, item: Item) -> Content:
@@ -81,11 +83,11 @@ class FolderSource:
             finally:
                 os.close(fd)
         except OSError as error:
-            raise SourceError(f"cannot be read: {error.strerror}", where=_shown(path)) from error
+            raise SourceError(f"cannot be read: {error.strerror}", where=_printable(path)) from error
         if len(data) != item.size:
             raise SourceError(
                 f"changed while it was converted: it had {item.size} bytes",
-                where=_shown(path),
+                where=_printable(path),
                 hint="run again once it rests",
             )
         return Content(data)
@@ -93,29 +95,29 @@ class FolderSource:
     def close(self) -> None:
         """Nothing is held open."""
 
-    def _images(
+    def _iter_images(
         self, folder: Path, inside: str = "", above: tuple[tuple[int, int], ...] = ()
     ) -> Iterator[tuple[str, os.stat_result]]:
         """Yield (path below the class folder, stat) of each image; folders are entered, links followed."""
         here = folder / inside
         stat = here.stat()
         if (stat.st_dev, stat.st_ino) in above:
-            raise SourceError("a link leads back to a folder above it", where=_shown(here), hint="remove the link")
+            raise SourceError("a link leads back to a folder above it", where=_printable(here), hint="remove the link")
         for entry in sorted(os.scandir(here), key=lambda entry: entry.name):
             path = inside + entry.name
             _check_utf8(entry.name, here)
             if entry.name.startswith("."):
-                self._left_out["hidden"] += 1
+                self._skipped_files["hidden"] += 1
             elif entry.is_dir():
-                yield from self._images(folder, path + "/", (*above, (stat.st_dev, stat.st_ino)))
+                yield from self._iter_images(folder, path + "/", (*above, (stat.st_dev, stat.st_ino)))
             elif not entry.is_file():
-                raise SourceError("a link that leads nowhere, or no regular file", where=_shown(here / entry.name))
+                raise SourceError("a link that leads nowhere, or no regular file", where=_printable(here / entry.name))
             elif os.path.splitext(entry.name)[1].lower() in EXTENSIONS:
                 yield path, entry.stat()
             else:
-                self._leave_out(entry)
+                self._skip_file(entry)
 
-    def _leave_out(self, entry: os.DirEntry[str]) -> None:
+    def _skip_file(self, entry: os.DirEntry[str]) -> None:
         """Count a file that is not named like an image; refuse it when it is one, for it would be lost in silence."""
         with open(entry.path, "rb") as file:
             kind = sniff(file.read(16))
@@ -123,33 +125,33 @@ class FolderSource:
         if kind is not None:
             raise SourceError(
                 f"this file holds a {kind.upper()} image but is not named like one",
-                where=_shown(entry.path),
+                where=_printable(entry.path),
                 hint=f"rename it to end in .{kind}, or remove it",
             )
-        self._left_out[_shown(extension.lower()) or "no extension"] += 1
+        self._skipped_files[_printable(extension.lower()) or "no extension"] += 1
 
 
-def _split_roots(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
+def _find_split_roots(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
     """Map each split to its folder, and tell which folders are none; a tree without splits is all training data."""
-    folders = _subfolders(root)
+    folders = _list_subfolders(root)
     named = [name for name in folders if name.lower() in SPLITS]
-    if _is_bare(root, folders, named):
+    if _has_no_splits(root, folders, named):
         return {"train": root}, ()
     roots: dict[str, Path] = {}
     for name in named:
         split = SPLITS[name.lower()]
         if split in roots:
-            raise SourceError(f"{roots[split].name}/ and {name}/ are both the {split!r} split", where=_shown(root))
+            raise SourceError(f"{roots[split].name}/ and {name}/ are both the {split!r} split", where=_printable(root))
         roots[split] = root / name
     notes = []
     if others := [name for name in folders if name not in named]:
-        notes.append(f"left out the folder{'s'[: len(others) > 1]} {_some(others)} beside {roots['train'].name}")
-    if "train" in roots and "test" in roots and not _subfolders(roots["test"]):
+        notes.append(f"left out the folder{'s'[: len(others) > 1]} {_join_some(others)} beside {roots['train'].name}")
+    if "train" in roots and "test" in roots and not _list_subfolders(roots["test"]):
         notes.append(f"left out the folder {roots.pop('test').name}: it has no class folders")
     return {split: roots[split] for split in ("train", "val", "test") if split in roots}, tuple(notes)
 
 
-def _is_bare(root: Path, folders: Sequence[str], named: Sequence[str]) -> bool:
+def _has_no_splits(root: Path, folders: Sequence[str], named: Sequence[str]) -> bool:
     """Whether these are class folders, of which one may be called like a split: car, bus, train."""
     if not named:
         return True
@@ -157,41 +159,43 @@ def _is_bare(root: Path, folders: Sequence[str], named: Sequence[str]) -> bool:
         return False
     if "train" not in (name.lower() for name in named):
         return True
-    return len(named) == 1 and not _subfolders(root / named[0])
+    return len(named) == 1 and not _list_subfolders(root / named[0])
 
 
-def _class_folders(root: Path) -> tuple[str, ...]:
+def _list_class_folders(root: Path) -> tuple[str, ...]:
     """List the class folders, sorted; refuse images that lie outside of any class."""
     stray = [e.name for e in os.scandir(root) if e.is_file() and os.path.splitext(e.name)[1].lower() in EXTENSIONS]
     if stray:
         raise SourceError(
-            f"{_some(sorted(stray))} lies outside of any class folder",
-            where=_shown(root),
+            f"{_join_some(sorted(stray))} lies outside of any class folder",
+            where=_printable(root),
             hint="put every image into the folder of its class",
         )
-    names = _subfolders(root)
+    names = _list_subfolders(root)
     if not names:
-        raise SourceError("there are no class folders here", where=_shown(root), hint="put images into <class>/<image>")
+        raise SourceError(
+            "there are no class folders here", where=_printable(root), hint="put images into <class>/<image>"
+        )
     for name in names:
         _check_utf8(name, root)
     return names
 
 
-def _subfolders(root: Path) -> tuple[str, ...]:
+def _list_subfolders(root: Path) -> tuple[str, ...]:
     return tuple(sorted(e.name for e in os.scandir(root) if e.is_dir() and not e.name.startswith(".")))
 
 
 def _check_utf8(name: str, folder: Path) -> None:
     if not name.isascii() and any("\udc80" <= char <= "\udcff" for char in name):
-        raise SourceError(f"the name {name!r} is not UTF-8", where=_shown(folder), hint="rename it")
+        raise SourceError(f"the name {name!r} is not UTF-8", where=_printable(folder), hint="rename it")
 
 
-def _shown(name: object) -> str:
+def _printable(name: object) -> str:
     """Give a dataset's own name as messages may show it: quoted if a terminal would obey it."""
     text = str(name)
     return text if text.isprintable() else repr(text)
 
 
-def _some(names: Sequence[str]) -> str:
+def _join_some(names: Sequence[str]) -> str:
     """Name the first few of many."""
-    return ", ".join(map(_shown, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(map(_printable, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

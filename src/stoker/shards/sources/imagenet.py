@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 from stoker.errors import NotFoundError, SourceError
 from stoker.shards.images import EXTENSIONS
 from stoker.shards.sample import Content, Item
-from stoker.shards.sources.devkit import DEVKIT, DEVKIT_TAR, SOLUTION, VAL_IMAGE, WNID, Truth, find_truth
+from stoker.shards.sources.devkit import DEVKIT, DEVKIT_TAR, SOLUTION, VAL_IMAGE, WNID, GroundTruth, find_ground_truth
 from stoker.shards.sources.files import OpenFile, open_decompressed
-from stoker.shards.sources.tarfiles import Member, members
+from stoker.shards.sources.tarfiles import Member, iter_members
 
 TARS = {split: (f"ILSVRC2012_img_{split}.tar", f"ILSVRC2012_img_{split}.tar.gz") for split in ("train", "val")}
 FOLDERS = {split: (split, f"ILSVRC2012_img_{split}", f"ILSVRC/Data/CLS-LOC/{split}") for split in ("train", "val")}
@@ -28,11 +28,11 @@ class ImagenetSource:
     def __init__(self, where: str, *, scratch: Path) -> None:
         root = Path(where)
         self._where = where
-        self._parts: dict[str, _Part] = {}
+        self._layouts: dict[str, _SplitLayout] = {}
         self.notes: Sequence[str] = ()
         try:
             if root.is_file():
-                self._parts["train"] = _TarOfClassTars(open_decompressed(root, scratch))
+                self._layouts["train"] = _TarOfClassTars(open_decompressed(root, scratch))
             elif root.is_dir():
                 self._open(root, scratch)
             else:
@@ -40,12 +40,12 @@ class ImagenetSource:
         except BaseException:
             self.close()
             raise
-        self.splits: Sequence[str] = tuple(self._parts)
-        self.classes: Sequence[str] = next(iter(self._parts.values())).wnids
+        self.splits: Sequence[str] = tuple(self._layouts)
+        self.classes: Sequence[str] = next(iter(self._layouts.values())).wnids
         self._labels = {wnid: label for label, wnid in enumerate(self.classes)}
 
     @staticmethod
-    def recognises(where: str) -> bool:
+    def can_read(where: str) -> bool:
         """Whether there are ImageNet's archives, or a tree that only ImageNet has.
 
         Smaller sets use wnids for their class folders too, so without a file of ImageNet's own the tree must
@@ -58,18 +58,18 @@ class ImagenetSource:
             names = (*TARS["train"], *TARS["val"], DEVKIT_TAR, DEVKIT, SOLUTION)
             if any((root / name).exists() for name in names):
                 return True
-            train, val = (_find(root, FOLDERS[split]) for split in ("train", "val"))
+            train, val = (_find_folder(root, FOLDERS[split]) for split in ("train", "val"))
             if val is not None and _has_numbered_images(val):
                 return True
-            return train is not None and len(_wnids_in(train)) == ALL_CLASSES
+            return train is not None and len(_list_wnids(train)) == ALL_CLASSES
         except (OSError, ValueError, SourceError):
             return False
 
     def scan(self, split: str) -> Iterator[Item]:
         """List the images as they lie in tars, or by class and name in folders."""
-        part = self._parts[split]
-        empty, left_out = part.used(), 0
-        for wnid, name, size, offset in part.files():
+        part = self._layouts[split]
+        empty, left_out = part.used_wnids(), 0
+        for wnid, name, size, offset in part.iter_files():
             if not name.isprintable():
                 raise SourceError(f"{split}: the name {name!r} is not printable text", where=self._where)
             if wnid and _is_image(name):
@@ -80,47 +80,47 @@ class ImagenetSource:
         if empty:
             raise SourceError(f"class {min(empty)} has no images", where=f"{self._where} ({split})")
         if left_out:
-            self._note(f"{split}: left out {left_out:,} files that are not images")
+            self._add_note(f"{split}: left out {left_out:,} files that are not images")
 
     def read(self, split: str, item: Item) -> Content:
         """Read one image's bytes, as they are."""
-        return Content(self._parts[split].read(item))
+        return Content(self._layouts[split].read(item))
 
     def close(self) -> None:
         """Close the tars."""
-        for part in self._parts.values():
+        for part in self._layouts.values():
             part.close()
 
     def _open(self, root: Path, scratch: Path) -> None:
-        train, val = (self._choose(root, split) for split in ("train", "val"))
+        train, val = (self._choose_path(root, split) for split in ("train", "val"))
         if train is not None:
-            self._parts["train"] = (
-                _TarOfClassTars(open_decompressed(train, scratch)) if train.is_file() else _by_class(train)
+            self._layouts["train"] = (
+                _TarOfClassTars(open_decompressed(train, scratch)) if train.is_file() else _open_class_layout(train)
             )
         if val is not None:
-            self._parts["val"] = _open_val(root, val, scratch)
-        if not self._parts:
+            self._layouts["val"] = _open_val(root, val, scratch)
+        if not self._layouts:
             raise SourceError(
                 f"there is neither {TARS['train'][0]} nor train/<wnid>/, {TARS['val'][0]} or val/ here",
                 where=root,
             )
-        if len(self._parts) == 2:
-            _compare(self._parts["train"], self._parts["val"], root)
+        if len(self._layouts) == 2:
+            _check_same_classes(self._layouts["train"], self._layouts["val"], root)
 
-    def _choose(self, root: Path, split: str) -> Path | None:
+    def _choose_path(self, root: Path, split: str) -> Path | None:
         """Pick where to read a split from; the tar rather than what was unpacked from it."""
         choices = [path for name in TARS[split] if (path := root / name).is_file()]
-        choices += [path for name in FOLDERS[split] if (path := root / name).is_dir() and any(_entries(path))]
+        choices += [path for name in FOLDERS[split] if (path := root / name).is_dir() and any(_iter_entries(path))]
         if len(choices) > 1:
             others = ", ".join(path.name for path in choices[1:])
-            self._note(f"{split}: read from {choices[0].name}; {others} was left alone")
+            self._add_note(f"{split}: read from {choices[0].name}; {others} was left alone")
         return choices[0] if choices else None
 
-    def _note(self, note: str) -> None:
+    def _add_note(self, note: str) -> None:
         self.notes = tuple(dict.fromkeys((*self.notes, note)))
 
 
-class _Found(NamedTuple):
+class _SplitFile(NamedTuple):
     """A file of a split; `wnid` is empty when it is not an image of the dataset."""
 
     wnid: str
@@ -129,17 +129,17 @@ class _Found(NamedTuple):
     offset: int = 0
 
 
-class _Part(Protocol):
+class _SplitLayout(Protocol):
     """One split in one layout."""
 
     wnids: Sequence[str]
     """The classes that the layout names, sorted."""
 
-    def used(self) -> set[str]:
+    def used_wnids(self) -> set[str]:
         """Return the classes that must have images."""
         ...
 
-    def files(self) -> Iterator[_Found]:
+    def iter_files(self) -> Iterator[_SplitFile]:
         """List every file, always in the same order."""
         ...
 
@@ -159,8 +159,8 @@ class _TarOfClassTars:
         self._file = file
         self._tars: dict[str, Member] = {}
         try:
-            for member in members(file):
-                wnid, _, suffix = _last(member.name).partition(".")
+            for member in iter_members(file):
+                wnid, _, suffix = _basename(member.name).partition(".")
                 if suffix != "tar" or not WNID.fullmatch(wnid) or wnid in self._tars:
                     raise SourceError(f"member {member.name!r} is not a tar of one more class", where=file.path)
                 self._tars[wnid] = member
@@ -171,12 +171,12 @@ class _TarOfClassTars:
             raise
         self.wnids: Sequence[str] = sorted(self._tars)
 
-    def used(self) -> set[str]:
+    def used_wnids(self) -> set[str]:
         return set(self.wnids)
 
-    def files(self) -> Iterator[_Found]:
+    def iter_files(self) -> Iterator[_SplitFile]:
         for wnid, tar in self._tars.items():
-            yield from _in_class_tar(self._file, wnid, tar.offset, tar.offset + tar.size)
+            yield from _iter_class_tar(self._file, wnid, tar.offset, tar.offset + tar.size)
 
     def read(self, item: Item) -> bytes:
         return self._file.read(item.offset, item.size)
@@ -192,13 +192,13 @@ class _ClassTars:
         self._folder = folder
         self.wnids = wnids
 
-    def used(self) -> set[str]:
+    def used_wnids(self) -> set[str]:
         return set(self.wnids)
 
-    def files(self) -> Iterator[_Found]:
+    def iter_files(self) -> Iterator[_SplitFile]:
         for wnid in self.wnids:
             with OpenFile(self._folder / f"{wnid}.tar") as file:
-                yield from _in_class_tar(file, wnid, 0, file.size)
+                yield from _iter_class_tar(file, wnid, 0, file.size)
 
     def read(self, item: Item) -> bytes:
         wnid, _, _ = item.name.partition("/")
@@ -216,16 +216,16 @@ class _ClassFolders:
         self._folder = folder
         self.wnids = wnids
 
-    def used(self) -> set[str]:
+    def used_wnids(self) -> set[str]:
         return set(self.wnids)
 
-    def files(self) -> Iterator[_Found]:
+    def iter_files(self) -> Iterator[_SplitFile]:
         for wnid in self.wnids:
-            for entry in sorted(_entries(self._folder / wnid), key=lambda entry: entry.name):
-                yield _Found(wnid, entry.name, entry.stat().st_size)
+            for entry in sorted(_iter_entries(self._folder / wnid), key=lambda entry: entry.name):
+                yield _SplitFile(wnid, entry.name, entry.stat().st_size)
 
     def read(self, item: Item) -> bytes:
-        return _read_whole(self._folder / item.name, item.size)
+        return _read_file(self._folder / item.name, item.size)
 
     def close(self) -> None:
         pass
@@ -234,22 +234,22 @@ class _ClassFolders:
 class _NumberedTar:
     """The validation tar: images by number, whose classes the ground truth tells."""
 
-    def __init__(self, file: OpenFile, truth: Truth) -> None:
+    def __init__(self, file: OpenFile, truth: GroundTruth) -> None:
         self._file = file
         self._truth = truth
         self.wnids = truth.wnids
 
-    def used(self) -> set[str]:
-        return self._truth.used()
+    def used_wnids(self) -> set[str]:
+        return self._truth.used_wnids()
 
-    def files(self) -> Iterator[_Found]:
+    def iter_files(self) -> Iterator[_SplitFile]:
         seen = bytearray(len(self._truth) + 1)
         count, beyond = 0, ""
-        for member in members(self._file):
-            name = _last(member.name)
+        for member in iter_members(self._file):
+            name = _basename(member.name)
             match = VAL_IMAGE.fullmatch(name)
             if match is None:
-                yield _Found("", name, member.size)
+                yield _SplitFile("", name, member.size)
                 continue
             count, number = count + 1, int(match[1])
             if not 1 <= number <= len(self._truth):
@@ -258,7 +258,7 @@ class _NumberedTar:
                 raise SourceError(f"holds {name} twice", where=self._file.path)
             else:
                 seen[number] = True
-                yield _Found(self._truth.wnid(number), name, member.size, member.offset)
+                yield _SplitFile(self._truth.wnid(number), name, member.size, member.offset)
         _check_count(count, self._truth, self._file.path)
         if beyond:
             raise SourceError(f"the ground truth has no line for {beyond}", where=self._file.path)
@@ -273,21 +273,21 @@ class _NumberedTar:
 class _NumberedFolder:
     """The validation images unpacked into one flat folder."""
 
-    def __init__(self, folder: Path, truth: Truth) -> None:
+    def __init__(self, folder: Path, truth: GroundTruth) -> None:
         self._folder = folder
         self._truth = truth
         self.wnids = truth.wnids
 
-    def used(self) -> set[str]:
-        return self._truth.used()
+    def used_wnids(self) -> set[str]:
+        return self._truth.used_wnids()
 
-    def files(self) -> Iterator[_Found]:
+    def iter_files(self) -> Iterator[_SplitFile]:
         count = 0
-        for entry in _entries(self._folder):
+        for entry in _iter_entries(self._folder):
             if VAL_IMAGE.fullmatch(entry.name):
                 count += 1
             else:
-                yield _Found("", entry.name, 0)
+                yield _SplitFile("", entry.name, 0)
         _check_count(count, self._truth, self._folder)
         for number in range(1, count + 1):
             name = f"ILSVRC2012_val_{number:08d}.JPEG"
@@ -295,33 +295,33 @@ class _NumberedFolder:
                 size = (self._folder / name).stat().st_size
             except FileNotFoundError as error:
                 raise SourceError(f"there is no {name}", where=self._folder) from error
-            yield _Found(self._truth.wnid(number), name, size)
+            yield _SplitFile(self._truth.wnid(number), name, size)
 
     def read(self, item: Item) -> bytes:
-        return _read_whole(self._folder / _last(item.name), item.size)
+        return _read_file(self._folder / _basename(item.name), item.size)
 
     def close(self) -> None:
         pass
 
 
-def _in_class_tar(file: OpenFile, wnid: str, start: int, end: int) -> Iterator[_Found]:
+def _iter_class_tar(file: OpenFile, wnid: str, start: int, end: int) -> Iterator[_SplitFile]:
     if end == start:  # an empty file, as a download that never began leaves it
         return
-    for member in members(file, start, end, within=f"{wnid}.tar"):
-        yield _Found(wnid, _last(member.name), member.size, member.offset)
+    for member in iter_members(file, start, end, within=f"{wnid}.tar"):
+        yield _SplitFile(wnid, _basename(member.name), member.size, member.offset)
 
 
-def _read_whole(path: Path, size: int) -> bytes:
+def _read_file(path: Path, size: int) -> bytes:
     with OpenFile(path) as file:
         if file.size != size:
             raise SourceError(f"changed since it was listed: it had {size} bytes", where=path)
         return file.read(0, size)
 
 
-def _open_val(root: Path, path: Path, scratch: Path) -> _Part:
+def _open_val(root: Path, path: Path, scratch: Path) -> _SplitLayout:
     if path.is_dir() and not _has_numbered_images(path):
-        return _by_class(path)
-    truth = find_truth(root, scratch)
+        return _open_class_layout(path)
+    truth = find_ground_truth(root, scratch)
     if truth is None:
         raise SourceError(
             "the names of the validation images do not tell their classes",
@@ -331,8 +331,8 @@ def _open_val(root: Path, path: Path, scratch: Path) -> _Part:
     return _NumberedFolder(path, truth) if path.is_dir() else _NumberedTar(open_decompressed(path, scratch), truth)
 
 
-def _by_class(folder: Path) -> _Part:
-    wnids = _wnids_in(folder)
+def _open_class_layout(folder: Path) -> _SplitLayout:
+    wnids = _list_wnids(folder)
     tars = [name for name in wnids if name.endswith(".tar")]
     if not tars:
         return _ClassFolders(folder, wnids)
@@ -345,10 +345,10 @@ def _by_class(folder: Path) -> _Part:
     return _ClassTars(folder, [name.removesuffix(".tar") for name in tars])
 
 
-def _wnids_in(folder: Path) -> list[str]:
+def _list_wnids(folder: Path) -> list[str]:
     """List the class folders and class tars, sorted; refuse folders that are something else."""
     names = []
-    for entry in _entries(folder):
+    for entry in _iter_entries(folder):
         if WNID.fullmatch(entry.name.removesuffix(".tar")) and entry.is_dir() != entry.name.endswith(".tar"):
             names.append(entry.name)
         elif entry.is_dir() or _is_image(entry.name):
@@ -358,18 +358,18 @@ def _wnids_in(folder: Path) -> list[str]:
     return sorted(names)
 
 
-def _compare(train: _Part, val: _Part, root: Path) -> None:
+def _check_same_classes(train: _SplitLayout, val: _SplitLayout, root: Path) -> None:
     """Refuse splits of different classes, for their labels would not mean the same."""
-    only_val = sorted(val.used() - set(train.wnids))
+    only_val = sorted(val.used_wnids() - set(train.wnids))
     only_train = sorted(set(train.wnids) - set(val.wnids))
     if only_val or only_train:
         raise SourceError(
-            f"train and val have different classes: only in train {_some(only_train)}, only in val {_some(only_val)}",
+            f"train and val have different classes: only in train {_join_some(only_train)}, only in val {_join_some(only_val)}",
             where=root,
         )
 
 
-def _check_count(count: int, truth: Truth, where: Path) -> None:
+def _check_count(count: int, truth: GroundTruth, where: Path) -> None:
     if count != len(truth):
         raise SourceError(f"holds {count} images, but {truth.where} has {len(truth)} lines", where=where)
 
@@ -377,7 +377,7 @@ def _check_count(count: int, truth: Truth, where: Path) -> None:
 def _has_numbered_images(folder: Path) -> bool:
     """Whether this is the flat layout; half flat is refused, as a script that was stopped leaves it."""
     numbered = classed = False
-    for entry in _entries(folder):
+    for entry in _iter_entries(folder):
         numbered = numbered or VAL_IMAGE.fullmatch(entry.name) is not None
         classed = classed or (WNID.fullmatch(entry.name) is not None and entry.is_dir())
         if numbered and classed:
@@ -389,11 +389,11 @@ def _has_numbered_images(folder: Path) -> bool:
     return numbered
 
 
-def _find(root: Path, names: Sequence[str]) -> Path | None:
+def _find_folder(root: Path, names: Sequence[str]) -> Path | None:
     return next((path for name in names if (path := root / name).is_dir()), None)
 
 
-def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+def _iter_entries(folder: Path) -> Iterator[os.DirEntry[str]]:
     """List a folder without hidden files, which are no part of a dataset."""
     with os.scandir(folder) as entries:
         yield from (entry for entry in entries if not entry.name.startswith("."))
@@ -404,10 +404,10 @@ def _is_image(name: str) -> bool:
     return not stem.startswith(".") and (dot + extension).lower() in EXTENSIONS
 
 
-def _last(path: str) -> str:
+def _basename(path: str) -> str:
     return path.rpartition("/")[2]
 
 
-def _some(names: Sequence[str]) -> str:
+def _join_some(names: Sequence[str]) -> str:
     """Name the first few of many."""
     return (", ".join(names[:3]) or "none") + (f" and {len(names) - 3} more" if len(names) > 3 else "")

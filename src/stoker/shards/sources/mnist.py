@@ -12,7 +12,7 @@ import numpy as np
 from stoker.errors import NotFoundError, SourceError
 from stoker.shards.sample import Content, Item
 from stoker.shards.sources.files import open_decompressed
-from stoker.shards.sources.png import RECIPE, encode_png
+from stoker.shards.sources.png import PNG_RECIPE, encode_png
 
 DIGITS = tuple("0123456789")
 FASHION = (
@@ -30,28 +30,28 @@ FASHION = (
 PREFIXES = {"train": "train", "test": "t10k"}
 FOLDERS = ("", "raw", "MNIST/raw", "FashionMNIST/raw")
 UNSIGNED_BYTES = 0x08
-CHUNK = 1 << 16
+CHUNK_ROWS = 1 << 16
 
 
 class MnistSource:
     """Rows are read by position and encoded as grey PNG; a sample's label is the folder in its name."""
 
-    recipe = RECIPE
+    recipe = PNG_RECIPE
 
     def __init__(self, where: str, *, scratch: Path) -> None:
         if not Path(where).is_dir():
             raise NotFoundError("there is no such folder", where=where)
-        folder = _only_folder(where)
+        folder = _find_single_folder(where)
         fashion = "fashion" in (folder.parent if folder.name == "raw" else folder).resolve().name.lower()
         self.name = "fashion-mnist" if fashion else "mnist"
         self.classes: Sequence[str] = FASHION if fashion else DIGITS
         self.notes: Sequence[str] = (
             ("the folder's name says fashion, so the classes are named as Fashion-MNIST names them",) if fashion else ()
         )
-        self._splits: dict[str, tuple[_Idx, _Idx]] = {}
+        self._splits: dict[str, tuple[_IdxFile, _IdxFile]] = {}
         try:
             for split, prefix in PREFIXES.items():
-                if _find(folder, prefix, "images", 3) or _find(folder, prefix, "labels", 1):
+                if _find_idx(folder, prefix, "images", 3) or _find_idx(folder, prefix, "labels", 1):
                     self._splits[split] = _open_pair(folder, prefix, scratch)
         except BaseException:
             self.close()
@@ -59,18 +59,18 @@ class MnistSource:
         self.splits: Sequence[str] = tuple(self._splits)
 
     @staticmethod
-    def recognises(where: str) -> bool:
+    def can_read(where: str) -> bool:
         """Whether there are idx files with MNIST's names."""
         try:
-            return bool(_folders(where))
+            return bool(_find_folders(where))
         except (OSError, ValueError):
             return False
 
     def scan(self, split: str) -> Iterator[Item]:
         """List the rows in order."""
         images, labels = self._splits[split]
-        for start in range(0, len(labels), CHUNK):
-            for row, label in enumerate(labels.rows(start, min(CHUNK, len(labels) - start)), start):
+        for start in range(0, len(labels), CHUNK_ROWS):
+            for row, label in enumerate(labels.read_rows(start, min(CHUNK_ROWS, len(labels) - start)), start):
                 if label >= len(self.classes):
                     raise SourceError(
                         f"label {label} of row {row} is not within 0 to {len(self.classes) - 1}",
@@ -81,7 +81,7 @@ class MnistSource:
     def read(self, split: str, item: Item) -> Content:
         """Encode one row."""
         images, _ = self._splits[split]
-        pixels = np.frombuffer(images.rows(item.offset, 1), np.uint8).reshape(images.shape[1:])
+        pixels = np.frombuffer(images.read_rows(item.offset, 1), np.uint8).reshape(images.shape[1:])
         return Content(encode_png(pixels))
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class MnistSource:
             labels.close()
 
 
-class _Idx:
+class _IdxFile:
     """An idx file of bytes: two zero bytes, the type, the number of dimensions, the dimensions, the data."""
 
     def __init__(self, path: Path, dimensions: int, scratch: Path) -> None:
@@ -116,34 +116,34 @@ class _Idx:
         self.shape: tuple[int, ...] = struct.unpack(f">{dimensions}I", head[4:])
         self.row_size = math.prod(self.shape[1:])
         if 0 in self.shape:
-            raise SourceError(f"holds nothing: its dimensions are {_by(self.shape)}", where=self.path)
+            raise SourceError(f"holds nothing: its dimensions are {_format_shape(self.shape)}", where=self.path)
         size = self._header + math.prod(self.shape)
         if self._file.size != size:
             raise SourceError(
-                f"is {self._file.size} bytes long, but its dimensions {_by(self.shape)} need {size}",
+                f"is {self._file.size} bytes long, but its dimensions {_format_shape(self.shape)} need {size}",
                 where=self.path,
             )
 
     def __len__(self) -> int:
         return self.shape[0]
 
-    def rows(self, start: int, count: int) -> bytes:
+    def read_rows(self, start: int, count: int) -> bytes:
         return self._file.read(self._header + start * self.row_size, count * self.row_size)
 
     def close(self) -> None:
         self._file.close()
 
 
-def _open_pair(folder: Path, prefix: str, scratch: Path) -> tuple[_Idx, _Idx]:
+def _open_pair(folder: Path, prefix: str, scratch: Path) -> tuple[_IdxFile, _IdxFile]:
     paths = []
     for what, dimensions in (("images", 3), ("labels", 1)):
-        path = _find(folder, prefix, what, dimensions)
+        path = _find_idx(folder, prefix, what, dimensions)
         if path is None:
             raise SourceError(f"there is no {prefix}-{what}-idx{dimensions}-ubyte[.gz]", where=folder)
         paths.append((path, dimensions))
-    images = _Idx(*paths[0], scratch)
+    images = _IdxFile(*paths[0], scratch)
     try:
-        labels = _Idx(*paths[1], scratch)
+        labels = _IdxFile(*paths[1], scratch)
     except BaseException:
         images.close()
         raise
@@ -156,7 +156,7 @@ def _open_pair(folder: Path, prefix: str, scratch: Path) -> tuple[_Idx, _Idx]:
     return images, labels
 
 
-def _find(folder: Path, prefix: str, what: str, dimensions: int) -> Path | None:
+def _find_idx(folder: Path, prefix: str, what: str, dimensions: int) -> Path | None:
     """Find a file under either spelling, the decompressed one first."""
     for suffix in ("", ".gz"):
         for mark in "-.":
@@ -166,14 +166,14 @@ def _find(folder: Path, prefix: str, what: str, dimensions: int) -> Path | None:
     return None
 
 
-def _folders(where: str) -> list[Path]:
+def _find_folders(where: str) -> list[Path]:
     """List the folders, here or where torchvision puts them, that hold images of a split."""
     folders = [Path(where, inside) for inside in FOLDERS]
-    return [folder for folder in folders if any(_find(folder, prefix, "images", 3) for prefix in PREFIXES.values())]
+    return [folder for folder in folders if any(_find_idx(folder, prefix, "images", 3) for prefix in PREFIXES.values())]
 
 
-def _only_folder(where: str) -> Path:
-    folders = _folders(where)
+def _find_single_folder(where: str) -> Path:
+    folders = _find_folders(where)
     if not folders:
         raise SourceError("there is no train-images-idx3-ubyte[.gz] and no t10k-images-idx3-ubyte[.gz]", where=where)
     if len(folders) > 1:
@@ -181,5 +181,5 @@ def _only_folder(where: str) -> Path:
     return folders[0]
 
 
-def _by(shape: Sequence[int]) -> str:
+def _format_shape(shape: Sequence[int]) -> str:
     return " × ".join(map(str, shape))

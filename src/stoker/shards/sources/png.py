@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, __version__, features
 
-RECIPE = f"PNG by Pillow {__version__}, zlib {features.version_codec('zlib')}"
+PNG_RECIPE = f"PNG by Pillow {__version__}, zlib {features.version_codec('zlib')}"
 """Other versions may pack the same pixels into other bytes."""
 
 

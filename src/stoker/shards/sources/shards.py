@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from stoker.errors import SourceError, StokerError
-from stoker.shards.formats import FORMATS, Found, format_of
+from stoker.shards.formats import FORMATS, LocatedSample, guess_format
 from stoker.shards.manifest import MANIFEST, Shard
 from stoker.shards.sample import Content, Item
-from stoker.shards.shard_set import MappedFile, ShardSet, find_sets, splits_of
+from stoker.shards.shard_set import MappedFile, ShardSet, find_shard_sets, group_by_split
 from stoker.storage import local_path
 
 
@@ -22,23 +22,23 @@ class ShardsSource:
 
     def __init__(self, where: str, *, scratch: Path) -> None:
         self._scratch = scratch
-        self._sets = splits_of(find_sets(where))
+        self._sets = group_by_split(find_shard_sets(where))
         self._formats = {name: FORMATS.get(one.format) for name, one in self._sets.items()}
         manifests = [one.manifest for one in self._sets.values() if one.manifest is not None]
         self.splits: Sequence[str] = tuple(self._sets)
-        self.name = manifests[0].name if manifests else _name_of(next(iter(self._sets.values())))
+        self.name = manifests[0].name if manifests else _guess_dataset_name(next(iter(self._sets.values())))
         self.classes: Sequence[str] = manifests[0].classes if manifests else ()
         self.notes: Sequence[str] = ()
         if any(manifest.classes != self.classes for manifest in manifests):
             raise SourceError("the splits have different classes", where=where, hint="convert them one by one")
 
     @staticmethod
-    def recognises(where: str) -> bool:
+    def can_read(where: str) -> bool:
         """Whether a shard set is found there; in a local tree only where one would lie, for it may be large."""
         try:
             folder = local_path(where)
             if folder is None or not folder.is_dir():
-                return bool(find_sets(where))
+                return bool(find_shard_sets(where))
             if any(folder.glob(f"*/{MANIFEST}")):
                 return True
             places = [folder, *(folder / name for name in ("train", "val", "validation", "test"))]
@@ -52,21 +52,21 @@ class ShardsSource:
         Every checksum is verified and a manifest believed: what is damaged here would be whole in the new shards.
         """
         one = self._sets[split]
-        walk = self._formats[split].walk
+        walk = self._formats[split].iter_samples
         recorded = {} if one.manifest is None else {shard.name: shard for shard in one.manifest.shards}
         for number, entry in enumerate(one.shards):
             where = one.url_of(entry.name)
-            with one.mapped(entry.name, self._scratch) as file:
+            with one.map_shard(entry.name, self._scratch) as file:
                 samples = walk(file.view, where, check=True)
                 if entry.name in recorded:
-                    samples = _compared(samples, file, recorded[entry.name], where)
+                    samples = _check_against_manifest(samples, file, recorded[entry.name], where)
                 for found in samples:
-                    file.passed(found.end)
+                    file.release_before(found.end)
                     sample = found.sample
                     key = sample.key.removeprefix("./")  # as `tar cf x.tar .` writes them
                     _check_key(key, found.start, where)
                     yield Item(
-                        name=f"{key}.{sample.kind}",
+                        name=f"{key}.{sample.extension}",
                         label=sample.label,
                         size=found.end - found.start,
                         file=number,
@@ -78,17 +78,19 @@ class ShardsSource:
         one = self._sets[split]
         name = one.shards[item.file].name
         data = one.store.range(one.folder + name, item.offset, item.size)
-        sample = self._formats[split].parse(data, one.url_of(name), check=True)
+        sample = self._formats[split].parse_sample(data, one.url_of(name), check=True)
         return Content(sample.image, sample.extras)
 
     def close(self) -> None:
         """Nothing is held open."""
 
 
-def _compared(samples: Iterable[Found], file: MappedFile, shard: Shard, where: str) -> Iterator[Found]:
+def _check_against_manifest(
+    samples: Iterable[LocatedSample], file: MappedFile, shard: Shard, where: str
+) -> Iterator[LocatedSample]:
     """Pass a shard's samples on, and refuse it when its size, count or bytes are not the manifest's."""
     if len(file.view) != shard.bytes:
-        raise _damaged(f"{len(file.view):,} bytes, and the manifest says {shard.bytes:,}", where)
+        raise _damaged_error(f"{len(file.view):,} bytes, and the manifest says {shard.bytes:,}", where)
     digest = hashlib.sha256()
     count = hashed = 0
     for found in samples:
@@ -98,12 +100,12 @@ def _compared(samples: Iterable[Found], file: MappedFile, shard: Shard, where: s
         yield found
     digest.update(file.view[hashed:])
     if digest.hexdigest() != shard.sha256:
-        raise _damaged(f"its sha256 is {digest.hexdigest()}, not {shard.sha256}", where)
+        raise _damaged_error(f"its sha256 is {digest.hexdigest()}, not {shard.sha256}", where)
     if count != shard.samples:
-        raise _damaged(f"{count:,} samples, and the manifest says {shard.samples:,}", where)
+        raise _damaged_error(f"{count:,} samples, and the manifest says {shard.samples:,}", where)
 
 
-def _damaged(what: str, where: str) -> SourceError:
+def _damaged_error(what: str, where: str) -> SourceError:
     return SourceError(f"{what}; the source is damaged", where=where, hint="see: stoker data verify")
 
 
@@ -119,10 +121,10 @@ def _check_key(key: str, at: int, where: str) -> None:
 
 def _holds_shards(folder: Path) -> bool:
     with os.scandir(folder) as entries:
-        return any(format_of(entry.name) is not None or entry.name == MANIFEST for entry in entries)
+        return any(guess_format(entry.name) is not None or entry.name == MANIFEST for entry in entries)
 
 
-def _name_of(one: ShardSet) -> str:
+def _guess_dataset_name(one: ShardSet) -> str:
     """Guess a dataset's name from its shards: what stands before the split."""
     head = one.shards[0].name.lower().partition(f"-{one.split}")[0]
     return head if head and head != one.shards[0].name.lower() else "dataset"

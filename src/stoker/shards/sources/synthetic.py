@@ -56,7 +56,7 @@ class SyntheticSource:
         self.notes: Sequence[str] = ("the images are synthetic: a training run on them proves no model",)
 
     @staticmethod
-    def recognises(where: str) -> bool:
+    def can_read(where: str) -> bool:
         """Whether the name starts with `synthetic:`."""
         return where.startswith(PREFIX) or where == PREFIX.rstrip(":")
 
@@ -72,7 +72,7 @@ class SyntheticSource:
 
     def read(self, split: str, item: Item) -> Content:
         """Draw and encode one image."""
-        pixels = draw(self._recipe, SPLITS.index(split), item.offset)
+        pixels = draw_image(self._recipe, SPLITS.index(split), item.offset)
         if self._recipe.kind == "png":
             return Content(encode_png(pixels))
         out = io.BytesIO()
@@ -83,7 +83,7 @@ class SyntheticSource:
         """Nothing is held open."""
 
 
-def draw(recipe: Recipe, split: int, index: int) -> npt.NDArray[np.uint8]:
+def draw_image(recipe: Recipe, split: int, index: int) -> npt.NDArray[np.uint8]:
     """Draw stripes whose colour, direction and width tell the class; the seed shifts, dims and adds noise.
 
     Raw words and whole numbers only: those are the same in every version of numpy and on every machine, which
@@ -101,12 +101,12 @@ def draw(recipe: Recipe, split: int, index: int) -> npt.NDArray[np.uint8]:
     x, y = np.arange(width, dtype=np.int32), np.arange(height, dtype=np.int32)[:, None]
     phase = ((x * across + y * down) * 4 // thickness + shift) & 511
     stripes = 96 + (np.where(phase < 256, phase, 511 - phase) * 160 >> 8)
-    colour = np.array(_hue(label * 1536 // recipe.classes), np.int32) * light >> 8
+    colour = np.array(_hue_to_rgb(label * 1536 // recipe.classes), np.int32) * light >> 8
     pixels = (stripes[:, :, None] * colour >> 8) * 7 // 8 + (noise >> 3)
     return pixels.astype(np.uint8)
 
 
-def _hue(hue: int) -> tuple[int, int, int]:
+def _hue_to_rgb(hue: int) -> tuple[int, int, int]:
     """Return the colour at `hue` of 1536 steps around the colour circle, each channel from 32 to 255."""
 
     def channel(at: int) -> int:
@@ -137,14 +137,14 @@ def parse_recipe(where: str) -> Recipe:
     return Recipe(**found)
 
 
-def _whole(low: int, high: int, text: str) -> int:
+def _parse_int(low: int, high: int, text: str) -> int:
     # int() also takes signs, spaces and underscores, and balks at 4300 digits.
     if not (text.isascii() and text.isdigit() and len(text) < 40 and low <= int(text) <= high):
         raise ValueError(f"a whole number from {low} to {high}")
     return int(text)
 
 
-def _size(text: str) -> tuple[int, int]:
+def _parse_size(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]{1,5})(?:x([0-9]{1,5}))?", text)
     width, height = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not (1 <= width <= MAX_SIDE and 1 <= height <= MAX_SIDE):
@@ -152,17 +152,17 @@ def _size(text: str) -> tuple[int, int]:
     return width, height
 
 
-def _kind(text: str) -> str:
+def _parse_kind(text: str) -> str:
     if text not in ("jpg", "png"):
         raise ValueError("jpg or png")
     return text
 
 
 SETTINGS: dict[str, Callable[[str], Any]] = {
-    "samples": partial(_whole, 1, MAX_SAMPLES),
-    "classes": partial(_whole, 1, MAX_CLASSES),
-    "size": _size,
-    "val": partial(_whole, 0, MAX_SAMPLES),
-    "seed": partial(_whole, 0, 2**64 - 1),
-    "kind": _kind,
+    "samples": partial(_parse_int, 1, MAX_SAMPLES),
+    "classes": partial(_parse_int, 1, MAX_CLASSES),
+    "size": _parse_size,
+    "val": partial(_parse_int, 0, MAX_SAMPLES),
+    "seed": partial(_parse_int, 0, 2**64 - 1),
+    "kind": _parse_kind,
 }

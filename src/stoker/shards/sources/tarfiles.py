@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from stoker.errors import SourceError
-from stoker.shards.sources.files import AGAIN, OpenFile
+from stoker.shards.sources.files import DOWNLOAD_AGAIN, OpenFile
 
 BLOCK = tarfile.BLOCKSIZE
 NUL_BLOCK = bytes(BLOCK)
@@ -31,7 +31,7 @@ class Known(NamedTuple):
     size: int | None = None
 
 
-def members(file: OpenFile, start: int = 0, end: int | None = None, *, within: str = "") -> Iterator[Member]:
+def iter_members(file: OpenFile, start: int = 0, end: int | None = None, *, within: str = "") -> Iterator[Member]:
     """List the plain files of the tar that fills `start` to `end`; a tar inside a tar is named by `within`.
 
     Only headers are read. A tar must end as tar writes it, with a block of zeros: half a download is refused.
@@ -44,7 +44,7 @@ def members(file: OpenFile, start: int = 0, end: int | None = None, *, within: s
             raise SourceError(
                 f"truncated: expected a tar header at offset {at}, the tar ends at {end}",
                 where=where,
-                hint=AGAIN,
+                hint=DOWNLOAD_AGAIN,
             )
         block, data = file.read(at, BLOCK), at + BLOCK
         if block == NUL_BLOCK:
@@ -61,7 +61,7 @@ def members(file: OpenFile, start: int = 0, end: int | None = None, *, within: s
             raise SourceError(
                 f"truncated: member {name!r} at offset {data} needs {size} bytes, the tar ends at {end}",
                 where=where,
-                hint=AGAIN,
+                hint=DOWNLOAD_AGAIN,
             )
         if is_record and size > MAX_RECORD:
             raise SourceError(f"not a tar: a name record of {size} bytes at offset {data}", where=where)
