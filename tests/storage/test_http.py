@@ -1,3 +1,5 @@
+"""HTTP store: the read contract behind three servers, index pages, ranges and validators."""
+
 from __future__ import annotations
 
 import itertools
@@ -11,11 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from stoker.errors import AccessError, ChangedError, DataFaultError, InputError, NotFoundError, UnavailableError
+from stoker.errors import (
+    AccessDeniedError,
+    ObjectChangedError,
+    VerificationError,
+    InputError,
+    NotFoundError,
+    UnavailableError,
+)
 from stoker.storage import Entry, Store, open_store
 from stoker.storage.http import HttpStore
 from tests.storage.contract import TEN, Fill, ReadContract
-from tests.support.servers import Asked, Reply, as_json, nginx, scripted
+from tests.support.servers import RecordedRequest, Reply, json_reply, nginx, scripted_server
 
 TIMES = itertools.count(1_700_000_000)
 
@@ -24,7 +33,7 @@ def fill_folder(folder: Path, url: str, objects: Mapping[str, bytes]) -> Store:
     for name, data in objects.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
-        os.utime(folder / name, (now := next(TIMES), now))  # web servers tell versions apart by whole seconds
+        os.utime(folder / name, (now := next(TIMES), now))  # web servers derive validators from whole seconds
     return open_store(url)
 
 
@@ -43,7 +52,7 @@ class TestNginxHtml(ReadContract):
 
 
 class TestPython(ReadContract):
-    """Python's own server ignores ranges, and its index tells no sizes."""
+    """http.server ignores Range, and its index pages list no sizes."""
 
     @pytest.fixture
     def fill(self, folder: Path) -> Iterator[Fill]:
@@ -71,133 +80,137 @@ APACHE = b"""<html><head><title>Index of /data</title></head><body><table>
 </table></body></html>"""
 
 
-def test_reads_an_index_of_apache_and_follows_no_link_out_of_it() -> None:
-    def reply(asked: Asked, _: int) -> Reply:
-        if asked.path == "/data/":
+def test_apache_index_page_links_outside_the_folder_are_ignored() -> None:
+    def reply(request: RecordedRequest, _: int) -> Reply:
+        if request.path == "/data/":
             return Reply(body=APACHE, headers={"Content-Type": "text/html;charset=UTF-8"})
-        return Reply(body=b'<a href="b">b</a>' if asked.path == "/data/sub/" else TEN)
+        return Reply(body=b'<a href="b">b</a>' if request.path == "/data/sub/" else TEN)
 
-    with scripted(reply) as server:
+    with scripted_server(reply) as server:
         entries = list(open_store(f"{server.url}/data").list())
     assert entries == [Entry("a&b c.tar", 10), Entry("absolute.tar", 10), Entry("sub/b", 10)]
-    assert {asked.path.split("/")[1] for asked in server.asked} == {"data"}
+    assert {request.path.split("/")[1] for request in server.requests} == {"data"}
 
 
-def test_folders_without_end_are_not_followed_for_ever() -> None:
-    index = as_json([{"name": "again", "type": "directory"}])
-    with scripted(lambda *_: index) as server, pytest.raises(UnavailableError, match="deeper than 16"):
+def test_folder_depth_is_bounded() -> None:
+    index = json_reply([{"name": "again", "type": "directory"}])
+    with scripted_server(lambda *_: index) as server, pytest.raises(UnavailableError, match=r"\b16\b"):
         list(open_store(server.url).list())
 
 
 @pytest.mark.parametrize("page", [b"nothing", b'[{"size": 1}]', b"[1]", b"1"])
-def test_an_index_that_is_not_nginx_json_is_reported(page: bytes) -> None:
+def test_invalid_json_index_page_is_reported(page: bytes) -> None:
     headers = {"Content-Type": "application/json"}
-    wanted = pytest.raises(UnavailableError, match="not one of nginx's")
-    with scripted(lambda *_: Reply(body=page, headers=headers)) as server, wanted:
-        list(open_store(server.url).list())
+    with scripted_server(lambda *_: Reply(body=page, headers=headers)) as server:
+        with pytest.raises(UnavailableError, match="nginx") as caught:
+            list(open_store(server.url).list())
+        assert caught.value.where == f"{server.url}/"
 
 
-def test_a_server_that_lists_nothing_says_how_it_could(folder: Path) -> None:
+def test_missing_index_page_hints_at_autoindex(folder: Path) -> None:
     with nginx(folder, directives="location / { autoindex off; }") as url:
-        with pytest.raises(AccessError, match="autoindex on"):
+        with pytest.raises(AccessDeniedError, match="autoindex on"):
             list(open_store(url).list())
-        with pytest.raises(NotFoundError, match="no index page"):
+        with pytest.raises(NotFoundError) as caught:
             list(open_store(f"{url}/absent").list())
+        assert caught.value.where == f"{url}/absent/"
 
 
-def test_is_read_only(tmp_path: Path) -> None:
+def test_http_store_is_read_only(tmp_path: Path) -> None:
     store = open_store("http://user:secret@127.0.0.1:1/data?token=secret")
     for change in (lambda: store.put("a", b""), lambda: store.put("a", tmp_path), lambda: store.delete("a")):
-        with pytest.raises(InputError, match=r"^http://127\.0\.0\.1:1/data: http stores are read-only; "):
+        with pytest.raises(InputError, match=r"^http://127\.0\.0\.1:1/data: .*read-only; "):
             change()
 
 
-def test_a_login_and_a_query_go_with_every_request() -> None:
-    def reply(asked: Asked, _: int) -> Reply:
-        return as_json([{"name": "a b", "type": "file", "size": 1}]) if asked.path[:7] == "/data/?" else Reply()
+def test_credentials_and_query_are_sent_with_every_request() -> None:
+    def reply(request: RecordedRequest, _: int) -> Reply:
+        return json_reply([{"name": "a b", "type": "file", "size": 1}]) if request.path[:7] == "/data/?" else Reply()
 
-    with scripted(reply) as server:
+    with scripted_server(reply) as server:
         store = open_store(f"{server.url.replace('//', '//me%40x:pa%20ss@')}/data?token=1")
         assert [entry.name for entry in store.list()] == ["a b"]
         store.get("a b")
-    assert [asked.path for asked in server.asked] == ["/data/?token=1", "/data/a%20b?token=1"]
-    login = "Basic " + b64encode(b"me@x:pa ss").decode()
-    assert {asked.headers["authorization"] for asked in server.asked} == {login}
+    assert [request.path for request in server.requests] == ["/data/?token=1", "/data/a%20b?token=1"]
+    expected = "Basic " + b64encode(b"me@x:pa ss").decode()
+    assert {request.headers["authorization"] for request in server.requests} == {expected}
 
 
-def test_a_refused_login_is_named_without_its_password() -> None:
-    with scripted(lambda *_: Reply(401)) as server:
+def test_rejected_user_is_named_without_the_password() -> None:
+    with scripted_server(lambda *_: Reply(401)) as server:
         store = open_store(server.url.replace("//", "//me:secret@"))
-        with pytest.raises(AccessError, match="tried the URL's login as 'me'") as caught:
+        with pytest.raises(AccessDeniedError, match="'me'") as caught:
             store.get("a")
     assert "secret" not in str(caught.value)
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
-def test_a_range_of_a_server_that_ignores_ranges_is_cut_out() -> None:
+def test_range_from_a_server_without_range_support() -> None:
     data = bytes(range(256)) * 16384
-    with scripted(lambda *_: Reply(body=data)) as server:
+    with scripted_server(lambda *_: Reply(body=data)) as server:
         store = open_store(server.url)
         assert store.range("a", (3 << 20) + 7, 1000) == data[(3 << 20) + 7 :][:1000]
         assert store.range("a", 0, 5) == data[:5]
 
 
 @pytest.mark.parametrize(
-    ("told", "what"),
+    ("content_range", "message"),
     [
-        ("bytes 0-3/10", "the server sent bytes from 0, asked from 2"),
-        ("bytes 2-3/10", "the server sent bytes to 3 of 10, asked to 5"),
-        ("", "the server does not say which bytes it sent"),
+        ("bytes 0-3/10", r"from 0, .*from 2\b"),
+        ("bytes 2-3/10", r"to 3 of 10, .*to 5\b"),
+        ("", r"Content-Range, .*from 2\b"),
     ],
 )
-def test_other_bytes_than_were_asked_for_are_not_taken(told: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_content_range_is_retried_then_reported(
+    content_range: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("stoker.storage.http_client.time.sleep", lambda _: None)
-    wrong = Reply(206, TEN[:4], {"Content-Range": told} if told else {})
+    wrong = Reply(206, TEN[:4], {"Content-Range": content_range} if content_range else {})
     right = Reply(206, TEN[2:6], {"Content-Range": "bytes 2-5/10"})
-    with scripted(lambda _, number: right if number else wrong) as server:
+    with scripted_server(lambda _, number: right if number else wrong) as server:
         assert open_store(server.url).range("a", 2, 4) == TEN[2:6]
-    with scripted(lambda *_: wrong) as server, pytest.raises(UnavailableError, match=what):
+    with scripted_server(lambda *_: wrong) as server, pytest.raises(UnavailableError, match=message):
         open_store(server.url).range("a", 2, 4)
 
 
-def test_a_range_behind_the_end_is_a_fault() -> None:
+def test_range_past_the_end_raises_data_fault() -> None:
     short = Reply(206, TEN[8:], {"Content-Range": "bytes 8-9/10"})
-    with scripted(lambda *_: short) as server, pytest.raises(DataFaultError, match="wanted 4 bytes from 8, got 2"):
+    with scripted_server(lambda *_: short) as server, pytest.raises(VerificationError, match=r"\b4 .*\b8\b.*\b2$"):
         open_store(server.url).range("a", 8, 4)
 
 
-def test_a_weak_tag_is_compared_and_not_sent() -> None:
+def test_weak_etag_is_compared_but_not_sent_in_if_match() -> None:
     version = ['W/"1"', '"1"', 'W/"2"']
     headers = {"Content-Range": "bytes 2-5/10"}
-    with scripted(lambda _, number: Reply(206, TEN[2:6], headers | {"ETag": version[number]})) as server:
+    with scripted_server(lambda _, number: Reply(206, TEN[2:6], headers | {"ETag": version[number]})) as server:
         store = open_store(server.url)
-        etag = store.tag("a").etag
+        etag = store.head("a").etag
         assert store.range("a", 2, 4, etag=etag) == TEN[2:6]
-        with pytest.raises(ChangedError):
+        with pytest.raises(ObjectChangedError):
             store.range("a", 2, 4, etag=etag)
-    assert not any("if-match" in asked.headers for asked in server.asked)
+    assert not any("if-match" in request.headers for request in server.requests)
 
 
-def test_a_server_that_refuses_a_version_is_understood() -> None:
-    with scripted(lambda *_: Reply(412)) as server, pytest.raises(ChangedError):
+def test_precondition_failed_raises_changed_error() -> None:
+    with scripted_server(lambda *_: Reply(412)) as server, pytest.raises(ObjectChangedError):
         open_store(server.url).range("a", 2, 4, etag='"1"')
-    assert [asked.headers["if-match"] for asked in server.asked] == ['"1"']
+    assert [request.headers["if-match"] for request in server.requests] == ['"1"']
 
 
-def test_caches_on_the_way_can_be_passed_by() -> None:
-    with scripted(lambda *_: Reply(body=TEN)) as server:
+def test_bypassing_caches_sends_the_bypass_header() -> None:
+    with scripted_server(lambda *_: Reply(body=TEN)) as server:
         store = open_store(server.url.replace("//", "//me:secret@"))
         assert isinstance(store, HttpStore)
         store.get("a")
-        store.past_caches().get("a")
+        store.bypassing_caches().get("a")
         store.get("a")
-    assert [asked.headers.get("x-stoker-bypass") for asked in server.asked] == [None, "1", None]
-    assert all("authorization" in asked.headers for asked in server.asked)
+    assert [request.headers.get("x-stoker-bypass") for request in server.requests] == [None, "1", None]
+    assert all("authorization" in request.headers for request in server.requests)
 
 
-def test_bytes_are_never_decoded() -> None:
+def test_content_encoding_is_not_decoded() -> None:
     headers = {"Content-Encoding": "gzip"}
-    with scripted(lambda *_: Reply(body=b"\x1f\x8b raw", headers=headers)) as server:
+    with scripted_server(lambda *_: Reply(body=b"\x1f\x8b raw", headers=headers)) as server:
         assert open_store(server.url).get("a.tar.gz") == b"\x1f\x8b raw"
 
 
@@ -208,17 +221,16 @@ def test_redirects_are_followed(folder: Path) -> None:
         assert (store.get("a"), store.size("a"), store.range("a", 2, 2)) == (TEN, 10, b"23")
 
 
-def test_a_size_that_is_not_told_is_reported(folder: Path) -> None:
+def test_missing_content_length_is_reported(folder: Path) -> None:
     (folder / "page.html").write_bytes(TEN)
-    directives = "location / { ssi on; ssi_types *; }"  # makes nginx answer in chunks
-    wanted = pytest.raises(UnavailableError, match="does not tell")
-    with nginx(folder, directives=directives) as url, wanted:
+    directives = "location / { ssi on; ssi_types *; }"  # makes nginx send a chunked response
+    with nginx(folder, directives=directives) as url, pytest.raises(UnavailableError, match="Content-Length"):
         open_store(url).size("page.html")
 
 
-def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    with scripted(lambda *_: Reply(body=TEN)) as server:
+def test_proxy_from_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with scripted_server(lambda *_: Reply(body=TEN)) as server:
         monkeypatch.setenv("http_proxy", server.url.replace("//", "//me:secret@"))
         assert open_store("http://example.invalid/data").get("a") == TEN
-    assert server.asked[0].path == "http://example.invalid/data/a"
-    assert server.asked[0].headers["proxy-authorization"].startswith("Basic ")
+    assert server.requests[0].path == "http://example.invalid/data/a"
+    assert server.requests[0].headers["proxy-authorization"].startswith("Basic ")

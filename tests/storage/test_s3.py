@@ -1,3 +1,5 @@
+"""S3 store: the contract, credentials, and multipart uploads."""
+
 from __future__ import annotations
 
 import signal
@@ -10,18 +12,18 @@ from pathlib import Path
 import boto3
 import pytest
 
-from stoker.errors import AccessError, InputError, MissingExtraError, NotFoundError
+from stoker.errors import AccessDeniedError, InputError, MissingExtraError, NotFoundError
 from stoker.storage import Store, open_store
-from stoker.storage.s3 import _credentials
+from stoker.storage.s3 import _find_credentials
 from tests.storage.contract import StorageContract
-from tests.support.servers import Asked, Reply, aws_environ, scripted
+from tests.support.servers import RecordedRequest, Reply, aws_environ, scripted_server
 
 DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
 
 
 @pytest.fixture
 def s3(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Lead s3:// to moto, and give a URL there that is this test's own."""
+    """Point s3:// at moto; return a URL used by this test only."""
     for key, value in aws_environ(moto_url).items():
         monkeypatch.setenv(key, value)
     return f"s3://bucket/{uuid.uuid4().hex}"
@@ -39,28 +41,28 @@ class TestOddPrefix(StorageContract):
         return open_store(f"{s3}/odd +%41 ü/")
 
 
-def test_the_whole_bucket_is_a_store_too(s3: str) -> None:
+def test_bucket_root_is_a_store(s3: str) -> None:
     folder = s3.removeprefix("s3://bucket/")
     open_store(s3).put("a", b"data")
     assert open_store("s3://bucket").get(f"{folder}/a") == b"data"
 
 
-def test_the_endpoint_of_s3_alone_is_honoured(s3: str, moto_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_specific_endpoint_takes_precedence(s3: str, moto_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", moto_url)
     open_store(s3).put("a", b"data")
     assert open_store(s3).get("a") == b"data"
 
 
-def test_a_missing_bucket_is_not_found(s3: str) -> None:
+def test_missing_bucket_is_not_found(s3: str) -> None:
     store = open_store("s3://no-such-bucket/a")
     for use in (lambda: store.get("a"), lambda: list(store.list()), lambda: store.put("a", b"")):
         with pytest.raises(NotFoundError, match="no such bucket"):
             use()
 
 
-def test_denied_names_the_credentials_that_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    with scripted(lambda *_: Reply(403, DENIED)) as server:
+def test_permission_denied_names_the_credentials_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with scripted_server(lambda *_: Reply(403, DENIED)) as server:
         for key, value in aws_environ(server.url).items():
             monkeypatch.setenv(key, value)
         store = open_store("s3://bucket/folder")
@@ -71,56 +73,56 @@ def test_denied_names_the_credentials_that_were_tried(monkeypatch: pytest.Monkey
             lambda: store.put("a", b""),
             lambda: store.delete("a"),
         ):
-            with pytest.raises(AccessError, match="permission denied; tried AWS_ACCESS_KEY_ID") as caught:
+            with pytest.raises(AccessDeniedError, match="AWS_ACCESS_KEY_ID") as caught:
                 use()
             assert "Debug" not in str(caught.value)
             assert caught.value.__cause__ is not None
-    assert len(server.asked) == 5
+    assert len(server.requests) == 5
 
 
-def test_a_profile_is_read_through_boto3(s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    _profile(tmp_path, monkeypatch)
+def test_profile_is_read_through_boto3(s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _write_profile(tmp_path, monkeypatch)
     open_store(s3).put("a", b"data")
     assert open_store(s3).get("a") == b"data"
-    with scripted(lambda *_: Reply(403, DENIED)) as server:
+    with scripted_server(lambda *_: Reply(403, DENIED)) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        with pytest.raises(AccessError, match="tried the default profile"):
+        with pytest.raises(AccessDeniedError, match="default profile"):
             open_store(s3).get("a")
-    assert "Credential=FROMPROFILE/" in server.asked[0].headers["authorization"]
+    assert "Credential=FROMPROFILE/" in server.requests[0].headers["authorization"]
 
 
-def test_a_profile_that_does_not_exist_is_named(s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    _profile(tmp_path, monkeypatch)
+def test_missing_profile_is_named(s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _write_profile(tmp_path, monkeypatch)
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(InputError, match="nobody"):
         open_store(s3)
 
 
-def test_a_profile_without_credentials_is_reported(s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    _profile(tmp_path, monkeypatch)
+def test_profile_without_credentials_is_reported(s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _write_profile(tmp_path, monkeypatch)
     (tmp_path / ".aws" / "credentials").unlink()
-    with pytest.raises(AccessError, match="no credentials; tried the default profile"):
+    with pytest.raises(AccessDeniedError, match="default profile"):
         open_store(s3)
 
 
 def test_profiles_need_boto3(s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    _profile(tmp_path, monkeypatch)
+    _write_profile(tmp_path, monkeypatch)
     for module in ("botocore.exceptions", "boto3"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtraError, match=r"stoker\[s3\]"):
         open_store(s3)
 
 
-def test_no_credentials_at_all_is_reported(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_reported(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    with pytest.raises(InputError, match="Missing AccessKeyId; check the variables AWS_"):
+    with pytest.raises(InputError, match=r"AccessKeyId; .*AWS_"):
         open_store(s3)
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(AccessError, match="no credentials; tried the roles of this machine"):
+    with pytest.raises(AccessDeniedError, match=r"AWS_ACCESS_KEY_ID.*AWS_SKIP_SIGNATURE"):
         open_store(s3).get("a")
 
 
-def test_a_public_bucket_needs_no_credentials(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_public_bucket_needs_no_credentials(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     key = f"{s3.removeprefix('s3://bucket/')}/a"
     boto3.client("s3").put_object(Bucket="bucket", Key=key, Body=b"data", ACL="public-read")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
@@ -132,41 +134,39 @@ def test_a_public_bucket_needs_no_credentials(s3: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("value", "skips"), [("true", True), ("1", True), ("yes", True), ("false", False), ("0", False)]
 )
-def test_signatures_are_skipped_only_when_that_is_meant(
-    value: str, skips: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_aws_skip_signature_values(value: str, skips: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for key in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE"):
         monkeypatch.delenv(key, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", value)
-    tried, _ = _credentials("s3://bucket")
+    tried, _ = _find_credentials("s3://bucket")
     assert tried.startswith("sent no credentials") == skips
 
 
-def test_what_the_server_says_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = b"<Error><Code>Odd</Code><Message>Something odd.</Message></Error>"
-    with scripted(lambda *_: Reply(400, said)) as server:
+def test_error_message_of_the_server_is_included(monkeypatch: pytest.MonkeyPatch) -> None:
+    response = b"<Error><Code>Odd</Code><Message>Something odd.</Message></Error>"
+    with scripted_server(lambda *_: Reply(400, response)) as server:
         for key, value in aws_environ(server.url).items():
             monkeypatch.setenv(key, value)
-        with pytest.raises(Exception, match=r"^s3://bucket/a: the server answered 400: Something odd\.$"):
+        with pytest.raises(Exception, match=r"^s3://bucket/a: .*\b400: Something odd\.$"):
             open_store("s3://bucket").get("a")
 
 
-def test_a_failed_upload_is_aborted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failed_multipart_upload_is_aborted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started = b"<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>"
 
-    def reply(asked: Asked, _: int) -> Reply:
-        return {"POST": Reply(body=started), "DELETE": Reply(204)}.get(asked.method, Reply(403, DENIED))
+    def reply(request: RecordedRequest, _: int) -> Reply:
+        return {"POST": Reply(body=started), "DELETE": Reply(204)}.get(request.method, Reply(403, DENIED))
 
     source = tmp_path / "source"
     source.write_bytes(bytes(20 << 20))
-    with scripted(reply) as server:
+    with scripted_server(reply) as server:
         for key, value in aws_environ(server.url).items():
             monkeypatch.setenv(key, value)
-        with pytest.raises(AccessError):
+        with pytest.raises(AccessDeniedError):
             open_store("s3://bucket").put("a", source)
     assert source.exists()
-    assert [asked.method for asked in server.asked if asked.method != "PUT"] == ["POST", "DELETE"]
+    assert [request.method for request in server.requests if request.method != "PUT"] == ["POST", "DELETE"]
 
 
 def test_kill_9_leaves_no_object(s3: str, moto_url: str, tmp_path: Path) -> None:
@@ -188,8 +188,8 @@ def test_kill_9_leaves_no_object(s3: str, moto_url: str, tmp_path: Path) -> None
     assert source.exists()
 
 
-def _profile(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the credentials in a profile instead of the environment."""
+def _write_profile(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Move the credentials from the environment to a profile."""
     (home / ".aws").mkdir()
     (home / ".aws" / "credentials").write_text(
         "[default]\naws_access_key_id = FROMPROFILE\naws_secret_access_key = test\n"
@@ -200,8 +200,8 @@ def _profile(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(key)
 
 
-def test_a_forked_process_is_told_instead_of_left_waiting(s3: str) -> None:
-    """obstore's threads stay behind in the parent; a child would wait for them for ever."""
+def test_use_in_a_forked_process_raises_instead_of_hanging(s3: str) -> None:
+    """obstore's threads exist only in the parent; a child would wait for them forever."""
     program = (
         "import os, sys\n"
         "from stoker.errors import UnavailableError\n"

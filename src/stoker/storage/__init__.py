@@ -1,4 +1,4 @@
-"""Named objects by URL: local folders, http(s), s3:// and gs://, behind one small protocol."""
+"""Object storage by URL: local folders, http(s)://, s3:// and gs:// behind one small protocol."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from stoker.errors import InputError
 
 
 class Entry(NamedTuple):
-    """One object of a store: its name relative to the store's URL, and its size in bytes."""
+    """One object of a listing: its name relative to the store's URL, and its size in bytes."""
 
     name: str
     size: int
 
 
-class Tag(NamedTuple):
-    """What tells one version of an object from another: its size, and a text of the store's, empty if it has none."""
+class ObjectMeta(NamedTuple):
+    """The metadata that identifies one version of an object: its size and its ETag (empty if the store has none)."""
 
     size: int
     etag: str
 
 
-Children = tuple[list[str], list[tuple[str, int | None]]]
-"""The folders of a folder, and its files with their sizes where these are told; names without the folder's."""
+FolderListing = tuple[list[str], list[tuple[str, int | None]]]
+"""The subfolders and the files of one folder, as names relative to it; a size is None where the server omits it."""
 
 
 class Store(Protocol):
-    """A folder of objects. Names are relative, with `/` between their parts."""
+    """A folder of objects. Object names are relative to its URL and separated by `/`."""
 
     url: str
 
@@ -40,27 +40,27 @@ class Store(Protocol):
         ...
 
     def range(self, name: str, start: int, length: int, *, etag: str = "") -> bytes:
-        """Read exactly `length` bytes from `start`; with an `etag`, refuse those of another version."""
+        """Read exactly `length` bytes from `start`; with an `etag`, raise ObjectChangedError if the version differs."""
         ...
 
     def size(self, name: str) -> int:
-        """Tell an object's size in bytes."""
+        """Return an object's size in bytes."""
         ...
 
-    def tag(self, name: str) -> Tag:
-        """Tell which version of an object is there."""
+    def head(self, name: str) -> ObjectMeta:
+        """Return an object's metadata without reading it."""
         ...
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        """List all objects whose name starts with `prefix`, in order of name, folders entered."""
+        """List all objects whose name starts with `prefix`, recursively and sorted by name."""
         ...
 
     def put(self, name: str, source: bytes | Path) -> None:
-        """Write an object that appears whole or not at all; a file given by its path is gone after."""
+        """Write an object atomically; a source file is moved, so it no longer exists afterwards."""
         ...
 
     def delete(self, name: str) -> None:
-        """Remove an object; one that is not there is no error."""
+        """Delete an object; a missing one is not an error."""
         ...
 
 
@@ -77,29 +77,29 @@ STORES: Registry[Callable[[str], Store]] = Registry(
 
 
 def open_store(url: str) -> Store:
-    """Open the folder of objects at a path or URL; no object is asked for yet."""
-    return STORES.get(_Parts.of(url).scheme)(url)
+    """Open the store at a path or URL without sending a request yet."""
+    return STORES.get(_UrlParts.parse(url).scheme)(url)
 
 
 def open_writable(url: str) -> Store:
-    """Open a folder of objects to write to; a web server only gives."""
-    if _Parts.of(url).scheme in ("http", "https"):
-        raise read_only(url)
+    """Open a store for writing; raise InputError for http(s), which is read-only."""
+    if _UrlParts.parse(url).scheme in ("http", "https"):
+        raise read_only_error(url)
     return open_store(url)
 
 
-def read_only(url: str) -> InputError:
-    """Say that a store cannot be written to."""
+def read_only_error(url: str) -> InputError:
+    """Return the error for a write to a read-only store."""
     return InputError(
         "http stores are read-only",
-        where=shown(url),
-        hint="write to a folder, s3:// or gs://, and serve that",
+        where=redacted(url),
+        hint="write to a local folder, s3:// or gs:// and serve that over http",
     )
 
 
-def shown(url: str) -> str:
-    """Give a path or URL as messages may show it: without a password or a token."""
-    parts = _Parts.of(url)
+def redacted(url: str) -> str:
+    """Return a path or URL without credentials, query and fragment, safe to log."""
+    parts = _UrlParts.parse(url)
     if parts.scheme not in ("http", "https"):
         return url
     host, slash, path = parts.path.partition("/")
@@ -108,72 +108,72 @@ def shown(url: str) -> str:
 
 def split(url: str) -> tuple[str, str]:
     """Split the URL of one object into the URL of its folder and its name there."""
-    parts = _Parts.of(url)
+    parts = _UrlParts.parse(url)
     folder, slash, name = parts.path.rpartition("/")
     if parts.scheme == "file":
         folder = folder or slash or "."
     if name in ("", ".", "..") or not folder:
-        raise InputError("names no object", where=url, hint="give the path of one file, not of a folder")
-    return str(parts._replace(path=folder)), unquote(name) if parts.quoted else name
+        raise InputError("does not name an object", where=url, hint="pass the path of a file, not of a folder")
+    return str(parts._replace(path=folder)), unquote(name) if parts.percent_encoded else name
 
 
 def join(url: str, name: str) -> str:
-    """Give the URL of one object of a folder."""
-    parts = _Parts.of(url)
-    name = quote(name) if parts.quoted else name
+    """Return the URL of an object in the folder at `url`."""
+    parts = _UrlParts.parse(url)
+    name = quote(name) if parts.percent_encoded else name
     return str(parts._replace(path=f"{parts.path.rstrip('/')}/{name}"))
 
 
 def local_path(url: str) -> Path | None:
-    """Give the path behind a plain path or a file:// URL; None for every other scheme."""
-    parts = _Parts.of(url)
+    """Return the path of a plain path or file:// URL; None for any other scheme."""
+    parts = _UrlParts.parse(url)
     if parts.scheme != "file":
         return None
-    if not parts.quoted:
+    if not parts.percent_encoded:
         return Path(parts.path)
     path = parts.path.removeprefix("localhost")
     if not path.startswith("/"):
-        raise InputError("is not a path of this machine", where=url, hint="write file:///absolute/path")
+        raise InputError("file:// URL names another host", where=url, hint="write file:///absolute/path")
     return Path(unquote(path))
 
 
-def checked(name: str) -> str:
-    """Return an object's name as it is, or refuse one that could lead out of its store."""
+def check_name(name: str) -> str:
+    """Return an object name unchanged; raise InputError if it is empty, absolute or escapes the store."""
     if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
-        raise InputError("is not an object's name", where=repr(name), hint="names are relative, like train/00000.tar")
+        raise InputError("invalid object name", where=repr(name), hint="use a relative name such as train/00000.tar")
     return name
 
 
-def folder_of(prefix: str) -> str:
-    """Give the folder in which all names with this prefix lie, or nothing for the whole store."""
+def prefix_folder(prefix: str) -> str:
+    """Return the folder that contains every name with this prefix; empty for the store's root."""
     folder = prefix.rpartition("/")[0]
-    return checked(folder) if folder else ""
+    return check_name(folder) if folder else ""
 
 
 def read_chunks(store: Store, name: str, size: int, chunk: int = 8 << 20) -> Iterator[bytes]:
-    """Read an object of `size` bytes piece by piece, so that memory stays bounded."""
+    """Read an object of `size` bytes in chunks, so that memory stays bounded."""
     for start in range(0, size, chunk):
         yield store.range(name, start, min(chunk, size - start))
 
 
 def download(store: Store, name: str, path: Path) -> None:
-    """Copy an object to a local file, which appears only when it is whole."""
+    """Download an object to a local file, which is created atomically."""
     from stoker.storage.local import LocalStore
 
     LocalStore(str(path.parent)).write(path.name, read_chunks(store, name, store.size(name)))
 
 
-class _Parts(NamedTuple):
-    """A path or URL in three pieces that join to it again; `start` is empty for a plain path."""
+class _UrlParts(NamedTuple):
+    """A path or URL split into three parts that concatenate to it; `start` is empty for a plain path."""
 
     start: str
     path: str
     query: str
 
     @classmethod
-    def of(cls, url: str) -> _Parts:
+    def parse(cls, url: str) -> _UrlParts:
         if not url:
-            raise InputError("an empty path names no folder")
+            raise InputError("path or URL is empty")
         scheme, colon, rest = url.partition("://")
         if not colon or not re.fullmatch(r"[a-zA-Z][a-zA-Z0-9+.-]*", scheme):
             return cls("", url, "")
@@ -187,8 +187,8 @@ class _Parts(NamedTuple):
         return self.start.removesuffix("://") or "file"
 
     @property
-    def quoted(self) -> bool:
-        """Whether the path is percent-encoded, as in a true URL; the keys of buckets are not."""
+    def percent_encoded(self) -> bool:
+        """Whether the path is percent-encoded; the keys of buckets are not."""
         return self.start in ("file://", "http://", "https://")
 
     def __str__(self) -> str:

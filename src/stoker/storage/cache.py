@@ -1,13 +1,13 @@
-"""Objects of any store as verified local files, kept in a folder that all processes of a machine share.
+"""Node-local disk cache: verified copies of objects in a folder shared by all processes of a machine.
 
-What lies in the folder `objects` of a cache:
+Layout of a cache's `objects` folder:
 
-    <key>                         a copy, whole and verified; the key is its sha256, or else tells its URL and version
-    <key>.<version>.<size>.part   a copy on its way, of one version; its name keeps room for all `size` bytes
-    lock                          held for a moment by who makes room, publishes or removes
+    <key>                         a verified copy; the key is its sha256, or else a hash of its URL and version
+    <key>.<version>.<size>.part   a download of one version in progress; its name reserves all `size` bytes
+    lock                          held briefly to evict, publish or delete
 
-Locks are flock's, which end with their process however it ends: a shared one on a copy while it is in use, an
-exclusive one on a part while it is fetched. Names change only under `lock`, so that there is nothing else to agree on.
+Locks are flock locks, which the kernel releases however a process ends: shared on a copy while it is in use,
+exclusive on a part while it is fetched. Names change only under `lock`; processes share no other state.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
-from stoker.errors import ChangedError, DataFaultError, FullError, StoppedError, UnavailableError
-from stoker.storage import Store, Tag, shown
-from stoker.storage.local import explained
+from stoker.errors import ObjectChangedError, VerificationError, StorageFullError, InterruptError, UnavailableError
+from stoker.storage import ObjectMeta, Store, redacted
+from stoker.storage.local import translate_os_errors
 
-CHUNK = 8 << 20
-CHANGES = 2
-"""How often an object may be replaced while it is fetched before it is given up."""
+CHUNK_BYTES = 8 << 20
+MAX_CHANGES = 2
+"""How often an object may change while it is fetched before the fetch fails."""
 POLL_S = 0.02
-POLLS = 10
-"""How often who waits for another's fetch looks for the copy before it looks whether that other one still lives."""
-STALE_S = 24 * 3600.0
-"""Parts that nobody has gone on with for so long are removed, also where there is room."""
+POLLS_PER_LOCK_CHECK = 10
+"""A process waiting for another's fetch polls for the copy this often before it checks that the other is alive."""
+STALE_PART_S = 24 * 3600.0
+"""Parts that were not written to for this long are deleted, even if there is space."""
 
-_COPY = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_PART = re.compile(r"([0-9a-f]{40}|[0-9a-f]{64})\.[0-9a-f]{16}\.(?P<size>[0-9]{1,18})\.part")
+_COPY_NAME = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_PART_NAME = re.compile(r"([0-9a-f]{40}|[0-9a-f]{64})\.[0-9a-f]{16}\.(?P<size>[0-9]{1,18})\.part")
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Wanted = Callable[[], bool]
+NeededCheck = Callable[[], bool]
 
 
-def always() -> bool:
-    """Want it, whatever happens."""
+def always_needed() -> bool:
+    """Return True: the fetch is never cancelled."""
     return True
 
 
-class Stats(NamedTuple):
-    """What one cache did in this process; a miss is a fetch that it began, or had no room for."""
+class CacheStats(NamedTuple):
+    """Counters of one cache in this process; a miss is a fetch that was started or found no space."""
 
     hits: int = 0
     misses: int = 0
@@ -64,15 +64,15 @@ class Stats(NamedTuple):
     evictions: int = 0
 
 
-class Held:
-    """A verified local file that no process removes until this is closed."""
+class CachedFile:
+    """A verified local file, protected from eviction by any process until it is closed."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
         self._close = weakref.finalize(self, os.close, lock)
 
     def close(self) -> None:
-        """Let others remove the file; what is mapped or open stays readable."""
+        """Allow eviction again; what is mapped or open stays readable."""
         self._close()
 
     def __enter__(self) -> Self:
@@ -82,184 +82,206 @@ class Held:
         self.close()
 
 
-class Cache:
-    """Copies of objects in a folder, at most `budget` bytes of them with all that is on its way.
+class DiskCache:
+    """Copies of objects in a folder of at most `budget` bytes, downloads in progress included.
 
-    Many processes and threads may use one folder, with one budget; an object that several want is fetched by one.
+    Many processes and threads may share one folder and budget; concurrent requests for an object fetch it once.
     """
 
     def __init__(self, folder: Path, budget: int | None = None) -> None:
         self.folder, self.budget = folder, budget
-        self._place = folder / "objects"
-        self._told = False
-        self._stats = Stats()
-        self._counting = threading.Lock()
+        self._objects = folder / "objects"
+        self._warned = False
+        self._stats = CacheStats()
+        self._stats_lock = threading.Lock()
 
-    def find(self, store: Store, name: str, *, size: int | None = None, sha256: str = "") -> Held | None:
-        """Give an object's copy if there is one; only where no digest is known is the store asked, for its version."""
-        tag = Tag(-1, "") if sha256 else _tag(store, name, size, sha256)
-        with explained(self._place):
-            held = _held(self._place / _key(store, name, tag, sha256), size)
-        if held is not None:
+    def find(self, store: Store, name: str, *, size: int | None = None, sha256: str = "") -> CachedFile | None:
+        """Return the cached copy of an object, or None; the store is contacted only if no digest is given."""
+        meta = ObjectMeta(-1, "") if sha256 else _head(store, name, size, sha256)
+        with translate_os_errors(self._objects):
+            cached = _open_copy(self._objects / _key(store, name, meta, sha256), size)
+        if cached is not None:
             self._count(hits=1)
-        return held
+        return cached
 
     def open(
-        self, store: Store, name: str, *, size: int | None = None, sha256: str = "", wanted: Wanted = always
-    ) -> Held | None:
-        """Give an object's copy, fetched if need be; None where the budget or the disk has no room for it."""
-        if sha256 and (held := self.find(store, name, size=size, sha256=sha256)):
-            return held
+        self,
+        store: Store,
+        name: str,
+        *,
+        size: int | None = None,
+        sha256: str = "",
+        is_needed: NeededCheck = always_needed,
+    ) -> CachedFile | None:
+        """Return an object's copy, fetching it on a miss; None if neither budget nor disk has space for it."""
+        if sha256 and (cached := self.find(store, name, size=size, sha256=sha256)):
+            return cached
         try:
-            held = twice(store, lambda source: self._open(source, name, size, sha256, wanted))
-            reason = f"{self.folder} has no room for it beside what is in use"
-        except FullError as error:
-            held, reason = None, str(error)
-        if held is None and not self._told:
-            self._told = True  # once, for where there is no room for one there is none for many
-            log.warning("%s is not kept in the cache: %s", _where(store, name), reason)
-        return held
+            cached = retry_bypassing_caches(
+                store, lambda source: self._fetch_current_version(source, name, size, sha256, is_needed)
+            )
+            reason = f"{self.folder} is full of files in use"
+        except StorageFullError as error:
+            cached, reason = None, str(error)
+        if cached is None and not self._warned:
+            self._warned = True  # warn once: when one does not fit, many do not
+            log.warning("%s is not cached: %s", _object_url(store, name), reason)
+        return cached
 
-    def stats(self) -> Stats:
-        """Tell what this cache did in this process."""
+    def stats(self) -> CacheStats:
+        """Return the counters of this process."""
         return self._stats
 
-    def _open(self, store: Store, name: str, size: int | None, sha256: str, wanted: Wanted) -> Held | None:
-        """Fetch one version of an object, and another one if it is replaced meanwhile."""
+    def _fetch_current_version(
+        self, store: Store, name: str, size: int | None, sha256: str, is_needed: NeededCheck
+    ) -> CachedFile | None:
+        """Fetch the current version of an object; start over if it changes meanwhile."""
         changes = 0
         while True:
-            tag = _tag(store, name, size, sha256)
-            if sha256 and changes == CHANGES:  # mirrors may disagree on the tag of one object; its digest decides
-                tag = tag._replace(etag="")
+            meta = _head(store, name, size, sha256)
+            if sha256 and changes == MAX_CHANGES:  # mirrors may disagree on the ETag of one object; the digest decides
+                meta = meta._replace(etag="")
             try:
-                with explained(self._place), suppress(FileNotFoundError):
-                    return self._one_flight(store, name, tag, sha256, wanted)
-                return None  # somebody has removed the folder meanwhile
-            except ChangedError:
+                with translate_os_errors(self._objects), suppress(FileNotFoundError):
+                    return self._fetch_once(store, name, meta, sha256, is_needed)
+                return None  # the folder was deleted meanwhile
+            except ObjectChangedError:
                 changes += 1
-                if changes > CHANGES:
+                if changes > MAX_CHANGES:
                     raise
 
-    def _one_flight(self, store: Store, name: str, tag: Tag, sha256: str, wanted: Wanted) -> Held | None:
-        """Wait while another process fetches the object, then take its copy or go on with its part."""
-        key = _key(store, name, tag, sha256)
-        copy = self._place / key
-        part = self._place / f"{key}.{_short(tag.etag, 8)}.{tag.size}.part"
+    def _fetch_once(
+        self, store: Store, name: str, meta: ObjectMeta, sha256: str, is_needed: NeededCheck
+    ) -> CachedFile | None:
+        """Fetch an object unless another process does: then wait for its copy, or resume its part if it died."""
+        key = _key(store, name, meta, sha256)
+        copy = self._objects / key
+        part = self._objects / f"{key}.{_hash_text(meta.etag, 8)}.{meta.size}.part"
         while True:
-            with self._alone():
-                if held := _held(copy, tag.size):
+            with self._exclusive_access():
+                if cached := _open_copy(copy, meta.size):
                     self._count(hits=1)
-                    return held
-                if not self._is_coming(key, part):
+                    return cached
+                if not self._is_being_fetched(key, part):
                     self._count(misses=1)
-                    if not part.exists() and not self._make_room(tag.size):
+                    if not part.exists() and not self._evict_for(meta.size):
                         return None
                     lock = _lock(part, create=True)
-                    assert lock is not None  # parts are locked only by who holds the folder's lock
+                    assert lock is not None  # parts are only locked while holding the folder's lock
                     break
-            for _ in range(POLLS):
-                if not wanted():
-                    raise _unwanted(store, name)
+            for _ in range(POLLS_PER_LOCK_CHECK):
+                if not is_needed():
+                    raise _not_needed_error(store, name)
                 if copy.exists():
                     break
                 time.sleep(POLL_S)
         try:
-            self._fill(lock, store, name, tag, sha256, wanted)
-            with self._alone():
+            self._complete_part(lock, store, name, meta, sha256, is_needed)
+            with self._exclusive_access():
                 part.rename(copy)
-                fcntl.flock(lock, fcntl.LOCK_SH)  # not in one step, but nobody removes anything meanwhile
-                _exclusive.discard(lock)
-            return Held(copy, lock)
+                fcntl.flock(lock, fcntl.LOCK_SH)  # not atomic, but the folder's lock prevents eviction
+                _exclusive_locks.discard(lock)
+            return CachedFile(copy, lock)
         except BaseException as error:
             try:
-                if isinstance(error, DataFaultError | ChangedError | OSError) or not os.fstat(lock).st_size:
-                    with self._alone():
+                if isinstance(error, VerificationError | ObjectChangedError | OSError) or not os.fstat(lock).st_size:
+                    with self._exclusive_access():
                         part.unlink(missing_ok=True)
             finally:
                 _unlock(lock)
             raise
 
-    def _fill(self, part: int, store: Store, name: str, tag: Tag, sha256: str, wanted: Wanted) -> None:
-        """Fetch what a part lacks; its first bytes are used if a digest or tag can tell that they fit the rest."""
-        resumed = 0 < os.fstat(part).st_size <= tag.size and bool(sha256 or tag.etag)
+    def _complete_part(
+        self, part: int, store: Store, name: str, meta: ObjectMeta, sha256: str, is_needed: NeededCheck
+    ) -> None:
+        """Fetch the rest of a part; resume it only if a digest or ETag can prove that its bytes match."""
+        resumed = 0 < os.fstat(part).st_size <= meta.size and bool(sha256 or meta.etag)
         with open(part, "r+b", buffering=0, closefd=False) as file:
             rest = partial(
-                fill, file, store, name, size=tag.size, sha256=sha256, etag=tag.etag, wanted=wanted, got=self._fetched
+                complete_file,
+                file,
+                store,
+                name,
+                size=meta.size,
+                sha256=sha256,
+                etag=meta.etag,
+                is_needed=is_needed,
+                on_bytes=self._count_fetched,
             )
             try:
                 if not resumed:
                     file.truncate(0)
                 rest()
-            except DataFaultError:
+            except VerificationError:
                 if not resumed:
                     raise
                 file.seek(0)
-                file.truncate()  # the beginning may be to blame, and so nobody else yet
+                file.truncate()  # the resumed bytes may be the damaged ones: fetch all before raising
                 rest()
         os.fsync(part)
 
-    def _is_coming(self, key: str, ours: Path) -> bool:
-        """Tell whether somebody fetches this object; remove parts of its other versions, and all that are stale."""
-        coming = False
-        for part in self._entries(_PART):
+    def _is_being_fetched(self, key: str, ours: Path) -> bool:
+        """Return whether another process fetches this object; delete parts of other versions and stale ones."""
+        fetching = False
+        for part in self._entries(_PART_NAME):
             same = part.key == key
             if part.is_stale() or (same and part.path != ours):
-                coming |= not _remove(part.path) and same
+                fetching |= not _remove_unless_locked(part.path) and same
             elif same:
-                coming |= not _is_free(part.path)
-        return coming
+                fetching |= not _is_unlocked(part.path)
+        return fetching
 
-    def _make_room(self, size: int) -> bool:
-        """Remove parts of dead fetches, then the copies used longest ago, until `size` more bytes fit."""
+    def _evict_for(self, size: int) -> bool:
+        """Delete abandoned parts, then the least recently used copies, until `size` more bytes fit."""
         if self.budget is None:
             return True
         if size > self.budget:
             return False
-        parts, copies = self._entries(_PART), self._entries(_COPY)
+        parts, copies = self._entries(_PART_NAME), self._entries(_COPY_NAME)
         free = self.budget - size - sum(entry.size for entry in parts + copies)
         for number, entry in enumerate(parts + copies):
             if free >= 0:
                 break
-            if _remove(entry.path):
+            if _remove_unless_locked(entry.path):
                 free += entry.size
                 self._count(evictions=int(number >= len(parts)))
         return free >= 0
 
-    def _entries(self, kind: re.Pattern[str]) -> list[_Entry]:
-        """List parts or copies, those used longest ago first; what else lies here is not ours."""
-        found = []
-        with os.scandir(self._place) as scan:
+    def _entries(self, kind: re.Pattern[str]) -> list[_CacheFile]:
+        """List parts or copies, least recently used first; ignore foreign files."""
+        entries = []
+        with os.scandir(self._objects) as scan:
             for file in scan:
                 if (match := kind.fullmatch(file.name)) and file.is_file(follow_symlinks=False):
                     status = file.stat(follow_symlinks=False)
-                    size = int(match["size"]) if kind is _PART else status.st_size
-                    found.append(_Entry(status.st_mtime, Path(file.path), size))
-        return sorted(found)
+                    size = int(match["size"]) if kind is _PART_NAME else status.st_size
+                    entries.append(_CacheFile(status.st_mtime, Path(file.path), size))
+        return sorted(entries)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Hold the folder's lock."""
-        self._place.mkdir(parents=True, exist_ok=True)
-        lock = _lock(self._place / "lock", create=True, wait=True)
+    def _exclusive_access(self) -> Iterator[None]:
+        """Hold the folder's exclusive lock."""
+        self._objects.mkdir(parents=True, exist_ok=True)
+        lock = _lock(self._objects / "lock", create=True, wait=True)
         assert lock is not None
         try:
             yield
         finally:
             _unlock(lock)
 
-    def _fetched(self, length: int) -> None:
+    def _count_fetched(self, length: int) -> None:
         self._count(fetched_bytes=length)
 
     def _count(self, **more: int) -> None:
-        with self._counting:
+        with self._stats_lock:
             now = self._stats
             self._stats = now._replace(**{key: getattr(now, key) + value for key, value in more.items()})
 
 
-class _Entry(NamedTuple):
-    """A file of the cache: when it was used last, where it lies, and how much room it takes."""
+class _CacheFile(NamedTuple):
+    """A file of the cache: when it was last used, its path, and the bytes it occupies or reserves."""
 
-    used: float
+    last_used: float
     path: Path
     size: int
 
@@ -268,43 +290,45 @@ class _Entry(NamedTuple):
         return self.path.name.partition(".")[0]
 
     def is_stale(self) -> bool:
-        """Tell of a part that was left long ago, or before the machine started, so that it may have holes."""
+        """Return whether a part is too old, or older than the last boot, so that it may have holes."""
         now = time.time()
-        return self.used < max(now - STALE_S, now - time.clock_gettime(time.CLOCK_BOOTTIME))
+        return self.last_used < max(now - STALE_PART_S, now - time.clock_gettime(time.CLOCK_BOOTTIME))
 
 
-def twice(store: Store, attempt: Callable[[Store], T | None]) -> T | None:
-    """Fetch an object; one that comes damaged once more, past the caches on the way, and tell if that helped."""
+def retry_bypassing_caches(store: Store, attempt: Callable[[Store], T | None]) -> T | None:
+    """Fetch an object; if it is damaged, retry once bypassing the caches on the way, and log if that helped."""
     try:
         return attempt(store)
-    except DataFaultError as error:
+    except VerificationError as error:
         fault = error
-    past_caches = getattr(store, "past_caches", None)
-    got = attempt(past_caches() if past_caches else store)
-    if got is not None:
-        blame = "a cache on the way holds a spoilt copy" if past_caches else "it was damaged on the way"
-        log.warning("%s: %s; fetched again it was right: %s", fault.where, fault.what, blame)
-    return got
+    bypassing_caches = getattr(store, "bypassing_caches", None)
+    result = attempt(bypassing_caches() if bypassing_caches else store)
+    if result is not None:
+        cause = "a cache on the way holds a corrupt copy" if bypassing_caches else "it was corrupted in transit"
+        log.warning("%s: %s; fetching it again succeeded: %s", fault.where, fault.what, cause)
+    return result
 
 
-def fetch(store: Store, name: str, path: Path, *, size: int, sha256: str = "", wanted: Wanted = always) -> None:
-    """Copy an object to a new file, verified, as long as it is wanted; a failure leaves none."""
+def fetch(
+    store: Store, name: str, path: Path, *, size: int, sha256: str = "", is_needed: NeededCheck = always_needed
+) -> None:
+    """Download and verify an object into a new file while `is_needed`; a failure leaves no file."""
 
     def attempt(source: Store) -> Path:
         with path.open("w+b", buffering=0) as file:
-            fill(file, source, name, size=size, sha256=sha256, wanted=wanted)
+            complete_file(file, source, name, size=size, sha256=sha256, is_needed=is_needed)
         return path
 
     try:
-        with explained(path):
+        with translate_os_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            twice(store, attempt)
+            retry_bypassing_caches(store, attempt)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
 
 
-def fill(
+def complete_file(
     file: FileIO,
     store: Store,
     name: str,
@@ -312,103 +336,103 @@ def fill(
     size: int,
     sha256: str = "",
     etag: str = "",
-    wanted: Wanted = always,
-    got: Callable[[int], None] = lambda _: None,
+    is_needed: NeededCheck = always_needed,
+    on_bytes: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Append to a file, which may hold an object's first bytes, the rest of it; refuse another digest at the end."""
+    """Append the rest of an object to a file that may hold its first bytes; raise if the digest differs."""
     digest = hashlib.sha256()
     start = 0
-    while chunk := file.read(CHUNK):
+    while chunk := file.read(CHUNK_BYTES):
         digest.update(chunk)
         start += len(chunk)
     while start < size:
-        if not wanted():
-            raise _unwanted(store, name)
-        chunk = store.range(name, start, min(CHUNK, size - start), etag=etag)
-        got(len(chunk))
+        if not is_needed():
+            raise _not_needed_error(store, name)
+        chunk = store.range(name, start, min(CHUNK_BYTES, size - start), etag=etag)
+        on_bytes(len(chunk))
         digest.update(chunk)
         start += len(chunk)
         rest = memoryview(chunk)
         while rest:
             rest = rest[file.write(rest) :]
     if sha256 and digest.hexdigest() != sha256:
-        raise DataFaultError(
-            f"its sha256 is {digest.hexdigest()[:12]}…, and the manifest says {sha256[:12]}…",
-            where=_where(store, name),
-            hint="it was damaged or replaced: put the right shard there, or convert the dataset again",
+        raise VerificationError(
+            f"sha256 is {digest.hexdigest()[:12]}…, expected {sha256[:12]}… from the manifest",
+            where=_object_url(store, name),
+            hint="it was damaged or replaced: restore the shard, or convert the dataset again",
         )
 
 
-def _tag(store: Store, name: str, size: int | None, sha256: str) -> Tag:
-    """Ask for an object's version; a server that does not tell may still give an object with a known digest."""
+def _head(store: Store, name: str, size: int | None, sha256: str) -> ObjectMeta:
+    """Return an object's metadata; a server without HEAD is tolerated if size and digest are known."""
     try:
-        tag = store.tag(name)
+        meta = store.head(name)
     except UnavailableError:
         if size is None or not sha256:
             raise
-        return Tag(size, "")
-    if size not in (None, tag.size):
-        raise DataFaultError(
-            f"is {tag.size:,} bytes, and should be {size:,}",
-            where=_where(store, name),
-            hint="it was cut short or replaced: stoker data verify tells more",
+        return ObjectMeta(size, "")
+    if size not in (None, meta.size):
+        raise VerificationError(
+            f"size is {meta.size:,} bytes, expected {size:,}",
+            where=_object_url(store, name),
+            hint="it was truncated or replaced; run: stoker data verify",
         )
-    return tag
+    return meta
 
 
-def _key(store: Store, name: str, tag: Tag, sha256: str) -> str:
-    return sha256 or _short(f"{store.url}\0{name}\0{tag.size}\0{tag.etag}", 20)
+def _key(store: Store, name: str, meta: ObjectMeta, sha256: str) -> str:
+    return sha256 or _hash_text(f"{store.url}\0{name}\0{meta.size}\0{meta.etag}", 20)
 
 
-def _short(text: str, size: int) -> str:
+def _hash_text(text: str, size: int) -> str:
     return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
 
 
-def _where(store: Store, name: str) -> str:
-    return f"{shown(store.url).rstrip('/')}/{name}"
+def _object_url(store: Store, name: str) -> str:
+    return f"{redacted(store.url).rstrip('/')}/{name}"
 
 
-def _unwanted(store: Store, name: str) -> StoppedError:
-    return StoppedError("is no longer wanted", where=_where(store, name))
+def _not_needed_error(store: Store, name: str) -> InterruptError:
+    return InterruptError("fetch cancelled", where=_object_url(store, name))
 
 
-def _held(copy: Path, size: int | None) -> Held | None:
-    """Hold a copy that is there, and note that it is used; None if there is none, or one of another size."""
+def _open_copy(copy: Path, size: int | None) -> CachedFile | None:
+    """Open a copy and mark it as used; None if it does not exist or has another size."""
     try:
         lock = os.open(copy, os.O_RDONLY)
     except FileNotFoundError:
         return None
-    held = Held(copy, lock)
-    fcntl.flock(lock, fcntl.LOCK_SH)  # waits for who removes it
+    cached = CachedFile(copy, lock)
+    fcntl.flock(lock, fcntl.LOCK_SH)  # waits for a process that is deleting it
     status = os.fstat(lock)
     if not status.st_nlink or size not in (None, status.st_size):
-        held.close()
+        cached.close()
         return None
-    with suppress(OSError):  # another user's: it counts as used when it came
+    with suppress(OSError):  # another user's file keeps its mtime
         os.utime(lock)
-    return held
+    return cached
 
 
-_exclusive: set[int] = set()
-"""Exclusive locks of this process; one that is forked has them too, and would keep them after its parent's end."""
+_exclusive_locks: set[int] = set()
+"""Exclusive locks of this process; a forked child inherits them and would keep them after its parent exits."""
 
 
-def _forget_locks() -> None:
-    while _exclusive:
-        os.close(_exclusive.pop())
+def _close_inherited_locks() -> None:
+    while _exclusive_locks:
+        os.close(_exclusive_locks.pop())
 
 
-os.register_at_fork(after_in_child=_forget_locks)
+os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
 def _lock(path: Path, *, create: bool = False, wait: bool = False) -> int | None:
-    """Open a file with an exclusive lock; None if somebody else has locked it."""
+    """Open a file with an exclusive lock; None if another process holds it."""
     lock = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
-    _exclusive.add(lock)
+    _exclusive_locks.add(lock)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
-        _exclusive.discard(lock)
+        _exclusive_locks.discard(lock)
         os.close(lock)
         return None
     except BaseException:
@@ -418,12 +442,12 @@ def _lock(path: Path, *, create: bool = False, wait: bool = False) -> int | None
 
 
 def _unlock(lock: int) -> None:
-    _exclusive.discard(lock)
-    fcntl.flock(lock, fcntl.LOCK_UN)  # of a process forked meanwhile too
+    _exclusive_locks.discard(lock)
+    fcntl.flock(lock, fcntl.LOCK_UN)  # also releases it in a process forked meanwhile
     os.close(lock)
 
 
-def _is_free(path: Path) -> bool:
+def _is_unlocked(path: Path) -> bool:
     lock = _lock(path)
     if lock is None:
         return False
@@ -431,8 +455,8 @@ def _is_free(path: Path) -> bool:
     return True
 
 
-def _remove(path: Path) -> bool:
-    """Remove a file that nobody uses."""
+def _remove_unless_locked(path: Path) -> bool:
+    """Delete a file and return True, unless another process has locked it."""
     lock = _lock(path)
     if lock is None:
         return False

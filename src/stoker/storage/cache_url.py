@@ -1,4 +1,4 @@
-"""The way through a shared cache: an origin's URL as the cache has it."""
+"""Cache URLs: where a shared caching proxy serves the objects of an origin's URL."""
 
 from __future__ import annotations
 
@@ -7,41 +7,43 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from stoker.errors import InputError, UnavailableError
-from stoker.storage import open_store, shown
+from stoker.storage import open_store, redacted
 
 
-def through(url: str, via: str) -> str:
-    """Give the URL at which a cache serves what lies at `url`; refuse what it does not serve."""
-    with _ours(via):
-        told = json.loads(open_store(via).get("-/origins"))
-        origins = {str(one["url"]).rstrip("/"): str(one["name"]) for one in told}
-    return through_known(url, via, origins)
+def find_cache_url(url: str, cache: str) -> str:
+    """Return the URL at which the cache serves `url`; raise InputError if `url` is below none of its origins."""
+    with _require_stoker_cache(cache):
+        rows = json.loads(open_store(cache).get("-/origins"))
+        origins = {str(row["url"]).rstrip("/"): str(row["name"]) for row in rows}
+    return build_cache_url(url, cache, origins)
 
 
-def through_known(url: str, via: str, origins: Mapping[str, str]) -> str:
-    """Do so for a cache whose origins are known: names by URL."""
-    plain = shown(url)
+def build_cache_url(url: str, cache: str, origins: Mapping[str, str]) -> str:
+    """Return the cache URL of `url` for a cache with known origins, given as {URL: name}."""
+    plain = redacted(url)
     for origin in sorted(origins, key=len, reverse=True):
         if plain.rstrip("/") == origin or plain.startswith(f"{origin}/"):
             name, rest = origins[origin], plain.removeprefix(origin).strip("/")
-            return "/".join(part for part in (via.rstrip("/"), name, rest) if part)
+            return "/".join(part for part in (cache.rstrip("/"), name, rest) if part)
     raise InputError(
-        f"this cache does not serve {plain}", where=shown(via), hint=f"its origins are {', '.join(origins) or 'none'}"
+        f"cache has no origin for {plain}",
+        where=redacted(cache),
+        hint=f"its origins are {', '.join(origins) or 'none'}",
     )
 
 
-def budget(via: str) -> int:
-    """Tell how much a cache keeps at most."""
-    with _ours(via):
-        return int(json.loads(open_store(via).get("-/stats"))["budget"])
+def read_cache_budget(cache: str) -> int:
+    """Return the size limit of a cache in bytes."""
+    with _require_stoker_cache(cache):
+        return int(json.loads(open_store(cache).get("-/stats"))["budget"])
 
 
 @contextmanager
-def _ours(via: str) -> Iterator[None]:
-    """Say so if what answers is no cache of ours."""
+def _require_stoker_cache(cache: str) -> Iterator[None]:
+    """Raise UnavailableError if the server's response is not one of a stoker cache."""
     try:
         yield
     except (ValueError, TypeError, KeyError, InputError) as error:
         raise UnavailableError(
-            "is not a cache of stoker's", where=shown(via), hint="start one: stoker data cache"
+            "not a stoker cache", where=redacted(cache), hint="start one: stoker data cache"
         ) from error

@@ -1,4 +1,4 @@
-"""Google Cloud Storage by its JSON API, the one that emulators speak too: tests run what users run."""
+"""Google Cloud Storage through its JSON API, which emulators implement too."""
 
 from __future__ import annotations
 
@@ -14,147 +14,147 @@ from threading import Lock
 from typing import Any, BinaryIO
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
-from stoker.errors import AccessError, ChangedError, InputError, MissingExtraError, UnavailableError
-from stoker.storage import Children, Entry, Tag, checked, folder_of, join
-from stoker.storage.http_client import RETRIES, Answer, Client, Window, exactly, refusal
-from stoker.storage.local import explained
+from stoker.errors import AccessDeniedError, ObjectChangedError, InputError, MissingExtraError, UnavailableError
+from stoker.storage import Entry, FolderListing, ObjectMeta, check_name, join, prefix_folder
+from stoker.storage.http_client import RETRIES, ByteRange, HttpClient, HttpResponse, exact_body, to_error
+from stoker.storage.local import translate_os_errors
 
-HOST = "https://storage.googleapis.com"
+API_URL = "https://storage.googleapis.com"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
-_CHUNK = 8 << 20  # of an upload; the API wants a multiple of 256 KiB
+_UPLOAD_CHUNK_BYTES = 8 << 20  # the API requires a multiple of 256 KiB
 
 
 def open_gcs(url: str) -> GcsStore:
-    """Open gs://bucket/prefix with Google's default credentials, or at STORAGE_EMULATOR_HOST without any."""
+    """Open gs://bucket/prefix with the default credentials, or without any at STORAGE_EMULATOR_HOST."""
     emulator = os.environ.get("STORAGE_EMULATOR_HOST")
     if not emulator:
-        return GcsStore(url, HOST, log_in(url))
+        return GcsStore(url, API_URL, load_credentials(url))
     host = emulator if "://" in emulator else f"http://{emulator}"
-    return GcsStore(url, host, Login("sent no credentials, for STORAGE_EMULATOR_HOST is set"))
+    return GcsStore(url, host, GoogleCredentials("sent no credentials because STORAGE_EMULATOR_HOST is set"))
 
 
 class GcsStore:
-    """The objects below gs://bucket/prefix. Uploads go in chunks, so that memory stays bounded."""
+    """The objects below gs://bucket/prefix. Uploads are chunked, so that memory stays bounded."""
 
-    def __init__(self, url: str, host: str, login: Login) -> None:
+    def __init__(self, url: str, api_url: str, credentials: GoogleCredentials) -> None:
         bucket, _, prefix = url.removeprefix("gs://").partition("/")
         if not bucket:
-            raise InputError("names no bucket", where=url, hint="write gs://bucket/folder")
+            raise InputError("URL has no bucket", where=url, hint="write gs://bucket/folder")
         self.url = url
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        self._host = host.rstrip("/")
+        self._api_url = api_url.rstrip("/")
         self._objects = f"/storage/v1/b/{quote(bucket, safe='')}/o"
-        self._login = login
-        self._client = Client(host)
+        self._credentials = credentials
+        self._client = HttpClient(api_url)
 
     def get(self, name: str) -> bytes:
         """Read a whole object."""
-        return self._ask("GET", self._address(name, alt="media"), name).body
+        return self._request("GET", self._object_url(name, alt="media"), name).body
 
     def range(self, name: str, start: int, length: int, *, etag: str = "") -> bytes:
-        """Read exactly `length` bytes from `start`; with an `etag`, refuse those of another version."""
+        """Read exactly `length` bytes from `start`; with an `etag`, raise ObjectChangedError if the version differs."""
         if not length:
             return b""
-        window = Window(start, length)
-        address = self._address(name, alt="media", **({"ifGenerationMatch": etag} if etag else {}))
-        answer = self._ask("GET", address, name, also=(206, 412, 416), window=window)
-        if answer.status == 412:
-            raise ChangedError(where=join(self.url, name))
-        return exactly(window, answer, join(self.url, name))
+        byte_range = ByteRange(start, length)
+        address = self._object_url(name, alt="media", **({"ifGenerationMatch": etag} if etag else {}))
+        response = self._request("GET", address, name, also=(206, 412, 416), byte_range=byte_range)
+        if response.status == 412:
+            raise ObjectChangedError(where=join(self.url, name))
+        return exact_body(byte_range, response, join(self.url, name))
 
     def size(self, name: str) -> int:
-        """Tell an object's size in bytes."""
-        return self.tag(name).size
+        """Return an object's size in bytes."""
+        return self.head(name).size
 
-    def tag(self, name: str) -> Tag:
-        """Tell which version of an object is there, by its generation."""
-        answer = json.loads(self._ask("GET", self._address(name, fields="size,generation"), name).body)
-        return Tag(int(answer["size"]), str(answer.get("generation", "")))
+    def head(self, name: str) -> ObjectMeta:
+        """Return an object's metadata; its generation serves as the ETag."""
+        response = json.loads(self._request("GET", self._object_url(name, fields="size,generation"), name).body)
+        return ObjectMeta(int(response["size"]), str(response.get("generation", "")))
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        """List the objects whose name starts with `prefix`, in order of name."""
-        folder_of(prefix)  # refuses what every store refuses, though names here are flat
-        for page in self._pages(prefix=self._prefix + prefix, fields="items(name,size),nextPageToken"):
+        """List the objects whose name starts with `prefix`, sorted by name."""
+        prefix_folder(prefix)  # rejects the names that every store rejects, though names are flat here
+        for page in self._list_pages(prefix=self._prefix + prefix, fields="items(name,size),nextPageToken"):
             for item in page.get("items", ()):
                 name = item["name"].removeprefix(self._prefix)
-                if name and not name.endswith("/"):  # what the console puts down for an empty folder
+                if name and not name.endswith("/"):  # the console's placeholder for an empty folder
                     yield Entry(name, int(item["size"]))
 
-    def children(self, folder: str) -> Children:
-        """List one folder, whose name is empty or ends with a slash."""
+    def list_folder(self, folder: str) -> FolderListing:
+        """List one folder (empty, or ending with a slash)."""
         where = self._prefix + folder
         folders: list[str] = []
         files: list[tuple[str, int | None]] = []
-        for page in self._pages(prefix=where, delimiter="/", fields="items(name,size),prefixes,nextPageToken"):
+        for page in self._list_pages(prefix=where, delimiter="/", fields="items(name,size),prefixes,nextPageToken"):
             folders += [name.removeprefix(where).strip("/") for name in page.get("prefixes", ())]
             names = [(item["name"].removeprefix(where), int(item["size"])) for item in page.get("items", ())]
             files += [(name, size) for name, size in names if name]
         return folders, files
 
-    def _pages(self, **query: str) -> Iterator[dict[str, Any]]:
-        """Ask for a listing, page by page."""
+    def _list_pages(self, **query: str) -> Iterator[dict[str, Any]]:
+        """Yield the pages of a listing."""
         while True:
-            address = f"{self._host}{self._objects}?{urlencode(query)}"
-            page = json.loads(self._ask("GET", address, missing="no such bucket").body)
+            address = f"{self._api_url}{self._objects}?{urlencode(query)}"
+            page = json.loads(self._request("GET", address, missing="no such bucket").body)
             yield page
             if not page.get("nextPageToken"):
                 return
             query["pageToken"] = page["nextPageToken"]
 
     def put(self, name: str, source: bytes | Path) -> None:
-        """Upload an object, which appears when its last chunk has arrived; then remove a source file."""
+        """Upload an object, which appears once its last chunk has arrived; then delete a source file."""
         if isinstance(source, bytes):
             self._upload(name, BytesIO(source), len(source))
             return
-        with explained(source), source.open("rb") as file:
+        with translate_os_errors(source), source.open("rb") as file:
             self._upload(name, file, source.stat().st_size)
-        with explained(source):
+        with translate_os_errors(source):
             source.unlink()
 
     def delete(self, name: str) -> None:
-        """Remove an object; one that is not there is no error."""
-        self._ask("DELETE", self._address(name), name, also=(204, 404))
+        """Delete an object; a missing one is not an error."""
+        self._request("DELETE", self._object_url(name), name, also=(204, 404))
 
     def _upload(self, name: str, file: BinaryIO, size: int) -> None:
-        query = urlencode({"uploadType": "resumable", "name": self._prefix + checked(name)})
-        address = f"{self._host}/upload{self._objects}?{query}"
-        begun = self._ask("POST", address, name, missing="no such bucket")
-        session = self._own(urljoin(address, begun.headers.get("Location", "")), name)
+        query = urlencode({"uploadType": "resumable", "name": self._prefix + check_name(name)})
+        address = f"{self._api_url}/upload{self._objects}?{query}"
+        created = self._request("POST", address, name, missing="no such bucket")
+        session = self._check_same_server(urljoin(address, created.headers.get("Location", "")), name)
         start = stalls = 0
         while True:
             file.seek(start)
-            chunk = file.read(_CHUNK)
-            span = f"{start}-{start + len(chunk) - 1}" if chunk else "*"
-            headers = {"Content-Range": f"bytes {span}/{size}"}
-            answer = self._ask("PUT", session, name, also=(201, 308), headers=headers, body=chunk)
-            if answer.status != 308:
+            chunk = file.read(_UPLOAD_CHUNK_BYTES)
+            sent = f"{start}-{start + len(chunk) - 1}" if chunk else "*"
+            headers = {"Content-Range": f"bytes {sent}/{size}"}
+            response = self._request("PUT", session, name, also=(201, 308), headers=headers, body=chunk)
+            if response.status != 308:
                 return
-            kept = re.fullmatch(r"bytes=0-([0-9]+)", answer.headers.get("Range", ""))
-            reached = int(kept[1]) + 1 if kept else 0
-            if start < reached <= start + len(chunk):
-                start, stalls = reached, 0
+            stored = re.fullmatch(r"bytes=0-([0-9]+)", response.headers.get("Range", ""))
+            end = int(stored[1]) + 1 if stored else 0
+            if start < end <= start + len(chunk):
+                start, stalls = end, 0
                 continue
             if stalls == RETRIES:
-                what, tried = f"the upload stands still at byte {start}", f"tried {RETRIES + 1} times"
+                what, tried = f"upload stalled at byte {start}", f"tried {RETRIES + 1} times"
                 raise UnavailableError(what, where=join(self.url, name), hint=tried)
             time.sleep(0.2 * 2**stalls)
             stalls += 1
 
-    def _own(self, address: str, name: str) -> str:
-        """Refuse to go on at another server: it would be told the credentials."""
-        here, there = urlsplit(self._host), urlsplit(address)
-        if (there.scheme, there.netloc.lower()) != (here.scheme, here.netloc.lower()):
+    def _check_same_server(self, address: str, name: str) -> str:
+        """Return an upload session's URL; raise if it names another server, which would get the credentials."""
+        own, other = urlsplit(self._api_url), urlsplit(address)
+        if (other.scheme, other.netloc.lower()) != (own.scheme, own.netloc.lower()):
             raise UnavailableError(
-                f"the server leads the upload to {there.scheme}://{there.hostname}, which gets no credentials",
+                f"server redirected the upload to {other.scheme}://{other.hostname}, which may not get the credentials",
                 where=join(self.url, name),
             )
         return address
 
-    def _address(self, name: str, **query: str) -> str:
-        path = f"{self._host}{self._objects}/{quote(self._prefix + checked(name), safe='')}"
+    def _object_url(self, name: str, **query: str) -> str:
+        path = f"{self._api_url}{self._objects}/{quote(self._prefix + check_name(name), safe='')}"
         return f"{path}?{urlencode(query)}" if query else path
 
-    def _ask(
+    def _request(
         self,
         method: str,
         address: str,
@@ -164,29 +164,29 @@ class GcsStore:
         missing: str = "no such object",
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
-        window: Window | None = None,
-    ) -> Answer:
+        byte_range: ByteRange | None = None,
+    ) -> HttpResponse:
         where = join(self.url, name) if name else self.url
-        sent = self._login.headers(method, address, where) | dict(headers or {})
-        answer = self._client.ask(method, address, where=where, headers=sent, body=body, window=window)
-        if answer.status == 200 or answer.status in also:
-            return answer
-        raise refusal(answer, where, missing=missing, tried=self._login.tried)
+        sent = self._credentials.headers(method, address, where) | dict(headers or {})
+        response = self._client.request(method, address, where=where, headers=sent, body=body, byte_range=byte_range)
+        if response.status == 200 or response.status in also:
+            return response
+        raise to_error(response, where, missing=missing, tried=self._credentials.description)
 
 
-class Login:
-    """Google credentials, renewed as they expire, or none; says which were tried."""
+class GoogleCredentials:
+    """Google credentials, renewed when they expire, or none; `description` says which were tried."""
 
     def __init__(self, tried: str, credentials: Any = None) -> None:
-        self.tried = tried
+        self.description = tried
         self._credentials = credentials
         self._lock = Lock()
         if credentials:
             self._errors = import_module("google.auth.exceptions")
-            self._transport = import_module("google.auth.transport.urllib3").Request(Client(HOST).pool)
+            self._transport = import_module("google.auth.transport.urllib3").Request(HttpClient(API_URL).pool)
 
     def headers(self, method: str, address: str, where: str) -> dict[str, str]:
-        """Give the headers that prove who asks."""
+        """Return the headers that authenticate a request."""
         headers: dict[str, str] = {}
         if not self._credentials:
             return headers
@@ -194,14 +194,16 @@ class Login:
             with self._lock:
                 self._credentials.before_request(self._transport, method, address, headers)
         except self._errors.TransportError as error:
-            raise UnavailableError("Google's login does not answer", where=where, hint=self.tried) from error
+            raise UnavailableError(
+                "Google's auth server does not respond", where=where, hint=self.description
+            ) from error
         except self._errors.GoogleAuthError as error:
-            raise AccessError("permission denied at Google's login", where=where, hint=self.tried) from error
+            raise AccessDeniedError("Google rejected the credentials", where=where, hint=self.description) from error
         return headers
 
 
-def log_in(url: str) -> Login:
-    """Find Google's default credentials; without any, only public buckets can be read."""
+def load_credentials(url: str) -> GoogleCredentials:
+    """Load Google's default credentials; without any, only public buckets can be read."""
     try:
         auth = import_module("google.auth")
         import_module("google.auth.transport.urllib3")
@@ -213,7 +215,7 @@ def log_in(url: str) -> Login:
         credentials, _ = auth.default(scopes=[_SCOPE])
     except auth.exceptions.DefaultCredentialsError as error:
         if file:
-            raise InputError("the Google credentials cannot be used", where=url, hint=tried) from error
+            raise InputError("invalid Google credentials", where=url, hint=tried) from error
         hint = "set GOOGLE_APPLICATION_CREDENTIALS or run: gcloud auth application-default login"
-        return Login(f"found no Google credentials; {hint}")
-    return Login(tried, credentials)
+        return GoogleCredentials(f"found no Google credentials; {hint}")
+    return GoogleCredentials(tried, credentials)

@@ -1,4 +1,4 @@
-"""Folders behind a web server: read-only, listed through the server's own index pages."""
+"""HTTP store: folders of a web server, read-only, listed through the server's index pages."""
 
 from __future__ import annotations
 
@@ -11,116 +11,119 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from urllib3 import make_headers
 
-from stoker.errors import ChangedError, InputError, NotFoundError, UnavailableError
-from stoker.storage import Children, Entry, Tag, checked, folder_of, join, read_only, shown
-from stoker.storage.http_client import Answer, Client, Window, exactly, refusal
+from stoker.errors import ObjectChangedError, InputError, NotFoundError, UnavailableError
+from stoker.storage import Entry, FolderListing, ObjectMeta, check_name, join, prefix_folder, read_only_error, redacted
+from stoker.storage.http_client import ByteRange, HttpClient, HttpResponse, exact_body, to_error
 
-MAX_DEPTH = 16
-BYPASS = {"X-Stoker-Bypass": "1", "Cache-Control": "no-cache"}
-"""Asks the caches on the way, ours and others, to ask the origin themselves."""
+MAX_FOLDER_DEPTH = 16
+BYPASS_CACHES_HEADERS = {"X-Stoker-Bypass": "1", "Cache-Control": "no-cache"}
+"""Request headers that make stoker's caches and any other cache on the way revalidate with the origin."""
 
 
 class HttpStore:
-    """The files below a URL; a login in it is sent, and its query goes with every request."""
+    """The files below a URL; its user and password are sent as Basic auth, its query goes with every request."""
 
     def __init__(self, url: str, *, redirects: bool = True) -> None:
         try:
             parts = urlsplit(url)
             _ = parts.port
         except ValueError as error:
-            raise InputError("is not a URL", where=url) from error
+            raise InputError("invalid URL", where=url) from error
         if not parts.hostname:
-            raise InputError("names no host", where=url)
+            raise InputError("URL has no host", where=url)
         self.url = url
         self._root = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-        self._tried = "the URL holds no login"
+        self._tried = "the URL contains no user:password"
         self._headers: dict[str, str] = {}
         if parts.username or parts.password:
             user = unquote(parts.username or "")
             self._headers = dict(make_headers(basic_auth=f"{user}:{unquote(parts.password or '')}"))
-            self._tried = f"tried the URL's login as {user!r}"
-        self._client = Client(url, redirects=redirects)
-        self.ranged = True
-        """Whether the server has not yet answered with a whole file where a part was asked for."""
+            self._tried = f"tried the user {user!r} of the URL"
+        self._client = HttpClient(url, redirects=redirects)
+        self.supports_ranges = True
+        """Whether every range request so far got a partial response (206), not the whole file."""
 
     def get(self, name: str) -> bytes:
         """Read a whole file."""
-        return self._ask("GET", name).body
+        return self._request("GET", name).body
 
     def range(self, name: str, start: int, length: int, *, etag: str = "") -> bytes:
-        """Read exactly `length` bytes from `start`, also from a server that knows no ranges."""
+        """Read exactly `length` bytes from `start`, even from a server without range support."""
         if not length:
             return b""
-        window = Window(start, length)
-        # A weak tag never matches; a server that ignores the question still tells what it sent.
-        asked = {"If-Match": etag} if etag.startswith('"') else {}
-        answer = self._ask("GET", name, window, asked)
-        if answer.status == 412 or (etag and _is_other(answer, etag)):
-            raise ChangedError(where=self._where(name))
-        self.ranged = self.ranged and answer.status != 200
-        return exactly(window, answer, self._where(name))
+        byte_range = ByteRange(start, length)
+        # If-Match never matches a weak ETag; the response's own validator is compared as well.
+        condition = {"If-Match": etag} if etag.startswith('"') else {}
+        response = self._request("GET", name, byte_range, condition)
+        if response.status == 412 or (etag and _is_other_version(response, etag)):
+            raise ObjectChangedError(where=self._where(name))
+        self.supports_ranges = self.supports_ranges and response.status != 200
+        return exact_body(byte_range, response, self._where(name))
 
     def size(self, name: str) -> int:
-        """Tell a file's size in bytes."""
-        return self.tag(name).size
+        """Return a file's size in bytes."""
+        return self.head(name).size
 
-    def tag(self, name: str) -> Tag:
-        """Tell which version of a file is there, by its ETag or else by when it was modified."""
-        answer = self._ask("HEAD", name)
-        length = answer.headers.get("Content-Length")
+    def head(self, name: str) -> ObjectMeta:
+        """Return a file's metadata by a HEAD request; Last-Modified stands in for a missing ETag."""
+        response = self._request("HEAD", name)
+        length = response.headers.get("Content-Length")
         if length is None:
-            raise UnavailableError("the server does not tell the file's size", where=self._where(name))
-        return Tag(int(length), _version(answer))
+            raise UnavailableError("server sent no Content-Length", where=self._where(name))
+        return ObjectMeta(int(length), _validator(response))
 
-    def past_caches(self) -> HttpStore:
-        """Give the same files as the origin has them, whatever a cache on the way holds."""
+    def bypassing_caches(self) -> HttpStore:
+        """Return the same store with requests that bypass every cache on the way to the origin."""
         direct = copy.copy(self)
-        direct._headers = self._headers | BYPASS
+        direct._headers = self._headers | BYPASS_CACHES_HEADERS
         return direct
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        """List the files whose name starts with `prefix`, in order of name, by the server's index pages."""
-        folder = folder_of(prefix)
+        """List the files whose name starts with `prefix`, sorted by name, from the server's index pages."""
+        folder = prefix_folder(prefix)
         return self._walk(f"{folder}/" if folder else "", prefix)
 
-    def children(self, folder: str) -> Children:
-        """List one folder, whose name is empty or ends with a slash, by its index page."""
-        found = sorted(self._index(folder).items())
-        return [name[:-1] for name, _ in found if name.endswith("/")], [
-            one for one in found if not one[0].endswith("/")
-        ]
+    def list_folder(self, folder: str) -> FolderListing:
+        """List one folder (empty, or ending with a slash) from its index page."""
+        children = sorted(self._read_index(folder).items())
+        folders = [name[:-1] for name, _ in children if name.endswith("/")]
+        return folders, [(name, size) for name, size in children if not name.endswith("/")]
 
     def put(self, name: str, source: bytes | Path) -> None:  # noqa: ARG002
-        """Refuse: a web server only gives."""
-        raise read_only(self.url)
+        """Raise InputError: http stores are read-only."""
+        raise read_only_error(self.url)
 
     def delete(self, name: str) -> None:  # noqa: ARG002
-        """Refuse: a web server only gives."""
-        raise read_only(self.url)
+        """Raise InputError: http stores are read-only."""
+        raise read_only_error(self.url)
 
     def _where(self, name: str) -> str:
-        return shown(join(self._root, name))
+        return redacted(join(self._root, name))
 
-    def _ask(
-        self, method: str, name: str, window: Window | None = None, asked: Mapping[str, str] | None = None
-    ) -> Answer:
-        url = join(self._root, checked(name))
-        where = shown(url)
-        headers = self._headers | dict(asked or {})
-        answer = self._client.ask(method, url, where=where, headers=headers, window=window)
-        if answer.path.endswith("/") or (
-            300 <= answer.status < 400 and answer.headers.get("Location", "").endswith("/")
+    def _request(
+        self, method: str, name: str, byte_range: ByteRange | None = None, condition: Mapping[str, str] | None = None
+    ) -> HttpResponse:
+        url = join(self._root, check_name(name))
+        where = redacted(url)
+        headers = self._headers | dict(condition or {})
+        response = self._client.request(method, url, where=where, headers=headers, byte_range=byte_range)
+        if response.path.endswith("/") or (
+            300 <= response.status < 400 and response.headers.get("Location", "").endswith("/")
         ):
-            raise NotFoundError("is a folder, not a file", where=where)
-        if answer.status in (200, 206) or (window and answer.status == 416) or (asked and answer.status == 412):
-            return answer
-        raise refusal(answer, where, tried=self._tried)
+            raise NotFoundError("is a folder, expected a file", where=where)
+        if (
+            response.status in (200, 206)
+            or (byte_range and response.status == 416)
+            or (condition and response.status == 412)
+        ):
+            return response
+        raise to_error(response, where, tried=self._tried)
 
     def _walk(self, folder: str, prefix: str) -> Iterator[Entry]:
-        """List a folder, whose name is empty or ends with a slash, and the folders in it."""
-        if folder.count("/") > MAX_DEPTH:
-            raise UnavailableError(f"folders nest deeper than {MAX_DEPTH}", where=self._where(folder))
-        for child, size in sorted(self._index(folder).items()):
+        """List a folder (empty, or ending with a slash) recursively."""
+        if folder.count("/") > MAX_FOLDER_DEPTH:
+            raise UnavailableError(f"folders are nested deeper than {MAX_FOLDER_DEPTH}", where=self._where(folder))
+        for child, size in sorted(self._read_index(folder).items()):
             name = folder + child
             if not name.startswith(prefix):
                 continue
@@ -129,67 +132,67 @@ class HttpStore:
             else:
                 yield Entry(name, self.size(name) if size is None else size)
 
-    def _index(self, folder: str) -> dict[str, int | None]:
-        """Read a folder's index page: its files with their sizes where told, its folders with a slash."""
+    def _read_index(self, folder: str) -> dict[str, int | None]:
+        """Read a folder's index page; return {name: size if listed}, with a trailing slash on folders."""
         url = join(self._root, folder)
-        answer = self._client.ask("GET", url, where=shown(url), headers=self._headers)
-        if answer.status == 404 and folder:
+        response = self._client.request("GET", url, where=redacted(url), headers=self._headers)
+        if response.status == 404 and folder:
             return {}
-        if answer.status != 200:
-            missing = "no such folder, or the server has no index page for it"
-            tried = f"{self._tried}; the server must also list folders (nginx: autoindex on), else give a brace pattern"
-            raise refusal(answer, shown(url), missing=missing, tried=tried)
-        if answer.headers.get("Content-Type", "").startswith("application/json"):
-            return _json_index(answer.body, shown(url))
-        return dict.fromkeys(_html_index(answer.body, url))
+        if response.status != 200:
+            missing = "no such folder, or the server does not list it"
+            tried = f"{self._tried}; the server must list folders (nginx: autoindex on), or use a brace pattern"
+            raise to_error(response, redacted(url), missing=missing, tried=tried)
+        if response.headers.get("Content-Type", "").startswith("application/json"):
+            return _parse_json_index(response.body, redacted(url))
+        return dict.fromkeys(_parse_html_index(response.body, url))
 
 
-def _version(answer: Answer) -> str:
-    return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+def _validator(response: HttpResponse) -> str:
+    return response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
 
 
-def _is_other(answer: Answer, version: str) -> bool:
-    """Compare with what a version was made of; a proxy that packs its answers makes tags weak on the way."""
-    now = answer.headers.get("Last-Modified" if version.endswith(" GMT") else "ETag") or version
-    return now.removeprefix("W/") != version.removeprefix("W/")
+def _is_other_version(response: HttpResponse, version: str) -> bool:
+    """Compare a response's validator weakly with `version`: a compressing proxy weakens ETags on the way."""
+    current = response.headers.get("Last-Modified" if version.endswith(" GMT") else "ETag") or version
+    return current.removeprefix("W/") != version.removeprefix("W/")
 
 
-def _json_index(page: bytes, where: str) -> dict[str, int | None]:
-    """Read what nginx writes under `autoindex_format json`."""
+def _parse_json_index(page: bytes, where: str) -> dict[str, int | None]:
+    """Parse an index page of nginx with `autoindex_format json`."""
     try:
         return {
             row["name"] + "/" * (row["type"] == "directory"): row.get("size")
             for row in json.loads(page)
-            if _is_plain(row["name"])
+            if _is_file_name(row["name"])
         }
     except (ValueError, TypeError, KeyError) as error:
         raise UnavailableError(
-            "the index page is not one of nginx's", where=where, hint="want autoindex_format json or html"
+            "index page is not in nginx's JSON format", where=where, hint="set autoindex_format to json or html"
         ) from error
 
 
-def _html_index(page: bytes, url: str) -> Iterator[str]:
-    """Read the links of an index page of nginx, Apache or Python that lead one step down, nowhere else."""
-    here = urlsplit(url)
-    links = _Links()
-    links.feed(page.decode("utf-8", "replace"))
-    for link in links.found:
-        there = urlsplit(urljoin(url, link))
-        if there[:2] != here[:2] or there.query or not unquote(there.path).startswith(unquote(here.path)):
+def _parse_html_index(page: bytes, url: str) -> Iterator[str]:
+    """Parse an HTML index page (nginx, Apache, Python); yield only the links to direct children."""
+    base = urlsplit(url)
+    parser = _LinkParser()
+    parser.feed(page.decode("utf-8", "replace"))
+    for link in parser.links:
+        target = urlsplit(urljoin(url, link))
+        if target[:2] != base[:2] or target.query or not unquote(target.path).startswith(unquote(base.path)):
             continue
-        child = unquote(there.path).removeprefix(unquote(here.path))
-        if _is_plain(child.removesuffix("/")):
+        child = unquote(target.path).removeprefix(unquote(base.path))
+        if _is_file_name(child.removesuffix("/")):
             yield child
 
 
-def _is_plain(name: str) -> bool:
+def _is_file_name(name: str) -> bool:
     return "/" not in name and name not in ("", ".", "..")
 
 
-class _Links(HTMLParser):
+class _LinkParser(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.links: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found += [value for key, value in attrs if tag == "a" and key == "href" and value]
+        self.links += [value for key, value in attrs if tag == "a" and key == "href" and value]

@@ -1,4 +1,4 @@
-"""The HTTP client under http(s):// and gs://: kept connections, bounded retries, one sentence per failure."""
+"""HTTP client of the http(s):// and gs:// stores: connection pool, range requests, bounded retries, clear errors."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager, Retry, Timeout,
 from urllib3.exceptions import HTTPError, NameResolutionError, SSLError
 
 from stoker.errors import (
-    AccessError,
-    DataFaultError,
+    AccessDeniedError,
+    VerificationError,
     NotFoundError,
     StokerError,
     UnavailableError,
 )
 
 RETRIES = 4
-PATIENCE_S = 15.0
-"""No retry begins later than this after the first request."""
+RETRY_DEADLINE_S = 15.0
+"""No retry starts later than this after the first request."""
 
-_RETRYABLE = frozenset({408, 429, 500, 502, 503, 504})
-_PIECE = 1 << 20
-_SENT = re.compile(r"bytes ([0-9]+)-([0-9]+)/([0-9]+|\*)")
-# Only redirects: what else is tried again is decided here, because a body can break off too.
+_RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+_READ_BYTES = 1 << 20
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]+)-([0-9]+)/([0-9]+|\*)")
+# urllib3 only follows redirects; retries are decided here, because the body can break off too.
 _REDIRECTS = Retry(total=5, connect=0, read=0, status=0, other=0, redirect=5)
 _NO_REDIRECTS = Retry(total=0, connect=0, read=0, status=0, other=0, redirect=0, raise_on_redirect=False)
 
 
-class Answer(NamedTuple):
-    """What a server answered; `path` is where the redirects ended."""
+class HttpResponse(NamedTuple):
+    """A complete response; `path` is the URL path after redirects."""
 
     status: int
     headers: Mapping[str, str]
@@ -43,25 +43,25 @@ class Answer(NamedTuple):
     path: str
 
 
-class Window(NamedTuple):
-    """A range of bytes to ask for."""
+class ByteRange(NamedTuple):
+    """The bytes to request of an object."""
 
     start: int
     length: int
 
 
-class _WrongBytesError(HTTPError):
-    """An answer with other bytes than were asked for; a cache on the way may do better next time."""
+class _WrongRangeError(HTTPError):
+    """A response with other bytes than requested; retried, because an intermediate cache may recover."""
 
 
-class Client:
-    """Asks one server; safe to share between threads."""
+class HttpClient:
+    """HTTP client for one server; safe to share between threads."""
 
     def __init__(self, url: str, *, redirects: bool = True) -> None:
-        self.pool = _pool(url)
+        self.pool = _create_pool(url)
         self._retries = _REDIRECTS if redirects else _NO_REDIRECTS
 
-    def ask(
+    def request(
         self,
         method: str,
         url: str,
@@ -69,33 +69,33 @@ class Client:
         where: str,
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
-        window: Window | None = None,
-    ) -> Answer:
-        """Ask, and again if that may help; what the answer says is for the caller to judge.
+        byte_range: ByteRange | None = None,
+    ) -> HttpResponse:
+        """Send a request, retrying transient failures, and return the response whatever its status.
 
-        A silent server is reported as `where`.
+        An unreachable server raises UnavailableError at `where`.
         """
         sent = dict(headers or {})
-        if window:
-            sent["Range"] = f"bytes={window.start}-{window.start + window.length - 1}"
-        began = time.monotonic()
+        if byte_range:
+            sent["Range"] = f"bytes={byte_range.start}-{byte_range.start + byte_range.length - 1}"
+        started = time.monotonic()
         for attempt in count():
             try:
-                answer, error = self._ask_once(method, url, sent, body, window), None
-                if answer.status not in _RETRYABLE:
+                response, error = self._request_once(method, url, sent, body, byte_range), None
+                if response.status not in _RETRYABLE_STATUSES:
                     break
             except HTTPError as failure:
                 error = failure
-            if attempt == RETRIES or time.monotonic() - began > PATIENCE_S:
+            if attempt == RETRIES or time.monotonic() - started > RETRY_DEADLINE_S:
                 break
             time.sleep(0.2 * 2**attempt * random.uniform(0.5, 1.0))
         if error:
-            raise UnavailableError(_silence(error), where=where, hint=f"tried {attempt + 1} times") from error
-        return answer
+            raise UnavailableError(_describe_failure(error), where=where, hint=f"tried {attempt + 1} times") from error
+        return response
 
-    def _ask_once(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, window: Window | None
-    ) -> Answer:
+    def _request_once(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, byte_range: ByteRange | None
+    ) -> HttpResponse:
         response = self.pool.urlopen(
             method,
             url,
@@ -107,82 +107,84 @@ class Client:
             decode_content=False,
         )
         try:
-            data = _read(response, window)
+            data = _read_body(response, byte_range)
         except BaseException:
             response.close()
             raise
         response.release_conn()
-        return Answer(response.status, response.headers, data, urlsplit(response.geturl() or url).path)
+        return HttpResponse(response.status, response.headers, data, urlsplit(response.geturl() or url).path)
 
 
-def refusal(answer: Answer, where: str, *, missing: str = "no such object", tried: str) -> StokerError:
-    """Turn an answer that is not good into the error to raise."""
-    match answer.status:
+def to_error(response: HttpResponse, where: str, *, missing: str = "no such object", tried: str) -> StokerError:
+    """Return the error for a response with an error status; `tried` describes the credentials used."""
+    match response.status:
         case 401 | 403:
-            return AccessError("permission denied", where=where, hint=tried)
+            return AccessDeniedError("permission denied", where=where, hint=tried)
         case 404 | 410:
             return NotFoundError(missing, where=where)
         case status:
-            return UnavailableError(f"the server answered {status}", where=where)
+            return UnavailableError(f"server responded with HTTP {status}", where=where)
 
 
-def exactly(window: Window, answer: Answer, where: str) -> bytes:
-    """Give the bytes of a window, or say that the object ends too early."""
-    got = 0 if answer.status == 416 else len(answer.body)
-    if got != window.length:
-        raise DataFaultError(f"wanted {window.length} bytes from {window.start}, got {got}", where=where)
-    return answer.body
+def exact_body(byte_range: ByteRange, response: HttpResponse, where: str) -> bytes:
+    """Return the body of a range request; raise VerificationError if the object ends before the range does."""
+    length = 0 if response.status == 416 else len(response.body)
+    if length != byte_range.length:
+        raise VerificationError(
+            f"expected {byte_range.length} bytes at offset {byte_range.start}, got {length}", where=where
+        )
+    return response.body
 
 
-def _pool(url: str) -> PoolManager:
-    """Keep connections to a server, through the proxy that the environment names for it."""
+def _create_pool(url: str) -> PoolManager:
+    """Create a connection pool, through the proxy that the environment variables set for this URL."""
     parts = urlsplit(url)
     proxy = getproxies().get(parts.scheme)
     if not proxy or (parts.hostname and proxy_bypass(parts.hostname)):
         return PoolManager(maxsize=32)
     auth = urlsplit(proxy)
-    login = f"{auth.username}:{auth.password}" if auth.username else None
-    return ProxyManager(proxy, maxsize=32, proxy_headers=make_headers(proxy_basic_auth=login))
+    credentials = f"{auth.username}:{auth.password}" if auth.username else None
+    return ProxyManager(proxy, maxsize=32, proxy_headers=make_headers(proxy_basic_auth=credentials))
 
 
-def _read(response: BaseHTTPResponse, window: Window | None) -> bytes:
-    """Read a body; from a server that ignores ranges the window alone, without holding what precedes it."""
-    if window is not None and response.status == 206:
-        _check_sent(response.headers.get("Content-Range", ""), window)
-    if window is None or response.status != 200:
+def _read_body(response: BaseHTTPResponse, byte_range: ByteRange | None) -> bytes:
+    """Read a body; if the server ignored Range, skip to the range without keeping what precedes it."""
+    if byte_range is not None and response.status == 206:
+        _check_content_range(response.headers.get("Content-Range", ""), byte_range)
+    if byte_range is None or response.status != 200:
         return response.read()
-    for start in range(0, window.start, _PIECE):
-        _take(response, min(_PIECE, window.start - start))
-    data = _take(response, window.length)
+    for start in range(0, byte_range.start, _READ_BYTES):
+        _read_up_to(response, min(_READ_BYTES, byte_range.start - start))
+    data = _read_up_to(response, byte_range.length)
     response.close()
     return data
 
 
-def _check_sent(told: str, window: Window) -> None:
-    """Refuse bytes from elsewhere, and fewer than there are; what lies behind an object's end cannot be sent."""
-    sent = _SENT.fullmatch(told)
+def _check_content_range(header: str, byte_range: ByteRange) -> None:
+    """Raise if Content-Range differs from the requested range (clipped at the end of the object)."""
+    sent = _CONTENT_RANGE.fullmatch(header)
     if sent is None:
-        raise _WrongBytesError(f"the server does not say which bytes it sent, asked from {window.start}")
-    if int(sent[1]) != window.start:
-        raise _WrongBytesError(f"the server sent bytes from {sent[1]}, asked from {window.start}")
-    last = window.start + window.length - 1
+        raise _WrongRangeError(f"server sent no valid Content-Range, requested from {byte_range.start}")
+    if int(sent[1]) != byte_range.start:
+        raise _WrongRangeError(f"server sent bytes from {sent[1]}, requested from {byte_range.start}")
+    last = byte_range.start + byte_range.length - 1
     if sent[3] != "*" and int(sent[2]) != min(last, int(sent[3]) - 1):
-        raise _WrongBytesError(f"the server sent bytes to {sent[2]} of {sent[3]}, asked to {last}")
+        raise _WrongRangeError(f"server sent bytes to {sent[2]} of {sent[3]}, requested to {last}")
 
 
-def _take(response: BaseHTTPResponse, length: int) -> bytes:
+def _read_up_to(response: BaseHTTPResponse, length: int) -> bytes:
     data = response.read(length)
     while len(data) < length and (more := response.read(length - len(data))):
         data += more
     return data
 
 
-def _silence(error: HTTPError) -> str:
-    if isinstance(error, _WrongBytesError):
+def _describe_failure(error: HTTPError) -> str:
+    if isinstance(error, _WrongRangeError):
         return str(error)
     reason = getattr(error, "reason", None) or error
     if isinstance(reason, NameResolutionError):
-        return "no such host"
+        return "host name could not be resolved"
     if isinstance(reason, SSLError):
-        return "the server's certificate cannot be trusted"
-    return "the server does not answer"
+        return "TLS certificate verification failed"
+    return "server does not respond"

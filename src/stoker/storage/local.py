@@ -1,4 +1,4 @@
-"""Local folders: plain files, written beside their name and renamed into place."""
+"""Local folder store: plain files, written atomically through a temporary file and a rename."""
 
 from __future__ import annotations
 
@@ -13,133 +13,133 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stoker.errors import (
-    AccessError,
-    ChangedError,
-    DataFaultError,
-    FullError,
+    AccessDeniedError,
+    ObjectChangedError,
+    VerificationError,
+    StorageFullError,
     InputError,
     NotFoundError,
     StokerError,
     UnavailableError,
 )
-from stoker.storage import Entry, Tag, checked, folder_of, local_path
+from stoker.storage import Entry, ObjectMeta, check_name, local_path, prefix_folder
 
 _TEMPORARY = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.tmp")
 
 
 class LocalStore:
-    """The files below a folder. Writes are whole or absent, also after a kill; they are not fsynced."""
+    """The files below a folder. Writes are atomic, even if the process is killed, but not fsynced."""
 
     def __init__(self, url: str) -> None:
         path = local_path(url)
         if path is None:
-            raise InputError("is not a local folder", where=url)
+            raise InputError("not a local path", where=url)
         self.url = url
         self.root = path
 
     def get(self, name: str) -> bytes:
         """Read a whole file."""
         path = self._path(name)
-        with explained(path):
+        with translate_os_errors(path):
             return path.read_bytes()
 
     def range(self, name: str, start: int, length: int, *, etag: str = "") -> bytes:
-        """Read exactly `length` bytes from `start`; with an `etag`, refuse those of another version."""
+        """Read exactly `length` bytes from `start`; with an `etag`, raise ObjectChangedError if the file has another one."""
         path = self._path(name)
-        with explained(path), path.open("rb", buffering=0) as file:
+        with translate_os_errors(path), path.open("rb", buffering=0) as file:
             file.seek(start)
             data = file.read(length)
             while len(data) < length and (more := file.read(length - len(data))):
-                data += more  # one read of Linux ends at 2 GiB
-            if etag and _tag(os.fstat(file.fileno())).etag != etag:
-                raise ChangedError(where=path)
+                data += more  # Linux returns at most 2 GiB per read
+            if etag and _object_meta(os.fstat(file.fileno())).etag != etag:
+                raise ObjectChangedError(where=path)
         if len(data) < length:
-            raise DataFaultError(f"wanted {length} bytes from {start}, got {len(data)}", where=path)
+            raise VerificationError(f"expected {length} bytes at offset {start}, got {len(data)}", where=path)
         return data
 
     def size(self, name: str) -> int:
-        """Tell a file's size in bytes."""
-        return self.tag(name).size
+        """Return a file's size in bytes."""
+        return self.head(name).size
 
-    def tag(self, name: str) -> Tag:
-        """Tell which version of a file is there, by its size, its time and its inode."""
+    def head(self, name: str) -> ObjectMeta:
+        """Return a file's metadata; the ETag is made of its modification time, size and inode."""
         path = self._path(name)
-        with explained(path):
+        with translate_os_errors(path):
             status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise NotFoundError("is not a file", where=path)
-        return _tag(status)
+            raise NotFoundError("not a regular file", where=path)
+        return _object_meta(status)
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        """List the files whose name starts with `prefix`, in order of name; none if the folder is absent."""
-        return (entry for entry in self._walk(folder_of(prefix)) if entry.name.startswith(prefix))
+        """List the files whose name starts with `prefix`, sorted by name; none if the folder does not exist."""
+        return (entry for entry in self._walk(prefix_folder(prefix)) if entry.name.startswith(prefix))
 
     def put(self, name: str, source: bytes | Path) -> None:
-        """Write a file, or move one in: by a rename if it lies on the same filesystem."""
+        """Write bytes to a file, or move a file in (by a rename within one file system)."""
         if isinstance(source, bytes):
             self.write(name, [source])
             return
         target = self._path(name)
-        with explained(target, source):
+        with translate_os_errors(target, source):
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 source.replace(target)
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
-                with _whole(target) as temporary:
+                with _atomic_write(target) as temporary:
                     shutil.copyfile(source, temporary)
                 source.unlink()
 
     def write(self, name: str, chunks: Iterable[bytes]) -> None:
-        """Write a file from pieces; it appears when the last one is written."""
+        """Write a file from chunks; it appears once the last chunk is written."""
         target = self._path(name)
-        with explained(target):
+        with translate_os_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            with _whole(target) as temporary, temporary.open("xb") as file:
+            with _atomic_write(target) as temporary, temporary.open("xb") as file:
                 file.writelines(chunks)
 
     def delete(self, name: str) -> None:
-        """Remove a file; one that is not there is no error."""
+        """Delete a file; a missing one is not an error."""
         path = self._path(name)
-        with explained(path):
+        with translate_os_errors(path):
             path.unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
-        return self.root / checked(name)
+        return self.root / check_name(name)
 
     def _walk(self, folder: str) -> Iterator[Entry]:
         path = self.root / folder
-        with explained(path):
+        with translate_os_errors(path):
             try:
                 with os.scandir(path) as scan:
-                    # A folder sorts by its name with the slash, so that the walk as a whole is in order.
-                    found = sorted((file.name + "/" * file.is_dir(), file) for file in scan)
+                    # Folders sort with their trailing slash, so that the recursive walk is in order of full names.
+                    children = sorted((file.name + "/" * file.is_dir(), file) for file in scan)
             except FileNotFoundError:
                 return
-        for name, file in found:
+        for name, file in children:
             full = f"{folder}/{name}" if folder else name
             if name.endswith("/"):
                 yield from self._walk(full.removesuffix("/"))
                 continue
-            with explained(path / name):
+            with translate_os_errors(path / name):
                 status = file.stat() if file.is_file() and not is_temporary(name) else None
             if status:
                 yield Entry(full, status.st_size)
 
 
 def is_temporary(name: str) -> bool:
-    """Tell a file that is still being written by its name."""
+    """Return whether a file name is that of a file still being written."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
-def _tag(status: os.stat_result) -> Tag:
-    return Tag(status.st_size, f"{status.st_mtime_ns:x}-{status.st_size:x}-{status.st_ino:x}")
+def _object_meta(status: os.stat_result) -> ObjectMeta:
+    return ObjectMeta(status.st_size, f"{status.st_mtime_ns:x}-{status.st_size:x}-{status.st_ino:x}")
 
 
 @contextmanager
-def _whole(target: Path) -> Iterator[Path]:
-    """Give a temporary path beside `target`, renamed to it at the end, removed on any failure."""
+def _atomic_write(target: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `target`: renamed to it at the end, removed on any failure."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
@@ -150,30 +150,30 @@ def _whole(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def explained(path: Path, source: Path | None = None) -> Iterator[None]:
-    """Turn the operating system's errors into ours; what is not found is the source, if one is given."""
+def translate_os_errors(path: Path, source: Path | None = None) -> Iterator[None]:
+    """Convert OSError into a StokerError; "not found" refers to `source` if one is given."""
     try:
         yield
     except OSError as error:
         where = source if source and isinstance(error, FileNotFoundError) else path
-        raise _explain(error, where) from error
+        raise _to_error(error, where) from error
 
 
-def _explain(error: OSError, where: Path) -> StokerError:
+def _to_error(error: OSError, where: Path) -> StokerError:
     match error.errno:
         case errno.ENOENT:
             return NotFoundError("no such file", where=where)
         case errno.EISDIR:
             return NotFoundError("is a folder", where=where)
         case errno.ENOTDIR | errno.EEXIST:
-            return NotFoundError("is a file, or lies below one", where=where)
+            return NotFoundError("a parent of this path is a file", where=where)
         case errno.ENOSPC | errno.EDQUOT:
-            return FullError("no space left", where=where, hint="free some, or write to another place")
+            return StorageFullError("no space left on device", where=where, hint="free some space or write elsewhere")
         case errno.EACCES | errno.EPERM | errno.EROFS:
-            return AccessError(
+            return AccessDeniedError(
                 "permission denied",
                 where=where,
-                hint=f"tried as user {os.geteuid()}; check the folder's mode",
+                hint=f"running as uid {os.geteuid()}; check the owner and mode of the folder",
             )
         case _:
-            return UnavailableError(error.strerror or "cannot be used", where=where)
+            return UnavailableError(error.strerror or "I/O error", where=where)

@@ -1,4 +1,4 @@
-"""S3, and what speaks its protocol, through obstore."""
+"""S3 and S3-compatible object storage, through obstore."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from obstore.exceptions import BaseError, PreconditionError
 from obstore.store import S3Store as Bucket
 
 from stoker.errors import (
-    AccessError,
-    ChangedError,
-    DataFaultError,
+    AccessDeniedError,
+    ObjectChangedError,
+    VerificationError,
     InputError,
     MissingExtraError,
     NotFoundError,
     StokerError,
     UnavailableError,
 )
-from stoker.storage import Children, Entry, Tag, checked, folder_of, join
-from stoker.storage.local import explained
+from stoker.storage import Entry, FolderListing, ObjectMeta, check_name, join, prefix_folder
+from stoker.storage.local import translate_os_errors
 
 if TYPE_CHECKING:
     from obstore.auth.boto3 import Boto3CredentialProvider
@@ -41,27 +41,27 @@ _RETRY: RetryConfig = {
     },
 }
 _CLIENT: ClientConfig = {
-    "allow_http": True,  # an endpoint given as http:// is meant
+    "allow_http": True,  # for endpoints that are set as http://
     "connect_timeout": timedelta(seconds=3),
     "read_timeout": timedelta(seconds=30),
-    "timeout": timedelta(hours=1),  # of a whole body, which may be large; a stalled one ends by read_timeout
+    "timeout": timedelta(hours=1),  # for a whole body, which may be large; read_timeout catches a stalled one
 }
-_PART = 8 << 20
-_owner: int | None = None
-"""The process that obstore's threads run in, once it has used them."""
-_TRUE = frozenset({"1", "true", "on", "yes", "y"})  # what obstore takes for true
-_PUBLIC = "a public bucket needs AWS_SKIP_SIGNATURE=true"
+_UPLOAD_PART_BYTES = 8 << 20
+_runtime_pid: int | None = None
+"""The process in which obstore's runtime threads were started, once it was used."""
+_TRUE_VALUES = frozenset({"1", "true", "on", "yes", "y"})  # as obstore parses them
+_PUBLIC_BUCKET_HINT = "a public bucket needs AWS_SKIP_SIGNATURE=true"
 
 
 class S3Store:
-    """The objects below s3://bucket/prefix. Large files go up in parts, so that memory stays bounded."""
+    """The objects below s3://bucket/prefix. Large files use multipart uploads, so that memory stays bounded."""
 
     def __init__(self, url: str) -> None:
         bucket, _, prefix = url.removeprefix("s3://").partition("/")
         if not bucket:
-            raise InputError("names no bucket", where=url, hint="write s3://bucket/folder")
+            raise InputError("URL has no bucket", where=url, hint="write s3://bucket/folder")
         self.url = url
-        self._tried, provider = _credentials(url)
+        self._tried, provider = _find_credentials(url)
         try:
             self._bucket = Bucket(
                 bucket,
@@ -71,153 +71,153 @@ class S3Store:
                 credential_provider=provider,
             )
         except BaseError as error:
-            raise InputError(_report(error), where=url, hint="check the variables AWS_*") from error
+            raise InputError(_message(error), where=url, hint="check the AWS_* environment variables") from error
 
     def get(self, name: str) -> bytes:
         """Read a whole object."""
-        with self._explained(name):
-            return obstore.get(self._bucket, checked(name)).bytes().to_bytes()
+        with self._translate_errors(name):
+            return obstore.get(self._bucket, check_name(name)).bytes().to_bytes()
 
     def range(self, name: str, start: int, length: int, *, etag: str = "") -> bytes:
-        """Read exactly `length` bytes from `start`; with an `etag`, refuse those of another version."""
+        """Read exactly `length` bytes from `start`; with an `etag`, raise ObjectChangedError if the version differs."""
         if not length:
             return b""
-        with self._explained(name):
+        with self._translate_errors(name):
             try:
-                data = self._window(checked(name), start, length, etag)
+                data = self._get_range(check_name(name), start, length, etag)
             except BaseError as error:
-                if _status(error) != 416:
+                if _status_code(error) != 416:
                     raise
                 data = b""
         if len(data) != length:
-            what = f"wanted {length} bytes from {start}, got {len(data)}"
-            raise DataFaultError(what, where=join(self.url, name))
+            what = f"expected {length} bytes at offset {start}, got {len(data)}"
+            raise VerificationError(what, where=join(self.url, name))
         return data
 
     def size(self, name: str) -> int:
-        """Tell an object's size in bytes."""
-        with self._explained(name):
-            return obstore.head(self._bucket, checked(name))["size"]
+        """Return an object's size in bytes."""
+        with self._translate_errors(name):
+            return obstore.head(self._bucket, check_name(name))["size"]
 
-    def tag(self, name: str) -> Tag:
-        """Tell which version of an object is there, by its ETag."""
-        with self._explained(name):
-            meta = obstore.head(self._bucket, checked(name))
-        return Tag(meta["size"], meta["e_tag"] or "")
+    def head(self, name: str) -> ObjectMeta:
+        """Return an object's metadata by a HEAD request."""
+        with self._translate_errors(name):
+            meta = obstore.head(self._bucket, check_name(name))
+        return ObjectMeta(meta["size"], meta["e_tag"] or "")
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        """List the objects whose name starts with `prefix`, in order of name."""
-        # obstore's own prefix ends at a slash, ours anywhere.
-        folder = folder_of(prefix)
-        with self._explained(folder):
+        """List the objects whose name starts with `prefix`, sorted by name."""
+        # obstore matches whole path segments only; our prefix may end within one.
+        folder = prefix_folder(prefix)
+        with self._translate_errors(folder):
             for batch in obstore.list(self._bucket, folder or None):
                 for meta in batch:
                     if meta["path"].startswith(prefix):
                         yield Entry(meta["path"], meta["size"])
 
-    def children(self, folder: str) -> Children:
-        """List one folder, whose name is empty or ends with a slash."""
-        with self._explained(folder):
-            found = obstore.list_with_delimiter(self._bucket, folder or None)
-        files = [(meta["path"].removeprefix(folder), meta["size"]) for meta in found["objects"]]
-        return [path.removeprefix(folder).strip("/") for path in found["common_prefixes"]], list(files)
+    def list_folder(self, folder: str) -> FolderListing:
+        """List one folder (empty, or ending with a slash)."""
+        with self._translate_errors(folder):
+            listing = obstore.list_with_delimiter(self._bucket, folder or None)
+        files = [(meta["path"].removeprefix(folder), meta["size"]) for meta in listing["objects"]]
+        return [path.removeprefix(folder).strip("/") for path in listing["common_prefixes"]], list(files)
 
     def put(self, name: str, source: bytes | Path) -> None:
-        """Upload an object, which appears when its last part has arrived; then remove a source file."""
+        """Upload an object, which appears once its last part has arrived; then delete a source file."""
         if isinstance(source, Path):
-            with explained(source):
+            with translate_os_errors(source):
                 source.stat()
-        with self._explained(name):
-            obstore.put(self._bucket, checked(name), source, chunk_size=_PART, max_concurrency=4)
+        with self._translate_errors(name):
+            obstore.put(self._bucket, check_name(name), source, chunk_size=_UPLOAD_PART_BYTES, max_concurrency=4)
         if isinstance(source, Path):
-            with explained(source):
+            with translate_os_errors(source):
                 source.unlink()
 
     def delete(self, name: str) -> None:
-        """Remove an object; one that is not there is no error."""
-        with self._explained(name):
-            obstore.delete(self._bucket, checked(name))
+        """Delete an object; a missing one is not an error."""
+        with self._translate_errors(name):
+            obstore.delete(self._bucket, check_name(name))
 
-    def _window(self, name: str, start: int, length: int, etag: str) -> bytes:
+    def _get_range(self, name: str, start: int, length: int, etag: str) -> bytes:
         if not etag:
             return obstore.get_range(self._bucket, name, start=start, length=length).to_bytes()
-        answer = obstore.get(self._bucket, name, options={"range": (start, start + length), "if_match": etag})
-        if (answer.meta["e_tag"] or etag) != etag:
-            raise ChangedError(where=join(self.url, name))  # from a server that takes no conditions
-        return answer.bytes().to_bytes()
+        response = obstore.get(self._bucket, name, options={"range": (start, start + length), "if_match": etag})
+        if (response.meta["e_tag"] or etag) != etag:
+            raise ObjectChangedError(where=join(self.url, name))  # the server ignored If-Match
+        return response.bytes().to_bytes()
 
     @contextmanager
-    def _explained(self, name: str) -> Iterator[None]:
-        _refuse_fork(self.url)
+    def _translate_errors(self, name: str) -> Iterator[None]:
+        _check_not_forked(self.url)
         try:
             yield
         except (BaseError, FileNotFoundError) as error:
-            raise self._explain(error, join(self.url, name) if name else self.url) from error
+            raise self._to_error(error, join(self.url, name) if name else self.url) from error
 
-    def _explain(self, error: Exception, where: str) -> StokerError:
-        report = _report(error)
-        status = _status(error)
+    def _to_error(self, error: Exception, where: str) -> StokerError:
+        report = _message(error)
+        status = _status_code(error)
         if isinstance(error, PreconditionError):
-            return ChangedError(where=where)
+            return ObjectChangedError(where=where)
         if "<Code>NoSuchBucket</Code>" in report:
             return NotFoundError("no such bucket", where=where)
         if isinstance(error, FileNotFoundError) or status == 404:
             return NotFoundError("no such object", where=where)
         if status in (401, 403):
-            return AccessError("permission denied", where=where, hint=self._tried)
+            return AccessDeniedError("permission denied", where=where, hint=self._tried)
         if "/latest/api/token" in report or "/latest/meta-data/" in report:
-            return AccessError("no credentials", where=where, hint=self._tried)
+            return AccessDeniedError("no credentials", where=where, hint=self._tried)
         if status:
             message = re.search(r"<Message>(.*?)</Message>", report, re.DOTALL)
             reason = f": {message[1].strip()}" if message else ""
-            return UnavailableError(f"the server answered {status}{reason}", where=where)
+            return UnavailableError(f"server responded with HTTP {status}{reason}", where=where)
         if "HTTP error" in report:
             retries = re.search(r"after (\d+) retries", report)
             hint = f"tried {int(retries[1]) + 1 if retries else 1} times"
-            return UnavailableError("the server does not answer", where=where, hint=hint)
+            return UnavailableError("server does not respond", where=where, hint=hint)
         return UnavailableError(report, where=where)
 
 
-def _report(error: Exception) -> str:
-    """Give the part of obstore's message that is for people."""
+def _message(error: Exception) -> str:
+    """Return obstore's error message without its debug output."""
     return str(error).partition("\n\nDebug source:")[0].removeprefix("Generic S3 error: ")
 
 
-def _status(error: Exception) -> int | None:
-    found = re.search(r"status code: (\d{3})", _report(error))
-    return int(found[1]) if found else None
+def _status_code(error: Exception) -> int | None:
+    code = re.search(r"status code: (\d{3})", _message(error))
+    return int(code[1]) if code else None
 
 
-def _refuse_fork(url: str) -> None:
-    """Refuse to wait for threads that did not come along when this process was forked."""
-    global _owner
-    _owner = _owner or os.getpid()
-    if _owner != os.getpid():
+def _check_not_forked(url: str) -> None:
+    """Raise in a forked process, where obstore's runtime threads do not exist and calls would block forever."""
+    global _runtime_pid
+    _runtime_pid = _runtime_pid or os.getpid()
+    if _runtime_pid != os.getpid():
         raise UnavailableError(
-            "this process was forked from one that had used s3:// already, and cannot",
+            "s3:// cannot be used in a process forked after its parent used s3://",
             where=url,
-            hint="start it by forkserver or spawn (DataLoader: multiprocessing_context), or use s3:// only in workers",
+            hint="use forkserver or spawn (DataLoader: multiprocessing_context), or use s3:// only in workers",
         )
 
 
-def _credentials(where: str) -> tuple[str, Boto3CredentialProvider | None]:
-    """Say which credentials are tried; profiles, which obstore does not read, come through boto3."""
+def _find_credentials(where: str) -> tuple[str, Boto3CredentialProvider | None]:
+    """Return which credentials are used, and a boto3 provider for profiles, which obstore does not read."""
     profile = os.environ.get("AWS_PROFILE")
     if os.environ.get("AWS_ACCESS_KEY_ID"):
         return "tried AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", None
-    if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in _TRUE:
-        return "sent no credentials, for AWS_SKIP_SIGNATURE is set", None
+    if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in _TRUE_VALUES:
+        return "sent no credentials because AWS_SKIP_SIGNATURE is set", None
     if not profile and not Path("~/.aws").expanduser().is_dir():
-        return f"tried the roles of this machine, for AWS_ACCESS_KEY_ID is not set; {_PUBLIC}", None
+        return f"tried the instance role because AWS_ACCESS_KEY_ID is not set; {_PUBLIC_BUCKET_HINT}", None
     try:
         from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ModuleNotFoundError as error:
         raise MissingExtraError("boto3", "s3", purpose="reading AWS profiles") from error
-    tried = f"tried AWS_PROFILE={profile}" if profile else "tried the default profile of ~/.aws"
+    tried = f"tried AWS_PROFILE={profile}" if profile else "tried the default profile in ~/.aws"
     try:
         return tried, Boto3CredentialProvider()
     except BotoCoreError as error:
         raise InputError(str(error), where=where, hint=tried) from error
     except ValueError as error:
-        raise AccessError("no credentials", where=where, hint=f"{tried}; {_PUBLIC}") from error
+        raise AccessDeniedError("no credentials", where=where, hint=f"{tried}; {_PUBLIC_BUCKET_HINT}") from error
