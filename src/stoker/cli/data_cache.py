@@ -1,270 +1,244 @@
-"""`stoker data cache --on k8s` and `stoker data warm --on k8s`: the cache of a namespace."""
+"""`stoker data cache` and `warm`: a caching proxy on this machine or in a Kubernetes namespace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
-from stoker.cli.kube_target import cluster_at, place_of
-from stoker.cli.output import print_json, print_table, remark
-from stoker.core.units import counted, format_bytes, parse_bytes, parse_duration
-from stoker.errors import InputError
+from stoker.cli import cluster_cache
+from stoker.cli.data_serve import EngineName, Host, TokenFile, load_token, parse_folder, parse_port, run_engine
+from stoker.cli.options import Json
+from stoker.cli.output import print_json, print_message, show_byte_progress
+from stoker.core.units import pluralize
 
 if TYPE_CHECKING:
-    from stoker.kube.client import Cluster
-    from stoker.kube.config import Place
-    from stoker.serve.cluster.deployment import CacheState
-    from stoker.serve.cluster.manifests import ClusterCache
     from stoker.shards.shard_set import ShardSet
     from stoker.storage import Entry
 
+LOCAL_CACHE = {"place": "--dir", "port": "--port", "host": "--host", "engine": "--engine", "token_file": "--token-file"}
+CLUSTER_CACHE = {
+    "claim": "--claim",
+    "storage_class": "--storage-class",
+    "replicas": "--replicas",
+    "image": "--image",
+    "patch": "--patch",
+    "timeout": "--timeout",
+    "dry_run": "--dry-run",
+    "status": "--status",
+    "stop": "--stop",
+    "as_json": "--json",
+}
+CLUSTER_WARM = {"read_from": "--read-from", "image": "--image", "patch": "--patch"}
 
-class Asked(NamedTuple):
-    """What the command line says of a cache."""
-
-    origins: list[str]
-    size: str | None
-    claim: str | None
-    storage_class: str | None
-    replicas: int
-    image: str | None
-    fresh: float
-    patches: list[Path]
-
-
-def check_options(ctx: typer.Context, on: str | None, *, local: Mapping[str, str], remote: Mapping[str, str]) -> None:
-    """Refuse options that mean nothing at the place that is named."""
-    odd = remote if on is None else local
-    given = [flag for name, flag in odd.items() if _is_given(ctx, name)]
-    if given:
-        are = "is" if len(given) == 1 else "are"
-        where = "--on k8s" if on is None else "a cache on this machine, without --on"
-        raise InputError(f"{', '.join(given)} {are} for {where}")
+On = Annotated[
+    str | None,
+    typer.Option(
+        "--on", metavar="TARGET", help="Use the cache of a namespace: k8s[://context/namespace].", show_default=False
+    ),
+]
+Image = Annotated[str | None, typer.Option(metavar="NAME", help="With --on: image of the pods.", show_default=False)]
+Patch = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE", help="With --on: YAML to merge into the objects. Repeatable."),
+]
 
 
-def _is_given(ctx: typer.Context, name: str) -> bool:
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to `stoker data`."""
+    app.command()(cache)
+    app.command()(warm)
 
 
-def cache(on: str, asked: Asked, *, timeout: str, plan: bool, status: bool, stop: bool, as_json: bool) -> None:
-    """Make, show or remove the cache of a namespace."""
-    acts = [flag for flag, given in (("--plan", plan), ("--status", status), ("--stop", stop)) if given]
-    if len(acts) > 1:
-        raise InputError(f"{' and '.join(acts)} are two things", hint="give one of them")
-    wait_s = parse_duration(timeout)
-    if plan:
-        _plan(on, asked, as_json)
+def cache(
+    ctx: typer.Context,
+    origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]URL", help="Origin to cache: a web server or bucket. Repeatable."),
+    ] = None,
+    place: Annotated[
+        str | None, typer.Option("--dir", metavar="DIR", help="Directory of the cache.", show_default=False)
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(metavar="BYTES", help="Maximum size of the cache, for example 200GiB.", show_default=False),
+    ] = None,
+    port: Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0 uses a free port.")] = 3128,
+    host: Host = "127.0.0.1",
+    engine: EngineName = "auto",
+    token_file: TokenFile = None,
+    revalidate_after: Annotated[
+        float, typer.Option(metavar="S", help="Revalidate a cached object with its origin after S seconds.")
+    ] = 60.0,
+    on: On = None,
+    claim: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With --on: store data on this existing claim.", show_default=False),
+    ] = None,
+    storage_class: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With --on: create claims of this StorageClass.", show_default=False),
+    ] = None,
+    replicas: Annotated[int, typer.Option(metavar="N", help="With --on: number of pods, each with its own store.")] = 1,
+    image: Image = None,
+    patch: Patch = None,
+    timeout: Annotated[str, typer.Option(metavar="DURATION", help="With --on: time to wait until ready.")] = "3m",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --on: print the objects without creating them.")
+    ] = False,
+    status: Annotated[bool, typer.Option("--status", help="With --on: show the cache of the namespace.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="With --on: delete the cache of the namespace.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a caching proxy in front of web servers and buckets.
+
+    Data that many machines read is fetched from its origin once.
+    """
+    cluster_cache.check_options(ctx, on, local=LOCAL_CACHE, cluster=CLUSTER_CACHE)
+    if on is not None:
+        options = cluster_cache.CacheOptions(
+            origin or [], size, claim, storage_class, replicas, image, revalidate_after, patch or []
+        )
+        cluster_cache.cache(on, options, timeout=timeout, dry_run=dry_run, status=status, stop=stop, as_json=as_json)
         return
-    with cluster_at(on) as cluster:
-        if stop:
-            _stop(cluster, as_json)
-            return
-        if not status:
-            _deploy(cluster, place_of(on), asked, wait_s)
-        _show(cluster, as_json)
+    _cache_here(origin or [], place, size, port, host, engine, token_file, revalidate_after)
 
 
-def _deploy(cluster: Cluster, place: Place, asked: Asked, wait_s: float) -> None:
-    from stoker.serve.cluster.deployment import await_ready, deploy
-    from stoker.serve.cluster.manifests import cache_objects
-
-    wanted = _wanted(asked, place, cluster)
-    deploy(cluster, cache_objects(wanted, read_patches(asked.patches)))
-    remark(f"{wanted.kind} stoker-cache in {cluster.url}, {format_bytes(wanted.size)} for each pod")
-    await_ready(cluster, wanted.kind, timeout_s=wait_s, tell=lambda text: remark(f"waiting: {text}"))
-
-
-def _plan(on: str, asked: Asked, as_json: bool) -> None:
-    """Print the objects; the cluster is asked only where a claim's size must be known."""
-    from stoker.launchers.kubernetes.plan import as_yaml
-    from stoker.serve.cluster.manifests import cache_objects
-
-    if asked.claim is not None and asked.size is None:
-        with cluster_at(on) as cluster:
-            wanted = _wanted(asked, place_of(on), cluster)
-    else:
-        wanted = _wanted(asked, place_of(on), None)
-    objects = cache_objects(wanted, read_patches(asked.patches))
-    if as_json:
-        print_json(objects)
-    else:
-        typer.echo(as_yaml(objects), nl=False)
-
-
-def _wanted(asked: Asked, place: Place, cluster: Cluster | None) -> ClusterCache:
-    """Put together what is asked for; a claim that is there tells its size."""
+def _cache_here(
+    origin: list[str],
+    place: str | None,
+    size: str | None,
+    port: int,
+    host: str,
+    engine: str,
+    token_file: Path | None,
+    revalidate_after: float,
+) -> None:
+    """Run the cache on this machine until a signal."""
+    from stoker.core.units import parse_bytes
+    from stoker.errors import InputError
     from stoker.serve.cache.origins import read_origins
-    from stoker.serve.cluster.deployment import claimed_size
-    from stoker.serve.cluster.manifests import IMAGE, ClusterCache
+    from stoker.serve.cache.slices import check_budget
+    from stoker.serve.engines import create_cache
+    from stoker.serve.settings import CacheSettings
 
-    if not 0 <= asked.fresh <= 86400 * 365:
-        raise InputError(f"--fresh is {asked.fresh:g}, and must be 0 or more seconds")
-    origins = tuple(read_origins(asked.origins))
-    size = None if asked.size is None else _size(asked.size)
-    if asked.claim is not None and cluster is not None and asked.replicas >= 1:
-        has = claimed_size(cluster, asked.claim, asked.replicas)
-        if size is not None and size > has:
-            each = " for each pod" if asked.replicas > 1 else ""
-            raise InputError(f"--size is {format_bytes(size)}, and claim {asked.claim} has {format_bytes(has)}{each}")
-        size = has if size is None else size
-    if size is None:
-        raise InputError("no --size is given", hint="how much each pod keeps at most, for example --size 200Gi")
-    return ClusterCache(
-        origins=origins,
-        size=size,
-        image=IMAGE if asked.image is None else asked.image,
-        replicas=asked.replicas,
-        claim=asked.claim,
-        storage_class=asked.storage_class,
-        fresh_s=asked.fresh,
-        namespace=place.namespace,
+    cluster_cache.check_revalidation(revalidate_after)
+    if place is None or size is None:
+        missing = [name for name, value in (("--dir", place), ("--size", size)) if value is None]
+        raise InputError(f"{' and '.join(missing)} required", hint="for example --dir /cache --size 200GiB")
+    folder = parse_folder(place, "--dir")
+    origins = read_origins(origin)
+    budget = parse_bytes(size)
+    check_budget(folder, budget)
+    settings = CacheSettings(
+        origins=tuple(origins),
+        dir=folder.resolve(),
+        size=budget,
+        host=host,
+        port=parse_port(port),
+        token=load_token(token_file),
+        token_file=token_file,
+        revalidate_after_s=revalidate_after,
     )
+    run_engine(create_cache(settings, engine), f"caching {pluralize(len(origins), 'origin')}", host, token_file)
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except InputError as error:
-        raise InputError(f"--size: {error.what}") from error
+def warm(
+    ctx: typer.Context,
+    url: Annotated[str, typer.Argument(metavar="URL", help="Shard set at its origin.")],
+    via: Annotated[str | None, typer.Option(metavar="URL", help="Cache to warm.", show_default=False)] = None,
+    job: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Job file that sampling and seed are taken from.", show_default=False),
+    ] = None,
+    shards: Annotated[
+        str | None, typer.Option(metavar="A..B", help="Warm only this range of shards, in order.")
+    ] = None,
+    sampling: Annotated[
+        str | None, typer.Option(metavar="MODE", help="Sampling mode: exact (default), join or resampled.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the run. Defaults to 0.")] = None,
+    epoch: Annotated[int, typer.Option(metavar="N", help="First epoch of the run.")] = 0,
+    jobs: Annotated[int, typer.Option(metavar="N", help="Number of shards to fetch at a time.")] = 4,
+    on: On = None,
+    read_from: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="With --on: URL of the same set, readable from here.", show_default=False),
+    ] = None,
+    image: Image = None,
+    patch: Patch = None,
+    as_json: Json = False,
+) -> None:
+    """Fill a cache with shards in the order a run reads them."""
+    from stoker.core.units import format_bytes
+    from stoker.errors import InputError
+    from stoker.load.planning import find_shard_set, plan_sampling
+    from stoker.serve.cache.warm import Order, fitting, order_of_job, parse_slice, plan_order
+    from stoker.shards.scan import ensure_manifest
+    from stoker.storage import redacted
 
-
-def read_patches(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """Read YAML documents, each with the kind of the object that it changes."""
-    from stoker.kube.manifest_files import documents
-
-    found: list[dict[str, Any]] = []
-    for path in files:
-        for one in documents(path):
-            if not isinstance(one, dict) or not isinstance(one.get("kind"), str):
-                raise InputError("a patch names the kind of the object that it changes", where=path, hint="kind: …")
-            found.append(one)
-    return found
-
-
-def _stop(cluster: Cluster, as_json: bool) -> None:
-    from stoker.serve.cluster.deployment import remove
-
-    gone = remove(cluster)
-    if as_json:
-        print_json({"removed": gone})
-    else:
-        remark(f"removed {counted(len(gone), 'object')} from {cluster.url}{': ' if gone else ''}{', '.join(gone)}")
-
-
-def _show(cluster: Cluster, as_json: bool) -> None:
-    from dataclasses import asdict
-
-    from stoker.serve.cluster.deployment import look
-
-    state = look(cluster)
-    if as_json:
-        print_json(asdict(state))
-    else:
-        _print(state)
-
-
-def _print(state: CacheState) -> None:
-    print_table(
-        ("pod", "node", "state", "restarts", "requests", "bytes", "hits", "misses", "from origin", "errors"),
-        [
-            (
-                pod.name,
-                pod.node,
-                "ready" if pod.ready else "not ready",
-                pod.restarts,
-                pod.log.get("requests"),
-                _bytes(pod.log.get("bytes")),
-                pod.log.get("hits"),
-                pod.log.get("misses"),
-                _bytes(pod.log.get("origin_bytes")),
-                pod.log.get("errors"),
-            )
-            for pod in state.pods
-        ],
+    if not 1 <= jobs <= 256:
+        raise InputError(f"--jobs must be from 1 to 256, got {jobs}")
+    if epoch < 0:
+        raise InputError(f"--epoch must be 0 or more, got {epoch}")
+    cluster_cache.check_options(ctx, on, local={"via": "--via"}, cluster=CLUSTER_WARM)
+    if via is None and on is None:
+        raise InputError("no cache given", hint="pass --via http://cache:3128 or --on k8s")
+    order = Order("exact", 0) if job is None else order_of_job(job)
+    warmer: _Warmer = (
+        cluster_cache.ClusterWarmer(on, url, read_from, image, patch or [])
+        if on is not None
+        else _LocalWarmer(url, via or "")
     )
-    for pod in state.pods:
-        if pod.why:
-            remark(f"{pod.name}: {pod.why}")
-    remark(f"{state.ready} of {state.replicas} answer at {state.url}; in a job: data.via: cluster")
-    for one in state.origins:
-        remark(f"  /{one['name']}{'/' if one['name'] else ''} is {one['url']}")
+    with closing(warmer):
+        shard_set = ensure_manifest(find_shard_set(warmer.readable), jobs=jobs)
+        plan = plan_sampling(shard_set, sampling=sampling or order.sampling, seed=order.seed if seed is None else seed)
+        ordered = plan_order(plan, shard_set.shards, epoch)
+        chosen = ordered[parse_slice(shards, len(ordered))] if shards is not None else ordered
+        entries = fitting(chosen, warmer.budget)
+        with show_byte_progress("warming", sum(entry.size for entry in entries)) as advance:
+            fetched = warmer.fill(shard_set, entries, jobs, advance)
+    skipped = len(chosen) - len(entries)
+    if as_json:
+        print_json({"shards": [entry.name for entry in entries], "bytes": fetched, "left": skipped})
+    else:
+        if skipped:
+            print_message(f"the cache is too small: skipped the last {pluralize(skipped, 'shard')}")
+        print_message(f"{pluralize(len(entries), 'shard')}, {format_bytes(fetched)}, through {redacted(warmer.url)}")
 
 
-def _bytes(number: int | None) -> str | None:
-    return None if number is None else format_bytes(number)
+class _Warmer(Protocol):
+    """Fills a cache; `readable` is the URL at which the set can be read from here."""
 
+    url: str
+    readable: str
+    budget: int
 
-class Filler:
-    """The cache of a namespace, filled by a Job there."""
-
-    def __init__(self, on: str, url: str, copy: str | None, image: str | None, patches: Sequence[Path]) -> None:
-        from stoker.serve.cluster.deployment import target
-        from stoker.serve.cluster.manifests import WARM_IMAGE
-        from stoker.storage.cache_url import through_known
-
-        self._patches, self._image = read_patches(patches), WARM_IMAGE if image is None else image
-        self._place, self._cluster = place_of(on), cluster_at(on)
-        try:
-            self._target = target(self._cluster)
-            self.url, self.budget = self._cluster.url, self._target.budget
-            through_known(url, self.url, self._target.origins)  # before anything is read
-        except BaseException:
-            self.close()
-            raise
-        self.readable, self._origin = copy or url, None if copy is None else url
+    def fill(self, shard_set: ShardSet, entries: list[Entry], jobs: int, progress: Callable[[int], None]) -> int:
+        """Read shards through the cache and return the number of bytes."""
+        ...
 
     def close(self) -> None:
-        """Give back the connections."""
-        self._cluster.close()
-
-    def fill(self, one: ShardSet, wanted: list[Entry], jobs: int, progress: Callable[[int], None]) -> int:
-        """Read shards through it, by a Job."""
-        from stoker.serve.cluster.deployment import fill
-        from stoker.serve.cluster.manifests import MOST_LANES, Filling
-
-        if jobs > MOST_LANES:
-            raise InputError(f"--jobs is {jobs}, and must be from 1 to {MOST_LANES} in a cluster")
-        entries = list(_with_indexes(one, wanted))
-        root = self._root(one)
-        filling = Filling(
-            paths=tuple(f"{root}/{quote(name)}" for name, _ in entries),
-            caches=self._target.caches,
-            lanes=min(jobs, max(1, len(entries))),
-            image=self._image,
-            namespace=self._place.namespace,
-        )
-        fill(
-            self._cluster,
-            filling,
-            patches=self._patches,
-            done=lambda at: progress(entries[at][1]),
-            tell=lambda text: remark(f"waiting: {text}"),
-        )
-        return sum(size for _, size in entries)
-
-    def _root(self, one: ShardSet) -> str:
-        """Give the path of the set at the cache."""
-        from stoker.storage.cache_url import through_known
-
-        place = one.url if self._origin is None else f"{self._origin.rstrip('/')}/{one.folder}".rstrip("/")
-        path = through_known(place, "", self._target.origins)
-        return f"/{quote(path, safe='/%')}" if path else ""
+        """Close the connections."""
+        ...
 
 
-def _with_indexes(one: ShardSet, wanted: Sequence[Entry]) -> Iterator[tuple[str, int]]:
-    """Name what a run reads: the manifest, and each shard after its index; only shards are counted."""
-    from stoker.shards.index import index_name
-    from stoker.shards.manifest import MANIFEST
+class _LocalWarmer:
+    """Fills a cache that this machine can reach."""
 
-    is_ours = one.manifest is not None and one.indexes is None
-    if is_ours:
-        yield MANIFEST, 0
-    for entry in wanted:
-        if is_ours:
-            yield index_name(entry.name), 0
-        yield entry.name, entry.size
+    def __init__(self, url: str, via: str) -> None:
+        from stoker.storage.cache_url import find_cache_url, read_cache_budget
+
+        self.url, self.readable, self.budget = via, find_cache_url(url, via), read_cache_budget(via)
+
+    def fill(self, shard_set: ShardSet, entries: list[Entry], jobs: int, progress: Callable[[int], None]) -> int:
+        """Read shards through the cache and return the number of bytes."""
+        from stoker.serve.cache.warm import warm as fill
+
+        return fill(shard_set, entries, jobs=jobs, progress=progress)
+
+    def close(self) -> None:
+        """Do nothing: no connection is kept."""

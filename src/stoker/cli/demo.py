@@ -1,4 +1,4 @@
-"""`stoker demo`: the whole road on this machine."""
+"""`stoker demo`: convert, serve, cache and train on this machine, with one killed rank."""
 
 from __future__ import annotations
 
@@ -7,55 +7,59 @@ from typing import Annotated
 
 import typer
 
-from stoker.cli.output import remark
+from stoker.cli.output import print_message
 
 
 def demo(
     data: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Class folders below train/ and val/; else handwritten digits.", show_default=False
+            metavar="DIR",
+            help="Dataset with class folders below train/ and val/. Defaults to handwritten digits.",
+            show_default=False,
         ),
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--dir", metavar="DIR", help="Where to leave the results; a new folder by default."),
+        typer.Option("--dir", metavar="DIR", help="Output directory. Defaults to a new temporary directory."),
     ] = None,
 ) -> None:
-    """Walk the whole road: convert, serve, cache, train on two ranks, kill one of them, and see it resume.
+    """Run the whole workflow here in about a minute.
 
-    Each command is shown, then run.
+    Converts a dataset, serves and caches it, trains on two ranks, kills one of them and resumes. Each command is
+    printed before it runs.
     """
     import tempfile
     import time
 
     from stoker.core.units import format_duration
     from stoker.demo.digits import write_digits
-    from stoker.demo.run import walk
-    from stoker.demo.steps import Road
+    from stoker.demo.run import run_demo
+    from stoker.demo.steps import Demo
     from stoker.errors import ConflictError, NotFoundError
-    from stoker.launchers.plan import free_ports
+    from stoker.launchers.plan import find_free_ports
 
-    began = time.monotonic()
+    started_at = time.monotonic()
     if data is not None and not ((data / "train").is_dir() and (data / "val").is_dir()):
-        raise NotFoundError("has no train/ and val/", where=data, hint="put class folders of images into both")
+        raise NotFoundError("no train/ and val/ found", where=data, hint="put class folders of images into both")
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="stoker-demo-"))
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConflictError("is not an empty folder", where=folder, hint="name a new one with --dir")
+        raise ConflictError("directory is not empty", where=folder, hint="pass a new one with --dir")
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if data is None:
         train, val = write_digits(folder / "digits")
-        remark(f"# {train + val:,} real handwritten digits as JPEG files, in {folder}/digits")
-    serve_port, cache_port = free_ports(2)
-    road = Road(
+        print_message(f"# wrote {train + val:,} handwritten digits as JPEG files to {folder}/digits")
+    serve_port, cache_port = find_free_ports(2)
+    plan = Demo(
         dataset="digits" if data is None else str(data.absolute()),
         transform="digits-train" if data is None else "small-train",
         serve_port=serve_port,
         cache_port=cache_port,
     )
-    walk(road, folder, remark)
-    remark(f"\nEverything worked, in {format_duration(round(time.monotonic() - began))}. To try next:")
-    for line in road.next(folder):
-        remark(f"  {line}")
+    run_demo(plan, folder, print_message)
+    took = format_duration(round(time.monotonic() - started_at))
+    print_message(f"\nThe demo succeeded in {took}. Try next:")
+    for line in plan.next_commands(folder):
+        print_message(f"  {line}")

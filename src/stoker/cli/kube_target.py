@@ -1,4 +1,4 @@
-"""The cluster that `--on` names."""
+"""The cluster that `--on k8s[://context[/namespace]]` names."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 from stoker.errors import InputError
 
 if TYPE_CHECKING:
-    from stoker.kube.client import Cluster
-    from stoker.kube.config import Place
+    from stoker.kube.client import KubeClient
+    from stoker.kube.config import KubeTarget
 
 
-def place_of(on: str) -> Place:
-    """Read `k8s[://context[/namespace]]`; anything else is no cluster."""
-    from stoker.kube.config import Place
+def parse_target(on: str) -> KubeTarget:
+    """Parse `k8s[://context[/namespace]]`; raise InputError for anything else."""
+    from stoker.kube.config import KubeTarget
 
     kind, _, rest = on.partition("://")
     if kind != "k8s":
-        raise InputError(f"`--on {on}` is no cluster", hint="write --on k8s or --on k8s://context/namespace")
-    return Place.parse(rest)
+        raise InputError(f"`--on {on}` is not a Kubernetes cluster", hint="use --on k8s[://context/namespace]")
+    return KubeTarget.parse(rest)
 
 
-def cluster_at(on: str) -> Cluster:
-    """Open the cluster of a place, to be closed again: it is a context manager."""
-    from stoker.kube.client import Cluster
+def connect(on: str) -> KubeClient:
+    """Return a client of the cluster; a context manager that closes its connections."""
+    from stoker.kube.client import KubeClient
 
-    return Cluster.at(place_of(on))
+    return KubeClient.for_target(parse_target(on))

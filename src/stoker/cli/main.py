@@ -1,4 +1,4 @@
-"""`stoker`: the nouns, and the one place that turns errors into a sentence and an exit code."""
+"""The `stoker` command: registers all commands, and turns errors into one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import typer
 
 from stoker import __version__
 from stoker.cli import data, demo, doctor, job, planned, profile, volume
-from stoker.errors import StokerError, StoppedError, UnavailableError, without_secrets
+from stoker.cli.renamed import check_renamed_options
+from stoker.errors import InterruptError, StokerError, UnavailableError, redact_urls
 
 app = typer.Typer(
     name="stoker",
-    help="Keeps accelerators fed: datasets into shards, shards into batches, one job file for every place.",
+    help="Train image models at the speed of your accelerators: shard, serve, cache, launch, monitor.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -44,25 +45,26 @@ def options(
         False, "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
     ),
 ) -> None:
-    """Keep accelerators fed."""
+    """Define the global options."""
 
 
 def main() -> None:
-    """Run a command and exit by the class of what went wrong."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, exit codes are lost
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that temporary files are removed
+    """Run the command line of this process and exit with its exit code."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored, exit codes of children would be lost
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # unwinds, so that temporary files are removed
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a name is no reason to fail
+            stream.reconfigure(errors="backslashreplace")  # a file name that the terminal cannot show must not fail
     sys.exit(run(sys.argv[1:]))
 
 
 def run(argv: list[str]) -> int:
     """Run one command line and return its exit code."""
     try:
+        check_renamed_options(argv)
         app(args=argv, prog_name="stoker")
-    except SystemExit as done:  # typer has shown usage errors itself
-        if done.code == StoppedError.exit_code:
+    except SystemExit as done:  # typer has already printed usage errors
+        if done.code == InterruptError.exit_code:
             typer.echo("stoker: interrupted", err=True)
         return done.code if isinstance(done.code, int) else 0
     except StokerError as error:
@@ -70,8 +72,8 @@ def run(argv: list[str]) -> int:
         return error.exit_code
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        if error.errno == errno.ENOSPC and not where:  # a list or an archive that did not fit
+        if error.errno == errno.ENOSPC and not where:  # a temporary list or archive did not fit
             where = f"{tempfile.gettempdir()}: "
-        typer.echo(f"stoker: {without_secrets(where)}{error.strerror or error}", err=True)
+        typer.echo(f"stoker: {redact_urls(where)}{error.strerror or error}", err=True)
         return UnavailableError.exit_code
     return 0

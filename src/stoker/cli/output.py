@@ -1,4 +1,4 @@
-"""What commands print: results on standard output, progress and remarks on standard error."""
+"""Output of commands: results on standard output, messages and progress on standard error."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 LOG_EVERY_S = 30.0
 
 
-def remark(text: str) -> None:
-    """Tell the user something beside the result."""
+def print_message(text: str) -> None:
+    """Print a message beside the result, on standard error."""
     typer.echo(text, err=True)
 
 
@@ -30,41 +30,43 @@ def print_json(value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows under headings; numbers go to the right."""
-    cells = [columns, *([_cell(value) for value in row] for row in rows)]
+    """Print rows under column headings; numeric columns are right-aligned."""
+    cells = [columns, *([_format_cell(value) for value in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    right = [all(isinstance(row[i], int | None) for row in rows) for i in range(len(columns))]
+    is_numeric = [all(isinstance(row[i], int | None) for row in rows) for i in range(len(columns))]
     for row in cells:
-        words = zip(row, widths, right, strict=True)
-        line = "  ".join(word.rjust(width) if numeric else word.ljust(width) for word, width, numeric in words)
-        typer.echo(line.rstrip())
+        padded = [
+            text.rjust(width) if numeric else text.ljust(width)
+            for text, width, numeric in zip(row, widths, is_numeric, strict=True)
+        ]
+        typer.echo("  ".join(padded).rstrip())
 
 
-def _cell(value: object) -> str:
+def _format_cell(value: object) -> str:
     if value is None:
         return "–"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 @contextmanager
-def counter(label: str) -> Iterator[Callable[[int], None]]:
-    """Show a running count of things found, when someone is watching."""
+def show_counter(label: str) -> Iterator[Callable[[int], None]]:
+    """Show a running count on a terminal; show nothing in a log."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
     from rich.progress import Progress, SpinnerColumn, TextColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description} {task.completed:,}"))
-    with Progress(*columns, console=_stderr(), transient=True) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda count: bar.advance(task, count)
+    with Progress(*columns, console=_stderr(), transient=True) as progress:
+        task = progress.add_task(label, total=None)
+        yield lambda count: progress.advance(task, count)
 
 
 @contextmanager
-def byte_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar of bytes with rate and time left; into a log, a line now and then."""
+def show_byte_progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar with rate and time left on a terminal; in a log, one line every half minute."""
     if not sys.stderr.isatty():
-        yield _LogLines(label, total).advance
+        yield _ProgressLog(label, total).advance
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -75,13 +77,13 @@ def byte_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=_stderr(), transient=True) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda count: bar.advance(task, count)
+    with Progress(*columns, console=_stderr(), transient=True) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda count: progress.advance(task, count)
 
 
-class _LogLines:
-    """Progress for a log: one line every half minute, from whichever thread comes by."""
+class _ProgressLog:
+    """Progress for a log file: one line every `LOG_EVERY_S`; thread-safe."""
 
     def __init__(self, label: str, total: int) -> None:
         self._label, self._total, self._done = label, total, 0
@@ -96,8 +98,8 @@ class _LogLines:
             if time.monotonic() < self._next:
                 return
             self._next += LOG_EVERY_S
-        share = min(99, 100 * self._done // max(1, self._total))
-        remark(f"{self._label}: {share} %, {format_bytes(self._done)} of about {format_bytes(self._total)}")
+        percent = min(99, 100 * self._done // max(1, self._total))
+        print_message(f"{self._label}: {percent} %, {format_bytes(self._done)} of about {format_bytes(self._total)}")
 
 
 def _stderr() -> Console:

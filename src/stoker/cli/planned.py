@@ -1,55 +1,50 @@
-"""The commands of the design that this version does not have: named in the help, and honest when called."""
+"""Commands that are planned but not implemented: listed in the help, refused when called."""
 
 from __future__ import annotations
 
 import typer
 
-from stoker.errors import NotYetError
+from stoker.errors import NotImplementedYetError
 
 PLANNED = {
     "": {
         "dash": "Show runs on a dashboard.",
-        "bench": "Measure this machine against the peers.",
+        "bench": "Measure this machine against other tools.",
     },
     "image": {
-        "build": "Build a job's image.",
-        "push": "Push a job's image.",
+        "build": "Build the image of a job.",
+        "push": "Push the image of a job.",
     },
     "cluster": {
-        "plan": "Show what a cluster would be.",
-        "up": "Make or change a cluster.",
-        "status": "Tell how a cluster is doing.",
+        "plan": "Show the steps that would create a cluster.",
+        "up": "Create or update a cluster.",
+        "status": "Show the state of a cluster.",
         "down": "Delete a cluster.",
     },
 }
-NOUNS = {
-    "image": "Container images.",
-    "cluster": "GKE and EKS clusters.",
+GROUPS = {
+    "image": "Build and push container images.",
+    "cluster": "Provision GKE and EKS clusters.",
 }
 MARK = "(not yet)"
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add every noun that has no working command yet."""
+    """Add every planned command and group."""
     for name, text in PLANNED[""].items():
-        add_command(app, name, text, f"stoker {name}")
-    for noun, text in NOUNS.items():
+        _add_command(app, name, text, f"stoker {name}")
+    for group_name, text in GROUPS.items():
         group = typer.Typer(help=f"{MARK} {text}", no_args_is_help=True)
-        add_commands(group, noun)
-        app.add_typer(group, name=noun)
+        for name, command_text in PLANNED[group_name].items():
+            _add_command(group, name, command_text, f"stoker {group_name} {name}")
+        app.add_typer(group, name=group_name)
 
 
-def add_commands(group: typer.Typer, noun: str) -> None:
-    """Add the commands of one noun."""
-    for name, text in PLANNED[noun].items():
-        add_command(group, name, text, f"stoker {noun} {name}")
-
-
-def add_command(group: typer.Typer, name: str, text: str, line: str) -> None:
-    """Add one command that takes any arguments and says that it is not there yet."""
+def _add_command(group: typer.Typer, name: str, text: str, line: str) -> None:
+    """Add one command that accepts any arguments and raises NotImplementedYetError."""
 
     def refuse() -> None:
-        raise NotYetError(f"`{line}` is not in this version", hint="CHANGELOG.md tells what each version has")
+        raise NotImplementedYetError(f"`{line}` is not implemented in this version", hint="see CHANGELOG.md")
 
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
     group.command(name, help=f"{MARK} {text}", context_settings=settings)(refuse)

@@ -1,4 +1,4 @@
-"""`stoker volume`: claims in a cluster, and a look into them."""
+"""`stoker volume`: create, list, inspect and delete volumes of a Kubernetes namespace."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli.kube_target import cluster_at
-from stoker.cli.output import byte_bar, print_json, print_table, remark
+from stoker.cli.kube_target import connect
+from stoker.cli.options import Json
+from stoker.cli.output import print_json, print_message, print_table, show_byte_progress
 
 if TYPE_CHECKING:
-    from stoker.kube.client import Cluster
+    from stoker.kube.client import KubeClient
     from stoker.kube.inspector import Inspection
 
-app = typer.Typer(help="Volumes in a cluster.", no_args_is_help=True)
+app = typer.Typer(help="Create, list, inspect and delete volumes in a cluster.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The volume's name: that of its claim.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the volume's claim.")]
 On = Annotated[
-    str, typer.Option("--on", metavar="PLACE", help="The cluster: k8s[://context[/namespace]]; by default kubectl's.")
+    str,
+    typer.Option(
+        "--on", metavar="TARGET", help="Cluster: k8s[://context[/namespace]]. Defaults to the current context."
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of words.")]
 
 
 class Action(StrEnum):
-    """What to do in a volume."""
+    """Action of `stoker volume inspect`."""
 
     ls = "ls"
     cat = "cat"
@@ -38,36 +41,39 @@ class Action(StrEnum):
 @app.command()
 def create(
     name: Name,
-    size: Annotated[str | None, typer.Option(metavar="SIZE", help="How large, like 10Gi; with --pv its own.")] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Size, for example 10Gi. Defaults to that of the PersistentVolume with --pv."
+        ),
+    ] = None,
     storage_class: Annotated[
-        str | None, typer.Option("--class", metavar="CLASS", help="A StorageClass of the cluster; its default.")
+        str | None, typer.Option(metavar="NAME", help="StorageClass. Defaults to the default class of the cluster.")
     ] = None,
     access: Annotated[
         str | None,
-        typer.Option(metavar="MODE", help="rwo: one node writes; rwx: many; rwop: one pod; rox: many read. [rwo]"),
+        typer.Option(metavar="MODE", help="Access mode: rwo (default), rwx, rwop or rox."),
     ] = None,
     on: On = "k8s",
     pv: Annotated[
-        Path | None, typer.Option("--pv", metavar="FILE", help="PersistentVolumes to make and to bind the volume to.")
+        Path | None, typer.Option("--pv", metavar="FILE", help="YAML file of PersistentVolumes to create and bind to.")
     ] = None,
     host_path: Annotated[
-        str | None, typer.Option("--host-path", metavar="DIR", help="A folder of the nodes, for tests.")
+        str | None, typer.Option("--host-path", metavar="DIR", help="Directory on the nodes, for tests.")
     ] = None,
-    only_plan: Annotated[
-        bool, typer.Option("--plan", help="Print what would be made as YAML, and make nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the objects without creating them.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a volume: a claim of a storage class, or one bound to a PersistentVolume that you bring.
+    """Create a volume: a claim, optionally with its own PV.
 
-    The same again changes nothing; a larger --size lets the volume grow, where its class allows that.
+    Running the command again changes nothing; a larger --size expands the volume if its class allows that.
     """
     from stoker.core.units import parse_bytes
     from stoker.kube import claims, volumes
 
-    given = volumes.read_volumes(pv) if pv is not None else []
-    with cluster_at(on) as cluster:
-        wish = volumes.Wish(
+    given = volumes.read_persistent_volumes(pv) if pv is not None else []
+    with connect(on) as cluster:
+        wish = volumes.VolumeRequest(
             name=name,
             namespace=cluster.namespace,
             size=None if size is None else parse_bytes(size),
@@ -76,41 +82,49 @@ def create(
             host_path=host_path,
             volumes=given,
         )
-        found = volumes.look(cluster, wish)
-        decided = volumes.plan(wish, found)
+        found = volumes.find_existing_objects(cluster, wish)
+        decided = volumes.plan_volume(wish, found)
         for text in decided.remarks:
-            remark(f"{text[0].upper()}{text[1:]}.")
-        if only_plan:
+            print_message(f"{text[0].upper()}{text[1:]}.")
+        if dry_run:
             _print_plan(decided.objects, as_json)
             return
-        changed = volumes.carry_out(cluster, decided)
-        made, sentence = claims.settled(cluster, name, found.classes, claims.SETTLE_S)
-        done = "created" if found.claim is None else "grown" if decided.grow else "changed" if changed else "unchanged"
+        changed = volumes.apply_plan(cluster, decided)
+        made, sentence = claims.wait_until_bound(cluster, name, found.classes, claims.BIND_TIMEOUT_S)
+        result = (
+            "created"
+            if found.claim is None
+            else "expanded"
+            if decided.expand
+            else "changed"
+            if changed
+            else "unchanged"
+        )
         if as_json:
-            print_json({**claims.described(made, []).to_dict(), "done": done, "told": sentence})
+            print_json({**claims.get_claim_info(made, []).to_dict(), "result": result, "message": sentence})
         else:
-            typer.echo(f"{done}: {sentence}.")
+            typer.echo(f"{result}: {sentence}.")
 
 
 def _print_plan(objects: list[dict[str, Any]], as_json: bool) -> None:
-    from stoker.launchers.kubernetes.plan import as_yaml
+    from stoker.launchers.kubernetes.plan import to_yaml_documents
 
     if as_json:
         print_json(objects)
     elif not objects:
-        remark("It is there already, as it should be.")
+        print_message("The volume already exists as requested.")
     else:
-        typer.echo(as_yaml(objects), nl=False)
+        typer.echo(to_yaml_documents(objects), nl=False)
 
 
 @app.command("list")
 def list_volumes(on: On = "k8s", as_json: Json = False) -> None:
-    """List the volumes of a namespace, and who mounts them."""
+    """List the volumes of a namespace and the pods that mount them."""
     from stoker.core.units import format_bytes
-    from stoker.kube.claims import listed
+    from stoker.kube.claims import list_claims
 
-    with cluster_at(on) as cluster:
-        found = listed(cluster)
+    with connect(on) as cluster:
+        found = list_claims(cluster)
     if as_json:
         print_json([one.to_dict() for one in found])
         return
@@ -131,37 +145,40 @@ def list_volumes(on: On = "k8s", as_json: Json = False) -> None:
 @app.command()
 def inspect(
     name: Name,
-    action: Annotated[Action, typer.Argument(help="What to do in it.")] = Action.ls,
+    action: Annotated[Action, typer.Argument(help="Action.")] = Action.ls,
     path: Annotated[
-        str | None, typer.Argument(metavar="PATH", help="A file or folder in the volume; for ls the whole of it.")
+        str | None, typer.Argument(metavar="PATH", help="Path in the volume. Defaults to the root for ls.")
     ] = None,
-    to: Annotated[Path | None, typer.Argument(metavar="DEST", help="For get: where to; here.")] = None,
+    to: Annotated[
+        Path | None, typer.Argument(metavar="DEST", help="With get: destination. Defaults to the working directory.")
+    ] = None,
     on: On = "k8s",
     image: Annotated[
-        str | None, typer.Option(metavar="IMAGE", help="An image with sh, ls, cat, stat, sleep and tar. [busybox]")
+        str | None,
+        typer.Option(metavar="IMAGE", help="Image with sh, ls, cat, stat, sleep and tar. Defaults to busybox."),
     ] = None,
-    write: Annotated[bool, typer.Option("--write", help="For shell: with the volume to be written to.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="For get: in place of what is there.")] = False,
-    timeout: Annotated[
-        str, typer.Option(metavar="TIME", help="How long to wait until a pod that mounts it runs.")
-    ] = "2m",
+    write: Annotated[bool, typer.Option("--write", help="With shell: mount the volume read-write.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="With get: overwrite existing files.")] = False,
+    timeout: Annotated[str, typer.Option(metavar="DURATION", help="Time to wait for the pod to run.")] = "2m",
 ) -> None:
-    """Look into a volume: list (ls), print (cat), copy here (get), or open a shell.
+    """List, print or copy files of a volume, or open a shell.
 
-    A pod that mounts it runs for the while, read-only, and is deleted afterwards. A volume that only one node can mount
-    is refused while another pod has it.
+    Starts a pod that mounts the volume read-only, and deletes it afterwards. Refuses a ReadWriteOnce volume that
+    another pod is using.
     """
     from stoker.core.units import parse_duration
-    from stoker.kube.inspector import IMAGE, destination, inspecting
+    from stoker.kube.inspector import IMAGE, open_inspector, resolve_destination
 
-    _check_words(action, path, to, write=write, force=force)
+    _check_arguments(action, path, to, write=write, force=force)
     if action is Action.get:
-        destination(to or Path(), path or "/", name, force=force)
+        resolve_destination(to or Path(), path or "/", name, force=force)
     wait_s = parse_duration(timeout)
     code = 0
     with (
-        cluster_at(on) as cluster,
-        inspecting(cluster, name, action.value, image=image or IMAGE, write=write, wait_s=wait_s, tell=remark) as found,
+        connect(on) as cluster,
+        open_inspector(
+            cluster, name, action.value, image=image or IMAGE, write=write, wait_s=wait_s, report=print_message
+        ) as found,
     ):
         if action is Action.ls:
             sys.stdout.buffer.write(found.ls(path or "/"))
@@ -177,65 +194,68 @@ def inspect(
         raise typer.Exit(code)
 
 
-def _check_words(action: Action, path: str | None, to: Path | None, *, write: bool, force: bool) -> None:
-    """Refuse words that do not go together, all at once, before a pod is made."""
+def _check_arguments(action: Action, path: str | None, to: Path | None, *, write: bool, force: bool) -> None:
+    """Raise SpecError with every invalid combination of arguments, before a pod is created."""
     from stoker.errors import Fault, SpecError
 
     faults = []
     if action in (Action.cat, Action.get) and path is None:
-        faults.append(Fault("PATH", f"is missing; {action.value} needs a path in the volume"))
+        faults.append(Fault("PATH", f"required by {action.value}"))
     if action is Action.shell and path is not None:
-        faults.append(Fault("PATH", "a shell takes none"))
+        faults.append(Fault("PATH", "not valid with shell"))
     if to is not None and action is not Action.get:
-        faults.append(Fault("DEST", "goes with get only"))
+        faults.append(Fault("DEST", "only valid with get"))
     if write and action is not Action.shell:
-        faults.append(Fault("--write", "goes with shell only"))
+        faults.append(Fault("--write", "only valid with shell"))
     if force and action is not Action.get:
-        faults.append(Fault("--force", "goes with get only"))
+        faults.append(Fault("--force", "only valid with get"))
     if action is Action.shell and not sys.stdin.isatty():
-        faults.append(Fault("shell", "needs a terminal"))
+        faults.append(Fault("shell", "requires a terminal"))
     if faults:
         raise SpecError(faults)
 
 
 def _get(found: Inspection, path: str, to: Path, force: bool) -> None:
-    from stoker.core.units import counted, format_bytes
+    from stoker.core.units import format_bytes, pluralize
 
     kind, size = found.stat(path)
-    bar = byte_bar("get", size) if kind.startswith("regular") else nullcontext(None)
+    bar = show_byte_progress("get", size) if kind.startswith("regular") else nullcontext(None)
     with bar as tell:
-        copied = found.get(path, to, force=force, tell=tell)
-    if copied.left_out:
-        names = ", ".join(copied.left_out[:3]) + (" …" if len(copied.left_out) > 3 else "")
-        remark(f"Left out, as no files or leading elsewhere: {names} ({len(copied.left_out):,}).")
-    remark(f"Copied {counted(copied.files, 'file')}, {format_bytes(copied.size)}, to {copied.path}")
+        copied = found.get(path, to, force=force, on_bytes=tell)
+    if copied.skipped:
+        names = ", ".join(copied.skipped[:3]) + (" …" if len(copied.skipped) > 3 else "")
+        print_message(f"Left out, as no files or leading elsewhere: {names} ({len(copied.skipped):,}).")
+    print_message(f"Copied {pluralize(copied.files, 'file')}, {format_bytes(copied.size)}, to {copied.path}")
 
 
-def _shell(cluster: Cluster, found: Inspection) -> int:
-    from stoker.kube.kubectl import exec_into
-    from stoker.kube.objects import CONTAINER
+def _shell(cluster: KubeClient, found: Inspection) -> int:
+    from stoker.kube.kubectl import exec_interactive
+    from stoker.kube.objects import MAIN_CONTAINER
 
-    remark("The volume is this folder. Ctrl-D ends the shell.")
-    return exec_into(cluster, found.pod, CONTAINER, ["sh"])
+    print_message("The volume is mounted at the working directory. Exit with Ctrl-D.")
+    return exec_interactive(cluster, found.pod, MAIN_CONTAINER, ["sh"])
 
 
 @app.command()
 def delete(
     name: Name,
     on: On = "k8s",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Skip the confirmation prompt.")] = False,
 ) -> None:
-    """Delete a volume, after telling what becomes of its data; also the PersistentVolumes that `create` made for it."""
-    from stoker.errors import InputError, StoppedError
-    from stoker.kube.volumes import look_to_delete, remove
+    """Delete a volume and the PVs that were created for it.
 
-    with cluster_at(on) as cluster:
-        decided = look_to_delete(cluster, name)
-        remark(f"Volume {name} in {cluster.url}. {decided.fate}")
+    Shows what happens to its data, and asks for confirmation.
+    """
+    from stoker.errors import InputError, InterruptError
+    from stoker.kube.volumes import delete_volume, find_deletion
+
+    with connect(on) as cluster:
+        decided = find_deletion(cluster, name)
+        print_message(f"Volume {name} in {cluster.url}. {decided.data_note}")
         if not yes:
             if not sys.stdin.isatty():
-                raise InputError(f"nobody can be asked whether to delete volume {name}", hint="say it with --yes")
-            if not typer.confirm("Delete it?", err=True):
-                raise StoppedError("nothing was deleted")
-        remove(cluster, decided)
-    remark(f"Deleted volume {name}.")
+                raise InputError(f"deleting volume {name} requires confirmation", hint="pass --yes")
+            if not typer.confirm("Delete the volume?", err=True):
+                raise InterruptError("nothing deleted")
+        delete_volume(cluster, decided)
+    print_message(f"Deleted volume {name}.")

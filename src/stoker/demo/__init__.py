@@ -1,1 +1,1 @@
-"""The demo: the whole road on this machine, as commands that a user could type."""
+"""The demo: the whole workflow on this machine, as commands that a user could type."""

@@ -1,4 +1,4 @@
-"""A small dataset of real images: scikit-learn's handwritten digits, as JPEG files in class folders."""
+"""The demo's dataset: scikit-learn's handwritten digits as JPEG files in class folders."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from stoker.errors import MissingExtraError
 
 SIDE = 32
 VAL_EVERY = 5
-"""Every fifth is for validation."""
+"""Every fifth image belongs to the validation split."""
 
 
 def write_digits(folder: Path) -> tuple[int, int]:
-    """Write `train/<digit>/NNNN.jpg` and `val/<digit>/NNNN.jpg`; tell how many there are of each."""
+    """Write `train/<digit>/NNNN.jpg` and `val/<digit>/NNNN.jpg`; return how many there are of each."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise MissingExtraError("scikit-learn", "demo", purpose="the demo's dataset") from error
-    found = load_digits()
+    digits = load_digits()
     counts = {"train": 0, "val": 0}
-    for number, (pixels, digit) in enumerate(zip(found.images, found.target, strict=True)):
+    for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
         split = "val" if number % VAL_EVERY == 0 else "train"
-        path = folder / split / str(digit) / f"{number:04d}.jpg"
+        path = folder / split / str(label) / f"{number:04d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        ink = 255 - np.rint(pixels * (255 / 16)).astype(np.uint8)
-        Image.fromarray(ink).resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(path, quality=95)
+        gray = 255 - np.rint(pixels * (255 / 16)).astype(np.uint8)
+        Image.fromarray(gray).resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(path, quality=95)
         counts[split] += 1
     return counts["train"], counts["val"]

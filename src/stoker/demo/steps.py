@@ -1,4 +1,4 @@
-"""What the demo does, as a value: the commands, the job file, and what to try next."""
+"""The demo as a value: its commands, its job file, and what to try next."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ data:
   via: {cache}                # read through the cache
 checkpoint: {{dir: checkpoints}}
 profile: {{every: 5}}
-retries: 3                               # a killed rank costs one
+retries: 3                               # a killed rank uses one
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One command of the demo, and why it is there."""
+class DemoStep:
+    """One command of the demo, with a title."""
 
-    why: str
+    title: str
     argv: tuple[str, ...]
 
     @property
     def line(self) -> str:
-        """Write the command as a user would type it."""
+        """The command as a user would type it."""
         return shlex.join(self.argv)
 
 
 @dataclass(frozen=True, slots=True)
-class Road:
-    """All of the demo, below one folder, which is where its commands are given."""
+class Demo:
+    """All steps of the demo; its commands run in one directory."""
 
     dataset: str
     transform: str
@@ -56,17 +56,17 @@ class Road:
 
     @property
     def origin(self) -> str:
-        """Where the data server answers."""
+        """URL of the data server."""
         return f"http://127.0.0.1:{self.serve_port}"
 
     @property
     def cache(self) -> str:
-        """Where the cache answers."""
+        """URL of the cache."""
         return f"http://127.0.0.1:{self.cache_port}"
 
     @property
-    def job(self) -> str:
-        """The job file."""
+    def job_file(self) -> str:
+        """Text of the job file."""
         return _JOB.format(
             name=NAME,
             transform=self.transform,
@@ -77,56 +77,56 @@ class Road:
             cache=self.cache,
         )
 
-    def before(self) -> list[Step]:
-        """From a dataset to shards."""
+    def conversion_steps(self) -> list[DemoStep]:
+        """Return the steps from a dataset to verified shards."""
         return [
-            _stoker("The images become shards", "data", "convert", self.dataset, "shards", "--shard-samples", "40"),
-            _stoker("Every digest, member, key, label and pixel", "data", "verify", "shards", "--deep"),
+            _stoker("Convert the images to shards", "data", "convert", self.dataset, "shards", "--shard-samples", "40"),
+            _stoker("Verify every digest, member, key, label and pixel", "data", "verify", "shards", "--deep"),
         ]
 
-    def services(self) -> list[Step]:
-        """What runs beside the training."""
-        cached = ("--origin", self.origin, "--dir", "cache", "--size", "1GiB", "--port", str(self.cache_port))
+    def services(self) -> list[DemoStep]:
+        """Return the servers that run beside the training."""
+        options = ("--origin", self.origin, "--dir", "cache", "--size", "1GiB", "--port", str(self.cache_port))
         return [
-            _stoker("A server for the shards", "data", "serve", "shards", "--port", str(self.serve_port)),
-            _stoker("A cache in front of it", "data", "cache", *cached),
+            _stoker("Serve the shards", "data", "serve", "shards", "--port", str(self.serve_port)),
+            _stoker("Cache them", "data", "cache", *options),
         ]
 
-    def planning(self) -> list[Step]:
-        """What will happen, before it does."""
-        world = ("--world", "2", "--batch", str(BATCH))
+    def planning_steps(self) -> list[DemoStep]:
+        """Return the steps that show what will happen."""
+        options = ("--world-size", "2", "--global-batch-size", str(BATCH))
         return [
-            _stoker("What each of two ranks will read", "data", "plan", f"{self.origin}/train", *world),
-            _stoker("What the job will start", "job", "plan", "job.yaml"),
+            _stoker("Show what each of two ranks will read", "data", "plan", f"{self.origin}/train", *options),
+            _stoker("Show what the job will start", "job", "plan", "job.yaml"),
         ]
 
-    def training(self) -> list[Step]:
-        """The training; it is followed to its end by the second command."""
-        return [
-            _stoker("It starts", "job", "run", "job.yaml", "--detach"),
-            _stoker("and is followed", "job", "logs", "--follow", NAME),
-        ]
+    def training_steps(self) -> tuple[DemoStep, DemoStep]:
+        """Return the command that starts the training, and the one that follows it to its end."""
+        return (
+            _stoker("Start the job", "job", "run", "job.yaml", "--detach"),
+            _stoker("Follow its logs", "job", "logs", "--follow", NAME),
+        )
 
-    def after(self) -> list[Step]:
-        """How it went."""
+    def report_steps(self) -> list[DemoStep]:
+        """Return the steps that show the outcome."""
         ledger = ("python", "-m", "stoker.trainers.ledger", "ledger", "--data", f"{self.origin}/train")
         return [
-            Step("Which samples the ranks trained on, the killed one's too", ledger),
-            _stoker("How it went, and where the time was spent", "job", "status", NAME),
+            DemoStep("Check that every sample was trained on exactly once per epoch", ledger),
+            _stoker("Show the outcome, and where the time went", "job", "status", NAME),
         ]
 
-    def next(self, folder: Path) -> list[str]:
-        """What to try from here."""
+    def next_commands(self, folder: Path) -> list[str]:
+        """Return commands for the user to try next."""
         programs = Path(sys.executable).parent
         return [
             *([f"export PATH={shlex.quote(str(programs))}:$PATH"] if shutil.which("stoker") is None else []),
             f"cd {shlex.quote(str(folder))}",
-            f"stoker job eval {NAME} --set data.val=shards/val --set data.via=     # its best checkpoint, once more",
-            f"stoker job report {NAME}     # all that is known of the run, in one archive",
+            f"stoker job eval {NAME} --set data.val=shards/val --set data.via=     # evaluate the best checkpoint",
+            f"stoker job report {NAME}     # logs, plan and status of the run in one archive",
             "stoker data convert YOUR-IMAGES own",
             "stoker init --train own/train --val own/val",
         ]
 
 
-def _stoker(why: str, *words: str) -> Step:
-    return Step(why, ("stoker", *words))
+def _stoker(title: str, *arguments: str) -> DemoStep:
+    return DemoStep(title, ("stoker", *arguments))

@@ -1,0 +1,167 @@
+"""`stoker job list|status|logs|stop|report`: look at runs and stop them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stoker.cli.options import Json, RunName, RunTarget
+from stoker.cli.output import print_json, print_message, print_table
+from stoker.cli.runs import (
+    describe_run,
+    find_run,
+    format_elapsed,
+    format_progress,
+    get_status,
+    launcher_of,
+    list_insights,
+    open_cluster_launcher,
+    print_logs,
+    read_run_events,
+    status_to_dict,
+)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to `stoker job`."""
+    app.command("list")(list_runs)
+    for command in (status, logs, stop, report):
+        app.command()(command)
+
+
+def list_runs(
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of runs.")] = 20,
+    on: RunTarget = None,
+    as_json: Json = False,
+) -> None:
+    """List runs of this machine or of a cluster, newest first."""
+    from stoker.core.units import pluralize
+    from stoker.jobs.run_folder import runs
+
+    if on is not None:
+        _list_cluster_runs(on, limit, as_json)
+        return
+    known = runs()
+    rows = [(run, get_status(run)) for run in known[:limit]]
+    if as_json:
+        print_json([{"run": run.id, **status_to_dict(status)} for run, status in rows])
+        return
+    print_table(
+        ("run", "state", "started", "elapsed", "attempts", "message"),
+        [
+            (
+                run.id,
+                str(status.state),
+                _format_time(status.began),
+                format_elapsed(status),
+                status.attempt + 1,
+                _shorten(status.message),
+            )
+            for run, status in rows
+        ],
+    )
+    if len(known) > limit:
+        print_message(f"… and {pluralize(len(known) - limit, 'older run')}; raise --limit to see more")
+
+
+def _list_cluster_runs(target: str, limit: int, as_json: bool) -> None:
+    """List the runs that a cluster itself knows."""
+    from stoker.core.units import format_duration
+
+    runs = open_cluster_launcher(target).runs()[:limit]
+    if as_json:
+        print_json(runs)
+        return
+    if not runs:
+        print_message(f"No runs found in {target}; use k8s://context/namespace for another namespace")
+    print_table(
+        ("run", "state", "started", "elapsed", "pods"),
+        [
+            (
+                run["run"],
+                run["state"],
+                run["started"],
+                format_duration(run["took_s"]) if run["took_s"] else "–",
+                run["pods"],
+            )
+            for run in runs
+        ],
+    )
+
+
+def status(name: RunName = None, on: RunTarget = None, as_json: Json = False) -> None:
+    """Show a run's slots, progress, and where its time goes."""
+    run = find_run(name, on)
+    if as_json:
+        print_json(describe_run(run))
+        return
+    current = get_status(run)
+    typer.echo(f"{run.id}: {current.state}, attempt {current.attempt}, {format_elapsed(current)}")
+    print_table(
+        ("slot", "state", "pid", "exit code"),
+        [(slot.slot, str(slot.state), str(slot.pid or "–"), slot.code) for slot in current.slots],
+    )
+    events = read_run_events(run)
+    for text in (format_progress(events), current.message, *list_insights(events)):
+        if text:
+            typer.echo(text)
+
+
+def logs(
+    name: RunName = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the logs until the run finishes.")] = False,
+    slot: Annotated[str | None, typer.Option(metavar="SLOT", help="Show only this slot, for example worker/0.")] = None,
+    on: RunTarget = None,
+) -> None:
+    """Show or follow the logs of a run."""
+    from stoker.errors import InputError
+    from stoker.jobs.topology import Slot, list_slots
+
+    run = find_run(name, on)
+    known = list_slots(run.job)
+    if slot is not None and slot not in map(str, known):
+        raise InputError(f"run {run.id} has no slot {slot!r}", hint=f"slots: {', '.join(map(str, known))}")
+    print_logs(run, None if slot is None else Slot.parse(slot), follow=follow)
+
+
+def stop(name: RunName = None, on: RunTarget = None) -> None:
+    """Stop a run: SIGTERM, a grace period, then SIGKILL."""
+    run = find_run(name, on)
+    before = run.read_status().state
+    launcher_of(run).stop(run.handle)  # also for a finished run: processes may be left on other machines
+    is_finished = before.is_final and before != "lost"
+    print_message(f"{run.id} has already finished: {before}" if is_finished else f"{run.id}: {get_status(run).state}")
+
+
+def report(
+    name: RunName = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Archive to write. Defaults to ./<run>.tar.gz."),
+    ] = None,
+) -> None:
+    """Write logs, plan and status of a run to one archive.
+
+    Secrets are removed.
+    """
+    from stoker.jobs.run_folder import find
+    from stoker.launchers.report import write_report
+
+    run = find(name)
+    path = out or Path(f"{run.id}.tar.gz")
+    current, events = get_status(run), read_run_events(run)
+    lines = [f"{run.id}: {current.state}", format_progress(events), current.message, *list_insights(events)]
+    lines += [f"attempt {attempt.number}: {attempt.cause or 'finished'}" for attempt in current.attempts]
+    write_report(run, path, "".join(f"{line}\n" for line in lines if line))
+    typer.echo(path)
+
+
+def _format_time(timestamp: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(timestamp)) if timestamp else "–"
+
+
+def _shorten(text: str, length: int = 60) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
