@@ -1,1 +1,1 @@
-"""Which sample comes when, and to whom: pure functions of numbers, blind to the world until positions are dealt."""
+"""Sampling: which samples each rank reads at each step; pure functions of sizes, seed, epoch and world size."""

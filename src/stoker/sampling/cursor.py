@@ -1,4 +1,4 @@
-"""How far an epoch got: all the state that sampling has."""
+"""The cursor: how far an epoch got, which is all the state that sampling has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stoker.errors import InputError
 
 
 class Cursor(NamedTuple):
-    """So many positions of an epoch are consumed, under the plan with this digest; any world can go on from here."""
+    """The number of positions consumed in an epoch, under the plan with this digest; valid for any world size."""
 
     epoch: int
     consumed: int
@@ -18,27 +18,27 @@ class Cursor(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, plan: str) -> Cursor:
-        """Read `EPOCH:CONSUMED`, as the command line takes it."""
+        """Parse `EPOCH:CONSUMED`, the form used on the command line."""
         epoch, colon, consumed = text.partition(":")
         if not (colon and epoch.isdecimal() and consumed.isdecimal()):
-            raise InputError(f"{text!r} is no cursor", hint="write EPOCH:CONSUMED, like 3:512000")
+            raise InputError(f"invalid cursor {text!r}", hint="write EPOCH:CONSUMED, for example 3:512000")
         return cls(int(epoch), int(consumed), plan)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Cursor:
-        """Read what `state` gave, which may have been through any file."""
+        """Build a cursor from what `state` returned, which may have been stored in any file format."""
         try:
             epoch, consumed, plan = (state[name] for name in cls._fields)
         except (KeyError, TypeError) as error:
-            raise InputError("this state holds no cursor", hint=f"it must hold {', '.join(cls._fields)}") from error
+            raise InputError("the state has no cursor", hint=f"it needs the keys {', '.join(cls._fields)}") from error
         try:
-            cursor = cls(operator.index(epoch), operator.index(consumed), str(plan))  # numpy's integers too
+            cursor = cls(operator.index(epoch), operator.index(consumed), str(plan))  # accepts NumPy integers
         except TypeError:
             cursor = cls(-1, -1, "")
         if isinstance(epoch, bool) or isinstance(consumed, bool) or cursor.epoch < 0 or cursor.consumed < 0:
-            raise InputError(f"a cursor cannot stand at epoch {epoch!r}, consumed {consumed!r}")
+            raise InputError(f"invalid cursor: epoch {epoch!r} and consumed {consumed!r} must be integers of 0 or more")
         return cursor
 
     def state(self) -> dict[str, Any]:
-        """Give the cursor as plain values, for a checkpoint."""
+        """Return the cursor as plain values, for a checkpoint."""
         return self._asdict()

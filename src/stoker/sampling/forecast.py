@@ -1,4 +1,4 @@
-"""What a plan means for a world: how much each rank reads, how it ends, and what a node must hold."""
+"""Forecast of an epoch for a world size: steps, samples and bytes of each rank, and the shards a node holds at once."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import numpy.typing as npt
 
 from stoker.errors import Fault, SpecError
 from stoker.sampling.cursor import Cursor
-from stoker.sampling.order import Numbers
-from stoker.sampling.plan import MEANINGS, Epoch, SamplingPlan
+from stoker.sampling.order import Int64Array
+from stoker.sampling.plan import SAMPLING_MODES, Epoch, SamplingPlan
 from stoker.sampling.rank import Rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankForecast:
-    """What one rank reads to the end of the epoch; `tail` is how many samples its last batch has.
+    """What one rank reads until the end of the epoch; `tail` is the size of its last batch.
 
-    `bytes` are about its own samples, `shard_bytes` all of the shards they lie in: what it fetches if they are remote.
+    `bytes` estimates the bytes of its own samples; `shard_bytes` counts the whole shards that hold them, which is what
+    the rank downloads from remote storage.
     """
 
     rank: int
@@ -35,7 +36,7 @@ class RankForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a world reads from a cursor to the end of its epoch."""
+    """What all ranks read from a cursor to the end of its epoch."""
 
     sampling: str
     meaning: str
@@ -43,20 +44,20 @@ class Forecast:
     epoch: int
     consumed: int
     samples: int
-    """Of the rest of the epoch, over all ranks."""
+    """Samples left in the epoch, over all ranks."""
     batches: int
-    """Steps of the rank that makes the most."""
+    """Steps of the rank that has the most."""
     tail: int
-    """Samples of the last global batch."""
+    """Samples in the last global batch."""
     duplicates: int
-    """Samples of the epoch that are read again after they were read once."""
+    """Reads of samples that the epoch has already read."""
     unread: int
     """Samples of the dataset that the epoch does not read."""
     lanes: int
     window: int
     held_shards: int
     held_bytes: int
-    """Of the shards that the fullest node reads from at once; as much again comes in advance."""
+    """Bytes of the shards that one node reads from at once; prefetching needs the same amount again."""
     remarks: tuple[str, ...]
     ranks: tuple[RankForecast, ...]
 
@@ -71,29 +72,31 @@ def forecast(
     global_batch: int,
     cursor: Cursor,
 ) -> Forecast:
-    """Tell what a world would read; refuse one that would hang or starve, with every reason at once."""
+    """Compute what `world` ranks would read; raise SpecError with every reason why they could not train."""
     faults = [*plan.check_world(Rank(0, world), global_batch), *_check_layout(world, nodes, workers)]
     if faults:
         raise SpecError(faults)
     cursor = plan.check_cursor(cursor)
     weights = shard_bytes / np.maximum(plan.sizes, 1)
-    known: dict[int, tuple[Numbers, float]] = {}
+    lane_cache: dict[int, tuple[Int64Array, float]] = {}
     epoch = plan.epoch(cursor.epoch, Rank(0, world))
-    seats = [Rank(rank, world) for rank in range(world)]
-    epochs = (plan.epoch(cursor.epoch, seat) if plan.mode == "join" else epoch.for_rank(seat) for seat in seats)
-    ranks = [_forecast_rank(one, cursor.consumed, global_batch, shard_bytes, weights, nodes, known) for one in epochs]
-    batches = max(one.batches for one in ranks)
+    world_ranks = [Rank(number, world) for number in range(world)]
+    views = (plan.epoch(cursor.epoch, rank) if plan.mode == "join" else epoch.for_rank(rank) for rank in world_ranks)
+    ranks = [
+        _forecast_rank(view, cursor.consumed, global_batch, shard_bytes, weights, nodes, lane_cache) for view in views
+    ]
+    batches = max(rank.batches for rank in ranks)
     held = _lanes_per_node(plan, world, nodes) * plan.window
     duplicates, unread = _count_repeats(plan, epoch)
     return Forecast(
         sampling=plan.mode,
-        meaning=MEANINGS[plan.mode],
+        meaning=SAMPLING_MODES[plan.mode],
         plan=plan.digest,
         epoch=cursor.epoch,
         consumed=cursor.consumed,
-        samples=sum(one.samples for one in ranks),
+        samples=sum(rank.samples for rank in ranks),
         batches=batches,
-        tail=sum(one.tail for one in ranks if one.batches == batches),
+        tail=sum(rank.tail for rank in ranks if rank.batches == batches),
         duplicates=duplicates,
         unread=unread,
         lanes=plan.lanes if plan.mode != "join" else world,
@@ -109,26 +112,26 @@ def _forecast_rank(
     epoch: Epoch,
     consumed: int,
     global_batch: int,
-    shard_bytes: Numbers,
+    shard_bytes: Int64Array,
     weights: npt.NDArray[np.float64],
     nodes: int,
-    known: dict[int, tuple[Numbers, float]],
+    lane_cache: dict[int, tuple[Int64Array, float]],
 ) -> RankForecast:
-    rank, world, _ = epoch.rank
+    number, world, _ = epoch.rank
     lanes = epoch.lanes
-    # Ranks that read the same lanes share them evenly, and are weighed once.
-    group = rank if epoch.plan.mode == "join" else int(lanes[0])
-    if group not in known:
-        known[group] = epoch.order.remaining_shards(consumed, lanes, weights)
-    shards, weight = known[group]
-    sharers = 1 if epoch.plan.mode == "join" else world * len(lanes) // epoch.order.lanes
+    # Ranks that read the same lanes share them evenly, so each group of lanes is computed once.
+    group = number if epoch.plan.mode == "join" else int(lanes[0])
+    if group not in lane_cache:
+        lane_cache[group] = epoch.order.remaining_shards(consumed, lanes, weights)
+    shards, weight = lane_cache[group]
+    ranks_per_lane = 1 if epoch.plan.mode == "join" else world * len(lanes) // epoch.order.lanes
     return RankForecast(
-        rank=rank,
-        node=rank * nodes // world,
+        rank=number,
+        node=number * nodes // world,
         shards=len(shards),
         batches=epoch.count_steps(consumed, global_batch),
         samples=epoch.count_samples(consumed),
-        bytes=round(weight / sharers),
+        bytes=round(weight / ranks_per_lane),
         shard_bytes=int(shard_bytes[shards].sum()),
         tail=epoch.last_batch_size(consumed, global_batch),
     )
@@ -136,9 +139,9 @@ def _forecast_rank(
 
 def _check_layout(world: int, nodes: int, workers: int) -> Iterator[Fault]:
     if nodes < 1 or (world >= 1 and world % nodes):
-        yield Fault("nodes", f"{world} ranks cannot be spread evenly over {nodes} nodes")
+        yield Fault("nodes", f"{world} ranks cannot be distributed evenly over {nodes} nodes")
     if workers < 0:
-        yield Fault("workers", f"{workers} is negative")
+        yield Fault("workers", f"{workers} must be 0 or more")
 
 
 def _lanes_per_node(plan: SamplingPlan, world: int, nodes: int) -> int:
@@ -150,7 +153,7 @@ def _lanes_per_node(plan: SamplingPlan, world: int, nodes: int) -> int:
 
 
 def _count_repeats(plan: SamplingPlan, epoch: Epoch) -> tuple[int, int]:
-    """Count what an epoch reads again, and what of the dataset it does not read."""
+    """Count the repeated reads of an epoch, and the samples of the dataset that it does not read."""
     if plan.mode != "resampled":
         return 0, 0
     distinct = epoch.order.count_distinct(plan.sizes)
@@ -160,15 +163,15 @@ def _count_repeats(plan: SamplingPlan, epoch: Epoch) -> tuple[int, int]:
 def _list_remarks(plan: SamplingPlan, ranks: list[RankForecast], world: int, workers: int) -> Iterator[str]:
     if plan.mode != "join" and world > 1 and plan.lanes % world:
         yield (
-            f"the number of ranks, {world}, does not divide the number of lanes, {plan.lanes}: coverage stays as "
-            "planned, but ranks read from the same shards, so that a node fetches more than its part; "
-            "more and smaller shards give more lanes"
+            f"the world size, {world}, does not divide the number of lanes, {plan.lanes}: sampling stays correct, but "
+            "ranks on different nodes read the same shards, so each node downloads more than its part of the dataset; "
+            "for more lanes, convert the dataset to more and smaller shards"
         )
-    fewest, most = (pick(one.batches for one in ranks) for pick in (min, max))
+    fewest, most = (select(rank.batches for rank in ranks) for select in (min, max))
     if plan.mode == "join" and fewest != most:
         yield (
-            f"ranks end unevenly, after {fewest:,} to {most:,} batches: train inside "
-            "torch.distributed.algorithms.Join, and with no other collective in the loop"
+            f"ranks finish after {fewest:,} to {most:,} batches: train inside "
+            "torch.distributed.algorithms.Join, with no other collective in the loop"
         )
     if workers > fewest:
-        yield f"{workers} workers share {fewest:,} batches: some get none"
+        yield f"{workers} DataLoader workers share {fewest:,} batches: some workers get none"

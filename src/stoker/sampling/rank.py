@@ -1,4 +1,4 @@
-"""Which of the readers of an epoch one process is."""
+"""The rank of this process among the processes that read an epoch, from the variables of torchrun, Open MPI or PMI."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from stoker.errors import InputError
 
-# Of each starter: rank, world, and how many ranks share the machine.
+# By launcher: the variables that hold the rank, the world size and the local world size.
 _RANK_VARIABLES = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -16,7 +16,7 @@ _RANK_VARIABLES = {
 
 
 class Rank(NamedTuple):
-    """Rank `rank` of `world`, with `local_world` ranks on this machine."""
+    """Rank `number` of `world_size`, with `local_world_size` ranks on this machine."""
 
     number: int = 0
     world_size: int = 1
@@ -24,24 +24,28 @@ class Rank(NamedTuple):
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Rank:
-        """Take the seat that torchrun, Open MPI or a PMI starter gave; alone where none did."""
-        for starter, (rank, world, local) in _RANK_VARIABLES.items():
-            if rank not in environ and world not in environ:
+        """Return the rank that torchrun, Open MPI or a PMI launcher set; rank 0 of 1 if none of them did."""
+        for launcher, (number, world_size, local_world_size) in _RANK_VARIABLES.items():
+            if number not in environ and world_size not in environ:
                 continue
-            if rank not in environ or world not in environ:
-                lacking = rank if rank not in environ else world
-                raise InputError(f"{lacking} is not set", hint=f"{starter} sets {rank} and {world}: set both or none")
-            seat = cls(
-                _parse_number(environ, rank), _parse_number(environ, world), max(1, _parse_number(environ, local, 1))
+            if number not in environ or world_size not in environ:
+                missing = number if number not in environ else world_size
+                raise InputError(
+                    f"{missing} is not set", hint=f"{launcher} sets {number} and {world_size}: set both or neither"
+                )
+            rank = cls(
+                number=_parse_number(environ, number),
+                world_size=_parse_number(environ, world_size),
+                local_world_size=max(1, _parse_number(environ, local_world_size, 1)),
             )
-            if seat.number >= seat.world_size:
-                raise InputError(f"{rank}={seat.number} is not below {world}={seat.world_size}")
-            return seat
+            if rank.number >= rank.world_size:
+                raise InputError(f"{number}={rank.number} must be less than {world_size}={rank.world_size}")
+            return rank
         return cls()
 
 
 def _parse_number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
     text = environ.get(name, str(default))
     if not text.isdecimal():
-        raise InputError(f"{name}={text} is not a number of 0 or more")
+        raise InputError(f"{name}={text} must be an integer of 0 or more")
     return int(text)
