@@ -1,25 +1,25 @@
-"""Every error that stoker raises on purpose.
+"""The exceptions that stoker raises.
 
-    StokerError                  exit 1   the root; the command line catches it once
-    ├── InputError               exit 2   what was given cannot be used as it is
-    │   ├── SpecError                     settings: every fault, each with the path of its key
-    │   ├── NotFoundError                 nothing lies at this path or URL
-    │   ├── SourceError                   a dataset that is not what it claims to be
-    │   ├── ConflictError                 a destination that already holds something else
-    │   └── DataFaultError                a shard set that failed verification
-    ├── MissingError             exit 3   this machine lacks something
-    │   ├── MissingExtraError             a Python package behind an extra
-    │   ├── MissingProgramError           a program that is not on the PATH
-    │   └── NotYetError                   a command that this version does not have
-    ├── JobFailedError           exit 4   a job ended without success
-    ├── UnavailableError         exit 5   a store or host that does not answer, or says no
-    │   ├── AccessError                   it answered: permission denied
-    │   ├── FullError                     it answered: no space left
-    │   └── ChangedError                  it answered: there is another version of this object now
-    └── StoppedError             exit 130 the user ended it with Ctrl-C
+    StokerError                     exit 1   root of the tree; caught once, by the command line
+    ├── InputError                  exit 2   invalid input: an argument, a file, a dataset
+    │   ├── SpecError                        invalid settings; lists every fault with the path of its key
+    │   ├── NotFoundError                    path or URL not found
+    │   ├── SourceError                      dataset in another format than expected
+    │   ├── ConflictError                    destination already contains something else
+    │   └── VerificationError                shard set failed verification
+    ├── MissingError                exit 3   missing dependency on this machine
+    │   ├── MissingExtraError                Python package of an extra that is not installed
+    │   ├── MissingProgramError              program not found on the PATH
+    │   └── NotImplementedYetError           command that this version does not implement
+    ├── JobFailedError              exit 4   job failed
+    ├── UnavailableError            exit 5   storage, host or service did not respond, or rejected the request
+    │   ├── AccessDeniedError                permission denied
+    │   ├── StorageFullError                 no space left
+    │   └── ObjectChangedError               object was replaced while it was read
+    └── InterruptError              exit 130 interrupted with Ctrl-C
 
-An error carries evidence: *where* it happened (a path, URL or key), *what* is wrong, and a *hint* that says
-what to do. `str(error)` is the one sentence that a user reads.
+Every error has *what* happened, *where* (a path, URL or key) and a *hint* what to do; `str(error)` joins them to the
+sentence that a user reads: `where: what; hint`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
-_LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
+_USERINFO = re.compile(r"(?<=://)[^/\s@]+@")
 _QUERY = re.compile(r"(https?://[^\s?]*)\?[^\s;,]*")
 
 
-def without_secrets(text: str) -> str:
-    """Take logins and queries out of the URLs in a text; every message passes here, so that none can forget."""
-    return _QUERY.sub(r"\1", _LOGIN.sub("", text))
+def redact_urls(text: str) -> str:
+    """Remove credentials and query strings from the URLs in a text; every error message passes through here."""
+    return _QUERY.sub(r"\1", _USERINFO.sub("", text))
 
 
 class StokerError(Exception):
-    """The root of the tree; carries where, what and a hint."""
+    """Root of the tree; has where, what and a hint."""
 
     exit_code: ClassVar[int] = 1
 
@@ -50,17 +50,17 @@ class StokerError(Exception):
 
     def __str__(self) -> str:
         sentence = self.what if self.where is None else f"{self.where}: {self.what}"
-        return without_secrets(sentence if self.hint is None else f"{sentence}; {self.hint}")
+        return redact_urls(sentence if self.hint is None else f"{sentence}; {self.hint}")
 
 
 class InputError(StokerError):
-    """What was given cannot be used as it is."""
+    """Invalid input: an argument, a file, a dataset."""
 
     exit_code = 2
 
 
 class Fault(NamedTuple):
-    """One thing that is wrong in a file of settings, by the path of its key (`resources.gpu`)."""
+    """One error in a settings file, with the path of its key (`resources.gpu`)."""
 
     path: str
     what: str
@@ -70,7 +70,7 @@ class Fault(NamedTuple):
 
 
 class SpecError(InputError):
-    """Settings that cannot be decoded; holds every fault, not only the first."""
+    """Invalid settings; has every fault, not only the first."""
 
     def __init__(self, faults: Sequence[Fault], *, where: object = None, hint: str | None = None) -> None:
         super().__init__("; ".join(map(str, faults)), where=where, hint=hint)
@@ -78,29 +78,29 @@ class SpecError(InputError):
 
 
 class NotFoundError(InputError):
-    """Nothing lies at this path or URL."""
+    """Path or URL not found."""
 
 
 class SourceError(InputError):
-    """A dataset that is not what it claims to be."""
+    """Dataset in another format than expected."""
 
 
 class ConflictError(InputError):
-    """A destination that already holds something else."""
+    """Destination already contains something else."""
 
 
-class DataFaultError(InputError):
-    """A shard set that failed verification."""
+class VerificationError(InputError):
+    """Shard set failed verification."""
 
 
 class MissingError(StokerError):
-    """This machine lacks something."""
+    """Missing dependency on this machine."""
 
     exit_code = 3
 
 
 class MissingExtraError(MissingError):
-    """A Python package that lies behind an extra is not installed."""
+    """Python package of an extra that is not installed."""
 
     def __init__(self, package: str, extra: str, *, purpose: str) -> None:
         super().__init__(f"{purpose} needs the Python package {package!r}", hint=f"run: pip install 'stoker[{extra}]'")
@@ -109,35 +109,35 @@ class MissingExtraError(MissingError):
 
 
 class MissingProgramError(MissingError):
-    """A program is not on the PATH."""
+    """Program not found on the PATH."""
 
 
-class NotYetError(MissingError):
-    """A command of the design that this version does not have."""
+class NotImplementedYetError(MissingError):
+    """Command that this version does not implement."""
 
 
 class JobFailedError(StokerError):
-    """A job ended without success."""
+    """Job failed."""
 
     exit_code = 4
 
 
 class UnavailableError(StokerError):
-    """A store or host that does not answer, or says no."""
+    """Storage, host or service did not respond, or rejected the request."""
 
     exit_code = 5
 
 
-class AccessError(UnavailableError):
-    """It answered: permission denied."""
+class AccessDeniedError(UnavailableError):
+    """Permission denied."""
 
 
-class FullError(UnavailableError):
-    """It answered: no space left."""
+class StorageFullError(UnavailableError):
+    """No space left."""
 
 
-class ChangedError(UnavailableError):
-    """It answered: there is another version of this object now."""
+class ObjectChangedError(UnavailableError):
+    """Object was replaced while it was read."""
 
     def __init__(
         self, what: str = "was replaced while it was read", *, where: object = None, hint: str | None = None
@@ -145,7 +145,7 @@ class ChangedError(UnavailableError):
         super().__init__(what, where=where, hint=hint)
 
 
-class StoppedError(StokerError):
-    """The user ended it with Ctrl-C."""
+class InterruptError(StokerError):
+    """Interrupted with Ctrl-C."""
 
     exit_code = 130

@@ -48,10 +48,11 @@ def test_parse_bytes(text: str | float, size: int) -> None:
     ["", "many", "100m", "1g", "1mi", "1i", "1iB", "-1", "-1Gi", "1.5", "1 2", "Gi", "1GiBs", "1e999", "1e99",
      "9223372036854775808", -1, 1.5, math.nan, math.inf, True, None, [1]],
 )  # fmt: skip
-def test_parse_bytes_refuses(bad: str | float) -> None:
+def test_parse_bytes_rejects(bad: str | float) -> None:
     with pytest.raises(InputError) as caught:
         parse_bytes(bad)
-    assert str(caught.value) == f"expected a size such as 200Gi, 1.5GB or 1048576, got {bad!r}"
+    assert Bytes.expected in str(caught.value)
+    assert str(caught.value).endswith(repr(bad))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_format_bytes(size: int, text: str) -> None:
 
 
 @given(st.integers(0, 2**62))
-def test_written_sizes_can_be_read(size: int) -> None:
+def test_formatted_sizes_can_be_parsed(size: int) -> None:
     assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.06)
 
 
@@ -102,10 +103,10 @@ def test_parse_duration(text: str | float, seconds: float) -> None:
     "bad",
     ["", " ", "soon", "h", "30m1h", "1h30", "1h1h", "-5s", "5 S", "1w", -1, math.nan, math.inf, True, None],
 )
-def test_parse_duration_refuses(bad: str | float) -> None:
+def test_parse_duration_rejects(bad: str | float) -> None:
     with pytest.raises(InputError) as caught:
         parse_duration(bad)
-    assert "such as 30s, 1h30m or 500ms" in str(caught.value)
+    assert Seconds.expected in str(caught.value)
     assert repr(bad) in str(caught.value)
 
 
@@ -132,7 +133,7 @@ def test_format_duration(seconds: float, text: str) -> None:
 
 
 @given(st.floats(0.001, 1e8))
-def test_written_durations_can_be_read(seconds: float) -> None:
+def test_formatted_durations_can_be_parsed(seconds: float) -> None:
     assert parse_duration(format_duration(seconds)) == pytest.approx(seconds, rel=0.06)
 
 

@@ -1,1 +1,1 @@
-"""What everything else stands on: specs, registry, units, processes."""
+"""Foundations for all other packages: settings, YAML, units, processes, registry, permutations, threads."""

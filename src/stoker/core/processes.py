@@ -1,7 +1,7 @@
-"""Processes that are ended with their group, so that nothing a program started outlives it.
+"""Start programs and stop them with their whole process group; find processes by environment variables.
 
-Each process leads a session of its own. Its leader is reaped only by `end`: until then the kernel cannot give
-its number to anyone else, so a signal to the group never reaches a stranger.
+Each process leads its own session. The leader is reaped only by `Process.stop`: until then the kernel cannot reuse its
+pid, so a signal to the group never reaches an unrelated process.
 """
 
 from __future__ import annotations
@@ -22,58 +22,58 @@ from typing import IO, NamedTuple, Self
 from stoker.core.units import format_duration
 from stoker.errors import MissingProgramError, NotFoundError, StokerError, UnavailableError
 
-DEATH_S = 30.0
-"""How long a killed process may take to be gone."""
+KILL_TIMEOUT_S = 30.0
+"""How long to wait for a process to disappear after SIGKILL."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Process:
-    """A started program and its group; a context manager that ends them on the way out, however that is."""
+    """A running program and its process group; a context manager that stops both on exit."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self._popen = popen
         self.pid = popen.pid
-        """Also the id of the group."""
+        """The pid of the leader, which is also the process group ID."""
 
     def poll(self) -> int | None:
-        """Return the leader's exit code (negative: the signal that ended it), or None while it runs."""
+        """Return the leader's exit code (negative: the signal that killed it), or None while it runs."""
         if self._popen.returncode is not None:
             return self._popen.returncode
         try:
             state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # another thread is in `end` and has reaped it
+        except ChildProcessError:  # another thread is in `stop` and has reaped it
             return self._popen.wait()
         if state is None:
             return None
         return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait until the leader exits and return its code; TimeoutError when it takes longer."""
-        until(lambda: self.poll() is not None, timeout_s)
+        """Wait for the leader to exit and return its exit code; raise TimeoutError after `timeout_s`."""
+        wait_until(lambda: self.poll() is not None, timeout_s)
         code = self.poll()
         if code is None:
-            raise TimeoutError(f"process {self.pid} still runs after {timeout_s} s")
+            raise TimeoutError(f"process {self.pid} is still running after {timeout_s} s")
         return code
 
     def terminate(self) -> None:
-        """Ask the leader alone to end; it knows best how to end its own."""
+        """Send SIGTERM to the leader only, which stops its own children."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
 
-    def end(self, grace_s: float = 5.0) -> int:
-        """End the whole group: TERM, up to `grace_s` to leave, KILL; return the leader's exit code.
+    def stop(self, grace_s: float = 5.0) -> int:
+        """Stop the whole group: SIGTERM, wait up to `grace_s`, SIGKILL; return the leader's exit code.
 
-        Works on what is left of the group when the leader is gone already; a second call does nothing.
+        Also stops a group whose leader has exited already; a second call does nothing.
         """
         if self._popen.returncode is None:
             try:
                 os.killpg(self.pid, signal.SIGTERM)
-                until(self._is_gone, grace_s)
-            finally:  # also when a second Ctrl-C cuts the grace short
+                wait_until(self._is_gone, grace_s)
+            finally:  # also when a second Ctrl-C interrupts the grace period
                 os.killpg(self.pid, signal.SIGKILL)
-                until(self._is_gone, DEATH_S)
+                wait_until(self._is_gone, KILL_TIMEOUT_S)
                 if not self._is_gone():
-                    raise _undying([self.pid])
+                    raise _unkillable([self.pid])
                 self._popen.wait()
         return self._popen.wait()
 
@@ -83,19 +83,19 @@ class Process:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end()
+        self.stop()
 
     def _is_gone(self) -> bool:
-        """Whether nothing in the group runs; dead processes that nobody has reaped do not count."""
+        """Return whether no process of the group is running; zombies do not count."""
         return self.poll() is not None and not _has_members(self.pid)
 
 
-class Completed(NamedTuple):
-    """What a program printed, and its exit code."""
+class CompletedProcess(NamedTuple):
+    """The output and the exit code of a program."""
 
     stdout: str
     stderr: str
-    code: int
+    exit_code: int
 
 
 def start(
@@ -106,11 +106,11 @@ def start(
     stdin: int | IO[bytes] = subprocess.DEVNULL,
     stdout: int | IO[bytes] | None = None,
     stderr: int | IO[bytes] | None = None,
-    dies_with_us: bool = False,
+    terminate_with_parent: bool = False,
 ) -> Process:
     """Start a program in its own session; `env` replaces the environment, as in `subprocess`.
 
-    With `dies_with_us` it gets a TERM when the thread that started it is gone, however that came.
+    With `terminate_with_parent` it gets SIGTERM when the thread that started it exits or is killed.
     """
     try:
         popen = subprocess.Popen(
@@ -121,16 +121,16 @@ def start(
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
-            preexec_fn=_die_with_parent(os.getpid()) if dies_with_us else None,
+            preexec_fn=_terminate_with_parent(os.getpid()) if terminate_with_parent else None,
         )
     except OSError as error:
         reason = (error.strerror or "not found").lower()
         if cwd is not None and error.filename == cwd:
-            raise NotFoundError(f"cannot work in this folder: {reason}", where=cwd) from error
+            raise NotFoundError(f"cannot use as working directory: {reason}", where=cwd) from error
         is_missing = isinstance(error, FileNotFoundError)
         raise MissingProgramError(
             f"cannot start the program {argv[0]!r}: {reason}",
-            hint="install it, or add its folder to the PATH" if is_missing else None,
+            hint="install it, or add its directory to the PATH" if is_missing else None,
         ) from error
     return Process(popen)
 
@@ -138,13 +138,13 @@ def start(
 def run(
     argv: Sequence[str],
     *,
-    input: str | None = None,  # noqa: A002 (the name that subprocess taught everyone)
+    input: str | None = None,  # noqa: A002 (as in subprocess.run)
     timeout_s: float | None = None,
     check: bool = True,
-) -> Completed:
-    """Run a program to its end and return what it printed; with `check`, a bad exit code is an error.
+) -> CompletedProcess:
+    """Run a program to completion and return its output; with `check`, raise on a non-zero exit code.
 
-    Files and not pipes carry the text, so a child left in the background cannot keep us waiting.
+    Output goes through files, not pipes, so a child that stays in the background cannot block the call.
     """
     with TemporaryFile() as stdin, TemporaryFile() as stdout, TemporaryFile() as stderr:
         stdin.write((input or "").encode())
@@ -154,34 +154,34 @@ def run(
                 code = process.wait(timeout_s)
             except TimeoutError as error:
                 limit = format_duration(timeout_s or 0)
-                raise UnavailableError(f"no end within {limit}", where=shlex.join(argv)) from error
-        done = Completed(_text(stdout), _text(stderr), code)
+                raise UnavailableError(f"did not finish within {limit}", where=shlex.join(argv)) from error
+        completed = CompletedProcess(_read_text(stdout), _read_text(stderr), code)
     if check and code != 0:
-        ended = f"failed with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
-        said = done.stderr.strip() or done.stdout.strip()
-        raise StokerError(f"{ended}: {said}" if said else ended, where=shlex.join(argv))
-    return done
+        failure = f"failed with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+        output = completed.stderr.strip() or completed.stdout.strip()
+        raise StokerError(f"{failure}: {output}" if output else failure, where=shlex.join(argv))
+    return completed
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
-    libc = ctypes.CDLL(None)  # here: little may be done between fork and exec
+def _terminate_with_parent(parent: int) -> Callable[[], None]:
+    libc = ctypes.CDLL(None)  # loaded here: few calls are safe between fork and exec
 
-    def ask() -> None:
+    def set_death_signal() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # gone before it could be asked
+        if os.getppid() != parent:  # the parent exited before prctl
             os._exit(128 + signal.SIGTERM)
 
-    return ask
+    return set_death_signal
 
 
-def _text(file: IO[bytes]) -> str:
+def _read_text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
 
 
 @contextmanager
-def held_back(number: signal.Signals) -> Iterator[None]:
-    """Have what is started meanwhile get a signal only once it asks for it: before, there is nobody to take it."""
+def defer_signal(number: signal.Signals) -> Iterator[None]:
+    """Block a signal in processes started meanwhile, so that it stays pending until they unblock it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
@@ -189,129 +189,129 @@ def held_back(number: signal.Signals) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def until(condition: Callable[[], bool], timeout_s: float | None, *, pause_s: float = 0.05) -> bool:
-    """Poll, quickly at first, until the condition holds or the time is over; tell whether it holds."""
+def wait_until(condition: Callable[[], bool], timeout_s: float | None, *, max_interval_s: float = 0.05) -> bool:
+    """Poll, quickly at first, until the condition is true or the timeout expires; return whether it is true."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    pause = 0.001
+    interval = 0.001
     while not condition():
         if deadline is not None:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 return False
-            pause = min(pause, left)
-        time.sleep(pause)
-        pause = min(pause * 2, pause_s)
+            interval = min(interval, remaining)
+        time.sleep(interval)
+        interval = min(interval * 2, max_interval_s)
     return True
 
 
 def _has_members(group: int) -> bool:
-    """Whether a live process belongs to the group.
+    """Return whether a running process belongs to the group.
 
-    /proc tells the dead from the living; `killpg(group, 0)` does not, and in a container whose first process
-    reaps nobody, the dead stay for ever.
+    /proc shows which processes are zombies; `killpg(group, 0)` counts them, and in a container whose init process does
+    not reap children they stay forever.
     """
     for pid in _pids():
         try:
             stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        # The name, in parentheses, may hold spaces and parentheses itself.
-        state, _parent, its_group = stat.rpartition(")")[2].split()[:3]
-        if int(its_group) == group and state not in "ZX":
+        # The name, in parentheses, may itself contain spaces and parentheses.
+        state, _parent, process_group = stat.rpartition(")")[2].split()[:3]
+        if int(process_group) == group and state not in "ZX":
             return True
     return False
 
 
-# --- Processes that are known by a variable in their environment, which all that they start inherit
+# --- Processes found by environment variables, which their children inherit
 
 
-def marked(marks: Mapping[str, str]) -> list[int]:
-    """List the live processes that were started with these variables, or by one that was."""
-    return [pid for pid in _pids() if _bears(pid, marks)]
+def find_processes_by_env(env: Mapping[str, str]) -> list[int]:
+    """List the running processes that were started with these environment variables."""
+    return [pid for pid in _pids() if _has_env(pid, env)]
 
 
-def end_marked(marks: Mapping[str, str], grace_s: float) -> None:
-    """End all processes with these variables: TERM, up to `grace_s` to leave, KILL until none is left."""
-    for pid in marked(marks):
-        _signal_marked(pid, marks, signal.SIGTERM)
-    until(lambda: not marked(marks), grace_s)
-    deadline = time.monotonic() + DEATH_S
-    while found := marked(marks):  # one may start another while we look
+def terminate_by_env(env: Mapping[str, str], grace_s: float) -> None:
+    """Stop all processes with these variables: SIGTERM, wait up to `grace_s`, SIGKILL until none is left."""
+    for pid in find_processes_by_env(env):
+        _signal_by_env(pid, env, signal.SIGTERM)
+    wait_until(lambda: not find_processes_by_env(env), grace_s)
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while pids := find_processes_by_env(env):  # a process may fork while we iterate
         if time.monotonic() > deadline:
-            raise _undying(found)
-        for pid in found:
-            _signal_marked(pid, marks, signal.SIGKILL)
-        until(lambda: not marked(marks), 1.0)
+            raise _unkillable(pids)
+        for pid in pids:
+            _signal_by_env(pid, env, signal.SIGKILL)
+        wait_until(lambda: not find_processes_by_env(env), 1.0)
 
 
-def adopt_orphans() -> None:
-    """Become the parent of whatever our processes leave behind, also of what hides from its group and its marks."""
+def become_subreaper() -> None:
+    """Make this process the subreaper of its descendants: orphans become its children, whatever their group or env."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_children() -> None:
-    """Kill all that came of us, whatever it is; for a process that has adopted orphans and started no other."""
-    deadline = time.monotonic() + DEATH_S
-    while found := children(os.getpid()):
+def kill_children() -> None:
+    """Kill all children of this process, for a subreaper that has no other children."""
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while pids := child_pids(os.getpid()):
         if time.monotonic() > deadline:
-            raise _undying(found)
-        for pid in found:
+            raise _unkillable(pids)
+        for pid in pids:
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(0.005)
 
 
-def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal, which would end it otherwise."""
+def handles_signal(pid: int, number: signal.Signals) -> bool:
+    """Return whether a process has installed a handler for a signal."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)
+    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-def children(parent: int) -> list[int]:
-    """List the processes that a process has started itself, and what it has adopted."""
-    found = []
+def child_pids(parent: int) -> list[int]:
+    """List the children of a process, including orphans it has adopted."""
+    pids = []
     for pid in _pids():
         with suppress(OSError):
             stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
             if int(stat.rpartition(")")[2].split()[1]) == parent:
-                found.append(pid)
-    return found
+                pids.append(pid)
+    return pids
 
 
-def _undying(pids: Sequence[int]) -> UnavailableError:
+def _unkillable(pids: Sequence[int]) -> UnavailableError:
     return UnavailableError(
-        f"processes that do not end, not even by SIGKILL: {', '.join(map(str, pids))}",
-        hint="they wait in the kernel, for a device or a file server",
+        f"processes still running after SIGKILL: {', '.join(map(str, pids))}",
+        hint="they are blocked in the kernel, on a device or a network file system",
     )
 
 
-def _signal_marked(pid: int, marks: Mapping[str, str], number: signal.Signals) -> None:
-    """Signal a process by a handle that was had before its marks were read: its number may be another's by now."""
+def _signal_by_env(pid: int, env: Mapping[str, str], number: signal.Signals) -> None:
+    """Signal a process through a pidfd opened before its environment is read: its pid may be reused meanwhile."""
     try:
-        handle = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return
     try:
-        if _bears(pid, marks):
-            signal.pidfd_send_signal(handle, number)
+        if _has_env(pid, env):
+            signal.pidfd_send_signal(pidfd, number)
     except (ProcessLookupError, PermissionError):
         pass
     finally:
-        os.close(handle)
+        os.close(pidfd)
 
 
-def _bears(pid: int, marks: Mapping[str, str]) -> bool:
-    """Whether a process began with these variables; not for the dead, nor for other users'."""
+def _has_env(pid: int, env: Mapping[str, str]) -> bool:
+    """Return whether a process was started with these variables; False for zombies and other users' processes."""
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False
-    return all(f"{name}={value}".encode() in environ for name, value in marks.items())
+    return all(f"{name}={value}".encode() in environ for name, value in env.items())
 
 
 def _pids() -> list[int]:

@@ -1,4 +1,4 @@
-"""Names to implementations, imported on first use, so that a heavy package costs only who asks for it."""
+"""Lazy registry of implementations by name: each is imported on first use."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Plug:
-    """A target that needs a package behind an extra: `Plug("mod:attr", extra="k8s", package="lightkube")`."""
+class OptionalTarget:
+    """A target that needs an extra: `OptionalTarget("mod:attr", extra="k8s", package="lightkube")`."""
 
     target: str
     extra: str
@@ -26,43 +26,43 @@ class Plug:
 
 
 class Registry(Generic[T]):
-    """Find an implementation by name: in the table, else by an entry point of the group `stoker.<kind>`."""
+    """Implementations by name: built-in ones from a table, others from the entry point group `stoker.<kind>`."""
 
-    def __init__(self, kind: str, table: Mapping[str, str | Plug]) -> None:
+    def __init__(self, kind: str, table: Mapping[str, str | OptionalTarget]) -> None:
         self.kind = kind
         self._table = table
         self._group = f"stoker.{kind}"
 
     def names(self) -> tuple[str, ...]:
-        """List every name that `get` knows, third parties' too; imports none of them."""
-        return tuple(sorted({*self._table, *(entry.name for entry in self._entries())}))
+        """List all names, including those of entry points, without importing anything."""
+        return tuple(sorted({*self._table, *(entry.name for entry in self._entry_points())}))
 
     def get(self, name: str) -> T:
-        """Import the implementation called `name`."""
-        plug = self._table.get(name)
-        if plug is None:
-            return self._third_party(name)
-        target = plug if isinstance(plug, str) else plug.target
+        """Import and return the implementation called `name`."""
+        entry = self._table.get(name)
+        if entry is None:
+            return self._load_entry_point(name)
+        target = entry if isinstance(entry, str) else entry.target
         try:
             module, _, attribute = target.partition(":")
-            built_in: T = getattr(import_module(module), attribute)
+            implementation: T = getattr(import_module(module), attribute)
         except ModuleNotFoundError as error:
-            if isinstance(plug, Plug) and _lacks(error, plug.package):
+            if isinstance(entry, OptionalTarget) and _is_missing(error, entry.package):
                 purpose = f"the {self.kind} {name!r}"
-                raise MissingExtraError(plug.package, plug.extra, purpose=purpose) from error
+                raise MissingExtraError(entry.package, entry.extra, purpose=purpose) from error
             raise
-        return built_in
+        return implementation
 
-    def _entries(self) -> EntryPoints:
-        from importlib.metadata import entry_points  # takes long to import, and built-ins do without
+    def _entry_points(self) -> EntryPoints:
+        from importlib.metadata import entry_points  # slow to import, and not needed for built-in targets
 
         return entry_points(group=self._group)
 
-    def _third_party(self, name: str) -> T:
-        for entry in self._entries():
+    def _load_entry_point(self, name: str) -> T:
+        for entry in self._entry_points():
             if entry.name == name:
-                found: T = entry.load()
-                return found
+                implementation: T = entry.load()
+                return implementation
         names = self.names()
         known = f"known: {', '.join(names)}"
         close = get_close_matches(name, names, n=1)
@@ -70,6 +70,6 @@ class Registry(Generic[T]):
         raise InputError(f"unknown {self.kind} {name!r}", hint=hint)
 
 
-def _lacks(error: ModuleNotFoundError, package: str) -> bool:
-    """Whether the package itself is missing, or a parent of it; a missing submodule is another trouble."""
+def _is_missing(error: ModuleNotFoundError, package: str) -> bool:
+    """Return whether the package itself or a parent of it is missing, rather than one of its submodules."""
     return error.name is not None and f"{package}.".startswith(f"{error.name}.")

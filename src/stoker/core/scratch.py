@@ -1,4 +1,4 @@
-"""Temporary folders that do not outlive a killed process for long."""
+"""Temporary directories that are cleaned up even if their process was killed."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ PREFIX = "stoker-scratch-"
 
 
 @contextmanager
-def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
-    """Give an empty folder for the while; also remove those that killed processes left in the same place."""
-    place = Path(tempfile.gettempdir()) if parent is None else parent
-    for stale in place.glob(f"{PREFIX}*"):
+def scratch_directory(parent: Path | None = None) -> Iterator[Path]:
+    """Create an empty temporary directory; also remove those that killed processes left in the same parent."""
+    base = Path(tempfile.gettempdir()) if parent is None else parent
+    for stale in base.glob(f"{PREFIX}*"):
         _remove_if_stale(stale)
-    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=place, ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=base, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         new = folder / "new"
-        with new.open("w") as lock:  # a kill releases it, whatever killed
-            _locks(lock)
-            new.rename(folder / "lock")  # only now, or another process could find it free
-            inside = folder / "files"
-            inside.mkdir()
-            yield inside
+        with new.open("w") as lock:  # the kernel releases the lock when the process exits or is killed
+            _try_lock(lock)
+            new.rename(folder / "lock")  # only once it is locked: another process would remove an unlocked directory
+            files = folder / "files"
+            files.mkdir()
+            yield files
 
 
 def _remove_if_stale(folder: Path) -> None:
     try:
         with (folder / "lock").open() as lock:
-            if _locks(lock):
+            if _try_lock(lock):
                 shutil.rmtree(folder, ignore_errors=True)
-    except OSError:  # somebody else's, or gone in the meantime
+    except OSError:  # owned by another user, or removed meanwhile
         return
 
 
-def _locks(file: IO[str]) -> bool:
+def _try_lock(file: IO[str]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

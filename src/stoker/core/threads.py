@@ -1,4 +1,4 @@
-"""Thread pools that leave nothing behind."""
+"""Thread pool whose threads are gone after shutdown, so that the process can fork safely."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-PATIENCE_S = 1.0
+EXIT_TIMEOUT_S = 1.0
 
 
-class Threads(ThreadPoolExecutor):
-    """A pool whose threads are truly gone once it is shut down, so that the process may fork then.
+class ThreadPool(ThreadPoolExecutor):
+    """A ThreadPoolExecutor whose kernel threads have exited when `shutdown` returns, so that the process may fork.
 
-    Python has joined a thread before the system has ended it; on its last steps it may hold a lock of some library, and
-    a child that is forked at that moment would wait for it for ever.
+    `Thread.join` returns before the kernel thread has exited. In its last steps the thread may hold a lock of a C
+    library, and a child forked at that moment would deadlock on it.
     """
 
     def __init__(self, count: int, name: str) -> None:
-        natives: list[int] = []
-        super().__init__(count, name, initializer=lambda: natives.append(threading.get_native_id()))
-        self._natives = natives
+        native_ids: list[int] = []
+        super().__init__(count, name, initializer=lambda: native_ids.append(threading.get_native_id()))
+        self._native_ids = native_ids
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads, and wait until the system has ended them too."""
+        """Shut down the pool and wait until the kernel threads have exited."""
         super().shutdown(wait=wait, cancel_futures=cancel_futures)
-        deadline = time.monotonic() + PATIENCE_S
-        for native in self._natives if wait else ():
-            while os.path.exists(f"/proc/self/task/{native}") and time.monotonic() < deadline:  # noqa: PTH110
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
+        for native_id in self._native_ids if wait else ():
+            while os.path.exists(f"/proc/self/task/{native_id}") and time.monotonic() < deadline:  # noqa: PTH110
                 time.sleep(0.0005)

@@ -1,1 +1,1 @@
-"""Jobs: the file that says what to train, with what, and where."""
+"""Jobs: the job file, topologies, the launcher protocol, run folders, status, retry policy."""

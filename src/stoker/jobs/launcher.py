@@ -1,4 +1,4 @@
-"""Where jobs run: what a launcher does, what it can, and which there are."""
+"""The launcher protocol, the traits of a launcher, and the registry of launchers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Rendered = TypeVar("Rendered")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traits:
-    """What a launcher can do, as data."""
+class LauncherTraits:
+    """What a launcher supports, as data."""
 
     name: str
     topologies: frozenset[str]
-    elastic: bool = False
-    claims: bool = False
-    """Whether there are claims to mount."""
-    places: bool = False
-    """Whether there are several, one of which `--on name://place` names."""
+    supports_elastic: bool = False
+    supports_claims: bool = False
+    """Whether PersistentVolumeClaims can be mounted."""
+    has_targets: bool = False
+    """Whether `--on NAME://TARGET` selects one of several clusters."""
 
 
-class LogLine(NamedTuple):
-    """One line of a slot's log, as it came."""
+class SlotLogLine(NamedTuple):
+    """One line of the log of a slot."""
 
     slot: Slot
     attempt: int
@@ -38,39 +38,39 @@ class LogLine(NamedTuple):
 
 
 class Launcher(Protocol[Rendered]):
-    """Carries the commands of a job to where it runs."""
+    """Runs jobs in one kind of place: this machine, SSH hosts, Ray, Kubernetes."""
 
-    traits: ClassVar[Traits]
+    traits: ClassVar[LauncherTraits]
 
-    def anchored(self, job: Job) -> Job:
-        """Give the job as it will be kept: with paths that mean the same wherever later commands are given."""
+    def resolve_paths(self, job: Job) -> Job:
+        """Return the job with absolute paths, so that it does not depend on the current directory."""
         ...
 
     def render(self, job: Job) -> Rendered:
-        """Give what would be started, as a value; refuse a job that cannot run here. No side effect."""
+        """Return what would be started; raise SpecError for a job that cannot run here. No side effects."""
         ...
 
     def start(self, rendered: Rendered, run: Run, *, detach: bool = False) -> str:
-        """Start it; give the handle, a URL by which the job is found again.
+        """Start a job and return its handle, a URL that identifies the run.
 
-        With `detach`, slots on other machines go on when this one is gone, where the launcher can do that.
+        With `detach`, slots on other machines keep running when this machine is gone, if the launcher supports it.
         """
         ...
 
     def restart(self, run: Run, *, detach: bool = False) -> None:
-        """Start a run again that is over, in its own folder and so with its own checkpoints."""
+        """Restart a finished run in its own run folder, and so from its own checkpoints."""
         ...
 
     def status(self, handle: str) -> JobStatus:
-        """Tell how it is doing."""
+        """Return the status of a run."""
         ...
 
-    def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[LogLine]:
-        """Give the lines of one slot or all; with `follow`, until the job is over."""
+    def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[SlotLogLine]:
+        """Yield the log lines of one slot or all; with `follow`, until the job finishes."""
         ...
 
     def stop(self, handle: str) -> None:
-        """End it, and leave nothing behind; nothing happens when it is over."""
+        """Stop a run and remove what it started; do nothing if it has finished."""
         ...
 
 
@@ -85,17 +85,23 @@ LAUNCHERS: Registry[type[Launcher[object]]] = Registry(
 )
 
 
-def check(job: Job, traits: Traits) -> list[Fault]:
-    """List every way in which a job asks for more than a launcher can do."""
+def check_traits(job: Job, traits: LauncherTraits) -> list[Fault]:
+    """List everything in a job that a launcher does not support."""
     faults = []
     if job.topology not in traits.topologies:
-        can = ", ".join(sorted(traits.topologies))
-        faults.append(Fault("topology", f"{job.topology!r} does not run on {traits.name} (it can: {can})"))
-    if job.is_elastic and not traits.elastic:
-        faults.append(Fault("workers", f"{traits.name} cannot change the number of workers: give one number"))
-    if not traits.claims:
+        supported = ", ".join(sorted(traits.topologies))
+        what = f"{job.topology!r} is not supported on {traits.name} (supported: {supported})"
+        faults.append(Fault("topology", what))
+    if job.is_elastic and not traits.supports_elastic:
+        faults.append(
+            Fault("workers", f"elastic jobs are not supported on {traits.name}; set a fixed number of workers")
+        )
+    if not traits.supports_claims:
         faults += [
-            Fault(f"volumes[{index}].claim", f"there are no claims on {traits.name}: leave the volume away")
+            Fault(
+                f"volumes[{index}].claim",
+                f"PersistentVolumeClaims are not supported on {traits.name}; remove the volume",
+            )
             for index, _ in enumerate(job.volumes)
         ]
     return faults

@@ -1,4 +1,4 @@
-"""`--set resources.gpu=4`: keys of a document given on the command line."""
+"""Apply `--set resources.gpu=4`: override keys of a document from the command line."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from stoker.core import spec
+from stoker.core import yaml_io
 from stoker.errors import Fault, InputError, SpecError
 
 _STEP = re.compile(r"""\.?(?P<name>[\w/-]+)|\[(?P<index>\d+)\]|\[(?P<quote>["'])(?P<key>.*?)(?P=quote)\]""")
 
 
-def override(data: dict[Any, Any], assignments: Iterable[str]) -> tuple[dict[Any, Any], list[str], list[Fault]]:
-    """Set keys in a copy of a document; return it, the paths that were set, and what could not be."""
-    data, paths, faults = _unshared(data), [], []
+def apply_overrides(data: dict[Any, Any], assignments: Iterable[str]) -> tuple[dict[Any, Any], list[str], list[Fault]]:
+    """Set keys in a copy of a document; return the copy, the paths that were set, and the faults."""
+    data, paths, faults = _copy(data), [], []
     for assignment in assignments:
         try:
             paths.append(_assign(data, assignment))
@@ -24,82 +24,82 @@ def override(data: dict[Any, Any], assignments: Iterable[str]) -> tuple[dict[Any
     return data, paths, faults
 
 
-def _unshared(data: Any) -> Any:
-    """Copy the parts that YAML's aliases share, so that a change is made in one place."""
+def _copy(data: Any) -> Any:
+    """Copy recursively, without sharing the parts that YAML aliases share: a change affects one place."""
     match data:
         case dict():
-            return {key: _unshared(value) for key, value in data.items()}
+            return {key: _copy(value) for key, value in data.items()}
         case list():
-            return [_unshared(value) for value in data]
+            return [_copy(value) for value in data]
         case _:
             return data
 
 
 def _assign(data: dict[Any, Any], assignment: str) -> str:
-    """Set one key in place, and return its path; an empty value takes the key out."""
-    steps, text = _read(assignment)
+    """Set one key in place and return its path; an empty value removes the key."""
+    steps, text = _parse_assignment(assignment)
     path = _path(steps)
     try:
-        value, repeats = spec.parse(text, None)
+        value, duplicates = yaml_io.parse_verbatim(text, None)
     except SpecError as error:
-        raise InputError(f"{path}: {error} (the value is read as YAML: put quotes in it)") from error
-    if repeats:
-        raise InputError(f"{path}: {repeats[0]}")
-    holder: Any = data
-    for depth, (step, after) in enumerate(pairwise(steps)):
-        inner = _look(holder, step, steps[:depth])
+        raise InputError(f"{path}: {error} (values are YAML: quote it)") from error
+    if duplicates:
+        raise InputError(f"{path}: {duplicates[0]}")
+    container: Any = data
+    for depth, (step, next_step) in enumerate(pairwise(steps)):
+        inner = _get(container, step, steps[:depth])
         if inner is None:
-            inner = [] if isinstance(after, int) else {}
-            _put(holder, step, inner)
-        holder = inner
-    _look(holder, steps[-1], steps[:-1])
-    _put(holder, steps[-1], value)
+            inner = [] if isinstance(next_step, int) else {}
+            _put(container, step, inner)
+        container = inner
+    _get(container, steps[-1], steps[:-1])
+    _put(container, steps[-1], value)
     return path
 
 
-def _read(assignment: str) -> tuple[list[str | int], str]:
-    """Take `ssh.hosts[0]=node1` apart into its steps and the text of its value."""
+def _parse_assignment(assignment: str) -> tuple[list[str | int], str]:
+    """Split `ssh.hosts[0]=node1` into the steps of its path and the text of its value."""
     steps: list[str | int] = []
-    at = 0
-    while match := _STEP.match(assignment, at):
+    end = 0
+    while match := _STEP.match(assignment, end):
         steps.append(int(match["index"]) if match["index"] else match["name"] or match["key"])
-        at = match.end()
+        end = match.end()
     if "=" not in assignment:
-        raise InputError(f"{assignment!r} gives no value: write it as resources.gpu=4")
-    if assignment[at : at + 1] != "=" or not steps or isinstance(steps[0], int) or assignment.startswith("."):
-        raise InputError(f"{assignment!r} names no key: write it as resources.gpu=4 or ssh.hosts[0]=node1")
-    return steps, assignment[at + 1 :]
+        raise InputError(f"{assignment!r} has no value; write KEY=VALUE, for example resources.gpu=4")
+    if assignment[end : end + 1] != "=" or not steps or isinstance(steps[0], int) or assignment.startswith("."):
+        raise InputError(f"{assignment!r} has no valid key; write for example resources.gpu=4 or ssh.hosts[0]=node1")
+    return steps, assignment[end + 1 :]
 
 
-def _look(holder: Any, step: str | int, path: Sequence[str | int]) -> Any:
-    """Return what a part of the document holds at a step, or None; refuse a step that it cannot take."""
-    here = _path(path)
-    match holder, step:
+def _get(container: Any, step: str | int, steps: Sequence[str | int]) -> Any:
+    """Return the value at a step, or None; raise InputError for a step that does not fit the container."""
+    path = _path(steps)
+    match container, step:
         case dict(), str():
-            return holder.get(step)
+            return container.get(step)
         case list(), int():
-            if step > len(holder):
-                raise InputError(f"{here}[{step}]: {here} has {len(holder)} items, counted from 0")
-            return holder[step] if step < len(holder) else None
+            if step > len(container):
+                raise InputError(f"{path}[{step}]: index out of range, {path} has {len(container)} items")
+            return container[step] if step < len(container) else None
         case dict(), int():
-            raise InputError(f"{here}[{step}]: {here or 'the file'} is a mapping, so name a key of it")
+            raise InputError(f"{path}[{step}]: {path or 'the file'} is a mapping, not a list; use a key")
         case list(), str():
-            raise InputError(f"{here}.{step}: {here} is a list, so say which item, as in {here}[0]")
+            raise InputError(f"{path}.{step}: {path} is a list; use an index, for example {path}[0]")
         case _:
-            text = holder.text if isinstance(holder, spec.Written) else repr(holder)
-            raise InputError(f"{_path([*path, step])}: {here} is {text}, and has nothing in it; set {here} itself")
+            text = container.text if isinstance(container, yaml_io.VerbatimScalar) else repr(container)
+            raise InputError(f"{_path([*steps, step])}: {path} is {text}, which has no keys; set {path} itself")
 
 
-def _put(holder: Any, step: Any, value: object) -> None:
+def _put(container: Any, step: Any, value: object) -> None:
     if value is None:
-        if isinstance(holder, dict):
-            holder.pop(step, None)
+        if isinstance(container, dict):
+            container.pop(step, None)
         else:
-            del holder[step : step + 1]
-    elif isinstance(holder, list) and step == len(holder):
-        holder.append(value)
+            del container[step : step + 1]
+    elif isinstance(container, list) and step == len(container):
+        container.append(value)
     else:
-        holder[step] = value
+        container[step] = value
 
 
 def _path(steps: Sequence[str | int]) -> str:

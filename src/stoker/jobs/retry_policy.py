@@ -1,4 +1,4 @@
-"""Whether a gang that failed is started again: a pure function of what happened so far."""
+"""Retry policy: decide whether a failed job is restarted, from its attempts so far. Pure."""
 
 from __future__ import annotations
 
@@ -6,57 +6,60 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stoker.errors import InputError, MissingError
-from stoker.jobs.status import Attempt, signal_of
+from stoker.jobs.status import Attempt, signal_from_exit_code
 
-LONG_S = 60.0
-"""Who ran so long before it failed counts as having got somewhere, when it tells no steps."""
-PAUSES_S = (1.0, 5.0, 15.0, 30.0)
+PROGRESS_AFTER_S = 60.0
+"""A program that reports no steps is assumed to have made progress if it ran this long."""
+BACKOFF_S = (1.0, 5.0, 15.0, 30.0)
+SAME_INPUT_FAILS = "the same input would fail again"
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start the gang again after a pause."""
+    """Restart the gang after a pause."""
 
     after_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Let the job fail; why it is not tried again."""
+    """Fail the job, and why it is not retried."""
 
-    why: str
+    reason: str
 
 
 Decision = Restart | GiveUp
 
 
-def decide(attempts: Sequence[Attempt], retries: int, *, elastic: bool = False) -> Decision:
-    """Decide after a failure.
+def decide_retry(attempts: Sequence[Attempt], retries: int, *, is_elastic: bool = False) -> Decision:
+    """Decide whether to restart the gang after a failed attempt.
 
-    In an elastic world torchrun restarts ranks that fail, so that only a lost meeting point or a hang is for us. What
-    the user must mend is never tried again. A program that failed by itself is tried again only when it had got further
-    than before; one that was killed, hung, or lost with its machine, may have been unlucky.
+    In an elastic job torchrun restarts failed ranks itself, so only a lost rendezvous or hang is handled here. Invalid
+    input and missing dependencies are never retried. A program that failed by itself is retried only if it made more
+    progress than in the attempts before; one that was killed, hung, or lost with its machine is always retried.
     """
     last = attempts[-1]
-    used = len(attempts) - 1
-    if used >= retries:
+    retried = len(attempts) - 1
+    if retried >= retries:
         return GiveUp(f"tried {retries + 1} times" if retries else "the job allows no retries")
     if last.code in (InputError.exit_code, MissingError.exit_code):
-        return GiveUp("the same input would fail again")
-    failed = not last.hung and not last.lost and not signal_of(last.code)
-    if failed and elastic:
-        return GiveUp(f"torchrun has restarted it as often as it may, {retries} times")
-    if failed and not _got_further(attempts):
-        return GiveUp("it got no further than before, and would fail again" if used else "it would fail again")
-    return Restart(pause_s(used))
+        return GiveUp(SAME_INPUT_FAILS)
+    has_failed_by_itself = not last.hung and not last.lost and not signal_from_exit_code(last.code)
+    if has_failed_by_itself and is_elastic:
+        return GiveUp(f"torchrun has restarted it {retries} times, the maximum")
+    if has_failed_by_itself and not _has_progressed(attempts):
+        return GiveUp(
+            "it made no progress since the last attempt, and would fail again" if retried else "it would fail again"
+        )
+    return Restart(backoff_s(retried))
 
 
-def pause_s(used: int) -> float:
-    """Give the pause before what failed is started again, after so many times."""
-    return PAUSES_S[min(used, len(PAUSES_S) - 1)]
+def backoff_s(retried: int) -> float:
+    """Return the pause before the next restart, after `retried` restarts."""
+    return BACKOFF_S[min(retried, len(BACKOFF_S) - 1)]
 
 
-def _got_further(attempts: Sequence[Attempt]) -> bool:
+def _has_progressed(attempts: Sequence[Attempt]) -> bool:
     last = attempts[-1]
-    before = max((attempt.steps for attempt in attempts[:-1]), default=0)
-    return last.steps > before if last.steps >= 0 else last.ended - last.began >= LONG_S
+    best_before = max((attempt.steps for attempt in attempts[:-1]), default=0)
+    return last.steps > best_before if last.steps >= 0 else last.ended - last.began >= PROGRESS_AFTER_S

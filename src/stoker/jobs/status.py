@@ -1,4 +1,4 @@
-"""How a job is doing, in one vocabulary for every launcher."""
+"""Status of a job, its slots and its attempts, the same for every launcher."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from enum import StrEnum
 
 import msgspec
 
-from stoker.errors import JobFailedError, StoppedError
+from stoker.errors import InterruptError, JobFailedError
 
 
-def signal_of(code: int) -> int:
-    """Tell which signal ended a program, by its exit code: -9, or 137 where a shell or a profiler tells it; 0: none."""
+def signal_from_exit_code(code: int) -> int:
+    """Return the signal that killed a program: 9 for exit code -9, or 137 as a shell reports it; 0: none."""
     number = -code if code < 0 else code - 128
     return number if number in signal.valid_signals() else 0
 
 
 class JobState(StrEnum):
-    """What a job or a slot is at."""
+    """State of a job or a slot."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -25,20 +25,20 @@ class JobState(StrEnum):
     FAILED = "failed"
     STOPPED = "stopped"
     LOST = "lost"
-    """Whoever watched over it is gone."""
+    """Its supervisor is gone."""
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing will change any more."""
+        """Whether the state can no longer change."""
         return self not in (JobState.PENDING, JobState.RUNNING)
 
 
-STOPPED = "stopped"
-"""What is said of a job that someone ended with our own command."""
+STOPPED_MESSAGE = "stopped"
+"""Message of a job that was stopped with `stoker job stop` or Ctrl-C."""
 
 
 class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How one slot is doing; `code` as the program gave it, negative for the signal that ended it."""
+    """Status of one slot; `code` is the exit code, negative for the signal that killed it."""
 
     slot: str
     state: JobState
@@ -47,23 +47,23 @@ class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One try of the whole gang that is over, and why it ended."""
+    """A finished attempt of the whole gang, and why it ended."""
 
     number: int
     began: float
     ended: float
     code: int = 0
-    """Of the slot that failed first; 0 when none did."""
+    """Exit code of the slot that failed first; 0 if none did."""
     cause: str = ""
     hung: bool = False
     lost: bool = False
-    """Whether the machine it ran on was gone, or out of reach."""
+    """Whether its machine was lost or unreachable."""
     steps: int = -1
-    """The highest step that was heard of; -1 when the program tells none."""
+    """The highest step reported; -1 if the program reports none."""
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job is doing."""
+    """Status of a job."""
 
     state: JobState
     attempt: int = 0
@@ -75,14 +75,14 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def next_attempt(self) -> int:
-        """The number of the attempt that would come next."""
+        """The number of the next attempt."""
         return self.attempt + 1 if self.slots else 0
 
     def raise_for_state(self) -> None:
-        """Raise what a command should end with, when the job did not succeed."""
+        """Raise JobFailedError or InterruptError if the job did not succeed."""
         if self.state in (JobState.FAILED, JobState.LOST):
             raise JobFailedError(self.message)
-        if self.state is JobState.STOPPED and self.message not in ("", STOPPED):  # by others, and not as we know it
+        if self.state is JobState.STOPPED and self.message not in ("", STOPPED_MESSAGE):  # not by a stoker command
             raise JobFailedError(self.message)
         if self.state is JobState.STOPPED:
-            raise StoppedError("the job was stopped")
+            raise InterruptError("the job was stopped")

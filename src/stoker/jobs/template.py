@@ -1,50 +1,50 @@
-"""The job file that `stoker init` writes."""
+"""Template of the job file that `stoker init` writes."""
 
 from __future__ import annotations
 
-from stoker.core.spec import to_yaml
+from stoker.core.yaml_io import to_yaml
 
 _TEMPLATE = """\
-# A job for stoker. See what would run:  stoker job plan {file}
-#                   Run it:              stoker job run {file}
-# Any key can be changed for one run:    stoker job run {file} --set resources.gpu=4
-# Every key is described in docs/job-file.md.
+# A stoker job. Show what would run:  stoker job plan {file}
+#               Run it:               stoker job run {file}
+# Override a key for one run:         stoker job run {file} --set resources.gpu=4
+# docs/job-file.md documents every key.
 
 name: {name}
 
-program:                      # for your own: script: train.py, or module: package.train
+program:                      # your own program: script: train.py, or module: package.train
   module: stoker.trainers.torch_image
   args: [--model, resnet18, --epochs, 10, --global-batch-size, 64]
 
 topology: torchrun            # single: one process
-workers: 1                    # machines; {{min: 2, max: 8}} may grow and shrink
-processes_per_worker: auto    # ranks on each: its GPUs, or 1
+workers: 1                    # machines; {{min: 2, max: 8}}: elastic
+processes_per_worker: auto    # ranks per worker: one per GPU, at least 1
 
 resources:                    # of one worker
   gpu: 0
   # cpu: 8
   # memory: 32Gi
 
-data:                         # the program finds these in STOKER_DATA_TRAIN, STOKER_DATA_VAL, …
+data:                         # passed to the program as STOKER_DATA_TRAIN, STOKER_DATA_VAL, …
   train: {train}
   val: {val}
-  # cache: {{dir: /tmp/stoker-cache, size: 20Gi}}   # keeps remote shards on this machine
-  # via: http://cache:3128    # a shared cache, as `stoker data cache` starts one
+  # cache: {{dir: /tmp/stoker-cache, size: 20Gi}}   # local copies of remote shards
+  # via: http://cache:3128    # a shared caching proxy, see `stoker data cache`
   # sampling: exact           # or join, resampled
 
 # checkpoint:
-#   dir: checkpoints          # or s3://bucket/folder; by default in the run's own folder
-#   keep: 3                   # newest, beside the best
+#   dir: checkpoints          # or s3://bucket/path; default: the run folder
+#   keep: 3                   # recent checkpoints, in addition to the best
 
 # env:
 #   OMP_NUM_THREADS: 1
 
 # labels: {{team: vision}}
-# retries: 3                  # starts again after a failure, from the last checkpoint
-# grace: 30s                  # for a last checkpoint, when the job is stopped
+# retries: 3                  # restarts after a failure, from the last checkpoint
+# grace: 30s                  # for a last checkpoint, before SIGKILL
 # hang_after: 10m             # without a heartbeat; 0: never
-# profile: {{every: 30s}}       # looks at GPU, cores, network and disk
-# tensorboard: true           # event files in the run's folder
+# profile: {{every: 30s}}       # samples GPU, CPU, network and disk utilization
+# tensorboard: true           # event files in the run folder
 
 # For more than one machine:
 # image: ghcr.io/acme/trainer:v1
@@ -56,8 +56,8 @@ data:                         # the program finds these in STOKER_DATA_TRAIN, ST
 """
 
 
-def template(name: str, train: str, val: str | None = None, *, file: str = "job.yaml") -> str:
-    """Write a job file to start from: what is used most with a comment each, the rest commented out."""
+def render_template(name: str, train: str, val: str | None = None, *, file: str = "job.yaml") -> str:
+    """Return a job file with the common keys and comments; optional keys are commented out."""
     text = _TEMPLATE.format(
         name=_scalar(name), train=_scalar(train), val="VAL" if val is None else _scalar(val), file=file
     )
@@ -65,5 +65,5 @@ def template(name: str, train: str, val: str | None = None, *, file: str = "job.
 
 
 def _scalar(text: str) -> str:
-    """Quote a text for YAML where it needs to be."""
+    """Write a string as a YAML scalar, quoted if necessary."""
     return to_yaml([text]).strip()[1:-1]

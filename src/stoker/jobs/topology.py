@@ -1,7 +1,7 @@
-"""How the processes of a job find each other: a topology gives each slot its command, once addresses are known.
+"""Topologies: which processes a job has, and the command and environment of each, given their addresses.
 
-A topology knows which processes exist; a launcher knows where they run. `Slot`, `AddressBook` and `Command` are all
-that passes between them. Pure: no clock, no network, no file.
+A topology knows which processes exist; a launcher knows where they run. Only `Slot`, `AddressBook` and `Command` pass
+between them. Pure: no clock, no network, no files.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from stoker.core.registry import Registry
-from stoker.jobs.spec import Job, Program
+from stoker.jobs.spec import Job, ProgramSpec
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Slot:
-    """One process that we start."""
+    """One process that stoker starts."""
 
     role: str
     index: int
@@ -28,96 +28,96 @@ class Slot:
 
     @property
     def filename(self) -> str:
-        """Name its files."""
+        """The slot as part of a file name: `worker-0`."""
         return f"{self.role}-{self.index}"
 
     @classmethod
     def parse(cls, text: str) -> Slot:
-        """Read `worker/0`."""
+        """Parse `worker/0`."""
         role, _, index = text.partition("/")
         return cls(role, int(index))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddressBook:
-    """What a launcher tells a topology of the places where slots run."""
+    """Addresses and paths where slots run, passed from a launcher to a topology."""
 
     hosts: Mapping[Slot, str]
     port: int | str
     ports: Mapping[Slot, int] = field(default_factory=dict)
-    """Where slots that share a host must each listen at a port of their own."""
+    """Ports of slots that share a host and need different ones."""
     python: str = "python3"
     profiler: tuple[str, ...] = ()
-    """How the profiler is started, where it is not by its module's name."""
+    """Command of the profiler; default: its module."""
     mpi_rank: tuple[str, ...] = ()
-    """The same for what stands between mpirun and a rank."""
+    """Command of the wrapper between mpirun and a rank; default: its module."""
     cores: int = 1
-    """Of one worker, where the job does not say."""
+    """CPU cores of one worker, for jobs that do not set `resources.cpu`."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """What programs need there to find each other, such as the network interface."""
-    has_ask: bool = False
-    """Whether a slot has commands started in others by the program `$STOKER_ASK`."""
-    ssh: tuple[str, ...] = ()
-    """Options of the `ssh` by which mpirun reaches workers, where it does so itself."""
-    handed: tuple[str, ...] = ()
-    """Variables of mpirun's own place that ranks elsewhere need as they are there, such as PATH."""
-    output: str = ""
-    """The file that ranks print into, where mpirun is not to carry it."""
-    secrets: str = ""
-    """The folder in which ranks find secrets, a file for each, where nobody else gives them any."""
+    """Environment variables that depend on the place, such as the network interface."""
+    has_rsh_agent: bool = False
+    """Whether mpirun starts commands in other slots through the remote shell agent `$STOKER_ASK`."""
+    ssh_options: tuple[str, ...] = ()
+    """Options for the `ssh` with which mpirun connects to workers."""
+    forward_env: tuple[str, ...] = ()
+    """Names of variables that mpirun forwards from its own environment to the ranks, such as PATH."""
+    output_file: str = ""
+    """File that ranks write their output to instead of passing it through mpirun; empty: through mpirun."""
+    secrets_dir: str = ""
+    """Directory with one file per secret, for ranks that do not get secrets in their environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a slot runs; `env` is added to the environment that is there."""
+    """The command of a slot; `env` is added to the existing environment."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: str | None = None
 
-    def to_sh(self) -> str:
-        """Write it for a shell, everything quoted."""
-        words = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
-        line = " ".join([*words, shlex.join(self.argv)])
+    def to_shell(self) -> str:
+        """Write the command as shell text, with everything quoted."""
+        assignments = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        line = " ".join([*assignments, shlex.join(self.argv)])
         return line if self.cwd is None else f"cd {shlex.quote(self.cwd)} && {line}"
 
 
 @dataclass(frozen=True, slots=True)
 class Standby:
-    """A slot in which another slot starts the work; `env` is what that finds there."""
+    """A slot without a command, in which another slot starts processes; `env` is their environment."""
 
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-ONLOOKERS = ("evaluator", "tensorboard")
-"""Roles that read checkpoints beside the training, and are never waited for."""
+OBSERVER_ROLES = ("evaluator", "tensorboard")
+"""Roles that read checkpoints while the job trains; the job neither waits for them nor fails with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Slots that do the same; the success of a `lead` role ends the job."""
+    """A group of identical slots; the job succeeds when its lead role does."""
 
     name: str
     count: int
-    lead: bool = False
-    profiled: bool = True
-    """Whether the profiler goes around its slots; else the topology has it elsewhere."""
+    is_lead: bool = False
+    is_profiled: bool = True
+    """Whether its slots run under the profiler; otherwise the topology starts the profiler elsewhere."""
 
     @property
-    def looks_on(self) -> bool:
-        """Whether the job goes on when its slots fail."""
-        return self.name in ONLOOKERS
+    def is_observer(self) -> bool:
+        """Whether the job continues when its slots fail."""
+        return self.name in OBSERVER_ROLES
 
 
 class Topology(Protocol):
-    """Which processes a job has, and what each of them runs."""
+    """The processes of a job, and the command of each."""
 
     def roles(self, job: Job) -> tuple[Role, ...]:
-        """List the roles, each with how many slots it has."""
+        """List the roles, each with its number of slots."""
         ...
 
     def command(self, job: Job, slot: Slot, book: AddressBook) -> Command | Standby:
-        """Tell what a slot runs: argv, and the variables by which it finds the others."""
+        """Return the command of a slot: argv, and the environment variables for the rendezvous."""
         ...
 
 
@@ -133,35 +133,35 @@ TOPOLOGIES: Registry[type[Topology]] = Registry(
 )
 
 
-def topology_of(job: Job) -> Topology:
-    """Give the topology that a job names."""
+def get_topology(job: Job) -> Topology:
+    """Return the topology of a job."""
     return TOPOLOGIES.get(job.topology)()
 
 
-def slots_of(job: Job) -> list[Slot]:
-    """List every slot of a job."""
-    return [Slot(role.name, index) for role in topology_of(job).roles(job) for index in range(role.count)]
+def list_slots(job: Job) -> list[Slot]:
+    """List all slots of a job."""
+    return [Slot(role.name, index) for role in get_topology(job).roles(job) for index in range(role.count)]
 
 
 def lead_slots(job: Job) -> frozenset[Slot]:
-    """Tell whose success is the job's: the lead role's slots, or all where no role leads."""
-    roles = topology_of(job).roles(job)
-    leading = [role for role in roles if role.lead] or roles
-    return frozenset(Slot(role.name, index) for role in leading for index in range(role.count))
+    """Return the slots whose success is the success of the job: those of the lead role, or all without one."""
+    roles = get_topology(job).roles(job)
+    lead_roles = [role for role in roles if role.is_lead] or roles
+    return frozenset(Slot(role.name, index) for role in lead_roles for index in range(role.count))
 
 
-def onlookers(job: Job) -> frozenset[Slot]:
-    """Tell whose failure the job bears: what looks on beside the training."""
-    roles = [role for role in topology_of(job).roles(job) if role.looks_on]
+def observer_slots(job: Job) -> frozenset[Slot]:
+    """Return the slots of observer roles, whose failure does not fail the job."""
+    roles = [role for role in get_topology(job).roles(job) if role.is_observer]
     return frozenset(Slot(role.name, index) for role in roles for index in range(role.count))
 
 
-def program_words(program: Program, python: str) -> list[str]:
-    """Write a program as an argv of its own."""
-    return [*_start(program, python), *program.args]
+def program_argv(program: ProgramSpec, python: str) -> list[str]:
+    """Return the argv of a program."""
+    return [*_entry_point(program, python), *program.args]
 
 
-def _start(program: Program, python: str) -> list[str]:
+def _entry_point(program: ProgramSpec, python: str) -> list[str]:
     if program.command is not None:
         return list(program.command)
     if program.module is not None:
@@ -169,36 +169,36 @@ def _start(program: Program, python: str) -> list[str]:
     return [python, str(program.script)]
 
 
-def commands(job: Job, book: AddressBook) -> dict[Slot, Command | Standby]:
-    """Give every slot's whole command: the topology's, with the variables of the contract, under the profiler."""
-    return {slot: command_of(job, slot, book) for slot in slots_of(job)}
+def render_commands(job: Job, book: AddressBook) -> dict[Slot, Command | Standby]:
+    """Return the complete command of every slot: with environment variables, and under the profiler."""
+    return {slot: render_command(job, slot, book) for slot in list_slots(job)}
 
 
-def command_of(job: Job, slot: Slot, book: AddressBook) -> Command | Standby:
-    """Give one slot's whole command."""
-    topology = topology_of(job)
+def render_command(job: Job, slot: Slot, book: AddressBook) -> Command | Standby:
+    """Return the complete command of one slot."""
+    topology = get_topology(job)
     command = topology.command(job, slot, book)
-    env = {**contract(job, slot, book), **book.env, **command.env, **job.env}
+    env = {**slot_env(job, slot, book), **book.env, **command.env, **job.env}
     if isinstance(command, Standby):
         return Standby(env)
-    profiled = any(role.name == slot.role and role.profiled for role in topology.roles(job))
-    profiler = profiler_words(job, book) if profiled else ()
+    is_profiled = any(role.name == slot.role and role.is_profiled for role in topology.roles(job))
+    profiler = profiler_argv(job, book) if is_profiled else ()
     return replace(command, argv=(*profiler, *command.argv), env=env, cwd=job.program_of(slot.role).cwd)
 
 
-def profiler_words(job: Job, book: AddressBook) -> tuple[str, ...]:
-    """Give what stands before a program that is profiled; nothing where the job wants none."""
+def profiler_argv(job: Job, book: AddressBook) -> tuple[str, ...]:
+    """Return the arguments that run a program under the profiler; empty if the job disables it."""
     if job.profile.every <= 0:
         return ()
-    words = book.profiler or (book.python, "-m", "stoker.telemetry.profiler")
-    return (*words, "--every", f"{float(job.profile.every):g}", "--")
+    argv = book.profiler or (book.python, "-m", "stoker.telemetry.profiler")
+    return (*argv, "--every", f"{float(job.profile.every):g}", "--")
 
 
-def contract(job: Job, slot: Slot, book: AddressBook) -> dict[str, str]:
-    """Give the variables that every slot finds; empty ones are left away."""
+def slot_env(job: Job, slot: Slot, book: AddressBook) -> dict[str, str]:
+    """Return the environment variables of a slot, without empty ones."""
     cores = math.ceil(job.resources.cpu) if job.resources.cpu else book.cores
     cache = job.data.cache
-    given = {
+    env = {
         "STOKER_JOB": job.name,
         "STOKER_SLOT": str(slot),
         "STOKER_ROLE": slot.role,
@@ -215,4 +215,4 @@ def contract(job: Job, slot: Slot, book: AddressBook) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(1, cores // job.ranks_per_worker)),
         "PYTHONUNBUFFERED": "1",
     }
-    return {name: value for name, value in given.items() if value}
+    return {name: value for name, value in env.items() if value}

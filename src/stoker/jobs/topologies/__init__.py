@@ -1,1 +1,1 @@
-"""The topologies, each in a file of its own."""
+"""Topologies, one module per framework: single, torchrun, mpi, tensorflow."""

@@ -1,7 +1,7 @@
-"""Open MPI's `mpirun` in a launcher of its own, which starts the ranks in workers that stand by.
+"""Topology `mpi`: Open MPI's `mpirun` in a launcher slot starts the ranks in standby workers.
 
-The flags are those that image training on many machines is usually given: plain TCP between them, no binding, ranks in
-the order of the workers. Whatever `mpi.args` gives takes the place of the same flag here.
+The flags are the usual ones for training on many machines: TCP between them, no binding, ranks in the order of the
+workers. A flag in `mpi.args` overrides the same flag here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ipaddress
 from collections import Counter
 from collections.abc import Sequence
 
-from stoker.jobs.mpirun import given
+from stoker.jobs.mpirun import parse_flags
 from stoker.jobs.spec import Job
 from stoker.jobs.topology import (
     AddressBook,
@@ -18,110 +18,118 @@ from stoker.jobs.topology import (
     Role,
     Slot,
     Standby,
-    contract,
-    profiler_words,
-    program_words,
+    profiler_argv,
+    program_argv,
+    slot_env,
 )
 
 LAUNCHER = Slot("launcher", 0)
-_OF_A_RUN = ("STOKER_RUN", "STOKER_ATTEMPT", "STOKER_CHECKPOINT_DIR")
-"""What every launcher adds when it starts an attempt."""
-_OF_A_POD = ("STOKER_RUN", "STOKER_ATTEMPT")
-"""The same where there is no folder of the run."""
-_OF_A_SLOT = ("STOKER_SLOT", "STOKER_ROLE", "STOKER_INDEX")
-"""What differs between ranks: each finds its own."""
-_OF_A_HOST = ("OMP_NUM_THREADS",)
-"""What differs between hosts: where a worker stands by there, it has its own."""
-_NOT_BETWEEN_HOSTS = "lo,docker0"
+_ATTEMPT_ENV = ("STOKER_RUN", "STOKER_ATTEMPT", "STOKER_CHECKPOINT_DIR")
+"""Variables that a launcher adds when it starts an attempt."""
+_ATTEMPT_ENV_KUBERNETES = ("STOKER_RUN", "STOKER_ATTEMPT")
+"""The same on Kubernetes, where there is no run folder."""
+_SLOT_ENV = ("STOKER_SLOT", "STOKER_ROLE", "STOKER_INDEX")
+"""Variables that differ between ranks and are set for each of them."""
+_HOST_ENV = ("OMP_NUM_THREADS",)
+"""Variables that differ between hosts: a standby worker has its own values."""
+_LOCAL_INTERFACES = "lo,docker0"
+"""Network interfaces that do not reach other hosts."""
 
 
 class Mpi:
-    """`mpirun` once, and the program in every rank."""
+    """One `mpirun`, which starts the program in every rank."""
 
     def roles(self, job: Job) -> tuple[Role, ...]:
-        """List the launcher, whose end is the job's, and the workers."""
-        return Role("launcher", 1, lead=True, profiled=False), Role("worker", job.max_workers)
+        """List the launcher, which is the lead role, and the workers."""
+        return Role("launcher", 1, is_lead=True, is_profiled=False), Role("worker", job.max_workers)
 
     def command(self, job: Job, slot: Slot, book: AddressBook) -> Command | Standby:
-        """Run mpirun in the launcher; the workers wait for it."""
+        """Return the mpirun command for the launcher; workers are on standby."""
         if slot.role != LAUNCHER.role:
             return Standby()
-        workers = {worker: book.hosts[worker] for worker in (Slot("worker", one) for one in range(job.max_workers))}
+        workers = {worker: book.hosts[worker] for worker in (Slot("worker", index) for index in range(job.max_workers))}
         env = {
             "MASTER_ADDR": workers[Slot("worker", 0)],
             "MASTER_PORT": str(book.port),
-            # It refuses root, in containers too, unless it is told twice.
+            # mpirun refuses to run as root, even in containers, unless both are set.
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            **({"STOKER_OUTPUT": book.output} if book.output else {}),
-            **({"STOKER_SECRETS": book.secrets} if book.secrets and job.secret_env else {}),
+            **({"STOKER_OUTPUT": book.output_file} if book.output_file else {}),
+            **({"STOKER_SECRETS": book.secrets_dir} if book.secrets_dir and job.secret_env else {}),
         }
-        # Not what differs from host to host, nor secrets, which must not travel so: who keeps a worker gives them.
-        known = [*contract(job, slot, book), *env, *job.env, *(_OF_A_POD if book.handed else _OF_A_RUN), *book.handed]
-        own = (*_OF_A_SLOT, *(_OF_A_HOST if book.has_ask else ()))
-        # Names alone: the values are in the environment of mpirun, and on no command line.
-        names = [name for name in dict.fromkeys(known) if not name.startswith("OMPI_") and name not in own]
-        nodes = [one.filename for one in workers] if book.has_ask else list(workers.values())
-        argv = [*_around(book), "mpirun", "-np", str(len(nodes) * job.ranks_per_worker), "--host", _hosts(nodes, job)]
-        argv += _flags(job, book, list(workers.values())) + (_by_asking(book) if book.has_ask else [])
-        argv += [word for name in names for word in ("-x", name)]
-        return Command((*argv, *job.mpi.args, *_rank(job, book)), env)
+        # Without variables that differ between hosts, and without secrets: the slot daemons of the workers set them.
+        attempt_env = _ATTEMPT_ENV_KUBERNETES if book.forward_env else _ATTEMPT_ENV
+        forwarded = [*slot_env(job, slot, book), *env, *job.env, *attempt_env, *book.forward_env]
+        excluded = (*_SLOT_ENV, *(_HOST_ENV if book.has_rsh_agent else ()))
+        # Names only: mpirun takes the values from its environment, so that none is on a command line.
+        names = [name for name in dict.fromkeys(forwarded) if not name.startswith("OMPI_") and name not in excluded]
+        nodes = [worker.filename for worker in workers] if book.has_rsh_agent else list(workers.values())
+        ranks = len(nodes) * job.ranks_per_worker
+        argv = [*_wrapper(book), "mpirun", "-np", str(ranks), "--host", _host_list(nodes, job)]
+        argv += _default_flags(job, book, list(workers.values())) + (_agent_flags(book) if book.has_rsh_agent else [])
+        argv += [argument for name in names for argument in ("-x", name)]
+        return Command((*argv, *job.mpi.args, *_rank_argv(job, book)), env)
 
 
-def _words(book: AddressBook) -> tuple[str, ...]:
+def _mpi_rank_argv(book: AddressBook) -> tuple[str, ...]:
     return book.mpi_rank or (book.python, "-m", "stoker.telemetry.mpi_rank")
 
 
-def _around(book: AddressBook) -> tuple[str, ...]:
-    """Give what stands before mpirun, where nobody else sees to its end."""
-    return (*_words(book), "--around") if book.has_ask else ()
+def _wrapper(book: AddressBook) -> tuple[str, ...]:
+    """Return the command that wraps mpirun or orted and stops its children, where a remote shell agent is used."""
+    return (*_mpi_rank_argv(book), "--around") if book.has_rsh_agent else ()
 
 
-def _by_asking(book: AddressBook) -> list[str]:
-    """Give the flags by which mpirun starts its daemons through us, and they stay where they can be seen to."""
+def _agent_flags(book: AddressBook) -> list[str]:
+    """Return the flags that make mpirun start its daemons through the agent, in the session of the slot daemon."""
     return [
         *("--mca", "plm_rsh_no_tree_spawn", "1", "--mca", "orte_leave_session_attached", "1"),
-        # In the place of the shell there: what is told to end must be what passes it on.
-        *("--mca", "orte_launch_agent", " ".join(["exec", *_around(book), "orted"])),
+        # exec replaces the remote shell, so that a SIGTERM reaches the wrapper.
+        *("--mca", "orte_launch_agent", " ".join(["exec", *_wrapper(book), "orted"])),
     ]
 
 
-def _rank(job: Job, book: AddressBook) -> tuple[str, ...]:
-    """Give what mpirun starts for each rank; the profiler is for the first rank of a worker alone."""
-    words = _words(book)
-    profiler = profiler_words(job, book)
+def _rank_argv(job: Job, book: AddressBook) -> tuple[str, ...]:
+    """Return the command that mpirun starts for each rank; only the first rank of a worker runs the profiler."""
+    profiler = profiler_argv(job, book)
     gpus = ("--gpus", str(job.resources.gpu)) if job.resources.gpu else ()
     options = ("--ranks", str(job.ranks_per_worker), *gpus, "--first", str(len(profiler)), "--")
-    return (*words, *options, *profiler, *program_words(job.program, book.python))
+    return (*_mpi_rank_argv(book), *options, *profiler, *program_argv(job.program, book.python))
 
 
-def _hosts(workers: Sequence[str], job: Job) -> str:
+def _host_list(workers: Sequence[str], job: Job) -> str:
     return ",".join(f"{host}:{count * job.ranks_per_worker}" for host, count in Counter(workers).items())
 
 
-def _flags(job: Job, book: AddressBook, workers: Sequence[str]) -> list[str]:
-    """Give the flags that the job does not give itself: mpirun takes each but once."""
+def _default_flags(job: Job, book: AddressBook, workers: Sequence[str]) -> list[str]:
+    """Return the default flags that the job does not set itself: mpirun accepts each only once."""
     defaults = [
         ("--tag-output",),
-        # More ranks than cores is the job's own affair.
+        # A job may run more ranks than a host has cores.
         ("--oversubscribe",),
         ("--bind-to", job.mpi.binding),
         ("--map-by", "slot"),
         ("--mca", "pml", "ob1"),
         ("--mca", "btl", "^openib"),
-        *_network(workers),
-        *([("--mca", "plm_rsh_args", " ".join(book.ssh))] if book.ssh else []),
-        # A signal for one process would reach all ranks, and end those that do not expect it.
+        *_network_flags(workers),
+        *([("--mca", "plm_rsh_args", " ".join(book.ssh_options))] if book.ssh_options else []),
+        # A signal for one process would be forwarded to all ranks, and kill those that do not handle it.
         ("--mca", "ess_base_forward_signals", "none"),
     ]
-    taken = {one.key for one in given(job.mpi.args)}
-    return [word for words in defaults for one in given(words) if one.key not in taken for word in words]
+    job_keys = {flag.key for flag in parse_flags(job.mpi.args)}
+    return [
+        argument
+        for arguments in defaults
+        for flag in parse_flags(arguments)
+        if flag.key not in job_keys
+        for argument in arguments
+    ]
 
 
-def _network(workers: Sequence[str]) -> list[tuple[str, ...]]:
-    """Choose the network: that of the addresses, or all but those that do not lead to another host."""
+def _network_flags(workers: Sequence[str]) -> list[tuple[str, ...]]:
+    """Select the network interfaces: those of the workers' addresses, or all that may reach other hosts."""
     try:
-        found = ",".join(f"{ipaddress.IPv4Address(host)}/32" for host in dict.fromkeys(workers))
+        subnets = ",".join(f"{ipaddress.IPv4Address(host)}/32" for host in dict.fromkeys(workers))
     except ValueError:
-        return [("--mca", f"{part}_tcp_if_exclude", _NOT_BETWEEN_HOSTS) for part in ("btl", "oob")]
-    return [("--mca", f"{part}_tcp_if_include", found) for part in ("btl", "oob")]
+        return [("--mca", f"{part}_tcp_if_exclude", _LOCAL_INTERFACES) for part in ("btl", "oob")]
+    return [("--mca", f"{part}_tcp_if_include", subnets) for part in ("btl", "oob")]

@@ -1,18 +1,18 @@
-"""One process, or several that do not know of each other."""
+"""Topology `single`: one process without a rendezvous."""
 
 from __future__ import annotations
 
 from stoker.jobs.spec import Job
-from stoker.jobs.topology import AddressBook, Command, Role, Slot, program_words
+from stoker.jobs.topology import AddressBook, Command, Role, Slot, program_argv
 
 
 class Single:
-    """The program itself, once for each worker."""
+    """The program itself, once per worker."""
 
     def roles(self, job: Job) -> tuple[Role, ...]:
         """List the workers."""
         return (Role("worker", job.max_workers),)
 
     def command(self, job: Job, slot: Slot, book: AddressBook) -> Command:  # noqa: ARG002
-        """Run the program as it is."""
-        return Command(tuple(program_words(job.program, book.python)))
+        """Return the command of the program."""
+        return Command(tuple(program_argv(job.program, book.python)))

@@ -1,7 +1,7 @@
-"""TensorFlow, with parameter servers and without: every task finds the cluster in its environment, in any image.
+"""Topologies `tf-ps` and `tf-mirrored`: TensorFlow with and without parameter servers.
 
-`TF_CONFIG` is what TensorFlow reads. `CLUSTER_CONFIG` and `POD_NAME` say the same to programs that build their own
-servers. Addresses are all that differs from place to place.
+Every task gets the cluster in its environment: in `TF_CONFIG` for TensorFlow, and in `CLUSTER_CONFIG` and `POD_NAME`
+for programs that start their own servers. Only the addresses depend on the launcher.
 """
 
 from __future__ import annotations
@@ -11,42 +11,42 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from stoker.jobs.spec import Job
-from stoker.jobs.topology import ONLOOKERS, AddressBook, Command, Role, Slot, program_words
+from stoker.jobs.topology import OBSERVER_ROLES, AddressBook, Command, Role, Slot, program_argv
 
 TENSORBOARD_PORT = 6006
 LOOPBACK = "127.0.0.1"
 
 
 class TfMirrored:
-    """MultiWorkerMirroredStrategy: workers alone, of which the first is the chief."""
+    """MultiWorkerMirroredStrategy: workers only; the first one is the chief."""
 
     def roles(self, job: Job) -> tuple[Role, ...]:
-        """List the workers, whose end is the job's, and what looks on."""
-        return Role("worker", job.max_workers, lead=True), *_onlookers(job)
+        """List the workers, which are the lead role, and the observers."""
+        return Role("worker", job.max_workers, is_lead=True), *_observer_roles(job)
 
     def command(self, job: Job, slot: Slot, book: AddressBook) -> Command:
-        """Run the program, with the cluster in `TF_CONFIG`."""
+        """Return the command, with the cluster in `TF_CONFIG`."""
         return _command(job, slot, book, {"worker": _addresses(job, "worker", job.max_workers, book)})
 
 
 class TfPs:
-    """ParameterServerStrategy: a chief that coordinates, workers, and parameter servers, which never end by themselves.
+    """ParameterServerStrategy: a chief that coordinates, workers, and parameter servers, which never exit.
 
-    Without a chief (`roles: {chief: {count: 0}}`) each worker trains by itself, and all of them lead.
+    Without a chief (`roles: {chief: {count: 0}}`) each worker trains by itself, and the workers are the lead role.
     """
 
     def roles(self, job: Job) -> tuple[Role, ...]:
-        """List chief, workers and parameter servers, and what looks on."""
+        """List the chief, workers, parameter servers and observers."""
         chiefs = _count(job, "chief", 1)
-        every = (
-            Role("chief", chiefs, lead=True),
-            Role("worker", job.max_workers, lead=not chiefs),
+        roles = (
+            Role("chief", chiefs, is_lead=True),
+            Role("worker", job.max_workers, is_lead=not chiefs),
             Role("ps", _count(job, "ps", 1)),
         )
-        return *(role for role in every if role.count), *_onlookers(job)
+        return *(role for role in roles if role.count), *_observer_roles(job)
 
     def command(self, job: Job, slot: Slot, book: AddressBook) -> Command:
-        """Run the program, with the cluster in `TF_CONFIG`, and in `CLUSTER_CONFIG` beside `POD_NAME`."""
+        """Return the command, with the cluster in `TF_CONFIG` and `CLUSTER_CONFIG`."""
         roles = {"chief": _count(job, "chief", 1), "worker": job.max_workers, "ps": _count(job, "ps", 1)}
         return _command(
             job, slot, book, {role: _addresses(job, role, count, book) for role, count in roles.items() if count}
@@ -54,18 +54,18 @@ class TfPs:
 
 
 def _count(job: Job, role: str, default: int) -> int:
-    given = job.roles[role].count if role in job.roles else None
-    return default if given is None else given
+    count = job.roles[role].count if role in job.roles else None
+    return default if count is None else count
 
 
-def _onlookers(job: Job) -> tuple[Role, ...]:
-    every = (Role(name, _count(job, name, 0), profiled=False) for name in ONLOOKERS)
-    return tuple(role for role in every if role.count)
+def _observer_roles(job: Job) -> tuple[Role, ...]:
+    roles = (Role(name, _count(job, name, 0), is_profiled=False) for name in OBSERVER_ROLES)
+    return tuple(role for role in roles if role.count)
 
 
 def _port(job: Job, role: str, book: AddressBook, slot: Slot) -> int | str:
-    own = job.roles[role].port if role in job.roles else None
-    return book.ports.get(slot) or own or (TENSORBOARD_PORT if role == "tensorboard" else book.port)
+    role_port = job.roles[role].port if role in job.roles else None
+    return book.ports.get(slot) or role_port or (TENSORBOARD_PORT if role == "tensorboard" else book.port)
 
 
 def _addresses(job: Job, role: str, count: int, book: AddressBook) -> list[str]:
@@ -84,32 +84,32 @@ def _command(job: Job, slot: Slot, book: AddressBook, cluster: dict[str, list[st
         "CLUSTER_CONFIG": json.dumps(servers),
         "POD_NAME": slot.filename,
     }
-    return Command(tuple(program_words(program, book.python)), env)
+    return Command(tuple(program_argv(program, book.python)), env)
 
 
 def _tensorboard(job: Job, slot: Slot, book: AddressBook) -> Command:
-    """Show what the job writes; on this machine alone where all of it is here."""
-    logs = job.roles[slot.role].logdir or str(job.checkpoint.dir)
+    """Return the command of TensorBoard; it listens on loopback only if the whole job runs on this machine."""
+    logdir = job.roles[slot.role].logdir or str(job.checkpoint.dir)
     host = book.hosts[slot]
-    reach = ("--host", host) if host == LOOPBACK else ("--bind_all",)
-    words = ("-m", "tensorboard.main", "--logdir", logs, *reach, "--port", str(_port(job, slot.role, book, slot)))
-    return Command((book.python, *words))
+    bind = ("--host", host) if host == LOOPBACK else ("--bind_all",)
+    args = ("-m", "tensorboard.main", "--logdir", logdir, *bind, "--port", str(_port(job, slot.role, book, slot)))
+    return Command((book.python, *args))
 
 
-def at_ports(command: Command, slot: Slot, ports: Mapping[Slot, int]) -> Command:
-    """Give the command of a slot in a cluster in which these slots listen at other ports than before."""
+def replace_ports(command: Command, slot: Slot, ports: Mapping[Slot, int]) -> Command:
+    """Return the command of a slot with the ports of some slots of the cluster replaced."""
     env = dict(command.env)
     if "TF_CONFIG" in env:
         config = json.loads(env["TF_CONFIG"])
-        env["TF_CONFIG"] = json.dumps({**config, "cluster": _moved(config["cluster"], ports)})
-        env["CLUSTER_CONFIG"] = json.dumps(_moved(json.loads(env["CLUSTER_CONFIG"]), ports))
+        env["TF_CONFIG"] = json.dumps({**config, "cluster": _replace_ports(config["cluster"], ports)})
+        env["CLUSTER_CONFIG"] = json.dumps(_replace_ports(json.loads(env["CLUSTER_CONFIG"]), ports))
     argv = command.argv
     if slot.role == "tensorboard" and slot in ports and "tensorboard.main" in argv:
         argv = (*argv[:-1], str(ports[slot]))
     return replace(command, argv=argv, env=env)
 
 
-def _moved(cluster: Mapping[str, list[str]], ports: Mapping[Slot, int]) -> dict[str, list[str]]:
+def _replace_ports(cluster: Mapping[str, list[str]], ports: Mapping[Slot, int]) -> dict[str, list[str]]:
     return {
         role: [
             f"{address.rpartition(':')[0]}:{ports[slot]}" if (slot := Slot(role, index)) in ports else address

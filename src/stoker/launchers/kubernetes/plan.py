@@ -33,7 +33,6 @@ class KubernetesPlan(msgspec.Struct, frozen=True, kw_only=True):
         return to_yaml_documents(self.objects)
 
 
-# A thousand tasks have thousands of objects: libyaml writes the same five times as fast.
 def to_yaml_documents(objects: Sequence[Manifest]) -> str:
     """Write objects as one stream of YAML documents."""
     return to_yaml_stream(objects)

@@ -1,0 +1,175 @@
+"""Read and write YAML and JSON documents, with duplicate keys and syntax errors reported by position.
+
+`parse_verbatim` keeps the source text of numbers, booleans and dates, so that `1e-4` or `0755` can be passed to a
+program exactly as written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from stoker.errors import Fault, SpecError
+
+
+@dataclass(frozen=True, slots=True)
+class VerbatimScalar:
+    """A scalar of a document that is not a string, with the text it was written as."""
+
+    value: object
+    text: str
+
+
+def parse(text: str | bytes, where: object) -> tuple[Any, list[Fault]]:
+    """Parse YAML or JSON; return the data and one fault per duplicate key. `where` names the file in errors."""
+    return _parse(text, where, _Loader, {})
+
+
+def parse_verbatim(text: str | bytes, where: object) -> tuple[Any, list[Fault]]:
+    """Parse like `parse`, with every number, boolean and date as a `VerbatimScalar`."""
+    return _parse(text, where, _VerbatimLoader, _VERBATIM_JSON)
+
+
+def to_yaml(data: object) -> str:
+    """Write plain data as YAML that parses back to the same data; collections of scalars stay on one line."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100, default_flow_style=None)
+
+
+def to_yaml_stream(documents: Iterable[object]) -> str:
+    """Write a stream of YAML documents, with multi-line strings as block scalars and no line wrapping."""
+    options: dict[str, Any] = {"Dumper": _BlockDumper, "sort_keys": False, "width": 2**31 - 1, "allow_unicode": True}
+    return str(yaml.dump_all(documents, explicit_start=True, **options))
+
+
+def join_path(path: str, inner: str) -> str:
+    """Append a segment (`gpu`, `[0]`) to the path of a key."""
+    return f"{path}{inner}" if not path or not inner or inner.startswith("[") else f"{path}.{inner}"
+
+
+def path_segment(key: str) -> str:
+    """Write a key as a segment of a path; one with dots or slashes goes into brackets."""
+    return key if re.fullmatch(r"[\w-]+", key) else f'["{key}"]'
+
+
+# --- Loaders and dumpers
+
+# The C classes exist where PyYAML was built with libyaml; they have the same interface and are five times as fast.
+_SafeLoader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_SafeDumper: type[yaml.SafeDumper] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class _Loader(_SafeLoader):  # type: ignore[misc, valid-type]
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Report the position of malformed values such as the date 2024-13-45."""
+        try:
+            return super().construct_object(node, deep=deep)
+        except ValueError as error:
+            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
+
+
+class _VerbatimLoader(_Loader):
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Keep the source text of unquoted scalars that are not strings."""
+        value = super().construct_object(node, deep=deep)
+        is_plain = isinstance(node, yaml.ScalarNode) and not node.style
+        return value if value is None or isinstance(value, str) or not is_plain else VerbatimScalar(value, node.value)
+
+
+class _Dumper(_SafeDumper):  # type: ignore[misc, valid-type]
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        """Write repeated values in full instead of as anchors and aliases."""
+        return True
+
+
+class _BlockDumper(_Dumper):
+    """Writes multi-line strings as block scalars (`|`)."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_BlockDumper.add_representer(str, _represent_text)
+
+# YAML 1.2 and JSON read 1e-3 as a number; PyYAML implements YAML 1.1, which requires 1.0e-3.
+for _class in (_Loader, _VerbatimLoader, _Dumper, _BlockDumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
+
+_VERBATIM_JSON: dict[str, Any] = {
+    "parse_int": lambda text: VerbatimScalar(int(text), text),
+    "parse_float": lambda text: VerbatimScalar(float(text), text),
+}
+
+
+# --- Parsing
+
+
+def _parse(
+    text: str | bytes, where: object, loader_class: type[_Loader], json_hooks: dict[str, Any]
+) -> tuple[Any, list[Fault]]:
+    try:
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    except UnicodeDecodeError as error:
+        raise SpecError([Fault("", f"not UTF-8 text, at byte {error.start}")], where=where) from error
+    try:
+        return json.loads(text, object_pairs_hook=_to_unique_dict, **json_hooks), []
+    except (ValueError, RecursionError):  # not JSON, or a duplicate key: the YAML parser reports the position
+        pass
+    try:
+        loader = loader_class(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, []
+        duplicates = list(_find_duplicate_keys(node, "", set()))  # first: constructing expands merge keys in place
+        return loader.construct_object(node, deep=True), duplicates
+    except yaml.YAMLError as error:
+        raise SpecError([Fault("", f"not valid YAML: {_describe_error(error, text)}")], where=where) from error
+    except RecursionError:
+        raise SpecError([Fault("", "nested too deeply to parse")], where=where) from None
+
+
+def _to_unique_dict(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        raise ValueError("duplicate key")
+    return mapping
+
+
+def _find_duplicate_keys(node: yaml.Node, path: str, visited: set[int]) -> Iterator[Fault]:
+    """Yield a fault for every duplicate key; `visited` skips nodes that aliases repeat."""
+    if id(node) in visited:
+        return
+    visited.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _find_duplicate_keys(item, f"{path}[{index}]", visited)
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # rejected when the mapping is constructed, with its position
+            key_path = join_path(path, path_segment(key.value))
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines:
+                yield Fault(key_path, f"duplicate key (lines {lines[name]} and {line})")
+            lines[name] = line
+            yield from _find_duplicate_keys(value, key_path, visited)
+
+
+def _describe_error(error: yaml.YAMLError, text: str) -> str:
+    match error:
+        case yaml.MarkedYAMLError(problem_mark=mark) if mark is not None:
+            return f"{error.problem}, at line {mark.line + 1}, column {mark.column + 1}"
+        case yaml.reader.ReaderError():
+            index = text.index(chr(error.character))
+            line, column = text.count("\n", 0, index) + 1, index - text.rfind("\n", 0, index)
+            return f"{error.reason}, at line {line}, column {column}"
+        case _:
+            return str(error)

@@ -1,0 +1,53 @@
+"""The job file: one frozen struct per section, decoded with every fault reported at once.
+
+`types` defines the types of single values, `sections` the keys of each section, `checks` the invalid combinations of
+keys, `job_file` reading, writing and the JSON Schema. `docs/job-file.md` is generated from the descriptions here.
+"""
+
+from stoker.jobs.spec.job_file import job_schema, load_job, parse_job, to_plain, to_yaml
+from stoker.jobs.spec.sections import (
+    CacheSpec,
+    CheckpointSpec,
+    DataSpec,
+    ElasticSpec,
+    Job,
+    KubernetesSpec,
+    MpiSpec,
+    ProfileSpec,
+    ProgramSpec,
+    RaySpec,
+    ResourcesSpec,
+    RoleSpec,
+    SecretFilesSpec,
+    SecretKeySpec,
+    SshSpec,
+    VolumeSpec,
+)
+from stoker.jobs.spec.types import DEFAULT_PORT, EXTRA_ROLES, RESERVED_ENV
+
+__all__ = [
+    "DEFAULT_PORT",
+    "EXTRA_ROLES",
+    "RESERVED_ENV",
+    "CacheSpec",
+    "CheckpointSpec",
+    "DataSpec",
+    "ElasticSpec",
+    "Job",
+    "KubernetesSpec",
+    "MpiSpec",
+    "ProfileSpec",
+    "ProgramSpec",
+    "RaySpec",
+    "ResourcesSpec",
+    "RoleSpec",
+    "SecretFilesSpec",
+    "SecretKeySpec",
+    "SshSpec",
+    "VolumeSpec",
+    "job_schema",
+    "load_job",
+    "parse_job",
+    "to_plain",
+    "to_yaml",
+]

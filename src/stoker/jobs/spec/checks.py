@@ -1,0 +1,292 @@
+"""Invalid combinations of job file keys: values that are valid alone and contradict each other.
+
+One `check_…` function per section; each yields faults with key paths relative to that section.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stoker.core.units import format_bytes, format_duration
+from stoker.errors import Fault
+from stoker.jobs.mpirun import parse_flags
+from stoker.jobs.spec.types import (
+    EXTRA_ROLES,
+    MAX_WORKERS_PER_HOST,
+    RESERVED_ENV,
+    RESERVED_ENV_TENSORFLOW,
+    SINGLETON_ROLES,
+)
+
+if TYPE_CHECKING:
+    from stoker.jobs.spec.sections import (
+        CacheSpec,
+        CheckpointSpec,
+        DataSpec,
+        ElasticSpec,
+        Job,
+        KubernetesSpec,
+        MpiSpec,
+        ProfileSpec,
+        ProgramSpec,
+        RaySpec,
+        RoleSpec,
+        SshSpec,
+    )
+
+MIN_LOST_AFTER_S = 5
+MIN_SIZE_BYTES = 2**20
+
+
+def check_size(key: str, size: int | None) -> Iterator[Fault]:
+    """Reject a size of less than 1 MiB: its unit was forgotten."""
+    if size is not None and size < MIN_SIZE_BYTES:
+        example = f"{size}Gi" if 0 < size < 1024 else "8Gi"
+        yield Fault(key, f"{format_bytes(size)} is less than 1 MiB; add a unit, for example {example}")
+
+
+def check_path(key: str, path: str | None) -> Iterator[Fault]:
+    """Reject `s3:/bucket`, which would be used as a directory, and `~`, which only a shell expands."""
+    if path is None:
+        return
+    if scheme := re.match(r"(s3|gs|gcs|https?|file)(:/?(?!/)|//)", path):
+        yield Fault(key, f"{path!r} is neither a path nor a URL; URLs start with {scheme[1]}://")
+    if path.startswith(("~", "$")):
+        yield Fault(key, f"{path!r} starts with {path[0]}, which is not expanded; write the full path")
+
+
+def check_lost_after(lost_after: float) -> Iterator[Fault]:
+    """Reject a timeout that a short network interruption would exceed."""
+    if lost_after < MIN_LOST_AFTER_S:
+        yield Fault("lost_after", f"must be at least {MIN_LOST_AFTER_S}s, is {format_duration(lost_after)}")
+
+
+def check_program(program: ProgramSpec) -> Iterator[Fault]:
+    """Require exactly one entry point, and one argument per list item."""
+    entry_points = [name for name in ("script", "module", "command") if getattr(program, name) is not None]
+    if len(entry_points) != 1:
+        current = f" ({' and '.join(entry_points)} are set)" if entry_points else ""
+        yield Fault("", f"set exactly one of script, module, command{current}")
+    if program.script is not None:
+        yield from _check_script(program.script)
+    yield from check_path("cwd", program.cwd)
+    if program.module is not None and program.module.endswith(".py"):
+        yield Fault("module", f"{program.module!r} is a file; use script, or remove .py")
+    if program.command == ():
+        yield Fault("command", "must not be empty")
+    elif program.command is not None and len(program.command) == 1 and " " in program.command[0]:
+        arguments = ", ".join(program.command[0].split())
+        yield Fault("command", f"{program.command[0]!r} contains spaces; write one argument per item: [{arguments}]")
+    for index, argument in enumerate(program.args):
+        if match := re.fullmatch(r"(--?[A-Za-z][\w-]*) +(\S+)", argument):
+            option, value = match.groups()
+            yield Fault(
+                f"args[{index}]", f"{argument!r} is two arguments; write [{option}, {value}] or {option}={value}"
+            )
+
+
+def _check_script(script: str) -> Iterator[Fault]:
+    yield from check_path("script", script)
+    file, *arguments = script.split() or [""]
+    if arguments and Path(file).suffix == ".py":
+        yield Fault("script", f"{script!r} contains arguments; move them to args")
+    elif Path(script).suffix in (".sh", ".bash"):
+        yield Fault("script", f"{script!r} is not a Python file; use command: [bash, {script}]")
+
+
+def check_elastic(elastic: ElasticSpec) -> Iterator[Fault]:
+    """Require min <= max."""
+    if elastic.min > elastic.max:
+        yield Fault("", f"min ({elastic.min}) must not exceed max ({elastic.max})")
+
+
+def check_cache(cache: CacheSpec) -> Iterator[Fault]:
+    """Require that a cache with a size has a local directory."""
+    yield from check_path("dir", cache.dir)
+    yield from check_size("size", cache.size)
+    if cache.size is not None and cache.dir is None:
+        yield Fault("dir", "missing: a cache with a size needs a directory")
+    if cache.dir is not None and "://" in cache.dir:
+        yield Fault("dir", f"{cache.dir!r} is a URL; the cache must be a local directory")
+
+
+def check_data(data: DataSpec) -> Iterator[Fault]:
+    """Check the paths and URLs of the datasets."""
+    for key in ("train", "val"):
+        yield from check_path(key, getattr(data, key))
+
+
+def check_checkpoint(checkpoint: CheckpointSpec) -> Iterator[Fault]:
+    """Require a writable destination, and a complete claim."""
+    yield from check_path("dir", checkpoint.dir)
+    yield from check_size("size", checkpoint.size)
+    is_url = checkpoint.dir is not None and "://" in checkpoint.dir
+    if is_url and not str(checkpoint.dir).startswith(("s3://", "gs://")):
+        yield Fault("dir", f"{checkpoint.dir!r} is not writable; use a directory, s3://… or gs://…")
+    if checkpoint.claim is None:
+        for key in ("create", "size", "storage_class"):
+            if getattr(checkpoint, key):
+                yield Fault(key, "applies to a claim and none is set; set checkpoint.claim")
+        return
+    if checkpoint.dir is None:
+        yield Fault("dir", "missing: set the mount path of the claim, for example /checkpoint")
+    elif is_url:
+        scheme = checkpoint.dir.split("://")[0]
+        yield Fault("claim", f"dir is a bucket ({scheme}://) and needs no claim; remove one of claim, dir")
+    elif not checkpoint.dir.startswith("/"):
+        yield Fault("dir", f"{checkpoint.dir!r} is the mount path of a claim and must be absolute")
+    if checkpoint.create and checkpoint.size is None:
+        yield Fault("size", "missing: a claim that is created needs a size, for example 10Gi")
+    for key in ("size", "storage_class"):
+        if getattr(checkpoint, key) is not None and not checkpoint.create:
+            yield Fault(key, "applies only to a claim that is created; set create: true, or remove it")
+
+
+def check_profile(profile: ProfileSpec) -> Iterator[Fault]:
+    """Limit the sampling rate."""
+    if 0 < profile.every < 1:
+        yield Fault("every", f"must be at least 1s, or 0 to disable; is {format_duration(profile.every)}")
+
+
+def check_kubernetes(kubernetes: KubernetesSpec) -> Iterator[Fault]:
+    """Require a unit for `shm`, and a queue for `queue_priority`."""
+    yield from check_size("shm", kubernetes.shm)
+    if kubernetes.queue_priority is not None and kubernetes.queue is None:
+        yield Fault("queue_priority", "needs a queue; set queue, or use priority_class instead")
+
+
+def check_ssh(ssh: SshSpec) -> Iterator[Fault]:
+    """Check paths on the hosts, worker counts after `host:` and the timeout."""
+    for key in ("workdir", "python", "config"):
+        yield from check_path(key, getattr(ssh, key))
+    for index, host in enumerate(ssh.hosts):
+        name, colon, count = host.rpartition(":")
+        if not colon or ":" in name or host.startswith("@"):  # more than one colon: an IPv6 address
+            continue
+        if not count.isdigit() or not 1 <= int(count) <= MAX_WORKERS_PER_HOST:
+            yield Fault(
+                f"hosts[{index}]",
+                f"{host!r}: HOST:N sets the number of workers, 1 to {MAX_WORKERS_PER_HOST}; "
+                "set the ssh port in your ssh configuration",
+            )
+    yield from check_lost_after(ssh.lost_after)
+
+
+def check_ray(ray: RaySpec) -> Iterator[Fault]:
+    """Check the timeout."""
+    yield from check_lost_after(ray.lost_after)
+
+
+def check_mpi(mpi: MpiSpec) -> Iterator[Fault]:
+    """Reject mpirun flags that contradict other keys of the job file."""
+    if mpi.args and not mpi.args[0].startswith("-"):
+        yield Fault("args[0]", f"{mpi.args[0]!r} is not a flag; mpirun would run it as the program")
+    for index, argument in enumerate(mpi.args):
+        if argument in ("-mca", "--mca") and len(mpi.args) < index + 3:
+            yield Fault(f"args[{index}]", f"{argument} needs a name and a value, for example [--mca, btl, 'self,tcp']")
+    for flag in parse_flags(mpi.args):
+        if reason := flag.conflict:
+            yield Fault(f"args[{flag.position}]", f"{flag.text} {reason}")
+
+
+# --- Combinations across sections
+
+
+def check_job(job: Job) -> Iterator[Fault]:
+    """Reject combinations of sections that no launcher can run."""
+    if isinstance(job.tensorboard, str):
+        yield from check_path("tensorboard", job.tensorboard)
+    yield from _check_topology(job)
+    yield from _check_roles(job)
+    yield from _check_claim_access(job)
+    yield from _check_mount_paths(job)
+    yield from _check_env(job)
+
+
+def _check_topology(job: Job) -> Iterator[Fault]:
+    if job.topology == "single" and job.max_workers > 1:
+        yield Fault("workers", f"topology single runs 1 worker, not {job.max_workers}; use topology: torchrun")
+    elif job.is_elastic and job.topology != "torchrun":
+        yield Fault("workers", f"only torchrun is elastic; set a fixed number of workers for {job.topology}")
+    if job.topology not in ("torchrun", "mpi") and job.processes_per_worker not in ("auto", 1):
+        reason = "runs one process" if job.topology == "single" else "runs one process per worker, with all its GPUs"
+        yield Fault("processes_per_worker", f"topology {job.topology} {reason}; remove this key")
+    if job.topology == "torchrun" and job.program.command is not None:
+        yield Fault(
+            "program.command", "torchrun runs Python; use script or module, or topology: single to run a command"
+        )
+
+
+def _check_roles(job: Job) -> Iterator[Fault]:
+    for name, role in job.roles.items():
+        if name in ("worker", "workers"):
+            yield Fault(f"roles.{name}", "workers are configured by the top-level keys workers, image, resources, port")
+        elif name not in set(chain(*EXTRA_ROLES.values())) or (
+            name not in EXTRA_ROLES[job.topology] and role.count != 0
+        ):
+            known = ", ".join(EXTRA_ROLES[job.topology]) or "none besides workers"
+            yield Fault(f"roles.{name}", f"not a role of topology {job.topology} (its roles: {known})")
+        elif name in SINGLETON_ROLES and (role.count or 0) > 1:
+            yield Fault(f"roles.{name}.count", f"must be at most 1 for {name}, is {role.count}")
+        elif name == "ps" and job.topology == "tf-ps":
+            if role.count == 0:
+                yield Fault("roles.ps.count", "must be at least 1: tf-ps needs a parameter server")
+            if role.resources.gpu:
+                yield Fault("roles.ps.resources.gpu", "parameter servers get no GPUs; remove this key")
+        elif name == "launcher" and role.resources.gpu:
+            yield Fault("roles.launcher.resources.gpu", "the launcher gets no GPUs; remove this key")
+        yield from _check_role_keys(name, role)
+        if name == "tensorboard" and role.count and not (role.program or role.logdir or job.checkpoint.dir):
+            yield Fault("roles.tensorboard.logdir", "missing: set it, or checkpoint.dir")
+
+
+def _check_role_keys(name: str, role: RoleSpec) -> Iterator[Fault]:
+    """Reject keys that have no effect for a role."""
+    if name == "launcher" and role.program is not None:
+        yield Fault("roles.launcher.program", "the launcher runs mpirun, which starts the top-level program; remove it")
+    if name == "tensorboard":
+        if role.program is not None and role.logdir is not None:
+            yield Fault("roles.tensorboard.logdir", "has no effect when program is set; remove one of logdir, program")
+        return
+    for key, default in (("logdir", None), ("expose", "cluster"), ("ingress", None)):
+        if getattr(role, key) != default:
+            yield Fault(f"roles.{name}.{key}", "applies only to the role tensorboard; remove it")
+
+
+def _check_claim_access(job: Job) -> Iterator[Fault]:
+    is_shared = job.max_workers > 1 and (job.is_elastic or job.topology == "mpi")
+    if job.checkpoint.claim is not None and job.checkpoint.access == "rwo" and is_shared:
+        reason = "rank 0 may run on any worker" if job.is_elastic else "all workers of an MPIJob mount the same volumes"
+        remedy = "a fixed number of workers" if job.is_elastic else "one worker"
+        yield Fault(
+            "checkpoint.access",
+            f"an rwo claim can be mounted on one node only, and {reason}; use rwx, a bucket, or {remedy}",
+        )
+
+
+def _check_mount_paths(job: Job) -> Iterator[Fault]:
+    mounts = [(f"volumes[{index}].path", volume.path) for index, volume in enumerate(job.volumes)]
+    mounts += [(f'secret_files["{path}"]', path) for path in job.secret_files]
+    keys_by_path: dict[str, str] = {}
+    if job.checkpoint.claim is not None and job.checkpoint.dir is not None:
+        keys_by_path[job.checkpoint.dir.rstrip("/")] = "checkpoint.dir"
+    for key, path in mounts:
+        other = keys_by_path.setdefault(path.rstrip("/"), key)
+        if other != key:
+            yield Fault(key, f"{path!r} is already the mount path of {other}")
+
+
+def _check_env(job: Job) -> Iterator[Fault]:
+    for section in ("env", "secret_env"):
+        for name in getattr(job, section):
+            if RESERVED_ENV.fullmatch(name) or (
+                job.topology.startswith("tf-") and RESERVED_ENV_TENSORFLOW.fullmatch(name)
+            ):
+                yield Fault(f"{section}.{name}", "is reserved: stoker sets it for every process; remove it")
+    for name in job.secret_env:
+        if name in job.env:
+            yield Fault(f"secret_env.{name}", "is also set in env; remove one")
