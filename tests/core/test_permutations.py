@@ -35,7 +35,7 @@ def test_every_part_of_the_key_changes_the_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda seed: seed_key(seed, "x"), lambda seed: seed], ids=["hashed keys", "consecutive keys"]
+    "make", [lambda seed: seed_key(seed, "x"), lambda seed: seed], ids=["hashed", "consecutive"]
 )
 @pytest.mark.slow
 def test_all_orders_of_four_elements_are_equally_likely(make) -> None:

@@ -11,7 +11,10 @@ from stoker.jobs.status import Attempt, signal_from_exit_code
 PROGRESS_AFTER_S = 60.0
 """A program that reports no steps is assumed to have made progress if it ran this long."""
 BACKOFF_S = (1.0, 5.0, 15.0, 30.0)
+NO_RETRIES = "the job allows no retries"
 SAME_INPUT_FAILS = "the same input would fail again"
+WOULD_FAIL_AGAIN = "it would fail again"
+NO_PROGRESS = "it made no progress since the last attempt, and would fail again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +44,14 @@ def decide_retry(attempts: Sequence[Attempt], retries: int, *, is_elastic: bool 
     last = attempts[-1]
     retried = len(attempts) - 1
     if retried >= retries:
-        return GiveUp(f"tried {retries + 1} times" if retries else "the job allows no retries")
+        return GiveUp(f"tried {retries + 1} times" if retries else NO_RETRIES)
     if last.code in (InputError.exit_code, MissingError.exit_code):
         return GiveUp(SAME_INPUT_FAILS)
     has_failed_by_itself = not last.hung and not last.lost and not signal_from_exit_code(last.code)
     if has_failed_by_itself and is_elastic:
         return GiveUp(f"torchrun has restarted it {retries} times, the maximum")
     if has_failed_by_itself and not _has_progressed(attempts):
-        return GiveUp(
-            "it made no progress since the last attempt, and would fail again" if retried else "it would fail again"
-        )
+        return GiveUp(NO_PROGRESS if retried else WOULD_FAIL_AGAIN)
     return Restart(backoff_s(retried))
 
 

@@ -8,7 +8,7 @@ _TEMPLATE = """\
 # A stoker job. Show what would run:  stoker job plan {file}
 #               Run it:               stoker job run {file}
 # Override a key for one run:         stoker job run {file} --set resources.gpu=4
-# docs/job-file.md documents every key.
+# Every key is documented in docs/job-file.md.
 
 name: {name}
 
