@@ -1,4 +1,4 @@
-"""What a launch costs: jobs that do nothing, under stoker and under bare torchrun, here and on two ssh hosts."""
+"""Benchmark the launch of an empty job with stoker and with plain torchrun, locally and on two SSH hosts."""
 
 from __future__ import annotations
 
@@ -13,80 +13,96 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from measure import STOKER, Contestant, Lab, Limit, Result, Versus, command, in_process, take_turns
+from measure import (
+    STOKER,
+    BenchContext,
+    BenchResult,
+    Comparison,
+    Implementation,
+    Limit,
+    Timing,
+    run_rounds,
+    time_call,
+    time_command,
+)
 
 if TYPE_CHECKING:
     from tests.support.hosts import Network
 
-OURS, BARE = "stoker job run", "torchrun"
-FAR_OURS, FAR_BARE = "stoker job run --on ssh, 2 hosts", "torchrun by ssh, 2 hosts"
-MANY = 100
+OURS, PLAIN = "stoker job run", "torchrun"
+SSH_OURS, SSH_PLAIN = "stoker job run --on ssh, 2 hosts", "torchrun over ssh, 2 hosts"
+SLOTS = 100
 PODS = 1000
 
 
-def run(lab: Lab) -> Result:
-    folder = lab.work / "launch"
+def run(context: BenchContext) -> BenchResult:
+    folder = context.work / "launch"
     folder.mkdir()
     (folder / "nothing.py").write_text("")
     program = {"script": str(folder / "nothing.py")}
     (folder / "job.yaml").write_text(json.dumps({"name": "nothing", "program": program, "processes_per_worker": 2}))
     home = folder / "home"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29517"]
-    contestants = [
-        Contestant(
+    implementations = [
+        Implementation(
             name=OURS,
-            act=lambda: command("env", f"STOKER_HOME={home}", STOKER, "job", "run", folder / "job.yaml"),
-            clean=lambda: shutil.rmtree(home, ignore_errors=True),
+            run=lambda: time_command("env", f"STOKER_HOME={home}", STOKER, "job", "run", folder / "job.yaml"),
+            cleanup=lambda: shutil.rmtree(home, ignore_errors=True),
             ours=True,
         ),
-        Contestant(name=BARE, act=lambda: command(*torchrun, folder / "nothing.py")),
+        Implementation(name=PLAIN, run=lambda: time_command(*torchrun, folder / "nothing.py")),
     ]
-    notes = ["From the command to the shell's next prompt: supervisor, profiler and run folder included."]
-    versus = [Versus(ours=OURS, peer=BARE)]
-    with _two_hosts() as net:
+    notes = ["Wall time of the whole command, including supervisor, profiler and run folder."]
+    comparisons = [Comparison(ours=OURS, peer=PLAIN)]
+    with _start_two_hosts() as net:
         if isinstance(net, str):
-            notes.append(f"Not measured, the launch on two ssh hosts: {net}.")
+            notes.append(f"The launch on two SSH hosts was not measured: {net}.")
         else:
-            contestants += _far(folder, home, net)
-            versus.append(Versus(ours=FAR_OURS, peer=FAR_BARE))
+            implementations += _ssh_implementations(folder, home, net)
+            comparisons.append(Comparison(ours=SSH_OURS, peer=SSH_PLAIN))
             notes.append(
-                "The two hosts are network namespaces of this machine, each with an sshd, and share its cores."
+                "The two hosts are network namespaces of this machine, each with its own sshd; they share its cores."
             )
-        speeds, _ = take_turns(contestants, lab.rounds, 60)
-    helps = [command(STOKER, "--help").seconds for _ in range(lab.rounds + 1)][1:]
+        speeds, _ = run_rounds(implementations, context.rounds, 60)
+    helps = [time_command(STOKER, "--help").seconds for _ in range(context.rounds + 1)][1:]
     limits = [
-        Limit(what="Added by stoker", value=_added(speeds, OURS, BARE), bound=1000, unit="ms"),
+        Limit(what="Overhead of stoker", value=_added_ms(speeds, OURS, PLAIN), bound=1000, unit="ms"),
         Limit(what="`stoker --help`", value=1000 * statistics.median(helps), bound=300, unit="ms"),
-        Limit(what=f"{MANY} slots on ssh hosts planned", value=_planning_ms(folder), bound=1000, unit="ms"),
+        Limit(what=f"Planning {SLOTS} slots on SSH hosts", value=_time_planning_ms(folder), bound=1000, unit="ms"),
         *(
-            Limit(what=f"{PODS:,} workers of {topology} rendered", value=_rendering_ms(topology), bound=1000, unit="ms")
+            Limit(
+                what=f"Rendering {PODS:,} workers of {topology}",
+                value=_time_rendering_ms(topology),
+                bound=1000,
+                unit="ms",
+            )
             for topology in ("torchrun", "tf-ps", "tf-mirrored", "mpi")
         ),
     ]
-    if FAR_OURS in speeds:
+    if SSH_OURS in speeds:
         limits.append(
-            Limit(what="Added on two ssh hosts", value=_added(speeds, FAR_OURS, FAR_BARE), bound=3000, unit="ms")
+            Limit(what="Overhead on two SSH hosts", value=_added_ms(speeds, SSH_OURS, SSH_PLAIN), bound=3000, unit="ms")
         )
-    return Result(
+    return BenchResult(
         name="launch",
-        title="Launching two ranks that do nothing",
+        title="Launch two ranks that do nothing",
         unit="launches/minute",
-        contestants=contestants,
+        implementations=implementations,
         speeds=speeds,
-        versus=versus,
+        comparisons=comparisons,
         limits=limits,
         notes=notes,
     )
 
 
-def _added(speeds: dict[str, list[float]], ours: str, bare: str) -> float:
-    """The median of what ours took longer, round by round, in milliseconds."""
+def _added_ms(speeds: dict[str, list[float]], ours: str, bare: str) -> float:
+    """Return the median over the rounds of the additional time of ours, in milliseconds."""
     return 1000 * statistics.median(60 / a - 60 / b for a, b in zip(speeds[ours], speeds[bare], strict=True))
 
 
 @contextmanager
-def _two_hosts() -> Iterator[Network | str]:
-    """Two hosts with an sshd, or why there are none."""
+def _start_two_hosts() -> Iterator[Network | str]:
+    """Yield two hosts with an sshd, or the reason why there are none."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from _pytest.outcomes import Skipped
 
@@ -94,18 +110,18 @@ def _two_hosts() -> Iterator[Network | str]:
 
     with TemporaryDirectory() as folder:
         try:
-            with network(Path(folder)) as found:
-                yield found
-        except Skipped as why:
-            yield str(why)
+            with network(Path(folder)) as hosts:
+                yield hosts
+        except Skipped as reason:
+            yield str(reason)
 
 
-def _far(folder: Path, home: Path, net: Network) -> list[Contestant]:
-    """The same on two hosts: one rank on each, started from here."""
+def _ssh_implementations(folder: Path, home: Path, net: Network) -> list[Implementation]:
+    """Return the implementations for two hosts with one rank each, started from this machine."""
     project = folder / "project"
     project.mkdir()
     shutil.copy(folder / "nothing.py", project)
-    ssh = {"hosts": ["node1", "node2"], "config": str(net.config), "workdir": str(folder / "there")}
+    ssh = {"hosts": ["node1", "node2"], "config": str(net.config), "workdir": str(folder / "remote")}
     job = {"name": "far", "workers": 2, "program": {"script": "nothing.py"}, "ssh": {**ssh, "python": sys.executable}}
     (folder / "far.yaml").write_text(json.dumps(job))
     words = f"{sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 1"
@@ -116,42 +132,44 @@ def _far(folder: Path, home: Path, net: Network) -> list[Contestant]:
     ]
     bare = "\n".join([*lines, "for pid in $pids; do wait $pid || exit 1; done"])
 
-    def ours() -> object:
-        return command("sh", "-c", f"cd {project} && STOKER_HOME={home} {STOKER} job run {folder}/far.yaml --on ssh")
+    def run_stoker() -> Timing:
+        return time_command(
+            "sh", "-c", f"cd {project} && STOKER_HOME={home} {STOKER} job run {folder}/far.yaml --on ssh"
+        )
 
     def clean() -> None:
         shutil.rmtree(home, ignore_errors=True)
-        shutil.rmtree(folder / "there", ignore_errors=True)
+        shutil.rmtree(folder / "remote", ignore_errors=True)
 
     return [
-        Contestant(name=FAR_OURS, act=ours, clean=clean, ours=True),
-        Contestant(name=FAR_BARE, act=lambda: command("sh", "-c", bare)),
+        Implementation(name=SSH_OURS, run=run_stoker, cleanup=clean, ours=True),
+        Implementation(name=SSH_PLAIN, run=lambda: time_command("sh", "-c", bare)),
     ]
 
 
-def _planning_ms(folder: Path) -> float:
-    """The time in which the commands of many slots are planned, once all is known of their hosts."""
+def _time_planning_ms(folder: Path) -> float:
+    """Return the time to plan the commands of many slots when the facts of all hosts are known."""
     from stoker.core.spec import decode
     from stoker.jobs.spec import Job
-    from stoker.jobs.topology import slots_of
-    from stoker.launchers.ssh.client import Client
-    from stoker.launchers.ssh.launcher import Look, Route, plan_of
+    from stoker.jobs.topology import list_slots
+    from stoker.launchers.ssh.client import SshClient
+    from stoker.launchers.ssh.launcher import HostFacts, Route, build_plan
 
-    hosts = [f"node{number}" for number in range(MANY)]
-    job = decode({"name": "many", "program": {"script": "nothing.py"}, "workers": MANY, "ssh": {"hosts": hosts}}, Job)
-    looks = {host: Look(host, _found(host)) for host in hosts}
+    hosts = [f"node{number}" for number in range(SLOTS)]
+    job = decode({"name": "many", "program": {"script": "nothing.py"}, "workers": SLOTS, "ssh": {"hosts": hosts}}, Job)
+    facts = {host: HostFacts(host, _host_facts(host)) for host in hosts}
     routes = {host: Route(f"10.0.0.{number + 1}", f"eth{number}") for number, host in enumerate(hosts)}
-    spread = dict(zip(slots_of(job), hosts, strict=True))
+    placement = dict(zip(list_slots(job), hosts, strict=True))
     before = Path.cwd()
     os.chdir(folder)
     try:
-        return 1000 * in_process(lambda: plan_of(job, Client(), spread, looks, routes, 29500)).seconds
+        return 1000 * time_call(lambda: build_plan(job, SshClient(), placement, facts, routes, 29500)).seconds
     finally:
         os.chdir(before)
 
 
-def _found(host: str) -> dict[str, object]:
-    """What an agent would tell of a host, each in some way unlike the others."""
+def _host_facts(host: str) -> dict[str, object]:
+    """Return what the host probe would report; each host differs from the others."""
     return {
         "workdir": f"/home/{host}/work",
         "python": f"/home/{host}/bin/python",
@@ -161,16 +179,16 @@ def _found(host: str) -> dict[str, object]:
         "cores": 8,
         "gpus": 0,
         "rsync": True,
-        "skew": 0.0,
+        "clock_skew_s": 0.0,
     }
 
 
-def _rendering_ms(topology: str) -> float:
-    """The time in which every Kubernetes object of a large job is made."""
+def _time_rendering_ms(topology: str) -> float:
+    """Return the time to render all Kubernetes objects of a large job."""
     from stoker.core.spec import decode
     from stoker.jobs.spec import Job
     from stoker.launchers.kubernetes.launcher import KubernetesLauncher
 
     keys = {"name": "bench", "image": "trainer:v1", "program": {"module": "train"}, "workers": PODS}
     job = decode({**keys, "topology": topology}, Job)
-    return 1000 * in_process(lambda: KubernetesLauncher().render(job)).seconds
+    return 1000 * time_call(lambda: KubernetesLauncher().render(job)).seconds

@@ -1,37 +1,37 @@
-"""The order of a very large epoch: computed where it is asked for, beside a shuffle that is stored."""
+"""Benchmark the order of a very large epoch, computed on demand, against a stored permutation."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import call_plan
-from measure import Contestant, Lab, Limit, Result, Versus, call, take_turns
+import time_plan
+from measure import BenchContext, BenchResult, Comparison, Implementation, Limit, run_rounds, time_script
 
-SCRIPT = Path(call_plan.__file__)
+SCRIPT = Path(time_plan.__file__)
 OURS = "stoker, 1,000,000 shards × 1,000"
 STORED = "numpy permutation of 10,000,000"
 
 
-def run(lab: Lab) -> Result:
-    contestants = [
-        Contestant(name=OURS, act=lambda: call(SCRIPT, "stoker"), ours=True),
-        Contestant(name=STORED, act=lambda: call(SCRIPT, "permutation")),
+def run(context: BenchContext) -> BenchResult:
+    implementations = [
+        Implementation(name=OURS, run=lambda: time_script(SCRIPT, "stoker"), ours=True),
+        Implementation(name=STORED, run=lambda: time_script(SCRIPT, "permutation")),
     ]
-    speeds, peaks = take_turns(contestants, lab.rounds, 1)
+    speeds, peaks = run_rounds(implementations, context.rounds, 1)
     slowest = 1 / min(speeds[OURS])
-    return Result(
+    return BenchResult(
         name="plan",
-        title="Drawing an epoch, up to its first batch",
+        title="Compute the order of an epoch, up to its first batch",
         unit="epochs/s",
-        contestants=contestants,
+        implementations=implementations,
         speeds=speeds,
-        versus=[Versus(ours=OURS, peer=STORED, note="a hundred times as many samples")],
+        comparisons=[Comparison(ours=OURS, peer=STORED, note="100 times as many samples")],
         limits=[
-            Limit(what="The slowest of the rounds", value=1000 * slowest, bound=1000, unit="ms"),
+            Limit(what="Slowest round", value=1000 * slowest, bound=1000, unit="ms"),
             Limit(what="Peak memory of the process", value=peaks[OURS] / 1e6, bound=200, unit="MB"),
         ],
         notes=[
-            "Rank 3 of 8, a global batch of 256; a fresh process each, imports left out of the seconds. The "
-            "permutation is what samplers of other loaders store, of a hundredth of the samples.",
+            "Rank 3 of 8, global batch size 256; each run in a new process, without imports. The permutation is what "
+            "the samplers of other loaders store, for one hundredth of the samples.",
         ],
     )

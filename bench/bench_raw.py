@@ -1,58 +1,58 @@
-"""Encoded images from local shards: our Loader, shuffled and in batches, beside a bare walk over the mapped files."""
+"""Benchmark shuffled batches of encoded images from the Loader against a plain scan of the memory-mapped shards."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
-from bench_read import several, views
-from measure import STOKER, Contestant, Lab, Result, Versus, command, take_turns
+from bench_read import scan_views, time_ten_passes
+from measure import STOKER, BenchContext, BenchResult, Comparison, Implementation, run_rounds, time_command
 
 LOADER = "stoker.Loader, transform=None"
-WALK = "bare walk over the mapped tars"
+SCAN = "plain scan of memory-mapped tars"
 
 BATCH = 64
 
 
-def run(lab: Lab) -> Result:
-    samples = lab.samples // BATCH * BATCH
-    out = lab.work / "shards"
+def run(context: BenchContext) -> BenchResult:
+    samples = context.samples // BATCH * BATCH
+    out = context.work / "shards"
     shutil.rmtree(out, ignore_errors=True)
-    command(STOKER, "data", "convert", "--shard-size", "64MiB", "--limit", str(samples), lab.images, out)
+    time_command(STOKER, "data", "convert", "--shard-size", "64MiB", "--limit", str(samples), context.images, out)
     shards = sorted((out / "train").glob("*.tar"))
 
     def load() -> None:
-        check(loaded(out / "train"))
+        check(load_all(out / "train"))
 
-    def walk() -> None:
-        check(views(shards))
+    def scan() -> None:
+        check(scan_views(shards))
 
     def check(count: int) -> None:
         if count != samples:
-            raise RuntimeError(f"read {count} samples of {samples}")
+            raise RuntimeError(f"read {count} samples, expected {samples}")
 
-    contestants = [
-        Contestant(name=LOADER, act=lambda: several(load), ours=True),
-        Contestant(name=WALK, act=lambda: several(walk)),
+    implementations = [
+        Implementation(name=LOADER, run=lambda: time_ten_passes(load), ours=True),
+        Implementation(name=SCAN, run=lambda: time_ten_passes(scan)),
     ]
-    speeds, _ = take_turns(contestants, lab.rounds, samples)
+    speeds, _ = run_rounds(implementations, context.rounds, samples)
     shutil.rmtree(out)
-    return Result(
+    return BenchResult(
         name="raw",
-        title="Batches of encoded images from local tar shards, nothing decoded",
+        title="Batches of encoded images from local tar shards, without decoding",
         unit="samples/s",
-        contestants=contestants,
+        implementations=implementations,
         speeds=speeds,
-        versus=[Versus(ours=LOADER, peer=WALK, target=0.4)],
+        comparisons=[Comparison(ours=LOADER, peer=SCAN, target=0.4)],
         notes=[
-            f"{samples:,} samples in {len(shards)} shards, one process; opening them counts, every time.",
-            f"stoker: shuffled batches of {BATCH}, each a list of memoryviews, and their labels. The walk: one thread, "
-            "in the order of the files, every header parsed, a memoryview of every image.",
+            f"{samples:,} samples in {len(shards)} shards, one process; every pass includes opening the shards.",
+            f"stoker: shuffled batches of {BATCH}, each a list of memoryviews, and their labels. Plain scan: one "
+            "thread, in file order, every header parsed, a memoryview of every image.",
         ],
     )
 
 
-def loaded(folder: Path) -> int:
+def load_all(folder: Path) -> int:
     from stoker import Loader
 
     loader = Loader(str(folder), global_batch=BATCH, transform=None)

@@ -1,4 +1,4 @@
-"""Shards read in order by one thread, no image decoded: our walk beside webdataset and tarfile."""
+"""Benchmark sequential reading of shards in one thread, without decoding, against webdataset and tarfile."""
 
 from __future__ import annotations
 
@@ -7,94 +7,107 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
-from measure import STOKER, Contestant, Lab, Ran, Result, Versus, command, in_process, take_turns
+from measure import (
+    STOKER,
+    BenchContext,
+    BenchResult,
+    Comparison,
+    Implementation,
+    Timing,
+    run_rounds,
+    time_call,
+    time_command,
+)
 from stoker.shards.formats import FORMATS
-from stoker.shards.shard_set import MappedFile, find_sets, read_images
+from stoker.shards.shard_set import MappedFile, find_shard_sets, read_images
 
-VIEWS = "stoker, views by walking the tar"
-INDEXED = "stoker, views by the index"
-COPIES = "stoker, images copied to bytes"
+VIEWS = "stoker, views, tar scan"
+INDEXED = "stoker, views, index"
+COPIES = "stoker, copies, tar scan"
 WEBDATASET = "webdataset.WebDataset"
 TARFILE = "Python tarfile"
 
 
-def run(lab: Lab) -> Result:
-    out = lab.work / "shards"
+def run(context: BenchContext) -> BenchResult:
+    out = context.work / "shards"
     shutil.rmtree(out, ignore_errors=True)
-    command(STOKER, "data", "convert", "--shard-size", "64MiB", lab.images, out)
+    time_command(STOKER, "data", "convert", "--shard-size", "64MiB", context.images, out)
     shards = sorted((out / "train").glob("*.tar"))
 
-    def counted(read: Callable[[list[Path]], int]) -> Callable[[], None]:
+    def with_count_check(read: Callable[[list[Path]], int]) -> Callable[[], None]:
         def work() -> None:
-            if (samples := read(shards)) != lab.samples:
-                raise RuntimeError(f"{read.__name__} read {samples} samples of {lab.samples}")
+            if (samples := read(shards)) != context.samples:
+                raise RuntimeError(f"{read.__name__} read {samples} samples, expected {context.samples}")
 
         return work
 
-    contestants = [
-        Contestant(name=VIEWS, act=lambda: several(counted(views)), ours=True),
-        Contestant(name=INDEXED, act=lambda: several(counted(indexed)), ours=True),
-        Contestant(name=COPIES, act=lambda: several(counted(copies)), ours=True, info=True),
-        Contestant(name=WEBDATASET, act=lambda: in_process(counted(webdataset_samples))),
-        Contestant(name=TARFILE, act=lambda: in_process(counted(tarfile_samples))),
+    implementations = [
+        Implementation(name=VIEWS, run=lambda: time_ten_passes(with_count_check(scan_views)), ours=True),
+        Implementation(name=INDEXED, run=lambda: time_ten_passes(with_count_check(read_indexed)), ours=True),
+        Implementation(
+            name=COPIES, run=lambda: time_ten_passes(with_count_check(scan_copies)), ours=True, informational=True
+        ),
+        Implementation(name=WEBDATASET, run=lambda: time_call(with_count_check(read_webdataset))),
+        Implementation(name=TARFILE, run=lambda: time_call(with_count_check(read_tarfile))),
     ]
-    speeds, _ = take_turns(contestants, lab.rounds, lab.samples)
+    speeds, _ = run_rounds(implementations, context.rounds, context.samples)
     shutil.rmtree(out)
-    return Result(
+    return BenchResult(
         name="read",
-        title="Reading tar shards in order, one thread, nothing decoded",
+        title="Read tar shards sequentially, one thread, without decoding",
         unit="samples/s",
-        contestants=contestants,
+        implementations=implementations,
         speeds=speeds,
-        versus=[
-            Versus(ours=INDEXED, peer=WEBDATASET, target=10.0),
-            Versus(ours=VIEWS, peer=WEBDATASET, target=10.0),
-            Versus(ours=COPIES, peer=WEBDATASET, note="both copy every image"),
-            Versus(ours=VIEWS, peer=TARFILE),
-            Versus(ours=COPIES, peer=TARFILE, note="both copy every image"),
+        comparisons=[
+            Comparison(ours=INDEXED, peer=WEBDATASET, target=10.0),
+            Comparison(ours=VIEWS, peer=WEBDATASET, target=10.0),
+            Comparison(ours=COPIES, peer=WEBDATASET, note="both copy every image"),
+            Comparison(ours=VIEWS, peer=TARFILE),
+            Comparison(ours=COPIES, peer=TARFILE, note="both copy every image"),
         ],
         notes=[
-            f"All in one process, on the {len(shards)} shards that `stoker data convert` made; opening them counts.",
-            "By walking: key, label and a memoryview of the mapped file; the image's bytes are not touched, which is "
-            "what a decoder is handed. By the index: the same without the key, and "
-            "no header is parsed. Copies: walked, the same and `bytes` of every image, as the peers do.",
+            f"All in one process, on the {len(shards)} shards written by `stoker data convert`, including opening "
+            "them.",
+            "Views, tar scan: key, label and a memoryview of the mapped file, as passed to a decoder; image bytes "
+            "are not read. Views, index: the same without the key and without parsing headers. Copies: tar scan, "
+            "plus `bytes` of every image, as in the peers.",
             "webdataset: `WebDataset(urls, shardshuffle=False)`, no decoding. tarfile: every member read.",
         ],
     )
 
 
-def several(work: Callable[[], None]) -> Ran:
-    """Time ten passes for one: a single one takes a tenth of a second, in which any hiccup shows."""
-    return Ran(in_process(lambda: [work() for _ in range(10)]).seconds / 10)
+def time_ten_passes(work: Callable[[], None]) -> Timing:
+    """Return the mean of ten passes, because a single pass of a tenth of a second is too noisy."""
+    return Timing(time_call(lambda: [work() for _ in range(10)]).seconds / 10)
 
 
-def views(shards: list[Path]) -> int:
-    walk = FORMATS.get("tar").walk
-    return sum(1 for shard in shards for _ in walk(MappedFile(shard).view, shard.name))
+def scan_views(shards: list[Path]) -> int:
+    iter_samples = FORMATS.get("tar").iter_samples
+    return sum(1 for shard in shards for _ in iter_samples(MappedFile(shard).view, shard.name))
 
 
-def indexed(shards: list[Path]) -> int:
-    (one,) = find_sets(str(shards[0].parent))
-    return sum(1 for shard in shards for _ in read_images(one, shard.name))
+def read_indexed(shards: list[Path]) -> int:
+    (shard_set,) = find_shard_sets(str(shards[0].parent))
+    return sum(1 for shard in shards for _ in read_images(shard_set, shard.name))
 
 
-def copies(shards: list[Path]) -> int:
-    walk = FORMATS.get("tar").walk
+def scan_copies(shards: list[Path]) -> int:
+    iter_samples = FORMATS.get("tar").iter_samples
     count = 0
     for shard in shards:
-        for found in walk(MappedFile(shard).view, shard.name):
-            bytes(found.sample.image)
+        for entry in iter_samples(MappedFile(shard).view, shard.name):
+            bytes(entry.sample.image)
             count += 1
     return count
 
 
-def webdataset_samples(shards: list[Path]) -> int:
+def read_webdataset(shards: list[Path]) -> int:
     import webdataset
 
     return sum(1 for _ in webdataset.WebDataset([str(shard) for shard in shards], shardshuffle=False))
 
 
-def tarfile_samples(shards: list[Path]) -> int:
+def read_tarfile(shards: list[Path]) -> int:
     count = 0
     for shard in shards:
         with tarfile.open(shard) as archive:

@@ -1,4 +1,4 @@
-"""Shards over loopback to four curls at once: our server and cache beside nginx; then many clients at once."""
+"""Benchmark the data server and the cache against nginx over loopback, with curl processes and with many clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from measure import STOKER, Contestant, Lab, Limit, Ran, Result, Versus, command, take_turns
+from measure import (
+    STOKER,
+    BenchContext,
+    BenchResult,
+    Comparison,
+    Implementation,
+    Limit,
+    Timing,
+    run_rounds,
+    time_command,
+)
 
 NGINX = "nginx, static files"
 EMBEDDED = "stoker data serve, embedded"
@@ -21,111 +31,107 @@ NGINX_HITS = "stoker data cache, nginx, hits"
 HTTP_SERVER = "python -m http.server"
 
 CURLS = 4
-MOST_BYTES = 500_000_000
-MANY, MANY_S = 256, 20
-SOME = 64
+MAX_BYTES = 500_000_000
+STRESS_CLIENTS, STRESS_SECONDS = 256, 20
+MEMORY_TEST_CLIENTS = 64
 
 
-def run(lab: Lab) -> Result:
+def run(context: BenchContext) -> BenchResult:
     if shutil.which("curl") is None:
         raise RuntimeError("curl is not installed")
-    shards = lab.work / "shards"
+    shards = context.work / "shards"
     shutil.rmtree(shards, ignore_errors=True)
-    samples = min(lab.samples, lab.samples * MOST_BYTES // lab.bytes)
-    command(STOKER, "data", "convert", "--shard-size", "64MiB", "--limit", str(samples), lab.images, shards)
+    samples = min(context.samples, context.samples * MAX_BYTES // context.bytes)
+    time_command(STOKER, "data", "convert", "--shard-size", "64MiB", "--limit", str(samples), context.images, shards)
     names = sorted(path.name for path in (shards / "train").glob("*.tar"))
     amount = CURLS * sum((shards / "train" / name).stat().st_size for name in names) / 1e6
 
-    def reading(url: str) -> Ran:
-        """Let every curl read every shard; all begin together, each with another one."""
-        orders = [names[shift * len(names) // CURLS :] + names[: shift * len(names) // CURLS] for shift in range(CURLS)]
-        began = time.perf_counter()
-        curls = [
-            subprocess.Popen(
-                ["curl", "-sSf", *[word for name in order for word in ("-o", "/dev/null", f"{url}/{name}")]]
-            )
-            for order in orders
-        ]
-        codes = [curl.wait() for curl in curls]
-        if any(codes):
-            raise RuntimeError(f"curl failed with {codes} on {url}")
-        return Ran(time.perf_counter() - began)
-
     with ExitStack() as stack:
-        plain = stack.enter_context(serving(STOKER, "data", "serve", shards, "--port", "0", "--engine", "nginx"))
-        ours = stack.enter_context(serving(STOKER, "data", "serve", shards, "--port", "0", "--engine", "embedded"))
+        plain = stack.enter_context(start_server(STOKER, "data", "serve", shards, "--port", "0", "--engine", "nginx"))
+        ours = stack.enter_context(start_server(STOKER, "data", "serve", shards, "--port", "0", "--engine", "embedded"))
         caches = [
             stack.enter_context(
-                serving(
-                    *(STOKER, "data", "cache", "--origin", plain.url, "--dir", lab.work / f"cache-{engine}"),
-                    *("--size", "2GiB", "--port", "0", "--engine", engine, "--fresh", "3600"),
+                start_server(
+                    *(STOKER, "data", "cache", "--origin", plain.url, "--dir", context.work / f"cache-{engine}"),
+                    *("--size", "2GiB", "--port", "0", "--engine", engine, "--revalidate-after", "3600"),
                 )
             )
             for engine in ("embedded", "nginx")
         ]
-        simple = stack.enter_context(http_server(shards))
-        contestants = [
-            Contestant(name=NGINX, act=lambda: reading(f"{plain.url}/train")),
-            Contestant(name=EMBEDDED, act=lambda: reading(f"{ours.url}/train"), ours=True),
-            Contestant(name=HITS, act=lambda: reading(f"{caches[0].url}/train"), ours=True),
-            Contestant(name=NGINX_HITS, act=lambda: reading(f"{caches[1].url}/train"), info=True),
-            Contestant(name=HTTP_SERVER, act=lambda: reading(f"{simple}/train"), info=True),
+        simple = stack.enter_context(start_http_server(shards))
+        implementations = [
+            Implementation(name=NGINX, run=lambda: read_with_curl(f"{plain.url}/train", names)),
+            Implementation(name=EMBEDDED, run=lambda: read_with_curl(f"{ours.url}/train", names), ours=True),
+            Implementation(name=HITS, run=lambda: read_with_curl(f"{caches[0].url}/train", names), ours=True),
+            Implementation(
+                name=NGINX_HITS, run=lambda: read_with_curl(f"{caches[1].url}/train", names), informational=True
+            ),
+            Implementation(name=HTTP_SERVER, run=lambda: read_with_curl(f"{simple}/train", names), informational=True),
         ]
-        speeds, _ = take_turns(contestants, lab.rounds, amount)
-        some = loadtest(f"{ours.url}/train", SOME, 5)
-        peak = ours.peak_bytes()
-        held = {
-            name: loadtest(f"{url}/train", MANY, MANY_S) for name, url in ((EMBEDDED, ours.url), (HITS, caches[0].url))
-        }
-    for folder in (shards, lab.work / "cache-embedded", lab.work / "cache-nginx"):
+        speeds, _ = run_rounds(implementations, context.rounds, amount)
+        limits = _measure_limits(ours, caches[0])
+    for folder in (shards, context.work / "cache-embedded", context.work / "cache-nginx"):
         shutil.rmtree(folder)
-    return Result(
+    return BenchResult(
         name="serve",
-        title=f"Shards over loopback to {CURLS} curls at once",
+        title=f"Serve shards over loopback to {CURLS} concurrent curl processes",
         unit="MB/s",
-        contestants=contestants,
+        implementations=implementations,
         speeds=speeds,
-        versus=[
-            Versus(ours=EMBEDDED, peer=NGINX, target=0.7),
-            Versus(ours=HITS, peer=NGINX, target=0.6),
-            Versus(ours=NGINX_HITS, peer=NGINX),
-            Versus(ours=EMBEDDED, peer=HTTP_SERVER),
+        comparisons=[
+            Comparison(ours=EMBEDDED, peer=NGINX, target=0.7),
+            Comparison(ours=HITS, peer=NGINX, target=0.6),
+            Comparison(ours=NGINX_HITS, peer=NGINX),
+            Comparison(ours=EMBEDDED, peer=HTTP_SERVER),
         ],
-        limits=[
-            Limit(
-                what=f"Peak memory of `{EMBEDDED}` with {SOME} clients ({some['bytes_per_s'] / 1e6:,.0f} MB/s)",
-                value=peak / 1e6,
-                bound=150,
-                unit="MB",
-            ),
-            *(
-                Limit(
-                    what=f"Errors of `{name}` with {MANY} clients for {MANY_S} s "
-                    f"({one['requests']:,} files, {one['bytes_per_s'] / 1e6:,.0f} MB/s, p99 {one['p99_s'] or 0:.2f} s)",
-                    value=one["errors"],
-                    bound=0,
-                    unit="errors",
-                )
-                for name, one in held.items()
-            ),
-        ],
+        limits=limits,
         notes=[
-            f"{len(names)} shards, {amount / CURLS:,.0f} MB, read whole by each of {CURLS} curls, in its own "
-            "order, to /dev/null; the start of the curls counts. Servers run all the time, one at work. nginx as "
-            "`stoker data serve --engine nginx` sets it up; caches are warm after the round that does not count.",
-            "The load is `stoker data loadtest`, in Python on the same cores.",
+            f"{len(names)} shards, {amount / CURLS:,.0f} MB, read completely by each of {CURLS} curl processes, each "
+            "in its own order, to /dev/null, including the startup of curl. All servers run all the time, one of "
+            "them under load. nginx is configured by `stoker data serve --engine nginx`; the caches are warm after "
+            "the warm-up round.",
+            "The load of many clients is generated by `stoker data loadtest`, in Python on the same cores.",
         ],
     )
 
 
-class Served:
-    """A server in a process of its own, and where it answers."""
+def read_with_curl(url: str, names: list[str]) -> Timing:
+    """Time concurrent curl processes that each read all files, each starting with another one."""
+    orders = [names[shift * len(names) // CURLS :] + names[: shift * len(names) // CURLS] for shift in range(CURLS)]
+    start = time.perf_counter()
+    curls = [
+        subprocess.Popen(["curl", "-sSf", *[word for name in order for word in ("-o", "/dev/null", f"{url}/{name}")]])
+        for order in orders
+    ]
+    codes = [curl.wait() for curl in curls]
+    if any(codes):
+        raise RuntimeError(f"curl failed with {codes} on {url}")
+    return Timing(time.perf_counter() - start)
+
+
+def _measure_limits(server: RunningServer, cache: RunningServer) -> list[Limit]:
+    """Measure the peak memory of the server, and the errors of server and cache with many clients."""
+    load = loadtest(f"{server.url}/train", MEMORY_TEST_CLIENTS, 5)
+    what = f"Peak memory of `{EMBEDDED}` with {MEMORY_TEST_CLIENTS} clients ({load['bytes_per_s'] / 1e6:,.0f} MB/s)"
+    limits = [Limit(what=what, value=server.peak_bytes() / 1e6, bound=150, unit="MB")]
+    for name, url in ((EMBEDDED, server.url), (HITS, cache.url)):
+        load = loadtest(f"{url}/train", STRESS_CLIENTS, STRESS_SECONDS)
+        what = (
+            f"Errors of `{name}` with {STRESS_CLIENTS} clients for {STRESS_SECONDS} s "
+            f"({load['requests']:,} files, {load['bytes_per_s'] / 1e6:,.0f} MB/s, p99 {load['p99_s'] or 0:.2f} s)"
+        )
+        limits.append(Limit(what=what, value=load["errors"], bound=0, unit="errors"))
+    return limits
+
+
+class RunningServer:
+    """A server process and its URL."""
 
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self._process, self.url = process, url
 
     def peak_bytes(self) -> int:
-        """Tell the most that it held."""
+        """Return the peak memory of the process."""
         (line,) = (
             line
             for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
@@ -135,24 +141,24 @@ class Served:
 
 
 @contextmanager
-def serving(*argv: str | Path) -> Iterator[Served]:
+def start_server(*argv: str | Path) -> Iterator[RunningServer]:
     with subprocess.Popen([*map(str, argv)], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         line = process.stderr.readline()
         if " at http" not in line:
             process.kill()
-            raise RuntimeError(f"{' '.join(map(str, argv))} said: {line}{process.stderr.read()}")
+            raise RuntimeError(f"{' '.join(map(str, argv))} failed to start: {line}{process.stderr.read()}")
         drain = threading.Thread(target=process.stderr.read, daemon=True)
         drain.start()
         try:
-            yield Served(process, line.split(" at ")[1].split()[0])
+            yield RunningServer(process, line.split(" at ")[1].split()[0])
         finally:
             process.terminate()
             process.wait()
 
 
 @contextmanager
-def http_server(folder: Path) -> Iterator[str]:
+def start_http_server(folder: Path) -> Iterator[str]:
     words = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1", "--directory", str(folder)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
@@ -165,6 +171,16 @@ def http_server(folder: Path) -> Iterator[str]:
 
 
 def loadtest(url: str, clients: int, seconds: int) -> dict[str, float]:
-    words = [STOKER, "data", "loadtest", url, "--clients", str(clients), "--seconds", str(seconds), "--json"]
-    found: dict[str, float] = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
-    return found
+    words: list[str | Path] = [
+        STOKER,
+        "data",
+        "loadtest",
+        url,
+        "--clients",
+        str(clients),
+        "--seconds",
+        str(seconds),
+        "--json",
+    ]
+    result: dict[str, float] = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    return result

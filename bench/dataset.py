@@ -1,4 +1,4 @@
-"""The images that are measured with: real ones when they are there, else made up ones of about the same size."""
+"""Images for the benchmarks: the ImageNet sample if it is available, otherwise generated images of similar size."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ MEMORY = Path("/dev/shm")
 
 
 class Image(NamedTuple):
-    """One image file to be copied many times."""
+    """One image file, which is copied many times."""
 
     label: str
     name: str
     data: bytes
 
 
-class Made(NamedTuple):
-    """A folder of class folders, and what is in it."""
+class ImageDataset(NamedTuple):
+    """A directory of class folders, its size in bytes, and a description."""
 
     folder: Path
     bytes: int
     origin: str
 
 
-def choose_place(samples: int) -> tuple[Path, str]:
-    """Pick a folder in memory when images, shards and one more output fit twice over, else on disk."""
-    need = 2 * 3 * samples * MEAN_BYTES
+def choose_directory(samples: int) -> tuple[Path, str]:
+    """Return a directory in memory if there is twice the space for images, shards and one more output, else on disk."""
+    required = 2 * 3 * samples * MEAN_BYTES
     page = os.sysconf("SC_PAGE_SIZE")
     if MEMORY.is_dir() and os.access(MEMORY, os.W_OK):
-        room = min(shutil.disk_usage(MEMORY).free, page * os.sysconf("SC_AVPHYS_PAGES"))
-        if room >= need:
-            return MEMORY, f"{MEMORY} (tmpfs), so that no disk decides"
-    place = Path(tempfile.gettempdir())
-    return place, f"{place}: {MEMORY} has too little room, so the disk's writeback may show in the figures"
+        free = min(shutil.disk_usage(MEMORY).free, page * os.sysconf("SC_AVPHYS_PAGES"))
+        if free >= required:
+            return MEMORY, f"{MEMORY} (tmpfs), so that the disk has no influence"
+    directory = Path(tempfile.gettempdir())
+    return directory, f"{directory}, because {MEMORY} is too small; disk writeback may affect the figures"
 
 
-def make(folder: Path, samples: int) -> Made:
-    """Write that many image files; copies of an image differ in name only."""
-    images = list(_real() if SAMPLE.exists() else _invented())
+def create(folder: Path, samples: int) -> ImageDataset:
+    """Write `samples` image files; copies of an image differ only in name."""
+    images = list(_read_sample() if SAMPLE.exists() else _generate_images())
     for image in images:
         (folder / image.label).mkdir(parents=True, exist_ok=True)
     total = 0
@@ -55,12 +55,12 @@ def make(folder: Path, samples: int) -> Made:
         image = images[number % len(images)]
         (folder / image.label / f"{number // len(images):05d}_{image.name}").write_bytes(image.data)
         total += len(image.data)
-    kind = "real ImageNet JPEGs" if SAMPLE.exists() else "generated JPEGs (the real sample is not here)"
+    kind = "real ImageNet JPEGs" if SAMPLE.exists() else "generated JPEGs (the ImageNet sample is not available)"
     origin = f"{samples:,} files, {total / 1e6:,.0f} MB: {len(images)} {kind}, each copied under new names"
-    return Made(folder, total, origin)
+    return ImageDataset(folder, total, origin)
 
 
-def _real() -> Iterator[Image]:
+def _read_sample() -> Iterator[Image]:
     with tarfile.open(SAMPLE) as archive:
         for member in archive:
             if (file := archive.extractfile(member)) is not None:
@@ -68,8 +68,8 @@ def _real() -> Iterator[Image]:
                 yield Image(label, name, file.read())
 
 
-def _invented() -> Iterator[Image]:
-    """Smooth colours under grain: JPEGs of 500×375 pixels, 110 kB on average."""
+def _generate_images() -> Iterator[Image]:
+    """Yield JPEGs of smooth colors with grain: 500×375 pixels, 110 kB on average."""
     import numpy as np
     from PIL import Image as Pillow
 

@@ -1,4 +1,4 @@
-"""What every subject shares: rounds taken in turn, medians of ratios, tables and plots."""
+"""Shared benchmark code: interleaved rounds, medians of ratios, tables and plots."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-TIMED = Path(__file__).with_name("timed.py")
+RUN_TIMED = Path(__file__).with_name("run_timed.py")
 STOKER = Path(sys.executable).with_name("stoker")
-# Ours and the peers', each strong, and pale for what is shown for information.
+# Saturated colors for implementations with a target, pale ones for informational implementations.
 OURS, PEERS = ("#c2410c", "#f0b490"), ("#64748b", "#b6c0cd")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lab:
-    """What a subject is given: images in class folders, a fast place to write, and how many rounds to take."""
+class BenchContext:
+    """Input of a benchmark: images in class folders, a fast directory to write to, and the number of rounds."""
 
     images: Path
     samples: int
@@ -33,28 +33,28 @@ class Lab:
     rounds: int
 
 
-class Ran(NamedTuple):
-    """What one timed act took; the memory is known of commands only."""
+class Timing(NamedTuple):
+    """Duration of one timed run; the peak memory is measured for commands and scripts only."""
 
     seconds: float
     peak_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contestant:
-    """One way to do the work; `clean` undoes it, outside of the timed part."""
+class Implementation:
+    """One implementation of the benchmarked task; `cleanup` removes its output, outside of the timed part."""
 
     name: str
-    act: Callable[[], Ran]
-    clean: Callable[[], None] = lambda: None
+    run: Callable[[], Timing]
+    cleanup: Callable[[], None] = lambda: None
     ours: bool = False
-    info: bool = False
-    """Whether it is shown for information and carries no target."""
+    informational: bool = False
+    """Whether it is shown without a target."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Versus:
-    """A comparison to report: which of ours against which peer, and the ratio aimed at, if any."""
+class Comparison:
+    """A reported comparison: our implementation, the peer, and the target ratio, if any."""
 
     ours: str
     peer: str
@@ -64,7 +64,7 @@ class Versus:
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """A figure that should stay below a bound."""
+    """A measured value and its upper bound."""
 
     what: str
     value: float
@@ -73,89 +73,90 @@ class Limit:
 
 
 @dataclass(kw_only=True)
-class Result:
-    """One subject, measured."""
+class BenchResult:
+    """Result of one benchmark."""
 
     name: str
     title: str
     unit: str
-    contestants: Sequence[Contestant]
+    implementations: Sequence[Implementation]
     speeds: dict[str, list[float]]
-    versus: Sequence[Versus]
+    comparisons: Sequence[Comparison]
     limits: Sequence[Limit] = ()
     notes: Sequence[str] = ()
 
     def speed(self, name: str) -> float:
-        """The median over the rounds."""
+        """Return the median over the rounds."""
         return statistics.median(self.speeds[name])
 
-    def ratios(self, versus: Versus) -> list[float]:
-        """Ours over the peer's, round by round."""
-        return [a / b for a, b in zip(self.speeds[versus.ours], self.speeds[versus.peer], strict=True)]
+    def ratios(self, comparison: Comparison) -> list[float]:
+        """Return our speed divided by the peer's, for each round."""
+        ours, peer = self.speeds[comparison.ours], self.speeds[comparison.peer]
+        return [a / b for a, b in zip(ours, peer, strict=True)]
 
 
-def in_process(work: Callable[[], object]) -> Ran:
-    """Time a call in this process; garbage of the one before is collected first."""
+def time_call(work: Callable[[], object]) -> Timing:
+    """Time a call in this process, after a garbage collection."""
     gc.collect()
     start = time.perf_counter()
     work()
-    return Ran(time.perf_counter() - start)
+    return Timing(time.perf_counter() - start)
 
 
-def command(*argv: str | Path) -> Ran:
-    """Time a whole command: its start, its imports and its end."""
-    words = [sys.executable, "-I", "-S", str(TIMED), *map(str, argv)]
+def time_command(*argv: str | Path) -> Timing:
+    """Time a whole command, including startup, imports and exit."""
+    words = [sys.executable, "-I", "-S", str(RUN_TIMED), *map(str, argv)]
     done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(map(str, argv))} failed with {done.returncode}: {done.stderr.strip()}")
     seconds, peak = done.stdout.split()
-    return Ran(float(seconds), int(peak))
+    return Timing(float(seconds), int(peak))
 
 
-def call(script: str | Path, *args: str | Path) -> Ran:
-    """Take the seconds that a script prints of its work alone, and its peak bytes if it prints those after them.
+def time_script(script: str | Path, *args: str | Path) -> Timing:
+    """Run a script in a new process and return the seconds that it prints, without its startup and imports.
 
-    In a fresh process, so that no import weighs on it.
+    The script may print its peak memory in bytes after the seconds.
     """
     words = [sys.executable, str(script), *map(str, args)]
     done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(words)} failed with {done.returncode}: {done.stderr.strip()}")
     seconds, *peak = done.stdout.split()
-    return Ran(float(seconds), *map(int, peak))
+    return Timing(float(seconds), *map(int, peak))
 
 
-def take_turns(
-    contestants: Sequence[Contestant], rounds: int, amount: float
+def run_rounds(
+    implementations: Sequence[Implementation], rounds: int, amount: float
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Let every contestant act once a round, after one round that does not count; return speeds and peaks.
+    """Run every implementation once per round, after a warm-up round; return speeds and peak memory by name.
 
-    Each round starts with another contestant, so that none always follows the same one.
+    Each round starts with another implementation, so that none always follows the same one.
     """
-    speeds: dict[str, list[float]] = {one.name: [] for one in contestants}
-    peaks: dict[str, int] = {one.name: 0 for one in contestants}
+    speeds: dict[str, list[float]] = {implementation.name: [] for implementation in implementations}
+    peaks: dict[str, int] = dict.fromkeys(speeds, 0)
     for number in range(rounds + 1):
-        shift = number % len(contestants)
-        for one in (*contestants[shift:], *contestants[:shift]):
-            one.clean()
-            ran = one.act()
-            one.clean()
-            peaks[one.name] = max(peaks[one.name], ran.peak_bytes)
+        shift = number % len(implementations)
+        for implementation in (*implementations[shift:], *implementations[:shift]):
+            implementation.cleanup()
+            timing = implementation.run()
+            implementation.cleanup()
+            peaks[implementation.name] = max(peaks[implementation.name], timing.peak_bytes)
             if number > 0:
-                speeds[one.name].append(amount / ran.seconds)
+                speeds[implementation.name].append(amount / timing.seconds)
         print(f"  {'warm-up' if number == 0 else f'round {number} of {rounds}'}", file=sys.stderr, flush=True)
     return speeds, peaks
 
 
-class Neighbours:
-    """How much of the machine others took while something was measured: figures of a busy machine are worth little."""
+class BackgroundLoad:
+    """CPU usage of other processes during a measurement, which indicates how reliable the figures are."""
 
     def __init__(self) -> None:
-        self._start, self._busy, self._mine = time.monotonic(), _busy_seconds(), _own_seconds()
+        self._start, self._busy, self._own = time.monotonic(), _busy_seconds(), _own_seconds()
 
     def share(self) -> float:
-        """The part of all cores' time that was spent on neither this process nor its children."""
-        others = _busy_seconds() - self._busy - (_own_seconds() - self._mine)
+        """Return the fraction of all CPU time used by neither this process nor its children."""
+        others = _busy_seconds() - self._busy - (_own_seconds() - self._own)
         return max(0.0, others / (time.monotonic() - self._start) / (os.cpu_count() or 1))
 
 
@@ -170,37 +171,40 @@ def _own_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def report(result: Result) -> str:
-    """One subject as Markdown."""
+def report(result: BenchResult) -> str:
+    """Format the result of one benchmark as Markdown."""
     lines = [
         f"## {result.title}",
         "",
-        f"| contestant | {result.unit} | lowest – highest |",
+        f"| implementation | {result.unit} | lowest – highest |",
         "|---|---:|---:|",
     ]
-    for one in result.contestants:
-        taken = result.speeds[one.name]
-        name = f"**{one.name}**" if one.ours and not one.info else one.name
-        lines.append(f"| {name} | {result.speed(one.name):,.0f} | {min(taken):,.0f} – {max(taken):,.0f} |")
+    for implementation in result.implementations:
+        speeds = result.speeds[implementation.name]
+        name = implementation.name
+        if implementation.ours and not implementation.informational:
+            name = f"**{name}**"
+        median = result.speed(implementation.name)
+        lines.append(f"| {name} | {median:,.0f} | {min(speeds):,.0f} – {max(speeds):,.0f} |")
     lines += ["", "| ratio, median of the rounds | | lowest – highest | target |", "|---|---:|---:|---|"]
-    for versus in result.versus:
-        ratios = result.ratios(versus)
-        middle = statistics.median(ratios)
-        what = f"{versus.ours} / {versus.peer}" + (f" ({versus.note})" if versus.note else "")
-        verdict = "for information"
-        if versus.target is not None:
-            verdict = f"target ≥ {versus.target:g} ×: {'met' if middle >= versus.target else 'missed'}"
-        lines.append(f"| {what} | {middle:.2f} × | {min(ratios):.2f} – {max(ratios):.2f} | {verdict} |")
+    for comparison in result.comparisons:
+        ratios = result.ratios(comparison)
+        ratio = statistics.median(ratios)
+        what = f"{comparison.ours} / {comparison.peer}" + (f" ({comparison.note})" if comparison.note else "")
+        outcome = "informational"
+        if comparison.target is not None:
+            outcome = f"target ≥ {comparison.target:g} ×: {'met' if ratio >= comparison.target else 'missed'}"
+        lines.append(f"| {what} | {ratio:.2f} × | {min(ratios):.2f} – {max(ratios):.2f} | {outcome} |")
     for limit in result.limits:
-        verdict = f"limit {limit.bound:,.0f} {limit.unit}: {'met' if limit.value <= limit.bound else 'missed'}"
-        lines += ["", f"{limit.what}: {limit.value:,.0f} {limit.unit}. {verdict}."]
+        outcome = f"limit {limit.bound:,.0f} {limit.unit}: {'met' if limit.value <= limit.bound else 'missed'}"
+        lines += ["", f"{limit.what}: {limit.value:,.0f} {limit.unit}. {outcome}."]
     if result.notes:
         lines += ["", *(f"- {note}" for note in result.notes)]
     return "\n".join(lines) + "\n"
 
 
-def plot(result: Result, path: Path) -> None:
-    """One subject as horizontal bars: ours in colour, each peer in grey, the range over the rounds as a line."""
+def plot(result: BenchResult, path: Path) -> None:
+    """Plot a result as horizontal bars with the range over the rounds; stoker in color, peers in gray."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -208,15 +212,18 @@ def plot(result: Result, path: Path) -> None:
     from matplotlib.patches import Patch
     from matplotlib.ticker import StrMethodFormatter
 
-    names = [one.name for one in reversed(result.contestants)]
+    names = [implementation.name for implementation in reversed(result.implementations)]
     values = [result.speed(name) for name in names]
     spread = [
         [value - min(result.speeds[name]) for name, value in zip(names, values, strict=True)],
         [max(result.speeds[name]) - value for name, value in zip(names, values, strict=True)],
     ]
-    colours = [(OURS if one.ours else PEERS)[one.info] for one in reversed(result.contestants)]
+    colors = [
+        (OURS if implementation.ours else PEERS)[implementation.informational]
+        for implementation in reversed(result.implementations)
+    ]
     figure, axes = pyplot.subplots(figsize=(9, 0.55 * len(names) + 1.3), layout="constrained")
-    axes.barh(names, values, color=colours, height=0.62)
+    axes.barh(names, values, color=colors, height=0.62)
     axes.errorbar(values, names, xerr=spread, fmt="none", ecolor="#1e293b", elinewidth=1, capsize=3)
     for row, (name, value) in enumerate(zip(names, values, strict=True)):
         axes.annotate(
@@ -227,18 +234,18 @@ def plot(result: Result, path: Path) -> None:
             va="center",
             fontsize=10,
         )
-    kinds = dict.fromkeys(reversed(colours))
-    names_of = {
+    legend_colors = dict.fromkeys(reversed(colors))
+    labels = {
         OURS[0]: "stoker",
         PEERS[0]: "peers",
-        OURS[1]: "stoker, for information",
-        PEERS[1]: "peers, for information",
+        OURS[1]: "stoker, informational",
+        PEERS[1]: "peers, informational",
     }
-    handles = [Patch(color=colour, label=names_of[colour]) for colour in kinds]
+    handles = [Patch(color=color, label=labels[color]) for color in legend_colors]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     axes.set_title(result.title, loc="left", fontsize=12, fontweight="bold")
     axes.set_xlabel(f"{result.unit}, median of {len(result.speeds[names[0]])} rounds (more is better)")
-    axes.set_xlim(0, 1.12 * max(max(taken) for taken in result.speeds.values()))
+    axes.set_xlim(0, 1.12 * max(max(speeds) for speeds in result.speeds.values()))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#e2e8f0")
@@ -249,7 +256,7 @@ def plot(result: Result, path: Path) -> None:
 
 
 def machine() -> list[tuple[str, str]]:
-    """What the figures depend on: cores, memory, versions."""
+    """Return the properties of the machine that affect the figures: cores, memory, versions."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     facts = [
         ("cores", f"{len(os.sched_getaffinity(0))} × {_processor()}"),
@@ -260,16 +267,18 @@ def machine() -> list[tuple[str, str]]:
     for package in ("stoker", "webdataset", "numpy"):
         facts.append((package, metadata.version(package)))
     for program in (["tar", "--version"], ["sha256sum", "--version"], ["openssl", "version"]):
-        if said := _said(*program):
-            facts.append((program[0], said.splitlines()[0]))
-    if commit := _said("git", "-C", str(TIMED.parent), "rev-parse", "--short", "HEAD"):
-        changed = _said("git", "-C", str(TIMED.parent.parent), "status", "--porcelain", "--", "src", "native")
-        facts.append(("commit", commit + (", with changes" if changed else "")))
+        if output := _read_output(*program):
+            facts.append((program[0], output.splitlines()[0]))
+    if commit := _read_output("git", "-C", str(RUN_TIMED.parent), "rev-parse", "--short", "HEAD"):
+        changed = _read_output(
+            "git", "-C", str(RUN_TIMED.parent.parent), "status", "--porcelain", "--", "src", "native"
+        )
+        facts.append(("commit", commit + (", with uncommitted changes" if changed else "")))
     return facts
 
 
-def _said(*argv: str) -> str:
-    """What a program prints, nothing when it is absent or fails."""
+def _read_output(*argv: str) -> str:
+    """Return the output of a program, or an empty string if it is missing or fails."""
     try:
         return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

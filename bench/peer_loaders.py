@@ -1,6 +1,6 @@
-"""One loader in a process of its own: `peer_loaders.py NAME SHARDS BATCHES` prints seconds and peak resident bytes.
+"""Time one loader: `peer_loaders.py NAME SHARDS BATCHES` prints seconds and peak resident bytes.
 
-Imports, opening and the first batches are left out of the seconds. NAME is a key of `LOADERS`.
+Imports, opening the shards and the warm-up batches are not timed. NAME is a key of `LOADERS`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 BATCH = 64
 SIZE = 224
 WORKERS = 2
-WARM = 4
-"""How many batches are taken before the clock starts."""
+WARMUP_BATCHES = 4
+"""Batches read before the timed part."""
 SHUFFLE = 256
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 
 
 def draw_crop(width: int, height: int) -> tuple[int, int, int, int]:
-    """Draw left, top, width and height as torchvision's RandomResizedCrop does."""
+    """Draw left, top, width and height like RandomResizedCrop of torchvision."""
     for _ in range(10):
         area = width * height * random.uniform(*SCALE)
         ratio = math.exp(random.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
@@ -58,51 +58,51 @@ def stoker_loader(shards: Path, *, antialias: bool, decoder: str) -> Iterator[An
         loader.close()
 
 
-def thread_pool(shards: Path, *, antialias: bool, decoder: str) -> Iterator[Any]:
-    """Only decode and resize: encoded bytes, headers, crops and flips lie ready in memory, and nothing is handed on."""
+def decode_only(shards: Path, *, antialias: bool, decoder: str) -> Iterator[Any]:
+    """Decode and resize only: encoded bytes, headers, crops and flips are prepared in memory, batches are discarded."""
     import threading
 
     import numpy as np
 
-    from stoker.load.decode import Decoder, Task
+    from stoker.load.decode import Decoder, DecodeTask
     from stoker.load.native import NativeDecoder
     from stoker.load.transforms import Crop
-    from stoker.shards.shard_set import find_sets, read_images
+    from stoker.shards.shard_set import find_shard_sets, read_images
 
     random.seed(0)
-    (one,) = find_sets(str(shards))
+    (shard_set,) = find_shard_sets(str(shards))
     names = [path.name for path in sorted(shards.glob("*.tar"))]
-    images = [bytes(image) for name in names for image, _ in read_images(one, name)]
-    looked = [(data, Decoder().look(data)) for data in images]
+    images = [bytes(image) for name in names for image, _ in read_images(shard_set, name)]
+    headers = [(data, Decoder().read_header(data)) for data in images]
     tasks = [
-        Task(number % BATCH, data, head, Crop(*draw_crop(head.width, head.height)), random.random() < 0.5)
-        for number, (data, head) in enumerate(looked)
+        DecodeTask(number % BATCH, data, head, Crop(*draw_crop(head.width, head.height)), random.random() < 0.5)
+        for number, (data, head) in enumerate(headers)
     ]
-    own = threading.local()
+    thread_state = threading.local()
 
     def prepare() -> None:
-        own.out = np.empty((BATCH, SIZE, SIZE, 3), np.uint8)
-        own.decoder = Decoder(antialias=antialias)
+        thread_state.out = np.empty((BATCH, SIZE, SIZE, 3), np.uint8)
+        thread_state.decoder = Decoder(antialias=antialias)
         if decoder == "native":
-            own.native = NativeDecoder(antialias=antialias)
+            thread_state.native = NativeDecoder(antialias=antialias)
 
     def decode(first: int) -> int:
-        left = tasks[first : first + BATCH]
+        remaining = tasks[first : first + BATCH]
         if decoder == "native":
-            left = own.native.fill(left, own.out)
-        for row, *task in left:
-            own.decoder.fill(*task, own.out[row])
+            remaining = thread_state.native.fill(remaining, thread_state.out)
+        for row, *task in remaining:
+            thread_state.decoder.fill(*task, thread_state.out[row])
         return BATCH
 
     with ThreadPoolExecutor(WORKERS, initializer=prepare) as pool:
-        # The first results are waited for, the rest is handed out only then: none is done before the clock starts.
+        # Submit the rest only after the warm-up batches are done, so that none is decoded before the timed part.
         firsts = range(0, len(tasks) - BATCH + 1, BATCH)
-        yield from pool.map(decode, firsts[:WARM])
-        yield from pool.map(decode, firsts[WARM:])
+        yield from pool.map(decode, firsts[:WARMUP_BATCHES])
+        yield from pool.map(decode, firsts[WARMUP_BATCHES:])
 
 
 def webdataset_pil(shards: Path) -> Iterator[Any]:
-    """Decode, crop and resize as torchvision's RandomResizedCrop does with PIL images."""
+    """Decode, crop and resize like RandomResizedCrop of torchvision with PIL images."""
     import numpy as np
     from PIL import Image
 
@@ -134,7 +134,7 @@ def webdataset_cv2(shards: Path) -> Iterator[Any]:
 
 
 def _webdataset(shards: Path, decoder: str | None, transform: Callable[[Any], Any]) -> Iterator[Any]:
-    """Read by the documented idiom; shards repeat, so that no worker idles, and batches leave it in shared memory."""
+    """Read as documented by webdataset; shards repeat so that no worker idles, and workers collate in shared memory."""
     import webdataset
     from torch.utils.data import DataLoader, default_collate
 
@@ -158,8 +158,8 @@ def tf_data(records: Path, *, antialias: bool) -> Iterator[Any]:
     }
 
     def sample(record: Any) -> tuple[Any, Any]:
-        found = tf.io.parse_single_example(record, features)
-        data = found["image/encoded"]
+        example = tf.io.parse_single_example(record, features)
+        data = example["image/encoded"]
         begin, size, _ = tf.image.sample_distorted_bounding_box(
             tf.io.extract_jpeg_shape(data),
             tf.zeros([1, 0, 4]),
@@ -173,7 +173,7 @@ def tf_data(records: Path, *, antialias: bool) -> Iterator[Any]:
         height, width, _ = tf.unstack(size)
         image = tf.io.decode_and_crop_jpeg(data, tf.stack([top, left, height, width]), channels=3)
         image = tf.cast(tf.image.resize(image, [SIZE, SIZE], method="bilinear", antialias=antialias), tf.uint8)
-        return tf.image.random_flip_left_right(image), found["image/class/label"]
+        return tf.image.random_flip_left_right(image), example["image/class/label"]
 
     files = tf.data.Dataset.list_files(f"{records}/*-of-*", shuffle=True).repeat()
     dataset = files.interleave(tf.data.TFRecordDataset, cycle_length=2, num_parallel_calls=tune, deterministic=False)
@@ -190,7 +190,7 @@ LOADERS: dict[str, Callable[[Path], Iterator[Any]]] = {
         f"{name}-{decoder}{'-antialiased' if antialias else ''}": functools.partial(
             loader, antialias=antialias, decoder=decoder
         )
-        for name, loader in (("stoker", stoker_loader), ("limit", thread_pool))
+        for name, loader in (("stoker", stoker_loader), ("limit", decode_only))
         for decoder in ("native", "python")
         for antialias in (True, False)
     },
@@ -202,20 +202,20 @@ LOADERS: dict[str, Callable[[Path], Iterator[Any]]] = {
 
 
 def peak_bytes() -> int:
-    """The most that this process held; unlike getrusage's, without what its parent held at the fork."""
+    """Return the peak memory of this process; unlike getrusage, without that of its parent at the fork."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
 def main(name: str, shards: str, batches: int) -> None:
     iterator = LOADERS[name](Path(shards))
-    for _ in itertools.islice(iterator, WARM):
+    for _ in itertools.islice(iterator, WARMUP_BATCHES):
         pass
     start = time.perf_counter()
-    taken = sum(1 for _ in itertools.islice(iterator, batches - WARM))
+    count = sum(1 for _ in itertools.islice(iterator, batches - WARMUP_BATCHES))
     seconds = time.perf_counter() - start
-    if taken != batches - WARM:
-        raise RuntimeError(f"{name} gave {taken} batches after the first {WARM}, not {batches - WARM}")
+    if count != batches - WARMUP_BATCHES:
+        raise RuntimeError(f"{name} returned {count} batches after the warm-up, expected {batches - WARMUP_BATCHES}")
     print(seconds, peak_bytes())
 
 

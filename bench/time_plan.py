@@ -1,4 +1,4 @@
-"""An epoch's first batch, in a process of its own: `call_plan.py stoker|permutation` prints seconds and peak bytes."""
+"""Time the first batch of an epoch: `time_plan.py stoker|permutation` prints seconds and peak bytes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import time
 import numpy as np
 
 from peer_loaders import peak_bytes
-from stoker.sampling.plan import Plan
-from stoker.sampling.rank import Seat
+from stoker.sampling.plan import SamplingPlan
+from stoker.sampling.rank import Rank
 from stoker.shards.manifest import default_lanes
 
 SHARDS, SAMPLES = 1_000_000, 1_000
 STORED = 10_000_000
-"""Samples whose shuffle is stored: a hundredth of those above, for all of them would take 8 GB."""
+"""Samples of the stored permutation: a hundredth of the above, because all of them would take 8 GB."""
 
 
 def stoker() -> None:
     sizes = np.full(SHARDS, SAMPLES, dtype=np.int64)
-    epoch = Plan(data="bench", sizes=sizes, lanes=default_lanes(SHARDS)).epoch(0, Seat(3, 8))
-    epoch.at(next(epoch.steps(0, 256)).positions)
+    epoch = SamplingPlan(data="bench", sizes=sizes, lanes=default_lanes(SHARDS)).epoch(0, Rank(3, 8))
+    epoch.locate(next(epoch.steps(0, 256)).positions)
 
 
 def permutation() -> None:

@@ -1,4 +1,4 @@
-"""The conversion as a library call in a process of its own; prints its seconds, imports left out."""
+"""Time the conversion as a library call; prints its seconds without imports."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import time
 from pathlib import Path
 
 import peer_shardwriter
-from stoker.shards.convert import prepared
-from stoker.shards.plan import Options
+from stoker.shards.convert import prepare_conversion
+from stoker.shards.plan import ConversionOptions
 
 
 def convert(images: Path, dest: Path) -> None:
-    options = Options(shard_bytes=peer_shardwriter.SHARD_BYTES)
+    options = ConversionOptions(shard_bytes=peer_shardwriter.SHARD_BYTES)
     with (
         tempfile.TemporaryDirectory() as scratch,
-        prepared(str(images), options, scratch=Path(scratch)) as conversion,
+        prepare_conversion(str(images), options, scratch=Path(scratch)) as conversion,
     ):
         conversion.run(str(dest), jobs=len(os.sched_getaffinity(0)))
 

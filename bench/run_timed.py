@@ -1,7 +1,7 @@
-"""Runs one command and prints its wall seconds and the peak resident bytes of its largest process.
+"""Run one command and print its wall time in seconds and the peak resident bytes of its largest process.
 
-A process of its own, because Linux counts what a parent holds at the fork as its child's peak: this one holds
-next to nothing, while the benchmark itself has imported the peers.
+This is a separate process because Linux counts the memory of the parent at the fork toward the peak of the child, and
+the benchmark itself has imported the peers.
 """
 
 import os
