@@ -1,1 +1,1 @@
-"""Shards over http: a data server and a caching proxy, each by an engine of ours or by nginx."""
+"""Data server and caching proxy for shards over HTTP, each with an embedded or an nginx engine."""

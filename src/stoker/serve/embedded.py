@@ -1,4 +1,4 @@
-"""The engine that needs nothing but Python."""
+"""Embedded engine: a data server or cache in this Python process."""
 
 from __future__ import annotations
 
@@ -11,75 +11,76 @@ from collections.abc import Callable
 from types import FrameType
 
 from stoker.errors import InputError, UnavailableError
+from stoker.serve.admin import AdminHandler
+from stoker.serve.auth import read_token
 from stoker.serve.cache.origins import Origins
-from stoker.serve.cache.proxy import CacheSite
+from stoker.serve.cache.proxy import CachingProxy
 from stoker.serve.cache.slices import SliceCache
-from stoker.serve.files import FileSite
-from stoker.serve.http import Handler, Server
+from stoker.serve.files import FileHandler
+from stoker.serve.http import Handler, HttpServer
 from stoker.serve.settings import CacheSettings, ServeSettings
-from stoker.serve.site import Site, read_token
-from stoker.serve.stats import Stats
+from stoker.serve.stats import ServerStats
 
 log = logging.getLogger(__name__)
 
 
 class EmbeddedEngine:
-    """A server of ours in this process."""
+    """The built-in HTTP server, run in threads of this process."""
 
     name = "embedded"
 
     def __init__(self, settings: ServeSettings | CacheSettings) -> None:
         self._settings = settings
-        self._ended = threading.Event()
+        self._stop_event = threading.Event()
         self._close: Callable[[], None] = lambda: None
         if isinstance(settings, ServeSettings):
-            self.stats = Stats(self.name, {"clients": lambda: self._server.clients})
-            inner: Handler = FileSite(settings.root, writable=settings.writable)
+            self.stats = ServerStats(self.name, {"clients": lambda: self._server.clients})
+            inner: Handler = FileHandler(settings.root, writable=settings.writable)
             pages = {}
         else:
-            origins = Origins(settings.origins)  # first: what is wrong with them leaves no folder
+            origins = Origins(settings.origins)  # first, so that an invalid origin leaves no folder
             cache = SliceCache(settings.dir, settings.size)
             gauges: dict[str, Callable[[], int | None]] = {
                 "clients": lambda: self._server.clients,
                 "evictions": lambda: cache.evictions,
-                "held_bytes": lambda: cache.held,
+                "held_bytes": lambda: cache.used_bytes,
                 "budget": lambda: cache.budget,
             }
-            self.stats = Stats(self.name, gauges)
+            self.stats = ServerStats(self.name, gauges)
             self.stats.add(hits=0, misses=0, origin_requests=0, origin_bytes=0, spoilt=0)
-            inner = site = CacheSite(origins, cache, self.stats, fresh_s=settings.fresh_s)
-            pages = {"origins": origins.told}
-            self._close = site.close
-        self._site = Site(inner, self.stats, token=settings.token, pages=pages)
+            inner = proxy = CachingProxy(origins, cache, self.stats, revalidate_after_s=settings.revalidate_after_s)
+            pages = {"origins": origins.to_list}
+            self._close = proxy.close
+        self._handler = AdminHandler(inner, self.stats, token=settings.token, pages=pages)
         try:
-            self._server = Server(self._site, settings.host, settings.port, answered=self._count)
+            self._server = HttpServer(self._handler, settings.host, settings.port, on_response=self._count)
         except OSError as error:
             self._close()
-            raise cannot_listen(settings.host, settings.port, error) from error
+            raise listen_error(settings.host, settings.port, error) from error
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """The URL of the server."""
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
         return f"http://{host}:{self._server.port}"
 
     def start(self) -> None:
-        """Begin to answer, with as many open files as this process may have."""
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        """Start to serve, with the limit of open files raised to its maximum."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         self._server.start()
 
     def wait(self) -> None:
-        """Run until a signal ends it; SIGHUP reads the token file again."""
+        """Run until SIGTERM or SIGINT; SIGHUP reloads the token file."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self._ended.set())
+            signal.signal(number, lambda *_: self._stop_event.set())
         signal.signal(signal.SIGHUP, self._reload)
-        while not self._ended.wait(0.5):
+        while not self._stop_event.wait(0.5):
             pass
 
     def stop(self) -> None:
-        """End every connection and thread."""
-        self._ended.set()
+        """Close all connections and stop all threads."""
+        self._stop_event.set()
         self._server.close()
         self._close()
 
@@ -90,16 +91,16 @@ class EmbeddedEngine:
         if self._settings.token_file is None:
             return
         try:
-            self._site.token = read_token(self._settings.token_file)
+            self._handler.token = read_token(self._settings.token_file)
         except InputError as error:
-            log.warning("%s: the former token stays", error)
+            log.warning("reload failed, keeping the current token: %s", error)
 
 
-def cannot_listen(host: str, port: int, error: OSError) -> UnavailableError:
-    """Say why nothing can be served here."""
+def listen_error(host: str, port: int, error: OSError) -> UnavailableError:
+    """Return the error for an address that cannot be listened on."""
     what = {
-        errno.EADDRINUSE: f"port {port} is taken",
-        errno.EACCES: f"port {port} is not for this user",
-        errno.EADDRNOTAVAIL: "is no address of this machine",
+        errno.EADDRINUSE: f"port {port} is already in use",
+        errno.EACCES: f"no permission to listen on port {port}",
+        errno.EADDRNOTAVAIL: "not an address of this machine",
     }.get(error.errno or 0, (error.strerror or "cannot listen").lower())
     return UnavailableError(what, where=f"{host}:{port}", hint="choose another --port or --host")

@@ -1,4 +1,4 @@
-"""A folder as a site: files by ranges, folders as JSON, and PUT and DELETE where that was asked for."""
+"""Handler that serves a folder: files with ranges, folder listings as JSON, and optionally PUT and DELETE."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from stoker.errors import AccessError, FullError, StokerError
-from stoker.serve.http import OpenFile, RefusedError, Reply, Request
-from stoker.serve.ranges import Version, asked
+from stoker.errors import AccessDeniedError, StokerError, StorageFullError
+from stoker.serve.http import FileBody, HttpStatusError, Request, Response
+from stoker.serve.ranges import ObjectVersion, evaluate_request
 from stoker.storage.local import LocalStore, is_temporary
 
-_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO)
+_NOT_FOUND_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO)
 
 
-class FileSite:
-    """Serves what lies below a folder, links followed only as long as they stay inside."""
+class FileHandler:
+    """Serves the files below a folder; symlinks are followed only within it."""
 
     def __init__(self, root: Path, *, writable: bool = False) -> None:
         self._root = root.resolve(strict=True)
         self._writable = writable
 
-    def __call__(self, request: Request) -> Reply:
-        """Answer one request."""
+    def __call__(self, request: Request) -> Response:
+        """Handle one request."""
         match request.method:
             case "GET" | "HEAD":
                 return self._get(request)
@@ -36,109 +36,109 @@ class FileSite:
             case "DELETE" if self._writable:
                 return self._delete(request)
             case "PUT" | "DELETE":
-                return Reply.text(405, "this server is read-only", Allow="GET, HEAD")
-        return Reply.text(405, Allow="GET, HEAD, PUT, DELETE" if self._writable else "GET, HEAD")
+                return Response.text(405, "this server is read-only", Allow="GET, HEAD")
+        return Response.text(405, Allow="GET, HEAD, PUT, DELETE" if self._writable else "GET, HEAD")
 
-    def _get(self, request: Request) -> Reply:
-        body = OpenFile(self._open(request.path))
+    def _get(self, request: Request) -> Response:
+        body = FileBody(self._open(request.path))
         try:
             status = os.fstat(body.file)
             if stat.S_ISDIR(status.st_mode):
-                return self._folder(request.path, body)
+                return self._list_folder(request.path, body)
             if not stat.S_ISREG(status.st_mode) or request.path.endswith("/"):
-                raise RefusedError(404, "no such file")
+                raise HttpStatusError(404, "no such file")
         except BaseException:
             body.close()
             raise
-        version = Version(status.st_size, f'"{status.st_mtime_ns:x}-{status.st_size:x}"', status.st_mtime)
-        part = asked(request.method, request.headers, version)
-        headers = version.headers() | part.headers(version.size) | {"Content-Type": "application/octet-stream"}
-        return Reply(part.status, headers, body.part(part.start, part.length), part.length)
+        version = ObjectVersion(status.st_size, f'"{status.st_mtime_ns:x}-{status.st_size:x}"', status.st_mtime)
+        selected = evaluate_request(request.method, request.headers, version)
+        headers = version.headers() | selected.headers(version.size) | {"Content-Type": "application/octet-stream"}
+        return Response(selected.status, headers, body.select(selected.start, selected.length), selected.length)
 
     def _open(self, path: str) -> int:
-        """Open what a path means; where that truly lies is asked of the open file, so that no link can change it."""
+        """Open a path; check the location of the open file itself, so that a symlink cannot change meanwhile."""
         try:
             file = os.open(self._root / path[1:], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            if error.errno in _ABSENT:
-                raise RefusedError(404, "no such file") from None
+            if error.errno in _NOT_FOUND_ERRNOS:
+                raise HttpStatusError(404, "no such file") from None
             if error.errno in (errno.EACCES, errno.EPERM):
-                raise RefusedError(403, "this file cannot be read") from None
-            raise RefusedError(500, "this file cannot be opened") from None
-        true = Path(f"/proc/self/fd/{file}").readlink()
-        if true != self._root and self._root not in true.parents:
+                raise HttpStatusError(403, "permission denied") from None
+            raise HttpStatusError(500, "cannot open the file") from None
+        real_path = Path(f"/proc/self/fd/{file}").readlink()
+        if real_path != self._root and self._root not in real_path.parents:
             os.close(file)
-            raise RefusedError(404, "no such file")
+            raise HttpStatusError(404, "no such file")
         return file
 
-    def _folder(self, path: str, folder: OpenFile) -> Reply:
-        """List a folder as nginx does under `autoindex_format json`; links that leave are not there."""
+    def _list_folder(self, path: str, folder: FileBody) -> Response:
+        """List a folder like nginx with `autoindex_format json`; omit symlinks that leave the root."""
         if not path.endswith("/"):
             folder.close()
-            return Reply.text(301, Location=quote(path) + "/")
+            return Response.text(301, Location=quote(path) + "/")
         rows = []
         for name in sorted(os.listdir(folder.file)):
-            with suppress(OSError):  # gone meanwhile, or a link to nowhere
-                about = os.stat(name, dir_fd=folder.file, follow_symlinks=False)
-                if stat.S_ISLNK(about.st_mode):
-                    about = self._inside(self._root / path[1:] / name).stat()
+            with suppress(OSError):  # deleted meanwhile, or a dangling symlink
+                status = os.stat(name, dir_fd=folder.file, follow_symlinks=False)
+                if stat.S_ISLNK(status.st_mode):
+                    status = self._resolve_inside(self._root / path[1:] / name).stat()
                 row: dict[str, object] = {"name": name, "type": "directory"}
-                if stat.S_ISREG(about.st_mode):
-                    row |= {"type": "file", "size": about.st_size}
-                if not is_temporary(name) and (stat.S_ISDIR(about.st_mode) or stat.S_ISREG(about.st_mode)):
+                if stat.S_ISREG(status.st_mode):
+                    row |= {"type": "file", "size": status.st_size}
+                if not is_temporary(name) and (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)):
                     rows.append(row)
         folder.close()
         data = json.dumps(rows).encode()
-        return Reply(200, {"Content-Type": "application/json"}, (data,), len(data))
+        return Response(200, {"Content-Type": "application/json"}, (data,), len(data))
 
-    def _inside(self, path: Path) -> Path:
-        """Follow links, no further than the root."""
-        true = path.resolve()
-        if true != self._root and self._root not in true.parents:
+    def _resolve_inside(self, path: Path) -> Path:
+        """Resolve symlinks; raise FileNotFoundError if the path leaves the root."""
+        resolved = path.resolve()
+        if resolved != self._root and self._root not in resolved.parents:
             raise FileNotFoundError
-        return true
+        return resolved
 
-    def _put(self, request: Request) -> Reply:
-        """Write a file that appears whole or not at all."""
-        target = self._target(request)
+    def _put(self, request: Request) -> Response:
+        """Write a file atomically."""
+        target = self._resolve_target(request)
         if "content-length" not in request.headers:
-            raise RefusedError(411, "PUT wants a Content-Length")
+            raise HttpStatusError(411, "PUT needs a Content-Length")
         if "content-range" in request.headers:
-            raise RefusedError(400, "PUT wants a whole file")
-        known = target.exists()
-        if known and request.headers.get("if-none-match") == "*":
-            raise RefusedError(412, "there is such a file already")
-        with _told():
+            raise HttpStatusError(400, "PUT does not support Content-Range")
+        exists = target.exists()
+        if exists and request.headers.get("if-none-match") == "*":
+            raise HttpStatusError(412, "file already exists")
+        with _translate_write_errors():
             LocalStore(str(target.parent)).write(target.name, request.body)
-        return Reply(204 if known else 201)
+        return Response(204 if exists else 201)
 
-    def _delete(self, request: Request) -> Reply:
-        target = self._target(request)
+    def _delete(self, request: Request) -> Response:
+        target = self._resolve_target(request)
         if not target.exists():
-            raise RefusedError(404, "no such file")
-        with _told():
+            raise HttpStatusError(404, "no such file")
+        with _translate_write_errors():
             LocalStore(str(target.parent)).delete(target.name)
-        return Reply(204)
+        return Response(204)
 
-    def _target(self, request: Request) -> Path:
-        """Give the path to change; links on the way are followed no further than the root."""
+    def _resolve_target(self, request: Request) -> Path:
+        """Return the path to write or delete, with its folder resolved within the root."""
         target = self._root / request.path[1:]
         if request.path.endswith("/") or target.is_dir():
-            raise RefusedError(409, "is a folder")
+            raise HttpStatusError(409, "is a folder")
         try:
-            return self._inside(target.parent) / target.name
+            return self._resolve_inside(target.parent) / target.name
         except FileNotFoundError:
-            raise RefusedError(404, "no such file") from None
+            raise HttpStatusError(404, "no such file") from None
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Answer what the file system refuses."""
+def _translate_write_errors() -> Iterator[None]:
+    """Convert errors of the file system into HTTP error responses."""
     try:
         yield
-    except FullError:
-        raise RefusedError(507, "no space left") from None
-    except AccessError:
-        raise RefusedError(403, "permission denied") from None
+    except StorageFullError:
+        raise HttpStatusError(507, "no space left") from None
+    except AccessDeniedError:
+        raise HttpStatusError(403, "permission denied") from None
     except StokerError as error:
-        raise RefusedError(409, error.what) from None
+        raise HttpStatusError(409, error.what) from None

@@ -1,6 +1,6 @@
-"""A small HTTP/1.1 server: a thread for each connection, files sent by the kernel, and everything bounded.
+"""A small HTTP/1.1 server: one thread per connection, files sent with sendfile, all sizes and times bounded.
 
-It knows what shards need and refuses the rest: what it cannot take literally is an error, never a guess.
+It implements what shards need and rejects the rest: anything ambiguous is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from urllib.parse import unquote_to_bytes
 
 from stoker.errors import StokerError
 
-MAX_HEAD: Final = 16 << 10
-MAX_FIELDS: Final = 64
-MAX_BODY: Final = 1 << 40
-HEAD_S: Final = 15.0
-"""A request's head must be there within this; a slow client holds a thread no longer."""
-IDLE_S: Final = 75.0
-STALL_S: Final = 30.0
-"""How long a client may take nothing, or give nothing, in the middle of a body."""
-MIN_RATE: Final = 32 << 10
-"""Bytes per second that a client must take or give once STALL_S are over: a drip holds a thread no longer either."""
-PIECE: Final = 1 << 20
-"""Bytes handed to the kernel at a time: small enough that slowness is noticed and stopping is prompt."""
+MAX_HEADER_BYTES: Final = 16 << 10
+MAX_HEADERS: Final = 64
+MAX_BODY_BYTES: Final = 1 << 40
+HEADER_TIMEOUT_S: Final = 15.0
+"""A request's header must arrive within this time, so that a slow client does not occupy a thread."""
+KEEPALIVE_TIMEOUT_S: Final = 75.0
+STALL_TIMEOUT_S: Final = 30.0
+"""How long a client may neither receive nor send anything in the middle of a body."""
+MIN_BYTES_PER_S: Final = 32 << 10
+"""The minimum rate of a client after STALL_TIMEOUT_S, so that a trickling one does not occupy a thread either."""
+SENDFILE_BYTES: Final = 1 << 20
+"""Bytes per sendfile call: small enough to notice slow clients and to stop promptly."""
 
 _TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _VERSIONS = (b"HTTP/1.1", b"HTTP/1.0")
@@ -43,36 +43,36 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """A part of an open file, to be sent without a copy."""
+class FileRegion:
+    """A region of an open file, sent without copying."""
 
     file: int
     offset: int
     length: int
 
 
-Piece = bytes | Span
+Chunk = bytes | FileRegion
 
 
-class OpenFile(Iterator[Span]):
-    """A body that is a part of a file, which it closes once and in any case."""
+class FileBody(Iterator[FileRegion]):
+    """A response body that is a region of a file, and closes the file."""
 
     def __init__(self, file: int) -> None:
         self.file = file
-        self._spans: list[Span] = []
+        self._regions: list[FileRegion] = []
 
-    def part(self, offset: int, length: int) -> Self:
-        """Choose what is sent."""
-        self._spans = [Span(self.file, offset, length)]
+    def select(self, offset: int, length: int) -> Self:
+        """Set the region to send."""
+        self._regions = [FileRegion(self.file, offset, length)]
         return self
 
-    def __next__(self) -> Span:
-        if not self._spans:
+    def __next__(self) -> FileRegion:
+        if not self._regions:
             raise StopIteration
-        return self._spans.pop()
+        return self._regions.pop()
 
     def close(self) -> None:
-        """Close the file; more than once does nothing."""
+        """Close the file; further calls do nothing."""
         file, self.file = self.file, -1
         if file >= 0:
             os.close(file)
@@ -80,7 +80,7 @@ class OpenFile(Iterator[Span]):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request. `path` is decoded, absolute and without tricks; names of headers are lower case."""
+    """One request. `path` is decoded, absolute and normalised; header names are lower case."""
 
     method: str
     path: str
@@ -90,39 +90,39 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """What is answered: `length` bytes in pieces. A body that fails half-way ends the connection, so that it shows."""
+class Response:
+    """One response: `length` bytes in chunks. If the body fails midway, the connection is closed to signal that."""
 
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
-    body: Iterable[Piece] = ()
+    body: Iterable[Chunk] = ()
     length: int = 0
 
     @classmethod
-    def text(cls, status: int, what: str = "", **headers: str) -> Reply:
-        """Answer with a line of text."""
+    def text(cls, status: int, what: str = "", **headers: str) -> Response:
+        """Return a response with a line of text."""
         data = f"{what or HTTPStatus(status).phrase}\n".encode()
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return cls(status, {"Content-Type": "text/plain; charset=utf-8", **named}, (data,), len(data))
+        extra = {name.replace("_", "-"): value for name, value in headers.items()}
+        return cls(status, {"Content-Type": "text/plain; charset=utf-8", **extra}, (data,), len(data))
 
 
-Handler = Callable[[Request], Reply]
+Handler = Callable[[Request], Response]
 
 
-class RefusedError(Exception):
-    """A request that is not served as it stands; the connection is closed after the answer."""
+class HttpStatusError(Exception):
+    """A request that gets an error response, after which the connection is closed."""
 
     def __init__(self, status: int, what: str) -> None:
         super().__init__(what)
         self.status = status
 
 
-class _GoneError(Exception):
-    """The client has gone, or was too slow."""
+class _ClientGoneError(Exception):
+    """The client disconnected or was too slow."""
 
 
-class Server:
-    """Listens, and answers each connection in a thread of its own."""
+class HttpServer:
+    """Listens, and handles each connection in its own thread."""
 
     def __init__(
         self,
@@ -131,28 +131,28 @@ class Server:
         port: int,
         *,
         max_clients: int = 1024,
-        answered: Callable[[int, int], None] = lambda *_: None,  # status, 0 if it broke off, and bytes
+        on_response: Callable[[int, int], None] = lambda *_: None,  # status (0 if it broke off), bytes sent
     ) -> None:
-        self._handler, self._answered = handler, answered
+        self._handler, self._on_response = handler, on_response
         self._clients: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._max_clients = max_clients
-        self._listener = socket.create_server((host, port), family=_family(host), backlog=512)
-        self._accepting = threading.Thread(target=self._accept, name="stoker-serve", daemon=True)
+        self._listener = socket.create_server((host, port), family=_address_family(host), backlog=512)
+        self._accept_thread = threading.Thread(target=self._accept, name="stoker-serve", daemon=True)
         self.port: int = self._listener.getsockname()[1]
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Begin to answer."""
-        self._accepting.start()
+        """Start accepting connections."""
+        self._accept_thread.start()
 
     @property
     def clients(self) -> int:
-        """How many connections there are."""
+        """The number of open connections."""
         return len(self._clients)
 
     def close(self) -> None:
-        """Stop listening, and end every connection."""
+        """Stop listening, and close every connection."""
         self._closed.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -162,8 +162,8 @@ class Server:
         for client in clients:
             with suppress(OSError):
                 client.shutdown(socket.SHUT_RDWR)
-        if self._accepting.is_alive():
-            self._accepting.join()
+        if self._accept_thread.is_alive():
+            self._accept_thread.join()
 
     def _accept(self) -> None:
         while not self._closed.is_set():
@@ -172,7 +172,7 @@ class Server:
             except OSError:
                 if self._closed.is_set():
                     return
-                time.sleep(0.05)  # out of descriptors: those who have one will finish
+                time.sleep(0.05)  # out of file descriptors: wait for connections to finish
                 continue
             with self._lock:
                 full = len(self._clients) >= self._max_clients
@@ -187,8 +187,8 @@ class Server:
                 continue
             try:
                 threading.Thread(target=self._serve, args=(client,), name="stoker-client", daemon=True).start()
-            except RuntimeError as error:  # no more threads for this process: those there are will finish
-                log.warning("a client is sent away: %s", error)
+            except RuntimeError as error:  # out of threads: wait for connections to finish
+                log.warning("connection rejected: %s", error)
                 with self._lock:
                     self._clients.discard(client)
                 client.close()
@@ -196,229 +196,235 @@ class Server:
     def _serve(self, client: socket.socket) -> None:
         try:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(STALL_S))
-            connection = _Connection(client, self._answered)
-            while not self._closed.is_set() and connection.answer(self._handler):
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(STALL_TIMEOUT_S))
+            connection = _Connection(client, self._on_response)
+            while not self._closed.is_set() and connection.handle_request(self._handler):
                 pass
-        except (_GoneError, ConnectionError, BlockingIOError):  # the last: it was too slow
+        except (_ClientGoneError, ConnectionError, BlockingIOError):  # the last one: too slow
             pass
         except OSError as error:
             if error.errno not in (errno.ENOTCONN, errno.EBADF):
-                log.warning("an answer broke off: %s", error)
+                log.warning("response broke off: %s", error)
         except Exception:
-            log.exception("a request failed")
+            log.exception("request failed")
         finally:
             with self._lock:
                 self._clients.discard(client)
-            _hang_up(client)
+            _close_gracefully(client)
 
 
 class _Connection:
-    """One client: requests in, replies out, in order."""
+    """One client connection: reads requests and sends responses in order."""
 
-    def __init__(self, client: socket.socket, answered: Callable[[int, int], None]) -> None:
-        self._client, self._answered = client, answered
-        self._ahead = b""
-        """What came behind the request that is being answered."""
+    def __init__(self, client: socket.socket, on_response: Callable[[int, int], None]) -> None:
+        self._client, self._on_response = client, on_response
+        self._buffered = b""
+        """Bytes received after the current request."""
 
-    def answer(self, handler: Handler) -> bool:
-        """Answer one request, and tell whether another may follow."""
+    def handle_request(self, handler: Handler) -> bool:
+        """Handle one request; return whether the connection stays open."""
         try:
-            request, keep = self._read()
-        except RefusedError as refused:
-            self._send(Reply.text(refused.status, str(refused)), keep=False, head_only=False)
+            request, keep = self._read_request()
+        except HttpStatusError as error:
+            self._send(Response.text(error.status, str(error)), keep=False, head_only=False)
             return False
         if request is None:
             return False
-        left = _Counted(self._body(request), request.length)
-        request = Request(request.method, request.path, request.headers, left, request.length)
+        body = _CountedBody(self._read_body(request), request.length)
+        request = Request(request.method, request.path, request.headers, body, request.length)
         try:
-            reply = handler(request)
-        except RefusedError as refused:
-            reply = Reply.text(refused.status, str(refused))
+            response = handler(request)
+        except HttpStatusError as error:
+            response = Response.text(error.status, str(error))
         except OSError as error:
-            log.warning("%s cannot be served: %s", request.path, error)
-            reply = Reply.text(503, "not now")
-        keep = keep and left.left == 0  # what was not read of a body would look like the next request
-        self._send(reply, keep=keep, head_only=request.method == "HEAD")
+            log.warning("%s: %s", request.path, error)
+            response = Response.text(503, "temporarily unavailable")
+        keep = keep and body.remaining == 0  # an unread body would be parsed as the next request
+        self._send(response, keep=keep, head_only=request.method == "HEAD")
         return keep
 
-    def _read(self) -> tuple[Request | None, bool]:
+    def _read_request(self) -> tuple[Request | None, bool]:
         head = self._read_head()
         if head is None:
             return None, False
         first, *fields = head.split(b"\r\n")
         words = first.split(b" ")
         if len(words) != 3 or words[2] not in _VERSIONS or not _TOKEN.fullmatch(words[0]):
-            raise RefusedError(400, "not an HTTP/1.1 request")
-        headers = _headers(fields)
+            raise HttpStatusError(400, "not an HTTP/1.1 request")
+        headers = _parse_headers(fields)
         if words[2] == b"HTTP/1.1" and "host" not in headers:
-            raise RefusedError(400, "there is no Host header")
+            raise HttpStatusError(400, "missing Host header")
         if "transfer-encoding" in headers:
-            raise RefusedError(501, "a body must come with its Content-Length")
-        length = _length(headers.get("content-length", "0"))
+            raise HttpStatusError(501, "Transfer-Encoding is not supported; send a Content-Length")
+        length = _parse_content_length(headers.get("content-length", "0"))
         keep = words[2] == b"HTTP/1.1" and "close" not in headers.get("connection", "").lower()
-        return Request(words[0].decode(), decoded(words[1]), headers, length=length), keep
+        return Request(words[0].decode(), decode_path(words[1]), headers, length=length), keep
 
     def _read_head(self) -> bytes | None:
-        """Read up to the empty line; None when the client is done."""
-        data, started = self._ahead.removeprefix(b"\r\n"), time.monotonic()  # some clients end a body so
-        self._client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(HEAD_S if data else IDLE_S))
+        """Read a request's header up to the empty line; None if the client closed the connection."""
+        data, started = self._buffered.removeprefix(b"\r\n"), time.monotonic()  # some clients end a body with it
+        self._client.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(HEADER_TIMEOUT_S if data else KEEPALIVE_TIMEOUT_S)
+        )
         while (end := data.find(b"\r\n\r\n")) < 0:
-            if len(data) > MAX_HEAD:
-                raise RefusedError(431, f"the request's head is larger than {MAX_HEAD:,} bytes")
+            if len(data) > MAX_HEADER_BYTES:
+                raise HttpStatusError(431, f"request header is larger than {MAX_HEADER_BYTES:,} bytes")
             try:
-                more = self._client.recv(MAX_HEAD)
+                more = self._client.recv(MAX_HEADER_BYTES)
             except BlockingIOError:
                 if data:
-                    raise RefusedError(408, "the request's head took too long") from None
+                    raise HttpStatusError(408, "request header took too long") from None
                 return None
             if not more:
                 return None
             if not data:
                 started = time.monotonic()
-                self._client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(HEAD_S))
+                self._client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(HEADER_TIMEOUT_S))
             data += more
-            if time.monotonic() - started > HEAD_S:
-                raise RefusedError(408, "the request's head took too long")
-        if end > MAX_HEAD:
-            raise RefusedError(431, f"the request's head is larger than {MAX_HEAD:,} bytes")
-        self._ahead = data[end + 4 :]
+            if time.monotonic() - started > HEADER_TIMEOUT_S:
+                raise HttpStatusError(408, "request header took too long")
+        if end > MAX_HEADER_BYTES:
+            raise HttpStatusError(431, f"request header is larger than {MAX_HEADER_BYTES:,} bytes")
+        self._buffered = data[end + 4 :]
         return data[:end]
 
-    def _body(self, request: Request) -> Iterator[bytes]:
-        if request.headers.get("expect", "").lower() == "100-continue":  # only now, when somebody wants it
+    def _read_body(self, request: Request) -> Iterator[bytes]:
+        if request.headers.get("expect", "").lower() == "100-continue":  # only now, when the handler reads it
             self._client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(STALL_S))
-        length, pace = request.length, _Pace()
+        self._client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(STALL_TIMEOUT_S))
+        length, rate = request.length, _TransferRate()
         while length:
-            if self._ahead:
-                piece, self._ahead = self._ahead[:length], self._ahead[length:]
+            if self._buffered:
+                chunk, self._buffered = self._buffered[:length], self._buffered[length:]
             else:
-                began = time.monotonic()
-                piece = self._client.recv(min(length, 1 << 20))
-                if not piece:
-                    raise _GoneError
-                pace.went(len(piece), began)
-            length -= len(piece)
-            yield piece
+                started = time.monotonic()
+                chunk = self._client.recv(min(length, 1 << 20))
+                if not chunk:
+                    raise _ClientGoneError
+                rate.add(len(chunk), started)
+            length -= len(chunk)
+            yield chunk
 
-    def _send(self, reply: Reply, *, keep: bool, head_only: bool) -> None:
-        lines = [f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}", f"Date: {formatdate(usegmt=True)}"]
-        lines += [f"{name}: {value}" for name, value in reply.headers.items()]
-        if reply.status not in (204, 304):
-            lines.append(f"Content-Length: {reply.length}")
+    def _send(self, response: Response, *, keep: bool, head_only: bool) -> None:
+        lines = [f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}", f"Date: {formatdate(usegmt=True)}"]
+        lines += [f"{name}: {value}" for name, value in response.headers.items()]
+        if response.status not in (204, 304):
+            lines.append(f"Content-Length: {response.length}")
         lines.append(f"Connection: {'keep-alive' if keep else 'close'}")
         head = "\r\n".join([*lines, "", ""]).encode("latin-1")
-        body, sent, well = reply.body, 0, False
+        body, sent, complete = response.body, 0, False
         try:
-            if head_only or not reply.length or reply.status in (204, 304):
+            if head_only or not response.length or response.status in (204, 304):
                 self._client.sendall(head)
-                well = True
+                complete = True
                 return
-            pace = _Pace()
+            rate = _TransferRate()
             self._client.sendall(head, socket.MSG_MORE)
-            for piece in body:
-                sent += self._send_span(piece, pace) if isinstance(piece, Span) else self._send_bytes(piece, pace)
-            well = sent == reply.length
-            if not well:
-                raise _GoneError  # the length was promised: only an end of the connection tells the truth
+            for chunk in body:
+                sent += (
+                    self._send_region(chunk, rate) if isinstance(chunk, FileRegion) else self._send_bytes(chunk, rate)
+                )
+            complete = sent == response.length
+            if not complete:
+                raise _ClientGoneError  # Content-Length was sent: closing is the only way to signal it
         except StokerError as error:
             log.warning("%s", error)
-            raise _GoneError from error
+            raise _ClientGoneError from error
         finally:
-            self._answered(reply.status if well else 0, sent)
+            self._on_response(response.status if complete else 0, sent)
             if (close := getattr(body, "close", None)) is not None:
                 close()
 
-    def _send_bytes(self, data: bytes, pace: _Pace) -> int:
-        began = time.monotonic()
+    def _send_bytes(self, data: bytes, rate: _TransferRate) -> int:
+        started = time.monotonic()
         self._client.sendall(data)
-        pace.went(len(data), began)
+        rate.add(len(data), started)
         return len(data)
 
-    def _send_span(self, span: Span, pace: _Pace) -> int:
+    def _send_region(self, region: FileRegion, rate: _TransferRate) -> int:
         sent = 0
-        while sent < span.length:
-            began = time.monotonic()
-            count = os.sendfile(self._client.fileno(), span.file, span.offset + sent, min(PIECE, span.length - sent))
+        while sent < region.length:
+            started = time.monotonic()
+            count = os.sendfile(
+                self._client.fileno(), region.file, region.offset + sent, min(SENDFILE_BYTES, region.length - sent)
+            )
             if not count:
-                raise _GoneError  # the file has shrunk
+                raise _ClientGoneError  # the file was truncated
             sent += count
-            pace.went(count, began)
+            rate.add(count, started)
         return sent
 
 
-class _Pace:
-    """How fast a client takes or gives; what the server itself waits for does not count."""
+class _TransferRate:
+    """The transfer rate of a client; time spent in the server does not count."""
 
     def __init__(self) -> None:
         self._bytes, self._seconds = 0, 0.0
 
-    def went(self, count: int, began: float) -> None:
-        """Add what went since then; let go of a client that is too slow."""
+    def add(self, count: int, started: float) -> None:
+        """Add a transfer; raise _ClientGoneError if the client is too slow."""
         self._bytes += count
-        self._seconds += time.monotonic() - began
-        if self._seconds > STALL_S and self._bytes < self._seconds * MIN_RATE:
-            raise _GoneError
+        self._seconds += time.monotonic() - started
+        if self._seconds > STALL_TIMEOUT_S and self._bytes < self._seconds * MIN_BYTES_PER_S:
+            raise _ClientGoneError
 
 
-class _Counted(Iterator[bytes]):
-    """A body that knows how much of it was not read."""
+class _CountedBody(Iterator[bytes]):
+    """A request body that counts the bytes not read yet."""
 
-    def __init__(self, pieces: Iterator[bytes], length: int) -> None:
-        self._pieces, self.left = pieces, length
+    def __init__(self, chunks: Iterator[bytes], length: int) -> None:
+        self._chunks, self.remaining = chunks, length
 
     def __next__(self) -> bytes:
-        piece = next(self._pieces)
-        self.left -= len(piece)
-        return piece
+        chunk = next(self._chunks)
+        self.remaining -= len(chunk)
+        return chunk
 
 
-def decoded(target: bytes) -> str:
-    """Turn a request's target into a path; refuse whatever could mean a place outside, by any spelling."""
+def decode_path(target: bytes) -> str:
+    """Decode a request target into a path; reject every encoding of a path outside the root."""
     if not target.startswith(b"/"):
-        raise RefusedError(400, "the target must be a path")
+        raise HttpStatusError(400, "request target must be a path")
     raw = target.partition(b"?")[0]
     if b"#" in raw or re.search(rb"%(?![0-9A-Fa-f]{2})", raw):
-        raise RefusedError(400, "not a path")
+        raise HttpStatusError(400, "invalid path")
     try:
         path = unquote_to_bytes(raw).decode()
     except UnicodeDecodeError:
-        raise RefusedError(400, "the path is not UTF-8") from None
+        raise HttpStatusError(400, "path is not UTF-8") from None
     parts = path[1:].split("/")
     if any(part in (".", "..") for part in parts) or "" in parts[:-1]:
-        raise RefusedError(400, "a path has no empty parts and no dots alone")
+        raise HttpStatusError(400, "path contains empty segments or dot segments")
     if any(ord(letter) < 32 or ord(letter) == 127 or letter == "\\" for letter in path):
-        raise RefusedError(400, "a path has no control characters and no backslashes")
+        raise HttpStatusError(400, "path contains control characters or backslashes")
     return path
 
 
-def _headers(fields: Iterable[bytes]) -> dict[str, str]:
+def _parse_headers(fields: Iterable[bytes]) -> dict[str, str]:
     headers: dict[str, str] = {}
     for line in fields:
         name, colon, value = line.partition(b":")
         if not colon or not _TOKEN.fullmatch(name) or re.search(rb"[\x00-\x08\x0a-\x1f\x7f]", value):
-            raise RefusedError(400, "a header that cannot be read")
+            raise HttpStatusError(400, "malformed header")
         key = name.decode().lower()
         if key in headers and key in ("host", "content-length", "authorization", "range"):
-            raise RefusedError(400, f"the header {key} comes twice")
+            raise HttpStatusError(400, f"duplicate header {key}")
         headers[key] = value.strip(b" \t").decode("latin-1")
-        if len(headers) > MAX_FIELDS:
-            raise RefusedError(431, f"more than {MAX_FIELDS} headers")
+        if len(headers) > MAX_HEADERS:
+            raise HttpStatusError(431, f"more than {MAX_HEADERS} headers")
     return headers
 
 
-def _length(text: str) -> int:
+def _parse_content_length(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise RefusedError(400, "Content-Length is not a number")
+        raise HttpStatusError(400, "Content-Length is not a number")
     length = int(text)
-    if length > MAX_BODY:
-        raise RefusedError(413, "the body is too large")
+    if length > MAX_BODY_BYTES:
+        raise HttpStatusError(413, "body is too large")
     return length
 
 
-def _family(host: str) -> socket.AddressFamily:
+def _address_family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
@@ -426,8 +432,8 @@ def _timeval(seconds: float) -> bytes:
     return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
-def _hang_up(client: socket.socket) -> None:
-    """Close in order, so that an answer sent before all of a request was read still arrives."""
+def _close_gracefully(client: socket.socket) -> None:
+    """Close gracefully, so that a response sent before the whole request was read still arrives."""
     with suppress(OSError):
         client.shutdown(socket.SHUT_WR)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(0.5))

@@ -1,4 +1,4 @@
-"""Conditional and partial requests: what the headers ask of an object, decided without any I/O."""
+"""Conditional and range requests (RFC 9110): evaluate the headers of a GET or HEAD, without I/O."""
 
 from __future__ import annotations
 
@@ -7,83 +7,87 @@ from collections.abc import Mapping
 from email.utils import formatdate, parsedate_to_datetime
 from typing import NamedTuple
 
-_ONE = re.compile(r"bytes\s*=\s*([0-9]{0,18})\s*-\s*([0-9]{0,18})\s*", re.IGNORECASE)
+_SINGLE_RANGE = re.compile(r"bytes\s*=\s*([0-9]{0,18})\s*-\s*([0-9]{0,18})\s*", re.IGNORECASE)
 
 
-class Version(NamedTuple):
-    """What an object is known by: its size, its strong ETag with quotes, and its time of change, if known."""
+class ObjectVersion(NamedTuple):
+    """The validators of an object: its size, its strong ETag with quotes, and its modification time, if known."""
 
     size: int
     etag: str
-    changed: float | None = None
+    last_modified: float | None = None
 
     def headers(self) -> dict[str, str]:
-        """Tell it to the client."""
-        told = {"ETag": self.etag, "Accept-Ranges": "bytes"}
-        return told if self.changed is None else {**told, "Last-Modified": formatdate(self.changed, usegmt=True)}
+        """Return the validators as response headers."""
+        headers = {"ETag": self.etag, "Accept-Ranges": "bytes"}
+        return (
+            headers
+            if self.last_modified is None
+            else {**headers, "Last-Modified": formatdate(self.last_modified, usegmt=True)}
+        )
 
 
-class Asked(NamedTuple):
-    """The answer's status, and which bytes it has."""
+class ResponseRange(NamedTuple):
+    """The status of a response, and the bytes that it contains."""
 
     status: int
     start: int
     length: int
 
     def headers(self, size: int) -> dict[str, str]:
-        """Tell which bytes these are."""
+        """Return the Content-Range header, if the response needs one."""
         if self.status == 206:
             return {"Content-Range": f"bytes {self.start}-{self.start + self.length - 1}/{size}"}
         return {"Content-Range": f"bytes */{size}"} if self.status == 416 else {}
 
 
-def asked(method: str, headers: Mapping[str, str], version: Version) -> Asked:
-    """Decide what a GET or HEAD gets: all of it, one part, or only that nothing has changed.
+def evaluate_request(method: str, headers: Mapping[str, str], version: ObjectVersion) -> ResponseRange:
+    """Return the status and byte range for a GET or HEAD with these conditions.
 
-    Several ranges at once get the whole, as the standard allows; of a HEAD a range means nothing.
+    Multiple ranges get the whole object, as RFC 9110 allows; Range is ignored on HEAD.
     """
-    if (wanted := headers.get("if-match")) is not None and not _names(wanted, version.etag, weak=False):
-        return Asked(412, 0, 0)
+    if (required := headers.get("if-match")) is not None and not _matches_etag(required, version.etag, weak=False):
+        return ResponseRange(412, 0, 0)
     if (known := headers.get("if-none-match")) is not None:
-        if _names(known, version.etag, weak=True):
-            return Asked(304, 0, 0)
-    elif _not_changed_since(headers.get("if-modified-since"), version):
-        return Asked(304, 0, 0)
-    everything = Asked(200, 0, version.size)
-    part = _ONE.fullmatch(headers.get("range", ""))
-    if method == "HEAD" or part is None or not _is_meant(headers.get("if-range"), version):
-        return everything
-    first, last = part[1], part[2]
+        if _matches_etag(known, version.etag, weak=True):
+            return ResponseRange(304, 0, 0)
+    elif _is_unmodified_since(headers.get("if-modified-since"), version):
+        return ResponseRange(304, 0, 0)
+    whole = ResponseRange(200, 0, version.size)
+    requested = _SINGLE_RANGE.fullmatch(headers.get("range", ""))
+    if method == "HEAD" or requested is None or not _if_range_holds(headers.get("if-range"), version):
+        return whole
+    first, last = requested[1], requested[2]
     if not first and not last:
-        return everything
+        return whole
     if not first:
         start, end = max(0, version.size - int(last)), version.size
     else:
         start, end = int(first), min(version.size, int(last) + 1 if last else version.size)
         if last and int(last) < int(first):
-            return everything
-    return Asked(206, start, end - start) if start < end else Asked(416, 0, 0)
+            return whole
+    return ResponseRange(206, start, end - start) if start < end else ResponseRange(416, 0, 0)
 
 
-def _names(text: str, etag: str, *, weak: bool) -> bool:
+def _matches_etag(text: str, etag: str, *, weak: bool) -> bool:
     tags = [tag.strip() for tag in text.split(",")]
     return "*" in tags or etag in tags or (weak and f"W/{etag}" in tags)
 
 
-def _not_changed_since(text: str | None, version: Version) -> bool:
-    since = _when(text)
-    return since is not None and version.changed is not None and int(version.changed) <= since
+def _is_unmodified_since(text: str | None, version: ObjectVersion) -> bool:
+    since = _parse_http_date(text)
+    return since is not None and version.last_modified is not None and int(version.last_modified) <= since
 
 
-def _is_meant(text: str | None, version: Version) -> bool:
-    """Whether a range is asked of this very version."""
+def _if_range_holds(text: str | None, version: ObjectVersion) -> bool:
+    """Return whether If-Range is absent or matches this version."""
     if text is None or text == version.etag:
         return True
-    since = _when(text)
-    return since is not None and version.changed is not None and int(version.changed) == since
+    since = _parse_http_date(text)
+    return since is not None and version.last_modified is not None and int(version.last_modified) == since
 
 
-def _when(text: str | None) -> float | None:
+def _parse_http_date(text: str | None) -> float | None:
     if not text or text.startswith(('"', "W/")):
         return None
     try:

@@ -1,4 +1,4 @@
-"""What a data server and a cache are told, whichever engine runs them."""
+"""Settings of a data server and of a cache, for every engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """A folder to serve."""
+    """A data server: the folder to serve, and the address to listen on."""
 
     root: Path
     host: str = "127.0.0.1"
@@ -20,7 +20,7 @@ class ServeSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSettings:
-    """Origins by name ("" for one at the root), and where and how much of them is kept."""
+    """A cache: origins as (name, URL), with "" for a single one at the root, its folder and its size in bytes."""
 
     origins: tuple[tuple[str, str], ...]
     dir: Path
@@ -29,5 +29,5 @@ class CacheSettings:
     port: int = 3128
     token: str | None = None
     token_file: Path | None = None
-    fresh_s: float = 60.0
-    """How long an object is served before its origin is asked whether it is still the same."""
+    revalidate_after_s: float = 60.0
+    """How long a cached object is fresh; after that it is revalidated with its origin."""

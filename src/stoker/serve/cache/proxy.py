@@ -1,4 +1,4 @@
-"""A caching site in front of named origins: one fetch for all who wait, and only what was checked is a hit."""
+"""Caching proxy in front of named origins: concurrent misses share one fetch, only verified objects are hits."""
 
 from __future__ import annotations
 
@@ -11,236 +11,248 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 
-from stoker.errors import AccessError, ChangedError, DataFaultError, NotFoundError, StokerError
+from stoker.errors import AccessDeniedError, NotFoundError, ObjectChangedError, StokerError, VerificationError
 from stoker.serve.cache.origins import Origin, Origins
-from stoker.serve.cache.slices import SLICE, About, Fetch, Kept, NoRoomError, SliceCache
-from stoker.serve.http import Piece, RefusedError, Reply, Request, Span
-from stoker.serve.ranges import Asked, Version, asked
-from stoker.serve.stats import Stats
+from stoker.serve.cache.slices import SLICE_BYTES, CachedObject, CacheFullError, Fetch, ObjectInfo, SliceCache
+from stoker.serve.http import Chunk, FileRegion, HttpStatusError, Request, Response
+from stoker.serve.ranges import ObjectVersion, ResponseRange, evaluate_request
+from stoker.serve.stats import ServerStats
 
-AHEAD = 2
-"""Slices fetched before the one that is being sent is through."""
-FETCHES = 32
-"""Fetches at once; each holds a slice in memory."""
-PASSING = 1 << 20
-"""What passes by goes in pieces of this size, because each client holds one as long as it likes."""
-ASK_AGAIN_S = 10.0
-"""How long an origin that did not answer is not asked about what there is a copy of."""
-ANEW_S = 30.0
-"""How long what was fetched past the cache counts as fetched just now: a reader asks for it piece by piece."""
-BYPASS = "x-stoker-bypass"
+PREFETCH_SLICES = 2
+"""Slices to prefetch while one is being sent."""
+MAX_CONCURRENT_FETCHES = 32
+"""Each running fetch holds a slice in memory."""
+UNCACHED_CHUNK_BYTES = 1 << 20
+"""Chunk size of uncached objects; each client holds one chunk in memory, however slow it is."""
+ORIGIN_RETRY_S = 10.0
+"""How long cached objects are not revalidated after their origin did not respond."""
+BYPASS_FRESHNESS_S = 30.0
+"""How long an object refetched by a bypassing request serves further ones: readers request it range by range."""
+BYPASS_HEADER = "x-stoker-bypass"
 
 log = logging.getLogger(__name__)
 
 
-class CacheSite:
-    """Answers from the cache, and fills it from the origins."""
+class CachingProxy:
+    """Serves objects from the cache, and fetches misses from the origins."""
 
-    def __init__(self, origins: Origins, cache: SliceCache, stats: Stats, *, fresh_s: float = 60.0) -> None:
-        self._origins, self._cache, self._stats, self._fresh_s = origins, cache, stats, fresh_s
-        self._flights: dict[str, Future[About]] = {}
+    def __init__(
+        self, origins: Origins, cache: SliceCache, stats: ServerStats, *, revalidate_after_s: float = 60.0
+    ) -> None:
+        self._origins, self._cache, self._stats, self._revalidate_after_s = origins, cache, stats, revalidate_after_s
+        self._lookups: dict[str, Future[ObjectInfo]] = {}
         self._lock = threading.Lock()
-        self._fetching = threading.BoundedSemaphore(FETCHES)
+        self._fetch_slots = threading.BoundedSemaphore(MAX_CONCURRENT_FETCHES)
 
     def close(self) -> None:
-        """Keep nothing more, and let another process have the folder."""
+        """Stop caching, and unlock the folder for another process."""
         self._cache.close()
 
-    def __call__(self, request: Request) -> Reply:
-        """Answer one request."""
+    def __call__(self, request: Request) -> Response:
+        """Handle one request."""
         if request.method not in ("GET", "HEAD"):
-            return Reply.text(405, "a cache is read-only", Allow="GET, HEAD")
-        origin, name = self._origins.find(request.path)
-        with _answered():
+            return Response.text(405, "this cache is read-only", Allow="GET, HEAD")
+        origin, name = self._origins.resolve(request.path)
+        with _translate_errors():
             if not name or name.endswith("/"):
-                return origin.listing(name)
-            return self._object(origin, name, request)
+                return origin.list_folder(name)
+            return self._serve_object(origin, name, request)
 
-    def _object(self, origin: Origin, name: str, request: Request) -> Reply:
+    def _serve_object(self, origin: Origin, name: str, request: Request) -> Response:
         key = hashlib.blake2b(f"{origin.url}\0{name}".encode(), digest_size=20).hexdigest()
-        anew = BYPASS in request.headers and request.method == "GET"
-        with ExitStack() as held:
-            kept, how = self._current(origin, name, key, held, anew=anew)
-            version = Version(kept.about.size, kept.about.etag)
-            part = asked(request.method, request.headers, version)
-            headers = version.headers() | part.headers(version.size)
-            headers |= {"Content-Type": "application/octet-stream", "X-Cache": how}
-            if request.method == "HEAD" or not part.length:
-                return Reply(part.status, headers, (), part.length)
-            self._stats.add(**{"misses" if how == "MISS" else "hits": 1})
-            body = _Body(
-                self._cache, kept, part, self._fetcher(origin, name, kept), lambda: self._check(origin, name, kept)
+        bypass = BYPASS_HEADER in request.headers and request.method == "GET"
+        with ExitStack() as pins:
+            cached, cache_status = self._pin_current(origin, name, key, pins, bypass=bypass)
+            version = ObjectVersion(cached.info.size, cached.info.etag)
+            selected = evaluate_request(request.method, request.headers, version)
+            headers = version.headers() | selected.headers(version.size)
+            headers |= {"Content-Type": "application/octet-stream", "X-Cache": cache_status}
+            if request.method == "HEAD" or not selected.length:
+                return Response(selected.status, headers, (), selected.length)
+            self._stats.add(**{"misses" if cache_status == "MISS" else "hits": 1})
+            body = _CachedBody(
+                self._cache,
+                cached,
+                selected,
+                self._fetcher(origin, name, cached),
+                lambda: self._verify(origin, name, cached),
             )
-            held.callback(body.stop)
-            body.begin()
-            body.release = held.pop_all().close
-            return Reply(part.status, headers, body, part.length)
+            pins.callback(body.stop)
+            body.load_first_chunk()
+            body.release = pins.pop_all().close
+            return Response(selected.status, headers, body, selected.length)
 
-    def _current(self, origin: Origin, name: str, key: str, held: ExitStack, *, anew: bool) -> tuple[Kept, str]:
-        """Hold the object's current version, and tell whether it is a hit."""
-        kept = held.enter_context(self._cache.reading(key))
+    def _pin_current(
+        self, origin: Origin, name: str, key: str, pins: ExitStack, *, bypass: bool
+    ) -> tuple[CachedObject, str]:
+        """Pin the object's current version; return it and its cache status."""
+        cached = pins.enter_context(self._cache.pin(key))
         now = time.monotonic()
-        if kept is not None and ((kept.about.whole and kept.about.sha256) or now < kept.anew_until):
-            anew = False  # it could not be any better
-        if kept is not None and not anew and now < kept.fresh_until:
-            return kept, _how(kept)
-        if kept is not None and kept.about.whole and not anew and now < origin.silent_until:
-            kept.stale = True
-            return kept, _how(kept)
+        if cached is not None and ((cached.info.verified and cached.info.sha256) or now < cached.bypass_fresh_until):
+            bypass = False  # verified or just refetched: a new fetch would not help
+        if cached is not None and not bypass and now < cached.fresh_until:
+            return cached, _cache_status(cached)
+        if cached is not None and cached.info.verified and not bypass and now < origin.unavailable_until:
+            cached.stale = True
+            return cached, _cache_status(cached)
         try:
-            about = self._ask_once(origin, name, key)
+            info = self._lookup_once(origin, name, key)
         except NotFoundError:
-            if kept is not None:
-                self._cache.drop(kept)
+            if cached is not None:
+                self._cache.drop(cached)
             raise
-        except (StokerError, RefusedError):
-            origin.silent_until = time.monotonic() + ASK_AGAIN_S
-            if kept is None or not kept.about.whole or anew:
+        except (StokerError, HttpStatusError):
+            origin.unavailable_until = time.monotonic() + ORIGIN_RETRY_S
+            if cached is None or not cached.info.verified or bypass:
                 raise
-            kept.stale = True
-            return kept, _how(kept)
-        if anew and kept is not None:
-            self._cache.drop(kept)
-        current = held.enter_context(self._cache.beginning(key, about))
-        current.stale, current.fresh_until = False, time.monotonic() + self._fresh_s
-        if anew:
-            current.anew_until = time.monotonic() + ANEW_S
-        return current, _how(current)
+            cached.stale = True
+            return cached, _cache_status(cached)
+        if bypass and cached is not None:
+            self._cache.drop(cached)
+        current = pins.enter_context(self._cache.pin_version(key, info))
+        current.stale, current.fresh_until = False, time.monotonic() + self._revalidate_after_s
+        if bypass:
+            current.bypass_fresh_until = time.monotonic() + BYPASS_FRESHNESS_S
+        return current, _cache_status(current)
 
-    def _ask_once(self, origin: Origin, name: str, key: str) -> About:
-        """Ask the origin for an object's version; many who ask at the same time ask once."""
+    def _lookup_once(self, origin: Origin, name: str, key: str) -> ObjectInfo:
+        """Return an object's current metadata from the origin; concurrent calls share one request."""
         with self._lock:
-            flight = self._flights.get(key)
-            leads = flight is None
-            if flight is None:
-                flight = self._flights[key] = Future()
-        if leads:
+            lookup = self._lookups.get(key)
+            is_first = lookup is None
+            if lookup is None:
+                lookup = self._lookups[key] = Future()
+        if is_first:
             try:
-                flight.set_result(_ask(origin, name))
+                lookup.set_result(_lookup(origin, name))
             except BaseException as error:
-                flight.set_exception(error)
+                lookup.set_exception(error)
             finally:
                 with self._lock:
-                    del self._flights[key]
-        return flight.result()
+                    del self._lookups[key]
+        return lookup.result()
 
-    def _fetcher(self, origin: Origin, name: str, kept: Kept) -> Fetch:
-        """Give what fetches a part of this very version."""
+    def _fetcher(self, origin: Origin, name: str, cached: CachedObject) -> Fetch:
+        """Return a function that fetches a range of this version."""
 
         def fetch(start: int, length: int) -> bytes:
             try:
-                with self._fetching:
-                    data = origin.store.range(name, start, length, etag=kept.about.tag)
-            except ChangedError:
-                self._cache.drop(kept)  # the next request gets the new version
+                with self._fetch_slots:
+                    data = origin.store.range(name, start, length, etag=cached.info.origin_etag)
+            except ObjectChangedError:
+                self._cache.drop(cached)  # the next request fetches the new version
                 raise
             self._stats.add(origin_requests=1, origin_bytes=len(data))
             return data
 
         return fetch
 
-    def _check(self, origin: Origin, name: str, kept: Kept) -> None:
-        """Check an object as a whole once all of it is there."""
+    def _verify(self, origin: Origin, name: str, cached: CachedObject) -> None:
+        """Verify a complete object against its digest."""
         try:
-            self._cache.check(kept)
-        except DataFaultError:
+            self._cache.verify(cached)
+        except VerificationError:
             self._stats.add(spoilt=1)
-            origin.forget_digests(name)  # the manifest may be the older one of the two
+            origin.forget_digests(name)  # the manifest may be the outdated one
             raise
 
 
-class _Body(Iterator[Piece]):
-    """The slices of an answer, the next ones fetched while one is sent.
+class _CachedBody(Iterator[Chunk]):
+    """A response body made of slices, with the next ones prefetched while one is sent.
 
-    The last bytes of a whole object are sent only when all of it was checked: what is wrong never looks complete.
+    The last bytes of a whole object are sent only after it was verified: a corrupt object never looks complete.
     """
 
-    def __init__(self, cache: SliceCache, kept: Kept, part: Asked, fetch: Fetch, check: Callable[[], None]) -> None:
-        self._cache, self._kept, self._fetch, self._check = cache, kept, fetch, check
-        self._at, self._end = part.start, part.start + part.length
-        self._is_all = part.length == kept.about.size
-        # Without any mark of its version, nothing tells whether two slices belong together.
-        self._passes = kept.about.size > cache.budget or not (kept.about.tag or kept.about.sha256)
-        self._passed: hashlib._Hash | None = None
-        """The digest of what was sent, from the first piece on that passed by the cache."""
+    def __init__(
+        self, cache: SliceCache, cached: CachedObject, selected: ResponseRange, fetch: Fetch, verify: Callable[[], None]
+    ) -> None:
+        self._cache, self._cached, self._fetch, self._verify = cache, cached, fetch, verify
+        self._offset, self._end = selected.start, selected.start + selected.length
+        self._is_whole_object = selected.length == cached.info.size
+        # Without a validator or digest, slices of different versions could be mixed.
+        self._bypasses_cache = cached.info.size > cache.budget or not (cached.info.origin_etag or cached.info.sha256)
+        self._sent_digest: hashlib._Hash | None = None
+        """The running digest of a response that was partly sent without the cache."""
         self._file = -1
-        self._first: Piece | None = None
-        self._coming: list[threading.Thread] = []
+        self._first: Chunk | None = None
+        self._prefetches: list[threading.Thread] = []
         self.release: Callable[[], None] = lambda: None
 
-    def begin(self) -> None:
-        """Have the first piece, so that what fails at once can still be told in an answer."""
+    def load_first_chunk(self) -> None:
+        """Load the first chunk, so that an immediate failure still gets an error response."""
         self._first = next(self)
 
-    def __next__(self) -> Piece:
+    def __next__(self) -> Chunk:
         if self._first is not None:
             first, self._first = self._first, None
             return first
         self._close_file()
-        if self._at >= self._end:
+        if self._offset >= self._end:
             raise StopIteration
-        piece = self._piece()
-        self._digest(piece)
-        self._at += len(piece) if isinstance(piece, bytes) else piece.length
-        if self._at >= self._end:
-            self._check_all()
-        return piece
+        chunk = self._next_chunk()
+        self._update_digest(chunk)
+        self._offset += len(chunk) if isinstance(chunk, bytes) else chunk.length
+        if self._offset >= self._end:
+            self._verify_complete()
+        return chunk
 
     def close(self) -> None:
-        """Let go of everything; what is being fetched is waited for, because it needs the object's place."""
+        """Release everything, after waiting for prefetches, which use the pinned object."""
         self.stop()
         self.release()
 
     def stop(self) -> None:
-        """Close the file, and wait for what is on its way."""
+        """Close the file, and wait for prefetches."""
         self._close_file()
-        for thread in self._coming:
+        for thread in self._prefetches:
             thread.join()
-        self._coming = []
+        self._prefetches = []
 
-    def _piece(self) -> Piece:
-        """Give what comes next: the rest of a slice, or a piece that passes by the cache, which keeps its budget."""
-        size = self._kept.about.slice
-        number = self._at // size
+    def _next_chunk(self) -> Chunk:
+        """Return the rest of a slice, or an uncached chunk if the cache is full."""
+        size = self._cached.info.slice_bytes
+        number = self._offset // size
         end = min(self._end, (number + 1) * size)
-        if not self._passes:
-            self._fetch_ahead(number + 1, (self._end - 1) // size)
-            with suppress(NoRoomError):
-                self._file = self._cache.open(self._kept, number, self._fetch)
-                return Span(self._file, self._at - number * size, end - self._at)
-        return self._fetch(self._at, min(PASSING, end - self._at))
+        if not self._bypasses_cache:
+            self._start_prefetches(number + 1, (self._end - 1) // size)
+            with suppress(CacheFullError):
+                self._file = self._cache.open_slice(self._cached, number, self._fetch)
+                return FileRegion(self._file, self._offset - number * size, end - self._offset)
+        return self._fetch(self._offset, min(UNCACHED_CHUNK_BYTES, end - self._offset))
 
-    def _fetch_ahead(self, first: int, last: int) -> None:
-        for number in range(first, min(first + AHEAD - 1, last) + 1):
-            if number not in self._kept.present and number not in self._kept.coming:
-                thread = threading.Thread(target=self._bring, args=(number,), name="stoker-ahead", daemon=True)
+    def _start_prefetches(self, first: int, last: int) -> None:
+        for number in range(first, min(first + PREFETCH_SLICES - 1, last) + 1):
+            if number not in self._cached.present and number not in self._cached.fetches:
+                thread = threading.Thread(target=self._prefetch, args=(number,), name="stoker-ahead", daemon=True)
                 thread.start()
-                self._coming.append(thread)
+                self._prefetches.append(thread)
 
-    def _bring(self, number: int) -> None:
-        with suppress(StokerError, NoRoomError, OSError):  # whoever comes to it will be told
-            os.close(self._cache.open(self._kept, number, self._fetch))
+    def _prefetch(self, number: int) -> None:
+        with suppress(StokerError, CacheFullError, OSError):  # reported to whoever reads the slice
+            os.close(self._cache.open_slice(self._cached, number, self._fetch))
 
-    def _digest(self, piece: Piece) -> None:
-        """Follow what is sent of a whole object that does not all go through the cache."""
-        if not (self._is_all and self._kept.about.sha256) or self._kept.about.whole:
+    def _update_digest(self, chunk: Chunk) -> None:
+        """Update the digest of a whole object that is partly sent without the cache."""
+        if not (self._is_whole_object and self._cached.info.sha256) or self._cached.info.verified:
             return
-        if isinstance(piece, bytes):
-            if self._passed is None:
-                # Pieces pass by from a slice's beginning on: those before it lie in the cache.
-                self._passed = self._cache.digest(self._kept, range(self._at // self._kept.about.slice))
-            self._passed.update(piece)
-        elif self._passed is not None:
-            self._passed.update(os.pread(piece.file, piece.length, piece.offset))
+        if isinstance(chunk, bytes):
+            if self._sent_digest is None:
+                # Uncached chunks start at a slice boundary: the slices before it are cached.
+                self._sent_digest = self._cache.digest(
+                    self._cached, range(self._offset // self._cached.info.slice_bytes)
+                )
+            self._sent_digest.update(chunk)
+        elif self._sent_digest is not None:
+            self._sent_digest.update(os.pread(chunk.file, chunk.length, chunk.offset))
 
-    def _check_all(self) -> None:
-        if self._kept.about.whole:
+    def _verify_complete(self) -> None:
+        if self._cached.info.verified:
             return
-        if self._passed is not None:
-            if self._passed.hexdigest() != self._kept.about.sha256:
-                raise DataFaultError("its sha256 is not the manifest's", where=self._kept.about.name)
-        elif self._kept.complete and not self._passes:
-            self._check()
+        if self._sent_digest is not None:
+            if self._sent_digest.hexdigest() != self._cached.info.sha256:
+                raise VerificationError("sha256 does not match the manifest", where=self._cached.info.name)
+        elif self._cached.is_complete and not self._bypasses_cache:
+            self._verify()
 
     def _close_file(self) -> None:
         file, self._file = self._file, -1
@@ -248,32 +260,39 @@ class _Body(Iterator[Piece]):
             os.close(file)
 
 
-def _how(kept: Kept) -> str:
-    if not kept.about.whole:
+def _cache_status(cached: CachedObject) -> str:
+    if not cached.info.verified:
         return "MISS"
-    return "STALE" if kept.stale else "HIT"
+    return "STALE" if cached.stale else "HIT"
 
 
-def _ask(origin: Origin, name: str) -> About:
-    size, tag = origin.store.tag(name)
-    known = origin.digest(name)
-    if known is not None and known.size != size:
+def _lookup(origin: Origin, name: str) -> ObjectInfo:
+    size, origin_etag = origin.store.head(name)
+    listed = origin.digest(name)
+    if listed is not None and listed.size != size:
         origin.forget_digests(name)
-        known = origin.digest(name)
-    if known is not None and known.size != size:
-        raise RefusedError(502, f"{name} is {size:,} bytes at the origin, and its manifest says {known.size:,}")
-    sha256 = "" if known is None else known.sha256
-    etag = f'"{hashlib.blake2b(f"{size} {sha256} {tag}".encode(), digest_size=12).hexdigest()}"'
-    return About(name=f"{origin.shown}/{name}", size=size, tag=tag, etag=etag, sha256=sha256, slice=SLICE)
+        listed = origin.digest(name)
+    if listed is not None and listed.size != size:
+        raise HttpStatusError(502, f"{name} has {size:,} bytes at the origin, but {listed.size:,} in its manifest")
+    sha256 = "" if listed is None else listed.sha256
+    etag = f'"{hashlib.blake2b(f"{size} {sha256} {origin_etag}".encode(), digest_size=12).hexdigest()}"'
+    return ObjectInfo(
+        name=f"{origin.redacted_url}/{name}",
+        size=size,
+        origin_etag=origin_etag,
+        etag=etag,
+        sha256=sha256,
+        slice_bytes=SLICE_BYTES,
+    )
 
 
 @contextmanager
-def _answered() -> Iterator[None]:
-    """Turn what goes wrong at an origin into an answer; logins and places are for the log alone."""
+def _translate_errors() -> Iterator[None]:
+    """Convert errors of an origin into error responses; credentials and URLs only go to the log."""
     try:
         yield
     except NotFoundError as error:
-        raise RefusedError(404, error.what) from error
+        raise HttpStatusError(404, error.what) from error
     except StokerError as error:
         log.warning("%s", error)
-        raise RefusedError(403 if isinstance(error, AccessError) else 502, error.what) from error
+        raise HttpStatusError(403 if isinstance(error, AccessDeniedError) else 502, error.what) from error

@@ -1,9 +1,9 @@
-"""Objects on disk in slices, within a budget: what the caching proxy keeps.
+"""Slice cache of the caching proxy: objects on disk in slices, within a byte budget.
 
-`DIR/objects/ab/<key>/` holds one version of one object: `about.json`, and a file for each slice that has come. A slice
-appears by a rename, whole; `about.json` says `whole` only once all of them are there and were checked together. An
-object is evicted as a whole, the least recently used first, and never while anyone reads it. What the disk refuses is
-no error: then there is no room, and the object passes by.
+`DIR/objects/ab/<key>/` holds one version of one object: `about.json`, and one file per fetched slice. A slice appears
+atomically by a rename; `about.json` has `whole` set only after all slices were verified together. Objects are evicted
+as a whole, least recently used first, and never while pinned. Disk errors are not fatal: the cache counts as full, and
+the object is served without caching.
 """
 
 from __future__ import annotations
@@ -25,377 +25,382 @@ from pathlib import Path
 import msgspec
 
 from stoker.core.units import format_bytes
-from stoker.errors import ConflictError, DataFaultError, InputError
-from stoker.storage.local import explained
+from stoker.errors import ConflictError, InputError, VerificationError
+from stoker.storage.local import translate_os_errors
 
-SLICE = 8 << 20
-OBJECT = 8 << 10
-"""What an object takes beside its slices: its folder, and what is known about it."""
-_BLOCK = 4 << 10
-_PIECE = 1 << 20
+SLICE_BYTES = 8 << 20
+OBJECT_OVERHEAD_BYTES = 8 << 10
+"""Disk space of an object beside its slices: its folder and about.json."""
+_BLOCK_BYTES = 4 << 10
+_READ_BYTES = 1 << 20
 
 Fetch = Callable[[int, int], bytes]
 
 log = logging.getLogger(__name__)
 
 
-class NoRoomError(Exception):
-    """Everything in the cache is in use, or the object is larger than all of it, or the disk refuses."""
+class CacheFullError(Exception):
+    """No space: all objects are pinned, the object exceeds the budget, or the disk failed."""
 
 
-class About(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an object that is kept."""
+class ObjectInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The metadata of a cached object, stored as about.json."""
 
     name: str
-    """Where it comes from, for people."""
+    """The object's URL, for messages."""
     size: int
-    tag: str
-    """By which the origin knows this version."""
+    origin_etag: str = msgspec.field(name="tag")
+    """The validator of this version at the origin."""
     etag: str
-    """By which our clients do."""
+    """The ETag that clients get."""
     sha256: str = ""
-    """What the manifest says it is, if there is one."""
-    slice: int = SLICE
-    whole: bool = False
+    """The digest in the manifest, if it lists the object."""
+    slice_bytes: int = msgspec.field(name="slice", default=SLICE_BYTES)
+    verified: bool = msgspec.field(name="whole", default=False)
+    """Whether all slices are on disk and were verified together."""
 
 
-class Kept:
-    """One version of one object; its fields belong to the cache's lock. On disk it begins with its first slice."""
+class CachedObject:
+    """One version of one object, guarded by the cache's lock; its folder is created with its first slice."""
 
-    def __init__(self, key: str, folder: Path, about: About) -> None:
-        self.key, self.folder, self.about = key, folder, about
+    def __init__(self, key: str, folder: Path, info: ObjectInfo) -> None:
+        self.key, self.folder, self.info = key, folder, info
         self.present: set[int] = set()
-        self.coming: dict[int, Future[None]] = {}
+        self.fetches: dict[int, Future[None]] = {}
         self.on_disk = False
-        self.readers = 0
+        self.pins = 0
         self.dropped = False
-        self.checking = threading.Lock()
+        self.verify_lock = threading.Lock()
         self.fresh_until = 0.0
-        """Until then the origin need not be asked whether this is still its version."""
+        """The object is fresh until then; after that it is revalidated with the origin."""
         self.stale = False
-        """Whether the origin, when it was asked last, did not answer."""
-        self.anew_until = 0.0
-        """Until then it is as new as whoever asks past the cache could wish."""
+        """Whether the origin did not respond to the last revalidation."""
+        self.bypass_fresh_until = 0.0
+        """A request that bypasses the cache may be served from it until then."""
 
     @property
-    def count(self) -> int:
-        """How many slices it has when it is whole."""
-        return -(-self.about.size // self.about.slice)
+    def slice_count(self) -> int:
+        """The number of slices of the complete object."""
+        return -(-self.info.size // self.info.slice_bytes)
 
     @property
-    def complete(self) -> bool:
-        """Whether all of it is there, checked or not."""
-        return len(self.present) == self.count
+    def is_complete(self) -> bool:
+        """Whether all slices are on disk, verified or not."""
+        return len(self.present) == self.slice_count
 
-    def length(self, number: int) -> int:
-        """How long a slice is."""
-        return min(self.about.slice, self.about.size - number * self.about.slice)
+    def slice_length(self, number: int) -> int:
+        """Return the length of a slice in bytes."""
+        return min(self.info.slice_bytes, self.info.size - number * self.info.slice_bytes)
 
-    def cost(self, number: int) -> int:
-        """How much of the disk a slice takes."""
-        return -(-self.length(number) // _BLOCK) * _BLOCK
+    def slice_disk_bytes(self, number: int) -> int:
+        """Return the disk space of a slice in bytes."""
+        return -(-self.slice_length(number) // _BLOCK_BYTES) * _BLOCK_BYTES
 
     @property
-    def costs(self) -> int:
-        """How much of the disk all of it takes."""
-        return sum(map(self.cost, self.present)) + OBJECT * self.on_disk
+    def disk_bytes(self) -> int:
+        """The disk space of the object in bytes."""
+        return sum(map(self.slice_disk_bytes, self.present)) + OBJECT_OVERHEAD_BYTES * self.on_disk
 
-    def path(self, number: int) -> Path:
-        """Where a slice lies."""
+    def slice_path(self, number: int) -> Path:
+        """Return the path of a slice."""
         return self.folder / f"{number:06d}"
 
 
 class SliceCache:
-    """All that is kept in one folder; one process owns it."""
+    """The cached objects in one folder, owned by one process."""
 
     def __init__(self, folder: Path, budget: int) -> None:
         self.folder, self.budget = folder, budget
         self.evictions = 0
-        self._objects: dict[str, Kept] = {}
-        """By key, the least recently used first."""
+        self._objects: dict[str, CachedObject] = {}
+        """By key, least recently used first."""
         self._lock = threading.Condition()
-        self._used = self._leaving = 0
-        """Bytes that are taken, and how many of these are just being deleted."""
+        self._used_bytes = self._deleting_bytes = 0
+        """Bytes in use or reserved, and how many of them are being deleted."""
         self._numbers = itertools.count()
         self._closed = False
-        self._told = float("-inf")
-        with explained(folder):
+        self._warned_at = float("-inf")
+        with translate_os_errors(folder):
             (folder / "objects").mkdir(parents=True, exist_ok=True)
-            self._owner = _owned(folder / "lock")
+            self._owner = _lock_folder(folder / "lock")
             shutil.rmtree(folder / "trash", ignore_errors=True)
             (folder / "trash").mkdir(exist_ok=True)
         self._load()
 
     def close(self) -> None:
-        """Keep nothing more, and let another process have the folder."""
+        """Stop caching, and unlock the folder for another process."""
         with self._lock:
             self._closed = True
         os.close(self._owner)
 
     @property
-    def held(self) -> int:
-        """Bytes on disk, and promised to what is on its way."""
-        return self._used
+    def used_bytes(self) -> int:
+        """Bytes on disk, and reserved for running fetches."""
+        return self._used_bytes
 
     @contextmanager
-    def reading(self, key: str) -> Iterator[Kept | None]:
-        """Hold an object, if there is one, so that it is not evicted meanwhile."""
+    def pin(self, key: str) -> Iterator[CachedObject | None]:
+        """Yield the cached object of a key, or None; it is not evicted meanwhile."""
         with self._lock:
-            kept = self._objects.pop(key, None)
-            if kept is not None:
-                self._objects[key] = kept
-                kept.readers += 1
-        if kept is None:
+            cached = self._objects.pop(key, None)
+            if cached is not None:
+                self._objects[key] = cached
+                cached.pins += 1
+        if cached is None:
             yield None
             return
         with suppress(OSError):
-            os.utime(kept.folder / "about.json")  # so that a restart knows what was used last
+            os.utime(cached.folder / "about.json")  # keeps the LRU order across restarts
         try:
-            yield kept
+            yield cached
         finally:
-            self._leave(kept)
+            self._unpin(cached)
 
     @contextmanager
-    def beginning(self, key: str, about: About) -> Iterator[Kept]:
-        """Hold an object of this version: the one there is, or a new one in place of another version."""
+    def pin_version(self, key: str, info: ObjectInfo) -> Iterator[CachedObject]:
+        """Yield the cached object of this version; a new one replaces an object of another version."""
         with self._lock:
-            kept = self._objects.get(key)
-            former = kept if kept is not None and kept.about.etag != about.etag else None
-            if former is not None:
-                former.readers += 1  # until the lock is free
-                self._forget(former)
-            if kept is None or former is not None:
-                kept = self._objects[key] = Kept(key, self.folder / "objects" / key[:2] / key, about)
-            kept.readers += 1
-        if former is not None:
-            self._leave(former)
+            cached = self._objects.get(key)
+            outdated = cached if cached is not None and cached.info.etag != info.etag else None
+            if outdated is not None:
+                outdated.pins += 1  # delete it only after the lock is released
+                self._detach(outdated)
+            if cached is None or outdated is not None:
+                cached = self._objects[key] = CachedObject(key, self.folder / "objects" / key[:2] / key, info)
+            cached.pins += 1
+        if outdated is not None:
+            self._unpin(outdated)
         try:
-            yield kept
+            yield cached
         finally:
-            self._leave(kept)
+            self._unpin(cached)
 
-    def open(self, kept: Kept, number: int, fetch: Fetch) -> int:
-        """Open a slice; fetch it first if need be, one fetch for all who wait. The caller closes the file."""
+    def open_slice(self, cached: CachedObject, number: int, fetch: Fetch) -> int:
+        """Open a slice, fetching it on a miss, once for all concurrent readers. The caller closes the file."""
         with self._lock:
-            if number in kept.present:
-                return self._opened(kept, number)
-            coming = kept.coming.get(number)
-            leads = coming is None
-            if coming is None:
-                coming = kept.coming[number] = Future()
-        if leads:
+            if number in cached.present:
+                return self._open_file(cached, number)
+            fetching = cached.fetches.get(number)
+            is_first = fetching is None
+            if fetching is None:
+                fetching = cached.fetches[number] = Future()
+        if is_first:
             try:
-                self._bring(kept, number, fetch)
+                self._fetch_slice(cached, number, fetch)
             except BaseException as error:
-                self._arrived(kept, number, False)
-                coming.set_exception(error)
+                self._finish_fetch(cached, number, False)
+                fetching.set_exception(error)
             else:
-                coming.set_result(None)
-        coming.result()
+                fetching.set_result(None)
+        fetching.result()
         with self._lock:
-            return self._opened(kept, number)
+            return self._open_file(cached, number)
 
-    def check(self, kept: Kept) -> None:
-        """Check an object that is complete: with the right digest it is whole, with another it is dropped."""
-        with kept.checking:
-            if kept.about.whole:
+    def verify(self, cached: CachedObject) -> None:
+        """Verify a complete object against its digest; drop it and raise VerificationError on a mismatch."""
+        with cached.verify_lock:
+            if cached.info.verified:
                 return
-            if kept.about.sha256 and self.digest(kept, range(kept.count)).hexdigest() != kept.about.sha256:
-                self.drop(kept)
-                raise DataFaultError("its sha256 is not the manifest's", where=kept.about.name)
+            if cached.info.sha256 and self.digest(cached, range(cached.slice_count)).hexdigest() != cached.info.sha256:
+                self.drop(cached)
+                raise VerificationError("sha256 does not match the manifest", where=cached.info.name)
             with self._lock:
-                kept.about = msgspec.structs.replace(kept.about, whole=True)
-                if not kept.dropped:
-                    with suppress(OSError):  # then it is checked once more after a restart
-                        _write_about(kept)
+                cached.info = msgspec.structs.replace(cached.info, whole=True)
+                if not cached.dropped:
+                    with suppress(OSError):  # then it is verified again after a restart
+                        _write_info(cached)
 
-    def digest(self, kept: Kept, numbers: range) -> hashlib._Hash:
-        """Digest slices that are there."""
+    def digest(self, cached: CachedObject, numbers: range) -> hashlib._Hash:
+        """Return the sha256 of slices on disk."""
         digest = hashlib.sha256()
         for number in numbers:
             try:
-                with kept.path(number).open("rb", buffering=0) as file:
-                    while piece := file.read(_PIECE):
-                        digest.update(piece)
+                with cached.slice_path(number).open("rb", buffering=0) as file:
+                    while chunk := file.read(_READ_BYTES):
+                        digest.update(chunk)
             except OSError as error:
-                raise self._spoilt(kept) from error
+                raise self._missing_slice_error(cached) from error
         return digest
 
-    def drop(self, kept: Kept) -> None:
-        """Forget an object, which the caller holds: nobody gets it any more, and it goes with its last reader."""
+    def drop(self, cached: CachedObject) -> None:
+        """Remove a pinned object from the cache; its files are deleted when the last pin is released."""
         with self._lock:
-            self._forget(kept)
+            self._detach(cached)
 
-    def _opened(self, kept: Kept, number: int) -> int:
+    def _open_file(self, cached: CachedObject, number: int) -> int:
         try:
-            return os.open(kept.path(number), os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(cached.slice_path(number), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
-            self._forget(kept)
-            raise self._spoilt(kept) from error
+            self._detach(cached)
+            raise self._missing_slice_error(cached) from error
 
-    def _spoilt(self, kept: Kept) -> DataFaultError:
-        return DataFaultError("a part of it has vanished from the cache's folder", where=kept.about.name)
+    def _missing_slice_error(self, cached: CachedObject) -> VerificationError:
+        return VerificationError("a slice is missing in the cache folder", where=cached.info.name)
 
-    def _bring(self, kept: Kept, number: int, fetch: Fetch) -> None:
-        """Fetch a slice and put it in its place."""
-        cost = kept.cost(number)
-        taken = cost if kept.on_disk else cost + OBJECT
-        self._take_room(taken, kept)
+    def _fetch_slice(self, cached: CachedObject, number: int, fetch: Fetch) -> None:
+        """Fetch a slice and store it."""
+        slice_cost = cached.slice_disk_bytes(number)
+        reserved = slice_cost if cached.on_disk else slice_cost + OBJECT_OVERHEAD_BYTES
+        self._reserve(reserved, cached)
         temporary = self.folder / "trash" / f"{next(self._numbers)}.slice"
         try:
-            data = fetch(number * kept.about.slice, kept.length(number))
-            if len(data) != kept.length(number):
-                raise DataFaultError(f"{len(data)} bytes came instead of {kept.length(number)}", where=kept.about.name)
-            with self._kept_or_no_room():
+            data = fetch(number * cached.info.slice_bytes, cached.slice_length(number))
+            if len(data) != cached.slice_length(number):
+                raise VerificationError(
+                    f"received {len(data)} bytes, expected {cached.slice_length(number)}", where=cached.info.name
+                )
+            with self._disk_errors_as_full():
                 with temporary.open("xb") as file:
                     file.write(data)
                     file.flush()
                     os.fdatasync(file.fileno())
                 with self._lock:
                     if self._closed:
-                        raise NoRoomError
-                    if not kept.on_disk:
-                        kept.folder.mkdir(parents=True, exist_ok=True)
-                        kept.on_disk, taken = True, taken - OBJECT
-                        _write_about(kept)
-                    temporary.replace(kept.path(number))
-                    taken -= cost
-                    self._arrived(kept, number, True)
+                        raise CacheFullError
+                    if not cached.on_disk:
+                        cached.folder.mkdir(parents=True, exist_ok=True)
+                        cached.on_disk, reserved = True, reserved - OBJECT_OVERHEAD_BYTES
+                        _write_info(cached)
+                    temporary.replace(cached.slice_path(number))
+                    reserved -= slice_cost
+                    self._finish_fetch(cached, number, True)
         finally:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             with self._lock:
-                self._used -= taken  # what was promised and not needed
+                self._used_bytes -= reserved  # the unused part of the reservation
                 self._lock.notify_all()
 
-    def _arrived(self, kept: Kept, number: int, well: bool) -> None:
+    def _finish_fetch(self, cached: CachedObject, number: int, succeeded: bool) -> None:
         with self._lock:
-            kept.coming.pop(number, None)
-            if well:
-                kept.present.add(number)
+            cached.fetches.pop(number, None)
+            if succeeded:
+                cached.present.add(number)
 
     @contextmanager
-    def _kept_or_no_room(self) -> Iterator[None]:
-        """Take whatever the disk refuses for a lack of room, and tell it now and then."""
+    def _disk_errors_as_full(self) -> Iterator[None]:
+        """Convert disk errors into CacheFullError; log them at most once a minute."""
         try:
             yield
         except OSError as error:
-            if time.monotonic() - self._told > 60:
-                self._told = time.monotonic()
-                log.warning("%s: nothing is kept: %s", self.folder, (error.strerror or "").lower())
-            raise NoRoomError from error
+            if time.monotonic() - self._warned_at > 60:
+                self._warned_at = time.monotonic()
+                log.warning("%s: cannot write to the cache: %s", self.folder, (error.strerror or "").lower())
+            raise CacheFullError from error
 
-    def _take_room(self, length: int, wanted: Kept | None = None) -> None:
-        """Take so much of the budget; evict for it, but nothing that is read. Files are deleted without the lock."""
+    def _reserve(self, length: int, keep: CachedObject | None = None) -> None:
+        """Reserve bytes of the budget, evicting unpinned objects. Files are deleted without holding the lock."""
         while True:
             with self._lock:
-                while self._used + length > self.budget >= self._used - self._leaving + length:
+                while self._used_bytes + length > self.budget >= self._used_bytes - self._deleting_bytes + length:
                     self._lock.wait()
-                if self._used + length <= self.budget:
-                    self._used += length
+                if self._used_bytes + length <= self.budget:
+                    self._used_bytes += length
                     return
-                idle = (kept for kept in self._objects.values() if kept.readers == 0 and kept is not wanted)
+                idle = (cached for cached in self._objects.values() if cached.pins == 0 and cached is not keep)
                 victim = next(idle, None)
                 if victim is None:
-                    raise NoRoomError
-                self._forget(victim)
-                self._leaving += victim.costs
+                    raise CacheFullError
+                self._detach(victim)
+                self._deleting_bytes += victim.disk_bytes
                 self.evictions += 1
             self._delete(victim)
 
-    def _forget(self, kept: Kept) -> None:
-        """Take an object out; its files, which go with its last reader, get a name that no restart knows."""
-        if kept.dropped:
+    def _detach(self, cached: CachedObject) -> None:
+        """Remove an object from the index and move its files to the trash, which a restart empties."""
+        if cached.dropped:
             return
-        kept.dropped = True
-        self._objects.pop(kept.key, None)
-        gone = self.folder / "trash" / str(next(self._numbers))
+        cached.dropped = True
+        self._objects.pop(cached.key, None)
+        trash = self.folder / "trash" / str(next(self._numbers))
         with suppress(OSError):
-            kept.folder.replace(gone)
-            kept.folder = gone
+            cached.folder.replace(trash)
+            cached.folder = trash
 
-    def _leave(self, kept: Kept) -> None:
+    def _unpin(self, cached: CachedObject) -> None:
         with self._lock:
-            kept.readers -= 1
-            if kept.readers:
+            cached.pins -= 1
+            if cached.pins:
                 return
-            if not kept.dropped:
-                if not kept.on_disk:  # somebody only asked about it
-                    self._objects.pop(kept.key, None)
+            if not cached.dropped:
+                if not cached.on_disk:  # only its metadata was requested
+                    self._objects.pop(cached.key, None)
                 return
-            self._leaving += kept.costs
-        self._delete(kept)
+            self._deleting_bytes += cached.disk_bytes
+        self._delete(cached)
 
-    def _delete(self, kept: Kept) -> None:
-        shutil.rmtree(kept.folder, ignore_errors=True)
+    def _delete(self, cached: CachedObject) -> None:
+        shutil.rmtree(cached.folder, ignore_errors=True)
         with self._lock:
-            self._used -= kept.costs
-            self._leaving -= kept.costs
+            self._used_bytes -= cached.disk_bytes
+            self._deleting_bytes -= cached.disk_bytes
             self._lock.notify_all()
 
     def _load(self) -> None:
-        """Take over what an earlier process left; what is not plainly right goes."""
-        found = []
+        """Load the objects of a previous process; delete incomplete or unreadable ones."""
+        objects = []
         for folder in (self.folder / "objects").glob("??/*"):
-            kept = _loaded(folder)
-            if kept is None:
+            cached = _load_object(folder)
+            if cached is None:
                 shutil.rmtree(folder, ignore_errors=True)
             else:
-                found.append(((folder / "about.json").stat().st_mtime, folder.name, kept))
-        for _, key, kept in sorted(found, key=lambda one: one[:2]):
-            self._objects[key] = kept
-            self._used += kept.costs
-        self._take_room(0)  # the budget may have been larger
+                objects.append(((folder / "about.json").stat().st_mtime, folder.name, cached))
+        for _, key, cached in sorted(objects, key=lambda entry: entry[:2]):
+            self._objects[key] = cached
+            self._used_bytes += cached.disk_bytes
+        self._reserve(0)  # the budget may have been reduced
 
 
 def check_budget(folder: Path, budget: int) -> None:
-    """Refuse a budget that the disk does not have, or that holds not even a few slices."""
-    if budget < 4 * SLICE:
-        raise InputError(f"--size is {format_bytes(budget)}, and must be at least {format_bytes(4 * SLICE)}")
-    there = sum(map(_size, (folder / "objects").rglob("*")))
-    disk = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    free = shutil.disk_usage(disk).free + there
+    """Raise InputError if a budget exceeds the disk or is smaller than four slices."""
+    if budget < 4 * SLICE_BYTES:
+        raise InputError(f"--size must be at least {format_bytes(4 * SLICE_BYTES)}, got {format_bytes(budget)}")
+    used = sum(map(_size, (folder / "objects").rglob("*")))
+    disk = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(disk).free + used
     if budget > free:
         raise InputError(
-            f"--size is {format_bytes(budget)}, and only {format_bytes(free)} are free", where=folder, hint="give less"
+            f"--size is {format_bytes(budget)}, but the disk has {format_bytes(free)} free",
+            where=folder,
+            hint="pass a smaller --size",
         )
 
 
 def _size(path: Path) -> int:
     try:
         status = path.stat()
-    except OSError:  # gone meanwhile: another cache uses the folder, which will be told
+    except OSError:  # deleted meanwhile by another cache on this folder, which is reported later
         return 0
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
-def _owned(path: Path) -> int:
+def _lock_folder(path: Path) -> int:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(file)
-        raise ConflictError("another cache uses this folder", where=path.parent, hint="give it another --dir") from None
+        raise ConflictError("folder is in use by another cache", where=path.parent, hint="pass another --dir") from None
     return file
 
 
-def _write_about(kept: Kept) -> None:
-    temporary = kept.folder / "about.tmp"
-    temporary.write_bytes(msgspec.json.encode(kept.about))  # one that a power cut has torn is not taken over
-    temporary.replace(kept.folder / "about.json")
+def _write_info(cached: CachedObject) -> None:
+    temporary = cached.folder / "about.tmp"
+    temporary.write_bytes(msgspec.json.encode(cached.info))  # a torn file after a power failure is discarded on load
+    temporary.replace(cached.folder / "about.json")
 
 
-def _loaded(folder: Path) -> Kept | None:
+def _load_object(folder: Path) -> CachedObject | None:
     try:
-        about = msgspec.json.decode((folder / "about.json").read_bytes(), type=About)
-        kept = Kept(folder.name, folder, about)
-        kept.on_disk = True
-        for number in range(kept.count):
-            if (path := kept.path(number)).exists() and path.stat().st_size == kept.length(number):
-                kept.present.add(number)
+        info = msgspec.json.decode((folder / "about.json").read_bytes(), type=ObjectInfo)
+        cached = CachedObject(folder.name, folder, info)
+        cached.on_disk = True
+        for number in range(cached.slice_count):
+            if (path := cached.slice_path(number)).exists() and path.stat().st_size == cached.slice_length(number):
+                cached.present.add(number)
             else:
                 path.unlink(missing_ok=True)
     except (OSError, msgspec.MsgspecError):
         return None
-    # What is missing of a whole one was checked, what would come anew was not.
-    return None if about.whole and not kept.complete else kept
+    # The missing slices of a verified object were verified; refetched ones would not be.
+    return None if info.verified and not cached.is_complete else cached

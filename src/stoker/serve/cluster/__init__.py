@@ -1,1 +1,1 @@
-"""The shared cache inside a Kubernetes namespace: its objects, and their deployment."""
+"""The shared cache in a Kubernetes namespace: manifests and deployment."""

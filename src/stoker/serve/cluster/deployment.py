@@ -1,4 +1,4 @@
-"""The cache of a namespace as it is there: made, awaited, looked at, filled and removed."""
+"""The shared cache of a Kubernetes namespace: deploy it, wait for it, read its status, warm it, remove it."""
 
 from __future__ import annotations
 
@@ -11,168 +11,187 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from stoker.errors import InputError, JobFailedError, NotFoundError, StokerError, UnavailableError
-from stoker.kube.client import Cluster
-from stoker.kube.conditions import condition, holds, is_ending, own
-from stoker.kube.ephemeral_pod import events_of, wait_gone
-from stoker.kube.objects import CACHE, CACHE_PORT, CONTAINER, Manifest, owned, via_url
-from stoker.kube.pods import main_status, why_pending
-from stoker.kube.quantity import quantity
-from stoker.serve.cluster.manifests import KINDS, OURS, SERVER, Filling, check_claim, filling_objects, version_of
-from stoker.serve.nginx.engine import count
+from stoker.kube.client import KubeClient
+from stoker.kube.conditions import filter_events, get_condition, has_condition, is_terminating
+from stoker.kube.ephemeral_pod import list_events, wait_deleted
+from stoker.kube.objects import CACHE_PORT, CACHE_SERVICE, MAIN_CONTAINER, Manifest, cache_url, with_owner
+from stoker.kube.pending import explain_pending
+from stoker.kube.pods import main_container_status
+from stoker.kube.quantity import parse_quantity
+from stoker.serve.cluster.manifests import (
+    CACHE_LABELS,
+    KINDS,
+    SERVER_LABELS,
+    WarmJob,
+    build_warm_objects,
+    check_claim_writable,
+    pod_version,
+)
+from stoker.serve.nginx.stats import count_log_line
 
-READY_S = 180.0
-STOP_S = 120.0
-HOPELESS = 3
-"""Times that a container may end before nobody waits for it any more."""
-BROKEN = 5
-"""Times in a row that a question may fail while a Job is followed."""
+READY_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 120.0
+MAX_RESTARTS = 3
+"""Restarts of a container after which waiting for it is pointless."""
+MAX_POLL_FAILURES = 5
+"""Consecutive API failures that are tolerated while a Job is followed."""
 POLL_S = 1.0
-JOB_NAME = "batch.kubernetes.io/job-name"
+JOB_NAME_LABEL = "batch.kubernetes.io/job-name"
 
-Tell = Callable[[str], None]
-
-
-# --- Make
+ProgressCallback = Callable[[str], None]
 
 
-def claimed_size(cluster: Cluster, name: str, replicas: int) -> int:
-    """Give what each pod may use of a claim; refuse one that is not there, or that the pods cannot write to."""
-    found = cluster.get("PersistentVolumeClaim", name)
-    if found is None:
-        there = ", ".join(one["metadata"]["name"] for one in cluster.every("PersistentVolumeClaim"))
-        hint = f"there are {there}" if there else f"make it with: stoker volume create {name} --size 200Gi"
-        raise NotFoundError(f"there is no claim {name}", where=cluster, hint=hint)
-    check_claim(found, replicas)
-    asked = found["spec"]["resources"]["requests"]["storage"]
-    has = ((found.get("status") or {}).get("capacity") or {}).get("storage") or asked
-    return int(quantity(has)) // replicas
+# --- Deploy
 
 
-def deploy(cluster: Cluster, objects: Sequence[Manifest]) -> None:
-    """Make or change the objects; what keeps the pods of a former kind running goes.
+def claim_bytes_per_pod(cluster: KubeClient, name: str, replicas: int) -> int:
+    """Return the bytes of a claim that each pod may use; raise if it does not exist or is not writable for them."""
+    claim = cluster.get("PersistentVolumeClaim", name)
+    if claim is None:
+        names = ", ".join(other["metadata"]["name"] for other in cluster.list_objects("PersistentVolumeClaim"))
+        hint = f"claims are {names}" if names else f"create it: stoker volume create {name} --size 200Gi"
+        raise NotFoundError(f"claim {name} not found", where=cluster, hint=hint)
+    check_claim_writable(claim, replicas)
+    requested = claim["spec"]["resources"]["requests"]["storage"]
+    capacity = ((claim.get("status") or {}).get("capacity") or {}).get("storage") or requested
+    return int(parse_quantity(capacity)) // replicas
 
-    The server looks at all of them first: a wish that it refuses leaves the cache that is there as it is.
+
+def deploy_cache(cluster: KubeClient, objects: Sequence[Manifest]) -> None:
+    """Create or update the objects; delete the workload of the other kind, if there is one.
+
+    All objects are applied as a dry run first, so that a rejected one leaves the running cache unchanged.
     """
-    for one in objects:
-        _show(cluster, one)
-    for kind in {"Deployment", "StatefulSet"} - {one["kind"] for one in objects}:
-        cluster.delete(kind, CACHE)
-    for one in objects:
-        cluster.apply(one)
+    for manifest in objects:
+        _dry_run(cluster, manifest)
+    for kind in {"Deployment", "StatefulSet"} - {manifest["kind"] for manifest in objects}:
+        cluster.delete(kind, CACHE_SERVICE)
+    for manifest in objects:
+        cluster.apply(manifest)
 
 
-def _show(cluster: Cluster, one: Manifest) -> None:
+def _dry_run(cluster: KubeClient, manifest: Manifest) -> None:
     try:
-        cluster.apply(one, dry_run=True)
+        cluster.apply(manifest, dry_run=True)
     except InputError as error:
-        if one["kind"] != "StatefulSet" or not re.search("are forbidden|field is immutable", error.what):
+        if manifest["kind"] != "StatefulSet" or not re.search("are forbidden|field is immutable", error.what):
             raise
         hint = "remove it first: stoker data cache --on k8s --stop"
-        raise InputError("a cache's claims cannot be changed", where=cluster, hint=hint) from error
+        raise InputError("the claims of a deployed cache cannot be changed", where=cluster, hint=hint) from error
 
 
-def await_ready(cluster: Cluster, kind: str, *, timeout_s: float = READY_S, tell: Tell = lambda _: None) -> None:
-    """Wait until every pod of the cache answers; else say why not."""
-    deadline, told, next_look = time.monotonic() + timeout_s, "", 0.0
+def wait_ready(
+    cluster: KubeClient,
+    kind: str,
+    *,
+    timeout_s: float = READY_TIMEOUT_S,
+    on_progress: ProgressCallback = lambda _: None,
+) -> None:
+    """Wait until every pod of the cache is ready; raise with the reason if that fails."""
+    deadline, reported, next_check = time.monotonic() + timeout_s, "", 0.0
     while True:
-        owner = cluster.get(kind, CACHE)
+        owner = cluster.get(kind, CACHE_SERVICE)
         if owner is None:
-            raise UnavailableError("somebody has removed the cache", where=cluster)
-        ready, wanted = readiness(owner)
-        if ready == wanted:
+            raise UnavailableError("the cache was deleted", where=cluster)
+        ready, expected = count_ready_pods(owner)
+        if ready == expected:
             return
         late = time.monotonic() > deadline
-        if late or time.monotonic() > next_look:  # why asks for more than it is nice to ask for each second
-            next_look = time.monotonic() + 3 * POLL_S
-            why = _why_unready(cluster, owner)
-            state = f"{ready} of {wanted} pods answer{f': {why}' if why else ''}"
-            if late or _is_hopeless(cluster, owner):
-                hint = "see `stoker data cache --on k8s --status`; --stop removes it"
+        if late or time.monotonic() > next_check:  # the explanation needs several API requests
+            next_check = time.monotonic() + 3 * POLL_S
+            why = _explain_unready(cluster, owner)
+            state = f"{ready} of {expected} pods are ready{f': {why}' if why else ''}"
+            if late or _has_failed_permanently(cluster, owner):
+                hint = "run: stoker data cache --on k8s --status; --stop removes it"
                 raise UnavailableError(f"the cache is not ready: {state}", where=cluster, hint=hint)
-            if state != told:
-                tell(told := state)
+            if state != reported:
+                on_progress(reported := state)
         time.sleep(POLL_S)
 
 
-def readiness(owner: Manifest) -> tuple[int, int]:
-    """Tell how many pods of the newest version answer, and how many should; none before the cluster has seen it."""
-    status, wanted = owner.get("status") or {}, int(owner["spec"].get("replicas", 1))
+def count_ready_pods(owner: Manifest) -> tuple[int, int]:
+    """Return the ready pods of the current version, 0 until the controller has observed it, and the expected number."""
+    status, expected = owner.get("status") or {}, int(owner["spec"].get("replicas", 1))
     if status.get("observedGeneration", 0) < owner["metadata"].get("generation", 0):
-        return 0, wanted
-    # Pods of the former version answer too, until they are gone.
-    new, every = int(status.get("updatedReplicas") or 0), int(status.get("replicas") or 0)
+        return 0, expected
+    # Pods of the previous version are counted as ready until they are gone.
+    new, total = int(status.get("updatedReplicas") or 0), int(status.get("replicas") or 0)
     ready = int(status.get("readyReplicas") or 0)
-    return max(0, min(new, ready - (every - new))), wanted
+    return max(0, min(new, ready - (total - new))), expected
 
 
-def _why_unready(cluster: Cluster, owner: Manifest) -> str:
-    pods = [pod for pod in _newest(cluster, owner) if not _is_ready(pod)]
-    events = events_of(cluster)
+def _explain_unready(cluster: KubeClient, owner: Manifest) -> str:
+    pods = [pod for pod in _list_current_pods(cluster, owner) if not _is_ready(pod)]
+    events = list_events(cluster)
     if not pods:
-        return _why_no_pods(owner, events)
-    sentences = (_why(cluster, pod, events) for pod in sorted(pods, key=_age, reverse=True))
+        return _explain_no_pods(owner, events)
+    sentences = (_explain_pod(cluster, pod, events) for pod in sorted(pods, key=_creation_time, reverse=True))
     return next(filter(None, sentences), "")
 
 
-def _why(cluster: Cluster, pod: Manifest, events: Sequence[Manifest]) -> str:
-    """Tell why a pod does not answer, with the last words of its log where those tell more."""
-    why = why_pending(pod, events)
-    if not _has_run(pod):
+def _explain_pod(cluster: KubeClient, pod: Manifest, events: Sequence[Manifest]) -> str:
+    """Return why a pod is not ready, with the last line of its log if that helps."""
+    why = explain_pending(pod, events)
+    if not _has_started(pod):
         return why
-    last = _last_line(cluster, pod)
-    if not why and (end := (main_status(pod).get("lastState") or {}).get("terminated")):
-        why = f"it ended with exit code {end.get('exitCode')}"
-    if not why and any(one.get("reason") == "Unhealthy" for one in own(pod, "Pod", events)):
-        why = "it runs and does not answer"
+    last = _last_log_line(cluster, pod)
+    if not why and (end := (main_container_status(pod).get("lastState") or {}).get("terminated")):
+        why = f"exited with code {end.get('exitCode')}"
+    if not why and any(event.get("reason") == "Unhealthy" for event in filter_events(pod, "Pod", events)):
+        why = "running, but does not respond"
     return ": ".join(part for part in (why, last) if part) if why else ""
 
 
-def _why_no_pods(owner: Manifest, events: Sequence[Manifest]) -> str:
-    if holds(owner, "ReplicaFailure"):
-        said = condition(owner, "ReplicaFailure").get("message")
-        return why_pending({}, [{"reason": "FailedCreate", "message": said}])
-    sets = [one for one in events if one["involvedObject"].get("kind") == "ReplicaSet"]
-    makers = [one for one in sets if one["involvedObject"]["name"].startswith(f"{CACHE}-")]
-    return why_pending({}, [*own(owner, owner["kind"], events), *makers])
+def _explain_no_pods(owner: Manifest, events: Sequence[Manifest]) -> str:
+    if has_condition(owner, "ReplicaFailure"):
+        message = get_condition(owner, "ReplicaFailure").get("message")
+        return explain_pending({}, [{"reason": "FailedCreate", "message": message}])
+    from_sets = [event for event in events if event["involvedObject"].get("kind") == "ReplicaSet"]
+    own_sets = [event for event in from_sets if event["involvedObject"]["name"].startswith(f"{CACHE_SERVICE}-")]
+    return explain_pending({}, [*filter_events(owner, owner["kind"], events), *own_sets])
 
 
-def _newest(cluster: Cluster, owner: Manifest) -> list[Manifest]:
-    """Give the pods of the newest version: the former ones may be what is being repaired."""
-    version = version_of(owner["spec"]["template"])
-    return [pod for pod in cluster.every("Pod", SERVER) if version_of(pod) == version and not is_ending(pod)]
+def _list_current_pods(cluster: KubeClient, owner: Manifest) -> list[Manifest]:
+    """List the pods of the current version; previous ones may be the broken ones being replaced."""
+    version = pod_version(owner["spec"]["template"])
+    return [
+        pod
+        for pod in cluster.list_objects("Pod", SERVER_LABELS)
+        if pod_version(pod) == version and not is_terminating(pod)
+    ]
 
 
-def _is_hopeless(cluster: Cluster, owner: Manifest) -> bool:
-    """Tell whether waiting will not help: it was started some times and ended each time, or its image has no name."""
-    for pod in _newest(cluster, owner):
-        status = main_status(pod)
+def _has_failed_permanently(cluster: KubeClient, owner: Manifest) -> bool:
+    """Return whether waiting is pointless: a container keeps crashing, or its image name is invalid."""
+    for pod in _list_current_pods(cluster, owner):
+        status = main_container_status(pod)
         waiting = (status.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") in ("InvalidImageName", "ErrImageNeverPull"):
             return True
-        if waiting and int(status.get("restartCount") or 0) >= HOPELESS:
+        if waiting and int(status.get("restartCount") or 0) >= MAX_RESTARTS:
             return True
     return False
 
 
-def _last_line(cluster: Cluster, pod: Manifest) -> str:
-    """Give the last line that is no count of nginx's, without its time."""
+def _last_log_line(cluster: KubeClient, pod: Manifest) -> str:
+    """Return the last log line that is not one of nginx's access log."""
     totals: Counter[str] = Counter()
     last = ""
     with suppress(StokerError):
-        for line in _lines(cluster, pod):
+        for line in _read_log(cluster, pod):
             before = sum(totals.values())
-            count(line, totals)
+            count_log_line(line, totals)
             if sum(totals.values()) == before and line.strip():
                 last = line.decode(errors="replace").strip()
     return last[:200]
 
 
-# --- Look
+# --- Status
 
 
 @dataclass(frozen=True, kw_only=True)
-class PodState:
-    """One pod of the cache; `log` counts what its log tells, as far back as the cluster keeps it."""
+class CachePodStatus:
+    """One pod of the cache; `log` has the counters of its access log, as far back as the cluster keeps it."""
 
     name: str
     node: str | None
@@ -183,8 +202,8 @@ class PodState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheState:
-    """A namespace's cache."""
+class CacheStatus:
+    """The cache of a namespace."""
 
     url: str
     kind: str
@@ -192,244 +211,254 @@ class CacheState:
     ready: int
     replicas: int
     budget: int
-    """Of each pod."""
+    """Bytes per pod."""
     origins: list[dict[str, str]]
-    pods: list[PodState]
+    pods: list[CachePodStatus]
 
 
-COUNTS = ("requests", "bytes", "errors", "hits", "misses", "origin_bytes")
+LOG_COUNTERS = ("requests", "bytes", "errors", "hits", "misses", "origin_bytes")
 
 
-def look(cluster: Cluster) -> CacheState:
-    """Tell how the cache of a namespace is."""
-    config, owner = _deployed(cluster)
-    ready, wanted = readiness(owner)
-    events = events_of(cluster)
-    container = next(one for one in owner["spec"]["template"]["spec"]["containers"] if one["name"] == CONTAINER)
-    return CacheState(
-        url=via_url(cluster.namespace),
+def read_status(cluster: KubeClient) -> CacheStatus:
+    """Return the status of the namespace's cache."""
+    config, owner = _get_deployed(cluster)
+    ready, expected = count_ready_pods(owner)
+    events = list_events(cluster)
+    container = next(each for each in owner["spec"]["template"]["spec"]["containers"] if each["name"] == MAIN_CONTAINER)
+    return CacheStatus(
+        url=cache_url(cluster.namespace),
         kind=owner["kind"],
         image=container["image"],
         ready=ready,
-        replicas=wanted,
-        budget=_budget(config),
-        origins=_origins(config),
-        pods=[_pod_state(cluster, pod, events) for pod in cluster.every("Pod", SERVER)],
+        replicas=expected,
+        budget=_read_budget(config),
+        origins=_read_origins(config),
+        pods=[_read_pod_status(cluster, pod, events) for pod in cluster.list_objects("Pod", SERVER_LABELS)],
     )
 
 
-def _pod_state(cluster: Cluster, pod: Manifest, events: Sequence[Manifest]) -> PodState:
-    ready = _is_ready(pod) and not is_ending(pod)
-    return PodState(
+def _read_pod_status(cluster: KubeClient, pod: Manifest, events: Sequence[Manifest]) -> CachePodStatus:
+    ready = _is_ready(pod) and not is_terminating(pod)
+    return CachePodStatus(
         name=pod["metadata"]["name"],
         node=pod["spec"].get("nodeName"),
         ready=ready,
-        restarts=int(main_status(pod).get("restartCount") or 0),
-        why="" if ready else "it is being ended" if is_ending(pod) else _why(cluster, pod, events),
-        log=_counts(cluster, pod) if _has_run(pod) else {},
+        restarts=int(main_container_status(pod).get("restartCount") or 0),
+        why="" if ready else "terminating" if is_terminating(pod) else _explain_pod(cluster, pod, events),
+        log=_count_log(cluster, pod) if _has_started(pod) else {},
     )
 
 
-def _lines(cluster: Cluster, pod: Manifest, *, follow: bool = False) -> Iterator[bytes]:
-    """Give the lines of a pod's log, without their times and ends."""
-    for stamped in cluster.log(pod["metadata"]["name"], CONTAINER, follow=follow):
+def _read_log(cluster: KubeClient, pod: Manifest, *, follow: bool = False) -> Iterator[bytes]:
+    """Yield the lines of a pod's log, without timestamps."""
+    for stamped in cluster.stream_log(pod["metadata"]["name"], MAIN_CONTAINER, follow=follow):
         yield stamped.rstrip(b"\n").partition(b" ")[2]
 
 
-def _counts(cluster: Cluster, pod: Manifest) -> dict[str, int]:
+def _count_log(cluster: KubeClient, pod: Manifest) -> dict[str, int]:
     totals: Counter[str] = Counter()
     with suppress(StokerError):
-        for line in _lines(cluster, pod):
-            count(line, totals)
-    return {name: totals[name] for name in COUNTS}
+        for line in _read_log(cluster, pod):
+            count_log_line(line, totals)
+    return {name: totals[name] for name in LOG_COUNTERS}
 
 
-def _deployed(cluster: Cluster) -> tuple[Manifest, Manifest]:
-    config = cluster.get("ConfigMap", CACHE)
-    owner = cluster.get("Deployment", CACHE) or cluster.get("StatefulSet", CACHE)
+def _get_deployed(cluster: KubeClient) -> tuple[Manifest, Manifest]:
+    config = cluster.get("ConfigMap", CACHE_SERVICE)
+    owner = cluster.get("Deployment", CACHE_SERVICE) or cluster.get("StatefulSet", CACHE_SERVICE)
     if config is None or owner is None:
-        hint = "make one: stoker data cache --on k8s --origin URL --size 200Gi"
-        raise NotFoundError("there is no cache in this namespace", where=cluster, hint=hint)
+        hint = "create one: stoker data cache --on k8s --origin URL --size 200Gi"
+        raise NotFoundError("no cache in this namespace", where=cluster, hint=hint)
     return config, owner
 
 
-def _budget(config: Manifest) -> int:
+def _read_budget(config: Manifest) -> int:
     return int(json.loads(config["data"]["stats.json"])["budget"])
 
 
-def _origins(config: Manifest) -> list[dict[str, str]]:
-    found: list[dict[str, str]] = json.loads(config["data"]["origins.json"])
-    return found
+def _read_origins(config: Manifest) -> list[dict[str, str]]:
+    origins: list[dict[str, str]] = json.loads(config["data"]["origins.json"])
+    return origins
 
 
 # --- Remove
 
 
-def remove(cluster: Cluster, *, timeout_s: float = STOP_S) -> list[str]:
-    """Remove all that belongs to the cache, and wait until its pods are gone; give what it was."""
-    found = [f"{kind} {one['metadata']['name']}" for kind in KINDS for one in cluster.every(kind, OURS)]
-    for kind in dict.fromkeys(one.split(" ")[0] for one in found):
-        cluster.delete_all(kind, OURS)
+def remove_cache(cluster: KubeClient, *, timeout_s: float = STOP_TIMEOUT_S) -> list[str]:
+    """Delete all objects of the cache and wait until its pods are gone; return what was deleted."""
+    removed = [
+        f"{kind} {each['metadata']['name']}" for kind in KINDS for each in cluster.list_objects(kind, CACHE_LABELS)
+    ]
+    for kind in dict.fromkeys(name.split(" ")[0] for name in removed):
+        cluster.delete_all(kind, CACHE_LABELS)
     deadline = time.monotonic() + timeout_s
-    while left := [pod["metadata"]["name"] for pod in cluster.every("Pod", OURS)]:
+    while remaining := [pod["metadata"]["name"] for pod in cluster.list_objects("Pod", CACHE_LABELS)]:
         if time.monotonic() > deadline:
-            raise UnavailableError(f"pod {left[0]} does not end", where=cluster, hint="is its node up?")
+            raise UnavailableError(
+                f"pod {remaining[0]} does not terminate", where=cluster, hint="check whether its node is up"
+            )
         time.sleep(POLL_S)
-    return found
+    return removed
 
 
-# --- Fill
+# --- Warm
 
 
 @dataclass(frozen=True)
-class Target:
-    """What a cache that is to be filled has: its origins' names by URL, its size, and where its pods answer."""
+class WarmTarget:
+    """A cache to warm: its origins as {URL: name}, its size in bytes, and the URLs of its pods."""
 
     origins: dict[str, str]
     budget: int
     caches: tuple[str, ...]
 
 
-def target(cluster: Cluster) -> Target:
-    """Find the cache to be filled; several pods each have a store of their own, and are filled one by one."""
-    config, owner = _deployed(cluster)
-    pods = [pod for pod in cluster.every("Pod", SERVER) if _is_ready(pod) and not is_ending(pod)]
+def find_warm_target(cluster: KubeClient) -> WarmTarget:
+    """Return the cache to warm; with several replicas, each pod has its own storage and is warmed separately."""
+    config, owner = _get_deployed(cluster)
+    pods = [pod for pod in cluster.list_objects("Pod", SERVER_LABELS) if _is_ready(pod) and not is_terminating(pod)]
     if not pods:
-        why = _why_unready(cluster, owner)
-        raise UnavailableError(f"no pod of the cache answers{f': {why}' if why else ''}", where=cluster)
-    one = (via_url(cluster.namespace),)
-    caches = one if len(pods) == 1 else tuple(sorted(f"http://{_host(pod['status']['podIP'])}" for pod in pods))
-    origins = {entry["url"].rstrip("/"): entry["name"] for entry in _origins(config)}
-    return Target(origins, _budget(config), caches)
+        why = _explain_unready(cluster, owner)
+        raise UnavailableError(f"no pod of the cache is ready{f': {why}' if why else ''}", where=cluster)
+    service = (cache_url(cluster.namespace),)
+    caches = (
+        service
+        if len(pods) == 1
+        else tuple(sorted(f"http://{_format_address(pod['status']['podIP'])}" for pod in pods))
+    )
+    origins = {entry["url"].rstrip("/"): entry["name"] for entry in _read_origins(config)}
+    return WarmTarget(origins, _read_budget(config), caches)
 
 
-def _host(address: str) -> str:
+def _format_address(address: str) -> str:
     return f"[{address}]:{CACHE_PORT}" if ":" in address else f"{address}:{CACHE_PORT}"
 
 
-def fill(
-    cluster: Cluster,
-    filling: Filling,
+def run_warm_job(
+    cluster: KubeClient,
+    warm_job: WarmJob,
     *,
     patches: Sequence[Manifest] = (),
-    done: Callable[[int], None] = lambda _: None,
-    tell: Tell = lambda _: None,
+    on_read: Callable[[int], None] = lambda _: None,
+    on_progress: ProgressCallback = lambda _: None,
 ) -> None:
-    """Run the Job that reads everything once, and wait for it; `done` is told the place of each that was read."""
-    config, job = filling_objects(filling, patches)
-    former = cluster.get("Job", filling.name)
-    if former is not None and _outcome(former) is not None:
-        cluster.delete("Job", filling.name, foreground=True)
-        if not wait_gone(cluster, "Job", filling.name, STOP_S):
-            raise UnavailableError(f"the former Job {filling.name} does not end", where=cluster)
-        former = None
-    if former is None:
-        _begin(cluster, config, job)
+    """Run the Job that reads every object once, and wait for it; `on_read` gets the index of each object."""
+    config, job = build_warm_objects(warm_job, patches)
+    previous = cluster.get("Job", warm_job.name)
+    if previous is not None and _job_outcome(previous) is not None:
+        cluster.delete("Job", warm_job.name, foreground=True)
+        if not wait_deleted(cluster, "Job", warm_job.name, STOP_TIMEOUT_S):
+            raise UnavailableError(f"the previous Job {warm_job.name} does not terminate", where=cluster)
+        previous = None
+    if previous is None:
+        _create_job(cluster, config, job)
     try:
-        _follow(cluster, filling, done, tell)
+        _follow_job(cluster, warm_job, on_read, on_progress)
     except KeyboardInterrupt:
-        cluster.delete("Job", filling.name)
+        cluster.delete("Job", warm_job.name)
         raise
 
 
-def _begin(cluster: Cluster, config: Manifest, job: Manifest) -> None:
-    """Make the Job, and then its list as the Job's own: its pod waits for that, and nothing stays without the other."""
-    made = cluster.apply(job)
+def _create_job(cluster: KubeClient, config: Manifest, job: Manifest) -> None:
+    """Create the Job, then its ConfigMap owned by it: the pod waits for that, and both are deleted together."""
+    created = cluster.apply(job)
     try:
-        cluster.apply(owned(config, made))
+        cluster.apply(with_owner(config, created))
     except BaseException:
         cluster.delete("Job", job["metadata"]["name"])
         raise
 
 
-def _follow(cluster: Cluster, filling: Filling, done: Callable[[int], None], tell: Tell) -> None:
+def _follow_job(
+    cluster: KubeClient, warm_job: WarmJob, on_read: Callable[[int], None], on_progress: ProgressCallback
+) -> None:
     read: set[int] = set()
     failed: dict[int, str] = {}
-    told, broken = "", 0
+    reported, failures = "", 0
     while True:
         try:
-            job = cluster.get("Job", filling.name)
-            outcome = None if job is None else _outcome(job)
-            pods = cluster.every("Pod", {JOB_NAME: filling.name})
-            for pod in sorted(pods, key=_age):
-                for word, number, text in _words(cluster, pod):
+            job = cluster.get("Job", warm_job.name)
+            outcome = None if job is None else _job_outcome(job)
+            pods = cluster.list_objects("Pod", {JOB_NAME_LABEL: warm_job.name})
+            for pod in sorted(pods, key=_creation_time):
+                for word, number, text in _read_progress(cluster, pod):
                     if word == "failed":
                         failed[number] = text
                     elif number not in read:
                         read.add(number)
-                        done(number - 1)
-            why = "" if outcome is not None else _why_idle(cluster, job, pods)
-            broken = 0
+                        on_read(number - 1)
+            why = "" if outcome is not None else _explain_idle(cluster, job, pods)
+            failures = 0
         except UnavailableError:
-            broken += 1
-            if broken >= BROKEN:
+            failures += 1
+            if failures >= MAX_POLL_FAILURES:
                 raise
-            time.sleep(POLL_S * broken)
+            time.sleep(POLL_S * failures)
             continue
         if job is None:
-            raise UnavailableError("somebody has removed the Job", where=f"{cluster.url} {filling.name}")
+            raise UnavailableError("the Job was deleted", where=f"{cluster.url} {warm_job.name}")
         if outcome is not None:
-            _judge(outcome, len(read), failed, filling, cluster)
+            _check_outcome(outcome, len(read), failed, warm_job, cluster)
             return
-        if why and why != told:
-            tell(told := why)
+        if why and why != reported:
+            on_progress(reported := why)
         time.sleep(POLL_S)
 
 
-def _judge(outcome: str, read: int, failed: dict[int, str], filling: Filling, cluster: Cluster) -> None:
-    """Refuse an end that is not the end of everything."""
-    where = f"{cluster.url} {filling.name}"
-    if not outcome:  # what a pod could not read before it was replaced, another has read
+def _check_outcome(outcome: str, read: int, failed: dict[int, str], warm_job: WarmJob, cluster: KubeClient) -> None:
+    """Raise JobFailedError unless every object was read."""
+    where = f"{cluster.url} {warm_job.name}"
+    if not outcome:  # a replacement pod has read what an earlier one could not
         return
     if failed:
         number, text = min(failed.items())
-        what = f"{filling.paths[number - 1]}: {text.strip() or 'it could not be read'}" if number else text
+        what = f"{warm_job.paths[number - 1]}: {text.strip() or 'read failed'}" if number else text
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        hint = "does the origin have it, and can the cluster reach it? `stoker data cache --on k8s --status` tells more"
-        raise JobFailedError(f"{read:,} of {len(filling.paths):,} were read; {what}{more}", where=where, hint=hint)
-    raise JobFailedError(f"{read:,} of {len(filling.paths):,} were read; {outcome}", where=where)
+        hint = "check that the origin has it and the cluster reaches the origin: stoker data cache --on k8s --status"
+        raise JobFailedError(f"{read:,} of {len(warm_job.paths):,} objects read; {what}{more}", where=where, hint=hint)
+    raise JobFailedError(f"{read:,} of {len(warm_job.paths):,} objects read; {outcome}", where=where)
 
 
-def _words(cluster: Cluster, pod: Manifest) -> Iterator[tuple[str, int, str]]:
-    """Read what a filling pod says, until it ends; nothing if it has not begun."""
-    if not _has_run(pod):
+def _read_progress(cluster: KubeClient, pod: Manifest) -> Iterator[tuple[str, int, str]]:
+    """Yield the progress lines of a warming pod until it exits; none if it has not started."""
+    if not _has_started(pod):
         return
     follow = pod["status"].get("phase") == "Running"
-    with suppress(NotFoundError):  # it was deleted since it was listed, with its node for example
-        for line in _lines(cluster, pod, follow=follow):
+    with suppress(NotFoundError):  # deleted since it was listed, for example with its node
+        for line in _read_log(cluster, pod, follow=follow):
             word, number, text = [*line.decode(errors="replace").split(" ", 2), "", ""][:3]
             if word in ("read", "failed") and number.isdecimal():
                 yield word, int(number), text
 
 
-def _why_idle(cluster: Cluster, job: Manifest | None, pods: Sequence[Manifest]) -> str:
-    events = events_of(cluster)
+def _explain_idle(cluster: KubeClient, job: Manifest | None, pods: Sequence[Manifest]) -> str:
+    events = list_events(cluster)
     if not pods:
-        return why_pending(job or {}, events)
-    return next(filter(None, (why_pending(pod, events) for pod in pods)), "")
+        return explain_pending(job or {}, events)
+    return next(filter(None, (explain_pending(pod, events) for pod in pods)), "")
 
 
-def _outcome(job: Manifest) -> str | None:
-    """Tell how a Job ended: "" well, else why not; None: it has not."""
-    if holds(job, "Failed"):
-        failed = condition(job, "Failed")
-        return str(failed.get("message") or failed.get("reason") or "it failed")
-    return "" if holds(job, "Complete") else None
+def _job_outcome(job: Manifest) -> str | None:
+    """Return None while a Job runs, "" if it succeeded, or else the reason."""
+    if has_condition(job, "Failed"):
+        failed = get_condition(job, "Failed")
+        return str(failed.get("message") or failed.get("reason") or "Job failed")
+    return "" if has_condition(job, "Complete") else None
 
 
-# --- Reading objects
+# --- Pod state
 
 
-def _has_run(pod: Manifest) -> bool:
-    """Tell whether its container has begun at least once, so that it has a log."""
-    status = main_status(pod)
+def _has_started(pod: Manifest) -> bool:
+    """Return whether the container was started at least once, so that it has a log."""
+    status = main_container_status(pod)
     state = {**(status.get("lastState") or {}), **(status.get("state") or {})}
     return "running" in state or "terminated" in state
 
 
 def _is_ready(pod: Manifest) -> bool:
-    return bool(main_status(pod).get("ready"))
+    return bool(main_container_status(pod).get("ready"))
 
 
-def _age(pod: Manifest) -> str:
+def _creation_time(pod: Manifest) -> str:
     return str(pod["metadata"].get("creationTimestamp") or "")

@@ -1,12 +1,12 @@
-"""The cache in a cluster, and what fills it, as Kubernetes objects: plain values, made by pure functions.
+"""Kubernetes objects of the shared cache and of the Job that warms it, built by pure functions.
 
-| wanted | objects |
+| purpose | objects |
 |---|---|
-| a cache on the nodes' own disks | ConfigMap, Service, Deployment with an emptyDir |
-| a cache on a claim | ConfigMap, Service, StatefulSet with the claim, or one for each pod of a class |
-| its filling | ConfigMap of the URLs, Job |
+| cache on the local disks of nodes | ConfigMap, Service, Deployment with an emptyDir |
+| cache on a claim | ConfigMap, Service, StatefulSet with the claim, or with a claim per pod from a storage class |
+| warming | ConfigMap with the URLs, Job |
 
-Nothing of ours need be in an image: the cache's has `sh` and `nginx`, the one that fills it `sh` and `wget` or `curl`.
+The images need nothing of stoker's: the cache's needs `sh` and `nginx`, the warming one `sh` and `wget` or `curl`.
 """
 
 from __future__ import annotations
@@ -20,165 +20,172 @@ from pathlib import Path
 from stoker.core.units import format_bytes
 from stoker.errors import Fault, InputError, SpecError
 from stoker.kube.objects import (
-    ACCESS,
-    CACHE,
+    ACCESS_MODES,
     CACHE_PORT,
-    CONTAINER,
-    GROUP,
+    CACHE_SERVICE,
+    LABEL_DOMAIN,
+    MAIN_CONTAINER,
     MANAGED_BY,
-    PART,
-    ROLE,
+    PART_LABEL,
+    ROLE_LABEL,
     Manifest,
-    claim,
-    fits,
-    manifest,
-    merged,
-    safe_container,
+    build_claim,
+    build_object,
+    patch_matches,
+    restricted_security_context,
+    strategic_merge,
 )
-from stoker.serve.nginx.config import CacheSettings, Contained, cache_config, zone_bytes
-from stoker.storage import shown
+from stoker.serve.nginx.config import ContainerPaths, NginxCacheConfig, build_cache_config, keys_zone_bytes
+from stoker.storage import redacted
 
-OURS = {PART: "cache"}
-"""What `--stop` removes, and nothing else."""
-SERVER, FILLER = ({**OURS, ROLE: role} for role in ("server", "warm"))
+CACHE_LABELS = {PART_LABEL: "cache"}
+"""The labels of all objects that `--stop` deletes."""
+SERVER_LABELS, WARM_LABELS = ({**CACHE_LABELS, ROLE_LABEL: role} for role in ("server", "warm"))
 KINDS = ("Deployment", "StatefulSet", "Job", "Service", "ConfigMap", "PersistentVolumeClaim")
-"""All that we may have made, pods apart: they go with those that own them."""
-IMAGE = "docker.io/library/nginx:1.28"
+"""The kinds of objects of a cache; pods are deleted with their owners."""
+NGINX_IMAGE = "docker.io/library/nginx:1.28"
 WARM_IMAGE = "docker.io/library/busybox:1.37"
-LEAST = 32 << 20
+MIN_CACHE_BYTES = 32 << 20
 """Four slices."""
-MOST_REPLICAS = 64
-MOST_LANES = 64
-USER = 101
-"""nginx's own in its official images; any other would do."""
-NOBODY = 65534
+MAX_REPLICAS = 64
+MAX_PARALLEL_READS = 64
+NGINX_UID = 101
+"""The nginx user of the official images; any other would work."""
+NOBODY_UID = 65534
 GRACE_S = 40
-"""A little more than nginx gives to transfers that it has begun."""
-MEMORY = 512 << 20
-"""Beside the keys: buffers of 1 MiB for each of some hundred transfers at once, and the page cache of some files."""
+"""Slightly longer than nginx's worker_shutdown_timeout."""
+BASE_MEMORY_BYTES = 512 << 20
+"""Memory beside the cache keys: 1 MiB buffers for some hundred concurrent transfers, and page cache."""
 WARM_TTL_S = 600
 WARM_DEADLINE_S = 86400
-CONFIG_MAX = (1 << 20) - (1 << 14)
-"""What the API server takes as one ConfigMap, without what else is in it."""
+MAX_CONFIG_MAP_BYTES = (1 << 20) - (1 << 14)
+"""The size limit of a ConfigMap, less some space for its metadata."""
 
-CONFIG, RUN, STORE = "/etc/stoker", "/run/stoker", "/cache"
-"""Where a pod of the cache finds its configuration, writes what is its own, and keeps what it caches."""
-CHECKSUM = f"{GROUP}/config"
+CONFIG_DIR, RUN_DIR, CACHE_DIR = "/etc/stoker", "/run/stoker", "/cache"
+"""Mount paths in a cache pod: configuration, runtime files, and cached data."""
+CONFIG_ANNOTATION = f"{LABEL_DOMAIN}/config"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterCache:
-    """A cache as it should be; `claim` is one that is there, `storage_class` asks for one for each pod."""
+    """The desired cache; `claim` is an existing claim, `storage_class` requests a new claim per pod."""
 
     origins: tuple[tuple[str, str], ...]
     size: int
-    """Of each pod."""
-    image: str = IMAGE
+    """Bytes per pod."""
+    image: str = NGINX_IMAGE
     replicas: int = 1
     claim: str | None = None
     storage_class: str | None = None
-    fresh_s: float = 60.0
+    revalidate_after_s: float = 60.0
     namespace: str | None = None
 
     @property
     def kind(self) -> str:
-        """What keeps its pods running."""
+        """The kind of the workload that runs the pods."""
         return "Deployment" if self.claim is None and self.storage_class is None else "StatefulSet"
 
 
-def cache_objects(cache: ClusterCache, patches: Sequence[Manifest] = ()) -> list[Manifest]:
-    """Render every object of a cache, in an order in which they can be made."""
-    if faults := list(_faults(cache)):
+def build_cache_objects(cache: ClusterCache, patches: Sequence[Manifest] = ()) -> list[Manifest]:
+    """Build all objects of a cache, in the order in which to create them."""
+    if faults := list(_check_cache(cache)):
         raise SpecError(faults)
-    config = manifest("v1", "ConfigMap", CACHE, OURS, namespace=cache.namespace, data=_files(cache))
+    config = build_object(
+        "v1", "ConfigMap", CACHE_SERVICE, CACHE_LABELS, namespace=cache.namespace, data=_config_files(cache)
+    )
     spec = {
-        "selector": SERVER,
+        "selector": SERVER_LABELS,
         "ports": [{"name": "http", "port": CACHE_PORT, "targetPort": "http", "protocol": "TCP"}],
     }
-    service = manifest("v1", "Service", CACHE, OURS, namespace=cache.namespace, spec=spec)
-    return _marked(*patched([config, service, _workload(cache)], patches))
+    service = build_object("v1", "Service", CACHE_SERVICE, CACHE_LABELS, namespace=cache.namespace, spec=spec)
+    return _annotate_pods(*apply_patches([config, service, _build_workload(cache)], patches))
 
 
-def _marked(config: Manifest, service: Manifest, workload: Manifest) -> list[Manifest]:
-    """Mark the pods by all that they are made of: a change makes new ones, and these can be told from the former."""
-    made_of = json.dumps([config.get("data"), workload["spec"]["template"]["spec"]], sort_keys=True)
-    note = {CHECKSUM: hashlib.sha256(made_of.encode()).hexdigest()}
-    return [config, service, merged(workload, {"spec": {"template": {"metadata": {"annotations": note}}}})]
+def _annotate_pods(config: Manifest, service: Manifest, workload: Manifest) -> list[Manifest]:
+    """Annotate the pods with a hash of their configuration: a change starts new pods, recognisable as such."""
+    content = json.dumps([config.get("data"), workload["spec"]["template"]["spec"]], sort_keys=True)
+    annotation = {CONFIG_ANNOTATION: hashlib.sha256(content.encode()).hexdigest()}
+    return [
+        config,
+        service,
+        strategic_merge(workload, {"spec": {"template": {"metadata": {"annotations": annotation}}}}),
+    ]
 
 
-def version_of(template: Manifest) -> str:
-    """Tell the mark of a pod, or of the template of pods."""
-    return str((template["metadata"].get("annotations") or {}).get(CHECKSUM) or "")
+def pod_version(template: Manifest) -> str:
+    """Return the configuration hash of a pod or pod template."""
+    return str((template["metadata"].get("annotations") or {}).get(CONFIG_ANNOTATION) or "")
 
 
-def _faults(cache: ClusterCache) -> Iterator[Fault]:
-    if cache.size < LEAST:
-        yield Fault("--size", f"is {format_bytes(cache.size)}, and must be at least {format_bytes(LEAST)}")
-    if not 1 <= cache.replicas <= MOST_REPLICAS:
-        yield Fault("--replicas", f"is {cache.replicas}, and must be from 1 to {MOST_REPLICAS}")
+def _check_cache(cache: ClusterCache) -> Iterator[Fault]:
+    if cache.size < MIN_CACHE_BYTES:
+        yield Fault("--size", f"must be at least {format_bytes(MIN_CACHE_BYTES)}, got {format_bytes(cache.size)}")
+    if not 1 <= cache.replicas <= MAX_REPLICAS:
+        yield Fault("--replicas", f"must be between 1 and {MAX_REPLICAS}, got {cache.replicas}")
     if cache.claim is not None and cache.storage_class is not None:
-        yield Fault("--claim", "is a volume that is there, and --class asks for new ones: give one of them")
-    yield from _image_faults(cache.image)
+        yield Fault("--claim", "uses an existing claim and --class creates new ones: pass only one of them")
+    yield from _check_image(cache.image)
     for _, url in cache.origins:
         if not url.startswith(("http://", "https://")):
-            bucket = "a public bucket has an https address, like https://BUCKET.s3.amazonaws.com"
-            yield Fault("--origin", f"nginx cannot fetch from {shown(url)}; {bucket}")
+            bucket = "use the https URL of a public bucket, such as https://BUCKET.s3.amazonaws.com"
+            yield Fault("--origin", f"nginx cannot fetch from {redacted(url)}; {bucket}")
 
 
-def _image_faults(image: str) -> Iterator[Fault]:
+def _check_image(image: str) -> Iterator[Fault]:
     if not image or not image.isprintable() or " " in image:
-        yield Fault("--image", f"{image!r} is no name of an image")
+        yield Fault("--image", f"invalid image name {image!r}")
 
 
-def check_claim(found: Manifest, replicas: int) -> None:
-    """Refuse a claim that several pods cannot write to."""
-    name, modes = found["metadata"]["name"], found["spec"].get("accessModes") or []
-    writable = {ACCESS["rwx"]} if replicas > 1 else {ACCESS["rwx"], ACCESS["rwo"], ACCESS["rwop"]}
+def check_claim_writable(claim: Manifest, replicas: int) -> None:
+    """Raise InputError if the access modes of a claim do not let all pods write to it."""
+    name, modes = claim["metadata"]["name"], claim["spec"].get("accessModes") or []
+    writable = (
+        {ACCESS_MODES["rwx"]} if replicas > 1 else {ACCESS_MODES["rwx"], ACCESS_MODES["rwo"], ACCESS_MODES["rwop"]}
+    )
     if not writable.intersection(modes):
-        several = f"by {replicas} pods" if replicas > 1 else "to"
-        how = ", ".join(modes) or "nothing"
+        hint = "pass a writable claim"
+        if replicas > 1:
+            hint = "use --replicas 1, a ReadWriteMany claim, or --class, which creates a claim per pod"
+        modes_text = ", ".join(modes) or "none"
         raise InputError(
-            f"claim {name} allows {how}, and cannot be written {several}",
-            hint="use --replicas 1, a ReadWriteMany claim, or --class, which gives each pod a claim of its own"
-            if replicas > 1
-            else "name a claim that can be written to",
+            f"claim {name} has access modes {modes_text}, which do not let {replicas} pods write", hint=hint
         )
 
 
-# --- What runs
+# --- Workload
 
 
-def _workload(cache: ClusterCache) -> Manifest:
-    template = {"metadata": {"labels": {**SERVER, **MANAGED_BY}}, "spec": _pod(cache)}
-    spec: Manifest = {"replicas": cache.replicas, "selector": {"matchLabels": SERVER}, "template": template}
+def _build_workload(cache: ClusterCache) -> Manifest:
+    template = {"metadata": {"labels": {**SERVER_LABELS, **MANAGED_BY}}, "spec": _build_pod(cache)}
+    spec: Manifest = {"replicas": cache.replicas, "selector": {"matchLabels": SERVER_LABELS}, "template": template}
     if cache.kind == "StatefulSet":
-        spec |= {"serviceName": CACHE, "podManagementPolicy": "Parallel"}
+        spec |= {"serviceName": CACHE_SERVICE, "podManagementPolicy": "Parallel"}
     if cache.storage_class is not None:
-        asked = claim("cache", cache.size, "rwo", OURS, storage_class=cache.storage_class)
-        spec["volumeClaimTemplates"] = [asked]
-    return manifest("apps/v1", cache.kind, CACHE, OURS, namespace=cache.namespace, spec=spec)
+        claim = build_claim("cache", cache.size, "rwo", CACHE_LABELS, storage_class=cache.storage_class)
+        spec["volumeClaimTemplates"] = [claim]
+    return build_object("apps/v1", cache.kind, CACHE_SERVICE, CACHE_LABELS, namespace=cache.namespace, spec=spec)
 
 
-def _pod(cache: ClusterCache) -> Manifest:
+def _build_pod(cache: ClusterCache) -> Manifest:
     volumes: list[Manifest] = [
-        {"name": "config", "configMap": {"name": CACHE}},
+        {"name": "config", "configMap": {"name": CACHE_SERVICE}},
         {"name": "run", "emptyDir": {}},
     ]
     if cache.claim is not None:
         volumes.append({"name": "cache", "persistentVolumeClaim": {"claimName": cache.claim}})
     elif cache.storage_class is None:
-        volumes.append({"name": "cache", "emptyDir": {"sizeLimit": str(_disk(cache))}})
-    pod = _safe_pod(USER)
-    pod["securityContext"] |= {"fsGroup": USER, "fsGroupChangePolicy": "OnRootMismatch"}
-    pod |= {"terminationGracePeriodSeconds": GRACE_S, "containers": [_container(cache)], "volumes": volumes}
+        volumes.append({"name": "cache", "emptyDir": {"sizeLimit": str(_disk_limit(cache))}})
+    pod = _restricted_pod(NGINX_UID)
+    pod["securityContext"] |= {"fsGroup": NGINX_UID, "fsGroupChangePolicy": "OnRootMismatch"}
+    pod |= {"terminationGracePeriodSeconds": GRACE_S, "containers": [_build_container(cache)], "volumes": volumes}
     if cache.replicas > 1:
         spread = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
-        pod["topologySpreadConstraints"] = [{**spread, "labelSelector": {"matchLabels": SERVER}}]
+        pod["topologySpreadConstraints"] = [{**spread, "labelSelector": {"matchLabels": SERVER_LABELS}}]
     return pod
 
 
-def _safe_pod(user: int) -> Manifest:
-    """Take from a pod what neither nginx nor wget needs."""
+def _restricted_pod(user: int) -> Manifest:
+    """Return a pod spec without the privileges that neither nginx nor wget needs."""
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -191,178 +198,178 @@ def _safe_pod(user: int) -> Manifest:
     }
 
 
-def _container(cache: ClusterCache) -> Manifest:
-    memory = str(MEMORY + zone_bytes(_settings(cache)))
+def _build_container(cache: ClusterCache) -> Manifest:
+    memory = str(BASE_MEMORY_BYTES + keys_zone_bytes(_nginx_config(cache)))
     requests = {"cpu": "250m", "memory": memory}
-    if cache.kind == "Deployment":  # else the node that was chosen might not have the room
-        requests["ephemeral-storage"] = str(_disk(cache))
+    if cache.kind == "Deployment":  # otherwise the chosen node might not have the space
+        requests["ephemeral-storage"] = str(_disk_limit(cache))
     probe = {"httpGet": {"path": "/-/healthy", "port": "http"}, "timeoutSeconds": 5}
     return {
-        "name": CONTAINER,
+        "name": MAIN_CONTAINER,
         "image": cache.image,
-        "command": ["/bin/sh", f"{CONFIG}/start.sh"],
+        "command": ["/bin/sh", f"{CONFIG_DIR}/start.sh"],
         "env": [{"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}],
         "ports": [{"name": "http", "containerPort": CACHE_PORT, "protocol": "TCP"}],
         "resources": {"requests": requests, "limits": {"memory": memory}},
         "readinessProbe": {**probe, "periodSeconds": 2},
         "livenessProbe": {**probe, "periodSeconds": 10, "failureThreshold": 6},
-        "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", f"{CONFIG}/stop.sh"]}}},
-        "securityContext": {**safe_container(), "readOnlyRootFilesystem": True},
+        "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", f"{CONFIG_DIR}/stop.sh"]}}},
+        "securityContext": {**restricted_security_context(), "readOnlyRootFilesystem": True},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
-            {"name": "config", "mountPath": CONFIG, "readOnly": True},
-            {"name": "run", "mountPath": RUN},
-            {"name": "cache", "mountPath": STORE},
+            {"name": "config", "mountPath": CONFIG_DIR, "readOnly": True},
+            {"name": "run", "mountPath": RUN_DIR},
+            {"name": "cache", "mountPath": CACHE_DIR},
         ],
     }
 
 
-def _disk(cache: ClusterCache) -> int:
-    """Give what an emptyDir may grow to: a pod that passes it is ended, and nginx looks only now and then."""
+def _disk_limit(cache: ClusterCache) -> int:
+    """Return the size limit of the emptyDir: exceeding it evicts the pod, and nginx only evicts periodically."""
     return cache.size + cache.size // 10 + (64 << 20)
 
 
-# --- Its files
+# --- Configuration files
 
 
-def _settings(cache: ClusterCache) -> CacheSettings:
-    return CacheSettings(
+def _nginx_config(cache: ClusterCache) -> NginxCacheConfig:
+    return NginxCacheConfig(
         origins=cache.origins,
-        dir=Path(RUN, "cache"),
+        dir=Path(RUN_DIR, "cache"),
         size=cache.size,
         host="0.0.0.0",
         port=CACHE_PORT,
-        valid_s=max(1, round(cache.fresh_s)),
-        contained=Contained(told=Path(CONFIG), found=Path(RUN)),
+        revalidate_after_s=max(1, round(cache.revalidate_after_s)),
+        container=ContainerPaths(admin_files=Path(CONFIG_DIR), runtime_files=Path(RUN_DIR)),
     )
 
 
-def _files(cache: ClusterCache) -> dict[str, str]:
-    secure = any(url.startswith("https://") for _, url in cache.origins)
+def _config_files(cache: ClusterCache) -> dict[str, str]:
+    has_https = any(url.startswith("https://") for _, url in cache.origins)
     return {
-        "nginx.conf": cache_config(_settings(cache), Path(RUN)),
-        "start.sh": _start(secure),
-        "stop.sh": STOP,
-        "origins.json": json.dumps([{"name": name, "url": shown(url)} for name, url in cache.origins]) + "\n",
+        "nginx.conf": build_cache_config(_nginx_config(cache), Path(RUN_DIR)),
+        "start.sh": _start_script(has_https),
+        "stop.sh": STOP_SCRIPT,
+        "origins.json": json.dumps([{"name": name, "url": redacted(url)} for name, url in cache.origins]) + "\n",
         "stats.json": json.dumps({"engine": "nginx", "budget": cache.size}) + "\n",
     }
 
 
-def _start(secure: bool) -> str:
-    """Write what a pod runs: what it alone can find out becomes files, and then it becomes nginx."""
+def _start_script(has_https: bool) -> str:
+    """Return the start script of a pod: write what is only known at run time to files, then exec nginx."""
     return f"""\
 # Written by stoker.
 set -eu
-say() {{ echo "stoker: $*" >&2; }}
+log() {{ echo "stoker: $*" >&2; }}
 
-near= servers= only=
+search_domain= servers= ipv6=
 while read -r key value _ || [ -n "$key" ]; do
     case $key:$value in
         nameserver:*%*) ;;
         nameserver:*:*) servers="$servers [$value]" ;;
-        nameserver:*) servers="$servers $value" only=" ipv6=off" ;;
-        search:*) near=$value ;;
+        nameserver:*) servers="$servers $value" ipv6=" ipv6=off" ;;
+        search:*) search_domain=$value ;;
     esac
     key=
 done < /etc/resolv.conf
-[ -n "$servers" ] || {{ say "no nameserver in /etc/resolv.conf"; exit 1; }}
-# Addresses that a network of IPv4 cannot reach are not to be chosen, hence `only`.
-cat > {RUN}/resolver.conf << END
-resolver$servers$only;
-map \\$scheme \\$stoker_near {{ default "$near"; }}
-map \\$scheme \\$stoker_domain {{ default "${{near#*.svc.}}"; }}
+[ -n "$servers" ] || {{ log "no nameserver in /etc/resolv.conf"; exit 1; }}
+# An IPv4 nameserver means an IPv4 network, which cannot reach IPv6 addresses: do not resolve to them.
+cat > {RUN_DIR}/resolver.conf << END
+resolver$servers$ipv6;
+map \\$scheme \\$stoker_near {{ default "$search_domain"; }}
+map \\$scheme \\$stoker_domain {{ default "${{search_domain#*.svc.}}"; }}
 END
 if [ -s /proc/net/if_inet6 ]; then
     echo "listen [::]:{CACHE_PORT} ipv6only=on backlog=1024;"
-fi > {RUN}/listen.conf
-{TRUSTED if secure else ""}\
-# A folder for each pod, for a claim may be shared; less what a killed nginx was just writing.
-mkdir -p "{STORE}/$POD_NAME"
-ln -sfn "{STORE}/$POD_NAME" {RUN}/cache
-find "{STORE}/$POD_NAME" -type f -name '*.{"[0-9]" * 10}' -exec rm -f {{}} + || say "old temporary files stay"
-ulimit -n "$(ulimit -H -n)" || say "the number of open files stays at $(ulimit -n)"
+fi > {RUN_DIR}/listen.conf
+{_TRUSTED_CERTIFICATES if has_https else ""}\
+# One folder per pod, because a claim may be shared; delete the temporary files of a killed nginx.
+mkdir -p "{CACHE_DIR}/$POD_NAME"
+ln -sfn "{CACHE_DIR}/$POD_NAME" {RUN_DIR}/cache
+find "{CACHE_DIR}/$POD_NAME" -type f -name '*.{"[0-9]" * 10}' -exec rm -f {{}} + || log "temporary files remain"
+ulimit -n "$(ulimit -H -n)" || log "cannot raise the limit of open files, which is $(ulimit -n)"
 PATH=$PATH:/usr/sbin:/usr/local/sbin
-command -v nginx > /dev/null || {{ say "this image has no nginx"; exit 1; }}
-exec nginx -p {RUN} -c {CONFIG}/nginx.conf -e stderr
+command -v nginx > /dev/null || {{ log "this image has no nginx"; exit 1; }}
+exec nginx -p {RUN_DIR} -c {CONFIG_DIR}/nginx.conf -e stderr
 """
 
 
-TRUSTED = f"""\
+_TRUSTED_CERTIFICATES = f"""\
 for file in /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt /etc/ssl/cert.pem; do
-    [ ! -r "$file" ] || echo "proxy_ssl_trusted_certificate $file;" > {RUN}/trusted.conf
+    [ ! -r "$file" ] || echo "proxy_ssl_trusted_certificate $file;" > {RUN_DIR}/trusted.conf
 done
-[ -e {RUN}/trusted.conf ] || {{ say "this image has no certificates to check https origins with"; exit 1; }}
+[ -e {RUN_DIR}/trusted.conf ] || {{ log "this image has no CA certificates to verify https origins"; exit 1; }}
 """
-STOP = f"""\
-# Written by stoker. Lets begun transfers end; the first seconds are for those who still think that we are there.
-read -r pid < {RUN}/nginx.pid
+STOP_SCRIPT = f"""\
+# Written by stoker. Lets running transfers finish; first waits until the Service stops routing to this pod.
+read -r pid < {RUN_DIR}/nginx.pid
 sleep 3
 kill -QUIT "$pid"
 while kill -0 "$pid"; do sleep 1; done
 """
 
 
-# --- What fills it
+# --- Warming
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filling:
-    """Objects to be read once through each of the caches, by their paths there."""
+class WarmJob:
+    """A Job that reads objects, given by their paths, once through each cache."""
 
     paths: tuple[str, ...]
     caches: tuple[str, ...]
-    lanes: int = 4
-    """So many at a time."""
+    parallel: int = 4
+    """Number of concurrent reads."""
     image: str = WARM_IMAGE
     namespace: str | None = None
 
     @property
     def name(self) -> str:
-        """The same for the same wish, so that whoever asks again finds what runs already."""
-        wish = json.dumps([self.paths, self.caches, self.lanes, self.image])
-        return f"stoker-warm-{hashlib.sha256(wish.encode()).hexdigest()[:10]}"
+        """The Job's name, a hash of its inputs, so that repeating the command finds the running Job."""
+        inputs = json.dumps([self.paths, self.caches, self.parallel, self.image])
+        return f"stoker-warm-{hashlib.sha256(inputs.encode()).hexdigest()[:10]}"
 
 
-def filling_objects(filling: Filling, patches: Sequence[Manifest] = ()) -> list[Manifest]:
-    """Render the Job that fills a cache, and the ConfigMap of what it reads."""
-    if faults := list(_image_faults(filling.image)):
+def build_warm_objects(warm_job: WarmJob, patches: Sequence[Manifest] = ()) -> list[Manifest]:
+    """Build the Job that warms a cache, and the ConfigMap that lists what it reads."""
+    if faults := list(_check_image(warm_job.image)):
         raise SpecError(faults)
     data = {
-        "warm.sh": WARM,
-        "caches": "".join(f"{_line(url)}\n" for url in filling.caches),
-        "paths": "".join(f"{_line(path)}\n" for path in filling.paths),
+        "warm.sh": WARM_SCRIPT,
+        "caches": "".join(f"{_check_line(url)}\n" for url in warm_job.caches),
+        "paths": "".join(f"{_check_line(path)}\n" for path in warm_job.paths),
     }
     size = sum(len(text.encode()) for text in data.values())
-    if size > CONFIG_MAX:
+    if size > MAX_CONFIG_MAP_BYTES:
         raise InputError(
-            f"the list of {len(filling.paths):,} objects has {format_bytes(size)}, and a ConfigMap holds 1 MiB",
-            hint="warm a part at a time: --shards A..B",
+            f"the list of {len(warm_job.paths):,} objects has {format_bytes(size)}, a ConfigMap holds at most 1 MiB",
+            hint="warm some shards at a time: --shards A..B",
         )
-    config = manifest("v1", "ConfigMap", filling.name, FILLER, namespace=filling.namespace, data=data)
-    return patched([config, _job(filling)], patches)
+    config = build_object("v1", "ConfigMap", warm_job.name, WARM_LABELS, namespace=warm_job.namespace, data=data)
+    return apply_patches([config, _build_job(warm_job)], patches)
 
 
-def _line(text: str) -> str:
+def _check_line(text: str) -> str:
     if any(ord(letter) <= 32 or ord(letter) == 127 for letter in text):
-        raise InputError("a URL has no spaces or line breaks", where=repr(text))
+        raise InputError("URL contains spaces or control characters", where=repr(text))
     return text
 
 
-def _job(filling: Filling) -> Manifest:
-    memory = str((64 + 16 * filling.lanes) << 20)
+def _build_job(warm_job: WarmJob) -> Manifest:
+    memory = str((64 + 16 * warm_job.parallel) << 20)
     container = {
-        "name": CONTAINER,
-        "image": filling.image,
-        "command": ["/bin/sh", f"{CONFIG}/warm.sh", str(filling.lanes)],
+        "name": MAIN_CONTAINER,
+        "image": warm_job.image,
+        "command": ["/bin/sh", f"{CONFIG_DIR}/warm.sh", str(warm_job.parallel)],
         "resources": {"requests": {"cpu": "250m", "memory": memory}, "limits": {"memory": memory}},
-        "securityContext": {**safe_container(), "readOnlyRootFilesystem": True},
-        "volumeMounts": [{"name": "config", "mountPath": CONFIG, "readOnly": True}],
+        "securityContext": {**restricted_security_context(), "readOnlyRootFilesystem": True},
+        "volumeMounts": [{"name": "config", "mountPath": CONFIG_DIR, "readOnly": True}],
     }
-    pod = _safe_pod(NOBODY) | {
+    pod = _restricted_pod(NOBODY_UID) | {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 5,
         "containers": [container],
-        "volumes": [{"name": "config", "configMap": {"name": filling.name}}],
+        "volumes": [{"name": "config", "configMap": {"name": warm_job.name}}],
     }
     spec = {
         "backoffLimit": 2,
@@ -371,16 +378,19 @@ def _job(filling: Filling) -> Manifest:
         "podFailurePolicy": {
             "rules": [
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
-                # What it could not read after some tries, another pod will not read either.
-                {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [1]}},
+                # What one pod could not read after several attempts, another will not read either.
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {"containerName": MAIN_CONTAINER, "operator": "In", "values": [1]},
+                },
             ]
         },
-        "template": {"metadata": {"labels": {**FILLER, **MANAGED_BY}}, "spec": pod},
+        "template": {"metadata": {"labels": {**WARM_LABELS, **MANAGED_BY}}, "spec": pod},
     }
-    return manifest("batch/v1", "Job", filling.name, FILLER, namespace=filling.namespace, spec=spec)
+    return build_object("batch/v1", "Job", warm_job.name, WARM_LABELS, namespace=warm_job.namespace, spec=spec)
 
 
-WARM = f"""\
+WARM_SCRIPT = f"""\
 # Written by stoker. Reads every line of `paths` from every line of `caches`, $1 at a time.
 unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY
 if command -v curl > /dev/null; then
@@ -392,39 +402,39 @@ else
     exit 1
 fi
 
-patiently() {{
+get_with_retries() {{
     try=1
-    until said=$(get "$1"); do
+    until output=$(get "$1"); do
         [ "$try" -lt 4 ] || return 1
         sleep "$((try * try))"
         try=$((try + 1))
     done
 }}
 
-lane() {{
+worker() {{
     number=0
     while read -r path; do
         number=$((number + 1))
         [ "$((number % $2))" -eq "$1" ] || continue
         while read -r cache <&3; do
-            patiently "$cache$path" || {{
-                echo "failed $number $(printf '%s' "$said" | tr '\\n' ' ')"
+            get_with_retries "$cache$path" || {{
+                echo "failed $number $(printf '%s' "$output" | tr '\\n' ' ')"
                 return 1
             }}
-        done 3< {CONFIG}/caches
+        done 3< {CONFIG_DIR}/caches
         echo "read $number"
-    done < {CONFIG}/paths
+    done < {CONFIG_DIR}/paths
 }}
 
-at=0 lanes=
-while [ "$at" -lt "$1" ]; do
-    lane "$at" "$1" &
-    lanes="$lanes $!"
-    at=$((at + 1))
+index=0 workers=
+while [ "$index" -lt "$1" ]; do
+    worker "$index" "$1" &
+    workers="$workers $!"
+    index=$((index + 1))
 done
 code=0
-for one in $lanes; do
-    wait "$one" || code=1
+for pid in $workers; do
+    wait "$pid" || code=1
 done
 exit "$code"
 """
@@ -433,15 +443,15 @@ exit "$code"
 # --- Patches
 
 
-def patched(objects: Sequence[Manifest], patches: Sequence[Manifest]) -> list[Manifest]:
-    """Merge patches into the objects of their kind and, if they name one, of that name; refuse one without any."""
-    found = list(objects)
+def apply_patches(objects: Sequence[Manifest], patches: Sequence[Manifest]) -> list[Manifest]:
+    """Merge patches into the objects with their kind and name, if set; raise InputError for a patch without a match."""
+    merged = list(objects)
     for patch in patches:
-        chosen = [at for at, one in enumerate(found) if fits(patch, one)]
-        if not chosen:
+        matches = [index for index, manifest in enumerate(merged) if patch_matches(patch, manifest)]
+        if not matches:
             kind, name = patch.get("kind"), (patch.get("metadata") or {}).get("name")
-            there = ", ".join(f"{one['kind']} {one['metadata']['name']}" for one in found)
-            raise InputError(f"--patch: there is no {kind} {name or ''}".rstrip(), hint=f"there are {there}")
-        for at in chosen:
-            found[at] = merged(found[at], patch)
-    return found
+            existing = ", ".join(f"{manifest['kind']} {manifest['metadata']['name']}" for manifest in merged)
+            raise InputError(f"--patch: no object {kind} {name or ''}".rstrip(), hint=f"objects are {existing}")
+        for index in matches:
+            merged[index] = strategic_merge(merged[index], patch)
+    return merged
