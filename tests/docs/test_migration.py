@@ -1,4 +1,4 @@
-"""What takes the place of Helm charts and Jinja templates: every parameter has its row, and every row holds."""
+"""Check the migration pages: every chart value and template variable has a row, and every row names existing keys."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import yaml
 
 from stoker.cli.main import app
 from stoker.cli.planned import PLANNED
-from stoker.jobs.spec import load_job, schema
-from stoker.launchers.kubernetes.manifests import faults, manifests
+from stoker.jobs.spec import job_schema, load_job
+from stoker.launchers.kubernetes.manifests import build_manifests, check_job
 from tests.support.paths import DOCS
 
 PAGES = ("from-helm.md", "from-jinja.md")
@@ -64,77 +64,78 @@ VARIABLES = """
 """
 
 
-def text_of(page: str) -> str:
+def read_page(page: str) -> str:
     return (DOCS / page).read_text()
 
 
-def rows(text: str) -> Iterator[tuple[str, str]]:
-    """The rows of every table."""
+def iter_rows(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the rows of all tables as left and right column."""
     for line in text.splitlines():
         if line.startswith("|") and not line.startswith(("|---", "| values.yaml |", "| variable |", "| in the")):
             left, right = line.strip("|").split(" | ")
             yield left, right
 
 
-def marked(text: str) -> list[str]:
+def find_code(text: str) -> list[str]:
+    """Return all words in backticks."""
     return re.findall(r"`([^`]+)`", text)
 
 
 @pytest.mark.parametrize("chart", list(VALUES))
-def test_every_value_of_a_chart_has_a_row(chart: str) -> None:
-    sections = text_of("from-helm.md").split("\n## ")
-    (section,) = [one for one in sections if one.startswith((f"Chart `{chart}`", f"Charts `{chart}"))]
-    found = [key for left, _ in rows(section) for key in marked(left)]
-    assert sorted(found) == sorted(VALUES[chart].split())
+def test_every_chart_value_has_a_row(chart: str) -> None:
+    sections = read_page("from-helm.md").split("\n## ")
+    (section,) = [text for text in sections if text.startswith((f"Chart `{chart}`", f"Charts `{chart}"))]
+    keys = [key for left, _ in iter_rows(section) for key in find_code(left)]
+    assert sorted(keys) == sorted(VALUES[chart].split())
 
 
-def test_every_variable_of_a_template_has_a_row() -> None:
-    found = {key for left, _ in rows(text_of("from-jinja.md")) for key in marked(left)}
-    assert set(VARIABLES.split()) <= found
+def test_every_template_variable_has_a_row() -> None:
+    keys = {key for left, _ in iter_rows(read_page("from-jinja.md")) for key in find_code(left)}
+    assert set(VARIABLES.split()) <= keys
 
 
-def property_of(schema: dict[str, Any], defs: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """The schema of a key, through references and choices."""
-    for one in (schema, *schema.get("anyOf", [])):
-        if "$ref" in one:
-            one = defs[one["$ref"].rpartition("/")[2]]
-        if name == "[]" and "items" in one:
-            items: dict[str, Any] = one["items"]
+def find_property(schema: dict[str, Any], defs: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """Return the schema of a property, following references and unions, or None if there is none."""
+    for option in (schema, *schema.get("anyOf", [])):
+        if "$ref" in option:
+            option = defs[option["$ref"].rpartition("/")[2]]
+        if name == "[]" and "items" in option:
+            items: dict[str, Any] = option["items"]
             return items
-        if name in one.get("properties", {}):
-            known: dict[str, Any] = one["properties"][name]
-            return known
-        if isinstance(one.get("additionalProperties"), dict):
-            others: dict[str, Any] = one["additionalProperties"]
-            return others
+        if name in option.get("properties", {}):
+            declared: dict[str, Any] = option["properties"][name]
+            return declared
+        if isinstance(option.get("additionalProperties"), dict):
+            additional: dict[str, Any] = option["additionalProperties"]
+            return additional
     return None
 
 
 def is_key(path: str) -> bool:
-    """Whether the job file has a key."""
-    whole = schema()
-    here: dict[str, Any] | None = {"$ref": whole["$ref"]} if "$ref" in whole else whole
+    """Return whether the job file has this key."""
+    root = job_schema()
+    schema: dict[str, Any] | None = {"$ref": root["$ref"]} if "$ref" in root else root
     for name in path.replace("[]", ".[]").split("."):
-        here = None if here is None else property_of(here, whole["$defs"], name)
-    return here is not None
+        schema = None if schema is None else find_property(schema, root["$defs"], name)
+    return schema is not None
 
 
-def test_the_check_of_keys_knows_bad_ones() -> None:
+def test_is_key_rejects_unknown_keys() -> None:
     good = ("workers", "resources.gpu", "volumes[].claim", "roles.ps.image", "roles.NAME.resources.cpu", "env.DATASET")
     bad = ("worker", "resources.gpus", "volumes[].name", "roles.ps.imag", "roles.NAME.resources.disk", "name.x")
-    assert [is_key(one) for one in (*good, *bad)] == [True] * len(good) + [False] * len(bad)
+    assert [is_key(key) for key in (*good, *bad)] == [True] * len(good) + [False] * len(bad)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_key_and_command_in_the_tables_is_there(page: str) -> None:
+def test_keys_and_commands_in_the_tables_exist(page: str) -> None:
     commands = typer.main.get_command(app)
     checked = 0
-    for _, right in rows(text_of(page)):
-        for word in marked(right):
+    for _, right in iter_rows(read_page(page)):
+        for word in find_code(right):
             if word.startswith("stoker "):
                 noun, verb = word.split()[1:3]
-                known = getattr(commands, "commands", {}).get(noun)
-                assert verb in getattr(known, "commands", {}) or verb in PLANNED.get(noun, ()), word
+                group = getattr(commands, "commands", {}).get(noun)
+                assert verb in getattr(group, "commands", {}) or verb in PLANNED.get(noun, ()), word
                 checked += 1
             elif re.fullmatch(r"[a-z_]+(\[\])?(\.[A-Za-z_]+(\[\])?)*(: .+)?", word):
                 key = word.partition(": ")[0]
@@ -145,13 +146,13 @@ def test_every_key_and_command_in_the_tables_is_there(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_job_files_of_a_page_can_be_rendered(page: str, tmp_path: Path) -> None:
-    blocks = re.findall(r"^```yaml\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL)
+def test_job_files_of_a_page_render(page: str, tmp_path: Path) -> None:
+    blocks = re.findall(r"^```yaml\n(.*?)^```", read_page(page), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2
     for block in blocks:
         path = tmp_path / "job.yaml"
         path.write_text(block)
         job = load_job(path)
         assert job.name == yaml.safe_load(block)["name"]
-        assert list(faults(job)) == []
-        assert manifests(job)
+        assert list(check_job(job)) == []
+        assert build_manifests(job)
