@@ -1,1 +1,1 @@
-"""Datasets into shards: sources are scanned, planned, packed; shard sets are summarised and verified."""
+"""Shards: convert datasets to shard sets, and find, index, summarize and verify shard sets."""

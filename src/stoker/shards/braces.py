@@ -1,4 +1,4 @@
-"""Brace patterns: `a-{000..127}.tar` to names, and names back to patterns with their gaps."""
+"""Brace patterns: expand `a-{000..127}.tar` to names, and collapse names to patterns with their gaps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MAX_GAP = 100_000
 
 _GROUP = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})")
-# The number that counts shards: the one before `-of-N`, else the last one in the name.
+# The shard number: the number before `-of-N`, else the last one in the name.
 _NUMBERED = re.compile(r"^(?P<head>.*?)(?P<number>[0-9]{1,18})(?P<tail>-of-[0-9]+[^/]*|[^0-9]*)$", re.DOTALL)
 
 
 class NumberRange(NamedTuple):
-    """Names that differ only in one number, as a pattern; the names that a gap leaves out are `missing`."""
+    """Names that differ in one number only, as a pattern; `missing` lists the names in its gaps."""
 
     pattern: str
     names: tuple[str, ...]
@@ -26,38 +26,37 @@ class NumberRange(NamedTuple):
 
 
 def has_braces(text: str) -> bool:
-    """Whether there is a brace group to expand."""
+    """Return whether a text has a brace group to expand."""
     return _GROUP.search(text) is not None
 
 
 def expand_braces(pattern: str) -> Iterator[str]:
-    """Yield every name that a pattern stands for: `{000..127}` and `{a,b}`, any number of them."""
-    found = _GROUP.search(pattern)
-    if found is None:
+    """Yield every name of a pattern with any number of groups `{000..127}` and `{a,b}`."""
+    group = _GROUP.search(pattern)
+    if group is None:
         if "{" in pattern or "}" in pattern:
             raise InputError(f"unbalanced braces in {pattern!r}", hint="write ranges as {000000..000127}")
         yield pattern
         return
-    before, after = pattern[: found.start()], pattern[found.end() :]
-    for middle in _expand_group(found[1], pattern):
+    before, after = pattern[: group.start()], pattern[group.end() :]
+    for middle in _expand_group(group[1], pattern):
         for rest in expand_braces(after):
             yield f"{before}{middle}{rest}"
 
 
 def collapse_names(names: Iterable[str]) -> list[NumberRange]:
-    """Group names into numbered runs; a name without a number that counts is a run of its own."""
-    runs: dict[tuple[str, int, str], list[int]] = {}
-    rest = []
+    """Group names into number ranges; a name without a shard number is a range of its own."""
+    groups: dict[tuple[str, int, str], list[int]] = {}
+    unnumbered = []
     for name in names:
-        found = _NUMBERED.match(name)
-        if found is None:
-            rest.append(name)
+        match = _NUMBERED.match(name)
+        if match is None:
+            unnumbered.append(name)
         else:
-            key = (found["head"], len(found["number"]), found["tail"])
-            runs.setdefault(key, []).append(int(found["number"]))
-    return [run for key, numbers in sorted(runs.items()) for run in _number_ranges(*key, set(numbers))] + [
-        NumberRange(name, (name,), ()) for name in sorted(rest)
-    ]
+            key = (match["head"], len(match["number"]), match["tail"])
+            groups.setdefault(key, []).append(int(match["number"]))
+    ranges = [one for key, numbers in sorted(groups.items()) for one in _number_ranges(*key, set(numbers))]
+    return ranges + [NumberRange(name, (name,), ()) for name in sorted(unnumbered)]
 
 
 def _expand_group(inside: str, pattern: str) -> Iterator[str]:
@@ -65,25 +64,25 @@ def _expand_group(inside: str, pattern: str) -> Iterator[str]:
     if span is None:
         if "," not in inside:
             raise InputError(
-                f"{{{inside}}} in {pattern!r} is no range and no list",
+                f"{{{inside}}} in {pattern!r} is neither a range nor a list",
                 hint="write {000000..000127} or {train,val}",
             )
         yield from inside.split(",")
         return
     first, last = int(span[1]), int(span[2])
     if last < first or last - first >= MAX_NAMES:
-        raise InputError(f"the range {{{inside}}} in {pattern!r} is empty or too long")
+        raise InputError(f"the range {{{inside}}} in {pattern!r} is empty or longer than {MAX_NAMES:,} names")
     width = len(span[1]) if span[1].startswith("0") or len(span[1]) == len(span[2]) else 0
     for number in range(first, last + 1):
         yield f"{number:0{width}d}"
 
 
 def _number_ranges(head: str, width: int, tail: str, present: set[int]) -> list[NumberRange]:
-    """Make one run of the names, or a run of each when the gaps say that the number does not count shards."""
+    """Return one range, or one per name if the gaps are too large for a shard number."""
     first, last = min(present), max(present)
     most = 1000 + 100 * len(present)
     if (total := re.match(r"-of-([0-9]{1,18})", tail)) is not None:
-        # The name tells how many there should be, so the ends can be missing too, and many more.
+        # The name contains the total, so shards can be missing at both ends too.
         first, last = min(first, 0), max(last, int(total[1]) - 1)
         most = max(most, MAX_GAP)
 
@@ -92,7 +91,7 @@ def _number_ranges(head: str, width: int, tail: str, present: set[int]) -> list[
 
     names = tuple(map(name, sorted(present)))
     if last - first + 1 - len(present) > most:
-        return [NumberRange(one, (one,), ()) for one in names]
+        return [NumberRange(text, (text,), ()) for text in names]
     pattern = name(first) if first == last else f"{head}{{{first:0{width}d}..{last:0{width}d}}}{tail}"
     missing = tuple(name(number) for number in range(first, last + 1) if number not in present)
     return [NumberRange(pattern, names, missing)]

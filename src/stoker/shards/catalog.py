@@ -1,4 +1,4 @@
-"""The list of a split's samples, on disk, so that its length costs no memory."""
+"""The catalog of a split: the list of its samples, on disk, so that memory does not grow with the dataset."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RELEASE_EVERY_ROWS = 4096
 
 
 class Catalog:
-    """What a scan found, in the order of the scan; rows are read back by number."""
+    """The items that a scan of one split yielded, in order; rows are read by number."""
 
     def __init__(self, folder: Path, split: str, digest: str, stamp: str) -> None:
         self.split = split
@@ -44,9 +44,9 @@ class Catalog:
         check_key: Callable[[str], None] = lambda _: None,
         progress: Callable[[int], None] = lambda _: None,
     ) -> Catalog:
-        """Store what a scan yields; refuse an empty scan, two samples with one key, and keys that a format cannot hold.
+        """Store the items of a scan; raise SourceError for an empty scan, a duplicate key or a key that is not allowed.
 
-        The digest covers names, sizes and labels; the stamp covers what tells a changed file.
+        The digest covers names, sizes and labels; the stamp covers the stamps of the items, to detect changed files.
         """
         digest, stamps = hashlib.sha256(), hashlib.sha256()
         name_at = 0
@@ -68,7 +68,7 @@ class Catalog:
                 if count % 1000 == 999:
                     progress(1000)
         if name_at == 0:
-            raise SourceError("this split has no images", where=split)
+            raise SourceError("the split has no images", where=split)
         catalog = cls(folder, split, digest.hexdigest(), stamps.hexdigest())
         try:
             catalog._check_duplicate_keys(folder)
@@ -85,7 +85,7 @@ class Catalog:
             yield from self.read_rows(range(start, min(start + BLOCK_ROWS, len(self))))
 
     def read_rows(self, numbers: Iterable[int]) -> Iterator[Item]:
-        """Read the rows with these numbers, one by one."""
+        """Yield the rows with these numbers."""
         for count, number in enumerate(numbers):
             file, label, offset, name_at, name_len, size = ROW.unpack_from(self._rows, number * ROW.size)
             yield Item(self._names[name_at : name_at + name_len].decode(), label, size, file, offset)
@@ -93,11 +93,11 @@ class Catalog:
                 self._release_pages()
 
     def total_bytes(self, overhead: int) -> int:
-        """Add up the bytes of all samples, each with a format's overhead."""
+        """Sum the bytes of all samples, each with a format's overhead."""
         return sum(int(block["size"].sum(dtype=np.int64)) for block in self._blocks()) + overhead * len(self)
 
     def label_range(self) -> tuple[int, int]:
-        """Tell the smallest and the largest label."""
+        """Return the smallest and the largest label."""
         extremes = [(int(block["label"].min()), int(block["label"].max())) for block in self._blocks()]
         return min(low for low, _ in extremes), max(high for _, high in extremes)
 
@@ -113,12 +113,12 @@ class Catalog:
             self._release_pages()
 
     def _release_pages(self) -> None:
-        """Give back the pages that were read, so that memory does not grow with the dataset."""
+        """Release the pages that were read, so that memory does not grow with the dataset."""
         self._rows.madvise(mmap.MADV_DONTNEED)
         self._names.madvise(mmap.MADV_DONTNEED)
 
     def _check_duplicate_keys(self, folder: Path) -> None:
-        """Look for equal 64-bit hashes, a bucket at a time; only those are compared as text."""
+        """Raise SourceError for a duplicate key; only keys with equal 64-bit hashes are compared as text."""
         suspects: set[int] = set()
         for i in range(BUCKETS):
             path = _bucket_path(folder, self.split, i)
@@ -133,7 +133,7 @@ class Catalog:
                 continue
             if key in seen:
                 raise SourceError(
-                    f"{seen[key]} and {item.name} would both have the key {key!r}",
+                    f"{seen[key]} and {item.name} have the same key {key!r}",
                     where=self.split,
                     hint="rename or remove one of them",
                 )
@@ -141,10 +141,10 @@ class Catalog:
 
 
 def find_duplicates(hashes: npt.NDArray[np.int64]) -> list[int]:
-    """Return the values that stand more than once."""
+    """Return the values that occur more than once."""
     hashes = np.sort(hashes)
-    found: list[int] = hashes[1:][hashes[1:] == hashes[:-1]].tolist()
-    return found
+    duplicates: list[int] = hashes[1:][hashes[1:] == hashes[:-1]].tolist()
+    return duplicates
 
 
 def _encode_name(name: str) -> bytes:

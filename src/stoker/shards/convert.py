@@ -1,4 +1,4 @@
-"""From a dataset to a plan, and from the plan to shards: what `stoker data convert` does."""
+"""Convert a dataset to shards: scan it, plan the shards, write them (`stoker data convert`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stoker.storage import local_path, open_writable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """A scanned dataset with the plan for it; nothing is written yet."""
+    """A scanned dataset and its conversion plan; nothing is written yet."""
 
     plan: ConversionPlan
     source: Source
@@ -29,7 +29,7 @@ class Conversion:
     scratch: Path
 
     def check(self, dest: str) -> None:
-        """Refuse a destination where the plan could not be carried out, as `run` would."""
+        """Raise the error that `run` would raise for this destination."""
         Destination(open_writable(dest), self.scratch).check(self.plan)
 
     def run(
@@ -40,7 +40,7 @@ class Conversion:
         restart: bool = False,
         progress: Callable[[ConversionProgress], None] = lambda _: None,
     ) -> ConversionResult:
-        """Carry the plan out."""
+        """Write the shards and manifests of the plan."""
         return pack_shards(
             self.plan,
             self.source,
@@ -62,20 +62,20 @@ def prepare_conversion(
     kind: str = "auto",
     progress: Callable[[int], None] = lambda _: None,
 ) -> Iterator[Conversion]:
-    """Open a dataset, scan it, and plan its shards; `progress` is told of samples as they are found."""
+    """Open a dataset, scan it and plan its shards; `progress` is called with the number of new samples."""
     options.check()
     shard_format = FORMATS.get(options.format)
     kind = detect_source(where) if kind == "auto" else kind
-    unpacked, lists = scratch / "unpacked", scratch / "lists"
+    unpacked, catalog_folder = scratch / "unpacked", scratch / "catalogs"
     unpacked.mkdir()
-    lists.mkdir()
+    catalog_folder.mkdir()
     with ExitStack() as stack:
         source = open_source(where, kind, scratch=unpacked)
         stack.callback(source.close)
         catalogs = {}
         for split in source.splits:
             catalogs[split] = Catalog.write(
-                lists, split, source.scan(split), check_key=shard_format.check_key, progress=progress
+                catalog_folder, split, source.scan(split), check_key=shard_format.check_key, progress=progress
             )
             stack.callback(catalogs[split].close)
         classes = source.classes
@@ -97,10 +97,12 @@ def _encoding_recipe(source: Source, options: ConversionOptions) -> str:
 
 
 def check_outside_source(where: str, dest: str) -> None:
-    """Refuse a destination inside the source: the next scan would take it for data."""
+    """Raise InputError for a destination inside the source: the next scan would read it as data."""
     source, target = (_resolve_local(url) for url in (where, dest))
     if source is not None and target is not None and source.is_dir() and target.is_relative_to(source):
-        raise InputError("the destination lies inside the source", where=dest, hint="choose a place outside of it")
+        raise InputError(
+            "the destination is inside the source", where=dest, hint="choose a destination outside of the source"
+        )
 
 
 def _resolve_local(url: str) -> Path | None:
@@ -113,4 +115,6 @@ def _check_labels(where: str, classes: int, catalogs: dict[str, Catalog]) -> Non
         low, high = catalog.label_range()
         last = classes - 1 if classes else MAX_LABEL
         if low < 0 or high > last:
-            raise InputError(f"labels of {split!r} run from {low} to {high}, and must be 0 to {last}", where=where)
+            raise InputError(
+                f"labels of split {split!r} range from {low} to {high}, but must be between 0 and {last}", where=where
+            )

@@ -1,4 +1,4 @@
-"""What lies at a destination while a conversion is at work: a claim, a plan, receipts, and at last the manifests."""
+"""The destination of a conversion: its lock, plan and receipts while it runs, and its manifests at the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 
 from stoker.core import spec
 from stoker.core.units import format_bytes
-from stoker.errors import ConflictError, FullError, InputError, NotFoundError, SpecError
+from stoker.errors import ConflictError, InputError, NotFoundError, SpecError, StorageFullError
 from stoker.shards import index
 from stoker.shards.manifest import MANIFEST, PLAN, QUARANTINE, WORK, Manifest, Shard, read_manifest
 from stoker.shards.plan import ConversionPlan, SplitPlan
@@ -23,7 +23,7 @@ from stoker.storage.local import translate_os_errors
 
 
 class QuarantinedImage(msgspec.Struct, frozen=True, kw_only=True):
-    """An image that was left out, and why."""
+    """An image that was not converted, and the reason."""
 
     key: str
     name: str
@@ -32,7 +32,7 @@ class QuarantinedImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a finished shard; a run that was killed goes by these."""
+    """The record of a finished shard, from which a killed conversion is resumed."""
 
     shard: Shard
     bad: tuple[QuarantinedImage, ...] = ()
@@ -40,7 +40,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Which plan is being carried out, and what its files looked like when it began."""
+    """The digest of the plan that is being written, and the stamp of its source files at the start."""
 
     plan: str
     stamp: str
@@ -55,17 +55,17 @@ class ShardTask(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Where the shard will lie in the destination."""
+        """The path of the shard in the destination."""
         return f"{self.split.split}/{self.name}"
 
     @property
     def receipt_path(self) -> str:
-        """Where its receipt lies until the set is complete."""
+        """The path of its receipt, which exists until the conversion is complete."""
         return f"{WORK}receipts/{self.path}.json"
 
 
 class Destination:
-    """A folder or bucket that is being filled. Files are made in `_work` or scratch, then put in their place."""
+    """A folder or bucket that is written to. Files are written to `_work` or scratch first, then moved into place."""
 
     def __init__(self, store: Store, scratch: Path) -> None:
         self._store = store
@@ -73,29 +73,29 @@ class Destination:
         self._parts = (scratch if self._folder is None else self._folder / WORK) / "parts"
 
     def check(self, plan: ConversionPlan) -> None:
-        """Refuse a destination that holds anything else than this very conversion, finished or not."""
+        """Raise ConflictError for a destination that contains anything but this conversion, finished or not."""
         check_destination(self._store)
         self.read_finished(plan)
         self._check_unfinished(plan.digest, None)
 
     def read_finished(self, plan: ConversionPlan) -> list[Manifest] | None:
-        """Return the manifests when this plan was carried out and all of it is still there; refuse another's."""
+        """Return the manifests if this plan is finished and complete; raise ConflictError for another plan's."""
         sizes = self._list_sizes()
         manifests = [read_manifest(self._store, name.removesuffix(MANIFEST)) for name in sizes if _is_manifest(name)]
         for manifest in manifests:
             if manifest.plan != plan.digest:
                 raise ConflictError(
-                    f"the destination already holds another dataset: {manifest.name}, "
+                    f"the destination already contains another dataset: {manifest.name}, "
                     f"{manifest.samples:,} samples of {manifest.split} in {manifest.format} shards",
                     where=self._store.url,
-                    hint="choose an empty or new destination, or remove that one",
+                    hint="choose an empty or new destination, or delete that dataset",
                 )
-        whole = all(_is_complete(manifest, sizes) for manifest in manifests)
-        return manifests if whole and len(manifests) == len(plan.splits) else None
+        complete = all(_is_complete(manifest, sizes) for manifest in manifests)
+        return manifests if complete and len(manifests) == len(plan.splits) else None
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep a second run out of a local destination while this one is at work."""
+        """Hold the lock of a local destination, so that no second conversion writes to it."""
         if self._folder is None:
             yield
             return
@@ -103,7 +103,7 @@ class Destination:
             yield
 
     def start(self, plan: ConversionPlan, stamp: str) -> None:
-        """Write down which plan is being carried out; withdraw manifests whose shards are no longer all there."""
+        """Record the plan that is being written; delete the manifests of an incomplete shard set."""
         self._check_unfinished(plan.digest, stamp)
         self._parts.mkdir(parents=True, exist_ok=True)
         self.put(PLAN, spec.to_json(PlanRecord(plan=plan.digest, stamp=stamp)))
@@ -111,37 +111,37 @@ class Destination:
             self._store.delete(name)
 
     def read_receipts(self, tasks: list[ShardTask]) -> dict[str, Receipt]:
-        """Read what a killed run had finished; a shard counts if it and its index lie there in full."""
+        """Read the receipts of finished shards; a shard counts if it and its index exist with the right size."""
         sizes = self._list_sizes()
-        found = {}
+        receipts = {}
         for task in tasks:
             if task.receipt_path not in sizes or f"{task.split.split}/{index.index_name(task.name)}" not in sizes:
                 continue
-            # A receipt that a power cut left empty is none.
+            # A power failure can leave an empty receipt.
             with contextlib.suppress(SpecError):
                 receipt = spec.load(self._store.get(task.receipt_path), Receipt, task.receipt_path)
                 if sizes.get(task.path) == receipt.shard.bytes:
-                    found[task.path] = receipt
-        return found
+                    receipts[task.path] = receipt
+        return receipts
 
     def check_space(self, needed: int) -> None:
-        """Refuse to start what cannot fit."""
+        """Raise StorageFullError if the destination has less free space than `needed` bytes."""
         if self._folder is None:
             return
         free = shutil.disk_usage(self._folder).free
         if needed > free:
-            raise FullError(
-                f"the shards need about {format_bytes(needed)} and only {format_bytes(free)} are free",
+            raise StorageFullError(
+                f"the shards need about {format_bytes(needed)}, but only {format_bytes(free)} are free",
                 where=self._folder,
                 hint="free some space or choose another destination",
             )
 
     def part_path(self, name: str) -> Path:
-        """Give the path to write a file at that will be put as `name`."""
+        """Return the temporary path of a file that will be stored as `name`."""
         return self._parts / f"{name.replace('/', '-')}.part"
 
     def put(self, name: str, content: bytes | Path) -> None:
-        """Put a file in its place, whole, and on the disk before anything else can tell of it."""
+        """Store a file atomically, and flush it to disk before anything can refer to it."""
         if isinstance(content, bytes):
             part = self.part_path(name)
             with resume_hint(part), part.open("wb") as file:
@@ -152,10 +152,10 @@ class Destination:
         self._store.put(name, content)
 
     def commit(self, manifests: list[Manifest], bad: Mapping[str, list[QuarantinedImage]]) -> None:
-        """Write the lists of bad images, then the manifests; then remove what only a resumed run would need."""
+        """Write the quarantine lists, then the manifests; then remove the files that only a resume would need."""
         for split, images in bad.items():
             if images:
-                lines = b"".join(msgspec.json.encode(one) + b"\n" for one in images)
+                lines = b"".join(msgspec.json.encode(image) + b"\n" for image in images)
                 self.put(f"{split}/{QUARANTINE}", lines)
         self._fsync_folders(manifests)
         for manifest in manifests:
@@ -164,7 +164,7 @@ class Destination:
         self.remove_work_files()
 
     def remove_work_files(self) -> None:
-        """Remove `_work`, the plan last of all: as long as it lies there, the set counts as unfinished."""
+        """Remove `_work`, with the plan last: as long as it exists, the conversion counts as unfinished."""
         names = [entry.name for entry in self._store.list(WORK)]
         for name in sorted(names, key=lambda name: name == PLAN):
             self._store.delete(name)
@@ -187,30 +187,30 @@ class Destination:
 
     def _check_unfinished(self, plan: str, stamp: str | None) -> None:
         try:
-            begun = spec.load(self._store.get(PLAN), PlanRecord, PLAN)
+            record = spec.load(self._store.get(PLAN), PlanRecord, PLAN)
         except NotFoundError:
             return
-        except SpecError:  # a power cut left it empty
-            begun = PlanRecord(plan="", stamp="")
-        hint = "give --restart to throw it away, or finish that one with its own command"
-        if begun.plan != plan:
+        except SpecError:  # a power failure can leave it empty
+            record = PlanRecord(plan="", stamp="")
+        hint = "pass --restart to discard it, or finish it with its own command"
+        if record.plan != plan:
             raise ConflictError(
-                "the destination holds an unfinished conversion of other data or with other options",
+                "the destination contains an unfinished conversion of another dataset or with other options",
                 where=self._store.url,
                 hint=hint,
             )
-        if stamp is not None and begun.stamp != stamp:
+        if stamp is not None and record.stamp != stamp:
             raise ConflictError(
-                "files of the source have changed since this conversion began",
+                "source files have changed since this conversion started",
                 where=self._store.url,
-                hint="give --restart to begin anew",
+                hint="pass --restart to start again",
             )
 
     def _list_sizes(self) -> dict[str, int]:
         return {entry.name: entry.size for entry in self._store.list()}
 
     def _fsync_folders(self, manifests: list[Manifest]) -> None:
-        """Have the files' names on the disk too, so that through a power cut a manifest means a complete set."""
+        """Flush directory entries to disk, so that even after a power failure a manifest means a complete shard set."""
         if self._folder is None:
             return
         for manifest in manifests:
@@ -223,19 +223,19 @@ class Destination:
 
 
 def check_destination(store: Store) -> None:
-    """Refuse a destination that cannot be one: a file, or a folder that holds anything but a conversion of ours."""
+    """Raise an error for a file, or for a folder that contains anything but a conversion by stoker."""
     folder = local_path(store.url)
     if folder is not None and not folder.is_dir() and (folder.exists() or folder.is_symlink()):
-        raise InputError("is not a folder", where=store.url, hint="choose an empty or new folder")
-    strangers = []
+        raise InputError("the destination is not a folder", where=store.url, hint="choose an empty or new folder")
+    other_files = []
     for entry in store.list():
         if _is_manifest(entry.name) or entry.name == PLAN:
             return
         if not entry.name.startswith(WORK):
-            strangers.append(entry.name)
-    if strangers:
+            other_files.append(entry.name)
+    if other_files:
         raise ConflictError(
-            f"the destination is not empty: it holds {strangers[0]}",
+            f"the destination is not empty: it contains {other_files[0]}",
             where=store.url,
             hint="choose an empty or new destination",
         )
@@ -243,11 +243,11 @@ def check_destination(store: Store) -> None:
 
 @contextlib.contextmanager
 def resume_hint(path: Path) -> Iterator[None]:
-    """Turn an operating system's error while writing into one of ours; a full disk is no loss."""
+    """Translate OSErrors; when the disk is full, add the hint that the conversion can be resumed."""
     try:
         with translate_os_errors(path):
             yield
-    except FullError as error:
+    except StorageFullError as error:
         error.hint = "free some space and run the same command again: finished shards are kept"
         raise
 
@@ -265,7 +265,7 @@ def _is_complete(manifest: Manifest, sizes: Mapping[str, int]) -> bool:
 
 
 def _acquire_lock(path: Path, where: str) -> IO[str]:
-    """Open a file and lock it until it is closed; where the file system knows no locks, go on without."""
+    """Open a file and lock it until it is closed; continue without a lock on file systems that have none."""
     while True:
         with resume_hint(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -274,10 +274,12 @@ def _acquire_lock(path: Path, where: str) -> IO[str]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.close()
-            raise ConflictError("another conversion is writing here", where=where, hint="wait for it") from error
+            raise ConflictError(
+                "another conversion is writing to this destination", where=where, hint="wait until it has finished"
+            ) from error
         except OSError:
             return file
-        # The run before may have removed the file between our opening and locking it.
+        # The previous run may have removed the file between open and flock.
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
                 return file

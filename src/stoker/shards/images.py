@@ -1,4 +1,4 @@
-"""What an image's bytes say about it, without decoding a pixel unless asked to."""
+"""Inspect, check, decode and re-encode images; headers are read without decoding pixels where possible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stoker.shards.sample import Buffer
 
 PILLOW_VERSION = __version__
 
-MAX_PIXELS = 178_956_970  # what Pillow, and so most readers of a training set, would decode at all
+MAX_PIXELS = 178_956_970  # the limit of Pillow, and so of most training pipelines
 MAX_BYTES = 64 << 20
 EXTENSIONS = frozenset(f".{extension}" for extension in CANONICAL_EXTENSIONS)
 
@@ -30,18 +30,18 @@ _PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _ORIENTATION = 0x0112
 _INTEGERS = {1: "B", 3: "H", 4: "I", 6: "b", 8: "h", 9: "i"}
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([1-8])')
-_PIXEL_BYTES = 4  # bytes: Pillow pads the three of an RGB pixel
+_PIXEL_BYTES = 4  # Pillow pads the three bytes of an RGB pixel
 
-# Pillow's own guard warns on stderr from half of this size on, and is no use where _open checks MAX_PIXELS itself.
+# Pillow's own limit prints warnings from half of this size on, and is redundant: _open_image checks MAX_PIXELS.
 Image.MAX_IMAGE_PIXELS = None
 
 
 class BadImageError(ValueError):
-    """These bytes are no image that can be trained on; the message is the reason."""
+    """The bytes are not an image that can be used for training; the message is the reason."""
 
 
 class ImageInfo(NamedTuple):
-    """An image's true format, as an extension, and its size in pixels."""
+    """The true format of an image, as an extension, and its size in pixels."""
 
     extension: str
     width: int
@@ -49,7 +49,7 @@ class ImageInfo(NamedTuple):
 
 
 class _MemoryBudget:
-    """Memory that threads share: each takes what it needs, at most all of it, and waits until that is free."""
+    """A memory budget shared by threads: each reserves what it needs, and waits until it is free."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -59,9 +59,9 @@ class _MemoryBudget:
 
     @contextmanager
     def reserve(self, amount: int) -> Iterator[None]:
-        """Hold so many bytes; more than there are means to be alone."""
+        """Reserve `amount` bytes; more than the total means exclusive use."""
         amount = min(amount, self.total)
-        with self._turn, self._returned:  # in turn, or many small takers would starve a large one
+        with self._turn, self._returned:  # in turn, otherwise many small requests would starve a large one
             self._returned.wait_for(lambda: self._free >= amount)
             self._free -= amount
         try:
@@ -72,11 +72,13 @@ class _MemoryBudget:
                 self._returned.notify()
 
 
-_decode_budget = _MemoryBudget(320_000_000)  # 20 megapixels of WebP, 26 of others at worst, 70 of a PNG made small
+_decode_budget = _MemoryBudget(
+    320_000_000
+)  # 20 megapixels of WebP, 26 of other formats at worst, 70 of a PNG that is shrunk
 
 
 def sniff(head: Buffer) -> str | None:
-    """Tell an image's format from its first 16 bytes, or None for anything else."""
+    """Return the format of an image from its first 16 bytes, as an extension, or None."""
     start = bytes(head[:16])
     if start.startswith(b"\xff\xd8\xff"):
         return "jpg"
@@ -96,15 +98,15 @@ def sniff(head: Buffer) -> str | None:
 
 
 def inspect_image(data: Buffer) -> ImageInfo:
-    """Read the header and look for the end; raise BadImageError for what no decoder would finish."""
+    """Read the header and look for the end; raise BadImageError for an image that no decoder can decode."""
     if len(data) == 0:
         raise BadImageError("the file is empty")
     if len(data) > MAX_BYTES:
         raise BadImageError(too_large_reason(len(data)))
     kind = sniff(data)
     if kind is None:
-        raise BadImageError("these bytes are no image")
-    # By hand for the two formats of nearly all datasets: Pillow takes ten times as long and holds the GIL.
+        raise BadImageError("not an image")
+    # JPEG and PNG are parsed here: Pillow takes ten times as long and holds the GIL.
     try:
         if kind == "jpg":
             width, height = _read_jpeg_size(data)
@@ -113,34 +115,34 @@ def inspect_image(data: Buffer) -> ImageInfo:
         else:
             with _pillow_errors("no readable header"):
                 width, height = _open_image(data).size
-    except _NonconformingImageError as odd:
-        width, height = _size_by_decoding(data, odd)
+    except _NonconformingImageError as violation:
+        width, height = _size_by_decoding(data, violation)
     check_size(width, height)
     return ImageInfo(kind, width, height)
 
 
 def too_large_reason(size: int) -> str:
-    """Say why a file of so many bytes is not even read."""
-    return f"{size >> 20} MiB: larger than an image of a training set is"
+    """Return the reason why a file of `size` bytes is not read."""
+    return f"{size >> 20} MiB is more than the limit of {MAX_BYTES >> 20} MiB"
 
 
 def check_decodes(data: Buffer) -> None:
-    """Decode every pixel and throw them away; raise BadImageError when that fails.
+    """Decode all pixels and discard them; raise BadImageError if that fails.
 
-    An image that needs more than the budget is decoded all the same, alone: nothing smaller could check it.
+    An image that needs more than the memory budget is decoded alone.
     """
     with _pillow_errors("does not decode"):
         image = _open_image(data)
         with _decode_budget.reserve(_estimate_memory(image)):
             image.load()
-            del image  # before others may take the memory
+            del image  # before the reservation ends
 
 
 def shrink(data: Buffer, max_side: int, quality: int) -> bytes:
-    """Re-encode as an RGB JPEG with the longer side at `max_side`, upright as the EXIF rotation says.
+    """Re-encode as an RGB JPEG whose longer side is `max_side`, rotated by its EXIF orientation.
 
-    Transparency becomes white, 16 bits become 8, an RGB colour profile stays; raises BadImageError for an image that
-    cannot be decoded within the memory there is for it.
+    Transparency becomes white, 16 bits become 8, an RGB color profile is kept. Raise BadImageError for an image that
+    cannot be decoded within the memory budget.
     """
     with _pillow_errors("does not decode"):
         image = _open_image(data)
@@ -148,11 +150,13 @@ def shrink(data: Buffer, max_side: int, quality: int) -> bytes:
         image.draft("RGB", (max_side, max_side))
         memory = _estimate_memory(image, full, max_side)
         if memory > _decode_budget.total:
-            raise BadImageError(f"{width}×{height} pixels take {memory // 1_000_000} MB to shrink: too many")
+            raise BadImageError(
+                f"shrinking {width}×{height} pixels needs {memory // 1_000_000} MB, more than the limit"
+            )
         profile = image.info.get("icc_profile") or b""
         with _decode_budget.reserve(memory):
             if image.format == "WEBP":
-                image = image.copy()  # without the decoder, which holds on to its canvases
+                image = image.copy()  # releases the decoder and its canvases
             image = _flatten(image)
             image.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)
             image = ImageOps.exif_transpose(image)
@@ -165,8 +169,8 @@ def shrink(data: Buffer, max_side: int, quality: int) -> bytes:
 
 
 def read_orientation(data: Buffer) -> int:
-    """Tell how a JPEG's EXIF, or else its XMP, says its pixels are stored: 1 upright, 2–8 mirrored or turned."""
-    at, said = 2, 1
+    """Return the orientation of a JPEG from its EXIF, else from its XMP: 1 upright, 2–8 mirrored or rotated."""
+    at, orientation = 2, 1
     while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] != 0xDA:
         if data[at + 1] == 0xFF:
             at += 1  # fill bytes
@@ -176,10 +180,10 @@ def read_orientation(data: Buffer) -> int:
             segment = bytes(data[at + 4 : end])
             if segment.startswith(b"Exif\x00\x00") and (found := _read_tiff_orientation(segment[6:])) is not None:
                 return found if 1 <= found <= 8 else 1
-            if segment.startswith(b"http://ns.adobe.com/xap/1.0/") and (told := _XMP_ORIENTATION.search(segment)):
-                said = int(told[1])
+            if segment.startswith(b"http://ns.adobe.com/xap/1.0/") and (match := _XMP_ORIENTATION.search(segment)):
+                orientation = int(match[1])
         at = end
-    return said
+    return orientation
 
 
 def _read_tiff_orientation(exif: bytes) -> int | None:
@@ -195,15 +199,15 @@ def _read_tiff_orientation(exif: bytes) -> int | None:
                 value: int
                 (value,) = struct.unpack_from(order + _INTEGERS[kind], exif, place + 8)
                 return value
-    except struct.error:  # cut short: it says nothing
+    except struct.error:  # truncated
         pass
     return None
 
 
 def limit_rows(data: Buffer, rows: int) -> bytearray | None:
-    """Give a JPEG that claims to have only so many rows, so that its decoder stops there; None where that cannot be.
+    """Return a copy of a JPEG whose header claims only `rows` rows, so that decoding stops there; None if impossible.
 
-    Only for JPEGs of one pass: in others the rows come in several, and their decoder goes through all of the file.
+    Only for baseline and extended sequential JPEGs: progressive ones store all rows in several scans.
     """
     at, frame = 2, 0
     while at + 9 <= len(data) and data[at] == 0xFF:
@@ -212,7 +216,7 @@ def limit_rows(data: Buffer, rows: int) -> bytearray | None:
             frame = at + 5
             if rows >= (data[frame] << 8) | data[frame + 1]:
                 return None
-        elif marker == 0xDD or length < 2:  # restarts look like the end of the rows that are left out
+        elif marker == 0xDD or length < 2:  # decoders mistake restart markers for the end of the missing rows
             return None
         elif marker == 0xDA:
             if not frame:
@@ -225,10 +229,10 @@ def limit_rows(data: Buffer, rows: int) -> bytearray | None:
 
 
 def read_upright_size(data: Buffer) -> tuple[int, int]:
-    """Tell the size of an image of any format once it stands upright; raise BadImageError if it has no header."""
+    """Return the size of an image after rotation to upright; raise BadImageError if it has no valid header."""
     with _pillow_errors("no readable header"):
         image = _open_image(data)
-        if image.format == "TIFF":  # Pillow turns it while it loads, and not every version tells so before
+        if image.format == "TIFF":  # Pillow rotates it while loading, and not every version reports that before
             height, width, _ = decode_rgb(data).shape
             return width, height
         turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
@@ -236,13 +240,13 @@ def read_upright_size(data: Buffer) -> tuple[int, int]:
 
 
 def decode_rgb(data: Buffer) -> npt.NDArray[np.uint8]:
-    """Decode an image of any format into upright RGB pixels, white behind what is transparent, 16 bits made 8.
+    """Decode an image of any format to upright RGB pixels; transparency becomes white, 16 bits become 8.
 
-    An image that needs more than the budget is decoded alone.
+    An image that needs more than the memory budget is decoded alone.
     """
     with _pillow_errors("does not decode"):
         image = _open_image(data)
-        flat = 2 * _PIXEL_BYTES * image.width * image.height  # made flat and upright, and copied out
+        flat = 2 * _PIXEL_BYTES * image.width * image.height  # flattened and rotated copies
         with _decode_budget.reserve(_estimate_memory(image) + flat):
             upright = ImageOps.exif_transpose(_flatten(image))
             return np.asarray(upright.convert("RGB"))
@@ -251,7 +255,7 @@ def decode_rgb(data: Buffer) -> npt.NDArray[np.uint8]:
 def resize_box(
     pixels: npt.NDArray[np.uint8], box: tuple[float, float, float, float], size: int
 ) -> npt.NDArray[np.uint8]:
-    """Resize a box (left, top, width, height), whose edges may lie between pixels, to a square, antialiased."""
+    """Resize a box (left, top, width, height), which may have fractional edges, to a square, with antialiasing."""
     left, top, width, height = box
     right, bottom = min(left + width, pixels.shape[1]), min(top + height, pixels.shape[0])
     image = Image.fromarray(pixels)
@@ -259,18 +263,18 @@ def resize_box(
 
 
 class _NonconformingImageError(BadImageError):
-    """Not as the format's specification has it; decoders may read it even so."""
+    """The image violates the specification of its format; decoders may still read it."""
 
 
 @contextmanager
 def _pillow_errors(failure: str) -> Iterator[None]:
-    """Turn what Pillow's plugins raise, which may be anything, into BadImageError."""
+    """Translate any exception of Pillow's plugins into BadImageError."""
     try:
         yield
     except BadImageError:
         raise
-    except UnidentifiedImageError as error:  # whose text names an object in memory
-        raise BadImageError(f"{failure}: no known image format") from error
+    except UnidentifiedImageError as error:  # its message contains the address of an object
+        raise BadImageError(f"{failure}: unknown image format") from error
     except Exception as error:
         raise BadImageError(f"{failure}: {error}") from error
 
@@ -282,25 +286,25 @@ def _open_image(data: Buffer) -> Image.Image:
 
 
 def check_size(width: int, height: int) -> None:
-    """Refuse what no reader would decode."""
+    """Raise BadImageError for a size that no reader would decode."""
     if width == 0 or height == 0:
         raise BadImageError(f"the image is {width}×{height} pixels")
     if width * height > MAX_PIXELS:
-        raise BadImageError(f"{width}×{height} pixels are more than {MAX_PIXELS:,} can be")
+        raise BadImageError(f"{width}×{height} pixels exceed the limit of {MAX_PIXELS:,}")
 
 
 def _estimate_memory(image: Image.Image, full: tuple[int, int] | None = None, max_side: int = 0) -> int:
-    """Estimate the peak of decoding an opened image, of `full` size before its draft, and shrinking it."""
+    """Estimate the peak memory for decoding an image, of size `full` before draft mode, and for shrinking it."""
     pixels = image.width * image.height
     full_width, full_height = full or image.size
     loading = _PIXEL_BYTES * pixels
     if image.format == "WEBP":
-        loading *= 4  # libwebp's two canvases, the bytes it returns, and the image
+        loading *= 4  # two canvases of libwebp, the bytes it returns, and the image
     if image.info.get("progressive"):
-        loading += 6 * full_width * full_height  # 16-bit coefficients, whatever the draft
+        loading += 6 * full_width * full_height  # 16-bit coefficients, independent of draft mode
     if not max_side:
         return loading
-    # Resizing holds the image, its pass in one direction, and the result: three copies near the full size.
+    # Resizing holds the image, the result of the first pass, and the final result.
     copies = 1 + 2 * min(1.0, max_side / max(image.size))
     if image.mode not in ("L", "RGB"):
         copies = max(copies, 2.5)  # _flat
@@ -308,9 +312,9 @@ def _estimate_memory(image: Image.Image, full: tuple[int, int] | None = None, ma
 
 
 def _flatten(image: Image.Image) -> Image.Image:
-    """Decode as L or RGB, with white behind what is transparent; a plain image is given back as it is."""
+    """Convert to L or RGB on a white background; return an image that needs no conversion unchanged."""
     if image.mode == "F":
-        raise BadImageError("floating-point pixels: it is not told which value is white")
+        raise BadImageError("floating-point pixels: the value of white is not defined")
     if image.mode.startswith("I"):
         return _to_8_bits(image)
     if image.has_transparency_data:
@@ -323,25 +327,25 @@ def _flatten(image: Image.Image) -> Image.Image:
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Scale 16-bit grey to 8 bits, which Pillow would clip instead."""
+    """Scale 16-bit grayscale to 8 bits; Pillow would clip it instead."""
     image = image.convert("I")
     low, high = image.getextrema()
     if not 0 <= cast(int, low) <= cast(int, high) <= 0xFFFF:
-        raise BadImageError("32-bit pixels: it is not told which value is white")
+        raise BadImageError("32-bit pixels: the value of white is not defined")
     return image.point([(value + 128) // 257 for value in range(0x10000)], "L")
 
 
-def _size_by_decoding(data: Buffer, odd: _NonconformingImageError) -> tuple[int, int]:
-    """Let Pillow decide about an odd image, within the budget: the size if it decodes, the oddity raised if not."""
+def _size_by_decoding(data: Buffer, violation: _NonconformingImageError) -> tuple[int, int]:
+    """Return the size of a nonconforming image if Pillow can decode it within the budget; raise `violation` if not."""
     try:
         image = _open_image(data)
         if (memory := _estimate_memory(image)) > _decode_budget.total:
-            raise odd
+            raise violation
         with _decode_budget.reserve(memory):
             image.load()
             return image.size
-    except Exception:  # as in _pillow
-        raise odd from None
+    except Exception:  # Pillow's plugins may raise anything
+        raise violation from None
 
 
 def _read_jpeg_size(data: Buffer) -> tuple[int, int]:
@@ -353,14 +357,14 @@ def _read_jpeg_size(data: Buffer) -> tuple[int, int]:
         if at + 4 > end:
             raise _NonconformingImageError("truncated inside the JPEG header")
         if data[at] != 0xFF or data[at + 1] == 0x00:
-            raise _NonconformingImageError(f"not a JPEG marker at byte {at}")
+            raise _NonconformingImageError(f"no JPEG marker at byte {at}")
         marker = data[at + 1]
         if marker == 0x01 or 0xD0 <= marker <= 0xD7:
             at += 2
             continue
         length = (data[at + 2] << 8) | data[at + 3]
         if length < 2:
-            raise _NonconformingImageError(f"a JPEG segment without length at byte {at}")
+            raise _NonconformingImageError(f"invalid length of the JPEG segment at byte {at}")
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             if at + 9 > end:
                 raise _NonconformingImageError("truncated inside the JPEG header")
@@ -369,9 +373,9 @@ def _read_jpeg_size(data: Buffer) -> tuple[int, int]:
         if marker == 0xDA:
             break
         if marker == 0xD9:
-            raise _NonconformingImageError("a JPEG without a picture")
+            raise _NonconformingImageError("the JPEG has no scan")
     if width < 0:
-        raise _NonconformingImageError("a JPEG without a frame header")
+        raise _NonconformingImageError("the JPEG has no frame header")
     if (data[end - 2] != 0xFF or data[end - 1] != 0xD9) and bytes(data[at:]).rfind(b"\xff\xd9") < 0:
         raise BadImageError("truncated: no end-of-image marker")
     return width, height

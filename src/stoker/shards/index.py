@@ -1,4 +1,4 @@
-"""The index beside a shard: where each image's bytes lie, so that one sample can be read without the rest."""
+"""The index of a shard: offset, length and label of each image, so that one sample can be read without the rest."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from array import array
 import numpy as np
 import numpy.typing as npt
 
-from stoker.errors import DataFaultError
+from stoker.errors import VerificationError
 
 MAX_LABEL = 2**31 - 1
 INDEX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("label", "<i4")])
 
 Index = npt.NDArray[np.void]
 
-# NumPy reads a header by Python's own parser, which in 3.11 fails now and then when threads use it at the same time.
+# NumPy parses headers with Python's parser, which occasionally fails in Python 3.11 when threads use it concurrently.
 _numpy_parser_lock = threading.Lock()
 
 
 def index_name(shard: str) -> str:
-    """Where a shard's index lies: in a folder of its own, for readers that glob `train-*`."""
+    """Return the path of a shard's index: in a separate folder, because readers glob `train-*`."""
     return f"index/{shard}.npy"
 
 
 class IndexBuilder:
-    """Collects where images lie, 16 bytes for each."""
+    """Builder of an index, 16 bytes per image."""
 
     def __init__(self) -> None:
         self._offsets = array("Q")
@@ -43,7 +43,7 @@ class IndexBuilder:
         self._labels.append(label)
 
     def to_bytes(self) -> bytes:
-        """Encode as a NumPy file, which any tool can open with `numpy.load`."""
+        """Encode as a NumPy file, for `numpy.load`."""
         rows = np.empty(len(self), dtype=INDEX_DTYPE)
         rows["offset"], rows["length"], rows["label"] = self._offsets, self._lengths, self._labels
         out = io.BytesIO()
@@ -52,12 +52,12 @@ class IndexBuilder:
 
 
 def parse_index(data: bytes, where: str) -> Index:
-    """Decode an index; refuse anything that is not one."""
+    """Decode an index; raise DataFaultError for anything else."""
     try:
         with _numpy_parser_lock:
             rows: Index = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
     except ValueError as error:
-        raise DataFaultError(f"not a shard index: {error}", where=where) from error
+        raise VerificationError(f"invalid shard index: {error}", where=where) from error
     if rows.dtype != INDEX_DTYPE or rows.ndim != 1:
-        raise DataFaultError(f"not a shard index: it holds {rows.dtype} of shape {rows.shape}", where=where)
+        raise VerificationError(f"invalid shard index: dtype {rows.dtype}, shape {rows.shape}", where=where)
     return rows

@@ -1,4 +1,4 @@
-"""The manifest of a shard set: written last, so that what has one is complete."""
+"""The manifest of a shard set: written last, so a shard set that has one is complete."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MANIFEST = "manifest.json"
 QUARANTINE = "quarantine.jsonl"
 WORK = "_work/"
 PLAN = WORK + "plan.json"
-"""Lies in a destination from the first moment of a conversion until its manifests are written."""
+"""Exists in a destination from the start of a conversion until its manifests are written."""
 VERSION = 1
-"""Raised when older readers would go wrong; keys that only add something are passed over by them."""
+"""Increment when older readers would misread the manifest; they ignore keys that they do not know."""
 WINDOW = 2
 
 _PLAIN_NAME = re.compile(r"(?!\.)[^/\\\0]+")
@@ -27,7 +27,7 @@ _SPLIT_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
-    """One shard of a set; the digest of its index covers the labels too."""
+    """One shard of a shard set; the digest of its index also covers the labels."""
 
     name: str
     samples: int
@@ -36,15 +36,15 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     index_sha256: str
 
     def faults(self) -> Iterator[Fault]:
-        """Refuse a name that could lead out of the set, for a manifest may come from anywhere."""
+        """Yield a fault for a name that points outside of the shard set: a manifest may come from anywhere."""
         if not _PLAIN_NAME.fullmatch(self.name):
-            yield Fault("name", f"{self.name!r} is not the plain name of a file")
+            yield Fault("name", f"{self.name!r} is not a plain file name")
         if self.samples < 0 or self.bytes < 0:
-            yield Fault("samples", "counts cannot be negative")
+            yield Fault("samples", "samples and bytes must be 0 or more")
 
 
 class SourceInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a set was made from; the digest covers every name, size and label."""
+    """The dataset that a shard set was converted from; the digest covers every name, size and label."""
 
     kind: str
     samples: int
@@ -52,7 +52,7 @@ class SourceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShrinkInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Says that larger images were re-encoded, and how many."""
+    """How larger images were re-encoded, and how many."""
 
     max_side: int
     quality: int
@@ -79,31 +79,31 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     shards: tuple[Shard, ...]
 
     def faults(self) -> Iterator[Fault]:
-        """Refuse what could lead out of the set."""
+        """Yield a fault for a split that points outside of the shard set, and for invalid numbers."""
         if not _SPLIT_NAME.fullmatch(self.split):
-            yield Fault("split", f"{self.split!r} is not the name of a split")
+            yield Fault("split", f"{self.split!r} is not a valid split name")
         if self.lanes < 1 or self.window < 1:
             yield Fault("lanes", "lanes and window must be 1 or more")
 
 
 def default_lanes(shards: int) -> int:
-    """Choose the largest of 1, 2, 4, 8, 24, 48, 96, … that leaves each lane 16 shards or more."""
+    """Return the largest of 1, 2, 4, 8, 24, 48, 96, … that leaves at least 16 shards per lane."""
     steps = itertools.chain((1, 2, 4, 8), (24 << i for i in itertools.count()))
     return max((1, *itertools.takewhile(lambda lanes: 16 * lanes <= shards, steps)))
 
 
 def read_manifest(store: Store, folder: str = "") -> Manifest:
-    """Read the manifest of the set that lies in a folder of the store."""
+    """Read the manifest of the shard set in a folder of the store."""
     name = folder + MANIFEST
     where = f"{redacted(store.url).rstrip('/')}/{name}"
     data = store.get(name)
     try:
         version = json.loads(data).get("version")
     except (ValueError, AttributeError) as error:
-        raise InputError(f"not a manifest: {error}", where=where) from error
+        raise InputError(f"invalid manifest: {error}", where=where) from error
     if version != VERSION:
         raise InputError(
-            f"a manifest of version {version!r}, and this stoker reads version {VERSION}",
+            f"manifest version {version!r} is not supported; this stoker reads version {VERSION}",
             where=where,
             hint="upgrade stoker, or convert the dataset again",
         )

@@ -1,4 +1,4 @@
-"""Carrying out a plan: every shard appears whole, the manifests come last, and a killed run goes on where it was."""
+"""Write the shards of a conversion plan: shards appear atomically, manifests come last, a killed run can be resumed."""
 
 from __future__ import annotations
 
@@ -26,23 +26,22 @@ from stoker.shards.sample import Buffer, Content, Item, Sample, sample_key
 from stoker.shards.sources import Source
 from stoker.storage import Store
 
-# So many bytes are hashed and written at once: enough to leave the interpreter's lock alone for long, few enough to
-# stay in a core's cache.
+# Bytes that are hashed and written at once: enough to release the GIL for long, few enough for the CPU cache.
 WRITE_BYTES = 1 << 20
 
 
 class ConversionProgress(NamedTuple):
-    """What one step added: samples handled, and bytes written or found written."""
+    """Progress since the last report: samples processed, and bytes written or found already written."""
 
     samples: int
     bytes: int
 
 
 def list_tasks(plan: ConversionPlan, shard_format: Format) -> list[ShardTask]:
-    """List every shard of a plan."""
+    """List every shard of a plan as a task."""
     prefix = plan.options.prefix
     if prefix is None:
-        # TFRecords are called train-00000-of-01024 by custom.
+        # TFRecord shards are usually called train-00000-of-01024.
         prefix = re.sub(r"[^A-Za-z0-9._-]+", "-", plan.name).strip("-.") if shard_format.name == "tar" else ""
     return [
         ShardTask(split, number, shard_format.shard_name(prefix, split.split, number, split.shards))
@@ -52,7 +51,7 @@ def list_tasks(plan: ConversionPlan, shard_format: Format) -> list[ShardTask]:
 
 
 class ConversionResult(NamedTuple):
-    """What a conversion came to: the manifests, and how many shards this run wrote."""
+    """The manifests of a conversion, and how many shards this run wrote."""
 
     manifests: list[Manifest]
     written: int
@@ -69,7 +68,7 @@ def pack_shards(
     restart: bool = False,
     progress: Callable[[ConversionProgress], None] = lambda _: None,
 ) -> ConversionResult:
-    """Write the shards of a plan, then their manifests; `restart` throws an unfinished conversion away first."""
+    """Write the shards of a plan, then the manifests; `restart` discards an unfinished conversion first."""
     destination = Destination(store, scratch)
     if restart:
         with destination.locked():
@@ -82,17 +81,17 @@ def pack_shards(
             destination.remove_work_files()
             return ConversionResult(manifests, 0)
         receipts = destination.read_receipts(tasks)
-        left = [task for task in tasks if task.path not in receipts]
-        if plan.options.max_side is None:  # how small re-encoded images come out is not known
-            destination.check_space(sum(task.split.bytes // task.split.shards for task in left))
+        remaining = [task for task in tasks if task.path not in receipts]
+        if plan.options.max_side is None:  # the size of re-encoded images is not known in advance
+            destination.check_space(sum(task.split.bytes // task.split.shards for task in remaining))
         destination.start(plan, "/".join(catalogs[split.split].stamp for split in plan.splits))
         for receipt in receipts.values():
             progress(ConversionProgress(receipt.shard.samples + len(receipt.bad), receipt.shard.bytes))
         try:
-            receipts |= Packer(plan, kind, source, catalogs, destination, progress).run(left, jobs)
+            receipts |= Packer(plan, kind, source, catalogs, destination, progress).run(remaining, jobs)
         except BaseException:
             if not destination.read_receipts(tasks):
-                destination.discard_unfinished()  # nothing to go on from, so any other conversion may come here
+                destination.discard_unfinished()  # nothing to resume, so allow any other conversion here
             raise
         try:
             manifests = build_manifests(plan, tasks, receipts)
@@ -100,11 +99,11 @@ def pack_shards(
             destination.discard_unfinished()
             raise
         destination.commit(manifests, collect_quarantined(plan, tasks, receipts))
-        return ConversionResult(manifests, len(left))
+        return ConversionResult(manifests, len(remaining))
 
 
 class Packer:
-    """Writes shards, one a thread: reading, hashing and writing all leave the interpreter's lock alone."""
+    """Writer of shards, one per thread: reading, hashing and writing all release the GIL."""
 
     def __init__(
         self,
@@ -125,7 +124,7 @@ class Packer:
         self._stop = threading.Event()
 
     def run(self, tasks: list[ShardTask], jobs: int) -> dict[str, Receipt]:
-        """Write all shards; on the first error let the others end, and raise it."""
+        """Write all shards; on the first error cancel the others and raise it."""
         with ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="pack") as pool:
             futures = {pool.submit(self._write_shard, task): task for task in tasks}
             try:
@@ -143,7 +142,7 @@ class Packer:
         try:
             with resume_hint(part):
                 receipt, rows = self._write_samples(task, part)
-            # The shard comes last: whatever shard lies there has its receipt, and so can be removed with it.
+            # The shard comes last: every shard in the destination has a receipt, by which it can be discarded.
             self._destination.put(task.receipt_path, spec.to_json(receipt))
             self._destination.put(f"{task.split.split}/{index.index_name(task.name)}", rows)
             self._destination.put(task.path, part)
@@ -152,11 +151,11 @@ class Packer:
         return receipt
 
     def _write_samples(self, task: ShardTask, part: Path) -> tuple[Receipt, bytes]:
-        """Write one shard's samples to a file; return its receipt and its index."""
+        """Write the samples of one shard to a file; return its receipt and its index."""
         rows = index.IndexBuilder()
         bad: list[QuarantinedImage] = []
         shrunk = 0
-        with ShardWriter(part) as out, _ProgressReporter(self._progress) as tally:
+        with ShardWriter(part) as out, _ProgressReporter(self._progress) as reporter:
             for item, content in self._read_contents(task):
                 try:
                     if content is None:
@@ -171,13 +170,13 @@ class Packer:
                     bad.append(
                         QuarantinedImage(key=sample_key(item.name), name=item.name, bytes=item.size, reason=str(error))
                     )
-                    tally.add(0)
+                    reporter.add(0)
                     continue
                 sample = Sample(sample_key(item.name), image, info.extension, item.label, content.extras)
                 encoded = self._format.encode(sample)
                 rows.add(out.position + encoded.image_offset, len(image), item.label)
                 out.write(encoded.chunks, encoded.length)
-                tally.add(encoded.length)
+                reporter.add(encoded.length)
             out.write([self._format.trailer], len(self._format.trailer))
         encoded_rows = rows.to_bytes()
         shard = Shard(
@@ -190,21 +189,21 @@ class Packer:
         return Receipt(shard=shard, bad=tuple(bad), shrunk=shrunk), encoded_rows
 
     def _read_contents(self, task: ShardTask) -> Iterator[tuple[Item, Content | None]]:
-        """Read a shard's samples in shuffled order."""
+        """Read the samples of a shard in shuffled order; yield None for one that is too large to read."""
         split = task.split.split
         positions = np.arange(*task.split.span(task.number), dtype=np.uint64)
-        numbers = permutations.permute(positions, task.split.found, permutations.key("pack", self._seed, split))
+        numbers = permutations.permute(positions, task.split.found, permutations.seed_key("pack", self._seed, split))
         for item in self._catalogs[split].read_rows(map(int, numbers)):
             if self._stop.is_set():
                 raise CancelledError
-            if item.size > MAX_BYTES:  # not even read
+            if item.size > MAX_BYTES:
                 yield item, None
             else:
                 yield item, self._source.read(split, item)
 
 
 class ShardWriter:
-    """A file that is hashed and written in large pieces, gathered in one buffer that is used again and again."""
+    """Writer of a file that hashes and writes large blocks, collected in one reused buffer."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -220,17 +219,17 @@ class ShardWriter:
         try:
             if kind is None:
                 self._flush()
-                os.fsync(self._fd)  # a receipt must not outlive its shard, through a power cut either
+                os.fsync(self._fd)  # after a power failure, a receipt must not exist without its shard
         finally:
             os.close(self._fd)
 
     @property
     def digest(self) -> str:
-        """The sha256 of what was written."""
+        """The SHA-256 of the bytes written."""
         return self._hash.hexdigest()
 
     def write(self, chunks: list[Buffer], length: int) -> None:
-        """Add the chunks."""
+        """Write the chunks, `length` bytes in total."""
         for chunk in chunks:
             end = self._filled + len(chunk)
             if end > WRITE_BYTES:
@@ -254,7 +253,7 @@ class ShardWriter:
 
 
 class _ProgressReporter:
-    """Reports progress now and then, for a bar costs more to move than a small sample to write."""
+    """Reporter of progress in batches: updating a progress bar costs more than writing a small sample."""
 
     def __init__(self, progress: Callable[[ConversionProgress], None]) -> None:
         self._progress = progress
@@ -278,15 +277,15 @@ class _ProgressReporter:
 
 
 def build_manifests(plan: ConversionPlan, tasks: list[ShardTask], receipts: Mapping[str, Receipt]) -> list[Manifest]:
-    """Sum up what was written; refuse a split of which nothing could be used."""
+    """Build the manifests from the receipts; raise SourceError for a split without any usable image."""
     manifests = []
     for split in plan.splits:
-        mine = [receipts[task.path] for task in tasks if task.split is split]
-        manifest = _build_manifest(plan, split, mine)
+        split_receipts = [receipts[task.path] for task in tasks if task.split is split]
+        manifest = _build_manifest(plan, split, split_receipts)
         if manifest.samples == 0:
-            bad = next(one for receipt in mine for one in receipt.bad)
+            bad = next(image for receipt in split_receipts for image in receipt.bad)
             count = manifest.quarantined
-            raise SourceError(f"none of the {count:,} images can be used: {bad.reason}", where=bad.name)
+            raise SourceError(f"all {count:,} images are unusable: {bad.reason}", where=bad.name)
         manifests.append(manifest)
     return manifests
 
@@ -294,10 +293,11 @@ def build_manifests(plan: ConversionPlan, tasks: list[ShardTask], receipts: Mapp
 def collect_quarantined(
     plan: ConversionPlan, tasks: list[ShardTask], receipts: Mapping[str, Receipt]
 ) -> dict[str, list[QuarantinedImage]]:
-    """List what was left out of each split, in order of name."""
+    """List the quarantined images of each split, sorted by name."""
     return {
         split.split: sorted(
-            (one for task in tasks if task.split is split for one in receipts[task.path].bad), key=lambda one: one.name
+            (image for task in tasks if task.split is split for image in receipts[task.path].bad),
+            key=lambda image: image.name,
         )
         for split in plan.splits
     }

@@ -1,4 +1,4 @@
-"""The values that pass between sources, formats and the packer."""
+"""Samples as sources list and read them, and as shard formats store them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ NO_EXTRAS: Mapping[str, Buffer] = MappingProxyType({})
 
 
 class Item(NamedTuple):
-    """Where one sample lies in a source, found by a scan that reads no image.
+    """The location of one sample in a source, found by a scan that reads no image.
 
-    `name` is the sample's path inside the dataset with its extension (`cat/0001.jpg`). `file` and `offset` mean what
-    the source wants them to mean (a tar and a position in it, a batch and a row); `size` weighs the sample in bytes.
-    `stamp` changes when the sample does, where that can be told cheaply; a run that goes on compares it.
+    `name` is the sample's path inside the dataset with its extension (`cat/0001.jpg`). The meaning of `file` and
+    `offset` is private to the source (a tar and an offset in it, a batch and a row); `size` is in bytes. `stamp`
+    changes when the sample does, where that is cheap to detect; a resumed conversion compares it.
     """
 
     name: str
@@ -28,14 +28,14 @@ class Item(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a source reads for an item: the image's bytes, and further members by extension."""
+    """What a source reads for an item: the bytes of the image, and further members by extension."""
 
     image: Buffer
     extras: Mapping[str, Buffer] = NO_EXTRAS
 
 
 class Sample(NamedTuple):
-    """One labelled image; `kind` is the extension of its true format (`jpg`, `png`)."""
+    """One labeled image; `extension` is that of its true format (`jpg`, `png`)."""
 
     key: str
     image: Buffer
@@ -45,9 +45,9 @@ class Sample(NamedTuple):
 
 
 def sample_key(name: str) -> str:
-    """The key of a sample called `name`: no extension, and no other dot in its last part.
+    """Return the key of the sample `name`: without extension, and without other dots in the file name.
 
-    Readers of WebDataset tars end the key at the first dot of the file name, so `a/b.v2.jpg` becomes `a/b_v2`.
+    WebDataset readers end the key at the first dot of the file name, so `a/b.v2.jpg` becomes `a/b_v2`.
     """
     folder, slash, file = name.rpartition("/")
     stem = file.rpartition(".")[0] or file

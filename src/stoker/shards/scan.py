@@ -1,4 +1,4 @@
-"""Shard sets made elsewhere: scanned once, and what a manifest would have told is kept in the local cache."""
+"""Scan foreign shard sets, written by other tools, once; keep their manifest and indexes in the local cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stoker.core import spec
-from stoker.errors import DataFaultError, InputError, NotFoundError, SourceError, UnavailableError
+from stoker.errors import InputError, NotFoundError, SourceError, UnavailableError, VerificationError
 from stoker.shards.formats import FORMATS, LocatedSample
 from stoker.shards.images import MAX_BYTES, too_large_reason
 from stoker.shards.index import MAX_LABEL, IndexBuilder, index_name
@@ -27,43 +27,43 @@ from stoker.storage.local import translate_os_errors
 def ensure_manifest(
     shard_set: ShardSet, *, jobs: int = 1, cache: Path | None = None, progress: Callable[[int], None] = lambda _: None
 ) -> ShardSet:
-    """Give a set its manifest and indexes: its own, those that an earlier scan has kept, or those of a scan now.
+    """Return a shard set with manifest and indexes: its own, those of an earlier scan in the cache, or of a scan now.
 
-    `progress` is told the bytes of each shard as it is done, from several threads.
+    `progress` is called with the bytes of each finished shard, from several threads.
     """
     if shard_set.manifest is not None:
         return shard_set
     cache = default_scan_cache() if cache is None else cache
-    place = _canonical_location(shard_set)
-    kept = cache / _cache_key(shard_set, place)
+    location = _canonical_location(shard_set)
+    cached = cache / _cache_key(shard_set, location)
     with suppress(NotFoundError):
-        return _load_cached(shard_set, kept)
+        return _load_cached(shard_set, cached)
     with _scan_lock(cache):
         with suppress(NotFoundError):
-            return _load_cached(shard_set, kept)  # another process has scanned it meanwhile
-        return _scan_into_cache(shard_set, kept, place, jobs, progress)
+            return _load_cached(shard_set, cached)  # another process has scanned it in the meantime
+        return _scan_into_cache(shard_set, cached, location, jobs, progress)
 
 
 def _scan_into_cache(
-    shard_set: ShardSet, kept: Path, place: str, jobs: int, progress: Callable[[int], None]
+    shard_set: ShardSet, cached: Path, location: str, jobs: int, progress: Callable[[int], None]
 ) -> ShardSet:
-    cache = kept.parent
+    cache = cached.parent
     with _cache_errors(cache):
-        temporary = tempfile.TemporaryDirectory(prefix=f"{kept.name}.", dir=cache, ignore_cleanup_errors=True)
+        temporary = tempfile.TemporaryDirectory(prefix=f"{cached.name}.", dir=cache, ignore_cleanup_errors=True)
     with temporary as private:
-        made = Path(private) / "scan"  # one deeper, for others may read what is kept
-        store = open_store(str(made))
+        scan = Path(private) / "scan"  # a subfolder, because the temporary folder itself is private to this user
+        store = open_store(str(scan))
         shards = _scan_shards(shard_set, store, jobs, progress)
-        manifest = _build_manifest(shard_set, Path(place).name or "dataset", shards)
+        manifest = _build_manifest(shard_set, Path(location).name or "dataset", shards)
         with _cache_errors(cache):
             store.put(MANIFEST, spec.to_json(manifest))
-            read_manifest(store)  # what could not be read again must not be kept
-            _move_into_cache(made, kept)
-    return _load_cached(shard_set, kept)
+            read_manifest(store)  # never cache a manifest that cannot be read
+            _move_into_cache(scan, cached)
+    return _load_cached(shard_set, cached)
 
 
 def default_scan_cache() -> Path:
-    """Where scans are kept: below STOKER_CACHE_DIR, else in the user's cache folder."""
+    """Return the folder for scans: below STOKER_CACHE_DIR, else in the user's cache folder."""
     if own := os.environ.get("STOKER_CACHE_DIR"):
         return Path(own).expanduser() / "scans"
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stoker" / "scans"
@@ -71,12 +71,12 @@ def default_scan_cache() -> Path:
 
 @contextmanager
 def _scan_lock(cache: Path) -> Iterator[None]:
-    """Let one process scan at a time: all ranks of a machine begin at once, and the first can do it for all."""
+    """Let one process scan at a time: all ranks of a machine start at once, and need only one scan."""
     with _cache_errors(cache):
         cache.mkdir(parents=True, exist_ok=True)
         folder = os.open(cache, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a filesystem without locks: each scans for itself
+        with suppress(OSError):  # a file system without locks: every process scans
             fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:
@@ -84,16 +84,16 @@ def _scan_lock(cache: Path) -> Iterator[None]:
 
 
 def _canonical_location(shard_set: ShardSet) -> str:
-    """Where a set lies, without secrets, and the same from every working directory."""
+    """Return the URL or absolute path of a shard set, without secrets."""
     folder = local_path(shard_set.store.url)
     return shard_set.url if folder is None else str((folder / shard_set.folder).resolve())
 
 
-def _cache_key(shard_set: ShardSet, place: str) -> str:
-    """Name a set by all that can be told of it without reading: other shards must not be taken for these."""
+def _cache_key(shard_set: ShardSet, location: str) -> str:
+    """Return a digest of everything known about a shard set without reading it: location, names, sizes and times."""
     local = local_path(shard_set.store.url) is not None
-    shards = [[*entry, _mtime_ns(Path(place, entry.name)) if local else None] for entry in shard_set.shards]
-    facts = json.dumps([VERSION, place, shard_set.split, shard_set.format, shards])
+    shards = [[*entry, _mtime_ns(Path(location, entry.name)) if local else None] for entry in shard_set.shards]
+    facts = json.dumps([VERSION, location, shard_set.split, shard_set.format, shards])
     return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
@@ -102,28 +102,28 @@ def _mtime_ns(path: Path) -> int:
         return path.stat().st_mtime_ns
 
 
-def _load_cached(shard_set: ShardSet, kept: Path) -> ShardSet:
-    """Give the set as a finished scan has described it."""
-    store = open_store(str(kept))
+def _load_cached(shard_set: ShardSet, cached: Path) -> ShardSet:
+    """Return the shard set with the manifest and indexes of a finished scan."""
+    store = open_store(str(cached))
     try:
-        with _cache_errors(kept):
+        with _cache_errors(cached):
             return replace(shard_set, manifest=read_manifest(store), indexes=store)
     except InputError as error:
-        error.hint = f"remove {kept} and the set is scanned anew"
+        error.hint = f"remove {cached}, and the shard set is scanned again"
         raise
 
 
-def _move_into_cache(made: Path, kept: Path) -> None:
-    """Put a finished scan in its place, or leave there what a process that scanned at the same time has put."""
+def _move_into_cache(scan: Path, cached: Path) -> None:
+    """Move a finished scan into the cache, unless another process was faster."""
     try:
-        made.rename(kept)
+        scan.rename(cached)
     except OSError:
-        if not kept.is_dir():
+        if not cached.is_dir():
             raise
 
 
 def _scan_shards(shard_set: ShardSet, store: Store, jobs: int, progress: Callable[[int], None]) -> list[Shard]:
-    """Walk every shard, one a thread, and write its index at once, so that memory does not grow with the set."""
+    """Scan the shards, one per thread; write each index immediately, so that memory does not grow with the dataset."""
 
     def scan(entry: Entry) -> Shard:
         rows = _index_shard(shard_set, entry)
@@ -139,42 +139,44 @@ def _scan_shards(shard_set: ShardSet, store: Store, jobs: int, progress: Callabl
 
 
 def _index_shard(shard_set: ShardSet, entry: Entry) -> IndexBuilder:
-    """Find the images of one shard; their bytes are not looked at."""
+    """Build the index of one shard, without decoding its images."""
     where = shard_set.url_of(entry.name)
     rows = IndexBuilder()
     with shard_set.map_shard(entry.name) as file:
         if len(file.view) != entry.size:
-            what = f"{len(file.view):,} bytes, and {entry.size:,} a moment ago"
-            raise DataFaultError(what, where=where, hint="try again when nobody writes it any more")
+            what = f"the size changed during the scan, from {entry.size:,} to {len(file.view):,} bytes"
+            raise VerificationError(what, where=where, hint="scan again when the shard is no longer written to")
         try:
             for found in FORMATS.get(shard_set.format).iter_samples(file.view, where):
                 _check_sample(found, where)
                 rows.add(found.image_offset, len(found.sample.image), found.sample.label)
                 file.release_before(found.end)
         except SourceError as error:
-            hint = "mend or leave out this shard; stoker data verify tells every fault"
-            raise DataFaultError(error.what, where=where, hint=hint) from error
+            hint = "fix or leave out this shard; run stoker data verify to list every fault"
+            raise VerificationError(error.what, where=where, hint=hint) from error
     return rows
 
 
 def _check_sample(found: LocatedSample, where: str) -> None:
-    """Refuse what an index cannot hold."""
+    """Raise SourceError for a sample that an index cannot hold."""
     sample = found.sample
     if not 0 <= sample.label <= MAX_LABEL:
-        what = f"the label {sample.label}, not 0 to {MAX_LABEL}"
+        what = f"the label {sample.label}, which must be between 0 and {MAX_LABEL}"
     elif len(sample.image) > MAX_BYTES:
-        what = f"an image of {too_large_reason(len(sample.image))}"
+        what = f"an image that is too large: {too_large_reason(len(sample.image))}"
     else:
         return
     raise SourceError(f"sample {sample.key!r} at byte {found.start} has {what}", where=where)
 
 
 def _build_manifest(shard_set: ShardSet, name: str, shards: list[Shard]) -> Manifest:
-    """Sum a scan up; what only the set's maker could know stays empty: class names, the shards' digests, the plan."""
+    """Build the manifest of a scan; class names, shard digests and plan stay empty, as a scan cannot know them."""
     samples = sum(shard.samples for shard in shards)
     if samples == 0:
-        what = f"there are no samples in its {len(shards):,} shards"
-        raise InputError(what, where=shard_set.url, hint="name other shards, or make some with: stoker data convert")
+        what = f"none of the {len(shards):,} shards has samples"
+        raise InputError(
+            what, where=shard_set.url, hint="choose other shards, or convert a dataset with: stoker data convert"
+        )
     digest = hashlib.blake2b(digest_size=16)
     for shard in shards:
         digest.update(spec.to_json(shard))
@@ -199,10 +201,10 @@ def _build_manifest(shard_set: ShardSet, name: str, shards: list[Shard]) -> Mani
 
 @contextmanager
 def _cache_errors(path: Path) -> Iterator[None]:
-    """Say what helps when the cache cannot be used."""
+    """Translate OSErrors; when the cache cannot be used, add the hint to choose another folder."""
     try:
         with translate_os_errors(path):
             yield
     except (NotFoundError, UnavailableError) as error:
-        error.hint = "set STOKER_CACHE_DIR to a folder that can be written and has space"
+        error.hint = "set STOKER_CACHE_DIR to a writable folder with free space"
         raise

@@ -1,4 +1,4 @@
-"""Shard sets by URL: with a manifest, as a brace pattern, or as a folder of shards made elsewhere."""
+"""Find shard sets by URL: with a manifest, by brace pattern, or as a folder of shards written by another tool."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from stoker.core.scratch import scratch_folder
-from stoker.errors import DataFaultError, InputError, NotFoundError, StokerError, UnavailableError
+from stoker.core.scratch import scratch_directory
+from stoker.errors import InputError, NotFoundError, StokerError, UnavailableError, VerificationError
 from stoker.shards.braces import expand_braces, has_braces
 from stoker.shards.formats import guess_format
 from stoker.shards.index import Index, index_name, parse_index
@@ -27,7 +27,7 @@ _SPLIT = re.compile(r"(?:^|[^a-z])(train|val|validation|test)(?=[^a-z]|$)", re.I
 
 
 class MappedFile:
-    """A file as a view of memory; the file is unmapped when the last view into it is gone."""
+    """A memory-mapped file; it is unmapped when the last view of it is released."""
 
     RELEASE_BYTES = 64 << 20
 
@@ -40,15 +40,15 @@ class MappedFile:
         self.view = memoryview(b"" if self._map is None else self._map)
 
     def release_before(self, position: int) -> None:
-        """Give back what lies before `position`, now and then, so that memory does not grow with the file."""
-        if position < self._released:  # another walk, from the start
+        """Release the pages before `position` from time to time, so that memory does not grow with the file."""
+        if position < self._released:  # reading has started again
             self._released = 0
         if self._map is not None and position - self._released >= self.RELEASE_BYTES:
             self._released = position - position % mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, 0, self._released)
 
     def release(self) -> None:
-        """Give all of it back; what is looked at again is read again."""
+        """Release all pages; they are read again when needed."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -57,7 +57,7 @@ class MappedFile:
 class ShardSet:
     """Shards of one split and format; `folder` is empty or ends with a slash, names are relative to it.
 
-    Index files lie beside the shards, or in the store `indexes` where the set was made elsewhere and scanned here.
+    Index files are next to the shards, or in the store `indexes` for a foreign shard set (written by another tool).
     """
 
     store: Store
@@ -71,16 +71,16 @@ class ShardSet:
 
     @property
     def url(self) -> str:
-        """Where the set lies."""
+        """The URL of the shard set, without secrets."""
         return f"{redacted(self.store.url).rstrip('/')}/{self.folder}".rstrip("/")
 
     def url_of(self, name: str) -> str:
-        """Where one object of the set lies."""
+        """Return the URL of one file of the shard set."""
         return f"{self.url}/{name}"
 
     @cached_property
     def manifest_shards(self) -> dict[str, Shard]:
-        """What the manifest tells of each shard, by name."""
+        """The shards of the manifest, by name."""
         return {} if self.manifest is None else {shard.name: shard for shard in self.manifest.shards}
 
     @cached_property
@@ -88,61 +88,61 @@ class ShardSet:
         return dict(self.shards)
 
     def read_index(self, name: str) -> Index:
-        """Read where a shard's images lie; refuse an index that is not the manifest's or leads out of the shard."""
+        """Read the index of a shard; raise DataFaultError if it does not match the manifest or the shard's size."""
         place = self if self.indexes is None else replace(self, store=self.indexes, folder="")
         where = place.url_of(index_name(name))
-        hint = "see: stoker data verify" if place is self else f"remove {place.url} and the set is scanned anew"
+        hint = "run: stoker data verify" if place is self else f"remove {place.url}, and the shard set is scanned again"
         if name not in self._sizes:
-            raise NotFoundError("the set has no such shard", where=self.url_of(name))
+            raise NotFoundError("the shard set has no such shard", where=self.url_of(name))
         data = place.store.get(place.folder + index_name(name))
         shard = self.manifest_shards.get(name)
         if shard and shard.index_sha256 and hashlib.sha256(data).hexdigest() != shard.index_sha256:
-            raise DataFaultError("the sha256 of this index is not the manifest's", where=where, hint=hint)
+            raise VerificationError("the SHA-256 of this index does not match the manifest", where=where, hint=hint)
         rows = parse_index(data, where)
         if shard and len(rows) != shard.samples:
-            what = f"the index tells of {len(rows):,} samples, and the manifest of {shard.samples:,}"
-            raise DataFaultError(what, where=where, hint=hint)
+            what = f"the index has {len(rows):,} samples, but the manifest has {shard.samples:,}"
+            raise VerificationError(what, where=where, hint=hint)
         _check_bounds(rows, self._sizes[name], where, hint)
         return rows
 
     @contextmanager
     def map_shard(self, name: str, scratch: Path | None = None) -> Iterator[MappedFile]:
-        """Map a shard; a remote shard is fetched for the while."""
+        """Map a shard into memory; a remote shard is downloaded to scratch until the context ends."""
         folder = local_path(self.store.url)
         if folder is not None:
             yield MappedFile(folder / check_name(self.folder + name))
             return
-        with scratch_folder(scratch) as temporary:
+        with scratch_directory(scratch) as temporary:
             path = temporary / "shard"
             download(self.store, self.folder + name, path)
             yield MappedFile(path)
 
 
 def read_images(shard_set: ShardSet, name: str) -> Iterator[tuple[memoryview, int]]:
-    """Give every image of a shard with its label, as views of the mapped file; the index tells where they lie."""
+    """Yield every image of a shard, as a view of the mapped file, with its label."""
     rows = shard_set.read_index(name)
     with shard_set.map_shard(name) as file:
         view = file.view
-        _check_bounds(rows, len(view), shard_set.url_of(name), "the shard is cut off; see: stoker data verify")
+        _check_bounds(rows, len(view), shard_set.url_of(name), "the shard is truncated; run: stoker data verify")
         for offset, length, label in rows.tolist():
             yield view[offset : offset + length], label
 
 
 def _check_bounds(rows: Index, size: int, where: str, hint: str) -> None:
-    """Refuse rows that lead out of a shard: a slice would quietly give less, and a range request would fail late."""
+    """Raise DataFaultError for rows beyond the end of a shard: slicing would silently return fewer bytes."""
     offsets, lengths = rows["offset"], rows["length"]
-    # Compared one by one, for the sum of an offset and a length may pass 64 bits and come out small.
+    # Compared separately, because the sum of offset and length may overflow 64 bits.
     outside = (offsets > size) | (lengths > size - offsets)
     if outside.any():
         row = int(outside.argmax())
-        what = f"image {row} would lie at byte {offsets[row]}, {lengths[row]} bytes long, in a shard of {size} bytes"
-        raise DataFaultError(what, where=where, hint=hint)
+        what = f"image {row} at byte {offsets[row]} with {lengths[row]} bytes exceeds the shard of {size} bytes"
+        raise VerificationError(what, where=where, hint=hint)
 
 
 def find_shard_sets(url: str, *, allow_missing: bool = False) -> list[ShardSet]:
-    """Find the shard sets that a URL names: one, or the splits below a folder.
+    """Find the shard sets at a URL: one, or one for each split below a folder.
 
-    With `gaps`, shards that a pattern or a manifest names and that are not there are told as missing, not refused.
+    With `allow_missing`, shards of a pattern or manifest that do not exist are listed in `ShardSet.missing`.
     """
     path = local_path(url)
     if has_braces(url) and (path is None or not path.exists()):
@@ -160,10 +160,10 @@ def find_shard_sets(url: str, *, allow_missing: bool = False) -> list[ShardSet]:
 
 
 def _check_not_unfinished(url: str) -> None:
-    """Refuse what a conversion that was killed, or still runs, has left: neither a set nor all of its shards."""
+    """Raise InputError for the destination of a conversion that was killed or is still running."""
     places = [url]
     with contextlib.suppress(InputError):
-        places.append(split(url.rstrip("/"))[0])  # the URL may name a split
+        places.append(split(url.rstrip("/"))[0])  # the URL may be that of a split
     for place in places:
         try:
             open_store(place).size(PLAN)
@@ -186,13 +186,13 @@ def _find_by_pattern(url: str, allow_missing: bool) -> list[ShardSet]:
         sizes = _request_sizes(store, names, allow_missing)
     missing = [name for name in names if name not in sizes]
     if missing and (not allow_missing or len(missing) == len(names)):
-        raise NotFoundError(f"{len(missing)} of {len(names)} shards are missing, {missing[0]} the first", where=url)
+        raise NotFoundError(f"{len(missing)} of {len(names)} shards are missing, the first is {missing[0]}", where=url)
     sets = _group_shards(store, [Entry(name, sizes[name]) for name in names if name in sizes])
     return [replace(sets[0], missing=tuple(missing)), *sets[1:]]
 
 
 def _request_sizes(store: Store, names: Sequence[str], allow_missing: bool) -> dict[str, int]:
-    """Ask for one object after the other; without `gaps` the first that is missing ends it."""
+    """Request the size of each object; without `allow_missing`, raise NotFoundError for a missing one."""
     sizes = {}
     for name in names:
         try:
@@ -209,18 +209,18 @@ def _find_below(store: Store, allow_missing: bool) -> list[ShardSet]:
         raise _unfinished_error(store.url)
     described = [entry.name.removesuffix(MANIFEST) for entry in entries if entry.name.endswith(f"/{MANIFEST}")]
     sets = [_open_shard_set(store, folder, allow_missing) for folder in described]
-    # A split that lost its manifest is still there to be seen.
+    # A split without a manifest is still listed.
     shards = [entry for entry in entries if guess_format(entry.name) and not entry.name.startswith(tuple(described))]
     if shards:
         sets += _group_shards(store, shards)
     if not sets:
-        raise NotFoundError("there are no shards here", where=store.url, hint="make some with: stoker data convert")
+        raise NotFoundError("no shards found", where=store.url, hint="convert a dataset with: stoker data convert")
     return sorted(sets, key=_sort_key)
 
 
 def _unfinished_error(where: str) -> InputError:
-    hint = "run its `stoker data convert` again to finish it"
-    return InputError("an unfinished conversion lies here", where=where, hint=hint)
+    hint = "run its `stoker data convert` command again to finish it"
+    return InputError("contains an unfinished conversion", where=where, hint=hint)
 
 
 def _open_shard_set(store: Store, folder: str, allow_missing: bool = False) -> ShardSet:
@@ -246,14 +246,14 @@ def _open_shard_set(store: Store, folder: str, allow_missing: bool = False) -> S
 
 
 def _group_shards(store: Store, entries: Sequence[Entry]) -> list[ShardSet]:
-    """Part shards without a manifest by folder, split and format."""
+    """Group shards by folder, split and format."""
     groups: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in entries:
         folder, slash, name = entry.name.rpartition("/")
         kind = guess_format(name)
         if kind is None:
             raise InputError(
-                "its name tells no shard format",
+                "cannot tell the shard format from the name",
                 where=entry.name,
                 hint="shards end in .tar, .tfrecord or -of-NNNNN",
             )
@@ -266,7 +266,7 @@ def _group_shards(store: Store, entries: Sequence[Entry]) -> list[ShardSet]:
 
 
 def _attach_manifest(shard_set: ShardSet) -> ShardSet:
-    """Give a set that was named by its shards the manifest that lies beside them, if it knows them all."""
+    """Attach the manifest next to the shards, if it lists all of them."""
     try:
         manifest = read_manifest(shard_set.store, shard_set.folder)
     except NotFoundError:
@@ -278,22 +278,26 @@ def _attach_manifest(shard_set: ShardSet) -> ShardSet:
 
 
 def _sort_key(shard_set: ShardSet) -> tuple[int, str]:
-    """Put training data first."""
+    """Return a sort key that puts training data first."""
     return (SPLIT_ORDER.index(shard_set.split) if shard_set.split in SPLIT_ORDER else len(SPLIT_ORDER), shard_set.url)
 
 
 def guess_split(name: str) -> str:
-    """Guess a shard's split from its name, else from its folder's; what does not tell is training data."""
+    """Guess the split of a shard from its name, else from its folder's name; the default is `train`."""
     folder, _, file = name.rpartition("/")
-    found = _SPLIT.findall(file) or _SPLIT.findall(folder)
-    return "train" if not found else found[-1].lower().replace("validation", "val")
+    names = _SPLIT.findall(file) or _SPLIT.findall(folder)
+    return "train" if not names else names[-1].lower().replace("validation", "val")
 
 
 def group_by_split(sets: Iterable[ShardSet]) -> dict[str, ShardSet]:
-    """Map sets by split; refuse two sets of one split, for neither is meant more than the other."""
-    out: dict[str, ShardSet] = {}
-    for one in sets:
-        if one.split in out:
-            raise InputError(f"{out[one.split].url} and {one.url} are both the {one.split!r} split; name one of them")
-        out[one.split] = one
-    return out
+    """Return the shard sets by split; raise InputError if there are two of one split."""
+    by_split: dict[str, ShardSet] = {}
+    for shard_set in sets:
+        if shard_set.split in by_split:
+            first = by_split[shard_set.split]
+            raise InputError(
+                f"{first.url} and {shard_set.url} are both the {shard_set.split!r} split",
+                hint="pass the URL of one of them",
+            )
+        by_split[shard_set.split] = shard_set
+    return by_split

@@ -1,4 +1,4 @@
-"""What shards there are, in one line a set: pattern, counts, bytes, gaps."""
+"""Summarize shard sets: pattern, number of shards and samples, bytes, missing shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stoker.shards.shard_set import ShardSet, guess_split
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of shards; what a listing alone cannot tell is None."""
+    """The shards of one pattern; values that a listing does not contain are None."""
 
     pattern: str
     split: str
@@ -27,23 +27,23 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarize_shard_set(shard_set: ShardSet) -> list[Summary]:
-    """Sum up a set; one whose shards are called by several patterns gives several rows."""
+    """Summarize a shard set, with one row per name pattern."""
     manifest = shard_set.manifest
     sizes = {entry.name: entry.size for entry in shard_set.shards}
     missing = set(shard_set.missing)
     samples = {} if manifest is None else {shard.name: shard.samples for shard in manifest.shards}
     rows = []
-    for run in collapse_names([*sizes, *shard_set.missing]):
-        there = [name for name in run.names if name not in missing]
+    for number_range in collapse_names([*sizes, *shard_set.missing]):
+        existing = [name for name in number_range.names if name not in missing]
         rows.append(
             Summary(
-                pattern=shard_set.url_of(run.pattern),
+                pattern=shard_set.url_of(number_range.pattern),
                 split=shard_set.split,
                 format=shard_set.format,
-                shards=len(there),
-                missing=tuple(sorted({*run.missing, *missing.intersection(run.names)})),
-                samples=None if manifest is None else sum(samples[name] for name in there),
-                bytes=sum(sizes[name] for name in there),
+                shards=len(existing),
+                missing=tuple(sorted({*number_range.missing, *missing.intersection(number_range.names)})),
+                samples=None if manifest is None else sum(samples[name] for name in existing),
+                bytes=sum(sizes[name] for name in existing),
                 classes=None if manifest is None else len(manifest.classes),
                 quarantined=None if manifest is None else manifest.quarantined,
             )
@@ -52,21 +52,21 @@ def summarize_shard_set(shard_set: ShardSet) -> list[Summary]:
 
 
 def summarize_listing(lines: Iterable[str]) -> list[Summary]:
-    """Sum up a listing, as `ls`, `ls -l` or a bucket's own tool prints it: the name is a line's last word."""
+    """Summarize a listing as printed by `ls`, `ls -l` or a bucket's tool: the name is the last word of a line."""
     words = [line.split()[-1] for line in lines if line.strip()]
     names = [name for name in words if guess_format(name) is not None]
     if not names:
         raise InputError(
-            f"none of the {len(words)} names on standard input is a shard's",
-            hint="give one a line, such as: ls shards | stoker data summary -",
+            f"none of the {len(words)} names on standard input is a shard name",
+            hint="pass one name per line, for example: ls shards | stoker data summary -",
         )
     return [
         Summary(
-            pattern=run.pattern,
-            split=guess_split(run.pattern.rpartition("/")[2]),
-            format=guess_format(run.names[0]) or "",
-            shards=len(run.names),
-            missing=run.missing,
+            pattern=number_range.pattern,
+            split=guess_split(number_range.pattern.rpartition("/")[2]),
+            format=guess_format(number_range.names[0]) or "",
+            shards=len(number_range.names),
+            missing=number_range.missing,
         )
-        for run in collapse_names(names)
+        for number_range in collapse_names(names)
     ]

@@ -1,4 +1,4 @@
-"""Whether a shard set is what its manifest says: every fault is found and told, not only the first."""
+"""Verify a shard set against its manifest, and report every fault instead of only the first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNK = 8 << 20
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault: in which shard, and where in it when that is known."""
+    """One fault: its shard, and the offset and key if they are known."""
 
     shard: str
     what: str
@@ -32,7 +32,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was looked at in a set, and all that is wrong with it."""
+    """What was checked in a shard set, and every fault found."""
 
     url: str
     split: str
@@ -43,7 +43,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _ShardResult(NamedTuple):
-    """What one shard gave."""
+    """The result of checking one shard."""
 
     samples: int
     keys: array[int]
@@ -53,14 +53,14 @@ class _ShardResult(NamedTuple):
 def verify(
     shard_set: ShardSet, *, deep: bool = False, jobs: int = 2, progress: Callable[[int], None] = lambda _: None
 ) -> VerifyReport:
-    """Check every shard of a set; `progress` is told the bytes of each shard as it is done."""
+    """Check every shard of a shard set; `progress` is called with the bytes of each finished shard."""
     recorded = {} if shard_set.manifest is None else {shard.name: shard for shard in shard_set.manifest.shards}
 
     def check(number: int) -> _ShardResult:
         entry = shard_set.shards[number]
-        checked = _check_shard(shard_set, entry.name, recorded.get(entry.name), deep)
+        result = _check_shard(shard_set, entry.name, recorded.get(entry.name), deep)
         progress(entry.size)
-        return checked
+        return result
 
     with ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="verify") as pool:
         results = list(pool.map(check, range(len(shard_set.shards))))
@@ -84,99 +84,99 @@ def verify(
 
 
 def _check_shard(shard_set: ShardSet, name: str, shard: Shard | None, deep: bool) -> _ShardResult:
-    """Check one shard's bytes, members, images, labels and index."""
+    """Check the bytes, members, images, labels and index of one shard."""
     keys = array("q")
     findings: list[Finding] = []
     rows = index.IndexBuilder()
-    faults: list[SourceError] = []
+    errors: list[SourceError] = []
     try:
-        with shard_set.map_shard(name) as reader:
+        with shard_set.map_shard(name) as file:
             if shard is not None:
-                findings += _check_bytes(reader, shard)
-            for found in FORMATS.get(shard_set.format).iter_samples(reader.view, name, check=True, errors=faults):
-                keys.append(hash(found.sample.key))
-                if abs(found.sample.label) <= index.MAX_LABEL:
-                    rows.add(found.image_offset, len(found.sample.image), found.sample.label)
-                findings += _check_sample(shard_set, name, found, deep)
-                reader.release_before(found.end)
+                findings += _check_bytes(file, shard)
+            for located in FORMATS.get(shard_set.format).iter_samples(file.view, name, check=True, errors=errors):
+                keys.append(hash(located.sample.key))
+                if abs(located.sample.label) <= index.MAX_LABEL:
+                    rows.add(located.image_offset, len(located.sample.image), located.sample.label)
+                findings += _check_sample(shard_set, name, located, deep)
+                file.release_before(located.end)
     except NotFoundError as error:
         return _ShardResult(0, keys, [Finding(shard=name, what=error.what)])
-    except SourceError as error:  # the rest of the shard cannot be walked
-        faults.append(error)
-    findings += [Finding(shard=name, what=fault.what) for fault in faults]
+    except SourceError as error:  # the rest of the shard cannot be read
+        errors.append(error)
+    findings += [Finding(shard=name, what=fault.what) for fault in errors]
     if shard is not None:
         if len(keys) != shard.samples:
-            findings.append(Finding(shard=name, what=f"{len(keys):,} samples, and the manifest says {shard.samples:,}"))
+            findings.append(Finding(shard=name, what=f"{len(keys):,} samples, but {shard.samples:,} in the manifest"))
         findings += _check_index(shard_set, shard, rows)
     return _ShardResult(len(keys), keys, findings)
 
 
-def _check_bytes(reader: MappedFile, shard: Shard) -> Iterator[Finding]:
-    data = reader.view
+def _check_bytes(file: MappedFile, shard: Shard) -> Iterator[Finding]:
+    data = file.view
     if len(data) != shard.bytes:
-        yield Finding(shard=shard.name, what=f"{len(data):,} bytes, and the manifest says {shard.bytes:,}")
+        yield Finding(shard=shard.name, what=f"{len(data):,} bytes, but {shard.bytes:,} in the manifest")
         return
     digest = hashlib.sha256()
     for start in range(0, len(data), CHUNK):
         digest.update(data[start : start + CHUNK])
-        reader.release_before(start)
+        file.release_before(start)
     if digest.hexdigest() != shard.sha256:
-        yield Finding(shard=shard.name, what=f"its sha256 is {digest.hexdigest()}, not {shard.sha256}")
+        yield Finding(shard=shard.name, what=f"SHA-256 is {digest.hexdigest()}, but {shard.sha256} in the manifest")
 
 
-def _check_sample(shard_set: ShardSet, name: str, found: LocatedSample, deep: bool) -> Iterator[Finding]:
-    sample = found.sample
+def _check_sample(shard_set: ShardSet, name: str, located: LocatedSample, deep: bool) -> Iterator[Finding]:
+    sample = located.sample
     try:
         inspect_image(sample.image)
         if deep:
             check_decodes(sample.image)
     except BadImageError as error:
-        yield Finding(shard=name, offset=found.image_offset, key=sample.key, what=str(error))
+        yield Finding(shard=name, offset=located.image_offset, key=sample.key, what=str(error))
     classes = 0 if shard_set.manifest is None else len(shard_set.manifest.classes)
     last = classes - 1 if classes else index.MAX_LABEL
     if not 0 <= sample.label <= last:
         yield Finding(
-            shard=name, offset=found.start, key=sample.key, what=f"its label is {sample.label}, not 0 to {last}"
+            shard=name, offset=located.start, key=sample.key, what=f"label {sample.label} must be between 0 and {last}"
         )
 
 
 def _check_index(shard_set: ShardSet, shard: Shard, rows: index.IndexBuilder) -> Iterator[Finding]:
-    """Compare the index beside a shard with what the shard holds."""
+    """Compare the index of a shard with its samples."""
     name = index.index_name(shard.name)
     try:
         data = shard_set.store.get(shard_set.folder + name)
     except StokerError as error:
-        yield Finding(shard=shard.name, what=f"its index {name} cannot be read: {error.what}")
+        yield Finding(shard=shard.name, what=f"cannot read its index {name}: {error.what}")
         return
     if hashlib.sha256(data).hexdigest() != shard.index_sha256:
-        yield Finding(shard=shard.name, what=f"the sha256 of its index {name} is not the manifest's")
+        yield Finding(shard=shard.name, what=f"the SHA-256 of its index {name} does not match the manifest")
     elif data != rows.to_bytes():
-        yield Finding(shard=shard.name, what=f"its index {name} does not tell where its samples lie")
+        yield Finding(shard=shard.name, what=f"its index {name} does not match its samples")
 
 
 def _check_sums(manifest: Manifest) -> Iterator[Finding]:
     if manifest.samples != sum(shard.samples for shard in manifest.shards):
-        yield Finding(shard=MANIFEST, what="its count of samples is not the sum of its shards'")
+        yield Finding(shard=MANIFEST, what="its number of samples is not the sum over its shards")
     if manifest.bytes != sum(shard.bytes for shard in manifest.shards):
-        yield Finding(shard=MANIFEST, what="its count of bytes is not the sum of its shards'")
+        yield Finding(shard=MANIFEST, what="its number of bytes is not the sum over its shards")
 
 
 def _check_quarantine(shard_set: ShardSet, manifest: Manifest) -> Iterator[Finding]:
-    """Compare the list of images that were left out with their count."""
+    """Compare the list of quarantined images with the count in the manifest."""
     if manifest.quarantined == 0:
         return
     try:
         lines = len(shard_set.store.get(shard_set.folder + QUARANTINE).splitlines())
     except StokerError as error:
-        yield Finding(shard=QUARANTINE, what=f"cannot be read: {error.what}")
+        yield Finding(shard=QUARANTINE, what=f"cannot read the quarantine list: {error.what}")
         return
     if lines != manifest.quarantined:
-        what = f"{lines:,} images, and the manifest says {manifest.quarantined:,}"
+        what = f"{lines:,} images, but {manifest.quarantined:,} in the manifest"
         yield Finding(shard=QUARANTINE, what=what)
 
 
 def _find_duplicate_keys(shard_set: ShardSet, keys: Sequence[array[int]]) -> Iterator[Finding]:
-    """Find keys that stand twice: by 64-bit hash first, then by name in the shards concerned."""
+    """Find duplicate keys: by 64-bit hash first, then by text in the shards concerned."""
     hashes = [np.empty(0, dtype=np.int64), *(np.frombuffer(part, dtype=np.int64) for part in keys)]
     suspects = set(find_duplicates(np.concatenate(hashes)))
     if not suspects:
@@ -186,20 +186,20 @@ def _find_duplicate_keys(shard_set: ShardSet, keys: Sequence[array[int]]) -> Ite
         if suspects.isdisjoint(part):
             continue
         try:
-            with shard_set.map_shard(entry.name) as reader:
-                for found in FORMATS.get(shard_set.format).iter_samples(reader.view, entry.name):
-                    key = found.sample.key
+            with shard_set.map_shard(entry.name) as file:
+                for located in FORMATS.get(shard_set.format).iter_samples(file.view, entry.name):
+                    key = located.sample.key
                     if hash(key) in suspects:
                         if key in seen:
-                            what = f"the key stands in {seen[key]} already"
-                            yield Finding(shard=entry.name, offset=found.start, key=key, what=what)
+                            what = f"the key also occurs in {seen[key]}"
+                            yield Finding(shard=entry.name, offset=located.start, key=key, what=what)
                         seen.setdefault(key, entry.name)
         except StokerError:
-            continue  # told before
+            continue  # already reported
 
 
 def _find_unlisted_shards(shard_set: ShardSet) -> Iterator[Finding]:
-    """Find shards that lie in the folder and are not in the manifest."""
+    """Find shards in the folder that are not in the manifest."""
     if shard_set.manifest is None:
         return
     known = {shard.name for shard in shard_set.manifest.shards}
@@ -209,4 +209,4 @@ def _find_unlisted_shards(shard_set: ShardSet) -> Iterator[Finding]:
         return
     for name in names:
         if "/" not in name and guess_format(name) is not None and name not in known:
-            yield Finding(shard=name, what="lies here, but the manifest does not know it")
+            yield Finding(shard=name, what="is not listed in the manifest")

@@ -1,7 +1,7 @@
-"""Shard formats: how a sample stands in a shard, and how it is found there again.
+"""Shard formats: how a sample is encoded in a shard, and how it is read again.
 
-`encode` turns a sample into chunks, which the packer joins into large writes; `walk` and `parse` turn bytes back
-into samples. Neither direction copies an image here: encoding passes its buffer through, reading returns views.
+`encode` turns a sample into chunks, which the packer joins into large writes; `iter_samples` and `parse_sample` turn
+bytes back into samples. Images are never copied: encoding passes buffers through, reading returns views.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stoker.shards.sample import Buffer, Sample
 
 
 class EncodedSample(NamedTuple):
-    """One sample as it will stand in a shard; `image_at` counts from the sample's first byte."""
+    """One sample in the form of a shard; `image_offset` counts from the first byte of the sample."""
 
     chunks: list[Buffer]
     length: int
@@ -24,9 +24,9 @@ class EncodedSample(NamedTuple):
 
 
 class LocatedSample(NamedTuple):
-    """One sample met while walking a shard; all offsets count from the shard's first byte.
+    """One sample of a shard with its location; all offsets count from the first byte of the shard.
 
-    The sample's buffers are views into the shard: an mmap cannot be closed before they are gone.
+    The sample's buffers are views of the shard: a memory map cannot be closed before they are released.
     """
 
     start: int
@@ -36,37 +36,37 @@ class LocatedSample(NamedTuple):
 
 
 class Format(Protocol):
-    """What a shard format offers; bytes that are not of the format raise SourceError and nothing else."""
+    """A shard format; bytes that are not of the format raise SourceError and nothing else."""
 
     name: str
     trailer: bytes
-    """What ends a shard after its last sample."""
+    """The bytes after the last sample of a shard."""
     overhead: int
-    """About how many bytes a sample takes beside its image."""
+    """The approximate number of bytes that a sample needs in addition to its image."""
 
     def shard_name(self, prefix: str, split: str, number: int, total: int) -> str:
-        """The file name of shard `number` out of `total`."""
+        """Return the file name of shard `number` of `total`."""
         ...
 
     def check_key(self, key: str) -> None:
-        """Raise SourceError for a key that no shard of this format gives back as it was."""
+        """Raise SourceError for a key that this format cannot store and return unchanged."""
         ...
 
     def encode(self, sample: Sample) -> EncodedSample:
-        """The bytes of one sample; the same sample always gives the same bytes."""
+        """Encode one sample; equal samples give equal bytes."""
         ...
 
     def iter_samples(
         self, data: Buffer, where: str, *, check: bool = False, errors: list[SourceError] | None = None
     ) -> Iterator[LocatedSample]:
-        """Every sample of a whole shard, in order; `check` also verifies every checksum there is.
+        """Yield every sample of a whole shard, in order; `check` also verifies all checksums.
 
-        With `faults`, a sample that is wrong in itself goes there, and the walk goes on behind it.
+        With `errors`, the error of an invalid sample is appended to it, and iteration continues with the next sample.
         """
         ...
 
     def parse_sample(self, data: Buffer, where: str, *, check: bool = False) -> Sample:
-        """The sample whose span (`start` to `end`, as `walk` gave it) is `data`; only `walk` knows a nameless key."""
+        """Parse the bytes of one sample, from `start` to `end` as `iter_samples` yields them."""
         ...
 
 
@@ -84,9 +84,9 @@ CANONICAL_EXTENSIONS: Mapping[str, str] = {
     "pgm": "ppm",
     "pbm": "ppm",
 }
-"""The extensions, in lower case, that mark an image, each with the one spelling that `Sample.kind` uses.
+"""The lower-case extensions of images, each with the spelling that `Sample.extension` uses.
 
-The one table of extensions: what else asks whether a name is an image's derives from it.
+This is the only table of image extensions; all others derive from it.
 """
 
 FORMATS: Registry[Format] = Registry(
@@ -101,7 +101,7 @@ _TFRECORD_NAME = re.compile(r"(-[0-9]{5,}-of-[0-9]{5,}|\.tfrecords?)$")
 
 
 def guess_format(name: str) -> str | None:
-    """The format that a shard's file name (or URL) promises, None when it promises none."""
+    """Return the shard format that a file name or URL implies, or None."""
     if name.endswith(".tar"):
         return "tar"
     return "tfrecord" if _TFRECORD_NAME.search(name) else None

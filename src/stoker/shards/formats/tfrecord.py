@@ -1,7 +1,7 @@
-"""TFRecord shards of `tf.train.Example`s, with the feature names that ImageNet scripts use.
+"""TFRecord shards of `tf.train.Example` messages, with the feature names of the usual ImageNet scripts.
 
-A record is a length, the length's checksum, an Example and its checksum. The Example, a few nested
-protocol-buffer messages, is written and read by hand: a generated parser would copy every image.
+A record consists of a length, the checksum of the length, an Example and its checksum. The Example, a few nested
+protocol-buffer messages, is encoded and parsed here: a generated parser would copy every image.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MASK = 0xA282EAD8
 _INT64 = 1 << 63
 _SUFFIX = re.compile(r"\.tfrecords?$")
 
-# Field numbers with their wire types: in Example, Features, its map's entries, Feature and every list alike.
+# Field numbers with wire types; the same in Example, Features, its map entries, Feature and all lists.
 _FIELD_1, _FIELD_2, _FIELD_3 = 0x0A, 0x12, 0x1A
 _FIELD_1_VARINT = 0x08
 
@@ -55,42 +55,42 @@ class TFRecord:
     overhead = 160
 
     def shard_name(self, prefix: str, split: str, number: int, total: int) -> str:
-        """`PREFIX-train-00000-of-01024`."""
+        """Return `PREFIX-train-00000-of-01024`."""
         return f"{prefix}{'-' if prefix else ''}{split}-{number:05d}-of-{total:05d}"
 
     def check_key(self, key: str) -> None:
-        """Refuse what is no file name without its extension; any other text will do."""
+        """Raise SourceError for an empty key, a folder, or text that cannot be encoded."""
         if not key or key.endswith("/"):
-            raise SourceError(f"a TFRecord cannot hold a sample with key {key!r}")
-        _encoded(key)
+            raise SourceError(f"a TFRecord cannot store a sample with key {key!r}")
+        _encode_text(key)
 
     def encode(self, sample: Sample) -> EncodedSample:
-        """Features in the order of their names, which is how a deterministic TensorFlow writes them."""
-        key, image, kind, label, extras = sample
+        """Encode the features in the order of their names, as TensorFlow does in deterministic mode."""
+        key, image, extension, label, extras = sample
         self.check_key(key)
-        if kind not in _FORMAT_NAMES:
-            raise SourceError(f"a TFRecord cannot hold a sample of kind {kind!r}")
-        file_name = _encoded(f"{key}.{kind}")
-        members = sorted((MEMBER + _encoded(extension), data) for extension, data in extras.items())
+        if extension not in _FORMAT_NAMES:
+            raise SourceError(f"a TFRecord cannot store an image with extension {extension!r}")
+        file_name = _encode_text(f"{key}.{extension}")
+        members = sorted((MEMBER + _encode_text(name), data) for name, data in extras.items())
         size = len(image)
         head = _label_feature(label) + _bytes_head(IMAGE, size)
-        rest: list[Buffer] = [_bytes_head(FILE_NAME, len(file_name)), file_name, _format_feature(kind)]
+        rest: list[Buffer] = [_bytes_head(FILE_NAME, len(file_name)), file_name, _format_feature(extension)]
         for name, data in members:
             rest += _bytes_head(name, len(data)), data
         tail = b"".join(rest)
         head = b"\x0a" + varint(len(head) + size + len(tail)) + head
         length = len(head) + size + len(tail)
         prefix = length.to_bytes(8, "little")
-        framed = prefix + _masked(_extend(0, prefix)) + head
-        checksum = _masked(_extend(_extend(_extend(0, head), image), tail))
+        framed = prefix + _masked_bytes(_crc32c(0, prefix)) + head
+        checksum = _masked_bytes(_crc32c(_crc32c(_crc32c(0, head), image), tail))
         return EncodedSample([framed, image, tail + checksum], length + 16, len(framed))
 
     def iter_samples(
         self, data: Buffer, where: str, *, check: bool = False, errors: list[SourceError] | None = None
     ) -> Iterator[LocatedSample]:
-        """Every record; a length is always checked, the rest of a record when `check` says so.
+        """Yield every record; the checksum of the length is always verified, that of the data with `check`.
 
-        A record without a file name is known by its shard and number: `train-00000-of-00002/00000000`.
+        The key of a record without a file name is its shard and number: `train-00000-of-00002/00000000`.
         """
         view = memoryview(data)
         stem = _SUFFIX.sub("", where.rpartition("/")[2])
@@ -98,32 +98,34 @@ class TFRecord:
         at = number = 0
         while at < total:
             if at + 12 > total:
-                raise SourceError(f"truncated at byte {total}: record {number} at byte {at} has no length", where=where)
+                raise SourceError(
+                    f"truncated at byte {total}: record {number} at byte {at} has no complete length", where=where
+                )
             size, checksum = _LENGTH.unpack_from(view, at)
-            if checksum != _mask(_extend(0, view[at : at + 8].tobytes())):
-                raise SourceError(f"record {number} at byte {at}: its length does not match its checksum", where=where)
+            if checksum != _mask_crc(_crc32c(0, view[at : at + 8].tobytes())):
+                raise SourceError(f"record {number} at byte {at}: the length does not match its checksum", where=where)
             start, end = at + 12, at + 12 + size
             if end + 4 > total:
                 raise SourceError(
-                    f"truncated at byte {total}: record {number} at byte {at} wants {size} bytes", where=where
+                    f"truncated at byte {total}: record {number} at byte {at} needs {size} bytes", where=where
                 )
             try:
-                if check and _CRC.unpack_from(view, end)[0] != _mask(_extend(0, view[start:end])):
-                    raise _ExampleError("its data do not match their checksum")
-                image_at, sample = _sample(view, start, end, f"{stem}/{number:08d}")
+                if check and _CRC.unpack_from(view, end)[0] != _mask_crc(_crc32c(0, view[start:end])):
+                    raise _ExampleError("the data does not match its checksum")
+                image_at, sample = _parse_example(view, start, end, f"{stem}/{number:08d}")
             except _ExampleError as error:
-                fault = SourceError(f"record {number} at byte {at}: {error}", where=where)
+                invalid = SourceError(f"record {number} at byte {at}: {error}", where=where)
                 if errors is None:
-                    raise fault from None
-                errors.append(fault)
+                    raise invalid from None
+                errors.append(invalid)
             else:
                 yield LocatedSample(at, end + 4, image_at, sample)
             at = end + 4
             number += 1
 
     def parse_sample(self, data: Buffer, where: str, *, check: bool = False) -> Sample:
-        """The one record in these bytes; without a file name in it, its key is that of record 0."""
-        samples = [found.sample for found in self.iter_samples(data, where, check=check)]
+        """Parse the bytes of exactly one record; without a file name, its key is that of record 0."""
+        samples = [located.sample for located in self.iter_samples(data, where, check=check)]
         if len(samples) != 1:
             raise SourceError(f"expected the bytes of 1 record, found {len(samples)}", where=where)
         return samples[0]
@@ -133,50 +135,50 @@ FORMAT = TFRecord()
 
 
 class _ExampleError(Exception):
-    """What is wrong with a record; `walk` adds where."""
+    """The fault of one record; `iter_samples` adds its location."""
 
 
-def _sample(view: memoryview, at: int, end: int, key: str) -> tuple[int, Sample]:
-    """Where an Example's image starts, and the sample; it has this key if no file name gives it another."""
+def _parse_example(view: memoryview, at: int, end: int, key: str) -> tuple[int, Sample]:
+    """Parse an Example; return the offset of its image, and the sample. `key` is used if it has no file name."""
     features: dict[bytes, tuple[int, int]] = {}
     members: dict[str, tuple[int, int]] = {}
-    for name, start, stop in _features(view, at, end):
+    for name, start, stop in _iter_features(view, at, end):
         if name.startswith(b"image/"):
             features[name] = start, stop
         elif name.startswith(MEMBER):
             members[name[len(MEMBER) :].decode("utf-8", "surrogateescape")] = start, stop
-    start, stop = _only_bytes(view, IMAGE, features.get(IMAGE))
+    start, stop = _single_bytes(view, IMAGE, features.get(IMAGE))
     image = view[start:stop]
-    label = _only_int(view, LABEL, features.get(LABEL))
-    extension = ""
+    label = _single_int(view, LABEL, features.get(LABEL))
+    suffix = ""
     if FILE_NAME in features:
-        text = _text(view, FILE_NAME, features[FILE_NAME])
+        text = _read_text(view, FILE_NAME, features[FILE_NAME])
         folder, slash, file = text.rpartition("/")
-        stem, dot, extension = file.rpartition(".")
+        stem, dot, suffix = file.rpartition(".")
         key = folder + slash + stem if dot and stem else text
-    kind = sniff(image)
-    if kind is None and FILE_FORMAT in features:
-        kind = CANONICAL_EXTENSIONS.get(_text(view, FILE_FORMAT, features[FILE_FORMAT]).lower())
-    kind = kind or CANONICAL_EXTENSIONS.get(extension.lower())
-    if kind is None:
-        raise _ExampleError("its image is of no known format")
+    extension = sniff(image)
+    if extension is None and FILE_FORMAT in features:
+        extension = CANONICAL_EXTENSIONS.get(_read_text(view, FILE_FORMAT, features[FILE_FORMAT]).lower())
+    extension = extension or CANONICAL_EXTENSIONS.get(suffix.lower())
+    if extension is None:
+        raise _ExampleError("the format of its image is unknown")
     extras = NO_EXTRAS
     if members:
-        spans = {name: _only_bytes(view, name.encode("utf-8", "surrogateescape"), members[name]) for name in members}
+        spans = {name: _single_bytes(view, name.encode("utf-8", "surrogateescape"), members[name]) for name in members}
         extras = {name: view[first:last] for name, (first, last) in spans.items()}
-    return start, Sample(key, image, kind, label, extras)
+    return start, Sample(key, image, extension, label, extras)
 
 
-def _features(view: memoryview, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
-    """Every entry of the map `Example.features.feature`: its name and where its Feature lies."""
-    for tag, start, stop in _fields(view, at, end):
+def _iter_features(view: memoryview, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
+    """Yield every entry of the map `Example.features.feature`: its name, and the start and end of its Feature."""
+    for tag, start, stop in _iter_fields(view, at, end):
         if tag != _FIELD_1:
             continue
-        for entry_tag, entry_start, entry_stop in _fields(view, start, stop):
+        for entry_tag, entry_start, entry_stop in _iter_fields(view, start, stop):
             if entry_tag != _FIELD_1:
                 continue
             name, feature = b"", (entry_stop, entry_stop)
-            for part, first, last in _fields(view, entry_start, entry_stop):
+            for part, first, last in _iter_fields(view, entry_start, entry_stop):
                 if part == _FIELD_1:
                     name = view[first:last].tobytes()
                 elif part == _FIELD_2:
@@ -184,47 +186,47 @@ def _features(view: memoryview, at: int, end: int) -> Iterator[tuple[bytes, int,
             yield name, *feature
 
 
-def _only_bytes(view: memoryview, name: bytes, feature: tuple[int, int] | None) -> tuple[int, int]:
-    """Where the one value of a bytes feature lies."""
+def _single_bytes(view: memoryview, name: bytes, feature: tuple[int, int] | None) -> tuple[int, int]:
+    """Return the start and end of the single value of a bytes feature."""
     if feature is None:
         raise _ExampleError(f"it has no feature {name.decode()!r}")
     values = [
         (start, stop)
-        for kind, at, end in _fields(view, *feature)
+        for kind, at, end in _iter_fields(view, *feature)
         if kind == _FIELD_1
-        for tag, start, stop in _fields(view, at, end)
+        for tag, start, stop in _iter_fields(view, at, end)
         if tag == _FIELD_1
     ]
     if len(values) != 1:
-        raise _ExampleError(f"its feature {name.decode(errors='replace')!r} holds {len(values)} byte strings, not 1")
+        raise _ExampleError(f"its feature {name.decode(errors='replace')!r} has {len(values)} byte strings, expected 1")
     return values[0]
 
 
-def _only_int(view: memoryview, name: bytes, feature: tuple[int, int] | None) -> int:
-    """The one value of an int64 feature, packed or not."""
+def _single_int(view: memoryview, name: bytes, feature: tuple[int, int] | None) -> int:
+    """Return the single value of an int64 feature, packed or not."""
     if feature is None:
         raise _ExampleError(f"it has no feature {name.decode()!r}")
     values = []
-    for kind, at, end in _fields(view, *feature):
+    for kind, at, end in _iter_fields(view, *feature):
         if kind != _FIELD_3:
             continue
-        for tag, start, stop in _fields(view, at, end):
+        for tag, start, stop in _iter_fields(view, at, end):
             while tag in (_FIELD_1, _FIELD_1_VARINT) and start < stop:
                 value, start = _read_varint(view, start, stop)
                 values.append(value)
     if len(values) != 1:
-        raise _ExampleError(f"its feature {name.decode()!r} holds {len(values)} integers, not 1")
+        raise _ExampleError(f"its feature {name.decode()!r} has {len(values)} integers, expected 1")
     value = values[0] & (2 * _INT64 - 1)
     return value - 2 * _INT64 if value >= _INT64 else value
 
 
-def _text(view: memoryview, name: bytes, feature: tuple[int, int]) -> str:
-    start, stop = _only_bytes(view, name, feature)
+def _read_text(view: memoryview, name: bytes, feature: tuple[int, int]) -> str:
+    start, stop = _single_bytes(view, name, feature)
     return view[start:stop].tobytes().decode("utf-8", "surrogateescape")
 
 
-def _fields(view: memoryview, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Every field of a protocol-buffer message: its tag, and where its value starts and stops."""
+def _iter_fields(view: memoryview, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield every field of a protocol-buffer message: its tag, and the start and end of its value."""
     while at < end:
         tag = view[at]
         if tag < 0x80:
@@ -246,9 +248,9 @@ def _fields(view: memoryview, at: int, end: int) -> Iterator[tuple[int, int, int
         elif wire_type == 5:
             stop = at + 4
         else:
-            raise _ExampleError(f"its Example has a field of wire type {wire_type} near byte {at}")
+            raise _ExampleError(f"its Example has a field of unknown wire type {wire_type} near byte {at}")
         if stop > end:
-            raise _ExampleError(f"its Example has a field that ends {stop - end} bytes too late, near byte {at}")
+            raise _ExampleError(f"its Example has a field that exceeds it by {stop - end} bytes, near byte {at}")
         yield tag, at, stop
         at = stop
 
@@ -261,24 +263,24 @@ def _read_varint(view: memoryview, at: int, end: int) -> tuple[int, int]:
             return value | byte << shift, position + 1
         value |= (byte & 0x7F) << shift
         shift += 7
-    raise _ExampleError(f"its Example has a number without an end at byte {at}")
+    raise _ExampleError(f"its Example has an unterminated number at byte {at}")
 
 
-def _encoded(text: str) -> bytes:
+def _encode_text(text: str) -> bytes:
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
-        raise SourceError(f"a TFRecord cannot hold the name {text!r}") from None
+        raise SourceError(f"a TFRecord cannot store the name {text!r}") from None
 
 
 def record(data: bytes) -> bytes:
-    """Frame any bytes as one record: length, its checksum, the bytes, and theirs."""
+    """Encode bytes as one record: length, checksum of the length, data, checksum of the data."""
     prefix = len(data).to_bytes(8, "little")
-    return prefix + _masked(_extend(0, prefix)) + data + _masked(_extend(0, data))
+    return prefix + _masked_bytes(_crc32c(0, prefix)) + data + _masked_bytes(_crc32c(0, data))
 
 
 def varint(value: int) -> bytes:
-    """Write a number as protocol buffers do."""
+    """Encode a number as a protocol-buffer varint."""
     if value < 0x80:
         return bytes((value,))
     out = bytearray()
@@ -290,7 +292,7 @@ def varint(value: int) -> bytes:
 
 
 def _bytes_head(name: bytes, size: int) -> bytes:
-    """All that stands before the value of a bytes feature of `size` bytes, from its map entry inwards."""
+    """Encode everything before the value of a bytes feature of `size` bytes, starting with its map entry."""
     head = b"\x0a" + varint(size)
     head = b"\x0a" + varint(len(head) + size) + head
     return _entry_head(name, len(head) + size) + head
@@ -310,22 +312,22 @@ def _format_feature(kind: str) -> bytes:
 @lru_cache(4096)
 def _label_feature(label: int) -> bytes:
     if not -_INT64 <= label < _INT64:
-        raise SourceError(f"a TFRecord cannot hold the label {label}")
+        raise SourceError(f"a TFRecord cannot store the label {label}")
     value = varint(label % (2 * _INT64))
     value = b"\x0a" + varint(len(value)) + value
     value = b"\x1a" + varint(len(value)) + value
     return _entry_head(LABEL, len(value)) + value
 
 
-def _extend(crc: int, data: Buffer) -> int:
-    # google_crc32c refuses bytearrays and memoryviews, but takes an array over the same memory: no copy.
+def _crc32c(crc: int, data: Buffer) -> int:
+    # google_crc32c does not accept bytearrays and memoryviews, but an array over the same memory: no copy.
     chunk: Any = data if isinstance(data, bytes) else np.frombuffer(data, np.uint8)
     return int(google_crc32c.extend(crc, chunk))
 
 
-def _mask(crc: int) -> int:
+def _mask_crc(crc: int) -> int:
     return ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF
 
 
-def _masked(crc: int) -> bytes:
-    return _CRC.pack(_mask(crc))
+def _masked_bytes(crc: int) -> bytes:
+    return _CRC.pack(_mask_crc(crc))

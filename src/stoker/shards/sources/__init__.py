@@ -1,4 +1,4 @@
-"""Datasets as they are found: each source lists its samples cheaply and reads one on demand."""
+"""Sources: dataset formats that can be converted; each lists its samples cheaply and reads them on demand."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from stoker.storage import local_path
 
 
 class Source(Protocol):
-    """An opened dataset. Opening looks only at the outside: names, headers, class lists."""
+    """An open dataset. Opening reads only names, headers and class lists."""
 
     @property
     def name(self) -> str:
-        """What the dataset is called; the default prefix of its shards."""
+        """The name of the dataset; the default prefix of its shards."""
         ...
 
     @property
     def classes(self) -> Sequence[str]:
-        """Class names by label; empty when the dataset does not tell."""
+        """Class names by label; empty if the dataset has none."""
         ...
 
     @property
     def splits(self) -> Sequence[str]:
-        """`train`, `val`, `test`: as many as there are."""
+        """The splits of the dataset, out of `train`, `val` and `test`."""
         ...
 
     @property
     def notes(self) -> Sequence[str]:
-        """Sentences that the user should see with the plan; complete once every split was scanned."""
+        """Notes for the user, printed with the plan; complete after every split was scanned."""
         ...
 
     @property
     def recipe(self) -> str:
-        """What decides the images' bytes beside the items: nothing, or how they are made."""
+        """How images are encoded, if the source encodes them; empty otherwise. Part of the plan's digest."""
         ...
 
     def scan(self, split: str) -> Iterator[Item]:
@@ -46,23 +46,23 @@ class Source(Protocol):
         ...
 
     def read(self, split: str, item: Item) -> Content:
-        """Read one sample; called from many threads at once."""
+        """Read one sample; thread-safe."""
         ...
 
     def close(self) -> None:
-        """Close what was opened."""
+        """Close all files."""
         ...
 
 
 class SourceType(Protocol):
-    """A source's class: recognises a dataset by its outside, and opens it."""
+    """The class of a source: detects its datasets, and opens them."""
 
     def can_read(self, where: str) -> bool:
-        """Whether this looks like such a dataset; must not raise."""
+        """Return whether this looks like a dataset of this kind; must not raise."""
         ...
 
     def __call__(self, where: str, *, scratch: Path) -> Source:
-        """Open the dataset; `scratch` is an existing empty folder for what must be unpacked first."""
+        """Open the dataset; `scratch` is an existing empty folder for unpacked files."""
         ...
 
 
@@ -78,28 +78,27 @@ SOURCES: Registry[SourceType] = Registry(
     },
 )
 
-# A class folder is the least specific shape, so it is tried last.
+# Class folders are the least specific, so they come last.
 DETECTION_ORDER = ("synthetic", "imagenet", "cifar10", "mnist", "shards", "folder")
 
 
 def detect_source(where: str) -> str:
-    """Recognise the dataset at `where`; what lies behind a URL can only be shards, and its errors are told as such."""
+    """Detect the kind of dataset at `where`; a URL can only be that of a shard set."""
     path = None if where.startswith("synthetic") else local_path(where)
     if path is None and not where.startswith("synthetic"):
         return "shards"
     if path is not None and not path.exists() and not has_braces(where):
-        raise NotFoundError("there is no such file or folder", where=where)
+        raise NotFoundError("no such file or folder", where=where)
     for name in DETECTION_ORDER:
         if SOURCES.get(name).can_read(where):
             return name
     raise SourceError(
-        "no dataset is recognised here",
+        "no known dataset format found",
         where=where,
-        hint="a folder needs train/<class>/<image> or <class>/<image>; or name the kind with --source "
-        + "|".join(SOURCES.names()),
+        hint="a folder needs train/<class>/<image> or <class>/<image>; or set --source " + "|".join(SOURCES.names()),
     )
 
 
 def open_source(where: str, kind: str, *, scratch: Path) -> Source:
-    """Open the dataset at `where` as what `kind` names."""
+    """Open the dataset at `where` as the given kind."""
     return SOURCES.get(kind)(where, scratch=scratch)

@@ -1,4 +1,4 @@
-"""CIFAR-10 as downloaded: six pickles of Python 2 in a tar, read without letting them run anything."""
+"""Source: CIFAR-10 as downloaded, Python 2 pickles in a tar, unpickled without executing code."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ FILES = (META, *BATCHES)
 SPLITS = {"train": range(5), "test": range(5, 6)}
 CLASSES = 10
 ROW_BYTES = 3 * 32 * 32
-MAX_FILE_BYTES = 100_000_000  # a batch has 31 million bytes and is read whole
+MAX_FILE_BYTES = 100_000_000  # a batch has 31 million bytes and is read into memory
 
 
 class Cifar10Source:
-    """Rows of the batches as lossless PNG; a batch is unpickled once and its pixels laid down in scratch."""
+    """Images of the batches as lossless PNG; a batch is unpickled once, and its pixels are stored in scratch."""
 
     name = "cifar10"
     recipe = PNG_RECIPE
@@ -44,7 +44,7 @@ class Cifar10Source:
         try:
             for file in FILES:
                 if file not in self._files:
-                    raise SourceError(f"there is no {file}", where=where, hint=f"download {ARCHIVE} again")
+                    raise SourceError(f"{file} not found", where=where, hint=f"download {ARCHIVE} again")
             self.classes: Sequence[str] = _read_class_names(self._files[META])
         except BaseException:
             self.close()
@@ -54,7 +54,7 @@ class Cifar10Source:
 
     @staticmethod
     def can_read(where: str) -> bool:
-        """Whether this is the archive, the unpacked folder, or a folder with either of them."""
+        """Return whether this is the archive, the unpacked folder, or a folder with one of them."""
         path = Path(where)
         try:
             return (path.name == ARCHIVE and path.is_file()) or any(
@@ -64,7 +64,7 @@ class Cifar10Source:
             return False
 
     def scan(self, split: str) -> Iterator[Item]:
-        """List the rows of the split's batches in order."""
+        """List the images of the split's batches in order."""
         batches = [(number, self._batch(number)) for number in SPLITS[split]]
         names = np.unique(np.concatenate([batch.names for _, batch in batches]))
         named = len(names) == sum(len(batch.labels) for _, batch in batches)
@@ -76,13 +76,13 @@ class Cifar10Source:
                 file = batch.names[row].decode() if named else f"{BATCHES[number]}_{row:05d}.png"
                 yield Item(name=f"{self.classes[label]}/{file}", label=label, size=ROW_BYTES, file=number, offset=row)
 
-    def read(self, split: str, item: Item) -> Content:  # noqa: ARG002 - the batch tells the split
-        """Encode one row; its bytes are the red, then the green, then the blue plane."""
+    def read(self, split: str, item: Item) -> Content:  # noqa: ARG002 - the batch implies the split
+        """Encode one image; a row holds its red, green and blue planes."""
         planes = self._batch(item.file).pixels[item.offset].reshape(3, 32, 32)
         return Content(encode_png(np.ascontiguousarray(planes.transpose(1, 2, 0))))
 
     def close(self) -> None:
-        """Close the files and let go of the mapped pixels."""
+        """Close the files and release the mapped pixels."""
         self._batches.clear()
         for file in self._files.values():
             file.file.close()
@@ -96,7 +96,7 @@ class Cifar10Source:
 
 
 class _BatchFile(NamedTuple):
-    """One of the seven files: a part of the archive, or a file by itself."""
+    """One of the seven files of the dataset, inside the archive or unpacked."""
 
     file: OpenFile
     offset: int
@@ -105,7 +105,7 @@ class _BatchFile(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """A batch in little memory: the pixels are mapped from a file, and names and labels are flat arrays."""
+    """A batch that needs little memory: pixels are mapped from a file, names and labels are flat arrays."""
 
     pixels: npt.NDArray[np.uint8]
     labels: bytes
@@ -113,7 +113,7 @@ class _Batch(NamedTuple):
 
 
 class _PickleStub:
-    """What a batch's pickle builds in place of an array or a dtype: it only remembers what it was told."""
+    """A placeholder for arrays and dtypes in a pickle, which only stores its arguments and state."""
 
     def __init__(self, *args: object) -> None:
         self.args = args
@@ -124,7 +124,7 @@ class _PickleStub:
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """Gives `_Inert` for the three names of numpy that a batch needs, and refuses every other name."""
+    """Unpickler that returns `_PickleStub` for the NumPy names that a batch needs, and rejects every other name."""
 
     ALLOWED = frozenset(
         {
@@ -140,10 +140,10 @@ class RestrictedUnpickler(pickle.Unpickler):
         self._where = where
 
     def find_class(self, module: str, name: str) -> Any:
-        """Stand in for numpy; nothing that a pickle names is ever imported."""
+        """Return the placeholder; nothing is ever imported."""
         if (module, name) not in self.ALLOWED:
             raise SourceError(
-                f"refuses to unpickle {module}.{name}, which no CIFAR-10 file holds",
+                f"the pickle contains {module}.{name}, which no CIFAR-10 file does",
                 where=self._where,
                 hint="do not trust this file; download it again",
             )
@@ -151,10 +151,10 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 def _unpickle(file: _BatchFile) -> dict[bytes, Any]:
-    """Unpickle a file that must hold a dict with byte strings as keys."""
+    """Unpickle a file that must contain a dict with byte strings as keys."""
     if file.size > MAX_FILE_BYTES:
         raise SourceError(
-            f"is {file.size} bytes long; no CIFAR-10 file is longer than {MAX_FILE_BYTES}", where=file.where
+            f"the file has {file.size} bytes; CIFAR-10 files have at most {MAX_FILE_BYTES}", where=file.where
         )
     try:
         content = RestrictedUnpickler(io.BytesIO(file.file.read(file.offset, file.size)), file.where).load()
@@ -163,14 +163,14 @@ def _unpickle(file: _BatchFile) -> dict[bytes, Any]:
     except Exception as error:  # a damaged pickle can raise anything
         raise SourceError(f"damaged pickle: {type(error).__name__}: {error}", where=file.where) from error
     if not isinstance(content, dict):
-        raise SourceError(f"holds a {type(content).__name__}, not a dict", where=file.where)
+        raise SourceError(f"the pickle contains a {type(content).__name__}, expected a dict", where=file.where)
     return content
 
 
 def _read_class_names(file: _BatchFile) -> tuple[str, ...]:
     names = _unpickle(file).get(b"label_names")
     if not isinstance(names, list) or len(names) != CLASSES or not all(map(_is_plain_name, names)):
-        raise SourceError(f"label_names must be {CLASSES} names, not {names!r:.200}", where=file.where)
+        raise SourceError(f"label_names must be {CLASSES} names, got {names!r:.200}", where=file.where)
     return tuple(name.decode() for name in names)
 
 
@@ -187,7 +187,7 @@ def _load_batch(file: _BatchFile, pixels_path: Path) -> _Batch:
 
 
 def _parse_pixels(data: object, where: str) -> npt.NDArray[np.uint8]:
-    """Make the array that the pickle describes: state = (version, shape, dtype, column order, bytes)."""
+    """Build the array that the pickle describes: state = (version, shape, dtype, column order, bytes)."""
     match data:
         case _PickleStub(state=(_, (int(rows), int(width)), _PickleStub(args=(b"u1", *_)), int(columns), bytes(raw))):
             if width != ROW_BYTES or rows < 1 or len(raw) != rows * ROW_BYTES:
@@ -195,22 +195,22 @@ def _parse_pixels(data: object, where: str) -> npt.NDArray[np.uint8]:
                     f"data is {rows} × {width} in {len(raw)} bytes; expected rows of {ROW_BYTES} bytes", where=where
                 )
             return np.frombuffer(raw, np.uint8).reshape((rows, ROW_BYTES), order="F" if columns else "C")
-    raise SourceError("data is not an array of bytes in two dimensions", where=where)
+    raise SourceError("data is not a two-dimensional array of bytes", where=where)
 
 
 def _parse_labels(labels: object, rows: int, where: str) -> bytes:
     if not isinstance(labels, list):
         raise SourceError("labels is not a list", where=where)
     if len(labels) != rows:
-        raise SourceError(f"holds {rows} rows but {len(labels)} labels", where=where)
+        raise SourceError(f"{rows} rows, but {len(labels)} labels", where=where)
     for row, label in enumerate(labels):
         if not isinstance(label, int) or not 0 <= label < CLASSES:
-            raise SourceError(f"label {label!r:.50} of row {row} is not within 0 to {CLASSES - 1}", where=where)
+            raise SourceError(f"label {label!r:.50} of row {row} must be between 0 and {CLASSES - 1}", where=where)
     return bytes(labels)
 
 
 def _is_plain_name(name: object) -> bool:
-    """Whether a name can be one part of a path: printable ASCII, no slash, no dot in front."""
+    """Return whether a name is a valid path component: printable ASCII, no slash, no leading dot."""
     return isinstance(name, bytes) and re.fullmatch(rb"(?!\.)[ -.0-~]+", name) is not None
 
 
@@ -219,25 +219,25 @@ def _is_png_name(name: object) -> bool:
 
 
 def _find_files(path: Path, scratch: Path) -> dict[str, _BatchFile]:
-    """Find the seven files, in the archive or in the folder that it unpacks to."""
+    """Find the seven files, in the archive or in the unpacked folder."""
     if path.is_dir():
         for folder in (path / FOLDER, path):
             if any((folder / name).is_file() for name in BATCHES):
                 files = (OpenFile(folder / name) for name in FILES if (folder / name).is_file())
                 return {file.path.name: _BatchFile(file, 0, file.size, str(file.path)) for file in files}
         if not (path / ARCHIVE).is_file():
-            raise SourceError(f"there is no {ARCHIVE} and no {FOLDER}/ here", where=path)
+            raise SourceError(f"neither {ARCHIVE} nor {FOLDER}/ found", where=path)
         path /= ARCHIVE
     elif not path.is_file():
-        raise NotFoundError("there is no such file or folder", where=path)
+        raise NotFoundError("no such file or folder", where=path)
     archive = open_decompressed(path, scratch)
-    found = {}
+    files_by_name = {}
     try:
         for name, offset, size in iter_members(archive):
             inside = name.removeprefix("./").removeprefix(f"{FOLDER}/")
             if inside in FILES:
-                found[inside] = _BatchFile(archive, offset, size, f"{path} ({inside})")
+                files_by_name[inside] = _BatchFile(archive, offset, size, f"{path} ({inside})")
     except BaseException:
         archive.close()
         raise
-    return found
+    return files_by_name

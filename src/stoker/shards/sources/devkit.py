@@ -1,4 +1,4 @@
-"""The classes of ImageNet's validation images, which their names do not tell."""
+"""The ground truth of ImageNet's validation images, from the devkit or from Kaggle's solution file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOLUTION = "LOC_val_solution.csv"
 
 
 class GroundTruth(NamedTuple):
-    """The class of each validation image: image number n is of class `wnids[classes[n - 1]]`."""
+    """The class of each validation image: image number n has the class `wnids[classes[n - 1]]`."""
 
     wnids: Sequence[str]
     classes: array[int]
@@ -38,12 +38,12 @@ class GroundTruth(NamedTuple):
         return self.wnids[self.classes[number - 1]]
 
     def used_wnids(self) -> set[str]:
-        """Return the classes that have an image."""
+        """Return the classes that have images."""
         return {self.wnids[index] for index in set(self.classes)}
 
 
 def find_ground_truth(root: Path, scratch: Path) -> GroundTruth | None:
-    """Find the devkit or Kaggle's solution file in `root`; the latter first, for it needs no scipy."""
+    """Find Kaggle's solution file or the devkit in `root`; the former first, as it needs no SciPy."""
     if (root / SOLUTION).is_file():
         return read_solution(root / SOLUTION)
     if (root / DEVKIT / GROUND_TRUTH).is_file() or (root / DEVKIT / META).is_file():
@@ -54,25 +54,27 @@ def find_ground_truth(root: Path, scratch: Path) -> GroundTruth | None:
 
 
 def read_devkit(devkit: Path, scratch: Path) -> GroundTruth:
-    """Read the ground truth, which counts in ILSVRC2012_ID, and translate it with meta.mat."""
+    """Read the ground truth, whose lines are ILSVRC2012_IDs, and map them to wnids with meta.mat."""
     truth, meta = _read_devkit_tar(devkit, scratch) if devkit.is_file() else _read_devkit_folder(devkit)
-    leaves = _read_class_ids(meta, f"{devkit}/{META}")
-    wnids = sorted(leaves.values())
-    places = {wnid: place for place, wnid in enumerate(wnids)}
+    wnid_by_id = _read_class_ids(meta, f"{devkit}/{META}")
+    wnids = sorted(wnid_by_id.values())
+    positions = {wnid: position for position, wnid in enumerate(wnids)}
     where = f"{devkit}/{GROUND_TRUTH}"
     classes = array("i")
     for number, line in enumerate(truth.split(), 1):
-        wnid = leaves.get(int(line)) if line.isdigit() and len(line) < 10 else None
+        wnid = wnid_by_id.get(int(line)) if line.isdigit() and len(line) < 10 else None
         if wnid is None:
             text = line.decode(errors="replace")
-            raise SourceError(f"line {number} is {text!r:.50}, no class's ILSVRC2012_ID in meta.mat", where=where)
-        classes.append(places[wnid])
+            raise SourceError(
+                f"line {number} is {text!r:.50}, which is not the ILSVRC2012_ID of a class in meta.mat", where=where
+            )
+        classes.append(positions[wnid])
     return GroundTruth(wnids, classes, where)
 
 
 def read_solution(path: Path) -> GroundTruth:
-    """Read Kaggle's `ImageId,PredictionString`, in any order, where a prediction starts with the wnid."""
-    found: dict[int, str] = {}
+    """Read Kaggle's `ImageId,PredictionString` lines, in any order; a prediction starts with the wnid."""
+    wnid_by_number: dict[int, str] = {}
     try:
         with open(path, newline="", encoding="utf-8", errors="replace") as file:
             for line, row in enumerate(csv.reader(file), 1):
@@ -80,38 +82,46 @@ def read_solution(path: Path) -> GroundTruth:
                     continue
                 image = VAL_IMAGE.fullmatch(f"{row[0]}.JPEG") if len(row) >= 2 else None
                 wnid = row[1].split(" ", 1)[0] if image else ""
-                if image is None or not WNID.fullmatch(wnid) or int(image[1]) in found:
+                if image is None or not WNID.fullmatch(wnid) or int(image[1]) in wnid_by_number:
                     text = ",".join(row)
-                    raise SourceError(f"line {line} is {text!r:.80}, not a new image and its class", where=path)
-                found[int(image[1])] = wnid
+                    raise SourceError(f"line {line} is {text!r:.80}, expected another image and its class", where=path)
+                wnid_by_number[int(image[1])] = wnid
     except csv.Error as error:
-        raise SourceError(f"is not a CSV file: {error}", where=path) from error
-    for number in range(1, len(found) + 1):
-        if number not in found:
-            raise SourceError(f"holds {len(found)} images, but none has number {number}", where=path)
-    wnids = sorted(set(found.values()))
-    places = {wnid: place for place, wnid in enumerate(wnids)}
-    return GroundTruth(wnids, array("i", (places[found[number]] for number in range(1, len(found) + 1))), str(path))
+        raise SourceError(f"invalid CSV file: {error}", where=path) from error
+    for number in range(1, len(wnid_by_number) + 1):
+        if number not in wnid_by_number:
+            raise SourceError(f"{len(wnid_by_number)} images, but none has number {number}", where=path)
+    wnids = sorted(set(wnid_by_number.values()))
+    positions = {wnid: position for position, wnid in enumerate(wnids)}
+    return GroundTruth(
+        wnids,
+        array("i", (positions[wnid_by_number[number]] for number in range(1, len(wnid_by_number) + 1))),
+        str(path),
+    )
 
 
 def _read_class_ids(meta: bytes, where: str) -> dict[int, str]:
-    """Map ILSVRC2012_ID to wnid for the classes of meta.mat; its other synsets only group them."""
+    """Read the wnids of the classes by ILSVRC2012_ID from meta.mat; its other synsets only group them."""
     try:
         from scipy.io import loadmat
     except ImportError as error:
         raise MissingExtraError("scipy", "imagenet", purpose="reading meta.mat of ImageNet's devkit") from error
     try:
         synsets = loadmat(io.BytesIO(meta), variable_names=["synsets"])["synsets"].ravel()
-        leaves = {
+        wnid_by_id = {
             int(synset["ILSVRC2012_ID"].item()): str(synset["WNID"].item())
             for synset in synsets
             if synset["num_children"].item() == 0
         }
-    except Exception as error:  # scipy raises whatever a damaged file leads it to
-        raise SourceError(f"is not ImageNet's meta.mat: {type(error).__name__}: {error}", where=where) from error
-    if not leaves or len(set(leaves.values())) < len(leaves) or not all(map(WNID.fullmatch, leaves.values())):
-        raise SourceError("does not give each class a wnid of its own", where=where)
-    return leaves
+    except Exception as error:  # SciPy may raise anything for a damaged file
+        raise SourceError(f"invalid meta.mat: {type(error).__name__}: {error}", where=where) from error
+    if (
+        not wnid_by_id
+        or len(set(wnid_by_id.values())) < len(wnid_by_id)
+        or not all(map(WNID.fullmatch, wnid_by_id.values()))
+    ):
+        raise SourceError("meta.mat has no unique wnid for each class", where=where)
+    return wnid_by_id
 
 
 def _read_devkit_folder(devkit: Path) -> tuple[bytes, bytes]:
@@ -122,17 +132,17 @@ def _read_devkit_folder(devkit: Path) -> tuple[bytes, bytes]:
 
 
 def _read_devkit_tar(devkit: Path, scratch: Path) -> tuple[bytes, bytes]:
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     with open_decompressed(devkit, scratch) as file:
         for name, offset, size in iter_members(file):
             inside = name.removeprefix("./").removeprefix(f"{DEVKIT}/")
             if inside in (GROUND_TRUTH, META):
-                found[inside] = file.read(offset, size)
+                contents[inside] = file.read(offset, size)
     for inside in (GROUND_TRUTH, META):
-        if inside not in found:
+        if inside not in contents:
             raise _missing_file_error(devkit, inside)
-    return found[GROUND_TRUTH], found[META]
+    return contents[GROUND_TRUTH], contents[META]
 
 
 def _missing_file_error(devkit: Path, inside: str) -> SourceError:
-    return SourceError(f"lacks {inside}", where=devkit, hint=f"download {DEVKIT_TAR} again")
+    return SourceError(f"{inside} is missing", where=devkit, hint=f"download {DEVKIT_TAR} again")

@@ -1,4 +1,4 @@
-"""Files that sources read by position, and what must be unpacked before that is possible."""
+"""Files that sources read by position from many threads, decompressed first if necessary."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from stoker.errors import FullError, SourceError
+from stoker.errors import SourceError, StorageFullError
 
 GZIP_MAGIC = b"\x1f\x8b"
-CHUNK = 1 << 20
+CHUNK_BYTES = 1 << 20
 DOWNLOAD_AGAIN = "download it again"
 
 
 class OpenFile:
-    """A file that many threads read at once: every read names its position, so there is no seek to share.
+    """A file that many threads can read at once: reads take an offset, so there is no shared file position.
 
-    Errors name `path`, also when it is `copy` that is read.
+    Errors name `path`, even if `copy` is read instead.
     """
 
     def __init__(self, path: Path, *, copy: Path | None = None) -> None:
         try:
             self._fd = os.open(copy or path, os.O_RDONLY)
         except OSError as error:
-            raise SourceError(f"cannot be opened: {error.strerror}", where=path) from error
+            raise SourceError(f"cannot open: {error.strerror}", where=path) from error
         self.path = path
         self.size = os.fstat(self._fd).st_size
 
@@ -41,14 +41,14 @@ class OpenFile:
             more = self._read(offset + len(data), size - len(data))
             if not more:
                 raise SourceError(
-                    f"truncated: expected {size} bytes at offset {offset}, the file ends after {len(data)}",
+                    f"truncated: expected {size} bytes at offset {offset}, got {len(data)}",
                     where=self.path,
                 )
             data += more
         return data
 
     def close(self) -> None:
-        """Close the descriptor, once."""
+        """Close the file; may be called again."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -57,7 +57,7 @@ class OpenFile:
         try:
             return os.pread(self._fd, size, offset)
         except OSError as error:
-            raise SourceError(f"cannot be read at offset {offset}: {error.strerror}", where=self.path) from error
+            raise SourceError(f"cannot read at offset {offset}: {error.strerror}", where=self.path) from error
 
     def __enter__(self) -> Self:
         return self
@@ -69,18 +69,18 @@ class OpenFile:
 
 
 def open_decompressed(path: Path, scratch: Path) -> OpenFile:
-    """Open a file, or its copy in `scratch` when its first bytes, whatever its name, say that it is gzip."""
+    """Open a file; decompress it into `scratch` first if its content, whatever its name, is gzip."""
     file = OpenFile(path)
     if file.size < len(GZIP_MAGIC) or file.read(0, len(GZIP_MAGIC)) != GZIP_MAGIC:
         return file
     file.close()
     target = scratch / path.name.removesuffix(".gz")
     try:
-        # To the very end, where the checksum is.
+        # Read to the end, where the checksum is.
         with disk_full_errors(scratch), gzip.open(path) as packed, open(target, "xb") as plain:
-            shutil.copyfileobj(packed, plain, CHUNK)
+            shutil.copyfileobj(packed, plain, CHUNK_BYTES)
     except EOFError as error:
-        raise SourceError("truncated: the gzip stream has no end", where=path, hint=DOWNLOAD_AGAIN) from error
+        raise SourceError("truncated gzip stream", where=path, hint=DOWNLOAD_AGAIN) from error
     except (gzip.BadGzipFile, zlib.error) as error:
         raise SourceError(f"damaged gzip stream: {error}", where=path, hint=DOWNLOAD_AGAIN) from error
     return OpenFile(path, copy=target)
@@ -88,12 +88,12 @@ def open_decompressed(path: Path, scratch: Path) -> OpenFile:
 
 @contextmanager
 def disk_full_errors(scratch: Path) -> Iterator[None]:
-    """Turn a full disk into a FullError that names the folder."""
+    """Translate the OSError of a full disk into a StorageFullError that names the folder."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise FullError(
-            "no space left to unpack the dataset", where=scratch, hint="point TMPDIR at a larger disk"
+        raise StorageFullError(
+            "no space left to unpack the dataset", where=scratch, hint="set TMPDIR to a folder on a larger disk"
         ) from error

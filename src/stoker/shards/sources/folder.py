@@ -1,4 +1,4 @@
-"""A tree of class folders: `train/<class>/…` and `val/<class>/…`, or `<class>/…` alone."""
+"""Source: class folders, as `train/<class>/…` and `val/<class>/…`, or `<class>/…` without splits."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "
 
 
 class FolderSource:
-    """Class folders; the label of a class is its place in the sorted list of the training classes."""
+    """Class folders; the label of a class is its position in the sorted list of training classes."""
 
     recipe = ""
 
     def __init__(self, where: str, *, scratch: Path) -> None:  # noqa: ARG002 - nothing needs unpacking
         root = local_path(where)
         if root is None or not root.is_dir():
-            raise NotFoundError("there is no such folder", where=where)
+            raise NotFoundError("no such folder", where=where)
         self.name = root.resolve().name or "dataset"
         self._roots, self._skipped_folders = _find_split_roots(root)
         self.splits: Sequence[str] = tuple(self._roots)
@@ -32,16 +32,16 @@ class FolderSource:
         self._labels = {name: label for label, name in enumerate(self.classes)}
         self._skipped_files: Counter[str] = Counter()
         for split, names in by_split.items():
-            if strangers := [name for name in names if name not in self._labels]:
+            if unknown := [name for name in names if name not in self._labels]:
                 raise SourceError(
-                    f"{_join_some(strangers)} is a class here but not in {_printable(self._roots[self.splits[0]])}",
+                    f"class {_join_some(unknown)} does not exist in {_printable(self._roots[self.splits[0]])}",
                     where=_printable(self._roots[split]),
                     hint="every class needs a folder in the training split",
                 )
 
     @staticmethod
     def can_read(where: str) -> bool:
-        """Whether there is a folder with folders in it."""
+        """Return whether this is a folder with subfolders."""
         try:
             root = local_path(where)
             return root is not None and bool(_list_subfolders(root))
@@ -50,14 +50,14 @@ class FolderSource:
 
     @property
     def notes(self) -> Sequence[str]:
-        """Tell what was left out."""
+        """The folders and files that were skipped."""
         if not self._skipped_files:
             return self._skipped_folders
         kinds = ", ".join(f"{count:,} × {kind}" for kind, count in self._skipped_files.most_common(8))
-        return (*self._skipped_folders, f"left out {self._skipped_files.total():,} files that are not images: {kinds}")
+        return (*self._skipped_folders, f"skipped {self._skipped_files.total():,} files that are not images: {kinds}")
 
     def scan(self, split: str) -> Iterator[Item]:
-        """List the images of every class, in order of path."""
+        """List the images of every class, sorted by path."""
         root = self._roots[split]
         for name in _list_class_folders(root):
             label, empty = self._labels[name], True
@@ -66,9 +66,9 @@ class FolderSource:
                 yield Item(f"{name}/{path}", label, stat.st_size, stamp=stat.st_mtime_ns)
             if empty:
                 raise SourceError(
-                    "this class folder has no images",
+                    "the class folder has no images",
                     where=_printable(root / name),
-                    hint="remove it or put images in it",
+                    hint="remove the folder or add images",
                 )
 
     def read(self, split: str, item: Item) -> Content:
@@ -79,16 +79,16 @@ class FolderSource:
             try:
                 data = os.read(fd, item.size + 1)
                 while len(data) < item.size and (more := os.read(fd, item.size + 1 - len(data))):
-                    data += more  # network file systems may give less than was asked for
+                    data += more  # network file systems may return fewer bytes than requested
             finally:
                 os.close(fd)
         except OSError as error:
-            raise SourceError(f"cannot be read: {error.strerror}", where=_printable(path)) from error
+            raise SourceError(f"cannot read: {error.strerror}", where=_printable(path)) from error
         if len(data) != item.size:
             raise SourceError(
-                f"changed while it was converted: it had {item.size} bytes",
+                f"the file changed during the conversion: it had {item.size} bytes",
                 where=_printable(path),
-                hint="run again once it rests",
+                hint="run again when it is no longer written to",
             )
         return Content(data)
 
@@ -98,11 +98,13 @@ class FolderSource:
     def _iter_images(
         self, folder: Path, inside: str = "", above: tuple[tuple[int, int], ...] = ()
     ) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield (path below the class folder, stat) of each image; folders are entered, links followed."""
+        """Yield the path below the class folder and the stat of each image; recurse into folders and follow links."""
         here = folder / inside
         stat = here.stat()
         if (stat.st_dev, stat.st_ino) in above:
-            raise SourceError("a link leads back to a folder above it", where=_printable(here), hint="remove the link")
+            raise SourceError(
+                "a symbolic link points to a folder above it", where=_printable(here), hint="remove the link"
+            )
         for entry in sorted(os.scandir(here), key=lambda entry: entry.name):
             path = inside + entry.name
             _check_utf8(entry.name, here)
@@ -111,28 +113,30 @@ class FolderSource:
             elif entry.is_dir():
                 yield from self._iter_images(folder, path + "/", (*above, (stat.st_dev, stat.st_ino)))
             elif not entry.is_file():
-                raise SourceError("a link that leads nowhere, or no regular file", where=_printable(here / entry.name))
+                raise SourceError(
+                    "is a broken symbolic link or not a regular file", where=_printable(here / entry.name)
+                )
             elif os.path.splitext(entry.name)[1].lower() in EXTENSIONS:
                 yield path, entry.stat()
             else:
                 self._skip_file(entry)
 
     def _skip_file(self, entry: os.DirEntry[str]) -> None:
-        """Count a file that is not named like an image; refuse it when it is one, for it would be lost in silence."""
+        """Count a file without an image extension; raise SourceError if it is an image, as it would be lost."""
         with open(entry.path, "rb") as file:
-            kind = sniff(file.read(16))
+            detected = sniff(file.read(16))
         extension = os.path.splitext(entry.name)[1]
-        if kind is not None:
+        if detected is not None:
             raise SourceError(
-                f"this file holds a {kind.upper()} image but is not named like one",
+                f"the file is a {detected.upper()} image without an image extension",
                 where=_printable(entry.path),
-                hint=f"rename it to end in .{kind}, or remove it",
+                hint=f"rename it to end in .{detected}, or remove it",
             )
         self._skipped_files[_printable(extension.lower()) or "no extension"] += 1
 
 
 def _find_split_roots(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """Map each split to its folder, and tell which folders are none; a tree without splits is all training data."""
+    """Return the folder of each split, and notes on skipped folders; without splits, everything is training data."""
     folders = _list_subfolders(root)
     named = [name for name in folders if name.lower() in SPLITS]
     if _has_no_splits(root, folders, named):
@@ -145,14 +149,14 @@ def _find_split_roots(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
         roots[split] = root / name
     notes = []
     if others := [name for name in folders if name not in named]:
-        notes.append(f"left out the folder{'s'[: len(others) > 1]} {_join_some(others)} beside {roots['train'].name}")
+        notes.append(f"skipped the folder{'s'[: len(others) > 1]} {_join_some(others)} next to {roots['train'].name}")
     if "train" in roots and "test" in roots and not _list_subfolders(roots["test"]):
-        notes.append(f"left out the folder {roots.pop('test').name}: it has no class folders")
+        notes.append(f"skipped the folder {roots.pop('test').name}: it has no class folders")
     return {split: roots[split] for split in ("train", "val", "test") if split in roots}, tuple(notes)
 
 
 def _has_no_splits(root: Path, folders: Sequence[str], named: Sequence[str]) -> bool:
-    """Whether these are class folders, of which one may be called like a split: car, bus, train."""
+    """Return whether these are class folders; one class may have the name of a split: car, bus, train."""
     if not named:
         return True
     if len(named) == len(folders):
@@ -163,19 +167,17 @@ def _has_no_splits(root: Path, folders: Sequence[str], named: Sequence[str]) -> 
 
 
 def _list_class_folders(root: Path) -> tuple[str, ...]:
-    """List the class folders, sorted; refuse images that lie outside of any class."""
+    """List the class folders, sorted; raise SourceError for images outside of a class folder."""
     stray = [e.name for e in os.scandir(root) if e.is_file() and os.path.splitext(e.name)[1].lower() in EXTENSIONS]
     if stray:
         raise SourceError(
-            f"{_join_some(sorted(stray))} lies outside of any class folder",
+            f"{_join_some(sorted(stray))} is outside of any class folder",
             where=_printable(root),
-            hint="put every image into the folder of its class",
+            hint="move every image into the folder of its class",
         )
     names = _list_subfolders(root)
     if not names:
-        raise SourceError(
-            "there are no class folders here", where=_printable(root), hint="put images into <class>/<image>"
-        )
+        raise SourceError("no class folders found", where=_printable(root), hint="store images as <class>/<image>")
     for name in names:
         _check_utf8(name, root)
     return names
@@ -187,15 +189,15 @@ def _list_subfolders(root: Path) -> tuple[str, ...]:
 
 def _check_utf8(name: str, folder: Path) -> None:
     if not name.isascii() and any("\udc80" <= char <= "\udcff" for char in name):
-        raise SourceError(f"the name {name!r} is not UTF-8", where=_printable(folder), hint="rename it")
+        raise SourceError(f"the file name {name!r} is not UTF-8", where=_printable(folder), hint="rename it")
 
 
 def _printable(name: object) -> str:
-    """Give a dataset's own name as messages may show it: quoted if a terminal would obey it."""
+    """Return a name from a dataset as it may be printed: escaped if it contains control characters."""
     text = str(name)
     return text if text.isprintable() else repr(text)
 
 
 def _join_some(names: Sequence[str]) -> str:
-    """Name the first few of many."""
+    """Join the first names, and count the others."""
     return ", ".join(map(_printable, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

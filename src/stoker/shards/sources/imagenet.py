@@ -1,4 +1,4 @@
-"""ImageNet (ILSVRC 2012) as downloaded, as unpacked in the usual ways, or as Kaggle lays it out."""
+"""Source: ImageNet (ILSVRC 2012) as downloaded, unpacked in the usual ways, or in Kaggle's layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL_CLASSES = 1000
 
 
 class ImagenetSource:
-    """Labels are the places of the sorted wnids, the order that every published model uses."""
+    """ImageNet; labels are positions in the sorted wnids, the order that published models use."""
 
     name = "imagenet"
     recipe = ""
@@ -36,7 +36,7 @@ class ImagenetSource:
             elif root.is_dir():
                 self._open(root, scratch)
             else:
-                raise NotFoundError("there is no such file or folder", where=where)
+                raise NotFoundError("no such file or folder", where=where)
         except BaseException:
             self.close()
             raise
@@ -46,10 +46,10 @@ class ImagenetSource:
 
     @staticmethod
     def can_read(where: str) -> bool:
-        """Whether there are ImageNet's archives, or a tree that only ImageNet has.
+        """Return whether there are ImageNet's archives, or a tree that only ImageNet has.
 
-        Smaller sets use wnids for their class folders too, so without a file of ImageNet's own the tree must
-        have all 1000 classes; what is not recognised here is read as class folders, with the same labels.
+        Smaller datasets use wnids for their class folders too, so without one of ImageNet's own files the tree must
+        have all 1000 classes; other trees are read as class folders, with the same labels.
         """
         root = Path(where)
         try:
@@ -66,30 +66,30 @@ class ImagenetSource:
             return False
 
     def scan(self, split: str) -> Iterator[Item]:
-        """List the images as they lie in tars, or by class and name in folders."""
-        part = self._layouts[split]
-        empty, left_out = part.used_wnids(), 0
-        for wnid, name, size, offset in part.iter_files():
+        """List the images in the order of the tar, or by class and name in folders."""
+        layout = self._layouts[split]
+        empty, skipped = layout.used_wnids(), 0
+        for wnid, name, size, offset in layout.iter_files():
             if not name.isprintable():
-                raise SourceError(f"{split}: the name {name!r} is not printable text", where=self._where)
+                raise SourceError(f"{split}: the file name {name!r} is not printable", where=self._where)
             if wnid and _is_image(name):
                 empty.discard(wnid)
                 yield Item(name=f"{wnid}/{name}", label=self._labels[wnid], size=size, offset=offset)
             else:
-                left_out += 1
+                skipped += 1
         if empty:
             raise SourceError(f"class {min(empty)} has no images", where=f"{self._where} ({split})")
-        if left_out:
-            self._add_note(f"{split}: left out {left_out:,} files that are not images")
+        if skipped:
+            self._add_note(f"{split}: skipped {skipped:,} files that are not images")
 
     def read(self, split: str, item: Item) -> Content:
-        """Read one image's bytes, as they are."""
+        """Read the bytes of one image."""
         return Content(self._layouts[split].read(item))
 
     def close(self) -> None:
         """Close the tars."""
-        for part in self._layouts.values():
-            part.close()
+        for layout in self._layouts.values():
+            layout.close()
 
     def _open(self, root: Path, scratch: Path) -> None:
         train, val = (self._choose_path(root, split) for split in ("train", "val"))
@@ -101,19 +101,19 @@ class ImagenetSource:
             self._layouts["val"] = _open_val(root, val, scratch)
         if not self._layouts:
             raise SourceError(
-                f"there is neither {TARS['train'][0]} nor train/<wnid>/, {TARS['val'][0]} or val/ here",
+                f"none of {TARS['train'][0]}, train/<wnid>/, {TARS['val'][0]} and val/ found",
                 where=root,
             )
         if len(self._layouts) == 2:
             _check_same_classes(self._layouts["train"], self._layouts["val"], root)
 
     def _choose_path(self, root: Path, split: str) -> Path | None:
-        """Pick where to read a split from; the tar rather than what was unpacked from it."""
+        """Return the path to read a split from; a tar is preferred over its unpacked files."""
         choices = [path for name in TARS[split] if (path := root / name).is_file()]
         choices += [path for name in FOLDERS[split] if (path := root / name).is_dir() and any(_iter_entries(path))]
         if len(choices) > 1:
             others = ", ".join(path.name for path in choices[1:])
-            self._add_note(f"{split}: read from {choices[0].name}; {others} was left alone")
+            self._add_note(f"{split}: reading {choices[0].name}, ignoring {others}")
         return choices[0] if choices else None
 
     def _add_note(self, note: str) -> None:
@@ -133,14 +133,14 @@ class _SplitLayout(Protocol):
     """One split in one layout."""
 
     wnids: Sequence[str]
-    """The classes that the layout names, sorted."""
+    """The classes of the layout, sorted."""
 
     def used_wnids(self) -> set[str]:
         """Return the classes that must have images."""
         ...
 
     def iter_files(self) -> Iterator[_SplitFile]:
-        """List every file, always in the same order."""
+        """Yield every file, always in the same order."""
         ...
 
     def read(self, item: Item) -> bytes:
@@ -148,12 +148,12 @@ class _SplitLayout(Protocol):
         ...
 
     def close(self) -> None:
-        """Close what was opened."""
+        """Close all files."""
         ...
 
 
 class _TarOfClassTars:
-    """The training tar; its images are read where they lie in it, two tars deep."""
+    """The training tar of class tars; images are read in place, two tars deep."""
 
     def __init__(self, file: OpenFile) -> None:
         self._file = file
@@ -162,10 +162,10 @@ class _TarOfClassTars:
             for member in iter_members(file):
                 wnid, _, suffix = _basename(member.name).partition(".")
                 if suffix != "tar" or not WNID.fullmatch(wnid) or wnid in self._tars:
-                    raise SourceError(f"member {member.name!r} is not a tar of one more class", where=file.path)
+                    raise SourceError(f"member {member.name!r} is not the tar of another class", where=file.path)
                 self._tars[wnid] = member
             if not self._tars:
-                raise SourceError("holds no class tars", where=file.path)
+                raise SourceError("the tar contains no class tars", where=file.path)
         except BaseException:
             self.close()
             raise
@@ -186,7 +186,7 @@ class _TarOfClassTars:
 
 
 class _ClassTars:
-    """A folder of class tars; each is opened for one read, for a thousand may not stay open."""
+    """A folder of class tars; each is opened for every read, because a thousand cannot stay open."""
 
     def __init__(self, folder: Path, wnids: Sequence[str]) -> None:
         self._folder = folder
@@ -232,7 +232,7 @@ class _ClassFolders:
 
 
 class _NumberedTar:
-    """The validation tar: images by number, whose classes the ground truth tells."""
+    """The validation tar: numbered images, with classes from the ground truth."""
 
     def __init__(self, file: OpenFile, truth: GroundTruth) -> None:
         self._file = file
@@ -253,15 +253,15 @@ class _NumberedTar:
                 continue
             count, number = count + 1, int(match[1])
             if not 1 <= number <= len(self._truth):
-                beyond = name  # not raised here, for the count of all images says more
+                beyond = name  # raised later, because a wrong number of images is the better message
             elif seen[number]:
-                raise SourceError(f"holds {name} twice", where=self._file.path)
+                raise SourceError(f"{name} occurs twice", where=self._file.path)
             else:
                 seen[number] = True
                 yield _SplitFile(self._truth.wnid(number), name, member.size, member.offset)
         _check_count(count, self._truth, self._file.path)
         if beyond:
-            raise SourceError(f"the ground truth has no line for {beyond}", where=self._file.path)
+            raise SourceError(f"{beyond} has no line in the ground truth", where=self._file.path)
 
     def read(self, item: Item) -> bytes:
         return self._file.read(item.offset, item.size)
@@ -271,7 +271,7 @@ class _NumberedTar:
 
 
 class _NumberedFolder:
-    """The validation images unpacked into one flat folder."""
+    """The validation images, unpacked into one folder."""
 
     def __init__(self, folder: Path, truth: GroundTruth) -> None:
         self._folder = folder
@@ -294,7 +294,7 @@ class _NumberedFolder:
             try:
                 size = (self._folder / name).stat().st_size
             except FileNotFoundError as error:
-                raise SourceError(f"there is no {name}", where=self._folder) from error
+                raise SourceError(f"{name} not found", where=self._folder) from error
             yield _SplitFile(self._truth.wnid(number), name, size)
 
     def read(self, item: Item) -> bytes:
@@ -305,7 +305,7 @@ class _NumberedFolder:
 
 
 def _iter_class_tar(file: OpenFile, wnid: str, start: int, end: int) -> Iterator[_SplitFile]:
-    if end == start:  # an empty file, as a download that never began leaves it
+    if end == start:  # an empty file, left by a failed download
         return
     for member in iter_members(file, start, end, within=f"{wnid}.tar"):
         yield _SplitFile(wnid, _basename(member.name), member.size, member.offset)
@@ -314,7 +314,7 @@ def _iter_class_tar(file: OpenFile, wnid: str, start: int, end: int) -> Iterator
 def _read_file(path: Path, size: int) -> bytes:
     with OpenFile(path) as file:
         if file.size != size:
-            raise SourceError(f"changed since it was listed: it had {size} bytes", where=path)
+            raise SourceError(f"the file changed after it was listed: it had {size} bytes", where=path)
         return file.read(0, size)
 
 
@@ -324,9 +324,9 @@ def _open_val(root: Path, path: Path, scratch: Path) -> _SplitLayout:
     truth = find_ground_truth(root, scratch)
     if truth is None:
         raise SourceError(
-            "the names of the validation images do not tell their classes",
+            "the classes of the validation images are not known",
             where=path,
-            hint=f"put {DEVKIT_TAR} (or the unpacked {DEVKIT}/, or Kaggle's {SOLUTION}) into {root}",
+            hint=f"add {DEVKIT_TAR}, the unpacked {DEVKIT}/ or Kaggle's {SOLUTION} to {root}",
         )
     return _NumberedFolder(path, truth) if path.is_dir() else _NumberedTar(open_decompressed(path, scratch), truth)
 
@@ -338,7 +338,7 @@ def _open_class_layout(folder: Path) -> _SplitLayout:
         return _ClassFolders(folder, wnids)
     if len(tars) < len(wnids):
         raise SourceError(
-            f"holds {len(tars)} class tars and {len(wnids) - len(tars)} class folders",
+            f"found {len(tars)} class tars and {len(wnids) - len(tars)} class folders",
             where=folder,
             hint="unpack all class tars and remove them, or remove the class folders",
         )
@@ -346,7 +346,7 @@ def _open_class_layout(folder: Path) -> _SplitLayout:
 
 
 def _list_wnids(folder: Path) -> list[str]:
-    """List the class folders and class tars, sorted; refuse folders that are something else."""
+    """List the class folders and class tars, sorted; raise SourceError for other folders and for images."""
     names = []
     for entry in _iter_entries(folder):
         if WNID.fullmatch(entry.name.removesuffix(".tar")) and entry.is_dir() != entry.name.endswith(".tar"):
@@ -354,37 +354,35 @@ def _list_wnids(folder: Path) -> list[str]:
         elif entry.is_dir() or _is_image(entry.name):
             raise SourceError(f"{entry.name} is neither a class folder nor a class tar", where=folder)
     if not names:
-        raise SourceError("there are no class folders n01234567/ here", where=folder)
+        raise SourceError("no class folders like n01234567/ found", where=folder)
     return sorted(names)
 
 
 def _check_same_classes(train: _SplitLayout, val: _SplitLayout, root: Path) -> None:
-    """Refuse splits of different classes, for their labels would not mean the same."""
+    """Raise SourceError for splits with different classes: their labels would not match."""
     only_val = sorted(val.used_wnids() - set(train.wnids))
     only_train = sorted(set(train.wnids) - set(val.wnids))
     if only_val or only_train:
-        raise SourceError(
-            f"train and val have different classes: only in train {_join_some(only_train)}, only in val {_join_some(only_val)}",
-            where=root,
-        )
+        what = f"only in train {_join_some(only_train)}, only in val {_join_some(only_val)}"
+        raise SourceError(f"train and val have different classes: {what}", where=root)
 
 
 def _check_count(count: int, truth: GroundTruth, where: Path) -> None:
     if count != len(truth):
-        raise SourceError(f"holds {count} images, but {truth.where} has {len(truth)} lines", where=where)
+        raise SourceError(f"{count} images, but {len(truth)} lines in {truth.where}", where=where)
 
 
 def _has_numbered_images(folder: Path) -> bool:
-    """Whether this is the flat layout; half flat is refused, as a script that was stopped leaves it."""
+    """Return whether this is the flat layout; raise SourceError for a mixture, as left by an interrupted script."""
     numbered = classed = False
     for entry in _iter_entries(folder):
         numbered = numbered or VAL_IMAGE.fullmatch(entry.name) is not None
         classed = classed or (WNID.fullmatch(entry.name) is not None and entry.is_dir())
         if numbered and classed:
             raise SourceError(
-                "holds images by number as well as class folders",
+                "found numbered images as well as class folders",
                 where=folder,
-                hint="finish moving the images into class folders, or unpack them anew",
+                hint="finish moving the images into class folders, or unpack them again",
             )
     return numbered
 
@@ -394,7 +392,7 @@ def _find_folder(root: Path, names: Sequence[str]) -> Path | None:
 
 
 def _iter_entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """List a folder without hidden files, which are no part of a dataset."""
+    """Yield the entries of a folder without hidden files, which are not layout of a dataset."""
     with os.scandir(folder) as entries:
         yield from (entry for entry in entries if not entry.name.startswith("."))
 
@@ -409,5 +407,5 @@ def _basename(path: str) -> str:
 
 
 def _join_some(names: Sequence[str]) -> str:
-    """Name the first few of many."""
+    """Join the first names, and count the others."""
     return (", ".join(names[:3]) or "none") + (f" and {len(names) - 3} more" if len(names) > 3 else "")

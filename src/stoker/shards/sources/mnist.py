@@ -1,4 +1,4 @@
-"""MNIST, and Fashion-MNIST in its files: idx arrays of pixels and of labels, gzipped or not."""
+"""Source: MNIST and Fashion-MNIST, idx files of pixels and labels, gzipped or not."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ CHUNK_ROWS = 1 << 16
 
 
 class MnistSource:
-    """Rows are read by position and encoded as grey PNG; a sample's label is the folder in its name."""
+    """Images are read by position and encoded as grayscale PNG; the label is the folder in a sample's name."""
 
     recipe = PNG_RECIPE
 
     def __init__(self, where: str, *, scratch: Path) -> None:
         if not Path(where).is_dir():
-            raise NotFoundError("there is no such folder", where=where)
+            raise NotFoundError("no such folder", where=where)
         folder = _find_single_folder(where)
         fashion = "fashion" in (folder.parent if folder.name == "raw" else folder).resolve().name.lower()
         self.name = "fashion-mnist" if fashion else "mnist"
         self.classes: Sequence[str] = FASHION if fashion else DIGITS
         self.notes: Sequence[str] = (
-            ("the folder's name says fashion, so the classes are named as Fashion-MNIST names them",) if fashion else ()
+            ("the folder name contains `fashion`, so the class names are those of Fashion-MNIST",) if fashion else ()
         )
         self._splits: dict[str, tuple[_IdxFile, _IdxFile]] = {}
         try:
@@ -60,26 +60,26 @@ class MnistSource:
 
     @staticmethod
     def can_read(where: str) -> bool:
-        """Whether there are idx files with MNIST's names."""
+        """Return whether there are idx files with MNIST's names."""
         try:
             return bool(_find_folders(where))
         except (OSError, ValueError):
             return False
 
     def scan(self, split: str) -> Iterator[Item]:
-        """List the rows in order."""
+        """List the images in order."""
         images, labels = self._splits[split]
         for start in range(0, len(labels), CHUNK_ROWS):
             for row, label in enumerate(labels.read_rows(start, min(CHUNK_ROWS, len(labels) - start)), start):
                 if label >= len(self.classes):
                     raise SourceError(
-                        f"label {label} of row {row} is not within 0 to {len(self.classes) - 1}",
+                        f"label {label} of row {row} must be between 0 and {len(self.classes) - 1}",
                         where=labels.path,
                     )
                 yield Item(name=f"{label}/{row:08d}.png", label=label, size=images.row_size, offset=row)
 
     def read(self, split: str, item: Item) -> Content:
-        """Encode one row."""
+        """Encode one image."""
         images, _ = self._splits[split]
         pixels = np.frombuffer(images.read_rows(item.offset, 1), np.uint8).reshape(images.shape[1:])
         return Content(encode_png(pixels))
@@ -92,7 +92,7 @@ class MnistSource:
 
 
 class _IdxFile:
-    """An idx file of bytes: two zero bytes, the type, the number of dimensions, the dimensions, the data."""
+    """An idx file of bytes: two zero bytes, type, number of dimensions, dimensions, data."""
 
     def __init__(self, path: Path, dimensions: int, scratch: Path) -> None:
         self.path = path
@@ -106,21 +106,21 @@ class _IdxFile:
     def _check(self, dimensions: int) -> None:
         self._header = 4 + 4 * dimensions
         if self._file.size < self._header:
-            raise SourceError(f"truncated: an idx header of {self._header} bytes was expected", where=self.path)
+            raise SourceError(f"truncated: expected an idx header of {self._header} bytes", where=self.path)
         head = self._file.read(0, self._header)
         expected = bytes((0, 0, UNSIGNED_BYTES, dimensions))
         if head[:4] != expected:
             raise SourceError(
-                f"not such an idx file: it starts {head[:4].hex()}, not {expected.hex()}", where=self.path
+                f"wrong type of idx file: it starts with {head[:4].hex()}, expected {expected.hex()}", where=self.path
             )
         self.shape: tuple[int, ...] = struct.unpack(f">{dimensions}I", head[4:])
         self.row_size = math.prod(self.shape[1:])
         if 0 in self.shape:
-            raise SourceError(f"holds nothing: its dimensions are {_format_shape(self.shape)}", where=self.path)
+            raise SourceError(f"the idx file is empty: its dimensions are {_format_shape(self.shape)}", where=self.path)
         size = self._header + math.prod(self.shape)
         if self._file.size != size:
             raise SourceError(
-                f"is {self._file.size} bytes long, but its dimensions {_format_shape(self.shape)} need {size}",
+                f"the file has {self._file.size} bytes, but its dimensions {_format_shape(self.shape)} need {size}",
                 where=self.path,
             )
 
@@ -139,7 +139,7 @@ def _open_pair(folder: Path, prefix: str, scratch: Path) -> tuple[_IdxFile, _Idx
     for what, dimensions in (("images", 3), ("labels", 1)):
         path = _find_idx(folder, prefix, what, dimensions)
         if path is None:
-            raise SourceError(f"there is no {prefix}-{what}-idx{dimensions}-ubyte[.gz]", where=folder)
+            raise SourceError(f"{prefix}-{what}-idx{dimensions}-ubyte[.gz] not found", where=folder)
         paths.append((path, dimensions))
     images = _IdxFile(*paths[0], scratch)
     try:
@@ -150,14 +150,12 @@ def _open_pair(folder: Path, prefix: str, scratch: Path) -> tuple[_IdxFile, _Idx
     if len(images) != len(labels):
         images.close()
         labels.close()
-        raise SourceError(
-            f"holds {len(images)} images, but {labels.path.name} has {len(labels)} labels", where=images.path
-        )
+        raise SourceError(f"{len(images)} images, but {len(labels)} labels in {labels.path.name}", where=images.path)
     return images, labels
 
 
 def _find_idx(folder: Path, prefix: str, what: str, dimensions: int) -> Path | None:
-    """Find a file under either spelling, the decompressed one first."""
+    """Find a file in either spelling, the decompressed one first."""
     for suffix in ("", ".gz"):
         for mark in "-.":
             path = folder / f"{prefix}-{what}{mark}idx{dimensions}-ubyte{suffix}"
@@ -167,7 +165,7 @@ def _find_idx(folder: Path, prefix: str, what: str, dimensions: int) -> Path | N
 
 
 def _find_folders(where: str) -> list[Path]:
-    """List the folders, here or where torchvision puts them, that hold images of a split."""
+    """List the folders with images of a split: here, or where torchvision stores them."""
     folders = [Path(where, inside) for inside in FOLDERS]
     return [folder for folder in folders if any(_find_idx(folder, prefix, "images", 3) for prefix in PREFIXES.values())]
 
@@ -175,9 +173,9 @@ def _find_folders(where: str) -> list[Path]:
 def _find_single_folder(where: str) -> Path:
     folders = _find_folders(where)
     if not folders:
-        raise SourceError("there is no train-images-idx3-ubyte[.gz] and no t10k-images-idx3-ubyte[.gz]", where=where)
+        raise SourceError("neither train-images-idx3-ubyte[.gz] nor t10k-images-idx3-ubyte[.gz] found", where=where)
     if len(folders) > 1:
-        raise SourceError(f"holds two datasets: {folders[0]} and {folders[1]}", where=where, hint="name one of them")
+        raise SourceError(f"found two datasets: {folders[0]} and {folders[1]}", where=where, hint="pass one of them")
     return folders[0]
 
 

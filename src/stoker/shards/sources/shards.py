@@ -1,4 +1,4 @@
-"""Shards that exist already, ours or others', to be dealt anew or written in another format."""
+"""Source: existing shard sets, by stoker or other tools, to reshard or to write in another format."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from stoker.storage import local_path
 
 
 class ShardsSource:
-    """A shard set by URL; a scan walks every shard once, and samples are then read by their span."""
+    """A shard set by URL; a scan reads every shard once, then samples are read by offset and size."""
 
     recipe = ""
 
     def __init__(self, where: str, *, scratch: Path) -> None:
         self._scratch = scratch
         self._sets = group_by_split(find_shard_sets(where))
-        self._formats = {name: FORMATS.get(one.format) for name, one in self._sets.items()}
-        manifests = [one.manifest for one in self._sets.values() if one.manifest is not None]
+        self._formats = {name: FORMATS.get(shard_set.format) for name, shard_set in self._sets.items()}
+        manifests = [shard_set.manifest for shard_set in self._sets.values() if shard_set.manifest is not None]
         self.splits: Sequence[str] = tuple(self._sets)
         self.name = manifests[0].name if manifests else _guess_dataset_name(next(iter(self._sets.values())))
         self.classes: Sequence[str] = manifests[0].classes if manifests else ()
         self.notes: Sequence[str] = ()
         if any(manifest.classes != self.classes for manifest in manifests):
-            raise SourceError("the splits have different classes", where=where, hint="convert them one by one")
+            raise SourceError("the splits have different classes", where=where, hint="convert each split separately")
 
     @staticmethod
     def can_read(where: str) -> bool:
-        """Whether a shard set is found there; in a local tree only where one would lie, for it may be large."""
+        """Return whether there is a shard set; in a local tree, look only in the usual folders, as it may be large."""
         try:
             folder = local_path(where)
             if folder is None or not folder.is_dir():
@@ -47,70 +47,72 @@ class ShardsSource:
             return False
 
     def scan(self, split: str) -> Iterator[Item]:
-        """Walk the shards one after the other; a remote one is on disk only while it is walked.
+        """List the samples of one shard after the other; a remote shard is on disk only while it is read.
 
-        Every checksum is verified and a manifest believed: what is damaged here would be whole in the new shards.
+        All checksums and the manifest are verified: new shards would otherwise give damaged samples valid checksums.
         """
-        one = self._sets[split]
-        walk = self._formats[split].iter_samples
-        recorded = {} if one.manifest is None else {shard.name: shard for shard in one.manifest.shards}
-        for number, entry in enumerate(one.shards):
-            where = one.url_of(entry.name)
-            with one.map_shard(entry.name, self._scratch) as file:
-                samples = walk(file.view, where, check=True)
-                if entry.name in recorded:
-                    samples = _check_against_manifest(samples, file, recorded[entry.name], where)
-                for found in samples:
-                    file.release_before(found.end)
-                    sample = found.sample
-                    key = sample.key.removeprefix("./")  # as `tar cf x.tar .` writes them
-                    _check_key(key, found.start, where)
+        shard_set = self._sets[split]
+        shard_format = self._formats[split]
+        manifest_shards = (
+            {} if shard_set.manifest is None else {shard.name: shard for shard in shard_set.manifest.shards}
+        )
+        for number, entry in enumerate(shard_set.shards):
+            where = shard_set.url_of(entry.name)
+            with shard_set.map_shard(entry.name, self._scratch) as file:
+                samples = shard_format.iter_samples(file.view, where, check=True)
+                if entry.name in manifest_shards:
+                    samples = _check_against_manifest(samples, file, manifest_shards[entry.name], where)
+                for located in samples:
+                    file.release_before(located.end)
+                    sample = located.sample
+                    key = sample.key.removeprefix("./")  # as written by `tar cf x.tar .`
+                    _check_key(key, located.start, where)
                     yield Item(
                         name=f"{key}.{sample.extension}",
                         label=sample.label,
-                        size=found.end - found.start,
+                        size=located.end - located.start,
                         file=number,
-                        offset=found.start,
+                        offset=located.start,
                     )
 
     def read(self, split: str, item: Item) -> Content:
-        """Read one sample's span with one range request."""
-        one = self._sets[split]
-        name = one.shards[item.file].name
-        data = one.store.range(one.folder + name, item.offset, item.size)
-        sample = self._formats[split].parse_sample(data, one.url_of(name), check=True)
+        """Read one sample with one range request."""
+        shard_set = self._sets[split]
+        name = shard_set.shards[item.file].name
+        data = shard_set.store.range(shard_set.folder + name, item.offset, item.size)
+        sample = self._formats[split].parse_sample(data, shard_set.url_of(name), check=True)
         return Content(sample.image, sample.extras)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file stays open."""
 
 
 def _check_against_manifest(
     samples: Iterable[LocatedSample], file: MappedFile, shard: Shard, where: str
 ) -> Iterator[LocatedSample]:
-    """Pass a shard's samples on, and refuse it when its size, count or bytes are not the manifest's."""
+    """Yield the samples of a shard; raise SourceError if its size, digest or count does not match the manifest."""
     if len(file.view) != shard.bytes:
-        raise _damaged_error(f"{len(file.view):,} bytes, and the manifest says {shard.bytes:,}", where)
+        raise _damaged_error(f"{len(file.view):,} bytes, but {shard.bytes:,} in the manifest", where)
     digest = hashlib.sha256()
     count = hashed = 0
-    for found in samples:
-        digest.update(file.view[hashed : found.end])
-        hashed = found.end
+    for located in samples:
+        digest.update(file.view[hashed : located.end])
+        hashed = located.end
         count += 1
-        yield found
+        yield located
     digest.update(file.view[hashed:])
     if digest.hexdigest() != shard.sha256:
-        raise _damaged_error(f"its sha256 is {digest.hexdigest()}, not {shard.sha256}", where)
+        raise _damaged_error(f"SHA-256 is {digest.hexdigest()}, but {shard.sha256} in the manifest", where)
     if count != shard.samples:
-        raise _damaged_error(f"{count:,} samples, and the manifest says {shard.samples:,}", where)
+        raise _damaged_error(f"{count:,} samples, but {shard.samples:,} in the manifest", where)
 
 
 def _damaged_error(what: str, where: str) -> SourceError:
-    return SourceError(f"{what}; the source is damaged", where=where, hint="see: stoker data verify")
+    return SourceError(f"the shard is damaged: {what}", where=where, hint="run: stoker data verify")
 
 
 def _check_key(key: str, at: int, where: str) -> None:
-    """Refuse a key that cannot be written down, or that leads out of the folder a shard is unpacked in."""
+    """Raise SourceError for a key that is not UTF-8, or that would leave the folder a shard is unpacked in."""
     if any(part in ("", ".", "..") for part in key.split("/")):
         raise SourceError(f"sample {key!r} at byte {at} has a key with an empty, '.' or '..' part", where=where)
     try:
@@ -124,7 +126,7 @@ def _holds_shards(folder: Path) -> bool:
         return any(guess_format(entry.name) is not None or entry.name == MANIFEST for entry in entries)
 
 
-def _guess_dataset_name(one: ShardSet) -> str:
-    """Guess a dataset's name from its shards: what stands before the split."""
-    head = one.shards[0].name.lower().partition(f"-{one.split}")[0]
-    return head if head and head != one.shards[0].name.lower() else "dataset"
+def _guess_dataset_name(shard_set: ShardSet) -> str:
+    """Guess the name of a dataset from its shards: the part before the split."""
+    head = shard_set.shards[0].name.lower().partition(f"-{shard_set.split}")[0]
+    return head if head and head != shard_set.shards[0].name.lower() else "dataset"

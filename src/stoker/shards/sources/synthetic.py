@@ -1,4 +1,4 @@
-"""Images out of nothing: drawn from a seed, learnable, of any size and number, for drills and benchmarks."""
+"""Source: synthetic images, generated from a seed, learnable, of any size and number, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MAX_SAMPLES = 10**12
 MAX_CLASSES = 100_000
 MAX_SIDE = 8192
 SPLITS = ("train", "val")
-# Steps across and down for stripes of eight directions.
+# Horizontal and vertical steps of stripes in eight directions.
 DIRECTIONS = ((8, 0), (7, 3), (6, 6), (3, 7), (0, 8), (-3, 7), (-6, 6), (-7, 3))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What the part after `synthetic:` asks for."""
+    """The settings after `synthetic:`."""
 
     samples: int = 1000
     classes: int = 10
@@ -41,7 +41,7 @@ class Recipe:
 
 
 class SyntheticSource:
-    """Labelled images by arithmetic: each depends on nothing but the seed, the split and its number."""
+    """Generated images with labels; each depends only on the seed, the split and its number."""
 
     name = "synthetic"
 
@@ -53,17 +53,17 @@ class SyntheticSource:
         self.splits: Sequence[str] = tuple(self._counts)
         digits = max(2, len(str(self._recipe.classes - 1)))
         self.classes: Sequence[str] = tuple(f"class{label:0{digits}d}" for label in range(self._recipe.classes))
-        self.notes: Sequence[str] = ("the images are synthetic: a training run on them proves no model",)
+        self.notes: Sequence[str] = ("the images are synthetic: training results on them mean nothing for a model",)
 
     @staticmethod
     def can_read(where: str) -> bool:
-        """Whether the name starts with `synthetic:`."""
+        """Return whether the name starts with `synthetic:`."""
         return where.startswith(PREFIX) or where == PREFIX.rstrip(":")
 
     def scan(self, split: str) -> Iterator[Item]:
-        """Deal the labels in turn."""
+        """List the images; labels take turns."""
         width, height = self._recipe.size
-        # A guess, for nothing is drawn yet: such JPEGs take 3 bits per pixel, and noise leaves PNG no gain.
+        # An estimate, as nothing is encoded yet: such JPEGs take 3 bits per pixel, and noise does not compress as PNG.
         size = 600 + width * height * (3 if self._recipe.kind == "jpg" else 18) // 8
         for index in range(self._counts[split]):
             label = index % self._recipe.classes
@@ -71,7 +71,7 @@ class SyntheticSource:
             yield Item(name=name, label=label, size=size, offset=index)
 
     def read(self, split: str, item: Item) -> Content:
-        """Draw and encode one image."""
+        """Generate and encode one image."""
         pixels = draw_image(self._recipe, SPLITS.index(split), item.offset)
         if self._recipe.kind == "png":
             return Content(encode_png(pixels))
@@ -80,14 +80,14 @@ class SyntheticSource:
         return Content(out.getvalue())
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file stays open."""
 
 
 def draw_image(recipe: Recipe, split: int, index: int) -> npt.NDArray[np.uint8]:
-    """Draw stripes whose colour, direction and width tell the class; the seed shifts, dims and adds noise.
+    """Draw stripes; color, direction and width depend on the class, offset, brightness and noise on the seed.
 
-    Raw words and whole numbers only: those are the same in every version of numpy and on every machine, which
-    the distributions of numpy and the sines of libm are not.
+    Uses only raw words and integers, which are the same in every version of NumPy and on every machine; NumPy's
+    distributions and the sine of libm are not.
     """
     label = index % recipe.classes
     width, height = recipe.size
@@ -101,13 +101,13 @@ def draw_image(recipe: Recipe, split: int, index: int) -> npt.NDArray[np.uint8]:
     x, y = np.arange(width, dtype=np.int32), np.arange(height, dtype=np.int32)[:, None]
     phase = ((x * across + y * down) * 4 // thickness + shift) & 511
     stripes = 96 + (np.where(phase < 256, phase, 511 - phase) * 160 >> 8)
-    colour = np.array(_hue_to_rgb(label * 1536 // recipe.classes), np.int32) * light >> 8
-    pixels = (stripes[:, :, None] * colour >> 8) * 7 // 8 + (noise >> 3)
+    color = np.array(_hue_to_rgb(label * 1536 // recipe.classes), np.int32) * light >> 8
+    pixels = (stripes[:, :, None] * color >> 8) * 7 // 8 + (noise >> 3)
     return pixels.astype(np.uint8)
 
 
 def _hue_to_rgb(hue: int) -> tuple[int, int, int]:
-    """Return the colour at `hue` of 1536 steps around the colour circle, each channel from 32 to 255."""
+    """Return the color at step `hue` of 1536 around the color circle, each channel from 32 to 255."""
 
     def channel(at: int) -> int:
         distance = abs((hue - at + 768) % 1536 - 768)
@@ -117,30 +117,30 @@ def _hue_to_rgb(hue: int) -> tuple[int, int, int]:
 
 
 def parse_recipe(where: str) -> Recipe:
-    """Parse `synthetic:key=value,…`; raise one InputError that tells every fault."""
-    found: dict[str, Any] = {}
+    """Parse `synthetic:key=value,…`; raise one InputError with every fault."""
+    values: dict[str, Any] = {}
     faults: list[str] = []
     for part in filter(None, (part.strip() for part in where.partition(":")[2].split(","))):
         key, equals, value = part.partition("=")
         if key not in SETTINGS or not equals:
-            faults.append(f"{part!r} is not a setting")
-        elif key in found:
-            faults.append(f"{key} is given twice")
+            faults.append(f"unknown setting {part!r}")
+        elif key in values:
+            faults.append(f"{key} is set twice")
         else:
             try:
-                found[key] = SETTINGS[key](value)
+                values[key] = SETTINGS[key](value)
             except ValueError as error:
-                faults.append(f"{key} must be {error}, not {value!r}")
-                found[key] = None
+                faults.append(f"{key} must be {error}, got {value!r}")
+                values[key] = None
     if faults:
-        raise InputError("; ".join(faults), where=where, hint=f"all settings, each optional: {EXAMPLE}")
-    return Recipe(**found)
+        raise InputError("; ".join(faults), where=where, hint=f"all settings are optional: {EXAMPLE}")
+    return Recipe(**values)
 
 
 def _parse_int(low: int, high: int, text: str) -> int:
-    # int() also takes signs, spaces and underscores, and balks at 4300 digits.
+    # int() also accepts signs, spaces and underscores, and fails at 4300 digits.
     if not (text.isascii() and text.isdigit() and len(text) < 40 and low <= int(text) <= high):
-        raise ValueError(f"a whole number from {low} to {high}")
+        raise ValueError(f"an integer from {low} to {high}")
     return int(text)
 
 
@@ -148,7 +148,7 @@ def _parse_size(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]{1,5})(?:x([0-9]{1,5}))?", text)
     width, height = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not (1 <= width <= MAX_SIDE and 1 <= height <= MAX_SIDE):
-        raise ValueError(f"a side or WIDTHxHEIGHT, each from 1 to {MAX_SIDE}")
+        raise ValueError(f"SIDE or WIDTHxHEIGHT, each from 1 to {MAX_SIDE}")
     return width, height
 
 
