@@ -7,22 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from stoker.jobs.run_folder import Run, find
+from stoker.jobs.run_folder import Run, find_run
 from stoker.jobs.status import JobState
 from stoker.kube.client import KubeClient
 from stoker.kube.objects import RUN_LABEL, build_claim, build_object
-from stoker.trainers.ledger import effective
+from stoker.trainers.ledger import effective_samples
 from tests.e2e.kubernetes.pods import keys
-from tests.launchers.contract import until
-from tests.launchers.ssh.test_drill import EPOCHS, SAMPLES, has_reached, left_alone, state, write_job
+from tests.support.training_drill import (
+    EPOCHS,
+    SAMPLES,
+    final_state,
+    has_reached_step,
+    train_reference,
+    write_training_job,
+)
 from tests.support.trees import stoker
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return left_alone(tmp_path_factory.mktemp("calm"))
+    return train_reference(tmp_path_factory.mktemp("calm"))
 
 
 @pytest.fixture
@@ -45,6 +52,7 @@ def checkpoints(cluster: KubeClient, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("victim", [None, "worker-0", "worker-1"])
+@pytest.mark.usefixtures("stoker_home")
 def test_the_same_bits(
     cluster: KubeClient,
     calm: Path,
@@ -53,29 +61,28 @@ def test_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
     victim: str | None,
 ) -> None:
-    monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
     folder = tmp_path / "job"
     folder.mkdir()
     given = keys(cluster.namespace, str(calm / "shards"), str(folder))
     given["env"]["OMP_NUM_THREADS"] = "1"
-    job = write_job(
+    job = write_training_job(
         folder, calm / "shards", {}, checkpoint={"dir": "/checkpoint", "claim": "ckpt", "access": "rwo"}, **given
     )
     assert stoker("job", "run", job, "--on", "k8s", "--detach") == 0
-    run = find(None)
+    run = find_run(None)
     if victim is not None:
-        until(lambda: has_reached(run, 10), 120)
+        wait_until(lambda: has_reached_step(run, 10), 120)
         kill(cluster, run, victim)
-    until(lambda: is_over(run), 240)
+    wait_until(lambda: is_over(run), 240)
     status = run.read_status()
     assert status.state is JobState.SUCCEEDED, status.message
     assert len(status.attempts) == (1 if victim is None else 2), status.attempts
-    theirs, ours = state(checkpoints.parent), state(calm)
+    theirs, ours = final_state(checkpoints.parent), final_state(calm)
     assert theirs.keys() == ours.keys()
     assert [name for name in ours if not ours[name].equal(theirs[name])] == []
-    for samples in effective(folder / "ledger").values():
+    for samples in effective_samples(folder / "ledger").values():
         assert len(samples) == len(set(samples)) == SAMPLES
-    assert sorted(effective(folder / "ledger")) == list(range(EPOCHS))
+    assert sorted(effective_samples(folder / "ledger")) == list(range(EPOCHS))
 
 
 def kill(cluster: KubeClient, run: Run, victim: str) -> None:

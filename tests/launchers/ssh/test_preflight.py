@@ -1,4 +1,4 @@
-"""How hosts are reached and prepared: crowded servers, odd shells and Pythons, folders that live or are shared."""
+"""Reaching, probing and preparing ssh hosts: overloaded servers, odd shells and Pythons, shared directories."""
 
 from __future__ import annotations
 
@@ -9,70 +9,70 @@ import subprocess
 import sys
 import tarfile
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from stoker.core.processes import marked
+from stoker.core.processes import find_processes_by_env
 from stoker.core.spec import to_json
 from stoker.errors import InputError, UnavailableError
-from stoker.jobs.run_folder import create, find
+from stoker.jobs.run_folder import create_run, find_run
 from stoker.jobs.status import JobState
-from stoker.launchers.ssh import launcher as preparing
-from stoker.launchers.ssh import preflight
-from stoker.launchers.ssh.client import Client, Session, agent_argv, by_any_python
-from stoker.launchers.ssh.host_probe import Surveyor
-from stoker.launchers.ssh.upload import _UNPACK, pack
-from stoker.launchers.upload import listed, size_of
-from tests.launchers.contract import Launching, job_of, until
-from tests.launchers.ssh.test_launcher import keys_of
-from tests.support.hosts import Host, Network, network
+from stoker.launchers.ssh import preflight, prepare
+from stoker.launchers.ssh.client import (
+    NO_PYTHON_CODE,
+    OLD_PYTHON_CODE,
+    Session,
+    SshClient,
+    agent_argv,
+    python_command,
+)
+from stoker.launchers.ssh.host_probe import HostProbe
+from stoker.launchers.ssh.upload import UNPACK_CODE, write_archive
+from stoker.launchers.upload import list_files, total_size
+from tests.launchers.contract import LauncherTests, job_of
+from tests.launchers.ssh.test_launcher import without_rsync
+from tests.support.hosts import Host, Network
+from tests.support.ssh_runs import ssh_section
+from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.fixture(scope="module")
-def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    with network(tmp_path_factory.mktemp("net")) as found:
-        yield found
+# --- Shells and Pythons on hosts
 
-
-# --- Shells and Pythons there
-
-GOOD = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
-# As Python 2 does with -I, or an old Python 3 with our question.
-OLD = '#!/bin/sh\necho "Unknown option: -I" >&2; exit 2\n'
+NEW_PYTHON = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+# As Python 2 does with -I, or Python 3.7 with our version check.
+OLD_PYTHON = '#!/bin/sh\necho "Unknown option: -I" >&2; exit 2\n'
 
 
 @pytest.mark.parametrize(
-    ("there", "code", "said"),
+    ("programs", "code", "output"),
     [
-        ({"mine": GOOD, "python3": OLD}, 0, "mine a b\n"),
-        ({"mine": OLD, "python3": OLD, "python": GOOD}, 0, "python a b\n"),
-        ({"python3": GOOD}, 0, "python3 a b\n"),
-        ({"mine": OLD, "python": OLD}, 125, ""),
-        ({}, 127, ""),
+        ({"mine": NEW_PYTHON, "python3": OLD_PYTHON}, 0, "mine a b\n"),
+        ({"mine": OLD_PYTHON, "python3": OLD_PYTHON, "python": NEW_PYTHON}, 0, "python a b\n"),
+        ({"python3": NEW_PYTHON}, 0, "python3 a b\n"),
+        ({"mine": OLD_PYTHON, "python": OLD_PYTHON}, OLD_PYTHON_CODE, ""),
+        ({}, NO_PYTHON_CODE, ""),
     ],
 )
-def test_the_first_python_that_is_new_enough(there: dict[str, str], code: int, said: str, tmp_path: Path) -> None:
+def test_first_python_that_is_new_enough(programs: dict[str, str], code: int, output: str, tmp_path: Path) -> None:
     (tmp_path / "sh").symlink_to("/bin/sh")
-    for name, text in there.items():
+    for name, text in programs.items():
         (tmp_path / name).write_text(text.replace("exec ", f"export ME={name}; exec "))
         (tmp_path / name).chmod(0o755)
-    command = by_any_python("mine", "import os, sys\nprint(os.environ['ME'], *sys.argv[1:])", "a", "b")
-    done = subprocess.run(
+    command = python_command("mine", "import os, sys\nprint(os.environ['ME'], *sys.argv[1:])", "a", "b")
+    process = subprocess.run(
         ["/bin/sh", "-c", command], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stdout) == (code, said)
+    assert (process.returncode, process.stdout) == (code, output)
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "tcsh"])
-def test_any_login_shell_takes_the_command(shell: str) -> None:
-    command = by_any_python(sys.executable, "import sys\nif sys.argv:\n    print('\\'\"$x', *sys.argv[1:])", "a b", "c")
+def test_python_command_runs_in_any_login_shell(shell: str) -> None:
+    code = "import sys\nif sys.argv:\n    print('\\'\"$x', *sys.argv[1:])"
+    command = python_command(sys.executable, code, "a b", "c")
     assert "\n" not in command
     assert "\n" not in agent_argv([], "host", "python3", "run")[-1]
     if shutil.which(shell) is None:
@@ -80,37 +80,40 @@ def test_any_login_shell_takes_the_command(shell: str) -> None:
     assert subprocess.run([shell, "-c", command], capture_output=True, check=True).stdout == b"'\"$x a b c\n"
 
 
-def test_a_python_that_is_none(tmp_path: Path) -> None:
+def test_program_that_is_not_python(tmp_path: Path) -> None:
     (tmp_path / "reads").write_text("#!/bin/sh\ncat\n")
     (tmp_path / "reads").chmod(0o755)
     for name in ("/bin/true", "./reads"):
-        answer = Surveyor().answer({"do": "python", "workdir": str(tmp_path), "python": name, "modules": []})
-        assert answer == {"python": None, "python_fault": "it does not run what it is given"}
+        facts = HostProbe().handle({"op": "python", "workdir": str(tmp_path), "python": name, "modules": []})
+        assert facts["python"] is None
+        assert facts["python_error"]
 
 
 @pytest.mark.parametrize("folder", ["/proc/x", "/sys/x/y", "/dev/null/x"])
-def test_a_folder_that_even_root_cannot_write(folder: str) -> None:
-    found = _look_at(folder)
-    assert found["workdir_fault"].startswith(folder.rsplit("/x")[0])
-    (trouble,) = preflight.troubles(job_of("true"), preflight.Look("a", found), 1)
-    assert trouble.sentence.startswith(f"cannot use the folder {folder}: ")
-    assert trouble.sentence.endswith("(ssh.workdir names another)")
+def test_directory_that_root_cannot_write(folder: str) -> None:
+    facts = probe_workdir(folder)
+    assert facts["workdir_error"].startswith(folder.rsplit("/x")[0])
+    (issue,) = preflight.check_host(job_of("true"), preflight.HostFacts("a", facts), 1)
+    assert issue.about == "folder"
+    assert folder in issue.what
+    assert "ssh.workdir" in issue.fix
+    assert issue.sentence == f"{issue.what} ({issue.fix})"
 
 
-def test_a_look_leaves_a_folder_as_it_was(tmp_path: Path) -> None:
+def test_probe_leaves_a_directory_unchanged(tmp_path: Path) -> None:
+    os.utime(tmp_path, (0, 0))
     before = tmp_path.stat().st_mtime_ns
-    time.sleep(0.01)
-    assert _look_at(str(tmp_path / "a" / "b"))["workdir_fault"] == ""
+    assert probe_workdir(str(tmp_path / "a" / "b"))["workdir_error"] == ""
     assert list(tmp_path.iterdir()) == []
     assert tmp_path.stat().st_mtime_ns == before
 
 
-def _look_at(folder: str) -> dict[str, Any]:
-    request = {"do": "look", "workdir": folder, "python": sys.executable, "modules": [], "paths": []}
-    return Surveyor().answer({**request, "programs": ["bash"]})
+def probe_workdir(folder: str) -> dict[str, Any]:
+    request = {"op": "facts", "workdir": folder, "python": sys.executable, "modules": [], "paths": []}
+    return HostProbe().handle({**request, "programs": ["bash"]})
 
 
-def test_a_login_that_only_talks(net: Network, tmp_path: Path) -> None:
+def test_login_that_only_prints_a_message(net: Network, tmp_path: Path) -> None:
     argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")]
     subprocess.run(argv, check=True)
     authorized = net.folder / "authorized"
@@ -118,174 +121,175 @@ def test_a_login_that_only_talks(net: Network, tmp_path: Path) -> None:
     authorized.write_text(f"{authorized.read_text()}{command} {(tmp_path / 'key.pub').read_text()}")
     config = f"IdentityFile {tmp_path}/key\nIdentitiesOnly yes\nUserKnownHostsFile {net.folder}/known\n"
     (tmp_path / "config").write_text(config)
-    client = Client(config=str(tmp_path / "config"), user="root")
+    client = SshClient(config=str(tmp_path / "config"), user="root")
     with (
         Session(client, net["node1"].address, "python3") as session,
-        pytest.raises(UnavailableError, match=r"could not be used: This account is currently not available\."),
+        pytest.raises(UnavailableError, match=r"This account is currently not available\."),
     ):
-        session.ask({"do": "look"})
+        session.request({"op": "facts"})
 
 
 # --- Many hosts
 
 
-def test_many_names_behind_one_server(net: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes ten at a time. Of those that come all at once some are turned away, and come again."""
-    monkeypatch.setattr(Session, "_doors", threading.BoundedSemaphore(preflight.AT_ONCE))
-    client = Client(config=str(net.config))
+def test_connections_dropped_by_an_overloaded_server_are_retried(net: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sshd accepts ten unauthenticated connections; some of 24 at once are dropped, and tried again."""
+    monkeypatch.setattr(Session, "_connecting", threading.BoundedSemaphore(preflight.MAX_PARALLEL))
+    client = SshClient(config=str(net.config))
     sessions = [Session(client, "node1", sys.executable) for _ in range(24)]
     try:
-        asked = {"do": "listen", "port": 0, "token": "t"}
-        assert all(answer["port"] for answer in preflight.at_once(lambda one: one.ask(asked), sessions))
+        request = {"op": "listen", "port": 0, "token": "t"}
+        responses = preflight.run_parallel(lambda session: session.request(request), sessions)
+        assert all(response["port"] for response in responses)
     finally:
-        preflight.at_once(Session.close, sessions)
+        preflight.run_parallel(Session.close, sessions)
 
 
-def test_ctrl_c_ends_what_is_done_for_all() -> None:
-    begun, go = [], threading.Event()
+def test_ctrl_c_starts_no_further_calls() -> None:
+    started: list[int] = []
+    is_released = threading.Event()
 
-    def do(item: int) -> None:
-        begun.append(item)
-        go.wait(20)
+    def call(item: int) -> None:
+        started.append(item)
+        is_released.wait(60)
 
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    def interrupt() -> None:
+        wait_until(lambda: len(started) == preflight.MAX_PARALLEL)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    threads = threading.active_count()
     try:
         with pytest.raises(KeyboardInterrupt):
-            preflight.at_once(do, range(100))
+            preflight.run_parallel(call, range(100))
     finally:
-        go.set()
-    time.sleep(0.1)
-    assert len(begun) == preflight.AT_ONCE
+        is_released.set()
+        interrupter.join()
+    wait_until(lambda: threading.active_count() < threads)  # the calls that had started are over
+    assert len(started) == preflight.MAX_PARALLEL
 
 
-# --- The working folder
+# --- The working directory
 
 
 def unpack(archive: Path, to: Path) -> None:
     with open(archive, "rb") as data:
-        subprocess.run(["sh", "-c", by_any_python(sys.executable, _UNPACK, str(to))], stdin=data, check=True)
+        subprocess.run(["sh", "-c", python_command(sys.executable, UNPACK_CODE, str(to))], stdin=data, check=True)
 
 
-def test_an_archive_holds_what_is_there(tmp_path: Path) -> None:
-    source, there = tmp_path / "source", tmp_path / "there"
+def test_archive_round_trip(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "there"
     (source / "deep").mkdir(parents=True)
     (source / "deep" / "a.txt").write_text("a")
     (source / "b.txt").hardlink_to(source / "deep" / "a.txt")
     (source / "b.txt").chmod(0o775)
     (source / "data").symlink_to("/mnt/data")
-    names = listed(source, [])
+    names = list_files(source, [])
     (source / "gone").touch()
-    pack(tmp_path / "1.tar", source, [*names, "gone", "never/was"], ((".stoker/ours.py", b"ours"),))
-    (there / "x").mkdir(parents=True)
-    (there / "b.txt").symlink_to("x/else")
-    (there / "x" / "else").write_text("not ours")
+    write_archive(tmp_path / "1.tar", source, [*names, "gone", "never/was"], ((".stoker/ours.py", b"ours"),))
+    (target / "x").mkdir(parents=True)
+    (target / "b.txt").symlink_to("x/else")
+    (target / "x" / "else").write_text("not ours")
     for _ in range(2):
-        unpack(tmp_path / "1.tar", there)
-        assert (there / "data").readlink() == Path("/mnt/data")
-        assert (there / "deep" / "a.txt").read_text() == (there / "b.txt").read_text() == "a"
-        assert (there / "b.txt").stat().st_mode & 0o777 == 0o775
-        assert (there / ".stoker" / "ours.py").read_text() == "ours"
-        assert (there / "x" / "else").read_text() == "not ours"
+        unpack(tmp_path / "1.tar", target)
+        assert (target / "data").readlink() == Path("/mnt/data")
+        assert (target / "deep" / "a.txt").read_text() == (target / "b.txt").read_text() == "a"
+        assert (target / "b.txt").stat().st_mode & 0o777 == 0o775
+        assert (target / ".stoker" / "ours.py").read_text() == "ours"
+        assert (target / "x" / "else").read_text() == "not ours"
 
 
-def test_files_that_go_or_get_shorter_are_left_out(tmp_path: Path) -> None:
-    odd = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # says that it is longer than it is
-    if not odd.exists():
-        pytest.skip(f"no {odd}")
+def test_archive_leaves_out_files_that_vanish_or_shrink(tmp_path: Path) -> None:
+    shrinking = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # shorter than its size in stat
+    if not shrinking.exists():
+        pytest.skip(f"no {shrinking}")
     (tmp_path / "a").write_text("a")
-    names = [str(path.relative_to("/")) for path in (tmp_path / "a", odd, tmp_path / "gone")]
-    pack(tmp_path / "tar", Path("/"), [*names, names[0]], (("last", b"x"),))
+    names = [str(path.relative_to("/")) for path in (tmp_path / "a", shrinking, tmp_path / "gone")]
+    write_archive(tmp_path / "tar", Path("/"), [*names, names[0]], (("last", b"x"),))
     with tarfile.open(tmp_path / "tar") as tar:
         assert tar.getnames() == [names[0], names[0], "last"]
         assert tar.extractfile("last").read() == b"x"  # type: ignore[union-attr]
-    assert size_of(tmp_path, ["a", "gone", "a/b"]) == 1
+    assert total_size(tmp_path, ["a", "gone", "a/b"]) == 1
 
 
-class TestPreparing(Launching):
+class TestPrepare(LauncherTests):
     ON = "ssh"
 
     @pytest.fixture(autouse=True)
     def _net(self, net: Network, tmp_path: Path) -> None:
         self.net, self.workdir = net, tmp_path / "there"
 
-    def prepared(self, launcher: Any, **more: Any) -> Path:
-        """The folder of a run on two hosts, once they are prepared."""
-        job = job_of(
-            program={"module": "this"}, ssh=keys_of(self.net, self.workdir, **more), workers=2, topology="torchrun"
-        )
+    def prepare(self, launcher: Any, **more: Any) -> Path:
+        """Prepare two hosts for a run; return its folder."""
+        section = ssh_section(self.net, self.workdir, **more)
+        job = job_of(program={"module": "this"}, ssh=section, workers=2, topology="torchrun")
         rendered = launcher.render(job)
-        run = create(job, rendered)
-        preparing._prepare_all(run)
+        run = create_run(job, rendered)
+        prepare.prepare_hosts(run)
         return run.folder
 
-    def test_a_shared_folder_is_prepared_once(self, launcher: Any, tmp_path: Path) -> None:
+    def test_shared_directory_is_prepared_once(self, launcher: Any, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("a")
-        folder = self.prepared(launcher, setup="cat a.txt >> count; ls .stoker")
+        folder = self.prepare(launcher, setup="cat a.txt >> count; ls .stoker")
         assert (self.workdir / "count").read_text() == "a"
         logs = sorted(folder.glob("setup.*.log"))
         assert [log.name for log in logs] == ["setup.node1.log"]
-        assert "sign-" not in logs[0].read_text()
+        assert "marker-" not in logs[0].read_text()
         assert not (tmp_path / ".stoker").exists()
 
-    def test_folders_of_one_name_on_two_disks(self, launcher: Any, tmp_path: Path) -> None:
+    def test_same_path_on_two_disks_is_prepared_twice(self, launcher: Any, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("a")
         self.workdir.mkdir()
-        own_disk(self.net["node2"], self.workdir)
+        run_on(self.net["node2"], "mount", "-t", "tmpfs", "none", str(self.workdir))
         try:
-            folder = self.prepared(launcher, setup="cat a.txt >> count; wc -c < count", exclude=["there"])
+            folder = self.prepare(launcher, setup="cat a.txt >> count; wc -c < count", exclude=["there"])
             for host in ("node1", "node2"):
                 assert (folder / f"setup.{host}.log").read_text() == "1\n"
         finally:
-            inside(self.net["node2"], "umount", str(self.workdir))
+            run_on(self.net["node2"], "umount", str(self.workdir))
         assert (self.workdir / "count").read_text() == "a"
 
-    def test_the_folder_here_is_not_copied_onto_itself(
+    def test_local_directory_is_not_uploaded_onto_itself(
         self, launcher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(preparing, "listed", lambda *_, **__: pytest.fail("nothing is to be copied"))
+        monkeypatch.setattr(prepare, "list_files", lambda *_, **__: pytest.fail("must not upload"))
         self.workdir = tmp_path
-        self.prepared(launcher)
-        assert not list(tmp_path.glob(".stoker/sign-*"))
+        self.prepare(launcher)
+        assert not list(tmp_path.glob(".stoker/marker-*"))
 
-    def test_a_failure_of_this_machine_is_kept(
+    def test_local_failure_becomes_the_status(
         self, launcher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def full(*_: Any) -> None:
+        def fail(*_: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        job = job_of("true", ssh=keys_of(self.net, self.workdir, "node1"))
+        job = job_of("true", ssh=ssh_section(self.net, self.workdir, "node1"))
         rendered = launcher.render(job)
-        places = {name: msgspec.structs.replace(one, rsync=False) for name, one in rendered.places.items()}
-        run = create(job, msgspec.structs.replace(rendered, places=places))
+        run = create_run(job, without_rsync(rendered))
         (tmp_path / "a.txt").touch()
-        monkeypatch.setattr("stoker.launchers.ssh.upload.pack", full)
-        with pytest.raises(InputError, match=r"the hosts were not prepared: .*No space left"):
+        monkeypatch.setattr("stoker.launchers.ssh.upload.write_archive", fail)
+        with pytest.raises(InputError, match=r"No space left") as caught:
             launcher.start(rendered, run)
+        assert caught.value.where == run.id
         assert run.read_status().state is JobState.FAILED
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-    def test_a_setup_ends_with_who_wants_it(self, number: int, tmp_path: Path) -> None:
-        job = job_of(
-            "true", ssh=keys_of(self.net, self.workdir, "node1", setup="touch begun; sleep 4321", lost_after=20)
-        )
-        (tmp_path / "job.yaml").write_bytes(to_json(job))
+    def test_setup_stops_with_the_launching_command(self, number: int, tmp_path: Path) -> None:
+        # By far before the lease expires.
+        section = ssh_section(self.net, self.workdir, "node1", setup="touch begun; sleep 4321", lost_after=100)
+        (tmp_path / "job.yaml").write_bytes(to_json(job_of("true", ssh=section)))
         argv = [sys.executable, "-m", "stoker", "job", "run", "job.yaml", "--on", "ssh", "--detach"]
         with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-            until((self.workdir / "begun").exists)
-            marks = {"STOKER_RUN": find("small").id, "STOKER_HOST": "node1"}
-            assert marked(marks)
+            wait_until((self.workdir / "begun").exists)
+            env = {"STOKER_RUN": find_run("small").id, "STOKER_HOST": "node1"}
+            assert find_processes_by_env(env)
             process.send_signal(number)
-        assert number != signal.SIGINT or find("small").read_status().state is JobState.STOPPED
-        until(lambda: not marked(marks), 10)
+        assert number != signal.SIGINT or find_run("small").read_status().state is JobState.STOPPED
+        wait_until(lambda: not find_processes_by_env(env))
 
 
-def own_disk(host: Host, folder: Path) -> None:
-    """Give a host a disk of its own at a folder."""
-    inside(host, "mount", "-t", "tmpfs", "none", str(folder))
-
-
-def inside(host: Host, *argv: str) -> None:
-    """Run a command with the disks of a host."""
+def run_on(host: Host, *argv: str) -> None:
+    """Run a command in the mount namespace of a host."""
     assert host.process is not None
     subprocess.run(["nsenter", "-t", str(host.process.pid), "-m", "--", *argv], check=True)

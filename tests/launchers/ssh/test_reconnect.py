@@ -1,4 +1,4 @@
-"""What is left when things break on ssh hosts twice, at once, or without a word."""
+"""Reattaching and reconnecting in rare cases: supervisors, remote slots, exec requests, slot daemons, detached runs."""
 
 from __future__ import annotations
 
@@ -19,367 +19,393 @@ import msgspec
 import pytest
 
 from stoker.jobs.launcher import LAUNCHERS
-from stoker.jobs.run_folder import Run, create, find
+from stoker.jobs.run_folder import Run, create_run, find_run
 from stoker.jobs.status import Attempt, JobState, JobStatus, SlotStatus
 from stoker.jobs.topology import Command, Slot
-from stoker.launchers.monitor import Hearing
+from stoker.launchers.monitor import AttemptMonitor
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.ssh import remote_slot, slot_daemon
-from stoker.launchers.ssh.client import Client, Frames
-from stoker.launchers.ssh.plan import Place, SshPlan
-from stoker.launchers.ssh.remote_exec import Asks, Desk
-from stoker.launchers.supervisor import STOPPING, Supervisor, watcher
+from stoker.launchers.ssh.client import FrameParser, SshClient
+from stoker.launchers.ssh.plan import RETRY_PORTS, HostConfig, SshPlan, records_folder
+from stoker.launchers.ssh.remote_exec import ExecForwarder, RequestFolder
+from stoker.launchers.ssh.slot_log import REATTACH_ENV
+from stoker.launchers.ssh.slot_task import SlotTask
+from stoker.launchers.supervisor import STOP_REQUEST_FILE, Supervisor, supervisor_pid
 from stoker.telemetry.events import Recorder
-from tests.launchers.contract import DEAF, is_ready, job_of, until
-from tests.launchers.ssh.test_launcher import (
-    COUNT,
-    keys_of,
-    machine,
-    there,
-    write_job,
-)
+from tests.launchers.contract import DEAF, is_ready, job_of
 from tests.support.disks import disk
-from tests.support.hosts import Network, network
+from tests.support.hosts import Network
+from tests.support.ssh_runs import (
+    COUNT_UNTIL,
+    count_lines,
+    machine,
+    remote_processes,
+    ssh_section,
+    write_ssh_job,
+)
 from tests.support.trees import stoker
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
-@pytest.fixture(scope="module")
-def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    with network(tmp_path_factory.mktemp("net")) as found:
-        yield found
+# --- The supervisor
 
 
-# --- Who watches
-
-
-@pytest.mark.parametrize("how", ["failed", STOPPING])
-def test_a_run_that_is_over_is_not_taken_up(how: str, here: Path) -> None:
+@pytest.mark.parametrize("reason", ["failed", STOP_REQUEST_FILE])
+def test_finished_or_stopping_run_is_not_reattached(reason: str, workspace: Path) -> None:
     job = job_of("echo ran", retries=3)
-    run = create(job, LAUNCHERS.get("local")().render(job))
-    state = JobState.FAILED if how == "failed" else JobState.RUNNING
+    run = create_run(job, LAUNCHERS.get("local")().render(job))
+    state = JobState.FAILED if reason == "failed" else JobState.RUNNING
     status = JobStatus(state=state, slots=(SlotStatus(slot="worker/0", state=state),), began=1.0)
     run.write_status(status)
-    if how == STOPPING:
-        run.write(STOPPING, b"")
+    if reason == STOP_REQUEST_FILE:
+        run.write(STOP_REQUEST_FILE, b"")
     argv = [sys.executable, "-P", "-m", "stoker.launchers.supervisor", str(run.folder), "--continue"]
     subprocess.run(argv, check=True)
-    until(lambda: (run.folder / "lock").exists() and watcher(run) is None)
+    wait_until(lambda: (run.folder / "lock").exists() and supervisor_pid(run) is None)
     assert run.read_status() == status
     assert not list(run.logs.iterdir())
 
 
-def test_taking_a_run_up_counts_only_this_life(here: Path) -> None:
+def test_reattached_supervisor_counts_only_attempts_since_the_last_start(workspace: Path) -> None:
     job = job_of("true", retries=2)
-    run = create(job, LAUNCHERS.get("local")().render(job))
+    run = create_run(job, LAUNCHERS.get("local")().render(job))
     before = [Attempt(number=number, began=10.0 * number, ended=10.0 * number + 5) for number in range(3)]
     status = JobStatus(state=JobState.RUNNING, attempt=3, attempts=tuple(before), began=20.0)
     run.write_status(status)
-    taken = Supervisor(run, SimpleNamespace(stop=False), continues=True)  # type: ignore[arg-type]
-    assert [one.number for one in taken._attempts] == [2]
-    assert [one.number for one in taken._earlier] == [0, 1]
-    assert (taken._first, taken._began()) == (2, 25.0)
+    supervisor = Supervisor(run, SimpleNamespace(is_set=False), reattach=True)  # type: ignore[arg-type]
+    assert [attempt.number for attempt in supervisor._attempts] == [2]
+    assert [attempt.number for attempt in supervisor._previous_attempts] == [0, 1]
+    assert (supervisor._first_number, supervisor._attempt_start()) == (2, 25.0)
 
 
-def test_scalars_are_shown_once(here: Path) -> None:
+def test_scalars_are_written_to_tensorboard_once(workspace: Path) -> None:
     job = job_of("true", tensorboard=True)
-    run = create(job, LAUNCHERS.get("local")().render(job))
+    run = create_run(job, LAUNCHERS.get("local")().render(job))
     plan = LocalPlan(slots={"worker/0": Command(("true",))})
-    with open(run.log(Slot("worker", 0), 0), "ab") as log:
+    with open(run.log_path(Slot("worker", 0), 0), "ab") as log:
         recorder = Recorder(slot="worker/0", fd=log.fileno())
         recorder.scalar("loss", 1.0, step=1)
-        hearing = Hearing(run, 0, plan, job)
-        hearing.catch_up()
+        monitor = AttemptMonitor(run, 0, plan, job)
+        monitor.catch_up()
         assert not list(run.folder.glob("tensorboard/*"))
         recorder.scalar("loss", 0.5, step=2)
-        hearing.listen()
+        monitor.read_events()
     (events,) = run.folder.glob("tensorboard/*")
     assert events.read_bytes().count(b"loss") == 1
 
 
-class FakeGang:
-    """Two workers, of which the second is lost again and again."""
+class FakeProcessGroup:
+    """Two workers, the second of which is lost again and again."""
 
     def __init__(self) -> None:
         self.pids: dict[Slot, int] = {}
-        self.replaced: list[float] = []
+        self.restarts: list[float] = []
 
-    def codes(self) -> dict[Slot, int | None]:
+    def exit_codes(self) -> dict[Slot, int | None]:
         return {Slot("worker", 0): None, Slot("worker", 1): -signal.SIGKILL}
 
-    def replace(self, slot: Slot) -> None:
+    def restart_slot(self, slot: Slot) -> None:
         assert slot == Slot("worker", 1)
-        self.replaced.append(time.monotonic())
+        self.restarts.append(time.monotonic())
 
 
-def test_an_elastic_world_pauses_before_it_replaces(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.jobs.retry_policy.PAUSES_S", (0.1, 0.3))
+def test_elastic_job_backs_off_before_it_replaces_a_worker(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.jobs.retry_policy.BACKOFF_S", (0.1, 0.3))
     workers = {"min": 1, "max": 2}
     job = job_of(program={"module": "this"}, topology="torchrun", workers=workers, retries=2)
-    run = create(job, LAUNCHERS.get("local")().render(job))
-    watching = Supervisor(run, SimpleNamespace(stop=False))  # type: ignore[arg-type]
-    gang, began = FakeGang(), time.monotonic()
-    hearing = Hearing(run, 0, watching._plan, job)
-    while time.monotonic() - began < 0.8:  # and is left out then, while enough live
-        assert watching._outcome(gang, hearing, 0) is None  # type: ignore[arg-type]
+    run = create_run(job, LAUNCHERS.get("local")().render(job))
+    supervisor = Supervisor(run, SimpleNamespace(is_set=False))  # type: ignore[arg-type]
+    group, began = FakeProcessGroup(), time.monotonic()
+    monitor = AttemptMonitor(run, 0, supervisor._plan, job)
+
+    def poll_until_two_restarts() -> bool:
+        assert supervisor._poll(group, monitor, 0) is None  # type: ignore[arg-type]
+        return len(group.restarts) == 2
+
+    wait_until(poll_until_two_restarts)
+    end = time.monotonic() + 0.4
+    while time.monotonic() < end:  # then the worker is left out, while enough others are running
+        assert supervisor._poll(group, monitor, 0) is None  # type: ignore[arg-type]
         time.sleep(0.01)
-    first, second = (at - began for at in gang.replaced)
+    first, second = (at - began for at in group.restarts)
     assert first >= 0.1
     assert second - first >= 0.3
 
 
-# --- One that stands for a slot
+# --- The local process of a remote slot
 
 
-def line_of(here: Path, lost_after: float = 30.0, attempt: int = 0, **keys: Any) -> remote_slot.Line:
-    """What stands for the only slot of a run, not connected."""
-    where = {"worker/0": "node1"}
+def remote_slot_of(workspace: Path, lost_after: float = 30.0, attempt: int = 0, **keys: Any) -> remote_slot.RemoteSlot:
+    """The only remote slot of a new run, not connected."""
     port = 29500
-    command = Command(("true",), {"MASTER_PORT": str(port)})
-    place = Place(workdir=str(here / "there"), python="python3", copies=False)
-    client = Client(lost_after_s=lost_after)
     plan = SshPlan(
-        slots={"worker/0": command}, hosts=where, places={"node1": place}, client=client, source=".", port=port, **keys
+        slots={"worker/0": Command(("true",), {"MASTER_PORT": str(port)})},
+        hosts={"worker/0": "node1"},
+        host_configs={"node1": HostConfig(workdir=str(workspace / "there"), python="python3", copies=False)},
+        client=SshClient(lost_after_s=lost_after),
+        source=".",
+        port=port,
+        **keys,
     )
-    run = create(job_of("true"), plan)
+    run = create_run(job_of("true"), plan)
     os.environ["STOKER_ATTEMPT"] = str(attempt)
     try:
-        return remote_slot.Line(run, "worker/0", plan)
+        return remote_slot.RemoteSlot(SlotTask(run, "worker/0", plan))
     finally:
         del os.environ["STOKER_ATTEMPT"]
 
 
-def test_a_host_that_connects_and_says_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_slot, "ANSWER_S", 0.3)
-    line = line_of(here)
-    (_, to), (back, _) = os.pipe(), os.pipe()
+def test_silent_host_times_out(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_slot, "RESPONSE_TIMEOUT_S", 0.3)
+    slot = remote_slot_of(workspace)
+    (_, stdin_fd), (stdout_fd, _) = os.pipe(), os.pipe()
     monkeypatch.setattr(remote_slot, "agent_code", lambda: b"")
-    with pytest.raises(remote_slot._Cut, match="does not answer"):
-        line._talk(to, back)
+    with pytest.raises(remote_slot._Disconnected):
+        slot._stream(stdin_fd, stdout_fd)
 
 
 @pytest.mark.parametrize("lost_after", [5, 30, 600])
-def test_a_silent_connection_is_given_up_before_the_host_is(lost_after: int, here: Path) -> None:
-    assert line_of(here, lost_after)._silence_s <= lost_after - 1
+def test_silent_connection_is_replaced_before_the_host_is_lost(lost_after: int, workspace: Path) -> None:
+    assert remote_slot_of(workspace, lost_after)._silence_limit_s <= lost_after - 1
 
 
-def test_a_way_back_is_never_a_shared_connection(here: Path) -> None:
-    line = line_of(here)
-    assert "ControlPath=none" not in line._client_argv()
-    line._is_held = True
-    assert "ControlPath=none" in line._client_argv()
+def test_reconnect_never_uses_a_shared_connection(workspace: Path) -> None:
+    slot = remote_slot_of(workspace)
+    assert "ControlPath=none" not in slot._ssh_argv()
+    slot._has_started = True
+    assert "ControlPath=none" in slot._ssh_argv()
 
 
-def test_each_attempt_meets_where_no_job_begins(here: Path) -> None:
-    first, *others = (line_of(here, attempt=number)._command.env["MASTER_PORT"] for number in range(4))
-    assert first == "29500"
-    assert all(20000 <= int(port) < 29500 for port in others)
+def test_each_attempt_has_its_own_rendezvous_port(workspace: Path) -> None:
+    slots = [remote_slot_of(workspace, attempt=number) for number in range(4)]
+    first, *others = (int(slot._task.command.env["MASTER_PORT"]) for slot in slots)
+    assert first == 29500
+    assert all(port in RETRY_PORTS for port in others)
     assert len({*others}) == 3
 
 
-def test_tries_to_get_back_become_fewer(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reconnects_back_off(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(remote_slot, "until", lambda _, pause: pauses.append(pause))
-    line = line_of(here, 10.0)
-    line._pause()
-    line._pause()
+    monkeypatch.setattr(remote_slot, "wait_until", lambda _, pause_s: pauses.append(pause_s))
+    slot = remote_slot_of(workspace, 10.0)
+    slot._back_off()
+    slot._back_off()
     assert pauses == [0.5, 1.0]
-    line._heard -= 100  # of a detached run alone, for nobody waits so long else
+    slot._contact.last_heard -= 100  # only in a detached run: others are lost by then
     for _ in range(8):
-        line._pause()
+        slot._back_off()
     assert pauses[2:] == [2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0]
 
 
-def test_a_chatty_host_is_heard_of(here: Path) -> None:
-    line = line_of(here)
-    line._is_detached = True
-    line._hear_of_host()
-    assert (line._run.folder / "far" / "heard@node1").exists()
+def test_contact_with_a_host_is_shared_by_a_file(workspace: Path) -> None:
+    slot = remote_slot_of(workspace)
+    slot._contact._is_shared = True
+    slot._contact.update()
+    assert (records_folder(slot._task.run) / "heard@node1").exists()
 
 
-def test_what_we_say_begins_a_line(here: Path) -> None:
-    """Also when another process wrote half a line before; what was counted then is kept at once."""
+def test_notices_start_a_line_and_records_survive_kills(workspace: Path) -> None:
+    """Also if an earlier process wrote half a line; the record is saved before the notice is written."""
     code = (
-        "import sys; from pathlib import Path; from stoker.launchers.ssh.remote_slot import Log\n"
-        "log = Log(Path(sys.argv[1]), 'node1'); log.say('is back'); log.take(b' a line\\n')"
+        "import sys; from pathlib import Path; from stoker.launchers.ssh.slot_log import SlotLog\n"
+        "log = SlotLog(Path(sys.argv[1]), 'node1'); log.add_notice('notice'); log.write_output(b' a line\\n')"
     )
-    record, log = here / "far.json", here / "log"
+    record, log = workspace / "record.json", workspace / "log"
     record.write_text(json.dumps({"key": "k", "log": 100, "offset": 7}))
     log.write_text("half")
-    env = {**os.environ, remote_slot.CONTINUES: "1"}
+    env = {**os.environ, REATTACH_ENV: "1"}
     for _ in range(2):
         with open(log, "ab") as output:
             subprocess.run([sys.executable, "-c", code, str(record)], stdout=output, env=env, check=True)
-    assert log.read_text() == "half a line\n--- node1 is back\n--- node1 is back\n a line\n"
+    assert log.read_text() == "half a line\n--- node1 notice\n--- node1 notice\n a line\n"
     assert json.loads(record.read_text())["offset"] == 7 + len(" a line\n")
 
 
-# --- Errands
+# --- Exec requests
 
 
-def test_what_was_taken_back_meanwhile_is_no_longer_wanted(here: Path) -> None:
-    asks = Asks(Run(here), 0)
-    desk = Desk(asks, ["worker/1"])
+def test_requests_cancelled_while_disconnected(workspace: Path) -> None:
+    requests = RequestFolder(Run(workspace), 0)
+    forwarder = ExecForwarder(requests, ["worker/1"])
     for name in ("a", "b"):
-        desk.take({"id": name, "slot": "worker/1", "command": "true"})
-    Desk(asks, ["worker/1"]).take({"all": ["b"]})  # another process, which never heard of it
-    assert {ask: asks.is_wanted("worker/1", ask) for ask in ("a", "b")} == {"a": False, "b": True}
+        forwarder.handle({"id": name, "slot": "worker/1", "command": "true"})
+    ExecForwarder(requests, ["worker/1"]).handle({"pending": ["b"]})  # another process, which never saw `a`
+    assert {name: requests.is_cancelled("worker/1", name) for name in ("a", "b")} == {"a": True, "b": False}
 
 
-def test_an_ask_that_is_being_written_is_none_yet(here: Path) -> None:
-    asks = Asks(Run(here), 0)
-    Desk(asks, ["worker/1"]).take({"id": "a", "slot": "worker/1", "command": "true"})
-    (asks.of("worker/1") / ".b.json").touch()
-    assert asks.unanswered("worker/1") == ["a"]
+def test_half_written_request_is_not_pending(workspace: Path) -> None:
+    requests = RequestFolder(Run(workspace), 0)
+    ExecForwarder(requests, ["worker/1"]).handle({"id": "a", "slot": "worker/1", "command": "true"})
+    (requests.slot_folder("worker/1") / ".b.json").touch()
+    assert requests.list_pending("worker/1") == ["a"]
 
 
-def test_an_ask_that_is_gone_before_it_is_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (here / "slot/asks").mkdir(parents=True)
-    (here / "slot/asks/a.json").write_text("{}")
-    told: list[Any] = []
-    frames = SimpleNamespace(send_json=lambda _, data: told.append(data))
-    relay = slot_daemon.Relay({"folder": str(here / "slot"), "offset": 0, "ask": "x"}, frames)  # type: ignore[arg-type]
-    monkeypatch.setattr(slot_daemon, "read", lambda _: "")
-    relay._pass_asks()
-    assert told == [{"all": ["a"]}]
+def test_request_cancelled_before_it_is_read(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (workspace / "slot/exec").mkdir(parents=True)
+    (workspace / "slot/exec/a.json").write_text("{}")
+    sent: list[Any] = []
+    frames: Any = SimpleNamespace(send_json=lambda _, data: sent.append(data))
+    request = {"folder": str(workspace / "slot"), "offset": 0, "rsh_agent": "x"}
+    session = slot_daemon.AttachSession(request, frames)
+    monkeypatch.setattr(slot_daemon, "read_text", lambda _: "")
+    session._send_exec_requests()
+    assert sent == [{"pending": ["a"]}]
 
 
-# --- A keeper, without ssh in between
+# --- The slot daemon, without ssh
 
 
-class Talk:
-    """A talk with a relay that was started here."""
+class Attached:
+    """The client's end of an attach session on this machine."""
 
-    def __init__(self, to: IO[bytes], back: IO[bytes]) -> None:
-        self._to, self._back, self._frames = to, back, Frames()
+    def __init__(self, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+        self._stdin, self._stdout, self._frames = stdin, stdout, FrameParser()
         self.output = b""
-        self._kinds: dict[bytes, bytes] = {}
+        self._payloads: dict[bytes, bytes] = {}
 
-    def ask(self, **request: Any) -> None:
-        self._to.write(json.dumps(request).encode() + b"\n")
-        self._to.flush()
+    def send(self, **request: Any) -> None:
+        self._stdin.write(json.dumps(request).encode() + b"\n")
+        self._stdin.flush()
 
-    def hear(self, wanted: bytes) -> bytes:
-        while wanted not in self._kinds:
-            data = os.read(self._back.fileno(), 1 << 16)
-            assert data, "the relay is gone"
+    def wait_for(self, wanted: bytes) -> bytes:
+        """Wait for a frame of a kind; return its payload."""
+        while wanted not in self._payloads:
+            data = os.read(self._stdout.fileno(), 1 << 16)
+            assert data, "the attach session has exited"
             for kind, payload in self._frames.feed(data):
-                self._kinds[kind] = payload
+                self._payloads[kind] = payload
                 self.output += payload if kind == slot_daemon.OUTPUT else b""
-        return self._kinds[wanted]
+        return self._payloads[wanted]
 
 
 @contextmanager
-def kept(folder: Path, script: str) -> Iterator[Talk]:
-    code = "from stoker.launchers.ssh.host_probe import main; main()"
+def attached(folder: Path, script: str, *, lease_check_s: float = slot_daemon.LEASE_CHECK_S) -> Iterator[Attached]:
+    """Run a script as a slot of this machine."""
+    code = (
+        "from stoker.launchers.ssh import host_probe, slot_daemon\n"
+        f"slot_daemon.LEASE_CHECK_S = {lease_check_s}; host_probe.main()"
+    )
     argv = [sys.executable, "-c", code, f"stoker-agent-{folder}"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        talk = Talk(process.stdin, process.stdout)
-        marks = {"STOKER_RUN": str(folder), "STOKER_SLOT": "worker/0"}
-        request = {"do": "keep", "folder": str(folder / "run/worker-0.0"), "key": "k", "starts": True, "clears": True}
-        request |= {"offset": 0, "argv": ["bash", "-c", script], "env": {}, "cwd": "/", "marks": marks, "ask": ""}
-        talk.ask(**request, grace_s=5, lost_after_s=5)
+        client = Attached(process.stdin, process.stdout)
+        client.send(
+            op="attach",
+            folder=str(folder / "run/worker-0.0"),
+            key="k",
+            can_start=True,
+            clear_previous=True,
+            offset=0,
+            argv=["bash", "-c", script],
+            env={},
+            cwd="/",
+            tags={"STOKER_RUN": str(folder), "STOKER_SLOT": "worker/0"},
+            rsh_agent="",
+            grace_s=5,
+            lost_after_s=30,
+        )
         try:
-            yield talk
+            yield client
         finally:
             process.kill()
 
 
-def test_a_full_disk_keeps_no_slot_from_its_end(tmp_path: Path) -> None:
-    """That it is to end gets through, and how it ended."""
+def test_slot_stops_on_a_full_disk(tmp_path: Path) -> None:
+    """The stop request and the exit record both get through."""
     with disk(tmp_path / "disk", 1 << 20) as folder:
         script = f"trap 'exit 7' TERM; dd if=/dev/zero of={folder}/all bs=4096 2>/dev/null; echo full >&2\n"
-        with kept(folder, script + f"touch {tmp_path}/ready; while :; do sleep 0.05; done") as talk:
-            until(lambda: (tmp_path / "ready").exists())
-            time.sleep(0.2)
-            talk.ask(do="end", times=1)
-            assert json.loads(talk.hear(slot_daemon.EXIT))["code"] == 7
-            talk.ask(do="bye")
-        until(lambda: not (folder / "run").exists())
+        with attached(folder, script + f"touch {tmp_path}/ready; while :; do sleep 0.05; done") as client:
+            wait_until(lambda: (tmp_path / "ready").exists())
+            client.send(op="stop", level=1)
+            assert json.loads(client.wait_for(slot_daemon.EXIT))["code"] == 7
+            client.send(op="acknowledge")
+        wait_until(lambda: not (folder / "run").exists())
 
 
-def test_the_end_is_told_at_once(tmp_path: Path) -> None:
-    """Though nobody looks often while nothing happens."""
-    with kept(tmp_path, f"echo a; while ! test -e {tmp_path}/go; do sleep 0.01; done; echo b; exit 3") as talk:
-        talk.hear(slot_daemon.OUTPUT)
-        time.sleep(1)
+def test_exit_wakes_up_the_daemon(tmp_path: Path) -> None:
+    """It does not wait for the next check of the lease."""
+    script = f"echo a; while ! test -e {tmp_path}/go; do sleep 0.01; done; echo b; exit 3"
+    with attached(tmp_path, script, lease_check_s=1000) as client:
+        client.wait_for(slot_daemon.OUTPUT)
         (tmp_path / "go").touch()
-        began = time.monotonic()
-        assert json.loads(talk.hear(slot_daemon.EXIT)) == {"code": 3, "oom": False, "left": []}
-        assert time.monotonic() - began < slot_daemon.LEFTOVER_S + 1
-        assert talk.output == b"a\nb\n"
-        talk.ask(do="bye")
+        assert json.loads(client.wait_for(slot_daemon.EXIT)) == {"code": 3, "oom": False, "survivors": []}
+        assert client.output == b"a\nb\n"
+        client.send(op="acknowledge")
+        wait_until(lambda: not (tmp_path / "run").exists())
 
 
-def test_processes_that_cannot_be_ended_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot_daemon, "DEATH_S", 0.1)
-    monkeypatch.setattr(slot_daemon, "marked", lambda _: [4194305])
-    assert slot_daemon.end_marked({"STOKER_RUN": "none"}, 0.0) == [4194305]
+def test_processes_that_survive_sigkill_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot_daemon, "KILL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(slot_daemon, "list_tagged", lambda _: [4194305])
+    assert slot_daemon.terminate_tagged({"STOKER_RUN": "none"}, 0.0) == [4194305]
 
 
 # --- Detached runs
 
 
-def test_a_run_that_was_never_prepared_is_not_taken_up(net: Network, here: Path) -> None:
-    job = write_job(net, here, "echo ran")
+def test_unprepared_run_is_not_reattached(net: Network, workspace: Path) -> None:
+    job = write_ssh_job(net, workspace, "echo ran")
     content = json.loads(job.read_text())
     content["ssh"]["setup"] = "echo begun > begun; exec sleep 4321"
     job.write_text(json.dumps(content))
-    with machine() as give:
-        give.start("job", "run", job, "--on", "ssh", "--detach")
-        until((here / "there" / "begun").exists, 30)
-    run = find(None)
-    until(lambda: watcher(run) is None)
-    os.utime(run.folder, (0, 0))  # it is long ago
+    with machine() as launching:
+        launching.start("job", "run", job, "--on", "ssh", "--detach")
+        wait_until((workspace / "there" / "begun").exists, 60)
+    run = find_run(None)
+    wait_until(lambda: supervisor_pid(run) is None)
+    os.utime(run.folder, (0, 0))  # no longer young
     assert LAUNCHERS.get("ssh")().status(run.handle).state is JobState.LOST
     assert stoker("job", "stop") == 0
-    assert there(run) == []
+    assert remote_processes(run) == []
     assert not list(run.logs.iterdir())
 
 
-def test_logs_alone_take_a_detached_run_up(net: Network, here: Path) -> None:
-    go = here / "go"
-    with machine() as give:
-        assert give("job", "run", write_job(net, here, COUNT.format(go=go)), "--on", "ssh", "-d").returncode == 0
-        run = find(None)
-        until(lambda: is_ready(run), 30)
-    until(lambda: watcher(run) is None)
+def test_logs_reattach_a_detached_run(net: Network, workspace: Path) -> None:
+    go = workspace / "go"
+    with machine() as first:
+        job = write_ssh_job(net, workspace, COUNT_UNTIL.format(go=go))
+        assert first.run("job", "run", job, "--on", "ssh", "-d").returncode == 0
+        run = find_run(None)
+        wait_until(lambda: is_ready(run), 60)
+    wait_until(lambda: supervisor_pid(run) is None)
     go.touch()
-    with machine() as give:
-        lines = give("job", "logs", "-f").stdout.splitlines()
-    assert lines == ["ready", *map(str, range(len(lines) - 2)), "over"]
+    with machine() as second:
+        lines = second.run("job", "logs", "-f").stdout.splitlines()
+    assert lines == count_lines(lines)
     assert run.read_status().state is JobState.SUCCEEDED
 
 
-def test_a_lost_slot_of_a_detached_run_is_ended_by_stop(
-    net: Network,
-    here: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_stop_cleans_up_a_lost_slot_of_a_failed_detached_run(
+    net: Network, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It goes on by itself, also after the run has failed; another host that is never silent is no reason to wait."""
+    """The lost slot keeps running after the run has failed, although the other host is heard from all the time."""
     launcher = LAUNCHERS.get("ssh")()
-    ssh = keys_of(net, here / "there", lost_after=5)
-    job = job_of(program={"module": "this"}, topology="torchrun", workers=2, ssh=ssh, grace=2)
+    section = ssh_section(net, workspace / "there", lost_after=5)
+    job = job_of(program={"module": "this"}, topology="torchrun", workers=2, ssh=section, grace=2)
     rendered = launcher.render(job)
     scripts = ("trap 'exit 143' TERM; echo ready; while :; do echo busy; sleep 0.2; done", DEAF)
     commands = zip(rendered.slots.items(), scripts, strict=True)
     slots = {name: replace(command, argv=("bash", "-c", script)) for (name, command), script in commands}
     rendered = msgspec.structs.replace(rendered, slots=slots)
-    run = create(job, rendered)
+    run = create_run(job, rendered)
     launcher.start(rendered, run, detach=True)
-    until(lambda: all("ready" in log.read_text() for log in run.logs.iterdir()) and len(there(run)) >= 7, 60)
-    net["node2"].cut()
+    wait_until(
+        lambda: all("ready" in log.read_text() for log in run.logs.iterdir()) and len(remote_processes(run)) >= 7, 60
+    )
+    net["node2"].disconnect()
     try:
-        until(lambda: run.read_status().state.is_final, 40)
+        wait_until(lambda: run.read_status().state.is_final, 60)
     finally:
-        net["node2"].mend()
+        net["node2"].reconnect()
     message = run.read_status().message
-    assert f"node2 has not answered for 5 s, and what runs there goes on until: stoker job stop {run.id}" in message
-    assert there(run)
+    assert all(word in message for word in ("node2", "5 s", f"stoker job stop {run.id}")), message
+    assert remote_processes(run)
     capsys.readouterr()
     assert stoker("job", "stop") == 0
-    assert f"{run.id} is over already: failed" in capsys.readouterr().err
-    until(lambda: not there(run))
+    err = capsys.readouterr().err
+    assert run.id in err
+    assert "failed" in err
+    wait_until(lambda: not remote_processes(run))

@@ -1,1 +1,1 @@
-"""Jobs on hosts that `ssh` reaches: `launcher`, `look`, `slot` and `errands` are here; the rest is sent there."""
+"""Jobs on hosts reached by ssh. `slot_daemon`, `host_probe` and `rsh_agent` run on the hosts, the rest runs here."""

@@ -1,4 +1,4 @@
-"""Hosts by the user's own OpenSSH: which there are, how `ssh` is called, and what it means when it fails."""
+"""The OpenSSH client: host lists, the `ssh` command line, requests to the remote agent, explanations of failures."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from stoker.errors import Fault, SpecError, UnavailableError
 from stoker.launchers.ssh import slot_daemon
 
 _TOKEN = "stoker-agent"
-_SLOTS = re.compile(r"(?P<host>\S+?)(?::(?P<short>\d+)|\s+slots\s*=\s*(?P<long>\d+))?(?:\s+max.slots\s*=\s*\d+)?")
-# Makes modules of what comes, and begins with the last.
-_BOOT = """
+_HOST_LINE = re.compile(r"(?P<host>\S+?)(?::(?P<short>\d+)|\s+slots\s*=\s*(?P<long>\d+))?(?:\s+max.slots\s*=\s*\d+)?")
+# Reads the sources of modules from standard input, creates the modules, and calls `main` of the last one.
+_BOOTSTRAP = """
 import json, sys, types
 given = sys.stdin.buffer
 for name, code in json.loads(given.read(int(given.readline()))):
@@ -35,83 +35,84 @@ for name, code in json.loads(given.read(int(given.readline()))):
     exec(compile(code, name, "exec"), module.__dict__)
 module.main()
 """
-_MODULES = ("slot_daemon", "host_probe")
-NO_PYTHON, OLD_PYTHON = 127, 125
-# Alone, without site: quicker, and no module of the user's stands in the way.
-_ANY_PYTHON = (
+_REMOTE_MODULES = ("slot_daemon", "host_probe")
+NO_PYTHON_CODE, OLD_PYTHON_CODE = 127, 125
+# -I and -S: starts faster, and no module of the user shadows one of the standard library.
+_RUN_PYTHON = (
     'n=127; c=$2; for p in "$1" python3 python; do command -v "$p" >/dev/null 2>&1 || continue; n=125; '
     '"$p" -IS -c "import sys; sys.exit(sys.version_info < (3, 8))" 2>/dev/null || continue; '
     'shift 2; exec "$p" -uIS -c "$c" "$@"; done; exit $n'
 )
-ANSWER_S = 90.0
-CONNECT_S = 10
-ATTEMPTS = 3
+RESPONSE_TIMEOUT_S = 90.0
+CONNECT_TIMEOUT_S = 10
+CONNECTION_ATTEMPTS = 3
+"""The default of ssh's option `ConnectionAttempts`."""
 
-DOORS = 8
-"""So many connections are begun at once: sshd, or the jump host before it, turns away those beyond ten."""
-DOOR_S = 3.0
-"""How long one waits for that: hosts that do not answer must not hold up the others."""
-KNOCKS = 5
-"""How often a host is tried that turns us away."""
+MAX_CONNECTING = 8
+"""How many connections are opened at a time: sshd, or the jump host in front of it, drops those beyond ten."""
+CONNECT_QUEUE_S = 3.0
+"""How long a connection waits for its turn: hosts that do not answer must not hold up the others."""
+CONNECT_TRIES = 5
+"""How often a connection is tried that the server drops because it is overloaded."""
 
-# What ssh says, what it means to who reads it, and what mends it; the first that is found.
-_MEANINGS: tuple[tuple[str, str, str], ...] = (
-    ("Could not resolve hostname", "is unknown: neither DNS nor your ssh configuration has this name", ""),
+# Text in ssh's stderr, what it means for the user, and how to fix it; the first match counts.
+_FAILURES: tuple[tuple[str, str, str], ...] = (
+    ("Could not resolve hostname", "cannot be resolved: neither DNS nor your ssh config has this name", ""),
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "has another host key than the last time",
-        "it was installed anew, or someone is in between; if you know why, forget the old key: {forget}",
+        "has a different host key than before",
+        "it was reinstalled, or someone intercepts the connection; if you know why, remove the old key: {forget}",
     ),
     (
         "Host key verification failed",
         "has a host key that you have not accepted yet",
         "connect once by hand: {ssh}",
     ),
-    ("Permission denied", "refuses your key", "is it in authorized_keys there? Try: {copy}"),
+    ("Permission denied", "rejects your key", "add it to authorized_keys on the host: {copy}"),
     (
         "Too many authentication failures",
-        "refuses your keys",
-        "name the right one as IdentityFile in your ssh configuration",
+        "rejects your keys",
+        "set the right one as IdentityFile in your ssh config",
     ),
-    ("Connection refused", "refuses the connection: no ssh server listens there", ""),
-    ("No route to host", "does not answer: there is no route to it", ""),
-    ("Network is unreachable", "does not answer: its network cannot be reached from here", ""),
-    ("timed out", "does not answer", ""),
-    ("not responding", "does not answer any more", ""),
-    ("closed by", "broke the connection off", ""),
-    ("Connection reset", "broke the connection off", ""),
-    ("Broken pipe", "broke the connection off", ""),
+    ("Connection refused", "refuses the connection: no ssh server is listening", ""),
+    ("No route to host", "is not reachable: no route to host", ""),
+    ("Network is unreachable", "is not reachable: its network is unreachable from this machine", ""),
+    ("timed out", "does not respond", ""),
+    ("not responding", "no longer responds", ""),
+    ("closed by", "closed the connection", ""),
+    ("Connection reset", "closed the connection", ""),
+    ("Broken pipe", "closed the connection", ""),
 )
-_UNKNOWN = re.compile(r"Could not resolve hostname (?P<name>[^:\s]+)")
-_FORGET = re.compile(r"ssh-keygen -f \S+ -R \S+")
-_GET_PYTHON = "install Python 3.8 or later there, or name one with ssh.python"
-# What ssh says when a server has too much to do at the moment.
-_TURNED_AWAY = ("kex_exchange_identification", "closed by", "Connection reset")
+_UNRESOLVED = re.compile(r"Could not resolve hostname (?P<name>[^:\s]+)")
+_KEYGEN_COMMAND = re.compile(r"ssh-keygen -f \S+ -R \S+")
+_PYTHON_FIX = "install Python 3.8 or later there, or set ssh.python"
+# In ssh's stderr when a server is overloaded for a moment.
+_RETRYABLE = ("kex_exchange_identification", "closed by", "Connection reset")
 
 
-class Client(msgspec.Struct, frozen=True, kw_only=True):
-    """How the `ssh` program is called: with the user's own settings, but never asking anything."""
+class SshClient(msgspec.Struct, frozen=True, kw_only=True):
+    """How the `ssh` program is called: with the user's own config, in BatchMode."""
 
     config: str | None = None
     user: str | None = None
     lost_after_s: float = 30.0
     control: str | None = None
-    """The path by which calls share one connection to each host, as in `ControlPath`."""
+    """The `ControlPath` by which calls share one connection to each host."""
 
-    def by_hand(self, host: str, program: str = "ssh") -> str:
-        """Write the command by which who reads it reaches a host as we do."""
+    def command_line(self, host: str, program: str = "ssh") -> str:
+        """Return the command by which the user reaches a host as we do."""
         config = () if self.config is None else ("-F", self.config)
-        if self.user is not None:  # which takes the place of one before the host, as `-l` does
+        if self.user is not None:  # overrides a user in front of the host, as `-l` does
             host = f"{self.user}@{host.rpartition('@')[2]}"
         return shlex.join([program, *config, host])
 
-    def argv(self, *more: str, attempts: int = ATTEMPTS) -> list[str]:
-        """Give the words before the host."""
+    def argv(self, *more: str, attempts: int = CONNECTION_ATTEMPTS) -> list[str]:
+        """Return the arguments up to, but without, the host."""
         options = {
             "BatchMode": "yes",
-            "ConnectTimeout": CONNECT_S,
+            "ConnectTimeout": CONNECT_TIMEOUT_S,
             "ConnectionAttempts": attempts,
-            # Only where nobody of ours listens: a slot has its own, shorter limit.
+            # For uploads and requests only: a slot has its own, shorter timeout.
             "ServerAliveInterval": max(1, int(self.lost_after_s / 2)),
             "ServerAliveCountMax": 3,
             "ClearAllForwardings": "yes",
@@ -120,125 +121,131 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
         }
         if self.control is not None:
             options |= {"ControlMaster": "auto", "ControlPath": self.control, "ControlPersist": 60}
-        words = ["ssh", "-T", *(() if self.config is None else ("-F", self.config))]
-        words += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-        return [*words, *(() if self.user is None else ("-l", self.user)), *more]
+        argv = ["ssh", "-T", *(() if self.config is None else ("-F", self.config))]
+        argv += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+        return [*argv, *(() if self.user is None else ("-l", self.user)), *more]
 
 
-def expanded(hosts: tuple[str, ...]) -> tuple[str, ...]:
-    """Put the hosts of a file in the place of its `@name`; all that is wrong in such files is told at once."""
+def expand_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
+    """Replace each `@file` by the hosts in that file; raise all faults of such files at once."""
     faults: list[Fault] = []
-    found = tuple(one for host in hosts for one in (_read(host[1:], faults) if host.startswith("@") else (host,)))
+    expanded = tuple(
+        name for host in hosts for name in (_read_host_file(host[1:], faults) if host.startswith("@") else (host,))
+    )
     if faults:
-        raise SpecError(faults, hint="a line is a host: node1, or node1 slots=2")
-    return found
+        raise SpecError(faults, hint="write one host per line: node1, or node1 slots=2")
+    return expanded
 
 
-def _read(name: str, faults: list[Fault]) -> Iterator[str]:
-    """Give the hosts of a file; what is wrong there is added to `faults`."""
+def _read_host_file(name: str, faults: list[Fault]) -> Iterator[str]:
+    """Yield the hosts in a file; add what is wrong there to `faults`."""
     try:
         lines = Path(name).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        why = (error.strerror or "").lower() if isinstance(error, OSError) else "it is no text"
-        faults.append(Fault(name, f"the file of hosts cannot be read: {why}"))
+        reason = (error.strerror or "").lower() if isinstance(error, OSError) else "not a text file"
+        faults.append(Fault(name, f"cannot read the host file: {reason}"))
         return
     for number, line in enumerate(lines, 1):
-        if words := line.partition("#")[0].strip():
-            match = _SLOTS.fullmatch(words)
-            if match is None or words.startswith("-"):
-                faults.append(Fault(f"{name}:{number}", f"{words!r} is no host"))
+        if text := line.partition("#")[0].strip():
+            match = _HOST_LINE.fullmatch(text)
+            if match is None or text.startswith("-"):
+                faults.append(Fault(f"{name}:{number}", f"{text!r} is not a host"))
                 continue
             count = match["short"] or match["long"]
             yield match["host"] if count is None else f"{match['host']}:{count}"
 
 
-def places(hosts: tuple[str, ...]) -> list[str]:
-    """Give a host for each slot that there is room for: `a,b:2` is a, b, b."""
-    found = []
+def expand_slots(hosts: tuple[str, ...]) -> list[str]:
+    """Return one host name for each slot that the hosts have room for: `a,b:2` is a, b, b."""
+    names = []
     for host in hosts:
         name, colon, count = host.partition(":")
-        found += [name] * int(count) if colon and count.isdigit() else [host]
-    return found
+        names += [name] * int(count) if colon and count.isdigit() else [host]
+    return names
 
 
-def meaning(client: Client, host: str, said: str, code: int | None) -> str:
-    """Say in plain words why `ssh` did not get through."""
-    return ": ".join(part for part in meaning_and_fix(client, host, said, code) if part)
+def format_failure(client: SshClient, host: str, stderr: str, code: int | None) -> str:
+    """Return in one sentence why `ssh` failed and, if known, how to fix it."""
+    return ": ".join(part for part in explain_failure(client, host, stderr, code) if part)
 
 
-def meaning_and_fix(client: Client, host: str, said: str, code: int | None) -> tuple[str, str]:
-    """Say in plain words why `ssh` did not get through, and what mends it, where that is known."""
-    if (unknown := _UNKNOWN.search(said)) and unknown["name"] != host:  # by its HostName, or a jump host
-        return f"leads to {unknown['name']}, which is unknown: neither DNS nor your ssh configuration has this name", ""
-    for sign, words, fix in _MEANINGS:
-        if sign in said:
-            forget = _FORGET.search(said)
-            return words, fix.format(
-                ssh=client.by_hand(host),
-                copy=client.by_hand(host, "ssh-copy-id"),
+def explain_failure(client: SshClient, host: str, stderr: str, code: int | None) -> tuple[str, str]:
+    """Return why `ssh` failed, and how to fix it or an empty string."""
+    # The name may be that of a jump host, or the HostName of the host.
+    if (unresolved := _UNRESOLVED.search(stderr)) and unresolved["name"] != host:
+        name = unresolved["name"]
+        return f"is reached through {name}, which cannot be resolved: neither DNS nor your ssh config has this name", ""
+    for text, what, fix in _FAILURES:
+        if text in stderr:
+            forget = _KEYGEN_COMMAND.search(stderr)
+            return what, fix.format(
+                ssh=client.command_line(host),
+                copy=client.command_line(host, "ssh-copy-id"),
                 forget=forget[0] if forget else f"ssh-keygen -R {host}",
             )
-    if code == NO_PYTHON:
-        return "has no Python", _GET_PYTHON
-    if code == OLD_PYTHON:
-        return "has no Python that is new enough", _GET_PYTHON
-    last = ([line for line in said.strip().splitlines() if line.strip()] or [f"ssh ended with exit code {code}"])[-1]
-    return f"could not be used: {last}", ""
+    if code == NO_PYTHON_CODE:
+        return "has no Python", _PYTHON_FIX
+    if code == OLD_PYTHON_CODE:
+        return "has no Python 3.8 or later", _PYTHON_FIX
+    lines = [line for line in stderr.strip().splitlines() if line.strip()] or [f"ssh exited with code {code}"]
+    return f"cannot be used: {lines[-1]}", ""
 
 
-def turned_away(said: str) -> bool:
-    """Whether `ssh`, which did not get through, may do so a moment later."""
-    return any(sign in said for sign in _TURNED_AWAY)
+def is_retryable(stderr: str) -> bool:
+    """Whether a connection that failed may succeed a moment later."""
+    return any(text in stderr for text in _RETRYABLE)
 
 
-def pause_s(knock: int) -> float:
-    """Say how long to wait before the next try, so that those who were turned away together do not come together."""
-    return random.uniform(0.1, 0.5) * 2.0**knock
+def backoff_s(tries: int) -> float:
+    """Return a random exponential backoff, so that clients dropped together do not come back together."""
+    return random.uniform(0.1, 0.5) * 2.0**tries
 
 
-def by_any_python(python: str, code: str, *words: str) -> str:
-    """Give the command for a shell there that runs code with whichever Python there is, best with the named one."""
-    # In one line: some shells take no line break between quotes.
-    return shlex.join(["sh", "-c", _ANY_PYTHON, "sh", python, f"exec({json.dumps(code)})", *words])
+def python_command(python: str, code: str, *args: str) -> str:
+    """Return a shell command that runs code by the given Python, or by any other on the host that is new enough."""
+    # One line: some shells reject a line break between quotes.
+    return shlex.join(["sh", "-c", _RUN_PYTHON, "sh", python, f"exec({json.dumps(code)})", *args])
 
 
 def agent_argv(ssh: list[str], host: str, python: str, token: str) -> list[str]:
-    """Give the command that starts the agent there."""
-    return [*ssh, "--", host, by_any_python(python, _BOOT, f"{_TOKEN}-{token}")]
+    """Return the command that starts the remote agent on a host."""
+    return [*ssh, "--", host, python_command(python, _BOOTSTRAP, f"{_TOKEN}-{token}")]
 
 
 def agent_code() -> bytes:
-    """Give what the agent's Python reads first."""
-    sources = [(f"stoker.launchers.ssh.{name}", source(name)) for name in _MODULES]
+    """Return the code of the remote agent, which its Python reads first."""
+    sources = [(f"stoker.launchers.ssh.{name}", module_source(name)) for name in _REMOTE_MODULES]
     code = json.dumps(sources).encode()
     return f"{len(code)}\n".encode() + code
 
 
-def source(module: str) -> str:
-    """Give the text of a module that is sent along."""
+def module_source(module: str) -> str:
+    """Return the source of a module of this package that is sent to hosts."""
     return files("stoker.launchers.ssh").joinpath(f"{module}.py").read_text()
 
 
-class Frames:
-    """Takes the agent's frames out of what comes, whatever a login printed before."""
+class FrameParser:
+    """Parses the frames of the remote agent, after whatever the login shell printed first."""
 
     def __init__(self) -> None:
         self._data = b""
-        self.is_met = False
-        self.before = b""
+        self.has_started = False
+        """Whether the agent has started."""
+        self.preamble = b""
+        """What the login shell printed."""
 
-    def with_login(self, said: str) -> str:
-        """Add to what `ssh` said what a login printed that led to no agent."""
-        return said if self.is_met else f"{said}\n{self.before.decode(errors='replace')}"
+    def add_preamble(self, stderr: str) -> str:
+        """Append to ssh's stderr what the login shell printed, if no agent has started."""
+        return stderr if self.has_started else f"{stderr}\n{self.preamble.decode(errors='replace')}"
 
     def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Give the frames that are whole by now."""
+        """Yield the kind and payload of each frame that is complete now."""
         self._data += data
-        if not self.is_met:
-            self.before, magic, rest = self._data.partition(slot_daemon.MAGIC)
+        if not self.has_started:
+            self.preamble, magic, rest = self._data.partition(slot_daemon.MAGIC)
             if not magic:
                 return
-            self._data, self.is_met = rest, True
+            self._data, self.has_started = rest, True
         while len(self._data) >= 5:
             end = 5 + int.from_bytes(self._data[1:5], "big")
             if len(self._data) < end:
@@ -248,82 +255,82 @@ class Frames:
 
 
 class Session:
-    """A talk with the agent on one host: questions, answers. It begins with the first question."""
+    """Requests to the remote agent of one host; connects with the first request."""
 
-    _doors = threading.BoundedSemaphore(DOORS)
+    _connecting = threading.BoundedSemaphore(MAX_CONNECTING)
 
     def __init__(
-        self, client: Client, host: str, python: str, token: str = "look", *, attempts: int = ATTEMPTS
+        self, client: SshClient, host: str, python: str, token: str = "probe", *, attempts: int = CONNECTION_ATTEMPTS
     ) -> None:
         self.host = host
         self._client = client
         self._argv = agent_argv(client.argv(attempts=attempts), host, python, token)
-        self._line: _Line | None = None
+        self._connection: _Connection | None = None
         self._is_closed = False
 
-    def ask(self, request: Mapping[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
-        """Ask one question; UnavailableError says why there is no answer."""
+    def request(self, request: Mapping[str, Any], timeout_s: float = RESPONSE_TIMEOUT_S) -> dict[str, Any]:
+        """Send a request and return its response; raise UnavailableError if there is none."""
         deadline = time.monotonic() + timeout_s
-        if self._line is None:
-            self._begin(deadline)
-        assert self._line is not None
-        write_all(self._line.to, json.dumps(request).encode() + b"\n")
-        answer: dict[str, Any] = json.loads(self._await(self._line, slot_daemon.ANSWER, deadline))
-        return answer
+        if self._connection is None:
+            self._connect_with_retries(deadline)
+        assert self._connection is not None
+        write_all(self._connection.stdin_fd, json.dumps(request).encode() + b"\n")
+        response: dict[str, Any] = json.loads(self._wait_for(self._connection, slot_daemon.RESPONSE, deadline))
+        return response
 
-    def _begin(self, deadline: float) -> None:
-        """Connect, and try again where a server has too much to do."""
-        for knock in range(KNOCKS):
-            has_door = self._doors.acquire(timeout=DOOR_S)
+    def _connect_with_retries(self, deadline: float) -> None:
+        """Connect, and try again if the server is overloaded."""
+        for tries in range(CONNECT_TRIES):
+            is_acquired = self._connecting.acquire(timeout=CONNECT_QUEUE_S)
             try:
                 self._connect(deadline)
                 return
-            except _TurnedAwayError:
-                if knock == KNOCKS - 1:
+            except _RetryableError:
+                if tries == CONNECT_TRIES - 1:
                     raise
             finally:
-                if has_door:
-                    self._doors.release()
-            time.sleep(pause_s(knock))
+                if is_acquired:
+                    self._connecting.release()
+            time.sleep(backoff_s(tries))
 
     def _connect(self, deadline: float) -> None:
         if self._is_closed:
-            raise UnavailableError("was not asked", where=self.host)
-        self._line = line = _Line(self._argv)
+            raise UnavailableError("the connection was closed", where=self.host)
+        self._connection = connection = _Connection(self._argv)
         try:
-            write_all(line.to, agent_code())
-            self._await(line, None, deadline)
-        except _TurnedAwayError:
-            self._line = None
-            line.close()
+            write_all(connection.stdin_fd, agent_code())
+            self._wait_for(connection, None, deadline)
+        except _RetryableError:
+            self._connection = None
+            connection.close()
             raise
 
-    def _await(self, line: _Line, wanted: bytes | None, deadline: float) -> bytes:
-        """Read up to a frame of a kind; of None, until the agent is there."""
-        while (left := deadline - time.monotonic()) > 0:
-            if not select.select([line.back], [], [], min(left, 1.0))[0]:
+    def _wait_for(self, connection: _Connection, wanted: bytes | None, deadline: float) -> bytes:
+        """Wait for a frame of a kind and return its payload; with None, wait until the agent has started."""
+        while (left_s := deadline - time.monotonic()) > 0:
+            if not select.select([connection.stdout_fd], [], [], min(left_s, 1.0))[0]:
                 continue
-            data = os.read(line.back, 1 << 16)
+            data = os.read(connection.stdout_fd, 1 << 16)
             if not data:
-                raise self._failed(line)
-            for kind, payload in line.frames.feed(data):
+                raise self._to_error(connection)
+            for kind, payload in connection.frames.feed(data):
                 if kind == wanted:
                     return payload
-            if wanted is None and line.frames.is_met:
+            if wanted is None and connection.frames.has_started:
                 return b""
-        raise UnavailableError("does not answer", where=self.host)
+        raise UnavailableError("does not respond", where=self.host)
 
-    def _failed(self, line: _Line) -> UnavailableError:
-        code, said = exit_code(line.ssh, 5), text_of(line.stderr)
-        what, fix = meaning_and_fix(self._client, self.host, line.frames.with_login(said), code)
-        kind = _TurnedAwayError if turned_away(said) and not line.frames.is_met else UnavailableError
-        return kind(what, where=self.host, hint=fix or None)
+    def _to_error(self, connection: _Connection) -> UnavailableError:
+        code, stderr = wait_exit_code(connection.ssh, 5), read_text(connection.stderr)
+        what, fix = explain_failure(self._client, self.host, connection.frames.add_preamble(stderr), code)
+        is_dropped = is_retryable(stderr) and not connection.frames.has_started
+        return (_RetryableError if is_dropped else UnavailableError)(what, where=self.host, hint=fix or None)
 
     def close(self) -> None:
-        """End the talk."""
+        """Close the connection."""
         self._is_closed = True
-        if self._line is not None:
-            self._line.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -334,52 +341,54 @@ class Session:
         self.close()
 
 
-class _TurnedAwayError(UnavailableError):
-    """A server had too much to do at the moment."""
+class _RetryableError(UnavailableError):
+    """The server dropped the connection because it is overloaded."""
 
 
-class _Line:
-    """One `ssh`, and what goes to it and comes back."""
+class _Connection:
+    """One `ssh` process and the pipes to it."""
 
     def __init__(self, argv: list[str]) -> None:
-        self.stderr: IO[bytes] = TemporaryFile()  # noqa: SIM115 (closed with the line)
-        self.frames = Frames()
-        ours, self.to = os.pipe()
-        self.back, forth = os.pipe()
+        self.stderr: IO[bytes] = TemporaryFile()  # noqa: SIM115 (closed with the connection)
+        self.frames = FrameParser()
+        child_stdin, self.stdin_fd = os.pipe()
+        self.stdout_fd, child_stdout = os.pipe()
         try:
-            # It ends when we close its input, however we end; its thread may well end before.
-            self.ssh = start(argv, stdin=ours, stdout=forth, stderr=self.stderr, dies_with_us=False)
+            # ssh exits when its standard input is closed; `terminate_with_parent` would follow the starting thread.
+            self.ssh = start(
+                argv, stdin=child_stdin, stdout=child_stdout, stderr=self.stderr, terminate_with_parent=False
+            )
         finally:
-            os.close(ours)
-            os.close(forth)
+            os.close(child_stdin)
+            os.close(child_stdout)
 
     def close(self) -> None:
-        os.close(self.to)
-        os.close(self.back)
-        self.ssh.end(2)
+        os.close(self.stdin_fd)
+        os.close(self.stdout_fd)
+        self.ssh.stop(2)
         self.stderr.close()
 
 
-# --- What each talk with `ssh` needs
+# --- Pipes to and from `ssh`
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all of it, unless nobody reads: then there is an end to read, which tells more."""
+    """Write all of the data, and ignore a broken pipe: the EOF on the other pipe tells more."""
     rest = memoryview(data)
     with suppress(BrokenPipeError):
         while rest:
             rest = rest[os.write(fd, rest) :]
 
 
-def exit_code(ssh: Process, within_s: float) -> int:
-    """Give the exit code of `ssh`, which has closed its output and may yet say why."""
+def wait_exit_code(ssh: Process, timeout_s: float) -> int:
+    """Return the exit code of `ssh`, which has closed its output and may still write to stderr."""
     try:
-        return ssh.wait(within_s)
+        return ssh.wait(timeout_s)
     except TimeoutError:
-        return ssh.end(0)
+        return ssh.stop(0)
 
 
-def text_of(file: IO[bytes]) -> str:
-    """Give all that was written into a file."""
+def read_text(file: IO[bytes]) -> str:
+    """Return the whole content of an open file as text."""
     file.seek(0)
     return file.read().decode(errors="replace")

@@ -1,7 +1,7 @@
-"""What works for us on a host: looks around there, and has slots kept.
+"""Remote agent: probes an ssh host (Python, GPUs, addresses, ports), and attaches to slots there.
 
-On the standard library alone, for Python 3.8 and later: it is sent through `ssh`, with `keeper`, and needs nothing
-of ours there. What it is asked comes as lines of JSON; an empty line says that somebody is still there.
+Standard library only, Python 3.8 or later: the source is sent through `ssh`, together with `slot_daemon`, and needs no
+stoker on the host. Requests arrive on standard input as lines of JSON; an empty line is a keep-alive.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stoker.launchers.ssh.slot_daemon import ANSWER, MAGIC, Frames, Relay, lines, sweep
+from stoker.launchers.ssh.slot_daemon import MAGIC, RESPONSE, AttachSession, FrameWriter, clean_up_run, read_requests
 
-DIAL_S = 3.0
+DIAL_TIMEOUT_S = 3.0
+PYTHON_TIMEOUT_S = 60.0
 _SIOCGIFADDR = 0x8915
 
-# What the job's own Python says of itself; nothing is imported, for that can take seconds.
-_ASK = """
+# Run by the job's own Python. It imports none of the modules, which can take seconds.
+_PYTHON_FACTS = """
 import importlib.metadata, importlib.util, json, sys
 def version(name):
     if importlib.util.find_spec(name) is None:
@@ -41,188 +42,192 @@ print(json.dumps({"python": sys.executable, "version": sys.version.split()[0],
 """
 
 
-# --- What there is on this host
+# --- Facts about this host
 
 
-class Surveyor:
-    """Answers questions about the host; leaves nothing there."""
+class HostProbe:
+    """Answers requests about the host and leaves nothing behind."""
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer one question."""
-        answers = {"look": self._look, "listen": self._listen, "dial": self._dial, "python": self._python}
-        return answers[request["do"]](request)
+    def handle(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the response to one request."""
+        handlers = {"facts": self._facts, "listen": self._listen, "dial": self._dial, "python": self._python_facts}
+        return handlers[request["op"]](request)
 
-    def _look(self, request: dict[str, Any]) -> dict[str, Any]:
-        workdir = _workdir(request["workdir"])
+    def _facts(self, request: dict[str, Any]) -> dict[str, Any]:
+        workdir = _resolve_workdir(request["workdir"])
         return {
-            **self._python(request),
+            **self._python_facts(request),
             "workdir": workdir,
-            "workdir_fault": _unwritable(workdir),
-            "identity": _identity(workdir),
+            "workdir_error": _check_writable(workdir),
+            "identity": _folder_identity(workdir),
             "cores": len(os.sched_getaffinity(0)),
             "gpus": sum(name[6:].isdigit() for name in os.listdir("/dev") if name.startswith("nvidia")),
             "rsync": shutil.which("rsync") is not None,
-            "addresses": addresses(),
-            "there": [path for path in request["paths"] if Path(workdir, path).exists()],
+            "addresses": list_addresses(),
+            "existing_paths": [path for path in request["paths"] if Path(workdir, path).exists()],
             "programs": [name for name in request["programs"] if shutil.which(name) is not None],
             "clock": time.time(),
         }
 
-    def _python(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Ask the Python that will run the program; a relative path with a slash starts at the working folder."""
-        workdir, name = _workdir(request["workdir"]), request["python"]
+    def _python_facts(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Run the job's Python; a relative path with a slash is relative to the working directory."""
+        workdir, name = _resolve_workdir(request["workdir"]), request["python"]
         program = str(Path(workdir, name)) if "/" in name else name
-        where = workdir if Path(workdir).is_dir() else "/"
+        cwd = workdir if Path(workdir).is_dir() else "/"
         try:
-            argv = [program, "-c", _ASK, *request["modules"]]
-            # Our standard input is where the next question comes.
-            how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "timeout": 60, "cwd": where, "check": False}
-            done = subprocess.run(argv, capture_output=True, text=True, **how)
+            argv = [program, "-c", _PYTHON_FACTS, *request["modules"]]
+            # Our own standard input carries the next request.
+            options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "timeout": PYTHON_TIMEOUT_S, "cwd": cwd}
+            process = subprocess.run(argv, capture_output=True, text=True, check=False, **options)
         except (OSError, subprocess.SubprocessError) as error:
-            return {"python": None, "python_fault": getattr(error, "strerror", None) or str(error)}
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            return {"python": None, "python_fault": last}
+            return {"python": None, "python_error": getattr(error, "strerror", None) or str(error)}
+        if process.returncode:
+            last_line = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+            return {"python": None, "python_error": last_line}
         try:
-            found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+            facts: dict[str, Any] = json.loads(process.stdout.strip().splitlines()[-1])
         except (IndexError, ValueError):
-            return {"python": None, "python_fault": "it does not run what it is given"}
-        return found
+            return {"python": None, "python_error": "it does not run Python code"}
+        return facts
 
     def _listen(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Take a port for a moment, and greet whoever comes with a word that only this host knows."""
+        """Listen on a port, and send every client a token that identifies this host."""
         try:
             self._listener = socket.create_server(("", request["port"]))
         except OSError as error:
-            return {"fault": os.strerror(error.errno) if error.errno else str(error)}
-        threading.Thread(target=_greet, args=(self._listener, request["token"].encode()), daemon=True).start()
+            return {"error": os.strerror(error.errno) if error.errno else str(error)}
+        threading.Thread(target=_send_token, args=(self._listener, request["token"].encode()), daemon=True).start()
         return {"port": self._listener.getsockname()[1]}
 
     def _dial(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Find for each of some listening hosts the first address that leads to it, and by which interface."""
-        answers: list[dict[str, Any]] = [{"address": None} for _ in request["targets"]]
+        """Return, for each listening host, its first reachable address and the interface used to reach it."""
+        routes: list[dict[str, Any]] = [{"address": None} for _ in request["targets"]]
 
-        def try_all(index: int, target: dict[str, Any]) -> None:
-            found: dict[str, dict[str, Any]] = {}
-            every = [
-                threading.Thread(target=_try, args=(one, target, found), daemon=True) for one in target["addresses"]
+        def dial_target(index: int, target: dict[str, Any]) -> None:
+            reached: dict[str, dict[str, Any]] = {}
+            threads = [
+                threading.Thread(target=_dial_address, args=(address, target, reached), daemon=True)
+                for address in target["addresses"]
             ]
-            _together(every)
-            answers[index] = next((found[one] for one in target["addresses"] if one in found), {"address": None})
+            _run_threads(threads)
+            routes[index] = next((reached[one] for one in target["addresses"] if one in reached), {"address": None})
 
-        _together([threading.Thread(target=try_all, args=item, daemon=True) for item in enumerate(request["targets"])])
-        return {"answers": answers}
+        targets = enumerate(request["targets"])
+        _run_threads([threading.Thread(target=dial_target, args=item, daemon=True) for item in targets])
+        return {"routes": routes}
 
 
-def _together(threads: list[threading.Thread]) -> None:
+def _run_threads(threads: list[threading.Thread]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def _try(address: str, target: dict[str, Any], found: dict[str, dict[str, Any]]) -> None:
-    """Dial one address, and keep how it was reached if the one who greets is the one that is meant."""
-    with contextlib.suppress(OSError), socket.create_connection((address, target["port"]), timeout=DIAL_S) as sock:
+def _dial_address(address: str, target: dict[str, Any], reached: dict[str, dict[str, Any]]) -> None:
+    """Connect to one address; add it to `reached` if the token is that of the target."""
+    connection = (address, target["port"])
+    with contextlib.suppress(OSError), socket.create_connection(connection, timeout=DIAL_TIMEOUT_S) as sock:
         if sock.makefile("rb").readline().strip() == target["token"].encode():
-            mine = sock.getsockname()[0]
-            names = [name for name, one in addresses() if one == mine]
-            found[address] = {"address": address, "mine": mine, "interface": names[0] if names else None}
+            own = sock.getsockname()[0]
+            interfaces = [name for name, one in list_addresses() if one == own]
+            interface = interfaces[0] if interfaces else None
+            reached[address] = {"address": address, "own_address": own, "interface": interface}
 
 
-def _greet(listener: socket.socket, token: bytes) -> None:
+def _send_token(listener: socket.socket, token: bytes) -> None:
     with contextlib.suppress(OSError):
         while True:
-            caller, _ = listener.accept()
-            with caller:
-                caller.sendall(token + b"\n")
+            client, _ = listener.accept()
+            with client:
+                client.sendall(token + b"\n")
 
 
-def addresses() -> list[tuple[str, str]]:
-    """List the interfaces with their IPv4 addresses, the machine's own loop left out."""
-    found = []
+def list_addresses() -> list[tuple[str, str]]:
+    """List the interfaces with their IPv4 addresses, without the loopback."""
+    addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 packed = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
                 address = socket.inet_ntoa(packed[20:24])
                 if not address.startswith("127."):
-                    found.append((name, address))
-    return found
+                    addresses.append((name, address))
+    return addresses
 
 
-def _workdir(given: str) -> str:
-    """Give the working folder as an absolute path; a relative one starts at the home."""
-    return os.path.normpath(Path.home() / given)
+def _resolve_workdir(path: str) -> str:
+    """Return the working directory as an absolute path; a relative one is relative to the home directory."""
+    return os.path.normpath(Path.home() / path)
 
 
-def _unwritable(folder: str) -> str:
-    """Say why a folder cannot be made or written; nothing when it can."""
-    place = Path(folder)
-    while not os.path.lexists(place):
-        place = place.parent
-    if not place.is_dir():
-        return f"{place} is not a folder"
-    if not os.access(place, os.W_OK | os.X_OK):
-        return f"{place} cannot be written"
-    return _untakable(place)
+def _check_writable(folder: str) -> str:
+    """Return why a directory cannot be created or written to, or an empty string if it can."""
+    parent = Path(folder)
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    if not parent.is_dir():
+        return f"{parent} is not a directory"
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return f"{parent} is not writable"
+    return _try_mkdir(parent)
 
 
-def _untakable(place: Path) -> str:
-    """Say why a folder takes nothing new: of some, as /proc, that is known only once it was tried."""
-    before = os.stat(place)
+def _try_mkdir(parent: Path) -> str:
+    """Return why a directory takes no new entries: for some, such as /proc, only a trial shows it."""
+    before = os.stat(parent)
     try:
-        trial = place / f".stoker-{os.urandom(8).hex()}"
+        trial = parent / f".stoker-{os.urandom(8).hex()}"
         trial.mkdir()
         trial.rmdir()
     except OSError as error:
-        why = "" if error.errno == errno.ENOENT else f": {os.strerror(error.errno or 0).lower()}"
-        return f"{place} cannot be written{why}"
-    with contextlib.suppress(OSError):  # as if nobody had been there
-        os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
+        reason = "" if error.errno == errno.ENOENT else f": {os.strerror(error.errno or 0).lower()}"
+        return f"{parent} is not writable{reason}"
+    with contextlib.suppress(OSError):  # the mtime is part of the folder's identity
+        os.utime(parent, ns=(before.st_atime_ns, before.st_mtime_ns))
     return ""
 
 
-def _identity(folder: str) -> list[int]:
-    """Tell by what a folder is known again on another host that shares it."""
+def _folder_identity(folder: str) -> list[int]:
+    """Return the inode and mtime of a directory, equal on all hosts that share it."""
     try:
-        found = os.stat(folder)
+        stat = os.stat(folder)
     except OSError:
         return []
-    return [found.st_ino, found.st_mtime_ns]
+    return [stat.st_ino, stat.st_mtime_ns]
 
 
-def signs(request: dict[str, Any]) -> dict[str, Any]:
-    """Leave a sign in the working folder, which is made for it, and tell which others are seen there.
+def exchange_markers(request: dict[str, Any]) -> dict[str, Any]:
+    """Create, find and remove marker files in the working directory, which is created if necessary.
 
-    So hosts are known that share a folder, whatever their disks and clocks say.
+    Hosts that see each other's markers share the directory, whatever their disks and clocks say.
     """
-    folder = Path(_workdir(request["workdir"]), ".stoker")
+    folder = Path(_resolve_workdir(request["workdir"]), ".stoker")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for sign in request["leave"]:
-            (folder / sign).touch()
-        found = [sign for sign in request["find"] if (folder / sign).exists()]
-        for sign in request["take"]:
+        for marker in request["create"]:
+            (folder / marker).touch()
+        found = [marker for marker in request["find"] if (folder / marker).exists()]
+        for marker in request["remove"]:
             with contextlib.suppress(FileNotFoundError):
-                (folder / sign).unlink()
+                (folder / marker).unlink()
     except OSError as error:
-        return {"fault": f"cannot use the folder {folder}: {error.strerror}"}
+        return {"error": f"cannot use the directory {folder}: {error.strerror}"}
     return {"found": found}
 
 
 def main() -> None:
-    """Do what standard input asks for."""
-    requests, frames = sys.stdin.buffer, Frames(1)
+    """Handle the requests on standard input."""
+    requests, frames = sys.stdin.buffer, FrameWriter(1)
     os.write(1, MAGIC)
-    surveyor = Surveyor()
-    others = {"sweep": sweep, "signs": signs}
-    for request in lines(requests):
-        if request["do"] == "keep":
-            Relay(request, frames).run(requests)
+    probe = HostProbe()
+    handlers = {"cleanup": clean_up_run, "markers": exchange_markers}
+    for request in read_requests(requests):
+        if request["op"] == "attach":
+            AttachSession(request, frames).run(requests)
             break
-        frames.send_json(ANSWER, others.get(request["do"], surveyor.answer)(request))
-    os._exit(0)  # whatever thread still waits for a network that is gone
+        frames.send_json(RESPONSE, handlers.get(request["op"], probe.handle)(request))
+    os._exit(0)  # without waiting for threads that wait for an unreachable network

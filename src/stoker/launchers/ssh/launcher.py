@@ -1,570 +1,431 @@
-"""Jobs on hosts that are reached by ssh, under the same supervisor as on this machine.
+"""ssh launcher: run a job on hosts reached by ssh, watched by the same supervisor as on this machine.
 
-`render` looks at every host at once and changes nothing there. `start` copies the working folder, prepares the hosts,
-and starts the supervisor here, in which a process stands for each slot: `slot` here, `agent` and `keeper` there.
+`render` probes all hosts in parallel and changes nothing on them. `start` uploads the working directory, prepares the
+hosts, and starts the local supervisor. One local process represents each slot: `remote_slot` here, `host_probe` and
+`slot_daemon` on the host.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
-import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from threading import Event
 from typing import Any, ClassVar
 
 import msgspec
 
 from stoker.core.spec import to_json
-from stoker.core.units import counted, format_bytes
-from stoker.errors import Fault, InputError, SpecError, StokerError, UnavailableError
-from stoker.jobs.launcher import LogLine, Traits, check
-from stoker.jobs.run_folder import Run, home
-from stoker.jobs.spec import Job
+from stoker.core.units import format_bytes, pluralize
+from stoker.errors import Fault, InputError, SpecError, UnavailableError
+from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits
+from stoker.jobs.run_folder import Run, stoker_home
+from stoker.jobs.spec import Job, ProgramSpec
 from stoker.jobs.status import JobState, JobStatus
-from stoker.jobs.topology import AddressBook, Command, Slot, Standby, command_of, slots_of
-from stoker.launchers.diagnosis import LOST
+from stoker.jobs.topology import AddressBook, Command, Slot, Standby, list_slots, render_command
+from stoker.launchers.diagnosis import LOST_EXIT_CODE
 from stoker.launchers.local import LocalLauncher
-from stoker.launchers.paths import inside, placed, programs, with_programs
-from stoker.launchers.plan import LocalPlan, gpu_faults, named_ports, read_plan
-from stoker.launchers.process_group import STANDS_IN
-from stoker.launchers.ssh.client import ANSWER_S, Client, Session, expanded, places
-from stoker.launchers.ssh.plan import Place, SshPlan, far_codes, read_ssh_plan
+from stoker.launchers.paths import map_programs, programs_by_key, relative_to_workdir, resolve_job_paths
+from stoker.launchers.plan import LocalPlan, check_gpu_roles, read_plan, requested_ports
+from stoker.launchers.process_group import REMOTE_SLOT_ENV
+from stoker.launchers.ssh.client import RESPONSE_TIMEOUT_S, Session, SshClient, expand_hosts, expand_slots
+from stoker.launchers.ssh.plan import HostConfig, SshPlan, read_exit_codes, read_ssh_plan
 from stoker.launchers.ssh.preflight import (
-    Look,
+    HostFacts,
+    Issue,
     Route,
-    Trouble,
-    at_once,
-    client_of,
+    check_host,
     find_ports,
-    find_ways,
-    look_at_all,
-    modules,
-    python_troubles,
-    talking,
-    troubles,
+    find_routes,
+    make_client,
+    open_sessions,
+    probe_hosts,
+    required_modules,
+    run_parallel,
 )
-from stoker.launchers.ssh.upload import Extra, Parcel, attend
-from stoker.launchers.supervisor import STOPPING, watching
-from stoker.launchers.upload import listed, size_of
-from stoker.telemetry.events import PREFIX
+from stoker.launchers.ssh.prepare import MPI_RANK_FILE, PROFILER_FILE, is_prepared, prepare_hosts
+from stoker.launchers.supervisor import STOP_REQUEST_FILE
+from stoker.launchers.upload import list_files, total_size
 
-MUCH = 2**30
-SKEW_S = 5.0
-LAST_S = 5.0
-"""For the end of a setup to be told, after its time to end."""
-_PROFILER_FILE = ".stoker/profiler.py"
-_MPI_FILE = ".stoker/mpi_rank.py"
+LARGE_UPLOAD_BYTES = 2**30
+CLOCK_SKEW_S = 5.0
 
 
 class SshLauncher:
-    """Runs slots on hosts that `ssh` reaches."""
+    """Launcher for hosts reached by ssh."""
 
-    traits: ClassVar[Traits] = Traits(
-        name="ssh", topologies=frozenset({"mpi", "single", "tf-mirrored", "tf-ps", "torchrun"}), elastic=True
+    traits: ClassVar[LauncherTraits] = LauncherTraits(
+        name="ssh", topologies=frozenset({"mpi", "single", "tf-mirrored", "tf-ps", "torchrun"}), supports_elastic=True
     )
 
     def __init__(self) -> None:
-        self._here = LocalLauncher()
+        self._local = LocalLauncher()
 
-    def anchored(self, job: Job) -> Job:
-        """Put hosts in the place of their file; relative paths start at the working folder, here as there."""
+    def resolve_paths(self, job: Job) -> Job:
+        """Expand host files, and make paths relative to the working directory, which is the same on the hosts."""
         change = msgspec.structs.replace
+
+        def relative(program: ProgramSpec) -> ProgramSpec:
+            return change(program, script=relative_to_workdir(program.script), cwd=relative_to_workdir(program.cwd))
+
         config = None if job.ssh.config is None else str(Path.cwd() / job.ssh.config)
-        job = with_programs(job, lambda one: change(one, script=inside(one.script), cwd=inside(one.cwd)))
-        board = str(Path.cwd() / job.tensorboard) if isinstance(job.tensorboard, str) else job.tensorboard
-        ssh = change(job.ssh, hosts=expanded(job.ssh.hosts), config=config)
-        workers = max(1, len(places(ssh.hosts))) if job.workers == "all" else job.workers
-        return change(job, tensorboard=board, ssh=ssh, workers=workers)
+        job = map_programs(job, relative)
+        tensorboard = str(Path.cwd() / job.tensorboard) if isinstance(job.tensorboard, str) else job.tensorboard
+        ssh = change(job.ssh, hosts=expand_hosts(job.ssh.hosts), config=config)
+        workers = max(1, len(expand_slots(ssh.hosts))) if job.workers == "all" else job.workers
+        return change(job, tensorboard=tensorboard, ssh=ssh, workers=workers)
 
     def render(self, job: Job) -> SshPlan:
-        """Look at every host, and give the command of every slot; all that is in the way is told at once."""
-        job = self.anchored(job)
-        faults = [*check(job, self.traits), *missing(job)]
+        """Probe all hosts and return the command of every slot; raise all issues of all hosts at once."""
+        job = self.resolve_paths(job)
+        faults = [*check_traits(job, self.traits), *check_spec(job)]
         if faults:
             raise SpecError(faults, where=f"job {job.name!r} on ssh")
-        hosts = _seats(job)
-        with talking(job, hosts.values()) as sessions:
-            looks = look_at_all(sessions, job)
-            crowds = Counter(host for slot, host in hosts.items() if slot.role == "worker")
-            faulty = {host: list(troubles(job, look, crowds[host])) for host, look in looks.items()}
-            up = {host: session for host, session in sessions.items() if looks[host].trouble is None}
-            ways = find_ways(job, up, looks) if hosts[min(hosts)] in up else None  # its port is where they meet
-            ports, taken = find_ports(job, up, hosts, ways) if ways else ({}, {})
-        for host, found in (*(ways.troubles if ways else {}).items(), *taken.items()):
-            faulty[host] += found
-        _refuse(job, looks, faulty)
-        assert ways is not None
-        _check_even(job, looks)
-        return plan_of(job, client_of(job), hosts, looks, ways.routes, ways.port, ports)
+        slot_hosts = _assign_hosts(job)
+        with open_sessions(job, slot_hosts.values()) as sessions:
+            hosts = probe_hosts(sessions, job)
+            workers = Counter(host for slot, host in slot_hosts.items() if slot.role == "worker")
+            issues = {host: list(check_host(job, facts, workers[host])) for host, facts in hosts.items()}
+            up = {host: session for host, session in sessions.items() if hosts[host].issue is None}
+            # The rendezvous port is on the host of the first slot.
+            routes = find_routes(job, up, hosts) if slot_hosts[min(slot_hosts)] in up else None
+            ports, port_issues = find_ports(job, up, slot_hosts, routes) if routes else ({}, {})
+        for host, found in (*(routes.issues if routes else {}).items(), *port_issues.items()):
+            issues[host] += found
+        _raise_issues(job, hosts, issues)
+        assert routes is not None
+        check_same_paths(job, hosts)
+        return build_plan(job, make_client(job), slot_hosts, hosts, routes.routes, routes.port, ports)
 
     def start(self, rendered: SshPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
-        """Copy, prepare, and start the supervisor here."""
+        """Upload, prepare the hosts, and start the local supervisor."""
         handle = f"ssh://{run.folder}"
         run.write("handle", f"{handle}\n".encode())
         self.restart(run, detach=detach)
         return handle
 
     def restart(self, run: Run, *, detach: bool = False) -> None:
-        """Start a run again that is over, with what was copied before; where that was not done, it is now."""
-        (run.folder / STOPPING).unlink(missing_ok=True)
-        run.write("processes.json", to_json(_stand_ins(read_ssh_plan(run), run, detach=detach)))
-        if not _is_prepared(run):
-            _prepare_all(run)
-        self._here.restart(run)
+        """Start a finished run again; upload and prepare only if that was not done before."""
+        (run.folder / STOP_REQUEST_FILE).unlink(missing_ok=True)
+        run.write("processes.json", to_json(_plan_local_processes(read_ssh_plan(run), run, detach=detach)))
+        if not is_prepared(run):
+            prepare_hosts(run)
+        self._local.restart(run)
 
     def status(self, handle: str) -> JobStatus:
-        """Tell what the supervisor wrote last; where there is none any more, watch over it again first."""
-        self._go_on(handle)
-        return self._here.status(handle)
+        """Return the last status that the supervisor wrote; start a supervisor again if there is none."""
+        self._reattach(handle)
+        return self._local.status(handle)
 
-    def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[LogLine]:
-        """Give what the slots wrote, which comes here as it is written."""
+    def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[SlotLogLine]:
+        """Yield the log lines of the slots, which are streamed to this machine."""
         if follow:
-            self._go_on(handle)
-        return self._here.logs(handle, slot, follow=follow)
+            self._reattach(handle)
+        return self._local.logs(handle, slot, follow=follow)
 
     def stop(self, handle: str) -> None:
-        """Have the supervisor end the run; where none is left, or it could not reach a host, see to the hosts."""
-        run = _run(handle)
+        """Let the supervisor stop the run; clean up the hosts if there is none, or if it could not reach a host."""
+        run = _to_run(handle)
         if run.read_status().state in (JobState.FAILED, JobState.STOPPED, JobState.SUCCEEDED):
-            if _goes_on(run):
-                _sweep(run)
+            if _may_still_run(run):
+                _clean_up_hosts(run)
             return
-        if not _has_ended(run):  # else another attempt would start
-            self._go_on(handle)
-        if _is_prepared(run):
-            run.write(STOPPING, b"")
-        is_lost = self._here.status(handle).state is JobState.LOST
-        self._here.stop(handle)
-        if is_lost or not _is_prepared(run) or _is_unsure(run):
-            _sweep(run)
+        if not _is_attempt_over(run):  # a supervisor that reattaches would start another attempt
+            self._reattach(handle)
+        if is_prepared(run):
+            run.write(STOP_REQUEST_FILE, b"")
+        is_lost = self._local.status(handle).state is JobState.LOST
+        self._local.stop(handle)
+        if is_lost or not is_prepared(run) or _has_unknown_exits(run):
+            _clean_up_hosts(run)
 
-    def _go_on(self, handle: str) -> None:
-        """Watch again over a run that goes on without this machine."""
-        run = _run(handle)
+    def _reattach(self, handle: str) -> None:
+        """Start a supervisor again for a detached run that has none."""
+        run = _to_run(handle)
         if (
             not run.read_status().state.is_final
-            and _is_prepared(run)
-            and not (run.folder / STOPPING).exists()
+            and is_prepared(run)
+            and not (run.folder / STOP_REQUEST_FILE).exists()
             and read_plan(run).detached
-            and self._here.status(handle).state is JobState.LOST
+            and self._local.status(handle).state is JobState.LOST
         ):
-            self._here.go_on(run)
+            self._local.reattach(run)
 
 
-def _is_prepared(run: Run) -> bool:
-    return (run.folder / "prepared").exists()
-
-
-def _has_ended(run: Run) -> bool:
-    """Whether the last attempt has, and was seen to."""
+def _is_attempt_over(run: Run) -> bool:
+    """Whether the last attempt is over and recorded."""
     status = run.read_status()
-    return any(one.number == status.attempt for one in status.attempts)
+    return any(attempt.number == status.attempt for attempt in status.attempts)
 
 
-def _is_unsure(run: Run) -> bool:
-    """Whether the end of a slot of the last attempt was never told."""
-    return any(code in (None, LOST) for code in far_codes(run, run.read_status().attempt))
+def _has_unknown_exits(run: Run) -> bool:
+    """Whether the exit of any slot of the last attempt is unknown."""
+    return any(code in (None, LOST_EXIT_CODE) for code in read_exit_codes(run, run.read_status().attempt))
 
 
-def _goes_on(run: Run) -> bool:
-    """Whether something of a run that is over may go on elsewhere, with nobody there to end it."""
-    return (run.folder / "processes.json").exists() and read_plan(run).detached and _is_unsure(run)
+def _may_still_run(run: Run) -> bool:
+    """Whether slots of a finished detached run may still be running on their hosts."""
+    return (run.folder / "processes.json").exists() and read_plan(run).detached and _has_unknown_exits(run)
 
 
-# --- What is asked for
+# --- Checks
 
 
-def _seats(job: Job) -> dict[Slot, str]:
-    """Give each worker its host, in the order of the list; parameter servers go around, all others to the first."""
-    workers = {Slot("worker", index): host for index, host in enumerate(places(job.ssh.hosts)[: job.max_workers])}
-    every = list(dict.fromkeys(workers.values()))
+def _assign_hosts(job: Job) -> dict[Slot, str]:
+    """Assign workers to hosts in the order of the list, parameter servers round-robin, all others to the first."""
+    names = expand_slots(job.ssh.hosts)[: job.max_workers]
+    workers = {Slot("worker", index): host for index, host in enumerate(names)}
+    hosts = list(dict.fromkeys(workers.values()))
 
-    def seat(slot: Slot) -> str:
-        return workers.get(slot) or every[slot.index % len(every) if slot.role == "ps" else 0]
+    def choose_host(slot: Slot) -> str:
+        return workers.get(slot) or hosts[slot.index % len(hosts) if slot.role == "ps" else 0]
 
-    return {slot: seat(slot) for slot in slots_of(job)}
+    return {slot: choose_host(slot) for slot in list_slots(job)}
 
 
-def missing(job: Job) -> Iterator[Fault]:
-    """List what is wrong before any host is asked."""
-    room = len(places(job.ssh.hosts))
+def check_spec(job: Job) -> Iterator[Fault]:
+    """Yield what is wrong with a job on this machine, without connecting to any host."""
+    capacity = len(expand_slots(job.ssh.hosts))
     if not job.ssh.hosts:
-        yield Fault("ssh.hosts", "names no host: write them there, or give --hosts a,b")
-    elif room < job.max_workers:
-        many = f"workers are {job.max_workers}, and there is room for {room}"
-        yield Fault("ssh.hosts", f"{many}: name more hosts, or let one take more (node1:2)")
+        yield Fault("ssh.hosts", "is empty: list the hosts there, or pass --hosts a,b")
+    elif capacity < job.max_workers:
+        what = f"job needs {job.max_workers} workers, the hosts have slots for {capacity}"
+        yield Fault("ssh.hosts", f"{what}: add hosts, or set more slots per host (node1:2)")
     for name in job.secret_env:
         if name not in os.environ:
-            yield Fault(f"secret_env.{name}", "secrets come from the environment here, and this variable is not set")
-    yield from gpu_faults(job)
-    for where, program in programs(job).items() if job.ssh.copy else ():
+            yield Fault(f"secret_env.{name}", "secrets are read from the local environment; this variable is not set")
+    yield from check_gpu_roles(job)
+    for key, program in programs_by_key(job).items() if job.ssh.copy else ():
         script, folder = program.script, program.cwd
         if script is not None and not Path(script).is_absolute() and not Path(script).is_file():
-            yield Fault(f"{where}.script", f"there is no file {Path.cwd() / script}")
+            yield Fault(f"{key}.script", f"file not found: {Path.cwd() / script}")
         if folder is not None and not Path(folder).is_absolute() and not Path(folder).is_dir():
-            yield Fault(f"{where}.cwd", f"there is no folder {Path.cwd() / folder}")
+            yield Fault(f"{key}.cwd", f"directory not found: {Path.cwd() / folder}")
     if job.ssh.config is not None and not Path(job.ssh.config).is_file():
-        yield Fault("ssh.config", f"there is no file {job.ssh.config}")
+        yield Fault("ssh.config", f"file not found: {job.ssh.config}")
     if job.ssh.copy and Path.cwd() in (Path.home(), Path("/")):
-        yield Fault("ssh.copy", f"the working folder is {Path.cwd()}: give the command in the folder of your project")
+        what = f"the working directory is {Path.cwd()}, which is not uploaded"
+        yield Fault("ssh.copy", f"{what}: run the command in the directory of your project")
 
 
-def _check_even(job: Job, looks: Mapping[str, Look]) -> None:
-    """Refuse hosts on which mpirun, which starts the same command on all, would not find it."""
-    for what, key in (("the folder", "workdir"), ("Python", "python")):
-        found = {host: look.found[key] for host, look in looks.items()}
-        if job.topology == "mpi" and len(set(found.values())) > 1:
-            told = ", ".join(f"{place} on {host}" for host, place in found.items())
+def check_same_paths(job: Job, hosts: Mapping[str, HostFacts]) -> None:
+    """Raise InputError if a path differs between hosts and the topology needs one command for all: mpirun does."""
+    for what, key in (("the working directory", "workdir"), ("Python", "python")):
+        paths = {host: facts.facts[key] for host, facts in hosts.items()}
+        if job.topology == "mpi" and len(set(paths.values())) > 1:
+            listing = ", ".join(f"{path} on {host}" for host, path in paths.items())
             raise InputError(
-                f"{what} must have the same path on all hosts for mpirun, and is {told}",
+                f"mpirun needs {what} at the same path on all hosts, it is {listing}",
                 where=f"job {job.name!r} on ssh",
-                hint=f"give ssh.{key} as a whole path",
+                hint=f"set ssh.{key} to an absolute path",
             )
 
 
-def _refuse(job: Job, looks: Mapping[str, Look], faulty: Mapping[str, list[Trouble]]) -> None:
-    """Tell all that is in the way on all hosts at once."""
-    hosts: dict[str, list[str]] = {}
-    for host, found in faulty.items():
-        for trouble in found:
-            hosts.setdefault(trouble.sentence, []).append(host)
-    if not hosts:
+def _raise_issues(job: Job, hosts: Mapping[str, HostFacts], issues: Mapping[str, list[Issue]]) -> None:
+    """Raise all issues of all hosts as one error."""
+    by_sentence: dict[str, list[str]] = {}
+    for host, found in issues.items():
+        for issue in found:
+            by_sentence.setdefault(issue.sentence, []).append(host)
+    if not by_sentence:
         return
     sentences = [
         f"each of {', '.join(names)} {sentence}" if len(names) > 1 else f"{names[0]} {sentence}"
-        for sentence, names in hosts.items()
+        for sentence, names in by_sentence.items()
     ]
-    up = sum(look.trouble is None for look in looks.values())
-    counted = f"{up} of {len(looks)} hosts are up; " if up < len(looks) else ""
-    text = counted + "; ".join(sentences)
-    where = f"job {job.name!r} on ssh"
-    if up < len(looks):
-        raise UnavailableError(text, where=where)
-    raise InputError(text, where=where)
+    up = sum(facts.issue is None for facts in hosts.values())
+    summary = f"{up} of {len(hosts)} hosts are up; " if up < len(hosts) else ""
+    error = UnavailableError if up < len(hosts) else InputError
+    raise error(summary + "; ".join(sentences), where=f"job {job.name!r} on ssh")
 
 
-# --- What would be started
+# --- The plan
 
 
-def plan_of(
+def build_plan(
     job: Job,
-    client: Client,
-    hosts: Mapping[Slot, str],
-    looks: Mapping[str, Look],
+    client: SshClient,
+    slot_hosts: Mapping[Slot, str],
+    hosts: Mapping[str, HostFacts],
     routes: Mapping[str, Route],
     port: int,
     ports: Mapping[Slot, int] | None = None,
 ) -> SshPlan:
-    """Give what is started on hosts of which all is known: pure, but for a look at the working folder."""
-    folder = Path.cwd()
-    here = folder.stat()
-    found = {host: look.found for host, look in looks.items()}
-    spots = {
-        host: Place(
-            workdir=one["workdir"],
-            python=_python(job, one),
-            copies=job.ssh.copy,
-            rsync=one["rsync"],
-            profiler=job.profile.every > 0 and (one.get("modules") or {}).get("stoker") is None,
-            mpi=job.topology == "mpi",
-        )
-        for host, one in found.items()
-    }
-    # For the notes alone: whether it is this very folder is found out for sure before it is copied.
-    other = [host for host, one in found.items() if one["identity"] != [here.st_ino, here.st_mtime_ns]]
-    copied = other if job.ssh.copy else []
-    names = listed(folder, job.ssh.exclude, away=home()) if copied else []
+    """Return the plan for probed hosts; pure, except that it lists the working directory."""
+    facts = {host: probed.facts for host, probed in hosts.items()}
+    configs = {host: _host_config(job, values) for host, values in facts.items()}
     ports = ports or {}
-    named = {slot for host in spots for slot in named_ports(job, [one for one in ports if hosts[one] == host])}
-    given = _commands(job, hosts, found, spots, routes, port, ports)
-    waiting = {str(slot): dict(command.env) for slot, command in given.items() if isinstance(command, Standby)}
+    requested = {slot for host in configs for slot in requested_ports(job, [s for s in ports if slot_hosts[s] == host])}
+    commands = _render_commands(job, slot_hosts, facts, configs, routes, port, ports)
+    standby = {str(slot): dict(command.env) for slot, command in commands.items() if isinstance(command, Standby)}
     return SshPlan(
-        slots={str(slot): command for slot, command in given.items() if isinstance(command, Command)},
-        standby=tuple(waiting),
-        standby_env=waiting,
-        hosts={str(slot): host for slot, host in hosts.items()},
-        places=spots,
+        slots={str(slot): command for slot, command in commands.items() if isinstance(command, Command)},
+        standby=tuple(standby),
+        standby_env=standby,
+        hosts={str(slot): host for slot, host in slot_hosts.items()},
+        host_configs=configs,
         client=client,
-        source=str(folder),
+        source=str(Path.cwd()),
         exclude=job.ssh.exclude,
         setup=job.ssh.setup,
-        modules=modules(job),
+        modules=required_modules(job),
         secrets=tuple(job.secret_env),
         grace_s=float(job.grace),
         port=port,
-        ports={str(slot): one for slot, one in ports.items() if slot not in named},
+        ports={str(slot): number for slot, number in ports.items() if slot not in requested},
         keeps_port=bool(job.port),
-        notes=tuple(_notes(job, hosts, found, spots, folder, copied, names)),
+        notes=(*_upload_notes(job, facts, configs), *_host_notes(job, slot_hosts, facts, configs)),
     )
 
 
-def _python(job: Job, found: Mapping[str, Any]) -> str:
-    """Give the Python there by its whole path, where it is there already."""
-    given = job.ssh.python
-    return str(found["python"] or (str(Path(found["workdir"], given)) if "/" in given else given))
+def _host_config(job: Job, facts: Mapping[str, Any]) -> HostConfig:
+    return HostConfig(
+        workdir=facts["workdir"],
+        python=_python_path(job, facts),
+        copies=job.ssh.copy,
+        rsync=facts["rsync"],
+        profiler=job.profile.every > 0 and (facts.get("modules") or {}).get("stoker") is None,
+        mpi=job.topology == "mpi",
+    )
 
 
-def _commands(
+def _python_path(job: Job, facts: Mapping[str, Any]) -> str:
+    """Return the absolute path of the Python on a host, if it exists already."""
+    python = job.ssh.python
+    return str(facts["python"] or (str(Path(facts["workdir"], python)) if "/" in python else python))
+
+
+def _render_commands(
     job: Job,
-    hosts: Mapping[Slot, str],
-    found: Mapping[str, Mapping[str, Any]],
-    spots: Mapping[str, Place],
+    slot_hosts: Mapping[Slot, str],
+    facts: Mapping[str, Mapping[str, Any]],
+    configs: Mapping[str, HostConfig],
     routes: Mapping[str, Route],
     port: int,
     ports: Mapping[Slot, int],
 ) -> dict[Slot, Command | Standby]:
-    """Give each slot its command, with what is particular to its host."""
-    addresses = {slot: routes[host].address for slot, host in hosts.items()}
-    given: dict[Slot, Command | Standby] = {}
-    crowds, seated = Counter(host for slot, host in hosts.items() if slot.role == "worker"), Counter[str]()
-    for slot, host in hosts.items():
-        spot, interface = spots[host], routes[host].interface
+    """Return the command of each slot, with the paths and interfaces of its host."""
+    addresses = {slot: routes[host].address for slot, host in slot_hosts.items()}
+    commands: dict[Slot, Command | Standby] = {}
+    workers = Counter(host for slot, host in slot_hosts.items() if slot.role == "worker")
+    assigned = Counter[str]()
+    for slot, host in slot_hosts.items():
+        config, interface = configs[host], routes[host].interface
         book = AddressBook(
             hosts=addresses,
             port=port,
             ports=ports,
-            python=spot.python,
-            profiler=(spot.python, f"{spot.workdir}/{_PROFILER_FILE}") if spot.profiler else (),
-            mpi_rank=(spot.python, "-I", "-S", f"{spot.workdir}/{_MPI_FILE}"),
-            cores=max(1, found[host]["cores"] // max(1, crowds[host])),
+            python=config.python,
+            profiler=(config.python, f"{config.workdir}/{PROFILER_FILE}") if config.profiler else (),
+            mpi_rank=(config.python, "-I", "-S", f"{config.workdir}/{MPI_RANK_FILE}"),
+            cores=max(1, facts[host]["cores"] // max(1, workers[host])),
             env=dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else (), interface),
-            has_ask=True,
+            has_rsh_agent=True,
         )
-        command = command_of(placed(job, spot.workdir), slot, book)
+        command = render_command(resolve_job_paths(job, config.workdir), slot, book)
         if slot.role == "worker":
-            if crowds[host] > 1:
-                command = replace(command, env={**_own_gpus(job, seated[host]), **command.env})
-            seated[host] += 1
-        elif job.topology.startswith("tf-"):  # TensorFlow would take all memory of all that it sees
+            if workers[host] > 1:
+                command = replace(command, env={**_gpu_env(job, assigned[host]), **command.env})
+            assigned[host] += 1
+        elif job.topology.startswith("tf-"):  # TensorFlow allocates the memory of all GPUs that it sees
             command = replace(command, env={"CUDA_VISIBLE_DEVICES": "", **command.env})
-        given[slot] = command
-    return given
+        commands[slot] = command
+    return commands
 
 
-def _own_gpus(job: Job, seat: int) -> dict[str, str]:
-    """Give each of several workers of a host GPUs of its own."""
-    each = job.resources.gpu
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(seat * each, (seat + 1) * each)))} if each else {}
+def _gpu_env(job: Job, worker: int) -> dict[str, str]:
+    """Return the variable by which each worker of a host sees only its own GPUs."""
+    count = job.resources.gpu
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(worker * count, (worker + 1) * count)))} if count else {}
 
 
-def _notes(
+def _upload_notes(job: Job, facts: Mapping[str, Mapping[str, Any]], configs: Mapping[str, HostConfig]) -> Iterator[str]:
+    """Yield what will be uploaded."""
+    folder = Path.cwd()
+    stat = folder.stat()
+    # A guess, for the note only: markers show for sure whether a host has this very directory before it is uploaded.
+    others = [host for host, values in facts.items() if values["identity"] != [stat.st_ino, stat.st_mtime_ns]]
+    if not others or not job.ssh.copy:
+        return
+    names = list_files(folder, job.ssh.exclude, skip=stoker_home())
+    size = total_size(folder, names)
+    targets = ", ".join(f"{host}:{configs[host].workdir}" for host in others)
+    yield f"uploading {pluralize(len(names), 'file')} ({format_bytes(size)}) of {folder} to {targets}"
+    if size > LARGE_UPLOAD_BYTES:
+        yield "this is a large upload: list what the hosts do not need in .stokerignore"
+
+
+def _host_notes(
     job: Job,
-    hosts: Mapping[Slot, str],
-    found: Mapping[str, Mapping[str, Any]],
-    spots: Mapping[str, Place],
-    folder: Path,
-    copied: list[str],
-    names: list[str],
+    slot_hosts: Mapping[Slot, str],
+    facts: Mapping[str, Mapping[str, Any]],
+    configs: Mapping[str, HostConfig],
 ) -> Iterator[str]:
-    """Tell what will be done, and what is odd."""
-    if copied:
-        size = size_of(folder, names)
-        where = ", ".join(f"{host}:{spots[host].workdir}" for host in copied)
-        yield f"{counted(len(names), 'file')} ({format_bytes(size)}) of {folder} to be copied to {where}"
-        if size > MUCH:
-            yield "that is much to copy: .stokerignore leaves out what is not needed there"
-    spare = [host for host in dict.fromkeys(places(job.ssh.hosts)) if host not in spots]
-    if spare:
-        yield f"{', '.join(spare)}: not needed for {counted(job.max_workers, 'worker')}"
+    """Yield what the user should know about the hosts, and which settings are ignored."""
+    unused = [host for host in dict.fromkeys(expand_slots(job.ssh.hosts)) if host not in configs]
+    if unused:
+        yield f"not used for {pluralize(job.max_workers, 'worker')}: {', '.join(unused)}"
     if job.checkpoint.dir is None:
-        host = hosts[min(hosts)]
-        place = f"{spots[host].workdir}/.stoker/<run>/checkpoints"
-        yield f"checkpoints stay on {host}, in {place}; checkpoint.dir names another place"
-    versions = {(one.get("modules") or {}).get("torch") for one in found.values()}
-    if "torch" in modules(job) and len(versions) > 1:
-        yield "torch is not the same everywhere: " + ", ".join(
-            f"{(one.get('modules') or {}).get('torch') or 'none'} on {host}" for host, one in found.items()
-        )
-    for host, one in found.items():
-        if abs(one["skew"]) > SKEW_S:
-            yield f"the clock of {host} is {one['skew']:+.0f} s off from here"
+        host = slot_hosts[min(slot_hosts)]
+        folder = f"{configs[host].workdir}/.stoker/<run>/checkpoints"
+        yield f"checkpoints are written to {folder} on {host}; set checkpoint.dir to write them elsewhere"
+    versions = {host: (values.get("modules") or {}).get("torch") for host, values in facts.items()}
+    if "torch" in required_modules(job) and len(set(versions.values())) > 1:
+        listing = ", ".join(f"{version or 'none'} on {host}" for host, version in versions.items())
+        yield f"hosts have different versions of torch: {listing}"
+    for host, values in facts.items():
+        if abs(values["clock_skew_s"]) > CLOCK_SKEW_S:
+            yield f"the clock of {host} differs from the local clock by {values['clock_skew_s']:+.0f} s"
     if job.image:
-        yield "no containers on ssh: the image is left aside, and the Python there is used"
+        yield "image is ignored: ssh runs no containers, the Python of the hosts is used"
     if job.checkpoint.claim:
-        yield "no claims on ssh: checkpoints go into the folder on the first host"
+        yield "checkpoint.claim is ignored: ssh has no claims, checkpoints are written to the first host"
     if job.data.via == "cluster":
-        yield "no cluster on ssh: data is read without its cache"
+        yield "data.via is ignored: ssh has no cluster cache, data is read without one"
 
 
-# --- Carrying it out
-
-
-def _stand_ins(plan: SshPlan, run: Run, *, detach: bool) -> LocalPlan:
-    """Give the processes here, one for each slot there."""
+def _plan_local_processes(plan: SshPlan, run: Run, *, detach: bool) -> LocalPlan:
+    """Return the local processes, one for each remote slot."""
     argv = (sys.executable, "-m", "stoker.launchers.ssh.remote_slot", str(run.folder))
     slots = {}
     for name in (*plan.slots, *plan.standby):
-        env = {"STOKER_SLOT": name, "STOKER_ROLE": Slot.parse(name).role, **STANDS_IN}
+        env = {"STOKER_SLOT": name, "STOKER_ROLE": Slot.parse(name).role, **REMOTE_SLOT_ENV}
         slots[name] = Command((*argv, name), env, str(run.folder))
     return LocalPlan(slots=slots, hosts=plan.hosts, detached=detach)
 
 
-def _run(handle: str) -> Run:
+# --- Stopping
+
+
+def _to_run(handle: str) -> Run:
     return Run(Path(handle.partition("://")[2]))
 
 
-def _sweep(run: Run) -> None:
-    """End all that is left of a run on its hosts; with one that cannot be reached, a run is not stopped."""
+def _clean_up_hosts(run: Run) -> None:
+    """Kill what is left of a run on its hosts; raise UnavailableError if a host cannot be reached."""
     plan = read_ssh_plan(run)
 
-    def end(host: str) -> str:
-        place = plan.places[host]
+    def clean_up(host: str) -> str:
+        """Clean up one host, and return what went wrong."""
+        config = plan.host_configs[host]
         request = {
-            "do": "sweep",
-            "folder": f"{place.workdir}/.stoker/{run.id}",
+            "op": "cleanup",
+            "folder": f"{config.workdir}/.stoker/{run.id}",
             "slots": ["setup-*", *(Slot.parse(name).filename for name, one in plan.hosts.items() if one == host)],
-            "marks": {"STOKER_RUN": run.id, "STOKER_HOST": host},
+            "tags": {"STOKER_RUN": run.id, "STOKER_HOST": host},
             "grace_s": plan.grace_s,
         }
         try:
-            with Session(plan.client, host, place.python, run.id, attempts=1) as session:
-                left = session.ask(request, plan.grace_s + ANSWER_S)["left"]
+            with Session(plan.client, host, config.python, run.id, attempts=1) as session:
+                survivors = session.request(request, plan.grace_s + RESPONSE_TIMEOUT_S)["survivors"]
         except UnavailableError as error:
             return f"{host} {error.what}"
-        return f"{host} cannot end process {', '.join(map(str, left))}" if left else ""
+        return f"{host} cannot kill process {', '.join(map(str, survivors))}" if survivors else ""
 
-    if faults := [fault for fault in at_once(end, plan.places) if fault]:
-        words = f"{'; '.join(faults)}; what runs there may go on: stoker job stop {run.id} tries again"
+    if failures := [failure for failure in run_parallel(clean_up, plan.host_configs) if failure]:
+        message = f"{'; '.join(failures)}; slots may still be running there, try again: stoker job stop {run.id}"
         if (status := run.read_status()).state is JobState.STOPPED:
-            run.write_status(msgspec.structs.replace(status, state=JobState.LOST, message=words))
-        raise UnavailableError(words, where=run.id)
-
-
-def _prepare_all(run: Run) -> None:
-    """Copy the working folder to every host and prepare it there; a failure is kept as the run's."""
-    plan = read_ssh_plan(run)
-    try:
-        with watching(run), _multiplexed(plan.client) as client:
-            _prepare(plan, run, client)
-    except (StokerError, OSError, KeyboardInterrupt) as error:
-        now = time.time()
-        how, why = (JobState.FAILED, str(error)) if isinstance(error, Exception) else (JobState.STOPPED, "stopped")
-        run.write_status(JobStatus(state=how, message=why, began=now, ended=now))
-        if isinstance(error, OSError):
-            raise InputError(f"the hosts were not prepared: {error}", where=run.id) from error
-        raise
-    run.write("prepared", b"")
-
-
-@contextmanager
-def _multiplexed(client: Client) -> Iterator[Client]:
-    """Have calls share one connection to each host."""
-    with TemporaryDirectory(prefix="stoker-", dir="/tmp" if Path("/tmp").is_dir() else None) as folder:
-        try:
-            yield msgspec.structs.replace(client, control=f"{folder}/%C")
-        finally:
-            for socket in Path(folder).iterdir():
-                argv = ["ssh", "-O", "exit", "-o", f"ControlPath={socket}", "--", "any"]
-                subprocess.run(
-                    argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
-                )
-
-
-def _prepare(plan: SshPlan, run: Run, client: Client) -> None:
-    """Bring the hosts so far that slots can start; what several share is seen to once."""
-    source, stop = Path(plan.source), Event()
-    with ExitStack() as stack:
-        sessions = {
-            host: stack.enter_context(Session(client, host, place.python)) for host, place in plan.places.items()
-        }
-        shared, own = _shared(plan, sessions)
-        wants = any(plan.places[host].copies for host in shared.keys() - own)
-        names = listed(source, plan.exclude, away=home()) if wants else []
-        parcel = stack.enter_context(Parcel(source, names, stop))
-
-        def fill(host: str) -> None:
-            """See to a folder, from the first of the hosts that have it."""
-            place, extra = plan.places[host], _extra([plan.places[one] for one in shared[host]])
-            parcel.send(extra, client=client, host=host, place=place, whole=place.copies and host not in own)
-            if plan.setup:
-                _set_up(run, host, stop, plan.grace_s)
-
-        at_once(fill, shared, stop)
-        if plan.setup:
-            first = {one: host for host, others in shared.items() for one in others}
-            at_once(lambda host: _check_python(plan, run, sessions[host], first[host]), sessions)
-
-
-def _shared(plan: SshPlan, sessions: Mapping[str, Session]) -> tuple[dict[str, list[str]], set[str]]:
-    """Find which hosts have a folder in common, by the first of them; and which of these have the one here."""
-    marks = {host: f"sign-{secrets.token_hex(8)}" for host in sessions}
-    here = f"sign-{secrets.token_hex(8)}"
-
-    def ask(host: str, **what: list[str]) -> list[str]:
-        request = {"do": "signs", "workdir": plan.places[host].workdir, "leave": [], "find": [], "take": []}
-        answer = sessions[host].ask({**request, **what})
-        if "fault" in answer:
-            raise InputError(answer["fault"], where=host, hint="ssh.workdir names another")
-        found: list[str] = answer["found"]
-        return found
-
-    with _signed(Path(plan.source), here):
-        at_once(lambda host: ask(host, leave=[marks[host]]), sessions)
-        seen = dict(zip(sessions, at_once(lambda host: ask(host, find=[here, *marks.values()]), sessions), strict=True))
-        at_once(lambda host: ask(host, take=[marks[host]]), sessions)
-    shared: dict[str, list[str]] = {}
-    for host in sessions:
-        shared.setdefault(next(one for one, mark in marks.items() if mark in seen[host]), []).append(host)
-    return shared, {host for host in shared if here in seen[host]}
-
-
-@contextmanager
-def _signed(folder: Path, sign: str) -> Iterator[None]:
-    """Leave a sign in the working folder here; one that cannot be written is nobody's working folder."""
-    path = folder / ".stoker" / sign
-    with suppress(OSError):
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            path.unlink()
-            path.parent.rmdir()  # unless there is more in it
-
-
-def _extra(places: Collection[Place]) -> Extra:
-    """Give the files of ours that any of some hosts with one folder needs."""
-    sent = {_PROFILER_FILE: any(one.profiler for one in places), _MPI_FILE: any(one.mpi for one in places)}
-    ours = files("stoker.telemetry")
-    return tuple((name, ours.joinpath(Path(name).name).read_bytes()) for name, wanted in sent.items() if wanted)
-
-
-def _setup_log(run: Run, host: str) -> Path:
-    return run.folder / f"setup.{host}.log"
-
-
-def _set_up(run: Run, host: str, stop: Event, grace_s: float) -> None:
-    """Run the job's own preparation on a host."""
-    log = _setup_log(run, host)
-    argv = [sys.executable, "-m", "stoker.launchers.ssh.remote_slot", str(run.folder), f"setup@{host}"]
-    with open(log, "wb") as output:
-        code = attend(argv, stop, stdout=output, stderr=output, grace_s=grace_s + LAST_S)
-    if code:
-        said = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith(PREFIX)]
-        last = ("\n".join(said).strip().splitlines() or ["it said nothing"])[-1]
-        raise InputError(f"ssh.setup failed with exit code {code}: {last}", where=host, hint=f"its log: {log}")
-
-
-def _check_python(plan: SshPlan, run: Run, session: Session, prepared_by: str) -> None:
-    """Look again at the Python of a host, now that it is prepared."""
-    place = plan.places[session.host]
-    found = session.ask(
-        {"do": "python", "workdir": place.workdir, "python": place.python, "modules": ["torch", "stoker"]}
-    )
-    if faults := list(python_troubles(place.python, found, plan.modules)):
-        raise InputError(
-            "; ".join(trouble.sentence for trouble in faults),
-            where=session.host,
-            hint=f"ssh.setup did not mend it; its log: {_setup_log(run, prepared_by)}",
-        )
+            run.write_status(msgspec.structs.replace(status, state=JobState.LOST, message=message))
+        raise UnavailableError(message, where=run.id)

@@ -1,105 +1,107 @@
-"""What the ssh launcher starts, as a value."""
+"""The plan of the ssh launcher: the command and host of every slot, and what is uploaded, as one value."""
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
 from stoker.core.spec import load
 from stoker.jobs.run_folder import Run
-from stoker.jobs.topologies.tensorflow import at_ports
+from stoker.jobs.topologies.tensorflow import replace_ports
 from stoker.jobs.topology import Command, Slot
-from stoker.launchers.plan import LocalPlan, moved
-from stoker.launchers.ssh.client import Client
+from stoker.launchers.plan import LocalPlan, with_rendezvous_port
+from stoker.launchers.ssh.client import SshClient
 
-FAR = "far"
-"""The folder of what is known of slots elsewhere, in that of the run."""
-
-
-PORTS = range(20000, 29500)
-"""Where attempts meet but the first: below the first ports of all jobs, and those that the kernel gives to clients."""
+RETRY_PORTS = range(20000, 29500)
+"""Rendezvous ports of all attempts but the first: below the default port of jobs and the kernel's ephemeral ports."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """What is used of one host."""
+class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How one host is used: working directory, Python, and what is uploaded."""
 
     workdir: str
     python: str
     copies: bool
-    """Whether the working folder is copied there; not where it is that very folder."""
+    """Whether the working directory is uploaded, unless it is the very same directory."""
     rsync: bool = False
     profiler: bool = False
-    """Whether the profiler is sent along, for want of stoker there."""
+    """Whether the profiler is uploaded, because the host has no stoker."""
     mpi: bool = False
-    """Whether what stands between mpirun and a rank is sent along."""
+    """Whether the wrapper between mpirun and a rank is uploaded."""
 
 
 class SshPlan(LocalPlan, frozen=True, kw_only=True):
-    """The command of every slot, on which host, and what is copied there before."""
+    """The command of every slot, its host, and what is uploaded there first."""
 
-    places: dict[str, Place]
+    host_configs: dict[str, HostConfig] = msgspec.field(name="places")
     standby: tuple[str, ...] = ()
-    """Slots without a command: on their hosts another slot has commands started, by the program `$STOKER_ASK`."""
+    """Slots without a command of their own: another slot runs commands on their hosts, by `$STOKER_ASK`."""
     standby_env: dict[str, dict[str, str]] = msgspec.field(default_factory=dict)
-    """What commands in them find, by slot."""
-    client: Client
+    """The environment of those commands, by slot."""
+    client: SshClient
     source: str
     exclude: tuple[str, ...] = ()
     setup: str | None = None
     modules: tuple[str, ...] = ()
-    """What Python must have there once `setup` is done."""
+    """Modules that the hosts' Python must have after `setup`."""
     secrets: tuple[str, ...] = ()
     grace_s: float = 30.0
     keeps_port: bool = False
-    """Whether the job names the port; else every attempt meets at another one, where nothing of the last can be."""
+    """Whether the job sets the rendezvous port; if not, each attempt uses a new one, free of processes of the last."""
 
 
-def command_at(plan: SshPlan, slot: Slot, run: str, attempt: int) -> Command:
-    """Give the command of a slot in an attempt: nothing of the last one can be where it meets, nor another job."""
+def command_for_attempt(plan: SshPlan, slot: Slot, run: str, attempt: int) -> Command:
+    """Return the command of a slot, with rendezvous ports that no earlier attempt and no other job uses."""
     command = plan.slots[str(slot)]
     if not attempt or plan.keeps_port:
         return command
     start = zlib.crc32(f"{run}.{attempt}".encode())
     if not plan.ports:
-        return moved(command, plan.port, PORTS[start % len(PORTS)])
-    return at_ports(command, slot, _next_ports(plan.ports, plan.hosts, start))
+        return with_rendezvous_port(command, plan.port, RETRY_PORTS[start % len(RETRY_PORTS)])
+    return replace_ports(command, slot, _assign_ports(plan.ports, plan.hosts, start))
 
 
-def _next_ports(ports: Mapping[str, int], hosts: Mapping[str, str], start: int) -> dict[Slot, int]:
-    """Give slots the next ports on their hosts, from one that is the same for all."""
-    taken = Counter[str]()
-    found: dict[Slot, int] = {}
+def _assign_ports(ports: Mapping[str, int], hosts: Mapping[str, str], start: int) -> dict[Slot, int]:
+    """Assign consecutive ports to the slots of each host, starting at the same port on all hosts."""
+    used = Counter[str]()
+    assigned: dict[Slot, int] = {}
     for name in ports:
-        found[Slot.parse(name)] = PORTS[(start + taken[hosts[name]]) % len(PORTS)]
-        taken[hosts[name]] += 1
-    return found
+        assigned[Slot.parse(name)] = RETRY_PORTS[(start + used[hosts[name]]) % len(RETRY_PORTS)]
+        used[hosts[name]] += 1
+    return assigned
 
 
-class Record(msgspec.Struct, kw_only=True):
-    """How far a slot's output has come here, and by which key its keeper knows us.
+class SlotRecord(msgspec.Struct, kw_only=True):
+    """How much of a remote slot's output is in the local log, and the key of its daemon.
 
-    `log` bytes of the log here hold the first `offset` bytes of the one there, and lines of our own; what was written
-    since is the slot's alone. So nothing is lost or doubled, whenever the process that stands for it is killed.
+    The first `log_size` bytes of the local log hold the first `offset` bytes of the remote log, and lines of our own;
+    everything after them is output of the slot. So no byte is lost or duplicated, whenever the local process is killed.
     """
 
     key: str
-    log: int = 0
+    log_size: int = msgspec.field(default=0, name="log")
     offset: int = 0
     code: int | None = None
-    """How it ended, once that is known."""
+    """The exit code, once it is known."""
 
 
-def far_codes(run: Run, attempt: int) -> list[int | None]:
-    """Tell how the slots of an attempt ended, as far as their hosts said."""
-    folder = run.folder / FAR
+def records_folder(run: Run) -> Path:
+    """Return the folder with the records of the run's remote slots."""
+    return run.folder / "remote"
+
+
+def read_exit_codes(run: Run, attempt: int) -> list[int | None]:
+    """Return the exit codes of the slots of an attempt, None where a host has not reported one."""
+    folder = records_folder(run)
     paths = [*folder.glob(f"*.{attempt}.json"), *folder.glob(f"*.{attempt}.*.json")]
-    return [load(path.read_bytes(), Record, path).code for path in paths]
+    return [load(path.read_bytes(), SlotRecord, path).code for path in paths]
 
 
 def read_ssh_plan(run: Run) -> SshPlan:
-    """Read what a run was started with."""
+    """Read the plan of a run."""
     path = run.folder / "plan.json"
     return load(path.read_bytes(), SshPlan, path)

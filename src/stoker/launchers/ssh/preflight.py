@@ -1,6 +1,6 @@
-"""What there is on ssh hosts and between them: all are asked at once, and what is in the way is told as values.
+"""Preflight checks of ssh hosts and the network between them: probe all hosts in parallel, report issues as values.
 
-`render` refuses a job with it, and `stoker doctor` makes its table of it.
+`render` rejects a job with these issues, and `stoker doctor` shows them.
 """
 
 from __future__ import annotations
@@ -15,26 +15,28 @@ from threading import Event
 from typing import Any, NamedTuple, TypeVar
 
 from stoker.errors import StokerError, UnavailableError
-from stoker.jobs.spec import PORT, Job
+from stoker.jobs.spec import DEFAULT_PORT, Job
 from stoker.jobs.topology import Slot
-from stoker.launchers.paths import programs
-from stoker.launchers.plan import listeners, named_ports
-from stoker.launchers.ssh.client import Client, Session
+from stoker.launchers.paths import programs_by_key
+from stoker.launchers.plan import listening_slots, requested_ports
+from stoker.launchers.ssh.client import Session, SshClient
 
-AT_ONCE = 32
-OLDEST = (3, 8)
-TRIED_PORTS = 20
-"""Where the job names none: the first that is free of so many is taken."""
-MESH = 32
-"""Up to so many hosts each dials every other; beyond, the next and the first."""
+MAX_PARALLEL = 32
+MIN_PYTHON = (3, 8)
+PORT_TRIES = 20
+"""How many ports are tried if the job sets none; the first free one is used."""
+FULL_MESH_HOSTS = 32
+"""Up to this many hosts, each dials all others; beyond, each dials the next one and the first."""
 
 MPI_PROGRAMS = ("mpirun", "orted")
+_PORT_FIX = "set another with --set port=N"
+_PYTHON_FIX = "set ssh.python to another one"
 
 T = TypeVar("T")
 
 
-class Trouble(NamedTuple):
-    """One thing that is in the way on a host: about what, what is wrong, and what mends it."""
+class Issue(NamedTuple):
+    """One thing that prevents the job from running on a host: its subject, what is wrong, and how to fix it."""
 
     about: str
     what: str
@@ -42,249 +44,272 @@ class Trouble(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """What follows the name of the host."""
+        """The text after the host name."""
         if not self.fix:
             return self.what
         return f"{self.what}: {self.fix}" if self.about == "host" else f"{self.what} ({self.fix})"
 
 
-class Look(NamedTuple):
-    """What was found on one host, or why nothing was."""
+class HostFacts(NamedTuple):
+    """What the probe found on a host, or why the host cannot be used."""
 
     host: str
-    found: dict[str, Any]
-    trouble: Trouble | None = None
+    facts: dict[str, Any]
+    issue: Issue | None = None
 
 
 class Route(NamedTuple):
-    """By which address and interface the others reach a host."""
+    """The address by which other hosts reach a host, and the interface of that address."""
 
     address: str
     interface: str
 
 
-class Ways(NamedTuple):
-    """Where slots meet, how each host is reached, and what is in the way, by the host that has the trouble."""
+class Routes(NamedTuple):
+    """The rendezvous port, the route to each host, and the issues of each host."""
 
     port: int
     routes: dict[str, Route]
-    troubles: dict[str, list[Trouble]]
+    issues: dict[str, list[Issue]]
 
 
-# --- What the job needs of a host
+# --- What the job requires of a host
 
 
-def local_paths(job: Job) -> dict[str, str]:
-    """Give the paths that must be there, by their keys."""
-    found = {"data.train": job.data.train, "data.val": job.data.val}
-    found |= {f"{key}.script": program.script for key, program in programs(job).items()}
-    paths = {key: path for key, path in found.items() if path and "://" not in path and "{" not in path}
+def required_paths(job: Job) -> dict[str, str]:
+    """Return the paths that must exist on a host, by their keys in the job file."""
+    candidates = {"data.train": job.data.train, "data.val": job.data.val}
+    candidates |= {f"{key}.script": program.script for key, program in programs_by_key(job).items()}
+    paths = {key: path for key, path in candidates.items() if path and "://" not in path and "{" not in path}
     return {**paths, **{f"secret_files.{path}": path for path in job.secret_files}}
 
 
-def modules(job: Job) -> tuple[str, ...]:
-    """Name the packages that the job's Python must have."""
+def required_modules(job: Job) -> tuple[str, ...]:
+    """Return the modules that the job's Python must have."""
     needs_torch = job.topology == "torchrun"
-    needs_us = (job.program.module or "").startswith("stoker.")
-    return (*(("torch",) if needs_torch else ()), *(("stoker",) if needs_us else ()))
+    needs_stoker = (job.program.module or "").startswith("stoker.")
+    return (*(("torch",) if needs_torch else ()), *(("stoker",) if needs_stoker else ()))
 
 
-def workdir(job: Job) -> str:
-    """Give the working folder there; a relative one starts at the home."""
+def remote_workdir(job: Job) -> str:
+    """Return the working directory on a host; a relative one is relative to the home directory."""
     return job.ssh.workdir or f"stoker/{job.name}"
 
 
-# --- What there is
+# --- Facts about hosts
 
 
-def client_of(job: Job) -> Client:
-    """Say how `ssh` is called for a job."""
-    return Client(config=job.ssh.config, user=job.ssh.user, lost_after_s=float(job.ssh.lost_after))
+def make_client(job: Job) -> SshClient:
+    """Return the ssh client with the settings of a job."""
+    return SshClient(config=job.ssh.config, user=job.ssh.user, lost_after_s=float(job.ssh.lost_after))
 
 
 @contextmanager
-def talking(job: Job, hosts: Iterable[str]) -> Iterator[dict[str, Session]]:
-    """Give a talk with every host, each once."""
-    client, python = client_of(job), job.ssh.python
+def open_sessions(job: Job, hosts: Iterable[str]) -> Iterator[dict[str, Session]]:
+    """Yield one session for each distinct host; close all of them at the end."""
+    client, python = make_client(job), job.ssh.python
     with ExitStack() as stack:
         yield {host: stack.enter_context(Session(client, host, python, attempts=2)) for host in dict.fromkeys(hosts)}
 
 
-def look_at_all(sessions: Mapping[str, Session], job: Job) -> dict[str, Look]:
-    """Look at every host at once."""
-    return {look.host: look for look in at_once(lambda one: _look(one, job), sessions.values())}
+def probe_hosts(sessions: Mapping[str, Session], job: Job) -> dict[str, HostFacts]:
+    """Probe all hosts in parallel."""
+    return {facts.host: facts for facts in run_parallel(lambda session: _probe(session, job), sessions.values())}
 
 
-def _look(session: Session, job: Job) -> Look:
+def _probe(session: Session, job: Job) -> HostFacts:
     try:
         before = time.time()
-        found = session.ask(question(job, python=job.ssh.python))
-        return Look(session.host, {**found, "skew": found["clock"] - max(before, min(time.time(), found["clock"]))})
+        facts = session.request(facts_request(job, python=job.ssh.python))
     except UnavailableError as error:
-        return Look(session.host, {}, Trouble("host", error.what, error.hint or ""))
+        return HostFacts(session.host, {}, Issue("host", error.what, error.hint or ""))
+    # The clock was read on the host between `before` and now: within that interval there is no skew.
+    skew_s = facts["clock"] - max(before, min(time.time(), facts["clock"]))
+    return HostFacts(session.host, {**facts, "clock_skew_s": skew_s})
 
 
-def question(job: Job, *, python: str) -> dict[str, Any]:
-    """Write what the agent is asked about a host."""
+def facts_request(job: Job, *, python: str) -> dict[str, Any]:
+    """Return the request for the facts about a host."""
     return {
-        "do": "look",
-        "workdir": workdir(job),
+        "op": "facts",
+        "workdir": remote_workdir(job),
         "python": python,
         "modules": ["torch", "stoker"],
-        "paths": list(local_paths(job).values()),
+        "paths": list(required_paths(job).values()),
         "programs": [*([job.program.command[0]] if job.program.command else []), *MPI_PROGRAMS],
     }
 
 
-def troubles(job: Job, look: Look, slots: int) -> Iterator[Trouble]:
-    """Say what a host lacks for so many slots."""
-    found = look.found
-    if look.trouble is not None:
-        yield look.trouble
+def check_host(job: Job, host: HostFacts, slots: int) -> Iterator[Issue]:
+    """Yield what prevents a host from running this many slots."""
+    facts = host.facts
+    if host.issue is not None:
+        yield host.issue
         return
     if not job.ssh.setup:
-        yield from python_troubles(job.ssh.python, found, modules(job))
-    if found["workdir_fault"]:
-        what = f"cannot use the folder {found['workdir']}: {found['workdir_fault']}"
-        yield Trouble("folder", what, "ssh.workdir names another")
-    if (wanted := job.resources.gpu * slots) > found["gpus"]:
-        what = f"has {found['gpus']} GPUs, and {wanted} are wanted"
-        yield Trouble("gpus", what, "--set resources.gpu=0 does without")
+        yield from check_python(job.ssh.python, facts, required_modules(job))
+    if facts["workdir_error"]:
+        what = f"cannot use the directory {facts['workdir']}: {facts['workdir_error']}"
+        yield Issue("folder", what, "set ssh.workdir to another one")
+    if (needed := job.resources.gpu * slots) > facts["gpus"]:
+        yield Issue(
+            "gpus", f"has {facts['gpus']} GPUs, the job needs {needed}", "or run without: --set resources.gpu=0"
+        )
+    if not job.ssh.setup:
+        yield from _check_programs(job, facts["programs"])
+    for key, path in required_paths(job).items():
+        is_uploaded = job.ssh.copy and not Path(path).is_absolute() and Path(path).exists()
+        if not is_uploaded and path not in facts["existing_paths"]:
+            yield Issue(key, f"has no {Path(facts['workdir'], path)} ({key})")
+
+
+def _check_programs(job: Job, programs: Iterable[str]) -> Iterator[Issue]:
     command = job.program.command
-    if command and "/" not in command[0] and command[0] not in found["programs"] and not job.ssh.setup:
-        yield Trouble("program", f"has no program {command[0]!r} on its PATH")
-    if job.topology == "mpi" and not job.ssh.setup and set(MPI_PROGRAMS) - set(found["programs"]):
-        what = "has no mpirun on its PATH, which the topology 'mpi' needs"
-        if "mpirun" in found["programs"]:
-            what = "has an mpirun without orted (Open MPI 5, or another MPI), and the topology 'mpi' needs Open MPI 4"
-        yield Trouble("program", what, "Debian's package is openmpi-bin")
-    for key, path in local_paths(job).items():
-        comes = job.ssh.copy and not Path(path).is_absolute() and Path(path).exists()
-        if not comes and path not in found["there"]:
-            yield Trouble(key, f"has nothing at {Path(found['workdir'], path)} ({key})")
+    if command and "/" not in command[0] and command[0] not in programs:
+        yield Issue("program", f"has no program {command[0]!r} on its PATH")
+    if job.topology == "mpi" and set(MPI_PROGRAMS) - set(programs):
+        what = "has no mpirun on its PATH, which topology 'mpi' needs"
+        if "mpirun" in programs:
+            what = "has an mpirun without orted (Open MPI 5 or another MPI), topology 'mpi' needs Open MPI 4"
+        yield Issue("program", what, "the Debian package is openmpi-bin")
 
 
-def python_troubles(name: str, found: Mapping[str, Any], wanted: Iterable[str]) -> Iterator[Trouble]:
-    """Say what is wrong with the Python there."""
-    if found["python"] is None:
-        yield Trouble(
-            "python", f"has no Python {name!r} that works: {found['python_fault']}", "ssh.python names another"
-        )
+def check_python(name: str, facts: Mapping[str, Any], modules: Iterable[str]) -> Iterator[Issue]:
+    """Yield what is wrong with the Python on a host."""
+    if facts["python"] is None:
+        yield Issue("python", f"has no working Python {name!r}: {facts['python_error']}", _PYTHON_FIX)
         return
-    if tuple(map(int, found["version"].split(".")[:2])) < OLDEST:
-        yield Trouble(
-            "python", f"has Python {found['version']} as {name!r}, and 3.8 is needed", "ssh.python names another"
-        )
-    for module in wanted:
-        if found["modules"][module] is None:
-            fix = "install it there, in ssh.setup, or name another ssh.python"
-            yield Trouble(module, f"has no {module} in {found['python']}", fix)
+    if tuple(map(int, facts["version"].split(".")[:2])) < MIN_PYTHON:
+        what = f"has Python {facts['version']} as {name!r}, the job needs 3.8 or later"
+        yield Issue("python", what, _PYTHON_FIX)
+    for module in modules:
+        if facts["modules"][module] is None:
+            fix = "install it, for example in ssh.setup, or set ssh.python to another one"
+            yield Issue(module, f"has no {module} in {facts['python']}", fix)
 
 
-# --- What is between them
+# --- The network between hosts
 
 
-def partners(hosts: list[str]) -> dict[str, list[str]]:
-    """Say whom each host dials: every other, or, where they are many, the next one and the first."""
-    if len(hosts) <= MESH:
+def dial_targets(hosts: list[str]) -> dict[str, list[str]]:
+    """Return which hosts each host dials: all others, or the next one and the first if there are many."""
+    if len(hosts) <= FULL_MESH_HOSTS:
         return {host: [other for other in hosts if other != host] for host in hosts}
-    after = dict(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
-    return {host: list(dict.fromkeys(one for one in (hosts[0], after[host]) if one != host)) for host in hosts}
+    following = dict(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
+    return {host: list(dict.fromkeys(one for one in (hosts[0], following[host]) if one != host)) for host in hosts}
 
 
-def find_ways(job: Job, sessions: Mapping[str, Session], looks: Mapping[str, Look]) -> Ways:
-    """Have hosts dial each other: find the port, and the addresses by which they really get through."""
+class _Listening(NamedTuple):
+    """The port on which a host listens for the others, and why it is not the one that was requested."""
+
+    port: int
+    error: str
+
+
+def find_routes(job: Job, sessions: Mapping[str, Session], hosts: Mapping[str, HostFacts]) -> Routes:
+    """Let the hosts dial each other; return the rendezvous port and the addresses that are reachable."""
     first, *others = sessions
-    ports = [job.port or 0] if job.port or not others else list(range(PORT, PORT + TRIED_PORTS))
+    ports = [job.port or 0] if job.port or not others else list(range(DEFAULT_PORT, DEFAULT_PORT + PORT_TRIES))
     tokens = {host: secrets.token_hex(8) for host in sessions}
 
-    def listen(host: str) -> tuple[int, str]:
-        """Have a host listen: the first where slots meet, the others anywhere, as ranks do."""
-        fault = ""
-        for number in (*(ports if host == first else ()), 0):
-            heard = sessions[host].ask({"do": "listen", "port": number, "token": tokens[host]})
-            if "fault" not in heard:
-                return heard["port"], fault if number == 0 else ""
-            fault = str(heard["fault"])
-        return 0, fault
+    def listen(host: str) -> _Listening:
+        # The first host listens on the rendezvous port, the others on any port, as ranks do.
+        return _listen(sessions[host], ports if host == first else [], tokens[host])
 
-    heard = dict(zip(sessions, at_once(listen, sessions), strict=True))
-    found: dict[str, list[Trouble]] = {}
-    port, fault = heard[first]
-    if fault:
-        found[first] = [Trouble("port", f"has port {ports[-1]} taken: {fault.lower()}", "--set port=… names another")]
+    listening = dict(zip(sessions, run_parallel(listen, sessions), strict=True))
+    issues: dict[str, list[Issue]] = {}
+    port, error = listening[first]
+    if error:
+        issues[first] = [Issue("port", f"cannot listen on port {ports[-1]}: {error.lower()}", _PORT_FIX)]
     if not others:
-        return Ways(port, {first: Route("127.0.0.1", "lo")}, found)
-    interfaces = {host: {address: name for name, address in looks[host].found["addresses"]} for host in sessions}
-    dials = partners(list(sessions))
+        return Routes(port, {first: Route("127.0.0.1", "lo")}, issues)
+    interfaces = {host: {address: name for name, address in hosts[host].facts["addresses"]} for host in sessions}
+    targets = dial_targets(list(sessions))
 
     def dial(host: str) -> dict[str, dict[str, Any]]:
-        """Have a host dial its partners, all at once."""
-        targets = [
-            {"addresses": list(interfaces[one]), "port": heard[one][0], "token": tokens[one]} for one in dials[host]
+        """Let a host dial its targets; return how it reached each of them."""
+        request = [
+            {"addresses": list(interfaces[name]), "port": listening[name].port, "token": tokens[name]}
+            for name in targets[host]
         ]
-        answers = sessions[host].ask({"do": "dial", "targets": targets})["answers"]
-        return dict(zip(dials[host], answers, strict=True))
+        routes = sessions[host].request({"op": "dial", "targets": request})["routes"]
+        return dict(zip(targets[host], routes, strict=True))
 
-    answers = dict(zip(sessions, at_once(dial, sessions), strict=True))
-    for host, reached in answers.items():
-        for other, answer in reached.items():
-            if answer["address"] is None:
+    dialed = dict(zip(sessions, run_parallel(dial, sessions), strict=True))
+    for host, reached in dialed.items():
+        for other, route in reached.items():
+            if route["address"] is None:
                 tried = ", ".join(interfaces[other]) or "it has none"
-                what = f"cannot reach {other} at port {heard[other][0]} (tried {tried})"
-                fix = f"a firewall, or another network? Let {host} through to every port of {other}"
-                found.setdefault(host, []).append(Trouble("network", what, fix))
-    if any(answers[host][first]["address"] is None for host in others):
-        return Ways(port, {}, found)
-    # They may come by different ways; the one by which most do is taken for all.
-    ways = [answers[host][first]["address"] for host in others]
-    main = max(sorted(set(ways)), key=ways.count)
-    routes = {host: Route(answers[host][first]["mine"], answers[host][first]["interface"] or "") for host in others}
-    return Ways(port, {first: Route(main, interfaces[first][main]), **routes}, found)
+                what = f"cannot reach {other} on port {listening[other].port} (addresses tried: {tried})"
+                fix = f"open all ports of {other} for {host} in the firewall"
+                issues.setdefault(host, []).append(Issue("network", what, fix))
+    to_first = {host: dialed[host][first] for host in others}
+    if any(route["address"] is None for route in to_first.values()):
+        return Routes(port, {}, issues)
+    # Hosts may reach the first one by different addresses; use the most frequent one for all.
+    addresses = [route["address"] for route in to_first.values()]
+    address = max(sorted(set(addresses)), key=addresses.count)
+    routes = {host: Route(route["own_address"], route["interface"] or "") for host, route in to_first.items()}
+    return Routes(port, {first: Route(address, interfaces[first][address]), **routes}, issues)
+
+
+def _listen(session: Session, ports: Iterable[int], token: str) -> _Listening:
+    """Let a host listen on the first of these ports that is free, or else on any port."""
+    error = ""
+    for port in (*ports, 0):
+        response = session.request({"op": "listen", "port": port, "token": token})
+        if "error" not in response:
+            return _Listening(response["port"], error if port == 0 else "")
+        error = str(response["error"])
+    return _Listening(0, error)
 
 
 def find_ports(
-    job: Job, sessions: Mapping[str, Session], seats: Mapping[Slot, str], ways: Ways
-) -> tuple[dict[Slot, int], dict[str, list[Trouble]]]:
-    """Find a port for every slot that listens at one of its own: the job's, or the first that are free there."""
+    job: Job, sessions: Mapping[str, Session], hosts: Mapping[Slot, str], routes: Routes
+) -> tuple[dict[Slot, int], dict[str, list[Issue]]]:
+    """Find a port for every slot that listens on one of its own: the job's, or the first free ones on its host."""
+    if not listening_slots(job):
+        return {}, {}
     first = next(iter(sessions))
 
-    def find(host: str) -> tuple[dict[Slot, int], list[Trouble]]:
-        slots = [slot for slot in listeners(job) if seats[slot] == host]
-        named = named_ports(job, slots)
-        tries = iter(range(PORT, PORT + TRIED_PORTS + len(slots)))
-        found: dict[Slot, int] = {}
-        wrong: list[Trouble] = []
+    def is_free(host: str, port: int) -> bool:
+        # On the first host our own probe still listens on the rendezvous port.
+        is_own = host == first and port == routes.port
+        return is_own or "error" not in sessions[host].request({"op": "listen", "port": port, "token": ""})
+
+    def find(host: str) -> tuple[dict[Slot, int], list[Issue]]:
+        slots = [slot for slot in listening_slots(job) if hosts[slot] == host]
+        requested = requested_ports(job, slots)
+        candidates = iter(range(DEFAULT_PORT, DEFAULT_PORT + PORT_TRIES + len(slots)))
+        ports: dict[Slot, int] = {}
+        issues: list[Issue] = []
         for slot in slots:
-            for number in [named[slot]] if slot in named else tries:
-                if number in found.values() or (slot not in named and number in named.values()):
+            for port in [requested[slot]] if slot in requested else candidates:
+                if port in ports.values() or (slot not in requested and port in requested.values()):
                     continue
-                # Where the first host was heard before, it is still listening.
-                is_heard = host == first and number == ways.port
-                heard = {} if is_heard else sessions[host].ask({"do": "listen", "port": number, "token": ""})
-                if "fault" not in heard:
-                    found[slot] = number
+                if is_free(host, port):
+                    ports[slot] = port
                     break
             else:
-                number = named.get(slot, PORT)
-                if host != first or number != job.port:  # that one is told already
-                    what = f"has no free port for {slot} at {number}"
-                    wrong.append(Trouble("port", what, "--set port=… names another"))
-        return found, wrong
+                port = requested.get(slot, DEFAULT_PORT)
+                if host != first or port != job.port:  # `find_routes` reports that one
+                    issues.append(Issue("port", f"has no free port for {slot}, starting at {port}", _PORT_FIX))
+        return ports, issues
 
-    answers = dict(zip(sessions, at_once(find, sessions), strict=True)) if listeners(job) else {}
-    ports = {slot: port for found, _ in answers.values() for slot, port in found.items()}
-    return ports, {host: wrong for host, (_, wrong) in answers.items() if wrong}
+    results = dict(zip(sessions, run_parallel(find, sessions), strict=True))
+    ports = {slot: port for found, _ in results.values() for slot, port in found.items()}
+    return ports, {host: issues for host, (_, issues) in results.items() if issues}
 
 
-def at_once(do: Callable[[Any], T], items: Iterable[Any], stop: Event | None = None) -> list[T]:
-    """Do something for all hosts at the same time; every failure is told, not only the first.
+def run_parallel(function: Callable[[Any], T], items: Iterable[Any], stop: Event | None = None) -> list[T]:
+    """Call a function for all items in parallel and return the results; raise all errors as one.
 
-    On Ctrl-C nothing more is begun. What is under way is told by `stop`, and waited for; without, it is left alone.
+    On Ctrl-C no further call starts. With `stop`, running calls are asked to stop and waited for; without, they are
+    left alone.
     """
-    pool = ThreadPoolExecutor(AT_ONCE)
+    pool = ThreadPoolExecutor(MAX_PARALLEL)
     try:
-        futures = [pool.submit(do, item) for item in items]
+        futures = [pool.submit(function, item) for item in items]
         wait(futures)
     except BaseException:
         if stop is not None:
@@ -293,9 +318,9 @@ def at_once(do: Callable[[Any], T], items: Iterable[Any], stop: Event | None = N
         raise
     pool.shutdown()
     errors = [error for future in futures if (error := future.exception()) is not None]
-    told = [error for error in errors if isinstance(error, StokerError)]
-    if len(told) > 1 and len(told) == len(errors):
-        raise type(told[0])("; ".join(map(str, told)))
+    user_errors = [error for error in errors if isinstance(error, StokerError)]
+    if len(user_errors) > 1 and len(user_errors) == len(errors):
+        raise type(user_errors[0])("; ".join(map(str, user_errors)))
     for error in errors:
         raise error
     return [future.result() for future in futures]

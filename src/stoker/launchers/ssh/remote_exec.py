@@ -1,9 +1,9 @@
-"""Commands that one slot wants on the host of another: passed on as files in the run folder, from process to process.
+"""Remote exec: commands that one slot runs on the host of another, passed as files in the run folder.
 
-asks/<attempt>/<slot>.ready       the slot stands by
-asks/<attempt>/<slot>/<id>.json   a command for it
-asks/<attempt>/<slot>/<id>.back   who asked wants it no more
-asks/<attempt>/<slot>/<id>.exit   how it ended
+exec/<attempt>/<slot>.ready          the slot is ready for commands
+exec/<attempt>/<slot>/<id>.json      a command for it
+exec/<attempt>/<slot>/<id>.cancel    the command was cancelled
+exec/<attempt>/<slot>/<id>.exit      its exit code
 """
 
 from __future__ import annotations
@@ -17,160 +17,172 @@ from typing import Any
 
 import msgspec
 
-from stoker.core.processes import Process, held_back, start, until
+from stoker.core.processes import Process, defer_signal, start, wait_until
 from stoker.core.spec import load, to_json
 from stoker.errors import InputError
 from stoker.jobs.run_folder import Run
 from stoker.jobs.topology import Slot
 
-LAST_S = 5.0
-"""For the end of what was ended at once to be told."""
+EXIT_REPORT_S = 5.0
+"""How long a killed command may take to report its exit."""
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class ExecRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A command for a shell on the host of a slot."""
 
     command: str
     cwd: str | None = None
 
 
-class Asks:
-    """The asks of one attempt."""
+class RequestFolder:
+    """The exec requests of one attempt, as files in the run folder."""
 
     def __init__(self, run: Run, attempt: int) -> None:
-        self._folder = run.folder / "asks" / str(attempt)
+        self._folder = run.folder / "exec" / str(attempt)
 
-    def tell_ready(self, name: str) -> None:
-        """Tell that a slot stands by."""
+    def mark_ready(self, slot: str) -> None:
+        """Record that a slot is ready for commands."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / f"{Slot.parse(name).filename}.ready").touch()
+        self._ready_file(slot).touch()
 
-    def unready(self, names: Iterable[str]) -> list[str]:
-        """Tell who does not stand by yet."""
-        return [name for name in names if not (self._folder / f"{Slot.parse(name).filename}.ready").exists()]
+    def list_unready(self, slots: Iterable[str]) -> list[str]:
+        """List the slots that are not ready yet."""
+        return [slot for slot in slots if not self._ready_file(slot).exists()]
 
-    def of(self, name: str) -> Path:
-        """Give the folder of what is asked of a slot."""
-        return self._folder / Slot.parse(name).filename
+    def _ready_file(self, slot: str) -> Path:
+        return self._folder / f"{Slot.parse(slot).filename}.ready"
 
-    def read(self, name: str, ask: str) -> Wish:
-        """Read what is asked."""
-        path = self.of(name) / f"{ask}.json"
-        return load(path.read_bytes(), Wish, path)
+    def slot_folder(self, slot: str) -> Path:
+        """Return the folder with the requests for a slot."""
+        return self._folder / Slot.parse(slot).filename
 
-    def is_wanted(self, name: str, ask: str) -> bool:
-        """Whether it was not taken back."""
-        return not (self.of(name) / f"{ask}.back").exists()
+    def read_request(self, slot: str, exec_id: str) -> ExecRequest:
+        """Read one request."""
+        path = self.slot_folder(slot) / f"{exec_id}.json"
+        return load(path.read_bytes(), ExecRequest, path)
 
-    def unanswered(self, name: str) -> list[str]:
-        """List what is asked of a slot and not answered yet."""
-        found = (
-            path for path in self.of(name).glob("*.json") if not path.name.startswith(".")
-        )  # which is being written
-        return [path.stem for path in found if not path.with_suffix(".exit").exists()]
+    def cancel(self, slot: str, exec_id: str) -> None:
+        """Record that a request is cancelled."""
+        (self.slot_folder(slot) / f"{exec_id}.cancel").touch()
 
-    def write(self, name: str, file: str, data: bytes) -> None:
-        """Write a file at once."""
-        folder = self.of(name)
+    def is_cancelled(self, slot: str, exec_id: str) -> bool:
+        """Whether a request was cancelled."""
+        return (self.slot_folder(slot) / f"{exec_id}.cancel").exists()
+
+    def list_pending(self, slot: str) -> list[str]:
+        """List the ids of requests for a slot that have no exit code yet."""
+        # A name that starts with a dot is still being written.
+        paths = (path for path in self.slot_folder(slot).glob("*.json") if not path.name.startswith("."))
+        return [path.stem for path in paths if not path.with_suffix(".exit").exists()]
+
+    def write(self, slot: str, file: str, data: bytes) -> None:
+        """Write a file atomically."""
+        folder = self.slot_folder(slot)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f".{file}").write_bytes(data)
         (folder / f".{file}").replace(folder / file)
 
 
-class Desk:
-    """Where the stand-in of the slot that asks leaves asks, and finds answers."""
+class ExecForwarder:
+    """Forwards the exec requests of the calling slot to standby slots, and collects their exit codes."""
 
-    def __init__(self, asks: Asks, standby: Collection[str]) -> None:
-        self._asks, self._standby = asks, standby
+    def __init__(self, requests: RequestFolder, standby: Collection[str]) -> None:
+        self._requests, self._standby = requests, standby
         self._open: dict[str, str] = {}
-        self._refused: list[str] = []
+        self._rejected: list[str] = []
 
-    def take(self, told: dict[str, Any]) -> None:
-        """Pass an ask on, or take it back; of `all` that there are, those that are not among them."""
-        if "all" in told:
-            for name in self._standby:
-                for ask in set(self._asks.unanswered(name)) - set(told["all"]):
-                    self._take_back(name, ask)
+    def handle(self, message: dict[str, Any]) -> None:
+        """Forward or cancel a request; a list of `pending` ones cancels all others."""
+        if "pending" in message:
+            for slot in self._standby:
+                for exec_id in set(self._requests.list_pending(slot)) - set(message["pending"]):
+                    self._cancel(slot, exec_id)
             return
-        ask = str(told["id"])
-        if told.get("back"):
-            if ask in self._open:
-                self._take_back(self._open[ask], ask)
+        exec_id = str(message["id"])
+        if message.get("cancelled"):
+            if exec_id in self._open:
+                self._cancel(self._open[exec_id], exec_id)
             return
-        name = str(told["slot"])
-        if name not in self._standby:
-            self._refused.append(ask)
+        slot = str(message["slot"])
+        if slot not in self._standby:
+            self._rejected.append(exec_id)
             return
-        self._open[ask] = name
-        if not (self._asks.of(name) / f"{ask}.json").exists():
-            self._asks.write(name, f"{ask}.json", to_json(Wish(command=told["command"], cwd=told.get("cwd"))))
+        self._open[exec_id] = slot
+        if not (self._requests.slot_folder(slot) / f"{exec_id}.json").exists():
+            request = ExecRequest(command=message["command"], cwd=message.get("cwd"))
+            self._requests.write(slot, f"{exec_id}.json", to_json(request))
 
-    def _take_back(self, name: str, ask: str) -> None:
-        self._open.pop(ask, None)
-        (self._asks.of(name) / f"{ask}.back").touch()
+    def _cancel(self, slot: str, exec_id: str) -> None:
+        self._open.pop(exec_id, None)
+        self._requests.cancel(slot, exec_id)
 
-    def answers(self) -> Iterator[tuple[str, int]]:
-        """Give the exit codes that have come in; that of bad input where no such slot stands by."""
-        while self._refused:
-            yield self._refused.pop(), InputError.exit_code
-        for ask, name in list(self._open.items()):
-            path = self._asks.of(name) / f"{ask}.exit"
+    def collect_exit_codes(self) -> Iterator[tuple[str, int]]:
+        """Yield the ids and exit codes of finished commands; a request for no standby slot is bad input."""
+        while self._rejected:
+            yield self._rejected.pop(), InputError.exit_code
+        for exec_id, slot in list(self._open.items()):
+            path = self._requests.slot_folder(slot) / f"{exec_id}.exit"
             if path.exists():
-                del self._open[ask]
-                yield ask, int(path.read_text())
+                del self._open[exec_id]
+                yield exec_id, int(path.read_text())
 
 
-class Clerk:
-    """Starts what is asked of a slot that stands by, a process here for each."""
+class ExecRunner:
+    """Runs the exec requests for one standby slot, each by a process on this machine."""
 
-    def __init__(self, run: Run, asks: Asks, name: str, has_begun: Callable[[str], bool]) -> None:
-        """Serve a slot; what has begun already is taken up, even at the end: it may have words left."""
-        self._run, self._asks, self._name, self._has_begun = run, asks, name, has_begun
-        self._lines: dict[str, Process] = {}
-        self._told: dict[str, float] = {}
-        self._is_ending = False
+    def __init__(self, run: Run, requests: RequestFolder, slot: str, has_started: Callable[[str], bool]) -> None:
+        """Create the runner of a slot; `has_started` tells which requests an earlier process of ours has started.
+
+        Those are picked up even while stopping: there may be output left to read.
+        """
+        self._run, self._requests, self._slot, self._has_started = run, requests, slot, has_started
+        self._processes: dict[str, Process] = {}
+        self._next_signal: dict[str, float] = {}
+        self._is_stopping = False
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs of what was asked."""
-        return not self._lines
+        """Whether no command is running."""
+        return not self._processes
 
-    def tell_end(self) -> None:
-        """Have all that runs end with grace, and start nothing more."""
-        self._is_ending = True
-        self.look()
-        for line in self._lines.values():
-            line.terminate()
+    def stop(self) -> None:
+        """Ask all commands to stop within their grace period, and start no more."""
+        self._is_stopping = True
+        self.poll()
+        for process in self._processes.values():
+            process.terminate()
 
-    def look(self) -> None:
-        """Start what is new, end what was taken back, and answer what is over."""
-        for ask in self._asks.unanswered(self._name):
-            is_new = not self._is_ending and self._asks.is_wanted(self._name, ask)
-            if ask not in self._lines and (is_new or self._has_begun(ask)):
-                argv = [
-                    sys.executable,
-                    "-m",
-                    "stoker.launchers.ssh.remote_slot",
-                    str(self._run.folder),
-                    self._name,
-                    ask,
-                ]
-                with held_back(signal.SIGTERM):  # until it listens
-                    self._lines[ask] = start(argv, dies_with_us=True)
-        for ask, line in list(self._lines.items()):
-            code = line.poll()
+    def poll(self) -> None:
+        """Start new commands, stop cancelled ones, and write the exit codes of finished ones."""
+        for exec_id in self._requests.list_pending(self._slot):
+            is_wanted = not self._is_stopping and not self._requests.is_cancelled(self._slot, exec_id)
+            if exec_id not in self._processes and (is_wanted or self._has_started(exec_id)):
+                self._processes[exec_id] = self._start(exec_id)
+        for exec_id, process in list(self._processes.items()):
+            code = process.poll()
             if code is not None:
-                del self._lines[ask]
-                line.end(0)
-                self._asks.write(self._name, f"{ask}.exit", str(code).encode())
-            elif not self._asks.is_wanted(self._name, ask) and time.monotonic() > self._told.get(ask, 0.0):
-                self._told[ask] = time.monotonic() + LAST_S  # the second time, it ends at once
-                line.terminate()
+                del self._processes[exec_id]
+                process.stop(0)
+                self._requests.write(self._slot, f"{exec_id}.exit", str(code).encode())
+            elif self._requests.is_cancelled(self._slot, exec_id):
+                self._terminate(exec_id, process)
 
-    def end(self, grace_s: float) -> None:
-        """End all of them."""
-        if not self._is_ending:
-            self.tell_end()
-        until(lambda: all(line.poll() is not None for line in self._lines.values()), grace_s)
-        for line in self._lines.values():  # which tells it a second time, and so at once
-            line.end(LAST_S)
+    def _start(self, exec_id: str) -> Process:
+        module = "stoker.launchers.ssh.remote_slot"
+        argv = [sys.executable, "-m", module, str(self._run.folder), self._slot, exec_id]
+        with defer_signal(signal.SIGTERM):  # until its signal handlers are installed
+            return start(argv, terminate_with_parent=True)
+
+    def _terminate(self, exec_id: str, process: Process) -> None:
+        """Send SIGTERM, and again after a while: the second one kills the command."""
+        if time.monotonic() > self._next_signal.get(exec_id, 0.0):
+            self._next_signal[exec_id] = time.monotonic() + EXIT_REPORT_S
+            process.terminate()
+
+    def close(self, grace_s: float) -> None:
+        """Stop all commands and wait for them."""
+        if not self._is_stopping:
+            self.stop()
+        wait_until(lambda: all(process.poll() is not None for process in self._processes.values()), grace_s)
+        for process in self._processes.values():  # a second SIGTERM, which kills the command
+            process.stop(EXIT_REPORT_S)

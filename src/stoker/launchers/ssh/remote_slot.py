@@ -1,8 +1,8 @@
-"""One slot on a host, as a process here: carries its output, its signals and its exit code, and tells when it is lost.
+"""The local process of one remote slot: forwards its output, signals and exit code, and reports when its host is lost.
 
-The supervisor starts it in the place of the program. It talks through `ssh` to a relay there, which talks to the keeper
-of the slot; when the connection breaks it makes another one, and goes on with the byte at which it was. What it knows
-stands in a record in the run folder, so that another process can go on where this one was.
+The supervisor starts it in place of the program. It talks through `ssh` to an attach session on the host, which talks
+to the slot daemon; when the connection breaks, it reconnects and resumes at the byte it had reached. Its state is a
+record in the run folder, so that another process can resume where this one stopped.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import secrets
 import select
 import signal
 import sys
@@ -20,447 +19,357 @@ from tempfile import TemporaryFile
 from types import FrameType
 from typing import Any, NoReturn
 
-from stoker.core.processes import start, until
-from stoker.core.spec import load, to_json
+from stoker.core.processes import start, wait_until
 from stoker.errors import InputError, MissingError
 from stoker.jobs.run_folder import Run
-from stoker.jobs.topology import Command, Slot
-from stoker.launchers.diagnosis import LOST, LOST_MARK, NO_MEMORY, TAIL_BYTES
-from stoker.launchers.plan import read_plan
+from stoker.jobs.topology import Slot
+from stoker.launchers.diagnosis import LOST_EXIT_CODE, LOST_MARK, OOM_NOTICE, TAIL_BYTES
 from stoker.launchers.ssh import slot_daemon
 from stoker.launchers.ssh.client import (
-    ANSWER_S,
-    Client,
-    Frames,
+    RESPONSE_TIMEOUT_S,
+    FrameParser,
+    SshClient,
     agent_argv,
     agent_code,
-    exit_code,
-    meaning,
-    source,
-    text_of,
+    format_failure,
+    module_source,
+    read_text,
+    wait_exit_code,
     write_all,
 )
-from stoker.launchers.ssh.plan import FAR, Record, SshPlan, command_at, read_ssh_plan
-from stoker.launchers.ssh.remote_exec import Asks, Clerk, Desk
+from stoker.launchers.ssh.plan import read_ssh_plan
+from stoker.launchers.ssh.remote_exec import ExecForwarder, ExecRunner
+from stoker.launchers.ssh.slot_log import SlotLog
+from stoker.launchers.ssh.slot_task import HostContact, SlotTask
 from stoker.telemetry.events import Recorder
 from stoker.telemetry.reader import read_log
 
 POLL_S = 0.1
-AGAIN_S, SELDOM_S = 0.5, 30.0
-"""Between the first tries to connect again, and between later ones."""
-NEW_S = 10.0
-"""What a new connection has to say its first word."""
-READY_S = 60.0
-"""Within which hosts that stand by must be ready."""
-LAST_S = 5.0
-"""After the time for a last checkpoint: for the end to be told."""
-BYE_S = SAID_S = 2.0
-CONTINUES = "STOKER_CONTINUES"
-_WAIT = Command(("sleep", "2147483647"))
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+"""The pauses before the first and before later tries to reconnect."""
+FIRST_FRAME_S = 10.0
+"""How long a new connection may take to its first frame."""
+READY_TIMEOUT_S = 60.0
+"""How long standby slots may take to become ready."""
+EXIT_REPORT_S = 5.0
+"""How long the host may take to report the exit, after the grace period."""
+CLOSE_TIMEOUT_S = STDERR_TIMEOUT_S = 2.0
+DISCONNECTED_NOTICE = "disconnected: {reason}; reconnecting"
+RECONNECTED_NOTICE = "reconnected"
 
 
-class Log:
-    """The slot's log here, into which we say a word of our own now and then, between lines."""
+class _StopState:
+    """Stop requests from the supervisor, and how far they have been passed on."""
 
-    def __init__(self, path: Path | None, host: str, *, is_shared: bool = False) -> None:
-        """Go on with the record at a path; several that write into one log keep no count of its bytes."""
-        self._path, self._host, self._is_shared = path, host, is_shared
-        self._pending: list[str] = []
-        size = os.fstat(1).st_size
-        self._ended_line = not size or _last_byte() == b"\n"
-        self.continues = path is not None and path.exists() and CONTINUES in os.environ
-        if path is not None and self.continues:
-            self.record = load(path.read_bytes(), Record, path)
-            self.offset = self.record.offset + (0 if is_shared else max(0, size - self.record.log))
-        else:
-            self.record, self.offset = Record(key=secrets.token_hex(8)), 0
-        self.record.log, self.record.offset = size, self.offset
-        self._keep()
-
-    def take(self, data: bytes) -> None:
-        """Write what the slot printed; after its line, what we have to say."""
-        if self._pending and (end := data.find(b"\n") + 1):
-            self._write(data[:end])
-            self._say_pending()
-            data = data[end:]
-        self._write(data)
-
-    def say(self, words: str, *, now: bool = False) -> None:
-        """Say something of our own, once a line is over; `now` is when nothing more will come."""
-        # Behind `stoker:` stands what is taken for the cause of an end.
-        self._pending.append(f"{'stoker:' if now else '---'} {self._host} {words}\n")
-        if self._ended_line or now:
-            self._say_pending()
-
-    def end(self, code: int) -> None:
-        """Keep how it ended."""
-        if self._pending:
-            self._say_pending()
-        self.record.code = code
-        self._keep()
-
-    def _write(self, data: bytes) -> None:
-        if data:
-            write_all(1, data)
-            self.offset += len(data)
-            self._ended_line = data.endswith(b"\n")
-            if self._is_shared:
-                self.record.offset = self.offset
-                self._keep()
-
-    def _say_pending(self) -> None:
-        start = "" if self._ended_line else "\n"
-        text = (start + "".join(self._pending)).encode()
-        self._pending.clear()
-        self._ended_line = True
-        # Kept first: were we killed in between, the log would be shorter than that, and nothing of the slot's is in it.
-        self.record.log, self.record.offset = os.fstat(1).st_size + len(text), self.offset
-        self._keep()
-        write_all(1, text)
-
-    def _keep(self) -> None:
-        if self._path is not None:
-            self._path.parent.mkdir(exist_ok=True)
-            temporary = self._path.with_suffix(".new")
-            temporary.write_bytes(to_json(self.record))
-            temporary.replace(self._path)
+    def __init__(self) -> None:
+        self.level = 0
+        """How often the slot was asked to stop: once means SIGTERM, twice SIGKILL."""
+        self.handled_level = 0
+        """How much of it was handled over the current connection."""
+        self.is_sent = False
+        self.deadline = float("inf")
 
 
-class Line:
-    """The line to the keeper of one slot, over as many connections as it takes."""
+class RemoteSlot:
+    """Runs a task on its host to the end, over as many connections as it takes."""
 
-    def __init__(self, run: Run, name: str, plan: SshPlan, ask: str | None = None) -> None:
-        """Take the slot of a name; `setup@host` is what prepares a host; an ask is what another slot wants there."""
-        self._run, self._name, self._plan = run, name, plan
-        kind, _, host = name.partition("@")
-        self.host = host or plan.hosts[name]
-        self._place = plan.places[self.host]
-        self._attempt = int(os.environ.get("STOKER_ATTEMPT", "0"))
-        self._asks = Asks(run, self._attempt)
-        self._ask = ask
-        self._is_setup, self._stands_by = bool(host), name in plan.standby and ask is None
-        self._command = self._its_command(kind)
-        self._is_detached = not self._is_setup and read_plan(run).detached
-        title = f"setup-{secrets.token_hex(3)}" if self._is_setup else Slot.parse(name).filename
-        self._title = f"{title}.{self._attempt}" + (f".{ask}" if ask else "")
-        self._marks = {"STOKER_RUN": run.id, "STOKER_SLOT": name, "STOKER_HOST": self.host}
-        self._marks |= {"STOKER_ASKED": ask} if ask else {}
-        self._log = Log(self._far(f"{self._title}.json"), self.host, is_shared=ask is not None)
-        self._is_held, self._is_cut = self._log.continues, False
-        self._heard, self._noted = time.monotonic(), float("-inf")
-        self._pause_s = AGAIN_S
+    def __init__(self, task: SlotTask) -> None:
+        self._task, self._plan, self.host = task, task.plan, task.host
+        self._log = SlotLog(task.record_path, task.host, is_shared=task.exec_id is not None)
+        self._has_started, self._is_disconnected = self._log.is_reattached, False
+        self._contact = HostContact(task)
+        self._backoff_s = MIN_BACKOFF_S
         self._parent = os.getppid()
-        self._ends = self._ends_told = 0
-        self._has_passed_end = False
-        self._deadline = float("inf")
-        self._wants_stacks = False
-        can_ask = plan.standby and not (self._stands_by or ask or self._is_setup)
-        self._desk = Desk(self._asks, plan.standby) if can_ask else None
-        self._clerk = Clerk(run, self._asks, name, self._has_begun) if self._stands_by else None
+        self._stop = _StopState()
+        self._needs_stacks = False
+        self._forwarder = ExecForwarder(task.requests, task.plan.standby) if task.can_exec else None
+        self._runner = (
+            ExecRunner(task.run, task.requests, task.name, task.has_started_exec) if task.is_standby else None
+        )
 
-    def _its_command(self, kind: str) -> Command:
-        if self._is_setup:
-            return Command(("sh", "-c", self._plan.setup or ""), {}, self._place.workdir)
-        if self._ask is not None:
-            wish = self._asks.read(self._name, self._ask)
-            return Command(("sh", "-c", wish.command), self._plan.standby_env.get(self._name, {}), wish.cwd)
-        if self._stands_by:
-            return _WAIT
-        return command_at(self._plan, Slot.parse(kind), self._run.id, self._attempt)
-
-    def _far(self, name: str) -> Path | None:
-        return None if self._is_setup else self._run.folder / FAR / name
-
-    def _has_begun(self, ask: str) -> bool:
-        path = self._far(f"{self._title}.{ask}.json")
-        return path is not None and path.exists()
-
-    def listen(self) -> None:
-        """Take signals for wishes, which are carried out there."""
+    def install_signal_handlers(self) -> None:
+        """Handle signals as requests for the remote slot: SIGTERM and SIGINT stop it, SIGUSR1 dumps its stacks."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_end)
-        signal.signal(signal.SIGUSR1, self._on_stacks)
+            signal.signal(number, self._on_stop)
+        signal.signal(signal.SIGUSR1, self._on_dump_stacks)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
-    def carry(self) -> int:
-        """Run the slot there to its end; give its exit code, negative for the signal that ended it."""
+    def run(self) -> int:
+        """Run the slot to its end and return its exit code, negative for the signal that killed it."""
         if (code := self._log.record.code) is not None:
             return code
         try:
-            self._await_others()
-            code = self._carry()
+            self._wait_for_standby()
+            code = self._run_with_reconnects()
         except _Lost as lost:
-            self._log.say(str(lost), now=True)
-            Recorder(slot=self._name, attempt=int(self._attempt)).mark(LOST_MARK, f"{self.host} {lost}")
-            code = LOST
-        except _Refused as refused:
-            self._log.say(str(refused), now=True)
-            code = refused.code
-        if self._clerk is not None:
-            self._clerk.end(self._plan.grace_s)
-            code = 0 if self._ends and code != LOST else code
-        self._log.end(code)
+            self._log.add_notice(str(lost), is_last=True)
+            recorder = Recorder(slot=self._task.name, attempt=self._task.attempt)
+            recorder.mark(LOST_MARK, f"{self.host} {lost}")
+            code = LOST_EXIT_CODE
+        except _NotStarted as error:
+            self._log.add_notice(str(error), is_last=True)
+            code = error.code
+        if self._runner is not None:
+            self._runner.close(self._plan.grace_s)
+            code = 0 if self._stop.level and code != LOST_EXIT_CODE else code
+        self._log.finish(code)
         return code
 
-    def _await_others(self) -> None:
-        """Wait until every host that stands by is ready for what we will ask of it."""
-        if self._desk is None or self._is_held:
+    def _wait_for_standby(self) -> None:
+        """Wait until every standby slot is ready for commands."""
+        if self._forwarder is None or self._has_started:
             return
-        deadline = time.monotonic() + READY_S
-        while late := self._asks.unready(self._plan.standby):
-            if self._ends:
-                raise _Refused("was not asked to start anything", -signal.SIGTERM)
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while unready := self._task.requests.list_unready(self._plan.standby):
+            if self._stop.level:
+                raise _NotStarted("was stopped before the slot started", -signal.SIGTERM)
             if time.monotonic() > deadline:
-                names = ", ".join(f"{self._plan.hosts[name]} ({name})" for name in late)
-                raise _Lost(f"waits for hosts that are not ready after {READY_S:g} s: {names}")
+                names = ", ".join(f"{self._plan.hosts[name]} ({name})" for name in unready)
+                raise _Lost(f"waits for hosts that are not ready after {READY_TIMEOUT_S:g} s: {names}")
             time.sleep(POLL_S)
 
-    def _carry(self) -> int:
+    # --- Connections
+
+    def _run_with_reconnects(self) -> int:
         while True:
             try:
-                return self._connected()
-            except _Cut as cut:
-                why = str(cut)
-            if not self._is_held:
-                raise _Lost(why)
-            if not self._is_cut:
-                self._log.say(f"is cut off: {why}; trying to get back")
-                self._is_cut = True
-            self._check_time(why)
-            self._pause()
+                return self._run_connection()
+            except _Disconnected as error:
+                reason = str(error)
+            if not self._has_started:
+                raise _Lost(reason)
+            if not self._is_disconnected:
+                self._log.add_notice(DISCONNECTED_NOTICE.format(reason=reason))
+                self._is_disconnected = True
+            self._check_deadlines(reason)
+            self._back_off()
 
-    def _pause(self) -> None:
-        """Wait before the next try: ever longer, but not so that a host is lost over it, nor while someone waits."""
-        limit = self._plan.client.lost_after_s
-        is_waited_for = bool(self._ends) or time.monotonic() - self._heard <= limit
-        until(lambda: self._ends > self._ends_told, min(self._pause_s, limit / 10) if is_waited_for else self._pause_s)
-        self._pause_s = min(2 * self._pause_s, SELDOM_S)
+    def _back_off(self) -> None:
+        """Wait before reconnecting: ever longer, but briefly while the host may still be declared lost or must stop."""
+        limit_s = self._plan.client.lost_after_s
+        is_urgent = bool(self._stop.level) or self._contact.silence_s <= limit_s
+        pause_s = min(self._backoff_s, limit_s / 10) if is_urgent else self._backoff_s
+        wait_until(lambda: self._stop.level > self._stop.handled_level, pause_s)
+        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
 
-    def _check_time(self, why: str) -> None:
-        """Give up when the host is lost, or was told to end and does not say that it did."""
-        now, limit = time.monotonic(), self._plan.client.lost_after_s
-        if now > self._deadline and self._ends > 1:
-            raise _Lost(f"did not tell the end of the slot in time: {why}{self._what_is_left}")
-        if now - self._heard > limit and not (self._is_detached and not self._hears_others(limit)):
-            raise _Lost(f"has not answered for {limit:g} s{self._what_is_left}")
+    def _check_deadlines(self, reason: str) -> None:
+        """Raise `_Lost` if the host is silent for too long, or does not report the exit of a killed slot."""
+        limit_s = self._plan.client.lost_after_s
+        if time.monotonic() > self._stop.deadline and self._stop.level > 1:
+            raise _Lost(f"did not report the exit of the slot in time: {reason}{self._detached_note}")
+        if self._contact.silence_s > limit_s:
+            is_our_fault = self._task.is_detached and not self._contact.has_others(limit_s)
+            if not is_our_fault:  # a detached run continues without this machine
+                raise _Lost(f"has not responded for {limit_s:g} s{self._detached_note}")
 
     @property
-    def _what_is_left(self) -> str:
-        """Say what ends a slot that goes on without us; another one ends by itself."""
-        return f", and what runs there goes on until: stoker job stop {self._run.id}" if self._is_detached else ""
+    def _detached_note(self) -> str:
+        """How to stop a slot of a detached run, which continues without us; others stop by themselves."""
+        return f"; the slot keeps running until: stoker job stop {self._task.run.id}" if self._task.is_detached else ""
 
-    def _hears_others(self, within_s: float) -> bool:
-        """Whether other hosts answer. If none does it may be us who are cut off, and the job goes on without us."""
-        others = (self._far(f"heard@{host}") for host in self._plan.places if host != self.host)
-        return any(path and path.exists() and time.time() - path.stat().st_mtime < within_s for path in others)
-
-    def _connected(self) -> int:
-        """Talk over one connection, to the end of the slot or of the connection."""
-        argv = agent_argv(self._client_argv(), self.host, self._place.python, self._run.id)
-        ours, theirs = os.pipe()
-        back, forth = os.pipe()
-        with TemporaryFile() as said:
-            ssh = start(argv, stdin=ours, stdout=forth, stderr=said, dies_with_us=True)
-            os.close(ours)
-            os.close(forth)
+    def _run_connection(self) -> int:
+        """Stream over one connection until the slot exits or the connection breaks."""
+        argv = agent_argv(self._ssh_argv(), self.host, self._task.config.python, self._task.run.id)
+        child_stdin, stdin_fd = os.pipe()
+        stdout_fd, child_stdout = os.pipe()
+        with TemporaryFile() as stderr:
+            ssh = start(argv, stdin=child_stdin, stdout=child_stdout, stderr=stderr, terminate_with_parent=True)
+            os.close(child_stdin)
+            os.close(child_stdout)
             try:
-                return self._talk(theirs, back)
-            except _Cut as cut:
-                why = str(cut) or _why(self._plan.client, self.host, exit_code(ssh, SAID_S), text_of(said))
-                raise _Cut(why) from cut
+                return self._stream(stdin_fd, stdout_fd)
+            except _Disconnected as error:
+                if str(error):
+                    raise
+                code = wait_exit_code(ssh, STDERR_TIMEOUT_S)
+                reason = _explain_exit(self._plan.client, self.host, code, read_text(stderr))
+                raise _Disconnected(reason) from error
             finally:
-                os.close(theirs)
-                os.close(back)
-                ssh.end(0)
+                os.close(stdin_fd)
+                os.close(stdout_fd)
+                ssh.stop(0)
 
-    def _client_argv(self) -> list[str]:
-        """Give the command of `ssh`: to get back, never over a shared connection that may be the broken one."""
+    def _ssh_argv(self) -> list[str]:
+        """Return the `ssh` command; to reconnect, never over a shared connection, which may be the broken one."""
         client = self._plan.client
-        return client.argv("-o", "ControlPath=none", attempts=1) if self._is_held else client.argv()
+        return client.argv("-o", "ControlPath=none", attempts=1) if self._has_started else client.argv()
 
-    def _talk(self, to: int, back: int) -> int:
-        frames, begun, spoken = Frames(), time.monotonic(), time.monotonic()
-        write_all(to, agent_code() + json.dumps(self._request()).encode() + b"\n")
-        self._ends_told = 0
+    def _stream(self, stdin_fd: int, stdout_fd: int) -> int:
+        """Exchange requests and frames until the slot exits; return its exit code."""
+        frames, connected, last_sent = FrameParser(), time.monotonic(), time.monotonic()
+        request = self._attach_request()
+        write_all(stdin_fd, agent_code())
+        self._send(stdin_fd, request)
+        self._stop.handled_level = 0
         while True:
-            now = time.monotonic()
-            self._pass_wishes(to)
-            if now - spoken >= slot_daemon.BEAT_S:
-                spoken = now
-                write_all(to, b"\n")
-            if self._is_held:
-                self._check_time("it does not answer")
-                limit = self._silence_s if self._heard > begun else max(NEW_S, self._silence_s)
-                if now - max(begun, self._heard) > limit:
-                    raise _Cut("it does not answer")
-            elif now - begun > ANSWER_S:
-                raise _Cut("does not answer")
-            if not select.select([back], [], [], POLL_S)[0]:
+            self._send_requests(stdin_fd)
+            if time.monotonic() - last_sent >= slot_daemon.ALIVE_INTERVAL_S:
+                last_sent = time.monotonic()
+                write_all(stdin_fd, b"\n")
+            self._check_connection(connected)
+            if not select.select([stdout_fd], [], [], POLL_S)[0]:
                 continue
-            data = os.read(back, 1 << 16)
+            data = os.read(stdout_fd, 1 << 16)
             if not data:
-                raise _Cut("")
+                raise _Disconnected
             for kind, payload in frames.feed(data):
-                self._hear_of_host()
-                if kind == slot_daemon.HELD:
-                    if self._is_cut:
-                        self._log.say("is back")
-                    self._is_held, self._is_cut, self._pause_s = True, False, AGAIN_S
-                    if self._clerk is not None:
-                        self._asks.tell_ready(self._name)
-                elif kind == slot_daemon.OUTPUT:
-                    self._log.take(payload)
-                elif kind == slot_daemon.EXIT:
-                    code = self._ended(json.loads(payload), to)
-                    _await_end(back)
+                self._contact.update()
+                if kind == slot_daemon.EXIT:
+                    code = self._handle_exit(json.loads(payload), stdin_fd)
+                    _wait_for_eof(stdout_fd)
                     return code
-                elif kind == slot_daemon.GONE:
-                    raise _Lost(payload.decode(errors="replace"))
-                elif kind == slot_daemon.ASK and self._desk is not None:
-                    self._desk.take(json.loads(payload))
+                self._handle_frame(kind, payload)
+
+    def _check_connection(self, connected: float) -> None:
+        """Raise `_Disconnected` if the host is silent for longer than a working connection would be."""
+        now = time.monotonic()
+        if not self._has_started:
+            if now - connected > RESPONSE_TIMEOUT_S:
+                raise _Disconnected("does not respond")
+            return
+        self._check_deadlines("it does not respond")
+        has_frames = self._contact.last_heard > connected
+        limit_s = self._silence_limit_s if has_frames else max(FIRST_FRAME_S, self._silence_limit_s)
+        if now - max(connected, self._contact.last_heard) > limit_s:
+            raise _Disconnected("it does not respond")
 
     @property
-    def _silence_s(self) -> float:
-        """After which a connection is given up for another one."""
-        limit = self._plan.client.lost_after_s
-        return min(max(3 * slot_daemon.BEAT_S, limit / 3), 0.8 * limit)
+    def _silence_limit_s(self) -> float:
+        """After how much silence a connection is replaced: always before the host is declared lost."""
+        limit_s = self._plan.client.lost_after_s
+        return min(max(3 * slot_daemon.ALIVE_INTERVAL_S, limit_s / 3), 0.8 * limit_s)
 
-    def _hear_of_host(self) -> None:
-        now = time.monotonic()
-        path = self._far(f"heard@{self.host}")
-        if path is not None and self._is_detached and now - self._noted > 1.0:
-            path.touch()
-            self._noted = now
-        self._heard = now
+    # --- From the host
 
-    def _pass_wishes(self, to: int) -> None:
-        """Tell what is wished here: that it end, where its threads are, how what it asked for has ended."""
-        now = time.monotonic()
-        if now > self._deadline and self._ends == 1:
-            self._ends = 2  # nobody is left to say so
-        if self._ends > self._ends_told:
-            self._ends_told = self._ends
-            self._deadline = now + (LAST_S if self._ends > 1 else self._plan.grace_s)
-            self._has_passed_end = False
-            if self._clerk is not None and self._ends == 1:
-                self._clerk.tell_end()
-        # Who stands by ends last: with it ends all that was asked of it.
-        is_free = self._clerk is None or self._clerk.is_idle or self._ends > 1
-        if self._ends_told and not self._has_passed_end and is_free:
-            self._has_passed_end = True
-            write_all(to, json.dumps({"do": "end", "times": self._ends}).encode() + b"\n")
-        if self._wants_stacks:
-            self._wants_stacks = False
-            self._ask_for_stacks(to)
-        if self._clerk is not None:
-            self._clerk.look()
-        for one, code in self._desk.answers() if self._desk is not None else ():
-            write_all(to, json.dumps({"do": "answer", "id": one, "code": code}).encode() + b"\n")
+    def _handle_frame(self, kind: bytes, payload: bytes) -> None:
+        if kind == slot_daemon.ATTACHED:
+            if self._is_disconnected:
+                self._log.add_notice(RECONNECTED_NOTICE)
+            self._has_started, self._is_disconnected, self._backoff_s = True, False, MIN_BACKOFF_S
+            if self._runner is not None:
+                self._task.requests.mark_ready(self._task.name)
+        elif kind == slot_daemon.OUTPUT:
+            self._log.write_output(payload)
+        elif kind == slot_daemon.GONE:
+            raise _Lost(payload.decode(errors="replace"))
+        elif kind == slot_daemon.EXEC and self._forwarder is not None:
+            self._forwarder.handle(json.loads(payload))
 
-    def _ended(self, how: dict[str, Any], to: int) -> int:
-        """Give the exit code, once it is kept here; then nothing needs to be kept there."""
-        if "refusal" in how:
-            code, words = MissingError.exit_code, f"cannot start {self._command.argv[0]!r}: {how['refusal']}"
-            self._log.say(words, now=True)
+    def _handle_exit(self, record: dict[str, Any], stdin_fd: int) -> int:
+        """Save the exit code here, acknowledge it, so that the host can forget it, and return it."""
+        if "start_error" in record:
+            code = MissingError.exit_code
+            program = self._task.command.argv[0]
+            self._log.add_notice(f"cannot start {program!r}: {record['start_error']}", is_last=True)
         else:
-            code = int(how["code"])
-        if code and how.get("oom"):
-            self._log.say(NO_MEMORY)
-        if left := how.get("left"):
-            self._log.say(f"cannot end what is left there: process {', '.join(map(str, left))}")
-        if self._clerk is None:
-            self._log.end(code)
-        write_all(to, b'{"do": "bye"}\n')
+            code = int(record["code"])
+        if code and record.get("oom"):
+            self._log.add_notice(OOM_NOTICE)
+        if survivors := record.get("survivors"):
+            self._log.add_notice(f"cannot kill process {', '.join(map(str, survivors))} of the slot")
+        if self._runner is None:
+            self._log.finish(code)
+        self._send(stdin_fd, {"op": "acknowledge"})
         return code
 
-    def _request(self) -> dict[str, Any]:
-        """Give what is to be kept; secrets go this way too, and are in no command line and no file."""
-        command = self._command
-        secret = {name: os.environ[name] for name in self._plan.secrets if name in os.environ}
-        if not self._is_held and (unset := [name for name in self._plan.secrets if name not in os.environ]):
-            raise _Refused(f"needs secrets that are not set here: {', '.join(unset)}", InputError.exit_code)
-        run = f"{self._place.workdir}/.stoker/{self._run.id}"
-        given = {"STOKER_ATTEMPT": str(self._attempt), "STOKER_CHECKPOINT_DIR": f"{run}/checkpoints"}
-        return {
-            "do": "keep",
-            "folder": f"{run}/{self._title}",
-            "key": self._log.record.key,
-            "starts": not self._is_held,
-            "clears": self._ask is None,
-            "offset": self._log.offset,
-            "argv": command.argv,
-            "env": {**given, **secret, **command.env},
-            "cwd": command.cwd or self._place.workdir,
-            # By these its processes are known there, and nothing here is.
-            "marks": self._marks,
-            "grace_s": self._plan.grace_s,
-            "lost_after_s": None if self._is_detached else self._plan.client.lost_after_s,
-            "ask": source("rsh_agent") if self._desk is not None else "",
-        }
+    # --- To the host
 
-    def _ask_for_stacks(self, to: int) -> None:
-        """Have every rank that was heard of write where its threads are."""
-        log = self._run.log(Slot.parse(self._name), self._attempt)
-        beats = [event for event in read_log(log, last=TAIL_BYTES).events if event.kind == "heartbeat"]
-        for pid in {event.rank: int(event.fields.get("pid", 0)) for event in beats}.values():
-            write_all(to, json.dumps({"do": "signal", "pid": pid, "number": signal.SIGUSR1}).encode() + b"\n")
+    def _send(self, stdin_fd: int, request: dict[str, Any]) -> None:
+        write_all(stdin_fd, json.dumps(request).encode() + b"\n")
 
-    def _on_end(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        if self._is_detached and not self._is_meant():
+    def _attach_request(self) -> dict[str, Any]:
+        if not self._has_started and (missing := self._task.missing_secrets()):
+            raise _NotStarted(f"needs secrets that are not set here: {', '.join(missing)}", InputError.exit_code)
+        return self._task.attach_request(
+            key=self._log.record.key,
+            offset=self._log.offset,
+            can_start=not self._has_started,
+            rsh_agent=module_source("rsh_agent") if self._forwarder is not None else "",
+        )
+
+    def _send_requests(self, stdin_fd: int) -> None:
+        """Pass on stop requests, requests for stacks, and exit codes of exec requests."""
+        self._send_stop(stdin_fd)
+        if self._needs_stacks:
+            self._needs_stacks = False
+            self._send_stack_signals(stdin_fd)
+        if self._runner is not None:
+            self._runner.poll()
+        for exec_id, code in self._forwarder.collect_exit_codes() if self._forwarder is not None else ():
+            self._send(stdin_fd, {"op": "exec_exit", "id": exec_id, "code": code})
+
+    def _send_stop(self, stdin_fd: int) -> None:
+        stop, now = self._stop, time.monotonic()
+        if now > stop.deadline and stop.level == 1:
+            stop.level = 2  # the supervisor may be gone and cannot ask a second time
+        if stop.level > stop.handled_level:
+            stop.handled_level = stop.level
+            stop.deadline = now + (EXIT_REPORT_S if stop.level > 1 else self._plan.grace_s)
+            stop.is_sent = False
+            if self._runner is not None and stop.level == 1:
+                self._runner.stop()
+        # A standby slot stops after its commands: they would be killed with it.
+        is_idle = self._runner is None or self._runner.is_idle or stop.level > 1
+        if stop.handled_level and not stop.is_sent and is_idle:
+            stop.is_sent = True
+            self._send(stdin_fd, {"op": "stop", "level": stop.level})
+
+    def _send_stack_signals(self, stdin_fd: int) -> None:
+        """Let every rank with a heartbeat dump the stacks of its threads."""
+        log = self._task.run.log_path(Slot.parse(self._task.name), self._task.attempt)
+        heartbeats = [event for event in read_log(log, last=TAIL_BYTES).events if event.kind == "heartbeat"]
+        for pid in {event.rank: int(event.fields.get("pid", 0)) for event in heartbeats}.values():
+            self._send(stdin_fd, {"op": "signal", "pid": pid, "number": signal.SIGUSR1})
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        if self._task.is_detached and not self._must_stop_slot():
             os._exit(0)
-        self._ends += 1
+        self._stop.level += 1
 
-    def _is_meant(self) -> bool:
-        """Whether the slot is to end, and not only this process: its parent is gone, or this machine shuts down."""
-        if self._ask is not None and not self._asks.is_wanted(self._name, self._ask):
+    def _must_stop_slot(self) -> bool:
+        """Whether the slot must stop, or only this process: the supervisor is gone, or this machine shuts down."""
+        if self._task.is_cancelled:
             return True
-        return os.getppid() == self._parent and self._run.is_ending(self._attempt)
+        return os.getppid() == self._parent and self._task.run.is_stopping(self._task.attempt)
 
-    def _on_stacks(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self._wants_stacks = True
+    def _on_dump_stacks(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self._needs_stacks = True
 
 
-class _Cut(Exception):  # noqa: N818
-    """The connection broke; without a reason, `ssh` has one."""
+class _Disconnected(Exception):  # noqa: N818
+    """The connection broke; without a message, ssh's stderr has the reason."""
 
 
 class _Lost(Exception):  # noqa: N818
     """The slot is lost, and why."""
 
 
-class _Refused(Exception):  # noqa: N818
-    """The slot is not started."""
+class _NotStarted(Exception):  # noqa: N818
+    """The slot was not started, and why."""
 
-    def __init__(self, why: str, code: int) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, code: int) -> None:
+        super().__init__(reason)
         self.code = code
 
 
-def _last_byte() -> bytes:
-    """Give the last byte of the log that we write; it was opened for writing alone."""
-    with open("/proc/self/fd/1", "rb") as log:
-        log.seek(-1, os.SEEK_END)
-        return log.read(1)
-
-
-def _await_end(back: int) -> None:
-    """Let the relay clear up before its connection ends."""
-    deadline = time.monotonic() + BYE_S
-    while select.select([back], [], [], max(0.0, deadline - time.monotonic()))[0] and os.read(back, 1 << 16):
+def _wait_for_eof(stdout_fd: int) -> None:
+    """Wait until the attach session has cleaned up and closed the connection."""
+    deadline = time.monotonic() + CLOSE_TIMEOUT_S
+    while select.select([stdout_fd], [], [], max(0.0, deadline - time.monotonic()))[0] and os.read(stdout_fd, 1 << 16):
         pass
 
 
-def _why(client: Client, host: str, code: int, said: str) -> str:
-    """Say why `ssh` ended before the slot did."""
+def _explain_exit(client: SshClient, host: str, code: int, stderr: str) -> str:
+    """Return why `ssh` exited before the slot did."""
     if code < 0:
-        return f"the ssh program here was ended by {signal.Signals(-code).name}"
-    if code == LOST and not said.strip():
-        return "the agent there was killed"
-    return meaning(client, host, said, code)
+        return f"the local ssh process was killed by {signal.Signals(-code).name}"
+    if code == LOST_EXIT_CODE and not stderr.strip():
+        return "the remote agent was killed"
+    return format_failure(client, host, stderr, code)
 
 
-def _end_as(code: int) -> NoReturn:
-    """End as the slot did."""
+def _exit_as(code: int) -> NoReturn:
+    """Exit with the exit code of the slot, or by the signal that killed it."""
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
@@ -471,11 +380,11 @@ def _end_as(code: int) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Carry the slot that is named, of the run whose folder is given."""
+    """Run the named slot of the run whose folder is given."""
     run = Run(Path(sys.argv[1]))
-    line = Line(run, sys.argv[2], read_ssh_plan(run), *sys.argv[3:])
-    line.listen()
-    _end_as(line.carry())
+    slot = RemoteSlot(SlotTask(run, sys.argv[2], read_ssh_plan(run), *sys.argv[3:]))
+    slot.install_signal_handlers()
+    _exit_as(slot.run())
 
 
 if __name__ == "__main__":

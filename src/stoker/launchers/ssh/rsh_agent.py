@@ -1,8 +1,8 @@
-"""Has a command started on the host of another slot: `"$STOKER_ASK" worker/1 hostname -f`, as `ssh` would.
+"""Remote shell agent: run a command on the host of another slot, `"$STOKER_ASK" worker/1 hostname -f`, as ssh would.
 
-The words after the slot are joined by blanks, for a shell there. Its output goes into the log of that slot; its exit
-code is ours. Who ends this takes the command back. Standard library alone: it lies beside the log of the slot that
-asks.
+The words after the slot are joined by spaces and run by a shell there. The output of the command goes to the log of
+that slot; its exit code is ours; terminating this program cancels the command. Standard library only: the file is
+copied next to the log of the calling slot.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ POLL_S = 0.02
 
 
 def main() -> NoReturn:
-    """Ask, and wait for the answer."""
+    """Write a request, and exit with the exit code of its command."""
     if len(sys.argv) < 3:
-        sys.exit("stoker: say which slot, and what to start there: worker/1 hostname")
+        sys.exit("stoker: usage: $STOKER_ASK SLOT COMMAND, for example: worker/1 hostname")
     name = f"{time.time_ns():x}-{os.getpid()}"
-    asks = Path(__file__).resolve().parent / "asks"
-    ask, answer = asks / f"{name}.json", asks / f"{name}.exit"
+    folder = Path(__file__).resolve().parent / "exec"
+    request, exit_file = folder / f"{name}.json", folder / f"{name}.exit"
 
-    def take_back(number: int, frame: object) -> None:  # noqa: ARG001
-        ask.unlink(missing_ok=True)
+    def cancel(number: int, frame: object) -> None:  # noqa: ARG001
+        request.unlink(missing_ok=True)
         os._exit(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, take_back)
-    words = {"slot": sys.argv[1], "command": " ".join(sys.argv[2:]), "cwd": str(Path.cwd()), "pid": os.getpid()}
+        signal.signal(number, cancel)
+    fields = {"slot": sys.argv[1], "command": " ".join(sys.argv[2:]), "cwd": str(Path.cwd()), "pid": os.getpid()}
     try:
-        (asks / f".{name}").write_text(json.dumps(words))
-        (asks / f".{name}").rename(ask)
-        while not answer.exists():
-            if not ask.exists():
-                sys.exit("stoker: the command was taken back")
+        (folder / f".{name}").write_text(json.dumps(fields))
+        (folder / f".{name}").rename(request)
+        while not exit_file.exists():
+            if not request.exists():
+                sys.exit("stoker: the command was cancelled")
             time.sleep(POLL_S)
     except FileNotFoundError:
-        sys.exit("stoker: nobody keeps this slot any more")
-    code = int(answer.read_text())
-    ask.unlink(missing_ok=True)
-    answer.unlink(missing_ok=True)
+        sys.exit("stoker: this slot has exited")
+    code = int(exit_file.read_text())
+    request.unlink(missing_ok=True)
+    exit_file.unlink(missing_ok=True)
     sys.exit(code if code >= 0 else 128 - code)
 
 

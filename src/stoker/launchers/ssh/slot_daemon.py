@@ -1,16 +1,18 @@
-"""Keeps one slot on a host, also while nobody is connected, and relays it to whoever asks for it.
+"""Slot daemon: runs one slot on a remote host and keeps it running while the ssh connection is down.
 
-On the standard library alone, for Python 3.8 and later: it is sent through `ssh` and needs nothing of ours there. The
-keeper is a daemon with a folder of its own; the relay is at the other end of `ssh`, and comes and goes:
+Standard library only, Python 3.8 or later: the source is sent through `ssh` and needs no stoker on the host.
 
-    key     by which a slot is known again; who comes with another one starts anew
-    pid     of the keeper
-    log     all that the slot printed, written by itself
-    lease   touched while somebody listens; when it is too old, the keeper ends the slot. None for who left for good
-    exit    how it ended; its room on the disk is taken before the slot starts
-    ask, asks/   by which the slot has commands started on other hosts
+There are two processes. The slot daemon owns the slot and outlives connections. An attach session runs at the far end
+of each `ssh` connection and comes and goes with it. They share the folder of the slot:
 
-The relay tells the keeper by signals that the slot is to end: a disk may be full.
+    key     identifies the slot; a request with another key starts the slot again
+    pid     of the daemon
+    log     the slot's output, written by the slot itself
+    lease   touched while a client is connected; the daemon stops the slot when it expires (never for a detached run)
+    exit    the exit record; its disk space is allocated before the slot starts
+    rsh-agent, exec/   run commands on the hosts of other slots
+
+The attach session asks the daemon to stop the slot by signals, because the disk may be full.
 """
 
 from __future__ import annotations
@@ -33,25 +35,26 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MAGIC = b"\0stoker agent\n"
-"""Comes before the first frame; a login may print anything before that."""
-ANSWER, OUTPUT, ALIVE, EXIT, GONE, HELD, ASK = b"a", b"o", b"k", b"x", b"g", b"h", b"q"
-BEAT_S = 2.0
-LEFTOVER_S = 0.5
+"""Precedes the first frame; a login shell may print anything before it."""
+RESPONSE, OUTPUT, ALIVE, EXIT, GONE, ATTACHED, EXEC = b"a", b"o", b"k", b"x", b"g", b"h", b"q"
+ALIVE_INTERVAL_S = 2.0
+LEFTOVER_GRACE_S = 0.5
 POLL_S = 0.02
-IDLE_S = 0.25
-"""Between two looks of a relay while nothing happens: the folder may lie on a disk that many hosts share."""
-LEASE_S = 0.5
-DEATH_S = 20.0
-"""How long processes may take to be gone that were killed."""
-START_S = 10.0
-ROOM = 4096
-TO_END, AT_ONCE = signal.SIGUSR1, signal.SIGUSR2
-CHUNK = 1 << 16
+MAX_POLL_S = 0.25
+"""Poll interval of an idle attach session: the folder may be on a file system that many hosts share."""
+LEASE_CHECK_S = 0.5
+KILL_TIMEOUT_S = 20.0
+"""How long killed processes may take to disappear."""
+START_TIMEOUT_S = 10.0
+EXIT_RECORD_BYTES = 4096
+STOP_SIGNAL, KILL_SIGNAL = signal.SIGUSR1, signal.SIGUSR2
+CHUNK_BYTES = 1 << 16
+DAEMON_GONE = "its daemon was killed or the host was rebooted"
 _PR_SET_PDEATHSIG = 1
 
 
-class Frames:
-    """Writes frames, from any thread: a letter, a length, so many bytes."""
+class FrameWriter:
+    """Thread-safe writer of frames: one byte for the kind, the payload length, the payload."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._lock = fd, threading.Lock()
@@ -64,128 +67,129 @@ class Frames:
                 rest = rest[os.write(self._fd, rest) :]
 
     def send_json(self, kind: bytes, data: Any) -> None:
-        """Send a frame of JSON."""
+        """Send a frame with a JSON payload."""
         self.send(kind, json.dumps(data).encode())
 
 
-# --- The keeper
+# --- The slot daemon
 
 
-class Keeper:
-    """Runs one slot until it ends, is to end, or has not been asked for within its lease."""
+class SlotDaemon:
+    """Runs one slot until it exits, is stopped, or its lease expires."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self._request, self._folder = request, Path(request["folder"])
-        self._marks = dict(request["marks"])
-        self._lease, self._heard = 0, time.monotonic()
-        self._is_alone = self._is_told = False
-        self._terms = 0
+        self._tags = dict(request["tags"])
+        self._lease_mtime_ns, self._lease_renewed = 0, time.monotonic()
+        self._is_abandoned = self._is_terminated = False
+        self._stop_level = 0
+        """How the slot was asked to stop: 0 not at all, 1 by SIGTERM, 2 by SIGKILL."""
 
-    def keep(self) -> None:
-        """Start the slot, and stay until nothing of it is left, and somebody knows."""
-        self._listen()
-        write(self._folder / ".exit", " " * ROOM)
-        write(self._folder / "pid", str(os.getpid()))
-        kills = oom_kills()
+    def run(self) -> None:
+        """Run the slot, terminate its remaining processes, and publish its exit record."""
+        self._install_signal_handlers()
+        write_atomic(self._folder / ".exit", " " * EXIT_RECORD_BYTES)
+        write_atomic(self._folder / "pid", str(os.getpid()))
+        oom_kills_before = oom_kills()
         try:
             child = self._start()
         except OSError as error:
-            self._tell({"refusal": str(error.strerror or error)})
+            self._publish_exit({"start_error": str(error.strerror or error)})
             return
-        code = self._watch(child)
-        left = end_marked(self._marks, 0 if self._terms > 1 else LEFTOVER_S)
-        if self._is_alone:
-            remove(self._folder)
+        code = self._wait(child)
+        survivors = terminate_tagged(self._tags, 0 if self._stop_level > 1 else LEFTOVER_GRACE_S)
+        if self._is_abandoned:
+            remove_slot_folder(self._folder)
         else:
-            self._tell({"code": code, "oom": oom_kills() > kills, "left": left})
+            self._publish_exit({"code": code, "oom": oom_kills() > oom_kills_before, "survivors": survivors})
 
-    def _listen(self) -> None:
-        """Take signals for wishes; any of them, the end of the slot too, ends a pause."""
-        self._woken, wake = os.pipe()
-        os.set_blocking(self._woken, False)
-        os.set_blocking(wake, False)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, TO_END, AT_ONCE):
+    def _install_signal_handlers(self) -> None:
+        """Handle stop requests; any signal, SIGCHLD included, wakes up `_sleep`."""
+        self._wakeup_fd, write_fd = os.pipe()
+        os.set_blocking(self._wakeup_fd, False)
+        os.set_blocking(write_fd, False)
+        signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, STOP_SIGNAL, KILL_SIGNAL):
             signal.signal(number, self._on_signal)
 
-    def _pause(self) -> None:
-        select.select([self._woken], [], [], LEASE_S)
+    def _sleep(self) -> None:
+        select.select([self._wakeup_fd], [], [], LEASE_CHECK_S)
         with contextlib.suppress(BlockingIOError):
-            os.read(self._woken, CHUNK)
+            os.read(self._wakeup_fd, CHUNK_BYTES)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        libc, keeper = ctypes.CDLL(None), os.getpid()
+        libc, daemon_pid = ctypes.CDLL(None), os.getpid()
 
-        def die_with_us() -> None:
+        def die_with_daemon() -> None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != keeper:
+            if os.getppid() != daemon_pid:
                 os._exit(128 + signal.SIGTERM)
 
         request = self._request
         with open(self._folder / "log", "ab", buffering=0) as log:
             return subprocess.Popen(
                 request["argv"],
-                env={**os.environ, **request["env"], **self._marks},
+                env={**os.environ, **request["env"], **self._tags},
                 cwd=request["cwd"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=die_with_us,
+                preexec_fn=die_with_daemon,
             )
 
-    def _watch(self, child: subprocess.Popen[bytes]) -> int:
-        """Wait for the end of the slot, or bring it about: TERM, the time for a last checkpoint, KILL."""
-        told, deadline = 0, float("inf")
+    def _wait(self, child: subprocess.Popen[bytes]) -> int:
+        """Wait until the slot exits, and return its exit code; stop it by SIGTERM, a grace period and SIGKILL."""
+        signalled_level, deadline = 0, float("inf")
         while True:
             code = child.poll()
             if code is not None:
                 return code
             now = time.monotonic()
-            self._is_alone = self._is_alone or self._is_silent()
-            if (self._is_alone or self._is_told) and deadline == float("inf"):
-                # Who was told to end had its time already.
-                self._terms = 2 if self._terms else 1
+            self._is_abandoned = self._is_abandoned or self._has_lease_expired()
+            if (self._is_abandoned or self._is_terminated) and deadline == float("inf"):
+                # A slot that was already asked to stop has had its grace period.
+                self._stop_level = 2 if self._stop_level else 1
                 deadline = now + self._request["grace_s"]
             if now > deadline:
-                self._terms = 2
-            if self._terms > told:
-                told = self._terms
-                child.send_signal(signal.SIGTERM if told == 1 else signal.SIGKILL)
-            self._pause()
+                self._stop_level = 2
+            if self._stop_level > signalled_level:
+                signalled_level = self._stop_level
+                child.send_signal(signal.SIGTERM if signalled_level == 1 else signal.SIGKILL)
+            self._sleep()
 
-    def _is_silent(self) -> bool:
-        """Whether the lease has run out. Only its changes count, so that clocks may be set."""
-        limit = self._request["lost_after_s"]
-        if limit is None:
+    def _has_lease_expired(self) -> bool:
+        """Whether the lease has expired. Only changes of its mtime count, so that the clock may be set."""
+        limit_s = self._request["lost_after_s"]
+        if limit_s is None:
             return False
         with contextlib.suppress(OSError):
-            lease = os.stat(self._folder / "lease").st_mtime_ns
-            if lease != self._lease:
-                self._lease, self._heard = lease, time.monotonic()
-        return time.monotonic() - self._heard > float(limit)
+            mtime_ns = os.stat(self._folder / "lease").st_mtime_ns
+            if mtime_ns != self._lease_mtime_ns:
+                self._lease_mtime_ns, self._lease_renewed = mtime_ns, time.monotonic()
+        return time.monotonic() - self._lease_renewed > float(limit_s)
 
-    def _tell(self, how: dict[str, Any]) -> None:
-        """Leave word of the end until it was taken; one that is left for good is not waited for."""
+    def _publish_exit(self, record: dict[str, Any]) -> None:
+        """Publish the exit record until it is acknowledged; that of a detached run stays without waiting."""
         with open(self._folder / ".exit", "r+") as file:
-            file.write(json.dumps(how)[:ROOM])
+            file.write(json.dumps(record)[:EXIT_RECORD_BYTES])
         (self._folder / ".exit").rename(self._folder / "exit")
         if self._request["lost_after_s"] is None:
             return
         while self._folder.exists():
-            if self._is_silent():
-                remove(self._folder)
-            self._pause()
+            if self._has_lease_expired():
+                remove_slot_folder(self._folder)
+            self._sleep()
 
     def _on_signal(self, number: int, frame: Any) -> None:  # noqa: ARG002
-        if number in (TO_END, AT_ONCE):
-            self._terms = max(self._terms, 1 if number == TO_END else 2)
+        if number in (STOP_SIGNAL, KILL_SIGNAL):
+            self._stop_level = max(self._stop_level, 1 if number == STOP_SIGNAL else 2)
         elif number != signal.SIGCHLD:
-            self._is_told = True
+            self._is_terminated = True
 
 
-def _become_keeper(request: dict[str, Any]) -> None:
-    """Start a keeper that neither the end of `ssh` nor of its session touches."""
+def _start_daemon(request: dict[str, Any]) -> None:
+    """Start a slot daemon that survives the end of `ssh` and of its session."""
     child = os.fork()
     if child:
         os.waitpid(child, 0)
@@ -196,179 +200,188 @@ def _become_keeper(request: dict[str, Any]) -> None:
         if os.fork():
             os._exit(0)
         null = os.open(os.devnull, os.O_RDWR)
-        trouble = os.open(str(Path(request["folder"], "trouble")), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        for fd, source in ((0, null), (1, trouble), (2, trouble)):
+        errors = os.open(str(Path(request["folder"], "daemon.log")), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for fd, source in ((0, null), (1, errors), (2, errors)):
             os.dup2(source, fd)
-        os.closerange(3, max(trouble, null, 64) + 1)
-        Keeper(request).keep()
+        os.closerange(3, max(errors, null, 64) + 1)
+        SlotDaemon(request).run()
         status = 0
     finally:
         os._exit(status)
 
 
-# --- The relay
+# --- The attach session
 
 
-class Gone(Exception):  # noqa: N818
-    """What is asked for is not there any more."""
+class SlotGoneError(Exception):
+    """The slot is no longer on this host, or could not be started."""
 
 
-class Relay:
-    """Starts a keeper, or finds it again, and carries between it and who asks."""
+class AttachSession:
+    """Attaches one `ssh` connection to a slot: starts or finds its daemon, streams output, passes on requests."""
 
-    def __init__(self, request: dict[str, Any], frames: Frames) -> None:
+    def __init__(self, request: dict[str, Any], frames: FrameWriter) -> None:
         self._request, self._frames = request, frames
         self._folder = Path(request["folder"])
         self._offset = int(request["offset"])
         self._log: BinaryIO | None = None
-        self._asked: set[str] = set()
+        self._reported: set[str] = set()
         self._has_listed = False
-        self._is_over = threading.Event()
+        self._is_done = threading.Event()
 
     def run(self, requests: BinaryIO) -> None:
-        """Carry until the end of the slot was told and heard, or nobody listens."""
+        """Stream until the exit record is acknowledged or the connection ends."""
         try:
-            self._find()
-            self._frames.send(HELD)
-            threading.Thread(target=self._hear, args=(requests,), daemon=True).start()
-            self._carry()
-            while not self._is_over.wait(IDLE_S) and self._folder.exists():
-                pass  # until it was heard, or nobody is there who could say so
-        except Gone as gone:
+            self._find_or_start_daemon()
+            self._frames.send(ATTACHED)
+            threading.Thread(target=self._handle_requests, args=(requests,), daemon=True).start()
+            self._stream()
+            while not self._is_done.wait(MAX_POLL_S) and self._folder.exists():
+                pass  # until the exit record is acknowledged, or the daemon has given up waiting for that
+        except SlotGoneError as gone:
             self._frames.send(GONE, str(gone).encode())
         except (OSError, ValueError) as error:
-            self._frames.send(GONE, f"could not be kept there: {error}".encode())
+            self._frames.send(GONE, f"could not run the slot: {error}".encode())
 
-    def _find(self) -> None:
-        """Find the keeper of this very slot, or start one; who still keeps an earlier life of it is ended."""
-        lock = _locked(self._folder.parent)
+    def _find_or_start_daemon(self) -> None:
+        """Find the daemon with the key of the request, or stop those of earlier attempts and start one."""
+        lock = _lock_folder(self._folder.parent)
         try:
-            if read(self._folder / "key") == self._request["key"]:
+            if read_text(self._folder / "key") == self._request["key"]:
                 return
-            if not self._request["starts"]:
-                raise Gone("has ended what ran there, as nobody was heard of")
-            self._clear()
+            if not self._request["can_start"]:
+                raise SlotGoneError("stopped the slot because no client was connected")
+            self._clear_previous()
             self._folder.mkdir(mode=0o700, parents=True)
-            write(self._folder / "key", self._request["key"])
-            write(self._folder / "lease", "")
-            if self._request.get("ask"):
-                self._offer(self._request["ask"])
-            _become_keeper(self._request)
-            deadline = time.monotonic() + START_S
-            while not read(self._folder / "pid"):
-                if time.monotonic() > deadline:
-                    raise Gone(f"could not keep the slot: {read(self._folder / 'trouble') or 'no reason was given'}")
-                time.sleep(POLL_S)
+            write_atomic(self._folder / "key", self._request["key"])
+            write_atomic(self._folder / "lease", "")
+            if self._request.get("rsh_agent"):
+                self._install_rsh_agent(self._request["rsh_agent"])
+            _start_daemon(self._request)
+            self._wait_for_pid()
         finally:
             os.close(lock)
 
-    def _clear(self) -> None:
-        """End what is left of earlier lives of the slot."""
-        if not self._request["clears"]:
+    def _wait_for_pid(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not read_text(self._folder / "pid"):
+            if time.monotonic() > deadline:
+                reason = read_text(self._folder / "daemon.log") or f"no pid after {START_TIMEOUT_S:g} s"
+                raise SlotGoneError(f"could not start the slot daemon: {reason}")
+            time.sleep(POLL_S)
+
+    def _clear_previous(self) -> None:
+        """Kill what is left of earlier attempts of the slot."""
+        if not self._request["clear_previous"]:
             return
         for folder in self._folder.parent.glob(f"{self._folder.name.split('.')[0]}.*"):
-            _end_keeper(folder)
-            remove(folder)
-        if left := end_marked(self._request["marks"], LEFTOVER_S):
-            raise Gone(f"cannot end what is left there of an earlier attempt: {_numbered(left)}")
+            _signal_daemon(folder, signal.SIGKILL)
+            remove_slot_folder(folder)
+        if survivors := terminate_tagged(self._request["tags"], LEFTOVER_GRACE_S):
+            raise SlotGoneError(f"cannot kill {_format_pids(survivors)} of an earlier attempt")
 
-    def _offer(self, program: str) -> None:
-        """Put the program there by which the slot asks for commands on other hosts."""
-        (self._folder / "asks").mkdir()
-        write(self._folder / "ask", f"#!{sys.executable}\n{program}", mode=0o700)
-        self._request["env"]["STOKER_ASK"] = str(self._folder / "ask")
+    def _install_rsh_agent(self, source: str) -> None:
+        """Write the program by which the slot runs commands on the hosts of other slots."""
+        (self._folder / "exec").mkdir()
+        path = self._folder / "rsh-agent"
+        write_atomic(path, f"#!{sys.executable}\n{source}", mode=0o700)
+        self._request["env"]["STOKER_ASK"] = str(path)
 
-    def _carry(self) -> None:
-        """Send what is printed, what is asked, and how it ends."""
-        beat, pause, pid = float("-inf"), POLL_S, _pid(self._folder)
-        while not self._is_over.is_set():
+    def _stream(self) -> None:
+        """Send output, exec requests and, at last, the exit record."""
+        last_alive, pause_s, pid = float("-inf"), POLL_S, _read_pid(self._folder)
+        while not self._is_done.is_set():
             now = time.monotonic()
-            if now - beat >= BEAT_S:
-                beat = now
+            if now - last_alive >= ALIVE_INTERVAL_S:
+                last_alive = now
                 self._frames.send(ALIVE)
-            is_kept = _is_keeper(pid)
-            how = read(self._folder / "exit")  # looked at before the last of the log
-            is_busy = self._pass_output() | self._pass_asks()
-            if how:
-                self._frames.send(EXIT, how.strip().encode())
+            is_running = _is_daemon(pid)
+            exit_record = read_text(self._folder / "exit")  # before the last of the log, so that nothing is missed
+            is_busy = self._send_output() | self._send_exec_requests()
+            if exit_record:
+                self._frames.send(EXIT, exit_record.strip().encode())
                 return
-            if not is_kept and not (self._folder / "exit").exists():
-                left = end_marked(self._request["marks"], LEFTOVER_S)
-                remove(self._folder)
-                and_left = f"; what cannot be ended there: {_numbered(left)}" if left else ""
-                raise Gone(f"has lost what ran there: its keeper was killed, or the host was started anew{and_left}")
-            pause = POLL_S if is_busy else min(2 * pause, IDLE_S)
-            self._is_over.wait(pause)
+            if not is_running and not (self._folder / "exit").exists():
+                self._raise_daemon_gone()
+            pause_s = POLL_S if is_busy else min(2 * pause_s, MAX_POLL_S)
+            self._is_done.wait(pause_s)
 
-    def _pass_output(self) -> bool:
-        """Send what is new; tell whether anything was."""
+    def _raise_daemon_gone(self) -> None:
+        """Kill what the daemon left behind, and report that it is gone."""
+        survivors = terminate_tagged(self._request["tags"], LEFTOVER_GRACE_S)
+        remove_slot_folder(self._folder)
+        note = f"; {_format_pids(survivors)} cannot be killed" if survivors else ""
+        raise SlotGoneError(f"lost the slot: {DAEMON_GONE}{note}")
+
+    def _send_output(self) -> bool:
+        """Send new output; return whether there was any."""
         if self._log is None:
             try:
-                self._log = open(self._folder / "log", "rb")  # noqa: SIM115 (for as long as we are)
+                self._log = open(self._folder / "log", "rb")  # noqa: SIM115 (stays open for the whole session)
             except FileNotFoundError:
                 return False
         begin = self._offset
         while os.fstat(self._log.fileno()).st_size > self._offset:
             self._log.seek(self._offset)
-            data = self._log.read(CHUNK)
+            data = self._log.read(CHUNK_BYTES)
             if not data:
                 break
             self._frames.send(OUTPUT, data)
             self._offset += len(data)
         return self._offset > begin
 
-    def _pass_asks(self) -> bool:
-        """Tell of new asks, and of those that were taken back; give whether there were any."""
-        if not self._request.get("ask"):
+    def _send_exec_requests(self) -> bool:
+        """Send new and cancelled exec requests; return whether there were any."""
+        if not self._request.get("rsh_agent"):
             return False
-        there = {path.name[:-5]: path for path in (self._folder / "asks").glob("*.json")}
-        is_new = False
-        if not self._has_listed:  # what was taken back while nobody was connected is not among them
+        pending = {path.name[:-5]: path for path in (self._folder / "exec").glob("*.json")}
+        has_sent = False
+        if not self._has_listed:  # requests that were cancelled while no client was connected are not in the list
             self._has_listed = True
-            self._frames.send_json(ASK, {"all": list(there)})
-        for name, path in there.items():
-            if name not in self._asked and not path.with_suffix(".exit").exists():
-                if words := read(path):  # else it was just taken back
-                    self._asked.add(name)
-                    is_new = True
-                    self._frames.send_json(ASK, {"id": name, **json.loads(words)})
-            elif name in self._asked and not _is_asking(path):
+            self._frames.send_json(EXEC, {"pending": list(pending)})
+        for name, path in pending.items():
+            if name not in self._reported and not path.with_suffix(".exit").exists():
+                if text := read_text(path):  # empty: cancelled a moment ago
+                    self._reported.add(name)
+                    has_sent = True
+                    self._frames.send_json(EXEC, {"id": name, **json.loads(text)})
+            elif name in self._reported and not _is_requester_alive(path):
                 with contextlib.suppress(OSError):
                     path.unlink()
-        for name in self._asked - set(there):
-            self._asked.discard(name)
-            self._frames.send_json(ASK, {"id": name, "back": True})
-            is_new = True
-        return is_new
+        for name in self._reported - set(pending):
+            self._reported.discard(name)
+            self._frames.send_json(EXEC, {"id": name, "cancelled": True})
+            has_sent = True
+        return has_sent
 
-    def _hear(self, requests: BinaryIO) -> None:
-        """Renew the lease with every line, and do what it says; the end of them all says nothing about who asked."""
+    def _handle_requests(self, requests: BinaryIO) -> None:
+        """Renew the lease with every line and handle its request; EOF says nothing about whether the client lives."""
         for line in iter(requests.readline, b""):
             with contextlib.suppress(OSError):
                 os.utime(self._folder / "lease")
             with contextlib.suppress(OSError):
                 if line.strip():
-                    self._obey(json.loads(line))
+                    self._handle(json.loads(line))
         os._exit(0)
 
-    def _obey(self, request: dict[str, Any]) -> None:
-        if request["do"] == "end":
-            _signal_keeper(self._folder, TO_END if request["times"] == 1 else AT_ONCE)
-        elif request["do"] == "signal":
-            signal_marked(request["pid"], self._request["marks"], request["number"])
-        elif request["do"] == "answer":
-            write(self._folder / "asks" / f"{request['id']}.exit", str(request["code"]))
-            self._asked.discard(request["id"])
-        elif request["do"] == "bye":
-            pid = _pid(self._folder)
-            remove(self._folder)
-            if _is_keeper(pid):  # which looks whether it is still needed
+    def _handle(self, request: dict[str, Any]) -> None:
+        if request["op"] == "stop":
+            _signal_daemon(self._folder, STOP_SIGNAL if request["level"] == 1 else KILL_SIGNAL)
+        elif request["op"] == "signal":
+            signal_tagged(request["pid"], self._request["tags"], request["number"])
+        elif request["op"] == "exec_exit":
+            write_atomic(self._folder / "exec" / f"{request['id']}.exit", str(request["code"]))
+            self._reported.discard(request["id"])
+        elif request["op"] == "acknowledge":
+            pid = _read_pid(self._folder)
+            remove_slot_folder(self._folder)
+            if _is_daemon(pid):  # wake it up, so that it sees that its folder is gone
                 os.kill(pid, signal.SIGCHLD)
-            self._is_over.set()
+            self._is_done.set()
 
 
-def _locked(folder: Path) -> int:
-    """Be alone in the folder of a run; another slot that ends may just be removing it."""
+def _lock_folder(folder: Path) -> int:
+    """Return an exclusive lock on the folder of a run; another slot that exits may be removing the folder."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
@@ -379,35 +392,31 @@ def _locked(folder: Path) -> int:
             os.close(lock)
 
 
-def sweep(request: dict[str, Any]) -> dict[str, Any]:
-    """End all that is left of a run on this host, its keepers too."""
-    # Only those of its own slots: on a shared disk there are others.
+def clean_up_run(request: dict[str, Any]) -> dict[str, Any]:
+    """Kill all daemons and processes of a run on this host; return the pids that could not be killed."""
+    # Only the folders of this host's slots: others may be on the same shared disk.
     folders = [folder for name in request["slots"] for folder in Path(request["folder"]).glob(f"{name}.*")]
     for folder in folders:
-        _end_keeper(folder)
-    left = end_marked(request["marks"], request["grace_s"])
+        _signal_daemon(folder, signal.SIGKILL)
+    survivors = terminate_tagged(request["tags"], request["grace_s"])
     for folder in folders:
-        remove(folder)
-    return {"left": left}
+        remove_slot_folder(folder)
+    return {"survivors": survivors}
 
 
-def _end_keeper(folder: Path) -> None:
-    _signal_keeper(folder, signal.SIGKILL)
-
-
-def _signal_keeper(folder: Path, number: int) -> None:
-    pid = _pid(folder)
-    if _is_keeper(pid):
+def _signal_daemon(folder: Path, number: int) -> None:
+    pid = _read_pid(folder)
+    if _is_daemon(pid):
         with contextlib.suppress(OSError):
             os.kill(pid, number)
 
 
-def _pid(folder: Path) -> int:
-    return int(read(folder / "pid") or 0)
+def _read_pid(folder: Path) -> int:
+    return int(read_text(folder / "pid") or 0)
 
 
-def _is_keeper(pid: int) -> bool:
-    """Whether a keeper has this number, on this host; it could be another's by now, and ours after a new start."""
+def _is_daemon(pid: int) -> bool:
+    """Whether a process is a slot daemon of this run on this host; after a reboot the pid may be any process's."""
     try:
         if pid == os.getpid():
             return False
@@ -417,62 +426,65 @@ def _is_keeper(pid: int) -> bool:
         return False
 
 
-def _is_asking(path: Path) -> bool:
-    """Whether the one that asked still waits."""
+def _is_requester_alive(path: Path) -> bool:
+    """Whether the process that wrote an exec request still waits for its exit code."""
     try:
-        pid = json.loads(read(path) or "{}").get("pid", 0)
+        pid = json.loads(read_text(path) or "{}").get("pid", 0)
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return b"ask" in file.read()
+            return b"rsh-agent" in file.read()
     except (OSError, ValueError):
         return False
 
 
-# --- Processes that are known by variables in their environment
+# --- Processes tagged by variables in their environment
 
 
-def end_marked(marks: dict[str, str], grace_s: float) -> list[int]:
-    """End all processes with these variables: TERM, some time, KILL; give those that a disk or a driver holds fast."""
-    for pid in marked(marks):
-        signal_marked(pid, marks, signal.SIGTERM)
+def terminate_tagged(tags: dict[str, str], grace_s: float) -> list[int]:
+    """Send SIGTERM, after the grace period SIGKILL, to all processes with these tags; return the survivors.
+
+    A process survives SIGKILL while it waits for a disk or a driver.
+    """
+    for pid in list_tagged(tags):
+        signal_tagged(pid, tags, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while left := marked(marks):
-        late = time.monotonic() - deadline
-        if late > DEATH_S:
+    while pids := list_tagged(tags):
+        overdue_s = time.monotonic() - deadline
+        if overdue_s > KILL_TIMEOUT_S:
             break
-        if late >= 0:
-            for pid in left:
-                signal_marked(pid, marks, signal.SIGKILL)
+        if overdue_s >= 0:
+            for pid in pids:
+                signal_tagged(pid, tags, signal.SIGKILL)
         time.sleep(POLL_S)
-    return left
+    return pids
 
 
-def _numbered(pids: list[int]) -> str:
+def _format_pids(pids: list[int]) -> str:
     return f"process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))}"
 
 
-def marked(marks: dict[str, str]) -> list[int]:
-    """List the processes with these variables."""
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and _bears(int(name), marks)]
+def list_tagged(tags: dict[str, str]) -> list[int]:
+    """List the processes with these tags."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and _has_tags(int(name), tags)]
 
 
-def _bears(pid: int, marks: dict[str, str]) -> bool:
+def _has_tags(pid: int, tags: dict[str, str]) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             environ = file.read().split(b"\0")
     except OSError:
         return False
-    return all(f"{name}={value}".encode() in environ for name, value in marks.items())
+    return all(f"{name}={value}".encode() in environ for name, value in tags.items())
 
 
-def signal_marked(pid: int, marks: dict[str, str], number: int) -> None:
-    """Signal a process, if it is one of ours."""
+def signal_tagged(pid: int, tags: dict[str, str], number: int) -> None:
+    """Send a signal to a process, if it has these tags."""
     with contextlib.suppress(OSError):
-        if _bears(pid, marks):
+        if _has_tags(pid, tags):
             os.kill(pid, number)
 
 
 def oom_kills() -> int:
-    """Count what the kernel of this host has killed for want of memory."""
+    """Return how many processes the OOM killer of this host has killed."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -483,32 +495,32 @@ def oom_kills() -> int:
 # --- Files
 
 
-def read(path: Path) -> str:
-    """Read a small file; nothing when it is not there."""
+def read_text(path: Path) -> str:
+    """Read a small file; return an empty string if there is none."""
     try:
         return path.read_text()
     except OSError:
         return ""
 
 
-def write(path: Path, text: str, mode: int = 0o600) -> None:
-    """Write a small file at once: whoever reads sees the old one or the new one."""
+def write_atomic(path: Path, text: str, mode: int = 0o600) -> None:
+    """Write a small file atomically: a reader sees the old content or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(os.open(str(temporary), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
         file.write(text)
     temporary.replace(path)
 
 
-def remove(folder: Path) -> None:
-    """Remove the folder of a slot, and those above it that are empty then: checkpoints stay."""
+def remove_slot_folder(folder: Path) -> None:
+    """Remove the folder of a slot and its parents if they are empty then; checkpoints stay."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         folder.parent.rmdir()
         folder.parent.parent.rmdir()
 
 
-def lines(requests: BinaryIO) -> Iterator[dict[str, Any]]:
-    """Give what is asked, a line of JSON each."""
+def read_requests(requests: BinaryIO) -> Iterator[dict[str, Any]]:
+    """Yield requests, one line of JSON each; empty lines are keep-alives."""
     for line in iter(requests.readline, b""):
         if line.strip():
             yield json.loads(line)

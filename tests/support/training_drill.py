@@ -1,0 +1,62 @@
+"""A small deterministic training for fault drills: its job file, an undisturbed reference, and its final state."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from stoker.jobs.run_folder import Run
+from stoker.telemetry.reader import read_run
+from stoker.trainers.checkpoints import decode_checkpoint
+from tests.support.trees import stoker
+
+SAMPLES, EPOCHS = 300, 4
+
+
+def train_reference(folder: Path) -> Path:
+    """Fill a folder with shards, and with an undisturbed training on this machine."""
+    source = f"synthetic:samples={SAMPLES},classes=5,size=40x32,val=20"
+    assert stoker("data", "convert", source, folder / "shards", "--shard-samples", "50") == 0
+    before = os.environ.get("STOKER_HOME")
+    os.environ["STOKER_HOME"] = str(folder / "stoker")
+    try:
+        assert stoker("job", "run", write_training_job(folder, folder / "shards", {})) == 0
+    finally:
+        os.environ.pop("STOKER_HOME") if before is None else os.environ.update(STOKER_HOME=before)
+    return folder
+
+
+def write_training_job(folder: Path, shards: Path, ssh: dict[str, Any], **keys: Any) -> Path:
+    """Write the job file of the training, with its ledger and checkpoints in a folder."""
+    words = f"--model small --size 32 --global-batch-size 12 --epochs {EPOCHS} --deterministic --seed 3 --threads 1"
+    words += f" --checkpoint-every-steps 2 --log-every 1s --ledger {folder / 'ledger'}"
+    job = {
+        "name": "drill",
+        "workers": 2,
+        "program": {"module": "stoker.trainers.torch_image", "args": words.split()},
+        "data": {"train": str(shards / "train"), "val": str(shards / "val")},
+        "checkpoint": {"dir": str(folder / "checkpoints")},
+        "env": {"OMP_NUM_THREADS": "1"},
+        "profile": {"every": 0},
+        "retries": 4,
+        "grace": 5,
+        "ssh": ssh,
+        **keys,
+    }
+    path = folder / "job.yaml"
+    path.write_text(json.dumps(job))
+    return path
+
+
+def final_state(folder: Path) -> dict[str, Any]:
+    """The weights and momentum buffers in the newest checkpoint."""
+    newest = max((folder / "checkpoints").glob("step-*.pt"))
+    checkpoint = decode_checkpoint(newest.read_bytes(), where=str(newest))
+    momentum = {f"momentum {key}": one["momentum_buffer"] for key, one in checkpoint["optimizer"]["state"].items()}
+    return {**checkpoint["model"], **momentum}
+
+
+def has_reached_step(run: Run, step: int) -> bool:
+    return any(event.fields.get("step", 0) >= step for event in read_run(run.logs).events)
