@@ -1,4 +1,4 @@
-"""Pods of visits: what stays behind is removed, and what is not ours or still runs is not."""
+"""Ephemeral pods: ours are deleted, also after an unclear failure; those of others and running ones are not."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from stoker.errors import AccessError, ConflictError, UnavailableError
+from stoker.errors import AccessDeniedError, ConflictError, UnavailableError
 from stoker.kube.ephemeral_pod import delete_finished, ephemeral_pod
 
-POD = {"metadata": {"name": "look"}}
+POD = {"metadata": {"name": "inspect-data"}}
 
 
-def test_only_visits_that_are_over_are_swept() -> None:
+def test_delete_finished_keeps_running_pods() -> None:
     def pod(name: str, phase: str) -> dict[str, Any]:
         return {"metadata": {"name": name}, "spec": {"restartPolicy": "Never"}, "status": {"phase": phase}}
 
-    cluster = MagicMock()
-    cluster.delete.side_effect = AccessError("you may not")
-    delete_finished([pod("over", "Failed"), pod("now", "Running"), pod("done", "Succeeded")], cluster)
-    assert [call.args[1] for call in cluster.delete.call_args_list] == ["over", "done"]
+    client = MagicMock()
+    client.delete.side_effect = AccessDeniedError("denied")
+    delete_finished([pod("failed", "Failed"), pod("running", "Running"), pod("done", "Succeeded")], client)
+    assert [call.args[1] for call in client.delete.call_args_list] == ["failed", "done"]
 
 
 @pytest.mark.parametrize(
-    ("error", "is_deleted"), [(UnavailableError("no answer came"), True), (ConflictError("is there already"), False)]
+    ("error", "is_deleted"), [(UnavailableError("connection lost"), True), (ConflictError("already exists"), False)]
 )
-def test_a_pod_that_may_have_been_made_is_deleted_and_one_of_others_is_not(error: Exception, is_deleted: bool) -> None:
-    cluster = MagicMock()
-    cluster.create.side_effect, cluster.get.return_value = error, None
-    with pytest.raises(type(error)), ephemeral_pod(cluster, POD, wait_s=1, report=print):
+def test_pod_is_deleted_unless_the_server_rejected_it(error: Exception, is_deleted: bool) -> None:
+    client = MagicMock()
+    client.create.side_effect, client.get.return_value = error, None
+    with pytest.raises(type(error)), ephemeral_pod(client, POD, wait_s=1, report=print):
         pass
-    assert cluster.delete.called is is_deleted
+    assert client.delete.called is is_deleted

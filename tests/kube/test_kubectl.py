@@ -1,4 +1,4 @@
-"""kubectl's command lines, and how its streams, codes and signals are passed on; with a program in its place."""
+"""kubectl: command lines, and how streams, exit codes and signals are passed on, tested with a fake program."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ with open({log!r}, "a") as log:
     log.write(json.dumps({{"argv": sys.argv[1:], "config": os.environ.get("KUBECONFIG")}}) + "\\n")
 {body}
 """
-PLACE = ["--context=arn:aws:eks:us:1:cluster/one", "--namespace=team"]
+TARGET_ARGS = ["--context=arn:aws:eks:us:1:cluster/one", "--namespace=team"]
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     config = tmp_path / "config"
     config.write_text("contexts: []\n")
     monkeypatch.setenv("KUBECONFIG", str(config))
@@ -39,8 +39,10 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[], list[dict[str, Any]]]]:
-    """Put a program called kubectl on the PATH; give what it was called with."""
+def install_kubectl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Callable[[], list[dict[str, Any]]]]:
+    """Put a fake kubectl on the PATH; return a function that lists its calls."""
     log = tmp_path / "calls"
 
     def install(body: str) -> Callable[[], list[dict[str, Any]]]:
@@ -54,7 +56,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Cal
     return install
 
 
-def test_every_word_is_one_argument() -> None:
+def test_every_word_is_an_argument_of_its_own() -> None:
     line = exec_argv("digits-0", "main", ["sh", "-c", "echo $HOME; ls -l", "--tty"], stdin=True, tty=False)
     assert line == ["exec", "digits-0", "--container=main", "--stdin", "--", "sh", "-c", "echo $HOME; ls -l", "--tty"]
     assert "--tty" in exec_argv("p", "main", ["sh"], stdin=True, tty=True)
@@ -62,7 +64,7 @@ def test_every_word_is_one_argument() -> None:
     assert base_argv("kubectl", None, "team") == ["kubectl", "--namespace=team"]
 
 
-def test_tunnels_begin_on_this_machine_only() -> None:
+def test_port_forward_binds_to_localhost_only() -> None:
     assert port_forward_argv("p", {8080: 6006, 22: 22}) == [
         "port-forward",
         "--address=127.0.0.1",
@@ -73,126 +75,130 @@ def test_tunnels_begin_on_this_machine_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "port"),
+    ("text", "mapping"),
     [("6006", PortMapping(6006, 6006)), ("6006:8080", PortMapping(6006, 8080)), ("1:0", PortMapping(1, 0))],
 )
-def test_reads_ports(text: str, port: PortMapping) -> None:
-    assert PortMapping.parse(text) == port
+def test_parse_port_mapping(text: str, mapping: PortMapping) -> None:
+    assert PortMapping.parse(text) == mapping
 
 
 @pytest.mark.parametrize("text", ["", "0", "65536", "http", "80:", ":80", "80:70000", "-1", "80:80:80", "²", " 80"])
-def test_refuses_what_is_no_port(text: str) -> None:
-    with pytest.raises(InputError, match="is no port"):
+def test_invalid_port_mapping(text: str) -> None:
+    with pytest.raises(InputError) as caught:
         PortMapping.parse(text)
+    assert repr(text) in caught.value.what
+    assert "PORT:LOCAL" in str(caught.value.hint)
 
 
-def test_says_what_to_install(cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_kubectl_names_program_and_remedy(client: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not kubectl.is_installed()
-    with pytest.raises(MissingProgramError, match=r"a tunnel to a pod needs the program 'kubectl'.*install it"):
-        PortForward(cluster, "p", {1: 1})
+    with pytest.raises(MissingProgramError, match=r"'kubectl'.*kubernetes\.io/docs/tasks/tools"):
+        PortForward(client, "p", {1: 1})
 
 
-RUN = """
+SCRIPT = """
 import sys
 from types import SimpleNamespace
-from stoker.kube.kubectl import exec_into
-cluster = SimpleNamespace(context="arn:aws:eks:us:1:cluster/one", namespace="team")
-sys.exit(exec_into(cluster, "digits-0", "main", ["train", "--flag", "a b"]))
+from stoker.kube.kubectl import exec_interactive
+client = SimpleNamespace(context="arn:aws:eks:us:1:cluster/one", namespace="team")
+sys.exit(exec_interactive(client, "digits-0", "main", ["train", "--flag", "a b"]))
 """
 
 
-def run(**more: Any) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run([sys.executable, "-c", RUN], capture_output=True, timeout=60, check=False, **more)
+def run_script(**options: Any) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, timeout=60, check=False, **options)
 
 
-def test_streams_and_code_are_passed_on(cluster: Any, fake: Any) -> None:
-    calls = fake("sys.stdout.write(sys.stdin.read().upper()); sys.stderr.write('odd'); sys.exit(7)")
-    done = run(input=b"data\n")
-    assert (done.returncode, done.stdout, done.stderr) == (7, b"DATA\n", b"odd")
-    line = [*PLACE, "exec", "digits-0", "--container=main", "--stdin", "--", "train", "--flag", "a b"]
+def test_streams_and_exit_code_are_passed_on(client: Any, install_kubectl: Any) -> None:
+    calls = install_kubectl("sys.stdout.write(sys.stdin.read().upper()); sys.stderr.write('odd'); sys.exit(7)")
+    completed = run_script(input=b"data\n")
+    assert (completed.returncode, completed.stdout, completed.stderr) == (7, b"DATA\n", b"odd")
+    line = [*TARGET_ARGS, "exec", "digits-0", "--container=main", "--stdin", "--", "train", "--flag", "a b"]
     assert calls() == [{"argv": line, "config": os.environ["KUBECONFIG"]}]
 
 
-def test_reads_nothing_where_there_is_nothing_to_read(cluster: Any, fake: Any) -> None:
-    calls = fake("")
-    assert run(stdin=subprocess.DEVNULL).returncode == 0
+def test_no_stdin_flag_if_stdin_is_dev_null(client: Any, install_kubectl: Any) -> None:
+    calls = install_kubectl("")
+    assert run_script(stdin=subprocess.DEVNULL).returncode == 0
     assert "--stdin" not in calls()[0]["argv"]
 
 
-def test_a_signal_is_told_as_shells_do(cluster: Any, fake: Any) -> None:
-    fake("os.kill(os.getpid(), 9)")
-    assert run(input=b"").returncode == 128 + signal.SIGKILL
+def test_signal_becomes_exit_code_128_plus_n(client: Any, install_kubectl: Any) -> None:
+    install_kubectl("os.kill(os.getpid(), 9)")
+    assert run_script(input=b"").returncode == 128 + signal.SIGKILL
 
 
-def test_a_home_folder_in_the_configuration_s_name_is_found_by_both(
-    cluster: Any, fake: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_tilde_in_kubeconfig_is_expanded_for_kubectl(
+    client: Any, install_kubectl: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("KUBECONFIG", "~/config:/nowhere")
-    calls = fake("")
-    assert run(stdin=subprocess.DEVNULL).returncode == 0
+    calls = install_kubectl("")
+    assert run_script(stdin=subprocess.DEVNULL).returncode == 0
     assert calls()[0]["config"] == f"{tmp_path}/config:/nowhere"
 
 
-def test_in_a_pod_without_configuration_there_is_no_context_to_name(
-    cluster: Any, fake: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_no_context_flag_without_a_kubeconfig(
+    client: Any, install_kubectl: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    calls = fake("")
-    assert run(stdin=subprocess.DEVNULL).returncode == 0
+    calls = install_kubectl("")
+    assert run_script(stdin=subprocess.DEVNULL).returncode == 0
     assert calls()[0]["argv"][0] == "--namespace=team"
 
 
-def test_a_terminal_is_passed_on_and_left_as_it_was(cluster: Any, fake: Any) -> None:
-    calls = fake("import tty; tty.setraw(0); print(os.isatty(0), os.isatty(1), flush=True); os.kill(os.getpid(), 9)")
-    ours, theirs = pty.openpty()
-    before = termios.tcgetattr(theirs)
-    done = subprocess.run([sys.executable, "-c", RUN], stdin=theirs, stdout=theirs, timeout=60, check=False)
-    assert done.returncode == 128 + signal.SIGKILL
-    assert termios.tcgetattr(theirs) == before
-    assert b"True True" in os.read(ours, 1000)
+def test_terminal_is_passed_on_and_restored(client: Any, install_kubectl: Any) -> None:
+    calls = install_kubectl(
+        "import tty; tty.setraw(0); print(os.isatty(0), os.isatty(1), flush=True); os.kill(os.getpid(), 9)"
+    )
+    master, slave = pty.openpty()
+    before = termios.tcgetattr(slave)
+    completed = subprocess.run([sys.executable, "-c", SCRIPT], stdin=slave, stdout=slave, timeout=60, check=False)
+    assert completed.returncode == 128 + signal.SIGKILL
+    assert termios.tcgetattr(slave) == before
+    assert b"True True" in os.read(master, 1000)
     assert calls()[0]["argv"][4:7] == ["--container=main", "--stdin", "--tty"]
-    os.close(ours)
-    os.close(theirs)
+    os.close(master)
+    os.close(slave)
 
 
-def test_output_into_a_file_gets_no_terminal(cluster: Any, fake: Any, tmp_path: Path) -> None:
-    calls = fake("print('x')")
-    ours, theirs = pty.openpty()
+def test_no_tty_flag_if_stdout_is_a_file(client: Any, install_kubectl: Any, tmp_path: Path) -> None:
+    calls = install_kubectl("print('x')")
+    master, slave = pty.openpty()
     with open(tmp_path / "out", "wb") as out:
-        subprocess.run([sys.executable, "-c", RUN], stdin=theirs, stdout=out, timeout=60, check=True)
+        subprocess.run([sys.executable, "-c", SCRIPT], stdin=slave, stdout=out, timeout=60, check=True)
     assert "--tty" not in calls()[0]["argv"]
     assert (tmp_path / "out").read_bytes() == b"x\n"
-    os.close(ours)
-    os.close(theirs)
+    os.close(master)
+    os.close(slave)
 
 
-def test_kubectl_does_not_outlive_us(cluster: Any, fake: Any, tmp_path: Path) -> None:
-    mark = tmp_path / "pid"
-    fake(f"open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)")
-    code = f"import signal\nsignal.signal(signal.SIGTERM, signal.default_int_handler)\n{RUN}"
+def test_kubectl_does_not_outlive_its_parent(client: Any, install_kubectl: Any, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    install_kubectl(f"open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)")
+    code = f"import signal\nsignal.signal(signal.SIGTERM, signal.default_int_handler)\n{SCRIPT}"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as popen:
-        assert eventually(lambda: mark.exists() and mark.read_text() != "")
+        assert eventually(lambda: pid_file.exists() and pid_file.read_text() != "")
         popen.terminate()
         popen.wait(30)
-    assert not is_alive(int(mark.read_text()))
+    assert not is_alive(int(pid_file.read_text()))
 
 
-def test_a_tunnel_tells_line_by_line_and_ends(cluster: Any, fake: Any) -> None:
-    calls = fake(
+def test_port_forward_yields_lines_until_kubectl_exits(client: Any, install_kubectl: Any) -> None:
+    calls = install_kubectl(
         "print('Forwarding from 127.0.0.1:8080 -> 6006', flush=True)\n"
         "print('error: lost connection to pod', file=sys.stderr)"
     )
-    with PortForward(cluster, "p", {8080: 6006}) as tunnel:
-        lines = [tunnel.next_line(30) for _ in range(3)]
+    with PortForward(client, "p", {8080: 6006}) as forward:
+        lines = [forward.next_line(30) for _ in range(3)]
     assert lines == ["Forwarding from 127.0.0.1:8080 -> 6006", "error: lost connection to pod", None]
-    assert calls()[0]["argv"] == [*PLACE, "port-forward", "--address=127.0.0.1", "pod/p", "8080:6006"]
+    assert calls()[0]["argv"] == [*TARGET_ARGS, "port-forward", "--address=127.0.0.1", "pod/p", "8080:6006"]
 
 
-def test_a_tunnel_that_is_left_is_ended(cluster: Any, fake: Any) -> None:
-    fake("print(os.getpid(), flush=True); time.sleep(600)")
-    with PortForward(cluster, "p", {8080: 6006}) as tunnel:
-        pid = int(tunnel.next_line(30) or 0)
-        assert tunnel.next_line(0.01) == ""
+def test_port_forward_is_terminated_on_exit(client: Any, install_kubectl: Any) -> None:
+    install_kubectl("print(os.getpid(), flush=True); time.sleep(600)")
+    with PortForward(client, "p", {8080: 6006}) as forward:
+        pid = int(forward.next_line(30) or 0)
+        assert forward.next_line(0.01) == ""
     assert not is_alive(pid)

@@ -1,1 +1,1 @@
-"""Kubernetes: the client, and the words for what it answers; no other package imports a Kubernetes library."""
+"""Kubernetes client, object builders and error messages; no other package imports a Kubernetes library."""

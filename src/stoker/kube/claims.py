@@ -1,4 +1,4 @@
-"""Claims as they are: who mounts them, whether they are bound and what they wait for."""
+"""PersistentVolumeClaims: list them, the pods that mount them, and whether they are bound or why not."""
 
 from __future__ import annotations
 
@@ -9,53 +9,52 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from stoker.core.units import format_bytes
-from stoker.errors import AccessError, ConflictError, InputError, NotFoundError
+from stoker.errors import AccessDeniedError, ConflictError, InputError, NotFoundError
 from stoker.kube.conditions import FINISHED_PHASES, get_phase, is_terminating, newest_first
 from stoker.kube.ephemeral_pod import list_events
 from stoker.kube.objects import ACCESS_MODES, JOB_LABEL, PART_LABEL, RUN_LABEL, Manifest
 from stoker.kube.pods import list_claim_names
 from stoker.kube.quantity import quantity_to_bytes
+from stoker.kube.storage_classes import WAIT_FOR_FIRST_CONSUMER, find_storage_class
 
 if TYPE_CHECKING:
     from stoker.kube.client import KubeClient
 
 CLAIM = "PersistentVolumeClaim"
-FIRST_CONSUMER = "WaitForFirstConsumer"
 MULTI_NODE_ACCESS_MODES = frozenset({ACCESS_MODES["rwx"], ACCESS_MODES["rox"]})
-"""Access modes of what pods on several nodes can mount."""
-SINGLE_NODE_PROVISIONERS = (
-    "cinder.csi.openstack.org",
-    "disk.csi.azure.com",
-    "ebs.csi.aws.com",
-    "kubernetes.io/aws-ebs",
-    "kubernetes.io/azure-disk",
-    "kubernetes.io/gce-pd",
-    "pd.csi.storage.gke.io",
-)
-"""Provisioners of disks, which never are on several nodes at once to be written to."""
 BIND_TIMEOUT_S = 10.0
-"""How long a new claim may take to be bound before it is told what it waits for."""
+"""How long to wait for a new claim to be bound before reporting why it is not."""
 POLL_S = 0.25
-NAME_RULE = "expected lower-case letters, digits, - and ., at most 253 of them"
-_DEFAULT = ("storageclass.kubernetes.io/is-default-class", "storageclass.beta.kubernetes.io/is-default-class")
+NAME_RULE = "expected lower-case letters, digits, - and ., at most 253 characters"
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 
 
-# --- Words
-
-
 def format_access_modes(modes: Iterable[str]) -> str:
-    """Write access modes as `--access` takes them."""
-    words = {long: short for short, long in ACCESS_MODES.items()}
-    return ",".join(words.get(mode, mode) for mode in modes)
+    """Format access modes as `--access` takes them."""
+    abbreviations = {mode: short for short, mode in ACCESS_MODES.items()}
+    return ",".join(abbreviations.get(mode, mode) for mode in modes)
 
 
-# --- Claims as they are
+# --- Names
+
+
+def check_claim_name(name: str) -> None:
+    """Raise InputError if a name is not a valid claim name."""
+    if not is_object_name(name):
+        raise InputError(f"{name!r} is not a valid volume name: {NAME_RULE}")
+
+
+def is_object_name(name: object) -> bool:
+    """Whether a name is a valid object name (DNS subdomain)."""
+    return isinstance(name, str) and len(name) <= 253 and _NAME.fullmatch(name) is not None
+
+
+# --- Mounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MountingPod:
-    """A pod that mounts a claim, or will."""
+    """A pod that mounts a claim, or will once it runs."""
 
     pod: str
     job: str | None = None
@@ -67,9 +66,76 @@ class MountingPod:
         return f"pod {self.pod}" + (f" of job {self.job}" if self.job else "")
 
 
+def find_mounting_pods(pods: Iterable[Manifest], name: str, *, finished: bool = False) -> list[MountingPod]:
+    """List the pods that hold a claim, or those that have finished and only still exist."""
+    mounting = (pod for pod in pods if name in _claim_names(pod) and (get_phase(pod) in FINISHED_PHASES) is finished)
+    return sorted((_to_mounting_pod(pod) for pod in mounting), key=lambda mounting_pod: mounting_pod.pod)
+
+
+def _claim_names(pod: Manifest) -> Iterator[str]:
+    yield from list_claim_names(pod)
+    for volume in (pod.get("spec") or {}).get("volumes") or ():
+        if volume.get("ephemeral"):  # its claim is named after the pod and the volume, and deleted with the pod
+            yield f"{pod['metadata']['name']}-{volume['name']}"
+
+
+def _to_mounting_pod(pod: Manifest) -> MountingPod:
+    labels: Mapping[str, str] = pod["metadata"].get("labels") or {}
+    return MountingPod(
+        pod=pod["metadata"]["name"],
+        job=labels.get(JOB_LABEL),
+        run=labels.get(RUN_LABEL),
+        part=labels.get(PART_LABEL),
+        node=pod["spec"].get("nodeName"),
+    )
+
+
+def check_mountable(client: KubeClient, specs: Iterable[Manifest], *, created: Collection[str] = ()) -> None:
+    """Raise if a claim of pod specs does not exist, or is single-node and already mounted.
+
+    `created` are claims that will be created with the pods.
+    """
+    names = [name for spec in specs for name in list_claim_names({"spec": spec}) if name not in created]
+    if not names:
+        return
+    pods = client.list_objects("Pod")
+    for name in dict.fromkeys(names):
+        claim = client.get(CLAIM, name)
+        if claim is None:
+            hint = f"create it with: stoker volume create {name} --size 10Gi --on {client.url}"
+            raise NotFoundError(f"claim {name} not found", where=client, hint=hint)
+        if not is_shared(claim) and (holders := find_mounting_pods(pods, name)):
+            what = f"claim {name} can be mounted on one node only, and {format_pod_names(holders)} mounts it"
+            raise ConflictError(what, where=client, hint=get_release_hint(holders))
+
+
+def is_shared(claim: Manifest) -> bool:
+    """Whether pods on several nodes can mount a claim."""
+    return bool(MULTI_NODE_ACCESS_MODES & set(claim["spec"].get("accessModes") or ()))
+
+
+def format_pod_names(pods: Sequence[MountingPod]) -> str:
+    """Format the names of pods, at most three of them."""
+    names = ", ".join(map(str, pods[:3]))
+    return names if len(pods) <= 3 else f"{names} and {len(pods) - 3} more"
+
+
+def get_release_hint(pods: Sequence[MountingPod]) -> str:
+    """Return how to make pods release a claim."""
+    pod = next((pod for pod in pods if pod.job), pods[0])
+    if pod.job:
+        return f"wait until the job has finished, or stop it: stoker job stop {pod.run or pod.job}"
+    if pod.part == "inspector":
+        return f"another `stoker volume inspect` is running; if its pod was left behind: kubectl delete pod {pod.pod}"
+    return f"delete the pod first: kubectl delete pod {pod.pod}"
+
+
+# --- Listing
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimInfo:
-    """A claim, as the list shows it."""
+    """A claim, as `stoker volume list` shows it."""
 
     name: str
     size: int | None
@@ -80,10 +146,10 @@ class ClaimInfo:
     mounted_by: tuple[MountingPod, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Give it for JSON."""
-        mounters = [
-            {key: value for key, value in (("pod", one.pod), ("job", one.job), ("run", one.run)) if value}
-            for one in self.mounted_by
+        """Return it for JSON output."""
+        mounted_by = [
+            {key: value for key, value in (("pod", pod.pod), ("job", pod.job), ("run", pod.run)) if value}
+            for pod in self.mounted_by
         ]
         return {
             "name": self.name,
@@ -92,185 +158,100 @@ class ClaimInfo:
             "class": self.storage_class,
             "phase": self.phase,
             "volume": self.volume,
-            "mounted_by": mounters,
+            "mounted_by": mounted_by,
         }
 
 
-def find_mounting_pods(pods: Iterable[Manifest], name: str, *, finished: bool = False) -> list[MountingPod]:
-    """List the pods that hold a claim, or those that ended and are only not forgotten yet."""
-    holding = (pod for pod in pods if name in _claims(pod) and (get_phase(pod) in FINISHED_PHASES) is finished)
-    return sorted((_mounter(pod) for pod in holding), key=lambda one: one.pod)
-
-
-def _claims(pod: Manifest) -> Iterator[str]:
-    yield from list_claim_names(pod)
-    for one in (pod.get("spec") or {}).get("volumes") or ():
-        if one.get("ephemeral"):  # a claim that lives as long as its pod, named after both
-            yield f"{pod['metadata']['name']}-{one['name']}"
-
-
-def _mounter(pod: Manifest) -> MountingPod:
-    labels: Mapping[str, str] = pod["metadata"].get("labels") or {}
-    name, node = pod["metadata"]["name"], pod["spec"].get("nodeName")
-    return MountingPod(
-        pod=name, job=labels.get(JOB_LABEL), run=labels.get(RUN_LABEL), part=labels.get(PART_LABEL), node=node
-    )
-
-
-def check_mountable(cluster: KubeClient, specs: Iterable[Manifest], *, created: Collection[str] = ()) -> None:
-    """Refuse claims of pods that are not there, nor made along with them, or that one node alone can have and has."""
-    names = [name for spec in specs for name in list_claim_names({"spec": spec}) if name not in created]
-    if not names:
-        return
-    pods = cluster.list_objects("Pod")
-    for name in dict.fromkeys(names):
-        found = cluster.get(CLAIM, name)
-        if found is None:
-            hint = f"make it with: stoker volume create {name} --size 10Gi --on {cluster.url}"
-            raise NotFoundError(f"there is no claim {name}", where=cluster, hint=hint)
-        if not is_shared(found) and (holders := find_mounting_pods(pods, name)):
-            what = f"claim {name} is mounted by {format_pod_names(holders)}, and one node alone can have it"
-            raise ConflictError(what, where=cluster, hint=get_release_hint(holders))
-
-
-def is_shared(one: Manifest) -> bool:
-    """Whether pods on several nodes can mount a claim."""
-    return bool(MULTI_NODE_ACCESS_MODES & set(one["spec"].get("accessModes") or ()))
-
-
-def get_claim_info(one: Manifest, pods: Iterable[Manifest]) -> ClaimInfo:
-    """Give what the list shows of a claim."""
-    spec = one["spec"]
-    name = one["metadata"]["name"]
-    size = ((one.get("status") or {}).get("capacity") or {}).get("storage") or spec["resources"]["requests"]["storage"]
+def get_claim_info(claim: Manifest, pods: Iterable[Manifest]) -> ClaimInfo:
+    """Return what the list shows of a claim."""
+    spec, name = claim["spec"], claim["metadata"]["name"]
+    capacity = (claim.get("status") or {}).get("capacity") or {}
     return ClaimInfo(
         name=name,
-        size=quantity_to_bytes(size),
+        size=quantity_to_bytes(capacity.get("storage") or spec["resources"]["requests"]["storage"]),
         access=format_access_modes(spec.get("accessModes") or ()),
         storage_class=spec.get("storageClassName") or None,
-        phase="Terminating" if is_terminating(one) else get_phase(one),
+        phase="Terminating" if is_terminating(claim) else get_phase(claim),
         volume=spec.get("volumeName"),
         mounted_by=tuple(find_mounting_pods(pods, name)),
     )
 
 
-def list_claims(cluster: KubeClient) -> list[ClaimInfo]:
-    """List the claims of the namespace."""
-    claims = cluster.list_objects(CLAIM)
-    pods = cluster.list_objects("Pod") if claims else []
+def list_claims(client: KubeClient) -> list[ClaimInfo]:
+    """List the claims of the namespace by name."""
+    claims = client.list_objects(CLAIM)
+    pods = client.list_objects("Pod") if claims else []
     if not claims:
-        _need_namespace(cluster)
-    return [get_claim_info(one, pods) for one in sorted(claims, key=lambda one: str(one["metadata"]["name"]))]
+        _check_namespace_exists(client)
+    return [get_claim_info(claim, pods) for claim in sorted(claims, key=lambda claim: str(claim["metadata"]["name"]))]
 
 
-def _need_namespace(cluster: KubeClient) -> None:
-    """Tell a namespace that is empty from one that does not exist, where we may know."""
+def _check_namespace_exists(client: KubeClient) -> None:
+    """Raise NotFoundError if the namespace does not exist; pass if we are not allowed to read it."""
     try:
-        found = cluster.get("Namespace", cluster.namespace)
-    except AccessError:
+        namespace = client.get("Namespace", client.namespace)
+    except AccessDeniedError:
         return
-    if found is None:
-        raise NotFoundError(f"there is no namespace {cluster.namespace!r}", where=cluster)
+    if namespace is None:
+        raise NotFoundError(f"namespace {client.namespace!r} not found", where=client)
 
 
-def get_claim(cluster: KubeClient, name: str) -> Manifest:
-    """Give a claim, or say which there are."""
+def get_claim(client: KubeClient, name: str) -> Manifest:
+    """Return a claim; raise NotFoundError with the existing ones if there is none."""
     check_claim_name(name)
-    if (found := cluster.get(CLAIM, name)) is not None:
-        return found
-    known = sorted(str(one["metadata"]["name"]) for one in cluster.list_objects(CLAIM))
-    hint = f"known: {', '.join(known)}" if known else f"make it with: stoker volume create {name} --size …"
-    raise NotFoundError(f"there is no volume {name!r}", where=cluster, hint=hint)
+    if (claim := client.get(CLAIM, name)) is not None:
+        return claim
+    known = sorted(str(claim["metadata"]["name"]) for claim in client.list_objects(CLAIM))
+    hint = f"known: {', '.join(known)}" if known else f"create it with: stoker volume create {name} --size …"
+    raise NotFoundError(f"volume {name!r} not found", where=client, hint=hint)
 
 
-def check_claim_name(name: str) -> None:
-    """Refuse what can be no claim's name."""
-    if not is_object_name(name):
-        raise InputError(f"{name!r} is no name of a volume: {NAME_RULE}")
-
-
-def is_object_name(name: object) -> bool:
-    """Whether it can be the name of an object."""
-    return isinstance(name, str) and len(name) <= 253 and _NAME.fullmatch(name) is not None
-
-
-# --- Classes
-
-
-def find_storage_class(classes: Sequence[Manifest] | None, name: str | None) -> Manifest | None:
-    """Give the class of a name."""
-    return next((one for one in classes or () if one["metadata"]["name"] == name), None)
-
-
-def find_default_storage_class(classes: Sequence[Manifest]) -> Manifest | None:
-    """Give the class of claims that name none: of several defaults, the newest."""
-    marked = [
-        one for one in classes if any((one["metadata"].get("annotations") or {}).get(key) == "true" for key in _DEFAULT)
-    ]
-    return max(marked, key=lambda one: str(one["metadata"].get("creationTimestamp")), default=None)
-
-
-# --- Whether they are bound
+# --- Binding
 
 
 def wait_until_bound(
-    cluster: KubeClient, name: str, classes: Sequence[Manifest] | None, seconds: float
+    client: KubeClient, name: str, classes: Sequence[Manifest] | None, seconds: float
 ) -> tuple[Manifest, str]:
-    """Wait a little for a claim to be bound; give it, and in a sentence how it is with it."""
+    """Wait until a claim is bound, fails, or waits for a pod; return it and a sentence about its state."""
     deadline = time.monotonic() + seconds
     while True:
-        one = get_claim(cluster, name)
-        events = [] if get_phase(one) == "Bound" else list(newest_first(list_events(cluster, one)))
-        is_final = get_phase(one) == "Bound" or waits_for_first_consumer(one, classes) or any(map(is_warning, events))
+        claim = get_claim(client, name)
+        is_bound = get_phase(claim) == "Bound"
+        events = [] if is_bound else list(newest_first(list_events(client, claim)))
+        is_final = is_bound or waits_for_first_consumer(claim, classes) or any(map(is_warning, events))
         if is_final or time.monotonic() >= deadline:
-            return one, describe_binding(one, events, classes)
+            return claim, describe_binding(claim, events, classes)
         time.sleep(POLL_S)
 
 
 def is_warning(event: Manifest) -> bool:
-    """Whether an event tells of a fault."""
+    """Whether an event is of type Warning."""
     return event.get("type") == "Warning"
 
 
-def waits_for_first_consumer(one: Manifest, classes: Sequence[Manifest] | None) -> bool:
-    """Whether a claim gets its volume with the first pod that mounts it."""
-    kind = find_storage_class(classes, one["spec"].get("storageClassName"))
-    return (kind or {}).get("volumeBindingMode") == FIRST_CONSUMER and not one["spec"].get("volumeName")
+def waits_for_first_consumer(claim: Manifest, classes: Sequence[Manifest] | None) -> bool:
+    """Whether a claim is bound only once a pod mounts it."""
+    storage_class = find_storage_class(classes, claim["spec"].get("storageClassName")) or {}
+    return storage_class.get("volumeBindingMode") == WAIT_FOR_FIRST_CONSUMER and not claim["spec"].get("volumeName")
 
 
-def describe_binding(one: Manifest, events: Sequence[Manifest], classes: Sequence[Manifest] | None) -> str:
-    """Say whether a claim is bound, and if not, what it waits for; of its events, the newest comes first."""
-    name, phase, spec = one["metadata"]["name"], get_phase(one), one["spec"]
+def describe_binding(claim: Manifest, events: Sequence[Manifest], classes: Sequence[Manifest] | None) -> str:
+    """Return whether a claim is bound, and if not, why; `events` are sorted, newest first."""
+    name, phase, spec = claim["metadata"]["name"], get_phase(claim), claim["spec"]
     if phase == "Bound":
-        size = quantity_to_bytes(((one["status"].get("capacity") or {}).get("storage")) or 0) or 0
+        size = quantity_to_bytes(((claim["status"].get("capacity") or {}).get("storage")) or 0) or 0
         return f"volume {name} is bound to PersistentVolume {spec.get('volumeName')} ({format_bytes(size)})"
     if phase == "Lost":
-        return f"volume {name} has lost its PersistentVolume {spec.get('volumeName')}: it was deleted"
+        return f"volume {name} is lost: its PersistentVolume {spec.get('volumeName')} was deleted"
     if warnings := [event for event in events if is_warning(event)]:
-        return f"volume {name} is not bound: {_one_line(str(warnings[0].get('message')))}"
-    if waits_for_first_consumer(one, classes):
-        return f"volume {name} waits for the first pod that mounts it, as its class says ({FIRST_CONSUMER})"
+        return f"volume {name} is not bound: {_to_line(str(warnings[0].get('message')))}"
+    if waits_for_first_consumer(claim, classes):
+        return f"volume {name} will be bound when the first pod mounts it ({WAIT_FOR_FIRST_CONSUMER})"
     if spec.get("volumeName"):
-        return f"volume {name} waits to be bound to PersistentVolume {spec['volumeName']}"
-    said = f": {_one_line(str(events[0].get('message')))}" if events else ""
-    return f"volume {name} is not bound yet{said}"
+        return f"volume {name} is not bound to PersistentVolume {spec['volumeName']} yet"
+    detail = f": {_to_line(str(events[0].get('message')))}" if events else ""
+    return f"volume {name} is not bound yet{detail}"
 
 
-def _one_line(text: str) -> str:
+def _to_line(text: str) -> str:
     return " ".join(text.split()).rstrip(".")[:300]
-
-
-def format_pod_names(holders: Sequence[MountingPod]) -> str:
-    """Name pods, the first few of them."""
-    first = ", ".join(map(str, holders[:3]))
-    return first if len(holders) <= 3 else f"{first} and {len(holders) - 3} more"
-
-
-def get_release_hint(holders: Sequence[MountingPod]) -> str:
-    """Say how to make pods let go of a claim."""
-    one = next((one for one in holders if one.job), holders[0])
-    if one.job:
-        return f"wait until the job ends, or stop it: stoker job stop {one.run or one.job}"
-    if one.part == "inspector":
-        return f"somebody looks into it; if that pod was left behind: kubectl delete pod {one.pod}"
-    return f"end it first: kubectl delete pod {one.pod}"

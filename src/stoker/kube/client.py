@@ -1,7 +1,7 @@
-"""The API server as a few verbs on plain dictionaries.
+"""Client of the Kubernetes API server: get, list, watch, apply, create, patch, delete, logs and exec on plain dicts.
 
-What we send is what we rendered, so that the server refuses a field that it does not know; its refusals become our
-errors in `answers`. Authentication and TLS are lightkube's.
+Objects are sent as rendered, so that the API server rejects unknown fields (strict field validation); `kube.errors`
+translates its errors. lightkube provides authentication and TLS.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 FIELD_MANAGER = "stoker"
 TIMEOUT_S = 15.0
 STREAM_TIMEOUT_S = 120.0
+"""Close a log stream that was silent for this long: an idle connection may have been dropped on the way."""
 MAX_REQUESTS, RETRY_DELAY_S, RETRY_STATUS_CODES = 4, 0.5, (429, 502, 503, 504)
-"""How often what a busy server refused is asked again."""
+"""How often, after which delay and for which status codes a request is sent again."""
 PAGE_SIZE = 500
 
 
 class ApiResource(NamedTuple):
-    """Where the objects of a kind are found."""
+    """API path of a kind: its group, version and plural."""
 
     group: str
     version: str
@@ -42,7 +43,7 @@ class ApiResource(NamedTuple):
 
     @property
     def base(self) -> str:
-        """The path that all its objects have in common."""
+        """The API path of the group and version."""
         return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
 
 
@@ -78,17 +79,17 @@ API_RESOURCES = {
 
 
 class ServerInfo(NamedTuple):
-    """What the API server says when it is first spoken to."""
+    """Version, latency and clock of the API server."""
 
     version: str
     latency_s: float
     clock_ahead_s: float | None
-    """How far its clock is ahead of ours; it tells whole seconds. None: it did not tell."""
+    """How far its clock is ahead of ours, to about a second; None if the response had no Date header."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """How a command in a container ended."""
+    """Exit code and output of a command in a container."""
 
     exit_code: int
     stdout: bytes
@@ -96,7 +97,7 @@ class ExecResult:
 
 
 class KubeClient:
-    """One cluster, and the namespace in it that is meant."""
+    """Client of one cluster, with a default namespace."""
 
     def __init__(self, config: SingleConfig, namespace: str) -> None:
         import httpx2
@@ -104,7 +105,7 @@ class KubeClient:
 
         self.context, self.server = config.context_name, config.cluster.server
         self.namespace = namespace
-        # One stream for each pod's log: no limit but the machine's.
+        # Every followed pod log keeps a connection open, so the number of connections is not limited.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
         with self._translate_errors():
             self._http = httpx2.Client(
@@ -118,13 +119,13 @@ class KubeClient:
 
     @classmethod
     def for_target(cls, target: KubeTarget, namespace: str | None = None) -> KubeClient:
-        """Open the cluster of a context; the place's namespace comes first, then the one given, then the context's."""
+        """Create a client; the namespace is the target's, else `namespace`, else the context's default."""
         target = resolve_target(target)
         config = load_config(target.context)
         return cls(config, target.namespace or namespace or config.namespace)
 
     def close(self) -> None:
-        """Give back the connections."""
+        """Close all connections."""
         self._http.close()
 
     def __enter__(self) -> Self:
@@ -135,7 +136,7 @@ class KubeClient:
 
     @property
     def url(self) -> str:
-        """The place, as `--on` takes it."""
+        """Context and namespace, as `--on` takes them."""
         return f"k8s://{self.context}/{self.namespace}"
 
     def __str__(self) -> str:
@@ -144,7 +145,7 @@ class KubeClient:
     # --- Objects
 
     def get(self, kind: str, name: str) -> Manifest | None:
-        """Give an object; None: there is none."""
+        """Return an object; None if it does not exist."""
         try:
             return self._json("GET", self._path(kind, name))
         except NotFoundError:
@@ -153,57 +154,57 @@ class KubeClient:
     def list_objects(
         self, kind: str, labels: Mapping[str, str] | str = "", fields: str = "", *, all_namespaces: bool = False
     ) -> list[Manifest]:
-        """Give all objects of a kind that have these labels, in the namespace or in all of them."""
+        """List the objects of a kind by label and field selector."""
         return self.list_with_version(kind, labels, fields, all_namespaces=all_namespaces)[0]
 
     def list_with_version(
         self, kind: str, labels: Mapping[str, str] | str = "", fields: str = "", *, all_namespaces: bool = False
     ) -> tuple[list[Manifest], str]:
-        """Give them with the version from which on they can be watched."""
-        path = f"{API_RESOURCES[kind].base}/{API_RESOURCES[kind].plural}" if all_namespaces else self._path(kind)
+        """List objects; also return the resource version from which they can be watched."""
+        resource = API_RESOURCES[kind]
+        path = f"{resource.base}/{resource.plural}" if all_namespaces else self._path(kind)
         params = {"labelSelector": label_selector(labels), "fieldSelector": fields, "limit": str(PAGE_SIZE)}
-        found: list[Manifest] = []
+        objects: list[Manifest] = []
         while True:
-            answer = self._json("GET", path, {key: value for key, value in params.items() if value})
-            found += answer.get("items") or []
-            params["continue"] = answer["metadata"].get("continue") or ""
+            page = self._json("GET", path, {key: value for key, value in params.items() if value})
+            objects += page.get("items") or []
+            params["continue"] = page["metadata"].get("continue") or ""
             if not params["continue"]:
-                return found, answer["metadata"]["resourceVersion"]
+                return objects, page["metadata"]["resourceVersion"]
 
     def watch(
         self, kind: str, labels: Mapping[str, str] | str, version: str, seconds: int = 60
     ) -> Iterator[tuple[str, Manifest]]:
-        """Give what changes (`ADDED`, `MODIFIED`, `DELETED`) from a version on, for some time at most."""
+        """Yield changes (`ADDED`, `MODIFIED`, `DELETED`) since a resource version, for at most `seconds`."""
         params = {"watch": "true", "labelSelector": label_selector(labels), "resourceVersion": version}
-        for line in self._stream_lines(
-            self._path(kind), {**params, "timeoutSeconds": str(seconds)}, seconds + TIMEOUT_S
-        ):
-            if not line.endswith(b"\n"):  # cut in the middle
+        params["timeoutSeconds"] = str(seconds)
+        for line in self._stream_lines(self._path(kind), params, seconds + TIMEOUT_S):
+            if not line.endswith(b"\n"):  # the connection was cut within a line
                 return
             event = json.loads(line)
             if event["type"] == "ERROR":
                 raise to_error(event["object"], self._where)
             yield event["type"], event["object"]
 
-    def apply(self, one: Manifest, *, dry_run: bool = False) -> Manifest:
-        """Make or change an object so that it is as given: server-side apply, by which unknown fields are refused."""
+    def apply(self, obj: Manifest, *, dry_run: bool = False) -> Manifest:
+        """Create or update an object with server-side apply."""
         params = {"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}
-        path = self._path(one["kind"], one["metadata"]["name"], one["metadata"].get("namespace"))
-        return self._json("PATCH", path, params | _dry_run_params(dry_run), one, "application/apply-patch+yaml")
+        path = self._path(obj["kind"], obj["metadata"]["name"], obj["metadata"].get("namespace"))
+        return self._json("PATCH", path, params | _dry_run_params(dry_run), obj, "application/apply-patch+yaml")
 
-    def create(self, one: Manifest, *, dry_run: bool = False) -> Manifest:
-        """Make an object that is not there yet."""
+    def create(self, obj: Manifest, *, dry_run: bool = False) -> Manifest:
+        """Create an object; raise ConflictError if it exists."""
         params = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict", **_dry_run_params(dry_run)}
-        path = self._path(one["kind"], None, one.get("metadata", {}).get("namespace"))
-        return self._json("POST", path, params, one)
+        path = self._path(obj["kind"], None, obj.get("metadata", {}).get("namespace"))
+        return self._json("POST", path, params, obj)
 
     def patch(self, kind: str, name: str, patch: Manifest) -> Manifest:
-        """Merge a patch into an object."""
+        """Apply a JSON merge patch to an object."""
         params = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
         return self._json("PATCH", self._path(kind, name), params, patch, "application/merge-patch+json")
 
     def delete(self, kind: str, name: str, *, foreground: bool = False, grace_s: int | None = None) -> bool:
-        """Delete an object and what it owns; tell whether there was one."""
+        """Delete an object and its dependents; return whether it existed."""
         options: Manifest = {"propagationPolicy": "Foreground" if foreground else "Background"}
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s
@@ -214,58 +215,59 @@ class KubeClient:
         return True
 
     def delete_all(self, kind: str, labels: Mapping[str, str] | str) -> None:
-        """Delete all objects of a kind that have these labels, and what they own."""
+        """Delete all objects of a kind by label selector, and their dependents."""
         options = {"propagationPolicy": "Background"}
         self._json("DELETE", self._path(kind), {"labelSelector": label_selector(labels)}, options)
 
     def is_allowed(
         self, verb: str, resource: str, *, group: str = "", subresource: str = "", cluster_scoped: bool = False
     ) -> bool:
-        """Ask whether we may do that in the namespace, or with what is in no namespace or in any."""
-        wanted = {"verb": verb, "group": group, "resource": resource}
-        wanted |= {} if cluster_scoped else {"namespace": self.namespace}
-        spec = {"resourceAttributes": wanted | ({"subresource": subresource} if subresource else {})}
+        """Whether RBAC allows us a verb, as `kubectl auth can-i` does; in the namespace, or cluster-wide."""
+        attributes = {"verb": verb, "group": group, "resource": resource}
+        attributes |= {} if cluster_scoped else {"namespace": self.namespace}
+        spec = {"resourceAttributes": attributes | ({"subresource": subresource} if subresource else {})}
         review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview", "spec": spec}
         return bool(self.create(review)["status"]["allowed"])
 
     def version(self) -> str:
-        """Tell the server's version."""
+        """Return the version of the API server."""
         return str(self._json("GET", "/version")["gitVersion"])
 
     def server_info(self) -> ServerInfo:
-        """Tell the server's version, how long it takes to answer, and what its clock says."""
-        self.version()  # so that the connection is there
+        """Measure the latency and the clock offset of the API server; return them with its version."""
+        self.version()  # opens the connection, which is not part of the latency
         with self._translate_errors():
             before = time.time()
             response = self._http.request("GET", "/version")
-            took = time.time() - before
+            latency = time.time() - before
             self._raise_for_status(response)
             version = str(response.json()["gitVersion"])
         date = response.headers.get("date")
-        # It is cut to whole seconds, and was taken on the way.
-        ahead = None if date is None else parsedate_to_datetime(date).timestamp() + 0.5 - before - took / 2
-        return ServerInfo(version, took, ahead)
+        # The Date header is truncated to seconds (hence 0.5) and was taken half a round trip ago.
+        ahead = None if date is None else parsedate_to_datetime(date).timestamp() + 0.5 - before - latency / 2
+        return ServerInfo(version, latency, ahead)
 
     def list_api_versions(self, group: str) -> dict[str, frozenset[str]]:
-        """Tell which versions of an API group there are, and the plurals of each one's kinds; none: no such group."""
-        found = {}
+        """Return the served versions of an API group and the plurals in each; empty if there is no such group."""
+        versions = {}
         with suppress(MissingError, NotFoundError):
-            for one in self._json("GET", f"/apis/{group}")["versions"]:
-                answer = self._json("GET", f"/apis/{one['groupVersion']}")
-                found[str(one["version"])] = frozenset(str(kind["name"]) for kind in answer["resources"])
-        return found
+            for version in self._json("GET", f"/apis/{group}")["versions"]:
+                resources = self._json("GET", f"/apis/{version['groupVersion']}")["resources"]
+                versions[str(version["version"])] = frozenset(str(resource["name"]) for resource in resources)
+        return versions
 
     # --- Pods
 
     def stream_log(self, pod: str, container: str = "", *, follow: bool, since: str = "") -> Iterator[bytes]:
-        """Give the lines of a container's log as they are, with their ends, each with its time in front.
+        """Yield the lines of a container's log with their line ends, each prefixed with its timestamp.
 
-        `since` is such a time. A stream on which nothing comes may have been forgotten on the way: it is ended, and who
-        wants more asks again.
+        `since` is such a timestamp. A followed stream ends after STREAM_TIMEOUT_S of silence: call again to continue.
         """
         params = {"timestamps": "true", "follow": str(follow).lower(), "container": container, "sinceTime": since}
-        given = {key: value for key, value in params.items() if value}
-        yield from self._stream_lines(f"{self._path('Pod', pod)}/log", given, STREAM_TIMEOUT_S if follow else TIMEOUT_S)
+        params = {key: value for key, value in params.items() if value}
+        yield from self._stream_lines(
+            f"{self._path('Pod', pod)}/log", params, STREAM_TIMEOUT_S if follow else TIMEOUT_S
+        )
 
     def exec_in_pod(
         self,
@@ -276,28 +278,25 @@ class KubeClient:
         stdin: bytes | None = None,
         output: pod_exec.Writer | None = None,
     ) -> ExecResult:
-        """Run a command in a container, to its end; `into` gets what it prints as it comes, and `out` stays empty."""
+        """Run a command in a container and wait for it; write stdout to `output` if given, else return it."""
         from httpx2.websockets import HTTPXWSException, WebSocketUpgradeError
 
-        out, err = BytesIO(), BytesIO()
-        sinks = {pod_exec.STDOUT: output or out, pod_exec.STDERR: err}
-        asked, path = (
-            pod_exec.build_exec_params(argv, container, stdin=stdin is not None),
-            f"{self._path('Pod', pod)}/exec",
-        )
+        stdout, stderr = BytesIO(), BytesIO()
+        sinks = {pod_exec.STDOUT: output or stdout, pod_exec.STDERR: stderr}
+        params, path = pod_exec.build_exec_params(argv, container, stdin=stdin is not None), self._path("Pod", pod)
         try:
             with self._translate_errors():
                 status = pod_exec.run_command(
-                    self._http, path, asked, sinks, stdin=stdin, is_patient=output is not None
+                    self._http, f"{path}/exec", params, sinks, stdin=stdin, may_block=output is not None
                 )
         except pod_exec.OutputError as error:
             raise error.cause from None
         except WebSocketUpgradeError as error:
             raise pod_exec.to_upgrade_error(error.response.status_code, pod, self._where) from error
         except HTTPXWSException as error:
-            what = f"the connection to a command in pod {pod} was lost"
+            what = f"connection lost while running a command in pod {pod}"
             raise UnavailableError(what, where=self._where) from error
-        return ExecResult(pod_exec.get_exit_code(status, self._where), out.getvalue(), err.getvalue())
+        return ExecResult(pod_exec.get_exit_code(status, self._where), stdout.getvalue(), stderr.getvalue())
 
     # --- Requests
 
@@ -306,9 +305,9 @@ class KubeClient:
         return self.url
 
     def _path(self, kind: str, name: str | None = None, namespace: str | None = None) -> str:
-        one = API_RESOURCES[kind]
-        inner = f"/namespaces/{namespace or self.namespace}" if one.namespaced else ""
-        return f"{one.base}{inner}/{one.plural}{f'/{name}' if name is not None else ''}"
+        resource = API_RESOURCES[kind]
+        scope = f"/namespaces/{namespace or self.namespace}" if resource.namespaced else ""
+        return f"{resource.base}{scope}/{resource.plural}{f'/{name}' if name is not None else ''}"
 
     def _json(
         self,
@@ -316,23 +315,23 @@ class KubeClient:
         path: str,
         params: Mapping[str, str] | None = None,
         body: Manifest | None = None,
-        content: str = "application/json",
+        content_type: str = "application/json",
     ) -> Manifest:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": content} if data else None
+        content = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": content_type} if content else None
         with self._translate_errors():
             for number in range(MAX_REQUESTS):
-                response = self._http.request(method, path, params=params, content=data, headers=headers)
+                response = self._http.request(method, path, params=params, content=content, headers=headers)
                 if response.status_code not in RETRY_STATUS_CODES or number == MAX_REQUESTS - 1:
                     break
                 after = response.headers.get("Retry-After", "")
                 time.sleep(min(float(after), TIMEOUT_S) if after.isdigit() else RETRY_DELAY_S * 2**number)
             self._raise_for_status(response)
-            answer: Manifest = response.json()
-        return answer
+            result: Manifest = response.json()
+        return result
 
     def _stream_lines(self, path: str, params: Mapping[str, str], timeout_s: float | None) -> Iterator[bytes]:
-        """Give the lines of an answer as they come, with their ends, and what stands behind the last one."""
+        """Yield the lines of a response as they arrive, with their line ends; the last one may lack it."""
         import httpx2
 
         timeout, rest = httpx2.Timeout(TIMEOUT_S, read=timeout_s), b""
@@ -340,8 +339,8 @@ class KubeClient:
             if response.is_error:
                 response.read()
             self._raise_for_status(response)
-            for part in response.iter_raw():
-                *lines, rest = (rest + part).split(b"\n")
+            for chunk in response.iter_raw():
+                *lines, rest = (rest + chunk).split(b"\n")
                 yield from (line + b"\n" for line in lines)
         if rest:
             yield rest
@@ -356,7 +355,7 @@ class KubeClient:
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Put what went wrong on the way into our words."""
+        """Translate exceptions of httpx2 and lightkube into stoker errors."""
         import httpx2
         from lightkube.core.exceptions import ApiError, ConfigError
 
@@ -365,19 +364,19 @@ class KubeClient:
         except ApiError as error:
             raise to_error(error.status.to_dict(), self._where) from error
         except ConfigError as error:
-            raise UnavailableError(f"you could not be logged in: {error}", where=self._where) from error
+            raise UnavailableError(f"authentication failed: {error}", where=self._where) from error
         except ValueError as error:
-            what = f"what answers at {self.server} is no API server: {error}"
+            what = f"{self.server} is not a Kubernetes API server: {error}"
             raise UnavailableError(what, where=self._where) from error
         except (httpx2.TransportError, httpx2.InvalidURL, OSError) as error:
             why = str(error) or type(error).__name__
-            what = f"the API server at {self.server} does not answer: {why}"
-            hint = "is the cluster up, and can it be reached from here? `kubectl version` asks the same"
+            what = f"cannot reach the API server at {self.server}: {why}"
+            hint = "check that the cluster is up and reachable from here: kubectl version"
             raise UnavailableError(what, where=self._where, hint=hint) from error
 
 
 def label_selector(labels: Mapping[str, str] | str) -> str:
-    """Write labels as a selector."""
+    """Format labels as a label selector."""
     return labels if isinstance(labels, str) else ",".join(f"{key}={value}" for key, value in labels.items())
 
 

@@ -1,4 +1,4 @@
-"""What objects of any kind tell of themselves, and what events tell of them. Pure."""
+"""Read phases, conditions and events of Kubernetes objects. Pure."""
 
 from __future__ import annotations
 
@@ -8,58 +8,59 @@ from typing import Any
 from stoker.kube.objects import Manifest
 
 FINISHED_PHASES = ("Succeeded", "Failed")
-"""Phases of a pod that has ended."""
+"""Phases of a pod whose containers have terminated."""
 
 
-def get_phase(one: Manifest) -> str:
-    """Give the phase of a pod, a claim or a volume."""
-    return str((one.get("status") or {}).get("phase") or "Pending")
+def get_phase(obj: Manifest) -> str:
+    """Return the phase of a pod, a claim or a volume; Pending if it has none yet."""
+    return str((obj.get("status") or {}).get("phase") or "Pending")
 
 
-def is_terminating(one: Manifest) -> bool:
+def is_terminating(obj: Manifest) -> bool:
     """Whether an object is being deleted."""
-    return bool(one["metadata"].get("deletionTimestamp"))
+    return bool(obj["metadata"].get("deletionTimestamp"))
 
 
-def get_condition(one: Manifest, kind: str) -> Manifest:
-    """Give a condition of an object; {}: it has none of that type."""
-    found = [each for each in (one.get("status") or {}).get("conditions") or () if each.get("type") == kind]
-    return found[0] if found else {}
+def get_condition(obj: Manifest, kind: str) -> Manifest:
+    """Return the condition of a type; {} if the object has none."""
+    conditions = (obj.get("status") or {}).get("conditions") or ()
+    return next((condition for condition in conditions if condition.get("type") == kind), {})
 
 
-def true_conditions(one: Manifest) -> frozenset[str]:
-    """Give the conditions of an object that hold."""
-    told = (one.get("status") or {}).get("conditions") or ()
-    return frozenset(str(each["type"]) for each in told if each.get("status") == "True")
+def true_conditions(obj: Manifest) -> frozenset[str]:
+    """Return the types of an object's conditions whose status is True."""
+    conditions = (obj.get("status") or {}).get("conditions") or ()
+    return frozenset(str(condition["type"]) for condition in conditions if condition.get("status") == "True")
 
 
-def has_condition(one: Manifest, kind: str) -> bool:
-    """Whether an object has a condition, and it is true."""
-    return kind in true_conditions(one)
+def has_condition(obj: Manifest, kind: str) -> bool:
+    """Whether the condition of a type is True."""
+    return kind in true_conditions(obj)
 
 
 # --- Events
 
 
-def filter_events(one: Manifest, kind: str, events: Sequence[Manifest]) -> list[Manifest]:
-    """Keep the events that are about an object: those of one namesake's life, where they say which."""
-    mine = (one["metadata"].get("name"), one["metadata"].get("uid"))
+def filter_events(obj: Manifest, kind: str, events: Sequence[Manifest]) -> list[Manifest]:
+    """Return the events about an object, by kind, name and uid; a missing field of an event matches."""
+    expected = {"name": obj["metadata"].get("name"), "uid": obj["metadata"].get("uid")}
 
-    def is_own(event: Manifest) -> bool:
-        about: Mapping[str, Any] = event.get("involvedObject") or {}
-        same = all(mine[at] is None or about.get(key) in (None, mine[at]) for at, key in enumerate(("name", "uid")))
-        return about.get("kind", kind) == kind and same
+    def is_about(event: Manifest) -> bool:
+        involved: Mapping[str, Any] = event.get("involvedObject") or {}
+        same = all(value is None or involved.get(key) in (None, value) for key, value in expected.items())
+        return involved.get("kind", kind) == kind and same
 
-    return [event for event in events if is_own(event)]
+    return [event for event in events if is_about(event)]
 
 
 def newest_first(events: Sequence[Manifest]) -> Iterator[Manifest]:
-    """Give events, the newest first; of the same second, the one that came last."""
-    return (events[at] for at in sorted(range(len(events)), key=lambda at: (_seen(events[at]), at), reverse=True))
+    """Yield events, newest first; of the same second, the one listed last comes first."""
+    order = sorted(range(len(events)), key=lambda index: (_last_seen(events[index]), index), reverse=True)
+    return (events[index] for index in order)
 
 
-def _seen(event: Manifest) -> str:
-    """Give when an event was last seen, to the second: the API has two forms of writing times."""
+def _last_seen(event: Manifest) -> str:
+    """Return when an event was last observed, to the second: the API writes times in two formats."""
     series = event.get("series") or {}
-    told = series.get("lastObservedTime") or event.get("lastTimestamp") or event.get("eventTime")
-    return str(told or (event.get("metadata") or {}).get("creationTimestamp") or "")[:19]
+    time = series.get("lastObservedTime") or event.get("lastTimestamp") or event.get("eventTime")
+    return str(time or (event.get("metadata") or {}).get("creationTimestamp") or "")[:19]

@@ -1,4 +1,4 @@
-"""A command in a container, over a websocket whose messages begin with the number of a stream."""
+"""Exec: run a command in a container over a WebSocket whose messages start with a stream number."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from stoker.errors import AccessError, NotFoundError, StokerError, UnavailableError
-from stoker.kube.errors import to_error
+from stoker.errors import AccessDeniedError, NotFoundError, StokerError, UnavailableError
+from stoker.kube.errors import RBAC_HINT, to_error
 
 if TYPE_CHECKING:
     from httpx2 import Client
@@ -25,14 +25,14 @@ CLOSE_TIMEOUT_S = 2.0
 
 
 class Writer(Protocol):
-    """What takes bytes."""
+    """A destination for output."""
 
     def write(self, data: bytes, /) -> object:
-        """Take some."""
+        """Write bytes."""
 
 
 class OutputError(Exception):
-    """What takes a command's output does not; no fault of the cluster's."""
+    """Writing a command's output failed on our side; not an error of the cluster."""
 
     def __init__(self, cause: OSError) -> None:
         super().__init__(cause)
@@ -40,45 +40,45 @@ class OutputError(Exception):
 
 
 def build_exec_params(argv: Sequence[str], container: str | None, *, stdin: bool) -> list[tuple[str, str]]:
-    """Ask for a command; every word is a value of its own."""
-    asked = [("stdout", "true"), ("stderr", "true"), *([("stdin", "true")] if stdin else [])]
-    return [*asked, *([("container", container)] if container else []), *(("command", word) for word in argv)]
+    """Build the query parameters of an exec request; every argument is a parameter of its own."""
+    streams = [("stdout", "true"), ("stderr", "true"), *([("stdin", "true")] if stdin else [])]
+    return [*streams, *([("container", container)] if container else []), *(("command", word) for word in argv)]
 
 
 def run_command(
     http: Client,
     path: str,
-    asked: Sequence[tuple[str, str]],
+    params: Sequence[tuple[str, str]],
     sinks: Mapping[int, Writer],
     *,
     stdin: bytes | None,
-    is_patient: bool,
+    may_block: bool,
 ) -> dict[str, Any]:
-    """Run a command to its end and give its `Status`; `is_patient`: who takes the output may be slow, as a pager is."""
+    """Run a command and return its `Status`; `may_block`: a sink may block for long, as a pager does."""
     with http.websocket(
         path,
         subprotocols=PROTOCOLS,
-        params=list(asked),
+        params=list(params),
         keepalive_ping_interval_seconds=PING_INTERVAL_S,
-        keepalive_ping_timeout_seconds=None if is_patient else PING_INTERVAL_S,
+        keepalive_ping_timeout_seconds=None if may_block else PING_INTERVAL_S,
     ) as session:
         try:
             if stdin is not None:
-                _feed(session, stdin)
-            return _read(session, sinks)
+                _send_stdin(session, stdin)
+            return _read_output(session, sinks)
         finally:
-            _hang_up(session)
+            _close(session)
 
 
-def _feed(session: WebSocketSession, data: bytes) -> None:
+def _send_stdin(session: WebSocketSession, data: bytes) -> None:
     if session.subprotocol != PROTOCOLS[0]:
-        raise UnavailableError("the cluster is too old to pass standard input to a command (Kubernetes 1.30 can)")
-    for at in range(0, len(data), CHUNK_BYTES):
-        session.send_bytes(bytes([STDIN]) + data[at : at + CHUNK_BYTES])
+        raise UnavailableError("the cluster cannot pass stdin to a command; Kubernetes 1.30 or later is required")
+    for offset in range(0, len(data), CHUNK_BYTES):
+        session.send_bytes(bytes([STDIN]) + data[offset : offset + CHUNK_BYTES])
     session.send_bytes(CLOSE_STDIN)
 
 
-def _read(session: WebSocketSession, sinks: Mapping[int, Writer]) -> dict[str, Any]:
+def _read_output(session: WebSocketSession, sinks: Mapping[int, Writer]) -> dict[str, Any]:
     while True:
         message = session.receive_bytes()
         if message[:1] == bytes([STATUS]):
@@ -91,15 +91,15 @@ def _read(session: WebSocketSession, sinks: Mapping[int, Writer]) -> dict[str, A
                 raise OutputError(error) from error
 
 
-def _hang_up(session: WebSocketSession) -> None:
-    """End the connection and its reader before the descriptor is given back.
+def _close(session: WebSocketSession) -> None:
+    """Shut down the socket and wait for httpx2's reader thread before the file descriptor is closed.
 
-    httpx2 closes it under a thread that still reads; the next connection gets the same number, and loses its first
-    bytes to that thread.
+    httpx2 closes the descriptor while its thread still reads; the next connection reuses the number and loses its
+    first bytes to that thread.
     """
     from httpx2.websockets import HTTPXWSException
 
-    with suppress(OSError):  # past TLS: the reader has its own hold on that
+    with suppress(OSError):  # the plain socket's shutdown: the reader thread holds the TLS layer
         socket.socket.shutdown(session.stream.get_extra_info("socket"), socket.SHUT_RDWR)
     deadline = time.monotonic() + CLOSE_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -107,28 +107,27 @@ def _hang_up(session: WebSocketSession) -> None:
             session.receive(timeout=0.1)
         except TimeoutError:
             continue
-        except HTTPXWSException:  # the reader's last word
+        except HTTPXWSException:  # the reader thread has stopped
             return
 
 
 def get_exit_code(status: Mapping[str, Any], where: str) -> int:
-    """Read how a command ended; raises what kept it from running."""
+    """Return the exit code in a `Status`; raise an error if the command could not be started."""
     if status.get("status") != "Failure":
         return 0
     causes = (status.get("details") or {}).get("causes") or ()
-    codes = [int(one["message"]) for one in causes if one.get("reason") == "ExitCode"]
+    codes = [int(cause["message"]) for cause in causes if cause.get("reason") == "ExitCode"]
     if status.get("reason") != "NonZeroExitCode" or not codes:
         raise to_error(status, where)
     return codes[0]
 
 
-def to_upgrade_error(code: int, pod: str, where: str) -> StokerError:
-    """Tell why no command could be started; what the server said with the code is lost on the way."""
-    if code == 403:
-        hint = "`stoker job plan FILE --on k8s --rbac WHO` shows what is needed"
-        return AccessError(
-            f"you may not run commands in pods (create pods/exec, for pod {pod})", where=where, hint=hint
-        )
-    if code == 404:
-        return NotFoundError(f"there is no pod {pod}", where=where)
-    return UnavailableError(f"no command can be run in pod {pod} (answer {code}): does it run?", where=where)
+def to_upgrade_error(status_code: int, pod: str, where: str) -> StokerError:
+    """Return the error for a failed WebSocket upgrade; the body of that response is not available."""
+    if status_code == 403:
+        what = f"you are not allowed to run commands in pods (create pods/exec, for pod {pod})"
+        return AccessDeniedError(what, where=where, hint=RBAC_HINT)
+    if status_code == 404:
+        return NotFoundError(f"pod {pod} not found", where=where)
+    what = f"cannot run a command in pod {pod} (HTTP {status_code})"
+    return UnavailableError(what, where=where, hint="check that the pod is running")

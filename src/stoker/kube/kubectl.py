@@ -1,6 +1,6 @@
-"""kubectl, where a terminal or a tunnel is needed; all else is asked of the API server itself.
+"""kubectl, used where a terminal (`exec --tty`) or a port forward is needed; `KubeClient` does everything else.
 
-Every word is data: an argv, never a line for a shell.
+Commands are argument lists, never shell lines.
 """
 
 from __future__ import annotations
@@ -27,94 +27,92 @@ if TYPE_CHECKING:
 
 PROGRAM = "kubectl"
 BIND_ADDRESS = "127.0.0.1"
-"""Where tunnels begin: others on the network have no part in them."""
+"""Local address of port forwards: other hosts cannot connect."""
 GRACE_S = 5.0
 
 
 def is_installed() -> bool:
-    """Whether there is a kubectl on the PATH."""
+    """Whether kubectl is on the PATH."""
     return shutil.which(PROGRAM) is not None
 
 
 def require_kubectl(purpose: str, hint: str = "") -> str:
-    """Give the path of the program, or say what to install."""
-    if found := shutil.which(PROGRAM):
-        return found
+    """Return the path of kubectl; raise MissingProgramError if it is not installed."""
+    if path := shutil.which(PROGRAM):
+        return path
     install = "install it (kubernetes.io/docs/tasks/tools), or add its folder to the PATH"
     raise MissingProgramError(
-        f"{purpose} needs the program {PROGRAM!r}, which is not here", hint=f"{install}{f'; {hint}' if hint else ''}"
+        f"{purpose} needs the program {PROGRAM!r}, which is not on the PATH",
+        hint=f"{install}{f'; {hint}' if hint else ''}",
     )
 
 
 def base_argv(program: str, context: str | None, namespace: str) -> list[str]:
-    """Begin a command line that means our cluster and namespace; None: the pod that we are in has no context."""
+    """Build the start of a command line; context None: use the service account of the pod we run in."""
     return [program, *([] if context is None else [f"--context={context}"]), f"--namespace={namespace}"]
 
 
 def exec_argv(pod: str, container: str, argv: Sequence[str], *, stdin: bool, tty: bool) -> list[str]:
-    """Write the rest of it for a command in a container."""
+    """Build the arguments of `kubectl exec`."""
     flags = [*(["--stdin"] if stdin else []), *(["--tty"] if tty else [])]
     return ["exec", pod, f"--container={container}", *flags, "--", *argv]
 
 
 def port_forward_argv(pod: str, ports: Mapping[int, int]) -> list[str]:
-    """Write the rest of it for tunnels: ports here, and where they lead in the pod."""
-    return [
-        "port-forward",
-        f"--address={BIND_ADDRESS}",
-        f"pod/{pod}",
-        *(f"{here}:{there}" for here, there in ports.items()),
-    ]
+    """Build the arguments of `kubectl port-forward`; `ports` maps local ports to ports of the pod."""
+    forwards = (f"{local_port}:{pod_port}" for local_port, pod_port in ports.items())
+    return ["port-forward", f"--address={BIND_ADDRESS}", f"pod/{pod}", *forwards]
 
 
 def kubectl_env() -> dict[str, str]:
-    """Give the environment in which kubectl reads the same files as we do, a ~ in their names included."""
-    given = os.environ.get("KUBECONFIG")
-    return {**os.environ, **({"KUBECONFIG": os.pathsep.join(map(str, kubeconfig_paths()))} if given else {})}
+    """Return our environment with ~ in $KUBECONFIG expanded, so that kubectl reads the same files as we do."""
+    is_set = os.environ.get("KUBECONFIG")
+    return {**os.environ, **({"KUBECONFIG": os.pathsep.join(map(str, kubeconfig_paths()))} if is_set else {})}
 
 
-def _begin(cluster: KubeClient, purpose: str) -> list[str]:
-    is_configured = any(path.is_file() for path in kubeconfig_paths())
-    return base_argv(require_kubectl(purpose), cluster.context if is_configured else None, cluster.namespace)
+def _client_argv(client: KubeClient, purpose: str) -> list[str]:
+    has_kubeconfig = any(path.is_file() for path in kubeconfig_paths())
+    return base_argv(require_kubectl(purpose), client.context if has_kubeconfig else None, client.namespace)
 
 
-# --- A command, with or without a terminal
+# --- Exec
 
 
 def exec_interactive(
-    cluster: KubeClient, pod: str, container: str, argv: Sequence[str], *, tty: bool | None = None
+    client: KubeClient, pod: str, container: str, argv: Sequence[str], *, tty: bool | None = None
 ) -> int:
-    """Run a command in a container with our own standard streams; give its exit code.
+    """Run a command in a container attached to our standard streams; return its exit code.
 
-    `tty` None: a terminal there when there is one here, on both ends: else its line ends would spoil what is written.
+    `tty` None: allocate a TTY only if our stdin and stdout are terminals, since its CRLF line ends would corrupt
+    redirected output.
     """
-    has_tty = is_terminal() if tty is None else tty
-    line = [*_begin(cluster, "a terminal in a pod" if has_tty else "standard input of a command in a pod")]
-    line += exec_argv(pod, container, argv, stdin=has_stdin(), tty=has_tty)
+    use_tty = is_terminal() if tty is None else tty
+    line = [*_client_argv(client, "a terminal in a pod" if use_tty else "standard input of a command in a pod")]
+    line += exec_argv(pod, container, argv, stdin=has_stdin(), tty=use_tty)
     sys.stdout.flush()
     sys.stderr.flush()
-    with _terminal_kept():
-        # In our group, not in one of its own: the terminal's signals are for both.
+    with _restore_terminal():
+        # In our process group, so that signals of the terminal reach both.
         popen = subprocess.Popen(line, env=kubectl_env())
         try:
             code = popen.wait()
         finally:
-            _end(popen)
+            _terminate(popen)
     return code if code >= 0 else 128 - code
 
 
 def is_terminal() -> bool:
-    """Whether a person sits at both ends of our standard streams."""
+    """Whether our stdin and stdout are terminals."""
     return all(_is_tty(number) for number in (0, 1))
 
 
 def has_stdin() -> bool:
-    """Whether there may be something to read: not when it is closed or /dev/null."""
+    """Whether stdin is open and not /dev/null."""
     try:
-        found = os.fstat(0)
+        stat = os.fstat(0)
     except OSError:
         return False
-    return found.st_rdev != Path(os.devnull).stat().st_rdev
+    return stat.st_rdev != Path(os.devnull).stat().st_rdev
 
 
 def _is_tty(number: int) -> bool:
@@ -125,8 +123,8 @@ def _is_tty(number: int) -> bool:
 
 
 @contextmanager
-def _terminal_kept() -> Iterator[None]:
-    """Leave the terminal as it was, even when kubectl could not."""
+def _restore_terminal() -> Iterator[None]:
+    """Restore the terminal settings on exit, even if kubectl was killed."""
     try:
         saved = termios.tcgetattr(0)
     except (termios.error, OSError):
@@ -135,11 +133,11 @@ def _terminal_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(termios.error, OSError):  # it may have hung up
+        with suppress(termios.error, OSError):  # the terminal may be closed
             termios.tcsetattr(0, termios.TCSADRAIN, saved)
 
 
-def _end(popen: subprocess.Popen[bytes]) -> None:
+def _terminate(popen: subprocess.Popen[bytes]) -> None:
     if popen.poll() is None:
         popen.terminate()
         try:
@@ -149,34 +147,37 @@ def _end(popen: subprocess.Popen[bytes]) -> None:
             popen.wait()
 
 
-# --- Tunnels
+# --- Port forwarding
 
 
 class PortMapping(NamedTuple):
-    """A port of a pod, and the one here that leads to it; 0: any that is free."""
+    """A port of a pod and the local port forwarded to it; local port 0: any free port."""
 
     pod_port: int
     local_port: int
 
     @classmethod
     def parse(cls, text: str) -> PortMapping:
-        """Read `6006`, or `6006:8080` for one that is 8080 here."""
-        there, colon, here = text.partition(":")
-        numbers = [int(word) if word.isascii() and word.isdigit() else -1 for word in (there, here if colon else there)]
+        """Parse `POD_PORT` or `POD_PORT:LOCAL_PORT`."""
+        pod_port, colon, local_port = text.partition(":")
+        words = (pod_port, local_port if colon else pod_port)
+        numbers = [int(word) if word.isascii() and word.isdigit() else -1 for word in words]
         if not 0 < numbers[0] < 65536 or not 0 <= numbers[1] < 65536:
-            raise InputError(f"{text!r} is no port", hint="write PORT, or PORT:LOCAL where it has another number here")
+            raise InputError(f"{text!r} is not a port", hint="use PORT, or PORT:LOCAL for another local port")
         return cls(*numbers)
 
 
 class PortForward:
-    """A `kubectl port-forward` that runs; a context manager that ends it."""
+    """A running `kubectl port-forward`; a context manager that terminates it."""
 
-    def __init__(self, cluster: KubeClient, pod: str, ports: Mapping[int, int]) -> None:
-        line = [*_begin(cluster, "a tunnel to a pod"), *port_forward_argv(pod, ports)]
-        self._heard: queue.Queue[str | None] = queue.Queue()
+    def __init__(self, client: KubeClient, pod: str, ports: Mapping[int, int]) -> None:
+        line = [*_client_argv(client, "a port forward to a pod"), *port_forward_argv(pod, ports)]
+        self._lines: queue.Queue[str | None] = queue.Queue()
         read, write = os.pipe()
         try:
-            self._process = processes.start(line, env=kubectl_env(), stdout=write, stderr=write, dies_with_us=True)
+            self._process = processes.start(
+                line, env=kubectl_env(), stdout=write, stderr=write, terminate_with_parent=True
+            )
         except BaseException:
             os.close(read)
             raise
@@ -186,9 +187,9 @@ class PortForward:
         self._reader.start()
 
     def next_line(self, timeout_s: float) -> str | None:
-        """Give its next line; "": there was none in that time; None: it has ended."""
+        """Return kubectl's next line of output; "" after a timeout, None when kubectl has exited."""
         try:
-            return self._heard.get(timeout=timeout_s)
+            return self._lines.get(timeout=timeout_s)
         except queue.Empty:
             return ""
 
@@ -198,12 +199,12 @@ class PortForward:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.end(GRACE_S)
+        self._process.stop(GRACE_S)
         self._reader.join(GRACE_S)
 
     def _read(self, number: int) -> None:
         with open(number, errors="replace") as pipe:
             for line in pipe:
                 if text := line.strip():
-                    self._heard.put(text)
-        self._heard.put(None)
+                    self._lines.put(text)
+        self._lines.put(None)

@@ -1,4 +1,4 @@
-"""Small pure builders of Kubernetes objects, and the names that all of ours have in common."""
+"""Builders of Kubernetes objects and their strategic merge; labels, annotations and names shared by all of them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ Manifest = dict[str, Any]
 
 LABEL_DOMAIN = "stoker.dev"
 JOB_LABEL, RUN_LABEL, ROLE_LABEL, INDEX_LABEL = (f"{LABEL_DOMAIN}/{name}" for name in ("job", "run", "role", "index"))
-"""Labels: the job's name, the run's id, and which slot a pod is."""
+"""Job name, run id, and the role and index of a pod's slot."""
 FIRST_INDEX_ANNOTATION = f"{LABEL_DOMAIN}/first"
-"""Annotation: the slot's index of a Job's pod 0, where the slots before it have another Job."""
+"""Slot index of a Job's pod 0, set when another Job runs the slots before it."""
 PART_LABEL = f"{LABEL_DOMAIN}/part"
-"""Label of what belongs to no job: `cache`, `volume`, `inspector`, `shell`."""
+"""Component of an object that belongs to no job: `cache`, `volume`, `inspector`, `shell`."""
 MANAGED_BY = {"app.kubernetes.io/managed-by": "stoker"}
 MAIN_CONTAINER = "main"
-"""The container of our pods that does the work."""
+"""Name of the container that runs the program."""
 GPU_RESOURCE = "nvidia.com/gpu"
 GPU_TYPE_LABELS = ("cloud.google.com/gke-accelerator", "k8s.amazonaws.com/accelerator", "nvidia.com/gpu.product")
-"""By which GKE, eksctl's node groups and NVIDIA's discovery name the kind of a node's GPUs."""
+"""Node labels for the GPU type: GKE, eksctl node groups, NVIDIA GPU feature discovery."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-"""Label of what Kueue holds back until there is room."""
+"""Label of workloads that Kueue keeps suspended until it admits them."""
 CACHE_SERVICE, CACHE_PORT = "stoker-cache", 3128
-"""The Service of the caching proxy in a namespace, which `data.via: cluster` means, and its port."""
+"""Service and port of the caching proxy in a namespace, used by `data.via: cluster`."""
 ACCESS_MODES = {"rwo": "ReadWriteOnce", "rwx": "ReadWriteMany", "rox": "ReadOnlyMany", "rwop": "ReadWriteOncePod"}
 
 
 def build_object(
     version: str, kind: str, name: str, labels: Mapping[str, str], *, namespace: str | None = None, **body: Any
 ) -> Manifest:
-    """Give an object; `labels` beside the one that says that it is ours."""
+    """Build an object with `labels` and the managed-by label."""
     metadata: Manifest = {"name": name, "labels": {**labels, **MANAGED_BY}}
     if namespace:
         metadata["namespace"] = namespace
@@ -38,16 +38,16 @@ def build_object(
 
 
 def cache_url(namespace: str | None) -> str:
-    """Give the URL of a namespace's cache, which `data.via: cluster` means; None is the namespace of who asks."""
+    """Return the URL of the caching proxy in a namespace; None is the namespace of the client."""
     return f"http://{CACHE_SERVICE}{f'.{namespace}' if namespace else ''}:{CACHE_PORT}"
 
 
-def with_owner(one: Manifest, owner: Manifest) -> Manifest:
-    """Have an object deleted with its owner."""
+def with_owner(obj: Manifest, owner: Manifest) -> Manifest:
+    """Return the object with an owner reference, so that it is garbage collected with its owner."""
     metadata = owner["metadata"]
     reference = {"apiVersion": owner.get("apiVersion", "v1"), "kind": owner["kind"]}
     reference |= {"name": metadata["name"], "uid": metadata["uid"]}
-    return {**one, "metadata": {**one["metadata"], "ownerReferences": [reference]}}
+    return {**obj, "metadata": {**obj["metadata"], "ownerReferences": [reference]}}
 
 
 def build_claim(
@@ -60,7 +60,7 @@ def build_claim(
     volume: str | None = None,
     namespace: str | None = None,
 ) -> Manifest:
-    """Ask for a volume of a class (the cluster's default if None; "" for none), or for one that is there."""
+    """Build a PersistentVolumeClaim of a storage class (None: the default class, "": no class) or for one volume."""
     spec: Manifest = {"accessModes": [ACCESS_MODES[access]], "resources": {"requests": {"storage": str(size)}}}
     if storage_class is not None:
         spec["storageClassName"] = storage_class
@@ -70,23 +70,23 @@ def build_claim(
 
 
 def restricted_security_context() -> Manifest:
-    """Take from a container what no training needs."""
+    """Return a container security context without privilege escalation and capabilities."""
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
 # --- Patches
 
-_KEYS = ("mountPath", "devicePath", "containerPort", "name", "ip")
-"""By which entries of a list are known to be the same one, in this order."""
+_MERGE_KEYS = ("mountPath", "devicePath", "containerPort", "name", "ip")
+"""Keys that identify list entries, in order of precedence."""
 
 
 def strategic_merge(value: Any, patch: Any) -> Any:
-    """Merge a patch: null removes, lists of named things are merged by name, other lists are replaced.
+    """Apply a strategic merge patch: null removes a key, lists merge by a merge key, other lists are replaced.
 
-    Kubernetes calls it a strategic merge, so that a volume or a variable can be added without telling the others.
+    A patch can so add one volume or one variable without repeating the others.
     """
-    if isinstance(patch, list) and isinstance(value, list) and (key := _key_of([*value, *patch])):
-        return _merged_lists(value, patch, key)
+    if isinstance(patch, list) and isinstance(value, list) and (key := _find_merge_key([*value, *patch])):
+        return _merge_lists(value, patch, key)
     if not isinstance(patch, Mapping):
         return patch
     base = value if isinstance(value, Mapping) else {}
@@ -94,21 +94,25 @@ def strategic_merge(value: Any, patch: Any) -> Any:
     return {**kept, **{key: strategic_merge(base.get(key), inner) for key, inner in patch.items() if inner is not None}}
 
 
-def patch_matches(patch: Mapping[str, Any], one: Manifest) -> bool:
-    """Whether a patch means an object: by its kind and, if it gives one, its name."""
+def patch_matches(patch: Mapping[str, Any], obj: Manifest) -> bool:
+    """Whether a patch applies to an object: same kind and, if the patch has one, same name."""
     name = (patch.get("metadata") or {}).get("name")
-    return patch.get("kind") == one["kind"] and name in (None, one["metadata"]["name"])
+    return patch.get("kind") == obj["kind"] and name in (None, obj["metadata"]["name"])
 
 
-def _key_of(entries: list[Any]) -> str | None:
-    return next((key for key in _KEYS if all(isinstance(one, Mapping) and key in one for one in entries)), None)
+def _find_merge_key(entries: list[Any]) -> str | None:
+    return next(
+        (key for key in _MERGE_KEYS if all(isinstance(entry, Mapping) and key in entry for entry in entries)), None
+    )
 
 
-def _merged_lists(value: list[Any], patch: list[Any], key: str) -> list[Any]:
-    changes = {one[key]: one for one in patch}
-    gone = {name for name, one in changes.items() if one.get("$patch") == "delete"}
+def _merge_lists(value: list[Any], patch: list[Any], key: str) -> list[Any]:
+    changes = {entry[key]: entry for entry in patch}
+    deleted = {name for name, entry in changes.items() if entry.get("$patch") == "delete"}
     kept = [
-        strategic_merge(one, changes[one[key]]) if one[key] in changes else one for one in value if one[key] not in gone
+        strategic_merge(entry, changes[entry[key]]) if entry[key] in changes else entry
+        for entry in value
+        if entry[key] not in deleted
     ]
-    known = {one[key] for one in value}
-    return [*kept, *(one for name, one in changes.items() if name not in known and name not in gone)]
+    known = {entry[key] for entry in value}
+    return [*kept, *(entry for name, entry in changes.items() if name not in known and name not in deleted)]

@@ -1,4 +1,4 @@
-"""Amounts as Kubernetes writes them: `100m`, `16Gi`, `1e3`, `8`."""
+"""Kubernetes resource quantities: parse and format `100m`, `16Gi`, `1e3`, `8`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _FACTORS = {
 
 
 def parse_quantity(text: str | float) -> Decimal:
-    """Read an amount; all that a cluster tells is text."""
-    found = _QUANTITY.fullmatch(str(text).strip())
-    if found is None:
-        raise ValueError(f"{text!r} is no quantity")
-    number, power, unit = found.groups()
+    """Parse a quantity; raise ValueError if it is malformed."""
+    match = _QUANTITY.fullmatch(str(text).strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a Kubernetes quantity")
+    number, power, unit = match.groups()
     return Decimal(number) * (Decimal(f"1e{power}") if power else _FACTORS[unit])
 
 
 def quantity_to_bytes(text: object) -> int | None:
-    """Read a size, in whole bytes; None: it is none."""
+    """Return a quantity in bytes, rounded up; None if it is malformed."""
     try:
         return math.ceil(parse_quantity(str(text)))
     except ValueError:
@@ -32,7 +32,7 @@ def quantity_to_bytes(text: object) -> int | None:
 
 
 def format_quantity(size: int) -> str:
-    """Write a size as people would: `10Gi` and not its bytes, where that is the same."""
+    """Format bytes as the shortest exact quantity with a binary suffix, such as `10Gi`."""
     for unit, factor in reversed(_BINARY.items()):
         if size and size % int(factor) == 0:
             return f"{size // int(factor)}{unit}"
