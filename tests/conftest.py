@@ -1,9 +1,10 @@
-"""Options, session servers, and an environment in which no credentials of this machine can be found."""
+"""Options, shared fixtures, and an environment without credentials of this machine."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,23 @@ def _hermetic(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     monkeypatch.setenv("NO_GCE_CHECK", "true")
 
 
+@pytest.fixture
+def stoker_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of run folders, set as STOKER_HOME; it does not exist yet."""
+    home = tmp_path / "stoker"
+    monkeypatch.setenv("STOKER_HOME", str(home))
+    return home
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, stoker_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with STOKER_HOME in `stoker` and with `work`, which is the current directory."""
+    assert stoker_home.parent == tmp_path
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def moto_url() -> Iterator[str]:
     with moto() as url:
@@ -45,10 +63,10 @@ def gcs_url() -> Iterator[str]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """In CI everything that can be installed is there, so a skipped test is one that should have run."""
+    """Fail skipped tests in CI, where everything that can be installed is installed."""
     report = yield
-    may_skip = any(reason in str(report.longrepr) for reason in (NOT_ALLOWED, NO_KUBERNETES))
-    if report.skipped and os.environ.get("CI") and not may_skip:
+    is_allowed = any(reason in str(report.longrepr) for reason in (NOT_ALLOWED, NO_KUBERNETES))
+    if report.skipped and os.environ.get("CI") and not is_allowed:
         report.outcome = "failed"
         report.longrepr = f"skipped in CI: {report.longrepr}"
     return report

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from stoker.core.processes import marked
-from stoker.jobs.run_folder import Run, find
-from stoker.launchers.supervisor import watcher
+from stoker.core.processes import find_processes_by_env
+from stoker.jobs.run_folder import Run, find_run
+from stoker.launchers.supervisor import supervisor_pid
 from stoker.telemetry.reader import read_run
-from stoker.trainers.checkpoints import unpack
-from stoker.trainers.ledger import effective, sessions
-from tests.launchers.contract import until
+from stoker.trainers.checkpoints import decode_checkpoint
+from stoker.trainers.ledger import effective_samples, session_starts
 from tests.support.trees import stoker
+from tests.support.waiting import wait_until
 
 SAMPLES = 700
 EPOCHS = 6
@@ -32,13 +32,6 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = f"synthetic:samples={SAMPLES},classes=5,size=40x32,val=60"
     assert stoker("data", "convert", source, folder, "--shard-samples", "50") == 0
     return folder
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def write_job(folder: Path, name: str, shards: Path, ranks: int, **keys: Any) -> Path:
@@ -64,12 +57,12 @@ def write_job(folder: Path, name: str, shards: Path, ranks: int, **keys: Any) ->
 
 def weights(folder: Path, name: str) -> dict[str, Any]:
     newest = max((folder / f"{name}-checkpoints").glob("step-*.pt"))
-    state = unpack(newest.read_bytes(), where=str(newest))
+    state = decode_checkpoint(newest.read_bytes(), where=str(newest))
     return {**state["model"], **{f"momentum {k}": v["momentum_buffer"] for k, v in state["optimizer"]["state"].items()}}
 
 
 def check_ledger(folder: Path, name: str) -> None:
-    epochs = effective(folder / f"{name}-ledger")
+    epochs = effective_samples(folder / f"{name}-ledger")
     assert sorted(epochs) == list(range(EPOCHS))
     for samples in epochs.values():
         assert len(samples) == len(set(samples)) == SAMPLES
@@ -84,32 +77,32 @@ def ranks_of(run: Run) -> dict[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_that_is_killed_at_random_ends_with_the_same_bits(shards: Path, here: Path) -> None:
-    assert stoker("job", "run", write_job(here, "calm", shards, 3)) == 0
+def test_a_run_that_is_killed_at_random_ends_with_the_same_bits(shards: Path, workspace: Path) -> None:
+    assert stoker("job", "run", write_job(workspace, "calm", shards, 3)) == 0
     draw = random.Random(20261116)
     plan = ["rank", "all", "launcher", "rank", "all", "launcher", "agent"]
     draw.shuffle(plan)
-    assert stoker("job", "run", write_job(here, "storm", shards, 3), "--detach") == 0
-    run = find("storm")
+    assert stoker("job", "run", write_job(workspace, "storm", shards, 3), "--detach") == 0
+    run = find_run("storm")
     kills = 0
     for what in plan:
-        begun = len(sessions(here / "storm-ledger"))
+        begun = len(session_starts(workspace / "storm-ledger"))
         time.sleep(draw.uniform(0.0, 3.0))
         while not run.read_status().state.is_final and not strike(what, run, draw):
             time.sleep(0.2)
         if run.read_status().state.is_final:
             break
         kills += 1
-        until(partial(went_on, run, here / "storm-ledger", begun), 120)
-    until(lambda: run.read_status().state.is_final, 300)
+        wait_until(partial(went_on, run, workspace / "storm-ledger", begun), 120)
+    wait_until(lambda: run.read_status().state.is_final, 300)
     assert run.read_status().state == "succeeded", run.read_status().message
     assert kills >= 5
-    calm, storm = weights(here, "calm"), weights(here, "storm")
+    calm, storm = weights(workspace, "calm"), weights(workspace, "storm")
     assert calm.keys() == storm.keys()
     assert [name for name in calm if not calm[name].equal(storm[name])] == []
-    check_ledger(here, "calm")
-    check_ledger(here, "storm")
-    assert marked({"STOKER_RUN": run.id}) == []
+    check_ledger(workspace, "calm")
+    check_ledger(workspace, "storm")
+    assert find_processes_by_env({"STOKER_RUN": run.id}) == []
 
 
 def strike(what: str, run: Run, draw: random.Random) -> bool:
@@ -118,10 +111,10 @@ def strike(what: str, run: Run, draw: random.Random) -> bool:
     if len(ranks) < 3:
         return False
     if what == "launcher":
-        if not (pid := watcher(run)):
+        if not (pid := supervisor_pid(run)):
             return False
         os.kill(pid, signal.SIGKILL)
-        until(lambda: watcher(run) is None)
+        wait_until(lambda: supervisor_pid(run) is None)
         assert stoker("job", "run", "--resume", run.id, "--detach") == 0
         return True
     pids = {
@@ -129,31 +122,31 @@ def strike(what: str, run: Run, draw: random.Random) -> bool:
         "all": list(ranks.values()),
         "agent": [one.pid for one in run.read_status().slots if one.pid],
     }[what]
-    alive = set(marked({"STOKER_RUN": run.id})) & set(pids)
+    alive = set(find_processes_by_env({"STOKER_RUN": run.id})) & set(pids)
     for pid in alive:
         os.kill(pid, signal.SIGKILL)
     return bool(alive)
 
 
 def went_on(run: Run, ledger: Path, begun: int) -> bool:
-    return len(sessions(ledger)) > begun or run.read_status().state.is_final
+    return len(session_starts(ledger)) > begun or run.read_status().state.is_final
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_ledger_is_exact_across_changes_of_the_world(shards: Path, here: Path) -> None:
+def test_the_ledger_is_exact_across_changes_of_the_world(shards: Path, workspace: Path) -> None:
     """The same global batches, dealt to 3, then 2, then 1 ranks."""
-    kept = {"checkpoint": {"dir": str(here / "checkpoints")}, "ledger": "changing-ledger"}
+    kept = {"checkpoint": {"dir": str(workspace / "checkpoints")}, "ledger": "changing-ledger"}
     for ranks, steps in ((3, 30), (2, 60), (1, 0)):
-        assert stoker("job", "run", write_job(here, f"on-{ranks}", shards, ranks, **kept), "--detach") == 0
-        run = find(f"on-{ranks}")
+        assert stoker("job", "run", write_job(workspace, f"on-{ranks}", shards, ranks, **kept), "--detach") == 0
+        run = find_run(f"on-{ranks}")
         if steps:
-            until(partial(has_reached, run, steps), 120)
+            wait_until(partial(has_reached, run, steps), 120)
             assert stoker("job", "stop", run.id) == 0
-        until(partial(is_over, run), 300)
+        wait_until(partial(is_over, run), 300)
     assert run.read_status().state == "succeeded"
-    check_ledger(here, "changing")
-    starts = sessions(here / "changing-ledger")
+    check_ledger(workspace, "changing")
+    starts = session_starts(workspace / "changing-ledger")
     assert len(starts) == 3
     assert any(consumed for _, consumed in starts)
 

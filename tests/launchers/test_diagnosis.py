@@ -1,4 +1,4 @@
-"""Why an attempt failed, from logs as torchrun and programs really write them."""
+"""Diagnosis of failed slots, from logs as torchrun and programs really write them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from stoker.errors import InputError
 from stoker.jobs.topology import Slot
-from stoker.launchers.diagnosis import LOST, LOST_MARK, cause
+from stoker.launchers.diagnosis import LOST_EXIT_CODE, LOST_MARK, diagnose_slot
 from stoker.telemetry.events import Recorder
 
 TABLE = """\
@@ -43,19 +43,19 @@ CLOSED = "[rank0]: RuntimeError: [gloo/pair.cc:553] Connection closed by peer [1
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "said"),
+    ("text", "code", "expected"),
     [
-        ("", 7, "worker/0 ended with exit code 7"),
+        ("", 7, "worker/0 exited with code 7"),
         ("", -11, "worker/0 was killed by SIGSEGV"),
         ("", 137, "worker/0 was killed by SIGKILL"),
         ("Traceback (most recent call last):\nKeyError: 'x'\n", 1, "worker/0 failed: KeyError: 'x'"),
         ("my.module.OddError: of mine\nbye\n", 1, "worker/0 failed: my.module.OddError: of mine"),
         ("", 170, "worker/0 was killed by signal 42"),
-        ("", 255, "worker/0 ended with exit code 255"),
-        ("Error rate: 0.12 (fine)\n", 1, "worker/0 ended with exit code 1;"),
+        ("", 255, "worker/0 exited with code 255"),
+        ("Error rate: 0.12 (fine)\n", 1, "worker/0 exited with code 1;"),
         ('Traceback (most recent call last):\n  File "x"\nBad: of mine\n', 1, "worker/0 failed: Bad: of mine"),
         ("/usr/bin/python3: No module named nope\n", 1, "worker/0 failed: No module named nope"),
-        ("x.py: error: unrecognized arguments: --epochz 3\n", 2, "refused to start: unrecognized arguments: --epochz"),
+        ("x.py: error: unrecognized arguments: --epochz 3\n", 2, "could not start: unrecognized arguments: --epochz"),
         (
             'Traceback (most recent call last):\n  File "torch/distributed/elastic/multiprocessing/errors/x.py"\n'
             f"ValueError: under @record\n{TABLE.format(code=1, other=-15)}",
@@ -68,15 +68,15 @@ CLOSED = "[rank0]: RuntimeError: [gloo/pair.cc:553] Connection closed by peer [1
             1,
             "failed: torch.distributed.DistNetworkError: port 29500 in use",
         ),
-        ("error: --lr must be above 0\n", 2, "worker/0 refused to start: --lr must be above 0"),
+        ("error: --lr must be above 0\n", 2, "worker/0 could not start: --lr must be above 0"),
         (
             f"[rank1]: ValueError: bad\n{CLOSED}\n{TABLE.format(code=1, other=-15)}",
             1,
             "worker/0 (rank 1) failed: ValueError: bad",
         ),
-        (f"{CLOSED}\n{TABLE.format(code=7, other=-15)}", 1, "worker/0 (rank 1) ended with exit code 7"),
+        (f"{CLOSED}\n{TABLE.format(code=7, other=-15)}", 1, "worker/0 (rank 1) exited with code 7"),
         (f"{CLOSED}\n{TABLE.format(code=-9, other=1)}", 1, "worker/0 (rank 1) was killed by SIGKILL"),
-        # torchrun saw the partner's failure first
+        # torchrun saw the peer's failure first
         (
             f"{CLOSED.replace('rank0', 'rank1')}\n{TABLE.format(code=1, other=-9)}",
             1,
@@ -85,55 +85,58 @@ CLOSED = "[rank0]: RuntimeError: [gloo/pair.cc:553] Connection closed by peer [1
         (f"TypeError: before torch knew its rank\n{TABLE.format(code=1, other=-15)}", 1, "(rank 1) failed: TypeError"),
     ],
 )
-def test_the_cause_in_a_log(text: str, code: int, said: str, tmp_path: Path) -> None:
+def test_diagnosis_from_a_log(text: str, code: int, expected: str, tmp_path: Path) -> None:
     log = tmp_path / "worker-0.0.log"
     log.write_text(text)
-    sentence = cause(Slot("worker", 0), code, log).sentence
-    assert said in sentence
-    assert sentence.endswith(f"; its log: {log}")
+    message = diagnose_slot(Slot("worker", 0), code, log).message
+    assert expected in message
+    assert message.endswith(f"; log: {log}")
 
 
-def test_what_a_program_tells_itself_comes_first(tmp_path: Path) -> None:
+def test_error_mark_takes_precedence_over_the_log(tmp_path: Path) -> None:
     log = tmp_path / "worker-0.0.log"
     with log.open("ab") as file:
         Recorder(rank=0, fd=file.fileno()).mark("error", "RuntimeError: Connection closed by peer")
-        Recorder(rank=1, fd=file.fileno()).mark("error", "DataFaultError: shard 7 is damaged (loader.py:10)")
+        Recorder(rank=1, fd=file.fileno()).mark("error", "VerificationError: shard 7 is damaged (loader.py:10)")
         file.write(TABLE.format(code=1, other=1).encode())
-    found = cause(Slot("worker", 0), 1, log)
-    assert (found.rank, found.words) == (1, "DataFaultError: shard 7 is damaged (loader.py:10)")
+    diagnosis = diagnose_slot(Slot("worker", 0), 1, log)
+    assert (diagnosis.rank, diagnosis.error) == (1, "VerificationError: shard 7 is damaged (loader.py:10)")
 
 
-def test_what_mpirun_refuses_is_told_alike_wherever_it_runs(tmp_path: Path) -> None:
-    """And is not tried again, for its exit code is that of bad input; a program's own rules are nobody's business."""
+def test_mpirun_usage_error_is_bad_input(tmp_path: Path) -> None:
+    """Its exit code prevents a retry; horizontal rules in the output of a worker are not mpirun's."""
     log = tmp_path / "log"
     log.write_text("mpirun: Error: unknown option \"--nosuch\"\nType 'mpirun --help' for usage.\n")
-    found = cause(Slot("launcher", 0), 1, log)
-    assert found.sentence == f'launcher/0 refused to start: mpirun: unknown option "--nosuch"; its log: {log}'
-    assert found.code == InputError.exit_code
+    diagnosis = diagnose_slot(Slot("launcher", 0), 1, log)
+    assert diagnosis.message.startswith("launcher/0 ")
+    assert diagnosis.error == 'mpirun: unknown option "--nosuch"'
+    assert diagnosis.code == InputError.exit_code
     log.write_text(f"{'-' * 60}\nan invalid table\n{'-' * 60}\n")
-    assert (cause(Slot("worker", 0), 1, log).code, cause(Slot("worker", 0), 1, log).words) == (1, None)
+    assert (diagnose_slot(Slot("worker", 0), 1, log).code, diagnose_slot(Slot("worker", 0), 1, log).error) == (1, None)
 
 
-def test_a_kill_is_for_want_of_memory_when_the_kernel_says_so(tmp_path: Path) -> None:
-    assert "no memory left" in cause(Slot("worker", 0), -9, tmp_path / "none", out_of_memory=True).sentence
-    assert "SIGTERM" in cause(Slot("worker", 0), -15, tmp_path / "none", out_of_memory=True).sentence
+def test_out_of_memory_explains_only_sigkill(tmp_path: Path) -> None:
+    assert "out of memory" in diagnose_slot(Slot("worker", 0), -9, tmp_path / "none", out_of_memory=True).message
+    message = diagnose_slot(Slot("worker", 0), -15, tmp_path / "none", out_of_memory=True).message
+    assert "SIGTERM" in message
+    assert "out of memory" not in message
 
 
-def test_a_program_that_ends_with_255_is_not_lost(tmp_path: Path) -> None:
+def test_program_exiting_with_255_is_not_lost(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("Traceback (most recent call last):\nValueError: bad data\n")
-    found = cause(Slot("worker", 0), 255, log)
-    assert not found.lost
-    assert "ended with exit code 255: ValueError: bad data" in found.sentence
+    diagnosis = diagnose_slot(Slot("worker", 0), 255, log)
+    assert not diagnosis.lost
+    assert "exited with code 255: ValueError: bad data" in diagnosis.message
 
 
-def test_what_is_told_to_be_lost_is_lost_whatever_was_said_before(tmp_path: Path) -> None:
+def test_lost_mark_takes_precedence_over_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as file:
         file.write(b"RuntimeError: Connection reset by peer\n")
         file.flush()
-        Recorder(slot="worker/1", fd=file.fileno()).mark(LOST_MARK, "node2 has not answered for 30 s")
-    found = cause(Slot("worker", 1), LOST, log)
-    assert found.lost
-    assert not found.is_of_a_partner
-    assert "worker/1 was lost: node2 has not answered for 30 s" in found.sentence
+        Recorder(slot="worker/1", fd=file.fileno()).mark(LOST_MARK, "node2 has not responded for 30 s")
+    diagnosis = diagnose_slot(Slot("worker", 1), LOST_EXIT_CODE, log)
+    assert diagnosis.lost
+    assert not diagnosis.is_secondary
+    assert "worker/1 was lost: node2 has not responded for 30 s" in diagnosis.message

@@ -1,4 +1,4 @@
-"""What is heard of slots elsewhere."""
+"""The monitor of an attempt with remote slots: placement, exits and hangs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from stoker.core.units import Seconds
-from stoker.jobs.run_folder import Run, create
+from stoker.jobs.run_folder import Run, create_run
 from stoker.jobs.topology import Command, Slot
-from stoker.launchers.monitor import WAITING, Hearing
+from stoker.launchers.monitor import WAITING_MARK, AttemptMonitor
 from stoker.launchers.plan import LocalPlan
-from stoker.launchers.process_group import Gang
+from stoker.launchers.process_group import ProcessGroup
 from stoker.telemetry.events import Recorder
-from stoker.telemetry.mpi_rank import EXIT as RANK_EXIT
+from stoker.telemetry.mpi_rank import RANK_EXIT_MARK
 from tests.launchers.contract import job_of
 
 PLAN = LocalPlan(slots={f"worker/{index}": Command(("true",)) for index in range(2)}, hosts={"worker/0": "a"})
@@ -25,55 +25,54 @@ FIRST, SECOND = Slot("worker", 0), Slot("worker", 1)
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    monkeypatch.setenv("STOKER_HOME", str(tmp_path))
-    return create(job_of("true"), PLAN)
+def run(stoker_home: Path) -> Run:
+    return create_run(job_of("true"), PLAN)
 
 
-def heard(run: Run, *slots: Slot) -> Hearing:
-    """Ranks of these slots that were heard of, and not since."""
+def monitor_with_silent_ranks(run: Run, *slots: Slot) -> AttemptMonitor:
+    """Return a monitor of slots whose ranks sent one heartbeat, longer ago than `hang_after`."""
     job = msgspec.structs.replace(run.job, hang_after=Seconds("0.01s"))
-    hearing = Hearing(run, 0, PLAN, job)
+    monitor = AttemptMonitor(run, 0, PLAN, job)
     for slot in slots:
-        with telling(run, slot) as events:
+        with record_events(run, slot) as events:
             events.heartbeat(5)
-    hearing.listen()
+    monitor.read_events()
     time.sleep(0.05)
-    return hearing
+    return monitor
 
 
 @contextmanager
-def telling(run: Run, slot: Slot) -> Iterator[Recorder]:
-    with run.log(slot, 0).open("ab") as log:
+def record_events(run: Run, slot: Slot) -> Iterator[Recorder]:
+    with run.log_path(slot, 0).open("ab") as log:
         yield Recorder(slot=str(slot), rank=slot.index, fd=log.fileno())
 
 
-def test_slots_that_are_placed_later_wait_until_that_is_told(run: Run) -> None:
-    carrier = {"driver/0": Command(("true",))}
-    plan = LocalPlan(slots=carrier, hosts={"worker/0": "ray"}, carried=("worker/0",))
-    assert not LocalPlan(slots=carrier, carried=("worker/0",)).is_placed_later  # mpirun's, here
-    hearing = Hearing(run, 0, plan, run.job)
-    found = []
-    with telling(run, Slot("driver", 0)) as events:
-        for words in (None, "no room", ""):
-            if words is not None:
-                events.mark(WAITING, words)
-            hearing.listen()
-            found.append((hearing.is_placed, hearing.waiting))
-    assert found == [(False, ""), (False, "no room"), (True, "")]
+def test_slots_are_pending_until_placement_is_reported(run: Run) -> None:
+    manager = {"driver/0": Command(("true",))}
+    plan = LocalPlan(slots=manager, hosts={"worker/0": "ray"}, delegated=("worker/0",))
+    assert not LocalPlan(slots=manager, delegated=("worker/0",)).waits_for_placement  # mpirun's workers start at once
+    monitor = AttemptMonitor(run, 0, plan, run.job)
+    states = []
+    with record_events(run, Slot("driver", 0)) as events:
+        for reason in (None, "no capacity", ""):
+            if reason is not None:
+                events.mark(WAITING_MARK, reason)
+            monitor.read_events()
+            states.append((monitor.is_placed, monitor.waiting_reason))
+    assert states == [(False, ""), (False, "no capacity"), (True, "")]
 
 
-def test_a_slot_elsewhere_that_has_ended_does_not_hang(run: Run) -> None:
-    gang = Gang(run, 0, {})
-    hearing = heard(run, FIRST)
-    assert "worker/0 (rank 0) hung at step 5" in hearing.hung(gang, {FIRST: None, SECOND: None})
-    assert hearing.hung(gang, {FIRST: 0, SECOND: None}) == ""
-    assert hearing.steps == 5
+def test_exited_remote_slot_is_not_a_hang(run: Run) -> None:
+    processes = ProcessGroup(run, 0, {})
+    monitor = monitor_with_silent_ranks(run, FIRST)
+    assert "worker/0 (rank 0) hung at step 5:" in monitor.find_hang(processes, {FIRST: None, SECOND: None})
+    assert monitor.find_hang(processes, {FIRST: 0, SECOND: None}) == ""
+    assert monitor.last_step == 5
 
 
-def test_a_rank_that_told_its_end_does_not_hang(run: Run) -> None:
-    hearing = heard(run, FIRST, SECOND)
-    with telling(run, FIRST) as events:
-        events.mark(RANK_EXIT, code=0)
-    hearing.listen()
-    assert "worker/1" in hearing.hung(Gang(run, 0, {}), {FIRST: None, SECOND: None})
+def test_rank_with_an_exit_mark_is_not_a_hang(run: Run) -> None:
+    monitor = monitor_with_silent_ranks(run, FIRST, SECOND)
+    with record_events(run, FIRST) as events:
+        events.mark(RANK_EXIT_MARK, code=0)
+    monitor.read_events()
+    assert "worker/1" in monitor.find_hang(ProcessGroup(run, 0, {}), {FIRST: None, SECOND: None})

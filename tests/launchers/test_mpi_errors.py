@@ -1,10 +1,17 @@
-"""What mpirun says, as it says it, and what is made of it."""
+"""Messages of mpirun, as it prints them, and what is parsed from them."""
 
 from __future__ import annotations
 
 import pytest
 
-from stoker.launchers.mpi_errors import code_of, complaint, noticed, why
+from stoker.launchers.mpi_errors import (
+    PEER_EXITED,
+    STOPPED_BY_MPIRUN,
+    classify_exit_code,
+    explain_exit,
+    find_killed_rank,
+    find_mpirun_error,
+)
 
 RULE = "-" * 74
 SLOTS = f"""{RULE}
@@ -46,7 +53,7 @@ OPTION = "mpirun: Error: unknown option \"--nosuch\"\nType 'mpirun --help' for u
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "code"),
+    ("text", "error", "code"),
     [
         (
             SLOTS,
@@ -66,17 +73,18 @@ OPTION = "mpirun: Error: unknown option \"--nosuch\"\nType 'mpirun --help' for u
         ("", None, 1),
     ],
 )
-def test_why_mpirun_gave_up(text: str, words: str | None, code: int) -> None:
-    found = complaint(text.splitlines())
-    assert (found, code_of(found, 1)) == (words, code)
+def test_error_of_mpirun_itself(text: str, error: str | None, code: int) -> None:
+    assert find_mpirun_error(text.splitlines()) == error
+    assert classify_exit_code(error, 1) == code
 
 
-def test_an_end_for_a_rank_is_known_from_one_of_mpiruns_own() -> None:
-    assert why(RANK.splitlines()) == "mpirun has ended all, for another rank is gone"
-    assert why(OPTION.splitlines()) == 'mpirun: unknown option "--nosuch"'
-    assert why(["a line of a program"]) is None
+def test_exit_because_of_a_rank_is_not_an_mpirun_error() -> None:
+    assert explain_exit(RANK.splitlines()) == STOPPED_BY_MPIRUN
+    assert PEER_EXITED in STOPPED_BY_MPIRUN
+    assert explain_exit(OPTION.splitlines()) == 'mpirun: unknown option "--nosuch"'
+    assert explain_exit(["a line of a program"]) is None
 
 
-def test_a_rank_that_a_signal_ended() -> None:
-    assert noticed(RANK.splitlines()) == (1, -9)
-    assert noticed(SLOTS.splitlines()) is None
+def test_rank_killed_by_a_signal() -> None:
+    assert find_killed_rank(RANK.splitlines()) == (1, -9)
+    assert find_killed_rank(SLOTS.splitlines()) is None

@@ -1,4 +1,4 @@
-"""TensorFlow's topologies with real processes: each task finds the others, and the end of the lead is the job's."""
+"""TensorFlow topologies with real processes: tasks reach each other, and the job ends with its lead role."""
 
 from __future__ import annotations
 
@@ -17,69 +17,69 @@ from stoker.errors import SpecError
 from stoker.jobs.run_folder import Run
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
-from tests.launchers.contract import Launching, job_of
+from tests.launchers.contract import LauncherTests, job_of
 from tests.support.hosts import Network, network
 from tests.support.paths import ROOT
 
 TASK = ROOT / "tests/support/tf_task.py"
 PS = {"topology": "tf-ps", "workers": 2, "roles": {"ps": {"count": 2}}}
-NOBODY_LEADS = {"topology": "tf-ps", "workers": 2, "roles": {"ps": {"count": 1}, "chief": {"count": 0}}}
+NO_CHIEF = {"topology": "tf-ps", "workers": 2, "roles": {"ps": {"count": 1}, "chief": {"count": 0}}}
 MIRRORED = {"topology": "tf-mirrored", "workers": 3}
 
 
-def cluster_of(run: Run, slot: str = "worker/0") -> dict[str, list[str]]:
+def read_cluster(run: Run, slot: str = "worker/0") -> dict[str, list[str]]:
     plan = json.loads((run.folder / "plan.json").read_text())
-    found: dict[str, list[str]] = json.loads(plan["slots"][slot]["env"]["TF_CONFIG"])["cluster"]
-    return found
+    cluster: dict[str, list[str]] = json.loads(plan["slots"][slot]["env"]["TF_CONFIG"])["cluster"]
+    return cluster
 
 
-class TestLocal(Launching):
+class TestLocal(LauncherTests):
     ON = "local"
 
     @pytest.fixture(autouse=True)
     def _task(self, tmp_path: Path) -> None:
         shutil.copy(TASK, tmp_path / "task.py")
 
-    @pytest.mark.parametrize("keys", [PS, NOBODY_LEADS, MIRRORED], ids=["ps", "no chief", "mirrored"])
-    def test_tasks_reach_each_other_and_the_end_of_the_lead_is_the_jobs(self, launcher: Any, keys: Any) -> None:
-        run, status = self.end(launcher, job_of(program={"script": "task.py"}, **keys))
+    @pytest.mark.parametrize("keys", [PS, NO_CHIEF, MIRRORED], ids=["ps", "no chief", "mirrored"])
+    def test_tasks_reach_each_other_and_the_job_ends_with_the_lead_role(self, launcher: Any, keys: Any) -> None:
+        run, status = self.run_to_end(launcher, job_of(program={"script": "task.py"}, **keys))
         assert status.state is JobState.SUCCEEDED, status.message
-        cluster = cluster_of(run)
-        leads = "chief" if "chief" in cluster else "worker"
-        for index in range(len(cluster[leads])):
-            lines = self.text(launcher, run, Slot(leads, index))
-            others = {f"{role}-{one}": address for role in cluster for one, address in enumerate(cluster[role])}
-            del others[f"{leads}-{index}"]
+        cluster = read_cluster(run)
+        lead = "chief" if "chief" in cluster else "worker"
+        for index in range(len(cluster[lead])):
+            lines = self.text(launcher, run, Slot(lead, index))
+            others = {f"{role}-{number}": address for role in cluster for number, address in enumerate(cluster[role])}
+            del others[f"{lead}-{index}"]
             assert {f"reached {name} at {address}" for name, address in others.items()} <= set(lines)
             assert "done" in lines
-        states = {one.slot: one.state for one in status.slots}
-        assert states == {slot: JobState.SUCCEEDED if slot.startswith(leads) else JobState.STOPPED for slot in states}
+        states = {slot.slot: slot.state for slot in status.slots}
+        assert states == {slot: JobState.SUCCEEDED if slot.startswith(lead) else JobState.STOPPED for slot in states}
 
-    def test_who_looks_on_is_not_waited_for_and_may_fail(self, launcher: Any) -> None:
+    def test_observer_is_not_waited_for_and_may_fail(self, launcher: Any) -> None:
         roles = {"evaluator": {"count": 1, "program": {"command": ["sh", "-c", "exit 3"]}}}
         script = "while test $POD_NAME = ps-0; do sleep 0.1; done; sleep 1"
-        _, status = self.end(launcher, job_of(script, **{**NOBODY_LEADS, "roles": {**NOBODY_LEADS["roles"], **roles}}))
+        _, status = self.run_to_end(launcher, job_of(script, **{**NO_CHIEF, "roles": {**NO_CHIEF["roles"], **roles}}))
         assert (status.state, status.message) == (JobState.SUCCEEDED, "")
-        states = {one.slot: (one.state, one.code) for one in status.slots}
+        states = {slot.slot: (slot.state, slot.code) for slot in status.slots}
         assert states["evaluator/0"] == (JobState.FAILED, 3)
         assert states["ps/0"][0] is JobState.STOPPED
 
-    def test_a_parameter_server_that_fails_fails_the_job(self, launcher: Any) -> None:
+    def test_failed_parameter_server_fails_the_job(self, launcher: Any) -> None:
         script = "test $POD_NAME != ps-1 || exit 7; sleep 60"
-        _, status = self.end(launcher, job_of(script, **PS))
+        _, status = self.run_to_end(launcher, job_of(script, **PS))
         assert status.state is JobState.FAILED
         assert status.message.startswith("ps/1")
 
-    def test_ports_that_were_taken_meanwhile_move_together(self, launcher: Any) -> None:
+    def test_all_ports_are_replaced_when_one_is_in_use(self, launcher: Any) -> None:
         roles = {"ps": {"count": 2, "port": 31999}, "tensorboard": {"count": 1, "logdir": "/logs"}}
         plan = launcher.render(job_of(program={"script": "task.py"}, **{**PS, "roles": roles}))
         assert set(plan.ports) == {"chief/0", "worker/0", "worker/1", "tensorboard/0"}
-        assert plan.on_free_port() == plan
+        assert plan.with_free_ports() == plan
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(("127.0.0.1", plan.ports["worker/1"]))
             sock.listen()
-            moved = plan.on_free_port()
+            moved = plan.with_free_ports()
         assert not set(moved.ports.values()) & {plan.ports["worker/1"]}
         for name, command in moved.slots.items():
             if name == "tensorboard/0":
@@ -88,30 +88,30 @@ class TestLocal(Launching):
             cluster = json.loads(command.env["TF_CONFIG"])["cluster"]
             assert cluster["worker"] == [f"127.0.0.1:{moved.ports[f'worker/{index}']}" for index in (0, 1)]
             assert cluster["chief"] == [f"127.0.0.1:{moved.ports['chief/0']}"]
-            assert cluster["ps"] == ["127.0.0.1:31999", "127.0.0.1:32000"]  # as the job names them
+            assert cluster["ps"] == ["127.0.0.1:31999", "127.0.0.1:32000"]  # as set in the job file
 
-    def test_the_next_attempt_meets_again(self, launcher: Any, tmp_path: Path) -> None:
-        """The first is killed once all have their ports; all start again."""
+    def test_retry_after_a_kill(self, launcher: Any, tmp_path: Path) -> None:
+        """One task is killed after all ports are assigned; all tasks start again."""
         script = f"test -e {tmp_path}/again || {{ touch {tmp_path}/again; kill -9 $$; }}; exec {sys.executable} task.py"
-        _, status = self.end(launcher, job_of(script, **{**MIRRORED, "retries": 1}))
+        _, status = self.run_to_end(launcher, job_of(script, **{**MIRRORED, "retries": 1}))
         assert (status.state, status.attempt) == (JobState.SUCCEEDED, 1), status.message
 
-    def test_ports_of_ones_own_are_next_to_each_other(self, launcher: Any) -> None:
+    def test_ports_set_in_the_job_file_are_consecutive(self, launcher: Any) -> None:
         plan = launcher.render(job_of("true", **{**PS, "port": 21000}))
         cluster = json.loads(plan.slots["ps/1"].env["TF_CONFIG"])["cluster"]
-        assert [one for role in cluster.values() for one in role] == [
+        assert [address for addresses in cluster.values() for address in addresses] == [
             f"127.0.0.1:{port}" for port in range(21000, 21005)
         ]
-        with pytest.raises(SpecError, match="would listen at 65536, and 65535 is the last"):
+        with pytest.raises(SpecError, match=r"65536.*65535"):
             launcher.render(job_of("true", **{**PS, "port": 65534}))
 
-    def test_accelerators_are_for_workers(self, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_workers_have_gpus(self, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
         plan = launcher.render(job_of("true", **{**PS, "resources": {"gpu": 2}}))
-        seen = {name: command.env.get("CUDA_VISIBLE_DEVICES") for name, command in plan.slots.items()}
-        assert seen == {"chief/0": "", "worker/0": "4,5", "worker/1": "6,7", "ps/0": "", "ps/1": ""}
+        visible = {name: command.env.get("CUDA_VISIBLE_DEVICES") for name, command in plan.slots.items()}
+        assert visible == {"chief/0": "", "worker/0": "4,5", "worker/1": "6,7", "ps/0": "", "ps/1": ""}
         roles = {"evaluator": {"count": 1, "resources": {"gpu": 1}}}
-        with pytest.raises(SpecError, match="only workers get accelerators here"):
+        with pytest.raises(SpecError, match=r"roles\.evaluator\.resources\.gpu"):
             launcher.render(job_of("true", **{**MIRRORED, "roles": roles}))
 
 
@@ -120,46 +120,46 @@ class TestLocal(Launching):
 
 @pytest.fixture(scope="module")
 def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    with network(tmp_path_factory.mktemp("net")) as found:
-        yield found
+    with network(tmp_path_factory.mktemp("net")) as hosts:
+        yield hosts
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-class TestSsh(Launching):
+class TestSsh(LauncherTests):
     ON = "ssh"
 
     @pytest.fixture(autouse=True)
     def _task(self, net: Network, tmp_path: Path) -> None:
         self.net = net
         shutil.copy(TASK, tmp_path / "task.py")
-        self.ssh = {"hosts": ["node1:2", "node2"], "config": str(net.config), "workdir": str(tmp_path / "there")}
+        self.ssh = {"hosts": ["node1:2", "node2"], "config": str(net.config), "workdir": str(tmp_path / "remote")}
         self.ssh |= {"python": sys.executable}
 
     @pytest.mark.parametrize("keys", [PS, {**MIRRORED, "workers": 3}], ids=["ps", "mirrored"])
     def test_tasks_reach_each_other_between_hosts(self, launcher: Any, keys: Any) -> None:
         keys = {**keys, "workers": 3}
-        run, status = self.end(launcher, job_of(program={"script": "task.py"}, ssh=self.ssh, **keys), 100)
+        run, status = self.run_to_end(launcher, job_of(program={"script": "task.py"}, ssh=self.ssh, **keys), 100)
         assert status.state is JobState.SUCCEEDED, status.message
-        cluster = cluster_of(run)
-        every = [address for addresses in cluster.values() for address in addresses]
-        assert len(set(every)) == len(every)
+        cluster = read_cluster(run)
+        all_addresses = [address for addresses in cluster.values() for address in addresses]
+        assert len(set(all_addresses)) == len(all_addresses)
         hosts = [address.partition(":")[0] for address in cluster["worker"]]
         assert hosts == [self.net["node1"].address] * 2 + [self.net["node2"].address]
-        if "ps" in cluster:  # they go around
-            assert [one.partition(":")[0] for one in cluster["ps"]] == [hosts[0], hosts[2]]
-        leads = "chief" if "chief" in cluster else "worker"
-        lines = self.text(launcher, run, Slot(leads, 0))
-        others = [address for address in every if address != cluster[leads][0]]
+        if "ps" in cluster:  # assigned round-robin
+            assert [address.partition(":")[0] for address in cluster["ps"]] == [hosts[0], hosts[2]]
+        lead = "chief" if "chief" in cluster else "worker"
+        lines = self.text(launcher, run, Slot(lead, 0))
+        others = [address for address in all_addresses if address != cluster[lead][0]]
         assert all(any(line.endswith(f"at {address}") for line in lines) for address in others)
         assert "done" in lines
 
-    def test_the_next_attempt_meets_elsewhere(self, launcher: Any, tmp_path: Path) -> None:
+    def test_retry_uses_other_ports(self, launcher: Any, tmp_path: Path) -> None:
         flag = tmp_path / "again"
         script = f"test -e {flag} || {{ sleep 1; touch {flag}; kill -9 $$; }}; exec {sys.executable} task.py"
-        run, status = self.end(launcher, job_of(script, ssh=self.ssh, **{**MIRRORED, "retries": 1}), 100)
+        run, status = self.run_to_end(launcher, job_of(script, ssh=self.ssh, **{**MIRRORED, "retries": 1}), 100)
         assert (status.state, status.attempt) == (JobState.SUCCEEDED, 1), status.message
-        first = set(cluster_of(run)["worker"])
+        first = set(read_cluster(run)["worker"])
         lines = self.text(launcher, run, Slot("worker", 0))
         again = {line.rpartition(" ")[2] for line in lines if line.startswith("reached")}
         assert len(again) == 2
@@ -223,22 +223,22 @@ QUIET = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREA
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-class TestTensorFlow(Launching):
+class TestTensorFlow(LauncherTests):
     ON = "local"
 
     def test_parameter_servers(self, launcher: Any, tmp_path: Path) -> None:
         pytest.importorskip("tensorflow")
         (tmp_path / "train.py").write_text(textwrap.dedent(PARAMETER_SERVERS))
         keys = {**PS, "roles": {"ps": {"count": 1}}, "env": QUIET}
-        run, status = self.end(launcher, job_of(program={"script": "train.py"}, **keys), 200)
+        run, status = self.run_to_end(launcher, job_of(program={"script": "train.py"}, **keys), 200)
         assert status.state is JobState.SUCCEEDED, (status.message, self.text(launcher, run))
-        (line,) = [one for one in self.text(launcher, run, Slot("chief", 0)) if one.startswith("total")]
+        (line,) = [line for line in self.text(launcher, run, Slot("chief", 0)) if line.startswith("total")]
         assert line.startswith("total 8.0 on /job:ps/")
 
     def test_mirrored_workers(self, launcher: Any, tmp_path: Path) -> None:
         pytest.importorskip("tensorflow")
         (tmp_path / "train.py").write_text(textwrap.dedent(MIRRORED_LOOP))
-        run, status = self.end(
+        run, status = self.run_to_end(
             launcher, job_of(program={"script": "train.py"}, **{**MIRRORED, "workers": 2, "env": QUIET}), 200
         )
         assert status.state is JobState.SUCCEEDED, (status.message, self.text(launcher, run))

@@ -24,7 +24,7 @@ TYPES: dict[str, tuple[type, ...]] = {
 
 
 @cache
-def schema_of(file: str, version: str) -> dict[str, Any]:
+def load_schema(file: str, version: str) -> dict[str, Any]:
     """Read the schema of one version of a CRD; a test without it is skipped."""
     path = CRDS / file
     if not path.exists():
@@ -35,7 +35,7 @@ def schema_of(file: str, version: str) -> dict[str, Any]:
     return schema
 
 
-def faults(value: Any, schema: dict[str, Any], path: str = "") -> Iterator[str]:
+def validate(value: Any, schema: dict[str, Any], path: str = "") -> Iterator[str]:
     """Yield what is wrong with a value."""
     if schema.get("x-kubernetes-int-or-string"):
         if not isinstance(value, int | str) or isinstance(value, bool):
@@ -51,7 +51,7 @@ def faults(value: Any, schema: dict[str, Any], path: str = "") -> Iterator[str]:
         yield f"{path}: {value!r} does not match {schema['pattern']}"
     if isinstance(value, list):
         for index, inner in enumerate(value):
-            yield from faults(inner, schema.get("items", {}), f"{path}[{index}]")
+            yield from validate(inner, schema.get("items", {}), f"{path}[{index}]")
     if isinstance(value, dict):
         yield from _faults_of_object(value, schema, path)
 
@@ -63,8 +63,8 @@ def _faults_of_object(value: dict[str, Any], schema: dict[str, Any], path: str) 
     known, others = schema.get("properties", {}), schema.get("additionalProperties")
     for name, inner in value.items():
         if name in known:
-            yield from faults(inner, known[name], f"{path}.{name}")
+            yield from validate(inner, known[name], f"{path}.{name}")
         elif isinstance(others, dict):
-            yield from faults(inner, others, f"{path}.{name}")
+            yield from validate(inner, others, f"{path}.{name}")
         elif not others and not schema.get("x-kubernetes-preserve-unknown-fields") and path != ".metadata":
             yield f"{path}.{name}: unknown"

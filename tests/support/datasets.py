@@ -45,7 +45,7 @@ def jpeg(number: int) -> bytes:
     return out.getvalue()
 
 
-def tar_of(files: Mapping[str, bytes], mode: str = "w") -> bytes:
+def make_tar(files: Mapping[str, bytes], mode: str = "w") -> bytes:
     """A tar with these files."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode=mode, format=tarfile.GNU_FORMAT) as tar:  # type: ignore[call-overload]
@@ -79,12 +79,12 @@ def make_imagenet(
     for label, wnid in enumerate(made.classes):
         made.train |= {f"{wnid}/{name}": Expected(label, image) for name, image in images[wnid].items()}
     if per_class and layout == "tars":
-        tars = {f"{wnid}.tar": tar_of(files) for wnid, files in images.items()}
-        (folder / "ILSVRC2012_img_train.tar").write_bytes(tar_of(tars))
+        tars = {f"{wnid}.tar": make_tar(files) for wnid, files in images.items()}
+        (folder / "ILSVRC2012_img_train.tar").write_bytes(make_tar(tars))
     elif per_class:
         for wnid, files in images.items():
             if layout == "class tars":
-                _write(data / "train" / f"{wnid}.tar", tar_of(files))
+                _write(data / "train" / f"{wnid}.tar", make_tar(files))
             else:
                 for name, image in files.items():
                     _write(data / "train" / wnid / name, image)
@@ -99,7 +99,7 @@ def make_imagenet(
         elif layout != "tars":
             _write(data / "val" / name, image)
     if val and layout == "tars":
-        (folder / "ILSVRC2012_img_val.tar").write_bytes(tar_of(numbered))
+        (folder / "ILSVRC2012_img_val.tar").write_bytes(make_tar(numbered))
 
     devkit = {
         "ILSVRC2012_devkit_t12/readme.txt": b"ILSVRC2012",
@@ -109,7 +109,7 @@ def make_imagenet(
         "ILSVRC2012_devkit_t12/data/meta.mat": meta_mat(wnids_by_id),
     }
     if truth == "devkit.tar.gz":
-        (folder / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(tar_of(devkit, "w:gz"))
+        (folder / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(make_tar(devkit, "w:gz"))
     elif truth == "devkit":
         for name, content in devkit.items():
             _write(folder / name, content)
@@ -177,7 +177,7 @@ def make_cifar10(folder: Path, *, rows: int = 12, packed: bool = True, column_or
         files[batch] = python2_pickle(cifar_batch(stored, labels, names, batch))
     folder.mkdir(parents=True, exist_ok=True)
     if packed:
-        made.where.write_bytes(tar_of({f"cifar-10-batches-py/{name}": data for name, data in files.items()}, "w:gz"))
+        made.where.write_bytes(make_tar({f"cifar-10-batches-py/{name}": data for name, data in files.items()}, "w:gz"))
     else:
         for name, content in files.items():
             _write(made.where / name, content)

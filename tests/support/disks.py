@@ -14,7 +14,7 @@ NOT_ALLOWED = "not allowed here"
 
 
 @contextmanager
-def disk(folder: Path, size: int) -> Iterator[Path]:
+def small_disk(folder: Path, size: int) -> Iterator[Path]:
     """A file system of its own, of which the system tells at any moment how much is used."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]

@@ -47,13 +47,13 @@ class Host:
     def down(self) -> None:
         """End sshd and all that runs on the host."""
         if self.process is not None:
-            self.process.end(0)
+            self.process.stop(0)
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """Pull the cable."""
         _ip("link", "set", self.outside, "down")
 
-    def mend(self) -> None:
+    def reconnect(self) -> None:
         """Put the cable back."""
         _ip("link", "set", self.outside, "up")
 

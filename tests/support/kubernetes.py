@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import MissingError
-from stoker.kube.client import Cluster
+from stoker.kube.client import KubeClient
 from tests.support.paths import SHARED
 
 PROGRAMS = Path(os.environ.get("KUBEBUILDER_ASSETS", "/usr/local/kubebuilder/bin"))
@@ -23,7 +23,7 @@ NO_KUBERNETES = "no Kubernetes programs"
 
 
 @contextmanager
-def two_nodes(home: Path) -> Iterator[Path]:
+def two_node_cluster(home: Path) -> Iterator[Path]:
     """Give the configuration of a cluster of two nodes, on which pods really run."""
     if given := os.environ.get(GIVEN):
         yield Path(given)
@@ -38,10 +38,10 @@ def two_nodes(home: Path) -> Iterator[Path]:
         subprocess.run([SHARED / "k8s/down.sh"], env=env, check=False, timeout=120)
 
 
-def knows_mpijobs(cluster: Cluster) -> bool:
+def has_mpi_operator(cluster: KubeClient) -> bool:
     """Whether a cluster has the MPI operator's CRD."""
     try:
-        cluster.every("MPIJob")
+        cluster.list_objects("MPIJob")
     except MissingError:
         return False
     return True

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.core.processes import Process, children, start
+from stoker.core.processes import Process, child_pids, start
 from tests.support.hosts import Host, network
 from tests.support.waiting import eventually
 
@@ -55,13 +55,13 @@ class RayNode:
     def down(self) -> None:
         """Kill all that runs on it, as a machine that loses its power does."""
         if self.process is not None:
-            for first in children(self.process.pid):  # with the first of a namespace, the kernel ends all at once
+            for first in child_pids(self.process.pid):  # with the first of a namespace, the kernel ends all at once
                 os.kill(first, signal.SIGKILL)
-            self.process.end(0)
+            self.process.stop(0)
 
 
 @dataclass
-class RayCluster:
+class RayTestCluster:
     """The nodes, the head first."""
 
     nodes: list[RayNode]
@@ -82,7 +82,7 @@ class RayCluster:
         """Those on its nodes, and on no other, that have all of these words on their command line."""
         spaces = {os.stat(f"/run/netns/{node.host.space}").st_ino for node in self.nodes}
         found = []
-        for pid in with_words(*words):
+        for pid in processes_matching(*words):
             with suppress(OSError):
                 if os.stat(f"/proc/{pid}/ns/net").st_ino in spaces:
                     found.append(pid)
@@ -93,7 +93,7 @@ class RayCluster:
         with urllib.request.urlopen(f"http://{self.place}/api/jobs/", timeout=10) as answer:
             return [job["submission_id"] or "" for job in json.loads(answer.read())]
 
-    def keeps(self, key: str) -> bool:
+    def has_key(self, key: str) -> bool:
         """Whether there is something in its store."""
         try:
             with urllib.request.urlopen(f"http://{self.place}/api/packages/gcs/{key}.zip", timeout=10):
@@ -116,7 +116,7 @@ def _answers(address: str) -> bool:
     return False
 
 
-def with_words(*words: str) -> list[int]:
+def processes_matching(*words: str) -> list[int]:
     """Processes that have all of these words on their command line."""
     found = []
     for folder in Path("/proc").iterdir():
@@ -128,12 +128,12 @@ def with_words(*words: str) -> list[int]:
 
 
 @contextmanager
-def ray_cluster(folder: Path) -> Iterator[RayCluster]:
+def ray_cluster(folder: Path) -> Iterator[RayTestCluster]:
     """Two nodes of two CPUs each."""
     pytest.importorskip("ray", reason="no package 'ray'")
     with network(folder) as net:
         head, other = net["node1"], net["node2"]
-        cluster = RayCluster(
+        cluster = RayTestCluster(
             [
                 RayNode(head, ["--head", "--dashboard-host=0.0.0.0", f"--resources={HEAD}"]),
                 # GPUs in name alone; Ray believes it.

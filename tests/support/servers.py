@@ -131,7 +131,7 @@ def gcs_emulator(bucket: str = "bucket") -> Iterator[str]:
         server.stop()
 
 
-class Asked(NamedTuple):
+class RecordedRequest(NamedTuple):
     """One request that a scripted server received; the names of its headers are in lower case."""
 
     method: str
@@ -150,11 +150,11 @@ class Reply:
     length: int | None = None
 
 
-class Scripted(NamedTuple):
+class ScriptedServer(NamedTuple):
     """A scripted server: its URL, and what it was asked so far."""
 
     url: str
-    asked: list[Asked]
+    requests: list[RecordedRequest]
 
 
 class _Quiet(ThreadingHTTPServer):
@@ -165,15 +165,15 @@ class _Quiet(ThreadingHTTPServer):
 
 
 @contextmanager
-def scripted(reply: Callable[[Asked, int], Reply]) -> Iterator[Scripted]:
+def scripted_server(reply: Callable[[RecordedRequest, int], Reply]) -> Iterator[ScriptedServer]:
     """Answer every request by a function of the request and of how many came before it."""
-    asked: list[Asked] = []
+    asked: list[RecordedRequest] = []
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             headers = {key.lower(): value for key, value in self.headers.items()}
-            request = Asked(self.command, self.path, headers, body)
+            request = RecordedRequest(self.command, self.path, headers, body)
             asked.append(request)
             made = reply(request, len(asked) - 1)
             self.send_response(made.status)
@@ -193,12 +193,12 @@ def scripted(reply: Callable[[Asked, int], Reply]) -> Iterator[Scripted]:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield Scripted(f"http://127.0.0.1:{server.server_address[1]}", asked)
+            yield ScriptedServer(f"http://127.0.0.1:{server.server_address[1]}", asked)
         finally:
             server.shutdown()
             thread.join()
 
 
-def as_json(value: object) -> Reply:
+def json_reply(value: object) -> Reply:
     """Answer with JSON."""
     return Reply(body=json.dumps(value).encode(), headers={"Content-Type": "application/json"})

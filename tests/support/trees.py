@@ -14,7 +14,7 @@ from PIL import Image
 
 from stoker.cli.main import run
 from stoker.errors import SourceError
-from stoker.shards.sources import Opener
+from stoker.shards.sources import SourceType
 
 
 def image_bytes(number: int, kind: str = "JPEG", size: tuple[int, int] = (24, 18)) -> bytes:
@@ -56,14 +56,14 @@ def stoker(*words: object) -> int:
     return run([str(word) for word in words])
 
 
-def scan_all(opener: Opener, where: Path, scratch: Path) -> None:
+def scan_all(opener: SourceType, where: Path, scratch: Path) -> None:
     """Open a dataset and list every split."""
     source = opener(str(where), scratch=scratch)
     for split in source.splits:
         list(source.scan(split))
 
 
-def refused_by(opener: Opener, where: Path, scratch: Path, *parts: str) -> None:
+def assert_rejected(opener: SourceType, where: Path, scratch: Path, *parts: str) -> None:
     """Expect a source to refuse a dataset with a sentence that holds all of these parts."""
     with pytest.raises(SourceError) as caught:
         scan_all(opener, where, scratch)

@@ -1,1 +1,1 @@
-"""Where jobs run, each place in a file of its own."""
+"""Launchers: one module or package for each target that jobs run on, and the supervisor that they share."""

@@ -1,4 +1,4 @@
-"""Jobs as processes of this machine, under a supervisor of their own."""
+"""Local launcher: run a job as processes of this machine, watched by a supervisor in the background."""
 
 from __future__ import annotations
 
@@ -19,295 +19,330 @@ from typing import ClassVar
 import msgspec
 
 from stoker.core.processes import run as run_program
-from stoker.core.processes import until
+from stoker.core.processes import wait_until
 from stoker.core.spec import to_json
+from stoker.core.units import pluralize
 from stoker.errors import ConflictError, Fault, MissingExtraError, MissingProgramError, SpecError, UnavailableError
-from stoker.jobs.launcher import LogLine, Traits, check
+from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits
 from stoker.jobs.run_folder import Run
 from stoker.jobs.spec import Job
-from stoker.jobs.status import STOPPED, JobState, JobStatus
-from stoker.jobs.topology import AddressBook, Command, Slot, Standby, commands, slots_of
-from stoker.launchers.paths import placed, programs
-from stoker.launchers.plan import HOST, LocalPlan, free_ports, gpu_faults, listeners, named_ports
-from stoker.launchers.process_group import end_left
-from stoker.launchers.supervisor import watcher
+from stoker.jobs.status import STOPPED_MESSAGE, JobState, JobStatus
+from stoker.jobs.topology import AddressBook, Command, Slot, Standby, list_slots, render_commands
+from stoker.launchers.paths import programs_by_key, resolve_job_paths
+from stoker.launchers.plan import (
+    LOOPBACK,
+    LocalPlan,
+    check_gpu_roles,
+    find_free_ports,
+    listening_slots,
+    requested_ports,
+)
+from stoker.launchers.process_group import stop_leftovers
+from stoker.launchers.supervisor import supervisor_pid
 from stoker.telemetry import mpi_rank, profiler
-from stoker.telemetry.reader import RunFollower
+from stoker.telemetry.reader import RunTail
 
 POLL_S = 0.1
-START_S = 10.0
+START_TIMEOUT_S = 10.0
 SUPERVISOR = "stoker.launchers.supervisor"
 
 
 class LocalLauncher:
-    """Runs slots as processes of this machine."""
+    """Launcher for this machine: slots are processes, started and watched by a supervisor."""
 
-    traits: ClassVar[Traits] = Traits(
-        name="local", topologies=frozenset({"mpi", "single", "tf-mirrored", "tf-ps", "torchrun"}), elastic=True
+    traits: ClassVar[LauncherTraits] = LauncherTraits(
+        name="local", topologies=frozenset({"mpi", "single", "tf-mirrored", "tf-ps", "torchrun"}), supports_elastic=True
     )
 
     def render(self, job: Job) -> LocalPlan:
-        """Give the command of every slot, with a port that is free now."""
-        faults = [*check(job, self.traits), *_missing(job)]
+        """Return the command of every slot, with ports that are free now."""
+        faults = [*check_traits(job, self.traits), *_check_machine(job)]
         if faults:
             raise SpecError(faults, where=f"job {job.name!r} on this machine")
         if job.topology == "torchrun" and find_spec("torch") is None:
             raise MissingExtraError("torch", "torch", purpose="the topology 'torchrun'")
         if job.topology == "mpi":
             _check_mpirun(job)
-        notes = tuple(_left_aside(job))
-        job = self.anchored(job)
-        slots = slots_of(job)
-        named, free = _ports(job)
-        port = job.port or next(iter(free.values()), 0) or free_ports(1)[0]
-        book = AddressBook(
-            hosts=dict.fromkeys(slots, HOST),
-            port=port,
-            ports={**named, **free},
-            python=sys.executable,
-            # By its path and without site: a module of the user's cannot stand in its way.
-            profiler=(sys.executable, "-I", "-S", profiler.__file__),
-            mpi_rank=(sys.executable, "-I", "-S", mpi_rank.__file__),
-            cores=max(1, len(os.sched_getaffinity(0)) // job.max_workers),
-            # Host names of laptops often lead nowhere.
-            env={"GLOO_SOCKET_IFNAME": "lo"},
-        )
-        found = commands(job, book)
+        notes = tuple(_ignored_settings(job))
+        job = self.resolve_paths(job)
+        requested, free = _assign_ports(job)
+        port = job.port or next(iter(free.values()), 0) or find_free_ports(1)[0]
+        rendered = render_commands(job, _address_book(job, port, {**requested, **free}))
         return LocalPlan(
             slots={
-                str(slot): replace(command, env={**_own_gpus(job, slot), **command.env})
-                for slot, command in found.items()
+                str(slot): replace(command, env={**_gpu_env(job, slot), **command.env})
+                for slot, command in rendered.items()
                 if isinstance(command, Command)
             },
             port=port,
-            ports={str(slot): one for slot, one in free.items()},
+            ports={str(slot): slot_port for slot, slot_port in free.items()},
             notes=notes,
-            carried=tuple(str(slot) for slot, command in found.items() if isinstance(command, Standby)),
+            delegated=tuple(str(slot) for slot, command in rendered.items() if isinstance(command, Standby)),
         )
 
-    def anchored(self, job: Job) -> Job:
-        """Make relative paths absolute: they start where the command is given, whatever folder the program runs in."""
+    def resolve_paths(self, job: Job) -> Job:
+        """Resolve relative paths against the current directory, whatever directory the program runs in."""
         return msgspec.structs.replace(
-            placed(job, str(Path.cwd())),
-            workers=_every(job) if job.workers == "all" else job.workers,
+            resolve_job_paths(job, str(Path.cwd())),
+            workers=_count_workers(job) if job.workers == "all" else job.workers,
             tensorboard=_absolute(job.tensorboard) if isinstance(job.tensorboard, str) else job.tensorboard,
         )
 
     def start(self, rendered: LocalPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
-        """Start the supervisor, which starts the slots as the run's plan has them."""
+        """Start the supervisor, which starts the slots of the run's plan."""
         handle = f"local://{run.folder}"
-        if rendered.carried:
-            run.write("processes.json", to_json(_with_carrier(rendered, run)))
+        if rendered.delegated:
+            run.write("processes.json", to_json(_wrap_mpirun(rendered, run)))
         run.write("handle", f"{handle}\n".encode())
         self.restart(run)
         return handle
 
     def restart(self, run: Run, *, detach: bool = False) -> None:  # noqa: ARG002
-        """Start a run again that is over, in its own folder and so with its own checkpoints."""
-        if watcher(run) is not None:
-            raise ConflictError("is being watched over already", where=run.id)
+        """Start a finished run again in its own run folder, and so from its own checkpoints."""
+        if supervisor_pid(run) is not None:
+            raise ConflictError("a supervisor is already running", where=run.id)
         before = run.read_status()
-        watch_over(run, lambda: run.read_status().began != before.began)  # the first that it writes
+        # A new start time is the first thing that the supervisor writes.
+        start_background_process(run, lambda: run.read_status().began != before.began)
 
-    def go_on(self, run: Run) -> None:
-        """Watch again over a run whose slots are elsewhere and have gone on by themselves."""
-        watch_over(run, lambda: watcher(run) is not None or run.read_status().state.is_final, "--continue")
+    def reattach(self, run: Run) -> None:
+        """Start a supervisor for a run whose remote slots kept running without one."""
+        start_background_process(
+            run, lambda: supervisor_pid(run) is not None or run.read_status().state.is_final, "--continue"
+        )
 
     def status(self, handle: str) -> JobStatus:
-        """Tell what the supervisor wrote last; without a supervisor a run that is not over is lost."""
-        run = _run(handle)
+        """Return the status that the supervisor wrote last; LOST for an unfinished run without a supervisor."""
+        run = _parse_handle(handle)
         status = run.read_status()
         if status.state.is_final:
             return status
-        if watcher(run) is not None or (status.state is JobState.PENDING and _is_young(run)):
+        if supervisor_pid(run) is not None or (status.state is JobState.PENDING and _is_starting(run)):
             return status
-        status = run.read_status()  # it may have ended between the two looks
+        status = run.read_status()  # the supervisor may have finished between the two checks
         if status.state.is_final:
             return status
-        message = f"the process that watched over the run is gone; go on with: stoker job run --resume {run.id}"
+        message = f"the supervisor of the run is gone; resume with: stoker job run --resume {run.id}"
         state = run.folder / "state.json"
-        return _ended(status, JobState.LOST, message, state.stat().st_mtime if state.exists() else time.time())
+        ended = state.stat().st_mtime if state.exists() else time.time()
+        return _with_final_state(status, JobState.LOST, message, ended)
 
-    def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[LogLine]:
-        """Give what the slots wrote, attempt by attempt."""
-        return kept_logs(_run(handle), slot, is_over=lambda: not follow or self.status(handle).state.is_final)
+    def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[SlotLogLine]:
+        """Yield the log lines of one slot or all, attempt by attempt."""
+        is_over = lambda: not follow or self.status(handle).state.is_final  # noqa: E731
+        return read_run_logs(_parse_handle(handle), slot, is_over=is_over)
 
     def stop(self, handle: str) -> None:
-        """Ask the supervisor to end the run, and wait for it; end what is left where there is none."""
-        run = _run(handle)
+        """Signal the supervisor to stop the run and wait for it; without one, stop the leftover processes."""
+        run = _parse_handle(handle)
         grace = float(run.job.grace)
-        until(lambda: run.read_status().began > 0 or not _is_young(run), START_S)  # it is being watched over
-        if (pid := watcher(run)) is not None:
+        wait_until(lambda: run.read_status().began > 0 or not _is_starting(run), START_TIMEOUT_S)
+        if (pid := supervisor_pid(run)) is not None:
             try:
-                _signal(run, pid, signal.SIGTERM)
-                until(lambda: watcher(run) != pid, grace + 15)
-            except KeyboardInterrupt:  # a second Ctrl-C cuts the grace short, and a third must not cut this short
+                _signal_supervisor(run, pid, signal.SIGTERM)
+                wait_until(lambda: supervisor_pid(run) != pid, grace + 15)
+            except KeyboardInterrupt:  # a second Ctrl-C skips the grace period, a third must not interrupt the kill
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
-            _signal(run, pid, signal.SIGKILL)
-            until(lambda: watcher(run) != pid, 5)
+            _signal_supervisor(run, pid, signal.SIGKILL)
+            wait_until(lambda: supervisor_pid(run) != pid, 5)
             grace = 0.0
-        if watcher(run) is not None:  # someone has started it again
+        if supervisor_pid(run) is not None:  # the run was restarted meanwhile
             return
-        end_left(run, grace)
+        stop_leftovers(run, grace)
         status = self.status(handle)
         if status.state is JobState.LOST:
-            stopped = _ended(status, JobState.STOPPED, STOPPED, time.time())
-            run.write_status(stopped)
+            run.write_status(_with_final_state(status, JobState.STOPPED, STOPPED_MESSAGE, time.time()))
 
 
-def _ports(job: Job) -> tuple[dict[Slot, int], dict[Slot, int]]:
-    """Give each slot that listens a port: those that the job names, and free ones."""
-    every = listeners(job)
-    named = named_ports(job, every)
-    rest = [slot for slot in every if slot not in named]
-    found = (port for port in free_ports(len(every)) if port not in named.values())
-    return named, dict(zip(rest, found, strict=False))
+def _address_book(job: Job, port: int, ports: dict[Slot, int]) -> AddressBook:
+    return AddressBook(
+        hosts=dict.fromkeys(list_slots(job), LOOPBACK),
+        port=port,
+        ports=ports,
+        python=sys.executable,
+        # By path and without site-packages, so that no module of the user can shadow them.
+        profiler=(sys.executable, "-I", "-S", profiler.__file__),
+        mpi_rank=(sys.executable, "-I", "-S", mpi_rank.__file__),
+        cores=max(1, len(os.sched_getaffinity(0)) // job.max_workers),
+        # The host name of a laptop often does not resolve.
+        env={"GLOO_SOCKET_IFNAME": "lo"},
+    )
 
 
-def kept_logs(run: Run, slot: Slot | None, *, is_over: Callable[[], bool]) -> Iterator[LogLine]:
-    """Give the lines in a run's folder, and those that come until it is over."""
-    logs = RunFollower(run.logs, slot=None if slot is None else str(slot))
+def _assign_ports(job: Job) -> tuple[dict[Slot, int], dict[Slot, int]]:
+    """Return the ports of slots that listen: those that the job file sets, and free ones for the others."""
+    slots = listening_slots(job)
+    requested = requested_ports(job, slots)
+    others = [slot for slot in slots if slot not in requested]
+    free = (port for port in find_free_ports(len(slots)) if port not in requested.values())
+    return requested, dict(zip(others, free, strict=False))
+
+
+def read_run_logs(run: Run, slot: Slot | None, *, is_over: Callable[[], bool]) -> Iterator[SlotLogLine]:
+    """Yield the log lines in a run folder, and new ones until the run is over."""
+    logs = RunTail(run.logs, slot=None if slot is None else str(slot))
     while True:
-        over = is_over()  # looked at before the last read
+        over = is_over()  # before the last read, so that it misses nothing
         for line in logs.lines(final=over):
-            yield LogLine(Slot.parse(line.log.slot), line.log.attempt, line.text)
+            yield SlotLogLine(Slot.parse(line.log.slot), line.log.attempt, line.text)
         if over:
             return
         time.sleep(POLL_S)
 
 
-def _with_carrier(plan: LocalPlan, run: Run) -> LocalPlan:
-    """Put what carries the workers in front of mpirun."""
-    words = (sys.executable, "-P", "-m", "stoker.launchers.mpi_slot", str(run.folder), "--")
-    slots = {name: replace(command, argv=(*words, *command.argv)) for name, command in plan.slots.items()}
+def _wrap_mpirun(plan: LocalPlan, run: Run) -> LocalPlan:
+    """Run mpirun inside the MPI slot process, which writes the logs of the workers."""
+    wrapper = (sys.executable, "-P", "-m", "stoker.launchers.mpi_slot", str(run.folder), "--")
+    slots = {name: replace(command, argv=(*wrapper, *command.argv)) for name, command in plan.slots.items()}
     return msgspec.structs.replace(plan, slots=slots)
 
 
 def _check_mpirun(job: Job) -> None:
-    """Refuse a machine without Open MPI 4, whose flags we give."""
+    """Raise unless Open MPI 4 is installed, whose options we use."""
     hint = "install it: apt-get install openmpi-bin"
-    program = shutil.which("mpirun", path=_path(job, Path.cwd()))
+    program = shutil.which("mpirun", path=_search_path(job, Path.cwd()))
     if program is None:
-        raise MissingProgramError("there is no mpirun here, which the topology 'mpi' needs", hint=hint)
-    said = run_program([program, "--version"], timeout_s=START_S, check=False).stdout.strip()
-    version = re.match(r"mpirun \(Open MPI\) (4\.\S+)", said)
-    if version is None:
-        found = said.splitlines()[0] if said else "something that does not tell its version"
-        raise MissingProgramError(f"{program} is {found}, and the topology 'mpi' needs Open MPI 4", hint=hint)
+        raise MissingProgramError("mpirun not found; the topology 'mpi' needs Open MPI 4", hint=hint)
+    output = run_program([program, "--version"], timeout_s=START_TIMEOUT_S, check=False).stdout.strip()
+    if re.match(r"mpirun \(Open MPI\) (4\.\S+)", output) is None:
+        version = output.splitlines()[0] if output else "of unknown version"
+        raise MissingProgramError(f"{program} is {version}; the topology 'mpi' needs Open MPI 4", hint=hint)
 
 
-def watch_over(run: Run, has_begun: Callable[[], bool], *more: str, module: str = SUPERVISOR) -> None:
-    """Start the process that watches over a run, and wait until the run is its own."""
+def start_background_process(run: Run, has_started: Callable[[], bool], *args: str, module: str = SUPERVISOR) -> None:
+    """Start a run's background process (the supervisor, or a log follower) and wait until it has taken over."""
     with open(run.folder / "supervisor.log", "a+b") as log:
-        told = log.seek(0, os.SEEK_END)
-        argv = [sys.executable, "-P", "-m", module, str(run.folder), *more]
-        # In a session of its own from the first moment: a Ctrl-C here is not meant for it.
+        offset = log.seek(0, os.SEEK_END)
+        argv = [sys.executable, "-P", "-m", module, str(run.folder), *args]
+        # In its own session from the start: a Ctrl-C in this terminal must not reach it.
         subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, check=False)
-        deadline = time.monotonic() + START_S
-        while not has_begun():
-            log.seek(told)
-            said = log.read().decode(errors="replace").strip().splitlines()
-            if said or time.monotonic() > deadline:
-                raise UnavailableError(f"the supervisor did not start: {said[-1] if said else 'no reason given'}")
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not has_started():
+            log.seek(offset)
+            lines = log.read().decode(errors="replace").strip().splitlines()
+            if lines or time.monotonic() > deadline:
+                reason = lines[-1] if lines else f"no response within {START_TIMEOUT_S:g} s"
+                raise UnavailableError(f"the supervisor did not start: {reason}", where=run.folder / "supervisor.log")
             time.sleep(0.01)
 
 
-def _every(job: Job) -> int:
-    """Count all workers that there is room for: by GPUs where a worker has some, else one."""
-    return max(1, len(gpus()) // job.resources.gpu) if job.resources.gpu else 1
+def _count_workers(job: Job) -> int:
+    """Return how many workers fit on this machine: by GPUs where workers have some, else one."""
+    return max(1, len(visible_gpus()) // job.resources.gpu) if job.resources.gpu else 1
 
 
 def _absolute(path: str | None) -> str | None:
     return path if path is None or "://" in path else str(Path.cwd() / path)
 
 
-def _missing(job: Job) -> Iterator[Fault]:
-    """List what the job needs and this machine has not."""
-    for where, program in programs(job).items():
+def _check_machine(job: Job) -> Iterator[Fault]:
+    """Yield a fault for everything that the job needs and this machine lacks."""
+    for where, program in programs_by_key(job).items():
         folder = Path.cwd() / (program.cwd or "")
         if not folder.is_dir():
-            yield Fault(f"{where}.cwd", f"there is no folder {folder}")
+            yield Fault(f"{where}.cwd", f"directory not found: {folder}")
         elif program.script is not None and not Path(program.script).is_file():
-            yield Fault(f"{where}.script", f"there is no file {Path.cwd() / program.script}")
-        elif program.command is not None and shutil.which(program.command[0], path=_path(job, folder)) is None:
-            yield Fault(f"{where}.command", f"there is no program {program.command[0]!r} on the PATH")
-    yield from gpu_faults(job)
+            yield Fault(f"{where}.script", f"file not found: {Path.cwd() / program.script}")
+        elif program.command is not None and shutil.which(program.command[0], path=_search_path(job, folder)) is None:
+            yield Fault(f"{where}.command", f"program {program.command[0]!r} not found on the PATH")
+    yield from check_gpu_roles(job)
     for key in ("train", "val"):
-        url = getattr(job.data, key)
-        if not url or "://" in url or "{" in url:
-            continue
-        if not Path(url).exists():
-            yield Fault(f"data.{key}", f"there is nothing at {Path.cwd() / url}")
-        elif Path(url).is_dir() and not any(_looks_like_shards(path) for path in Path(url).iterdir()):
-            yield Fault(f"data.{key}", f"there are no shards in {Path.cwd() / url}: stoker data convert makes them")
-    here, wanted = len(gpus()), job.resources.gpu * job.max_workers
-    if wanted > here:
-        yield Fault("resources.gpu", f"{wanted} are wanted and {here} are here (--set resources.gpu=0 does without)")
+        yield from _check_shards(f"data.{key}", getattr(job.data, key))
+    yield from check_gpus(job, job.max_workers)
+    yield from check_secret_env(job)
+    yield from check_secret_files(job)
+
+
+def _check_shards(key: str, url: str | None) -> Iterator[Fault]:
+    if not url or "://" in url or "{" in url:
+        return
+    if not Path(url).exists():
+        yield Fault(key, f"file or directory not found: {Path.cwd() / url}")
+    elif Path(url).is_dir() and not any(_looks_like_shards(path) for path in Path(url).iterdir()):
+        yield Fault(key, f"no shards in {Path.cwd() / url}: create them with stoker data convert")
+
+
+def check_gpus(job: Job, workers: int) -> Iterator[Fault]:
+    """Yield a fault if this machine has too few GPUs for the workers of a job."""
+    available, needed = len(visible_gpus()), job.resources.gpu * workers
+    if needed > available:
+        what = f"job needs {pluralize(needed, 'GPU')}, this machine has {available}"
+        yield Fault("resources.gpu", f"{what} (--set resources.gpu=0 runs it on CPUs)")
+
+
+def check_secret_env(job: Job) -> Iterator[Fault]:
+    """Yield a fault for each secret variable that is not set in this environment."""
     for name in job.secret_env:
         if name not in os.environ:
-            yield Fault(f"secret_env.{name}", "secrets come from the environment here, and this variable is not set")
+            yield Fault(f"secret_env.{name}", f"environment variable {name} is not set; secrets are taken from it here")
+
+
+def check_secret_files(job: Job) -> Iterator[Fault]:
+    """Yield a fault for each secret file that does not exist on this machine."""
     for path in job.secret_files:
         if not Path(path).exists():
-            yield Fault(f"secret_files.{path}", "there are no secrets here but files, and this one does not exist")
+            yield Fault(f"secret_files.{path}", "file not found; secret files must already exist on this machine")
 
 
 def _looks_like_shards(path: Path) -> bool:
     return path.name == "manifest.json" or ".tar" in path.suffixes or "tfrecord" in path.name or "-of-" in path.name
 
 
-def _path(job: Job, folder: Path) -> str:
-    """Give the search path of the program; a name with a slash is looked for in its folder."""
+def _search_path(job: Job, folder: Path) -> str:
+    """Return the PATH of the program; a name with a slash is searched in its working directory."""
     return os.pathsep.join((job.env.get("PATH") or os.environ.get("PATH", os.defpath), str(folder)))
 
 
-def gpus() -> list[str]:
-    """List the GPUs that programs here may use, as the driver's device files show them."""
+def visible_gpus() -> list[str]:
+    """List the GPUs that programs may use, from CUDA_VISIBLE_DEVICES or the driver's device files."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return [one.strip() for one in visible.split(",") if one.strip() not in ("", "-1")]
+        return [gpu.strip() for gpu in visible.split(",") if gpu.strip() not in ("", "-1")]
     return sorted((path.name[6:] for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()), key=int)
 
 
-def _own_gpus(job: Job, slot: Slot) -> dict[str, str]:
-    """Give each of several workers GPUs of its own."""
-    each = job.resources.gpu
-    if slot.role != "worker" and job.topology != "mpi":  # TensorFlow would take all memory of all that it sees
+def _gpu_env(job: Job, slot: Slot) -> dict[str, str]:
+    """Return CUDA_VISIBLE_DEVICES for a slot, so that workers do not share GPUs."""
+    per_worker = job.resources.gpu
+    if slot.role != "worker" and job.topology != "mpi":  # TensorFlow would allocate the memory of every visible GPU
         return {"CUDA_VISIBLE_DEVICES": ""}
-    if not each or job.max_workers == 1:
+    if not per_worker or job.max_workers == 1:
         return {}
-    if slot.role != "worker":  # mpirun, for all of them
-        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus()[: job.max_workers * each])}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus()[slot.index * each : (slot.index + 1) * each])}
+    if slot.role != "worker":  # mpirun, for all workers
+        return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[: job.max_workers * per_worker])}
+    first = slot.index * per_worker
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[first : first + per_worker])}
 
 
-def _left_aside(job: Job) -> Iterator[str]:
-    """Tell what of the job file means nothing here."""
+def _ignored_settings(job: Job) -> Iterator[str]:
+    """Yield a note for each setting of the job file that has no effect on this machine."""
     if job.image:
-        yield "no containers here: the image is left aside, and this Python environment is used"
+        yield "image is ignored: the local launcher uses no containers, but this Python environment"
     if job.checkpoint.claim:
-        yield f"no claims here: checkpoints go into the folder {job.checkpoint.dir or 'of the run'}"
+        target = job.checkpoint.dir or "the run folder"
+        yield f"checkpoint.claim is ignored: the local launcher writes checkpoints to {target}"
     if job.data.via == "cluster":
-        yield "no cluster here: data is read without its cache"
+        yield "data.via: cluster is ignored: the local launcher reads data without the cluster's cache"
 
 
-def _run(handle: str) -> Run:
+def _parse_handle(handle: str) -> Run:
     return Run(Path(handle.partition("://")[2]))
 
 
-def _ended(status: JobStatus, state: JobState, message: str, ended: float) -> JobStatus:
-    """Give a status as it is for a run, and for its slots, that nobody saw end."""
+def _with_final_state(status: JobStatus, state: JobState, message: str, ended: float) -> JobStatus:
+    """Return the status with a final state for the run and for its unfinished slots."""
     slots = tuple(
-        one if one.state.is_final else msgspec.structs.replace(one, state=state, pid=None) for one in status.slots
+        slot if slot.state.is_final else msgspec.structs.replace(slot, state=state, pid=None) for slot in status.slots
     )
     return msgspec.structs.replace(status, state=state, slots=slots, message=message, ended=ended)
 
 
-def _signal(run: Run, pid: int | None, number: signal.Signals) -> None:
-    """Signal the process that watches over a run, if it still does."""
-    if pid and watcher(run) == pid:
+def _signal_supervisor(run: Run, pid: int | None, number: signal.Signals) -> None:
+    """Signal the supervisor of a run if it still is that process."""
+    if pid and supervisor_pid(run) == pid:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
-def _is_young(run: Run) -> bool:
-    return time.time() - run.folder.stat().st_mtime < START_S
+def _is_starting(run: Run) -> bool:
+    return time.time() - run.folder.stat().st_mtime < START_TIMEOUT_S

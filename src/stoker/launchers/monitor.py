@@ -1,4 +1,4 @@
-"""What the slots of an attempt say while they run: heartbeats, scalars, and where they are when they hang."""
+"""Monitor for one attempt: reads heartbeats, scalars and marks from slot logs, detects hangs, dumps stacks."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.core.processes import catches, marked
+from stoker.core.processes import find_processes_by_env, handles_signal
 from stoker.core.units import format_duration
 from stoker.jobs.run_folder import Run
 from stoker.jobs.spec import Job
 from stoker.jobs.topology import Slot
 from stoker.launchers.diagnosis import LOST_MARK
 from stoker.launchers.plan import LocalPlan
-from stoker.launchers.process_group import Gang
+from stoker.launchers.process_group import ProcessGroup
 from stoker.telemetry.events import Event
-from stoker.telemetry.mpi_rank import EXIT as RANK_EXIT
-from stoker.telemetry.reader import Follower
+from stoker.telemetry.mpi_rank import RANK_EXIT_MARK
+from stoker.telemetry.reader import LogTail
 
 if TYPE_CHECKING:
-    from stoker.launchers.tensorboard import Board
+    from stoker.launchers.tensorboard import ScalarWriter
 
-PAUSE_S = 0.2
-STACKS_S = 2.0
-EXIT = "slot_exit"
-"""The mark, in the log of a carried slot, by which its carrier tells its exit code."""
-WAITING = "waiting"
-"""The mark by which a carrier tells why its slots have no place yet; without a reason: they have one."""
+POLL_S = 0.2
+STACK_DUMP_S = 2.0
+SLOT_EXIT_MARK = "slot_exit"
+"""Mark in the log of a delegated slot with its exit code, written by the process that manages the slot."""
+WAITING_MARK = "waiting"
+"""Mark with the reason why slots are not placed yet; a mark without a reason means that they are."""
 
 
 @dataclass(slots=True)
-class Pulse:
-    """The last that was heard of one rank."""
+class Heartbeat:
+    """The latest heartbeat of one rank."""
 
     pid: int
     step: int
@@ -44,142 +44,149 @@ class Pulse:
     shard: str
 
 
-class Hearing:
-    """Follows the logs of an attempt."""
+class AttemptMonitor:
+    """Monitor for one attempt: follows the logs of its slots."""
 
     def __init__(self, run: Run, attempt: int, plan: LocalPlan, job: Job) -> None:
-        self._run, self._attempt, self._after_s = run, attempt, float(job.hang_after)
-        self._is_far, self._carried = plan.is_far, frozenset(map(Slot.parse, plan.carried))
-        self._followers = {slot: Follower(run.log(slot, attempt)) for slot in (*plan.commands, *self._carried)}
-        self.steps = -1
-        """The highest step that was told; -1 when none was."""
-        self.exits: dict[Slot, int] = {}
-        self.lost: set[Slot] = set()
-        self.failed: dict[Slot, int] = {}
-        """The exit code of the first rank of a slot that failed, where ranks tell."""
-        self.is_placed = not plan.is_placed_later
-        self.waiting = ""
-        self._pulses: dict[tuple[Slot, int], Pulse] = {}
-        self._board = _board(run, job)
+        self._run, self._attempt, self._hang_after_s = run, attempt, float(job.hang_after)
+        self._is_remote, self._delegated = plan.is_remote, frozenset(map(Slot.parse, plan.delegated))
+        self._logs = {slot: LogTail(run.log_path(slot, attempt)) for slot in (*plan.commands, *self._delegated)}
+        self.last_step = -1
+        """The highest step reported by any rank; -1 before the first heartbeat."""
+        self.exit_codes: dict[Slot, int] = {}
+        """Exit codes of delegated slots."""
+        self.lost_slots: set[Slot] = set()
+        self.rank_failures: dict[Slot, int] = {}
+        """The exit code of the first failed rank of each slot whose ranks report their exit."""
+        self.is_placed = not plan.waits_for_placement
+        self.waiting_reason = ""
+        self._heartbeats: dict[tuple[Slot, int], Heartbeat] = {}
+        self._scalar_writer = _make_scalar_writer(run, job)
 
     def catch_up(self) -> None:
-        """Hear what an earlier watcher heard already, and has shown."""
-        board, self._board = self._board, None
-        self.listen()
-        self._board = board
+        """Read the events that an earlier supervisor has already read and passed on to TensorBoard."""
+        writer, self._scalar_writer = self._scalar_writer, None
+        self.read_events()
+        self._scalar_writer = writer
 
-    def listen(self) -> list[str]:
-        """Hear what is new; give the lines of text in it."""
+    def read_events(self) -> list[str]:
+        """Process new events in all logs and return the new lines of plain text."""
         text = []
-        for slot, follower in self._followers.items():
-            lines, events = follower.read()
+        for slot, log in self._logs.items():
+            lines, events = log.read()
             text += [f"{slot}: {line}" for line in lines]
-            self._show(events)
+            self._write_scalars(events)
             for event in events:
                 if event.kind == "heartbeat":
-                    self._feel(slot, event)
+                    self._record_heartbeat(slot, event)
                 elif event.kind == "mark":
-                    self._take(slot, event)
+                    self._handle_mark(slot, event)
         return text
 
-    def _feel(self, slot: Slot, event: Event) -> None:
-        pulse = Pulse(
-            pid=_whole(event.fields.get("pid"), 0),
-            step=_whole(event.fields.get("step"), -1),
+    def _record_heartbeat(self, slot: Slot, event: Event) -> None:
+        heartbeat = Heartbeat(
+            pid=_to_int(event.fields.get("pid"), 0),
+            step=_to_int(event.fields.get("step"), -1),
             at=time.monotonic(),
             shard=str(event.fields.get("shard") or ""),
         )
-        self._pulses[slot, event.rank] = pulse
-        self.steps = max(self.steps, pulse.step)
+        self._heartbeats[slot, event.rank] = heartbeat
+        self.last_step = max(self.last_step, heartbeat.step)
 
-    def _take(self, slot: Slot, event: Event) -> None:
-        """Take what is told of a slot: how it and its ranks ended, that it is lost, why it has no place yet."""
-        name, is_carried = event.fields.get("name"), slot in self._carried
-        if name == RANK_EXIT:
-            self._pulses.pop((slot, event.rank), None)
-            if code := _whole(event.fields.get("code"), 1):
-                self.failed.setdefault(slot, code)
-        elif name == LOST_MARK and self._is_far:
-            self.lost.add(slot)
-        elif name == EXIT and is_carried:
-            self.exits[slot] = _whole(event.fields.get("code"), 1)
-        elif name == WAITING and self._carried and not is_carried:
-            self.waiting = str(event.fields.get("detail") or "")
-            self.is_placed = not self.waiting
+    def _handle_mark(self, slot: Slot, event: Event) -> None:
+        """Record the exit of a rank or slot, a lost slot, or the reason why slots wait for placement."""
+        name, is_delegated = event.fields.get("name"), slot in self._delegated
+        if name == RANK_EXIT_MARK:
+            self._heartbeats.pop((slot, event.rank), None)
+            if code := _to_int(event.fields.get("code"), 1):
+                self.rank_failures.setdefault(slot, code)
+        elif name == LOST_MARK and self._is_remote:
+            self.lost_slots.add(slot)
+        elif name == SLOT_EXIT_MARK and is_delegated:
+            self.exit_codes[slot] = _to_int(event.fields.get("code"), 1)
+        elif name == WAITING_MARK and self._delegated and not is_delegated:
+            self.waiting_reason = str(event.fields.get("detail") or "")
+            self.is_placed = not self.waiting_reason
 
-    def forget(self, slot: Slot) -> None:
-        """Expect nothing of a slot's ranks until they are heard again."""
-        self._pulses = {key: pulse for key, pulse in self._pulses.items() if key[0] != slot}
-        self.lost.discard(slot)
+    def reset_slot(self, slot: Slot) -> None:
+        """Forget the heartbeats of a slot that is about to be restarted."""
+        self._heartbeats = {key: heartbeat for key, heartbeat in self._heartbeats.items() if key[0] != slot}
+        self.lost_slots.discard(slot)
 
-    def hung(self, gang: Gang, codes: Mapping[Slot, int | None]) -> str:
-        """Say which rank has not been heard of for too long; nothing when all have, or are gone."""
-        since = time.monotonic() - self._after_s
-        late = sorted((pulse.at, key) for key, pulse in self._pulses.items() if self._after_s > 0 and pulse.at < since)
-        for _, key in late:
-            # Of a rank elsewhere it is known only whether its slot has ended.
-            if codes.get(key[0]) is None if self._is_far else gang.is_alive(self._pulses[key].pid):
-                return self._described(*key)
-            del self._pulses[key]  # it ended well, or its rank is another process now
+    def find_hang(self, processes: ProcessGroup, exit_codes: Mapping[Slot, int | None]) -> str:
+        """Describe the rank without a heartbeat for `hang_after` seconds; empty when no live rank hangs."""
+        if self._hang_after_s <= 0:
+            return ""
+        limit = time.monotonic() - self._hang_after_s
+        late = sorted((heartbeat.at, key) for key, heartbeat in self._heartbeats.items() if heartbeat.at < limit)
+        for _, (slot, rank) in late:
+            # Of a remote rank we know only whether its slot has exited.
+            pid = self._heartbeats[slot, rank].pid
+            is_running = exit_codes.get(slot) is None if self._is_remote else processes.is_alive(pid)
+            if is_running:
+                return self._describe_hang(slot, rank)
+            del self._heartbeats[slot, rank]  # it exited normally, or the rank has a new process
         return ""
 
-    def _described(self, slot: Slot, rank: int) -> str:
-        pulse = self._pulses[slot, rank]
-        where, silence = f" in {pulse.shard}" if pulse.shard else "", format_duration(self._after_s)
+    def _describe_hang(self, slot: Slot, rank: int) -> str:
+        heartbeat = self._heartbeats[slot, rank]
+        where = f" in {heartbeat.shard}" if heartbeat.shard else ""
         return (
-            f"{slot} (rank {rank}) hung at step {pulse.step}{where}: no heartbeat for {silence}; "
-            f"the stacks of all ranks: {self._stacks}; its log: {self._run.log(slot, self._attempt)}"
+            f"{slot} (rank {rank}) hung at step {heartbeat.step}{where}: "
+            f"no heartbeat for {format_duration(self._hang_after_s)}; "
+            f"stacks of all ranks: {self._stacks_file}; log: {self._run.log_path(slot, self._attempt)}"
         )
 
     @property
-    def _stacks(self) -> Path:
+    def _stacks_file(self) -> Path:
         return self._run.folder / f"stacks.{self._attempt}.txt"
 
-    def ask_for_stacks(self, gang: Gang) -> None:
-        """Have every process that can write where each of its threads is, and keep that beside the logs."""
-        text = self.listen()
-        if self._is_far:  # who stands for a slot passes it on to the ranks there
-            for pid in gang.pids.values():
+    def dump_stacks(self, processes: ProcessGroup) -> None:
+        """Signal every process with a stack dump handler and save the dumps beside the logs."""
+        text = self.read_events()
+        leaders = processes.pids.values()
+        if self._is_remote:  # the local process of a remote slot forwards the signal to its ranks
+            for pid in leaders:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
-                text += self._next_lines()
-        leaders = gang.pids.values()  # the profiler would pass the signal on to one that cannot
-        for pid in sorted(marked({"STOKER_RUN": self._run.id})):
-            if pid not in leaders and catches(pid, signal.SIGUSR1):  # one after the other, for they share a log
-                ranks = [f"{slot} (rank {rank})" for (slot, rank), pulse in self._pulses.items() if pulse.pid == pid]
+                text += self._read_until_quiet()
+        for pid in sorted(find_processes_by_env({"STOKER_RUN": self._run.id})):
+            # Not the leaders: the profiler would forward the signal to a program without a handler.
+            if pid not in leaders and handles_signal(pid, signal.SIGUSR1):
+                ranks = [f"{slot} (rank {rank})" for (slot, rank), beat in self._heartbeats.items() if beat.pid == pid]
                 text.append(f"--- {', '.join(ranks) or 'a process without a heartbeat'}, pid {pid}")
                 os.kill(pid, signal.SIGUSR1)
-                text += self._next_lines()
-        self._run.write(self._stacks.name, "".join(f"{line}\n" for line in text).encode())
+                text += self._read_until_quiet()  # one process at a time, because ranks share a log
+        self._run.write(self._stacks_file.name, "".join(f"{line}\n" for line in text).encode())
 
-    def _next_lines(self) -> list[str]:
-        """Hear what is being said, until there is a pause."""
-        until, text = time.monotonic() + STACKS_S, list[str]()
-        while time.monotonic() < until:
-            time.sleep(PAUSE_S)
-            more = self.listen()
-            if text and not more:
+    def _read_until_quiet(self) -> list[str]:
+        """Read new lines until none arrive for a moment, for at most `STACK_DUMP_S`."""
+        deadline, text = time.monotonic() + STACK_DUMP_S, list[str]()
+        while time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            lines = self.read_events()
+            if text and not lines:
                 break
-            text += more
+            text += lines
         return text
 
-    def _show(self, events: list[Event]) -> None:
-        """Pass scalars on to TensorBoard; that they cannot be written is no reason to end a training."""
-        if self._board is not None:
+    def _write_scalars(self, events: list[Event]) -> None:
+        """Write scalars to TensorBoard event files; a write error must not stop the training."""
+        if self._scalar_writer is not None:
             try:
-                self._board.write(events)
+                self._scalar_writer.write(events)
             except OSError as error:
-                print(f"no more event files: {error}")  # noqa: T201 (into supervisor.log)
-                self._board = None
+                print(f"cannot write TensorBoard event files: {error}")  # noqa: T201 (into supervisor.log)
+                self._scalar_writer = None
 
 
-def _whole(value: object, default: int) -> int:
+def _to_int(value: object, default: int) -> int:
     return int(value) if isinstance(value, int | float) and value == value and abs(value) < 2**63 else default
 
 
-def _board(run: Run, job: Job) -> Board | None:
+def _make_scalar_writer(run: Run, job: Job) -> ScalarWriter | None:
     if not job.tensorboard:
         return None
-    from stoker.launchers.tensorboard import Board
+    from stoker.launchers.tensorboard import ScalarWriter
 
-    return Board(run.folder / "tensorboard" if job.tensorboard is True else Path(job.tensorboard))
+    return ScalarWriter(run.folder / "tensorboard" if job.tensorboard is True else Path(job.tensorboard))

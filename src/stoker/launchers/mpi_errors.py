@@ -1,4 +1,4 @@
-"""What mpirun says of its end, in a sentence of ours. Pure."""
+"""mpirun error messages: parse mpirun's output for the reason of its exit. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,54 +9,57 @@ from collections.abc import Iterator, Sequence
 
 from stoker.errors import InputError
 
+PEER_EXITED = "another rank exited"
+"""Text by which a failure is recognized as the consequence of another rank's."""
+STOPPED_BY_MPIRUN = f"mpirun stopped all ranks because {PEER_EXITED}"
 _RULE = re.compile(r"-{60,}$")
-_ERROR = re.compile(r"(?:\[[^\]]*\] )?mpirun: Error: (?P<words>.+)")
-_NOTICED = re.compile(r"noticed that process rank (?P<rank>\d+) .*? on signal (?P<signal>\d+)", re.DOTALL)
-# Blocks about the end of a rank, which that rank's own log tells better.
-_OF_RANKS = ("Primary job", "mpirun noticed", "mpirun detected", "Child job", "MPI_ABORT was invoked")
+_ERROR = re.compile(r"(?:\[[^\]]*\] )?mpirun: Error: (?P<error>.+)")
+_KILLED_RANK = re.compile(r"noticed that process rank (?P<rank>\d+) .*? on signal (?P<signal>\d+)", re.DOTALL)
+# Blocks about the exit of a rank, whose own log has more detail.
+_RANK_BLOCKS = ("Primary job", "mpirun noticed", "mpirun detected", "Child job", "MPI_ABORT was invoked")
 _DETAIL = re.compile(r"\s*(?P<name>Executable|Node|Host|MCA param|Option): +(?P<value>\S.*)")
-# Nothing of these would be better the next time.
-_INPUT = re.compile(
+# A retry would not help.
+_INPUT_ERROR = re.compile(
     r"not enough slots|unknown option|unable to find the specified executable|listed multiple times|not recognized|"
     r"unrecognized|conflicting|invalid"
 )
 
 
-def noticed(lines: Sequence[str]) -> tuple[int, int] | None:
-    """Find a rank that a signal ended, and its exit code."""
-    found = _NOTICED.search("\n".join(lines))
-    return (int(found["rank"]), -int(found["signal"])) if found else None
+def find_killed_rank(lines: Sequence[str]) -> tuple[int, int] | None:
+    """Return the rank that mpirun reports as killed by a signal, and its exit code."""
+    match = _KILLED_RANK.search("\n".join(lines))
+    return (int(match["rank"]), -int(match["signal"])) if match else None
 
 
-def complaint(lines: Sequence[str]) -> str | None:
-    """Find why mpirun itself gave up; None when it was for a rank."""
+def find_mpirun_error(lines: Sequence[str]) -> str | None:
+    """Return why mpirun itself failed; None when it exited because of a rank."""
     for line in lines:
-        if found := _ERROR.match(line):
-            return found["words"]
-    blocks = [block for block in _blocks(lines) if not block[0].startswith(_OF_RANKS)]
-    return _sentence(blocks[0]) if blocks else None
+        if match := _ERROR.match(line):
+            return match["error"]
+    blocks = [block for block in _blocks(lines) if not block[0].startswith(_RANK_BLOCKS)]
+    return _summarize(blocks[0]) if blocks else None
 
 
-def why(lines: Sequence[str]) -> str | None:
-    """Say why mpirun ended, in words by which a failure that came from a rank is known; None where it says nothing."""
-    words = complaint(lines)
-    if words is None and any(block[0].startswith(_OF_RANKS) for block in _blocks(lines)):
-        return "mpirun has ended all, for another rank is gone"
-    return words and f"mpirun: {words}"
+def explain_exit(lines: Sequence[str]) -> str | None:
+    """Return why mpirun exited, with `PEER_EXITED` in it when a rank was the cause; None if it printed nothing."""
+    error = find_mpirun_error(lines)
+    if error is None and any(block[0].startswith(_RANK_BLOCKS) for block in _blocks(lines)):
+        return STOPPED_BY_MPIRUN
+    return error and f"mpirun: {error}"
 
 
-def code_of(words: str | None, code: int) -> int:
-    """Give the exit code: what cannot go better the next time is bad input."""
-    return InputError.exit_code if words and code > 0 and _INPUT.search(words) else code
+def classify_exit_code(error: str | None, code: int) -> int:
+    """Return the exit code for bad input where a retry cannot help, else the code itself."""
+    return InputError.exit_code if error and code > 0 and _INPUT_ERROR.search(error) else code
 
 
-def signal_code(code: int) -> int:
-    """Write the end by a signal as the negative signal."""
+def negate_signal(code: int) -> int:
+    """Return an exit code of 128 + signal as the negative signal."""
     return 128 - code if 128 < code < 128 + signal.NSIG else code
 
 
 def _blocks(lines: Sequence[str]) -> Iterator[list[str]]:
-    """Give what stands between rules."""
+    """Yield the lines between each pair of horizontal rules."""
     inside: list[str] | None = None
     for line in lines:
         if not _RULE.match(line):
@@ -69,9 +72,9 @@ def _blocks(lines: Sequence[str]) -> Iterator[list[str]]:
             inside = []
 
 
-def _sentence(block: Sequence[str]) -> str:
-    """Give the first sentence of a block, and what it names."""
+def _summarize(block: Sequence[str]) -> str:
+    """Return the first sentence of a block with the details listed below it."""
     paragraph = itertools.takewhile(str.strip, itertools.dropwhile(lambda line: not line.strip(), block))
     first = re.split(r"[.:](?:\s|$)", " ".join(" ".join(paragraph).split()))[0]
-    named = [f"{found['name'].lower()} {found['value']}" for line in block if (found := _DETAIL.match(line))]
-    return first + (f" ({', '.join(named)})" if named else "")
+    details = [f"{match['name'].lower()} {match['value']}" for line in block if (match := _DETAIL.match(line))]
+    return first + (f" ({', '.join(details)})" if details else "")

@@ -1,7 +1,7 @@
-"""mpirun as the process of the launcher's slot: gives each rank's lines to the log of its worker, and tells its end.
+"""Launcher slot of an MPI job: run mpirun, copy each rank's output to its worker's log, report exit codes.
 
-mpirun ends ranks within two seconds when it is told to. So it is the ranks that are told here, and they have their
-grace; mpirun ends when they have. When this process ends, by whatever means, so does mpirun, and with it the ranks.
+mpirun kills its ranks two seconds after a SIGTERM. Therefore the ranks are signalled directly and get their full grace
+period; mpirun exits after them. When this process exits for any reason, mpirun and its ranks are terminated too.
 """
 
 from __future__ import annotations
@@ -17,171 +17,171 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from stoker.core.processes import Process, children, end_marked, start
+from stoker.core.processes import Process, child_pids, start, terminate_by_env
 from stoker.jobs.run_folder import Run
-from stoker.jobs.status import signal_of
+from stoker.jobs.status import signal_from_exit_code
 from stoker.jobs.topology import Slot
-from stoker.launchers.monitor import EXIT
-from stoker.launchers.mpi_errors import noticed, signal_code
+from stoker.launchers.monitor import SLOT_EXIT_MARK
+from stoker.launchers.mpi_errors import STOPPED_BY_MPIRUN, find_killed_rank, negate_signal
 from stoker.telemetry.events import PREFIX, Recorder, parse
-from stoker.telemetry.mpi_output import Tagged, TaggedLine
-from stoker.telemetry.mpi_rank import EXIT as RANK_EXIT
-from stoker.telemetry.mpi_rank import marked
+from stoker.telemetry.mpi_output import TaggedLine, TagParser
+from stoker.telemetry.mpi_rank import RANK_EXIT_MARK, prefix_rank
 
 POLL_S = 0.1
-LEFT_S = 2.0
-"""For ranks whose mpirun is gone, and with it the others."""
+LEFTOVER_GRACE_S = 2.0
+"""For ranks that outlive mpirun: their peers are gone."""
 DRAIN_S = 1.0
-WORDS = 400
-PIPE = 1 << 20
+MAX_LINES = 400
+READ_BYTES = 1 << 20
+STDOUT = 1
 
 
-class Scribe:
-    """Writes the lines of ranks into the logs of their workers, and what mpirun says itself into the launcher's."""
+class RankLogWriter:
+    """Writer for mpirun's output: lines of ranks to the logs of their workers, its own lines to the launcher's log."""
 
-    def __init__(self, run: Run, attempt: int, workers: int, ranks: int) -> None:
-        self._ranks, self._attempt = ranks, attempt
+    def __init__(self, run: Run, attempt: int, workers: int, ranks_per_worker: int) -> None:
+        self._ranks_per_worker, self._attempt = ranks_per_worker, attempt
         self._slots = [Slot("worker", index) for index in range(workers)]
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        self._logs = [os.open(run.log(slot, attempt), flags, 0o644) for slot in self._slots]
-        self._streams: defaultdict[int, Tagged] = defaultdict(Tagged)
-        self._ended: dict[int, int] = {}
-        self._words: list[str] = []
+        self._logs = [os.open(run.log_path(slot, attempt), flags, 0o644) for slot in self._slots]
+        self._parsers: defaultdict[int, TagParser] = defaultdict(TagParser)
+        self._rank_codes: dict[int, int] = {}
+        self._mpirun_lines: list[str] = []
 
-    def hear(self, stream: int, data: bytes) -> None:
-        """Take what mpirun wrote to one of its streams."""
-        self._write(self._streams[stream].feed(data))
+    def feed(self, stream: int, data: bytes) -> None:
+        """Process data that mpirun wrote to one of its streams."""
+        self._write(self._parsers[stream].feed(data))
 
-    def finish(self, code: int, *, told: bool) -> int:
-        """Tell how each worker ended; give the exit code of the launcher."""
-        for tagged in self._streams.values():
-            self._write(tagged.finish())
-        if (found := noticed(self._words)) and found[0] not in self._ended:
-            rank, rank_code = found
-            self._recorder(rank // self._ranks, rank).mark(RANK_EXIT, code=rank_code)
-            self._ended[rank] = rank_code
+    def finish(self, code: int, *, is_stopped: bool) -> int:
+        """Write the exit code of each worker to its log and return the exit code of the launcher."""
+        for parser in self._parsers.values():
+            self._write(parser.finish())
+        if (killed := find_killed_rank(self._mpirun_lines)) and killed[0] not in self._rank_codes:
+            rank, rank_code = killed
+            self._recorder(rank // self._ranks_per_worker, rank).mark(RANK_EXIT_MARK, code=rank_code)
+            self._rank_codes[rank] = rank_code
         for index in range(len(self._slots)):
-            self._recorder(index).mark(EXIT, code=self._code(index, code))
-        if told:
+            self._recorder(index).mark(SLOT_EXIT_MARK, code=self._worker_code(index, code))
+        if is_stopped:
             return 128 + signal.SIGTERM
-        failed = [rank for rank, rank_code in self._ended.items() if rank_code]
+        failed = [rank for rank, rank_code in self._rank_codes.items() if rank_code]
         if failed:
-            slot = self._slots[failed[0] // self._ranks]
-            self._say(f"mpirun has ended all, for another rank is gone: rank {failed[0]}, {slot}")
+            slot = self._slots[failed[0] // self._ranks_per_worker]
+            _write_all(STDOUT, f"stoker: {STOPPED_BY_MPIRUN}: rank {failed[0]}, {slot}\n".encode())
         return code
 
-    def _code(self, worker: int, code: int) -> int:
-        """Give a worker's exit code: that of the first of its ranks that failed by itself, or was ended."""
-        ranks = range(worker * self._ranks, (worker + 1) * self._ranks)
-        failed = [found for rank, found in self._ended.items() if rank in ranks and found]
+    def _worker_code(self, worker: int, code: int) -> int:
+        """Return a worker's exit code: that of its first rank that failed by itself, else of one that was stopped."""
+        ranks = range(worker * self._ranks_per_worker, (worker + 1) * self._ranks_per_worker)
+        failed = [rank_code for rank, rank_code in self._rank_codes.items() if rank in ranks and rank_code]
         if failed:
-            return next((found for found in failed if signal_of(found) != signal.SIGTERM), failed[0])
-        if not code or all(rank in self._ended for rank in ranks):
+            return next(
+                (rank_code for rank_code in failed if signal_from_exit_code(rank_code) != signal.SIGTERM), failed[0]
+            )
+        if not code or all(rank in self._rank_codes for rank in ranks):
             return 0
-        return -signal.SIGTERM if self._ended or signal_of(code) else code
+        return -signal.SIGTERM if self._rank_codes or signal_from_exit_code(code) else code
 
     def _write(self, lines: list[TaggedLine]) -> None:
-        """Write lines to where they belong, as few times as can be."""
+        """Write lines to their logs, with one write per log."""
         texts: defaultdict[int, list[bytes]] = defaultdict(list)
         for rank, _, text in lines:
             if rank is None:
-                self._words = [*self._words[-WORDS:], text.decode(errors="replace")]
-                texts[1].append(text)
+                self._mpirun_lines = [*self._mpirun_lines[-MAX_LINES:], text.decode(errors="replace")]
+                texts[STDOUT].append(text)
                 continue
-            log = self._logs[min(rank // self._ranks, len(self._logs) - 1)]
-            if PREFIX.encode() in text and RANK_EXIT.encode() in text:
-                self._note(text)
-            texts[log].append(marked(text, rank, self._ranks))
-        for log, found in texts.items():
-            _put(log, b"".join(text + b"\n" for text in found))
+            log = self._logs[min(rank // self._ranks_per_worker, len(self._logs) - 1)]
+            if PREFIX.encode() in text and RANK_EXIT_MARK.encode() in text:
+                self._record_rank_exit(text)
+            texts[log].append(prefix_rank(text, rank, self._ranks_per_worker))
+        for log, texts_of_log in texts.items():
+            _write_all(log, b"".join(text + b"\n" for text in texts_of_log))
 
-    def _note(self, text: bytes) -> None:
+    def _record_rank_exit(self, text: bytes) -> None:
         event = parse(text.decode(errors="replace"))
-        if event and event.fields.get("name") == RANK_EXIT:
-            self._ended[event.rank] = signal_code(int(event.fields.get("code", 0)))
-
-    def _say(self, words: str) -> None:
-        _put(1, f"stoker: {words}\n".encode())
+        if event and event.fields.get("name") == RANK_EXIT_MARK:
+            self._rank_codes[event.rank] = negate_signal(int(event.fields.get("code", 0)))
 
     def _recorder(self, worker: int, rank: int = 0) -> Recorder:
         return Recorder(slot=str(self._slots[worker]), rank=rank, attempt=self._attempt, fd=self._logs[worker])
 
 
-class Carrier:
-    """Runs mpirun to its end, or brings that about."""
+class MpiSlot:
+    """The mpirun process of an attempt, run until it exits or is stopped."""
 
-    def __init__(self, run: Run, argv: list[str], scribe: Scribe, workers: int, grace_s: float) -> None:
-        self._run, self._argv, self._scribe, self._grace_s = run, argv, scribe, grace_s
+    def __init__(self, run: Run, argv: list[str], writer: RankLogWriter, workers: int, grace_s: float) -> None:
+        self._run, self._argv, self._writer, self._grace_s = run, argv, writer, grace_s
         self._workers = workers
-        self._ends = 0
-        self._since = float("inf")
-        self._told: set[int] = set()
+        self._stop_requests = 0
+        self._stop_requested_at = float("inf")
+        self._signalled: set[int] = set()
 
-    def listen(self) -> None:
-        """Take signals for wishes: the first asks all ranks to end, the second ends them."""
+    def install_signal_handlers(self) -> None:
+        """Treat the first SIGTERM or SIGINT as a request to terminate all ranks, the second as one to kill them."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_end)
+            signal.signal(number, self._on_stop_signal)
 
-    def carry(self) -> int:
-        """Give the exit code of the launcher."""
+    def run(self) -> int:
+        """Run mpirun to its exit and return the exit code of the launcher."""
         pipes = [os.pipe(), os.pipe()]
-        mpirun = start(self._argv, stdout=pipes[0][1], stderr=pipes[1][1], dies_with_us=True)
-        for _, theirs in pipes:
-            os.close(theirs)
-        self._watch(mpirun, [ours for ours, _ in pipes])
-        code = mpirun.end(0)
-        for index in range(self._workers):  # whom mpirun could not end
-            end_marked({"STOKER_RUN": self._run.id, "STOKER_SLOT": f"worker/{index}"}, 0 if self._ends > 1 else LEFT_S)
-        return self._scribe.finish(signal_code(code), told=bool(self._ends))
+        mpirun = start(self._argv, stdout=pipes[0][1], stderr=pipes[1][1], terminate_with_parent=True)
+        for _, write_end in pipes:
+            os.close(write_end)
+        self._copy_output(mpirun, [read_end for read_end, _ in pipes])
+        code = mpirun.stop(0)
+        grace_s = 0 if self._stop_requests > 1 else LEFTOVER_GRACE_S
+        for index in range(self._workers):  # ranks that mpirun could not stop
+            terminate_by_env({"STOKER_RUN": self._run.id, "STOKER_SLOT": f"worker/{index}"}, grace_s)
+        return self._writer.finish(negate_signal(code), is_stopped=bool(self._stop_requests))
 
-    def _watch(self, mpirun: Process, streams: list[int]) -> None:
-        """Carry what is said until mpirun has ended, and has said all."""
-        ended = float("inf")
-        while streams and time.monotonic() < ended + DRAIN_S:
-            if ended == float("inf"):
-                self._end_when_told(mpirun)
+    def _copy_output(self, mpirun: Process, streams: list[int]) -> None:
+        """Copy mpirun's output until it has exited and its streams are drained."""
+        exited_at = float("inf")
+        while streams and time.monotonic() < exited_at + DRAIN_S:
+            if exited_at == float("inf"):
+                self._stop_if_requested(mpirun)
                 if mpirun.poll() is not None:
-                    ended = time.monotonic()
+                    exited_at = time.monotonic()
             for stream in select.select(streams, [], [], POLL_S)[0]:
-                data = os.read(stream, PIPE)
+                data = os.read(stream, READ_BYTES)
                 if data:
-                    self._scribe.hear(stream, data)
+                    self._writer.feed(stream, data)
                 else:
                     streams.remove(stream)
 
-    def _end_when_told(self, mpirun: Process) -> None:
-        if not self._ends:
+    def _stop_if_requested(self, mpirun: Process) -> None:
+        if not self._stop_requests:
             return
-        if time.monotonic() > self._since + self._grace_s:
-            self._ends = max(2, self._ends)
-        at_once = self._ends > 1
-        for pid in children(mpirun.pid):
-            if at_once or pid not in self._told:
-                with suppress(ProcessLookupError):  # each leads a group of its own, soon after it was started
-                    os.killpg(pid, signal.SIGKILL if at_once else signal.SIGTERM)
-                    self._told.add(pid)
-        if at_once:
+        if time.monotonic() > self._stop_requested_at + self._grace_s:
+            self._stop_requests = max(2, self._stop_requests)
+        is_kill = self._stop_requests > 1
+        for pid in child_pids(mpirun.pid):
+            if is_kill or pid not in self._signalled:
+                with suppress(ProcessLookupError):  # a child becomes a group leader shortly after its start
+                    os.killpg(pid, signal.SIGKILL if is_kill else signal.SIGTERM)
+                    self._signalled.add(pid)
+        if is_kill:
             os.killpg(mpirun.pid, signal.SIGKILL)
 
-    def _on_end(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self._ends += 1
-        self._since = min(self._since, time.monotonic())
+    def _on_stop_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self._stop_requests += 1
+        self._stop_requested_at = min(self._stop_requested_at, time.monotonic())
 
 
-def _put(fd: int, data: bytes) -> None:
+def _write_all(fd: int, data: bytes) -> None:
     while data:
         data = data[os.write(fd, data) :]
 
 
 def main() -> NoReturn:
-    """Carry the mpirun whose words follow the run's folder."""
+    """Run `mpi_slot RUN_FOLDER -- mpirun …`."""
     run, argv = Run(Path(sys.argv[1])), sys.argv[3:]
     job = run.job
     attempt = int(os.environ.get("STOKER_ATTEMPT", "0"))
-    scribe = Scribe(run, attempt, job.max_workers, job.ranks_per_worker)
-    carrier = Carrier(run, argv, scribe, job.max_workers, float(job.grace))
-    carrier.listen()
-    code = carrier.carry()
+    writer = RankLogWriter(run, attempt, job.max_workers, job.ranks_per_worker)
+    slot = MpiSlot(run, argv, writer, job.max_workers, float(job.grace))
+    slot.install_signal_handlers()
+    code = slot.run()
     os._exit(code if code >= 0 else 128 - code)
 
 

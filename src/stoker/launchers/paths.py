@@ -1,4 +1,4 @@
-"""Paths of a job, as they are where it runs."""
+"""Job paths: make them relative to the working directory, or absolute on the machine where the job runs."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.jobs.spec import Job, Program
+from stoker.jobs.spec import Job, ProgramSpec
 
 
-def inside(path: str | None) -> str | None:
-    """Give a path in the working folder as one that starts there: so it means the same on every machine."""
+def relative_to_workdir(path: str | None) -> str | None:
+    """Return a path inside the working directory relative to it, so that it is valid on every machine."""
     if path is None or not Path(path).is_absolute() or not Path(path).is_relative_to(Path.cwd()):
         return path
     return str(Path(path).relative_to(Path.cwd()))
 
 
-def with_programs(job: Job, change: Callable[[Program], Program]) -> Job:
-    """Change the program of the workers, and those of other roles."""
+def map_programs(job: Job, change: Callable[[ProgramSpec], ProgramSpec]) -> Job:
+    """Return the job with `change` applied to the program of the workers and of every other role."""
     replace = msgspec.structs.replace
     roles = {
         name: role if role.program is None else replace(role, program=change(role.program))
@@ -27,20 +27,22 @@ def with_programs(job: Job, change: Callable[[Program], Program]) -> Job:
     return replace(job, program=change(job.program), roles=roles)
 
 
-def programs(job: Job) -> dict[str, Program]:
-    """Give every program of a job, by its key."""
-    own = {f"roles.{name}.program": role.program for name, role in job.roles.items() if role.program is not None}
-    return {"program": job.program, **own}
+def programs_by_key(job: Job) -> dict[str, ProgramSpec]:
+    """Return every program of a job by its key in the job file."""
+    of_roles = {f"roles.{name}.program": role.program for name, role in job.roles.items() if role.program is not None}
+    return {"program": job.program, **of_roles}
 
 
-def placed(job: Job, workdir: str) -> Job:
-    """Make relative paths absolute, as they are there."""
+def resolve_job_paths(job: Job, workdir: str) -> Job:
+    """Return the job with relative paths resolved against `workdir`."""
 
     def absolute(path: str | None) -> str | None:
         return path if path is None or "://" in path else str(Path(workdir, path))
 
     change, data = msgspec.structs.replace, job.data
-    job = with_programs(job, lambda one: change(one, script=absolute(one.script), cwd=absolute(one.cwd or ".")))
+    job = map_programs(
+        job, lambda program: change(program, script=absolute(program.script), cwd=absolute(program.cwd or "."))
+    )
     return change(
         job,
         roles={name: change(role, logdir=absolute(role.logdir)) for name, role in job.roles.items()},

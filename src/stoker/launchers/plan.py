@@ -1,4 +1,4 @@
-"""What the local launcher starts, as a value: what `job plan` prints, and what a run folder keeps."""
+"""Plan of the local launcher: the command and port of every slot, as printed by `job plan` and kept in run folders."""
 
 from __future__ import annotations
 
@@ -14,83 +14,83 @@ from stoker.core.spec import load
 from stoker.errors import Fault, SpecError
 from stoker.jobs.run_folder import Run
 from stoker.jobs.spec import Job
-from stoker.jobs.topologies.tensorflow import at_ports
-from stoker.jobs.topology import Command, Slot, slots_of
+from stoker.jobs.topologies.tensorflow import replace_ports
+from stoker.jobs.topology import Command, Slot, list_slots
 
-HOST = "127.0.0.1"
-# Below those that the kernel gives to clients, so that none of them takes one while a job pauses.
-PORTS = range(20000, 32000)
+LOOPBACK = "127.0.0.1"
+# Below the ephemeral ports of the kernel, so that no client takes one between two attempts.
+PORT_RANGE = range(20000, 32000)
 LAST_PORT = 65535
 
 
 class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The command of every slot, where they meet, and what the user should know of them."""
+    """The command of every slot, the rendezvous port, and notes for the user."""
 
     slots: dict[str, Command]
     port: int = 0
     ports: dict[str, int] = {}
-    """Where slots that share a host listen, each at a port of its own; those that the job names are not among them."""
+    """Ports of slots that each need their own on a shared host; ports set in the job file are not included."""
     notes: tuple[str, ...] = ()
     hosts: dict[str, str] = {}
-    """The host of each slot, where that is not this machine: then the processes here only stand for those there."""
-    carried: tuple[str, ...] = ()
-    """Slots without a process here: one that is here writes their logs, and tells how they end."""
+    """The host of each remote slot; the local processes then only represent the slots."""
+    delegated: tuple[str, ...] = msgspec.field(default=(), name="carried")
+    """Slots without a local process of their own: one local process writes their logs and reports their exit codes."""
 
     detached: bool = False
-    """Whether slots elsewhere go on without this machine."""
+    """Whether remote slots keep running when this machine goes away."""
 
     @property
     def commands(self) -> dict[Slot, Command]:
-        """By slot."""
+        """The command of each slot."""
         return {Slot.parse(name): command for name, command in self.slots.items()}
 
     @property
-    def is_far(self) -> bool:
-        """Whether the slots run elsewhere."""
+    def is_remote(self) -> bool:
+        """Whether the slots run on other machines."""
         return bool(self.hosts)
 
-    def shown(self) -> str:
-        """Write the commands as a shell would take them."""
+    def to_text(self) -> str:
+        """Return the commands as shell text."""
         parts = []
         for name, command in self.slots.items():
             host = self.hosts.get(name)
-            parts.append(f"# {name}{f' on {host}' if host else ''}\n{command.to_sh()}\n")
+            parts.append(f"# {name}{f' on {host}' if host else ''}\n{command.to_shell()}\n")
         return "\n".join(parts)
 
     @property
-    def is_placed_later(self) -> bool:
-        """Whether slots wait for a place that someone elsewhere gives them: then whoever carries them tells it."""
-        return self.is_far and bool(self.carried)
+    def waits_for_placement(self) -> bool:
+        """Whether a remote scheduler places the slots later; the process that manages them reports it."""
+        return self.is_remote and bool(self.delegated)
 
-    def on_free_port(self) -> LocalPlan:
-        """Give the same plan, with other ports to meet at where someone has taken one of these."""
+    def with_free_ports(self) -> LocalPlan:
+        """Return the plan with new ports if any of its ports is in use."""
         if self.ports:
             if all(map(_is_free, self.ports.values())):
                 return self
-            ports = dict(zip(self.ports, free_ports(len(self.ports)), strict=True))
-            return self.at_ports({Slot.parse(name): port for name, port in ports.items()})
+            ports = dict(zip(self.ports, find_free_ports(len(self.ports)), strict=True))
+            return self.with_ports({Slot.parse(name): port for name, port in ports.items()})
         if not self.port or _is_free(self.port):
             return self
-        (port,) = free_ports(1)
-        slots = {name: moved(one, self.port, port) for name, one in self.slots.items()}
+        (port,) = find_free_ports(1)
+        slots = {name: with_rendezvous_port(command, self.port, port) for name, command in self.slots.items()}
         return msgspec.structs.replace(self, slots=slots, port=port)
 
-    def at_ports(self, ports: Mapping[Slot, int]) -> LocalPlan:
-        """Give the same plan, with slots that listen at these ports."""
-        slots = {name: at_ports(one, Slot.parse(name), ports) for name, one in self.slots.items()}
+    def with_ports(self, ports: Mapping[Slot, int]) -> LocalPlan:
+        """Return the plan with slots listening on the given ports."""
+        slots = {name: replace_ports(one, Slot.parse(name), ports) for name, one in self.slots.items()}
         named = {str(slot): port for slot, port in ports.items()}
         return msgspec.structs.replace(self, slots=slots, ports=named)
 
 
 def read_plan(run: Run) -> LocalPlan:
-    """Read which processes a run has here: those of its plan, or those that stand for them."""
+    """Read the local processes of a run: those of its plan, or those that represent its remote slots."""
     path = run.folder / "processes.json"
     path = path if path.exists() else run.folder / "plan.json"
     return load(path.read_bytes(), LocalPlan, path)
 
 
-def named_ports(job: Job, slots: Sequence[Slot]) -> dict[Slot, int]:
-    """Give the ports that a job names for slots on one host: the next ones, where several have the same."""
+def requested_ports(job: Job, slots: Sequence[Slot]) -> dict[Slot, int]:
+    """Return the ports that the job file sets for slots on one host; slots with the same port get consecutive ones."""
     taken: dict[int, Slot] = {}
     for slot in slots:
         own = job.roles[slot.role].port if slot.role in job.roles else None
@@ -100,28 +100,30 @@ def named_ports(job: Job, slots: Sequence[Slot]) -> dict[Slot, int]:
         while port in taken:
             port += 1
         if port > LAST_PORT:
-            raise SpecError([Fault("port", f"{slot} would listen at {port}, and {LAST_PORT} is the last: start lower")])
+            raise SpecError(
+                [Fault("port", f"{slot} would need port {port}, above the maximum {LAST_PORT}: set a lower port")]
+            )
         taken[port] = slot
     return {slot: port for port, slot in taken.items()}
 
 
-def listeners(job: Job) -> list[Slot]:
-    """List the slots that each listen at a port of their own; none, where one port is enough for all."""
-    return [slot for slot in slots_of(job) if slot.role != "evaluator"] if job.topology.startswith("tf-") else []
+def listening_slots(job: Job) -> list[Slot]:
+    """List the slots that each need a port of their own; none where one rendezvous port serves all."""
+    return [slot for slot in list_slots(job) if slot.role != "evaluator"] if job.topology.startswith("tf-") else []
 
 
-def gpu_faults(job: Job) -> Iterator[Fault]:
-    """Refuse accelerators for others than workers, where slots share what a machine has."""
-    here = {slot.role for slot in slots_of(job)} if job.topology.startswith("tf-") else set()
+def check_gpu_roles(job: Job) -> Iterator[Fault]:
+    """Yield a fault for each role other than the workers that requests GPUs where slots share a machine."""
+    local_roles = {slot.role for slot in list_slots(job)} if job.topology.startswith("tf-") else set()
     for name, role in job.roles.items():
-        if role.resources.gpu and name in here:
-            yield Fault(f"roles.{name}.resources.gpu", "only workers get accelerators here: leave it out")
+        if role.resources.gpu and name in local_roles:
+            yield Fault(f"roles.{name}.resources.gpu", "only workers can have GPUs here: remove this key")
 
 
-def free_ports(count: int) -> list[int]:
-    """Find loopback ports that nothing listens on."""
-    start = PORTS.start + os.getpid() * 37 % len(PORTS)
-    free = (port for port in itertools.chain(range(start, PORTS.stop), PORTS) if _is_free(port))
+def find_free_ports(count: int) -> list[int]:
+    """Return loopback ports that nothing listens on."""
+    start = PORT_RANGE.start + os.getpid() * 37 % len(PORT_RANGE)
+    free = (port for port in itertools.chain(range(start, PORT_RANGE.stop), PORT_RANGE) if _is_free(port))
     return list(itertools.islice(free, count))
 
 
@@ -129,20 +131,20 @@ def _is_free(port: int) -> bool:
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            sock.bind((HOST, port))
+            sock.bind((LOOPBACK, port))
         except OSError:
             return False
         return True
 
 
-def moved(command: Command, old: int, new: int) -> Command:
-    """Give a command that meets the others at another port."""
+def with_rendezvous_port(command: Command, old: int, new: int) -> Command:
+    """Return the command with another rendezvous port."""
 
-    def word(before: str, this: str) -> str:
-        if before == "--rdzv-endpoint" and this.endswith(f":{old}"):
-            return f"{this.rpartition(':')[0]}:{new}"
-        return str(new) if (before, this) == ("--master-port", str(old)) else this
+    def replace_port(flag: str, value: str) -> str:
+        if flag == "--rdzv-endpoint" and value.endswith(f":{old}"):
+            return f"{value.rpartition(':')[0]}:{new}"
+        return str(new) if (flag, value) == ("--master-port", str(old)) else value
 
     argv = command.argv
-    env = {name: str(new) if (name, one) == ("MASTER_PORT", str(old)) else one for name, one in command.env.items()}
-    return replace(command, argv=(argv[0], *(word(*pair) for pair in itertools.pairwise(argv))), env=env)
+    env = {key: str(new) if (key, value) == ("MASTER_PORT", str(old)) else value for key, value in command.env.items()}
+    return replace(command, argv=(argv[0], *(replace_port(*pair) for pair in itertools.pairwise(argv))), env=env)

@@ -1,4 +1,4 @@
-"""All slots of one attempt as processes of this machine: started together, ended together."""
+"""Process group of one attempt: start all slots of this machine together, poll them, stop them together."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import os
 import time
 from collections.abc import Mapping
 
-from stoker.core.processes import Process, end_marked, marked, start, until
+from stoker.core.processes import Process, find_processes_by_env, start, terminate_by_env, wait_until
 from stoker.jobs.run_folder import Run
-from stoker.jobs.spec import RESERVED
-from stoker.jobs.status import signal_of
+from stoker.jobs.spec import RESERVED_ENV
+from stoker.jobs.status import signal_from_exit_code
 from stoker.jobs.topology import Command, Slot
 
 LEFTOVER_GRACE_S = 5.0
-STANDS_IN = {"STOKER_STANDS_IN": "1"}
-"""The mark of a process that stands for a slot elsewhere, and has no slot's processes below it."""
+REMOTE_SLOT_ENV = {"STOKER_STANDS_IN": "1"}
+"""Environment that identifies the local process of a remote slot, which has no processes of the slot below it."""
 
 
-class Gang:
-    """The slots of one attempt; each writes its log itself, so that none is lost with whoever watches."""
+class ProcessGroup:
+    """The processes of one attempt; each writes its own log, so that no output is lost with the supervisor."""
 
     def __init__(
         self,
@@ -26,80 +26,81 @@ class Gang:
         attempt: int,
         commands: Mapping[Slot, Command],
         *,
-        last_s: float = 0.0,
-        continues: bool = False,
+        final_grace_s: float = 0.0,
+        reattach: bool = False,
     ) -> None:
-        """Start them; `last_s` is what those have that stand for others elsewhere, to see them end.
+        """Start all slots.
 
-        With `continues` they take up what goes on there already.
+        `final_grace_s` is how long the local processes of remote slots have to see those killed. With `reattach` they
+        connect to slots that are running already.
         """
-        self._last_s = last_s
+        self._final_grace_s = final_grace_s
         self._run, self._attempt, self._commands = run, attempt, commands
         self._processes: dict[Slot, Process] = {}
-        self._own = {
+        self._env = {
             "STOKER_RUN": run.id,
             "STOKER_ATTEMPT": str(attempt),
             "STOKER_CHECKPOINT_DIR": str(run.folder / "checkpoints"),
-            **({"STOKER_CONTINUES": "1"} if continues else {}),
+            **({"STOKER_CONTINUES": "1"} if reattach else {}),
         }
         try:
             for slot in commands:
                 self._processes[slot] = self._start(slot)
         except BaseException:
-            self.end(0)
+            self.stop(0)
             raise
 
     def _start(self, slot: Slot) -> Process:
         command = self._commands[slot]
-        outer = {name: value for name, value in os.environ.items() if not RESERVED.fullmatch(name)}
-        env = {**outer, **self._own, **command.env}
-        with open(self._run.log(slot, self._attempt), "ab", buffering=0) as log:
-            return start(command.argv, env=env, cwd=command.cwd, stdout=log, stderr=log, dies_with_us=True)
+        inherited = {name: value for name, value in os.environ.items() if not RESERVED_ENV.fullmatch(name)}
+        env = {**inherited, **self._env, **command.env}
+        with open(self._run.log_path(slot, self._attempt), "ab", buffering=0) as log:
+            return start(command.argv, env=env, cwd=command.cwd, stdout=log, stderr=log, terminate_with_parent=True)
 
     @property
     def pids(self) -> dict[Slot, int]:
-        """The process of each slot."""
+        """The process id of each slot."""
         return {slot: process.pid for slot, process in self._processes.items()}
 
-    def codes(self) -> dict[Slot, int | None]:
-        """Tell the exit code of each slot (negative: the signal that ended it), None while it runs."""
-        return {slot: _plain(process.poll()) for slot, process in self._processes.items()}
+    def exit_codes(self) -> dict[Slot, int | None]:
+        """Return the exit code of each slot (negative: the signal that killed it), None while it runs."""
+        return {slot: _normalize_exit_code(process.poll()) for slot, process in self._processes.items()}
 
     def is_alive(self, pid: int) -> bool:
-        """Whether a process is one of this run's, and lives."""
-        return pid in marked({"STOKER_RUN": self._run.id})
+        """Whether a process id belongs to a live process of this run."""
+        return pid in find_processes_by_env({"STOKER_RUN": self._run.id})
 
-    def replace(self, slot: Slot) -> None:
-        """Start a lost slot again, while the others go on; first what it left is ended."""
-        self._processes[slot].end(0)
-        end_marked({"STOKER_RUN": self._run.id, "STOKER_SLOT": str(slot)}, LEFTOVER_GRACE_S)
-        self._own.pop("STOKER_CONTINUES", None)
+    def restart_slot(self, slot: Slot) -> None:
+        """Start a lost slot again while the others keep running; its leftover processes are stopped first."""
+        self._processes[slot].stop(0)
+        terminate_by_env({"STOKER_RUN": self._run.id, "STOKER_SLOT": str(slot)}, LEFTOVER_GRACE_S)
+        self._env.pop("STOKER_CONTINUES", None)
         self._processes[slot] = self._start(slot)
 
-    def leave(self, grace_s: float) -> None:
-        """Let those that still run come to their end by themselves, for so long."""
-        until(lambda: None not in self.codes().values(), grace_s)
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all slots have exited by themselves, for at most `timeout_s`."""
+        wait_until(lambda: None not in self.exit_codes().values(), timeout_s)
 
-    def end(self, grace_s: float) -> None:
-        """End every slot: TERM to each, and then to what each left; after `grace_s` in all, KILL."""
+    def stop(self, grace_s: float) -> None:
+        """Stop every slot: SIGTERM to each and to its leftover processes, SIGKILL after `grace_s` in all."""
         deadline = time.monotonic() + grace_s
         for process in self._processes.values():
             process.terminate()
-        self.leave(grace_s)
-        if self._last_s:  # to those that stand for others, the second time means at once
+        self.wait(grace_s)
+        if self._final_grace_s:  # the local process of a remote slot kills the slot on its second SIGTERM
             for process in self._processes.values():
                 process.terminate()
-            self.leave(self._last_s)
+            self.wait(self._final_grace_s)
         for process in self._processes.values():
-            process.end(max(0.0, deadline - time.monotonic()))
-        end_left(self._run, max(0.0, deadline - time.monotonic()))
+            process.stop(max(0.0, deadline - time.monotonic()))
+        stop_leftovers(self._run, max(0.0, deadline - time.monotonic()))
 
 
-def end_left(run: Run, grace_s: float, *, standing_in: bool = False) -> None:
-    """End whatever still runs of a run, also what an earlier watcher left; or only those that stand for others."""
-    end_marked({"STOKER_RUN": run.id, **(STANDS_IN if standing_in else {})}, grace_s)
+def stop_leftovers(run: Run, grace_s: float, *, only_remote_slots: bool = False) -> None:
+    """Stop all processes of a run, also those of an earlier supervisor; or only the local ones of remote slots."""
+    terminate_by_env({"STOKER_RUN": run.id, **(REMOTE_SLOT_ENV if only_remote_slots else {})}, grace_s)
 
 
-def _plain(code: int | None) -> int | None:
-    """Write every death by a signal as the negative signal, also where a shell or the profiler tells it as 128 more."""
-    return code if code is None or not signal_of(code) else -signal_of(code)
+def _normalize_exit_code(code: int | None) -> int | None:
+    """Return death by a signal as the negative signal, also where a shell or the profiler reports 128 + signal."""
+    return code if code is None or not signal_from_exit_code(code) else -signal_from_exit_code(code)

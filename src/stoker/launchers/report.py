@@ -1,4 +1,4 @@
-"""All that is known of a run in one archive, without secrets: to send to whoever can help."""
+"""Report of a run for a bug report: one archive with its files, events and a summary, with secrets redacted."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from typing import Any
 
 import msgspec
 
-from stoker.core.spec import to_json, to_yaml
-from stoker.errors import without_secrets
-from stoker.jobs.run_folder import Run, looks_secret
-from stoker.jobs.spec import parse_job, plain
+from stoker.core.spec import to_json
+from stoker.core.yaml_io import to_yaml
+from stoker.errors import redact_urls
+from stoker.jobs.run_folder import Run, is_secret_name
+from stoker.jobs.spec import parse_job, to_plain
 from stoker.telemetry.reader import read_events
 
-SHORTEST_SECRET = 6
-"""Shorter values stand in texts by chance."""
-LEFT_OUT = ("checkpoints", "tensorboard", "lock")
+MIN_SECRET_LENGTH = 6
+"""Shorter values occur in text by chance."""
+EXCLUDED = ("checkpoints", "tensorboard", "lock")
 
 
 def write_report(run: Run, path: Path, summary: str, environ: Mapping[str, str] | None = None) -> None:
-    """Write the archive: every file of the run but checkpoints, its events as JSON lines, and a summary."""
-    hidden = _secrets(run, os.environ if environ is None else environ)
+    """Write the archive: every file of the run except checkpoints, its events as JSON lines, and a summary."""
+    secrets = _secret_values(run, os.environ if environ is None else environ)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with tarfile.open(temporary, "w:gz") as archive:
             for file in _files(run):
-                _add(archive, f"{run.id}/{file.relative_to(run.folder)}", _cleaned(file, hidden))
-            _add(archive, f"{run.id}/summary.txt", [_clean(summary, hidden)])
-            _add(archive, f"{run.id}/events.jsonl", (_clean(line, hidden) for line in _events(run)))
+                _add(archive, f"{run.id}/{file.relative_to(run.folder)}", _redacted_parts(file, secrets))
+            _add(archive, f"{run.id}/summary.txt", [_redact(summary, secrets)])
+            _add(archive, f"{run.id}/events.jsonl", (_redact(line, secrets) for line in _events(run)))
         temporary.chmod(0o600)
         temporary.replace(path)
     finally:
@@ -43,7 +44,7 @@ def write_report(run: Run, path: Path, summary: str, environ: Mapping[str, str] 
 def _files(run: Run) -> Iterator[Path]:
     for path in sorted(run.folder.rglob("*")):
         name = path.relative_to(run.folder)
-        if path.is_file() and name.parts[0] not in LEFT_OUT and not path.name.startswith("."):
+        if path.is_file() and name.parts[0] not in EXCLUDED and not path.name.startswith("."):
             yield path
 
 
@@ -51,63 +52,63 @@ def _events(run: Run) -> Iterator[str]:
     return (f"{msgspec.json.encode(event).decode()}\n" for event in read_events(run.logs))
 
 
-def _cleaned(path: Path, hidden: list[str]) -> Iterable[str]:
-    """Give a file without secrets: settings by the names of their keys, other text line by line."""
+def _redacted_parts(path: Path, secrets: list[str]) -> Iterable[str]:
+    """Return the text of a file with secrets redacted: in settings by key name, elsewhere line by line."""
     if path.suffix in (".yaml", ".json"):
-        return [_clean(_without(path.read_text(errors="replace"), path.suffix), hidden)]
-    return _lines(path, hidden)
+        return [_redact(_redact_settings(path.read_text(errors="replace"), path.suffix), secrets)]
+    return _redacted_lines(path, secrets)
 
 
-def _lines(path: Path, hidden: list[str]) -> Iterator[str]:
+def _redacted_lines(path: Path, secrets: list[str]) -> Iterator[str]:
     with path.open(errors="replace", newline="\n") as file:
         for line in file:
-            yield _clean(line, hidden)
+            yield _redact(line, secrets)
 
 
-def _without(text: str, kind: str) -> str:
-    """Take the values of variables that look like secrets out of settings."""
-    if kind == ".yaml":
-        return to_yaml(_masked(plain(parse_job(text, "job.yaml"))))
+def _redact_settings(text: str, suffix: str) -> str:
+    """Redact values in settings whose key or flag looks like that of a secret."""
+    if suffix == ".yaml":
+        return to_yaml(_mask_secrets(to_plain(parse_job(text, "job.yaml"))))
     try:
-        return to_json(_masked(msgspec.json.decode(text))).decode()
-    except msgspec.DecodeError:  # torn, on a full disk
+        return to_json(_mask_secrets(msgspec.json.decode(text))).decode()
+    except msgspec.DecodeError:  # truncated, on a full disk
         return ""
 
 
-def _masked(data: Any) -> Any:
-    """Mask what stands under a name, or behind a flag, that looks like a secret's."""
+def _mask_secrets(data: Any) -> Any:
+    """Mask every value whose key, or preceding flag, looks like that of a secret."""
     if isinstance(data, dict):
         return {
-            name: "…" if isinstance(value, str) and looks_secret(str(name)) else _masked(value)
+            name: "…" if isinstance(value, str) and is_secret_name(str(name)) else _mask_secrets(value)
             for name, value in data.items()
         }
     if isinstance(data, list):
-        return [_masked_word(before, word) for before, word in zip(["", *data], data, strict=False)]
+        return [_mask_argument(previous, value) for previous, value in zip(["", *data], data, strict=False)]
     return data
 
 
-def _masked_word(before: Any, word: Any) -> Any:
-    if not isinstance(word, str):
-        return _masked(word)
-    flag, equals, _ = word.partition("=")
-    if flag.startswith("-") and equals and looks_secret(flag):
+def _mask_argument(previous: Any, value: Any) -> Any:
+    if not isinstance(value, str):
+        return _mask_secrets(value)
+    flag, equals, _ = value.partition("=")
+    if flag.startswith("-") and equals and is_secret_name(flag):
         return f"{flag}=…"
-    is_behind = isinstance(before, str) and before.startswith("-") and "=" not in before and looks_secret(before)
-    return "…" if is_behind else word
+    is_flag = isinstance(previous, str) and previous.startswith("-") and "=" not in previous
+    return "…" if is_flag and is_secret_name(previous) else value
 
 
-def _secrets(run: Run, environ: Mapping[str, str]) -> list[str]:
-    """List values that must not leave: of variables that look like secrets, here and in the job."""
+def _secret_values(run: Run, environ: Mapping[str, str]) -> list[str]:
+    """Return the values of secret variables of this environment and of the job, longest first."""
     job = run.job
-    named = {**environ, **job.env}
-    values = {value for name, value in named.items() if looks_secret(name) or name in job.secret_env}
-    return sorted((value for value in values if len(value) >= SHORTEST_SECRET), key=len, reverse=True)
+    variables = {**environ, **job.env}
+    values = {value for name, value in variables.items() if is_secret_name(name) or name in job.secret_env}
+    return sorted((value for value in values if len(value) >= MIN_SECRET_LENGTH), key=len, reverse=True)
 
 
-def _clean(text: str, hidden: list[str]) -> str:
-    for value in hidden:
+def _redact(text: str, secrets: list[str]) -> str:
+    for value in secrets:
         text = text.replace(value, "…").replace(json.dumps(value)[1:-1], "…")
-    return "\n".join(without_secrets(line) for line in text.split("\n"))
+    return "\n".join(redact_urls(line) for line in text.split("\n"))
 
 
 def _add(archive: tarfile.TarFile, name: str, parts: Iterable[str]) -> None:

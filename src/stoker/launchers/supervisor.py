@@ -1,7 +1,8 @@
-"""Watches over one run on this machine: starts the gang, hears its events, and starts it again when that may help.
+"""Supervisor of one run on this machine: start the gang, monitor it, and start it again when a retry may help.
 
-A process of its own, in a session of its own, so that neither a closed terminal nor the end of `stoker job run` touches
-the job. It holds a lock on the run folder while it lives: who gets that lock knows that nobody watches any more.
+Runs as a process of its own, in its own session, so that neither a closed terminal nor the exit of `stoker job run`
+affects the job. It holds a lock on the run folder while it lives: acquiring the lock proves that no supervisor is
+running.
 """
 
 from __future__ import annotations
@@ -19,47 +20,49 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.core.processes import adopt_orphans, end_children, until
+from stoker.core.processes import become_subreaper, kill_children, wait_until
 from stoker.core.spec import to_json
 from stoker.errors import StokerError
-from stoker.jobs.retry_policy import Restart, decide, pause_s
-from stoker.jobs.run_folder import Run, packages
+from stoker.jobs.retry_policy import Restart, backoff_s, decide_retry
+from stoker.jobs.run_folder import Run, list_packages
 from stoker.jobs.spec import Job
-from stoker.jobs.status import STOPPED, Attempt, JobState, JobStatus, SlotStatus, signal_of
-from stoker.jobs.topology import Slot, lead_slots, onlookers, slots_of
-from stoker.launchers.diagnosis import Cause, cause
-from stoker.launchers.monitor import Hearing
+from stoker.jobs.status import STOPPED_MESSAGE, Attempt, JobState, JobStatus, SlotStatus, signal_from_exit_code
+from stoker.jobs.topology import Slot, lead_slots, list_slots, observer_slots
+from stoker.launchers.diagnosis import Diagnosis, diagnose_slot
+from stoker.launchers.monitor import AttemptMonitor
 from stoker.launchers.plan import LocalPlan, read_plan
-from stoker.launchers.process_group import Gang, end_left
+from stoker.launchers.process_group import ProcessGroup, stop_leftovers
 from stoker.telemetry.profiler import machine_oom_kills
 
 POLL_S = 0.05
 SETTLE_S = 0.3
-"""After the first failure: another slot may just be writing what really happened."""
+"""Wait after the first failure: the slot with the root cause may still be writing its error."""
 FAILED_GRACE_S = 10.0
-"""For those whose partners are gone already: they cannot finish a step any more."""
-FAR_S = 12.0
-"""What those elsewhere have, to tell of their own failure and of their end."""
-LOCK_S = 2.0
-STOPPING = "stopping"
-"""The file by which the end of a run is asked for, where it is not to end with this machine."""
+"""Grace period of slots whose peers have failed: they cannot finish another step."""
+REMOTE_REPORT_S = 12.0
+"""Time for remote slots to report their own failure and their exit."""
+LOCK_TIMEOUT_S = 2.0
+STOP_REQUEST_FILE = "stopping"
+"""File in the run folder that requests a stop of a detached run, which a shutdown of this machine does not."""
+
+ExitCodes = Mapping[Slot, int | None]
 
 
-class Wish:
-    """Whether someone asked the run to end; a signal is taken for it."""
+class StopFlag:
+    """Set by SIGTERM or SIGINT: the run should stop."""
 
     def __init__(self) -> None:
-        self.stop = False
+        self.is_set = False
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._hear)
+            signal.signal(number, self._set)
 
-    def _hear(self, *_: object) -> None:
-        self.stop = True
+    def _set(self, *_: object) -> None:
+        self.is_set = True
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Why an attempt is over, and how long what still runs of it may take to end."""
+class AttemptOutcome:
+    """Why an attempt is over, and the grace period of the slots that are still running."""
 
     cause: str
     grace_s: float
@@ -69,97 +72,94 @@ class Outcome:
 
 
 class Supervisor:
-    """One run, from its first attempt to its end."""
+    """Supervisor of one run, from its first attempt to its final state."""
 
-    def __init__(self, run: Run, wish: Wish, *, continues: bool = False) -> None:
-        """Take a run; with `continues`, one whose slots went on elsewhere while nobody watched."""
-        self._run, self._wish = run, wish
+    def __init__(self, run: Run, stop_flag: StopFlag, *, reattach: bool = False) -> None:
+        """Supervise a run; with `reattach`, one whose remote slots kept running without a supervisor."""
+        self._run, self._stop_flag = run, stop_flag
         self._job: Job = run.job
         self._plan: LocalPlan = read_plan(run)
-        self._slots = frozenset(slots_of(self._job))
+        self._slots = frozenset(list_slots(self._job))
         self._status = run.read_status()
-        self._earlier, self._first = _earlier(self._status)
+        self._reattach = reattach
         self._attempts: list[Attempt] = []
-        self._continues = continues
-        self._takes_up = False
-        if continues:
-            status = self._status
-            self._earlier = tuple(one for one in status.attempts if one.began < status.began)
-            self._attempts = [one for one in status.attempts if one.began >= status.began]
-            is_over = any(one.number == status.attempt for one in status.attempts)
-            self._takes_up = not is_over
-            self._first = status.attempt + is_over - len(self._attempts)
-        self._replaced, self._replaces_at = 0, 0.0
-        self._memory = _Memory()
-        self._far_s = FAR_S if self._plan.is_far else 0.0
+        self._is_reattaching = False
+        if reattach:
+            self._restore_attempts()
+        else:
+            self._previous_attempts, self._first_number = _previous_attempts(self._status)
+        self._restarts, self._next_restart_at = 0, 0.0
+        self._oom = _OomMonitor()
+        self._remote_report_s = REMOTE_REPORT_S if self._plan.is_remote else 0.0
 
-    def watch(self) -> None:
-        """Try until the job succeeds, is stopped, or is given up; whatever happens is told in the run's state."""
+    def _restore_attempts(self) -> None:
+        """Continue the count of attempts where the previous supervisor left off."""
+        status = self._status
+        self._previous_attempts = tuple(attempt for attempt in status.attempts if attempt.began < status.began)
+        self._attempts = [attempt for attempt in status.attempts if attempt.began >= status.began]
+        is_over = any(attempt.number == status.attempt for attempt in status.attempts)
+        self._is_reattaching = not is_over
+        self._first_number = status.attempt + is_over - len(self._attempts)
+
+    def run(self) -> None:
+        """Run attempts until the job succeeds, is stopped or is given up; always record the final state."""
         try:
-            began = self._status.began if self._continues else time.time()
-            state = _state(None, is_placed=not self._plan.is_placed_later)
-            self._tell(state=state, began=began, ended=None, message="")
-            end_left(self._run, float(self._job.grace), standing_in=self._continues)
-            state, message = self._watch()
+            began = self._status.began if self._reattach else time.time()
+            state = _slot_state(None, is_placed=not self._plan.waits_for_placement)
+            self._update_status(state=state, began=began, ended=None, message="")
+            stop_leftovers(self._run, float(self._job.grace), only_remote_slots=self._reattach)
+            state, message = self._run_attempts()
         except StokerError as error:
             state, message = JobState.FAILED, str(error)
-        except Exception as error:  # a bug of ours, or a full disk; the job's end must be told all the same
+        except Exception as error:  # a bug of ours or a full disk: the run must still get a final state
             traceback.print_exc()
-            where = self._run.folder / "supervisor.log"
-            state, message = JobState.FAILED, f"the supervisor failed: {type(error).__name__}: {error}; see {where}"
-        self._tell(state=state, message=message, ended=time.time())
+            log = self._run.folder / "supervisor.log"
+            state, message = JobState.FAILED, f"the supervisor failed: {type(error).__name__}: {error}; log: {log}"
+        self._update_status(state=state, message=message, ended=time.time())
 
-    def _watch(self) -> tuple[JobState, str]:
+    def _run_attempts(self) -> tuple[JobState, str]:
         while True:
-            number = self._first + len(self._attempts)
-            self._tell(attempt=number)
-            if self._attempts and not self._takes_up:
-                self._explain(number, self._attempts[-1].cause)
-            attempt = self._try(number)
-            self._takes_up = False
+            number = self._first_number + len(self._attempts)
+            self._update_status(attempt=number)
+            if self._attempts and not self._is_reattaching:
+                self._log_retry_reason(number, self._attempts[-1].cause)
+            attempt = self._run_attempt(number)
+            self._is_reattaching = False
             self._attempts.append(attempt)
-            self._tell(attempts=(*self._earlier, *self._attempts))
-            if attempt.cause == STOPPED:
-                return JobState.STOPPED, STOPPED
+            self._update_status(attempts=(*self._previous_attempts, *self._attempts))
+            if attempt.cause == STOPPED_MESSAGE:
+                return JobState.STOPPED, STOPPED_MESSAGE
             if attempt.code == 0 and not attempt.hung:
                 return JobState.SUCCEEDED, ""
-            decision = decide(self._attempts, self._job.retries, elastic=self._job.is_elastic)
+            decision = decide_retry(self._attempts, self._job.retries, is_elastic=self._job.is_elastic)
             if not isinstance(decision, Restart):
-                return JobState.FAILED, attempt.cause + (f" ({decision.why})" if self._job.retries else "")
-            self._tell(message=f"attempt {number} failed: {attempt.cause}; starting again")
-            until(self._should_stop, decision.after_s)
+                return JobState.FAILED, attempt.cause + (f" ({decision.reason})" if self._job.retries else "")
+            self._update_status(message=f"attempt {number} failed: {attempt.cause}; retrying")
+            wait_until(self._should_stop, decision.after_s)
             if self._should_stop():
-                return JobState.STOPPED, STOPPED
-            self._tell(message="")
+                return JobState.STOPPED, STOPPED_MESSAGE
+            self._update_status(message="")
 
-    def _try(self, number: int) -> Attempt:
-        """Carry out one attempt, and tell how it ended; nothing of it is left then."""
-        began = self._began() if self._takes_up else time.time()
-        plan = self._plan if self._job.port else self._plan.on_free_port()
-        hearing = Hearing(self._run, number, plan, self._job)
-        if self._takes_up:
-            hearing.catch_up()
-        gang = Gang(self._run, number, plan.commands, last_s=self._far_s, continues=self._takes_up)
-        outcome: Outcome | None = None
-        self._replaces_at = 0.0
+    def _run_attempt(self, number: int) -> Attempt:
+        """Run one attempt to its end and leave no process of it behind."""
+        began = self._attempt_start() if self._is_reattaching else time.time()
+        plan = self._plan if self._job.port else self._plan.with_free_ports()
+        monitor = AttemptMonitor(self._run, number, plan, self._job)
+        if self._is_reattaching:
+            monitor.catch_up()
+        processes = ProcessGroup(
+            self._run, number, plan.commands, final_grace_s=self._remote_report_s, reattach=self._is_reattaching
+        )
+        outcome: AttemptOutcome | None = None
+        self._next_restart_at = 0.0
         try:
-            self._tell_slots(gang, hearing)
-            if number == 0:  # for a report; it takes a moment, in which the job has already started
-                self._run.write("packages.json", to_json(packages()))
-            while (outcome := self._outcome(gang, hearing, number)) is None:
+            self._update_slots(processes, monitor)
+            if number == 0:  # for `job report`; listing them takes a moment, so after the slots have started
+                self._run.write("packages.json", to_json(list_packages()))
+            while (outcome := self._poll(processes, monitor, number)) is None:
                 time.sleep(POLL_S)
         finally:
-            if plan.detached:  # else those that stand for slots elsewhere would leave them alone
-                self._run.write(f"ending.{number}", b"")
-            is_stopped = outcome is not None and outcome.cause == STOPPED
-            running = [slot for slot, code in self._codes(gang, hearing).items() if code is None]
-            gang.end(outcome.grace_s if outcome else float(self._job.grace))
-            hearing.listen()
-            if outcome is not None and not outcome.cause:  # the lead is done, and who never ends by itself was ended
-                codes = self._codes(gang, hearing)
-                running, is_stopped = [slot for slot in running if codes.get(slot)], True
-            self._tell_slots(gang, hearing, stopped=running if is_stopped else ())
-            end_children()
+            self._stop_slots(processes, monitor, number, outcome)
         return Attempt(
             number=number,
             began=began,
@@ -168,169 +168,201 @@ class Supervisor:
             cause=outcome.cause,
             hung=outcome.hung,
             lost=outcome.lost,
-            steps=hearing.steps,
+            steps=monitor.last_step,
         )
 
-    def _began(self) -> float:
-        """Tell when the attempt began that is taken up, but for the pause before it."""
+    def _attempt_start(self) -> float:
+        """Return when the attempt began that we reattach to, ignoring the pause before it."""
         return self._attempts[-1].ended if self._attempts else self._status.began
 
-    def _outcome(self, gang: Gang, hearing: Hearing, number: int) -> Outcome | None:
-        """Look once: what has been said, who has ended, who hangs, and whether it should stop."""
-        hearing.listen()
-        self._memory.look()
-        codes = self._tell_slots(gang, hearing)
-        state = _state(None, is_placed=hearing.is_placed)
-        if (state, hearing.waiting) != (self._status.state, self._status.message):
-            self._tell(state=state, message=hearing.waiting)
-        grace = float(self._job.grace)
-        spared: Collection[Slot] = onlookers(self._job)
-        if self._job.is_elastic:
-            spared = self._spared(gang, hearing, codes)
-            if 0 in codes.values():
-                gang.leave(grace)  # the last step is over; who is not done by then waits for someone who is gone
-                return Outcome("", 0.0)
-        if any(code for slot, code in codes.items() if slot not in spared):
-            time.sleep(SETTLE_S)
-            hearing.listen()
-            found = self._cause(self._codes(gang, hearing), number, spared)
-            far = time.monotonic() + self._far_s
-            while not found.says_why and None in gang.codes().values() and time.monotonic() < far:
-                time.sleep(POLL_S)
-                found = self._cause(self._codes(gang, hearing), number, spared)
-            return Outcome(found.sentence, min(grace, FAILED_GRACE_S), code=found.code, lost=found.lost)
-        if all(codes[slot] == 0 for slot in lead_slots(self._job)):
-            return Outcome("", grace)
-        if hung := hearing.hung(gang, codes):
-            hearing.ask_for_stacks(gang)
-            return Outcome(hung, min(grace, FAILED_GRACE_S), hung=True)
-        return Outcome(STOPPED, grace) if self._should_stop() else None
+    def _stop_slots(
+        self, processes: ProcessGroup, monitor: AttemptMonitor, number: int, outcome: AttemptOutcome | None
+    ) -> None:
+        """Stop all slots of an attempt and record their final states."""
+        if self._plan.detached:  # tells the local processes of detached slots to stop those instead of leaving them
+            self._run.write(f"ending.{number}", b"")
+        running = [slot for slot, code in self._exit_codes(processes, monitor).items() if code is None]
+        processes.stop(outcome.grace_s if outcome else float(self._job.grace))
+        monitor.read_events()
+        stopped: Collection[Slot] = ()
+        if outcome is not None and outcome.cause == STOPPED_MESSAGE:
+            stopped = running
+        elif outcome is not None and not outcome.cause:
+            # The lead role is done; roles that never exit by themselves were stopped, which is no failure.
+            codes = self._exit_codes(processes, monitor)
+            stopped = [slot for slot in running if codes.get(slot)]
+        self._update_slots(processes, monitor, stopped=stopped)
+        kill_children()
 
-    def _spared(self, gang: Gang, hearing: Hearing, codes: Mapping[Slot, int | None]) -> set[Slot]:
-        """Give those whose loss an elastic world bears: replaced after a pause, or left out while enough live."""
-        if any(codes.values()):  # what it told last may have come after we listened
-            hearing.listen()
-        lost = _lost(codes, hearing.lost)
+    def _poll(self, processes: ProcessGroup, monitor: AttemptMonitor, number: int) -> AttemptOutcome | None:
+        """Check events, exit codes, hangs and the stop flag once; return the outcome when the attempt is over."""
+        monitor.read_events()
+        self._oom.sample()
+        codes = self._update_slots(processes, monitor)
+        state = _slot_state(None, is_placed=monitor.is_placed)
+        if (state, monitor.waiting_reason) != (self._status.state, self._status.message):
+            self._update_status(state=state, message=monitor.waiting_reason)
+        grace = float(self._job.grace)
+        tolerated: Collection[Slot] = observer_slots(self._job)
+        if self._job.is_elastic:
+            tolerated = self._handle_elastic_losses(processes, monitor, codes)
+            if 0 in codes.values():
+                processes.wait(grace)  # the last step is done; a slot still running then waits for a peer that is gone
+                return AttemptOutcome("", 0.0)
+        if any(code for slot, code in codes.items() if slot not in tolerated):
+            diagnosis = self._diagnose_failure(processes, monitor, number, tolerated)
+            failed_grace = min(grace, FAILED_GRACE_S)
+            return AttemptOutcome(diagnosis.message, failed_grace, code=diagnosis.code, lost=diagnosis.lost)
+        if all(codes[slot] == 0 for slot in lead_slots(self._job)):
+            return AttemptOutcome("", grace)
+        if hang := monitor.find_hang(processes, codes):
+            monitor.dump_stacks(processes)
+            return AttemptOutcome(hang, min(grace, FAILED_GRACE_S), hung=True)
+        return AttemptOutcome(STOPPED_MESSAGE, grace) if self._should_stop() else None
+
+    def _diagnose_failure(
+        self, processes: ProcessGroup, monitor: AttemptMonitor, number: int, tolerated: Collection[Slot]
+    ) -> Diagnosis:
+        """Return the diagnosis of a failed attempt, waiting a moment for a slot that names the root cause."""
+        time.sleep(SETTLE_S)
+        monitor.read_events()
+        diagnosis = self._diagnose(self._exit_codes(processes, monitor), number, tolerated)
+        deadline = time.monotonic() + self._remote_report_s
+        while not diagnosis.is_conclusive and None in processes.exit_codes().values() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            diagnosis = self._diagnose(self._exit_codes(processes, monitor), number, tolerated)
+        return diagnosis
+
+    def _diagnose(self, codes: ExitCodes, number: int, tolerated: Collection[Slot]) -> Diagnosis:
+        """Choose the root cause among the failed slots: an error of its own before one caused by a peer."""
+        out_of_memory = self._oom.has_recent_kills() and not self._plan.is_remote
+        diagnoses = [
+            diagnose_slot(slot, code, self._run.log_path(slot, number), out_of_memory=out_of_memory)
+            for slot, code in codes.items()
+            if code and slot not in tolerated
+        ]
+        return min(diagnoses, key=lambda diagnosis: diagnosis.sort_key)
+
+    def _handle_elastic_losses(self, processes: ProcessGroup, monitor: AttemptMonitor, codes: ExitCodes) -> set[Slot]:
+        """Restart lost workers of an elastic job after a pause, and return those whose loss it tolerates."""
+        if any(codes.values()):  # their last marks may have arrived since the logs were read
+            monitor.read_events()
+        lost = _lost_slots(codes, monitor.lost_slots)
         if not lost:
             return set()
-        if self._replaced >= self._job.retries:
+        if self._restarts >= self._job.retries:
             return set(lost) if len(codes) - len(lost) >= self._job.min_workers else set()
         now = time.monotonic()
-        if not self._replaces_at:
-            self._replaces_at = now + pause_s(self._replaced)
-        elif now >= self._replaces_at:
-            self._replaces_at = 0.0
-            self._replaced += 1
-            hearing.forget(lost[0])
-            gang.replace(lost[0])
+        if not self._next_restart_at:
+            self._next_restart_at = now + backoff_s(self._restarts)
+        elif now >= self._next_restart_at:
+            self._next_restart_at = 0.0
+            self._restarts += 1
+            monitor.reset_slot(lost[0])
+            processes.restart_slot(lost[0])
         return set(lost)
 
     def _should_stop(self) -> bool:
-        """Whether someone asked the run to end; that this machine shuts down is not meant for who goes on elsewhere."""
-        if self._wish.stop and self._plan.detached and not (self._run.folder / STOPPING).exists():
+        """Whether the run should stop; a signal without a stop request only ends the supervisor of a detached run."""
+        if self._stop_flag.is_set and self._plan.detached and not (self._run.folder / STOP_REQUEST_FILE).exists():
             os._exit(0)
-        return self._wish.stop
+        return self._stop_flag.is_set
 
-    def _cause(self, codes: Mapping[Slot, int | None], number: int, spared: Collection[Slot]) -> Cause:
-        """Choose among slots that failed the one that says most: a program's own error before an ended partner."""
-        short = self._memory.was_short() and not self._plan.is_far
-        causes = [
-            cause(slot, code, self._run.log(slot, number), out_of_memory=short)
-            for slot, code in codes.items()
-            if code and slot not in spared
-        ]
-        return min(causes, key=lambda one: one.weight)
-
-    def _explain(self, number: int, why: str) -> None:
-        """Begin the log of a new attempt with the reason for it, where whoever follows will see it."""
+    def _log_retry_reason(self, number: int, cause: str) -> None:
+        """Start the log of a new attempt with the reason for it, where `job logs --follow` shows it."""
         first = min(self._plan.commands)
-        self._run.log(first, number).write_text(f"--- attempt {number}, because {why}\n")
+        self._run.log_path(first, number).write_text(f"--- attempt {number}, because {cause}\n")
 
-    def _codes(self, gang: Gang, hearing: Hearing) -> dict[Slot, int | None]:
-        """Give the exit codes of all slots: a carried one's is what was told of it, or else that of who carries it."""
-        codes = gang.codes()
-        if self._plan.carried:
-            carrier = next(iter(codes.values()))
-            if carrier is not None:  # what it told last may have come after we listened
-                hearing.listen()
-            codes |= {slot: hearing.exits.get(slot, carrier) for slot in map(Slot.parse, self._plan.carried)}
-        if any(codes.values()):  # a slot that stands by ends well, and only its ranks tell that they did not
-            codes |= {slot: code for slot, code in hearing.failed.items() if not codes.get(slot)}
+    def _exit_codes(self, processes: ProcessGroup, monitor: AttemptMonitor) -> dict[Slot, int | None]:
+        """Return the exit codes of all slots; a delegated slot without one has that of the process managing it."""
+        codes = processes.exit_codes()
+        if self._plan.delegated:
+            manager_code = next(iter(codes.values()))
+            if manager_code is not None:  # its last marks may have arrived since the logs were read
+                monitor.read_events()
+            delegated = map(Slot.parse, self._plan.delegated)
+            codes |= {slot: monitor.exit_codes.get(slot, manager_code) for slot in delegated}
+        if any(codes.values()):  # a standby slot exits with 0 even when its ranks report a failure
+            codes |= {slot: code for slot, code in monitor.rank_failures.items() if not codes.get(slot)}
         return {slot: code for slot, code in codes.items() if slot in self._slots}
 
-    def _tell_slots(self, gang: Gang, hearing: Hearing, *, stopped: Collection[Slot] = ()) -> dict[Slot, int | None]:
-        """Tell how the slots are, where that has changed; give their exit codes."""
-        pids, codes = gang.pids, self._codes(gang, hearing)
+    def _update_slots(
+        self, processes: ProcessGroup, monitor: AttemptMonitor, *, stopped: Collection[Slot] = ()
+    ) -> dict[Slot, int | None]:
+        """Record the state of all slots if it has changed, and return their exit codes."""
+        pids, codes = processes.pids, self._exit_codes(processes, monitor)
         slots = tuple(
             SlotStatus(
                 slot=str(slot),
-                state=JobState.STOPPED if slot in stopped else _state(code, is_placed=hearing.is_placed),
+                state=JobState.STOPPED if slot in stopped else _slot_state(code, is_placed=monitor.is_placed),
                 pid=pids.get(slot),
                 code=code,
             )
             for slot, code in codes.items()
         )
         if slots != self._status.slots:
-            self._tell(slots=slots)
+            self._update_status(slots=slots)
         return codes
 
-    def _tell(self, **changes: object) -> None:
-        """Keep the state for others to read; that it cannot be written is no reason to end a training."""
+    def _update_status(self, **changes: object) -> None:
+        """Write the status to the run folder; a write error must not stop the training."""
         self._status = msgspec.structs.replace(self._status, **changes)
         with suppress(OSError):
             self._run.write_status(self._status)
 
 
-class _Memory:
-    """Whether the kernel has just killed a process for want of memory, on all of this machine."""
+class _OomMonitor:
+    """Counter of OOM kills on this machine during the last seconds."""
 
     def __init__(self) -> None:
         self._counts = [(time.monotonic(), machine_oom_kills())]
 
-    def look(self) -> None:
-        """Keep the count of the last seconds."""
+    def sample(self) -> None:
+        """Record the count, at most once per second."""
         now = time.monotonic()
         if now - self._counts[-1][0] >= 1.0:
             self._counts = [*self._counts[-5:], (now, machine_oom_kills())]
 
-    def was_short(self) -> bool:
-        """Whether there are more than some seconds ago."""
+    def has_recent_kills(self) -> bool:
+        """Whether the kernel has killed a process since the oldest sample."""
         return machine_oom_kills() > self._counts[0][1]
 
 
-def _earlier(status: JobStatus) -> tuple[tuple[Attempt, ...], int]:
-    """Give the attempts of a run's earlier lives, one that nobody saw end among them, and the number of the next."""
+def _previous_attempts(status: JobStatus) -> tuple[tuple[Attempt, ...], int]:
+    """Return the attempts before a restart, including one lost with its supervisor, and the next attempt's number."""
     if not status.next_attempt:
         return (), 0
-    seen = {attempt.number for attempt in status.attempts}
-    unseen = Attempt(number=status.attempt, began=status.began, ended=time.time(), cause="lost with its supervisor")
-    return (*status.attempts, *(() if status.attempt in seen else (unseen,))), status.next_attempt
+    recorded = {attempt.number for attempt in status.attempts}
+    if status.attempt in recorded:
+        return status.attempts, status.next_attempt
+    lost = Attempt(number=status.attempt, began=status.began, ended=time.time(), cause="lost with its supervisor")
+    return (*status.attempts, lost), status.next_attempt
 
 
-def _state(code: int | None, *, is_placed: bool) -> JobState:
+def _slot_state(code: int | None, *, is_placed: bool) -> JobState:
     if code is None:
         return JobState.RUNNING if is_placed else JobState.PENDING
     return JobState.SUCCEEDED if code == 0 else JobState.FAILED
 
 
-def _lost(codes: Mapping[Slot, int | None], lost: Collection[Slot]) -> list[Slot]:
-    """Find the slots of an elastic world that were killed or lost; the others meet at the first, which must stay."""
-    killed = (slot for slot, code in codes.items() if code and (signal_of(code) or slot in lost))
+def _lost_slots(codes: ExitCodes, reported: Collection[Slot]) -> list[Slot]:
+    """Return the slots of an elastic job that were killed or lost; not the first, which hosts the rendezvous."""
+    killed = (slot for slot, code in codes.items() if code and (signal_from_exit_code(code) or slot in reported))
     return [slot for slot in killed if slot.index > 0]
 
 
 @contextmanager
-def watching(run: Run) -> Iterator[None]:
-    """Be the one that watches over a run, for all others to see."""
+def supervisor_lock(run: Run) -> Iterator[None]:
+    """Hold the lock of a run's supervisor, with our process id in it; exit if another process holds it."""
     with open(run.folder / "lock", "a") as lock:
-        deadline = time.monotonic() + LOCK_S
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError:  # someone watches, or someone looks whether one does
+            except BlockingIOError:  # another supervisor, or a process that is just testing the lock
                 if time.monotonic() > deadline:
-                    sys.exit(f"{run.folder}: another process watches over this run")
+                    sys.exit(f"{run.folder}: another supervisor is running this run")
                 time.sleep(0.01)
         lock.truncate(0)
         lock.write(str(os.getpid()))
@@ -341,8 +373,8 @@ def watching(run: Run) -> Iterator[None]:
             lock.truncate(0)
 
 
-def watcher(run: Run) -> int | None:
-    """Tell which process watches over a run; None when none does."""
+def supervisor_pid(run: Run) -> int | None:
+    """Return the process id of a run's supervisor; None when none is running."""
     try:
         with open(run.folder / "lock") as lock:
             try:
@@ -355,20 +387,20 @@ def watcher(run: Run) -> int | None:
 
 
 def main() -> None:
-    """Watch over the run whose folder is given."""
+    """Supervise the run in the given folder, as a daemon."""
     run = Run(Path(sys.argv[1]))
-    if os.fork():  # whoever started us need not wait for us, nor be there when we end
+    if os.fork():  # so that the process that started us need not wait for us
         os._exit(0)
     os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, exit codes are lost
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if inherited as ignored, exit codes would be lost
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    wish = Wish()  # before anyone can know whom to tell it
-    adopt_orphans()
-    continues = "--continue" in sys.argv
-    with watching(run):
-        if continues and (run.read_status().state.is_final or (run.folder / STOPPING).exists()):
-            return  # another one has seen to it, while we were waiting
-        Supervisor(run, wish, continues=continues).watch()
+    stop_flag = StopFlag()  # before the lock publishes our process id
+    become_subreaper()
+    reattach = "--continue" in sys.argv
+    with supervisor_lock(run):
+        if reattach and (run.read_status().state.is_final or (run.folder / STOP_REQUEST_FILE).exists()):
+            return  # another process has finished it while we waited for the lock
+        Supervisor(run, stop_flag, reattach=reattach).run()
 
 
 if __name__ == "__main__":

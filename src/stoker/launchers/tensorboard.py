@@ -1,4 +1,4 @@
-"""Scalars of a run as event files for TensorBoard, written beside the run: the program needs no package for it."""
+"""TensorBoard event files: written from the scalars of a run, without the tensorboard or tensorflow package."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from stoker.shards.formats.tfrecord import record, varint
 from stoker.telemetry.events import Event
 
 
-class Board:
-    """Appends to an event file of its own, made with the first scalar."""
+class ScalarWriter:
+    """Writer of one event file, which is created with the first scalar."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path: Path | None = None
 
     def write(self, events: Iterable[Event]) -> None:
-        """Write the scalars among some events."""
-        scalars = [event for event in events if event.kind == "scalar" and _is_plain(event)]
+        """Append the scalars among the given events."""
+        scalars = [event for event in events if event.kind == "scalar" and _is_finite_scalar(event)]
         if not scalars:
             return
         if self._path is None:
@@ -31,7 +31,7 @@ class Board:
             name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
             self._path = self._folder / name
             self._append([record(_double(1, time.time()) + _bytes(3, b"brain.Event:2"))])
-        self._append([record(_event(one)) for one in scalars])
+        self._append([record(_event(event)) for event in scalars])
 
     def _append(self, records: list[bytes]) -> None:
         assert self._path is not None
@@ -39,12 +39,12 @@ class Board:
             file.write(b"".join(records))
 
 
-def _is_plain(event: Event) -> bool:
+def _is_finite_scalar(event: Event) -> bool:
     value, step = event.fields.get("value"), event.fields.get("step")
     return isinstance(value, int | float) and isinstance(step, int | float) and math.isfinite(step)
 
 
-# --- tensorflow.Event, as far as scalars need it
+# --- The fields of tensorflow.Event that scalars need
 
 
 def _event(event: Event) -> bytes:

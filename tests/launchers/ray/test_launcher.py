@@ -22,25 +22,25 @@ from typing import Any, ClassVar
 
 import pytest
 
-from stoker.core.processes import marked
-from stoker.errors import AccessError, InputError, SpecError, UnavailableError
+from stoker.core.processes import find_processes_by_env
+from stoker.errors import AccessDeniedError, InputError, SpecError, UnavailableError
 from stoker.jobs.launcher import LAUNCHERS
-from stoker.jobs.run_folder import Run, find
+from stoker.jobs.run_folder import Run, find_run
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Command, Slot
-from stoker.launchers.diagnosis import LOST
+from stoker.launchers.diagnosis import LOST_EXIT_CODE
 from stoker.launchers.ray import client
 from stoker.launchers.ray import launcher as ray_launcher
-from stoker.launchers.ray.client import Carrier, DriverLog
-from stoker.launchers.ray.cluster import Cluster, address_of, free_of, total_of
+from stoker.launchers.ray.client import DriverLog, RayClient
+from stoker.launchers.ray.cluster import parse_free, parse_total, resolve_address
 from stoker.launchers.ray.launcher import RayLauncher
 from stoker.launchers.ray.plan import RayPlan
-from stoker.trainers.checkpoints import unpack
-from tests.launchers.contract import DEAF, LauncherSuite, is_ready, job_of, launched, until
+from stoker.trainers.checkpoints import decode_checkpoint
+from tests.launchers.contract import DEAF, LauncherSuite, is_ready, job_of, launched
 from tests.launchers.test_local import HEARTBEAT
-from tests.support.ray import CPUS, RayCluster, ray_cluster, with_words
+from tests.support.ray import CPUS, RayTestCluster, processes_matching, ray_cluster
 from tests.support.trees import stoker
-from tests.support.waiting import alive, eventually
+from tests.support.waiting import eventually, is_alive, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 ALL_REDUCE = """
@@ -55,21 +55,21 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayTestCluster]:
     with ray_cluster(tmp_path_factory.mktemp("ray")) as found:
         yield found
 
 
 def there(run: Run, slot: str = "worker/0") -> list[int]:
     """What runs of a slot, on any node."""
-    return marked({"STOKER_RUN": run.id, "STOKER_SLOT": slot})
+    return find_processes_by_env({"STOKER_RUN": run.id, "STOKER_SLOT": slot})
 
 
 class TestRay(LauncherSuite):
     ON = "ray"
 
     @pytest.fixture
-    def launcher(self, cluster: RayCluster) -> Any:
+    def launcher(self, cluster: RayTestCluster) -> Any:
         self.cluster = cluster
         return RayLauncher(cluster.place)
 
@@ -96,7 +96,7 @@ class TestRay(LauncherSuite):
     def test_two_nodes_reduce_together(self, launcher: Any, tmp_path: Path) -> None:
         (tmp_path / "reduce.py").write_text(ALL_REDUCE)
         keys = {"program": {"script": "reduce.py"}, "topology": "torchrun", "workers": 2}
-        run, status = self.end(launcher, job_of(**keys, ray={"strategy": "strict_spread"}), 100)
+        run, status = self.run_to_end(launcher, job_of(**keys, ray={"strategy": "strict_spread"}), 100)
         assert status.state is JobState.SUCCEEDED, status.message
         places = json.loads((run.folder / "places.json").read_text())
         assert sorted(places.values()) == sorted(node.address for node in self.cluster.nodes)
@@ -108,7 +108,7 @@ class TestRay(LauncherSuite):
 
     def test_no_room_is_told_until_it_is_stopped(self, launcher: Any) -> None:
         run = self.start(launcher, job_of("true", resources={"cpu": CPUS + 1}))
-        until(lambda: "no node is large enough for one worker" in launcher.status(run.handle).message, 60)
+        wait_until(lambda: "no node is large enough for one worker" in launcher.status(run.handle).message, 60)
         status = launcher.status(run.handle)
         assert status.message.startswith("waiting for Ray to place 1 × (3 CPU): ")
         assert f"3 CPU wanted, {2 * CPUS} CPU free of {2 * CPUS} CPU" in status.message
@@ -119,13 +119,13 @@ class TestRay(LauncherSuite):
     @pytest.mark.slow
     def test_a_hang_is_ended_with_the_stacks_of_every_rank(self, launcher: Any, tmp_path: Path) -> None:
         (tmp_path / "hang.py").write_text(HEARTBEAT)
-        run, status = self.end(launcher, job_of(program={"script": "hang.py"}, hang_after=2))
+        run, status = self.run_to_end(launcher, job_of(program={"script": "hang.py"}, hang_after=2))
         assert "hung at step 2 in train-00001.tar: no heartbeat for 2s" in status.message
         assert "in stuck" in (run.folder / "stacks.0.txt").read_text()
 
     @pytest.mark.slow
     def test_a_program_that_is_not_there(self, launcher: Any) -> None:
-        _, status = self.end(launcher, job_of(program={"command": ["./no-such-program"]}, retries=2))
+        _, status = self.run_to_end(launcher, job_of(program={"command": ["./no-such-program"]}, retries=2))
         assert status.message.startswith("worker/0 refused to start: cannot start './no-such-program': No such file")
 
     @pytest.mark.slow
@@ -138,23 +138,23 @@ class TestRay(LauncherSuite):
         (tmp_path / ".stokerignore").write_text("*.bin\n")
         monkeypatch.setenv("TOKEN", "hush-hush-hush")
         job = job_of(program={"command": ["./run.sh"]}, secret_env={"TOKEN": {"secret": "s", "key": "k"}})
-        run, status = self.end(launcher, job)
+        run, status = self.run_to_end(launcher, job)
         assert status.state is JobState.SUCCEEDED, status.message
         sent = ["./.stoker/driver.py", "./.stoker/slot_daemon.py", "./.stoker/profiler.py", "./.stokerignore"]
         wanted = [*sent, "./deep/a.txt", "./keep.txt", "./run.sh"]
-        said = run.log(Slot("worker", 0), 0).read_bytes()
+        said = run.log_path(Slot("worker", 0), 0).read_bytes()
         assert said.startswith(b"14\n\377\r\n")
         assert [line for line in said.decode(errors="replace").splitlines() if line.startswith("./")] == wanted
         nodes = self.cluster.nodes[0].host.folder
         places = [path for folder in (run.folder, nodes) for path in folder.rglob("*") if path.is_file()]
         assert not any(b"hush-hush-hush" in path.read_bytes() for path in places)
         (job_there,) = [name for name in self.cluster.jobs() if run.id in name]
-        until(lambda: not any(self.cluster.keeps(f"{job_there}{kind}") for kind in ("", "-request")), 10)
+        wait_until(lambda: not any(self.cluster.has_key(f"{job_there}{kind}") for kind in ("", "-request")), 10)
 
     @pytest.mark.slow
     def test_all_takes_what_is_free(self, launcher: Any) -> None:
         def count(**resources: Any) -> Any:
-            return launcher.anchored(job_of("true", workers="all", resources=resources)).workers
+            return launcher.resolve_paths(job_of("true", workers="all", resources=resources)).workers
 
         def is_free() -> bool:
             """What earlier jobs had is free again a moment after their end."""
@@ -163,7 +163,7 @@ class TestRay(LauncherSuite):
             except InputError:
                 return False
 
-        until(is_free, 30)
+        wait_until(is_free, 30)
         with pytest.raises(
             InputError, match=r"workers: all: no node there has 1 CPU, 3 GPU free for a worker; give a number"
         ):
@@ -174,7 +174,7 @@ class TestRay(LauncherSuite):
     @pytest.mark.slow
     def test_a_worker_sees_its_own_gpus(self, launcher: Any) -> None:
         resources = {"gpu": 1, "gpu_type": "TEST", "memory": "100Mi"}
-        run, status = self.end(launcher, job_of("echo gpus $CUDA_VISIBLE_DEVICES", resources=resources))
+        run, status = self.run_to_end(launcher, job_of("echo gpus $CUDA_VISIBLE_DEVICES", resources=resources))
         assert status.state is JobState.SUCCEEDED, status.message
         assert self.text(launcher, run)[0] in ("gpus 0", "gpus 1")
         assert json.loads((run.folder / "places.json").read_text()) == {"worker/0": self.cluster.nodes[1].address}
@@ -185,14 +185,14 @@ class TestRay(LauncherSuite):
             launcher.render(job_of(**keys, checkpoint={"dir": "here"}, data={"train": "none"}))
         found = [fault.path for fault in caught.value.faults]
         assert found == ["workers", "data.train", "program.script", "checkpoint.dir"]
-        with pytest.raises(SpecError, match="'mpi' does not run on ray"):
+        with pytest.raises(SpecError, match="'mpi'.*ray"):
             launcher.render(job_of("true", topology="mpi"))
 
 
 # --- Without a cluster to be found
 
 
-def write_job(here: Path, command: str, **keys: Any) -> Path:
+def write_job(workspace: Path, command: str, **keys: Any) -> Path:
     job = {
         "name": "small",
         "topology": "single",
@@ -202,67 +202,67 @@ def write_job(here: Path, command: str, **keys: Any) -> Path:
         "program": {"command": ["bash", "-c", command]},
         **keys,
     }
-    path = here / "job.yaml"
+    path = workspace / "job.yaml"
     path.write_text(json.dumps(job))
     return path
 
 
-def test_a_cluster_is_started_for_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cluster_is_started_for_the_run(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ray")
     find_session = "tr '\\0' '\\n' < /proc/$RAY_RAYLET_PID/cmdline | sed -n 's/--session_dir=//p' > ../session"
-    job = write_job(here, f"echo $PWD; echo $RAY_RAYLET_PID > ../raylet; {find_session}; exit 7")
+    job = write_job(workspace, f"echo $PWD; echo $RAY_RAYLET_PID > ../raylet; {find_session}; exit 7")
     assert stoker("job", "run", job, "--on", "ray") == 4
     out, err = capsys.readouterr()
-    assert out == f"{here}/work\n"
+    assert out == f"{workspace}/work\n"
     assert "one is started on this machine for the run, and ended with it" in err
-    run = find(None)
+    run = find_run(None)
     assert run.handle == f"ray://{run.folder}"
-    assert f"worker/0 ended with exit code 7; its log: {run.log(Slot('worker', 0), 0)}" in err
-    assert not alive(int((here / "raylet").read_text()))
-    session = Path((here / "session").read_text().strip())
+    assert f"worker/0 ended with exit code 7; its log: {run.log_path(Slot('worker', 0), 0)}" in err
+    assert not is_alive(int((workspace / "raylet").read_text()))
+    session = Path((workspace / "session").read_text().strip())
     assert session.parent.name.startswith("stoker-ray-")
     assert not session.parent.exists()
 
 
-def test_what_a_killed_cluster_of_a_run_s_own_left_is_removed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_cluster_of_a_run_s_own_left_is_removed(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing else; where that is short enough, it lies where Ray is told to write."""
-    run = Run(here)
-    client.forget_folder(run)
+    run = Run(workspace)
+    client.remove_ray_folder(run)
     for where, parent in (("", "/tmp"), ("/dev/shm", "/dev/shm"), (f"/tmp{'/' * 90}", "/tmp"), ("/none", "/tmp")):
         monkeypatch.setenv("RAY_TMPDIR", where)
         folder = Path(client._make_folder(run))
         assert str(folder.parent) == parent
         assert len(str(folder)) + client.RAYS_OWN <= client.LONGEST
         (folder / "session_x").mkdir()
-        client.forget_folder(run)
-        client.forget_folder(run)
+        client.remove_ray_folder(run)
+        client.remove_ray_folder(run)
         assert not folder.exists()
         assert folder.parent.exists()
 
 
 @pytest.mark.slow
-def test_two_workers_of_a_cluster_of_the_run_s_own(here: Path) -> None:
-    (here / "work" / "reduce.py").write_text(ALL_REDUCE)
+def test_two_workers_of_a_cluster_of_the_run_s_own(workspace: Path) -> None:
+    (workspace / "work" / "reduce.py").write_text(ALL_REDUCE)
     keys = {"program": {"script": "reduce.py"}, "topology": "torchrun", "workers": 2}
-    assert stoker("job", "run", write_job(here, "", **keys), "--on", "ray") == 0
+    assert stoker("job", "run", write_job(workspace, "", **keys), "--on", "ray") == 0
     for index in range(2):
-        assert "sum 3.0 of 2" in find(None).log(Slot("worker", index), 0).read_text()
+        assert "sum 3.0 of 2" in find_run(None).log_path(Slot("worker", index), 0).read_text()
 
 
 # --- Places
 
 
 def test_where_the_cluster_is() -> None:
-    assert address_of("head", {}) == "http://head:8265"
-    assert address_of("head:80", {"RAY_ADDRESS": "auto"}) == "http://head:80"
-    assert address_of(None, {"RAY_ADDRESS": "https://a.example/ray/"}) == "https://a.example/ray"
-    assert address_of(None, {"RAY_ADDRESS": "ray://head:10001"}) == "http://head:8265"
-    assert address_of(None, {"RAY_ADDRESS": "ray://head"}) == "http://head:8265"
-    assert address_of(None, {"RAY_ADDRESS": "10.0.0.1:6379"}) == "http://10.0.0.1:8265"
-    assert address_of(None, {"RAY_ADDRESS": "auto"}) == "http://127.0.0.1:8265"
-    assert address_of(None, {"RAY_ADDRESS": "local"}) is None
+    assert resolve_address("head", {}) == "http://head:8265"
+    assert resolve_address("head:80", {"RAY_ADDRESS": "auto"}) == "http://head:80"
+    assert resolve_address(None, {"RAY_ADDRESS": "https://a.example/ray/"}) == "https://a.example/ray"
+    assert resolve_address(None, {"RAY_ADDRESS": "ray://head:10001"}) == "http://head:8265"
+    assert resolve_address(None, {"RAY_ADDRESS": "ray://head"}) == "http://head:8265"
+    assert resolve_address(None, {"RAY_ADDRESS": "10.0.0.1:6379"}) == "http://10.0.0.1:8265"
+    assert resolve_address(None, {"RAY_ADDRESS": "auto"}) == "http://127.0.0.1:8265"
+    assert resolve_address(None, {"RAY_ADDRESS": "local"}) is None
     with pytest.raises(InputError, match="is no address of a Ray cluster"):
-        address_of("head:http", {})
+        resolve_address("head:http", {})
 
 
 @contextmanager
@@ -286,8 +286,8 @@ def answering(code: int, body: dict[str, str]) -> Iterator[str]:
         thread.join()
 
 
-def test_a_cluster_that_is_not_there_is_one_sentence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = write_job(here, "true")
+def test_a_cluster_that_is_not_there_is_one_sentence(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(workspace, "true")
     with answering(200, {}) as place:
         pass
     assert stoker("job", "run", job, "--on", f"ray://{place}") == 5
@@ -305,23 +305,23 @@ def test_a_cluster_that_is_not_there_is_one_sentence(here: Path, capsys: pytest.
     assert not Path(os.environ["STOKER_HOME"]).exists()
 
 
-def test_another_version_there_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_version_there_is_told(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ray")
     with answering(200, {"ray_version": "2.9.3"}) as place:
-        assert stoker("job", "plan", write_job(here, "true"), "--on", f"ray://{place}") == 0
+        assert stoker("job", "plan", write_job(workspace, "true"), "--on", f"ray://{place}") == 0
     out, err = capsys.readouterr()
     assert " here and 2.9.3 there: " in err
     assert "pip install 'ray[default]==2.9.3'" in err
     assert "cd @ray:workdir@ && " in out
 
 
-def test_a_plan_holds_words_for_what_ray_decides(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_holds_words_for_what_ray_decides(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ray")
-    (here / "work" / "train.py").touch()
+    (workspace / "work" / "train.py").touch()
     resources = {"cpu": 4, "gpu": 2, "memory": "8Gi", "gpu_type": "A100"}
     keys = {"program": {"script": "train.py"}, "topology": "torchrun", "workers": 100, "resources": resources}
     with answering(200, {"ray_version": "2.60.0"}) as place:
-        assert stoker("job", "plan", write_job(here, "", **keys), "--on", f"ray://{place}", "--json") == 0
+        assert stoker("job", "plan", write_job(workspace, "", **keys), "--on", f"ray://{place}", "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["bundle"] == {"CPU": 4.0, "GPU": 2, "memory": 8 * 2**30, "accelerator_type:A100": 0.001}
     words = " ".join(plan["slots"]["worker/99"]["argv"])
@@ -329,7 +329,7 @@ def test_a_plan_holds_words_for_what_ray_decides(here: Path, capsys: pytest.Capt
     assert words.endswith("@ray:workdir@/train.py")
 
 
-def test_without_the_package_it_is_one_sentence(here: Path) -> None:
+def test_without_the_package_it_is_one_sentence(workspace: Path) -> None:
     program = (
         "import importlib.util as util, sys\n"
         "find = util.find_spec\n"
@@ -337,7 +337,7 @@ def test_without_the_package_it_is_one_sentence(here: Path) -> None:
         "from stoker.cli.main import run\n"
         "sys.exit(run(sys.argv[1:]))"
     )
-    argv = [sys.executable, "-c", program, "job", "run", str(write_job(here, "true")), "--on", "ray://127.0.0.1:1"]
+    argv = [sys.executable, "-c", program, "job", "run", str(write_job(workspace, "true")), "--on", "ray://127.0.0.1:1"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     wanted = "stoker: the launcher 'ray' needs the Python package 'ray[default]'; run: pip install 'stoker[ray]'\n"
     assert (done.returncode, done.stderr) == (3, wanted)
@@ -352,13 +352,13 @@ def kill_all(*pids: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def parts(what: str, run: Run, cluster: RayCluster) -> list[int]:
+def parts(what: str, run: Run, cluster: RayTestCluster) -> list[int]:
     """The processes of one part of a run, and of no other."""
     match what:
         case "the supervisor":
-            return with_words("stoker.launchers.supervisor", run.id)
+            return processes_matching("stoker.launchers.supervisor", run.id)
         case "the carrier":
-            return with_words("stoker.launchers.ray.client", run.id)
+            return processes_matching("stoker.launchers.ray.client", run.id)
         case "the driver":
             return cluster.processes(".stoker/driver.py", f"gcs://stoker-{run.id}")
         case "the actor":
@@ -377,41 +377,41 @@ SAID = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["the supervisor", "the launching machine", *SAID])
-def test_nothing_is_left_on_a_node(what: str, cluster: RayCluster, here: Path) -> None:
-    with launched(write_job(here, DEAF, ray={"lost_after": "5s"}), f"ray://{cluster.place}") as (run, process):
-        until(lambda: is_ready(run) and len(there(run)) >= 3, 60)
+def test_nothing_is_left_on_a_node(what: str, cluster: RayTestCluster, workspace: Path) -> None:
+    with launched(write_job(workspace, DEAF, ray={"lost_after": "5s"}), f"ray://{cluster.place}") as (run, process):
+        wait_until(lambda: is_ready(run) and len(there(run)) >= 3, 60)
         if what == "the launching machine":
             process.kill()
         else:
             kill_all(*parts(what, run, cluster))
-        until(lambda: not there(run), 30)
+        wait_until(lambda: not there(run), 30)
         if what in SAID:
-            assert process.wait(60) == 4, (here / "said").read_text()
+            assert process.wait(60) == 4, (workspace / "said").read_text()
             assert SAID[what] in run.read_status().message
-    until(lambda: not parts("the keeper", run, cluster), 10)
+    wait_until(lambda: not parts("the keeper", run, cluster), 10)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost_after", [20, 5])
-def test_a_cable_that_is_pulled_for_eight_seconds(lost_after: int, cluster: RayCluster, here: Path) -> None:
+def test_a_cable_that_is_pulled_for_eight_seconds(lost_after: int, cluster: RayTestCluster, workspace: Path) -> None:
     """Put back in time, not a line is missing; else it is told, and nothing goes on there."""
-    script = f"echo ready; i=0; while ! test -e {here}/go; do echo $i; i=$((i+1)); sleep 0.1; done; echo over"
+    script = f"echo ready; i=0; while ! test -e {workspace}/go; do echo $i; i=$((i+1)); sleep 0.1; done; echo over"
     # Where its driver is: to another node, the head's cable would be cut too.
-    job = write_job(here, script, ray={"lost_after": lost_after}, resources={"gpu_type": "HEAD"})
+    job = write_job(workspace, script, ray={"lost_after": lost_after}, resources={"gpu_type": "HEAD"})
     with launched(job, f"ray://{cluster.place}") as (run, process):
-        until(lambda: is_ready(run), 60)
-        cluster.nodes[0].host.cut()
+        wait_until(lambda: is_ready(run), 60)
+        cluster.nodes[0].host.disconnect()
         try:
             time.sleep(8)
             assert lost_after > 5 or eventually(lambda: not there(run), 15)
         finally:
-            cluster.nodes[0].host.mend()
-        (here / "go").touch()
-        assert process.wait(60) == (0 if lost_after > 5 else 4), (here / "said").read_text()
+            cluster.nodes[0].host.reconnect()
+        (workspace / "go").touch()
+        assert process.wait(60) == (0 if lost_after > 5 else 4), (workspace / "said").read_text()
     if lost_after == 5:
         assert "worker/0 was lost: the Ray cluster at " in run.read_status().message
         return
-    lines = run.log(Slot("worker", 0), 0).read_text().splitlines()
+    lines = run.log_path(Slot("worker", 0), 0).read_text().splitlines()
     assert lines[:-1] == ["ready", *map(str, range(len(lines) - 3)), "over"]
 
 
@@ -422,49 +422,49 @@ def _is_rank(pid: int) -> bool:
 
 
 @pytest.mark.slow  # two trainings, one of which loses a rank and a node
-def test_the_weights_are_those_of_this_machine(cluster: RayCluster, here: Path) -> None:
+def test_the_weights_are_those_of_this_machine(cluster: RayTestCluster, workspace: Path) -> None:
     source = "synthetic:samples=300,classes=5,size=40x32,val=20"
-    assert stoker("data", "convert", source, here / "shards", "--shard-samples", "50") == 0
+    assert stoker("data", "convert", source, workspace / "shards", "--shard-samples", "50") == 0
     words = "--model small --size 32 --global-batch-size 24 --epochs 3 --deterministic --seed 3 --threads 1"
     keys = {
         "program": {"module": "stoker.trainers.torch_image", "args": [*words.split(), "--checkpoint-every-steps", "2"]},
         "topology": "torchrun",
         "workers": 2,
-        "data": {"train": str(here / "shards/train"), "val": str(here / "shards/val")},
+        "data": {"train": str(workspace / "shards/train"), "val": str(workspace / "shards/val")},
         "env": {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
         "retries": 3,
         "ray": {"strategy": "spread"},
     }
-    job = write_job(here, "", **keys)
+    job = write_job(workspace, "", **keys)
     for on in ("local", f"ray://{cluster.place}"):
-        folder = here / on.partition(":")[0]
+        folder = workspace / on.partition(":")[0]
         assert stoker("job", "run", job, "--on", on, "--set", f"checkpoint.dir={folder}", "--detach") == 0
-        run = find(None)
+        run = find_run(None)
         if on != "local":
-            until(lambda folder=folder: any(folder.glob("step-*")), 90)
+            wait_until(lambda folder=folder: any(folder.glob("step-*")), 90)
             kill_all(*[pid for pid in there(run, "worker/1") if _is_rank(pid)])
-            until(lambda run=run: is_training(run, 1), 90)
+            wait_until(lambda run=run: is_training(run, 1), 90)
             cluster.nodes[1].down()
-            until(lambda run=run: len(run.read_status().attempts) == 2, 90)
+            wait_until(lambda run=run: len(run.read_status().attempts) == 2, 90)
             cluster.nodes[1].up()
-        until(lambda run=run: run.read_status().state.is_final, 150)
+        wait_until(lambda run=run: run.read_status().state.is_final, 150)
         assert run.read_status().state is JobState.SUCCEEDED, run.read_status().message
     first, second, _ = run.read_status().attempts
     assert "worker/1 (rank 1) was killed by SIGKILL" in first.cause
     assert f"was lost: its Ray node {cluster.nodes[1].address} is gone" in second.cause
-    calm, storm = (weights(here / on) for on in ("local", "ray"))
+    calm, storm = (weights(workspace / on) for on in ("local", "ray"))
     assert calm.keys() == storm.keys()
     assert [name for name in calm if not calm[name].equal(storm[name])] == []
 
 
 def is_training(run: Run, attempt: int) -> bool:
-    log = run.log(Slot("worker", 1), attempt)
+    log = run.log_path(Slot("worker", 1), attempt)
     return log.exists() and '"heartbeat"' in log.read_text()
 
 
 def weights(folder: Path) -> dict[str, Any]:
     newest = max(folder.glob("step-*.pt"))
-    found: dict[str, Any] = unpack(newest.read_bytes(), where=str(newest))["model"]
+    found: dict[str, Any] = decode_checkpoint(newest.read_bytes(), where=str(newest))["model"]
     return found
 
 
@@ -573,10 +573,10 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> type[Noted]:
     return Noted
 
 
-def carrier_of(here: Path) -> Carrier:
+def carrier_of(workspace: Path) -> RayClient:
     """What would carry one worker on a cluster far away; `RayPlan` as a plan would have it."""
     for name in ("run", "run/logs"):
-        (here / name).mkdir()
+        (workspace / name).mkdir()
     command = Command(("true",), {})
     plan = RayPlan(
         slots={"worker/0": command},
@@ -584,11 +584,11 @@ def carrier_of(here: Path) -> Carrier:
         address="http://far",
         bundle={"CPU": 1.0},
         strategy="PACK",
-        source=str(here),
+        source=str(workspace),
         grace_s=1,
         lost_after_s=0.5,
     )
-    return Carrier(Run(here / "run"), plan, 0)
+    return RayClient(Run(workspace / "run"), plan, 0)
 
 
 @pytest.fixture
@@ -600,67 +600,67 @@ def signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def said_of_worker(here: Path) -> str:
-    return Run(here / "run").log(Slot("worker", 0), 0).read_text()
+def said_of_worker(workspace: Path) -> str:
+    return Run(workspace / "run").log_path(Slot("worker", 0), 0).read_text()
 
 
 @pytest.mark.usefixtures("signals")
 def test_an_upload_may_take_longer_than_silence(
-    here: Path, noted: type[Noted], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, noted: type[Noted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(noted, "submit_s", 1.0)
     frames = [{"alive": True}, {"slot": "worker/0", "code": 0}, {"end": True}]
-    noted.log += [f"{client.FRAME}{json.dumps({'n': n, **frame})}\n" for n, frame in enumerate(frames, 1)]
-    assert carrier_of(here).carry() == 0
+    noted.log += [f"{client.FRAME_PREFIX}{json.dumps({'n': n, **frame})}\n" for n, frame in enumerate(frames, 1)]
+    assert carrier_of(workspace).run() == 0
     # Nothing is in the store before the driver has told that it is there, and nothing after it was parted from.
     assert (noted.done[0], noted.done[-1]) == ("submit", "bye")
     count = len(noted.done)
     time.sleep(0.3)
     assert len(noted.done) == count
-    assert (here / "run" / "submissions").read_text() == ""
+    assert (workspace / "run" / "submissions").read_text() == ""
 
 
 @pytest.mark.usefixtures("signals")
 def test_a_job_that_is_not_taken_leaves_no_secret(
-    here: Path, noted: type[Noted], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, noted: type[Noted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(noted, "fails", True)
-    assert carrier_of(here).carry() == 255
+    assert carrier_of(workspace).run() == 255
     assert noted.done == ["submit"]
-    assert "stoker: http://far: did not take the job\n" in said_of_worker(here)
+    assert "stoker: http://far: did not take the job\n" in said_of_worker(workspace)
 
 
 @pytest.mark.usefixtures("signals")
 def test_a_driver_gets_its_request_once_it_is_there(
-    here: Path, noted: type[Noted], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, noted: type[Noted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "LAST_S", 0.2)
-    noted.log.append(f'{client.FRAME}{{"n": 1, "alive": true}}\n')
-    carried = threading.Thread(target=(one := carrier_of(here)).carry)
+    noted.log.append(f'{client.FRAME_PREFIX}{{"n": 1, "alive": true}}\n')
+    carried = threading.Thread(target=(one := carrier_of(workspace)).run)
     carried.start()
-    until(lambda: noted.done.count("beat") >= 2, 10)
+    wait_until(lambda: noted.done.count("beat") >= 2, 10)
     assert noted.done[:3] == ["submit", "request", "beat"]
     assert noted.done.count("request") == 1
     one._ends = 2
     carried.join(20)
-    assert "its Ray driver did not tell the end in time" in said_of_worker(here)
+    assert "its Ray driver did not tell the end in time" in said_of_worker(workspace)
 
 
 @pytest.mark.usefixtures("signals")
-def test_the_end_before_the_upload_is_the_end(here: Path, noted: type[Noted]) -> None:
-    one = carrier_of(here)
+def test_the_end_before_the_upload_is_the_end(workspace: Path, noted: type[Noted]) -> None:
+    one = carrier_of(workspace)
     os.kill(os.getpid(), signal.SIGTERM)
-    assert one.carry() == -signal.SIGTERM
+    assert one.run() == -signal.SIGTERM
     assert noted.done == []
 
 
 @pytest.mark.usefixtures("signals")
 def test_what_goes_wrong_with_the_carrier_is_its_own_fault(
-    here: Path, noted: type[Noted], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workspace: Path, noted: type[Noted], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(noted, "submit", None)
-    assert carrier_of(here).carry() == 255
-    assert "stoker: what carries its output failed: TypeError: " in said_of_worker(here)
+    assert carrier_of(workspace).run() == 255
+    assert "stoker: what carries its output failed: TypeError: " in said_of_worker(workspace)
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -671,10 +671,10 @@ def test_a_token_that_is_no_longer_good_is_one_sentence(monkeypatch: pytest.Monk
         raise exceptions.AuthenticationError("no")
 
     with answering(200, {"ray_version": "2.60.0"}) as place:
-        cluster = Cluster(f"http://{place}")
+        cluster = RayTestCluster(f"http://{place}")
         monkeypatch.setattr(cluster._client, "_do_request", refuse)
         for ask in (lambda: cluster.put("key", {}), cluster.nodes, lambda: cluster.state("job")):
-            with pytest.raises(AccessError, match="wants a token, and yours is missing or wrong"):
+            with pytest.raises(AccessDeniedError, match="wants a token, and yours is missing or wrong"):
                 ask()
 
 
@@ -757,7 +757,7 @@ def test_a_slot_that_could_not_be_started_is_lost(
     monkeypatch.setattr(driver, "NODE_S", 0)
     command = {"argv": ["true"], "env": {}, "cwd": None}
     request = {"slots": {"worker/0": command}, "bundle": {}, "strategy": "PACK", "marks": {}, "grace_s": 1}
-    one = driver.Driver(request, SimpleNamespace(ends=0), driver.Out(), may_grow=True)  # type: ignore[arg-type]
+    one = driver.Driver(request, SimpleNamespace(ends=0), driver.FrameWriter(), may_grow=True)  # type: ignore[arg-type]
     place = dict.fromkeys(("address", "python", "workdir", "home", "interface", "port"), "there")
     one._places["worker/0"] = place
     one._seats["worker/0"] = SimpleNamespace(start=SimpleNamespace(remote=lambda _: None))
@@ -767,21 +767,21 @@ def test_a_slot_that_could_not_be_started_is_lost(
     assert told[-1]["code"] == 255
     assert told[-1]["fault"] == "its Ray actor on there failed: no space left"
     with pytest.raises(RuntimeError, match="was not started"):
-        driver.Seat("").read(0)
+        driver.SlotActor("").read(0)
 
 
 def test_why_there_is_no_room() -> None:
     pytest.importorskip("ray")
-    from stoker.launchers.ray.driver import _reason
+    from stoker.launchers.ray.driver import placement_obstacle
 
     two = [{"CPU": 2.0}, {"CPU": 2.0}]
-    assert _reason({"CPU": 3}, 1, "PACK", two, {}) == ("no node is large enough for one worker", True)
-    assert _reason({"CPU": 2}, 3, "PACK", two, {}) == ("the cluster is too small as it is", True)
-    assert _reason({"CPU": 2}, 2, "PACK", two, {"CPU": 2}) == ("others use them", False)
-    why, too_small = _reason({"CPU": 2}, 1, "PACK", two, {"CPU": 2})
+    assert placement_obstacle({"CPU": 3}, 1, "PACK", two, {}) == ("no node is large enough for one worker", True)
+    assert placement_obstacle({"CPU": 2}, 3, "PACK", two, {}) == ("the cluster is too small as it is", True)
+    assert placement_obstacle({"CPU": 2}, 2, "PACK", two, {"CPU": 2}) == ("others use them", False)
+    why, too_small = placement_obstacle({"CPU": 2}, 1, "PACK", two, {"CPU": 2})
     assert (why, too_small) == ("what is free lies on nodes where it does not fit, with pack", False)
-    assert "strict_spread wants 3 nodes, and 2 are" in _reason({"CPU": 1}, 3, "STRICT_SPREAD", two, {"CPU": 4})[0]
-    assert "strict_pack wants one node" in _reason({"CPU": 1}, 3, "STRICT_PACK", two, {"CPU": 4})[0]
+    assert "strict_spread wants 3 nodes, and 2 are" in placement_obstacle({"CPU": 1}, 3, "STRICT_SPREAD", two, {"CPU": 4})[0]
+    assert "strict_pack wants one node" in placement_obstacle({"CPU": 1}, 3, "STRICT_PACK", two, {"CPU": 4})[0]
 
 
 def test_words_that_stand_in_several_files_agree() -> None:
@@ -795,12 +795,12 @@ def test_words_that_stand_in_several_files_agree() -> None:
         return found
 
     driver, keeper = constants("driver.py"), constants("slot_daemon.py")
-    assert driver["FRAME"] == client.FRAME
+    assert driver["FRAME"] == client.FRAME_PREFIX
     for word in ("PYTHON", "WORKDIR", "PORT", "INTERFACE"):
         assert driver[word] == getattr(ray_launcher, word)
     assert f'f"{driver["HOME"]}/' in Path(client.__file__).read_text()
     assert f'"{keeper["OUTPUT"]}"' in Path(client.__file__).with_name("driver.py").read_text()
-    assert driver["LOST"] == LOST
+    assert driver["LOST"] == LOST_EXIT_CODE
 
 
 # --- What is free, and what is sent
@@ -808,20 +808,20 @@ def test_words_that_stand_in_several_files_agree() -> None:
 
 def test_room_is_counted_node_by_node() -> None:
     text = "1.0/4.0 CPU (0.5 used of 2.0 reserved in placement groups)\n0.0/2.0 GPU\n1.00GiB/8.00GiB memory"
-    assert free_of(text) == {"CPU": 1.5, "GPU": 2.0, "memory": 7 * 2**30}
-    assert total_of(text) == {"CPU": 4.0, "GPU": 2.0, "memory": 8 * 2**30}
+    assert parse_free(text) == {"CPU": 1.5, "GPU": 2.0, "memory": 7 * 2**30}
+    assert parse_total(text) == {"CPU": 4.0, "GPU": 2.0, "memory": 8 * 2**30}
     nodes = [{"CPU": 3.0, "GPU": 1.0}, {"CPU": 1.0}, {"CPU": 2.0, "GPU": 8.0}]
-    assert ray_launcher.room_in(nodes, {"CPU": 2}, "pack") == 2
-    assert ray_launcher.room_in(nodes, {"CPU": 1, "GPU": 1}, "pack") == 3
-    assert ray_launcher.room_in(nodes, {"CPU": 1}, "strict_spread") == 3
-    assert ray_launcher.room_in(nodes, {"CPU": 1}, "strict_pack") == 3
+    assert ray_launcher.count_fitting(nodes, {"CPU": 2}, "pack") == 2
+    assert ray_launcher.count_fitting(nodes, {"CPU": 1, "GPU": 1}, "pack") == 3
+    assert ray_launcher.count_fitting(nodes, {"CPU": 1}, "strict_spread") == 3
+    assert ray_launcher.count_fitting(nodes, {"CPU": 1}, "strict_pack") == 3
 
 
-def test_a_cluster_that_does_not_tell_what_is_free(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cluster_that_does_not_tell_what_is_free(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ray")
     with answering(200, {"ray_version": "2.60.0"}) as place:
-        (here / "work" / "train.py").touch()
-        job = write_job(here, "", workers="all", topology="torchrun", program={"script": "train.py"})
+        (workspace / "work" / "train.py").touch()
+        job = write_job(workspace, "", workers="all", topology="torchrun", program={"script": "train.py"})
         assert stoker("job", "plan", job, "--on", f"ray://{place}") == 2
     assert "workers: all: the cluster does not tell what is free; give a number" in capsys.readouterr().err
 
@@ -836,14 +836,14 @@ def test_a_cluster_that_does_not_tell_what_is_free(here: Path, capsys: pytest.Ca
     ],
 )
 def test_a_cluster_that_is_too_small_as_it_is(
-    workers: int, resources: dict[str, int], room: str | None, here: Path, capsys: pytest.CaptureFixture[str]
+    workers: int, resources: dict[str, int], room: str | None, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is told, and no fault: others may use what is there now, and the cluster may grow."""
     pytest.importorskip("ray")
     usage = {"a": "4.0/4.0 CPU\n0.0/1.0 GPU\n", "b": "0.0/3.0 CPU\n"}
-    (here / "work" / "train.py").touch()
+    (workspace / "work" / "train.py").touch()
     keys = {"program": {"script": "train.py"}, "topology": "torchrun", "processes_per_worker": 1}
-    job = write_job(here, "", workers=workers, resources=resources, **keys)
+    job = write_job(workspace, "", workers=workers, resources=resources, **keys)
     with answering(200, {"ray_version": "2.60.0", "data": {"nodeLogicalResources": usage}}) as place:
         assert stoker("job", "plan", job, "--on", f"ray://{place}") == 0
     said = capsys.readouterr().err
@@ -854,14 +854,14 @@ def test_a_cluster_that_is_too_small_as_it_is(
 
 
 @pytest.mark.parametrize("place", [None, "far:8265"])
-def test_a_folder_to_run_in_that_is_not_there(place: str | None, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_to_run_in_that_is_not_there(place: str | None, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "local")
     job = job_of(program={"command": ["true"], "cwd": "none"})
-    with pytest.raises(SpecError, match=f"program.cwd: there is no folder {here}/work/none"):
+    with pytest.raises(SpecError, match=f"program.cwd: there is no folder {workspace}/work/none"):
         RayLauncher(place).render(job)
 
 
-def test_what_this_machine_has_not(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_this_machine_has_not(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("RAY_ADDRESS", "local")
     secret = {"/no/secret": {"secret": "s"}}
@@ -875,30 +875,30 @@ def test_what_this_machine_has_not(here: Path, monkeypatch: pytest.MonkeyPatch) 
     ]
 
 
-def packed(here: Path) -> list[str]:
-    plan = RayPlan(slots={}, address="http://far", bundle={}, strategy="PACK", source=str(here / "work"))
-    ray_launcher._pack(plan, here / "working.zip")
-    with zipfile.ZipFile(here / "working.zip") as archive:
+def packed(workspace: Path) -> list[str]:
+    plan = RayPlan(slots={}, address="http://far", bundle={}, strategy="PACK", source=str(workspace / "work"))
+    ray_launcher.pack_working_dir(plan, workspace / "working.zip")
+    with zipfile.ZipFile(workspace / "working.zip") as archive:
         return [name for name in archive.namelist() if not name.startswith(".stoker/")]
 
 
-def test_links_are_followed_and_too_much_is_not_packed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    work, far = here / "work", here / "far" / "deep"
+def test_links_are_followed_and_too_much_is_not_packed(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, far = workspace / "work", workspace / "far" / "deep"
     far.mkdir(parents=True)
     (far / "a.txt").write_text("a")
     (work / "link").symlink_to(far.parent)
     (work / "file").symlink_to(far / "a.txt")
-    (work / "nowhere").symlink_to(here / "none")
-    assert packed(here) == ["file", "link/deep/a.txt"]
+    (work / "nowhere").symlink_to(workspace / "none")
+    assert packed(workspace) == ["file", "link/deep/a.txt"]
     (work / "big").write_bytes(os.urandom(1 << 20))
     monkeypatch.setattr(ray_launcher, "LARGEST", 1 << 19)
     with pytest.raises(InputError, match=r"more than the 512 KiB that Ray takes"):
-        packed(here)
-    assert not (here / "working.zip").exists()
+        packed(workspace)
+    assert not (workspace / "working.zip").exists()
     (far / "up").symlink_to(work)
     (work / "big").unlink()
     with pytest.raises(InputError, match="leads back to a folder that it is in"):
-        packed(here)
+        packed(workspace)
 
 
 # --- The commands
@@ -906,12 +906,12 @@ def test_links_are_followed_and_too_much_is_not_packed(here: Path, monkeypatch: 
 
 @pytest.mark.slow
 def test_the_commands_work_from_another_shell(
-    cluster: RayCluster, here: Path, capsys: pytest.CaptureFixture[str]
+    cluster: RayTestCluster, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = "trap 'echo saved; exit 143' TERM; echo ready; while :; do sleep 0.05; done"
-    assert stoker("job", "run", write_job(here, script), "--on", f"ray://{cluster.place}", "--detach") == 0
-    run = find("small")
-    until(lambda: is_ready(run) and run.read_status().state is JobState.RUNNING, 60)
+    assert stoker("job", "run", write_job(workspace, script), "--on", f"ray://{cluster.place}", "--detach") == 0
+    run = find_run("small")
+    wait_until(lambda: is_ready(run) and run.read_status().state is JobState.RUNNING, 60)
     capsys.readouterr()
     assert stoker("job", "status", "--json") == 0
     assert json.loads(capsys.readouterr().out)["state"] == "running"
@@ -921,6 +921,6 @@ def test_the_commands_work_from_another_shell(
     assert capsys.readouterr().out == "ready\nsaved\n"
     assert there(run) == []
     assert stoker("job", "run", "--resume", run.id, "--detach") == 0
-    until(lambda: is_ready(run, 1), 60)
-    until(lambda: LAUNCHERS.get("ray")().status(run.handle).state is JobState.RUNNING, 5)
+    wait_until(lambda: is_ready(run, 1), 60)
+    wait_until(lambda: LAUNCHERS.get("ray")().status(run.handle).state is JobState.RUNNING, 5)
     assert stoker("job", "stop") == 0

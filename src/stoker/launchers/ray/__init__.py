@@ -1,1 +1,1 @@
-"""Jobs on a Ray cluster: `launcher` and `carrier` run here, `driver` and `keeper` there."""
+"""Ray launcher; `driver` and `slot_daemon` run on the cluster, all other modules on this machine."""

@@ -1,4 +1,4 @@
-"""What the Ray launcher starts, as a value."""
+"""Plan of the Ray launcher: what `job plan` prints and a run folder keeps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from stoker.launchers.plan import LocalPlan
 
 
 class RayPlan(LocalPlan, frozen=True, kw_only=True):
-    """The command of every slot, with words like `@ray:port@` for what is known only once it has its place."""
+    """The command of every slot, with placeholders such as `@ray:port@` for what is known only after placement."""
 
     address: str | None
-    """Of the cluster's dashboard; None: a cluster of the run's own, on this machine."""
+    """URL of the cluster's dashboard; None: a Ray of the run's own, on this machine."""
     bundle: dict[str, float]
-    """What Ray reserves for each slot."""
+    """Resources that Ray reserves for each slot."""
     strategy: str
     source: str
     exclude: tuple[str, ...] = ()
@@ -23,6 +23,6 @@ class RayPlan(LocalPlan, frozen=True, kw_only=True):
 
 
 def read_ray_plan(run: Run) -> RayPlan:
-    """Read what a run was started with."""
+    """Read the plan of a run."""
     path = run.folder / "plan.json"
     return load(path.read_bytes(), RayPlan, path)
