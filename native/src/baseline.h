@@ -1,5 +1,5 @@
-/* Baseline JPEGs, as nearly all are, decoded to the same pixels as libjpeg's but faster. Two thirds of libjpeg's time
-   goes to Huffman codes: here each takes one step, and those outside the wanted part are passed over unvalued. */
+/* Decoder for baseline JPEGs (nearly all are), bit-identical to libjpeg-turbo but faster: Huffman codes, which take two
+   thirds of libjpeg's time, cost one lookup each, and blocks outside the region are skipped without being decoded. */
 #ifndef STOKER_BASELINE_H
 #define STOKER_BASELINE_H
 
@@ -11,23 +11,23 @@
 
 #include "crop.h"
 
-/* Pixels from (left, top) up to (right, bottom), which lie outside. */
-struct baseline_part {
+/* A rectangle of pixels; `right` and `bottom` are exclusive. */
+struct baseline_region {
     int left, top, right, bottom;
 };
 
 typedef struct baseline_decoder baseline_decoder;
 
-/* One for each thread; NULL if there is no memory. */
+/* Create a decoder, to be used by one thread at a time; NULL if out of memory. */
 baseline_decoder *baseline_new(void);
 void baseline_free(baseline_decoder *decoder);
 
-/* Whether this processor has what it needs. */
-int baseline_runs_here(void);
+/* Whether this CPU has the instructions it needs. */
+int baseline_is_supported(void);
 
-/* Decode a part of an image whose header libjpeg has read, into RGB rows of `stride` bytes; up to 45 bytes behind each
-   may be written, behind the last one too. CROP_UNSUPPORTED leaves it to libjpeg. */
+/* Decode a region of an image whose header libjpeg has read, into RGB rows `stride` bytes apart. Up to 45 bytes past the
+   end of each row, the last one included, may be overwritten. CROP_UNSUPPORTED means: let libjpeg decode it. */
 enum crop_status baseline_decode(baseline_decoder *decoder, const struct jpeg_decompress_struct *jpeg,
-                                 const struct baseline_part *part, uint8_t *pixels, size_t stride);
+                                 const struct baseline_region *region, uint8_t *pixels, size_t stride);
 
 #endif

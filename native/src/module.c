@@ -6,7 +6,7 @@
 #include "crop.h"
 #include "resize.h"
 
-#define API 1 /* raised with every change of what stoker calls */
+#define API 2 /* raised with every change of the functions that stoker calls */
 
 typedef struct {
     PyObject_HEAD
@@ -19,13 +19,13 @@ static void release_views(Py_buffer *views, Py_ssize_t count) {
     PyMem_Free(views);
 }
 
-/* The bytes of a list's images, those of None empty and with no owner. */
-static Py_buffer *views_of(PyObject *list, const char *caller, Py_ssize_t *count) {
+/* Acquire the buffers of a list of images; that of None is empty and has no owner. */
+static Py_buffer *acquire_views(PyObject *list, const char *caller, Py_ssize_t *count) {
     if (!PyList_Check(list)) {
-        PyErr_Format(PyExc_TypeError, "%s() wants a list of images", caller);
+        PyErr_Format(PyExc_TypeError, "%s() takes a list of images", caller);
         return NULL;
     }
-    PyObject *images = PyList_AsTuple(list); /* looking at one's buffer may run anything, and the list change */
+    PyObject *images = PyList_AsTuple(list); /* acquiring a buffer may run any code, which may change the list */
     if (!images) return NULL;
     *count = PyTuple_Size(images);
     Py_buffer *views = PyMem_Calloc((size_t)*count + 1, sizeof *views);
@@ -40,35 +40,35 @@ static Py_buffer *views_of(PyObject *list, const char *caller, Py_ssize_t *count
     return views;
 }
 
-/* What was found, or None. */
-static PyObject *told(enum crop_status status, const struct crop_look *found) {
+/* Return (width, height, has_app1), or None. */
+static PyObject *header_tuple(enum crop_status status, const struct crop_header *header) {
     if (status != CROP_OK) return Py_NewRef(Py_None);
-    return Py_BuildValue("iiN", found->width, found->height, PyBool_FromLong(found->may_be_turned));
+    return Py_BuildValue("iiN", header->width, header->height, PyBool_FromLong(header->has_app1));
 }
 
-static PyObject *look(PyObject *module, PyObject *list) {
+static PyObject *read_headers(PyObject *module, PyObject *list) {
     (void)module;
     Py_ssize_t count;
-    Py_buffer *views = views_of(list, "look", &count);
+    Py_buffer *views = acquire_views(list, "read_headers", &count);
     if (!views) return NULL;
     struct {
         enum crop_status status;
-        struct crop_look found;
-    } *looks = PyMem_Calloc((size_t)count + 1, sizeof *looks);
-    PyObject *answer = looks ? PyList_New(count) : PyErr_NoMemory();
-    if (answer) {
-        Py_BEGIN_ALLOW_THREADS /* the bytes may have to come from a disk */
+        struct crop_header header;
+    } *results = PyMem_Calloc((size_t)count + 1, sizeof *results);
+    PyObject *result = results ? PyList_New(count) : PyErr_NoMemory();
+    if (result) {
+        Py_BEGIN_ALLOW_THREADS /* the bytes may have to be read from disk */
         for (Py_ssize_t i = 0; i < count; i++)
-            looks[i].status = crop_look(views[i].buf, (size_t)views[i].len, &looks[i].found);
+            results[i].status = crop_read_header(views[i].buf, (size_t)views[i].len, &results[i].header);
         Py_END_ALLOW_THREADS
     }
-    for (Py_ssize_t i = 0; answer && i < count; i++) {
-        PyObject *one = told(looks[i].status, &looks[i].found);
-        if (!one || PyList_SetItem(answer, i, one) < 0) Py_CLEAR(answer);
+    for (Py_ssize_t i = 0; result && i < count; i++) {
+        PyObject *one = header_tuple(results[i].status, &results[i].header);
+        if (!one || PyList_SetItem(result, i, one) < 0) Py_CLEAR(result);
     }
-    PyMem_Free(looks);
+    PyMem_Free(results);
     release_views(views, count);
-    return answer;
+    return result;
 }
 
 static PyObject *decoder_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
@@ -92,44 +92,44 @@ static void decoder_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-/* A buffer of exactly so many bytes, or -1 with an exception. */
+/* Acquire a buffer of exactly `bytes` bytes; return -1 with an exception set if it has another size. */
 static int exact_buffer(PyObject *object, Py_buffer *view, int flags, Py_ssize_t bytes, const char *name) {
     if (PyObject_GetBuffer(object, view, flags) < 0) return -1;
     if (view->len == bytes) return 0;
-    PyErr_Format(PyExc_ValueError, "%s is %zd bytes, and should be %zd", name, view->len, bytes);
+    PyErr_Format(PyExc_ValueError, "%s has %zd bytes, expected %zd", name, view->len, bytes);
     PyBuffer_Release(view);
     return -1;
 }
 
 static PyObject *fill_views(crop_decoder *decoder, const Py_buffer *views, Py_ssize_t count, const Py_buffer *boxes,
                             const Py_buffer *flips, const Py_buffer *out, int side, int antialias) {
-    PyObject *answer = PyBytes_FromStringAndSize(NULL, count);
-    if (!answer) return NULL;
-    char *statuses = PyBytes_AsString(answer);
+    PyObject *result = PyBytes_FromStringAndSize(NULL, count);
+    if (!result) return NULL;
+    char *statuses = PyBytes_AsString(result);
     size_t row = (size_t)side * (size_t)side * 3;
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t i = 0; i < count; i++) {
         struct crop_box box;
-        memcpy(&box, (const struct crop_box *)boxes->buf + i, sizeof box); /* it may lie anywhere */
+        memcpy(&box, (const struct crop_box *)boxes->buf + i, sizeof box); /* may be unaligned */
         statuses[i] = CROP_UNSUPPORTED;
         if (views[i].obj)
-            statuses[i] = (char)crop_fill(decoder, views[i].buf, (size_t)views[i].len, &box, ((const char *)flips->buf)[i],
+            statuses[i] = (char)crop_decode(decoder, views[i].buf, (size_t)views[i].len, &box, ((const char *)flips->buf)[i],
                                           antialias, side, (uint8_t *)out->buf + (size_t)i * row);
     }
     Py_END_ALLOW_THREADS
-    return answer;
+    return result;
 }
 
 static PyObject *decoder_fill(PyObject *object, PyObject *args) {
     Decoder *self = (Decoder *)object;
-    PyObject *list, *box_object, *flip_object, *out_object, *answer = NULL;
+    PyObject *list, *box_object, *flip_object, *out_object, *result = NULL;
     int side, antialias;
     if (!PyArg_ParseTuple(args, "OOOOip", &list, &box_object, &flip_object, &out_object, &side, &antialias)) return NULL;
-    if (side < 1 || side > 1 << 14) return PyErr_Format(PyExc_ValueError, "a side of %d pixels is not from 1 to 16384", side);
-    if (self->busy) return PyErr_Format(PyExc_RuntimeError, "a decoder serves one thread at a time");
-    self->busy = 1; /* until the end, because looking at buffers may run other threads */
+    if (side < 1 || side > 1 << 14) return PyErr_Format(PyExc_ValueError, "side is %d, must be between 1 and 16384", side);
+    if (self->busy) return PyErr_Format(PyExc_RuntimeError, "decoder is in use by another thread");
+    self->busy = 1; /* until the end, because acquiring buffers may run other threads */
     Py_ssize_t count, row = (Py_ssize_t)side * side * 3;
-    Py_buffer boxes, flips, out, *views = views_of(list, "fill", &count);
+    Py_buffer boxes, flips, out, *views = acquire_views(list, "fill", &count);
     if (!views) goto done;
     if (count > PY_SSIZE_T_MAX / row) {
         PyErr_NoMemory();
@@ -139,7 +139,7 @@ static PyObject *decoder_fill(PyObject *object, PyObject *args) {
         goto without_boxes;
     if (exact_buffer(flip_object, &flips, PyBUF_SIMPLE, count, "flips") < 0) goto without_flips;
     if (exact_buffer(out_object, &out, PyBUF_WRITABLE, count * row, "out") < 0) goto without_out;
-    answer = fill_views(self->decoder, views, count, &boxes, &flips, &out, side, antialias);
+    result = fill_views(self->decoder, views, count, &boxes, &flips, &out, side, antialias);
     PyBuffer_Release(&out);
 without_out:
     PyBuffer_Release(&flips);
@@ -149,19 +149,19 @@ without_boxes:
     release_views(views, count);
 done:
     self->busy = 0;
-    return answer;
+    return result;
 }
 
 static PyMethodDef decoder_methods[] = {
     {"fill", decoder_fill, METH_VARARGS,
-     "fill(images, boxes, flips, out, side, antialias)\n\nFill a row of `out` from each image that is not None; a byte each "
-     "tells how it went, 0 if well.\n`boxes` are six float64 each: left, top, width, height, and the "
-     "size of the image. Neither they nor `flips`, a byte each, are checked for their type."},
+     "fill(images, boxes, flips, out, side, antialias)\n\nDecode each image that is not None into its row of `out`; return "
+     "one status byte per image, 0 for success.\n`boxes` holds six float64 per image: left, top, width, height, and the "
+     "width and height of the image; `flips` holds one byte per image. Their element types are not checked."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot decoder_slots[] = {
-    {Py_tp_doc, "Decodes crops of JPEGs, for one thread at a time."},
+    {Py_tp_doc, "Decoder for crops of JPEGs, to be used by one thread at a time."},
     {Py_tp_new, decoder_new},
     {Py_tp_dealloc, decoder_dealloc},
     {Py_tp_methods, decoder_methods},
@@ -171,12 +171,12 @@ static PyType_Slot decoder_slots[] = {
 static PyType_Spec decoder_spec = {"stoker_native.Decoder", sizeof(Decoder), 0, Py_TPFLAGS_DEFAULT, decoder_slots};
 
 static PyMethodDef functions[] = {
-    {"look", look, METH_O,
-     "look(images)\n\nTell width, height and whether there may be EXIF of each JPEG that fill() knows, None of others."},
+    {"read_headers", read_headers, METH_O,
+     "read_headers(images)\n\nReturn (width, height, has_app1) of each JPEG that fill() may support, None for others."},
     {NULL, NULL, 0, NULL},
 };
 
-static int fill_module(PyObject *module) {
+static int exec_module(PyObject *module) {
     PyObject *type = PyType_FromSpec(&decoder_spec);
     int added = type ? PyModule_AddObjectRef(module, "Decoder", type) : -1;
     Py_XDECREF(type);
@@ -184,10 +184,10 @@ static int fill_module(PyObject *module) {
     return PyModule_AddIntConstant(module, "SIMD", resize_has_simd() != 0);
 }
 
-static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, exec_module}, {0, NULL}};
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "stoker_native", "Crops of JPEGs, decoded alone.", 0, functions, module_slots, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "stoker_native", "Decode and resize crops of JPEGs.", 0, functions, module_slots, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit_stoker_native(void) { return PyModuleDef_Init(&definition); }

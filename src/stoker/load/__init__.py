@@ -1,1 +1,1 @@
-"""Shards into batches: read by the plan, decoded by threads, handed over in order."""
+"""The data loader: read shards by the sampling plan, decode them in threads, yield batches in order."""

@@ -1,4 +1,4 @@
-"""How fast a set loads here, beside the limit that the decoder itself sets, measured in the same breath."""
+"""Benchmark the loader on a shard set, interleaved with the decoder alone, which sets its upper limit."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stoker.load.buffers import Buffers
-from stoker.load.collate import PixelRows
-from stoker.load.loader import SLICE, Batch, Loader, Times
-from stoker.load.native import chosen
+from stoker.load.buffers import BufferPool
+from stoker.load.collate import PixelCollator
+from stoker.load.loader import ROWS_PER_TASK, Batch, Loader, StageTimes
+from stoker.load.native import select_decoder
 from stoker.load.transforms import TRANSFORMS
 from stoker.shards.sample import Buffer
 from stoker.shards.shard_set import ShardSet
@@ -24,31 +24,33 @@ IN_MEMORY_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """Medians over the rounds; stages are shares of the time that the loader's threads had."""
+class LoaderBenchmark:
+    """Medians over all rounds; `stages` are fractions of the time of the loader's threads."""
 
     images_per_s: float
     bytes_per_s: float
     limit_images_per_s: float
     share_of_limit: float
     decoder: str
-    natively: float
-    """Share of the images that the native decoder made; it leaves the odd ones to the general decoder."""
+    native_share: float
+    """Fraction of the images decoded by the native decoder; the general decoder handles unsupported ones."""
     threads: int
     cpu: float
-    """Cores at work while the loader ran."""
+    """CPU cores used by the loader."""
     stages: dict[str, float]
     bad: int
 
     @property
-    def verdict(self) -> str:
-        """Say in a sentence what holds the loader back."""
+    def summary(self) -> str:
+        """One sentence on what limits the loader."""
         stage, share = max(self.stages.items(), key=lambda item: item[1])
-        return f"{self.share_of_limit:.0%} of what the decoder alone gives; {share:.0%} of the threads' time is {stage}"
+        return (
+            f"{self.share_of_limit:.0%} of the throughput of the decoder alone; {share:.0%} of thread time is {stage}"
+        )
 
 
-def measure(
-    one: ShardSet,
+def run_benchmark(
+    shard_set: ShardSet,
     *,
     global_batch: int,
     transform: str,
@@ -59,13 +61,13 @@ def measure(
     cache: str | None,
     seconds: float,
     progress: Callable[[int], None] = lambda _: None,
-) -> Measured:
-    """Let the loader and the bare decoder take turns, for about so many seconds in all."""
-    decoder = chosen(decoder)
+) -> LoaderBenchmark:
+    """Run the loader and the decoder alone in alternating rounds, for about `seconds` in total."""
+    decoder = select_decoder(decoder)
 
-    def opened(transform: str | None) -> Loader:
+    def open_loader(transform: str | None) -> Loader:
         return Loader(
-            one,
+            shard_set,
             global_batch=global_batch,
             transform=transform,
             size=size,
@@ -73,89 +75,93 @@ def measure(
             decoder="auto" if transform is None else decoder,
             threads=threads,
             cache=cache,
-            seat=(0, 1),
+            rank=(0, 1),
             max_bad=1.0,
         )
 
-    with opened(None) as loader:
-        kept = _in_memory(loader)
-    limits, turns = [], []
-    with opened(transform) as loader:
-        _turn(loader, 0.0, progress)  # opens what has to be opened
-        loader.times = Times()
+    with open_loader(None) as loader:
+        images = _read_encoded(loader)
+    limits, rounds = [], []
+    with open_loader(transform) as loader:
+        _run_round(loader, 0.0, progress)  # warm up: open the shards
+        loader.times = StageTimes()
         for _ in range(ROUNDS):
-            limits.append(_limit(kept, transform, size, antialias, decoder, loader.threads, seconds / (2 * ROUNDS)))
-            turns.append(_turn(loader, seconds / (2 * ROUNDS), progress))
-        times, bad = loader.times, len({(one.shard, one.offset) for one in loader.bad})
-    speed = statistics.median(turn.speed for turn in turns)
-    seconds_by = {name: getattr(times, name) for name in ("fetch", "read", "decode", "transform")}
-    # What was made before the clock started may have taken longer than what was made then.
-    had = max(times.images / speed * loader.threads, sum(seconds_by.values()))
-    stages = {name: took / had for name, took in seconds_by.items()}
-    return Measured(
+            limits.append(
+                _decode_throughput(images, transform, size, antialias, decoder, loader.threads, seconds / (2 * ROUNDS))
+            )
+            rounds.append(_run_round(loader, seconds / (2 * ROUNDS), progress))
+        times, bad = loader.times, len({(sample.shard, sample.offset) for sample in loader.bad})
+    speed = statistics.median(one_round.speed for one_round in rounds)
+    stage_s = {name: getattr(times, name) for name in ("fetch", "read", "decode", "transform")}
+    # Batches prefetched before the clock started may have taken longer than those measured.
+    thread_s = max(times.images / speed * loader.threads, sum(stage_s.values()))
+    stages = {name: seconds / thread_s for name, seconds in stage_s.items()}
+    return LoaderBenchmark(
         images_per_s=speed,
-        bytes_per_s=speed * sum(map(len, kept)) / len(kept),
+        bytes_per_s=speed * sum(map(len, images)) / len(images),
         limit_images_per_s=statistics.median(limits),
-        share_of_limit=statistics.median(turn.speed / limit for turn, limit in zip(turns, limits, strict=True)),
+        share_of_limit=statistics.median(
+            one_round.speed / limit for one_round, limit in zip(rounds, limits, strict=True)
+        ),
         decoder=decoder,
-        natively=times.natively / times.images,
+        native_share=times.native_images / times.images,
         threads=loader.threads,
-        cpu=statistics.median(turn.cpu for turn in turns),
+        cpu=statistics.median(one_round.cpu for one_round in rounds),
         stages=stages | {"idle": max(0.0, 1 - sum(stages.values()))},
         bad=bad,
     )
 
 
-class _Turn(NamedTuple):
-    """Images per second, and cores at work."""
+class _Round(NamedTuple):
+    """Images per second and CPU cores used in one round."""
 
     speed: float
     cpu: float
 
 
-def _turn(loader: Loader, seconds: float, progress: Callable[[int], None]) -> _Turn:
-    """Iterate for a while, epoch after epoch; the clock starts with the first batch, and nothing is left running."""
-    batches = _endless(loader)
+def _run_round(loader: Loader, seconds: float, progress: Callable[[int], None]) -> _Round:
+    """Iterate over epochs for `seconds`, from the first batch on; stop the loader's threads afterwards."""
+    batches = _repeat(loader)
     next(batches)
     images, cpu, started = 0, time.process_time(), time.perf_counter()
-    while (took := time.perf_counter() - started) < seconds or not images:
+    while (elapsed := time.perf_counter() - started) < seconds or not images:
         count = next(batches).count
         images += count
         progress(count)
-    cpu = (time.process_time() - cpu) / took
+    cpu = (time.process_time() - cpu) / elapsed
     batches.close()
-    return _Turn(images / took, cpu)
+    return _Round(images / elapsed, cpu)
 
 
-def _in_memory(loader: Loader) -> list[bytes]:
-    """Copy encoded images of the first batches into memory."""
-    kept: list[bytes] = []
+def _read_encoded(loader: Loader) -> list[bytes]:
+    """Return encoded images of the first batches, in memory."""
+    images: list[bytes] = []
     size = 0
     for batch in loader:
         for image in batch.images:
-            kept.append(bytes(image))
+            images.append(bytes(image))
             size += len(image)
         if size >= IN_MEMORY_BYTES:
             break
-    return kept
+    return images
 
 
-def _endless(loader: Loader) -> Generator[Batch]:
+def _repeat(loader: Loader) -> Generator[Batch]:
     while True:
         yield from loader
 
 
-def _limit(
-    kept: list[bytes], transform: str, size: int, antialias: bool, decoder: str, threads: int, seconds: float
+def _decode_throughput(
+    encoded: list[bytes], transform: str, size: int, antialias: bool, decoder: str, threads: int, seconds: float
 ) -> float:
-    """Decode what lies in memory in bare threads, and count images per second."""
-    rows = PixelRows(
+    """Decode images from memory in plain threads; return images per second."""
+    collator = PixelCollator(
         TRANSFORMS[transform](size),
         size=size,
-        planes=False,
+        channels_first=False,
         antialias=antialias,
         seed=0,
-        buffers=Buffers(),
+        buffers=BufferPool(),
         native=decoder == "native",
     )
     done = [0] * threads
@@ -163,21 +169,21 @@ def _limit(
     end = float("inf")
 
     def work(number: int) -> None:
-        room = rows.room(SLICE)
-        first = number * SLICE
+        rows = collator.allocate(ROWS_PER_TASK)
+        first = number * ROWS_PER_TASK
         start.wait()
         while time.perf_counter() < end:
-            images: list[Buffer] = [kept[(first + row) % len(kept)] for row in range(SLICE)]
-            rows.fill(room, 0, images, 0, np.arange(first, first + SLICE, dtype=np.int64))
-            first += threads * SLICE
-            done[number] += SLICE
+            images: list[Buffer] = [encoded[(first + row) % len(encoded)] for row in range(ROWS_PER_TASK)]
+            collator.fill(rows, 0, images, 0, np.arange(first, first + ROWS_PER_TASK, dtype=np.int64))
+            first += threads * ROWS_PER_TASK
+            done[number] += ROWS_PER_TASK
 
     workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
     for worker in workers:
         worker.start()
-    began = time.perf_counter()
-    end = began + seconds
+    started = time.perf_counter()
+    end = started + seconds
     start.wait()
     for worker in workers:
         worker.join()
-    return sum(done) / (time.perf_counter() - began)
+    return sum(done) / (time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""Batch memory that is used again, but never while anyone still looks at it."""
+"""A pool of batch buffers, which are reused once no array or tensor refers to them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import numpy.typing as npt
 
 from stoker.load.decode import Pixels
 
-Allocate = Callable[[int], npt.NDArray[np.uint8]]
+Allocator = Callable[[int], npt.NDArray[np.uint8]]
 
 
-class _Lease:
-    """Memory on loan: arrays made of it hold it, and when the last of them is gone it goes back to the pool."""
+class _LeasedMemory:
+    """Memory that returns to the pool when the last array that refers to it is gone."""
 
-    def __init__(self, memory: Pixels, pool: deque[Pixels]) -> None:
-        self._memory, self._pool = memory, pool
+    def __init__(self, memory: Pixels, free: deque[Pixels]) -> None:
+        self._memory, self._free = memory, free
         self.__array_interface__: dict[str, Any] = memory.__array_interface__
 
     def __del__(self) -> None:
-        self._pool.append(self._memory)
+        self._free.append(self._memory)
 
 
-class Buffers:
-    """A pool of batch memory, as large as the number of batches that are in use at once."""
+class BufferPool:
+    """A pool that grows to the number of batches in use at the same time."""
 
-    def __init__(self, allocate: Allocate | None = None) -> None:
-        self._allocate: Allocate = allocate or (lambda size: np.empty(size, dtype=np.uint8))
+    def __init__(self, allocate: Allocator | None = None) -> None:
+        self._allocate: Allocator = allocate or (lambda size: np.empty(size, dtype=np.uint8))
         self._free: deque[Pixels] = deque()
 
-    def take(self, shape: tuple[int, ...]) -> Pixels:
-        """Give an array of this shape; its memory comes back by itself once no array or tensor refers to it."""
+    def acquire(self, shape: tuple[int, ...]) -> Pixels:
+        """Return an uninitialized array; its memory returns to the pool once no array or tensor refers to it."""
         size = int(np.prod(shape))
         try:
             memory = self._free.popleft()
@@ -41,5 +41,5 @@ class Buffers:
             memory = self._allocate(size)
         if memory.nbytes < size:
             memory = self._allocate(size)
-        lent: Pixels = np.asarray(_Lease(memory, self._free))
-        return lent[:size].reshape(shape)
+        leased: Pixels = np.asarray(_LeasedMemory(memory, self._free))
+        return leased[:size].reshape(shape)

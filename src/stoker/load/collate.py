@@ -1,4 +1,4 @@
-"""Encoded images into the rows of a batch: as they are, as pixels of a named transform, or by the user's own."""
+"""Collate encoded images into a batch: as they are, decoded and cropped, or through a user transform."""
 
 from __future__ import annotations
 
@@ -10,127 +10,130 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stoker.core.permutations import key
+from stoker.core.permutations import seed_key
 from stoker.errors import InputError
-from stoker.load.buffers import Buffers
-from stoker.load.decode import Decoder, Pixels, Task, to_planes
+from stoker.load.buffers import BufferPool
+from stoker.load.decode import Decoder, DecodeTask, Pixels, hwc_to_chw
 from stoker.load.native import NativeDecoder
-from stoker.load.transforms import Transform, draws
-from stoker.sampling.order import Numbers
+from stoker.load.transforms import Transform, random_numbers
+from stoker.sampling.order import Int64Array
 from stoker.shards.images import BadImageError
 from stoker.shards.sample import Buffer
 
 UserTransform = Callable[[Pixels, np.random.Generator], npt.NDArray[Any]]
 
 
-class Filled(NamedTuple):
-    """What became of some rows: which are bad and why, and the seconds of decoding and of the user's transform."""
+class FillResult(NamedTuple):
+    """Result for some rows: the bad ones with the reason, and the seconds of decoding and of the user transform."""
 
     bad: list[tuple[int, str]]
     decode_s: float = 0.0
     transform_s: float = 0.0
-    natively: int = 0
-    """How many the native decoder made."""
+    native_count: int = 0
+    """Number of rows decoded by the native decoder."""
 
 
-class Rows(Protocol):
-    """Makes the rows of a batch, in slices, from several threads at once."""
+class Collator(Protocol):
+    """Builds a batch in slices of rows, from several threads at once."""
 
-    def room(self, count: int) -> Any:
-        """Give room for so many rows."""
+    def allocate(self, count: int) -> Any:
+        """Allocate a batch of `count` rows."""
         ...
 
-    def fill(self, room: Any, first: int, images: Sequence[Buffer], epoch: int, positions: Numbers) -> Filled:
-        """Fill the rows from `first` on."""
+    def fill(self, rows: Any, first: int, images: Sequence[Buffer], epoch: int, random_ids: Int64Array) -> FillResult:
+        """Fill the rows from `first` on; `random_ids` seed the random augmentation of each."""
         ...
 
-    def pick(self, room: Any, good: Sequence[int] | None) -> Any:
-        """Give the batch: all rows, or only the good ones."""
+    def collect(self, rows: Any, good: Sequence[int] | None) -> Any:
+        """Return the batch: all rows, or only the good ones."""
         ...
 
 
-class EncodedRows:
-    """Images as their shard holds them: views of it, nothing is decoded."""
+class EncodedCollator:
+    """Collator for encoded images: views into the shard, nothing is decoded."""
 
-    def room(self, count: int) -> list[Buffer]:
-        """Give room for so many rows."""
+    def allocate(self, count: int) -> list[Buffer]:
+        """Allocate a batch of `count` rows."""
         return [b""] * count
 
     def fill(
         self,
-        room: list[Buffer],
+        rows: list[Buffer],
         first: int,
         images: Sequence[Buffer],
         epoch: int,  # noqa: ARG002
-        positions: Numbers,  # noqa: ARG002
-    ) -> Filled:
-        """Put the images where they belong."""
-        room[first : first + len(images)] = images
-        return Filled([])
+        random_ids: Int64Array,  # noqa: ARG002
+    ) -> FillResult:
+        """Store the images in their rows."""
+        rows[first : first + len(images)] = images
+        return FillResult([])
 
-    def pick(self, room: list[Buffer], good: Sequence[int] | None) -> list[Buffer]:
-        """Give the images."""
-        return room if good is None else [room[row] for row in good]
+    def collect(self, rows: list[Buffer], good: Sequence[int] | None) -> list[Buffer]:
+        """Return the list of images."""
+        return rows if good is None else [rows[row] for row in good]
 
 
-class PixelRows:
-    """Pixels of one size, decoded straight into the batch."""
+class PixelCollator:
+    """Collator for built-in transforms: crops decoded straight into the batch, all of one size."""
 
     def __init__(
         self,
         transform: Transform,
         *,
         size: int,
-        planes: bool,
+        channels_first: bool,
         antialias: bool,
         seed: int,
-        buffers: Buffers,
+        buffers: BufferPool,
         native: bool = False,
     ) -> None:
-        self._transform, self._size, self._planes, self._seed = transform, size, planes, seed
+        self._transform, self._size, self._channels_first, self._seed = transform, size, channels_first, seed
         self._antialias, self._buffers, self._native = antialias, buffers, native
-        self._own = threading.local()
+        self._local = threading.local()
 
-    def room(self, count: int) -> Pixels:
-        """Give room for so many rows."""
-        row = (3, self._size, self._size) if self._planes else (self._size, self._size, 3)
-        return self._buffers.take((count, *row))
+    def allocate(self, count: int) -> Pixels:
+        """Allocate a batch of `count` rows."""
+        row = (3, self._size, self._size) if self._channels_first else (self._size, self._size, 3)
+        return self._buffers.acquire((count, *row))
 
-    def fill(self, room: Pixels, first: int, images: Sequence[Buffer], epoch: int, positions: Numbers) -> Filled:
-        """Draw the crops, and decode each of them into its row."""
+    def fill(
+        self, rows: Pixels, first: int, images: Sequence[Buffer], epoch: int, random_ids: Int64Array
+    ) -> FillResult:
+        """Draw a crop for each image and decode it into its row."""
         started = time.perf_counter()
-        tools = self._tools()
-        rows = room[first : first + len(images)]
-        out = tools.pixels(len(images), self._size) if self._planes else rows
-        bad, natively = tools.decode(images, self._transform, draws(self._seed, epoch, positions).tolist(), out)
-        if self._planes:
-            for pixels, row in zip(out, rows, strict=True):
-                to_planes(pixels, row)
+        decoders = self._decoders()
+        target = rows[first : first + len(images)]
+        out = decoders.scratch(len(images), self._size) if self._channels_first else target
+        numbers = random_numbers(self._seed, epoch, random_ids).tolist()
+        bad, native_count = decoders.decode(images, self._transform, numbers, out)
+        if self._channels_first:
+            for pixels, row in zip(out, target, strict=True):
+                hwc_to_chw(pixels, row)
         decode_s = time.perf_counter() - started
-        return Filled([(first + row, reason) for row, reason in bad], decode_s, natively=natively)
+        return FillResult([(first + row, reason) for row, reason in bad], decode_s, native_count=native_count)
 
-    def pick(self, room: Pixels, good: Sequence[int] | None) -> Pixels:
-        """Give the batch."""
-        return room if good is None else room[np.array(good, dtype=np.int64)]
+    def collect(self, rows: Pixels, good: Sequence[int] | None) -> Pixels:
+        """Return the array, or a copy of its good rows."""
+        return rows if good is None else rows[np.array(good, dtype=np.int64)]
 
-    def _tools(self) -> _Tools:
-        """Give what belongs to this thread."""
-        if not hasattr(self._own, "tools"):
-            self._own.tools = _Tools(antialias=self._antialias, native=self._native)
-        tools: _Tools = self._own.tools
-        return tools
+    def _decoders(self) -> _ThreadDecoders:
+        """Return the decoders of this thread."""
+        if not hasattr(self._local, "decoders"):
+            self._local.decoders = _ThreadDecoders(antialias=self._antialias, native=self._native)
+        decoders: _ThreadDecoders = self._local.decoders
+        return decoders
 
 
-class _Tools:
-    """One thread's decoders: the native one, where there is one, takes what it can of a slice, the other the rest."""
+class _ThreadDecoders:
+    """Decoders of one thread: the native one, if available, decodes what it supports, the general one the rest."""
 
     def __init__(self, *, antialias: bool, native: bool) -> None:
         self._general = Decoder(antialias=antialias)
         self._native = NativeDecoder(antialias=antialias) if native else None
         self._pixels = np.empty((0, 0, 0, 3), dtype=np.uint8)
 
-    def pixels(self, count: int, size: int) -> Pixels:
-        """Give room for pixels that are not yet as the batch wants them."""
+    def scratch(self, count: int, size: int) -> Pixels:
+        """Return memory for images whose channels are not in the order of the batch yet."""
         if len(self._pixels) < count:
             self._pixels = np.empty((count, size, size, 3), dtype=np.uint8)
         return self._pixels[:count]
@@ -138,78 +141,78 @@ class _Tools:
     def decode(
         self, images: Sequence[Buffer], transform: Transform, numbers: list[list[float]], out: Pixels
     ) -> tuple[list[tuple[int, str]], int]:
-        """Fill every row of `out` that can be; tell which cannot and why, and how many the native decoder filled."""
+        """Decode images into the rows of `out`; return the bad rows with the reason, and the native decoder's count."""
         bad: dict[int, str] = {}
-        natively = 0
-        headers = [None] * len(images) if self._native is None else self._native.look(images)
+        native_count = 0
+        headers = [None] * len(images) if self._native is None else self._native.read_headers(images)
         tasks = []
-        for row, (data, looked, drawn) in enumerate(zip(images, headers, numbers, strict=True)):
+        for row, (data, native_header, sample_numbers) in enumerate(zip(images, headers, numbers, strict=True)):
             try:
-                header = looked or self._general.look(data)
+                header = native_header or self._general.read_header(data)
             except BadImageError as error:
                 bad[row] = str(error)
                 continue
-            tasks.append(Task(row, data, header, *transform(header.width, header.height, drawn)))
+            tasks.append(DecodeTask(row, data, header, *transform(header.width, header.height, sample_numbers)))
         if self._native is not None:
-            given = [task for task in tasks if headers[task.row] is not None]
-            left = self._native.fill(given, out)
-            natively = len(given) - len(left)
-            tasks = [*left, *(task for task in tasks if headers[task.row] is None)]
+            native_tasks = [task for task in tasks if headers[task.row] is not None]
+            unsupported = self._native.fill(native_tasks, out)
+            native_count = len(native_tasks) - len(unsupported)
+            tasks = [*unsupported, *(task for task in tasks if headers[task.row] is None)]
         for row, data, header, crop, flip in tasks:
             try:
                 self._general.fill(data, header, crop, flip, out[row])
             except BadImageError as error:
                 bad[row] = str(error)
-        return sorted(bad.items()), natively
+        return sorted(bad.items()), native_count
 
 
-class UserRows:
-    """What the user's own function makes of upright RGB pixels and a generator that depends on the position alone."""
+class UserCollator:
+    """Collator for a user transform: a function of upright RGB pixels and a random generator seeded per sample."""
 
     def __init__(self, transform: UserTransform, *, seed: int) -> None:
         self._transform, self._seed = transform, seed
-        self._own = threading.local()
-        self._like: npt.NDArray[Any] = np.empty(0)
-        """What the function made last: an empty batch looks like it."""
+        self._local = threading.local()
+        self._last_output: npt.NDArray[Any] = np.empty(0)
+        """An empty batch has the shape and dtype of the last output."""
 
-    def room(self, count: int) -> list[npt.NDArray[Any] | None]:
-        """Give room for so many rows."""
+    def allocate(self, count: int) -> list[npt.NDArray[Any] | None]:
+        """Allocate a batch of `count` rows."""
         return [None] * count
 
     def fill(
         self,
-        room: list[npt.NDArray[Any] | None],
+        rows: list[npt.NDArray[Any] | None],
         first: int,
         images: Sequence[Buffer],
         epoch: int,
-        positions: Numbers,
-    ) -> Filled:
-        """Decode whole images, and hand each to the function."""
-        if not hasattr(self._own, "decoder"):
-            self._own.decoder = Decoder()
+        random_ids: Int64Array,
+    ) -> FillResult:
+        """Decode whole images and call the transform on each."""
+        if not hasattr(self._local, "decoder"):
+            self._local.decoder = Decoder()
         bad, decode_s, transform_s = [], 0.0, 0.0
-        for row, (data, position) in enumerate(zip(images, positions.tolist(), strict=True), first):
+        for row, (data, random_id) in enumerate(zip(images, random_ids.tolist(), strict=True), first):
             started = time.perf_counter()
             try:
-                pixels = self._own.decoder.whole(data)
+                pixels = self._local.decoder.decode_whole(data)
             except BadImageError as error:
                 bad.append((row, str(error)))
                 continue
             finally:
                 decoded = time.perf_counter()
                 decode_s += decoded - started
-            stream = np.random.Philox(key=key("augment", self._seed, epoch, position))
-            made = self._transform(pixels, np.random.Generator(stream))
-            if made is None:
-                raise InputError("the transform returned None", where=f"position {position} of epoch {epoch}")
-            room[row] = made
+            stream = np.random.Philox(key=seed_key("augment", self._seed, epoch, random_id))
+            output = self._transform(pixels, np.random.Generator(stream))
+            if output is None:
+                raise InputError("transform returned None", where=f"position {random_id} of epoch {epoch}")
+            rows[row] = output
             transform_s += time.perf_counter() - decoded
-        return Filled(bad, decode_s, transform_s)
+        return FillResult(bad, decode_s, transform_s)
 
-    def pick(self, room: list[npt.NDArray[Any] | None], good: Sequence[int] | None) -> npt.NDArray[Any]:
-        """Stack what was made."""
-        rows = range(len(room)) if good is None else good
-        if made := [np.asarray(room[row]) for row in rows]:
-            self._like = made[0]
-            return np.stack(made)
-        return np.empty((0, *self._like.shape), dtype=self._like.dtype)
+    def collect(self, rows: list[npt.NDArray[Any] | None], good: Sequence[int] | None) -> npt.NDArray[Any]:
+        """Return the stacked outputs."""
+        numbers = range(len(rows)) if good is None else good
+        if outputs := [np.asarray(rows[row]) for row in numbers]:
+            self._last_output = outputs[0]
+            return np.stack(outputs)
+        return np.empty((0, *self._last_output.shape), dtype=self._last_output.dtype)

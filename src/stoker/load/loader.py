@@ -1,4 +1,4 @@
-"""The loader: a shard set's epochs as batches, decoded by threads, in an order that only the plan decides."""
+"""The loader: iterate over a shard set in batches, decoded by threads, in the order of the sampling plan."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, SupportsIndex
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from stoker.core.threads import Threads
-from stoker.core.units import parse_bytes
-from stoker.errors import DataFaultError, Fault, InputError, SpecError
-from stoker.load.buffers import Allocate, Buffers
-from stoker.load.collate import EncodedRows, Filled, PixelRows, Rows, UserRows, UserTransform
-from stoker.load.native import DECODERS, chosen
+from stoker.core.threads import ThreadPool
+from stoker.errors import InputError, SpecError, VerificationError
+from stoker.load.buffers import Allocator, BufferPool
+from stoker.load.collate import Collator, EncodedCollator, FillResult, PixelCollator, UserCollator, UserTransform
+from stoker.load.native import select_decoder
+from stoker.load.options import integer_faults, option_faults, parse_cache_size
+from stoker.load.planning import find_shard_set, plan_sampling
 from stoker.load.reader import Reader
-from stoker.load.transforms import MAX_SIZE, TRANSFORMS
+from stoker.load.transforms import TRANSFORMS
 from stoker.sampling.cursor import Cursor
-from stoker.sampling.order import Numbers, Place
-from stoker.sampling.plan import Epoch, Plan, Step, data_digest
-from stoker.sampling.rank import Seat
-from stoker.shards.scan import described
-from stoker.shards.shard_set import ShardSet, find_sets
-from stoker.storage.cache import Cache
+from stoker.sampling.order import Int64Array, SampleLocation
+from stoker.sampling.plan import Epoch, Step
+from stoker.sampling.rank import Rank
+from stoker.shards.scan import ensure_manifest
+from stoker.shards.shard_set import ShardSet
+from stoker.storage.cache import DiskCache
 
-SLICE = 32
-"""Rows that a thread makes at a time: handing over single images costs more than it spreads."""
-PLACED = 16
-"""Steps whose places are found at once."""
-LAYOUTS = ("NHWC", "NCHW")
+ROWS_PER_TASK = 32
+"""Rows that one task of the thread pool decodes: a task per image would cost more than it balances."""
+STEPS_PER_LOOKUP = 16
+"""Steps whose samples are located with one call, which costs little more than locating those of one step."""
 
 log = logging.getLogger(__name__)
 
@@ -45,20 +45,21 @@ log = logging.getLogger(__name__)
 class Batch:
     """One rank's share of a global batch, without its bad samples.
 
-    `images` are uint8 pixels, or what the user's transform made, or without a transform a list of encoded images;
-    `count` is how many there are. `cursor` is where the epoch stands once this batch is taken. `positions` are those of
-    the rows in the epoch: `plan.epoch(number, seat).at(positions)` tells their shards.
+    `images` is an array of uint8 pixels, the stacked outputs of a user transform, or, without a transform, a list of
+    encoded images; `count` is their number. `cursor` marks the end of this batch: resume from it after using the batch.
+    `positions` are the positions of the rows in the epoch; `plan.epoch(number, rank).locate(positions)` returns their
+    shards.
     """
 
     images: Any
-    labels: Numbers
+    labels: Int64Array
     count: int
     cursor: Cursor
-    positions: Numbers
+    positions: Int64Array
 
 
-class Bad(NamedTuple):
-    """A sample that was left out: the URL of its shard, at which byte it lies there, when it was due, and why."""
+class BadSample(NamedTuple):
+    """A skipped sample: the URL of its shard and its byte offset there, its epoch and position, and the reason."""
 
     shard: str
     offset: int
@@ -68,8 +69,8 @@ class Bad(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """Seconds by stage, summed over the threads; `wait` is how long the consumer waited for batches."""
+class StageTimes:
+    """Seconds spent per stage, summed over all threads; `wait` is the time that the consumer waited for batches."""
 
     fetch: float = 0.0
     read: float = 0.0
@@ -77,29 +78,29 @@ class Times:
     transform: float = 0.0
     wait: float = 0.0
     images: int = 0
-    natively: int = 0
-    """How many of the images the native decoder made."""
+    native_images: int = 0
+    """Number of images decoded by the native decoder."""
 
-    def __add__(self, other: Times) -> Times:
-        return Times(
+    def __add__(self, other: StageTimes) -> StageTimes:
+        return StageTimes(
             fetch=self.fetch + other.fetch,
             read=self.read + other.read,
             decode=self.decode + other.decode,
             transform=self.transform + other.transform,
             wait=self.wait + other.wait,
             images=self.images + other.images,
-            natively=self.natively + other.natively,
+            native_images=self.native_images + other.native_images,
         )
 
 
 class Loader:
-    """Iterates a shard set, one epoch for each `for`; the next goes on where the last was left.
+    """Iterable over a shard set: each `for` loop yields the rest of the current epoch.
 
-    The order depends on the dataset, seed and epoch alone. `state_dict()` is a cursor of what the consumer has taken;
-    it goes on in any world, with any batch size and any number of threads. `transform` is the name of
-    one ("imagenet-train", "imagenet-val", "small-train", "digits-train", "whole"), None for the encoded bytes, or a
-    function of upright RGB pixels and a random generator. `decoder` is "native" where stoker-native is installed
-    and the processor has AVX2, "python" elsewhere, unless it is named.
+    The order depends only on the dataset, the seed and the epoch. `state_dict()` returns a cursor that marks the
+    batches consumed so far; it can be loaded with another world size, batch size or number of threads. `transform` is
+    the name of a built-in transform ("imagenet-train", "imagenet-val", "small-train", "digits-train", "whole"), a
+    function of upright RGB pixels and a random generator, or None for encoded images. `decoder` "auto" selects
+    "native" if stoker-native is installed and the CPU has AVX2, and "python" otherwise.
     """
 
     def __init__(
@@ -114,92 +115,96 @@ class Loader:
         sampling: str = "exact",
         epoch_samples: int | None = None,
         seed: int = 0,
-        seat: Seat | tuple[int, int] | None = None,
+        rank: Rank | tuple[int, int] | None = None,
         cache: str | Path | None = None,
         cache_size: int | str | None = None,
         prefetch: int = 4,
         threads: int | None = None,
         max_bad: float = 0.001,
-        allocate: Allocate | None = None,
+        allocate: Allocator | None = None,
         decoder: str = "auto",
     ) -> None:
-        if odd := _odd_numbers(
+        if faults := integer_faults(
             {"global_batch": global_batch, "size": size, "seed": seed, "prefetch": prefetch},
             {"epoch_samples": epoch_samples, "threads": threads},
-            seat,
+            rank,
         ):
-            raise SpecError(odd)
-        budget, faults = _budget(cache_size)
-        faults += _setting_faults(transform, size, layout, prefetch, threads, max_bad, decoder)
-        self.seat = Seat.from_environ(os.environ) if seat is None else Seat(*seat)
+            raise SpecError(faults)
+        cache_limit, faults = parse_cache_size(cache_size)
+        faults += option_faults(transform, size, layout, prefetch, threads, max_bad, decoder)
+        self.rank = Rank.from_environ(os.environ) if rank is None else Rank(*rank)
         cores = len(os.sched_getaffinity(0))
-        self.set = described(url if isinstance(url, ShardSet) else find_one(str(url)), jobs=cores)
+        self.shard_set = ensure_manifest(url if isinstance(url, ShardSet) else find_shard_set(str(url)), jobs=cores)
         try:
-            self.plan = plan_of(self.set, sampling=sampling, seed=seed, epoch_samples=epoch_samples)
-            faults += self.plan.faults(self.seat, global_batch)
+            self.plan = plan_sampling(self.shard_set, sampling=sampling, seed=seed, epoch_samples=epoch_samples)
+            faults += self.plan.check_world(self.rank, global_batch)
         except SpecError as error:
             faults += error.faults
         if faults:
-            raise SpecError(faults, where=self.set.url)
+            raise SpecError(faults, where=self.shard_set.url)
         self.global_batch = global_batch
-        self.threads = threads or max(1, cores // self.seat.local_world)
-        self.times = Times()
-        self.bad: list[Bad] = []
-        """What was left out so far, of all epochs."""
+        self.threads = threads or max(1, cores // self.rank.local_world_size)
+        self.times = StageTimes()
+        self.bad: list[BadSample] = []
+        """Samples skipped so far, in all epochs."""
         self._prefetch, self._max_bad = prefetch, max_bad
-        self._rows = _rows(transform, size, layout, antialias, seed, allocate, decoder)
-        folder = os.environ.get("STOKER_CACHE_DIR", "") if cache is None else cache
-        self._reader = Reader(self.set, cache=Cache(Path(folder).expanduser(), budget) if folder else None)
-        self._cursor = self.plan.start()
+        self._collator = _make_collator(transform, size, layout, antialias, seed, allocate, decoder)
+        cache_dir = os.environ.get("STOKER_CACHE_DIR", "") if cache is None else cache
+        disk_cache = DiskCache(Path(cache_dir).expanduser(), cache_limit) if cache_dir else None
+        self._reader = Reader(self.shard_set, cache=disk_cache)
+        self._cursor = self.plan.start_cursor()
         self._running: Generator[Batch] | None = None
 
     @property
     def cursor(self) -> Cursor:
-        """Where the consumer stands: after the last batch that it took."""
+        """The cursor after the last batch that the consumer took."""
         return self._cursor
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the cursor as plain values, for a checkpoint."""
+        """Return the cursor as plain values, for a checkpoint."""
         if self.plan.mode == "join" and self._running is not None:
-            log.warning("%s: `join` resumes at an epoch's start: what was read of this one comes again", self.set.url)
+            log.warning(
+                "%s: sampling `join` resumes at the start of an epoch: samples of this epoch will be read again",
+                self.shard_set.url,
+            )
         return self._cursor.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a cursor, whatever world it was made in: the next `for` starts there, one that runs is ended."""
+        """Resume from a cursor, saved with any world size; stop the iteration that is running, if any."""
         self._stop()
         self._cursor = self.plan.check_cursor(Cursor.from_state(state))
 
     def __len__(self) -> int:
-        """Count the batches from the cursor to the end of its epoch."""
-        return self._epoch().count(self._cursor.consumed, self.global_batch)
+        """Return the number of batches from the cursor to the end of its epoch."""
+        return self._epoch().count_steps(self._cursor.consumed, self.global_batch)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Give the rest of the epoch in which the cursor stands; an iteration that still runs is ended."""
+        """Yield the rest of the current epoch; stop the iteration that is running, if any."""
         self._stop()
-        self._running = batches = self.share(0, 1)
+        self._running = batches = self.worker_batches(0, 1)
         try:
             for batch in batches:
                 self._cursor = batch.cursor
                 yield batch
-            if self._running is not batches:  # to end quietly would look like the end of the epoch
+            if self._running is not batches:  # stopping silently would look like the end of the epoch
                 raise InputError(
-                    "this iteration was ended: another one began, a cursor was loaded, or the loader was closed",
-                    where=self.set.url,
+                    "iteration was stopped: another iteration started, a cursor was loaded or the loader was closed",
+                    where=self.shard_set.url,
                 )
         finally:
             batches.close()
 
-    def share(self, worker: int, workers: int) -> Generator[Batch]:
-        """Give every `workers`-th batch of the rest of the epoch, for a process that makes only those.
+    def worker_batches(self, worker: int, num_workers: int) -> Generator[Batch]:
+        """Yield every `num_workers`-th batch of the rest of the epoch, starting with number `worker`.
 
-        The cursor is left where it is; every batch carries its own.
+        For a worker process: the cursor of the loader does not move; every batch carries its own.
         """
         epoch = self._epoch()
-        steps = itertools.islice(epoch.steps(self._cursor.consumed, self.global_batch), worker, None, workers)
-        return self._batches(epoch, steps, workers)
+        steps = itertools.islice(epoch.steps(self._cursor.consumed, self.global_batch), worker, None, num_workers)
+        return self._batches(epoch, steps, num_workers)
 
     def close(self) -> None:
-        """End all threads and let go of all shards. A loader that is used again opens them again."""
+        """Stop all threads and close all shards. A loader can be used again after that and reopens them."""
         self._stop()
         self._reader.close()
 
@@ -210,207 +215,143 @@ class Loader:
         self.close()
 
     def _epoch(self) -> Epoch:
-        return self.plan.epoch(self._cursor.epoch, self.seat)
+        return self.plan.epoch(self._cursor.epoch, self.rank)
 
     def _stop(self) -> None:
         if self._running is not None:
             self._running.close()
             self._running = None
 
-    def _batches(self, epoch: Epoch, steps: Iterator[Step], workers: int) -> Generator[Batch]:
-        """Keep `prefetch` batches in the making, and give them in order."""
-        allowed = self._max_bad * self.plan.samples
-        found: list[Bad] = []
-        threads = max(1, self.threads // workers)
-        pool = Threads(threads, "stoker-decode")
-        making: deque[_Making] = deque()
-        self._reader.begin()
-        placed = self._placed(epoch, steps, making)
+    def _batches(self, epoch: Epoch, steps: Iterator[Step], num_workers: int) -> Generator[Batch]:
+        """Yield batches in order, keeping `prefetch` of them in progress."""
+        max_bad = self._max_bad * self.plan.samples
+        bad_in_epoch: list[BadSample] = []
+        threads = max(1, self.threads // num_workers)
+        pool = ThreadPool(threads, "stoker-decode")
+        pending: deque[_PendingBatch] = deque()
+        self._reader.start_iteration()
+        located_steps = self._locate(epoch, steps, pending)
         try:
             while True:
-                for step, place in itertools.islice(placed, self._prefetch - len(making)):
-                    making.append(_Making(epoch, step, place, self._rows, self._reader, pool, threads))
-                if not making:
+                for step, location in itertools.islice(located_steps, self._prefetch - len(pending)):
+                    pending.append(_PendingBatch(epoch, step, location, self._collator, self._reader, pool, threads))
+                if not pending:
                     break
-                batch, bad, times = making.popleft().finish()
+                batch, bad, times = pending.popleft().finish()
                 self.times += times
                 self.bad += bad
-                found += bad
-                if len(found) > allowed:
-                    raise DataFaultError(
-                        f"{_counted(found)}: more than max_bad={self._max_bad:g} allows",
-                        where=self.set.url,
-                        hint="mend the dataset (stoker data verify --deep lists them all), or raise max_bad",
+                bad_in_epoch += bad
+                if len(bad_in_epoch) > max_bad:
+                    raise VerificationError(
+                        f"{_summarize(bad_in_epoch)}: more than max_bad={self._max_bad:g} allows",
+                        where=self.shard_set.url,
+                        hint="list them all with `stoker data verify --deep` and fix the dataset, or raise max_bad",
                     )
                 yield batch
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-            if found:
-                log.warning("%s: epoch %d left out %s", self.set.url, epoch.number, _counted(found))
+            if bad_in_epoch:
+                log.warning("%s: epoch %d skipped %s", self.shard_set.url, epoch.number, _summarize(bad_in_epoch))
 
-    def _placed(self, epoch: Epoch, steps: Iterator[Step], making: deque[_Making]) -> Iterator[tuple[Step, Place]]:
-        """Find the places of some steps at once, which costs little more than those of one, and their shards."""
-        while some := list(itertools.islice(steps, PLACED)):
-            places = epoch.at(np.concatenate([step.positions for step in some]))
-            oldest = making[0].step.start if making else some[0].start
-            self._reader.keep([*epoch.ahead(oldest).tolist(), *np.unique(places.shards).tolist()])
-            ends = itertools.accumulate(len(step.positions) for step in some)
-            for step, end in zip(some, ends, strict=True):
+    def _locate(
+        self, epoch: Epoch, steps: Iterator[Step], pending: deque[_PendingBatch]
+    ) -> Iterator[tuple[Step, SampleLocation]]:
+        """Yield each step with the location of its samples, and tell the reader which shards to keep open."""
+        while chunk := list(itertools.islice(steps, STEPS_PER_LOOKUP)):
+            location = epoch.locate(np.concatenate([step.positions for step in chunk]))
+            oldest = pending[0].step.start if pending else chunk[0].start
+            self._reader.keep_only([*epoch.upcoming_shards(oldest).tolist(), *np.unique(location.shards).tolist()])
+            ends = itertools.accumulate(len(step.positions) for step in chunk)
+            for step, end in zip(chunk, ends, strict=True):
                 part = slice(end - len(step.positions), end)
-                yield step, Place(places.shards[part], places.samples[part])
+                yield step, SampleLocation(location.shards[part], location.samples[part])
 
 
-class _Making:
-    """A batch in the making: its rows are filled in slices, each a task of the pool."""
+class _PendingBatch:
+    """A batch in progress: its rows are read and decoded in slices, each a task of the thread pool."""
 
     def __init__(
-        self, epoch: Epoch, step: Step, place: Place, rows: Rows, reader: Reader, pool: Threads, threads: int
+        self,
+        epoch: Epoch,
+        step: Step,
+        location: SampleLocation,
+        collator: Collator,
+        reader: Reader,
+        pool: ThreadPool,
+        threads: int,
     ) -> None:
         self.step = step
-        self._epoch, self._rows, self._reader = epoch, rows, reader
+        self._epoch, self._location, self._collator, self._reader = epoch, location, collator, reader
         count = len(step.positions)
-        self._place = place
-        self._numbers = epoch.numbers(step.positions, place)
-        self._room = rows.room(count)
+        self._random_ids = epoch.random_ids(step.positions, location)
+        self._rows = collator.allocate(count)
         self._labels = np.empty(count, dtype=np.int64)
-        length = max(1, count if isinstance(rows, EncodedRows) else min(SLICE, -(-count // threads)))
-        self._slices: list[Future[tuple[Filled, Times]]] = [
+        length = max(1, count if isinstance(collator, EncodedCollator) else min(ROWS_PER_TASK, -(-count // threads)))
+        self._tasks: list[Future[tuple[FillResult, StageTimes]]] = [
             pool.submit(self._fill, slice(first, min(first + length, count))) for first in range(0, count, length)
         ]
 
-    def finish(self) -> tuple[Batch, list[Bad], Times]:
-        """Wait for the rows, and give the batch without the bad ones."""
+    def finish(self) -> tuple[Batch, list[BadSample], StageTimes]:
+        """Wait for the rows; return the batch without the bad samples, the bad samples and the times."""
         started = time.perf_counter()
-        done = [one.result() for one in self._slices]
-        times = sum((times for _, times in done), Times(wait=time.perf_counter() - started))
-        bad = [one for filled, _ in done for one in filled.bad]
+        results = [task.result() for task in self._tasks]
+        times = sum((times for _, times in results), StageTimes(wait=time.perf_counter() - started))
+        bad = [row_and_reason for result, _ in results for row_and_reason in result.bad]
         end, positions = self.step.end, self.step.positions
         if not bad:
-            batch = Batch(self._rows.pick(self._room, None), self._labels, len(self._labels), end, positions)
+            batch = Batch(self._collator.collect(self._rows, None), self._labels, len(self._labels), end, positions)
             return batch, [], times
-        left_out = {row for row, _ in bad}
-        good = [row for row in range(len(self._labels)) if row not in left_out]
-        images, labels = self._rows.pick(self._room, good), self._labels[good]
+        bad_rows = {row for row, _ in bad}
+        good = [row for row in range(len(self._labels)) if row not in bad_rows]
+        images, labels = self._collator.collect(self._rows, good), self._labels[good]
         batch = Batch(images, labels, len(good), end, positions[np.array(good, dtype=np.int64)])
-        return batch, [self._describe(row, reason) for row, reason in bad], times
+        return batch, [self._bad_sample(row, reason) for row, reason in bad], times
 
-    def _fill(self, part: slice) -> tuple[Filled, Times]:
+    def _fill(self, part: slice) -> tuple[FillResult, StageTimes]:
         started = time.perf_counter()
-        samples = self._reader.read(Place(self._place.shards[part], self._place.samples[part]))
+        samples = self._reader.read(SampleLocation(self._location.shards[part], self._location.samples[part]))
         read_s = time.perf_counter() - started - samples.fetch_s
         self._labels[part] = samples.labels
-        filled = self._rows.fill(self._room, part.start, samples.images, self._epoch.number, self._numbers[part])
-        return filled, Times(
+        result = self._collator.fill(self._rows, part.start, samples.images, self._epoch.number, self._random_ids[part])
+        return result, StageTimes(
             fetch=samples.fetch_s,
             read=read_s,
-            decode=filled.decode_s,
-            transform=filled.transform_s,
+            decode=result.decode_s,
+            transform=result.transform_s,
             images=len(samples.images),
-            natively=filled.natively,
+            native_images=result.native_count,
         )
 
-    def _describe(self, row: int, reason: str) -> Bad:
-        url, offset = self._reader.where(int(self._place.shards[row]), int(self._place.samples[row]))
-        return Bad(url, offset, self._epoch.number, int(self.step.positions[row]), reason)
+    def _bad_sample(self, row: int, reason: str) -> BadSample:
+        url, offset = self._reader.locate(int(self._location.shards[row]), int(self._location.samples[row]))
+        return BadSample(url, offset, self._epoch.number, int(self.step.positions[row]), reason)
 
 
-def find_one(url: str) -> ShardSet:
-    """Find the one shard set that a URL names."""
-    sets = find_sets(url)
-    if len(sets) > 1:
-        names = ", ".join(one.url for one in sets)
-        raise InputError(f"there are {len(sets)} shard sets here: {names}", where=url, hint="name one of them")
-    return sets[0]
-
-
-def plan_of(one: ShardSet, *, sampling: str = "exact", seed: int = 0, epoch_samples: int | None = None) -> Plan:
-    """Plan the sampling of a set that has a manifest."""
-    assert one.manifest is not None
-    if epoch_samples is not None and epoch_samples < 1:
-        raise SpecError([Fault("epoch_samples", f"{epoch_samples} is less than 1")])
-    shards = [one.known[entry.name] for entry in one.shards]
-    return Plan(
-        data=data_digest([(shard.name, shard.samples, shard.sha256 or shard.index_sha256) for shard in shards]),
-        sizes=np.array([shard.samples for shard in shards], dtype=np.int64),
-        mode=sampling,
-        seed=seed,
-        lanes=one.manifest.lanes,
-        window=one.manifest.window,
-        epoch_samples=epoch_samples or 0,
-    )
-
-
-def _odd_numbers(needed: Mapping[str, object], optional: Mapping[str, object], seat: object) -> list[Fault]:
-    """Find what should be whole numbers and is not: text from the environment, or a ratio that was not rounded."""
-    given = {**needed, **{name: value for name, value in optional.items() if value is not None}}
-    faults = [Fault(name, f"{value!r} is not a whole number") for name, value in given.items() if not _is_whole(value)]
-    if seat is not None and not (isinstance(seat, tuple) and len(seat) in (2, 3) and all(map(_is_whole, seat))):
-        faults.append(Fault("seat", f"{seat!r} is not (rank, world) in whole numbers"))
-    return faults
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
-
-
-def _setting_faults(
-    transform: object, size: int, layout: str, prefetch: int, threads: int | None, max_bad: float, decoder: str
-) -> list[Fault]:
-    checks = {
-        "transform": (
-            transform is None or callable(transform) or transform in TRANSFORMS,
-            f"{transform!r} is none of {', '.join(TRANSFORMS)}; give one of them, a function, or None",
-        ),
-        "size": (1 <= size <= MAX_SIZE, f"{size} is not from 1 to {MAX_SIZE}"),
-        "layout": (layout in LAYOUTS, f"{layout!r} is none of {', '.join(LAYOUTS)}"),
-        "decoder": (
-            decoder in DECODERS and not (decoder == "native" and not isinstance(transform, str)),
-            f"{decoder!r} is none of {', '.join(DECODERS)}"
-            if decoder not in DECODERS
-            else "the native decoder serves only the transforms that are named, not a function and not None",
-        ),
-        "prefetch": (prefetch >= 1, f"{prefetch} is less than 1"),
-        "threads": (threads is None or threads >= 1, f"{threads} is less than 1"),
-        "max_bad": (isinstance(max_bad, int | float) and 0 <= max_bad <= 1, f"{max_bad} is no share from 0 to 1"),
-    }
-    return [Fault(path, what) for path, (fine, what) in checks.items() if not fine]
-
-
-def _budget(size: int | str | None) -> tuple[int | None, list[Fault]]:
-    """Read how large the cache may grow: as given, or else as the environment tells, or else without a limit."""
-    name = "cache_size" if size is not None else "STOKER_CACHE_SIZE"
-    size = size if size is not None else os.environ.get(name) or None
-    try:
-        return None if size is None else parse_bytes(size), []
-    except InputError as error:
-        return None, [Fault(name, error.what)]
-
-
-def _rows(
+def _make_collator(
     transform: str | UserTransform | None,
     size: int,
     layout: str,
     antialias: bool,
     seed: int,
-    allocate: Allocate | None,
+    allocate: Allocator | None,
     decoder: str,
-) -> Rows:
+) -> Collator:
     if transform is None:
-        return EncodedRows()
+        return EncodedCollator()
     if not isinstance(transform, str):
-        return UserRows(transform, seed=seed)
-    return PixelRows(
+        return UserCollator(transform, seed=seed)
+    return PixelCollator(
         TRANSFORMS[transform](size),
         size=size,
-        planes=layout == "NCHW",
+        channels_first=layout == "NCHW",
         antialias=antialias,
         seed=seed,
-        buffers=Buffers(allocate),
-        native=chosen(decoder) == "native",
+        buffers=BufferPool(allocate),
+        native=select_decoder(decoder) == "native",
     )
 
 
-def _counted(bad: list[Bad]) -> str:
+def _summarize(bad: list[BadSample]) -> str:
     first = bad[0]
     noun = "sample" if len(bad) == 1 else "samples"
     return f"{len(bad):,} bad {noun} (the first: {first.shard} at byte {first.offset:,}: {first.reason})"

@@ -1,4 +1,7 @@
-"""The optional decoder that touches only the crop: a package of its own, `native/`, and this is its only home."""
+"""The native JPEG decoder, which decodes only the crop: select it, check it, call it.
+
+It is the optional package stoker-native (`native/` in the repository); only this module imports it.
+"""
 
 from __future__ import annotations
 
@@ -12,50 +15,53 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from stoker.errors import MissingError
-from stoker.load.decode import Header, Pixels, Task
+from stoker.load.decode import DecodeTask, Header, Pixels
 from stoker.shards import images
 from stoker.shards.images import BadImageError
 from stoker.shards.sample import Buffer
 
 DECODERS = ("auto", "native", "python")
-HINT = "in stoker's repository: make setup, or pip install ./native; needs gcc, libjpeg-dev and python3-dev"
+INSTALL_HINT = "run `make setup` or `pip install ./native` in stoker's repository; needs gcc, libjpeg-dev, python3-dev"
 
-API = 1
-"""What the module must speak: what it is called with, and what it gives."""
+API = 2
+"""Version of the interface of stoker_native; module.c has the same."""
 
 log = logging.getLogger(__name__)
 
 
 class _Module(Protocol):
-    """What stoker_native offers."""
+    """The interface of stoker_native."""
 
     API: int
     SIMD: int
-    """Whether this processor has what makes it fast."""
+    """Whether this CPU has AVX2."""
 
-    def look(self, images: list[Buffer]) -> list[tuple[int, int, bool] | None]:
-        """Tell width, height and whether there may be EXIF."""
+    def read_headers(self, images: list[Buffer]) -> list[tuple[int, int, bool] | None]:
+        """Return width, height and whether there may be EXIF data, or None for unsupported images."""
         ...
 
     def Decoder(self, *, simd: bool = True) -> Any:  # noqa: N802
-        """Make a decoder for one thread."""
+        """Create a decoder for one thread."""
         ...
 
 
 class NativeDecoder:
-    """One thread's decoder for the slices of a batch; whatever it leaves is for the general one."""
+    """Native decoder of one thread; it leaves unsupported images to the general decoder."""
 
     def __init__(self, *, antialias: bool = True, simd: bool = True) -> None:
-        self._module = _loaded()
+        self._module = import_native()
         self._decoder = self._module.Decoder(simd=simd)
         self._antialias = antialias
 
-    def look(self, images: Sequence[Buffer]) -> list[Header | None]:
-        """Read headers; None for images that are not plain, upright JPEGs."""
-        return [_header(data, looked) for data, looked in zip(images, self._module.look(list(images)), strict=True)]
+    def read_headers(self, images: Sequence[Buffer]) -> list[Header | None]:
+        """Return the headers of images; None for those that are not plain, upright JPEGs."""
+        return [
+            _to_header(data, header)
+            for data, header in zip(images, self._module.read_headers(list(images)), strict=True)
+        ]
 
-    def fill(self, tasks: Sequence[Task], out: Pixels) -> list[Task]:
-        """Fill the rows of `out`, and give back the tasks that are not done."""
+    def fill(self, tasks: Sequence[DecodeTask], out: Pixels) -> list[DecodeTask]:
+        """Decode images into the rows of `out`; return the tasks that it does not support."""
         images: list[Buffer | None] = [None] * len(out)
         boxes, flips = np.zeros((len(out), 6)), bytearray(len(out))
         for row, data, header, crop, flip in tasks:
@@ -65,55 +71,56 @@ class NativeDecoder:
         return [task for task in tasks if statuses[task.row]]
 
 
-def chosen(decoder: str) -> str:
-    """Tell which decoder "auto" means on this machine, and say it once; refuse one that is not there."""
+def select_decoder(decoder: str) -> str:
+    """Return "native" or "python", and log once what "auto" selects; raise MissingError if it is not available."""
     if decoder == "python":
         return decoder
     if decoder == "native":
-        if why_not := problem():
-            raise MissingError(f"the native decoder {why_not}", hint=HINT)
+        if reason := why_unavailable():
+            raise MissingError(f"native decoder {reason}", hint=INSTALL_HINT)
         return decoder
-    if why_not := drawback():
-        _say_once(logging.WARNING, f"images are decoded by simplejpeg and OpenCV: the native decoder {why_not}")
+    if reason := why_not_preferred():
+        _log_once(logging.WARNING, f"decoding images with simplejpeg and OpenCV: native decoder {reason}")
         return "python"
-    _say_once(logging.INFO, "images are decoded by stoker-native")
+    _log_once(logging.INFO, "decoding images with stoker-native")
     return "native"
 
 
-def drawback() -> str:
-    """Say why "auto" does not mean the native decoder here; nothing if it does."""
-    return problem() or ("" if _loaded().SIMD else "is slow on this processor, which has no AVX2")
+def why_not_preferred() -> str:
+    """Return why "auto" does not select the native decoder on this machine; an empty string if it does."""
+    return why_unavailable() or ("" if import_native().SIMD else "is slow on this CPU, which has no AVX2")
 
 
 @functools.cache
-def problem() -> str:
-    """Say why the native decoder cannot be used here; nothing if it can."""
+def why_unavailable() -> str:
+    """Return why the native decoder cannot be used on this machine; an empty string if it can."""
     if find_spec("stoker_native") is None:
         return "is not installed"
     try:
-        found = getattr(_loaded(), "API", None)
+        version = getattr(import_native(), "API", None)
     except ImportError as error:
-        return f"cannot be loaded ({error})"
-    return "" if found == API else f"is of another version (it speaks {found}, and {API} is wanted)"
+        return f"cannot be imported ({error})"
+    return "" if version == API else f"has the wrong version (interface {version}, expected {API})"
 
 
 @functools.cache
-def _say_once(level: int, what: str) -> None:
-    log.log(level, what)
+def _log_once(level: int, message: str) -> None:
+    log.log(level, message)
 
 
-def _loaded() -> _Module:
+def import_native() -> _Module:
+    """Import stoker_native."""
     return cast(_Module, importlib.import_module("stoker_native"))
 
 
-def _header(data: Buffer, looked: tuple[int, int, bool] | None) -> Header | None:
-    if looked is None:
+def _to_header(data: Buffer, native_header: tuple[int, int, bool] | None) -> Header | None:
+    if native_header is None:
         return None
-    width, height, may_be_turned = looked
+    width, height, has_app1 = native_header
     try:
         images.check_size(width, height)
     except BadImageError:
-        return None  # the general decoder says so
-    if may_be_turned and images.orientation(data) != 1:
+        return None  # the general decoder reports it
+    if has_app1 and images.read_orientation(data) != 1:
         return None
     return Header(width, height, 1)

@@ -1,4 +1,4 @@
-"""A look at single samples: what they are, and what a model will see of them."""
+"""Peek at the first samples of a shard set: their metadata, and the pixels after a transform."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 import numpy as np
 
 from stoker.load.decode import Decoder, Pixels
-from stoker.load.transforms import TRANSFORMS, draws
+from stoker.load.transforms import TRANSFORMS, random_numbers
 from stoker.shards.formats import FORMATS
 from stoker.shards.images import BadImageError
 from stoker.shards.shard_set import ShardSet
 
 
-class Peeked(NamedTuple):
-    """One sample; `pixels` are as the transform gives them, None for an image that cannot be decoded."""
+class PeekedSample(NamedTuple):
+    """A sample; `pixels` is the output of the transform, None if the image cannot be decoded (`fault` says why)."""
 
     key: str
     label: int
@@ -29,33 +29,35 @@ class Peeked(NamedTuple):
     pixels: Pixels | None
 
 
-def peek(one: ShardSet, number: int, *, transform: str, size: int, antialias: bool, seed: int) -> Iterator[Peeked]:
-    """Give the first samples of the first shards, each with a crop as an epoch might draw it."""
-    walk = FORMATS.get(one.format).walk
-    decoder, choose = Decoder(antialias=antialias), TRANSFORMS[transform](size)
-    classes = () if one.manifest is None else one.manifest.classes
-    left = number
-    for entry in one.shards:
-        if left <= 0:
+def peek(
+    shard_set: ShardSet, count: int, *, transform: str, size: int, antialias: bool, seed: int
+) -> Iterator[PeekedSample]:
+    """Yield the first `count` samples, each with a crop as an epoch might draw it."""
+    iter_samples = FORMATS.get(shard_set.format).iter_samples
+    decoder, choose_crop = Decoder(antialias=antialias), TRANSFORMS[transform](size)
+    classes = () if shard_set.manifest is None else shard_set.manifest.classes
+    remaining = count
+    for entry in shard_set.shards:
+        if remaining <= 0:
             return
-        with one.mapped(entry.name) as file:
-            for found in walk(file.view, one.url_of(entry.name)):
-                sample = found.sample
+        with shard_set.map_shard(entry.name) as file:
+            for indexed in iter_samples(file.view, shard_set.url_of(entry.name)):
+                sample = indexed.sample
                 width = height = 0
                 pixels, fault = np.zeros((size, size, 3), dtype=np.uint8), ""
-                drawn = draws(seed, 0, np.array([number - left], dtype=np.int64))[0].tolist()
+                numbers = random_numbers(seed, 0, np.array([count - remaining], dtype=np.int64))[0].tolist()
                 try:
-                    header = decoder.look(sample.image)
+                    header = decoder.read_header(sample.image)
                     width, height = header.width, header.height
-                    crop, flip = choose(width, height, drawn)
+                    crop, flip = choose_crop(width, height, numbers)
                     decoder.fill(sample.image, header, crop, flip, pixels)
                 except BadImageError as error:
                     fault = str(error)
-                yield Peeked(
+                yield PeekedSample(
                     key=sample.key,
                     label=sample.label,
                     name=classes[sample.label] if 0 <= sample.label < len(classes) else "",
-                    kind=sample.kind,
+                    kind=sample.extension,
                     bytes=len(sample.image),
                     width=width,
                     height=height,
@@ -63,6 +65,6 @@ def peek(one: ShardSet, number: int, *, transform: str, size: int, antialias: bo
                     fault=fault,
                     pixels=None if fault else pixels,
                 )
-                left -= 1
-                if left == 0:
+                remaining -= 1
+                if remaining == 0:
                     return

@@ -1,4 +1,4 @@
-"""Samples by shard and number: mapped where shards are local, range-read while a remote one is still coming."""
+"""Read encoded samples by shard and number: from mapped files, or by range requests while a shard downloads."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from typing import NamedTuple, TypedDict
 
 import numpy as np
 
-from stoker.core.scratch import scratch_folder
-from stoker.core.threads import Threads
-from stoker.errors import DataFaultError, StokerError, StoppedError
-from stoker.sampling.order import Numbers, Place
+from stoker.core.scratch import scratch_directory
+from stoker.core.threads import ThreadPool
+from stoker.errors import InterruptError, StokerError, VerificationError
+from stoker.sampling.order import Int64Array, SampleLocation
 from stoker.shards.index import Index
 from stoker.shards.sample import Buffer
 from stoker.shards.shard_set import MappedFile, ShardSet
-from stoker.storage import Entry, Store, checked, local_path
-from stoker.storage.cache import Cache, Held, fetch
+from stoker.storage import Entry, Store, check_name, local_path
+from stoker.storage.cache import CachedFile, DiskCache, fetch
 
 THREADS = {"fetch": 2, "range": 16}
-"""Whole shards come by few threads; single samples, each of which waits for one answer, by many."""
-TOUCHED_BYTES = 96 << 20
-"""Once so much of the mapped shards was read, all of it is given back to the system, so that memory stays small."""
-AROUND_BYTES = 64 << 10  # that the system maps around what is touched
+"""Few threads download whole shards; many read single samples, each of which waits for one response."""
+MAX_RESIDENT_BYTES = 96 << 20
+"""Pages of the mapped shards are released each time so much was read, to keep the resident memory small."""
+FAULT_AROUND_BYTES = 64 << 10  # mapped by the kernel around each page fault
 
 
-class Samples(NamedTuple):
+class EncodedSamples(NamedTuple):
     """Encoded images with their labels, and the seconds spent waiting for the network."""
 
     images: list[Buffer]
-    labels: Numbers
+    labels: Int64Array
     fetch_s: float
 
 
-class _Object(TypedDict):
-    """An object of a store, as a fetch wants it named."""
+class _ObjectArgs(TypedDict):
+    """The arguments that name an object of a store."""
 
     store: Store
     name: str
@@ -48,276 +48,280 @@ class _Object(TypedDict):
     sha256: str
 
 
-class _Open:
-    """One shard in use: its index, and its bytes once they are at hand."""
+class _OpenShard:
+    """A shard in use: its index, and its mapped file once it is local."""
 
-    def __init__(self, entry: Entry, rows: Index) -> None:
+    def __init__(self, entry: Entry, index: Index) -> None:
         self.name, self.size = entry
-        self.offsets = rows["offset"].astype(np.int64)
-        self.lengths = rows["length"].astype(np.int64)
-        self.labels = rows["label"].astype(np.int64)
+        self.offsets = index["offset"].astype(np.int64)
+        self.lengths = index["length"].astype(np.int64)
+        self.labels = index["label"].astype(np.int64)
         self.file: MappedFile | None = None
-        self.held: Held | None = None
-        """What keeps its copy in the cache."""
-        self.coming: Future[MappedFile] | None = None
-        self.wanted = True
-        self.read_cold = False
-        """Whether samples were read from it before it could be checked as a whole."""
+        self.lease: CachedFile | None = None
+        """Keeps the cache from evicting the file."""
+        self.download: Future[MappedFile] | None = None
+        self.needed = True
+        self.read_unverified = False
+        """Whether samples were read before the digest of the whole shard could be verified."""
 
-    def let_go(self) -> None:
-        """Stop what is on its way; who still reads from it does so by ranges."""
-        self.wanted = False
-        if self.coming is not None:
-            self.coming.cancel()
-        if self.held is not None:
-            self.held.close()
+    def release(self) -> None:
+        """Cancel the download and allow eviction; threads that still read from it use range requests."""
+        self.needed = False
+        if self.download is not None:
+            self.download.cancel()
+        if self.lease is not None:
+            self.lease.close()
 
-    def hold(self, held: Held) -> None:
-        """Keep its copy in the cache from now on, unless it was let go meanwhile."""
-        self.held = held
-        if not self.wanted:
-            held.close()
+    def keep_lease(self, cached: CachedFile) -> None:
+        """Keep the file in the cache from now on, unless the shard was released in the meantime."""
+        self.lease = cached
+        if not self.needed:
+            cached.close()
 
 
 class Reader:
-    """Reads a set's samples for many threads; holds the shards that it was told to keep, or was asked for since."""
+    """Reads the samples of a shard set for many threads; opens shards on demand until keep_only() releases them."""
 
-    def __init__(self, one: ShardSet, *, cache: Cache | None = None) -> None:
-        self._set = one
-        self._local = local_path(one.store.url)
+    def __init__(self, shard_set: ShardSet, *, cache: DiskCache | None = None) -> None:
+        self._shard_set = shard_set
+        self._local = local_path(shard_set.store.url)
         self._lock = threading.Lock()
-        self._open: dict[int, Future[_Open]] = {}
+        self._open: dict[int, Future[_OpenShard]] = {}
         self._touched = 0
         self._failed = False
-        self._spoilt: DataFaultError | None = None
-        self._unchecked: set[_Open] = set()
+        self._corrupt: VerificationError | None = None
+        self._unverified: set[_OpenShard] = set()
         self._cache = cache
-        self._folder: Path | None = None
+        self._scratch_dir: Path | None = None
         self._scratch = ExitStack()
         self._numbers = itertools.count()
-        self._pools: dict[str, Threads] = {}
+        self._pools: dict[str, ThreadPool] = {}
 
-    def begin(self) -> None:
-        """Begin an iteration: after a failure everything is asked for anew."""
+    def start_iteration(self) -> None:
+        """Prepare for an iteration: after a failure, release all shards so that they are fetched again."""
         if self._failed:
             self._failed = False
-            self.keep(())
+            self.keep_only(())
 
-    def keep(self, shards: Iterable[int]) -> None:
-        """Let go of all other shards, and begin to fetch these, the first ones first."""
-        wanted = dict.fromkeys(shards)
+    def keep_only(self, shards: Iterable[int]) -> None:
+        """Release all other shards and start to fetch these, in the order given."""
+        needed = dict.fromkeys(shards)
         with self._lock:
-            dropped = [self._open.pop(number) for number in list(self._open) if number not in wanted]
-        for shard in dropped:
-            shard.add_done_callback(_let_go)
+            released = [self._open.pop(number) for number in list(self._open) if number not in needed]
+        for shard in released:
+            shard.add_done_callback(_release)
         if self._local is None:
-            for number in wanted:
-                self._begin(number)
+            for number in needed:
+                self._open_shard(number)
 
-    def read(self, place: Place) -> Samples:
-        """Read samples wherever they lie."""
+    def read(self, location: SampleLocation) -> EncodedSamples:
+        """Read samples from their shards: mapped if the shard is local, else by range requests."""
         images: list[Buffer] = []
-        labels = np.empty(len(place.shards), dtype=np.int64)
-        shards: dict[int, _Open] = {}
-        cold: dict[int, tuple[_Open, int]] = {}
+        labels = np.empty(len(location.shards), dtype=np.int64)
+        shards: dict[int, _OpenShard] = {}
+        by_range: dict[int, tuple[_OpenShard, int]] = {}
         touched = 0
         started = time.perf_counter()
-        if self._spoilt is not None:
+        if self._corrupt is not None:
             self._failed = True
-            spoilt, self._spoilt = self._spoilt, None
-            raise spoilt
-        for number in set(place.shards.tolist()):
-            shards[number] = shard = self._begin(number).result()
+            corrupt, self._corrupt = self._corrupt, None
+            raise corrupt
+        for number in set(location.shards.tolist()):
+            shards[number] = shard = self._open_shard(number).result()
             try:
-                self._arrive(shard)
+                self._take_download(shard)
             except StokerError as error:
                 self._failed = True
-                if not isinstance(error, DataFaultError):
+                if not isinstance(error, VerificationError):
                     raise
-                raise _with_sample(error, shard, int(place.samples[place.shards == number][0])) from error
+                raise _name_sample(error, shard, int(location.samples[location.shards == number][0])) from error
         opened = time.perf_counter()
-        for row, (number, sample) in enumerate(zip(place.shards.tolist(), place.samples.tolist(), strict=True)):
+        for row, (number, sample) in enumerate(zip(location.shards.tolist(), location.samples.tolist(), strict=True)):
             shard = shards[number]
             labels[row] = shard.labels[sample]
             if shard.file is None:
-                self._note_cold(shard, sample)
-                cold[row] = (shard, sample)
+                self._track_unverified(shard, sample)
+                by_range[row] = (shard, sample)
                 images.append(b"")
                 continue
             offset, length = int(shard.offsets[sample]), int(shard.lengths[sample])
             images.append(shard.file.view[offset : offset + length])
-            touched += length + AROUND_BYTES
-        self._forget(touched)
-        if not cold:
-            return Samples(images, labels, 0.0 if self._local else opened - started)
+            touched += length + FAULT_AROUND_BYTES
+        self._release_pages(touched)
+        if not by_range:
+            return EncodedSamples(images, labels, 0.0 if self._local else opened - started)
         ranged = time.perf_counter()
-        for row, data in zip(cold, self._pool("range").map(self._range, cold.values()), strict=True):
+        for row, data in zip(by_range, self._pool("range").map(self._read_range, by_range.values()), strict=True):
             images[row] = data
-        return Samples(images, labels, opened - started + time.perf_counter() - ranged)
+        return EncodedSamples(images, labels, opened - started + time.perf_counter() - ranged)
 
-    def where(self, number: int, sample: int) -> tuple[str, int]:
-        """Tell the URL of a shard, and at which byte one of its samples lies."""
-        shard = self._begin(number).result()
-        return self._set.url_of(shard.name), int(shard.offsets[sample])
+    def locate(self, number: int, sample: int) -> tuple[str, int]:
+        """Return the URL of a shard and the byte offset of one of its samples."""
+        shard = self._open_shard(number).result()
+        return self._shard_set.url_of(shard.name), int(shard.offsets[sample])
 
     def close(self) -> None:
-        """Let go of everything and end all threads; what was fetched without a cache folder is gone then."""
+        """Release all shards and stop all threads; shards fetched without a cache directory are deleted."""
         with self._lock:
             opened, self._open = self._open, {}
         for shard in opened.values():
-            shard.add_done_callback(lambda done: _let_go(done, closing=True))
-        for cold in list(self._unchecked):
-            cold.let_go()
-        while self._pools:  # the last task of one may have started another
+            shard.add_done_callback(lambda done: _release(done, closing=True))
+        for unverified in list(self._unverified):
+            unverified.release()
+        while self._pools:  # the last task of a pool may have started another pool
             with self._lock:
                 pools, self._pools = self._pools, {}
             for pool in pools.values():
                 pool.shutdown(wait=True, cancel_futures=True)
         for shard in opened.values():
-            with suppress(InvalidStateError):  # nobody will open it any more, and somebody may wait for it
-                shard.set_exception(StoppedError("the loader was closed", where=self._set.url))
+            with suppress(InvalidStateError):  # it will not be opened any more, and a thread may wait for it
+                shard.set_exception(InterruptError("loader was closed", where=self._shard_set.url))
         with self._lock:
-            self._folder = None
+            self._scratch_dir = None
             self._scratch.close()
 
-    def _begin(self, number: int) -> Future[_Open]:
-        """Open a shard unless it is open: here if it is local, else in a thread."""
+    def _open_shard(self, number: int) -> Future[_OpenShard]:
+        """Open a shard unless it is open: in this thread if it is local, otherwise in another."""
         with self._lock:
             shard = self._open.get(number)
             if shard is not None:
                 return shard
             shard = self._open[number] = Future()
         if self._local is None:
-            self._pool("range").submit(self._make, number, shard)
+            self._pool("range").submit(self._load_shard, number, shard)
         else:
-            self._make(number, shard)
+            self._load_shard(number, shard)
         return shard
 
-    def _make(self, number: int, shard: Future[_Open]) -> None:
+    def _load_shard(self, number: int, shard: Future[_OpenShard]) -> None:
         try:
-            entry = self._set.shards[number]
-            made = _Open(entry, self._set.index(entry.name))
+            entry = self._shard_set.shards[number]
+            opened = _OpenShard(entry, self._shard_set.read_index(entry.name))
             if self._local is not None:
-                made.file = self._mapped(made, self._local / checked(self._set.folder + entry.name))
-            elif self._cache is not None and (held := self._cache.find(**self._object(made))):
-                made.file = self._kept(made, held)
+                opened.file = self._map_file(opened, self._local / check_name(self._shard_set.folder + entry.name))
+            elif self._cache is not None and (cached := self._cache.find(**self._object_args(opened))):
+                opened.file = self._map_cached(opened, cached)
             else:
-                made.coming = self._pool("fetch").submit(self._fetch, made)
+                opened.download = self._pool("fetch").submit(self._fetch, opened)
         except BaseException as error:
             with self._lock:
-                if self._open.get(number) is shard:  # whoever asks again tries again
+                if self._open.get(number) is shard:  # the next caller tries again
                     del self._open[number]
-            with suppress(InvalidStateError):  # closed meanwhile
+            with suppress(InvalidStateError):  # closed in the meantime
                 shard.set_exception(error)
         else:
             with suppress(InvalidStateError):
-                shard.set_result(made)
+                shard.set_result(opened)
 
-    def _fetch(self, shard: _Open) -> MappedFile:
-        """Fetch a shard and map it; where no cache keeps it, its copy has no name from then on, and none is left."""
-        this = self._object(shard)
-        if self._cache is not None and (held := self._cache.open(wanted=lambda: shard.wanted, **this)):
-            return self._kept(shard, held)
+    def _fetch(self, shard: _OpenShard) -> MappedFile:
+        """Download a shard and map it; without a cache, unlink the file at once so that nothing is left behind."""
+        args = self._object_args(shard)
+        if self._cache is not None and (cached := self._cache.open(is_needed=lambda: shard.needed, **args)):
+            return self._map_cached(shard, cached)
         with self._lock:
-            if self._folder is None:
-                self._folder = self._scratch.enter_context(scratch_folder())
-            path = self._folder / str(next(self._numbers))  # two may fetch one shard, when it is wanted again
-        fetch(path=path, wanted=lambda: shard.wanted, **this)
-        file = self._mapped(shard, path)
+            if self._scratch_dir is None:
+                self._scratch_dir = self._scratch.enter_context(scratch_directory())
+            path = self._scratch_dir / str(
+                next(self._numbers)
+            )  # a shard that is needed again may be fetched twice at once
+        fetch(path=path, is_needed=lambda: shard.needed, **args)
+        file = self._map_file(shard, path)
         path.unlink()
         return file
 
-    def _kept(self, shard: _Open, held: Held) -> MappedFile:
-        file = self._mapped(shard, held.path)
-        shard.hold(held)
+    def _map_cached(self, shard: _OpenShard, cached: CachedFile) -> MappedFile:
+        file = self._map_file(shard, cached.path)
+        shard.keep_lease(cached)
         return file
 
-    def _object(self, shard: _Open) -> _Object:
-        known = self._set.known.get(shard.name)
+    def _object_args(self, shard: _OpenShard) -> _ObjectArgs:
+        manifest_shard = self._shard_set.manifest_shards.get(shard.name)
         return {
-            "store": self._set.store,
-            "name": self._set.folder + shard.name,
+            "store": self._shard_set.store,
+            "name": self._shard_set.folder + shard.name,
             "size": shard.size,
-            "sha256": "" if known is None else known.sha256,
+            "sha256": "" if manifest_shard is None else manifest_shard.sha256,
         }
 
-    def _arrive(self, shard: _Open) -> None:
-        """Take a remote shard that has come; its failure is raised here, where its samples are wanted.
+    def _take_download(self, shard: _OpenShard) -> None:
+        """Map a shard whose download has finished; raise its error here, where its samples are needed.
 
-        From a server that knows no ranges it is waited for: each single sample would cost all that lies before it.
+        Wait for the download if the server does not support range requests: reading a single sample would transfer
+        everything before it.
         """
-        if shard.file is not None or shard.coming is None or shard.coming.cancelled():
+        if shard.file is not None or shard.download is None or shard.download.cancelled():
             return
-        if not shard.coming.done() and getattr(self._set.store, "ranged", True):
+        if not shard.download.done() and getattr(self._shard_set.store, "supports_ranges", True):
             return
         try:
-            shard.file = shard.coming.result()
-        except (StoppedError, CancelledError):  # it was let go
+            shard.file = shard.download.result()
+        except (InterruptError, CancelledError):  # the shard was released
             return
 
-    def _note_cold(self, shard: _Open, sample: int) -> None:
-        """Remember a shard that is read before it could be checked: should the check fail, the next read says so."""
-        if shard.read_cold or shard.coming is None:
+    def _track_unverified(self, shard: _OpenShard, sample: int) -> None:
+        """Watch a shard that is read before it was verified: if verification fails, the next read raises the error."""
+        if shard.read_unverified or shard.download is None:
             return
-        shard.read_cold = True
-        self._unchecked.add(shard)
+        shard.read_unverified = True
+        self._unverified.add(shard)
 
-        reader = weakref.ref(self)  # one that is forgotten must not live on in what it waits for
+        reader = weakref.ref(self)  # the callback must not keep a discarded reader alive
 
-        def was_checked(done: Future[MappedFile]) -> None:
-            if (me := reader()) is None:
+        def on_verified(done: Future[MappedFile]) -> None:
+            if (self_alive := reader()) is None:
                 return
-            me._unchecked.discard(shard)
-            if not done.cancelled() and isinstance(error := done.exception(), DataFaultError):
-                me._spoilt = _with_sample(error, shard, sample)
+            self_alive._unverified.discard(shard)
+            if not done.cancelled() and isinstance(error := done.exception(), VerificationError):
+                self_alive._corrupt = _name_sample(error, shard, sample)
 
-        shard.coming.add_done_callback(was_checked)
+        shard.download.add_done_callback(on_verified)
 
-    def _mapped(self, shard: _Open, path: Path) -> MappedFile:
+    def _map_file(self, shard: _OpenShard, path: Path) -> MappedFile:
         file = MappedFile(path)
         if len(file.view) != shard.size:
-            raise DataFaultError(
-                f"is {len(file.view):,} bytes, and should be {shard.size:,}",
-                where=self._set.url_of(shard.name),
-                hint="it was cut short or replaced: stoker data verify tells more",
+            raise VerificationError(
+                f"has {len(file.view):,} bytes, expected {shard.size:,}",
+                where=self._shard_set.url_of(shard.name),
+                hint="the file was truncated or replaced: check the shard set with `stoker data verify`",
             )
         return file
 
-    def _range(self, one: tuple[_Open, int]) -> Buffer:
-        shard, sample = one
+    def _read_range(self, shard_and_sample: tuple[_OpenShard, int]) -> Buffer:
+        shard, sample = shard_and_sample
         offset, length = int(shard.offsets[sample]), int(shard.lengths[sample])
-        return self._set.store.range(self._set.folder + shard.name, offset, length)
+        return self._shard_set.store.range(self._shard_set.folder + shard.name, offset, length)
 
-    def _forget(self, touched: int) -> None:
+    def _release_pages(self, touched: int) -> None:
+        """Release the pages of all mapped shards if enough was read since the last time."""
         with self._lock:
             self._touched += touched
-            if self._touched < TOUCHED_BYTES:
+            if self._touched < MAX_RESIDENT_BYTES:
                 return
             self._touched = 0
             opened = [shard.result() for shard in self._open.values() if shard.done() and not shard.exception()]
         for shard in opened:
             if shard.file is not None:
-                shard.file.forget()
+                shard.file.release()
 
-    def _pool(self, kind: str) -> Threads:
+    def _pool(self, kind: str) -> ThreadPool:
         with self._lock:
             if kind not in self._pools:
-                self._pools[kind] = Threads(THREADS[kind], f"stoker-{kind}")
+                self._pools[kind] = ThreadPool(THREADS[kind], f"stoker-{kind}")
             return self._pools[kind]
 
 
-def _with_sample(error: DataFaultError, shard: _Open, sample: int) -> DataFaultError:
-    """Say of a shard's fault which sample was wanted."""
-    what = f"{error.what} (its sample at byte {int(shard.offsets[sample]):,} is wanted)"
-    return DataFaultError(what, where=error.where, hint=error.hint)
+def _name_sample(error: VerificationError, shard: _OpenShard, sample: int) -> VerificationError:
+    """Add the sample that was being read to the error of a shard."""
+    what = f"{error.what} (reading the sample at byte {int(shard.offsets[sample]):,})"
+    return VerificationError(what, where=error.where, hint=error.hint)
 
 
-def _let_go(opened: Future[_Open], *, closing: bool = False) -> None:
-    """Let go of a shard; one that was read before it was checked still comes, to be checked, unless all is closed."""
+def _release(opened: Future[_OpenShard], *, closing: bool = False) -> None:
+    """Release a shard; if it was read before it was verified, let the download finish first, unless `closing`."""
     if opened.exception() is not None:
         return
     shard = opened.result()
-    if shard.read_cold and shard.coming is not None and not closing:
-        shard.coming.add_done_callback(lambda _: shard.let_go())
+    if shard.read_unverified and shard.download is not None and not closing:
+        shard.download.add_done_callback(lambda _: shard.release())
     else:
-        shard.let_go()
+        shard.release()

@@ -1,4 +1,4 @@
-"""Whose turn it is: where the next iteration of a dataset starts, known to a process and to its workers."""
+"""The cursor of a dataset, shared between a process and its DataLoader workers."""
 
 from __future__ import annotations
 
@@ -19,98 +19,98 @@ import msgspec
 from stoker.sampling.cursor import Cursor
 
 _LENGTH = struct.Struct("<Q")
-CLAIMS = 8
-"""Iterations whose beginning is remembered: as many can start their workers at the same time."""
+MAX_CLAIMS = 8
+"""Iterations whose start is remembered: as many may be starting their workers at the same time."""
 
 
-class Claim(msgspec.Struct):
-    """Where one iteration starts, and which of its workers know."""
+class IterationClaim(msgspec.Struct):
+    """The start of one iteration, and the workers that have asked for it."""
 
     start: Cursor
     workers: list[int] = msgspec.field(default_factory=list)
 
 
-class Turn(msgspec.Struct):
-    """Where the next iteration of one consumer starts, and whether that is where the last one was left."""
+class ConsumerState(msgspec.Struct):
+    """Start of the next iteration of one consumer process; `is_exact` unless workers may have read further."""
 
-    next: Cursor
-    known: bool = True
-    claims: dict[str, Claim] = msgspec.field(default_factory=dict)
+    next_start: Cursor
+    is_exact: bool = True
+    claims: dict[str, IterationClaim] = msgspec.field(default_factory=dict)
 
 
-class Turns:
-    """The turn of each process that takes batches of a dataset, in memory that it shares with its workers.
+class SharedCursor:
+    """State of each process that iterates over a dataset, in memory shared with its worker processes.
 
-    A worker has a copy of the dataset, and DataLoader tells neither the original that an iteration begins nor the copy
-    which one it is. The lock is one of the system's: it is free again when its holder is killed.
+    A worker has a copy of the dataset. DataLoader does not notify the original that an iteration starts, nor the copy
+    which iteration it is. The lock is a file lock: the kernel releases it when its holder is killed.
     """
 
-    def __init__(self, first: Turn | None, memory: int | None = None) -> None:
-        self._memory = os.memfd_create("stoker-turns") if memory is None else memory
-        self._threads: dict[int, threading.Lock] = {}
-        """By process: what a forked one inherited may be held for ever."""
-        weakref.finalize(self, os.close, self._memory)
-        if first is not None:
-            self._write({os.getpid(): first})
+    def __init__(self, initial: ConsumerState | None, fd: int | None = None) -> None:
+        self._fd = os.memfd_create("stoker-cursor") if fd is None else fd
+        self._locks: dict[int, threading.Lock] = {}
+        """By process id: a lock inherited by fork may be held forever."""
+        weakref.finalize(self, os.close, self._fd)
+        if initial is not None:
+            self._write({os.getpid(): initial})
 
     @contextmanager
-    def turn(self, consumer: int | None = None) -> Iterator[Turn]:
-        """Give the turn of a process, this one by default, while no other can change it; keep what is changed."""
-        with self._alone():
-            turns = self._read()
-            made_with = next(iter(turns.values()))  # a process that got a copy goes on from where the maker stands
-            turn = turns.setdefault(consumer or os.getpid(), Turn(made_with.next, made_with.known))
-            yield turn
-            self._write(turns)
+    def update(self, consumer: int | None = None) -> Iterator[ConsumerState]:
+        """Lock and yield the state of a process, by default this one; store the changes."""
+        with self._locked():
+            states = self._read()
+            creator = next(iter(states.values()))  # a process with a copy starts from where the creator is
+            state = states.setdefault(consumer or os.getpid(), ConsumerState(creator.next_start, creator.is_exact))
+            yield state
+            self._write(states)
 
-    def look(self) -> Turn:
-        """Give the turn of this process as it is now."""
-        with self._alone():
-            turns = self._read()
-        return turns.get(os.getpid()) or next(iter(turns.values()))
+    def get(self) -> ConsumerState:
+        """Return the current state of this process."""
+        with self._locked():
+            states = self._read()
+        return states.get(os.getpid()) or next(iter(states.values()))
 
     def claim(self, iteration: str, worker: int) -> Cursor:
-        """Tell a worker where its iteration starts; the first of them to ask begins it.
+        """Return where the iteration of a worker starts; the first worker that asks starts the iteration.
 
-        Iterations are told apart by the seed that DataLoader drew. Where the user made it draw the same one again, the
-        worker that asks a second time does so for a new iteration.
+        The base seed that DataLoader draws identifies an iteration. If the user made it draw the same seed again, a
+        worker that asks a second time starts a new iteration.
         """
         parent = multiprocessing.parent_process()
-        with self.turn(None if parent is None else parent.pid) as turn:
-            claim = turn.claims.get(iteration)
+        with self.update(None if parent is None else parent.pid) as state:
+            claim = state.claims.get(iteration)
             if claim is None or worker in claim.workers:
-                claim = Claim(turn.next)
-                turn.claims.pop(iteration, None)
-                turn.claims = dict([*turn.claims.items(), (iteration, claim)][-CLAIMS:])
-                turn.next, turn.known = Cursor(claim.start.epoch + 1, 0, claim.start.plan), False
+                claim = IterationClaim(state.next_start)
+                state.claims.pop(iteration, None)
+                state.claims = dict([*state.claims.items(), (iteration, claim)][-MAX_CLAIMS:])
+                state.next_start, state.is_exact = Cursor(claim.start.epoch + 1, 0, claim.start.plan), False
             claim.workers.append(worker)
             return claim.start
 
     def __reduce__(self) -> tuple[Any, ...]:
         if get_spawning_popen() is not None:
-            return _attached, (DupFd(self._memory),)
-        turn = self.look()  # a copy that is not for a worker stands alone
-        return Turns, (Turn(turn.next, turn.known),)
+            return _attach, (DupFd(self._fd),)
+        state = self.get()  # a copy that is not for a worker is independent
+        return SharedCursor, (ConsumerState(state.next_start, state.is_exact),)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep out other threads, by a lock of this process's own, and other processes, by one of the system's."""
-        with self._threads.setdefault(os.getpid(), threading.Lock()):
-            fcntl.lockf(self._memory, fcntl.LOCK_EX)
+    def _locked(self) -> Iterator[None]:
+        """Exclude other threads with a lock of this process, and other processes with a file lock."""
+        with self._locks.setdefault(os.getpid(), threading.Lock()):
+            fcntl.lockf(self._fd, fcntl.LOCK_EX)
             try:
                 yield
             finally:
-                fcntl.lockf(self._memory, fcntl.LOCK_UN)
+                fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
-    def _read(self) -> dict[int, Turn]:
-        data = os.pread(self._memory, os.fstat(self._memory).st_size, 0)
+    def _read(self) -> dict[int, ConsumerState]:
+        data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
         (length,) = _LENGTH.unpack_from(data)
-        return msgspec.msgpack.decode(data[_LENGTH.size : _LENGTH.size + length], type=dict[int, Turn])
+        return msgspec.msgpack.decode(data[_LENGTH.size : _LENGTH.size + length], type=dict[int, ConsumerState])
 
-    def _write(self, turns: dict[int, Turn]) -> None:
-        data = msgspec.msgpack.encode(turns)
-        os.pwrite(self._memory, _LENGTH.pack(len(data)) + data, 0)  # in one call: a kill falls before or after it
+    def _write(self, states: dict[int, ConsumerState]) -> None:
+        data = msgspec.msgpack.encode(states)
+        os.pwrite(self._fd, _LENGTH.pack(len(data)) + data, 0)  # one call, which a kill cannot interrupt
 
 
-def _attached(memory: Any) -> Turns:
-    return Turns(None, memory.detach())
+def _attach(fd: Any) -> SharedCursor:
+    return SharedCursor(None, fd.detach())

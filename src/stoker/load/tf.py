@@ -20,17 +20,16 @@ except ImportError as error:
 
 
 def dataset(url: str | Path | ShardSet, **settings: Any) -> tf.data.Dataset:
-    """Give a shard set as batches of (images, labels), one epoch for each iteration; takes what `TfLoader` takes."""
+    """Return a dataset of batches (images, labels), one epoch per iteration; takes the parameters of `TfLoader`."""
     return TfLoader(url, **settings).dataset
 
 
 class TfLoader:
-    """A shard set as a `tf.data.Dataset`, one epoch for each iteration; takes what `stoker.Loader` takes.
+    """A shard set as a `tf.data.Dataset`, one epoch per iteration; takes the parameters of `stoker.Loader`.
 
-    tf.data takes batches ahead of the consumer, so only the consumer knows how far it got: each iteration is the next
-    epoch, unless `load_state_dict` says where to go on. With `with_cursor` every batch has its end cursor as a third
-    element, of which `state_dict` makes a checkpoint. A transform of the user's own needs `images`, the TensorSpec of
-    the batch that it makes.
+    tf.data prefetches batches, so only the consumer knows which ones it has used: each iteration is the next epoch,
+    unless `load_state_dict` sets the position. With `with_cursor`, every batch has its end cursor as a third element,
+    which `state_dict` converts for a checkpoint. A user transform needs `images`, the TensorSpec of its batches.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class TfLoader:
         **settings: Any,
     ) -> None:
         loader = Loader(url, **settings)
-        self._set, self._settings, self._with_cursor = loader.set, settings, with_cursor
+        self._set, self._settings, self._with_cursor = loader.shard_set, settings, with_cursor
         self._plan = loader.plan
         self._next = loader.cursor
         element = [images or _images(settings), tf.TensorSpec([None], tf.int64)]
@@ -51,16 +50,16 @@ class TfLoader:
         self.dataset = tf.data.Dataset.from_generator(self._epoch, output_signature=tuple(element))
 
     def state_dict(self, cursor: Any) -> dict[str, Any]:
-        """Make the third element of the last batch that was taken into plain values, for a checkpoint."""
+        """Return the cursor, the third element of the last batch used, as plain values for a checkpoint."""
         epoch, consumed = (int(number) for number in np.asarray(cursor))
         return Cursor(epoch, consumed, self._plan.digest).state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a cursor, whatever world it was made in; the next iteration starts there."""
+        """Resume from a cursor, saved with any world size; the next iteration starts there."""
         self._next = self._plan.check_cursor(Cursor.from_state(state))
 
     def _epoch(self) -> Iterator[tuple[Any, ...]]:
-        start, self._next = self._next, self._plan.start(self._next.epoch + 1)
+        start, self._next = self._next, self._plan.start_cursor(self._next.epoch + 1)
         with Loader(self._set, **self._settings) as loader:
             loader.load_state_dict(start.state())
             for batch in loader:
@@ -81,8 +80,8 @@ def _images(settings: Mapping[str, Any]) -> tf.TensorSpec:
         return tf.TensorSpec([None], tf.string)
     if not isinstance(transform, str):
         raise InputError(
-            "what a transform of your own makes is not known here",
-            hint="give images=tf.TensorSpec([None, ...], dtype)",
+            "the batch shape of a user transform is not known",
+            hint="pass images=tf.TensorSpec([None, ...], dtype)",
         )
     row = (3, size, size) if settings.get("layout", "NHWC") == "NCHW" else (size, size, 3)
     return tf.TensorSpec([None, *row], tf.uint8)

@@ -1,1 +1,1 @@
-"""Programs that train: each is one file to be read from top to bottom, and started by `python -m` or a job."""
+"""Training programs, started with `python -m` or by a job; each reads from top to bottom."""

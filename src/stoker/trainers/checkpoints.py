@@ -22,22 +22,22 @@ from typing import IO, Any, NamedTuple, cast
 
 import torch
 
-from stoker.errors import ConflictError, DataFaultError, InputError, StokerError
-from stoker.storage import Store, join, local_path, open_store, open_writable, shown, split
-from stoker.storage.local import explained, is_temporary
+from stoker.errors import ConflictError, InputError, StokerError, VerificationError
+from stoker.storage import Store, join, local_path, open_store, open_writable, redacted, split
+from stoker.storage.local import is_temporary, translate_os_errors
 
 VERSION = 1
-BEST = "best.pt"
-LOCK = ".lock"
+BEST_NAME = "best.pt"
+LOCK_NAME = ".lock"
 _NAME = re.compile(r"step-(\d{10})\.pt")
 _MAGIC = b"stoker-sha256:"
-_TRAILER = len(_MAGIC) + hashlib.sha256().digest_size
+_TRAILER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
 
-State = dict[str, Any]
+Checkpoint = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
-class Checkpoints:
+class CheckpointStore:
     """The checkpoints of one training: the newest `keep` of them, and the best."""
 
     def __init__(
@@ -45,31 +45,31 @@ class Checkpoints:
         url: str,
         *,
         keep: int = 3,
-        written: Callable[[str, int, float], None] = lambda *_: None,
-        damaged: Callable[[str, str], None] = lambda *_: None,
+        on_written: Callable[[str, int, float], None] = lambda *_: None,
+        on_damaged: Callable[[str, str], None] = lambda *_: None,
         write: bool = True,
-        patience_s: float = 10.0,
+        lock_timeout_s: float = 10.0,
     ) -> None:
         path = local_path(url)
         url = url if path is None else str(path.expanduser())
-        self.url = shown(url)
-        self._folder = None if path is None else Path(url)
+        self.url = redacted(url)
+        self._directory = None if path is None else Path(url)
         self._store: Store = open_writable(url) if write else open_store(url)
-        self._keep, self._written, self._damaged = max(1, keep), written, damaged
-        self._lock = _locked(self._folder, patience_s) if write and self._folder else None
+        self._keep, self._on_written, self._on_damaged = max(1, keep), on_written, on_damaged
+        self._lock = _lock_directory(self._directory, lock_timeout_s) if write and self._directory else None
         self._pool = ThreadPoolExecutor(1, "stoker-checkpoint")
-        self._writing: Future[None] | None = None
-        self._failed = False  # the last one that is known of
+        self._write_future: Future[None] | None = None
+        self._last_failed = False  # the last one that is known of
 
-    def newest(self) -> tuple[str, State] | None:
+    def load_newest(self) -> tuple[str, Checkpoint] | None:
         """Read the newest checkpoint that is whole, and tell of each one that is not; None where there are none."""
         names = self._names()
         for name in reversed(names):
             try:
-                return name, unpack(self._store.get(name), where=join(self.url, name))
-            except DataFaultError as error:
+                return name, decode_checkpoint(self._store.get(name), where=join(self.url, name))
+            except VerificationError as error:
                 log.warning("%s; going back to the one before it", error)
-                self._damaged(name, error.what)
+                self._on_damaged(name, error.what)
         if names:
             raise InputError(
                 f"all {len(names)} checkpoints here are damaged",
@@ -78,39 +78,39 @@ class Checkpoints:
             )
         return None
 
-    def best(self) -> tuple[str, State] | None:
+    def load_best(self) -> tuple[str, Checkpoint] | None:
         """Read the best checkpoint, where one was validated."""
-        if all(entry.name != BEST for entry in self._store.list(BEST)):
+        if all(entry.name != BEST_NAME for entry in self._store.list(BEST_NAME)):
             return None
-        return BEST, unpack(self._store.get(BEST), where=join(self.url, BEST))
+        return BEST_NAME, decode_checkpoint(self._store.get(BEST_NAME), where=join(self.url, BEST_NAME))
 
     @property
-    def busy(self) -> bool:
+    def is_writing(self) -> bool:
         """Whether one is still being written."""
-        return self._writing is not None and not self._writing.done()
+        return self._write_future is not None and not self._write_future.done()
 
-    def save(self, state: State, step: int, *, best: bool = False) -> None:
+    def save(self, state: Checkpoint, step: int, *, best: bool = False) -> None:
         """Copy the state, and write it in the background.
 
         If the one before it failed, that is a warning, and if the one before that did too, it is raised.
         """
-        before = self._failed
+        before = self._last_failed
         try:
             self.wait()
         except (StokerError, OSError) as error:
             if before:
                 raise
             log.warning("a checkpoint was not written: %s; the next one is tried", error)
-        copy = {"stoker": VERSION, **_copied(state)}
-        self._writing = self._pool.submit(self._write, copy, step, best)
+        copy = {"stoker": VERSION, **_copy_to_cpu(state)}
+        self._write_future = self._pool.submit(self._write, copy, step, best)
 
     def wait(self) -> None:
         """Wait until nothing is being written; raise what went wrong."""
-        writing, self._writing = self._writing, None
+        writing, self._write_future = self._write_future, None
         if writing is not None:
-            self._failed = True
+            self._last_failed = True
             writing.result()
-            self._failed = False
+            self._last_failed = False
 
     def close(self) -> None:
         """Wait for the writer, and let others write here."""
@@ -121,47 +121,47 @@ class Checkpoints:
             if self._lock is not None:
                 self._lock.close()
 
-    def _write(self, state: State, step: int, best: bool) -> None:
+    def _write(self, state: Checkpoint, step: int, best: bool) -> None:
         started = time.monotonic()
         if best:  # first: a kill between the two repeats the validation, and writes both again
-            self._put(BEST, state)
+            self._put(BEST_NAME, state)
         name = f"step-{step:010d}.pt"
         self._put(name, state)
-        self._written(join(self.url, name), step, time.monotonic() - started)
+        self._on_written(join(self.url, name), step, time.monotonic() - started)
         # What stands above this step was damaged, or was taken back with it.
         names = self._names()
         older = [one for one in names if one <= name]
         for old in [*older[: -self._keep], *names[len(older) :]]:
             self._store.delete(old)
 
-    def _put(self, name: str, state: State) -> None:
-        if self._folder is None:
+    def _put(self, name: str, state: Checkpoint) -> None:
+        if self._directory is None:
             with tempfile.TemporaryDirectory(prefix="stoker-checkpoint-") as folder:
                 path = Path(folder, name)
-                _pack(state, path)
+                _write_file(state, path)
                 self._store.put(name, path)
             return
-        path = self._folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+        path = self._directory / f".{name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
         try:
-            _pack(state, path)
+            _write_file(state, path)
             self._store.put(name, path)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        _sync_folder(self._folder)
+        _fsync_directory(self._directory)
 
     def _names(self) -> list[str]:
         return sorted(entry.name for entry in self._store.list("step-") if _NAME.fullmatch(entry.name))
 
 
-def unpack(data: bytes, *, where: str) -> State:
+def decode_checkpoint(data: bytes, *, where: str) -> Checkpoint:
     """Make a state of the bytes of a checkpoint of ours; refuse damaged ones. Nothing in it is executed."""
-    body, trailer = data[:-_TRAILER], data[-_TRAILER:]
+    body, trailer = data[:-_TRAILER_BYTES], data[-_TRAILER_BYTES:]
     if trailer[: len(_MAGIC)] != _MAGIC:
-        raise DataFaultError("this checkpoint is damaged: its end is missing", where=where)
+        raise VerificationError("this checkpoint is damaged: its end is missing", where=where)
     if trailer[len(_MAGIC) :] != hashlib.sha256(body).digest():
-        raise DataFaultError("this checkpoint is damaged: its sha256 is another", where=where)
-    state: State = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+        raise VerificationError("this checkpoint is damaged: its sha256 is another", where=where)
+    state: Checkpoint = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     if state.get("stoker") != VERSION:
         raise InputError(f"a checkpoint of version {state.get('stoker')!r}, and this reads {VERSION}", where=where)
     return state
@@ -171,7 +171,7 @@ class Weights(NamedTuple):
     """The weights of a model, and their average where a checkpoint has one."""
 
     model: dict[str, torch.Tensor]
-    averaged: dict[str, torch.Tensor] | None = None
+    ema: dict[str, torch.Tensor] | None = None
 
 
 def read_weights(url: str) -> Weights:
@@ -179,17 +179,17 @@ def read_weights(url: str) -> Weights:
     folder, name = split(url)
     path = local_path(folder)
     data = open_store(folder if path is None else str(path.expanduser())).get(name)
-    if data[-_TRAILER:][: len(_MAGIC)] == _MAGIC:
-        state = unpack(data, where=shown(url))
+    if data[-_TRAILER_BYTES:][: len(_MAGIC)] == _MAGIC:
+        state = decode_checkpoint(data, where=redacted(url))
         return Weights(state["model"], state.get("ema"))
     try:
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise InputError(f"no weights that can be loaded safely: {_first_line(error)}", where=shown(url)) from error
+        raise InputError(f"no weights that can be loaded safely: {_first_line(error)}", where=redacted(url)) from error
     for name in ("model", "state_dict"):
         found = found[name] if isinstance(found, dict) and isinstance(found.get(name), dict) else found
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
-        raise InputError("holds no state_dict of a model", where=shown(url))
+        raise InputError("holds no state_dict of a model", where=redacted(url))
     return Weights({name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in found.items()})
 
 
@@ -219,7 +219,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-class _Hashing(io.RawIOBase):
+class _HashingWriter(io.RawIOBase):
     """Passes on what is written, and digests it."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -233,10 +233,10 @@ class _Hashing(io.RawIOBase):
         return self._file.write(data)
 
 
-def _pack(state: State, path: Path) -> None:
+def _write_file(state: Checkpoint, path: Path) -> None:
     """Write a checkpoint that is on the disk when this returns."""
-    with explained(path), path.open("xb") as file:
-        hashing = _Hashing(file)
+    with translate_os_errors(path), path.open("xb") as file:
+        hashing = _HashingWriter(file)
         try:
             torch.save(state, cast(IO[bytes], hashing))
         except RuntimeError as error:  # torch hides what the system said in one of these
@@ -248,7 +248,7 @@ def _pack(state: State, path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
+def _fsync_directory(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -256,22 +256,22 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _copied(value: Any) -> Any:
+def _copy_to_cpu(value: Any) -> Any:
     """Copy a state into memory of its own, off the device: training may go on."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: _copied(one) for key, one in value.items()}
+        return {key: _copy_to_cpu(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(_copied, value))
+        return type(value)(map(_copy_to_cpu, value))
     return value
 
 
-def _locked(folder: Path, patience_s: float) -> IO[str] | None:
+def _lock_directory(folder: Path, patience_s: float) -> IO[str] | None:
     """Hold the folder for this training alone; one that is just ending may take a moment to let go."""
-    with explained(folder):
+    with translate_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a+")
+        file = (folder / LOCK_NAME).open("a+")
     until = time.monotonic() + patience_s
     while True:
         try:

@@ -16,7 +16,7 @@ from stoker.core.units import parse_bytes, parse_duration
 from stoker.errors import Fault, InputError, MissingExtraError, SpecError, StokerError
 from stoker.load.native import DECODERS
 from stoker.load.transforms import TRANSFORMS
-from stoker.sampling.plan import MEANINGS
+from stoker.sampling.plan import SAMPLING_MODES
 from stoker.trainers.schedule import SCHEDULES
 
 LR_PER_256 = 0.1
@@ -25,10 +25,10 @@ SMALL_SIZE = 64
 MODELS = ("resnet18", "resnet34", "resnet50", "resnet8", "small", "trivial")
 """The models that need nothing but torch; stoker.trainers.models has them."""
 PRECISIONS = ("fp32", "bf16", "fp16")
-_OFF = argparse.SUPPRESS
+_HIDDEN = argparse.SUPPRESS
 
 
-def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     """Make the parser; what a job sets in the environment is the default."""
     parse = argparse.ArgumentParser(
         prog="python -m stoker.trainers.torch_image",
@@ -42,8 +42,8 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     _training(parse.add_argument_group("training"))
     _checkpoints(parse.add_argument_group("checkpoints"), environ)
     _machine(parse.add_argument_group("machine"))
-    _watching(parse.add_argument_group("watching"))
-    _elsewhere(parse)
+    _logging(parse.add_argument_group("watching"))
+    _webdataset(parse)
     return parse
 
 
@@ -54,7 +54,7 @@ def _data(group: argparse._ArgumentGroup, environ: Mapping[str, str]) -> None:
     group.add_argument("--via", metavar="URL", default=get("STOKER_DATA_VIA"), help="read through this shared cache")
     group.add_argument(
         "--sampling",
-        choices=tuple(MEANINGS),
+        choices=tuple(SAMPLING_MODES),
         default=get("STOKER_SAMPLING") or "exact",
         help="how an epoch is dealt to the ranks",
     )
@@ -63,7 +63,7 @@ def _data(group: argparse._ArgumentGroup, environ: Mapping[str, str]) -> None:
     group.add_argument(
         "--cache-size",
         metavar="SIZE",
-        type=_read(parse_bytes),
+        type=_argparse_type(parse_bytes),
         default=get("STOKER_CACHE_SIZE") or None,
         help="at most so much",
     )
@@ -138,7 +138,7 @@ def _checkpoints(group: argparse._ArgumentGroup, environ: Mapping[str, str]) -> 
     add(
         "--checkpoint-every",
         metavar="TIME",
-        type=_read(parse_duration),
+        type=_argparse_type(parse_duration),
         default="10m",
         help="write one so often; 0: not",
     )
@@ -157,36 +157,44 @@ def _machine(group: argparse._ArgumentGroup) -> None:
     add("--deterministic", action="store_true", help="the same bits every time, killed and resumed or not")
 
 
-def _watching(group: argparse._ArgumentGroup) -> None:
+def _logging(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
-        "--log-every", metavar="TIME", type=_read(parse_duration), default="10", help="a line and measurements so often"
+        "--log-every",
+        metavar="TIME",
+        type=_argparse_type(parse_duration),
+        default="10",
+        help="a line and measurements so often",
     )
     add("--ledger", metavar="DIR", help="write down which samples each rank saw at each step")
 
 
-def _elsewhere(parse: argparse.ArgumentParser) -> None:
+def _webdataset(parse: argparse.ArgumentParser) -> None:
     """Take the flags of webdataset-imagenet with their meaning."""
     same = {"--batchsize": "batch_size", "--nepochs": "epochs", "--ntrain": "epoch_samples_if_resampled"}
     for flag, name in same.items():
-        parse.add_argument(flag, dest=name, type=int, default=_OFF, help=_OFF)
-    parse.add_argument("--mname", default=_OFF, help=_OFF)
-    parse.add_argument("--loginterval", dest="log_every", type=_read(parse_duration), default=_OFF, help=_OFF)
-    parse.add_argument("--splitshards", dest="sampling", action="store_const", const="exact", default=_OFF, help=_OFF)
-    parse.add_argument("--amplevel", dest="amplevel", default=_OFF, help=_OFF)
+        parse.add_argument(flag, dest=name, type=int, default=_HIDDEN, help=_HIDDEN)
+    parse.add_argument("--mname", default=_HIDDEN, help=_HIDDEN)
+    parse.add_argument(
+        "--loginterval", dest="log_every", type=_argparse_type(parse_duration), default=_HIDDEN, help=_HIDDEN
+    )
+    parse.add_argument(
+        "--splitshards", dest="sampling", action="store_const", const="exact", default=_HIDDEN, help=_HIDDEN
+    )
+    parse.add_argument("--amplevel", dest="amplevel", default=_HIDDEN, help=_HIDDEN)
     for flag in ("--bucket", "--shards", "--valshards"):
-        parse.add_argument(flag, default=_OFF, help=_OFF)
+        parse.add_argument(flag, default=_HIDDEN, help=_HIDDEN)
     # Always so here (one log), not needed (apex), known from the manifest (nval), or from the starter (wsize).
     for flag in ("--onelog", "--showopen", "--apexddp"):
-        parse.add_argument(flag, dest="ignored", action="store_true", default=_OFF, help=_OFF)
+        parse.add_argument(flag, dest="ignored", action="store_true", default=_HIDDEN, help=_HIDDEN)
     for flag in ("--nval", "--distributed", "--wsize"):
-        parse.add_argument(flag, dest="ignored", default=_OFF, help=_OFF)
+        parse.add_argument(flag, dest="ignored", default=_HIDDEN, help=_HIDDEN)
 
 
-def read(words: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> argparse.Namespace:
+def parse_flags(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> argparse.Namespace:
     """Read the flags, check what can be checked without the data, and say every reason at once."""
-    args = parser(environ).parse_args(words)
-    _translate(args)
+    args = build_parser(environ).parse_args(argv)
+    _apply_webdataset(args)
     args.transform = args.transform or ("small-train" if args.size <= SMALL_SIZE else "imagenet-train")
     args.val_transform = args.val_transform or ("whole" if args.size <= SMALL_SIZE else "imagenet-val")
     faults = list(_faults(args))
@@ -197,11 +205,11 @@ def read(words: Sequence[str] | None = None, environ: Mapping[str, str] = os.env
     return args
 
 
-def read_or_exit(words: Sequence[str]) -> argparse.Namespace:
+def parse_or_exit(argv: Sequence[str]) -> argparse.Namespace:
     """Read the flags of a program, and set what must be set before torch is imported; end it if they are bad."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # before anything that could hang
     try:
-        args = read(words)
+        args = parse_flags(argv)
     except StokerError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
@@ -213,7 +221,7 @@ def read_or_exit(words: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _translate(args: argparse.Namespace) -> None:
+def _apply_webdataset(args: argparse.Namespace) -> None:
     """Turn what only the flags of elsewhere say into ours."""
     args.notes = []
     bucket = vars(args).pop("bucket", "")
@@ -278,7 +286,7 @@ def _epochs(text: str) -> tuple[float, ...]:
 _epochs.__name__ = "epochs, such as 30,60,90"
 
 
-def _read(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+def _argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """Let argparse say what a reader of ours refuses."""
 
     def read(text: str) -> Any:
@@ -290,11 +298,11 @@ def _read(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
-def table() -> str:
+def flags_table() -> str:
     """Give the flags by task, as docs/train.md has them."""
     lines = []
-    for group in parser({})._action_groups:
-        actions = [action for action in group._group_actions if action.help not in (_OFF, None)]
+    for group in build_parser({})._action_groups:
+        actions = [action for action in group._group_actions if action.help not in (_HIDDEN, None)]
         if group.title in (None, "positional arguments", "options"):
             continue
         lines += [f"**{str(group.title).capitalize()}**", "", "| flag | default | |", "|---|---|---|"]
@@ -302,12 +310,12 @@ def table() -> str:
             takes = f" {action.metavar}" if action.metavar else " " + " \\| ".join(map(str, action.choices or ()))
             flag = "`, `".join(action.option_strings)
             words = "" if action.nargs == 0 else takes.rstrip()
-            lines.append(f"| `{flag}{words}` | {_shown(action.default)} | {action.help} |")
+            lines.append(f"| `{flag}{words}` | {_format_default(action.default)} | {action.help} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def _shown(default: object) -> str:
+def _format_default(default: object) -> str:
     if default is None or default is False:
         return ""
     if isinstance(default, tuple):

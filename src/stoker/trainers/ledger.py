@@ -1,7 +1,7 @@
-"""Who read what: a line for each rank's share of each step, and what of it counts once a training was resumed.
+"""The ledger: which samples each rank saw at each step, and which of them count after resumes.
 
-A line is written before the step's collectives. So no checkpoint of a step can exist before the lines of all ranks do,
-and a line whose step was never finished is taken back by the resume that follows it.
+A line is written before the collectives of its step. So no checkpoint of a step can exist before the lines of all
+ranks, and the next resume revokes the lines of steps that were not completed.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stoker.load.loader import find_one
+from stoker.load.planning import find_shard_set
 from stoker.sampling.cursor import Cursor
-from stoker.shards.scan import described
-from stoker.storage.local import explained
+from stoker.shards.scan import ensure_manifest
+from stoker.storage.local import translate_os_errors
 
 Sample = tuple[int, int]
-"""The number of a shard in its set, and of the sample in it."""
+"""Number of the shard in its shard set, and of the sample in the shard."""
 
 
 class Ledger:
-    """Appends one rank's lines; a line that a kill tears is not read, and was not trained on."""
+    """Appends the lines of one rank; a line truncated by a kill is ignored, as its step was not trained."""
 
     def __init__(self, folder: str | Path, *, rank: int, attempt: int, session: int, cursor: Cursor) -> None:
         path = Path(folder).expanduser()
-        with explained(path):
+        with translate_os_errors(path):
             path.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path / f"rank-{rank}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._head = {"session": session, "attempt": attempt, "rank": rank}
-        self._write(b"\n")  # ends a line that a kill tore
+        self._write(b"\n")  # ends a line that a kill has truncated
         self._append({"resume": True, "epoch": cursor.epoch, "consumed": cursor.consumed})
 
     def step(self, epoch: int, start: int, end: int, samples: Sequence[Sample]) -> None:
-        """Write down what this rank reads of one step."""
+        """Record the samples of one step on this rank."""
         self._append({"epoch": epoch, "start": start, "end": end, "samples": samples})
 
     def close(self) -> None:
@@ -52,8 +52,8 @@ class Ledger:
             line = line[os.write(self._fd, line) :]
 
 
-class _Line(NamedTuple):
-    """One rank's share of a step."""
+class _LedgerLine(NamedTuple):
+    """The share of one rank in a step."""
 
     session: int
     epoch: int
@@ -63,8 +63,8 @@ class _Line(NamedTuple):
     samples: list[Sample]
 
 
-def effective(folder: str | Path) -> dict[int, list[Sample]]:
-    """Read a folder of ledgers: the samples of each epoch that count, without those that a resume took back."""
+def effective_samples(folder: str | Path) -> dict[int, list[Sample]]:
+    """Return the samples of each epoch that count, without those that a resume has revoked."""
     starts: dict[int, tuple[int, int]] = {}
     lines = []
     for raw in _read(Path(folder)):
@@ -72,7 +72,7 @@ def effective(folder: str | Path) -> dict[int, list[Sample]]:
             starts[raw["session"]] = (raw["epoch"], raw["consumed"])
         else:
             samples = [(shard, sample) for shard, sample in raw["samples"]]
-            lines.append(_Line(raw["session"], raw["epoch"], raw["start"], raw["end"], raw["rank"], samples))
+            lines.append(_LedgerLine(raw["session"], raw["epoch"], raw["start"], raw["end"], raw["rank"], samples))
     epochs: dict[int, list[Sample]] = defaultdict(list)
     for line in sorted(lines, key=lambda line: (line.epoch, line.start, line.rank)):
         later = [start for session, start in starts.items() if session > line.session]
@@ -81,14 +81,14 @@ def effective(folder: str | Path) -> dict[int, list[Sample]]:
     return dict(epochs)
 
 
-def sessions(folder: str | Path) -> list[tuple[int, int]]:
-    """Tell where each start of the training went on: epoch and samples consumed, in the order of the starts."""
+def session_starts(folder: str | Path) -> list[tuple[int, int]]:
+    """Return where each start of the training began: epoch and samples consumed, in order."""
     starts = {raw["session"]: (raw["epoch"], raw["consumed"]) for raw in _read(Path(folder)) if raw.get("resume")}
     return [starts[session] for session in sorted(starts)]
 
 
 def next_session(folder: str | Path) -> int:
-    """Number this start of the training: one more than the last in the folder, whatever the clocks say."""
+    """Return the number of this start of the training: one more than the last, independent of clocks."""
     return 1 + max((raw["session"] for raw in _read(Path(folder).expanduser()) if "session" in raw), default=0)
 
 
@@ -98,28 +98,28 @@ def _read(folder: Path) -> Iterator[dict[str, Any]]:
             try:
                 raw = json.loads(text)
             except ValueError:
-                continue  # torn by a kill, or the empty line after one
+                continue  # truncated by a kill, or the empty line after it
             if isinstance(raw, dict):
                 yield raw
 
 
 def main() -> None:
-    """Tell whether every sample was trained on exactly once in each epoch; exit with 1 when not."""
+    """Check that every sample was trained on exactly once per epoch; exit with code 1 if not."""
     parser = argparse.ArgumentParser(prog="python -m stoker.trainers.ledger", description=main.__doc__)
-    parser.add_argument("folder", metavar="DIR", help="what --ledger named")
-    parser.add_argument("--data", metavar="URL", required=True, help="the training set")
+    parser.add_argument("folder", metavar="DIR", help="directory of --ledger")
+    parser.add_argument("--data", metavar="URL", required=True, help="training set")
     args = parser.parse_args()
-    manifest = described(find_one(args.data), jobs=1).manifest
+    manifest = ensure_manifest(find_shard_set(args.data), jobs=1).manifest
     assert manifest is not None
-    whole = {(shard, sample) for shard, one in enumerate(manifest.shards) for sample in range(one.samples)}
-    epochs, starts = effective(args.folder), sessions(args.folder)
-    odd = [epoch for epoch, samples in epochs.items() if sorted(samples) != sorted(whole)]
+    dataset = {(shard, sample) for shard, entry in enumerate(manifest.shards) for sample in range(entry.samples)}
+    epochs, starts = effective_samples(args.folder), session_starts(args.folder)
+    wrong = [epoch for epoch, samples in epochs.items() if sorted(samples) != sorted(dataset)]
     for epoch, consumed in starts[1:]:
-        sys.stdout.write(f"resumed in epoch {epoch}, after {consumed:,} of its {len(whole):,} samples\n")
-    if odd or not epochs:
-        sys.stdout.write(f"NOT exact: epochs {odd} of {len(epochs)}\n")
+        sys.stdout.write(f"resumed in epoch {epoch}, after {consumed:,} of its {len(dataset):,} samples\n")
+    if wrong or not epochs:
+        sys.stdout.write(f"NOT exact: epochs {wrong} of {len(epochs)}\n")
         sys.exit(1)
-    sys.stdout.write(f"{len(epochs)} epochs: each of the {len(whole):,} samples exactly once in every epoch\n")
+    sys.stdout.write(f"{len(epochs)} epochs: each of the {len(dataset):,} samples exactly once in every epoch\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where the steps' time goes: events by every rank, a line for people by rank 0."""
+"""Measure where the time of the steps goes: events on every rank, a progress line on rank 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stoker.load.loader import Times
+from stoker.load.loader import StageTimes
 from stoker.telemetry import Recorder
 
 HEARTBEAT_S = 1.0
@@ -18,84 +18,85 @@ FIRST_LOG_S = 2.0
 STAGES = ("fetch", "read", "decode", "transform")
 
 
-class Heartbeat:
-    """Says that this rank is alive, once a second at most; only the training thread calls it: so a hang is seen."""
+class HeartbeatSender:
+    """Sends heartbeats, at most one per second; only the training thread calls it, so that a hang is detected."""
 
     def __init__(self, record: Recorder) -> None:
         self._record, self._at = record, 0.0
 
-    def due(self) -> bool:
-        """Whether a second has passed."""
+    def is_due(self) -> bool:
+        """Whether a second has passed since the last heartbeat."""
         return time.monotonic() - self._at >= HEARTBEAT_S
 
     def __call__(self, step: int, shard: str = "", sample: int = -1) -> None:
-        """Tell the step, if it is time."""
-        if self.due():
+        """Send a heartbeat, if one is due."""
+        if self.is_due():
             self._at = time.monotonic()
             self._record.heartbeat(step, shard=shard, sample=sample)
 
 
 @dataclass
 class Meter:
-    """Adds up where the steps' time goes, and tells it from time to time: events by all ranks, a line by rank 0."""
+    """Accumulates times, samples and losses of the steps, and reports them every --log-every seconds."""
 
     args: argparse.Namespace
     record: Recorder
-    say: Callable[[str], None]
-    world: int
+    print_line: Callable[[str], None]
     rank: int
     steps: int = 0
     _spans: dict[str, float] = field(default_factory=dict)
-    _mine: int = 0
-    _all: int = 0
-    _loss: Any = 0.0
-    _times: Times = field(default_factory=Times)
-    _begun: float = field(default_factory=time.perf_counter)
-    _due: float = 0.0
-    _ever: int = 0
-    _ever_s: float = 0.0
+    _local_samples: int = 0
+    _global_samples: int = 0
+    _loss_sum: Any = 0.0
+    _times: StageTimes = field(default_factory=StageTimes)
+    _started: float = field(default_factory=time.perf_counter)
+    _due_at: float = 0.0
+    _total_samples: int = 0
+    _total_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._due = self._begun + min(FIRST_LOG_S, self.args.log_every)
+        self._due_at = self._started + min(FIRST_LOG_S, self.args.log_every)
 
     @property
-    def overall(self) -> float:
-        """Images a second of all ranks while steps were made."""
-        return self._ever / self._ever_s if self._ever_s else 0.0
+    def images_per_s(self) -> float:
+        """Images per second of all ranks, over the time spent in steps."""
+        return self._total_samples / self._total_s if self._total_s else 0.0
 
-    def add(self, **seconds: float) -> None:
-        """Add the parts of a step."""
+    def add_times(self, **seconds: float) -> None:
+        """Add the durations of parts of a step."""
         for name, length in seconds.items():
             self._spans[name] = self._spans.get(name, 0.0) + length
 
-    def count(self, mine: int, everyone: int, loss: torch.Tensor) -> None:
-        """Add a step's samples, and the sum of this rank's losses, which stays where it is until it is told."""
+    def add_samples(self, local: int, total: int, loss_sum: torch.Tensor) -> None:
+        """Count a step: the samples of this rank and of all ranks, and this rank's losses, which stay on the device."""
         self.steps += 1
-        self._mine, self._all, self._loss = self._mine + mine, self._all + everyone, self._loss + loss
+        self._local_samples += local
+        self._global_samples += total
+        self._loss_sum = self._loss_sum + loss_sum
 
-    def due(self) -> bool:
-        """Whether it is time to tell."""
-        return time.perf_counter() >= self._due
+    def is_due(self) -> bool:
+        """Whether it is time to report."""
+        return time.perf_counter() >= self._due_at
 
-    def tell(self, epoch: int, step: int, total: int, rate: float, epochs: float, times: Times) -> None:
-        """Write the events and the line, and begin anew."""
-        loss = float(self._loss) / max(1, self._mine)  # waits for the device
+    def report(self, epoch: int, step: int, total_steps: int, lr: float, epochs: float, times: StageTimes) -> None:
+        """Write the events and the progress line, and start over."""
+        loss = float(self._loss_sum) / max(1, self._local_samples)  # waits for the device
         now = time.perf_counter()
-        stepping = max(self._spans["step"], 1e-9)
-        speed = self._all / stepping
-        begun = time.time() - (now - self._begun)
-        spent = {f"loader.{name}": getattr(times, name) - getattr(self._times, name) for name in STAGES}
-        for name, length in {**self._spans, **spent}.items():
-            more = {"count": self.steps, "samples": self._mine}
-            self.record.span(name, round(begun, 6), round(length, 6), step, **more)
+        step_s = max(self._spans["step"], 1e-9)
+        speed = self._global_samples / step_s
+        started = time.time() - (now - self._started)
+        loader_spans = {f"loader.{name}": getattr(times, name) - getattr(self._times, name) for name in STAGES}
+        for name, length in {**self._spans, **loader_spans}.items():
+            counts = {"count": self.steps, "samples": self._local_samples}
+            self.record.span(name, round(started, 6), round(length, 6), step, **counts)
         if self.rank == 0:
-            told = {"loss": loss, "lr": rate, "samples_per_s": speed, "epoch": epochs}
-            for name, value in told.items():
+            scalars = {"loss": loss, "lr": lr, "samples_per_s": speed, "epoch": epochs}
+            for name, value in scalars.items():
                 self.record.scalar(name, value, step)
-        wait = 100 * self._spans["loader_wait"] / stepping
-        at = f"epoch {epoch} step {step:,}/{total:,}"
-        self.say(f"{at} loss {loss:.4f} lr {rate:.4g} {speed:,.0f} images/s wait {wait:.0f} %")
-        self._ever, self._ever_s = self._ever + self._all, self._ever_s + stepping
+        wait = 100 * self._spans["loader_wait"] / step_s
+        position = f"epoch {epoch} step {step:,}/{total_steps:,}"
+        self.print_line(f"{position} loss {loss:.4f} lr {lr:.4g} {speed:,.0f} images/s wait {wait:.0f} %")
+        self._total_samples, self._total_s = self._total_samples + self._global_samples, self._total_s + step_s
         self._spans, self._times, self.steps = {}, times, 0
-        self._mine, self._all, self._loss = 0, 0, 0.0
-        self._begun, self._due = now, now + self.args.log_every
+        self._local_samples, self._global_samples, self._loss_sum = 0, 0, 0.0
+        self._started, self._due_at = now, now + self.args.log_every

@@ -16,24 +16,24 @@ from stoker.errors import InputError, MissingError
 from stoker.trainers.flags import SMALL_SIZE
 
 
-def build(name: str, *, num_classes: int, size: int, stem: str = "auto", zero_gamma: bool = False) -> nn.Module:
+def build_model(name: str, *, num_classes: int, size: int, stem: str = "auto", zero_gamma: bool = False) -> nn.Module:
     """Make the model that a name means, with weights drawn from torch's generator as it stands."""
     small = size <= SMALL_SIZE if stem == "auto" else stem == "small"
-    if name in _OWN:
-        model = _OWN[name](num_classes=num_classes, small=small)
+    if name in _BUILTIN:
+        model = _BUILTIN[name](num_classes=num_classes, small=small)
         if zero_gamma:
-            _zero_gamma(model)
+            zero_init_residual(model)
         return model
     home, colon, rest = name.partition(":")
     if not colon:
         raise InputError(
             f"there is no model {name!r}",
-            hint=f"--model is one of {', '.join(_OWN)}, or timm:NAME, torchvision:NAME, package.module:function",
+            hint=f"--model is one of {', '.join(_BUILTIN)}, or timm:NAME, torchvision:NAME, package.module:function",
         )
-    return _by_call(_found(home, rest), name, num_classes)
+    return _call_factory(_find_factory(home, rest), name, num_classes)
 
 
-class Trivial(nn.Module):
+class TrivialNet(nn.Module):
     """One linear layer on the pooled pixels: for measuring everything but the model."""
 
     def __init__(self, *, num_classes: int, small: bool = True, side: int = 8) -> None:  # noqa: ARG002
@@ -46,7 +46,7 @@ class Trivial(nn.Module):
         return cast(torch.Tensor, self.head(self.pool(images).flatten(1)))
 
 
-class Small(nn.Module):
+class SmallConvNet(nn.Module):
     """Three convolutions, each followed by halving: digits and other small pictures in a minute on a CPU."""
 
     def __init__(self, *, num_classes: int, small: bool = True, width: int = 16) -> None:
@@ -69,7 +69,7 @@ class Small(nn.Module):
         return cast(torch.Tensor, self.head(found.flatten(1)))
 
 
-class Block(nn.Module):
+class BasicBlock(nn.Module):
     """Two 3×3 convolutions and the way past them."""
 
     expansion = 1
@@ -78,7 +78,7 @@ class Block(nn.Module):
         super().__init__()
         self.conv1, self.bn1 = _conv(inside, width, 3, stride), nn.BatchNorm2d(width)
         self.conv2, self.bn2 = _conv(width, width, 3), nn.BatchNorm2d(width)
-        self.past = _past(inside, width, stride)
+        self.past = _shortcut(inside, width, stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add what the convolutions find to what came in."""
@@ -97,7 +97,7 @@ class Bottleneck(nn.Module):
         self.conv1, self.bn1 = _conv(inside, width, 1), nn.BatchNorm2d(width)
         self.conv2, self.bn2 = _conv(width, width, 3, stride), nn.BatchNorm2d(width)
         self.conv3, self.bn3 = _conv(width, out, 1), nn.BatchNorm2d(out)
-        self.past = _past(inside, out, stride)
+        self.past = _shortcut(inside, out, stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add what the convolutions find to what came in."""
@@ -111,7 +111,7 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        block: type[Block] | type[Bottleneck],
+        block: type[BasicBlock] | type[Bottleneck],
         depths: tuple[int, ...],
         widths: tuple[int, ...] = (64, 128, 256, 512),
         *,
@@ -141,15 +141,15 @@ class ResNet(nn.Module):
         return cast(torch.Tensor, self.head(self.stages(self.stem(images)).mean((2, 3))))
 
 
-_OWN: dict[str, Callable[..., nn.Module]] = {
-    "resnet18": partial(ResNet, Block, (2, 2, 2, 2)),
-    "resnet34": partial(ResNet, Block, (3, 4, 6, 3)),
+_BUILTIN: dict[str, Callable[..., nn.Module]] = {
+    "resnet18": partial(ResNet, BasicBlock, (2, 2, 2, 2)),
+    "resnet34": partial(ResNet, BasicBlock, (3, 4, 6, 3)),
     "resnet50": partial(ResNet, Bottleneck, (3, 4, 6, 3)),
-    "resnet8": partial(ResNet, Block, (1, 1, 1), (32, 64, 128), stem_width=16, first_stride=2),
-    "small": Small,
-    "trivial": Trivial,
+    "resnet8": partial(ResNet, BasicBlock, (1, 1, 1), (32, 64, 128), stem_width=16, first_stride=2),
+    "small": SmallConvNet,
+    "trivial": TrivialNet,
 }
-NAMES = tuple(_OWN)
+NAMES = tuple(_BUILTIN)
 
 
 def _conv(inside: int, outside: int, side: int, stride: int = 1) -> nn.Conv2d:
@@ -160,33 +160,33 @@ def _conv_bn_relu(inside: int, outside: int, stride: int = 1) -> list[nn.Module]
     return [_conv(inside, outside, 3, stride), nn.BatchNorm2d(outside), nn.ReLU(inplace=True)]
 
 
-def _past(inside: int, outside: int, stride: int) -> nn.Module:
+def _shortcut(inside: int, outside: int, stride: int) -> nn.Module:
     if inside == outside and stride == 1:
         return nn.Identity()
     return nn.Sequential(_conv(inside, outside, 1, stride), nn.BatchNorm2d(outside))
 
 
-def _zero_gamma(model: nn.Module) -> None:
+def zero_init_residual(model: nn.Module) -> None:
     """Let every block begin as the way past it: the last normalisation of each starts at 0."""
     for part in model.modules():
-        last = part.bn3 if isinstance(part, Bottleneck) else part.bn2 if isinstance(part, Block) else None
+        last = part.bn3 if isinstance(part, Bottleneck) else part.bn2 if isinstance(part, BasicBlock) else None
         if last is not None:
             nn.init.zeros_(last.weight)
 
 
-def _found(home: str, name: str) -> Callable[..., object]:
+def _find_factory(home: str, name: str) -> Callable[..., object]:
     """Import the function that makes the model."""
     if home == "timm":
-        return partial(_imported("timm", f"timm:{name}").create_model, name)
+        return partial(_import("timm", f"timm:{name}").create_model, name)
     if home == "torchvision":
-        return partial(_imported("torchvision.models", f"torchvision:{name}").get_model, name)
-    function = getattr(_imported(home, f"{home}:{name}"), name, None)
+        return partial(_import("torchvision.models", f"torchvision:{name}").get_model, name)
+    function = getattr(_import(home, f"{home}:{name}"), name, None)
     if not callable(function):
         raise InputError(f"module {home!r} has no function {name!r}", where=f"--model {home}:{name}")
     return cast(Callable[..., object], function)
 
 
-def _imported(module: str, model: str) -> Any:
+def _import(module: str, model: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -200,7 +200,7 @@ def _imported(module: str, model: str) -> Any:
         raise MissingError(f"{module!r} cannot be imported: {error}", where=f"--model {model}") from error
 
 
-def _by_call(function: Callable[..., object], name: str, num_classes: int) -> nn.Module:
+def _call_factory(function: Callable[..., object], name: str, num_classes: int) -> nn.Module:
     try:
         inspect.signature(function).bind(num_classes=num_classes)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the samples seen: the same for any batch and any number of ranks."""
+"""Learning rate schedules, as functions of the samples seen: they do not depend on the batch size or world size."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 
 SCHEDULES = ("multistep", "cosine", "poly", "constant")
-POWER = 2.0
-"""Of `poly`: what is left of the training, to this power."""
+POLY_POWER = 2.0
+"""Exponent of `poly`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """A warm-up from 0, then one of SCHEDULES; everything is counted in samples."""
+class LearningRateSchedule:
+    """Linear warm-up from 0, then one of SCHEDULES; all fields are in samples."""
 
     kind: str = "constant"
     total: int
@@ -20,17 +20,17 @@ class Schedule:
     milestones: tuple[int, ...] = ()
     gamma: float = 0.1
 
-    def factor(self, seen: float) -> float:
-        """Tell what the learning rate is multiplied by after so many samples."""
-        if seen < self.warmup:
-            return seen / self.warmup
-        left = 1.0 - min(1.0, (seen - self.warmup) / max(1, self.total - self.warmup))
+    def factor(self, samples_seen: float) -> float:
+        """Return the factor of the learning rate after `samples_seen` samples."""
+        if samples_seen < self.warmup:
+            return samples_seen / self.warmup
+        left = 1.0 - min(1.0, (samples_seen - self.warmup) / max(1, self.total - self.warmup))
         match self.kind:
             case "multistep":
-                return float(self.gamma ** sum(seen >= milestone for milestone in self.milestones))
+                return float(self.gamma ** sum(samples_seen >= milestone for milestone in self.milestones))
             case "cosine":
                 return 0.5 * (1.0 - math.cos(math.pi * left))
             case "poly":
-                return float(left**POWER)
+                return float(left**POLY_POWER)
             case _:
                 return 1.0

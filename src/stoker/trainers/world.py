@@ -1,4 +1,4 @@
-"""The ranks that train together, and how they are told to stop."""
+"""The ranks of a training: device, process group, collectives, and stop signals."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ import torch.distributed as dist
 from torch import nn
 
 from stoker.errors import InputError, MissingError, StokerError
-from stoker.sampling.rank import Seat
+from stoker.sampling.rank import Rank
 
 T = TypeVar("T")
-PATIENCE_S = 3.0
+FORCE_AFTER_S = 3.0
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_starter() -> None:
-    """Let the system tell this rank to stop if torchrun is killed; else it would train on, and hold the checkpoints.
+def exit_with_parent() -> None:
+    """Have the kernel send SIGTERM to this rank if torchrun is killed; it would go on and block the checkpoints.
 
-    A rank that torchrun did not start is left alone: it may well outlive the shell that started it.
+    Only for ranks started by torchrun: others may outlive the shell that started them.
     """
     if not sys.platform.startswith("linux") or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    starter = os.getppid()
+    parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != starter:  # it died just before
+    if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 class World:
-    """The ranks that train together: who this one is, its device, and what they tell each other."""
+    """The ranks that train together: the number and device of this one, and collectives over all."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.seat = Seat.from_environ(os.environ)
-        self.rank, self.size, _ = self.seat
+        self.sampling_rank = Rank.from_environ(os.environ)
+        self.rank, self.size, _ = self.sampling_rank
         self.device = _device(args)
-        self._cpu: Any = None
+        self._cpu_group: Any = None
         if args.deterministic:
             torch.use_deterministic_algorithms(True)
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -56,16 +56,20 @@ class World:
             if backend == "auto":
                 backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             if "nccl" in backend and not dist.is_nccl_available():
-                raise MissingError("this torch has no NCCL", where=f"--backend {args.backend}", hint="give gloo")
+                raise MissingError(
+                    "this build of torch has no NCCL", where=f"--backend {args.backend}", hint="use gloo"
+                )
             dist.init_process_group(backend, rank=self.rank, world_size=self.size)
-            self._cpu = dist.new_group(backend="gloo")  # so that no count waits for a device, or for a gradient
+            self._cpu_group = dist.new_group(
+                backend="gloo"
+            )  # so that counts do not wait for the device or for gradients
 
-    def sum_later(self, number: int) -> Callable[[], int]:
-        """Begin to add up a number over the ranks; the call gives the sum."""
-        if self._cpu is None:
+    def all_reduce_async(self, number: int) -> Callable[[], int]:
+        """Start to add up a number over all ranks; calling the result waits for the sum."""
+        if self._cpu_group is None:
             return lambda: number
         total = torch.tensor([number], dtype=torch.int64)
-        work = dist.all_reduce(total, group=self._cpu, async_op=True)
+        work = dist.all_reduce(total, group=self._cpu_group, async_op=True)
 
         def finish() -> int:
             work.wait()
@@ -73,112 +77,102 @@ class World:
 
         return finish
 
-    def sum(self, numbers: torch.Tensor) -> None:
-        """Add up numbers over the ranks, in place."""
-        if self._cpu is not None:
-            dist.all_reduce(numbers, group=self._cpu)
+    def all_reduce(self, numbers: torch.Tensor) -> None:
+        """Add up numbers over all ranks, in place."""
+        if self._cpu_group is not None:
+            dist.all_reduce(numbers, group=self._cpu_group)
 
-    def together(self, make: Callable[[], T]) -> T:
-        """Do something on every rank; if it fails on some, the first of them says why, and all end."""
+    def run_on_all(self, function: Callable[[], T]) -> T:
+        """Call a function on every rank; if it fails on some, the first of them raises the error and all exit."""
         error: StokerError | None = None
         try:
-            made = make()
+            result = function()
         except StokerError as caught:
             error = caught
-        codes = self._gathered(error.exit_code if error is not None else 0)
+        codes = self.all_gather(error.exit_code if error is not None else 0)
         failed = [rank for rank, code in enumerate(codes) if code]
         if not failed:
-            return made
+            return result
         if error is not None and failed[0] == self.rank:
             raise error
         raise SystemExit(codes[failed[0]])
 
-    def first(self, make: Callable[[], T]) -> T | None:
-        """Do something on rank 0 alone; if it fails, all end."""
-        return self.together(lambda: make() if self.rank == 0 else None)
+    def run_on_rank0(self, function: Callable[[], T]) -> T | None:
+        """Call a function on rank 0 only; if it fails, all ranks exit."""
+        return self.run_on_all(lambda: function() if self.rank == 0 else None)
 
-    def told(self, value: T) -> T:
-        """Give rank 0's value to all."""
-        if self._cpu is None:
+    def broadcast(self, value: T) -> T:
+        """Return the value of rank 0 on all ranks."""
+        if self._cpu_group is None:
             return value
         box = [value if self.rank == 0 else None]
-        dist.broadcast_object_list(box, src=0, group=self._cpu)
+        dist.broadcast_object_list(box, src=0, group=self._cpu_group)
         return box[0]  # type: ignore[return-value]
 
-    def spread_buffers(self, model: nn.Module, source: int = 0) -> None:
-        """Give the statistics that one rank's model has kept to all."""
-        if self._cpu is not None:
+    def broadcast_buffers(self, model: nn.Module, source: int = 0) -> None:
+        """Copy the buffers of a model, such as BatchNorm statistics, from one rank to all."""
+        if self._cpu_group is not None:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=source)
 
-    def align(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, ema: nn.Module | None) -> int:
-        """After uneven ranks: the rank that made the most steps tells all that `Join` does not; return its steps."""
-        steps = self._gathered(step)
-        source = steps.index(max(steps))
-        if self._cpu is not None:
-            averaged = [*ema.parameters(), *ema.buffers()] if ema is not None else []
-            kept = [value for one in optimizer.state.values() for value in one.values() if torch.is_tensor(value)]
-            for tensor in [*model.parameters(), *model.buffers(), *kept, *averaged]:
-                dist.broadcast(tensor.data, src=source)
-        return max(steps)
-
     def close(self) -> None:
-        """Leave the group."""
-        if self._cpu is not None:
+        """Leave the process group."""
+        if self._cpu_group is not None:
             dist.destroy_process_group()
 
-    def _gathered(self, number: int) -> list[int]:
-        if self._cpu is None:
+    def all_gather(self, number: int) -> list[int]:
+        """Return the number of each rank."""
+        if self._cpu_group is None:
             return [number]
         numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(numbers, torch.tensor([number]), group=self._cpu)
-        return [int(one) for one in numbers]
+        dist.all_gather(numbers, torch.tensor([number]), group=self._cpu_group)
+        return [int(gathered) for gathered in numbers]
 
 
-class StoppedAtOnce(Exception):  # noqa: N818 - what happened, and no error
-    """This rank was told to stop, and need not wait for the others."""
+class StoppedImmediately(Exception):  # noqa: N818 - an event, not an error
+    """This rank received a stop signal and does not wait for the others."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
-        self.number = number
+        self.signal_number = number
 
 
-class Stop:
-    """Whether this rank was told to stop: by SIGTERM or Ctrl-C.
+class StopSignal:
+    """Whether this rank received a signal to stop: SIGTERM or SIGINT (Ctrl-C).
 
-    The same wish often comes twice, from the terminal and from torchrun, so that only a later Ctrl-C ends at once.
+    A signal often arrives twice, from the terminal and from torchrun, so only a later Ctrl-C stops immediately.
     """
 
     def __init__(self) -> None:
-        self.asked, self._at_once, self._since = 0, False, 0.0
+        self.received, self._immediate, self._since = 0, False, 0.0
 
-    def listen(self, *, at_once: bool) -> None:
-        """Take the signals from now on; before, they end the process as they always do."""
-        self._at_once = at_once
+    def install(self, *, immediate: bool) -> None:
+        """Install the signal handlers; until then, signals terminate the process as usual."""
+        self._immediate = immediate
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._hear)
+            signal.signal(number, self._handle)
 
-    def _hear(self, number: int, _: object) -> None:
-        first, self.asked = not self.asked, self.asked or number
+    def _handle(self, number: int, _: object) -> None:
+        first, self.received = not self.received, self.received or number
         if first:
             self._since = time.monotonic()
-        impatient = number == signal.SIGINT and time.monotonic() - self._since > PATIENCE_S
-        if (first and self._at_once) or impatient:
-            raise StoppedAtOnce(number)
+        impatient = number == signal.SIGINT and time.monotonic() - self._since > FORCE_AFTER_S
+        if (first and self._immediate) or impatient:
+            raise StoppedImmediately(number)
 
 
 def _device(args: argparse.Namespace) -> torch.device:
     name, _, number = args.device.partition(":")
     if name == "cuda" and not torch.cuda.is_available():
-        raise MissingError("there is no CUDA here", where=f"--device {args.device}", hint="give --device cpu, or auto")
+        raise MissingError("CUDA is not available", where=f"--device {args.device}", hint="use --device cpu or auto")
     if args.device == "cpu" or not torch.cuda.is_available():
         if args.precision == "fp16":
-            raise InputError("fp16 needs a GPU", where="--precision fp16", hint="give bf16 or fp32")
+            raise InputError("fp16 needs a GPU", where="--precision fp16", hint="use bf16 or fp32")
         return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")))
-    there = torch.cuda.device_count()
-    if number and int(number) >= there:
-        raise MissingError(f"there are only {there} GPUs here, from 0 on", where=f"--device {args.device}")
-    index = int(number) if number else local % there
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")))
+    count = torch.cuda.device_count()
+    if number and int(number) >= count:
+        raise MissingError(f"this machine has {count} GPUs, numbered from 0", where=f"--device {args.device}")
+    index = int(number) if number else local_rank % count
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -1,0 +1,147 @@
+"""A training process: its flags, ranks, data and outputs, and what it reports at the start and at the end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from stoker.load.torch import Dataset
+from stoker.telemetry import Recorder
+from stoker.trainers.checkpoints import CheckpointStore
+from stoker.trainers.ledger import Ledger, next_session
+from stoker.trainers.meter import HeartbeatSender, Meter
+from stoker.trainers.schedule import LearningRateSchedule
+from stoker.trainers.train_state import TrainState
+from stoker.trainers.training_data import TrainingData
+from stoker.trainers.world import StopSignal, World
+
+
+class TrainingRun:
+    """What one process needs to train: flags, ranks, data, and where results go. Nothing of it is in a checkpoint."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        world: World,
+        record: Recorder,
+        log: Callable[[str], None],
+        data: TrainingData,
+        val: Dataset | None,
+        store: CheckpointStore | None,
+        parallel: Any,
+    ) -> None:
+        self.args, self.world, self.record, self.log = args, world, record, log
+        self.data, self.val, self.store, self.parallel = data, val, store, parallel
+        samples = data.plan.samples
+        self.schedule = LearningRateSchedule(
+            kind=args.schedule,
+            total=args.epochs * samples,
+            warmup=round(args.warmup_epochs * samples),
+            milestones=tuple(round(epoch * samples) for epoch in args.milestones),
+            gamma=args.gamma,
+        )
+        self.is_join = args.sampling == "join"
+        self.heartbeat, self.meter = HeartbeatSender(record), Meter(args, record, log, world.rank)
+        self.ledger: Ledger | None = None
+        self.stop = StopSignal()
+        self.stopping = False
+        """Whether the ranks have agreed to stop."""
+        self.total_steps = 0
+        self._saved_at, self._saved_step = time.monotonic(), 0
+
+    def announce(self, state: TrainState, *, resumed_from: str) -> None:
+        """Count the steps to come, and report the start or the resume."""
+        args, world, plan, cursor = self.args, self.world, state.plan, state.cursor
+        per_epoch = plan.epoch(0, world.sampling_rank).count_steps(0, state.global_batch)
+        left = plan.epoch(cursor.epoch, world.sampling_rank).count_steps(cursor.consumed, state.global_batch)
+        self.total_steps = max(state.step, state.step + left + (args.epochs - cursor.epoch - 1) * per_epoch)
+        if args.num_batches:
+            self.total_steps = min(self.total_steps, args.num_batches)
+        self._saved_step = state.step
+        parameters = sum(weight.numel() for weight in state.model.parameters())
+        ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
+        what = (
+            f"{args.model} ({parameters:,} parameters) on {ranks} ({world.device.type}), "
+            f"{plan.samples:,} samples × {args.epochs}"
+        )
+        if world.rank == 0:
+            numbers = {"epochs": args.epochs, "total_steps": self.total_steps, "world": world.size}
+            numbers |= {"global_batch": state.global_batch, "parameters": parameters, "samples": plan.samples}
+            self.record.mark("start", what, model=args.model, **numbers)
+        self.log(
+            f"{what} epochs, global batch {state.global_batch:,}, learning rate {state.peak_lr:g} ({args.schedule})"
+        )
+        if resumed_from:
+            detail = f"resuming at epoch {cursor.epoch}, {cursor.consumed:,} of {plan.samples:,} samples, "
+            detail += f"step {state.step:,}"
+            if world.rank == 0:
+                fields = {"epoch": cursor.epoch, "consumed": cursor.consumed, "step": state.step}
+                self.record.mark("resume", detail, **fields, **{"from": resumed_from})
+            self.log(f"{resumed_from}: {detail}" + ("; ignoring --init-from" if args.init_from else ""))
+
+    def open_ledger(self, state: TrainState, resources: contextlib.ExitStack) -> None:
+        """Open the ledger, if there is to be one."""
+        if self.args.ledger:
+            world, folder = self.world, self.args.ledger
+            session = world.broadcast(world.run_on_rank0(lambda: next_session(folder))) or 0
+            attempt, cursor = self.record.attempt, state.cursor
+            self.ledger = Ledger(folder, rank=world.rank, attempt=attempt, session=session, cursor=cursor)
+            resources.callback(self.ledger.close)
+
+    def is_done(self, state: TrainState) -> bool:
+        """Whether to stop before the next epoch."""
+        finished = state.cursor.epoch >= self.args.epochs and not state.validation_due
+        return finished or self.stopping or self.reached_limit(state)
+
+    def reached_limit(self, state: TrainState) -> bool:
+        """Whether --num-batches steps were made."""
+        return bool(self.args.num_batches) and state.step >= self.args.num_batches
+
+    def save(self, state: TrainState, *, best: bool = False) -> None:
+        """Write a checkpoint in the background, on rank 0."""
+        if self.store is not None:
+            self.store.save(state.state_dict(), state.step, best=best)
+            self._saved_at, self._saved_step = time.monotonic(), state.step
+
+    def save_if_due(self, state: TrainState) -> None:
+        """Write a checkpoint if --checkpoint-every or --checkpoint-every-steps asks for one now."""
+        every_s, every_steps = self.args.checkpoint_every, self.args.checkpoint_every_steps
+        steps_due = every_steps and state.step - self._saved_step >= every_steps
+        time_due = every_s and time.monotonic() - self._saved_at >= every_s
+        if self.store is not None and (steps_due or (time_due and not self.store.is_writing)):
+            self.save(state)
+
+    def report_finished(self, state: TrainState) -> int:
+        """Report that the checkpoint was at the last epoch already; return the exit code."""
+        top1 = state.metrics.get("val_top1")
+        if self.world.rank == 0:
+            self.record.mark("end", "already finished", val_top1=top1)
+        result = f", validation top-1 {top1:.2%}" if top1 is not None else ""
+        self.log(f"training is already finished: {state.cursor.epoch} epochs{result}; increase --epochs to continue")
+        return 0
+
+    def close(self, state: TrainState) -> int:
+        """Write the last checkpoint, report the end, and return the exit code."""
+
+        def write_last() -> None:
+            if self.store is not None:
+                if (self.stopping or self.args.num_batches) and not self.is_join:
+                    self.save(state)
+                self.store.close()
+
+        # All ranks wait for it: torchrun kills those that still run half a minute after the first one has exited.
+        self.world.run_on_rank0(write_last)
+        if self.stopping:
+            if self.world.rank == 0 or self.stop.received:
+                self.record.mark("stop", f"stopped after step {state.step:,}")
+            hint = "; run the same command to resume" if self.args.checkpoint_dir and not self.is_join else ""
+            self.log(f"stopped after step {state.step:,}{hint}")
+            return 128 + (self.stop.received or signal.SIGTERM)
+        if self.world.rank == 0:
+            self.record.mark("end", f"trained {state.step:,} steps", val_top1=state.metrics.get("val_top1"))
+        self.log(f"done: {state.step:,} steps, {self.meter.images_per_s:,.0f} images/s")
+        return 0
