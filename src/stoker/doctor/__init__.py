@@ -1,1 +1,1 @@
-"""Checks of what a run will need, each with its fix, before it burns hours."""
+"""Preflight checks of a machine, a target and a job, each failed one with its fix."""

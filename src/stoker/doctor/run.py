@@ -1,7 +1,7 @@
-"""What would fail of a job in a place: looks at it, then sends a probe through its launcher, as a job of its own.
+"""Run the doctor for a job on its target: check the target, then run a probe job through the job's launcher.
 
-The probe goes the very way that the job will go, in a working folder and a run folder that are removed after; here only
-their user can read them, for what is asked of the probe may hold a login.
+The probe is started exactly like the job, with a working directory and a run folder that are removed afterwards. They
+are private to the user, since the settings of the probe may contain credentials.
 """
 
 from __future__ import annotations
@@ -23,283 +23,298 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from stoker.core.processes import until
+from stoker.core.processes import wait_until
 from stoker.core.units import Seconds
 from stoker.doctor import probe
 from stoker.doctor.checks import Check
 from stoker.doctor.rules import (
-    Cluster,
-    Outcome,
-    Told,
-    of_cluster,
-    of_faults,
-    of_looks,
-    of_port,
-    of_probe,
-    of_ways,
-    short_of,
+    ProbeReport,
+    ProbeResult,
+    RayFacts,
+    check_hosts,
+    check_port,
+    check_probe,
+    check_ray,
+    check_routes,
+    checks_from_faults,
+    missing_resources,
 )
 from stoker.errors import Fault, SpecError, StokerError, UnavailableError
-from stoker.jobs.launcher import Launcher, check
-from stoker.jobs.run_folder import Run, create, home
-from stoker.jobs.spec import Checkpoint, Data, Job, Profile, Program, RoleSpec, parse_job
+from stoker.jobs.launcher import Launcher, check_traits
+from stoker.jobs.run_folder import Run, create_run, stoker_home
+from stoker.jobs.spec import CheckpointSpec, DataSpec, Job, ProfileSpec, ProgramSpec, RoleSpec, parse_job
 from stoker.jobs.status import JobState
-from stoker.jobs.topology import slots_of
+from stoker.jobs.topology import list_slots
 from stoker.launchers.plan import LocalPlan
-from stoker.launchers.ssh.client import Client, expanded, places
-from stoker.launchers.ssh.launcher import missing
+from stoker.launchers.ssh.client import SshClient, expand_hosts, expand_slots
+from stoker.launchers.ssh.launcher import check_spec
 from stoker.launchers.ssh.preflight import (
-    Look,
-    Ways,
-    at_once,
-    client_of,
-    find_ways,
-    look_at_all,
-    talking,
-    troubles,
-    workdir,
+    HostFacts,
+    Routes,
+    check_host,
+    find_routes,
+    make_client,
+    open_sessions,
+    probe_hosts,
+    remote_workdir,
+    run_parallel,
 )
-from stoker.launchers.supervisor import watcher
+from stoker.launchers.supervisor import supervisor_pid
 from stoker.telemetry.reader import read_events
 
-BOUND_S = 120.0
-"""For a whole run of the probe, beside what reading and meeting may take by themselves."""
-APART = 16
-"""So many hosts that cannot take part in one run are probed in runs of their own."""
-FOLDER = "/tmp/stoker-doctor-"
-"""On hosts, with a name of its own for each run."""
+PROBE_TIMEOUT_S = 120.0
+"""For a whole probe job; its reads and its rendezvous have shorter timeouts of their own."""
+MAX_SINGLE_HOST_PROBES = 16
+"""The maximum number of hosts that are probed alone because they cannot take part in the all-reduce."""
+REMOTE_DIR_PREFIX = "/tmp/stoker-doctor-"
+"""Of the directories on hosts; each probe job appends a unique suffix."""
 POLL_S = 0.1
-ROOM_S = 6.0
-"""After which a Ray cluster has told that something is free again."""
-TOGETHER = ("torchrun", "mpi")
-"""Topologies whose ranks know of each other."""
+RAY_CAPACITY_TIMEOUT_S = 6.0
+"""How long a Ray cluster may take to report that resources have become free."""
+COLLECTIVE_TOPOLOGIES = ("torchrun", "mpi")
+"""Topologies whose ranks can all-reduce."""
 
-_OWN = "the doctor's own job"
+_DEFAULT_JOB = "the default job of the doctor"
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
-class Errand(NamedTuple):
-    """One run of the probe: the job, what it is to look at, and whether its ranks reduce together."""
+class ProbeJob(NamedTuple):
+    """One probe job, with the settings of the probe."""
 
     job: Job
     settings: dict[str, Any]
     hosts: tuple[str, ...] = ()
-    """Where something is left that must be removed."""
+    """The hosts that it leaves a directory on, which must be removed."""
 
 
-class Readiness(NamedTuple):
-    """What is known before the probe is sent, and how it is to be sent."""
+class ProbePlan(NamedTuple):
+    """The checks made before the probe, and the probe jobs to run."""
 
     checks: list[Check]
-    errands: list[Errand]
-    client: Client | None = None
+    probe_jobs: list[ProbeJob]
+    client: SshClient | None = None
 
 
-def default_job(on: str, place: str, sets: Sequence[str]) -> Job:
-    """Give the job that is taken where none is given: a worker on each host or node, or two ranks here."""
+def default_job(on: str, target: str, overrides: Sequence[str]) -> Job:
+    """Return the job to check if the user passes none: one worker per host or node, or two ranks on this machine."""
     base: dict[str, Any] = {"name": "doctor", "program": {"module": "this"}}
     if on == "local":
         base["processes_per_worker"] = 2
     elif on == "ssh":
-        given = parse_job(json.dumps(base), _OWN, sets)
-        base |= {"workers": max(1, len(places(expanded(given.ssh.hosts)))), "ssh": {"copy": False}}
+        job = parse_job(json.dumps(base), _DEFAULT_JOB, overrides)
+        base |= {"workers": max(1, len(expand_slots(expand_hosts(job.ssh.hosts)))), "ssh": {"copy": False}}
     elif on == "ray":
-        nodes = _nodes(place)
+        nodes = _count_ray_nodes(target)
         base |= {"workers": nodes, "ray": {"strategy": "spread"}} if nodes else {"processes_per_worker": 2}
-    return parse_job(json.dumps(base), _OWN, sets)
+    return parse_job(json.dumps(base), _DEFAULT_JOB, overrides)
 
 
-def _nodes(place: str) -> int:
-    """Count the nodes of a Ray cluster; none where it does not answer, which is told later."""
+def _count_ray_nodes(target: str) -> int:
+    """Count the nodes of a Ray cluster; 0 if it does not respond, which a check reports later."""
     from stoker.launchers.ray import cluster as ray
 
-    ray.need_ray()
-    address = ray.address_of(place or None, os.environ)
+    ray.require_ray()
+    address = ray.resolve_address(target or None, os.environ)
     with contextlib.suppress(UnavailableError):
-        return 0 if address is None else list(ray.Cluster(address).nodes().values()).count("alive")
+        return 0 if address is None else list(ray.RayCluster(address).nodes().values()).count("alive")
     return 0
 
 
-def examine(job: Job, launcher: Launcher[Any], place: str, tell: Tell) -> list[Check]:
-    """Look, probe, and judge; `place` is what follows the launcher's name, `tell` says what is being done."""
+def check_job(job: Job, launcher: Launcher[Any], target: str, notify: Notify) -> list[Check]:
+    """Check a job on a target and return all checks; `target` follows the launcher's name, `notify` prints progress."""
     name = launcher.traits.name
-    if faults := [fault for fault in check(job, launcher.traits) if fault.path == "topology"]:
+    if faults := [fault for fault in check_traits(job, launcher.traits) if fault.path == "topology"]:
         raise SpecError(faults, where=f"job {job.name!r} on {name}")
-    ready = LOOKS.get(name, _look_by_rendering)(launcher.anchored(job), launcher, place, tell)
-    outcomes = []
-    if ready.errands:
-        tell("Sending a probe there, as a job of its own")
-        outcomes = _carry_out(launcher, ready)
-    return list(_once(ready.checks + of_probe(job, outcomes, knows_hosts=name == "ssh")))
+    plan = PREPARERS.get(name, _prepare_by_rendering)(launcher.resolve_paths(job), launcher, target, notify)
+    results = []
+    if plan.probe_jobs:
+        notify("Running a probe job there")
+        results = _run_probes(launcher, plan)
+    return list(_deduplicate(plan.checks + check_probe(job, results, knows_hosts=name == "ssh")))
 
 
-def _once(checks: list[Check]) -> Iterator[Check]:
-    """Leave out a fault that was seen before the probe met it too; give the rest by subject and host."""
-    whats = list(dict.fromkeys(one.what for one in checks))
-    hosts = list(dict.fromkeys(one.host for one in checks))
+def _deduplicate(checks: list[Check]) -> Iterator[Check]:
+    """Yield checks ordered by subject and host, without failures that the probe has repeated."""
+    names = list(dict.fromkeys(check.what for check in checks))
+    hosts = list(dict.fromkeys(check.host for check in checks))
     seen = set()
-    for one in sorted(checks, key=lambda one: (whats.index(one.what), hosts.index(one.host))):
-        key = (one.what, one.host)
-        if one.fine is not False or key not in seen or one.what in ("network", "probe"):
-            yield one
-        if one.fine is False:
+    for check in sorted(checks, key=lambda check: (names.index(check.what), hosts.index(check.host))):
+        key = (check.what, check.host)
+        if check.fine is not False or key not in seen or check.what in ("network", "probe"):
+            yield check
+        if check.fine is False:
             seen.add(key)
 
 
 # --- Before the probe
 
 
-def _look_by_rendering(job: Job, launcher: Launcher[Any], place: str, tell: Tell) -> Readiness:  # noqa: ARG001
-    """Have the launcher render the job: what it refuses, it tells."""
+def _prepare_by_rendering(job: Job, launcher: Launcher[Any], target: str, notify: Notify) -> ProbePlan:  # noqa: ARG001
+    """Render the job with its launcher, and report the faults."""
     try:
         launcher.render(job)
         checks = []
     except SpecError as error:
-        checks = of_faults(error.faults)
+        checks = checks_from_faults(error.faults)
     except StokerError as error:
         checks = [Check("job", False, error.what, error.hint or "", error.where or "", error.exit_code)]
-    gpus = not any(one.what == "resources.gpu" for one in checks)
-    return Readiness(checks, [_errand(job, topology=job.topology, workers=job.max_workers, port=job.port, gpus=gpus)])
+    gpus = not any(check.what == "resources.gpu" for check in checks)
+    return ProbePlan(
+        checks, [_make_probe_job(job, topology=job.topology, workers=job.max_workers, port=job.port, gpus=gpus)]
+    )
 
 
-def _look_here(job: Job, launcher: Launcher[Any], place: str, tell: Tell) -> Readiness:
-    """On this machine a port may be taken, or torch be missing; then the probe does without."""
-    checks, (errand,), _ = _look_by_rendering(job, launcher, place, tell)
+def _prepare_local(job: Job, launcher: Launcher[Any], target: str, notify: Notify) -> ProbePlan:
+    """Check this machine; without a free port or torch, the probe runs without them."""
+    checks, (probe_job,), _ = _prepare_by_rendering(job, launcher, target, notify)
     if job.port:
-        is_free = LocalPlan(slots={}, port=job.port).on_free_port().port == job.port
-        checks.append(of_port(job.port, is_free=is_free))
-        errand = errand if is_free else errand._replace(job=msgspec.structs.replace(errand.job, port=None))
-    if job.topology in TOGETHER and find_spec("torch") is None:
-        errand = _errand(job, topology="single", workers=1, port=None)
-    return Readiness(checks, [errand])
+        is_free = LocalPlan(slots={}, port=job.port).with_free_ports().port == job.port
+        checks.append(check_port(job.port, is_free=is_free))
+        probe_job = probe_job if is_free else probe_job._replace(job=msgspec.structs.replace(probe_job.job, port=None))
+    if job.topology in COLLECTIVE_TOPOLOGIES and find_spec("torch") is None:
+        probe_job = _make_probe_job(job, topology="single", workers=1, port=None)
+    return ProbePlan(checks, [probe_job])
 
 
-def _look_at_cluster(job: Job, launcher: Launcher[Any], place: str, tell: Tell) -> Readiness:
-    """Ask a Ray cluster how it is; one that is started for the run is on this machine."""
+def _prepare_ray(job: Job, launcher: Launcher[Any], target: str, notify: Notify) -> ProbePlan:
+    """Check a Ray cluster, or this machine if the cluster is started for the run."""
     from stoker.launchers.ray import cluster as ray
 
-    ray.need_ray()
-    address = ray.address_of(place or None, os.environ)
+    ray.require_ray()
+    address = ray.resolve_address(target or None, os.environ)
     if address is None:
-        ready = _look_here(job, launcher, place, tell)
-        found = Check("cluster", True, "none is named or found: one is started here for the run")
-        return ready._replace(checks=[found, *ready.checks])
+        plan = _prepare_local(job, launcher, target, notify)
+        check = Check("cluster", True, "no cluster set or found: one is started on this machine for the run")
+        return plan._replace(checks=[check, *plan.checks])
     try:
-        there = ray.version_there(address)
-        known = ray.Cluster(address)
-        nodes, free = known.nodes(), known.free()
+        version = ray.cluster_version(address)
+        ray_cluster = ray.RayCluster(address)
+        nodes, free = ray_cluster.nodes(), ray_cluster.free()
     except UnavailableError as error:
-        down = Check("cluster", False, f"{error.where}: {error.what}", error.hint or "", code=error.exit_code)
-        return Readiness([down], [])
+        check = Check("cluster", False, f"{error.where}: {error.what}", error.hint or "", code=error.exit_code)
+        return ProbePlan([check], [])
     checks, bundle = list[Check](), dict[str, float]()
     try:
         bundle = launcher.render(job).bundle
     except SpecError as error:
-        checks = of_faults(error.faults)
-    cluster = Cluster(address, ray.version_here(), there, nodes, free, bundle, job.max_workers)
-    deadline = time.monotonic() + ROOM_S
-    while short_of(cluster) and time.monotonic() < deadline:
+        checks = checks_from_faults(error.faults)
+    cluster = RayFacts(address, ray.local_version(), version, nodes, free, bundle, job.max_workers)
+    deadline = time.monotonic() + RAY_CAPACITY_TIMEOUT_S
+    while missing_resources(cluster) and time.monotonic() < deadline:
         time.sleep(0.5)
-        cluster = cluster._replace(free=known.free())
-    checks = [*of_cluster(cluster), *checks, *_coming_along(job)]
-    if short_of(cluster):
-        return Readiness([*checks, Check("probe", None, "not sent: there is no room for it")], [])
-    errand = _errand(job, topology=job.topology, workers=job.max_workers, port=job.port, is_far=True)
-    return Readiness(checks, [errand])
+        cluster = cluster._replace(free=ray_cluster.free())
+    checks = [*check_ray(cluster), *checks, *_check_uploaded_datasets(job)]
+    if missing_resources(cluster):
+        return ProbePlan([*checks, Check("probe", None, "not run: the cluster has too few free resources")], [])
+    probe_job = _make_probe_job(job, topology=job.topology, workers=job.max_workers, port=job.port, is_remote=True)
+    return ProbePlan(checks, [probe_job])
 
 
-def _look_by_ssh(job: Job, launcher: Launcher[Any], place: str, tell: Tell) -> Readiness:  # noqa: ARG001
-    """Look at all hosts and between them; send the probe to those that can take it."""
-    hosts = places(job.ssh.hosts)[: job.max_workers]
-    faults = _faults_here(job, launcher)
+def _prepare_ssh(job: Job, launcher: Launcher[Any], target: str, notify: Notify) -> ProbePlan:  # noqa: ARG001
+    """Check all SSH hosts and the routes between them; probe those that are able to run it."""
+    hosts = expand_slots(job.ssh.hosts)[: job.max_workers]
+    faults = _local_faults(job, launcher)
     if any(fault.path == "ssh.hosts" for fault in faults):
         raise SpecError(faults, where=f"job {job.name!r} on ssh")
-    crowds = Counter(hosts)
-    tell(f"Looking at {len(crowds)} host{'s' * (len(crowds) > 1)}")
-    with talking(job, hosts) as sessions:
-        looks = look_at_all(sessions, job)
-        up = [host for host in crowds if looks[host].trouble is None]
-        ways = find_ways(job, {host: sessions[host] for host in up}, looks) if up else None
-    checks = [*of_faults(faults), *of_looks(job, looks, crowds), *(of_ways(job, ways, up) if ways else [])]
-    checks += _coming_along(job, copies=job.ssh.copy)
-    plan = _errands(job, looks, hosts, ways)
-    if plan.why_apart:
-        checks.append(Check("all-reduce", None, f"not tried: {plan.why_apart}"))
-    if plan.left_out:
-        checks.append(Check("probe", None, f"not sent to {plan.left_out} more hosts: mend the others first"))
-    return Readiness(checks, plan.errands, client_of(job))
+    slots_by_host = Counter(hosts)
+    notify(f"Checking {len(slots_by_host)} host{'s' * (len(slots_by_host) > 1)}")
+    with open_sessions(job, hosts) as sessions:
+        facts = probe_hosts(sessions, job)
+        reachable = [host for host in slots_by_host if facts[host].issue is None]
+        routes = find_routes(job, {host: sessions[host] for host in reachable}, facts) if reachable else None
+    checks = [
+        *checks_from_faults(faults),
+        *check_hosts(job, facts, slots_by_host),
+        *(check_routes(job, routes, reachable) if routes else []),
+    ]
+    checks += _check_uploaded_datasets(job, copies=job.ssh.copy)
+    plan = _plan_ssh_probes(job, facts, hosts, routes)
+    if plan.no_reduce_reason:
+        checks.append(Check("all-reduce", None, f"not tested: {plan.no_reduce_reason}"))
+    if plan.skipped_hosts:
+        checks.append(Check("probe", None, f"not run on {plan.skipped_hosts} more hosts; fix the others first"))
+    return ProbePlan(checks, plan.probe_jobs, make_client(job))
 
 
-class _Plan(NamedTuple):
-    errands: list[Errand]
-    why_apart: str = ""
-    left_out: int = 0
+class _SshProbes(NamedTuple):
+    probe_jobs: list[ProbeJob]
+    no_reduce_reason: str = ""
+    skipped_hosts: int = 0
 
 
-def _faults_here(job: Job, launcher: Launcher[Any]) -> list[Fault]:
-    """List what the launcher would refuse before it asks any host."""
-    return [*check(job, launcher.traits), *missing(job)]
+def _local_faults(job: Job, launcher: Launcher[Any]) -> list[Fault]:
+    """List the faults that the launcher would report before it connects to a host."""
+    return [*check_traits(job, launcher.traits), *check_spec(job)]
 
 
-def _errands(job: Job, looks: Mapping[str, Look], hosts: list[str], ways: Ways | None) -> _Plan:
-    """Send one run to the hosts that can reduce together, and one to each host that can only be looked at."""
-    crowds = Counter(hosts)
-    wrong = {host: {one.about for one in troubles(job, look, crowds[host])} for host, look in looks.items()}
-    found = {one.about for every in (ways.troubles if ways else {}).values() for one in every}
-    up = [host for host in crowds if "host" not in wrong[host]]
-    able = [host for host in up if (looks[host].found.get("modules") or {}).get("torch") is not None]
-    together, why = list[str](), ""
-    if job.topology in TOGETHER:
-        together = [] if "network" in found else able
-        why = "" if together else "some hosts cannot reach each other" if able else "no host has torch"
-    folder = f"{FOLDER}{secrets.token_hex(6)}"
-    gpus = not any("gpus" in every for every in wrong.values())
-    errands = []
-    if together:
-        seats = tuple(host for host in hosts if host in together)
-        place = _Where(seats, folder, _python(job, looks, together), has_first=hosts[0] in together)
-        port = ways.port if ways and "port" in found else job.port
-        errands.append(_errand(job, topology=job.topology, workers=len(seats), port=port, gpus=gpus, where=place))
-    apart = [host for host in up if host not in together]
-    for number, host in enumerate(apart[:APART]):
-        place = _Where((host,), f"{folder}-{number}", _python(job, looks, [host]), has_first=host == hosts[0])
-        errands.append(_errand(job, topology="single", workers=1, port=None, gpus=gpus, where=place))
-    return _Plan(errands, why, len(apart[APART:]))
+def _plan_ssh_probes(job: Job, facts: Mapping[str, HostFacts], hosts: list[str], routes: Routes | None) -> _SshProbes:
+    """Plan one probe job for the hosts that can all-reduce, and one for each other reachable host."""
+    slots_by_host = Counter(hosts)
+    issues = {
+        host: {issue.about for issue in check_host(job, host_facts, slots_by_host[host])}
+        for host, host_facts in facts.items()
+    }
+    route_issues = {issue.about for host_issues in (routes.issues if routes else {}).values() for issue in host_issues}
+    reachable = [host for host in slots_by_host if "host" not in issues[host]]
+    with_torch = [host for host in reachable if (facts[host].facts.get("modules") or {}).get("torch") is not None]
+    collective, reason = list[str](), ""
+    if job.topology in COLLECTIVE_TOPOLOGIES:
+        collective = [] if "network" in route_issues else with_torch
+        reason = "" if collective else "some hosts cannot reach each other" if with_torch else "no host has torch"
+    directory = f"{REMOTE_DIR_PREFIX}{secrets.token_hex(6)}"
+    gpus = not any("gpus" in host_issues for host_issues in issues.values())
+    probe_jobs = []
+    if collective:
+        slots = tuple(host for host in hosts if host in collective)
+        placement = _ProbeHosts(
+            slots, directory, _probe_python(job, facts, collective), has_first_host=hosts[0] in collective
+        )
+        port = routes.port if routes and "port" in route_issues else job.port
+        probe_jobs.append(
+            _make_probe_job(job, topology=job.topology, workers=len(slots), port=port, gpus=gpus, hosts=placement)
+        )
+    alone = [host for host in reachable if host not in collective]
+    for number, host in enumerate(alone[:MAX_SINGLE_HOST_PROBES]):
+        placement = _ProbeHosts(
+            (host,), f"{directory}-{number}", _probe_python(job, facts, [host]), has_first_host=host == hosts[0]
+        )
+        probe_jobs.append(_make_probe_job(job, topology="single", workers=1, port=None, gpus=gpus, hosts=placement))
+    return _SshProbes(probe_jobs, reason, len(alone[MAX_SINGLE_HOST_PROBES:]))
 
 
-def _python(job: Job, looks: Mapping[str, Look], hosts: list[str]) -> str:
-    """Give the Python there by its whole path, for the probe runs in another folder; any where it is missing."""
-    (python, *more) = {looks[host].found["python"] for host in hosts}
-    if more:
-        given = job.ssh.python
-        return str(Path(workdir(job), given)) if "/" in given else given
+def _probe_python(job: Job, facts: Mapping[str, HostFacts], hosts: list[str]) -> str:
+    """Return the full path of Python on the hosts, since the probe runs in another directory."""
+    (python, *others) = {facts[host].facts["python"] for host in hosts}
+    if others:
+        python = job.ssh.python
+        return str(Path(remote_workdir(job), python)) if "/" in python else python
     return "python3" if python is None else str(python)
 
 
-class _Where(NamedTuple):
-    """The hosts of one run, a folder and a Python there, and whether the job's first host is among them."""
+class _ProbeHosts(NamedTuple):
+    """The hosts of one probe job, its directory and Python there, and whether the job's first host is one of them."""
 
     hosts: tuple[str, ...]
-    folder: str
+    directory: str
     python: str
-    has_first: bool
+    has_first_host: bool
 
 
-def _coming_along(job: Job, *, copies: bool = True) -> list[Check]:
-    coming = _coming(job) if copies else {}
-    return [Check(key, None, f"{path} comes along with the working folder") for key, path in coming.items()]
+def _check_uploaded_datasets(job: Job, *, copies: bool = True) -> list[Check]:
+    datasets = _uploaded_datasets(job) if copies else {}
+    return [Check(key, None, f"{path} is uploaded with the working directory") for key, path in datasets.items()]
 
 
-def _coming(job: Job) -> dict[str, str]:
-    """Name the sets that are copied there with the working folder, and so cannot be read there yet."""
-    sets = {"data.train": job.data.train, "data.val": job.data.val}
-    relative = {key: url for key, url in sets.items() if url and "://" not in url and not Path(url).is_absolute()}
+def _uploaded_datasets(job: Job) -> dict[str, str]:
+    """Return the datasets that are uploaded with the working directory, and so cannot be read there yet."""
+    datasets = {"data.train": job.data.train, "data.val": job.data.val}
+    relative = {key: url for key, url in datasets.items() if url and "://" not in url and not Path(url).is_absolute()}
     return {key: url for key, url in relative.items() if Path(url).exists()}
 
 
-def _trying(roles: Mapping[str, RoleSpec]) -> dict[str, RoleSpec]:
-    """Give the roles that the probe takes: all but those that look on, and none with a program of its own."""
+def _probe_roles(roles: Mapping[str, RoleSpec]) -> dict[str, RoleSpec]:
+    """Return the roles of the probe job: without observers, and without programs of their own."""
     change = msgspec.structs.replace
     return {
         name: change(role, program=None, logdir=None, count=0 if name in ("evaluator", "tensorboard") else role.count)
@@ -307,175 +322,177 @@ def _trying(roles: Mapping[str, RoleSpec]) -> dict[str, RoleSpec]:
     }
 
 
-def _errand(
+def _make_probe_job(
     job: Job,
     *,
     topology: str,
     workers: int,
     port: int | None,
     gpus: bool = True,
-    where: _Where | None = None,
-    is_far: bool = False,
-) -> Errand:
-    """Make the job of a run of the probe: as the given one, but with another program, and no second attempt."""
+    hosts: _ProbeHosts | None = None,
+    is_remote: bool = False,
+) -> ProbeJob:
+    """Build a probe job: like the job, but with the probe as its program, and no retries."""
     change = msgspec.structs.replace
     job = job if gpus else change(job, resources=change(job.resources, gpu=0))
-    is_far = is_far or where is not None
-    coming = _coming(job) if is_far and (where is None or job.ssh.copy) else {}
+    is_remote = is_remote or hosts is not None
+    uploaded = _uploaded_datasets(job) if is_remote and (hosts is None or job.ssh.copy) else {}
     data = {"data.train": job.data.train, "data.val": job.data.val}
-    folder = workdir(job) if where else "" if is_far else str(Path.cwd() / (job.program.cwd or ""))
-    checkpoints = job.checkpoint.dir or ("" if is_far else str(home()))
+    workdir = remote_workdir(job) if hosts else "" if is_remote else str(Path.cwd() / (job.program.cwd or ""))
+    checkpoints = job.checkpoint.dir or ("" if is_remote else str(stoker_home()))
     folders = {"workdir": ".", "checkpoints": checkpoints, "cache": job.data.cache.dir}
     settings = {
-        "workdir": folder,
+        "workdir": workdir,
         "folders": {what: path for what, path in folders.items() if path and "://" not in path},
-        "checkpoints_on": "worker/0" if where is None or where.has_first else "nowhere",
-        "data": {key: url for key, url in data.items() if url and key not in coming},
+        "checkpoints_on": "worker/0" if hosts is None or hosts.has_first_host else "nowhere",
+        "data": {key: url for key, url in data.items() if url and key not in uploaded},
         "via": None if job.data.via == "cluster" else job.data.via,
-        "reduce": topology in TOGETHER,
+        "reduce": topology in COLLECTIVE_TOPOLOGIES,
         "gpus": job.resources.gpu > 0,
     }
-    made = change(
+    probe_job = change(
         job,
         name="doctor",
-        program=Program(script="probe.py"),
+        program=ProgramSpec(script="probe.py"),
         topology=topology,
         workers=workers,
-        processes_per_worker=job.ranks_per_worker if topology in TOGETHER else "auto",
+        processes_per_worker=job.ranks_per_worker if topology in COLLECTIVE_TOPOLOGIES else "auto",
         port=port,
-        env={**job.env, probe.SETTINGS: json.dumps(settings)},
-        data=Data(),
-        checkpoint=Checkpoint(),
-        profile=Profile(every=Seconds(0)),
-        roles=_trying(job.roles) if topology == job.topology else {},
-        secret_env={name: one for name, one in job.secret_env.items() if name in os.environ},
+        env={**job.env, probe.SETTINGS_ENV: json.dumps(settings)},
+        data=DataSpec(),
+        checkpoint=CheckpointSpec(),
+        profile=ProfileSpec(every=Seconds(0)),
+        roles=_probe_roles(job.roles) if topology == job.topology else {},
+        secret_env={name: secret for name, secret in job.secret_env.items() if name in os.environ},
         secret_files={},
         retries=0,
         grace=Seconds(2),
         hang_after=Seconds(0),
         tensorboard=False,
     )
-    if where is None:
-        return Errand(made, settings)
+    if hosts is None:
+        return ProbeJob(probe_job, settings)
     ssh = change(
-        job.ssh, hosts=where.hosts, workdir=where.folder, copy=True, exclude=(), setup=None, python=where.python
+        job.ssh, hosts=hosts.hosts, workdir=hosts.directory, copy=True, exclude=(), setup=None, python=hosts.python
     )
-    return Errand(change(made, ssh=ssh), settings, where.hosts)
+    return ProbeJob(change(probe_job, ssh=ssh), settings, hosts.hosts)
 
 
-LOOKS: dict[str, Callable[[Job, Launcher[Any], str, Tell], Readiness]] = {
-    "local": _look_here,
-    "ray": _look_at_cluster,
-    "ssh": _look_by_ssh,
+PREPARERS: dict[str, Callable[[Job, Launcher[Any], str, Notify], ProbePlan]] = {
+    "local": _prepare_local,
+    "ray": _prepare_ray,
+    "ssh": _prepare_ssh,
 }
-"""How a place is looked at before the probe is sent, by launcher; for any other, the job is rendered."""
+"""The checks before the probe, by launcher; for any other launcher the job is only rendered."""
 
 
 # --- The probe
 
 
-def _carry_out(launcher: Launcher[Any], ready: Readiness) -> list[Outcome]:
-    """Start all runs of the probe, wait for them within bounds, and remove all that they left."""
-    with TemporaryDirectory(prefix="stoker-doctor-", ignore_cleanup_errors=True) as folder:
-        started: list[tuple[Errand, Run | None, Any, str]] = []
+def _run_probes(launcher: Launcher[Any], plan: ProbePlan) -> list[ProbeResult]:
+    """Start all probe jobs, wait for them up to a timeout, and remove everything they leave."""
+    with TemporaryDirectory(prefix="stoker-doctor-", ignore_cleanup_errors=True) as directory:
+        started: list[tuple[ProbeJob, Run | None, Any, str]] = []
         try:
-            for number, errand in enumerate(ready.errands):
-                started.append((errand, *_start(launcher, errand, Path(folder, str(number)))))
-            deadline = time.monotonic() + BOUND_S
-            outcomes = [_outcome(launcher, *one, deadline) for one in started]
+            for number, probe_job in enumerate(plan.probe_jobs):
+                started.append((probe_job, *_start(launcher, probe_job, Path(directory, str(number)))))
+            deadline = time.monotonic() + PROBE_TIMEOUT_S
+            results = [_collect_result(launcher, *item, deadline) for item in started]
         finally:
-            left = [_end(launcher, run) for _, run, _, _ in started]
-            if ready.client is not None:
-                _remove(ready.client, ready.errands)
-    return [outcome._replace(left=error) for outcome, error in zip(outcomes, left, strict=True)]
+            errors = [_stop(launcher, run) for _, run, _, _ in started]
+            if plan.client is not None:
+                _remove_directories(plan.client, plan.probe_jobs)
+    return [result._replace(stop_error=error) for result, error in zip(results, errors, strict=True)]
 
 
-def _end(launcher: Launcher[Any], run: Run | None) -> StokerError | None:
-    """End one run; give what kept it from that, for others are to be ended too."""
+def _stop(launcher: Launcher[Any], run: Run | None) -> StokerError | None:
+    """Stop one probe job; return the error instead of raising it, so that the others are stopped, too."""
     if run is None:
         return None
     try:
         launcher.stop(run.handle)
-        until(lambda: watcher(run) is None, 5)
+        wait_until(lambda: supervisor_pid(run) is None, 5)
     except (StokerError, OSError) as error:
         return error if isinstance(error, StokerError) else UnavailableError(str(error))
     return None
 
 
-def _start(launcher: Launcher[Any], errand: Errand, folder: Path) -> tuple[Run | None, Any, str]:
-    """Start one run in a folder of its own; or say why that cannot be."""
-    work = folder / "work"
-    work.mkdir(parents=True)
-    (work / "probe.py").write_bytes(files("stoker.doctor").joinpath("probe.py").read_bytes())
+def _start(launcher: Launcher[Any], probe_job: ProbeJob, directory: Path) -> tuple[Run | None, Any, str]:
+    """Start one probe job in its own directory; return the run, the rendered plan and the error, if any."""
+    workdir = directory / "work"
+    workdir.mkdir(parents=True)
+    (workdir / "probe.py").write_bytes(files("stoker.doctor").joinpath("probe.py").read_bytes())
     run, rendered = None, None
-    with _elsewhere(work, folder / "home"):
+    with _isolated(workdir, directory / "home"):
         try:
-            job = launcher.anchored(errand.job)
+            job = launcher.resolve_paths(probe_job.job)
             rendered = launcher.render(job)
-            run = create(job, rendered)
+            run = create_run(job, rendered)
             launcher.start(rendered, run)
         except StokerError as error:
             return None, rendered, str(error)
-        except BaseException:  # a Ctrl-C, when it may have begun
+        except BaseException:  # Ctrl-C: it may have been started
             if run is not None and (run.folder / "handle").exists():
                 launcher.stop(run.handle)
             raise
     return run, rendered, ""
 
 
-def _outcome(
-    launcher: Launcher[Any], errand: Errand, run: Run | None, rendered: Any, fault: str, deadline: float
-) -> Outcome:
-    """Wait for the end of a run, and read what it told."""
-    workers = [str(slot) for slot in slots_of(errand.job) if slot.role == "worker"]
-    hosts = dict(zip(workers, errand.hosts or [""] * len(workers), strict=True))
+def _collect_result(
+    launcher: Launcher[Any], probe_job: ProbeJob, run: Run | None, rendered: Any, fault: str, deadline: float
+) -> ProbeResult:
+    """Wait for a probe job to finish, and read its reports."""
+    workers = [str(slot) for slot in list_slots(probe_job.job) if slot.role == "worker"]
+    hosts = dict(zip(workers, probe_job.hosts or [""] * len(workers), strict=True))
     if run is None:
-        return Outcome(hosts, (), fault, errand.settings["reduce"])
+        return ProbeResult(hosts, (), fault, probe_job.settings["reduce"])
     while not launcher.status(run.handle).state.is_final and time.monotonic() < deadline:
         time.sleep(POLL_S)
     status = launcher.status(run.handle)
-    waits = ""
+    pending_reason = ""
     if not status.state.is_final:
-        waits = status.message if any(slot.state is JobState.PENDING for slot in status.slots) else ""
-        fault = f"it was ended after {BOUND_S:g} s without a result"
+        pending_reason = status.message if any(slot.state is JobState.PENDING for slot in status.slots) else ""
+        fault = f"stopped after {PROBE_TIMEOUT_S:g} s without a result"
     elif status.state != "succeeded":
         fault = status.message
-    told = tuple(
-        Told(hosts.get(event.slot) or _named(rendered, event.fields), event.slot, event.rank, subject, event.fields)
+    reports = tuple(
+        ProbeReport(
+            hosts.get(event.slot) or _host_name(rendered, event.fields), event.slot, event.rank, subject, event.fields
+        )
         for event in read_events(run.logs)
-        if event.fields.get("name") == probe.NAME and (subject := str(event.fields.get("subject", "")))
+        if event.fields.get("name") == probe.MARK_NAME and (subject := str(event.fields.get("subject", "")))
     )
-    return Outcome(hosts, told, fault, errand.settings["reduce"], waits)
+    return ProbeResult(hosts, reports, fault, probe_job.settings["reduce"], pending_reason)
 
 
-def _named(rendered: Any, fields: Mapping[str, Any]) -> str:
-    """Name a host that nobody chose: as it names itself, or not at all where it is this machine."""
-    return str(fields.get("on", "")) if rendered.is_far else ""
+def _host_name(rendered: Any, fields: Mapping[str, Any]) -> str:
+    """Return the name that a host reports for itself; empty if it is this machine."""
+    return str(fields.get("on", "")) if rendered.is_remote else ""
 
 
-def _remove(client: Client, errands: list[Errand]) -> None:
-    """Remove the folders of the probe on all hosts."""
-    left = [(host, errand.job.ssh.workdir) for errand in errands for host in dict.fromkeys(errand.hosts)]
+def _remove_directories(client: SshClient, probe_jobs: list[ProbeJob]) -> None:
+    """Remove the directories of the probe on all hosts."""
+    items = [(host, probe_job.job.ssh.workdir) for probe_job in probe_jobs for host in dict.fromkeys(probe_job.hosts)]
 
     def remove(item: tuple[str, str]) -> None:
-        host, folder = item
-        argv = [*client.argv(attempts=1), "--", host, f"rm -rf -- {shlex.quote(folder)}"]
+        host, directory = item
+        argv = [*client.argv(attempts=1), "--", host, f"rm -rf -- {shlex.quote(directory)}"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=30, check=False)
 
-    at_once(remove, left)
+    run_parallel(remove, items)
 
 
 @contextlib.contextmanager
-def _elsewhere(work: Path, stoker_home: Path) -> Iterator[None]:
-    """Be in another working folder, with run folders that are removed later."""
-    before = os.environ.get("STOKER_HOME")
+def _isolated(workdir: Path, stoker_home: Path) -> Iterator[None]:
+    """Change to another working directory and $STOKER_HOME for the duration of the block."""
+    previous = os.environ.get("STOKER_HOME")
     os.environ["STOKER_HOME"] = str(stoker_home)
     try:
-        with contextlib.chdir(work):
+        with contextlib.chdir(workdir):
             yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ["STOKER_HOME"]
         else:
-            os.environ["STOKER_HOME"] = before
+            os.environ["STOKER_HOME"] = previous

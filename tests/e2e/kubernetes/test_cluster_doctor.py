@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
+from stoker.doctor.kubernetes.rules import MISSING_PERMISSION
 from stoker.kube.client import KubeClient
 from stoker.kube.config import KubeTarget
 from stoker.kube.objects import PART_LABEL
 from stoker.kube.rbac import DEFAULT_FEATURES, OPTIONAL_FEATURES, Feature, build_rbac, list_permissions
 from tests.e2e.kubernetes.pods import BUSYBOX, IMAGE
-from tests.launchers.contract import until
 from tests.support.trees import stoker
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 SECRET = "not-for-the-screen"
@@ -59,7 +60,7 @@ def test_a_job_that_would_run(doctor: Doctor, cluster: KubeClient) -> None:
     for what in ("cluster", "clock", "namespace", "permissions", "quota", "admission", "image", "DNS"):
         assert found[what][0]["fine"] is True, found[what]
     assert "Kubernetes v1." in found["cluster"][0]["found"]
-    until(lambda: not cluster.list_objects("Pod", {PART_LABEL: "doctor"}))
+    wait_until(lambda: not cluster.list_objects("Pod", {PART_LABEL: "doctor"}))
 
 
 def test_without_a_job_the_cluster_is_told(doctor: Doctor) -> None:
@@ -72,12 +73,17 @@ def test_gpus_of_all_nodes_are_counted(doctor: Doctor, cluster: KubeClient) -> N
     nodes = cluster.list_objects("Node")
     many = sum(int(one["status"]["allocatable"].get("nvidia.com/gpu", 0)) for one in nodes)
     (row,) = doctor()[1]["gpus"]
-    assert row["found"].startswith(f"{many} × of no named type on {len(nodes)} nodes; ")
+    assert row["found"].startswith(f"{many} × ")
+    assert f" on {len(nodes)} nodes; " in row["found"]
     assert many == 8 * len(nodes)
     code, found = doctor(workers=len(nodes) + 1, topology="torchrun", program={"module": "this"}, resources={"gpu": 8})
     assert code == 2
-    assert f"room for {len(nodes)} of {len(nodes) + 1} × worker (8 GPUs)" in found["room"][0]["found"]
-    assert "16 GPUs, and the largest node that it may use has 8" in doctor(resources={"gpu": 16})[1]["room"][0]["found"]
+    detail = found["capacity"][0]["found"]
+    assert f"{len(nodes)} of {len(nodes) + 1} pods" in detail
+    assert "worker (8 GPUs)" in detail
+    detail = doctor(resources={"gpu": 16})[1]["capacity"][0]["found"]
+    assert "16 GPUs" in detail
+    assert "has 8 GPUs" in detail
 
 
 @pytest.mark.parametrize(
@@ -93,13 +99,13 @@ def test_images(doctor: Doctor, cluster: KubeClient, image: str, policy: str, sa
     assert (code, bad(found)) == (2, {"image"})
     assert says in found["image"][0]["found"]
     assert found["DNS"][0]["fine"] is None
-    until(lambda: not cluster.list_objects("Pod", {PART_LABEL: "doctor"}))
+    wait_until(lambda: not cluster.list_objects("Pod", {PART_LABEL: "doctor"}))
 
 
 def test_all_faults_are_told_at_once(doctor: Doctor, cluster: KubeClient) -> None:
     hard = {"requests.nvidia.com/gpu": "1", "pods": "10"}
     cluster.create({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "small"}, "spec": {"hard": hard}})
-    until(lambda: (cluster.get("ResourceQuota", "small") or {}).get("status", {}).get("hard"))
+    wait_until(lambda: (cluster.get("ResourceQuota", "small") or {}).get("status", {}).get("hard"))
     data = {"stringData": {"token": SECRET}}
     cluster.create({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "aws"}, **data})
     code, found = doctor(
@@ -120,8 +126,8 @@ def test_all_faults_are_told_at_once(doctor: Doctor, cluster: KubeClient) -> Non
         "priority class none",
         "cache",
     }
-    assert "2 requests.nvidia.com/gpu wanted, 1 requests.nvidia.com/gpu allowed" in found["quota"][0]["found"]
-    assert "has no key other" in found["secret aws"][0]["found"]
+    assert "2 requests.nvidia.com/gpu needed, 1 requests.nvidia.com/gpu allowed" in found["quota"][0]["found"]
+    assert "other" in found["secret aws"][0]["found"]
 
 
 def test_a_namespace_that_is_not_there(doctor: Doctor, cluster: KubeClient) -> None:
@@ -151,12 +157,13 @@ def test_claims_and_who_mounts_them(doctor: Doctor, cluster: KubeClient) -> None
     cluster.create({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "one"}, "spec": spec})
     many = {"topology": "torchrun", "program": {"module": "this"}, "workers": 2}
     _, found = doctor(volumes=[{"claim": "one", "path": "/d"}], **many)
-    assert "for one node, and 2 pods mount it" in found["claim one"][0]["found"]
+    assert "2 pods" in found["claim one"][0]["found"]
+    assert found["claim one"][0]["fine"] is False
     _, found = doctor(volumes=[{"claim": "one", "path": "/d"}])
-    assert found["claim one"][0]["found"].startswith("has no volume yet: ")
+    assert found["claim one"][0]["found"].startswith("is pending: ")
     made = {"dir": "/c", "claim": "new", "create": True, "size": "1Pi"}
     _, found = doctor(checkpoint=made)
-    assert "would wait for ever" in found["claim new"][0]["found"]
+    assert "would stay pending" in found["claim new"][0]["found"]
 
 
 # --- Rights
@@ -171,7 +178,7 @@ def account(cluster: KubeClient, kubeconfig: Path, tmp_path: Path, monkeypatch: 
     kind = "kubernetes.io/service-account-token"
     metadata = {"name": name, "annotations": notes}
     cluster.create({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": kind})
-    until(lambda: (cluster.get("Secret", name) or {}).get("data", {}).get("token"))
+    wait_until(lambda: (cluster.get("Secret", name) or {}).get("data", {}).get("token"))
     data = (cluster.get("Secret", name) or {})["data"]
     config = yaml.safe_load(kubeconfig.read_text())
     (entry,) = config["clusters"]
@@ -190,8 +197,12 @@ def account(cluster: KubeClient, kubeconfig: Path, tmp_path: Path, monkeypatch: 
 
 def missing(found: dict[str, list[dict[str, Any]]], fine: bool | None) -> set[tuple[str, str]]:
     """Read from the rows which verbs of what are missing."""
-    rows = [one["found"] for one in found["permissions"] if one["fine"] is fine and one["found"].startswith("may not ")]
-    parts = [part for row in rows for part in row.removeprefix("may not ").partition(":")[0].split("; ")]
+    rows = [
+        one["found"]
+        for one in found["permissions"]
+        if one["fine"] is fine and one["found"].startswith(MISSING_PERMISSION)
+    ]
+    parts = [part for row in rows for part in row.removeprefix(MISSING_PERMISSION).partition(" (")[0].split("; ")]
     return {(verb, what) for verbs, what in (part.rsplit(" ", 1) for part in parts) for verb in verbs.split(", ")}
 
 
@@ -206,7 +217,7 @@ def test_who_has_no_rights_is_told_each_of_them(doctor: Doctor, account: str) ->
     assert missing(found, False) == listed(Feature.JOBS)
     other = listed(Feature.EXEC, Feature.VOLUME, Feature.CACHE, Feature.NAMESPACE_CHECKS, Feature.CLUSTER_CHECKS)
     assert missing(found, None) == other
-    assert {found[what][0]["fine"] for what in ("namespace", "gpus", "room", "quota", "storage", "image")} == {None}
+    assert {found[what][0]["fine"] for what in ("namespace", "gpus", "capacity", "quota", "storage", "image")} == {None}
 
 
 def test_who_lacks_two_verbs_is_told_those(doctor: Doctor, cluster: KubeClient, account: str) -> None:
@@ -215,7 +226,7 @@ def test_who_lacks_two_verbs_is_told_those(doctor: Doctor, cluster: KubeClient, 
     jobs["verbs"] = [verb for verb in jobs["verbs"] if verb not in ("patch", "watch")]
     cluster.apply(role)
     cluster.apply(binding)
-    until(lambda: missing(doctor()[1], False) == {("patch", "jobs.batch"), ("watch", "jobs.batch")})
+    wait_until(lambda: missing(doctor()[1], False) == {("patch", "jobs.batch"), ("watch", "jobs.batch")})
 
 
 def test_the_role_is_enough_and_nothing_more(doctor: Doctor, cluster: KubeClient, account: str) -> None:
@@ -224,7 +235,7 @@ def test_the_role_is_enough_and_nothing_more(doctor: Doctor, cluster: KubeClient
     )
     for one in objects:
         cluster.apply(one)
-    until(lambda: not missing(doctor()[1], False))
+    wait_until(lambda: not missing(doctor()[1], False))
     code, found = doctor(resources={"gpu": 1}, secret_env={"A": {"secret": "aws", "key": "token"}})
     assert found["permissions"][0]["fine"] is True
     assert not missing(found, None)
@@ -253,11 +264,11 @@ def test_the_role_lets_commands_run_in_pods(cluster: KubeClient, account: str) -
     ):
         cluster.apply(one)
     limited = KubeClient.for_target(KubeTarget(None, cluster.namespace))
-    until(lambda: limited.is_allowed("create", "pods"))
+    wait_until(lambda: limited.is_allowed("create", "pods"))
     container = {"name": "main", "image": BUSYBOX, "imagePullPolicy": "IfNotPresent", "command": ["sleep", "100"]}
     spec = {"containers": [container], "terminationGracePeriodSeconds": 0}
     limited.create({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": spec})
-    until(lambda: (limited.get("Pod", "p") or {})["status"]["phase"] == "Running")
+    wait_until(lambda: (limited.get("Pod", "p") or {})["status"]["phase"] == "Running")
     assert limited.exec_in_pod("p", ["echo", "hello"]).stdout == b"hello\n"
     assert limited.delete("Pod", "p", grace_s=0)
     limited.close()

@@ -1,1 +1,1 @@
-"""Whether a Kubernetes cluster can run a job: looked at, asked with dry-run, tried with one small pod."""
+"""Checks of a job on a Kubernetes cluster: existing objects, server-side dry run, and one small pod per image."""

@@ -1,6 +1,6 @@
-"""What the pods of a job ask for, and whether the nodes of a cluster have it: pure, on objects as clusters tell them.
+"""Compute whether the nodes of a cluster can hold the pods of a job: requests, taints, affinity, free resources. Pure.
 
-Pods are put onto nodes first come, first served; that is what a scheduler does at its worst.
+Pods are placed on nodes first come, first served, which is the worst case of the scheduler.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from stoker.core.units import format_bytes
-from stoker.kube.conditions import OVER, holds, phase_of
-from stoker.kube.objects import GPU, GPU_LABELS, ROLE, Manifest
-from stoker.kube.quantity import quantity
+from stoker.kube.conditions import FINISHED_PHASES, get_phase, has_condition
+from stoker.kube.objects import GPU_RESOURCE, GPU_TYPE_LABELS, ROLE_LABEL, Manifest
+from stoker.kube.quantity import parse_quantity
 
-Amounts = dict[str, Decimal]
+ResourceAmounts = dict[str, Decimal]
 
-NOUNS = {"cpu": "CPU", GPU: "GPU", "pods": "pod"}
-_REPELS = ("NoSchedule", "NoExecute")
+RESOURCE_NOUNS = {"cpu": "CPU", GPU_RESOURCE: "GPU", "pods": "pod"}
+_SCHEDULING_EFFECTS = ("NoSchedule", "NoExecute")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Pods that are alike, by their role; `spec` is that of each."""
+class PodGroup:
+    """Identical pods of one role; `spec` is the spec of each."""
 
     role: str
     count: int
     spec: Manifest
 
     @property
-    def each(self) -> Amounts:
-        """What one of them asks for."""
-        return asked(self.spec)
+    def requests(self) -> ResourceAmounts:
+        """The resource requests of one pod."""
+        return sum_requests(self.spec)
 
     @property
     def claims(self) -> dict[str, bool]:
-        """The claims that each of them mounts, and whether only to read."""
+        """The claims that each pod mounts, and whether read-only."""
         sources = {
-            one["name"]: one["persistentVolumeClaim"]
-            for one in self.spec.get("volumes") or ()
-            if "persistentVolumeClaim" in one
+            item["name"]: item["persistentVolumeClaim"]
+            for item in self.spec.get("volumes") or ()
+            if "persistentVolumeClaim" in item
         }
-        mounts = [mount for one in self.spec.get("containers") or () for mount in one.get("volumeMounts") or ()]
+        mounts = [mount for item in self.spec.get("containers") or () for mount in item.get("volumeMounts") or ()]
         return {
             source["claimName"]: bool(source.get("readOnly"))
             or all(mount.get("readOnly") for mount in mounts if mount["name"] == name)
@@ -52,177 +52,189 @@ class Group:
 
     @property
     def images(self) -> list[str]:
-        """The images of its containers."""
-        return [one["image"] for one in self.spec.get("containers") or () if one.get("image")]
+        """The images of the containers."""
+        return [container["image"] for container in self.spec.get("containers") or () if container.get("image")]
 
 
-def groups(objects: Iterable[Manifest]) -> list[Group]:
-    """Find the pods of objects, those of one role and the same kind together."""
-    found: dict[tuple[str, str], Group] = {}
-    for group in (group for one in objects for group in _groups(one)):
-        key = (group.role, _shape(group.spec))
-        known = found.get(key)
-        found[key] = group if known is None else replace(known, count=known.count + group.count)
-    return list(found.values())
+def group_pods(objects: Iterable[Manifest]) -> list[PodGroup]:
+    """Collect the pods of objects, grouped by role and spec."""
+    groups: dict[tuple[str, str], PodGroup] = {}
+    for group in (group for manifest in objects for group in _pod_groups(manifest)):
+        key = (group.role, _fingerprint(group.spec))
+        existing = groups.get(key)
+        groups[key] = group if existing is None else replace(existing, count=existing.count + group.count)
+    return list(groups.values())
 
 
-def _shape(spec: Manifest) -> str:
-    """Write down a pod without what tells it from its like: its variables."""
-    containers = [{**one, "env": None} for one in spec.get("containers") or ()]
+def _fingerprint(spec: Manifest) -> str:
+    """Serialize a pod spec without its environment variables, in which the pods of one role differ."""
+    containers = [{**container, "env": None} for container in spec.get("containers") or ()]
     return json.dumps({**spec, "containers": containers}, sort_keys=True, default=str)
 
 
-def _groups(one: Manifest) -> Iterator[Group]:
-    spec = one.get("spec") or {}
-    if one["kind"] == "MPIJob":
+def _pod_groups(manifest: Manifest) -> Iterator[PodGroup]:
+    spec = manifest.get("spec") or {}
+    if manifest["kind"] == "MPIJob":
         for role, replica in spec.get("mpiReplicaSpecs", {}).items():
-            yield Group(str(role).lower(), int(replica.get("replicas") or 1), replica["template"]["spec"])
+            yield PodGroup(str(role).lower(), int(replica.get("replicas") or 1), replica["template"]["spec"])
         return
     template = spec.get("template")
     if template is None:
         return
     labels = (template.get("metadata") or {}).get("labels") or {}
-    wide = spec.get("parallelism", spec.get("replicas", 1))
-    count = min(int(wide), int(spec.get("completions", wide)))
-    yield Group(labels.get(ROLE) or one["metadata"]["name"], count, template["spec"])
+    parallelism = spec.get("parallelism", spec.get("replicas", 1))
+    count = min(int(parallelism), int(spec.get("completions", parallelism)))
+    yield PodGroup(labels.get(ROLE_LABEL) or manifest["metadata"]["name"], count, template["spec"])
 
 
-def asked(spec: Manifest) -> Amounts:
-    """Sum up what a pod asks for, as the scheduler does."""
-    whole: Amounts = {}
-    start: Amounts = {}
-    for one in spec.get("containers") or ():
-        _add(whole, _of(one))
-    for one in spec.get("initContainers") or ():
-        if one.get("restartPolicy") == "Always":
-            _add(whole, _of(one))
+def sum_requests(spec: Manifest) -> ResourceAmounts:
+    """Sum up the requests of a pod, as the scheduler does."""
+    requests: ResourceAmounts = {}
+    init_requests: ResourceAmounts = {}
+    for container in spec.get("containers") or ():
+        _add(requests, _container_requests(container))
+    for container in spec.get("initContainers") or ():
+        if container.get("restartPolicy") == "Always":
+            _add(requests, _container_requests(container))
         else:
-            start |= {name: max(amount, start.get(name, Decimal(0))) for name, amount in _of(one).items()}
-    whole |= {name: max(amount, whole.get(name, Decimal(0))) for name, amount in start.items()}
-    _add(whole, {name: quantity(text) for name, text in (spec.get("overhead") or {}).items()})
-    return whole
+            init_requests |= {
+                name: max(amount, init_requests.get(name, Decimal(0)))
+                for name, amount in _container_requests(container).items()
+            }
+    requests |= {name: max(amount, requests.get(name, Decimal(0))) for name, amount in init_requests.items()}
+    _add(requests, {name: parse_quantity(text) for name, text in (spec.get("overhead") or {}).items()})
+    return requests
 
 
-def _add(sums: Amounts, more: Amounts, times: int = 1) -> None:
+def _add(sums: ResourceAmounts, more: ResourceAmounts, times: int = 1) -> None:
     for name, amount in more.items():
         sums[name] = sums.get(name, Decimal(0)) + amount * times
 
 
-def _of(container: Manifest) -> Amounts:
-    given = container.get("resources") or {}
-    return {name: quantity(text) for name, text in {**given.get("limits", {}), **given.get("requests", {})}.items()}
+def _container_requests(container: Manifest) -> ResourceAmounts:
+    resources = container.get("resources") or {}
+    return {
+        name: parse_quantity(text)
+        for name, text in {**resources.get("limits", {}), **resources.get("requests", {})}.items()
+    }
 
 
-def total(every: Sequence[Group]) -> Amounts:
-    """Sum up what all pods ask for, their number among it."""
-    sums: Amounts = {"pods": Decimal(sum(group.count for group in every))}
-    for group in every:
-        _add(sums, group.each, group.count)
+def total_requests(groups: Sequence[PodGroup]) -> ResourceAmounts:
+    """Sum up the requests of all pods, including their number as `pods`."""
+    sums: ResourceAmounts = {"pods": Decimal(sum(group.count for group in groups))}
+    for group in groups:
+        _add(sums, group.requests, group.count)
     return sums
 
 
 # --- Nodes
 
 
-class Node(NamedTuple):
-    """A node, and what pods can have of it."""
+class NodeCapacity(NamedTuple):
+    """A node, and the resources available to pods."""
 
     name: str
-    has: Amounts
+    available: ResourceAmounts
     labels: Mapping[str, str]
     taints: Sequence[Mapping[str, str]] = ()
-    trouble: str = ""
-    """Why it takes no pods at all."""
+    unschedulable_reason: str = ""
+    """Why it accepts no pods at all; empty if it does."""
 
     @property
-    def gpu_kind(self) -> str:
-        """How its GPUs are called; empty: nothing tells."""
-        return next((self.labels[key] for key in GPU_LABELS if self.labels.get(key)), "")
+    def gpu_type(self) -> str:
+        """The type of its GPUs; empty if no label states it."""
+        return next((self.labels[key] for key in GPU_TYPE_LABELS if self.labels.get(key)), "")
 
 
-def node_of(one: Manifest) -> Node:
-    """Read a node as the cluster tells it."""
-    spec, status = one.get("spec") or {}, one.get("status") or {}
-    return Node(
-        name=one["metadata"]["name"],
-        has={name: quantity(text) for name, text in (status.get("allocatable") or {}).items()},
-        labels=one["metadata"].get("labels") or {},
-        taints=[taint for taint in spec.get("taints") or () if taint.get("effect") in _REPELS],
-        trouble="cordoned" if spec.get("unschedulable") else "" if holds(one, "Ready") else "not ready",
+def parse_node(manifest: Manifest) -> NodeCapacity:
+    """Parse a Node object; all allocatable resources are available."""
+    spec, status = manifest.get("spec") or {}, manifest.get("status") or {}
+    return NodeCapacity(
+        name=manifest["metadata"]["name"],
+        available={name: parse_quantity(text) for name, text in (status.get("allocatable") or {}).items()},
+        labels=manifest["metadata"].get("labels") or {},
+        taints=[taint for taint in spec.get("taints") or () if taint.get("effect") in _SCHEDULING_EFFECTS],
+        unschedulable_reason="cordoned"
+        if spec.get("unschedulable")
+        else ""
+        if has_condition(manifest, "Ready")
+        else "not ready",
     )
 
 
-def used(pods: Iterable[Manifest]) -> dict[str, Amounts]:
-    """Sum up by node what its pods have of it."""
-    found: dict[str, Amounts] = {}
+def used_by_node(pods: Iterable[Manifest]) -> dict[str, ResourceAmounts]:
+    """Sum up the requests of the running pods by node."""
+    used: dict[str, ResourceAmounts] = {}
     for pod in pods:
         node = pod["spec"].get("nodeName")
-        if not node or phase_of(pod) in OVER:
+        if not node or get_phase(pod) in FINISHED_PHASES:
             continue
-        sums = found.setdefault(node, {"pods": Decimal(0)})
-        _add(sums, {**asked(pod["spec"]), "pods": Decimal(1)})
-    return found
+        sums = used.setdefault(node, {"pods": Decimal(0)})
+        _add(sums, {**sum_requests(pod["spec"]), "pods": Decimal(1)})
+    return used
 
 
-def left(nodes: Iterable[Node], taken: Mapping[str, Amounts]) -> list[Node]:
-    """Give the nodes with what is free on them."""
+def subtract_used(nodes: Iterable[NodeCapacity], used: Mapping[str, ResourceAmounts]) -> list[NodeCapacity]:
+    """Return the nodes with the free resources only."""
     return [
         node._replace(
-            has={name: amount - taken.get(node.name, {}).get(name, Decimal(0)) for name, amount in node.has.items()}
+            available={
+                name: amount - used.get(node.name, {}).get(name, Decimal(0)) for name, amount in node.available.items()
+            }
         )
         for node in nodes
     ]
 
 
-def why_not(spec: Manifest, node: Node) -> str:
-    """Say why a node takes no pod of this kind, however empty it is; empty: it may."""
-    if node.trouble:
-        return node.trouble
-    wants = spec.get("nodeSelector") or {}
-    if odd := [f"{key}={value}" for key, value in wants.items() if node.labels.get(key) != value]:
-        return f"no label {', '.join(odd)}"
+def rejection_reason(spec: Manifest, node: NodeCapacity) -> str:
+    """Return why a node would reject a pod even if it were empty; an empty string if it would not."""
+    if node.unschedulable_reason:
+        return node.unschedulable_reason
+    selector = spec.get("nodeSelector") or {}
+    if missing := [f"{key}={value}" for key, value in selector.items() if node.labels.get(key) != value]:
+        return f"missing label {', '.join(missing)}"
     affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
     terms = (affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}).get("nodeSelectorTerms") or ()
-    if terms and not any(_matches(term, node) for term in terms):
-        kinds = _wanted_kinds(terms)
-        return f"no GPUs of type {', '.join(kinds)}" if kinds else "not of the wanted kind (affinity)"
+    if terms and not any(_matches_term(term, node) for term in terms):
+        gpu_types = _required_gpu_types(terms)
+        return f"no GPUs of type {', '.join(gpu_types)}" if gpu_types else "node affinity does not match"
     for taint in node.taints:
-        if not any(_tolerates(one, taint) for one in spec.get("tolerations") or ()):
+        if not any(_tolerates(toleration, taint) for toleration in spec.get("tolerations") or ()):
             value = f"={taint['value']}" if taint.get("value") else ""
             return f"taint {taint['key']}{value}:{taint['effect']}"
     return ""
 
 
-def _wanted_kinds(terms: Iterable[Manifest]) -> list[str]:
-    """Name the kinds of GPU that an affinity is about; none, if it is about something else."""
+def _required_gpu_types(terms: Iterable[Manifest]) -> list[str]:
+    """Return the GPU types that a node affinity requires; none if it is about something else."""
     rules = [rule for term in terms for rule in term.get("matchExpressions") or ()]
-    if not rules or any(rule["key"] not in GPU_LABELS for rule in rules):
+    if not rules or any(rule["key"] not in GPU_TYPE_LABELS for rule in rules):
         return []
     return sorted({str(value) for rule in rules for value in rule.get("values") or ()})
 
 
-def _matches(term: Manifest, node: Node) -> bool:
-    fields = [{**one, "key": "name"} for one in term.get("matchFields") or ()]
-    rules = [(one, node.labels) for one in term.get("matchExpressions") or ()]
-    rules += [(one, {"name": node.name}) for one in fields]
-    return bool(rules) and all(_holds(one, labels) for one, labels in rules)
+def _matches_term(term: Manifest, node: NodeCapacity) -> bool:
+    fields = [{**expression, "key": "name"} for expression in term.get("matchFields") or ()]
+    expressions = [(expression, node.labels) for expression in term.get("matchExpressions") or ()]
+    expressions += [(expression, {"name": node.name}) for expression in fields]
+    return bool(expressions) and all(_matches_expression(expression, labels) for expression, labels in expressions)
 
 
-def _holds(rule: Manifest, labels: Mapping[str, str]) -> bool:
-    has, values = labels.get(rule["key"]), list(rule.get("values") or ())
-    match rule["operator"]:
+def _matches_expression(expression: Manifest, labels: Mapping[str, str]) -> bool:
+    value, values = labels.get(expression["key"]), list(expression.get("values") or ())
+    match expression["operator"]:
         case "In":
-            return has in values
+            return value in values
         case "NotIn":
-            return has not in values
+            return value not in values
         case "Exists":
-            return has is not None
+            return value is not None
         case "DoesNotExist":
-            return has is None
+            return value is None
         case "Gt" | "Lt" as operator:
-            is_number = has is not None and has.lstrip("-").isdigit()
+            is_number = value is not None and value.lstrip("-").isdigit()
             return is_number and (
-                int(has or 0) > int(values[0]) if operator == "Gt" else int(has or 0) < int(values[0])
+                int(value or 0) > int(values[0]) if operator == "Gt" else int(value or 0) < int(values[0])
             )
     return True
 
@@ -235,51 +247,54 @@ def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, str]) -> bool:
     return toleration.get("key") == taint["key"] and toleration.get("value", "") == taint.get("value", "")
 
 
-# --- Pods onto nodes
+# --- Placement
 
 
-def short_of(each: Amounts, node: Node) -> Amounts:
-    """Tell of what a node has less than a pod asks for: how much it has."""
-    has = {name: node.has.get(name, Decimal(0)) for name in each}
-    return {name: has[name] for name, amount in each.items() if amount > has[name]}
+def insufficient_resources(requests: ResourceAmounts, node: NodeCapacity) -> ResourceAmounts:
+    """Return the resources of which a node has less than requested, with the available amount."""
+    available = {name: node.available.get(name, Decimal(0)) for name in requests}
+    return {name: available[name] for name, amount in requests.items() if amount > available[name]}
 
 
-def placed(every: Sequence[Group], nodes: Sequence[Node]) -> list[int]:
-    """Tell how many pods of each group find a place, those that ask for most first."""
-    free = {node.name: dict(node.has) for node in nodes}
-    counts = [0] * len(every)
-    order = sorted(range(len(every)), key=lambda at: _weight(every[at]), reverse=True)
-    for at in order:
-        group, each = every[at], {**every[at].each, "pods": Decimal(1)}
+def place_pods(groups: Sequence[PodGroup], nodes: Sequence[NodeCapacity]) -> list[int]:
+    """Place pods on nodes, those with the largest requests first; return how many of each group fit."""
+    free = {node.name: dict(node.available) for node in nodes}
+    counts = [0] * len(groups)
+    order = sorted(range(len(groups)), key=lambda index: _placement_priority(groups[index]), reverse=True)
+    for index in order:
+        group, requests = groups[index], {**groups[index].requests, "pods": Decimal(1)}
         for node in nodes:
-            if counts[at] == group.count:
+            if counts[index] == group.count:
                 break
-            if why_not(group.spec, node):
+            if rejection_reason(group.spec, node):
                 continue
-            has = free[node.name]
-            room = min((int(has.get(name, Decimal(0)) // amount) for name, amount in each.items() if amount), default=0)
-            many = max(0, min(room, group.count - counts[at]))
-            counts[at] += many
-            _add(has, each, -many)
+            available = free[node.name]
+            fits = min(
+                (int(available.get(name, Decimal(0)) // amount) for name, amount in requests.items() if amount),
+                default=0,
+            )
+            placed = max(0, min(fits, group.count - counts[index]))
+            counts[index] += placed
+            _add(available, requests, -placed)
     return counts
 
 
-def _weight(group: Group) -> tuple[Decimal, ...]:
-    each = group.each
-    return tuple(each.get(name, Decimal(0)) for name in (GPU, "memory", "cpu"))
+def _placement_priority(group: PodGroup) -> tuple[Decimal, ...]:
+    requests = group.requests
+    return tuple(requests.get(name, Decimal(0)) for name in (GPU_RESOURCE, "memory", "cpu"))
 
 
-# --- Words
+# --- Formatting
 
 
-def amount(name: str, many: Decimal) -> str:
-    """Write an amount for people."""
+def format_amount(name: str, amount: Decimal) -> str:
+    """Format an amount of a resource: `8 GPUs`, `64 GiB of memory`."""
     if name.removeprefix("requests.").removeprefix("limits.") in ("memory", "storage", "ephemeral-storage"):
-        return f"{format_bytes(float(many))} of {name}"
-    noun = NOUNS.get(name)
-    return f"{float(many):g} {name if noun is None else noun if many == 1 else f'{noun}s'}"
+        return f"{format_bytes(float(amount))} of {name}"
+    noun = RESOURCE_NOUNS.get(name)
+    return f"{float(amount):g} {name if noun is None else noun if amount == 1 else f'{noun}s'}"
 
 
-def amounts(every: Mapping[str, Decimal]) -> str:
-    """Write some amounts for people."""
-    return ", ".join(amount(name, many) for name, many in every.items())
+def format_amounts(amounts: Mapping[str, Decimal]) -> str:
+    """Format several amounts."""
+    return ", ".join(format_amount(name, amount) for name, amount in amounts.items())

@@ -1,6 +1,6 @@
-"""Looks at a Kubernetes cluster for a job, and tries the job's images there; all that is judged is judged elsewhere.
+"""Collect facts about a Kubernetes cluster for a job, and probe the images of the job there.
 
-Nothing is left behind: objects are shown to the API server with dry-run, and the pods of the probe are deleted.
+Nothing is left behind: objects are only submitted as a server-side dry run, and the pods of the probe are deleted.
 """
 
 from __future__ import annotations
@@ -15,266 +15,280 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from stoker.core.threads import Threads
-from stoker.core.units import counted
+from stoker.core.threads import ThreadPool
+from stoker.core.units import pluralize
 from stoker.doctor.checks import Check
-from stoker.doctor.kubernetes.findings import Found, Look, Wants, wants
-from stoker.doctor.kubernetes.probe import Probe, is_told, of_probe, probe_pod
-from stoker.doctor.kubernetes.rules import of_look, of_silence
-from stoker.doctor.rules import of_faults
+from stoker.doctor.kubernetes.findings import ClusterFacts, JobRequirements, OrError, find_requirements
+from stoker.doctor.kubernetes.probe import ImageProbe, build_probe_pod, check_image_probe, is_finished
+from stoker.doctor.kubernetes.rules import check_cluster, check_unreachable
+from stoker.doctor.rules import checks_from_faults
 from stoker.errors import ConflictError, SpecError, StokerError, UnavailableError
 from stoker.jobs.spec import Job
-from stoker.kube.client import KINDS, Cluster
-from stoker.kube.config import Place
-from stoker.kube.ephemeral_pod import REFUSED, hang_up_as_ctrl_c
-from stoker.kube.objects import CACHE, ROLE, Manifest, manifest
-from stoker.kube.rbac import NEW_NAMESPACE, Part, Right, parts, rights
+from stoker.kube.client import API_RESOURCES, KubeClient
+from stoker.kube.config import KubeTarget
+from stoker.kube.ephemeral_pod import REJECTION_ERRORS, sighup_as_keyboard_interrupt
+from stoker.kube.objects import CACHE_SERVICE, ROLE_LABEL, Manifest, build_object
+from stoker.kube.rbac import CREATE_NAMESPACE, Feature, Permission, list_permissions, select_features
 
-AT_ONCE = 8
-BOUND_S = 120
-"""For pulling an image, and looking up a name."""
+PARALLEL_REQUESTS = 8
+PROBE_TIMEOUT_S = 120
+"""For pulling an image and resolving a name."""
 POLL_S = 0.5
-UNPLACED_S = 15.0
-"""A probe that no node takes for so long is given up."""
-NO_IMAGE = "none"
-"""In the place of an image where the job is not the user's."""
-_CURRENT = "status.phase!=Succeeded,status.phase!=Failed"
+UNSCHEDULED_TIMEOUT_S = 15.0
+"""How long a probe may stay unscheduled."""
+PLACEHOLDER_IMAGE = "none"
+"""The image of the default job, which is not probed."""
+_UNFINISHED_PODS = "status.phase!=Succeeded,status.phase!=Failed"
 
 T = TypeVar("T")
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
-def examine_cluster(job: Job, place: Place, tell: Tell, *, is_given: bool = True) -> list[Check]:
-    """Look, ask, try and judge; `is_given`: the job is the user's, and not one of the doctor's own."""
+def check_job_on_cluster(job: Job, target: KubeTarget, notify: Notify, *, is_given: bool = True) -> list[Check]:
+    """Check a job on a cluster and return all checks; `is_given`: the job is the user's, not the default one."""
     try:
-        with Cluster.at(place, job.kubernetes.namespace) as cluster:
-            return _examine(cluster, job, tell, is_given=is_given)
+        with KubeClient.for_target(target, job.kubernetes.namespace) as cluster:
+            return _check_job(cluster, job, notify, is_given=is_given)
     except UnavailableError as error:
-        return of_silence(error)
+        return check_unreachable(error)
 
 
-def _examine(cluster: Cluster, job: Job, tell: Tell, *, is_given: bool) -> list[Check]:
-    hello = cluster.hello()
-    tell(f"Looking at {cluster}")
-    job = _in_namespace(job, cluster.namespace, is_given=is_given)
-    objects, checks = rendered(job)
-    wanted = wants(objects)
-    look = replace(look_at(cluster, job, wanted, objects if is_given else []), hello=hello)
-    checks = [*of_look(job, wanted, look), *checks]
+def _check_job(cluster: KubeClient, job: Job, notify: Notify, *, is_given: bool) -> list[Check]:
+    server_info = cluster.server_info()
+    notify(f"Checking {cluster}")
+    job = _with_namespace(job, cluster.namespace, is_given=is_given)
+    objects, checks = render_objects(job)
+    requirements = find_requirements(objects)
+    facts = replace(collect_facts(cluster, job, requirements, objects if is_given else []), server_info=server_info)
+    checks = [*check_cluster(job, requirements, facts), *checks]
     if not is_given:
         return checks
-    images = _images(wanted)
-    if images and look.space is None:
-        return [*checks, Check("image", None, f"not tried: there is no namespace {cluster.namespace} yet")]
+    images = _specs_by_image(requirements)
+    if images and facts.namespace_object is None:
+        return [*checks, Check("image", None, f"not tested: namespace {cluster.namespace} does not exist yet")]
     if images:
-        tell(f"Trying {counted(len(images), 'image')} there, for two minutes at most")
-        unseen = any(isinstance(one, StokerError) for one in look.secrets.values())
-        probes, left = try_images(cluster, images, with_secrets=unseen)
-        checks += [*dict.fromkeys(check for probe in probes for check in of_probe(probe)), *left]
+        notify(f"Probing {pluralize(len(images), 'image')} there, for up to two minutes")
+        has_unreadable_secrets = any(isinstance(secret, StokerError) for secret in facts.secrets.values())
+        probes, leftover_checks = probe_images(cluster, images, with_secrets=has_unreadable_secrets)
+        checks += [*dict.fromkeys(check for probe in probes for check in check_image_probe(probe)), *leftover_checks]
     return checks
 
 
-def _in_namespace(job: Job, namespace: str, *, is_given: bool) -> Job:
-    """Give the job as it is rendered: for the namespace that is meant, and with some image."""
+def _with_namespace(job: Job, namespace: str, *, is_given: bool) -> Job:
+    """Return the job with its namespace set, and with a placeholder image if it is the default job."""
     change = msgspec.structs.replace
     job = change(job, kubernetes=change(job.kubernetes, namespace=namespace))
-    return job if is_given else change(job, image=job.image or NO_IMAGE)
+    return job if is_given else change(job, image=job.image or PLACEHOLDER_IMAGE)
 
 
-def rendered(job: Job) -> tuple[list[Manifest], list[Check]]:
-    """Give the objects of a job, and what the launcher would refuse; what can be made is made all the same."""
+def render_objects(job: Job) -> tuple[list[Manifest], list[Check]]:
+    """Render the objects of a job as far as possible; return them with a check for each fault."""
     from stoker.launchers.kubernetes.launcher import KubernetesLauncher
-    from stoker.launchers.kubernetes.manifests import manifests
+    from stoker.launchers.kubernetes.manifests import build_manifests
 
     try:
         return KubernetesLauncher().render(job).objects, []
     except SpecError as error:
-        checks = of_faults(error.faults)
+        checks = checks_from_faults(error.faults)
     except StokerError as error:
         checks = [Check("job", False, error.what, error.hint or "", code=error.exit_code)]
-    objects = _tried(partial(manifests, job))
+    objects = _or_error(partial(build_manifests, job))
     return ([] if isinstance(objects, StokerError) else objects), checks
 
 
-# --- Looking
+# --- Facts
 
 
-def look_at(cluster: Cluster, job: Job, wanted: Wants, objects: Sequence[Manifest]) -> Look:
-    """Ask all that can be asked at once; whatever cannot be told is an error in its place."""
-    names = dict.fromkeys([*wanted.mounts, *wanted.made])
+def collect_facts(
+    cluster: KubeClient, job: Job, requirements: JobRequirements, objects: Sequence[Manifest]
+) -> ClusterFacts:
+    """Query the API server in parallel; a value that cannot be read is replaced by its error."""
+    names = dict.fromkeys([*requirements.mounts, *requirements.new_claims])
     queue = job.kubernetes.queue
-    with Threads(AT_ONCE, "doctor") as pool:
+    with ThreadPool(PARALLEL_REQUESTS, "doctor") as pool:
 
-        def ask(do: Callable[..., T], *given: Any, **more: Any) -> Callable[[], Found[T]]:
-            return pool.submit(_tried, partial(do, *given, **more)).result
+        def submit(function: Callable[..., T], *args: Any, **kwargs: Any) -> Callable[[], OrError[T]]:
+            return pool.submit(_or_error, partial(function, *args, **kwargs)).result
 
-        get, every = partial(ask, cluster.get), partial(ask, cluster.every)
-        space = get("Namespace", cluster.namespace)
-        operator, kueue = (ask(cluster.served, KINDS[kind].group) for kind in ("MPIJob", "LocalQueue"))
-        nodes, pods = every("Node"), every("Pod", fields=_CURRENT, everywhere=True)
-        own_pods, quotas = every("Pod", fields=_CURRENT), every("ResourceQuota")
-        classes, volumes = every("StorageClass"), every("PersistentVolume")
-        claims = {name: get("PersistentVolumeClaim", name) for name in names}
-        events = {name: every("Event", fields=f"involvedObject.name={name}") for name in names}
-        keys = {name: ask(_keys, cluster, name) for name in wanted.secrets}
-        accounts = {name: get("ServiceAccount", name) for name in sorted(wanted.accounts)}
-        priorities = {name: get("PriorityClass", name) for name in sorted(wanted.priorities)}
-        cache, queued = get("Service", CACHE), get("LocalQueue", queue) if queue else None
-        asked = [(right, verb) for right in _rights(job, space()) for verb in right.verbs]
-        allowed = {(right, verb): ask(_may, cluster, right, verb) for right, verb in asked}
-        samples = [] if space() is None else list(_samples(objects))
-        shown = {name: ask(_show, cluster, one) for name, one in samples}
-        answers = {name: answer() for name, answer in shown.items()}
-        return Look(
+        get_object, list_all = partial(submit, cluster.get), partial(submit, cluster.list_objects)
+        namespace = get_object("Namespace", cluster.namespace)
+        kubeflow, kueue = (
+            submit(cluster.list_api_versions, API_RESOURCES[kind].group) for kind in ("MPIJob", "LocalQueue")
+        )
+        nodes, pods = list_all("Node"), list_all("Pod", fields=_UNFINISHED_PODS, everywhere=True)
+        own_pods, quotas = list_all("Pod", fields=_UNFINISHED_PODS), list_all("ResourceQuota")
+        classes, volumes = list_all("StorageClass"), list_all("PersistentVolume")
+        claims = {name: get_object("PersistentVolumeClaim", name) for name in names}
+        events = {name: list_all("Event", fields=f"involvedObject.name={name}") for name in names}
+        secret_keys = {name: submit(_secret_keys, cluster, name) for name in requirements.secrets}
+        accounts = {name: get_object("ServiceAccount", name) for name in sorted(requirements.accounts)}
+        priorities = {name: get_object("PriorityClass", name) for name in sorted(requirements.priorities)}
+        cache, local_queue = get_object("Service", CACHE_SERVICE), get_object("LocalQueue", queue) if queue else None
+        requested = [
+            (permission, verb) for permission in _required_permissions(job, namespace()) for verb in permission.verbs
+        ]
+        allowed = {(permission, verb): submit(_is_allowed, cluster, permission, verb) for permission, verb in requested}
+        samples = [] if namespace() is None else list(_sample_objects(objects))
+        dry_runs = {name: submit(_dry_run, cluster, manifest) for name, manifest in samples}
+        outcomes = {name: outcome() for name, outcome in dry_runs.items()}
+        return ClusterFacts(
             namespace=cluster.namespace,
             server=cluster.server,
-            allowed={key: answer() for key, answer in allowed.items()},
-            space=space(),
-            operator=operator(),
-            kueue=kueue(),
-            queue=queued() if queued else None,
+            allowed={key: outcome() for key, outcome in allowed.items()},
+            namespace_object=namespace(),
+            kubeflow_versions=kubeflow(),
+            kueue_versions=kueue(),
+            queue=local_queue() if local_queue else None,
             nodes=nodes(),
             pods=pods(),
             own_pods=own_pods(),
             quotas=quotas(),
             classes=classes(),
             volumes=volumes(),
-            claims=_values(claims),
-            claim_events=_values(events),
-            secrets=_values(keys),
-            accounts=_values(accounts),
-            priorities=_values(priorities),
+            claims=_results(claims),
+            claim_events=_results(events),
+            secrets=_results(secret_keys),
+            accounts=_results(accounts),
+            priorities=_results(priorities),
             cache=cache(),
-            refusals={name: answer for name, answer in answers.items() if isinstance(answer, StokerError)},
-            tried=len(answers),
+            rejections={name: outcome for name, outcome in outcomes.items() if isinstance(outcome, StokerError)},
+            dry_runs=len(outcomes),
         )
 
 
-def _tried(do: Callable[[], T]) -> Found[T]:
+def _or_error(function: Callable[[], T]) -> OrError[T]:
     try:
-        return do()
+        return function()
     except StokerError as error:
         return error
 
 
-def _values(asked: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-    return {name: answer() for name, answer in asked.items()}
+def _results(pending: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    return {name: result() for name, result in pending.items()}
 
 
-def _rights(job: Job, space: Found[Manifest | None]) -> list[Right]:
-    """List the rights that are asked about."""
+def _required_permissions(job: Job, namespace: OrError[Manifest | None]) -> list[Permission]:
+    """List the permissions to check."""
     ingress = any(role.ingress for role in job.roles.values())
-    mine = parts(mpi=job.topology == "mpi", queue=bool(job.kubernetes.queue), ingress=ingress)
-    is_new = space is None and job.kubernetes.create_namespace
-    return [*rights(mine | {Part.NODES}), *([NEW_NAMESPACE] if is_new else [])]
+    features = select_features(mpi=job.topology == "mpi", queue=bool(job.kubernetes.queue), ingress=ingress)
+    is_new = namespace is None and job.kubernetes.create_namespace
+    return [*list_permissions(features | {Feature.CLUSTER_CHECKS}), *([CREATE_NAMESPACE] if is_new else [])]
 
 
-def _may(cluster: Cluster, right: Right, verb: str) -> bool:
-    resource, _, inner = right.resource.partition("/")
-    return cluster.may(verb, resource, group=right.group, subresource=inner, everywhere=right.everywhere)
+def _is_allowed(cluster: KubeClient, permission: Permission, verb: str) -> bool:
+    resource, _, subresource = permission.resource.partition("/")
+    return cluster.is_allowed(
+        verb, resource, group=permission.group, subresource=subresource, cluster_scoped=permission.cluster_scoped
+    )
 
 
-def _keys(cluster: Cluster, name: str) -> frozenset[str] | None:
-    """Give the keys of a secret; its values are thrown away here."""
-    found = cluster.get("Secret", name)
-    return None if found is None else frozenset(found.get("data") or ())
+def _secret_keys(cluster: KubeClient, name: str) -> frozenset[str] | None:
+    """Return the keys of a Secret; its values are discarded."""
+    secret = cluster.get("Secret", name)
+    return None if secret is None else frozenset(secret.get("data") or ())
 
 
-def _samples(objects: Sequence[Manifest]) -> Iterator[tuple[str, Manifest]]:
-    """Give one object of each kind and role, and one pod of each role, for those of one role are alike."""
-    from stoker.launchers.kubernetes.manifests import templates
+def _sample_objects(objects: Sequence[Manifest]) -> Iterator[tuple[str, Manifest]]:
+    """Yield one object of each kind and role, and one pod of each role; the others are identical."""
+    from stoker.launchers.kubernetes.manifests import get_pod_templates
 
     seen = set()
-    for one in objects:
-        name = one["metadata"]["name"]
-        key = (one["kind"], (one["metadata"].get("labels") or {}).get(ROLE))
-        if key in seen or one["kind"] == "Namespace":
+    for manifest in objects:
+        name = manifest["metadata"]["name"]
+        key = (manifest["kind"], (manifest["metadata"].get("labels") or {}).get(ROLE_LABEL))
+        if key in seen or manifest["kind"] == "Namespace":
             continue
         seen.add(key)
-        yield f"{one['kind']} {name}", one
-        for template in templates(one):
+        yield f"{manifest['kind']} {name}", manifest
+        for template in get_pod_templates(manifest):
             labels = template["metadata"]["labels"]
-            role = f"{name} ({labels[ROLE]})" if ROLE in labels else name
-            yield f"a pod of {role}", manifest("v1", "Pod", name, labels, spec=template["spec"])
+            role = f"{name} ({labels[ROLE_LABEL]})" if ROLE_LABEL in labels else name
+            yield f"a pod of {role}", build_object("v1", "Pod", name, labels, spec=template["spec"])
 
 
-def _show(cluster: Cluster, one: Manifest) -> None:
-    """Show an object to the API server without making it; claims and the like may be there already."""
+def _dry_run(cluster: KubeClient, manifest: Manifest) -> None:
+    """Submit an object as a server-side dry run; objects other than jobs may already exist."""
     try:
-        cluster.create(one, dry_run=True)
+        cluster.create(manifest, dry_run=True)
     except ConflictError:
-        if one["kind"] in ("Job", "MPIJob"):
+        if manifest["kind"] in ("Job", "MPIJob"):
             raise
 
 
-# --- Trying
+# --- Image probes
 
 
-def _images(wanted: Wants) -> dict[str, Manifest]:
-    """Give each image with a pod that wants it."""
-    found: dict[str, Manifest] = {}
-    for group in wanted.groups:
+def _specs_by_image(requirements: JobRequirements) -> dict[str, Manifest]:
+    """Return each image with the spec of a pod that uses it."""
+    specs: dict[str, Manifest] = {}
+    for group in requirements.groups:
         for image in group.images:
-            found.setdefault(image, group.spec)
-    return found
+            specs.setdefault(image, group.spec)
+    return specs
 
 
-def try_images(
-    cluster: Cluster, images: Mapping[str, Manifest], *, with_secrets: bool
-) -> tuple[list[Probe], list[Check]]:
-    """Run a small pod for each image, wait for all within a bound, and delete them; tell also what could not be."""
-    with hang_up_as_ctrl_c():
-        return _try_images(cluster, images, with_secrets=with_secrets)
+def probe_images(
+    cluster: KubeClient, images: Mapping[str, Manifest], *, with_secrets: bool
+) -> tuple[list[ImageProbe], list[Check]]:
+    """Run a small pod for each image, wait for them, and delete them; also return checks of pods that are left."""
+    with sighup_as_keyboard_interrupt():
+        return _probe_images(cluster, images, with_secrets=with_secrets)
 
 
-def _try_images(
-    cluster: Cluster, images: Mapping[str, Manifest], *, with_secrets: bool
-) -> tuple[list[Probe], list[Check]]:
+def _probe_images(
+    cluster: KubeClient, images: Mapping[str, Manifest], *, with_secrets: bool
+) -> tuple[list[ImageProbe], list[Check]]:
     token = secrets.token_hex(4)
     names = {f"stoker-doctor-{token}-{number}": image for number, image in enumerate(images)}
-    made: dict[str, Probe] = {}
-    left = []
+    probes: dict[str, ImageProbe] = {}
+    leftover_checks = []
     try:
         for name, image in names.items():
-            pod = probe_pod(images[image], image, name, cluster.namespace, BOUND_S + 60, secrets=with_secrets)
-            made[name] = Probe(image)
+            pod = build_probe_pod(
+                images[image], image, name, cluster.namespace, PROBE_TIMEOUT_S + 60, secrets=with_secrets
+            )
+            probes[name] = ImageProbe(image)
             try:
-                made[name] = Probe(image, cluster.create(pod))
+                probes[name] = ImageProbe(image, cluster.create(pod))
             except StokerError as error:
-                made[name] = Probe(image, refused=error)
-        _wait(cluster, made)
+                probes[name] = ImageProbe(image, rejection=error)
+        _wait_for_probes(cluster, probes)
     finally:
-        for name, probe in made.items():
-            if not isinstance(probe.refused, REFUSED):
-                left += _remove(cluster, name)
-    return list(made.values()), left
+        for name, probe in probes.items():
+            if not isinstance(probe.rejection, REJECTION_ERRORS):
+                leftover_checks += _delete_pod(cluster, name)
+    return list(probes.values()), leftover_checks
 
 
-def _wait(cluster: Cluster, made: dict[str, Probe]) -> None:
-    """Follow the pods until each has told something, or time is up."""
+def _wait_for_probes(cluster: KubeClient, probes: dict[str, ImageProbe]) -> None:
+    """Poll the pods until each has finished or the timeout expires."""
     began = time.monotonic()
     while True:
-        waited = time.monotonic() - began
-        open_ones = [name for name, probe in made.items() if probe.pod is not None and not is_told(probe.pod)]
-        open_ones = [
-            name for name in open_ones if waited < UNPLACED_S or (made[name].pod or {})["spec"].get("nodeName")
+        waited_s = time.monotonic() - began
+        unfinished = [name for name, probe in probes.items() if probe.pod is not None and not is_finished(probe.pod)]
+        unfinished = [
+            name
+            for name in unfinished
+            if waited_s < UNSCHEDULED_TIMEOUT_S or (probes[name].pod or {})["spec"].get("nodeName")
         ]
-        if not open_ones or waited > BOUND_S:
+        if not unfinished or waited_s > PROBE_TIMEOUT_S:
             break
         time.sleep(POLL_S)
-        for name in open_ones:
+        for name in unfinished:
             with contextlib.suppress(UnavailableError):
-                made[name] = made[name]._replace(pod=cluster.get("Pod", name) or made[name].pod, waited_s=waited)
-    for name in open_ones:
-        events = _tried(partial(cluster.every, "Event", fields=f"involvedObject.name={name}"))
+                probes[name] = probes[name]._replace(
+                    pod=cluster.get("Pod", name) or probes[name].pod, waited_s=waited_s
+                )
+    for name in unfinished:
+        events = _or_error(partial(cluster.list_objects, "Event", fields=f"involvedObject.name={name}"))
         if not isinstance(events, StokerError):
-            made[name] = made[name]._replace(events=events)
+            probes[name] = probes[name]._replace(events=events)
 
 
-def _remove(cluster: Cluster, name: str) -> list[Check]:
+def _delete_pod(cluster: KubeClient, name: str) -> list[Check]:
     try:
         cluster.delete("Pod", name, grace_s=0)
     except StokerError as error:
         fix = f"kubectl delete pod {name} -n {cluster.namespace}"
-        return [Check("probe", None, f"{name} could not be removed: {error.what}", fix)]
+        return [Check("probe", None, f"pod {name} could not be deleted: {error.what}", fix)]
     return []

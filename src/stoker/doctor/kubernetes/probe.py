@@ -1,4 +1,4 @@
-"""A pod that only pulls a job's image and looks up a name: the pod as a value, and what its end means."""
+"""The image probe: a small pod that pulls an image of the job and resolves a name, and the checks of its result."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import NamedTuple
 
 from stoker.core.units import format_duration
 from stoker.doctor.checks import Check
-from stoker.doctor.kubernetes.findings import BAD, missing
+from stoker.doctor.kubernetes.findings import INVALID, failed_check
 from stoker.errors import StokerError
-from stoker.kube.conditions import OVER, phase_of
-from stoker.kube.objects import CONTAINER, PART, Manifest, manifest
-from stoker.kube.pods import ended, main_status, why_pending
+from stoker.kube.conditions import FINISHED_PHASES, get_phase
+from stoker.kube.objects import MAIN_CONTAINER, PART_LABEL, Manifest, build_object
+from stoker.kube.pending import explain_pending
+from stoker.kube.pods import get_exit_status, main_container_status
 
-LABELS = {PART: "doctor"}
-# The nslookup of busybox does not go through the domains to search.
+LABELS = {PART_LABEL: "doctor"}
+# The nslookup of busybox ignores the search domains.
 SCRIPT = """\
 short=kubernetes.default long=kubernetes.default.svc found=none
 while read -r key words; do
@@ -30,8 +31,8 @@ look python3 -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], 443)' "$sho
 look nslookup "$long"
 echo "dns=$found" >/dev/termination-log 2>/dev/null || true
 """
-SMALL = {"cpu": "10m", "memory": "64Mi"}
-_KEPT = (
+RESOURCES = {"cpu": "10m", "memory": "64Mi"}
+_KEPT_FIELDS = (
     "affinity",
     "automountServiceAccountToken",
     "imagePullSecrets",
@@ -43,55 +44,54 @@ _KEPT = (
     "serviceAccountName",
     "tolerations",
 )
-"""What decides where a pod goes, how its image is pulled, and whether it is let in."""
+"""Fields that decide where a pod is scheduled, how its image is pulled, and whether it is admitted."""
 
-_HARMLESS = ("emptyDir", "hostPath", "image", "nfs")
-"""Volumes that a pod gets at once or never; not those that are made with the job, or that others hold."""
+_KEPT_VOLUMES = ("emptyDir", "hostPath", "image", "nfs")
+"""Volumes that are mounted immediately or never; not those that are created with the job or used by others."""
 
 
-class Probe(NamedTuple):
-    """How a pod fared that only pulls an image and looks up a name."""
+class ImageProbe(NamedTuple):
+    """The pod of an image probe, and its result."""
 
     image: str
     pod: Manifest | None = None
-    """As it was last seen."""
-    refused: StokerError | None = None
+    """The pod as last read."""
+    rejection: StokerError | None = None
     events: Sequence[Manifest] = ()
     waited_s: float = 0.0
 
 
-def probe_pod(spec: Manifest, image: str, name: str, namespace: str, bound_s: int, secrets: bool) -> Manifest:
-    """Make a pod as those of a job: on such a node, with its logins and variables, but small and without its claims.
+def build_probe_pod(spec: Manifest, image: str, name: str, namespace: str, bound_s: int, secrets: bool) -> Manifest:
+    """Build a pod like those of the job: same scheduling, pull secrets and variables, but small and without claims.
 
-    With `secrets` it wants those of the job's variables too, where whether they are there can be found out in no other
-    way.
+    With `secrets` it also uses the Secrets of the job's variables, if there is no other way to check that they exist.
     """
-    (like, *_) = [one for one in spec["containers"] if one.get("image") == image]
-    volumes = [one for one in spec.get("volumes") or () if any(kind in one for kind in _HARMLESS)]
-    names = {one["name"] for one in volumes}
+    (original, *_) = [item for item in spec["containers"] if item.get("image") == image]
+    volumes = [item for item in spec.get("volumes") or () if any(kind in item for kind in _KEPT_VOLUMES)]
+    names = {item["name"] for item in volumes}
     container = {
-        "name": CONTAINER,
+        "name": MAIN_CONTAINER,
         "image": image,
-        "command": [_shell(like), "-c", SCRIPT],
-        "env": [one for one in like.get("env") or () if "value" in one or (secrets and _is_secret(one))],
-        "resources": {"requests": SMALL, "limits": SMALL},
-        "volumeMounts": [one for one in like.get("volumeMounts") or () if one["name"] in names],
+        "command": [_shell(original), "-c", SCRIPT],
+        "env": [item for item in original.get("env") or () if "value" in item or (secrets and _is_secret(item))],
+        "resources": {"requests": RESOURCES, "limits": RESOURCES},
+        "volumeMounts": [item for item in original.get("volumeMounts") or () if item["name"] in names],
     }
-    container |= {key: like[key] for key in ("imagePullPolicy", "securityContext") if like.get(key)}
-    body = {
+    container |= {key: original[key] for key in ("imagePullPolicy", "securityContext") if original.get(key)}
+    pod_spec = {
         "restartPolicy": "Never",
         "activeDeadlineSeconds": bound_s,
         "terminationGracePeriodSeconds": 0,
         "enableServiceLinks": False,
-        **{key: spec[key] for key in _KEPT if key in spec},
+        **{key: spec[key] for key in _KEPT_FIELDS if key in spec},
         "containers": [container],
         "volumes": volumes,
     }
-    return manifest("v1", "Pod", name, LABELS, namespace=namespace, spec=body)
+    return build_object("v1", "Pod", name, LABELS, namespace=namespace, spec=pod_spec)
 
 
 def _shell(container: Manifest) -> str:
-    """Name the shell as the job does."""
+    """Return the shell that the job uses."""
     first = next(iter(container.get("command") or ()), "")
     return str(first) if str(first).rpartition("/")[2] == "sh" else "sh"
 
@@ -100,91 +100,100 @@ def _is_secret(variable: Manifest) -> bool:
     return "secretKeyRef" in (variable.get("valueFrom") or {})
 
 
-def is_told(pod: Manifest) -> bool:
-    """Whether a probe's pod has ended, or says why it never will."""
-    return phase_of(pod) in OVER or _reason(pod) in _HOPELESS
+def is_finished(pod: Manifest) -> bool:
+    """Return whether the pod of a probe has finished, or has failed permanently."""
+    return get_phase(pod) in FINISHED_PHASES or _waiting_reason(pod) in _PERMANENT_REASONS
 
 
-def _reason(pod: Manifest) -> str:
-    """Tell in a word what its container waits for."""
-    waiting = (main_status(pod).get("state") or {}).get("waiting") or {}
+def _waiting_reason(pod: Manifest) -> str:
+    """Return the reason why its container is waiting."""
+    waiting = (main_container_status(pod).get("state") or {}).get("waiting") or {}
     return str(waiting.get("reason") or "")
 
 
-def of_probe(probe: Probe) -> Iterator[Check]:
-    """Judge whether an image can be pulled and started, and whether names are found from it."""
+def check_image_probe(probe: ImageProbe) -> Iterator[Check]:
+    """Check whether an image can be pulled and started, and whether it can resolve names."""
     image = probe.image
-    if probe.refused is not None:
-        yield Check("image", None, f"{image}: not tried: the probe was refused: {probe.refused.what}")
+    if probe.rejection is not None:
+        yield Check("image", None, f"{image}: not tested: the probe was rejected: {probe.rejection.what}")
         return
     pod = probe.pod or {}
-    node, state = (pod.get("spec") or {}).get("nodeName"), main_status(pod).get("state") or {}
-    if over := state.get("terminated"):
-        yield from _of_end(image, node, over)
-    elif phase_of(pod) == "Failed":
-        _, why = ended(pod) or (0, "")
-        yield Check("image", None, f"{image}: not tried: the probe was ended: {why}")
+    node, state = (pod.get("spec") or {}).get("nodeName"), main_container_status(pod).get("state") or {}
+    if terminated := state.get("terminated"):
+        yield from _check_terminated(image, node, terminated)
+    elif get_phase(pod) == "Failed":
+        _, reason = get_exit_status(pod) or (0, "")
+        yield Check("image", None, f"{image}: not tested: the probe failed: {reason}")
     elif "running" in state:
-        yield Check("image", True, f"{image} is pulled and starts on {node}")
-        told = f"kubernetes.default was not found within {format_duration(probe.waited_s)}"
-        yield Check("DNS", False, told, _DNS_FIX, code=BAD)
+        yield Check("image", True, f"{image} can be pulled and started on {node}")
+        detail = f"kubernetes.default was not resolved within {format_duration(probe.waited_s)}"
+        yield Check("DNS", False, detail, _DNS_FIX, code=INVALID)
     else:
-        yield _of_waiting(probe, node, _reason(pod))
-        yield Check("DNS", None, "not tried: the probe did not run")
+        yield _check_waiting(probe, node, _waiting_reason(pod))
+        yield Check("DNS", None, "not tested: the probe did not run")
 
 
-_DNS_FIX = (
-    "is the cluster's DNS up? kubectl get pods -n kube-system -l k8s-app=kube-dns; does a NetworkPolicy forbid it?"
-)
+_DNS_FIX = "check the cluster DNS (kubectl get pods -n kube-system -l k8s-app=kube-dns) and NetworkPolicies"
 
 
-def _of_end(image: str, node: str | None, over: Manifest) -> Iterator[Check]:
-    text = str(over.get("message") or "").strip()
-    if over.get("reason") in _NOT_STARTED or over.get("exitCode") in (126, 127, 128):
-        yield _not_started(image, text)
-        yield Check("DNS", None, "not tried: the probe did not run")
+def _check_terminated(image: str, node: str | None, terminated: Manifest) -> Iterator[Check]:
+    text = str(terminated.get("message") or "").strip()
+    if terminated.get("reason") in _START_REASONS or terminated.get("exitCode") in (126, 127, 128):
+        yield _check_start_failure(image, text)
+        yield Check("DNS", None, "not tested: the probe did not run")
         return
-    if over.get("exitCode") != 0:
-        told = (
-            f"{image} is pulled, and a shell in it fails with code {over.get('exitCode')}: {text or 'it says nothing'}"
-        )
-        yield missing("image", told, "is it built for this kind of processor? Try it: docker run IMAGE sh -c true")
+    if terminated.get("exitCode") != 0:
+        code = terminated.get("exitCode")
+        detail = f"{image} was pulled, but a shell in it fails with exit code {code}: {text or 'no output'}"
+        yield failed_check("image", detail, "check the CPU architecture of the image: docker run IMAGE sh -c true")
         return
-    yield Check("image", True, f"{image} is pulled and starts on {node}")
+    yield Check("image", True, f"{image} can be pulled and started on {node}")
     if "dns=failed" in text:
-        yield missing("DNS", f"kubernetes.default is not found from a pod on {node}", _DNS_FIX)
+        yield failed_check("DNS", f"kubernetes.default cannot be resolved from a pod on {node}", _DNS_FIX)
     elif "dns=ok" in text:
-        yield Check("DNS", True, f"kubernetes.default is found from a pod on {node}")
+        yield Check("DNS", True, f"kubernetes.default can be resolved from a pod on {node}")
     else:
-        yield Check("DNS", None, "not tried: the image has nothing that looks up names")
+        yield Check("DNS", None, "not tested: the image has no program that resolves names")
 
 
-_PULL = ("ErrImagePull", "ImagePullBackOff", "RegistryUnavailable")
-_NOT_STARTED = ("StartError", "ContainerCannotRun", "CreateContainerError", "RunContainerError")
-_HOPELESS = (*_PULL, *_NOT_STARTED, "ErrImageNeverPull", "InvalidImageName", "CreateContainerConfigError")
-_FIXES = {
-    "InvalidImageName": "write it as registry/name:tag, in small letters",
-    "ErrImageNeverPull": "have it put on all nodes, or let it be pulled: kubernetes.image_pull_policy: IfNotPresent",
-    **dict.fromkeys(_PULL, "is the name right, was it pushed, and may nodes reach the registry? In job.yaml: image"),
+_PULL_REASONS = ("ErrImagePull", "ImagePullBackOff", "RegistryUnavailable")
+_START_REASONS = ("StartError", "ContainerCannotRun", "CreateContainerError", "RunContainerError")
+_PERMANENT_REASONS = (
+    *_PULL_REASONS,
+    *_START_REASONS,
+    "ErrImageNeverPull",
+    "InvalidImageName",
+    "CreateContainerConfigError",
+)
+_FIX_BY_REASON = {
+    "InvalidImageName": "write it as registry/name:tag, in lower case",
+    "ErrImageNeverPull": "load it on all nodes, or set kubernetes.image_pull_policy: IfNotPresent",
+    **dict.fromkeys(
+        _PULL_REASONS, "check image in the job file, that it was pushed, and that nodes can reach the registry"
+    ),
 }
 
 
-def _not_started(image: str, text: str) -> Check:
+def _check_start_failure(image: str, text: str) -> Check:
     if re.search(r'exec: \\?"?(/bin/)?sh\\?"?:|stat sh|"sh": executable file not found|/bin/sh: no such file', text):
-        return missing(
-            "image", f"{image} is pulled, but has no sh", "jobs are started by a script: take an image with a shell"
+        return failed_check(
+            "image",
+            f"{image} was pulled, but has no sh",
+            "jobs are started by a shell script: use an image with a shell",
         )
-    return missing("image", f"{image} is pulled, but does not start: {text}", "try it: docker run IMAGE sh -c true")
+    return failed_check("image", f"{image} was pulled, but does not start: {text}", "try: docker run IMAGE sh -c true")
 
 
-def _of_waiting(probe: Probe, node: str | None, reason: str) -> Check:
-    """Say why a container does not run."""
-    image, why = probe.image, why_pending(probe.pod or {}, probe.events)
+def _check_waiting(probe: ImageProbe, node: str | None, reason: str) -> Check:
+    """Check a container that is not running, and why."""
+    image, why = probe.image, explain_pending(probe.pod or {}, probe.events)
     if node is None:
-        return Check("image", None, f"{image}: not tried: {why or 'no node took the probe, and nothing says why'}")
-    if reason in _NOT_STARTED:
-        return _not_started(image, why)
+        return Check(
+            "image", None, f"{image}: not tested: {why or 'the probe was not scheduled, for an unknown reason'}"
+        )
+    if reason in _START_REASONS:
+        return _check_start_failure(image, why)
     if not why:
-        told = f"{image} was not pulled within {format_duration(probe.waited_s)} on {node}"
-        return Check("image", None, told, "a large image takes its time; ask again later, or see: kubectl get events")
-    return missing("image", why, _FIXES.get(reason, "what the job names must be in its namespace"))
+        detail = f"{image} was not pulled within {format_duration(probe.waited_s)} on {node}"
+        return Check("image", None, detail, "large images take longer: try again later, or see kubectl get events")
+    return failed_check("image", why, _FIX_BY_REASON.get(reason, "create the object in the namespace of the job"))

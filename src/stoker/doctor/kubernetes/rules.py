@@ -1,6 +1,6 @@
-"""From what was found in a Kubernetes cluster to checks: pure, each fault with its fix.
+"""Turn the facts about a Kubernetes cluster into checks with fixes. Pure.
 
-What could not be looked at is an error in the place of its value, and becomes a `–`.
+A fact that could not be read is an error in place of its value, and becomes a skipped check (`–`).
 """
 
 from __future__ import annotations
@@ -9,415 +9,485 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 
-from stoker.core.units import counted, format_duration
-from stoker.doctor.checks import Check
+from stoker.core.units import format_duration, pluralize
+from stoker.doctor.checks import Check, format_names
 from stoker.doctor.kubernetes.capacity import (
-    Amounts,
-    Group,
-    Node,
-    amount,
-    amounts,
-    left,
-    node_of,
-    placed,
-    short_of,
-    total,
-    used,
-    why_not,
+    NodeCapacity,
+    PodGroup,
+    ResourceAmounts,
+    format_amount,
+    format_amounts,
+    insufficient_resources,
+    parse_node,
+    place_pods,
+    rejection_reason,
+    subtract_used,
+    total_requests,
+    used_by_node,
 )
-from stoker.doctor.kubernetes.findings import BAD, DOWN, Found, Look, Wants, missing, some, unknown
-from stoker.doctor.kubernetes.storage import of_claims, of_storage
-from stoker.errors import AccessError, ConflictError, FullError, MissingError, StokerError
+from stoker.doctor.kubernetes.findings import (
+    INVALID,
+    UNAVAILABLE,
+    ClusterFacts,
+    JobRequirements,
+    OrError,
+    failed_check,
+    unknown_check,
+)
+from stoker.doctor.kubernetes.storage import check_claims, check_storage_classes
+from stoker.errors import ConflictError, MissingError, StokerError, StorageFullError
 from stoker.jobs.spec import Job
-from stoker.kube.client import KINDS, Hello
-from stoker.kube.conditions import condition, phase_of
-from stoker.kube.objects import CACHE, GPU, Manifest
-from stoker.kube.quantity import quantity
-from stoker.kube.rbac import NEW_NAMESPACE, OPTIONAL, REQUIRED, Right
+from stoker.kube.client import API_RESOURCES, ServerInfo
+from stoker.kube.conditions import get_condition, get_phase
+from stoker.kube.errors import is_rbac_denial
+from stoker.kube.objects import CACHE_SERVICE, GPU_RESOURCE, Manifest
+from stoker.kube.quantity import parse_quantity
+from stoker.kube.rbac import CREATE_NAMESPACE, OPTIONAL_FEATURES, REQUIRED_FEATURES, Permission
 
-SKEW_S = 5.0
-"""Tokens of clouds are refused when clocks differ by minutes; logs are hard to read before that."""
-SLOW_S = 0.5
-ROWS = ("namespace", "permissions", "MPI operator", "gpus", "room", "quota", "storage", "admission", "image", "DNS")
-"""What is not tried where no API server answers."""
-_RBAC = "an administrator gives them: stoker job plan FILE --on k8s --rbac WHO | kubectl apply -f -"
-_PSA = "pod-security.kubernetes.io/enforce"
+MAX_SKEW_S = 5.0
+"""Cloud tokens are rejected if clocks differ by minutes; logs are hard to compare before that."""
+SLOW_RESPONSE_S = 0.5
+CHECK_NAMES = (
+    "namespace",
+    "permissions",
+    "MPI operator",
+    "gpus",
+    "capacity",
+    "quota",
+    "storage",
+    "admission",
+    "image",
+    "DNS",
+)
+"""The checks that are skipped if the API server does not respond."""
+MISSING_PERMISSION = "missing: "
+_RBAC_FIX = "an administrator can grant them: stoker job plan FILE --on k8s --rbac WHO | kubectl apply -f -"
+_POD_SECURITY_LABEL = "pod-security.kubernetes.io/enforce"
 
 
-def of_look(job: Job, wanted: Wants, look: Look) -> list[Check]:
-    """Judge all that was found, but for the probe."""
+def check_cluster(job: Job, requirements: JobRequirements, facts: ClusterFacts) -> list[Check]:
+    """Check all facts except for the image probes."""
     return [
-        *of_hello(look.server, look.hello),
-        *of_namespace(job, look),
-        *of_permissions(look.allowed),
-        *of_operators(job, look),
-        *of_nodes(job, wanted, look),
-        *of_quotas(wanted, look),
-        *of_storage(look),
-        *of_claims(wanted, look),
-        *of_named(job, wanted, look),
-        *of_refusals(look),
+        *check_server(facts.server, facts.server_info),
+        *check_namespace(job, facts),
+        *check_permissions(facts.allowed),
+        *check_operators(job, facts),
+        *check_nodes(job, requirements, facts),
+        *check_quotas(requirements, facts),
+        *check_storage_classes(facts),
+        *check_claims(requirements, facts),
+        *check_references(job, requirements, facts),
+        *check_rejections(facts),
     ]
 
 
-def of_silence(error: StokerError) -> list[Check]:
-    """Tell that no API server answers: one fault, and the rest is not tried."""
-    first = Check("cluster", False, error.what, error.hint or "", code=error.exit_code)
-    return [first, *(Check(row, None, "not tried: the cluster cannot be asked") for row in ROWS)]
+def check_unreachable(error: StokerError) -> list[Check]:
+    """Return the checks for an API server that does not respond: one failed, the others skipped."""
+    failed = Check("cluster", False, error.what, error.hint or "", code=error.exit_code)
+    return [failed, *(Check(name, None, "not tested: the cluster does not respond") for name in CHECK_NAMES)]
 
 
-# --- The API server, the namespace, rights
+# --- API server, namespace, permissions
 
 
-def of_hello(server: str, hello: Hello) -> Iterator[Check]:
-    """Judge how the API server answers, and its clock."""
-    told = f"{server} answers in {format_duration(hello.took_s)}: Kubernetes {hello.version}"
-    slow = hello.took_s > SLOW_S
-    yield Check("cluster", None if slow else True, told, "that is slow: is it far, or busy?" if slow else "")
-    if hello.ahead_s is not None:
-        off = abs(hello.ahead_s)
-        if off <= SKEW_S:
-            yield Check("clock", True, f"less than {SKEW_S:g} s off")
+def check_server(server: str, info: ServerInfo) -> Iterator[Check]:
+    """Check the latency and the clock of the API server."""
+    detail = f"{server} responds in {format_duration(info.latency_s)}: Kubernetes {info.version}"
+    is_slow = info.latency_s > SLOW_RESPONSE_S
+    yield Check(
+        "cluster",
+        None if is_slow else True,
+        detail,
+        "slow response: the API server is far away or overloaded" if is_slow else "",
+    )
+    if info.clock_ahead_s is not None:
+        skew_s = abs(info.clock_ahead_s)
+        if skew_s <= MAX_SKEW_S:
+            yield Check("clock", True, f"off by less than {MAX_SKEW_S:g} s")
         else:
-            side = "ahead of" if hello.ahead_s > 0 else "behind"
-            fix = "keep time, here or there: logins are refused when clocks differ by minutes"
-            yield Check("clock", None, f"the API server's is {format_duration(round(off))} {side} the one here", fix)
+            direction = "ahead of" if info.clock_ahead_s > 0 else "behind"
+            fix = "enable NTP on both machines: logins are rejected if clocks differ by minutes"
+            yield Check(
+                "clock", None, f"the API server is {format_duration(round(skew_s))} {direction} this machine", fix
+            )
 
 
-def of_namespace(job: Job, look: Look) -> Iterator[Check]:
-    """Judge whether the namespace can be used, and what it lets pods be."""
-    name, space = look.namespace, look.space
-    if isinstance(space, StokerError):
-        yield unknown("namespace", space)
+def check_namespace(job: Job, facts: ClusterFacts) -> Iterator[Check]:
+    """Check whether the namespace exists, and which Pod Security level it enforces."""
+    name, namespace = facts.namespace, facts.namespace_object
+    if isinstance(namespace, StokerError):
+        yield unknown_check("namespace", namespace)
         return
-    if space is None and job.kubernetes.create_namespace:
-        yield Check("namespace", True, f"{name} is not there, and is made with the job")
+    if namespace is None and job.kubernetes.create_namespace:
+        yield Check("namespace", True, f"{name} does not exist; it is created with the job")
         return
-    if space is None:
-        fix = f"kubectl create namespace {name}, name another, or set kubernetes.create_namespace: true"
-        yield missing("namespace", f"there is no namespace {name}", fix)
+    if namespace is None:
+        fix = f"kubectl create namespace {name}, use another, or set kubernetes.create_namespace: true"
+        yield failed_check("namespace", f"namespace {name} not found", fix)
         return
-    if phase_of(space) == "Terminating":
-        yield missing("namespace", f"{name} is being deleted", "wait until it is gone, or name another")
+    if get_phase(namespace) == "Terminating":
+        yield failed_check("namespace", f"{name} is being deleted", "wait until it is deleted, or use another")
         return
-    level = (space["metadata"].get("labels") or {}).get(_PSA)
-    also = f"; Pod Security enforces {level}" if level and level != "privileged" else ""
+    level = (namespace["metadata"].get("labels") or {}).get(_POD_SECURITY_LABEL)
+    note = f"; Pod Security enforces {level}" if level and level != "privileged" else ""
     if level == "restricted" and not job.kubernetes.user:
-        fix = "it refuses pods that may run as root: set kubernetes.user, to 1000 for example"
-        yield Check("namespace", None, f"{name} is there{also}", fix)
+        fix = "it rejects pods that may run as root: set kubernetes.user, for example to 1000"
+        yield Check("namespace", None, f"{name} exists{note}", fix)
     else:
-        yield Check("namespace", True, f"{name} is there{also}")
+        yield Check("namespace", True, f"{name} exists{note}")
 
 
-def of_permissions(allowed: Mapping[tuple[Right, str], Found[bool]]) -> Iterator[Check]:
-    """Name every verb that is missing; only what a job cannot do without is a fault."""
-    lacks: dict[Right, list[str]] = {}
+def check_permissions(allowed: Mapping[tuple[Permission, str], OrError[bool]]) -> Iterator[Check]:
+    """Check each permission; a missing one fails only if a job requires it."""
+    missing_verbs: dict[Permission, list[str]] = {}
     errors: dict[str, StokerError] = {}
-    for (right, verb), answer in allowed.items():
-        if isinstance(answer, StokerError):
-            errors.setdefault(answer.what, answer)
-        elif not answer:
-            lacks.setdefault(right, []).append(verb)
+    for (permission, verb), outcome in allowed.items():
+        if isinstance(outcome, StokerError):
+            errors.setdefault(outcome.what, outcome)
+        elif not outcome:
+            missing_verbs.setdefault(permission, []).append(verb)
     for error in errors.values():
-        yield Check("permissions", False, f"cannot be asked for: {error.what}", error.hint or _RBAC, code=DOWN)
-    needed = [right for right, _ in allowed if right.part not in OPTIONAL]
-    if needed and not errors and not any(right in lacks for right in needed):
-        yield Check("permissions", True, f"all {len(needed)} that jobs, volumes and caches need", code=DOWN)
-    for right, verbs in lacks.items():
-        told = f"may not {', '.join(verbs)} {right}"
-        if right == NEW_NAMESPACE:
-            yield Check("permissions", False, told, "have somebody make it: kubectl create namespace …", code=DOWN)
-        elif right.part in REQUIRED:
-            yield Check("permissions", False, told, _RBAC, code=DOWN)
-        elif right.part not in OPTIONAL:
-            yield Check("permissions", None, told, f"only {right.part} would fail; {_RBAC}", code=DOWN)
-    if untold := [f"{', '.join(verbs)} {right}" for right, verbs in lacks.items() if right.part in OPTIONAL]:
-        yield Check("permissions", None, f"may not {'; '.join(untold)}: no job needs it, but less can be told")
+        yield Check("permissions", False, f"cannot be checked: {error.what}", error.hint or _RBAC_FIX, code=UNAVAILABLE)
+    needed = [permission for permission, _ in allowed if permission.feature not in OPTIONAL_FEATURES]
+    if needed and not errors and not any(permission in missing_verbs for permission in needed):
+        yield Check(
+            "permissions", True, f"all {len(needed)} permissions for jobs, volumes and caches", code=UNAVAILABLE
+        )
+    for permission, verbs in missing_verbs.items():
+        detail = f"{MISSING_PERMISSION}{', '.join(verbs)} {permission}"
+        if permission == CREATE_NAMESPACE:
+            yield Check(
+                "permissions",
+                False,
+                detail,
+                "ask an administrator to run: kubectl create namespace …",
+                code=UNAVAILABLE,
+            )
+        elif permission.feature in REQUIRED_FEATURES:
+            yield Check("permissions", False, detail, _RBAC_FIX, code=UNAVAILABLE)
+        elif permission.feature not in OPTIONAL_FEATURES:
+            yield Check(
+                "permissions", None, detail, f"needed only by {permission.feature}; {_RBAC_FIX}", code=UNAVAILABLE
+            )
+    if optional := [
+        f"{', '.join(verbs)} {permission}"
+        for permission, verbs in missing_verbs.items()
+        if permission.feature in OPTIONAL_FEATURES
+    ]:
+        yield Check(
+            "permissions",
+            None,
+            f"{MISSING_PERMISSION}{'; '.join(optional)} (not needed by jobs, but fewer checks are possible)",
+        )
 
 
 # --- Operators
 
 
-def of_operators(job: Job, look: Look) -> Iterator[Check]:
-    """Judge the kinds that are not Kubernetes' own."""
-    yield _of_mpi(job, look.operator)
+def check_operators(job: Job, facts: ClusterFacts) -> Iterator[Check]:
+    """Check the MPI operator and Kueue."""
+    yield _check_mpi_operator(job, facts.kubeflow_versions)
     if job.kubernetes.queue:
-        yield _of_queue(job.kubernetes.queue, look)
+        yield _check_queue(job.kubernetes.queue, facts)
 
 
-def _of_mpi(job: Job, served: Found[Mapping[str, frozenset[str]]]) -> Check:
-    kind, what = KINDS["MPIJob"], "MPI operator"
+def _check_mpi_operator(job: Job, served: OrError[Mapping[str, frozenset[str]]]) -> Check:
+    kind, what = API_RESOURCES["MPIJob"], "MPI operator"
     if isinstance(served, StokerError):
-        return unknown(what, served)
-    fine = kind.plural in served.get(kind.version, ())
+        return unknown_check(what, served)
+    is_served = kind.plural in served.get(kind.version, ())
     others = sorted(version for version, plurals in served.items() if kind.plural in plurals)
-    if fine:
+    if is_served:
         return Check(what, True, f"MPIJob is served as {kind.group}/{kind.version}")
-    told = f"MPIJob is served as {', '.join(others)} alone" if others else "there is no MPIJob here"
+    detail = f"MPIJob is served only as {', '.join(others)}" if others else "MPIJob is not installed"
     if job.topology != "mpi":
-        return Check(what, None, f"{told}; only topology mpi needs it")
+        return Check(what, None, f"{detail}; needed only by topology mpi")
     fix = f"install the MPI operator (github.com/kubeflow/mpi-operator), which serves {kind.group}/{kind.version}"
-    return missing(what, f"{told}, and topology mpi needs {kind.group}/{kind.version}", fix)
+    return failed_check(what, f"{detail}, and topology mpi needs {kind.group}/{kind.version}", fix)
 
 
-def _of_queue(name: str, look: Look) -> Check:
-    if isinstance(look.kueue, StokerError):
-        return unknown("queue", look.kueue)
-    if not look.kueue:
-        fix = "install Kueue, or leave kubernetes.queue away"
-        return missing("queue", f"there is no Kueue here, and the job is for its queue {name}", fix)
-    if KINDS["LocalQueue"].version not in look.kueue:
-        return Check("queue", None, f"not looked at: Kueue is served as {', '.join(look.kueue)} alone")
-    if isinstance(look.queue, StokerError):
-        return unknown("queue", look.queue)
-    if look.queue is None:
-        fix = f"name one of: kubectl get localqueues -n {look.namespace}"
-        return missing("queue", f"there is no queue {name} in {look.namespace}, and the job would wait for ever", fix)
-    active = condition(look.queue, "Active")
+def _check_queue(name: str, facts: ClusterFacts) -> Check:
+    if isinstance(facts.kueue_versions, StokerError):
+        return unknown_check("queue", facts.kueue_versions)
+    if not facts.kueue_versions:
+        fix = "install Kueue, or remove kubernetes.queue"
+        return failed_check("queue", f"Kueue is not installed, and the job uses queue {name}", fix)
+    if API_RESOURCES["LocalQueue"].version not in facts.kueue_versions:
+        return Check("queue", None, f"not tested: Kueue is served only as {', '.join(facts.kueue_versions)}")
+    if isinstance(facts.queue, StokerError):
+        return unknown_check("queue", facts.queue)
+    if facts.queue is None:
+        fix = f"list the queues: kubectl get localqueues -n {facts.namespace}"
+        return failed_check("queue", f"queue {name} not found in {facts.namespace}; the job would wait forever", fix)
+    active = get_condition(facts.queue, "Active")
     if active.get("status") == "False":
-        return missing("queue", f"{name} admits nothing: {active.get('message', '')}", "have its ClusterQueue mended")
-    waiting = int((look.queue.get("status") or {}).get("pendingWorkloads") or 0)
-    return Check("queue", True, f"{name}; {counted(waiting, 'job')} waiting")
+        return failed_check(
+            "queue",
+            f"{name} admits no jobs: {active.get('message', '')}",
+            "ask an administrator to fix its ClusterQueue",
+        )
+    waiting = int((facts.queue.get("status") or {}).get("pendingWorkloads") or 0)
+    return Check("queue", True, f"{name}; {pluralize(waiting, 'job')} waiting")
 
 
 # --- Nodes
 
 
-def of_nodes(job: Job, wanted: Wants, look: Look) -> Iterator[Check]:
-    """Count the GPUs of each kind, and judge whether the job has room."""
-    if isinstance(look.nodes, StokerError):
-        yield from (unknown(what, look.nodes) for what in ("gpus", "room"))
+def check_nodes(job: Job, requirements: JobRequirements, facts: ClusterFacts) -> Iterator[Check]:
+    """Count the GPUs by type, and check whether the pods of the job fit."""
+    if isinstance(facts.nodes, StokerError):
+        yield from (unknown_check(what, facts.nodes) for what in ("gpus", "capacity"))
         return
-    nodes = [node_of(one) for one in look.nodes]
-    free = None if isinstance(look.pods, StokerError) else left(nodes, used(look.pods))
-    yield from _gpus(nodes, free)
-    if wanted.groups:
-        yield from of_room(job, wanted.groups, nodes, free)
+    nodes = [parse_node(node) for node in facts.nodes]
+    free = None if isinstance(facts.pods, StokerError) else subtract_used(nodes, used_by_node(facts.pods))
+    yield from _check_gpus(nodes, free)
+    if requirements.groups:
+        yield from check_capacity(job, requirements.groups, nodes, free)
 
 
-def _gpus(nodes: Sequence[Node], free: Sequence[Node] | None) -> Iterator[Check]:
-    kinds: dict[str, list[int]] = {}
+def _check_gpus(nodes: Sequence[NodeCapacity], free: Sequence[NodeCapacity] | None) -> Iterator[Check]:
+    gpu_types: dict[str, list[int]] = {}
     for index, node in enumerate(nodes):
-        if node.has.get(GPU):
-            kinds.setdefault(node.gpu_kind, []).append(index)
-    for kind, indices in sorted(kinds.items()):
-        many = sum(int(nodes[index].has[GPU]) for index in indices)
-        left_over = None if free is None else sum(int(free[index].has[GPU]) for index in indices)
-        now = "how many are free is not known" if left_over is None else f"{left_over} free"
-        yield Check("gpus", True, f"{many} × {kind or 'of no named type'} on {counted(len(indices), 'node')}; {now}")
-    if not kinds:
-        yield Check("gpus", None, f"none on {counted(len(nodes), 'node')}")
+        if node.available.get(GPU_RESOURCE):
+            gpu_types.setdefault(node.gpu_type, []).append(index)
+    for gpu_type, indices in sorted(gpu_types.items()):
+        total = sum(int(nodes[index].available[GPU_RESOURCE]) for index in indices)
+        free_count = None if free is None else sum(int(free[index].available[GPU_RESOURCE]) for index in indices)
+        availability = "number of free GPUs unknown" if free_count is None else f"{free_count} free"
+        yield Check(
+            "gpus",
+            True,
+            f"{total} × {gpu_type or 'GPU of unknown type'} on {pluralize(len(indices), 'node')}; {availability}",
+        )
+    if not gpu_types:
+        yield Check("gpus", None, f"none on {pluralize(len(nodes), 'node')}")
 
 
-def of_room(job: Job, every: Sequence[Group], nodes: Sequence[Node], free: Sequence[Node] | None) -> Iterator[Check]:
-    """Judge whether the pods fit: onto any node, onto all nodes if they were empty, and now."""
-    wrong = list(dict.fromkeys(check for group in every for check in _unfit(group, nodes)))
-    yield from wrong
-    if wrong:
+def check_capacity(
+    job: Job, groups: Sequence[PodGroup], nodes: Sequence[NodeCapacity], free: Sequence[NodeCapacity] | None
+) -> Iterator[Check]:
+    """Check whether the pods fit: each on some node, all on empty nodes, and all on the nodes as they are now."""
+    failed = list(dict.fromkeys(check for group in groups for check in _check_unschedulable(group, nodes)))
+    yield from failed
+    if failed:
         return
-    counts = placed(every, nodes)
-    if short := _short(every, counts):
-        elastic = job.is_elastic and counts[0] >= job.min_workers
-        fix = "--set workers=… for fewer; or add nodes; or an autoscaler does"
-        told = f"{short}, even if all nodes were empty"
-        yield Check("room", None if elastic else False, told, fix, code=BAD)
+    counts = place_pods(groups, nodes)
+    if unplaced := _describe_unplaced(groups, counts):
+        is_enough = job.is_elastic and counts[0] >= job.min_workers
+        fix = "use fewer workers (--set workers=…), or add nodes, unless an autoscaler does"
+        detail = f"{unplaced}, even on empty nodes"
+        yield Check("capacity", None if is_enough else False, detail, fix, code=INVALID)
         return
-    what = "; ".join(f"{wants} × {each}" for each, (_, wants) in _by_kind(every, counts).items())
+    what = "; ".join(f"{count} × {group}" for group, (_, count) in _counts_by_group(groups, counts).items())
     if free is None:
-        yield Check("room", True, f"{what}: there is room on empty nodes; what is free is not known")
-    elif short := _short(every, placed(every, free)):
-        yield Check("room", None, f"{short} now", "the job would wait: let others end, or --set workers=… for fewer")
+        yield Check("capacity", True, f"{what}: fits on empty nodes; free resources unknown")
+    elif unplaced := _describe_unplaced(groups, place_pods(groups, free)):
+        yield Check(
+            "capacity",
+            None,
+            f"{unplaced} now",
+            "the job would wait: stop other jobs, or use fewer workers (--set workers=…)",
+        )
     else:
-        yield Check("room", True, f"{what}: there is room")
+        yield Check("capacity", True, f"{what}: fits")
 
 
-def _each(group: Group) -> str:
-    return f"{group.role} ({amounts(group.each)})" if group.each else f"{group.role} (asks for nothing)"
+def _describe_group(group: PodGroup) -> str:
+    return f"{group.role} ({format_amounts(group.requests)})" if group.requests else f"{group.role} (no requests)"
 
 
-def _by_kind(every: Sequence[Group], counts: Sequence[int]) -> dict[str, tuple[int, int]]:
-    """Sum up how many find a place and how many want one, for pods that ask for the same."""
+def _counts_by_group(groups: Sequence[PodGroup], counts: Sequence[int]) -> dict[str, tuple[int, int]]:
+    """Return the number of placed and of all pods, by role and requests."""
     sums: dict[str, tuple[int, int]] = {}
-    for group, count in zip(every, counts, strict=True):
-        has, wants = sums.get(_each(group), (0, 0))
-        sums[_each(group)] = (has + count, wants + group.count)
+    for group, count in zip(groups, counts, strict=True):
+        placed, total = sums.get(_describe_group(group), (0, 0))
+        sums[_describe_group(group)] = (placed + count, total + group.count)
     return sums
 
 
-def _short(every: Sequence[Group], counts: Sequence[int]) -> str:
-    sums = _by_kind(every, counts)
+def _describe_unplaced(groups: Sequence[PodGroup], counts: Sequence[int]) -> str:
+    sums = _counts_by_group(groups, counts)
     return "; ".join(
-        f"there is room for {has} of {wants} × {each}" for each, (has, wants) in sums.items() if has < wants
+        f"{placed} of {total} pods fit: {group}" for group, (placed, total) in sums.items() if placed < total
     )
 
 
-def _unfit(group: Group, nodes: Sequence[Node]) -> Iterator[Check]:
-    """Say why no node takes even one pod of a group."""
+def _check_unschedulable(group: PodGroup, nodes: Sequence[NodeCapacity]) -> Iterator[Check]:
+    """Check for a group of which not even one pod fits on any node, and why."""
     if not nodes:
-        yield missing("room", "the cluster has no nodes", "add some; or an autoscaler does")
+        yield failed_check("capacity", "the cluster has no nodes", "add nodes, unless an autoscaler does")
         return
     reasons: dict[str, list[str]] = {}
-    able = []
+    candidates = []
     for node in nodes:
-        if why := why_not(group.spec, node):
-            reasons.setdefault(why, []).append(node.name)
+        if reason := rejection_reason(group.spec, node):
+            reasons.setdefault(reason, []).append(node.name)
         else:
-            able.append(node)
-    tainted = {why: names for why, names in reasons.items() if why.startswith("taint ")}
-    if not able:
-        told = "; ".join(f"{why} ({some(names)})" for why, names in reasons.items())
-        kinds = sorted({node.gpu_kind for node in nodes if node.gpu_kind})
-        known = f" (there are: {', '.join(kinds)})" if kinds and any("GPUs of type" in why for why in reasons) else ""
-        yield missing("room", f"no node takes {group.role}: {told}{known}", _room_fix(reasons))
-        return
-    lacks = {node.name: short_of(group.each, node) for node in able}
-    if all(lacks.values()):
-        best: Amounts = {}
-        for short in lacks.values():
-            best |= {name: max(many, best.get(name, Decimal(0))) for name, many in short.items()}
-        asks = amounts({name: group.each[name] for name in best})
-        told = f"one {group.role} asks for {asks}, and the largest node that it may use has {amounts(best)}"
-        if tainted:
-            told += "; " + "; ".join(f"others have {why} ({some(names)})" for why, names in tainted.items())
-        fix = (
-            "kubernetes.tolerations lets it onto the others" if tainted else "ask for less; or an autoscaler adds such"
+            candidates.append(node)
+    tainted = {reason: names for reason, names in reasons.items() if reason.startswith("taint ")}
+    if not candidates:
+        detail = "; ".join(f"{reason} ({format_names(names)})" for reason, names in reasons.items())
+        gpu_types = sorted({node.gpu_type for node in nodes if node.gpu_type})
+        known = (
+            f" (available types: {', '.join(gpu_types)})"
+            if gpu_types and any("GPUs of type" in reason for reason in reasons)
+            else ""
         )
-        yield missing("room", told, fix)
+        yield failed_check("capacity", f"no node accepts {group.role}: {detail}{known}", _scheduling_fix(reasons))
+        return
+    missing = {node.name: insufficient_resources(group.requests, node) for node in candidates}
+    if all(missing.values()):
+        best: ResourceAmounts = {}
+        for shortage in missing.values():
+            best |= {name: max(amount, best.get(name, Decimal(0))) for name, amount in shortage.items()}
+        requested = format_amounts({name: group.requests[name] for name in best})
+        detail = f"one {group.role} requests {requested}, the largest node it can use has {format_amounts(best)}"
+        if tainted:
+            detail += "; " + "; ".join(
+                f"other nodes have {reason} ({format_names(names)})" for reason, names in tainted.items()
+            )
+        fix = (
+            "set kubernetes.tolerations to use the other nodes"
+            if tainted
+            else "request less, unless an autoscaler adds larger nodes"
+        )
+        yield failed_check("capacity", detail, fix)
 
 
-def _room_fix(reasons: Iterable[str]) -> str:
+def _scheduling_fix(reasons: Iterable[str]) -> str:
     fixes = {
-        "taint ": "kubernetes.tolerations lets pods onto tainted nodes",
-        "no label": "kubernetes.node_selector names labels that no node has",
-        "no GPUs": "resources.gpu_type names a type that no node has",
-        "cordoned": "kubectl uncordon lets a node take pods again",
-        "not ready": "kubectl describe node says why one is not ready",
+        "taint ": "set kubernetes.tolerations for tainted nodes",
+        "missing label": "change kubernetes.node_selector: no node has these labels",
+        "no GPUs": "change resources.gpu_type: no node has this type",
+        "cordoned": "kubectl uncordon makes a node schedulable again",
+        "not ready": "kubectl describe node shows why a node is not ready",
     }
-    fitting = [fix for sign, fix in fixes.items() if any(why.startswith(sign) for why in reasons)]
-    return "; ".join([*fitting, "or an autoscaler adds nodes"])
+    matching = [fix for prefix, fix in fixes.items() if any(reason.startswith(prefix) for reason in reasons)]
+    return "; ".join([*matching, "unless an autoscaler adds nodes"])
 
 
 # --- Quota
 
 
-def of_quotas(wanted: Wants, look: Look) -> Iterator[Check]:
-    """Compare what the job asks for in sum with what quotas leave."""
-    if isinstance(look.quotas, StokerError):
-        yield unknown("quota", look.quotas)
+def check_quotas(requirements: JobRequirements, facts: ClusterFacts) -> Iterator[Check]:
+    """Compare the total requests of the job with the quotas of the namespace."""
+    if isinstance(facts.quotas, StokerError):
+        yield unknown_check("quota", facts.quotas)
         return
-    if not look.quotas:
-        yield Check("quota", True, "the namespace has none")
-    there = {name for name, found in look.claims.items() if isinstance(found, dict)}
-    asks = _counted(wanted, there)
-    yield from (_of_quota(one, asks) for one in look.quotas)
+    if not facts.quotas:
+        yield Check("quota", True, "no quota in this namespace")
+    existing = {name for name, claim in facts.claims.items() if isinstance(claim, dict)}
+    usage = _quota_usage(requirements, existing)
+    yield from (_check_quota(quota, usage) for quota in facts.quotas)
 
 
-def _of_quota(one: Manifest, asks: Amounts) -> Check:
-    name, status, spec = one["metadata"]["name"], one.get("status") or {}, one.get("spec") or {}
+def _check_quota(quota: Manifest, usage: ResourceAmounts) -> Check:
+    name, status, spec = quota["metadata"]["name"], quota.get("status") or {}, quota.get("spec") or {}
     if spec.get("scopes") or spec.get("scopeSelector"):
-        return Check("quota", None, f"{name} counts only some pods: not judged")
-    hard = {what: quantity(text) for what, text in (status.get("hard") or {}).items()}
-    taken = {what: quantity(text) for what, text in (status.get("used") or {}).items()}
-    wants = {what: asks.get(what, Decimal(0)) for what in hard}
-    free = {what: max(limit - taken.get(what, Decimal(0)), Decimal(0)) for what, limit in hard.items()}
-    if over := _beyond(wants, hard, "allowed"):
-        fix = "ask for less (--set workers=…, resources), or have the quota raised"
-        return Check("quota", False, f"{name} is too small: {over}", fix, code=DOWN)
-    if full := _beyond(wants, free, "left"):
-        fix = "the job would wait: stop other jobs, or ask for less"
-        return Check("quota", None, f"{name} is taken: {full}", fix)
-    return Check("quota", True, f"{name} leaves room")
+        return Check("quota", None, f"{name} applies only to some pods: not tested")
+    hard = {what: parse_quantity(text) for what, text in (status.get("hard") or {}).items()}
+    used = {what: parse_quantity(text) for what, text in (status.get("used") or {}).items()}
+    needed = {what: usage.get(what, Decimal(0)) for what in hard}
+    free = {what: max(limit - used.get(what, Decimal(0)), Decimal(0)) for what, limit in hard.items()}
+    if excess := _describe_excess(needed, hard, "allowed"):
+        fix = "request less (--set workers=…, resources), or ask for a larger quota"
+        return Check("quota", False, f"{name} is too small: {excess}", fix, code=UNAVAILABLE)
+    if excess := _describe_excess(needed, free, "left"):
+        fix = "the job would wait: stop other jobs, or request less"
+        return Check("quota", None, f"{name} is used up: {excess}", fix)
+    return Check("quota", True, f"{name} is sufficient")
 
 
-def _beyond(wants: Amounts, most: Amounts, how: str) -> str:
-    """Say of what more is wanted than there is; empty: of nothing."""
-    over = [what for what, many in wants.items() if many > most[what]]
-    return "; ".join(f"{amount(what, wants[what])} wanted, {amount(what, most[what])} {how}" for what in over)
+def _describe_excess(needed: ResourceAmounts, limits: ResourceAmounts, word: str) -> str:
+    """Describe the resources that exceed a limit; empty if none does."""
+    excess = [what for what, amount in needed.items() if amount > limits[what]]
+    return "; ".join(
+        f"{format_amount(what, needed[what])} needed, {format_amount(what, limits[what])} {word}" for what in excess
+    )
 
 
-def _counted(wanted: Wants, there: Collection[str]) -> Amounts:
-    """Give what is asked for under all names by which a quota may count it; claims that are there count already."""
-    sums, new = total(wanted.groups), [one for name, one in wanted.made.items() if name not in there]
+def _quota_usage(requirements: JobRequirements, existing: Collection[str]) -> ResourceAmounts:
+    """Return the requests under every name that a quota may limit; existing claims are counted already."""
+    sums = total_requests(requirements.groups)
+    new_claims = [claim for name, claim in requirements.new_claims.items() if name not in existing]
     limits = {f"limits.{name}": amount for name, amount in sums.items() if name in ("cpu", "memory")}
     requests = {f"requests.{name}": amount for name, amount in sums.items() if name != "pods"}
-    asked = {**sums, **requests, **limits, "count/pods": sums["pods"]}
-    for kind, many in {**wanted.objects, "PersistentVolumeClaim": len(new)}.items():
-        if kind in KINDS:
-            group = f".{KINDS[kind].group}" if KINDS[kind].group else ""
-            asked |= {f"count/{KINDS[kind].plural}{group}": Decimal(many)}
-            asked |= {} if group else {KINDS[kind].plural: Decimal(many)}
-    sizes = [one["spec"]["resources"]["requests"]["storage"] for one in new]
-    return {**asked, "requests.storage": sum((quantity(size) for size in sizes), Decimal(0))}
+    usage = {**sums, **requests, **limits, "count/pods": sums["pods"]}
+    for kind, count in {**requirements.objects, "PersistentVolumeClaim": len(new_claims)}.items():
+        if kind in API_RESOURCES:
+            group = f".{API_RESOURCES[kind].group}" if API_RESOURCES[kind].group else ""
+            usage |= {f"count/{API_RESOURCES[kind].plural}{group}": Decimal(count)}
+            usage |= {} if group else {API_RESOURCES[kind].plural: Decimal(count)}
+    sizes = [claim["spec"]["resources"]["requests"]["storage"] for claim in new_claims]
+    return {**usage, "requests.storage": sum((parse_quantity(size) for size in sizes), Decimal(0))}
 
 
-# --- What is named
+# --- References
 
 
-def of_named(job: Job, wanted: Wants, look: Look) -> Iterator[Check]:
-    """Judge secrets, accounts, priorities and the cache, which a job only names."""
-    for name, keys in wanted.secrets.items():
-        what, found = f"secret {name}", look.secrets.get(name)
-        if isinstance(found, StokerError):
-            yield unknown(what, found)
-        elif found is None:
-            fix = f"kubectl create secret generic {name} -n {look.namespace} --from-literal=…"
-            yield missing(what, f"there is no secret {name} in {look.namespace}", fix)
-        elif lacks := sorted(keys - found):
-            known = ", ".join(sorted(found)) or "none"
-            yield missing(what, f"has no key {', '.join(lacks)}", f"its keys: {known}; name one of them")
+def check_references(job: Job, requirements: JobRequirements, facts: ClusterFacts) -> Iterator[Check]:
+    """Check Secrets, service accounts, priority classes and the cache that the job refers to."""
+    for name, keys in requirements.secrets.items():
+        what, secret_keys = f"secret {name}", facts.secrets.get(name)
+        if isinstance(secret_keys, StokerError):
+            yield unknown_check(what, secret_keys)
+        elif secret_keys is None:
+            fix = f"kubectl create secret generic {name} -n {facts.namespace} --from-literal=…"
+            yield failed_check(what, f"Secret {name} not found in {facts.namespace}", fix)
+        elif missing_keys := sorted(keys - secret_keys):
+            known = ", ".join(sorted(secret_keys)) or "none"
+            yield failed_check(what, f"has no key {', '.join(missing_keys)}", f"use one of its keys: {known}")
         else:
-            yield Check(what, True, f"is there, with {', '.join(sorted(keys))}" if keys else "is there")
-    yield from _of_names("service account", look.accounts, "kubernetes.service_account names it: make it, or another")
-    yield from _of_names("priority class", look.priorities, "kubectl get priorityclasses lists those that are there")
+            yield Check(what, True, f"exists, with {', '.join(sorted(keys))}" if keys else "exists")
+    yield from _check_existence("service account", facts.accounts, "create it, or change kubernetes.service_account")
+    yield from _check_existence("priority class", facts.priorities, "list them: kubectl get priorityclasses")
     if job.data.via == "cluster":
-        if isinstance(look.cache, StokerError):
-            yield unknown("cache", look.cache)
-        elif look.cache is None:
-            told = f"there is no cache ({CACHE}) in {look.namespace}, and data.via: cluster means it"
-            yield missing("cache", told, f"stoker data cache --on k8s:///{look.namespace}")
+        if isinstance(facts.cache, StokerError):
+            yield unknown_check("cache", facts.cache)
+        elif facts.cache is None:
+            detail = f"cache {CACHE_SERVICE} not found in {facts.namespace}; data.via: cluster requires it"
+            yield failed_check("cache", detail, f"stoker data cache --on k8s:///{facts.namespace}")
         else:
-            yield Check("cache", True, f"{CACHE} is there")
+            yield Check("cache", True, f"{CACHE_SERVICE} exists")
 
 
-def _of_names(kind: str, found: Mapping[str, Found[Manifest | None]], fix: str) -> Iterator[Check]:
-    for name, one in found.items():
-        if isinstance(one, StokerError):
-            yield unknown(f"{kind} {name}", one)
-        elif one is None:
-            yield missing(f"{kind} {name}", f"there is no {kind} {name}", fix)
+def _check_existence(kind: str, objects: Mapping[str, OrError[Manifest | None]], fix: str) -> Iterator[Check]:
+    for name, manifest in objects.items():
+        if isinstance(manifest, StokerError):
+            yield unknown_check(f"{kind} {name}", manifest)
+        elif manifest is None:
+            yield failed_check(f"{kind} {name}", f"{kind} {name} not found", fix)
         else:
-            yield Check(f"{kind} {name}", True, "is there")
+            yield Check(f"{kind} {name}", True, "exists")
 
 
-# --- What the API server would say to the objects
+# --- Objects that the API server rejects
 
 
-def of_refusals(look: Look) -> Iterator[Check]:
-    """Tell what the API server would refuse, but for what other checks have told."""
-    wrong = []
-    for name, error in look.refusals.items():
-        if isinstance(error, MissingError) or (isinstance(error, AccessError) and " may not " in f" {error.what}"):
-            continue  # the operator's row, and the permissions'
-        wrong.append(_of_refusal(name, error))
-    yield from dict.fromkeys(wrong)
-    if look.tried and not look.refusals:
-        yield Check(
-            "admission", True, f"{counted(look.tried, 'object')} of the job would be taken (asked with dry-run)"
-        )
+def check_rejections(facts: ClusterFacts) -> Iterator[Check]:
+    """Check the result of the dry run, without errors that other checks report."""
+    failed = []
+    for name, error in facts.rejections.items():
+        if isinstance(error, MissingError) or is_rbac_denial(error):
+            continue  # reported by the checks of operators and permissions
+        failed.append(_check_rejection(name, error))
+    yield from dict.fromkeys(failed)
+    if facts.dry_runs and not facts.rejections:
+        yield Check("admission", True, f"{pluralize(facts.dry_runs, 'object')} of the job accepted in a dry run")
 
 
-_VIOLATES = re.compile(r'violates PodSecurity "(?P<level>[^"]+)": (?P<why>.+)')
-_ABSENT = re.compile(r"no PriorityClass with name|serviceaccount \S+ not found", re.IGNORECASE)
+_POD_SECURITY_VIOLATION = re.compile(r'violates PodSecurity "(?P<level>[^"]+)": (?P<why>.+)')
+_MISSING_REFERENCE = re.compile(r"no PriorityClass with name|serviceaccount \S+ not found", re.IGNORECASE)
 
 
-def _of_refusal(name: str, error: StokerError) -> Check:
-    if isinstance(error, FullError):
-        return Check("quota", False, error.what, error.hint or "", code=DOWN)
+def _check_rejection(name: str, error: StokerError) -> Check:
+    if isinstance(error, StorageFullError):
+        return Check("quota", False, error.what, error.hint or "", code=UNAVAILABLE)
     if isinstance(error, ConflictError):
-        fix = "a job that is over makes room; else stop it (stoker job stop), or name this job otherwise"
-        return Check("admission", None, f"{name} is there already", fix)
-    if found := _VIOLATES.search(error.what):
-        fix = f"set kubernetes.user, to 1000 for example; or have the namespace allow more (its label {_PSA})"
-        return missing("admission", f"Pod Security {found['level']} refuses {name}: {found['why']}", fix)
-    fix = "what it names must be there" if _ABSENT.search(error.what) else "change the job, or kubernetes.patch"
-    return Check("admission", False, f"{name} would be refused: {error.what}", fix, code=BAD)
+        fix = "a finished job is replaced; otherwise stop it (stoker job stop), or rename this job"
+        return Check("admission", None, f"{name} already exists", fix)
+    if violation := _POD_SECURITY_VIOLATION.search(error.what):
+        fix = f"set kubernetes.user, for example to 1000, or change the namespace label {_POD_SECURITY_LABEL}"
+        return failed_check("admission", f"Pod Security {violation['level']} rejects {name}: {violation['why']}", fix)
+    fix = "create what it refers to" if _MISSING_REFERENCE.search(error.what) else "change the job, or kubernetes.patch"
+    return Check("admission", False, f"{name} would be rejected: {error.what}", fix, code=INVALID)

@@ -1,160 +1,169 @@
-"""Storage classes and claims: whether each claim has a volume or can get one, and whether all who mount it can."""
+"""Check storage classes and claims: whether each claim has or gets a volume that all its pods can mount."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stoker.core.units import counted, format_bytes
-from stoker.doctor.checks import Check
-from stoker.doctor.kubernetes.capacity import Group
-from stoker.doctor.kubernetes.findings import Look, Wants, missing, some, unknown
+from stoker.core.units import format_bytes, pluralize
+from stoker.doctor.checks import Check, format_names
+from stoker.doctor.kubernetes.capacity import PodGroup
+from stoker.doctor.kubernetes.findings import ClusterFacts, JobRequirements, failed_check, unknown_check
 from stoker.errors import StokerError
 from stoker.kube.claims import (
     CLAIM,
-    ONE_NODE,
-    SHARED,
-    class_named,
-    default_class,
+    MULTI_NODE_ACCESS_MODES,
+    find_mounting_pods,
+    format_access_modes,
     is_warning,
-    mounters,
-    short_access,
-    waits_for_pod,
+    waits_for_first_consumer,
 )
-from stoker.kube.conditions import is_ending, newest, own, phase_of
-from stoker.kube.objects import ACCESS, Manifest
-from stoker.kube.quantity import quantity
+from stoker.kube.conditions import filter_events, get_phase, is_terminating, newest_first
+from stoker.kube.objects import ACCESS_MODES, Manifest
+from stoker.kube.quantity import parse_quantity
+from stoker.kube.storage_classes import SINGLE_NODE_PROVISIONERS, find_default_storage_class, find_storage_class
 
-BY_HAND = "kubernetes.io/no-provisioner"
-"""In the place of a provisioner: nobody makes volumes of this class."""
+NO_PROVISIONER = "kubernetes.io/no-provisioner"
+"""The provisioner of classes without dynamic provisioning."""
 
 
-def of_storage(look: Look) -> Iterator[Check]:
-    """Tell of the storage classes, and whether a claim that is made will get its volume."""
-    if isinstance(look.classes, StokerError):
-        yield unknown("storage", look.classes)
+def check_storage_classes(facts: ClusterFacts) -> Iterator[Check]:
+    """Check the storage classes, and whether one is the default."""
+    if isinstance(facts.classes, StokerError):
+        yield unknown_check("storage", facts.classes)
         return
-    names = [one["metadata"]["name"] for one in look.classes]
-    default = default_class(look.classes)
+    names = [storage_class["metadata"]["name"] for storage_class in facts.classes]
+    default = find_default_storage_class(facts.classes)
     if not names:
-        yield Check(
-            "storage", None, "there are no storage classes: volumes are made by hand (stoker volume create --pv)"
-        )
+        yield Check("storage", None, "no storage classes: create volumes manually (stoker volume create --pv)")
     elif default is None:
-        fix = "a claim then names its class: stoker volume create --class …"
-        yield Check("storage", None, f"classes: {', '.join(sorted(names))}; none is the default", fix)
+        fix = "set the class of each claim: stoker volume create --class …"
+        yield Check("storage", None, f"classes: {', '.join(sorted(names))}; no default class", fix)
     else:
-        rest = sorted(set(names) - {default["metadata"]["name"]})
-        more = f"; also {', '.join(rest)}" if rest else ""
-        yield Check("storage", True, f"{default['metadata']['name']} is the default class{more}")
+        others = sorted(set(names) - {default["metadata"]["name"]})
+        note = f"; also {', '.join(others)}" if others else ""
+        yield Check("storage", True, f"{default['metadata']['name']} is the default class{note}")
 
 
-def of_claims(wanted: Wants, look: Look) -> Iterator[Check]:
-    """Judge each claim: whether it is there or can be, and whether all who mount it can."""
-    mounts = wanted.mounts
-    for name in dict.fromkeys([*mounts, *wanted.made]):
-        what, found, who = f"claim {name}", look.claims.get(name), mounts.get(name, [])
-        if isinstance(found, StokerError):
-            yield unknown(what, found)
-        elif found is None and name in wanted.made:
-            yield _of_new_claim(what, wanted.made[name], who, look)
-        elif found is None:
-            fix = f"stoker volume create {name} --size …, or checkpoint.create: true for the one of checkpoints"
-            yield missing(what, f"there is no claim {name} in {look.namespace}", fix)
+def check_claims(requirements: JobRequirements, facts: ClusterFacts) -> Iterator[Check]:
+    """Check each claim: whether it exists or can be created, and whether all its pods can mount it."""
+    mounts = requirements.mounts
+    for name in dict.fromkeys([*mounts, *requirements.new_claims]):
+        what, claim, mounting = f"claim {name}", facts.claims.get(name), mounts.get(name, [])
+        if isinstance(claim, StokerError):
+            yield unknown_check(what, claim)
+        elif claim is None and name in requirements.new_claims:
+            yield _check_new_claim(what, requirements.new_claims[name], mounting, facts)
+        elif claim is None:
+            fix = f"stoker volume create {name} --size …, or set checkpoint.create: true for checkpoints"
+            yield failed_check(what, f"claim {name} not found in {facts.namespace}", fix)
         else:
-            yield _of_claim(what, found, who, look)
+            yield _check_claim(what, claim, mounting, facts)
 
 
-def _of_new_claim(what: str, made: Manifest, who: Sequence[tuple[Group, bool]], look: Look) -> Check:
-    """Judge whether a claim that is made with the job would get a volume."""
-    modes = made["spec"]["accessModes"]
-    if clash := _clash(what, modes, who):
-        return clash
-    size = quantity(made["spec"]["resources"]["requests"]["storage"])
-    told = f"is made with the job: {format_bytes(float(size))}, {short_access(modes)}"
-    if isinstance(look.classes, StokerError):
-        return Check(what, None, f"{told}; whether it gets a volume is not known: {look.classes.what}")
-    asked = made["spec"].get("storageClassName")
-    one = default_class(look.classes) if asked is None else class_named(look.classes, asked)
-    if asked and one is None:
-        known = ", ".join(sorted(each["metadata"]["name"] for each in look.classes)) or "there are none"
-        return missing(what, f"is to be of the class {asked}, which is not there", f"name another: {known}")
-    if one is None or one.get("provisioner") == BY_HAND:
-        return _of_static(what, told, made, one, look)
-    if ACCESS["rwx"] in modes and one.get("provisioner") in ONE_NODE:
-        name = one["metadata"]["name"]
-        fix = "make it of a class for shared files (EFS, Filestore, NFS): stoker volume create --class … --access rwx"
-        return missing(what, f"is to be rwx, and volumes of class {name} are for one node", fix)
-    return Check(what, True, f"{told}, of class {one['metadata']['name']}")
+def _check_new_claim(
+    what: str, claim: Manifest, mounting: Sequence[tuple[PodGroup, bool]], facts: ClusterFacts
+) -> Check:
+    """Check whether a claim that is created with the job would get a volume."""
+    modes = claim["spec"]["accessModes"]
+    if conflict := _check_access_mode(what, modes, mounting):
+        return conflict
+    size = parse_quantity(claim["spec"]["resources"]["requests"]["storage"])
+    detail = f"created with the job: {format_bytes(float(size))}, {format_access_modes(modes)}"
+    if isinstance(facts.classes, StokerError):
+        return Check(what, None, f"{detail}; storage classes unknown: {facts.classes.what}")
+    class_name = claim["spec"].get("storageClassName")
+    storage_class = (
+        find_default_storage_class(facts.classes)
+        if class_name is None
+        else find_storage_class(facts.classes, class_name)
+    )
+    if class_name and storage_class is None:
+        known = ", ".join(sorted(known_class["metadata"]["name"] for known_class in facts.classes)) or "none"
+        return failed_check(what, f"storage class {class_name} not found", f"use one of: {known}")
+    if storage_class is None or storage_class.get("provisioner") == NO_PROVISIONER:
+        return _check_static_volume(what, detail, claim, storage_class, facts)
+    if ACCESS_MODES["rwx"] in modes and storage_class.get("provisioner") in SINGLE_NODE_PROVISIONERS:
+        name = storage_class["metadata"]["name"]
+        fix = "use a class with shared storage (EFS, Filestore, NFS): stoker volume create --class … --access rwx"
+        return failed_check(what, f"is rwx, but volumes of class {name} can be mounted on one node only", fix)
+    return Check(what, True, f"{detail}, of class {storage_class['metadata']['name']}")
 
 
-def _of_static(what: str, told: str, made: Manifest, one: Manifest | None, look: Look) -> Check:
-    """Look for a volume that somebody made by hand."""
-    if isinstance(look.volumes, StokerError):
-        return Check(what, None, f"{told}; no class makes volumes for it, and those by hand are not known")
-    name = "" if one is None else one["metadata"]["name"]
-    size, modes = quantity(made["spec"]["resources"]["requests"]["storage"]), set(made["spec"]["accessModes"])
-    for volume in look.volumes:
+def _check_static_volume(
+    what: str, detail: str, claim: Manifest, storage_class: Manifest | None, facts: ClusterFacts
+) -> Check:
+    """Check for an existing volume that fits."""
+    if isinstance(facts.volumes, StokerError):
+        return Check(what, None, f"{detail}; no class provisions a volume for it, and existing volumes are unknown")
+    name = "" if storage_class is None else storage_class["metadata"]["name"]
+    size, modes = parse_quantity(claim["spec"]["resources"]["requests"]["storage"]), set(claim["spec"]["accessModes"])
+    for volume in facts.volumes:
         spec = volume["spec"]
         if (
-            phase_of(volume) == "Available"
+            get_phase(volume) == "Available"
             and (spec.get("storageClassName") or "") == name
             and modes <= set(spec.get("accessModes") or ())
-            and quantity((spec.get("capacity") or {}).get("storage", "0")) >= size
+            and parse_quantity((spec.get("capacity") or {}).get("storage", "0")) >= size
         ):
-            return Check(what, True, f"{told}, from the volume {volume['metadata']['name']}")
-    why = "no storage class is the default" if one is None else f"class {name} makes no volumes"
-    fix = "stoker volume create … --class …, or --pv for a volume that is made by hand"
-    return missing(what, f"would wait for ever: {why}, and no volume that is there fits", fix)
+            return Check(what, True, f"{detail}, using volume {volume['metadata']['name']}")
+    reason = (
+        "there is no default storage class" if storage_class is None else f"class {name} does not provision volumes"
+    )
+    fix = "stoker volume create … --class …, or --pv for an existing volume"
+    return failed_check(what, f"would stay pending: {reason}, and no existing volume fits", fix)
 
 
-def _of_claim(what: str, claim: Manifest, who: Sequence[tuple[Group, bool]], look: Look) -> Check:
-    """Judge a claim that is there."""
+def _check_claim(what: str, claim: Manifest, mounting: Sequence[tuple[PodGroup, bool]], facts: ClusterFacts) -> Check:
+    """Check an existing claim."""
     name, status = claim["metadata"]["name"], claim.get("status") or {}
     modes = status.get("accessModes") or claim["spec"].get("accessModes") or []
-    if is_ending(claim):
-        return missing(what, "is being deleted", "wait until it is gone, or name another")
-    if clash := _clash(what, modes, who):
-        return clash
-    short, phase = short_access(modes), phase_of(claim)
+    if is_terminating(claim):
+        return failed_check(what, "is being deleted", "wait until it is deleted, or use another")
+    if conflict := _check_access_mode(what, modes, mounting):
+        return conflict
+    access, phase = format_access_modes(modes), get_phase(claim)
     if phase == "Lost":
-        return missing(what, "has lost its volume", "the volume is gone: make another claim (stoker volume create)")
+        return failed_check(what, "has lost its volume", "create another claim: stoker volume create")
     if phase == "Pending":
-        return _of_pending(what, claim, short, look)
-    size = quantity((status.get("capacity") or {}).get("storage", "0"))
-    told = (
-        f"{format_bytes(float(size))}, {short}; {counted(sum(group.count for group, _ in who), 'pod')} would mount it"
-    )
-    if set(modes) <= {ACCESS["rox"]} and not all(reads for _, reads in who):
-        return Check(what, None, told, "it can only be read: set read_only: true for it")
-    holders = [] if isinstance(look.own_pods, StokerError) else mounters(look.own_pods, name)
-    if holders and not SHARED & set(modes):
-        pods = some([f"{one.pod} on {one.node}" if one.node else one.pod for one in holders])
-        return Check(what, None, f"{told}; mounted now by {pods}", "the job would wait for that node, or for their end")
-    return Check(what, True, told)
+        return _check_pending_claim(what, claim, access, facts)
+    size = parse_quantity((status.get("capacity") or {}).get("storage", "0"))
+    pods = pluralize(sum(group.count for group, _ in mounting), "pod")
+    detail = f"{format_bytes(float(size))}, {access}; {pods} would mount it"
+    if set(modes) <= {ACCESS_MODES["rox"]} and not all(read_only for _, read_only in mounting):
+        return Check(what, None, detail, "it is read-only: set read_only: true")
+    holders = [] if isinstance(facts.own_pods, StokerError) else find_mounting_pods(facts.own_pods, name)
+    if holders and not MULTI_NODE_ACCESS_MODES & set(modes):
+        pods = format_names([f"{pod.pod} on {pod.node}" if pod.node else pod.pod for pod in holders])
+        return Check(
+            what, None, f"{detail}; in use by {pods}", "the job would wait for that node, or until these pods finish"
+        )
+    return Check(what, True, detail)
 
 
-def _of_pending(what: str, claim: Manifest, short: str, look: Look) -> Check:
-    """Say why a claim has no volume yet; that it waits for its first pod is as it should be."""
+def _check_pending_claim(what: str, claim: Manifest, access: str, facts: ClusterFacts) -> Check:
+    """Check a pending claim; waiting for its first consumer is fine."""
     name = claim["metadata"]["name"]
-    classes = () if isinstance(look.classes, StokerError) else look.classes
-    kind = class_named(classes, claim["spec"].get("storageClassName")) or {}
-    known = look.claim_events.get(name, ())
-    events = [] if isinstance(known, StokerError) else list(newest(own(claim, CLAIM, known)))
-    bad = [one for one in events if is_warning(one)]
-    if waits_for_pod(claim, classes) and kind.get("provisioner") != BY_HAND and not bad:
-        return Check(what, True, f"{short}; gets its volume with its first pod")
-    texts = [str(one.get("message", "")).strip() for one in bad or events]
-    why = texts[0] if texts else "no event says why"
-    return missing(what, f"has no volume yet: {why}", f"kubectl describe pvc {name} -n {look.namespace}")
+    classes = () if isinstance(facts.classes, StokerError) else facts.classes
+    storage_class = find_storage_class(classes, claim["spec"].get("storageClassName")) or {}
+    claim_events = facts.claim_events.get(name, ())
+    events = (
+        [] if isinstance(claim_events, StokerError) else list(newest_first(filter_events(claim, CLAIM, claim_events)))
+    )
+    warnings = [event for event in events if is_warning(event)]
+    if waits_for_first_consumer(claim, classes) and storage_class.get("provisioner") != NO_PROVISIONER and not warnings:
+        return Check(what, True, f"{access}; bound when its first pod is scheduled")
+    texts = [str(event.get("message", "")).strip() for event in warnings or events]
+    reason = texts[0] if texts else "no event explains it"
+    return failed_check(what, f"is pending: {reason}", f"kubectl describe pvc {name} -n {facts.namespace}")
 
 
-def _clash(what: str, modes: Sequence[str], who: Sequence[tuple[Group, bool]]) -> Check | None:
-    """Refuse a claim that fewer can mount than want to."""
-    pods = sum(group.count for group, _ in who)
-    if pods < 2 or not modes or SHARED & set(modes):
+def _check_access_mode(what: str, modes: Sequence[str], mounting: Sequence[tuple[PodGroup, bool]]) -> Check | None:
+    """Return a failed check if more pods mount the claim than its access mode allows."""
+    pods = sum(group.count for group, _ in mounting)
+    if pods < 2 or not modes or MULTI_NODE_ACCESS_MODES & set(modes):
         return None
-    roles = ", ".join(f"{group.count} × {group.role}" for group, _ in who)
-    one = "pod" if modes == [ACCESS["rwop"]] else "node"
-    told = f"is {short_access(modes)}, for one {one}, and {pods} pods mount it ({roles})"
-    fix = "use a claim that is rwx (stoker volume create --access rwx), or a bucket"
-    return missing(what, told, fix)
+    roles = ", ".join(f"{group.count} × {group.role}" for group, _ in mounting)
+    unit = "pod" if modes == [ACCESS_MODES["rwop"]] else "node"
+    detail = f"is {format_access_modes(modes)}: one {unit} can mount it, the job has {pods} pods that do ({roles})"
+    fix = "use an rwx claim (stoker volume create --access rwx), or a bucket"
+    return failed_check(what, detail, fix)
