@@ -21,10 +21,10 @@ from pathlib import Path
 import msgspec
 
 from stoker.core.spec import load, to_json
-from stoker.errors import AccessError, MissingError, NotFoundError, StokerError
+from stoker.errors import AccessDeniedError, MissingError, NotFoundError, StokerError
 from stoker.jobs.run_folder import Run
-from stoker.jobs.status import STOPPED, Attempt, JobState, JobStatus
-from stoker.jobs.topology import Slot, slots_of
+from stoker.jobs.status import STOPPED_MESSAGE, Attempt, JobState, JobStatus
+from stoker.jobs.topology import Slot, list_slots
 from stoker.kube.client import STREAM_TIMEOUT_S, KubeClient
 from stoker.kube.conditions import true_conditions
 from stoker.kube.config import parse_handle
@@ -209,7 +209,7 @@ class LogFollower:
 
     def _is_away(self, kind: str, error: StokerError) -> None:
         since = self._away.setdefault(kind, time.monotonic())
-        if isinstance(error, (AccessError, MissingError)) and kind not in self._objects:
+        if isinstance(error, (AccessDeniedError, MissingError)) and kind not in self._objects:
             self._end(JobState.LOST, str(error))
         elif time.monotonic() - since > AWAY_S and not self._told:
             self._told = f"{error.what}; the job goes on there, and is taken up again once it answers"
@@ -283,10 +283,10 @@ class LogFollower:
         )
 
     def _listen(self, one: SlotPod, found: Sequence[SlotPod]) -> None:
-        path = self.run.log(one.slot, one.attempt)
+        path = self.run.log_path(one.slot, one.attempt)
         if one.uid not in self._marks:
             path.touch()  # there may be a word of ours in it
-            if one.attempt and one.slot == min(slots_of(self.job)):
+            if one.attempt and one.slot == min(list_slots(self.job)):
                 self._explain(one, found, path)
             self._marks[one.uid] = LogPosition(slot=str(one.slot), attempt=one.attempt, size=path.stat().st_size)
             self._keep_marks()
@@ -310,7 +310,7 @@ class LogFollower:
         found = self._last(found)
         self._hear_out(found)
         attempts = self._attempts(found, over=True)
-        message = STOPPED if self._is_stopping else verdict.reason
+        message = STOPPED_MESSAGE if self._is_stopping else verdict.reason
         if state is JobState.FAILED:
             failed = self._causes(found, max((one.attempt for one in found), default=0)) or self._causes(found, None)
             if failed:
@@ -362,7 +362,7 @@ class LogFollower:
         for one, stream in streams:
             stream.join(max(0.0, deadline - time.monotonic()))
             if not stream.mark.done:
-                with open(self.run.log(one.slot, one.attempt), "ab") as file:
+                with open(self.run.log_path(one.slot, one.attempt), "ab") as file:
                     file.write(b"--- what follows could not be fetched\n")
         self._keep_marks()
 
@@ -374,7 +374,7 @@ class LogFollower:
     def _cause(self, one: SlotPod) -> Diagnosis:
         if one.uid in self._known:
             return self._known[one.uid]
-        log = self.run.log(one.slot, one.attempt)
+        log = self.run.log_path(one.slot, one.attempt)
         found = diagnose_slot(one.slot, one.exit_code or 1, log, out_of_memory=one.reason == "OOMKilled")
         if one.uid not in self._streams or self._streams[one.uid].mark.done:
             self._known[one.uid] = found
@@ -408,7 +408,7 @@ class LogFollower:
     def _events(self, found: Sequence[SlotPod]) -> list[Manifest]:
         """Ask for events only where something waits: they say why."""
         last = latest_by_slot(found)
-        is_waiting = len(last) < len(slots_of(self.job)) or any(one.phase == "Pending" for one in last.values())
+        is_waiting = len(last) < len(list_slots(self.job)) or any(one.phase == "Pending" for one in last.values())
         if self._away or not is_waiting:
             return []
         asked, events = self._last_events
@@ -425,7 +425,7 @@ class LogFollower:
         if path.exists():
             self._marks = load(path.read_bytes(), dict[str, LogPosition], path)
         for mark in self._marks.values():
-            file = self.run.log(Slot.parse(mark.slot), mark.attempt)
+            file = self.run.log_path(Slot.parse(mark.slot), mark.attempt)
             if file.exists():  # what came after the mark was written comes again
                 os.truncate(file, min(mark.size, file.stat().st_size))
 
@@ -438,7 +438,7 @@ class LogFollower:
 
     def _say(self, text: str) -> None:
         """Say something where whoever follows will see it."""
-        with open(self.run.log(min(slots_of(self.job)), self._status.attempt), "ab") as file:
+        with open(self.run.log_path(min(list_slots(self.job)), self._status.attempt), "ab") as file:
             file.write(f"--- {text}\n".encode())
 
     def _end(self, state: JobState, message: str) -> None:

@@ -15,10 +15,10 @@ from typing import ClassVar
 
 import msgspec
 
-from stoker.core.processes import until
+from stoker.core.processes import wait_until
 from stoker.core.units import format_bytes, pluralize
 from stoker.errors import (
-    AccessError,
+    AccessDeniedError,
     ConflictError,
     InputError,
     MissingError,
@@ -27,11 +27,11 @@ from stoker.errors import (
     StokerError,
     UnavailableError,
 )
-from stoker.jobs.launcher import LogLine, Traits, check
-from stoker.jobs.run_folder import Run, home
+from stoker.jobs.launcher import SlotLogLine, LauncherTraits, check_traits
+from stoker.jobs.run_folder import Run, stoker_home
 from stoker.jobs.spec import Job
-from stoker.jobs.status import STOPPED, JobState, JobStatus
-from stoker.jobs.topology import ONLOOKERS, Slot
+from stoker.jobs.status import STOPPED_MESSAGE, JobState, JobStatus
+from stoker.jobs.topology import OBSERVER_ROLES, Slot
 from stoker.kube.claims import check_mountable
 from stoker.kube.client import KubeClient
 from stoker.kube.conditions import get_condition, is_terminating, true_conditions
@@ -77,12 +77,12 @@ GONE_S = 30.0
 class KubernetesLauncher:
     """Runs slots as pods."""
 
-    traits: ClassVar[Traits] = Traits(
+    traits: ClassVar[LauncherTraits] = LauncherTraits(
         name="k8s",
         topologies=frozenset({"mpi", "single", "tf-mirrored", "tf-ps", "torchrun"}),
-        elastic=True,
-        claims=True,
-        places=True,
+        supports_elastic=True,
+        supports_claims=True,
+        has_targets=True,
     )
 
     def __init__(self, place: str | None = None) -> None:
@@ -97,7 +97,7 @@ class KubernetesLauncher:
         """Give every object; reads the files that travel with the job, and asks no cluster."""
         job = self.resolve_paths(job)
         there, files, missing = resolve_code_files(job)
-        found = check(job, self.traits)
+        found = check_traits(job, self.traits)
         if job.topology in self.traits.topologies:
             found += [*check_job(job), *missing]
         if found:
@@ -132,7 +132,7 @@ class KubernetesLauncher:
 
     def restart(self, run: Run, *, detach: bool = False) -> None:  # noqa: ARG002
         """Make the objects of a run again that is over; its attempts are counted on."""
-        if not until(lambda: supervisor_pid(run) is None, GONE_S):
+        if not wait_until(lambda: supervisor_pid(run) is None, GONE_S):
             raise ConflictError("is being followed already", where=run.id)
         place, _ = parse_handle(run.handle)
         before = run.read_status()
@@ -154,10 +154,10 @@ class KubernetesLauncher:
                 cluster.version()  # or say that it does not answer
             run.write_status(msgspec.structs.replace(now, state=JobState.PENDING, ended=None))
         self._follow(run)
-        until(lambda: supervisor_pid(run) is None or run.read_status() != now, 5)
+        wait_until(lambda: supervisor_pid(run) is None or run.read_status() != now, 5)
         return run.read_status()
 
-    def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[LogLine]:
+    def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[SlotLogLine]:
         """Give what the pods wrote, which comes here as it is written."""
         run = self._run(handle)
         was_followed = supervisor_pid(run) is not None
@@ -175,9 +175,9 @@ class KubernetesLauncher:
         with KubeClient.for_target(place) as cluster:
             left = _removed(cluster, run)
         if supervisor_pid(run) is not None:
-            until(lambda: supervisor_pid(run) is None, GONE_S)
+            wait_until(lambda: supervisor_pid(run) is None, GONE_S)
         if not run.read_status().state.is_final:
-            ended = {"state": JobState.STOPPED, "message": STOPPED, "ended": time.time()}
+            ended = {"state": JobState.STOPPED, "message": STOPPED_MESSAGE, "ended": time.time()}
             run.write_status(msgspec.structs.replace(run.read_status(), **ended))
         if left:
             what = f"pods have not ended in time: {', '.join(left[:3])}"
@@ -189,7 +189,7 @@ class KubernetesLauncher:
         """List the runs in the namespace, the newest first, from the cluster itself."""
         with KubeClient.for_target(self._place) as cluster:
             found = _by_run([one for one in cluster.list_objects("Job", RUN_SELECTOR) if not _is_of_an_operator(one)])
-            with suppress(MissingError, AccessError):  # where there is no such operator, there are none
+            with suppress(MissingError, AccessDeniedError):  # where there is no such operator, there are none
                 found |= _by_run(cluster.list_objects("MPIJob", RUN_SELECTOR))
         rows = [_row(run, objects) for run, objects in found.items()]
         return sorted(rows, key=lambda row: str(row["started"]), reverse=True)
@@ -205,7 +205,7 @@ class KubernetesLauncher:
         if not chosen:
             known = ", ".join(sorted(has[RUN_LABEL] for has in labels)) or "none"
             raise NotFoundError(f"there is no run {name!r}", where=cluster, hint=f"there are: {known}")
-        run = Run(home() / "runs" / chosen[0]["metadata"]["labels"][RUN_LABEL])
+        run = Run(stoker_home() / "runs" / chosen[0]["metadata"]["labels"][RUN_LABEL])
         if not (run.folder / "handle").exists():
             run.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
             run.write(JOB_FILE, chosen[0]["data"][JOB_FILE].encode())
@@ -213,7 +213,7 @@ class KubernetesLauncher:
         return run
 
     def _run(self, handle: str) -> Run:
-        return Run(home() / "runs" / parse_handle(handle)[1])
+        return Run(stoker_home() / "runs" / parse_handle(handle)[1])
 
     def _follow(self, run: Run) -> None:
         start_background_process(run, lambda: supervisor_pid(run) is not None or _is_over(run), module=FOLLOWER)
@@ -303,7 +303,7 @@ def _row(run: str, objects: Sequence[Manifest]) -> dict[str, object]:
 
 def _state(objects: Sequence[Manifest], active: int) -> JobState:
     """Tell how a run is by its Jobs alone: who looks on does not count, and all that lead must be done."""
-    lead, *_ = counting = [one for one in objects if get_role(one) not in ONLOOKERS]
+    lead, *_ = counting = [one for one in objects if get_role(one) not in OBSERVER_ROLES]
     alike = [one for one in counting if INDEX_LABEL in one["metadata"]["labels"] and get_role(one) == get_role(lead)]
     if all(true_conditions(one) & {"Complete", "Succeeded"} for one in alike or [lead]):
         return JobState.SUCCEEDED
@@ -334,11 +334,11 @@ def _removed(cluster: KubeClient, run: Run) -> list[str]:
         return [pod["metadata"]["name"] for pod in cluster.list_objects("Pod", labels)]
 
     try:
-        until(lambda: not left(), float(run.job.grace) + GONE_S, pause_s=POLL_S)
+        wait_until(lambda: not left(), float(run.job.grace) + GONE_S, max_interval_s=POLL_S)
     except KeyboardInterrupt:  # a second Ctrl-C cuts the grace short
         for name in left():
             cluster.delete("Pod", name, grace_s=0)
-        until(lambda: not left(), GONE_S, pause_s=POLL_S)
+        wait_until(lambda: not left(), GONE_S, max_interval_s=POLL_S)
     return left()
 
 
@@ -406,7 +406,7 @@ def _clear(cluster: KubeClient, lead: Manifest) -> None:
             for one in cluster.list_objects(each, {JOB_LABEL: labels[JOB_LABEL]})
         ]
 
-    if not until(lambda: not left(), GONE_S, pause_s=POLL_S):
+    if not wait_until(lambda: not left(), GONE_S, max_interval_s=POLL_S):
         raise UnavailableError(f"the old {kind} {name} is not gone after {GONE_S:g} s", where=cluster)
 
 

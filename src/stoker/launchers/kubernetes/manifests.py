@@ -24,7 +24,7 @@ from stoker.core.units import format_bytes, format_duration
 from stoker.errors import Fault, InputError, MissingError, SpecError
 from stoker.jobs.spec import DEFAULT_PORT, Job, ResourcesSpec, RoleSpec, to_yaml
 from stoker.jobs.topologies.tensorflow import TENSORBOARD_PORT
-from stoker.jobs.topology import AddressBook, Role, Slot, topology_of
+from stoker.jobs.topology import AddressBook, Role, Slot, get_topology
 from stoker.kube.objects import (
     FIRST_INDEX_ANNOTATION,
     GPU_RESOURCE,
@@ -70,7 +70,7 @@ NON_RETRYABLE_EXIT_CODES = [InputError.exit_code, MissingError.exit_code, 126, 1
 
 def build_manifests(job: Job, code: Mapping[str, bytes] | None = None) -> list[Manifest]:
     """Render every object of a job; `code` are files that travel with it, by their paths."""
-    roles = topology_of(job).roles(job)
+    roles = get_topology(job).roles(job)
     book = _book(job, roles)
     is_mpi = job.topology == "mpi"
     scripted = [role for role in roles if not (is_mpi and role.name == "worker")]
@@ -179,7 +179,7 @@ def check_job(job: Job) -> Iterator[Fault]:
     """Refuse what no cluster could run."""
     if job.image is None:
         yield Fault("image", "missing: pods need one, for example image: ghcr.io/acme/trainer:v1")
-    slots = [Slot(role.name, max(role.count - 1, 0)) for role in topology_of(job).roles(job)]
+    slots = [Slot(role.name, max(role.count - 1, 0)) for role in get_topology(job).roles(job)]
     longest = max((slot_hostname(job, slot.role, slot.index).partition(".")[0] for slot in slots), key=len)
     if len(longest) > MAX_NAME_LENGTH:
         yield Fault("name", f"is too long: {longest} would have {len(longest)} letters, and {MAX_NAME_LENGTH} can be")
@@ -187,7 +187,7 @@ def check_job(job: Job) -> Iterator[Fault]:
         yield Fault("resources.gpu", f"missing: gpu_type names {job.resources.gpu_type}, and nothing says how many")
     if job.workers == "all":
         yield Fault("workers", "a cluster may grow, so that `all` says no number: give one")
-    looking = [role.name for role in topology_of(job).roles(job) if role.looks_on]
+    looking = [role.name for role in get_topology(job).roles(job) if role.is_observer]
     if looking and job.checkpoint.claim is not None and job.checkpoint.access == "rwo":
         why = f"rwo lets one machine mount the claim, and {' and '.join(looking)} would read it beside the chief"
         yield Fault("checkpoint.access", f"{why}: use rwx or a bucket")
@@ -216,10 +216,10 @@ def _book(job: Job, roles: Sequence[Role]) -> AddressBook:
         port=job.port or DEFAULT_PORT,
         profiler=("python3", "-I", "-S", f"{SCRIPTS_DIR}/{PROFILER}"),
         mpi_rank=("python3", "-I", "-S", f"{SCRIPTS_DIR}/{MPI_RANK}"),
-        ssh=build_ssh_options(job),
-        handed=PASSED_ENV,
-        output=OUTPUT_FIFO,
-        secrets=SECRETS_DIR,
+        ssh_options=build_ssh_options(job),
+        forward_env=PASSED_ENV,
+        output_file=OUTPUT_FIFO,
+        secrets_dir=SECRETS_DIR,
     )
 
 
@@ -334,7 +334,7 @@ class _Objects:
 
     def _ends_before_others(self, role: Role, index: int | None) -> bool:
         """Whether a Job owns others that lead as it does: it must not expire before them. The follower sees to it."""
-        return index == 0 and role is self.roles[0] and role.lead and role.count > 1
+        return index == 0 and role is self.roles[0] and role.is_lead and role.count > 1
 
     def _pod(self, role: Role, *, first: int = 0, mounts_claim: bool) -> Manifest:
         job, settings = self.job, self.job.kubernetes

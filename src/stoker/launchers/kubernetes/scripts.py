@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stoker.jobs.spec import Job
-from stoker.jobs.topology import AddressBook, Command, Slot, command_of, profiler_words
+from stoker.jobs.topology import AddressBook, Command, Slot, render_command, profiler_argv
 
 SCRIPTS_DIR = "/stoker"
 """Where the ConfigMap is mounted."""
@@ -59,7 +59,7 @@ def build_script(
     lines += before
     if other.cwd:
         lines += [f"cd {shlex.quote(other.cwd)}"]
-    profiler = profiler_words(job, book)
+    profiler = profiler_argv(job, book)
     if profiler and other.argv[: len(profiler)] == profiler:  # in an image without Python, the program alone
         words = shlex.join(profiler)
         lines += [f"if command -v {profiler[0]} >/dev/null 2>&1; then set -- {words}; else set --; fi"]
@@ -71,7 +71,7 @@ def build_script(
 
 
 def _command(job: Job, slot: Slot, book: AddressBook) -> Command:
-    command = command_of(job, slot, book)
+    command = render_command(job, slot, book)
     if not isinstance(command, Command):
         raise TypeError(f"{slot} runs nothing of its own")
     return command

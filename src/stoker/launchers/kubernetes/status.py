@@ -8,11 +8,12 @@ from datetime import datetime
 from typing import NamedTuple
 
 from stoker.jobs.spec import Job
-from stoker.jobs.status import JobState, SlotStatus, signal_of
-from stoker.jobs.topology import ONLOOKERS, Slot, lead_slots, slots_of
+from stoker.jobs.status import JobState, SlotStatus, signal_from_exit_code
+from stoker.jobs.topology import OBSERVER_ROLES, Slot, lead_slots, list_slots
 from stoker.kube.conditions import get_condition, is_terminating, true_conditions
 from stoker.kube.objects import INDEX_LABEL, ROLE_LABEL, Manifest
-from stoker.kube.pods import explain_pending, get_exit_status, get_slot
+from stoker.kube.pending import explain_pending
+from stoker.kube.pods import get_exit_status, get_slot
 from stoker.launchers.kubernetes.manifests import get_attempt
 
 _REASONS = {
@@ -67,7 +68,7 @@ class SlotPod:
         found = get_exit_status(self.pod)
         if found is None:
             return 1 if self.phase == "Failed" else None
-        return -signal_of(found[0]) if found[0] > 128 and signal_of(found[0]) else found[0] or 1
+        return -signal_from_exit_code(found[0]) if found[0] > 128 and signal_from_exit_code(found[0]) else found[0] or 1
 
     @property
     def reason(self) -> str:
@@ -123,14 +124,14 @@ def derive_status(
         return DerivedStatus(JobState.STOPPED, "someone has deleted it")
     if all(_is(one, "Complete", "Succeeded") for one in _deciding(job, leads)):
         return DerivedStatus(JobState.SUCCEEDED)
-    failed = [one for one in leads if _is(one, "Failed") and get_role(one) not in ONLOOKERS]
+    failed = [one for one in leads if _is(one, "Failed") and get_role(one) not in OBSERVER_ROLES]
     if failed:
         return DerivedStatus(JobState.FAILED, _why_failed(failed[0]))
     if is_terminating(leads[0]):
         return DerivedStatus(JobState.STOPPED, "someone has deleted it")
     last = latest_by_slot(found)
     waits = [one for _, one in sorted(last.items()) if one.phase == "Pending"]
-    is_short = len(last) < len(slots_of(job))
+    is_short = len(last) < len(list_slots(job))
     why = _why_waiting(waits, events) or (_why_no_pods(leads, events) if is_short else "")
     if job.topology == "mpi" and not found and not why and not true_conditions(leads[0]):
         why = "nobody has taken up the MPIJob: does the MPI operator run there?"
@@ -141,7 +142,7 @@ def derive_status(
 def derive_slot_statuses(job: Job, found: Sequence[SlotPod], state: JobState) -> tuple[SlotStatus, ...]:
     """Tell how each slot is; who did not end by itself when the job did was stopped."""
     last = latest_by_slot(found)
-    return tuple(_slot_state(slot, last.get(slot), state) for slot in slots_of(job))
+    return tuple(_slot_state(slot, last.get(slot), state) for slot in list_slots(job))
 
 
 def _slot_state(slot: Slot, one: SlotPod | None, state: JobState) -> SlotStatus:
