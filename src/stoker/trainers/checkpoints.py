@@ -1,7 +1,7 @@
-"""Checkpoints in a folder or a bucket: whole or absent, checked by their digest, written while training goes on.
+"""Checkpoints in a directory or bucket: written atomically in the background, verified by their digest.
 
-A checkpoint is what `torch.save` writes, and behind it the sha256 of that: a file cut short, or with a flipped bit, is
-known as damaged, and the one before it is taken. Only rank 0 comes here; the others get what it read by broadcast.
+A checkpoint is the output of `torch.save` followed by its sha256. Truncated files and flipped bits are detected, and
+the previous checkpoint is used. Only rank 0 reads and writes checkpoints; the other ranks receive them by broadcast.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointStore:
-    """The checkpoints of one training: the newest `keep` of them, and the best."""
+    """The checkpoints of one training: the newest `keep`, and the best."""
 
     def __init__(
         self,
@@ -59,61 +59,61 @@ class CheckpointStore:
         self._lock = _lock_directory(self._directory, lock_timeout_s) if write and self._directory else None
         self._pool = ThreadPoolExecutor(1, "stoker-checkpoint")
         self._write_future: Future[None] | None = None
-        self._last_failed = False  # the last one that is known of
+        self._last_failed = False  # the last write whose result is known
 
     def load_newest(self) -> tuple[str, Checkpoint] | None:
-        """Read the newest checkpoint that is whole, and tell of each one that is not; None where there are none."""
+        """Read the newest intact checkpoint, and report damaged ones; None if there are no checkpoints."""
         names = self._names()
         for name in reversed(names):
             try:
                 return name, decode_checkpoint(self._store.get(name), where=join(self.url, name))
             except VerificationError as error:
-                log.warning("%s; going back to the one before it", error)
+                log.warning("%s; using the previous one", error)
                 self._on_damaged(name, error.what)
         if names:
             raise InputError(
-                f"all {len(names)} checkpoints here are damaged",
+                f"all {len(names)} checkpoints are damaged",
                 where=self.url,
-                hint="give another --checkpoint-dir to begin anew, or bring back a copy of one of them",
+                hint="restore one from a backup, or set another --checkpoint-dir to start over",
             )
         return None
 
     def load_best(self) -> tuple[str, Checkpoint] | None:
-        """Read the best checkpoint, where one was validated."""
+        """Read the checkpoint with the best validation; None if there is none."""
         if all(entry.name != BEST_NAME for entry in self._store.list(BEST_NAME)):
             return None
         return BEST_NAME, decode_checkpoint(self._store.get(BEST_NAME), where=join(self.url, BEST_NAME))
 
     @property
     def is_writing(self) -> bool:
-        """Whether one is still being written."""
+        """Whether a checkpoint is being written."""
         return self._write_future is not None and not self._write_future.done()
 
     def save(self, state: Checkpoint, step: int, *, best: bool = False) -> None:
-        """Copy the state, and write it in the background.
+        """Copy the state and write it in the background.
 
-        If the one before it failed, that is a warning, and if the one before that did too, it is raised.
+        Log a warning if the last write failed; raise the error if the one before that failed too.
         """
-        before = self._last_failed
+        failed_before = self._last_failed
         try:
             self.wait()
         except (StokerError, OSError) as error:
-            if before:
+            if failed_before:
                 raise
-            log.warning("a checkpoint was not written: %s; the next one is tried", error)
+            log.warning("checkpoint was not written: %s; continuing with the next one", error)
         copy = {"stoker": VERSION, **_copy_to_cpu(state)}
         self._write_future = self._pool.submit(self._write, copy, step, best)
 
     def wait(self) -> None:
-        """Wait until nothing is being written; raise what went wrong."""
-        writing, self._write_future = self._write_future, None
-        if writing is not None:
+        """Wait for the current write; raise its error."""
+        future, self._write_future = self._write_future, None
+        if future is not None:
             self._last_failed = True
-            writing.result()
+            future.result()
             self._last_failed = False
 
     def close(self) -> None:
-        """Wait for the writer, and let others write here."""
+        """Wait for the current write and unlock the directory."""
         try:
             self.wait()
         finally:
@@ -123,14 +123,14 @@ class CheckpointStore:
 
     def _write(self, state: Checkpoint, step: int, best: bool) -> None:
         started = time.monotonic()
-        if best:  # first: a kill between the two repeats the validation, and writes both again
+        if best:  # first: after a kill between the two, the validation is repeated and both are written again
             self._put(BEST_NAME, state)
         name = f"step-{step:010d}.pt"
         self._put(name, state)
         self._on_written(join(self.url, name), step, time.monotonic() - started)
-        # What stands above this step was damaged, or was taken back with it.
+        # Checkpoints of later steps are damaged, or from before a fallback to an older checkpoint.
         names = self._names()
-        older = [one for one in names if one <= name]
+        older = [other for other in names if other <= name]
         for old in [*older[: -self._keep], *names[len(older) :]]:
             self._store.delete(old)
 
@@ -155,27 +155,27 @@ class CheckpointStore:
 
 
 def decode_checkpoint(data: bytes, *, where: str) -> Checkpoint:
-    """Make a state of the bytes of a checkpoint of ours; refuse damaged ones. Nothing in it is executed."""
+    """Decode a checkpoint; raise VerificationError if it is damaged. No code in it is executed."""
     body, trailer = data[:-_TRAILER_BYTES], data[-_TRAILER_BYTES:]
     if trailer[: len(_MAGIC)] != _MAGIC:
-        raise VerificationError("this checkpoint is damaged: its end is missing", where=where)
+        raise VerificationError("checkpoint is damaged: truncated", where=where)
     if trailer[len(_MAGIC) :] != hashlib.sha256(body).digest():
-        raise VerificationError("this checkpoint is damaged: its sha256 is another", where=where)
+        raise VerificationError("checkpoint is damaged: sha256 does not match", where=where)
     state: Checkpoint = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     if state.get("stoker") != VERSION:
-        raise InputError(f"a checkpoint of version {state.get('stoker')!r}, and this reads {VERSION}", where=where)
+        raise InputError(f"checkpoint has version {state.get('stoker')!r}, expected {VERSION}", where=where)
     return state
 
 
 class Weights(NamedTuple):
-    """The weights of a model, and their average where a checkpoint has one."""
+    """The weights of a model, and their moving average if the checkpoint has one."""
 
     model: dict[str, torch.Tensor]
     ema: dict[str, torch.Tensor] | None = None
 
 
 def read_weights(url: str) -> Weights:
-    """Read the weights of a model: a checkpoint of ours, or what torch.save made of a state_dict, alone or named."""
+    """Read weights from a checkpoint of stoker, or from a state_dict saved by torch.save, plain or in a dict."""
     folder, name = split(url)
     path = local_path(folder)
     data = open_store(folder if path is None else str(path.expanduser())).get(name)
@@ -183,36 +183,38 @@ def read_weights(url: str) -> Weights:
         state = decode_checkpoint(data, where=redacted(url))
         return Weights(state["model"], state.get("ema"))
     try:
-        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise InputError(f"no weights that can be loaded safely: {_first_line(error)}", where=redacted(url)) from error
-    for name in ("model", "state_dict"):
-        found = found[name] if isinstance(found, dict) and isinstance(found.get(name), dict) else found
-    if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
-        raise InputError("holds no state_dict of a model", where=redacted(url))
-    return Weights({name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in found.items()})
+        raise InputError(
+            f"cannot be loaded with weights_only=True: {_first_line(error)}", where=redacted(url)
+        ) from error
+    for key in ("model", "state_dict"):
+        loaded = loaded[key] if isinstance(loaded, dict) and isinstance(loaded.get(key), dict) else loaded
+    if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        raise InputError("contains no state_dict of a model", where=redacted(url))
+    return Weights({name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in loaded.items()})
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor], *, where: str) -> None:
-    """Put weights into a model; tell by name what does not fit."""
+    """Load weights into a model; raise InputError naming the parameters that do not match."""
     own = model.state_dict()
-    odd = [
+    mismatches = [
         *(f"{name} is missing" for name in own if name not in weights),
         *(f"{name} is not in the model" for name in weights if name not in own),
         *(
-            f"{name} is {_shape(weights[name])} and not {_shape(tensor)}"
+            f"{name} has shape {_shape(weights[name])}, expected {_shape(tensor)}"
             for name, tensor in own.items()
             if name in weights and weights[name].shape != tensor.shape
         ),
     ]
-    if odd:
-        more = f", and {len(odd) - 5} more" if len(odd) > 5 else ""
-        raise InputError(f"these weights do not fit the model: {', '.join(odd[:5])}{more}", where=where)
+    if mismatches:
+        more = f", and {len(mismatches) - 5} more" if len(mismatches) > 5 else ""
+        raise InputError(f"weights do not match the model: {', '.join(mismatches[:5])}{more}", where=where)
     model.load_state_dict(weights)
 
 
 def _shape(tensor: torch.Tensor) -> str:
-    return "×".join(map(str, tensor.shape)) or "a number"
+    return "×".join(map(str, tensor.shape)) or "scalar"
 
 
 def _first_line(error: Exception) -> str:
@@ -220,7 +222,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _HashingWriter(io.RawIOBase):
-    """Passes on what is written, and digests it."""
+    """Writes to a file and computes the sha256 of what is written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.sha256 = file, hashlib.sha256()
@@ -234,12 +236,12 @@ class _HashingWriter(io.RawIOBase):
 
 
 def _write_file(state: Checkpoint, path: Path) -> None:
-    """Write a checkpoint that is on the disk when this returns."""
+    """Write a checkpoint and its digest, and sync it to disk."""
     with translate_os_errors(path), path.open("xb") as file:
         hashing = _HashingWriter(file)
         try:
             torch.save(state, cast(IO[bytes], hashing))
-        except RuntimeError as error:  # torch hides what the system said in one of these
+        except RuntimeError as error:  # torch wraps errors of the operating system
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise
@@ -248,8 +250,8 @@ def _write_file(state: Checkpoint, path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _fsync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _fsync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -257,45 +259,47 @@ def _fsync_directory(folder: Path) -> None:
 
 
 def _copy_to_cpu(value: Any) -> Any:
-    """Copy a state into memory of its own, off the device: training may go on."""
+    """Copy a state to new CPU memory, so that training can continue."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: _copy_to_cpu(one) for key, one in value.items()}
+        return {key: _copy_to_cpu(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(_copy_to_cpu, value))
     return value
 
 
-def _lock_directory(folder: Path, patience_s: float) -> IO[str] | None:
-    """Hold the folder for this training alone; one that is just ending may take a moment to let go."""
-    with translate_os_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK_NAME).open("a+")
-    until = time.monotonic() + patience_s
+def _lock_directory(directory: Path, timeout_s: float) -> IO[str] | None:
+    """Lock the directory for this training; wait for one that is just exiting to unlock it."""
+    with translate_os_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / LOCK_NAME).open("a+")
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            if time.monotonic() < until:
+            if time.monotonic() < deadline:
                 time.sleep(0.1)
                 continue
             file.seek(0)
             holder = file.read().strip() or "another process"
             file.close()
             raise ConflictError(
-                f"{holder} writes checkpoints here",
-                where=folder,
-                hint="wait for its end, stop it, or give another --checkpoint-dir",
+                f"{holder} is writing checkpoints here",
+                where=directory,
+                hint="wait until it exits, stop it, or set another --checkpoint-dir",
             ) from None
         except OSError as error:
-            log.warning("%s: cannot be locked (%s); nothing keeps two trainings from writing here", folder, error)
+            log.warning(
+                "%s: cannot lock the directory (%s); make sure that no other training writes here", directory, error
+            )
             break
     file.truncate(0)
     file.write(f"process {os.getpid()} on {os.uname().nodename}")
     file.flush()
-    for left in folder.iterdir():
-        if is_temporary(left.name):  # of a training that was killed while it wrote
-            left.unlink(missing_ok=True)
+    for path in directory.iterdir():
+        if is_temporary(path.name):  # left by a training that was killed while writing
+            path.unlink(missing_ok=True)
     return file

@@ -1,4 +1,4 @@
-"""Models by name: ResNets and small ones in plain PyTorch, those of timm and torchvision, and the user's own."""
+"""Build a model by name: built-in ResNets and small models, models of timm and torchvision, or your own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stoker.trainers.flags import SMALL_SIZE
 
 
 def build_model(name: str, *, num_classes: int, size: int, stem: str = "auto", zero_gamma: bool = False) -> nn.Module:
-    """Make the model that a name means, with weights drawn from torch's generator as it stands."""
+    """Build a model; its weights are drawn from the current state of torch's random generator."""
     small = size <= SMALL_SIZE if stem == "auto" else stem == "small"
     if name in _BUILTIN:
         model = _BUILTIN[name](num_classes=num_classes, small=small)
@@ -27,14 +27,14 @@ def build_model(name: str, *, num_classes: int, size: int, stem: str = "auto", z
     home, colon, rest = name.partition(":")
     if not colon:
         raise InputError(
-            f"there is no model {name!r}",
-            hint=f"--model is one of {', '.join(_BUILTIN)}, or timm:NAME, torchvision:NAME, package.module:function",
+            f"unknown model {name!r}",
+            hint=f"set --model to one of {', '.join(_BUILTIN)}, timm:NAME, torchvision:NAME or package.module:function",
         )
     return _call_factory(_find_factory(home, rest), name, num_classes)
 
 
 class TrivialNet(nn.Module):
-    """One linear layer on the pooled pixels: for measuring everything but the model."""
+    """One linear layer on pooled pixels: to measure everything but the model."""
 
     def __init__(self, *, num_classes: int, small: bool = True, side: int = 8) -> None:  # noqa: ARG002
         super().__init__()
@@ -42,12 +42,12 @@ class TrivialNet(nn.Module):
         self.head = nn.Linear(3 * side * side, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Give a number for each class."""
+        """Return the logits."""
         return cast(torch.Tensor, self.head(self.pool(images).flatten(1)))
 
 
 class SmallConvNet(nn.Module):
-    """Three convolutions, each followed by halving: digits and other small pictures in a minute on a CPU."""
+    """Three convolutions with pooling: learns digits and other small images in a minute on a CPU."""
 
     def __init__(self, *, num_classes: int, small: bool = True, width: int = 16) -> None:
         super().__init__()
@@ -61,53 +61,53 @@ class SmallConvNet(nn.Module):
         self.head = nn.Linear(4 * 4 * width, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Give a number for each class."""
-        found = self.body(images)
-        # To 2×2 by plain pooling: the adaptive one has no deterministic backward pass on GPUs.
-        side = found.shape[-1]
-        found = avg_pool2d(found, (side + 1) // 2, ceil_mode=True) if side > 1 else found.expand(-1, -1, 2, 2)
-        return cast(torch.Tensor, self.head(found.flatten(1)))
+        """Return the logits."""
+        features = self.body(images)
+        # Pool to 2×2 without AdaptiveAvgPool2d, whose backward pass is not deterministic on GPUs.
+        side = features.shape[-1]
+        features = avg_pool2d(features, (side + 1) // 2, ceil_mode=True) if side > 1 else features.expand(-1, -1, 2, 2)
+        return cast(torch.Tensor, self.head(features.flatten(1)))
 
 
 class BasicBlock(nn.Module):
-    """Two 3×3 convolutions and the way past them."""
+    """Two 3×3 convolutions with a shortcut."""
 
     expansion = 1
 
-    def __init__(self, inside: int, width: int, stride: int) -> None:
+    def __init__(self, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
-        self.conv1, self.bn1 = _conv(inside, width, 3, stride), nn.BatchNorm2d(width)
+        self.conv1, self.bn1 = _conv(in_channels, width, 3, stride), nn.BatchNorm2d(width)
         self.conv2, self.bn2 = _conv(width, width, 3), nn.BatchNorm2d(width)
-        self.past = _shortcut(inside, width, stride)
+        self.past = _shortcut(in_channels, width, stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add what the convolutions find to what came in."""
+        """Return the sum of the convolutions and the shortcut."""
         y = torch.relu(self.bn1(self.conv1(x)))
         return torch.relu(self.bn2(self.conv2(y)) + self.past(x))
 
 
 class Bottleneck(nn.Module):
-    """1×1, 3×3 (which strides, as in ResNet v1.5) and 1×1 convolutions, and the way past them."""
+    """1×1, 3×3 (with the stride, as in ResNet v1.5) and 1×1 convolutions with a shortcut."""
 
     expansion = 4
 
-    def __init__(self, inside: int, width: int, stride: int) -> None:
+    def __init__(self, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
         out = width * self.expansion
-        self.conv1, self.bn1 = _conv(inside, width, 1), nn.BatchNorm2d(width)
+        self.conv1, self.bn1 = _conv(in_channels, width, 1), nn.BatchNorm2d(width)
         self.conv2, self.bn2 = _conv(width, width, 3, stride), nn.BatchNorm2d(width)
         self.conv3, self.bn3 = _conv(width, out, 1), nn.BatchNorm2d(out)
-        self.past = _shortcut(inside, out, stride)
+        self.past = _shortcut(in_channels, out, stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add what the convolutions find to what came in."""
+        """Return the sum of the convolutions and the shortcut."""
         y = torch.relu(self.bn1(self.conv1(x)))
         y = torch.relu(self.bn2(self.conv2(y)))
         return torch.relu(self.bn3(self.conv3(y)) + self.past(x))
 
 
 class ResNet(nn.Module):
-    """A stem, stages that halve the picture, and one linear layer."""
+    """A stem, stages that each halve the resolution, and a linear classifier."""
 
     def __init__(
         self,
@@ -121,23 +121,23 @@ class ResNet(nn.Module):
         first_stride: int = 1,
     ) -> None:
         super().__init__()
-        inside = stem_width
-        stem: list[nn.Module] = [_conv(3, inside, 3) if small else _conv(3, inside, 7, 2)]
-        stem += [nn.BatchNorm2d(inside), nn.ReLU(inplace=True)]
+        in_channels = stem_width
+        stem: list[nn.Module] = [_conv(3, in_channels, 3) if small else _conv(3, in_channels, 7, 2)]
+        stem += [nn.BatchNorm2d(in_channels), nn.ReLU(inplace=True)]
         self.stem = nn.Sequential(*stem, *([] if small else [nn.MaxPool2d(3, 2, 1)]))
         stages = []
         for stage, (depth, width) in enumerate(zip(depths, widths, strict=True)):
             for number in range(depth):
-                stages.append(block(inside, width, 1 if number else 2 if stage else first_stride))
-                inside = width * block.expansion
+                stages.append(block(in_channels, width, 1 if number else 2 if stage else first_stride))
+                in_channels = width * block.expansion
         self.stages = nn.Sequential(*stages)
-        self.head = nn.Linear(inside, num_classes)
+        self.head = nn.Linear(in_channels, num_classes)
         for part in self.modules():
             if isinstance(part, nn.Conv2d):
                 nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Give a number for each class."""
+        """Return the logits."""
         return cast(torch.Tensor, self.head(self.stages(self.stem(images)).mean((2, 3))))
 
 
@@ -152,22 +152,22 @@ _BUILTIN: dict[str, Callable[..., nn.Module]] = {
 NAMES = tuple(_BUILTIN)
 
 
-def _conv(inside: int, outside: int, side: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(inside, outside, side, stride, side // 2, bias=False)
+def _conv(in_channels: int, out_channels: int, side: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(in_channels, out_channels, side, stride, side // 2, bias=False)
 
 
-def _conv_bn_relu(inside: int, outside: int, stride: int = 1) -> list[nn.Module]:
-    return [_conv(inside, outside, 3, stride), nn.BatchNorm2d(outside), nn.ReLU(inplace=True)]
+def _conv_bn_relu(in_channels: int, out_channels: int, stride: int = 1) -> list[nn.Module]:
+    return [_conv(in_channels, out_channels, 3, stride), nn.BatchNorm2d(out_channels), nn.ReLU(inplace=True)]
 
 
-def _shortcut(inside: int, outside: int, stride: int) -> nn.Module:
-    if inside == outside and stride == 1:
+def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
+    if in_channels == out_channels and stride == 1:
         return nn.Identity()
-    return nn.Sequential(_conv(inside, outside, 1, stride), nn.BatchNorm2d(outside))
+    return nn.Sequential(_conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
 
 
 def zero_init_residual(model: nn.Module) -> None:
-    """Let every block begin as the way past it: the last normalisation of each starts at 0."""
+    """Initialize the last BatchNorm of each residual block with 0, so that the block starts as the identity."""
     for part in model.modules():
         last = part.bn3 if isinstance(part, Bottleneck) else part.bn2 if isinstance(part, BasicBlock) else None
         if last is not None:
@@ -175,7 +175,7 @@ def zero_init_residual(model: nn.Module) -> None:
 
 
 def _find_factory(home: str, name: str) -> Callable[..., object]:
-    """Import the function that makes the model."""
+    """Import the function that builds the model."""
     if home == "timm":
         return partial(_import("timm", f"timm:{name}").create_model, name)
     if home == "torchvision":
@@ -192,12 +192,12 @@ def _import(module: str, model: str) -> Any:
     except ModuleNotFoundError as error:
         package = (error.name or module).partition(".")[0]
         raise MissingError(
-            f"the Python package {package!r} is not installed",
+            f"Python package {package!r} is not installed",
             where=f"--model {model}",
             hint=f"run: pip install {package}",
         ) from error
-    except Exception as error:  # a package that is there and does not import, as torchvision on another torch
-        raise MissingError(f"{module!r} cannot be imported: {error}", where=f"--model {model}") from error
+    except Exception as error:  # installed but broken, as torchvision built for another torch
+        raise MissingError(f"cannot import {module!r}: {error}", where=f"--model {model}") from error
 
 
 def _call_factory(function: Callable[..., object], name: str, num_classes: int) -> nn.Module:
@@ -205,13 +205,13 @@ def _call_factory(function: Callable[..., object], name: str, num_classes: int) 
         inspect.signature(function).bind(num_classes=num_classes)
     except TypeError as error:
         raise InputError(
-            f"cannot be called with num_classes={num_classes}: {error}",
+            f"call with num_classes={num_classes} failed: {error}",
             where=f"--model {name}",
-            hint="write a function that takes num_classes and returns the model",
+            hint="the function must take num_classes and return the model",
         ) from error
     except ValueError:
-        pass  # a function that does not tell its parameters
+        pass  # a function without an inspectable signature
     model = function(num_classes=num_classes)
     if not isinstance(model, nn.Module):
-        raise InputError(f"returned {type(model).__name__}, and not a torch.nn.Module", where=f"--model {name}")
+        raise InputError(f"returned {type(model).__name__}, expected torch.nn.Module", where=f"--model {name}")
     return model
