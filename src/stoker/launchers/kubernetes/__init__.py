@@ -1,1 +1,1 @@
-"""Jobs on Kubernetes: objects as plain values, and what carries them to a cluster."""
+"""Kubernetes launcher: runs the slots of a job as pods of Jobs or an MPIJob."""

@@ -1,8 +1,8 @@
-"""A job of mpirun as one MPIJob, for the operator of kubeflow.org/v2beta1. Pure.
+"""An MPI job as one MPIJob of the Kubeflow MPI operator (kubeflow.org/v2beta1). Pure.
 
-The operator makes the pods, their keys and the Service by whose names they are found, `<job>-worker-3.<job>`. Workers
-run sshd, and what ranks there print goes to the log of their own pod, not through mpirun. The launcher is made once all
-workers are ready, which a probe of sshd tells; what can wait has an end.
+The operator creates the pods, their ssh keys, and the Service that resolves `<job>-worker-3.<job>`. Workers run sshd;
+their ranks print to the log of their own pod, not through mpirun. The operator creates the launcher once all workers
+are ready, which a TCP probe of sshd reports; everything that waits has a timeout.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from stoker.jobs.spec import Job
 from stoker.kube.objects import JOB_LABEL, Manifest, build_object
 
 OUTPUT_FIFO = "/dev/shm/stoker-output"
-"""Where ranks of a worker print; what is there goes to the log of the pod."""
+"""FIFO that the ranks of a worker print to; its content goes to the log of the pod."""
 SECRETS_DIR = "/dev/shm/stoker-secrets"
-"""Where they find secrets, which sshd does not pass on, and mpirun must not."""
+"""Directory from which ranks read secrets: sshd does not pass them on, and mpirun must not."""
 PASSED_ENV = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
-"""What the image says, and sshd does not pass on."""
-"""By which the operator numbers the workers' pods."""
-SSHD_S, NAMES_S = 300, 120
-"""For sshd to come up in a pod that has started, and for workers that are ready to be found by their names."""
-LOOK_S = 2
-# What sshd as root needs to become the user of a session, and to keep strangers in an empty folder until then.
+"""Variables of the image that sshd does not pass on."""
+SSHD_TIMEOUT_S, DNS_TIMEOUT_S = 300, 120
+"""How long sshd may take to start, and the names of ready workers to resolve."""
+PROBE_PERIOD_S = 2
+# sshd as root needs these to switch to the session's user, and to confine unauthenticated connections.
 SSHD_CAPABILITIES = ["AUDIT_WRITE", "SETGID", "SETUID", "SYS_CHROOT"]
 
 
@@ -32,9 +31,9 @@ def build_mpijob(
     job: Job,
     pods: Mapping[str, Manifest],
     labels: Mapping[str, Mapping[str, str]],
-    queue: Mapping[str, str],
+    queue_labels: Mapping[str, str],
 ) -> list[Manifest]:
-    """Give the MPIJob of a job: `pods` and `labels` are those of its two roles, `queue` the labels for Kueue."""
+    """Build the MPIJob of a job; `pods` and `labels` are by role (launcher, worker)."""
     policy: Manifest = {
         "cleanPodPolicy": "Running",
         "backoffLimit": job.retries,
@@ -49,18 +48,17 @@ def build_mpijob(
         "launcherCreationPolicy": "WaitForWorkersReady",
         "runPolicy": policy,
         "mpiReplicaSpecs": {
-            "Launcher": _replicas(1, pods["launcher"], labels["launcher"]),
-            "Worker": _replicas(job.max_workers, _worker(job, pods["worker"]), labels["worker"]),
+            "Launcher": _build_replicas(1, pods["launcher"], labels["launcher"]),
+            "Worker": _build_replicas(job.max_workers, _add_sshd(job, pods["worker"]), labels["worker"]),
         },
     }
-    own = {**job.labels, JOB_LABEL: job.name, **queue}
-    return [
-        build_object("kubeflow.org/v2beta1", "MPIJob", job.name, own, namespace=job.kubernetes.namespace, spec=spec)
-    ]
+    own_labels = {**job.labels, JOB_LABEL: job.name, **queue_labels}
+    namespace = job.kubernetes.namespace
+    return [build_object("kubeflow.org/v2beta1", "MPIJob", job.name, own_labels, namespace=namespace, spec=spec)]
 
 
-def _replicas(count: int, pod: Manifest, labels: Mapping[str, str]) -> Manifest:
-    """Give so many pods; whether they are started again is said here, and not in the pod."""
+def _build_replicas(count: int, pod: Manifest, labels: Mapping[str, str]) -> Manifest:
+    """Build a replica spec, which holds the restart policy instead of the pod."""
     spec = {key: value for key, value in pod.items() if key != "restartPolicy"}
     return {
         "replicas": count,
@@ -69,67 +67,70 @@ def _replicas(count: int, pod: Manifest, labels: Mapping[str, str]) -> Manifest:
     }
 
 
-def _worker(job: Job, pod: Manifest) -> Manifest:
-    """Have sshd in a pod: ready when it answers, given up when it does not come."""
-    main, *others = pod["containers"]
+def _add_sshd(job: Job, pod: Manifest) -> Manifest:
+    """Add the port, the probes and the capabilities of sshd to a worker's pod."""
+    main, *sidecars = pod["containers"]
     port = job.mpi.sshd_port
-    more: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "ports": [{"name": "ssh", "containerPort": port, "protocol": "TCP"}],
-        "startupProbe": {"tcpSocket": {"port": port}, "periodSeconds": LOOK_S, "failureThreshold": SSHD_S // LOOK_S},
+        "startupProbe": {
+            "tcpSocket": {"port": port},
+            "periodSeconds": PROBE_PERIOD_S,
+            "failureThreshold": SSHD_TIMEOUT_S // PROBE_PERIOD_S,
+        },
         "readinessProbe": {"tcpSocket": {"port": port}, "periodSeconds": 10},
     }
     if not job.kubernetes.user:
-        rights = main.get("securityContext", {})
         capabilities = {"drop": ["ALL"], "add": SSHD_CAPABILITIES}
-        more["securityContext"] = {**rights, "capabilities": capabilities}
-    return {**pod, "containers": [{**main, **more}, *others]}
+        fields["securityContext"] = {**main.get("securityContext", {}), "capabilities": capabilities}
+    return {**pod, "containers": [{**main, **fields}, *sidecars]}
 
 
 def build_ssh_options(job: Job) -> tuple[str, ...]:
-    """Say how mpirun's `ssh` reaches a worker: pods are new each time, so that nobody can know their keys before."""
-    words = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR")
-    return (*words, "-o", "BatchMode=yes", "-o", "ConnectionAttempts=10", "-p", str(job.mpi.sshd_port))
+    """Build the ssh options of mpirun; host keys are not checked, since every pod generates new ones."""
+    options = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR")
+    return (*options, "-o", "BatchMode=yes", "-o", "ConnectionAttempts=10", "-p", str(job.mpi.sshd_port))
 
 
 def build_worker_script(job: Job) -> str:
-    """Write what a worker runs: sshd, and beside it what carries the output of its ranks to the pod's log."""
-    words = [*job.mpi.sshd, *(["-p", str(job.mpi.sshd_port)] if job.mpi.sshd_port != 22 else [])]
+    """Build the script of a worker: sshd, and a process that copies the output of ranks to the pod's log."""
+    sshd = [*job.mpi.sshd, *(["-p", str(job.mpi.sshd_port)] if job.mpi.sshd_port != 22 else [])]
     lines = [
         "#!/bin/sh",
         "set -eu",
         f"rm -f {OUTPUT_FIFO}",
         f"mkfifo {OUTPUT_FIFO}",
-        # Open for writing too, so that it never comes to an end.
+        # Opened for writing too, so that cat never reads an end of file.
         f"cat <>{OUTPUT_FIFO} &",
         *([f"(umask 077 && mkdir -p {SECRETS_DIR})"] if job.secret_env else []),
         *(f'printf %s "${name}" >{SECRETS_DIR}/{name}' for name in job.secret_env),
-        # What sshd wants, where the image has not got it.
+        # sshd needs a privilege separation directory and host keys, which the image may lack.
         'if [ "$(id -u)" = 0 ]; then',
         "  mkdir -p /run/sshd",
         "  if command -v ssh-keygen >/dev/null 2>&1; then ssh-keygen -A >/dev/null; fi",
         "fi",
-        f"exec {shlex.join(words)}",
+        f"exec {shlex.join(sshd)}",
     ]
     return "\n".join([*lines, ""])
 
 
-def wait_for_workers_script(workers: int, pattern: str) -> list[str]:
-    """Write what the launcher does first: wait, but not for ever, until every worker's name is known.
+def wait_for_workers_script(workers: int, hostname_pattern: str) -> list[str]:
+    """Build the launcher's setup lines: wait until the name of every worker resolves, with a timeout.
 
-    `pattern` is the name of a worker, with `{}` for its index.
+    `hostname_pattern` is the name of a worker with `{}` for its index.
     """
-    start, end = (shlex.quote(part) for part in pattern.split("{}"))
+    start, end = (shlex.quote(part) for part in hostname_pattern.split("{}"))
     return [
-        # mpirun complains of a variable that it is to pass on and that is not there.
+        # mpirun warns about a variable that it is told to pass on and that is not set.
         *(f'export {name}="${{{name}:-}}"' for name in PASSED_ENV),
         "i=0",
-        f"until=$(($(date +%s) + {NAMES_S}))",
+        f"until=$(($(date +%s) + {DNS_TIMEOUT_S}))",
         f"while command -v getent >/dev/null 2>&1 && [ $i -lt {workers} ]; do",
         f"  name={start}$i{end}",
         '  if getent hosts "$name" >/dev/null; then',
         "    i=$((i + 1))",
         "  elif [ $(date +%s) -ge $until ]; then",
-        f'    echo "stoker: $name has no address, {NAMES_S} s after all workers were ready" >&2',
+        f'    echo "stoker: cannot resolve $name {DNS_TIMEOUT_S} s after all workers were ready" >&2',
         "    exit 1",
         "  else",
         "    sleep 1",

@@ -1,4 +1,4 @@
-"""What the Kubernetes launcher starts, as a value: the objects, and where they go."""
+"""The plan of the Kubernetes launcher: the rendered objects, and the code files that are copied into pods."""
 
 from __future__ import annotations
 
@@ -20,88 +20,94 @@ from stoker.launchers.upload import DEFAULT_PATTERNS, IgnorePatterns
 
 
 class KubernetesPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The objects of a job, in the order in which they are made."""
+    """The objects of a job in creation order, and their context and namespace."""
 
     objects: list[dict[str, Any]]
     context: str | None = None
-    """None: whichever is current when it is started."""
+    """None: the current context at the time of the start."""
     namespace: str | None = None
     notes: tuple[str, ...] = ()
 
     def to_text(self) -> str:
-        """Write what `kubectl apply -f -` takes."""
+        """Return the objects as `kubectl apply -f -` takes them."""
         return to_yaml_documents(self.objects)
 
 
 def to_yaml_documents(objects: Sequence[Manifest]) -> str:
-    """Write objects as one stream of YAML documents."""
+    """Format objects as a stream of YAML documents."""
     return to_yaml_stream(objects)
 
 
 def read_plan(run: Run) -> KubernetesPlan:
-    """Read what a run was started with."""
+    """Read the plan that a run was started with."""
     path = run.folder / "plan.json"
     return load(path.read_bytes(), KubernetesPlan, path)
 
 
-# --- Code that travels
+# --- Code files
 
 
 def resolve_code_files(job: Job) -> tuple[Job, dict[str, Path], list[Fault]]:
-    """Find the files that travel with a job, by their paths there; give the job as it names them there."""
+    """Find the files to copy into pods, by their path below CODE_DIR.
+
+    Return the job with its scripts' paths in the pod, the local files, and the faults.
+    """
     files: dict[str, Path] = {}
     faults: list[Fault] = []
-    for index, given in enumerate(job.kubernetes.copy):
-        key, found = f"kubernetes.copy[{index}]", dict(_found(given))
-        if not found:
-            faults.append(Fault(key, f"there is nothing at {Path.cwd() / given}"))
-        for name, path in found.items():
+    for index, pattern in enumerate(job.kubernetes.copy):
+        key, matches = f"kubernetes.copy[{index}]", dict(_find_files(pattern))
+        if not matches:
+            faults.append(Fault(key, f"{Path.cwd() / pattern} not found, or nothing in it to copy"))
+        for name, path in matches.items():
             if files.setdefault(name, path) != path:
-                faults.append(Fault(key, f"{path} and {files[name]} would both be {name} there: rename one"))
-    change = msgspec.structs.replace
-    program, more = _carried("program", job.program, files)
-    faults += more
+                faults.append(Fault(key, f"{path} and {files[name]} would both be copied to {name}: rename one"))
+    replace = msgspec.structs.replace
+    program, script_faults = _resolve_script("program", job.program, files)
+    faults += script_faults
     roles = dict(job.roles)
     for name, role in job.roles.items():
         if role.program is not None:
-            own, more = _carried(f"roles.{name}.program", role.program, files)
-            roles[name], faults = change(role, program=own), [*faults, *more]
-    return change(job, program=program, roles=roles), files, faults
+            role_program, script_faults = _resolve_script(f"roles.{name}.program", role.program, files)
+            roles[name] = replace(role, program=role_program)
+            faults += script_faults
+    return replace(job, program=program, roles=roles), files, faults
 
 
-def _carried(key: str, program: ProgramSpec, files: dict[str, Path]) -> tuple[ProgramSpec, list[Fault]]:
-    """Take a script of this machine along; one with an absolute path is in the image."""
+def _resolve_script(key: str, program: ProgramSpec, files: dict[str, Path]) -> tuple[ProgramSpec, list[Fault]]:
+    """Add a local script to the files; a script with an absolute path is in the image."""
     if program.script is None or Path(program.script).is_absolute():
         return program, []
-    here = Path.cwd() / program.script
-    if not here.is_file():
-        why = f"there is no file {here}, and a file of the image is named by its absolute path"
-        return program, [Fault(f"{key}.script", why)]
-    name = _name(program.script)
-    files.setdefault(name, here)
+    path = Path.cwd() / program.script
+    if not path.is_file():
+        what = f"file {path} not found; use an absolute path for a script in the image"
+        return program, [Fault(f"{key}.script", what)]
+    name = _get_copy_name(program.script)
+    files.setdefault(name, path)
     return msgspec.structs.replace(program, script=f"{CODE_DIR}/{name}"), []
 
 
-def _found(given: str) -> Iterator[tuple[str, Path]]:
-    """Give a file, or those of a folder but for what never travels."""
-    start, ignored = Path.cwd() / given, IgnorePatterns(DEFAULT_PATTERNS)
+def _find_files(given: str) -> Iterator[tuple[str, Path]]:
+    """Yield a file, or the files of a folder that are not ignored, with their names in the pod."""
+    start, is_ignored = Path.cwd() / given, IgnorePatterns(DEFAULT_PATTERNS)
     if start.is_file():
-        yield _name(given), start
+        yield _get_copy_name(given), start
     for path in sorted(start.rglob("*")) if start.is_dir() else ():
-        inner = path.relative_to(start)
-        above = [ignored(str(one), is_folder=True) for one in inner.parents if str(one) != "."]
-        if path.is_file() and not any(above) and not ignored(str(inner), is_folder=False):
-            yield str(Path(_name(given), inner)), path
+        relative = path.relative_to(start)
+        in_ignored_folder = any(
+            is_ignored(str(parent), is_folder=True) for parent in relative.parents if str(parent) != "."
+        )
+        if path.is_file() and not in_ignored_folder and not is_ignored(str(relative), is_folder=False):
+            yield str(Path(_get_copy_name(given), relative)), path
 
 
-def _name(given: str) -> str:
-    """Name what travels as in the working folder; what is outside of it lies at the top, by its own name."""
-    full = Path(os.path.normpath(Path.cwd() / given))
-    if full == Path.cwd():
+def _get_copy_name(given: str) -> str:
+    """Return the path of a copy: relative to the working directory, or only the name for paths outside of it."""
+    path = Path(os.path.normpath(Path.cwd() / given))
+    if path == Path.cwd():
         return ""
-    return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else full.name
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
 
 
 def read_code_files(files: Mapping[str, Path]) -> dict[str, bytes]:
-    """Read the files that travel."""
+    """Read the files to copy into pods."""
     return {name: path.read_bytes() for name, path in sorted(files.items())}

@@ -1,4 +1,4 @@
-"""How a job in a cluster is doing: a pure function of its objects, as the API server told them last."""
+"""Derive the status of a job from its Jobs (or MPIJob), pods and events. Pure."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
 
+from stoker.jobs.retry_policy import NO_RETRIES
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, SlotStatus, signal_from_exit_code
 from stoker.jobs.topology import OBSERVER_ROLES, Slot, lead_slots, list_slots
-from stoker.kube.conditions import get_condition, is_terminating, true_conditions
+from stoker.kube.conditions import FINISHED_PHASES, get_condition, get_phase, is_terminating, true_conditions
 from stoker.kube.objects import INDEX_LABEL, ROLE_LABEL, Manifest
 from stoker.kube.pending import explain_pending
 from stoker.kube.pods import get_exit_status, get_slot
-from stoker.launchers.kubernetes.manifests import get_attempt
+from stoker.launchers.kubernetes.run_objects import get_attempt
 
-_REASONS = {
-    "DeadlineExceeded": "it took longer than kubernetes.deadline allows",
-    "PodFailurePolicy": "the same input would fail again",
+_FAILURE_REASONS = {
+    "DeadlineExceeded": "exceeded kubernetes.deadline",
+    "PodFailurePolicy": "not retried: the same input would fail again",
     "FailedIndexes": "",
     "MaxFailedIndexesExceeded": "",
     "BackoffLimitExceeded": "",
 }
-"""Why a Job has failed, where its pods do not say it better."""
+"""Reasons of a failed Job; empty where the diagnosis of its pods says more."""
+DELETED_MESSAGE = "the job was deleted from the cluster"
 
 
 @dataclass(frozen=True, slots=True)
 class SlotPod:
-    """One pod of a slot."""
+    """A pod with the slot and attempt it runs."""
 
     pod: Manifest
     slot: Slot
@@ -36,28 +38,29 @@ class SlotPod:
 
     @property
     def uid(self) -> str:
-        """What no other pod has."""
+        """The pod's uid."""
         return str(self.pod["metadata"]["uid"])
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The pod's name."""
         return str(self.pod["metadata"]["name"])
 
     @property
     def phase(self) -> str:
         """Pending, Running, Succeeded or Failed."""
-        return str(self.pod.get("status", {}).get("phase", "Pending"))
+        return get_phase(self.pod)
 
     @property
     def is_finished(self) -> bool:
-        """Whether it will not run any more."""
-        return self.phase in ("Succeeded", "Failed")
+        """Whether all containers have terminated."""
+        return self.phase in FINISHED_PHASES
 
     @property
     def has_log(self) -> bool:
-        """Whether its container has begun, and so can be listened to."""
-        states = [one.get("state", {}) for one in self.pod.get("status", {}).get("containerStatuses") or ()]
+        """Whether its container has started, so that its log can be read."""
+        statuses = self.pod.get("status", {}).get("containerStatuses") or ()
+        states = [status.get("state", {}) for status in statuses]
         return any("running" in state or "terminated" in state for state in states)
 
     @property
@@ -65,157 +68,164 @@ class SlotPod:
         """Its exit code, negative for a signal; None while it runs."""
         if self.phase == "Succeeded":
             return 0
-        found = get_exit_status(self.pod)
-        if found is None:
+        status = get_exit_status(self.pod)
+        if status is None:
             return 1 if self.phase == "Failed" else None
-        return -signal_from_exit_code(found[0]) if found[0] > 128 and signal_from_exit_code(found[0]) else found[0] or 1
+        code, _ = status
+        number = signal_from_exit_code(code) if code > 128 else None
+        return -number if number else code or 1
 
     @property
     def reason(self) -> str:
-        """What the cluster says of its end, such as `OOMKilled`."""
-        found = get_exit_status(self.pod)
-        return found[1] if found else ""
+        """Why it exited, such as `OOMKilled`; "" if unknown."""
+        status = get_exit_status(self.pod)
+        return status[1] if status else ""
 
     @property
     def was_disrupted(self) -> bool:
-        """Whether the cluster ended it through no fault of its own: its node was drained, lost or needed."""
+        """Whether the cluster terminated it: drain, eviction, preemption or node failure."""
         return "DisruptionTarget" in true_conditions(self.pod)
 
     @property
     def created(self) -> float:
-        """When it was made."""
+        """When it was created."""
         return parse_time(self.pod["metadata"].get("creationTimestamp"))
 
 
 class DerivedStatus(NamedTuple):
-    """How a job is doing."""
+    """The state of a job, as derived from its objects."""
 
     state: JobState
     reason: str = ""
-    """Why it waits, or has failed, where the cluster knows."""
+    """Why it is pending or has failed, if the cluster knows."""
 
 
 def to_slot_pods(pods: Iterable[Manifest], known: Mapping[str, tuple[Slot, int]] | None = None) -> list[SlotPod]:
-    """Give pods by slot and attempt, as they were known before; where pods do not count, attempts follow each other."""
-    before, found = known or {}, list[SlotPod]()
+    """Return pods with their slot and attempt; `known` are earlier assignments by uid.
+
+    A pod without attempt annotations gets the attempt after the last one of its slot.
+    """
+    assigned, slot_pods = known or {}, list[SlotPod]()
     last: dict[Slot, int] = {}
-    for slot, number in before.values():
-        last[slot] = max(number, last.get(slot, -1))
-    for pod in sorted(
-        pods, key=lambda one: (parse_time(one["metadata"].get("creationTimestamp")), one["metadata"]["name"])
-    ):
+    for slot, attempt in assigned.values():
+        last[slot] = max(attempt, last.get(slot, -1))
+    for pod in sorted(pods, key=_creation_key):
         uid, slot = str(pod["metadata"]["uid"]), Slot.parse(get_slot(pod))
-        number = before[uid][1] if uid in before else max(get_attempt(pod), last.get(slot, -1) + 1)
-        last[slot] = max(number, last.get(slot, -1))
-        found.append(SlotPod(pod, slot, number))
-    return found
+        attempt = assigned[uid][1] if uid in assigned else max(get_attempt(pod), last.get(slot, -1) + 1)
+        last[slot] = max(attempt, last.get(slot, -1))
+        slot_pods.append(SlotPod(pod, slot, attempt))
+    return slot_pods
 
 
-def latest_by_slot(found: Iterable[SlotPod]) -> dict[Slot, SlotPod]:
-    """Give the last pod of each slot."""
-    return {one.slot: one for one in sorted(found, key=lambda one: one.attempt)}
+def _creation_key(pod: Manifest) -> tuple[float, str]:
+    return parse_time(pod["metadata"].get("creationTimestamp")), pod["metadata"]["name"]
+
+
+def latest_by_slot(pods: Iterable[SlotPod]) -> dict[Slot, SlotPod]:
+    """Return the pod of the last attempt of each slot."""
+    return {pod.slot: pod for pod in sorted(pods, key=lambda pod: pod.attempt)}
 
 
 def derive_status(
-    job: Job, leads: Sequence[Manifest], found: Sequence[SlotPod], events: Sequence[Manifest] = ()
+    job: Job, jobs: Sequence[Manifest], pods: Sequence[SlotPod], events: Sequence[Manifest] = ()
 ) -> DerivedStatus:
-    """Tell how a job is doing, by its Jobs (or its MPIJob) and its pods."""
-    if not leads:
-        return DerivedStatus(JobState.STOPPED, "someone has deleted it")
-    if all(_is(one, "Complete", "Succeeded") for one in _deciding(job, leads)):
+    """Derive the state of a job from its Jobs (or its MPIJob, owner first), pods and events."""
+    if not jobs:
+        return DerivedStatus(JobState.STOPPED, DELETED_MESSAGE)
+    if all(_has_any(obj, "Complete", "Succeeded") for obj in _get_deciding_jobs(job, jobs)):
         return DerivedStatus(JobState.SUCCEEDED)
-    failed = [one for one in leads if _is(one, "Failed") and get_role(one) not in OBSERVER_ROLES]
+    failed = [obj for obj in jobs if _has_any(obj, "Failed") and get_role(obj) not in OBSERVER_ROLES]
     if failed:
-        return DerivedStatus(JobState.FAILED, _why_failed(failed[0]))
-    if is_terminating(leads[0]):
-        return DerivedStatus(JobState.STOPPED, "someone has deleted it")
-    last = latest_by_slot(found)
-    waits = [one for _, one in sorted(last.items()) if one.phase == "Pending"]
-    is_short = len(last) < len(list_slots(job))
-    why = _why_waiting(waits, events) or (_why_no_pods(leads, events) if is_short else "")
-    if job.topology == "mpi" and not found and not why and not true_conditions(leads[0]):
-        why = "nobody has taken up the MPIJob: does the MPI operator run there?"
-    is_running = any(one.phase == "Running" for one in last.values())
-    return DerivedStatus(JobState.RUNNING if is_running else JobState.PENDING, why)
+        return DerivedStatus(JobState.FAILED, _get_failure_reason(failed[0]))
+    if is_terminating(jobs[0]):
+        return DerivedStatus(JobState.STOPPED, DELETED_MESSAGE)
+    latest = latest_by_slot(pods)
+    pending = [pod for _, pod in sorted(latest.items()) if pod.phase == "Pending"]
+    is_incomplete = len(latest) < len(list_slots(job))
+    reason = _explain_pending_pods(pending, events) or (_explain_missing_pods(jobs, events) if is_incomplete else "")
+    if job.topology == "mpi" and not pods and not reason and not true_conditions(jobs[0]):
+        reason = "the MPIJob has no status: check that the MPI operator is running"
+    is_running = any(pod.phase == "Running" for pod in latest.values())
+    return DerivedStatus(JobState.RUNNING if is_running else JobState.PENDING, reason)
 
 
-def derive_slot_statuses(job: Job, found: Sequence[SlotPod], state: JobState) -> tuple[SlotStatus, ...]:
-    """Tell how each slot is; who did not end by itself when the job did was stopped."""
-    last = latest_by_slot(found)
-    return tuple(_slot_state(slot, last.get(slot), state) for slot in list_slots(job))
+def derive_slot_statuses(job: Job, pods: Sequence[SlotPod], state: JobState) -> tuple[SlotStatus, ...]:
+    """Derive the status of each slot; a slot that had not finished when the job did counts as stopped."""
+    latest = latest_by_slot(pods)
+    return tuple(_derive_slot_status(slot, latest.get(slot), state) for slot in list_slots(job))
 
 
-def _slot_state(slot: Slot, one: SlotPod | None, state: JobState) -> SlotStatus:
-    code = None if one is None else one.exit_code
+def _derive_slot_status(slot: Slot, pod: SlotPod | None, state: JobState) -> SlotStatus:
+    code = None if pod is None else pod.exit_code
     if code is not None:
-        own = JobState.SUCCEEDED if code == 0 else JobState.FAILED
-        if own is JobState.FAILED and state in (JobState.SUCCEEDED, JobState.STOPPED):
-            own = JobState.STOPPED  # ended because the lead was done, or someone wished it
+        slot_state = JobState.SUCCEEDED if code == 0 else JobState.FAILED
+        if slot_state is JobState.FAILED and state in (JobState.SUCCEEDED, JobState.STOPPED):
+            slot_state = JobState.STOPPED  # terminated because the lead had finished, or by the user
     elif state.is_final:
-        own = JobState.STOPPED
+        slot_state = JobState.STOPPED
     else:
-        own = JobState.RUNNING if one is not None and one.phase == "Running" else JobState.PENDING
-    return SlotStatus(slot=str(slot), state=own, code=code)
+        slot_state = JobState.RUNNING if pod is not None and pod.phase == "Running" else JobState.PENDING
+    return SlotStatus(slot=str(slot), state=slot_state, code=code)
 
 
-def _deciding(job: Job, leads: Sequence[Manifest]) -> list[Manifest]:
-    """Give the Jobs whose success is the job's: the lead's, or each lead slot's where every task has its own."""
+def _get_deciding_jobs(job: Job, jobs: Sequence[Manifest]) -> list[Manifest]:
+    """Return the Jobs whose success is the job's: the owner, or with a Job per task those of the lead slots."""
     if not job.topology.startswith("tf-"):
-        return [leads[0]]
-    wanted = lead_slots(job)
-    return [one for one in leads if _slot_of_job(one) in wanted] or [leads[0]]
+        return [jobs[0]]
+    slots = lead_slots(job)
+    return [obj for obj in jobs if _get_job_slot(obj) in slots] or [jobs[0]]
 
 
-def _slot_of_job(one: Manifest) -> Slot | None:
-    labels = one["metadata"]["labels"]
+def _get_job_slot(obj: Manifest) -> Slot | None:
+    labels = obj["metadata"]["labels"]
     return Slot(labels[ROLE_LABEL], int(labels[INDEX_LABEL])) if INDEX_LABEL in labels else None
 
 
-def get_role(one: Manifest) -> str:
-    """Give the role of a Job; an MPIJob has none."""
-    return str(one["metadata"]["labels"].get(ROLE_LABEL, ""))
+def get_role(obj: Manifest) -> str:
+    """Return the role of a Job; "" for an MPIJob."""
+    return str(obj["metadata"]["labels"].get(ROLE_LABEL, ""))
 
 
-def sort_owner_first(leads: Sequence[Manifest]) -> list[Manifest]:
-    """Put the one that owns the others first."""
-    return sorted(leads, key=lambda one: bool(one["metadata"].get("ownerReferences")))
+def sort_owner_first(jobs: Sequence[Manifest]) -> list[Manifest]:
+    """Sort Jobs so that the owner of the others comes first."""
+    return sorted(jobs, key=lambda obj: bool(obj["metadata"].get("ownerReferences")))
 
 
-def _is(one: Manifest, *types: str) -> bool:
-    return not true_conditions(one).isdisjoint(types)
+def _has_any(obj: Manifest, *types: str) -> bool:
+    return not true_conditions(obj).isdisjoint(types)
 
 
-def _why_failed(one: Manifest) -> str:
-    found = get_condition(one, "Failed")
-    reason = found.get("reason", "")
-    return str(_REASONS.get(reason, found.get("message") or reason))
+def _get_failure_reason(obj: Manifest) -> str:
+    condition = get_condition(obj, "Failed")
+    reason = condition.get("reason", "")
+    return str(_FAILURE_REASONS.get(reason, condition.get("message") or reason))
 
 
-def _why_waiting(pods: Sequence[SlotPod], events: Sequence[Manifest]) -> str:
-    """Tell why pods are not running, once for all that have the same reason."""
-    found: dict[str, list[SlotPod]] = {}
-    for one in pods:
-        own = [event for event in events if event.get("involvedObject", {}).get("uid") == one.uid]
-        if why := explain_pending(one.pod, own):
-            found.setdefault(why, []).append(one)
-    if not found:
+def _explain_pending_pods(pods: Sequence[SlotPod], events: Sequence[Manifest]) -> str:
+    """Return why pods are pending: the first reason, and how many pods share it."""
+    by_reason: dict[str, list[SlotPod]] = {}
+    for pod in pods:
+        own_events = [event for event in events if event.get("involvedObject", {}).get("uid") == pod.uid]
+        if reason := explain_pending(pod.pod, own_events):
+            by_reason.setdefault(reason, []).append(pod)
+    if not by_reason:
         return ""
-    why, those = next(iter(found.items()))
-    others = f" and {len(those) - 1} more" if len(those) > 1 else ""
-    return f"{those[0].slot}{others}: {why}"
+    reason, affected = next(iter(by_reason.items()))
+    others = f" and {len(affected) - 1} more" if len(affected) > 1 else ""
+    return f"{affected[0].slot}{others}: {reason}"
 
 
-def _why_no_pods(leads: Sequence[Manifest], events: Sequence[Manifest]) -> str:
-    """Tell why a Job has no pods, or too few: it is held back, or may not make them."""
-    found = (explain_pending({"kind": "Job", **lead}, events) for lead in leads)
-    return next((why for why in found if why), "")
+def _explain_missing_pods(jobs: Sequence[Manifest], events: Sequence[Manifest]) -> str:
+    """Return why a Job has too few pods: it is suspended, or its pods are rejected."""
+    reasons = (explain_pending({"kind": "Job", **obj}, events) for obj in jobs)
+    return next((reason for reason in reasons if reason), "")
 
 
-def describe_retries(retries: int, attempts: int, why: str) -> str:
-    """Say why a job that failed is not tried again; `why` is what the cluster says."""
-    return why or (f"tried {attempts} times" if retries else "the job allows no retries")
+def describe_retries(retries: int, attempts: int, reason: str) -> str:
+    """Return why a failed job is not retried; `reason` is the cluster's."""
+    return reason or (f"tried {attempts} times" if retries else NO_RETRIES)
 
 
 def parse_time(text: str | None) -> float:
-    """Read a time as the API server writes it."""
+    """Parse a timestamp of the API server; 0 if there is none."""
     return datetime.fromisoformat(text).timestamp() if text else 0.0

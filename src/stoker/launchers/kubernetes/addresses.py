@@ -1,0 +1,57 @@
+"""DNS names and ports of the slots of a job in a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stoker.jobs.spec import DEFAULT_PORT, Job, RoleSpec
+from stoker.jobs.topologies.tensorflow import TENSORBOARD_PORT
+from stoker.jobs.topology import AddressBook, Role, Slot
+from stoker.launchers.kubernetes.mpijob import OUTPUT_FIFO, PASSED_ENV, SECRETS_DIR, build_ssh_options
+from stoker.launchers.kubernetes.scripts import ANY_INDEX, SCRIPTS_DIR
+
+PROFILER, MPI_RANK = "profiler.py", "mpi_rank.py"
+
+
+def slot_hostname(job: Job, role: str, index: int) -> str:
+    """Return the DNS name of a slot within its namespace."""
+    if job.topology.startswith("tf-"):
+        return f"{job.name}-{role}-{index}"
+    if job.topology == "mpi":
+        return f"{job.name}-worker-{index}.{job.name}" if role == "worker" else f"{job.name}-launcher"
+    if not has_separate_chief(job):
+        return f"{job.name}-{index}.{job.name}"
+    return f"{job.name}-chief-0.{job.name}" if index == 0 else f"{job.name}-rest-{index - 1}.{job.name}"
+
+
+def has_separate_chief(job: Job) -> bool:
+    """Whether worker 0 has a Job of its own, because only one node can mount the checkpoint claim."""
+    checkpoint = job.checkpoint
+    return (
+        job.topology == "torchrun"
+        and checkpoint.claim is not None
+        and checkpoint.access == "rwo"
+        and not job.is_elastic
+        and job.max_workers > 1
+    )
+
+
+def get_role_port(job: Job, role: str) -> int:
+    """Return the port that the slots of a role listen on."""
+    port = job.roles.get(role, RoleSpec()).port
+    return port or (TENSORBOARD_PORT if role == "tensorboard" else job.port or DEFAULT_PORT)
+
+
+def build_address_book(job: Job, roles: Sequence[Role]) -> AddressBook:
+    """Build the address book of all slots, and of the placeholder index that stands for any slot of a role."""
+    slots = [Slot(role.name, index) for role in roles for index in (*range(role.count), ANY_INDEX)]
+    return AddressBook(
+        hosts={slot: slot_hostname(job, slot.role, slot.index) for slot in slots},
+        port=job.port or DEFAULT_PORT,
+        profiler=("python3", "-I", "-S", f"{SCRIPTS_DIR}/{PROFILER}"),
+        mpi_rank=("python3", "-I", "-S", f"{SCRIPTS_DIR}/{MPI_RANK}"),
+        ssh_options=build_ssh_options(job),
+        forward_env=PASSED_ENV,
+        output_file=OUTPUT_FIFO,
+        secrets_dir=SECRETS_DIR,
+    )

@@ -1,0 +1,64 @@
+"""Check a job spec for settings that no Kubernetes cluster can run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stoker.core.units import format_duration
+from stoker.errors import Fault
+from stoker.jobs.spec import Job
+from stoker.jobs.topology import Slot, get_topology
+from stoker.launchers.kubernetes.addresses import slot_hostname
+from stoker.launchers.kubernetes.scripts import CODE_DIR
+
+MAX_NAME_LENGTH = 63
+MIN_TTL_S = 30
+
+
+def check_job(job: Job) -> Iterator[Fault]:
+    """Yield every setting that cannot work on Kubernetes."""
+    if job.image is None:
+        yield Fault("image", "is required on Kubernetes, for example image: ghcr.io/acme/trainer:v1")
+    yield from _check_name(job)
+    if job.resources.gpu_type is not None and not job.resources.gpu:
+        yield Fault("resources.gpu", f"is required with gpu_type {job.resources.gpu_type}")
+    if job.workers == "all":
+        yield Fault("workers", "`all` is not supported on Kubernetes, since clusters can scale: set a number")
+    yield from _check_observers(job)
+    yield from _check_paths(job)
+    if job.kubernetes.ttl < MIN_TTL_S:
+        what = f"is {format_duration(job.kubernetes.ttl)}, must be at least {MIN_TTL_S}s to fetch logs of finished pods"
+        yield Fault("kubernetes.ttl", what)
+
+
+def _check_name(job: Job) -> Iterator[Fault]:
+    slots = [Slot(role.name, max(role.count - 1, 0)) for role in get_topology(job).roles(job)]
+    longest = max((slot_hostname(job, slot.role, slot.index).partition(".")[0] for slot in slots), key=len)
+    if len(longest) > MAX_NAME_LENGTH:
+        yield Fault(
+            "name", f"is too long: host name {longest} has {len(longest)} characters, at most {MAX_NAME_LENGTH} allowed"
+        )
+
+
+def _check_observers(job: Job) -> Iterator[Fault]:
+    observers = [role.name for role in get_topology(job).roles(job) if role.is_observer]
+    if observers and job.checkpoint.claim is not None and job.checkpoint.access == "rwo":
+        what = f"rwo allows one node only, but {' and '.join(observers)} must read the claim too: use rwx or a bucket"
+        yield Fault("checkpoint.access", what)
+
+
+def _check_paths(job: Job) -> Iterator[Fault]:
+    folder = job.checkpoint.dir
+    if folder is not None and "://" not in folder and not folder.startswith("/"):
+        yield Fault("checkpoint.dir", f"{folder!r} must be an absolute path in the container, or a bucket URL")
+    for key, path in (("data.train", job.data.train), ("data.val", job.data.val)):
+        if path is not None and "://" not in path and not path.startswith("/"):
+            yield Fault(key, f"{path!r} is a local path: use a URL, or an absolute path on a volume")
+    for role, key in (("", "program.cwd"), *((role, f"roles.{role}.program.cwd") for role in job.roles)):
+        cwd = job.program_of(role).cwd
+        if cwd is not None and not cwd.startswith("/") and (not role or job.roles[role].program is not None):
+            what = f"{cwd!r} must be an absolute path in the container; copied files are in {CODE_DIR}"
+            yield Fault(key, what)
+    cache_dir = job.data.cache.dir
+    if cache_dir is not None and not cache_dir.startswith("/"):
+        yield Fault("data.cache.dir", f"{cache_dir!r} must be an absolute path in the container")
