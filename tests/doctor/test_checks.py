@@ -1,4 +1,4 @@
-"""`stoker doctor` on this machine, and on machines that lack something."""
+"""`stoker doctor` without options: the checks of this machine."""
 
 from __future__ import annotations
 
@@ -12,48 +12,47 @@ from stoker.doctor import checks
 from tests.support.trees import stoker
 
 
-def found() -> dict[str, checks.Check]:
+def checks_by_name() -> dict[str, checks.Check]:
     return {check.what: check for check in checks.check_machine()}
 
 
-def test_the_table_and_json_tell_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_and_json_have_the_same_content(capsys: pytest.CaptureFixture[str]) -> None:
     assert stoker("doctor", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
+    rows = json.loads(capsys.readouterr().out)
     assert stoker("doctor") == 0
     table = capsys.readouterr().out
-    assert {check["what"] for check in told} >= {"cores", "decoder", "torch", "nginx", "shared memory"}
-    for check in told:
+    assert {check["what"] for check in rows} >= {"cores", "decoder", "torch", "nginx", "shared memory"}
+    for check in rows:
         assert check["found"] in table
 
 
-def test_the_decoder_that_is_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.native, "problem", lambda: "is not installed")
-    without = found()["decoder"]
-    assert without.fine is None
-    assert without.found == "python: the native one is not installed"
-    assert "pip install ./native" in without.fix
-    monkeypatch.setattr(checks.native, "problem", lambda: "")
+def test_decoder_in_use_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.native, "why_unavailable", lambda: "is not installed")
+    missing = checks_by_name()["decoder"]
+    assert missing.fine is None
+    assert missing.found.startswith("python")
+    assert missing.found.endswith("is not installed")
+    assert checks.native.INSTALL_HINT in missing.fix
+    monkeypatch.setattr(checks.native, "why_unavailable", lambda: "")
     for simd, word in ((1, "native"), (0, "python")):
-        monkeypatch.setattr(checks.native, "_loaded", lambda simd=simd: SimpleNamespace(SIMD=simd))
-        assert found()["decoder"].found.startswith(word)
+        monkeypatch.setattr(checks.native, "import_native", lambda simd=simd: SimpleNamespace(SIMD=simd))
+        assert checks_by_name()["decoder"].found.startswith(word)
 
 
-def test_what_is_missing_comes_with_its_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_dependency_has_a_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(checks, "SHARED_MEMORY", str(tmp_path / "none"))
+    monkeypatch.setattr(checks, "SHM_DIR", str(tmp_path / "none"))
     monkeypatch.setattr(checks, "find_spec", lambda _: None)
-    lacking = found()
+    found = checks_by_name()
     for what in ("nginx", "torch", "tensorflow", "shared memory"):
-        assert lacking[what].fine is None
-        assert lacking[what].fix
+        assert found[what].fine is None
+        assert found[what].fix
 
 
-def test_something_that_fails_gives_its_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_check_sets_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(checks, "check_machine", lambda: [checks.Check("cores", False, "none", "buy some")])
     assert stoker("doctor") == 3
     captured = capsys.readouterr()
     assert "✗" in captured.out
     assert "buy some" in captured.out
-    assert "not as it should be: cores" in captured.err
+    assert "cores" in captured.err

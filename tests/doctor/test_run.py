@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from stoker.core.processes import marked
+from stoker.core.processes import find_processes_by_env
 from stoker.doctor import rules, run
 from stoker.errors import UnavailableError
 from stoker.launchers.local import LocalLauncher
@@ -38,15 +38,12 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("STOKER_HOME", str(tmp_path / "stoker"))
-    for folder in ("work", "tmp"):
-        (tmp_path / folder).mkdir()
-    monkeypatch.chdir(tmp_path / "work")
+def here(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (workspace / "tmp").mkdir()
     # Others may use the doctor on this machine too: ours are known by their names.
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(workspace / "tmp"))
     monkeypatch.setattr(run, "FOLDER", f"/tmp/stoker-doctor-{os.getpid()}-")
-    return tmp_path
+    return workspace
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -220,7 +217,7 @@ def test_a_probe_that_hangs_is_ended(
     code, checks, _ = asked(capsys, job, "--on", "ssh")
     assert code == 4
     assert checks["probe", "node2"]["found"] == "worker/1 did not come: it was ended after 15 s without a result"
-    assert marked({"STOKER_JOB": "doctor"}) == []
+    assert find_processes_by_env({"STOKER_JOB": "doctor"}) == []
     nothing_is_left(here)
 
 
@@ -236,7 +233,7 @@ def test_on_this_machine(here: Path, capsys: pytest.CaptureFixture[str]) -> None
     wrong = {what: (one["found"], one["fix"]) for (what, _), one in checks.items() if one["fine"] is False}
     assert wrong == {
         "resources.gpu": ("1 are wanted and 0 are here", "--set resources.gpu=0 does without"),
-        "data.val": (f"there is nothing at {Path.cwd() / 'none'}", rules._HERE),
+        "data.val": (f"there is nothing at {Path.cwd() / 'none'}", rules.LOCAL_DATA_FIX),
         "port": (f"{port} is taken", "--set port=… names another"),
         "gpus": ("has 0 GPUs, and 1 are wanted", "is the driver there (nvidia-smi)? Or --set resources.gpu=0"),
     }

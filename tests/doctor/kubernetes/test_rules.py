@@ -11,20 +11,21 @@ import yaml
 
 from stoker.core.spec import decode
 from stoker.doctor.checks import Check
-from stoker.doctor.kubernetes.capacity import asked, groups
-from stoker.doctor.kubernetes.collect import rendered, try_images
-from stoker.doctor.kubernetes.findings import Look, wants
-from stoker.doctor.kubernetes.probe import Probe, is_told, of_probe, probe_pod
-from stoker.doctor.kubernetes.rules import of_look, of_permissions
-from stoker.errors import AccessError, ConflictError, FullError, InputError, StokerError, UnavailableError
+from stoker.doctor.kubernetes.capacity import group_pods, sum_requests
+from stoker.doctor.kubernetes.collect import probe_images, render_objects
+from stoker.doctor.kubernetes.findings import ClusterFacts, find_requirements
+from stoker.doctor.kubernetes.probe import ImageProbe, build_probe_pod, check_image_probe, is_finished
+from stoker.doctor.kubernetes.rules import check_cluster, check_permissions
+from stoker.errors import AccessDeniedError, ConflictError, InputError, StokerError, StorageFullError, UnavailableError
 from stoker.jobs.spec import Job
-from stoker.kube.client import Hello
-from stoker.kube.rbac import NEW_NAMESPACE, Part, parts, rights
+from stoker.kube.client import ServerInfo
+from stoker.kube.errors import NOT_ALLOWED
+from stoker.kube.rbac import CREATE_NAMESPACE, Feature, list_permissions, select_features
 from tests.support.servers import free_port
 from tests.support.trees import stoker
 
 GPU = "nvidia.com/gpu"
-DENIED = AccessError("user bob may not list nodes")
+DENIED = AccessDeniedError("user bob may not list nodes")
 GIB = 1 << 30
 
 
@@ -64,10 +65,10 @@ SPACE = {"metadata": {"name": "team", "labels": {}}, "status": {"phase": "Active
 
 def judged(job: Job, **found: Any) -> dict[str, Check]:
     """Judge a job in a cluster in which all is well but for what is given."""
-    objects, checks = rendered(job)
-    given = {"nodes": TWO, "space": SPACE, "hello": Hello("v1.37.0", 0.01, 0.0), **found}
-    look = Look(namespace="team", server="https://k", **given)
-    rows = [*of_look(job, wants(objects), look), *checks]
+    objects, checks = render_objects(job)
+    given = {"nodes": TWO, "space": SPACE, "hello": ServerInfo("v1.37.0", 0.01, 0.0), **found}
+    look = ClusterFacts(namespace="team", server="https://k", **given)
+    rows = [*check_cluster(job, find_requirements(objects), look), *checks]
     return {one.what: one for one in sorted(rows, key=lambda one: one.fine is not False, reverse=True)}
 
 
@@ -84,12 +85,12 @@ def test_a_cluster_in_which_all_is_well() -> None:
 @pytest.mark.parametrize(
     ("hello", "what", "says"),
     [
-        (Hello("v1", 0.01, 90.0), "clock", "1m30s ahead of"),
-        (Hello("v1", 0.01, -7.0), "clock", "7s behind"),
-        (Hello("v1", 2.0, 0.0), "cluster", "answers in 2s"),
+        (ServerInfo("v1", 0.01, 90.0), "clock", "1m30s ahead of"),
+        (ServerInfo("v1", 0.01, -7.0), "clock", "7s behind"),
+        (ServerInfo("v1", 2.0, 0.0), "cluster", "answers in 2s"),
     ],
 )
-def test_an_odd_api_server_fails_nothing(hello: Hello, what: str, says: str) -> None:
+def test_an_odd_api_server_fails_nothing(hello: ServerInfo, what: str, says: str) -> None:
     one = judged(job_of(), hello=hello)[what]
     assert one.fine is None
     assert says in one.found
@@ -113,16 +114,16 @@ def test_namespaces() -> None:
 
 
 def test_exactly_the_missing_verbs_are_named() -> None:
-    all_of = rights(parts(mpi=True) | {Part.NODES})
+    all_of = list_permissions(select_features(mpi=True) | {Feature.CLUSTER_CHECKS})
     allowed: dict[Any, bool | StokerError] = {(right, verb): True for right in all_of for verb in right.verbs}
-    (fine,) = of_permissions(allowed)
+    (fine,) = check_permissions(allowed)
     assert fine.fine is True
     lacks = {"watch jobs.batch", "patch jobs.batch", "get pods/log", "create pods/exec", "list nodes", "get namespaces"}
     for right, verb in list(allowed):
         name = f"{verb} {right}"
         if name in lacks:
             allowed[right, verb] = False
-    found = {one.found: one.fine for one in of_permissions(allowed)}
+    found = {one.found: one.fine for one in check_permissions(allowed)}
     assert found == {
         "may not patch, watch jobs.batch": False,
         "may not get pods/log": False,
@@ -132,11 +133,11 @@ def test_exactly_the_missing_verbs_are_named() -> None:
 
 
 def test_who_may_not_ask_is_told_once() -> None:
-    error = AccessError("the cluster does not know you", hint="log in again, as for kubectl")
-    allowed: Any = {(right, verb): error for right in rights({Part.JOB}) for verb in right.verbs}
-    (one,) = of_permissions(allowed)
+    error = AccessDeniedError("the cluster does not know you", hint="log in again, as for kubectl")
+    allowed: Any = {(right, verb): error for right in list_permissions({Feature.JOBS}) for verb in right.verbs}
+    (one,) = check_permissions(allowed)
     assert (one.fine, one.fix, one.code) == (False, error.hint, 5)
-    (new,) = [one for one in of_permissions({(NEW_NAMESPACE, "create"): False}) if one.fine is False]
+    (new,) = [one for one in check_permissions({(CREATE_NAMESPACE, "create"): False}) if one.fine is False]
     assert "may not create namespaces" in new.found
 
 
@@ -199,8 +200,12 @@ def test_queues(found: Any, fine: bool | None, says: str) -> None:
 def test_gpus_are_counted_by_kind_and_what_pods_have_is_not_free() -> None:
     nodes = [node("a", kind="h100"), node("b", kind="h100", gpu=4), node("c", kind="t4", gpu=1), node("d", gpu=0)]
     pods = [pod("a", **{GPU: "3"}), pod("b", **{GPU: "4"}), pod("c", phase="Succeeded", **{GPU: "1"})]
-    objects, _ = rendered(job_of())
-    rows = of_look(job_of(), wants(objects), Look(namespace="team", nodes=nodes, pods=pods, space=SPACE))
+    objects, _ = render_objects(job_of())
+    rows = check_cluster(
+        job_of(),
+        find_requirements(objects),
+        ClusterFacts(namespace="team", nodes=nodes, pods=pods, namespace_object=SPACE),
+    )
     assert [one.found for one in rows if one.what == "gpus"] == [
         "12 × h100 on 2 nodes; 5 free",
         "1 × t4 on 1 node; 1 free",
@@ -305,12 +310,16 @@ def test_what_a_pod_asks_for_is_what_the_scheduler_counts() -> None:
         ],
         "overhead": {"cpu": "50m"},
     }
-    assert {name: float(many) for name, many in asked(spec).items()} == {"cpu": 4.05, GPU: 1.0, "memory": float(GIB)}
+    assert {name: float(many) for name, many in sum_requests(spec).items()} == {
+        "cpu": 4.05,
+        GPU: 1.0,
+        "memory": float(GIB),
+    }
 
 
 def test_a_thousand_tasks_are_a_few_groups() -> None:
-    objects, _ = rendered(job_of(topology="tf-ps", workers=1000, roles={"ps": {"count": 24}}))
-    found = groups(objects)
+    objects, _ = render_objects(job_of(topology="tf-ps", workers=1000, roles={"ps": {"count": 24}}))
+    found = group_pods(objects)
     assert sum(group.count for group in found) == 1025
     assert len(found) < 8
 
@@ -513,7 +522,7 @@ def test_all_that_a_job_names_is_wanted() -> None:
         secret_files={"/google": {"secret": "google"}},
         kubernetes={"image_pull_secrets": ["registry"], "service_account": "runner", "priority_class": "high"},
     )
-    found = wants(rendered(job)[0])
+    found = find_requirements(render_objects(job)[0])
     assert found.secrets == {"aws": {"token"}, "google": frozenset(), "registry": frozenset()}
     assert (found.accounts, found.priorities) == ({"runner"}, {"high"})
     rows = judged(job, accounts={"runner": None}, priorities={"high": None})
@@ -536,14 +545,14 @@ def test_refusals_are_told_apart() -> None:
         job_of(),
         tried=4,
         refusals={
-            "a pod of pets": AccessError(psa),
-            "ConfigMap pets": AccessError("user bob may not create configmaps"),
+            "a pod of pets": AccessDeniedError(psa),
+            "ConfigMap pets": AccessDeniedError(f"user bob {NOT_ALLOWED} create configmaps"),
         },
     )
     assert found["admission"].fine is False
     assert found["admission"].found.startswith("Pod Security restricted:latest refuses a pod of pets: runAsNonRoot")
-    full = judged(job_of(), tried=1, refusals={"x": FullError("quota q leaves no room")})["quota"]
-    assert (full.fine, full.code) == (False, FullError.exit_code)
+    full = judged(job_of(), tried=1, refusals={"x": StorageFullError("quota q leaves no room")})["quota"]
+    assert (full.fine, full.code) == (False, StorageFullError.exit_code)
     there = judged(job_of(), tried=1, refusals={"Job pets": ConflictError("exists")})["admission"]
     assert (there.fine, there.found) == (None, "Job pets is there already")
     assert judged(job_of(), tried=4)["admission"].fine is True
@@ -595,7 +604,7 @@ def of_pod(states: list[dict[str, Any]], phase: str = "Pending", on: str | None 
     ],
 )
 def test_probes(pod: dict[str, Any], image: bool | None, says: str, dns: bool | None) -> None:
-    rows = {one.what: one for one in of_probe(Probe("acme/trainer:v1", pod, waited_s=120))}
+    rows = {one.what: one for one in check_image_probe(ImageProbe("acme/trainer:v1", pod, waited_s=120))}
     assert rows["image"].fine is image, rows
     assert says in rows["image"].found
     assert rows.get("DNS", Check("DNS", None, "")).fine is dns
@@ -603,10 +612,10 @@ def test_probes(pod: dict[str, Any], image: bool | None, says: str, dns: bool | 
 
 
 def test_a_probe_is_waited_for_no_longer_than_it_takes() -> None:
-    assert is_told(over(0))
-    assert is_told(waiting("ErrImagePull"))
-    assert not is_told(waiting("ContainerCreating"))
-    assert not is_told(of_pod([{"name": "main", "state": {"running": {}}}], "Running"))
+    assert is_finished(over(0))
+    assert is_finished(waiting("ErrImagePull"))
+    assert not is_finished(waiting("ContainerCreating"))
+    assert not is_finished(of_pod([{"name": "main", "state": {"running": {}}}], "Running"))
 
 
 def test_the_probe_is_as_the_jobs_pods_but_small_and_holds_nothing() -> None:
@@ -618,8 +627,8 @@ def test_the_probe_is_as_the_jobs_pods_but_small_and_holds_nothing() -> None:
         secret_files={"/google": {"secret": "google"}},
         kubernetes={"image_pull_secrets": ["registry"], "user": 1000, "priority_class": "high"},
     )
-    (group,) = wants(rendered(job)[0]).groups
-    made = probe_pod(group.spec, "acme/trainer:v1", "p", "team", 120, secrets=False)
+    (group,) = find_requirements(render_objects(job)[0]).groups
+    made = build_probe_pod(group.spec, "acme/trainer:v1", "p", "team", 120, secrets=False)
     spec, (container,) = made["spec"], made["spec"]["containers"]
     assert spec["affinity"] == group.spec["affinity"]
     assert spec["imagePullSecrets"] == [{"name": "registry"}]
@@ -630,7 +639,9 @@ def test_the_probe_is_as_the_jobs_pods_but_small_and_holds_nothing() -> None:
     assert not [one for one in container["env"] if "valueFrom" in one]
     kinds = {kind for one in spec["volumes"] for kind in one}
     assert not kinds & {"persistentVolumeClaim", "secret", "configMap"}
-    more = probe_pod(group.spec, "acme/trainer:v1", "p", "team", 120, secrets=True)["spec"]["containers"][0]["env"]
+    more = build_probe_pod(group.spec, "acme/trainer:v1", "p", "team", 120, secrets=True)["spec"]["containers"][0][
+        "env"
+    ]
     assert [one["name"] for one in more if "valueFrom" in one] == ["TOKEN"]
 
 
@@ -638,14 +649,14 @@ def test_the_probe_is_as_the_jobs_pods_but_small_and_holds_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "is_deleted"), [(UnavailableError("no answer came"), True), (FullError("no room"), False)]
+    ("error", "is_deleted"), [(UnavailableError("no answer came"), True), (StorageFullError("no room"), False)]
 )
 def test_a_probe_that_may_have_been_made_is_deleted(error: StokerError, is_deleted: bool) -> None:
     cluster = MagicMock(namespace="team")
     cluster.create.side_effect = error
     spec = {"containers": [{"image": "acme/trainer:v1"}]}
-    (probe,), left = try_images(cluster, {"acme/trainer:v1": spec}, with_secrets=False)
-    assert probe.refused is error
+    (probe,), left = probe_images(cluster, {"acme/trainer:v1": spec}, with_secrets=False)
+    assert probe.rejection is error
     assert not left
     assert cluster.delete.called is is_deleted
 

@@ -190,7 +190,7 @@ def _secret_keys(cluster: KubeClient, name: str) -> frozenset[str] | None:
 
 def _sample_objects(objects: Sequence[Manifest]) -> Iterator[tuple[str, Manifest]]:
     """Yield one object of each kind and role, and one pod of each role; the others are identical."""
-    from stoker.launchers.kubernetes.manifests import get_pod_templates
+    from stoker.launchers.kubernetes.run_objects import get_pod_templates
 
     seen = set()
     for manifest in objects:

@@ -285,7 +285,7 @@ def check_capacity(
         yield Check(
             "capacity",
             None,
-            f"{unplaced} now",
+            f"now {unplaced}",
             "the job would wait: stop other jobs, or use fewer workers (--set workers=…)",
         )
     else:
