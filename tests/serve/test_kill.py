@@ -1,4 +1,4 @@
-"""kill -9 of a cache and of its readers at random moments: every byte is right, nothing is poisoned, budgets hold.
+"""Kill drill of a cache and its readers with SIGKILL: every byte is right, nothing is corrupt, budgets hold.
 
 Run as a program, this file is one of the readers.
 """
@@ -24,28 +24,31 @@ import msgspec
 import pytest
 
 from stoker.errors import StokerError
-from stoker.serve.cache.slices import SLICE, About
+from stoker.serve.cache.slices import SLICE_BYTES, ObjectInfo
 from stoker.storage import open_store, read_chunks
-from stoker.storage.cache import Cache
-from tests.serve.contract import ask, at_once, manifest, origin
+from stoker.storage.cache import DiskCache
+from tests.support.http_origin import build_manifest, run_origin
+from tests.support.http_requests import send_request
 from tests.support.paths import ROOT
 from tests.support.servers import free_port
+from tests.support.threads import run_parallel
+from tests.support.waiting import eventually
 
-SHARED_BUDGET, NODE_BUDGET = 4 * SLICE, 40 << 20
-PATIENCE_S = 120.0
-STEP_S = 0.1
+SHARED_BUDGET_BYTES, NODE_BUDGET_BYTES = 4 * SLICE_BYTES, 40 << 20
+TIMEOUT_S = 120.0
+SAMPLE_INTERVAL_S = 0.1
 
 
-class Wanted(NamedTuple):
-    """A shard as a reader knows it; of some no digest is known."""
+class ExpectedShard(NamedTuple):
+    """A shard that a reader expects; some have no digest."""
 
     name: str
     size: int
     sha256: str
 
 
-class Told(NamedTuple):
-    """What a reader says that it got."""
+class Delivery(NamedTuple):
+    """The bytes that a reader reports to have received."""
 
     name: str
     start: int
@@ -53,25 +56,25 @@ class Told(NamedTuple):
     sha256: str
 
 
-# --- The reader, a process of its own
+# --- Reader process
 
 
-def read(url: str, node: Path, shards: list[Wanted], seed: int, out: IO[str]) -> None:
-    """Read every shard in an order of its own, through the node's cache or past it, and tell what came."""
-    store, cache, chance = open_store(url), Cache(node, NODE_BUDGET), random.Random(seed)
-    for shard in chance.sample(shards, len(shards)):
-        end = time.monotonic() + PATIENCE_S
+def run_reader(url: str, node: Path, shards: list[ExpectedShard], seed: int, out: IO[str]) -> None:
+    """Read every shard in random order, through the node's cache or directly, and report what was delivered."""
+    store, cache, rng = open_store(url), DiskCache(node, NODE_BUDGET_BYTES), random.Random(seed)
+    for shard in rng.sample(shards, len(shards)):
+        end = time.monotonic() + TIMEOUT_S
         while True:
             try:
                 start, data = 0, b""
-                kind = chance.choice(("node", "node", "whole", "part"))
-                held = cache.open(store, shard.name, size=shard.size, sha256=shard.sha256) if kind == "node" else None
-                if held is not None:
-                    with held:
-                        data = held.path.read_bytes()
+                kind = rng.choice(("node", "node", "whole", "part"))
+                cached = cache.open(store, shard.name, size=shard.size, sha256=shard.sha256) if kind == "node" else None
+                if cached is not None:
+                    with cached:
+                        data = cached.path.read_bytes()
                 elif kind == "part":
-                    start = chance.randrange(shard.size)
-                    data = store.range(shard.name, start, chance.randint(1, shard.size - start))
+                    start = rng.randrange(shard.size)
+                    data = store.range(shard.name, start, rng.randint(1, shard.size - start))
                 else:
                     data = b"".join(read_chunks(store, shard.name, shard.size))
                 break
@@ -79,8 +82,8 @@ def read(url: str, node: Path, shards: list[Wanted], seed: int, out: IO[str]) ->
                 if time.monotonic() > end:
                     raise
                 time.sleep(0.05)
-        told = Told(shard.name, start, len(data), hashlib.sha256(data).hexdigest())
-        out.write(json.dumps(told) + "\n")
+        delivery = Delivery(shard.name, start, len(data), hashlib.sha256(data).hexdigest())
+        out.write(json.dumps(delivery) + "\n")
         out.flush()
 
 
@@ -88,35 +91,35 @@ def read(url: str, node: Path, shards: list[Wanted], seed: int, out: IO[str]) ->
 
 
 @dataclass
-class Figures:
-    """What a drill did."""
+class DrillResult:
+    """The result and problems of a drill."""
 
     seed: int
     cache_kills: int = 0
     reader_kills: int = 0
     bytes: int = 0
     deliveries: int = 0
-    samples: int = 0
-    most_shared: int = 0
-    most_node: int = 0
+    size_samples: int = 0
+    max_shared_bytes: int = 0
+    max_node_bytes: int = 0
     problems: list[str] = field(default_factory=list)
 
 
 @dataclass
-class Drill:
-    """A cache in front of an origin, its readers, and who kills and watches them."""
+class KillDrill:
+    """A cache in front of an origin and its readers, which are killed and monitored."""
 
     folder: Path
-    far: str
+    origin_url: str
     files: dict[str, bytes]
-    chance: random.Random
-    figures: Figures
+    rng: random.Random
+    result: DrillResult
     port: int = field(default_factory=free_port)
     cache: subprocess.Popen[bytes] | None = None
     readers: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     started: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held by who starts, ends or stops processes."""
+    """Held while processes are started, killed or stopped."""
 
     @property
     def url(self) -> str:
@@ -131,12 +134,23 @@ class Drill:
         return self.folder / "node"
 
     def start_cache(self) -> None:
-        words = ["data", "cache", "--origin", self.far, "--dir", self.shared, "--size", SHARED_BUDGET, "--fresh", 1]
+        words = [
+            "data",
+            "cache",
+            "--origin",
+            self.origin_url,
+            "--dir",
+            self.shared,
+            "--size",
+            SHARED_BUDGET_BYTES,
+            "--revalidate-after",
+            1,
+        ]
         words += ["--port", self.port, "--engine", "embedded"]
         with (self.folder / "cache.log").open("ab") as log:
             self.cache = subprocess.Popen([sys.executable, "-m", "stoker", *map(str, words)], stderr=log)
 
-    def end_cache(self) -> None:
+    def kill_cache(self) -> None:
         assert self.cache is not None
         self.cache.kill()
         self.cache.wait()
@@ -144,156 +158,166 @@ class Drill:
     def start_reader(self, number: int) -> None:
         self.started += 1
         out = self.folder / f"reader-{self.started}.out"
-        command = [sys.executable, __file__, self.url, self.node, self.folder / "wanted.json", self.started, out]
+        command = [sys.executable, __file__, self.url, self.node, self.folder / "expected.json", self.started, out]
         with (self.folder / "readers.log").open("ab") as log:
             self.readers[number] = subprocess.Popen([str(word) for word in command], stderr=log, env=_environ())
 
     def repeat(self, kills: int) -> None:
-        """Let three readers read everything, and kill one or the cache so many times while they read."""
+        """Run three readers to completion, and kill one of them or the cache this many times meanwhile."""
         with self.lock:
             for number in range(3):
                 self.start_reader(number)
-        victims = self.chance.sample(["cache", "reader", "cache"] * -(-kills // 3), k=kills)
-        every = 3 * len(self.files) / (kills + 1)
-        due = self.chance.uniform(0, every)
+        victims = self.rng.sample(["cache", "reader", "cache"] * -(-kills // 3), k=kills)
+        interval = 3 * len(self.files) / (kills + 1)
+        next_kill = self.rng.uniform(0, interval)
         while self.readers:
-            time.sleep(self.chance.uniform(0.001, 0.03))
+            time.sleep(self.rng.uniform(0.001, 0.03))
             with self.lock:
                 for number, reader in list(self.readers.items()):
                     if reader.poll() is not None:
                         assert reader.returncode == 0, (self.folder / "readers.log").read_text()[-2000:]
                         del self.readers[number]
-                if not victims or not self.readers or self.delivered() < due:
+                if not victims or not self.readers or self.count_deliveries() < next_kill:
                     continue
                 self.kill(victims.pop())
-                # Now and then what has just been started is killed again.
-                due = self.delivered() + (0 if self.chance.random() < 0.2 else self.chance.uniform(0, 1.5 * every))
+                # Sometimes kill again right after a restart.
+                next_kill = self.count_deliveries() + (
+                    0 if self.rng.random() < 0.2 else self.rng.uniform(0, 1.5 * interval)
+                )
 
-    def delivered(self) -> int:
-        """Count what was delivered in this repetition, to readers who were killed too."""
+    def count_deliveries(self) -> int:
+        """Count the deliveries of this repetition, including those to killed readers."""
         return sum(out.read_bytes().count(b"\n") for out in self.folder.glob("reader-*.out"))
 
     def kill(self, victim: str) -> None:
-        """Kill the cache or a reader, and start it again at once."""
+        """Kill the cache or a reader, and restart it at once."""
         if victim == "cache":
-            self.end_cache()
+            self.kill_cache()
             self.start_cache()
-            self.figures.cache_kills += 1
+            self.result.cache_kills += 1
             return
-        number = self.chance.choice(list(self.readers))
+        number = self.rng.choice(list(self.readers))
         self.readers[number].kill()
-        if self.readers[number].wait() == -signal.SIGKILL:  # else it had just finished
-            self.figures.reader_kills += 1
+        if self.readers[number].wait() == -signal.SIGKILL:  # otherwise it had just finished
+            self.result.reader_kills += 1
             self.start_reader(number)
 
     def check_deliveries(self) -> None:
-        """Compare all that readers say they got with the truth, those who were killed included."""
+        """Compare all deliveries with the original data, including those to killed readers."""
         for out in sorted(self.folder.glob("reader-*.out")):
             for line in out.read_text().splitlines(keepends=True):
-                if not line.endswith("\n"):  # killed while it wrote
+                if not line.endswith("\n"):  # killed while writing
                     continue
-                told = Told(*json.loads(line))
-                truth = self.files[f"/{told.name}"][told.start : told.start + told.length]
-                self.figures.deliveries += 1
-                self.figures.bytes += told.length
-                if told.sha256 != hashlib.sha256(truth).hexdigest():
-                    self.figures.problems.append(f"delivered: {told}")
+                delivery = Delivery(*json.loads(line))
+                expected = self.files[f"/{delivery.name}"][delivery.start : delivery.start + delivery.length]
+                self.result.deliveries += 1
+                self.result.bytes += delivery.length
+                if delivery.sha256 != hashlib.sha256(expected).hexdigest():
+                    self.result.problems.append(f"delivered: {delivery}")
             out.unlink()
 
     def check_folders(self) -> None:
-        """Compare what lies in both caches with the truth: every slice of an object, every copy of the node."""
+        """Compare both caches with the original data: every slice, and every copy of the node."""
         for path in (self.shared / "objects").glob("??/*/about.json"):
-            about = msgspec.json.decode(path.read_bytes(), type=About)
-            truth = self.files[about.name.removeprefix(self.far)]
+            info = msgspec.json.decode(path.read_bytes(), type=ObjectInfo)
+            expected = self.files[info.name.removeprefix(self.origin_url)]
             parts = {int(part.name): part.read_bytes() for part in path.parent.glob("[0-9]*")}
-            if about.whole and b"".join(parts[number] for number in sorted(parts)) != truth:
-                self.figures.problems.append(f"whole and wrong: {about.name}")
+            if info.verified and b"".join(parts[number] for number in sorted(parts)) != expected:
+                self.result.problems.append(f"verified but wrong: {info.name}")
             for number, part in parts.items():
-                if part != truth[number * SLICE : (number + 1) * SLICE]:
-                    self.figures.problems.append(f"slice {number} is wrong: {about.name}")
-        truths = {hashlib.sha256(data).hexdigest() for data in self.files.values()}
+                if part != expected[number * SLICE_BYTES : (number + 1) * SLICE_BYTES]:
+                    self.result.problems.append(f"slice {number} is wrong: {info.name}")
+        digests = {hashlib.sha256(data).hexdigest() for data in self.files.values()}
         for copy in (self.node / "objects").iterdir():
             digest = hashlib.sha256(copy.read_bytes()).hexdigest()
-            wrong = digest != copy.name if len(copy.name) == 64 else len(copy.name) == 40 and digest not in truths
+            wrong = digest != copy.name if len(copy.name) == 64 else len(copy.name) == 40 and digest not in digests
             if wrong:
-                self.figures.problems.append(f"copy is wrong: {copy.name}")
+                self.result.problems.append(f"copy is wrong: {copy.name}")
 
     def check_hits(self) -> int:
-        """Ask a cache whose origin is gone for everything; what it calls a hit or stale must be right."""
+        """Request everything from a cache whose origin is down; every hit and stale object must be right."""
         hits = []
 
-        def look(some: list[str]) -> None:
-            for path in some:
-                answer = ask(self.url, path)
-                if answer.status != 200:
+        def read_paths(paths: list[str]) -> None:
+            for path in paths:
+                response = send_request(self.url, path)
+                if response.status != 200:
                     continue
                 hits.append(path)
-                if answer.headers["x-cache"] not in ("HIT", "STALE") or answer.body != self.files[path]:
-                    self.figures.problems.append(f"served: {path} as {answer.headers['x-cache']}")
+                if response.headers["x-cache"] not in ("HIT", "STALE") or response.body != self.files[path]:
+                    self.result.problems.append(f"served: {path} as {response.headers['x-cache']}")
 
-        paths = list(self.files)
-        at_once([lambda some=paths[first::40]: look(some) for first in range(40)])  # type: ignore[misc]
+        every = list(self.files)
+        run_parallel([lambda paths=every[first::40]: read_paths(paths) for first in range(40)])  # type: ignore[misc]
         return len(hits)
 
-    def await_cache(self) -> None:
-        """Wait until the cache answers."""
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            with suppress(OSError):
-                if ask(self.url, "/-/healthy").status == 200:
-                    return
-            time.sleep(0.02)
-        raise TimeoutError((self.folder / "cache.log").read_text()[-2000:])
+    def wait_for_cache(self) -> None:
+        """Wait until the cache is healthy."""
+        if not eventually(self._is_healthy):
+            raise TimeoutError((self.folder / "cache.log").read_text()[-2000:])
+
+    def _is_healthy(self) -> bool:
+        try:
+            return send_request(self.url, "/-/healthy").status == 200
+        except OSError:
+            return False
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Look at both budgets all the while."""
-        over = threading.Event()
+    def monitor_budgets(self) -> Iterator[None]:
+        """Check both budgets continuously."""
+        stopped = threading.Event()
 
-        def watch() -> None:
-            while not over.wait(STEP_S):
+        def monitor() -> None:
+            while not stopped.wait(SAMPLE_INTERVAL_S):
                 with self.lock:
-                    self._sample()
+                    self._sample_sizes()
 
-        thread = threading.Thread(target=watch)
+        thread = threading.Thread(target=monitor)
         thread.start()
         try:
             yield
         finally:
-            over.set()
+            stopped.set()
             thread.join()
 
-    def _sample(self) -> None:
-        """Count what lies in the folders while all processes stand still, so that it is of one moment."""
-        alive = [one for one in (self.cache, *self.readers.values()) if one is not None and one.poll() is None]
-        for one in alive:
-            one.send_signal(signal.SIGSTOP)
+    def _sample_sizes(self) -> None:
+        """Measure both folders while all processes are stopped, so that the sizes are consistent."""
+        alive = [
+            process
+            for process in (self.cache, *self.readers.values())
+            if process is not None and process.poll() is None
+        ]
+        for process in alive:
+            process.send_signal(signal.SIGSTOP)
         try:
-            if not all(_stands(one.pid) for one in alive):
+            if not all(_is_stopped(process.pid) for process in alive):
                 return
-            shared, node, figures = held(self.shared), held(self.node), self.figures
+            shared, node, result = folder_bytes(self.shared), folder_bytes(self.node), self.result
         finally:
-            for one in alive:
-                one.send_signal(signal.SIGCONT)
-        figures.samples += 1
-        figures.most_shared, figures.most_node = max(figures.most_shared, shared), max(figures.most_node, node)
-        if shared > SHARED_BUDGET or node > NODE_BUDGET:
-            figures.problems.append(f"budget: {shared:,} and {node:,} bytes")
+            for process in alive:
+                process.send_signal(signal.SIGCONT)
+        result.size_samples += 1
+        result.max_shared_bytes, result.max_node_bytes = (
+            max(result.max_shared_bytes, shared),
+            max(result.max_node_bytes, node),
+        )
+        if shared > SHARED_BUDGET_BYTES or node > NODE_BUDGET_BYTES:
+            result.problems.append(f"budget: {shared:,} and {node:,} bytes")
 
-    def end(self) -> None:
-        for one in (self.cache, *self.readers.values()):
-            if one is not None:
-                one.kill()
-                one.wait()
+    def kill_all(self) -> None:
+        for process in (self.cache, *self.readers.values()):
+            if process is not None:
+                process.kill()
+                process.wait()
 
 
-def held(folder: Path) -> int:
-    """Add up the bytes of objects that lie in a cache, in whatever state; what is noted about them is not counted."""
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of all objects in a cache, in any state, without their metadata."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.stem != "about")
 
 
-def _stands(pid: int) -> bool:
-    """Wait a moment for all threads of a process to stand; a process that is gone stands."""
+def _is_stopped(pid: int) -> bool:
+    """Return whether all threads of a process stop soon; an exited process counts as stopped."""
     for _ in range(100):
         states = set()
         for task in Path(f"/proc/{pid}/task").glob("*/stat"):
@@ -306,76 +330,82 @@ def _stands(pid: int) -> bool:
 
 
 def _environ() -> dict[str, str]:
-    here = str(ROOT)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    root = str(ROOT)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def drill(folder: Path, *, count: int, large: int, repetitions: int, kills: int, seed: int) -> Figures:
-    """Kill at random moments of so many reads of `count` shards; half of them have a manifest, half have not."""
-    chance = random.Random(seed)
-    sizes = [int(8_000 * 375 ** chance.random()) for _ in range(count - large)]
-    sizes += [chance.randint(9_000_000, 20_000_000) for _ in range(large)]
-    made = {f"{number:06d}.tar": chance.randbytes(size) for number, size in enumerate(sizes)}
-    known = dict(list(made.items())[::2])
-    files = {f"/{'known' if name in known else 'plain'}/{name}": data for name, data in made.items()}
-    wanted = [
-        Wanted(path[1:], len(data), hashlib.sha256(data).hexdigest() if path.startswith("/known") else "")
+def run_drill(folder: Path, *, count: int, large: int, repetitions: int, kills: int, seed: int) -> DrillResult:
+    """Kill at random moments while `count` shards are read; half of them are listed in a manifest."""
+    rng = random.Random(seed)
+    sizes = [int(8_000 * 375 ** rng.random()) for _ in range(count - large)]
+    sizes += [rng.randint(9_000_000, 20_000_000) for _ in range(large)]
+    shards = {f"{number:06d}.tar": rng.randbytes(size) for number, size in enumerate(sizes)}
+    listed = dict(list(shards.items())[::2])
+    files = {f"/{'known' if name in listed else 'plain'}/{name}": data for name, data in shards.items()}
+    expected = [
+        ExpectedShard(path[1:], len(data), hashlib.sha256(data).hexdigest() if path.startswith("/known") else "")
         for path, data in files.items()
     ]
-    (folder / "wanted.json").write_text(json.dumps(wanted))
-    with origin(files | {"/known/manifest.json": manifest(known)}) as far:
-        one = Drill(folder, far.url, files, chance, Figures(seed))
+    (folder / "expected.json").write_text(json.dumps(expected))
+    with run_origin(files | {"/known/manifest.json": build_manifest(listed)}) as origin:
+        drill = KillDrill(folder, origin.url, files, rng, DrillResult(seed))
         try:
-            one.start_cache()
-            one.await_cache()
-            with one.watched():
+            drill.start_cache()
+            drill.wait_for_cache()
+            with drill.monitor_budgets():
                 for _ in range(repetitions):
-                    one.repeat(kills)
-                    one.check_deliveries()
-                    with one.lock:
-                        one.end_cache()
-                        one.check_folders()
-                        one.start_cache()
-                        one.figures.cache_kills += 1
-            one.end_cache()
-            far.status = 503  # from here on the origin is gone
-            one.start_cache()
-            one.await_cache()
-            assert one.check_hits() > 0
+                    drill.repeat(kills)
+                    drill.check_deliveries()
+                    with drill.lock:
+                        drill.kill_cache()
+                        drill.check_folders()
+                        drill.start_cache()
+                        drill.result.cache_kills += 1
+            drill.kill_cache()
+            origin.status = 503  # the origin is down from here on
+            drill.start_cache()
+            drill.wait_for_cache()
+            assert drill.check_hits() > 0
         finally:
-            one.end()
+            drill.kill_all()
     assert "Traceback" not in (folder / "cache.log").read_text()
     assert "Traceback" not in (folder / "readers.log").read_text()
-    return one.figures
+    return drill.result
 
 
-def check(figures: Figures, *, deliveries: int) -> None:
-    assert figures.problems == [], figures
-    assert figures.cache_kills > 3
-    assert figures.reader_kills > 0
-    assert figures.deliveries >= deliveries
-    assert figures.samples > 10
-    assert figures.most_shared > SHARED_BUDGET // 2  # so that it was a budget at all
-    assert figures.most_node > NODE_BUDGET // 2
+def check_result(result: DrillResult, *, deliveries: int) -> None:
+    assert result.problems == [], result
+    assert result.cache_kills > 3
+    assert result.reader_kills > 0
+    assert result.deliveries >= deliveries
+    assert result.size_samples > 10
+    assert result.max_shared_bytes > SHARED_BUDGET_BYTES // 2  # the budget was actually needed
+    assert result.max_node_bytes > NODE_BUDGET_BYTES // 2
 
 
 @pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path) -> None:
-    figures = drill(tmp_path, count=30, large=3, repetitions=3, kills=3, seed=1)
-    check(figures, deliveries=3 * 3 * 30)
+    result = run_drill(tmp_path, count=30, large=3, repetitions=3, kills=3, seed=1)
+    check_result(result, deliveries=3 * 3 * 30)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_killed_at_random_moments_many_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    began = time.monotonic()
-    figures = drill(tmp_path, count=200, large=5, repetitions=20, kills=6, seed=random.randrange(1 << 32))
-    check(figures, deliveries=20 * 3 * 200 + 500)  # those to readers who were killed amid are checked too
+    started_at = time.monotonic()
+    result = run_drill(tmp_path, count=200, large=5, repetitions=20, kills=6, seed=random.randrange(1 << 32))
+    check_result(result, deliveries=20 * 3 * 200 + 500)  # deliveries to killed readers are checked too
     with capsys.disabled():
-        sys.stdout.write(f"\n{figures}, {time.monotonic() - began:.0f} s\n")
+        sys.stdout.write(f"\n{result}, {time.monotonic() - started_at:.0f} s\n")
 
 
 if __name__ == "__main__":
-    _, url_, node_, wanted_, seed_, out_ = sys.argv
+    _, url_, node_, expected_, seed_, out_ = sys.argv
     with open(out_, "x") as file_:
-        read(url_, Path(node_), [Wanted(*one) for one in json.loads(Path(wanted_).read_text())], int(seed_), file_)
+        run_reader(
+            url_,
+            Path(node_),
+            [ExpectedShard(*shard) for shard in json.loads(Path(expected_).read_text())],
+            int(seed_),
+            file_,
+        )

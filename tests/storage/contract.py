@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.errors import ObjectChangedError, VerificationError, InputError, NotFoundError
+from stoker.errors import InputError, NotFoundError, ObjectChangedError, VerificationError
 from stoker.storage import Entry, Store, download, open_store, read_chunks
 
 Fill = Callable[[Mapping[str, bytes]], Store]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.errors import ObjectChangedError, VerificationError, NotFoundError, InterruptError, UnavailableError
+from stoker.errors import InterruptError, NotFoundError, ObjectChangedError, UnavailableError, VerificationError
 from stoker.storage import open_store
 from stoker.storage.cache import CacheStats, DiskCache, fetch
 from stoker.storage.local import LocalStore

@@ -13,10 +13,10 @@ import pytest
 
 from stoker.errors import (
     AccessDeniedError,
-    ObjectChangedError,
     InputError,
     MissingExtraError,
     NotFoundError,
+    ObjectChangedError,
     UnavailableError,
 )
 from stoker.storage import Entry, Store, open_store

@@ -15,11 +15,11 @@ import pytest
 
 from stoker.errors import (
     AccessDeniedError,
-    ObjectChangedError,
-    VerificationError,
     InputError,
     NotFoundError,
+    ObjectChangedError,
     UnavailableError,
+    VerificationError,
 )
 from stoker.storage import Entry, Store, open_store
 from stoker.storage.http import HttpStore

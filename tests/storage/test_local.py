@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.errors import AccessDeniedError, StorageFullError, NotFoundError
+from stoker.errors import AccessDeniedError, NotFoundError, StorageFullError
 from stoker.storage import Entry, Store, open_store
 from stoker.storage.local import LocalStore
 from tests.storage.contract import StorageContract

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
-from stoker.errors import ObjectChangedError, VerificationError, StorageFullError, InterruptError, UnavailableError
+from stoker.errors import InterruptError, ObjectChangedError, StorageFullError, UnavailableError, VerificationError
 from stoker.storage import ObjectMeta, Store, redacted
 from stoker.storage.local import translate_os_errors
 

@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any, BinaryIO
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
-from stoker.errors import AccessDeniedError, ObjectChangedError, InputError, MissingExtraError, UnavailableError
+from stoker.errors import AccessDeniedError, InputError, MissingExtraError, ObjectChangedError, UnavailableError
 from stoker.storage import Entry, FolderListing, ObjectMeta, check_name, join, prefix_folder
 from stoker.storage.http_client import RETRIES, ByteRange, HttpClient, HttpResponse, exact_body, to_error
 from stoker.storage.local import translate_os_errors

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from urllib3 import make_headers
 
-from stoker.errors import ObjectChangedError, InputError, NotFoundError, UnavailableError
+from stoker.errors import InputError, NotFoundError, ObjectChangedError, UnavailableError
 from stoker.storage import Entry, FolderListing, ObjectMeta, check_name, join, prefix_folder, read_only_error, redacted
 from stoker.storage.http_client import ByteRange, HttpClient, HttpResponse, exact_body, to_error
 

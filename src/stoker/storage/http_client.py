@@ -16,10 +16,10 @@ from urllib3.exceptions import HTTPError, NameResolutionError, SSLError
 
 from stoker.errors import (
     AccessDeniedError,
-    VerificationError,
     NotFoundError,
     StokerError,
     UnavailableError,
+    VerificationError,
 )
 
 RETRIES = 4

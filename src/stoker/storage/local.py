@@ -14,13 +14,13 @@ from pathlib import Path
 
 from stoker.errors import (
     AccessDeniedError,
-    ObjectChangedError,
-    VerificationError,
-    StorageFullError,
     InputError,
     NotFoundError,
+    ObjectChangedError,
     StokerError,
+    StorageFullError,
     UnavailableError,
+    VerificationError,
 )
 from stoker.storage import Entry, ObjectMeta, check_name, local_path, prefix_folder
 
@@ -44,7 +44,7 @@ class LocalStore:
             return path.read_bytes()
 
     def range(self, name: str, start: int, length: int, *, etag: str = "") -> bytes:
-        """Read exactly `length` bytes from `start`; with an `etag`, raise ObjectChangedError if the file has another one."""
+        """Read exactly `length` bytes from `start`; with an `etag`, raise ObjectChangedError if the version differs."""
         path = self._path(name)
         with translate_os_errors(path), path.open("rb", buffering=0) as file:
             file.seek(start)

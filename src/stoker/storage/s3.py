@@ -16,13 +16,13 @@ from obstore.store import S3Store as Bucket
 
 from stoker.errors import (
     AccessDeniedError,
-    ObjectChangedError,
-    VerificationError,
     InputError,
     MissingExtraError,
     NotFoundError,
+    ObjectChangedError,
     StokerError,
     UnavailableError,
+    VerificationError,
 )
 from stoker.storage import Entry, FolderListing, ObjectMeta, check_name, join, prefix_folder
 from stoker.storage.local import translate_os_errors

@@ -1,4 +1,4 @@
-"""The nginx engine against the same contract as ours."""
+"""nginx engine: both contracts."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import ConflictError
-from stoker.serve.engines import caching
+from stoker.serve.engines import create_cache
 from stoker.serve.settings import CacheSettings
-from tests.serve.contract import CacheSuite, ServeSuite, has_nginx, running
+from tests.serve.contract import CacheContract, ServerContract
+from tests.support.engines import HAS_NGINX, run_engine
 
-pytestmark = pytest.mark.skipif(not has_nginx, reason="nginx is not installed")
+pytestmark = pytest.mark.skipif(not HAS_NGINX, reason="nginx is not installed")
 
 
-def test_two_engines_do_not_share_a_folder(tmp_path: Path) -> None:
+def test_two_engines_cannot_share_a_folder(tmp_path: Path) -> None:
     settings = CacheSettings(origins=(("", "http://127.0.0.1:1"),), dir=tmp_path / "cache", size=1 << 30, port=0)
-    with running(caching(settings, "nginx")), pytest.raises(ConflictError, match="another cache"):
-        caching(settings, "embedded")
-    with running(caching(settings, "embedded")), pytest.raises(ConflictError, match="another cache"):
-        caching(settings, "nginx").start()
+    with run_engine(create_cache(settings, "nginx")), pytest.raises(ConflictError, match=f"{settings.dir}: .*--dir"):
+        create_cache(settings, "embedded")
+    with run_engine(create_cache(settings, "embedded")), pytest.raises(ConflictError, match=f"{settings.dir}: .*--dir"):
+        create_cache(settings, "nginx").start()
 
 
-class TestServe(ServeSuite):
+class TestServe(ServerContract):
     ENGINE = "nginx"
 
 
-class TestCache(CacheSuite):
+class TestCache(CacheContract):
     ENGINE = "nginx"

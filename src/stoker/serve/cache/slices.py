@@ -205,7 +205,7 @@ class SliceCache:
                 self.drop(cached)
                 raise VerificationError("sha256 does not match the manifest", where=cached.info.name)
             with self._lock:
-                cached.info = msgspec.structs.replace(cached.info, whole=True)
+                cached.info = msgspec.structs.replace(cached.info, verified=True)
                 if not cached.dropped:
                     with suppress(OSError):  # then it is verified again after a restart
                         _write_info(cached)

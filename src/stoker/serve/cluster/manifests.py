@@ -123,7 +123,7 @@ def _check_cache(cache: ClusterCache) -> Iterator[Fault]:
     if not 1 <= cache.replicas <= MAX_REPLICAS:
         yield Fault("--replicas", f"must be between 1 and {MAX_REPLICAS}, got {cache.replicas}")
     if cache.claim is not None and cache.storage_class is not None:
-        yield Fault("--claim", "uses an existing claim and --class creates new ones: pass only one of them")
+        yield Fault("--claim", "uses an existing claim and --storage-class creates new ones: pass only one of them")
     yield from _check_image(cache.image)
     for _, url in cache.origins:
         if not url.startswith(("http://", "https://")):
@@ -145,7 +145,7 @@ def check_claim_writable(claim: Manifest, replicas: int) -> None:
     if not writable.intersection(modes):
         hint = "pass a writable claim"
         if replicas > 1:
-            hint = "use --replicas 1, a ReadWriteMany claim, or --class, which creates a claim per pod"
+            hint = "use --replicas 1, a ReadWriteMany claim, or --storage-class, which creates a claim per pod"
         modes_text = ", ".join(modes) or "none"
         raise InputError(
             f"claim {name} has access modes {modes_text}, which do not let {replicas} pods write", hint=hint
