@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,15 +38,21 @@ def pages_with_commands() -> list[object]:
 @pytest.mark.parametrize("page", pages_with_commands())
 def test_commands_of_a_page_succeed(page: Path, tmp_path: Path) -> None:
     make_dataset(tmp_path / "pets", train=400, val=40)
-    process = subprocess.run(
+    process = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", bash_script(page)],
         cwd=tmp_path,
         env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        check=False,
+        start_new_session=True,
     )
-    assert process.returncode == 0, process.stdout + process.stderr
+    try:
+        output, _ = process.communicate()
+    finally:  # a page that failed may have left servers in the background
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output
 
 
 def anchors(page: Path) -> set[str]:

@@ -14,7 +14,8 @@ import yaml
 from stoker.cli.main import app
 from stoker.cli.planned import PLANNED
 from stoker.jobs.spec import job_schema, load_job
-from stoker.launchers.kubernetes.manifests import build_manifests, check_job
+from stoker.launchers.kubernetes.checks import check_job
+from stoker.launchers.kubernetes.manifests import build_manifests
 from tests.support.paths import DOCS
 
 PAGES = ("from-helm.md", "from-jinja.md")
