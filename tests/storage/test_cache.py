@@ -20,7 +20,7 @@ from tests.support.cached_objects import (
     DATA,
     SHA256,
     CountingStore,
-    Origin,
+    ScriptedObject,
     list_cached_files,
     read_cached,
 )
@@ -83,7 +83,7 @@ class TestOpen:
         assert list_cached_files(cache) == []
 
     def test_server_without_head_works_if_the_digest_is_known(self, cache: DiskCache) -> None:
-        origin = Origin()
+        origin = ScriptedObject()
         refuse = Reply(405)
         with scripted_server(
             lambda request, number: refuse if request.method == "HEAD" else origin(request, number)
@@ -124,7 +124,7 @@ class TestDamage:
     def test_damaged_intermediate_cache_is_bypassed_and_logged(
         self, cache: DiskCache, caplog: pytest.LogCaptureFixture, tmp_path: Path
     ) -> None:
-        origin, proxy_copy = Origin(), Origin(DAMAGED)
+        origin, proxy_copy = ScriptedObject(), ScriptedObject(DAMAGED)
         proxy_copy.etag = '"of the cache"'
 
         def proxy(request: RecordedRequest, number: int) -> Reply:
@@ -146,7 +146,7 @@ class TestDamage:
     def test_damaged_part_is_refetched_without_a_warning(
         self, cache: DiskCache, caplog: pytest.LogCaptureFixture
     ) -> None:
-        origin = Origin()
+        origin = ScriptedObject()
         origin.breaks_at = 2 * CHUNK
         with scripted_server(origin) as server:
             store = open_store(server.url)
@@ -162,7 +162,7 @@ class TestDamage:
 class TestResume:
     @pytest.mark.parametrize("sha256", [SHA256, ""])
     def test_fetch_resumes_where_it_broke_off(self, cache: DiskCache, sha256: str) -> None:
-        origin = Origin()
+        origin = ScriptedObject()
         origin.breaks_at = 6 * CHUNK
         with scripted_server(origin) as server:
             store = open_store(server.url)
@@ -176,7 +176,7 @@ class TestResume:
         assert len(list_cached_files(cache)) == 1
 
     def test_fetch_restarts_without_digest_and_etag(self, cache: DiskCache) -> None:
-        origin = Origin()
+        origin = ScriptedObject()
         origin.breaks_at, origin.etag = 6 * CHUNK, ""
         with scripted_server(origin) as server:
             with pytest.raises(UnavailableError):
@@ -186,7 +186,7 @@ class TestResume:
 
     @pytest.mark.parametrize("sha256", [hashlib.sha256(DATA[::-1]).hexdigest(), ""])
     def test_versions_never_mix(self, cache: DiskCache, sha256: str, caplog: pytest.LogCaptureFixture) -> None:
-        origin = Origin()
+        origin = ScriptedObject()
 
         def replace(start: int) -> None:
             if start == 4 * CHUNK:
@@ -199,7 +199,7 @@ class TestResume:
         assert caplog.text == ""
 
     def test_fetch_restarts_if_the_object_was_replaced(self, cache: DiskCache) -> None:
-        origin = Origin()
+        origin = ScriptedObject()
         origin.breaks_at = 6 * CHUNK
         with scripted_server(origin) as server:
             with pytest.raises(UnavailableError):
@@ -211,7 +211,7 @@ class TestResume:
         assert list_cached_files(cache) == [SHA256]
 
     def test_digest_decides_between_mirrors_with_different_etags(self, cache: DiskCache) -> None:
-        origin = Origin()
+        origin = ScriptedObject()
 
         def other(start: int) -> None:
             origin.etag = f'"{len(origin.range_starts)}"'

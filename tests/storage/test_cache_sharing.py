@@ -29,7 +29,7 @@ from tests.support.cached_objects import (
     SHA256,
     TIMEOUT_S,
     CountingStore,
-    Origin,
+    ScriptedObject,
     kill_at_exit,
     list_cached_files,
     read_cached,
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 
 class TestConcurrentFetch:
     def test_eight_processes_fetch_once(self, cache: DiskCache) -> None:
-        origin = Origin()
+        origin = ScriptedObject()
         origin.pause_s = 0.02
         with scripted_server(origin) as server:
             processes = [start_process(OPEN_PROGRAM, server.url, cache.folder, SHA256) for _ in range(8)]
@@ -68,7 +68,7 @@ class TestConcurrentFetch:
 
     @pytest.mark.parametrize("sha256", [SHA256, ""])
     def test_waiting_process_resumes_the_part_of_a_killed_one(self, cache: DiskCache, sha256: str) -> None:
-        origin = Origin()
+        origin = ScriptedObject()
         origin.stalls_at = 5 * CHUNK
         with scripted_server(origin) as server, ThreadPoolExecutor(1) as pool:
             first = start_process(OPEN_PROGRAM.replace("sys.stdin.readline()", ""), server.url, cache.folder, sha256)
@@ -85,7 +85,7 @@ class TestConcurrentFetch:
         assert len(list_cached_files(cache)) == 1
 
     def test_waiting_for_another_fetch_can_be_cancelled(self, cache: DiskCache) -> None:
-        origin = Origin()
+        origin = ScriptedObject()
         origin.stalls_at = 0
         with scripted_server(origin) as server, ThreadPoolExecutor(2) as pool:
             needed = threading.Event()
@@ -111,7 +111,7 @@ if (child := os.fork()) == 0:
 report(child)
 time.sleep(60)
 """
-        origin = Origin()
+        origin = ScriptedObject()
         origin.stalls_at = 5 * CHUNK
         with scripted_server(origin) as server:
             parent = start_process(program, server.url, cache.folder)
@@ -218,7 +218,7 @@ time.sleep(60)
         self, ten_objects: Store, tmp_path: Path
     ) -> None:
         cache = DiskCache(tmp_path / "cache", len(DATA) + 1000)
-        origin = Origin()
+        origin = ScriptedObject()
         origin.stalls_at, origin.breaks_at = CHUNK, 2 * CHUNK
         with scripted_server(origin) as server, ThreadPoolExecutor(1) as pool:
             fetching = pool.submit(cache.open, open_store(server.url), "a")
@@ -246,7 +246,7 @@ time.sleep(60)
         assert (old.exists(), new.exists()) == (False, True)
 
     def test_fetch_survives_deletion_of_the_cache_folder(self, cache: DiskCache) -> None:
-        origin = Origin()
+        origin = ScriptedObject()
         origin.before_reply = lambda start: shutil.rmtree(cache.folder) if start == 4 * CHUNK else None
         with scripted_server(origin) as server:
             assert cache.open(open_store(server.url), "a", sha256=SHA256) is None

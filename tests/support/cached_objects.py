@@ -21,7 +21,7 @@ CHUNK = 1 << 10
 DATA = bytes(range(256)) * 40
 SHA256 = hashlib.sha256(DATA).hexdigest()
 DAMAGED = DATA[:-1] + b"\x00"
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 PRELUDE = """
 import hashlib, json, os, random, sys, threading, time
 from pathlib import Path
@@ -33,7 +33,7 @@ def report(text):
 """
 
 
-class Origin:
+class ScriptedObject:
     """Script of a web server with one file, `a`: it can stall or break off at a byte, and the file can change."""
 
     def __init__(self, data: bytes = DATA) -> None:

@@ -197,7 +197,7 @@ class HttpServer:
         try:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(STALL_TIMEOUT_S))
-            connection = _Connection(client, self._on_response)
+            connection = _HttpConnection(client, self._on_response)
             while not self._closed.is_set() and connection.handle_request(self._handler):
                 pass
         except (_ClientGoneError, ConnectionError, BlockingIOError):  # the last one: too slow
@@ -213,7 +213,7 @@ class HttpServer:
             _close_gracefully(client)
 
 
-class _Connection:
+class _HttpConnection:
     """One client connection: reads requests and sends responses in order."""
 
     def __init__(self, client: socket.socket, on_response: Callable[[int, int], None]) -> None:
@@ -224,9 +224,9 @@ class _Connection:
     def handle_request(self, handler: Handler) -> bool:
         """Handle one request; return whether the connection stays open."""
         try:
-            request, keep = self._read_request()
+            request, keep_alive = self._read_request()
         except HttpStatusError as error:
-            self._send(Response.text(error.status, str(error)), keep=False, head_only=False)
+            self._send(Response.text(error.status, str(error)), keep_alive=False, head_only=False)
             return False
         if request is None:
             return False
@@ -239,26 +239,26 @@ class _Connection:
         except OSError as error:
             log.warning("%s: %s", request.path, error)
             response = Response.text(503, "temporarily unavailable")
-        keep = keep and body.remaining == 0  # an unread body would be parsed as the next request
-        self._send(response, keep=keep, head_only=request.method == "HEAD")
-        return keep
+        keep_alive = keep_alive and body.remaining == 0  # an unread body would be parsed as the next request
+        self._send(response, keep_alive=keep_alive, head_only=request.method == "HEAD")
+        return keep_alive
 
     def _read_request(self) -> tuple[Request | None, bool]:
         head = self._read_head()
         if head is None:
             return None, False
         first, *fields = head.split(b"\r\n")
-        words = first.split(b" ")
-        if len(words) != 3 or words[2] not in _VERSIONS or not _TOKEN.fullmatch(words[0]):
+        method, target, version = (*first.split(b" "), b"", b"")[:3]
+        if first.count(b" ") != 2 or version not in _VERSIONS or not _TOKEN.fullmatch(method):
             raise HttpStatusError(400, "not an HTTP/1.1 request")
         headers = _parse_headers(fields)
-        if words[2] == b"HTTP/1.1" and "host" not in headers:
+        if version == b"HTTP/1.1" and "host" not in headers:
             raise HttpStatusError(400, "missing Host header")
         if "transfer-encoding" in headers:
             raise HttpStatusError(501, "Transfer-Encoding is not supported; send a Content-Length")
         length = _parse_content_length(headers.get("content-length", "0"))
-        keep = words[2] == b"HTTP/1.1" and "close" not in headers.get("connection", "").lower()
-        return Request(words[0].decode(), decode_path(words[1]), headers, length=length), keep
+        keep_alive = version == b"HTTP/1.1" and "close" not in headers.get("connection", "").lower()
+        return Request(method.decode(), decode_path(target), headers, length=length), keep_alive
 
     def _read_head(self) -> bytes | None:
         """Read a request's header up to the empty line; None if the client closed the connection."""
@@ -305,12 +305,12 @@ class _Connection:
             length -= len(chunk)
             yield chunk
 
-    def _send(self, response: Response, *, keep: bool, head_only: bool) -> None:
+    def _send(self, response: Response, *, keep_alive: bool, head_only: bool) -> None:
         lines = [f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}", f"Date: {formatdate(usegmt=True)}"]
         lines += [f"{name}: {value}" for name, value in response.headers.items()]
         if response.status not in (204, 304):
             lines.append(f"Content-Length: {response.length}")
-        lines.append(f"Connection: {'keep-alive' if keep else 'close'}")
+        lines.append(f"Connection: {'keep-alive' if keep_alive else 'close'}")
         head = "\r\n".join([*lines, "", ""]).encode("latin-1")
         body, sent, complete = response.body, 0, False
         try:

@@ -220,12 +220,12 @@ class DiskCache:
                 rest()
         os.fsync(part)
 
-    def _is_being_fetched(self, key: str, ours: Path) -> bool:
+    def _is_being_fetched(self, key: str, own_part: Path) -> bool:
         """Return whether another process fetches this object; delete parts of other versions and stale ones."""
         fetching = False
         for part in self._entries(_PART_NAME):
             same = part.key == key
-            if part.is_stale() or (same and part.path != ours):
+            if part.is_stale() or (same and part.path != own_part):
                 fetching |= not _remove_unless_locked(part.path) and same
             elif same:
                 fetching |= not _is_unlocked(part.path)

@@ -370,8 +370,9 @@ def test_unexpected_exit_of_nginx_raises(root: Path) -> None:
     (master,) = set(child_pids(os.getpid())) - set(previous)
     workers = child_pids(master)
     os.kill(master, signal.SIGKILL)
-    with pytest.raises(StokerError, match="nginx"):
+    with pytest.raises(StokerError, match="nginx") as caught:
         engine.wait()
+    assert type(caught.value) is StokerError  # not a subclass such as UnavailableError
     assert not any(map(is_alive, [master, *workers]))
     engine.stop()
 

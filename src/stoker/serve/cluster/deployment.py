@@ -381,8 +381,8 @@ def _follow_job(
             outcome = None if job is None else _job_outcome(job)
             pods = cluster.list_objects("Pod", {JOB_NAME_LABEL: warm_job.name})
             for pod in sorted(pods, key=_creation_time):
-                for word, number, text in _read_progress(cluster, pod):
-                    if word == "failed":
+                for status, number, text in _read_progress(cluster, pod):
+                    if status == "failed":
                         failed[number] = text
                     elif number not in read:
                         read.add(number)
@@ -426,9 +426,9 @@ def _read_progress(cluster: KubeClient, pod: Manifest) -> Iterator[tuple[str, in
     follow = pod["status"].get("phase") == "Running"
     with suppress(NotFoundError):  # deleted since it was listed, for example with its node
         for line in _read_log(cluster, pod, follow=follow):
-            word, number, text = [*line.decode(errors="replace").split(" ", 2), "", ""][:3]
-            if word in ("read", "failed") and number.isdecimal():
-                yield word, int(number), text
+            status, number, text = [*line.decode(errors="replace").split(" ", 2), "", ""][:3]
+            if status in ("read", "failed") and number.isdecimal():
+                yield status, int(number), text
 
 
 def _explain_idle(cluster: KubeClient, job: Manifest | None, pods: Sequence[Manifest]) -> str:
