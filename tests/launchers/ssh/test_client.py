@@ -19,27 +19,28 @@ def test_hosts_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "odd.txt").write_bytes(b"\xff\n")
     with pytest.raises(SpecError) as caught:
         expand_hosts(("@wrong.txt", "@hosts.txt", "@none.txt", "@odd.txt"))
-    assert [str(fault) for fault in caught.value.faults] == [
-        "wrong.txt:1: 'node1 what=2' is no host",
-        "wrong.txt:4: '-oProxyCommand=x' is no host",
-        "none.txt: the file of hosts cannot be read: no such file or directory",
-        "odd.txt: the file of hosts cannot be read: it is no text",
-    ]
+    paths = [fault.path for fault in caught.value.faults]
+    assert paths == ["wrong.txt:1", "wrong.txt:4", "none.txt", "odd.txt"]
+    messages = [str(fault) for fault in caught.value.faults]
+    assert "'node1 what=2'" in messages[0]
+    assert "'-oProxyCommand=x'" in messages[1]
+    assert "no such file or directory" in messages[2]
+    assert "text" in messages[3]
 
 
-def test_a_place_for_each_slot() -> None:
+def test_one_host_name_per_slot() -> None:
     assert expand_slots(("a", "b:2", "me@c", "fe80::1")) == ["a", "b", "b", "me@c", "fe80::1"]
 
 
-def test_frames_come_whole_whatever_a_login_prints() -> None:
+def test_frames_are_parsed_after_the_output_of_a_login_shell() -> None:
     sent = b"Welcome!\n" + MAGIC + b"o" + (5).to_bytes(4, "big") + b"hello" + b"k" + (0).to_bytes(4, "big")
-    frames = FrameParser()
-    got = [frame for at in range(len(sent)) for frame in frames.feed(sent[at : at + 1])]
-    assert got == [(b"o", b"hello"), (b"k", b"")]
-    assert frames.before == b"Welcome!\n"
+    parser = FrameParser()
+    frames = [frame for at in range(len(sent)) for frame in parser.feed(sent[at : at + 1])]
+    assert frames == [(b"o", b"hello"), (b"k", b"")]
+    assert parser.preamble == b"Welcome!\n"
 
 
-def test_ssh_is_never_asked_to_ask() -> None:
+def test_ssh_runs_in_batch_mode() -> None:
     argv = SshClient(config="c", user="me").argv()
     assert argv[:4] == ["ssh", "-T", "-F", "c"]
     assert "BatchMode=yes" in argv
@@ -47,9 +48,9 @@ def test_ssh_is_never_asked_to_ask() -> None:
     assert argv[-2:] == ["-l", "me"]
 
 
-def test_what_ssh_says_that_nobody_foresaw() -> None:
-    assert format_failure(SshClient(), "a", "first\nodd thing\n", 255) == "could not be used: odd thing"
-    assert format_failure(SshClient(), "a", "", 7) == "could not be used: ssh ended with exit code 7"
+def test_unknown_failure_shows_the_last_line_or_the_exit_code() -> None:
+    assert format_failure(SshClient(), "a", "first\nodd thing\n", 255).endswith(": odd thing")
+    assert "7" in format_failure(SshClient(), "a", "", 7)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_what_ssh_says_that_nobody_foresaw() -> None:
         (SshClient(config="/etc/my config", user="me"), "-F '/etc/my config' me@a"),
     ],
 )
-def test_a_command_to_try_is_whole(client: SshClient, login: str) -> None:
+def test_failure_ends_with_a_complete_command(client: SshClient, login: str) -> None:
     denied, new = "Permission denied (publickey).", "Host key verification failed."
-    assert format_failure(client, "you@a", denied, 255).endswith(f"Try: ssh-copy-id {login}")
-    assert format_failure(client, "you@a", new, 255).endswith(f"connect once by hand: ssh {login}")
+    assert format_failure(client, "you@a", denied, 255).endswith(f": ssh-copy-id {login}")
+    assert format_failure(client, "you@a", new, 255).endswith(f": ssh {login}")

@@ -26,7 +26,7 @@ from stoker.launchers.ssh.slot_daemon import DAEMON_GONE
 from stoker.launchers.supervisor import supervisor_pid
 from stoker.trainers.checkpoints import decode_checkpoint
 from tests.launchers.contract import DEAF, is_ready, job_of, launched
-from tests.launchers.test_local import ELASTIC, HEARTBEAT
+from tests.launchers.test_local import ELASTIC, HANGING
 from tests.support.hosts import Network
 from tests.support.ssh_runs import (
     COUNT_UNTIL,
@@ -272,7 +272,7 @@ def test_oom_kill_is_reported(net: Network, workspace: Path) -> None:
 
 @pytest.mark.slow
 def test_hang_is_stopped_with_the_stacks_of_every_rank(net: Network, workspace: Path) -> None:
-    (workspace / "work" / "hang.py").write_text(HEARTBEAT)
+    (workspace / "work" / "hang.py").write_text(HANGING)
     with launched(write_ssh_job(net, workspace, "", program={"script": "hang.py"}, hang_after=2), "ssh") as (
         run,
         process,
@@ -353,11 +353,11 @@ def test_elastic_job_replaces_a_lost_worker(net: Network, workspace: Path) -> No
     (workspace / "work" / "train.py").write_text(ELASTIC.format(folder=workspace).replace("os.getpid()", "time.time()"))
     keys = {"program": {"script": "train.py"}, "topology": "torchrun", "workers": {"min": 1, "max": 2}, "retries": 3}
     with launched(write_ssh_job(net, workspace, "", "node1", "node2", **keys), "ssh") as (run, process):
-        wait_until(lambda: len(list(workspace.glob("met-2-*"))) == 2, 90)
+        wait_until(lambda: len(list(workspace.glob("joined-2-*"))) == 2, 90)
         net["node2"].down()
         net["node2"].up()
-        wait_until(lambda: len(list(workspace.glob("met-2-*"))) >= 4, 120)  # all ranks met again
-        (workspace / "go").touch()
+        wait_until(lambda: len(list(workspace.glob("joined-2-*"))) >= 4, 120)  # all ranks joined again
+        (workspace / "done").touch()
         assert process.wait(60) == 0, (workspace / "output").read_text()
     assert len(run.read_status().attempts) == 1
     wait_until(lambda: not remote_processes(run))

@@ -153,12 +153,13 @@ class TestSsh(LauncherSuite):
             "refusing": "Connection refused",
             "keyless": "Permission denied",
             "changed": "REMOTE HOST IDENTIFICATION HAS CHANGED",
-            "absent": "timed out",
         }.items():
             assert f"{host} {explain_failure(client, host, stderr, 255)[0]}" in message
         assert f"bare {format_failure(client, 'bare', '', NO_PYTHON_CODE)}" in message
         assert f"new {format_failure(client, 'new', 'Host key verification failed', 255)}" in message
         assert f"ssh -F {config} new" in message
+        timeouts = [explain_failure(client, "absent", stderr, 255)[0] for stderr in ("timed out", "No route to host")]
+        assert any(f"absent {timeout}" in message for timeout in timeouts)
         assert f"node1 cannot use the directory {tmp_path}/plain/x: {tmp_path}/plain " in message
         assert not Path(os.environ["STOKER_HOME"]).exists()
 

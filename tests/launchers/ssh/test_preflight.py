@@ -34,6 +34,7 @@ from stoker.launchers.upload import list_files, total_size
 from tests.launchers.contract import LauncherTests, job_of
 from tests.launchers.ssh.test_launcher import without_rsync
 from tests.support.hosts import Host, Network
+from tests.support.signals import restore_sigint
 from tests.support.ssh_runs import ssh_section
 from tests.support.waiting import wait_until
 
@@ -158,6 +159,7 @@ def test_ctrl_c_starts_no_further_calls() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     interrupter = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started us with it ignored
     interrupter.start()
     threads = threading.active_count()
     try:
@@ -166,6 +168,7 @@ def test_ctrl_c_starts_no_further_calls() -> None:
     finally:
         is_released.set()
         interrupter.join()
+        signal.signal(signal.SIGINT, before)
     wait_until(lambda: threading.active_count() < threads)  # the calls that had started are over
     assert len(started) == preflight.MAX_PARALLEL
 
@@ -280,7 +283,9 @@ class TestPrepare(LauncherTests):
         section = ssh_section(self.net, self.workdir, "node1", setup="touch begun; sleep 4321", lost_after=100)
         (tmp_path / "job.yaml").write_bytes(to_json(job_of("true", ssh=section)))
         argv = [sys.executable, "-m", "stoker", "job", "run", "job.yaml", "--on", "ssh", "--detach"]
-        with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=restore_sigint
+        ) as process:
             wait_until((self.workdir / "begun").exists)
             env = {"STOKER_RUN": find_run("small").id, "STOKER_HOST": "node1"}
             assert find_processes_by_env(env)

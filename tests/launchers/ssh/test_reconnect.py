@@ -33,7 +33,7 @@ from stoker.launchers.ssh.slot_task import SlotTask
 from stoker.launchers.supervisor import STOP_REQUEST_FILE, Supervisor, supervisor_pid
 from stoker.telemetry.events import Recorder
 from tests.launchers.contract import DEAF, is_ready, job_of
-from tests.support.disks import disk
+from tests.support.disks import small_disk
 from tests.support.hosts import Network
 from tests.support.ssh_runs import (
     COUNT_UNTIL,
@@ -315,7 +315,7 @@ def attached(folder: Path, script: str, *, lease_check_s: float = slot_daemon.LE
 
 def test_slot_stops_on_a_full_disk(tmp_path: Path) -> None:
     """The stop request and the exit record both get through."""
-    with disk(tmp_path / "disk", 1 << 20) as folder:
+    with small_disk(tmp_path / "disk", 1 << 20) as folder:
         script = f"trap 'exit 7' TERM; dd if=/dev/zero of={folder}/all bs=4096 2>/dev/null; echo full >&2\n"
         with attached(folder, script + f"touch {tmp_path}/ready; while :; do sleep 0.05; done") as client:
             wait_until(lambda: (tmp_path / "ready").exists())
