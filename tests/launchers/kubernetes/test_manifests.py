@@ -1,4 +1,4 @@
-"""Every rendering of a job for Kubernetes, without a cluster: valid, complete, pinned, and free of shell text."""
+"""Rendered manifests of every topology and option, without a cluster: valid, consistent, golden, injection-safe."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from stoker.core.spec import decode
 from stoker.errors import SpecError
 from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.spec import Job
-from stoker.jobs.topology import AddressBook, Command, Slot, command_of, slots_of
+from stoker.jobs.topology import AddressBook, Command, Slot, list_slots, render_command
 from stoker.kube.objects import GPU_RESOURCE, INDEX_LABEL, JOB_LABEL, ROLE_LABEL, Manifest
-from stoker.launchers.kubernetes.manifests import build_manifests, get_pod_templates, get_role_port, slot_hostname
+from stoker.launchers.kubernetes.addresses import get_role_port, slot_hostname
+from stoker.launchers.kubernetes.manifests import build_manifests
+from stoker.launchers.kubernetes.mpijob import DNS_TIMEOUT_S
 from stoker.launchers.kubernetes.plan import to_yaml_documents
+from stoker.launchers.kubernetes.run_objects import get_pod_templates
 from stoker.launchers.kubernetes.scripts import CODE_DIR, SCRIPTS_DIR
 from tests.support import paths
 from tests.support.crds import load_schema, validate
@@ -43,7 +46,7 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "gpus": {"resources": {"cpu": 7.5, "memory": "32Gi", "gpu": 2, "gpu_type": "nvidia-tesla-v100"}},
-    "made claim": {
+    "created claim": {
         "checkpoint": {"dir": "/ckpt", "claim": "pets-ckpt", "create": True, "size": "10Gi", "storage_class": "efs-sc"}
     },
     "shared claim": {"checkpoint": {"dir": "/ckpt", "claim": "pets-ckpt", "access": "rwx"}},
@@ -54,7 +57,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "secret_files": {"/var/secrets/google": {"secret": "credential"}},
     },
     "data": {"data": {"train": "http://data/train", "cache": {"dir": "/cache", "size": "100Gi"}, "via": "cluster"}},
-    "words": {"env": {"GREETING": "a 'b' \"c\" $(HOME) `id`", "EMPTY": ""}, "labels": {"team": "vision", "a.b/c": ""}},
+    "special characters": {
+        "env": {"GREETING": "a 'b' \"c\" $(HOME) `id`", "EMPTY": ""},
+        "labels": {"team": "vision", "a.b/c": ""},
+    },
     "no retries, no profile": {"retries": 0, "profile": {"every": 0}, "grace": "1m30s"},
     "namespace": {"kubernetes": {"namespace": "training", "create_namespace": True}},
     "queue": {"kubernetes": {"queue": "gpu", "queue_priority": "high", "priority_class": "urgent"}},
@@ -85,23 +91,23 @@ def job_of(**keys: Any) -> Job:
 
 
 def is_possible(topology: str, option: str) -> bool:
-    """Whether there is no reason to refuse a claim for one node: workers are alike, or someone looks on elsewhere."""
-    return not (topology in ("mpi", "torchrun-elastic", "tf-ps") and option == "made claim")
+    """Whether a topology can use a claim that one node only can mount: not if all workers or an observer need it."""
+    return not (topology in ("mpi", "torchrun-elastic", "tf-ps") and option == "created claim")
 
 
-def everything(topology: str) -> dict[str, Any]:
-    """All options that go together."""
+def combine_options() -> dict[str, Any]:
+    """Combine all options that are compatible."""
     keys: dict[str, Any] = {}
     kubernetes: dict[str, Any] = {}
     for name, option in OPTIONS.items():
-        if name != "bucket" and name != "made claim":
+        if name != "bucket" and name != "created claim":
             kubernetes |= option.get("kubernetes", {})
             keys |= option
     return {**keys, "kubernetes": kubernetes}
 
 
-def suited(topology: str, keys: dict[str, Any]) -> dict[str, Any]:
-    """Patch what there is: a patch that fits nothing is refused."""
+def adapt_patch(topology: str, keys: dict[str, Any]) -> dict[str, Any]:
+    """Patch the MPIJob instead of the Job, since a patch that matches nothing is a fault."""
     if topology != "mpi" or "patch" not in keys.get("kubernetes", {}):
         return keys
     patch = [{"kind": "MPIJob", "metadata": {"annotations": {"a": "b"}}}]
@@ -109,80 +115,80 @@ def suited(topology: str, keys: dict[str, Any]) -> dict[str, Any]:
 
 
 CASES = [
-    pytest.param({**TOPOLOGIES[topology], **suited(topology, keys)}, id=f"{topology}-{option}")
+    pytest.param({**TOPOLOGIES[topology], **adapt_patch(topology, keys)}, id=f"{topology}-{option}")
     for topology in TOPOLOGIES
-    for option, keys in (*OPTIONS.items(), ("everything", everything(topology)))
+    for option, keys in (*OPTIONS.items(), ("everything", combine_options()))
     if is_possible(topology, option)
 ]
 
 
-def rendered(job: Job, code: dict[str, bytes] | None = None) -> list[Manifest]:
-    return LAUNCHERS.get("k8s")().render(job).objects if code is None else build_manifests(job, code)
+def render(job: Job) -> list[Manifest]:
+    objects: list[Manifest] = LAUNCHERS.get("k8s")().render(job).objects
+    return objects
 
 
-# --- They are what the API takes
+# --- Schemas
 
 
 @pytest.mark.parametrize("keys", CASES)
-def test_every_object_is_valid_and_has_no_unknown_field(keys: dict[str, Any]) -> None:
+def test_objects_match_the_kubernetes_schemas(keys: dict[str, Any]) -> None:
     validate = pytest.importorskip("kubernetes_validate").validate
-    for one in rendered(job_of(**keys)):
-        if one["metadata"]["labels"].get(INDEX_LABEL, "0") != "0":  # as the first of its role
+    for obj in render(job_of(**keys)):
+        if obj["metadata"]["labels"].get(INDEX_LABEL, "0") != "0":  # like the first of its role
             continue
-        if one["kind"] != "MPIJob":
-            validate(one, VERSION, strict=True)
+        if obj["kind"] != "MPIJob":
+            validate(obj, VERSION, strict=True)
             continue
-        for template in get_pod_templates(one):
+        for template in get_pod_templates(obj):
             metadata = {"name": "any", **template["metadata"]}
             validate({"apiVersion": "v1", "kind": "Pod", **template, "metadata": metadata}, VERSION, strict=True)
 
 
 @pytest.mark.parametrize("keys", [case for case in CASES if str(case.id).startswith("mpi")])
-def test_every_mpijob_is_as_its_crd_has_it(keys: dict[str, Any]) -> None:
+def test_mpijob_matches_its_crd(keys: dict[str, Any]) -> None:
     schema = load_schema("mpi-operator/kubeflow.org_mpijobs.yaml", "v2beta1")
-    (one,) = [one for one in rendered(job_of(**keys)) if one["kind"] == "MPIJob"]
-    assert list(validate(one, schema)) == []
+    (mpijob,) = [obj for obj in render(job_of(**keys)) if obj["kind"] == "MPIJob"]
+    assert list(validate(mpijob, schema)) == []
 
 
-def test_the_strict_check_catches_what_is_misspelt() -> None:
+def test_schema_validation_finds_misspelled_fields() -> None:
     schema = load_schema("mpi-operator/kubeflow.org_mpijobs.yaml", "v2beta1")
-    (one,) = [one for one in rendered(job_of(**TOPOLOGIES["mpi"])) if one["kind"] == "MPIJob"]
-    one["spec"]["slotPerWorker"] = one["spec"].pop("slotsPerWorker")
-    one["spec"]["mpiImplementation"] = "OpenMpi"
-    pod = one["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]
+    (mpijob,) = [obj for obj in render(job_of(**TOPOLOGIES["mpi"])) if obj["kind"] == "MPIJob"]
+    mpijob["spec"]["slotPerWorker"] = mpijob["spec"].pop("slotsPerWorker")
+    mpijob["spec"]["mpiImplementation"] = "OpenMpi"
+    pod = mpijob["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]
     pod["containers"][0]["readinessProbes"] = pod["containers"][0].pop("readinessProbe")
-    one["spec"]["runPolicy"]["backoffLimit"] = "3"
-    assert [fault.partition(": ")[::2] for fault in validate(one, schema)] == [
-        (".spec.mpiImplementation", "'OpenMpi' is none of ['OpenMPI', 'Intel', 'MPICH']"),
-        (".spec.runPolicy.backoffLimit", "'3' is no integer"),
-        (".spec.mpiReplicaSpecs.Worker.template.spec.containers[0].readinessProbes", "unknown"),
-        (".spec.slotPerWorker", "unknown"),
+    mpijob["spec"]["runPolicy"]["backoffLimit"] = "3"
+    assert [fault.partition(": ")[0] for fault in validate(mpijob, schema)] == [
+        ".spec.mpiImplementation",
+        ".spec.runPolicy.backoffLimit",
+        ".spec.mpiReplicaSpecs.Worker.template.spec.containers[0].readinessProbes",
+        ".spec.slotPerWorker",
     ]
 
 
-# --- They fit together
+# --- References between objects
 
 
 @pytest.mark.parametrize("keys", CASES)
-def test_what_objects_name_is_there(keys: dict[str, Any]) -> None:
+def test_referenced_objects_exist(keys: dict[str, Any]) -> None:
     job = job_of(**keys)
-    objects = rendered(job)
+    objects = render(job)
     by_kind: dict[str, dict[str, Manifest]] = {}
-    for one in objects:
-        assert one["metadata"]["name"] not in by_kind.setdefault(one["kind"], {})
-        by_kind[one["kind"]][one["metadata"]["name"]] = one
+    for obj in objects:
+        assert obj["metadata"]["name"] not in by_kind.setdefault(obj["kind"], {})
+        by_kind[obj["kind"]][obj["metadata"]["name"]] = obj
     (config,) = by_kind["ConfigMap"].values()
-    for one in objects:
-        assert one["kind"] in ("Namespace",) or one["metadata"].get("namespace") == job.kubernetes.namespace
-        for template in get_pod_templates(one):
+    for obj in objects:
+        assert obj["kind"] == "Namespace" or obj["metadata"].get("namespace") == job.kubernetes.namespace
+        for template in get_pod_templates(obj):
             _check_pod(job, template["spec"], config)
             labels = template["metadata"]["labels"]
             assert labels.items() >= {JOB_LABEL: job.name, **job.labels}.items()
-        if one["kind"] == "Service":
-            wanted = one["spec"]["selector"].items()
-            assert any(
-                wanted <= pod["metadata"]["labels"].items() for made in objects for pod in get_pod_templates(made)
-            )
+        if obj["kind"] == "Service":
+            selector = obj["spec"]["selector"].items()
+            pods = [template["metadata"] for each in objects for template in get_pod_templates(each)]
+            assert any(selector <= pod["labels"].items() for pod in pods)
 
 
 def _check_pod(job: Job, pod: Manifest, config: Manifest) -> None:
@@ -190,7 +196,7 @@ def _check_pod(job: Job, pod: Manifest, config: Manifest) -> None:
     assert main["name"] == "main"
     names = [volume["name"] for volume in pod["volumes"]]
     mounts = [mount["mountPath"] for mount in main["volumeMounts"]]
-    variables = [one["name"] for one in main["env"]]
+    variables = [variable["name"] for variable in main["env"]]
     for unique in (names, mounts, variables):
         assert len(set(unique)) == len(unique)
     assert sorted(mount["name"] for mount in main["volumeMounts"]) == sorted(names)
@@ -203,23 +209,23 @@ def _check_pod(job: Job, pod: Manifest, config: Manifest) -> None:
     assert script.removeprefix(f"{SCRIPTS_DIR}/") in config["data"]
 
 
-def test_accelerators_and_their_nodes_are_for_workers_alone() -> None:
+def test_only_workers_request_gpus() -> None:
     for topology in ("mpi", "tf-ps", "tf-mirrored"):
-        for one in rendered(job_of(**{**TOPOLOGIES[topology], **OPTIONS["gpus"]})):
-            for template in get_pod_templates(one):
+        for obj in render(job_of(**{**TOPOLOGIES[topology], **OPTIONS["gpus"]})):
+            for template in get_pod_templates(obj):
                 pod, (main,) = template["spec"], template["spec"]["containers"]
                 is_worker = template["metadata"]["labels"][ROLE_LABEL] == "worker"
                 amounts = main.get("resources", {})
                 assert [GPU_RESOURCE in amounts.get(kind, {}) for kind in ("requests", "limits")] == [is_worker] * 2
                 assert ("affinity" in pod) == is_worker
-                assert any(one["key"] == GPU_RESOURCE for one in pod.get("tolerations", [])) == is_worker
+                assert any(toleration["key"] == GPU_RESOURCE for toleration in pod.get("tolerations", [])) == is_worker
                 if is_worker:
                     assert amounts["requests"] == amounts["limits"]
                     assert amounts["limits"] == {"cpu": "7500m", "memory": str(32 << 30), GPU_RESOURCE: "2"}
 
 
 @pytest.mark.parametrize(
-    ("topology", "mounting"),
+    ("topology", "expected"),
     [
         ("single", {"worker"}),
         ("torchrun", {"worker of pets-chief"}),
@@ -228,85 +234,88 @@ def test_accelerators_and_their_nodes_are_for_workers_alone() -> None:
         ("tf-ps-no-chief", {"worker of pets-worker-0"}),
     ],
 )
-def test_a_claim_for_one_node_is_for_who_writes_checkpoints(topology: str, mounting: set[str]) -> None:
-    roles = {name: one for name, one in TOPOLOGIES[topology].get("roles", {}).items() if name in ("ps", "chief")}
-    found = {
-        template["metadata"]["labels"][ROLE_LABEL] + f" of {one['metadata']['name']}" * (topology != "single")
-        for one in rendered(job_of(**{**TOPOLOGIES[topology], **OPTIONS["made claim"], "roles": roles}))
-        for template in get_pod_templates(one)
+def test_single_node_claim_is_mounted_by_the_checkpoint_writer_only(topology: str, expected: set[str]) -> None:
+    roles = {name: role for name, role in TOPOLOGIES[topology].get("roles", {}).items() if name in ("ps", "chief")}
+    mounted_by = {
+        template["metadata"]["labels"][ROLE_LABEL] + f" of {obj['metadata']['name']}" * (topology != "single")
+        for obj in render(job_of(**{**TOPOLOGIES[topology], **OPTIONS["created claim"], "roles": roles}))
+        for template in get_pod_templates(obj)
         if any("persistentVolumeClaim" in volume for volume in template["spec"]["volumes"])
     }
-    assert found == mounting
+    assert mounted_by == expected
 
 
-def test_a_claim_for_all_is_mounted_by_all() -> None:
+def test_shared_claim_is_mounted_by_all_pods() -> None:
     for keys in TOPOLOGIES.values():
-        for one in rendered(job_of(**{**keys, **OPTIONS["shared claim"]})):
-            for template in get_pod_templates(one):
+        for obj in render(job_of(**{**keys, **OPTIONS["shared claim"]})):
+            for template in get_pod_templates(obj):
                 assert any("persistentVolumeClaim" in volume for volume in template["spec"]["volumes"])
 
 
 @pytest.mark.parametrize("topology", ["tf-ps", "tf-ps-no-chief", "tf-mirrored"])
-def test_every_address_of_a_cluster_is_a_service_with_that_port_and_pod(topology: str) -> None:
+def test_every_address_of_a_tf_cluster_is_a_service(topology: str) -> None:
     job = job_of(**{**TOPOLOGIES[topology], "port": 5000})
-    objects = rendered(job)
-    (config,) = [one for one in objects if one["kind"] == "ConfigMap"]
-    services = {one["metadata"]["name"]: one["spec"] for one in objects if one["kind"] == "Service"}
+    objects = render(job)
+    (config,) = [obj for obj in objects if obj["kind"] == "ConfigMap"]
+    services = {obj["metadata"]["name"]: obj["spec"] for obj in objects if obj["kind"] == "Service"}
     cluster = json.loads(config["data"]["cluster.json"])
     for role, addresses in cluster.items():
         for index, address in enumerate(addresses):
             name, _, port = address.partition(":")
-            assert [str(one["port"]) for one in services[name]["ports"]] == [port]
+            assert [str(entry["port"]) for entry in services[name]["ports"]] == [port]
             assert services[name]["selector"] == {JOB_LABEL: "pets", ROLE_LABEL: role, INDEX_LABEL: str(index)}
 
 
-def test_people_reach_tensorboard_as_the_job_says() -> None:
+def test_tensorboard_is_exposed_as_configured() -> None:
     board = {"count": 1, "logdir": "/logs", "port": 7000, "ingress": "board.example.com"}
 
-    def service(expose: str) -> tuple[Manifest, Manifest]:
+    def get_service_and_ingress(expose: str) -> tuple[Manifest, Manifest]:
         job = job_of(topology="tf-mirrored", roles={"tensorboard": {**board, "expose": expose}})
-        objects = {(one["kind"], one["metadata"]["name"]): one.get("spec", {}) for one in rendered(job)}
+        objects = {(obj["kind"], obj["metadata"]["name"]): obj.get("spec", {}) for obj in render(job)}
         return objects[("Service", "pets-tensorboard-0")], objects[("Ingress", "pets-tensorboard-0")]
 
-    kinds = {expose: service(expose)[0].get("type") for expose in ("cluster", "node_port", "load_balancer")}
-    assert kinds == {"cluster": None, "node_port": "NodePort", "load_balancer": "LoadBalancer"}
-    (rule,) = service("cluster")[1]["rules"]
+    types = {
+        expose: get_service_and_ingress(expose)[0].get("type") for expose in ("cluster", "node_port", "load_balancer")
+    }
+    assert types == {"cluster": None, "node_port": "NodePort", "load_balancer": "LoadBalancer"}
+    (rule,) = get_service_and_ingress("cluster")[1]["rules"]
     (path,) = rule["http"]["paths"]
     assert (rule["host"], path["backend"]["service"]["port"]["number"]) == ("board.example.com", 7000)
 
 
-def test_nobody_runs_with_more_rights_than_it_needs() -> None:
+def test_containers_have_least_privilege() -> None:
     for keys in TOPOLOGIES.values():
-        for one in rendered(job_of(**keys)):
-            for template in get_pod_templates(one):
+        for obj in render(job_of(**keys)):
+            for template in get_pod_templates(obj):
                 pod, (main,) = template["spec"], template["spec"]["containers"]
                 assert pod["automountServiceAccountToken"] is False
                 assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
                 assert main["securityContext"]["allowPrivilegeEscalation"] is False
                 assert main["securityContext"]["capabilities"]["drop"] == ["ALL"]
-                is_sshd = one["kind"] == "MPIJob" and template["metadata"]["labels"][ROLE_LABEL] == "worker"
+                is_sshd = obj["kind"] == "MPIJob" and template["metadata"]["labels"][ROLE_LABEL] == "worker"
                 assert ("add" in main["securityContext"]["capabilities"]) == is_sshd
 
 
-def test_secrets_are_only_named() -> None:
+def test_secrets_are_only_referenced() -> None:
     job = job_of(**{**TOPOLOGIES["mpi"], **OPTIONS["secrets"]})
-    text = to_yaml_documents(rendered(job))
+    text = to_yaml_documents(render(job))
     assert "kind: Secret" not in text
-    for one in rendered(job):
-        for template in get_pod_templates(one):
-            (found,) = [one for one in template["spec"]["containers"][0]["env"] if one["name"].startswith("AWS")]
-            assert found["valueFrom"] == {"secretKeyRef": {"name": "aws", "key": "secret"}}
+    for obj in render(job):
+        for template in get_pod_templates(obj):
+            env = template["spec"]["containers"][0]["env"]
+            (variable,) = [variable for variable in env if variable["name"].startswith("AWS")]
+            assert variable["valueFrom"] == {"secretKeyRef": {"name": "aws", "key": "secret"}}
 
 
-# --- An MPIJob
+# --- MPIJob
 
 
-def test_an_mpijob_waits_for_sshd_and_not_for_ever() -> None:
+def test_mpijob_waits_for_sshd_with_a_timeout() -> None:
     keys = {"resources": {"gpu": 4}, "retries": 2, "mpi": {"sshd_port": 2222, "ssh_dir": "/home/mpi/.ssh"}}
     keys |= {"kubernetes": {"ttl": "1h", "deadline": "1d", "user": 1000, "queue": "gpu"}}
-    objects = rendered(job_of(**{**TOPOLOGIES["mpi"], **keys}))
-    (one,) = [one for one in objects if one["kind"] == "MPIJob"]
-    spec = one["spec"]
+    objects = render(job_of(**{**TOPOLOGIES["mpi"], **keys}))
+    (mpijob,) = [obj for obj in objects if obj["kind"] == "MPIJob"]
+    spec = mpijob["spec"]
     assert (spec["slotsPerWorker"], spec["sshAuthMountPath"]) == (4, "/home/mpi/.ssh")
     assert spec["launcherCreationPolicy"] == "WaitForWorkersReady"
     assert spec["runPolicy"] == {
@@ -315,14 +324,14 @@ def test_an_mpijob_waits_for_sshd_and_not_for_ever() -> None:
         "ttlSecondsAfterFinished": 3600,
         "activeDeadlineSeconds": 86400,
     }
-    assert one["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpu"
+    assert mpijob["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpu"
     launcher, worker = (spec["mpiReplicaSpecs"][name] for name in ("Launcher", "Worker"))
     assert (launcher["replicas"], worker["replicas"]) == (1, 2)
     (main,) = worker["template"]["spec"]["containers"]
     assert main["readinessProbe"]["tcpSocket"] == main["startupProbe"]["tcpSocket"] == {"port": 2222}
     assert main["startupProbe"]["periodSeconds"] * main["startupProbe"]["failureThreshold"] == 300
-    assert "add" not in main["securityContext"]["capabilities"]  # not as root
-    (config,) = [one for one in objects if one["kind"] == "ConfigMap"]
+    assert "add" not in main["securityContext"]["capabilities"]  # sshd does not run as root
+    (config,) = [obj for obj in objects if obj["kind"] == "ConfigMap"]
     assert config["data"]["worker.sh"].endswith("exec /usr/sbin/sshd -De -o StrictModes=no -o LogLevel=FATAL -p 2222\n")
     words = config["data"]["launcher.sh"].splitlines()[-1].split()
     assert words[words.index("--host") + 1] == "pets-worker-0.pets:4,pets-worker-1.pets:4"
@@ -330,79 +339,82 @@ def test_an_mpijob_waits_for_sshd_and_not_for_ever() -> None:
     assert "-p 2222'" in config["data"]["launcher.sh"]
 
 
-def test_a_launcher_gives_up_on_names_that_never_come(tmp_path: Path) -> None:
+def test_mpi_launcher_gives_up_on_names_that_do_not_resolve(tmp_path: Path) -> None:
     job = job_of(**TOPOLOGIES["mpi"])
     container = Container(job, "launcher", tmp_path)
-    container.program("getent", "exit 2")
-    container.program(
+    container.add_program("getent", "exit 2")
+    container.add_program(
         "date", f"n=$(cat {tmp_path}/now 2>/dev/null || echo 0); echo $n; echo $((n + 60)) >{tmp_path}/now"
     )
-    container.program("sleep", "exit 0")
-    done = container.run()
-    assert done.returncode == 1
-    assert done.stderr == "stoker: pets-worker-0.pets has no address, 120 s after all workers were ready\n"
+    container.add_program("sleep", "exit 0")
+    completed = container.run()
+    assert completed.returncode == 1
+    (line,) = completed.stderr.splitlines()
+    assert line.startswith("stoker: ")
+    assert "pets-worker-0.pets" in line
+    assert f"{DNS_TIMEOUT_S} s" in line
 
 
-# --- They are pinned
+# --- Golden files
 
 
-def _pinned(objects: list[Manifest]) -> str:
-    """Write objects without the texts that are files of ours anyway."""
-    shown = json.loads(json.dumps(objects))
-    for one in shown:
-        if one["kind"] == "ConfigMap":
-            one["data"] = {name: text if not name.endswith(".py") else "…" for name, text in one["data"].items()}
-    return to_yaml_documents(shown)
+def _to_golden(objects: list[Manifest]) -> str:
+    """Format objects without the Python files that stoker ships."""
+    copied = json.loads(json.dumps(objects))
+    for obj in copied:
+        if obj["kind"] == "ConfigMap":
+            obj["data"] = {name: text if not name.endswith(".py") else "…" for name, text in obj["data"].items()}
+    return to_yaml_documents(copied)
 
 
 @pytest.mark.parametrize("topology", list(TOPOLOGIES))
 def test_golden(topology: str, request: pytest.FixtureRequest) -> None:
-    keys = {**TOPOLOGIES[topology], **OPTIONS["gpus"], **OPTIONS["volumes"], **OPTIONS["words"]}
-    claim = "shared claim" if not is_possible(topology, "made claim") else "made claim"
-    text = _pinned(rendered(job_of(**keys, **OPTIONS[claim])))
+    keys = {**TOPOLOGIES[topology], **OPTIONS["gpus"], **OPTIONS["volumes"], **OPTIONS["special characters"]}
+    claim = "shared claim" if not is_possible(topology, "created claim") else "created claim"
+    text = _to_golden(render(job_of(**keys, **OPTIONS[claim])))
     path = GOLDEN / f"{topology}.yaml"
     if request.config.getoption("--update-golden"):
         path.write_text(text)
-    assert text == path.read_text(), "run: pytest tests/kubernetes --update-golden"
+    assert text == path.read_text(), "run: pytest tests/launchers/kubernetes --update-golden"
 
 
 # --- Names and sizes
 
 
 @pytest.mark.parametrize("topology", list(TOPOLOGIES))
-def test_the_longest_name_fits_with_every_suffix(topology: str) -> None:
+def test_names_of_40_characters_fit_with_every_suffix(topology: str) -> None:
     keys = dict(TOPOLOGIES[topology])
     if "workers" in keys and keys["workers"] != {"min": 2, "max": 4}:
         keys["workers"] = 1000
     job = job_of(name="a" * 40, **keys)
-    names = [one["metadata"]["name"] for one in rendered(job)]
-    names += [slot_hostname(job, slot.role, slot.index).partition(".")[0] for slot in slots_of(job)]
+    names = [obj["metadata"]["name"] for obj in render(job)]
+    names += [slot_hostname(job, slot.role, slot.index).partition(".")[0] for slot in list_slots(job)]
     assert max(map(len, names)) + len("-0-abcde") <= 63
     assert all(re.fullmatch("[a-z0-9]([-a-z0-9]*[a-z0-9])?", name) for name in names)
 
 
-def test_a_name_that_does_not_fit_is_refused() -> None:
+def test_name_that_is_too_long() -> None:
     job = msgspec.structs.replace(job_of(**TOPOLOGIES["tf-ps"]), name="a" * 55)
-    with pytest.raises(SpecError, match=r"name: is too long: a+-tensorboard-0 would have 69 letters, and 63 can be"):
-        rendered(job)
+    with pytest.raises(SpecError, match=r"name: .*a+-tensorboard-0 .*\b69\b.*\b63\b"):
+        render(job)
 
 
 @pytest.mark.parametrize("topology", ["torchrun", "mpi", "tf-ps", "tf-mirrored"])
-def test_a_thousand_workers_fit_into_a_config_map(topology: str) -> None:
+def test_config_map_of_a_thousand_workers_fits(topology: str) -> None:
     job = job_of(name="a" * 40, **{**TOPOLOGIES[topology], "workers": 1000})
-    objects = rendered(job)
-    (config,) = [one for one in objects if one["kind"] == "ConfigMap"]
+    objects = render(job)
+    (config,) = [obj for obj in objects if obj["kind"] == "ConfigMap"]
     assert len(json.dumps(config).encode()) < 1 << 20
     if topology in ("torchrun", "mpi"):
         assert len(objects) <= 3
-    (largest,) = sorted(len(json.dumps(one)) for one in objects if one["kind"] in ("Job", "MPIJob"))[-1:]
+    (largest,) = sorted(len(json.dumps(obj)) for obj in objects if obj["kind"] in ("Job", "MPIJob"))[-1:]
     assert largest < 1 << 17
 
 
 # --- Patches
 
 
-def test_patches_are_merged_as_rfc_7386_has_it() -> None:
+def test_patches_are_merged() -> None:
     patches = [
         {"kind": "Job", "metadata": {"name": "pets-ps-0", "labels": {"team": None, "tier": "ps"}}},
         {"kind": "Job", "spec": {"ttlSecondsAfterFinished": None, "template": {"spec": {"hostNetwork": True}}}},
@@ -410,50 +422,50 @@ def test_patches_are_merged_as_rfc_7386_has_it() -> None:
     ]
     keys = {**TOPOLOGIES["tf-ps"], "labels": {"team": "vision"}}
     before, after = (
-        {(one["kind"], one["metadata"]["name"]): one for one in rendered(job_of(**keys, kubernetes=settings))}
+        {(obj["kind"], obj["metadata"]["name"]): obj for obj in render(job_of(**keys, kubernetes=settings))}
         for settings in ({}, {"patch": patches})
     )
     assert before.keys() == after.keys()
     assert after["Job", "pets-ps-0"]["metadata"]["labels"].get("tier") == "ps"
     assert "team" not in after["Job", "pets-ps-0"]["metadata"]["labels"]
     assert after["Job", "pets-ps-1"]["metadata"] == before["Job", "pets-ps-1"]["metadata"]
-    for (kind, _), one in after.items():
+    for (kind, _), obj in after.items():
         if kind == "Job":
-            assert "ttlSecondsAfterFinished" not in one["spec"]
-            assert one["spec"]["template"]["spec"]["hostNetwork"] is True
-            assert one["spec"]["template"]["spec"]["containers"]  # the rest is as it was
+            assert "ttlSecondsAfterFinished" not in obj["spec"]
+            assert obj["spec"]["template"]["spec"]["hostNetwork"] is True
+            assert obj["spec"]["template"]["spec"]["containers"]  # not replaced
         if kind == "Service":
-            assert "selector" not in one["spec"]
+            assert "selector" not in obj["spec"]
     config = ("ConfigMap", "pets")
     assert after[config]["metadata"] == before[config]["metadata"]
 
 
-# --- Nothing of a job is shell text
+# --- Shell injection
 
 
 class Container:
-    """What a kubelet does with a role's container: its variables, its files, its command; with programs of our own."""
+    """Runs a role's command as the kubelet would, with its variables and files, and fake programs that report them."""
 
     def __init__(self, job: Job, role: str, folder: Path, code: dict[str, bytes] | None = None) -> None:
         objects = build_manifests(job, code)
         self._template = next(
             template
-            for one in objects
-            for template in get_pod_templates(one)
+            for obj in objects
+            for template in get_pod_templates(obj)
             if template["metadata"]["labels"][ROLE_LABEL] == role
         )
-        (config,) = [one for one in objects if one["kind"] == "ConfigMap"]
+        (config,) = [obj for obj in objects if obj["kind"] == "ConfigMap"]
         self._folder, self._bin = folder, folder / "bin"
         self._bin.mkdir(exist_ok=True)
         for name, text in config["data"].items():
             (folder / name).write_text(text.replace(f"{SCRIPTS_DIR}/", f"{folder}/"))
         for name in ("python3", "mpirun", "train"):
-            self.program(name, f'exec {sys.executable} -I -S {folder}/tell.py "$@"')
-        self.program("getent", "exit 0")
-        tell = "import json, os, sys\nprint(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]))\n"
-        (folder / "tell.py").write_text(tell)
+            self.add_program(name, f'exec {sys.executable} -I -S {folder}/report.py "$@"')
+        self.add_program("getent", "exit 0")
+        report = "import json, os, sys\nprint(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]))\n"
+        (folder / "report.py").write_text(report)
 
-    def program(self, name: str, text: str) -> None:
+    def add_program(self, name: str, text: str) -> None:
         path = self._bin / name
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
@@ -461,32 +473,32 @@ class Container:
     def run(self, index: int = 0) -> subprocess.CompletedProcess[str]:
         (main,) = self._template["spec"]["containers"]
         env: dict[str, str] = {}
-        for one in main["env"]:
-            if "value" in one:
-                env[one["name"]] = _expanded(one["value"], env)
+        for variable in main["env"]:
+            if "value" in variable:
+                env[variable["name"]] = _expand(variable["value"], env)
         env |= {"PATH": f"{self._bin}:/usr/bin:/bin", "JOB_COMPLETION_INDEX": str(index)}
         argv = [word.replace(f"{SCRIPTS_DIR}/", f"{self._folder}/") for word in main["command"]]
         return subprocess.run(argv, env=env, cwd=self._folder, capture_output=True, text=True, check=False)
 
-    def told(self, index: int = 0) -> tuple[list[str], str, dict[str, str]]:
-        done = self.run(index)
-        assert (done.returncode, done.stderr) == (0, "")
-        argv, cwd, env = json.loads(done.stdout)
+    def run_and_report(self, index: int = 0) -> tuple[list[str], str, dict[str, str]]:
+        completed = self.run(index)
+        assert (completed.returncode, completed.stderr) == (0, "")
+        argv, cwd, env = json.loads(completed.stdout)
         return argv, cwd, env
 
 
-def _expanded(value: str, env: dict[str, str]) -> str:
-    """Expand `$(NAME)` and `$$`, as a kubelet does."""
+def _expand(value: str, env: dict[str, str]) -> str:
+    """Expand `$(NAME)` and `$$`, as the kubelet does."""
 
-    def one(match: re.Match[str]) -> str:
+    def replace(match: re.Match[str]) -> str:
         text = match[0]
         return "$" if text == "$$" else env.get(match[1], text)
 
-    return re.sub(r"\$\$|\$\(([-._a-zA-Z][-._a-zA-Z0-9]*)\)", one, value)
+    return re.sub(r"\$\$|\$\(([-._a-zA-Z][-._a-zA-Z0-9]*)\)", replace, value)
 
 
-# What a shell, a kubelet, YAML or JSON could take for something else, and any other text.
-nasty = st.sampled_from(
+# Text that a shell, the kubelet, YAML or JSON could interpret, and any other text.
+special_texts = st.sampled_from(
     [
         "'",
         '"',
@@ -509,7 +521,7 @@ nasty = st.sampled_from(
     ]
 )
 texts = st.lists(
-    nasty | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8), max_size=4
+    special_texts | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8), max_size=4
 )
 words = texts.map("".join)
 
@@ -524,7 +536,7 @@ words = texts.map("".join)
     every=st.sampled_from([0, 30]),
     index=st.integers(0, 1),
 )
-def test_no_field_is_shell_text(
+def test_no_field_is_interpreted_by_the_shell(
     tmp_path_factory: pytest.TempPathFactory,
     topology: str,
     args: list[str],
@@ -535,43 +547,45 @@ def test_no_field_is_shell_text(
     index: int,
 ) -> None:
     folder = tmp_path_factory.mktemp("box")
-    odd = folder / "it's a $(folder)\n`id`"
-    odd.mkdir()
-    keys = {"program": {"script": script, "args": args, "cwd": str(odd)}, "env": env, "data": {"train": train}}
+    cwd_path = folder / "it's a $(folder)\n`id`"
+    cwd_path.mkdir()
+    keys = {"program": {"script": script, "args": args, "cwd": str(cwd_path)}, "env": env, "data": {"train": train}}
     job = job_of(**{**TOPOLOGIES[topology], **keys, "profile": {"every": every}})
     role = "launcher" if topology == "mpi" else "worker"
     index = 0 if topology in ("mpi", "single") else index
     slot = Slot(role, index)
-    seen, cwd, found = Container(job, role, folder).told(index)
-    wanted = command_of(msgspec.structs.replace(job, profile=type(job.profile)(every=0)), slot, _book(job))
-    assert isinstance(wanted, Command)
+    argv, cwd, environ = Container(job, role, folder).run_and_report(index)
+    command = render_command(msgspec.structs.replace(job, profile=type(job.profile)(every=0)), slot, _build_book(job))
+    assert isinstance(command, Command)
     if topology == "mpi":
-        assert seen[-len(args) - 1 :] == [script, *args]
+        assert argv[-len(args) - 1 :] == [script, *args]
     else:
-        assert seen[-len(wanted.argv) + 1 :] == list(wanted.argv[1:])
-    assert cwd == str(odd)
-    for name, value in {**wanted.env, **job.env}.items():
+        assert argv[-len(command.argv) + 1 :] == list(command.argv[1:])
+    assert cwd == str(cwd_path)
+    for name, value in {**command.env, **job.env}.items():
         if name not in ("PYTHONPATH", "STOKER_OUTPUT"):
-            assert found[name] == value, name
+            assert environ[name] == value, name
     if topology.startswith("tf-"):
-        assert json.loads(found["TF_CONFIG"])["task"] == {"type": "worker", "index": index}
-        assert found["POD_NAME"] == f"worker-{index}"
+        assert json.loads(environ["TF_CONFIG"])["task"] == {"type": "worker", "index": index}
+        assert environ["POD_NAME"] == f"worker-{index}"
 
 
-def _book(job: Job) -> AddressBook:
-    hosts = {slot: slot_hostname(job, slot.role, slot.index) for slot in slots_of(job)}
+def _build_book(job: Job) -> AddressBook:
+    hosts = {slot: slot_hostname(job, slot.role, slot.index) for slot in list_slots(job)}
     return AddressBook(hosts=hosts, port=get_role_port(job, "worker"))
 
 
 @settings(max_examples=15, deadline=None)
 @given(command=st.lists(words.filter(bool), min_size=1, max_size=3))
-def test_a_command_of_ones_own_is_no_shell_text(tmp_path_factory: pytest.TempPathFactory, command: list[str]) -> None:
+def test_program_command_is_not_interpreted_by_the_shell(
+    tmp_path_factory: pytest.TempPathFactory, command: list[str]
+) -> None:
     folder = tmp_path_factory.mktemp("box")
     job = job_of(topology="single", program={"command": ["train", *command]}, profile={"every": 0})
-    assert Container(job, "worker", folder).told()[0] == command
+    assert Container(job, "worker", folder).run_and_report()[0] == command
 
 
-def test_code_that_travels_is_on_pythons_path(tmp_path: Path) -> None:
+def test_copied_code_is_on_the_python_path(tmp_path: Path) -> None:
     job = job_of(topology="single", profile={"every": 0}, env={"PYTHONPATH": "/mine"})
-    _, _, env = Container(job, "worker", tmp_path, {"lib/it's.py": b"\xff\0"}).told()
+    _, _, env = Container(job, "worker", tmp_path, {"lib/it's.py": b"\xff\0"}).run_and_report()
     assert env["PYTHONPATH"] == f"{CODE_DIR}:/mine"
