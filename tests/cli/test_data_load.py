@@ -1,9 +1,10 @@
-"""`stoker data plan`, `peek` and `bench` as a user meets them."""
+"""`stoker data plan`, `peek` and `bench`: output, exit codes and refusals."""
 
 from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import tarfile
 from pathlib import Path
@@ -17,95 +18,106 @@ from tests.support.trees import image_bytes, make_dataset, stoker
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """3 × 100 training images in 30 shards, and 3 × 3 to validate."""
+    """300 training images in 30 shards, and 9 validation images."""
     root = tmp_path_factory.mktemp("plan")
     make_dataset(root / "pets", train=100, val=3)
     assert stoker("data", "convert", root / "pets", root / "shards", "--shard-samples", 10) == 0
     return root / "shards"
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
+def read_plan(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
     capsys.readouterr()
     assert stoker("data", "plan", *words, "--json") == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_plan_adds_up_to_the_epoch(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_covers_the_epoch_exactly(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for mode in ("exact", "join"):
-        told = planned(capsys, shards / "train", "--world", 4, "--nodes", 2, "--batch", 64, "--sampling", mode)
-        assert told["samples"] == sum(rank["samples"] for rank in told["ranks"]) == 300
-        assert told["duplicates"] == told["unread"] == 0
-        assert [rank["node"] for rank in told["ranks"]] == [0, 0, 1, 1]
+        report = read_plan(
+            capsys, shards / "train", "--world-size", 4, "--nodes", 2, "--global-batch-size", 64, "--sampling", mode
+        )
+        assert report["samples"] == sum(rank["samples"] for rank in report["ranks"]) == 300
+        assert report["duplicates"] == report["unread"] == 0
+        assert [rank["node"] for rank in report["ranks"]] == [0, 0, 1, 1]
         size = sum(path.stat().st_size for path in (shards / "train").glob("*.tar"))
-        assert abs(sum(rank["bytes"] for rank in told["ranks"]) - size) <= 4
+        assert abs(sum(rank["bytes"] for rank in report["ranks"]) - size) <= 4
 
 
-def test_an_exact_plan_tells_the_tail(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = planned(capsys, shards / "train", "--world", 7, "--batch", 64)
-    assert (told["batches"], told["tail"]) == (5, 300 - 4 * 64)
-    assert {rank["batches"] for rank in told["ranks"]} == {5}
-    tails = [rank["tail"] for rank in told["ranks"]]
-    assert sum(tails) == told["tail"]
+def test_exact_plan_reports_the_last_batch(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = read_plan(capsys, shards / "train", "--world-size", 7, "--global-batch-size", 64)
+    assert (report["batches"], report["tail"]) == (5, 300 - 4 * 64)
+    assert {rank["batches"] for rank in report["ranks"]} == {5}
+    tails = [rank["tail"] for rank in report["ranks"]]
+    assert sum(tails) == report["tail"]
     assert max(tails) - min(tails) <= 1
 
 
-def test_a_join_plan_counts_whole_shards_and_tells_of_join(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert stoker("data", "plan", shards / "train", "--world", "7", "--batch", "14", "--sampling", "join") == 0
+def test_join_plan_counts_whole_shards_and_names_join(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        stoker("data", "plan", shards / "train", "--world-size", "7", "--global-batch-size", "14", "--sampling", "join")
+        == 0
+    )
     assert "torch.distributed.algorithms.Join" in capsys.readouterr().err
-    told = planned(capsys, shards / "train", "--world", 7, "--batch", 14, "--sampling", "join")
-    assert sorted(rank["shards"] for rank in told["ranks"]) == [4, 4, 4, 4, 4, 5, 5]
-    assert told["batches"] == 25
+    report = read_plan(capsys, shards / "train", "--world-size", 7, "--global-batch-size", 14, "--sampling", "join")
+    assert sorted(rank["shards"] for rank in report["ranks"]) == [4, 4, 4, 4, 4, 5, 5]
+    assert report["batches"] == 25
 
 
-def test_a_resampled_plan_counts_what_comes_again_and_what_does_not_come(
-    shards: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = planned(capsys, shards / "train", "--sampling", "resampled", "--epoch-samples", 450, "--batch", 50)
-    assert told["samples"] == 450
-    assert told["duplicates"] > 150
-    assert told["duplicates"] - told["unread"] == 150
+def test_resampled_plan_counts_duplicates_and_unread_samples(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = read_plan(
+        capsys, shards / "train", "--sampling", "resampled", "--epoch-samples", 450, "--global-batch-size", 50
+    )
+    assert report["samples"] == 450
+    assert report["duplicates"] > 150
+    assert report["duplicates"] - report["unread"] == 150
 
 
-def test_a_plan_resumes(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = planned(capsys, shards / "train", "--world", 3, "--batch", 50, "--resume", "2:130")
-    assert (told["epoch"], told["consumed"], told["samples"], told["batches"]) == (2, 130, 170, 4)
-    told = planned(capsys, shards / "train", "--resume", "2:300", "--batch", 50)
-    assert (told["epoch"], told["consumed"], told["samples"]) == (3, 0, 300)
+def test_plan_from_a_cursor(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = read_plan(capsys, shards / "train", "--world-size", 3, "--global-batch-size", 50, "--resume", "2:130")
+    assert (report["epoch"], report["consumed"], report["samples"], report["batches"]) == (2, 130, 170, 4)
+    report = read_plan(capsys, shards / "train", "--resume", "2:300", "--global-batch-size", 50)
+    assert (report["epoch"], report["consumed"], report["samples"]) == (3, 0, 300)
 
 
 @pytest.mark.parametrize(
     ("words", "reasons"),
     [
-        (["--world", "8", "--batch", "4"], ["cannot feed 8 ranks"]),
-        (["--batch", "1000"], ["more than an epoch's 300 samples"]),
-        (["--world", "31", "--batch", "31", "--sampling", "join"], ["30 are not enough for 31 ranks"]),
-        (["--world", "3", "--nodes", "2", "--batch", "1"], ["cannot feed 3 ranks", "evenly over 2 nodes"]),
-        (["--batch", "50", "--resume", "0:301"], ["301 of an epoch of 300"]),
-        (["--batch", "50", "--resume", "now"], ["'now' is no cursor", "EPOCH:CONSUMED"]),
-        (["--batch", "50", "--resume", "1:10", "--sampling", "join"], ["resumes at the beginning of an epoch"]),
-        (["--batch", "50", "--sampling", "random"], ["'random' is none of exact, join, resampled"]),
-        (["--batch", "50", "--epoch-samples", "10"], ["only `resampled` can have another length"]),
-        (["--world", "0"], ["0 is less than 1"]),
+        (["--world-size", "8", "--global-batch-size", "4"], ["4", "8"]),
+        (["--global-batch-size", "1000"], ["1000|1,000", "300"]),
+        (["--world-size", "31", "--global-batch-size", "31", "--sampling", "join"], ["30", "31"]),
+        (
+            ["--world-size", "3", "--nodes", "2", "--global-batch-size", "1"],
+            ["3 ranks", "2 nodes"],
+        ),
+        (["--global-batch-size", "50", "--resume", "0:301"], ["301", "300"]),
+        (["--global-batch-size", "50", "--resume", "now"], ["'now'", "EPOCH:CONSUMED"]),
+        (
+            ["--global-batch-size", "50", "--resume", "1:10", "--sampling", "join"],
+            ["join", "epoch"],
+        ),
+        (["--global-batch-size", "50", "--sampling", "random"], ["'random'", "exact, join, resampled"]),
+        (["--global-batch-size", "50", "--epoch-samples", "10"], ["epoch_samples", "resampled"]),
+        (["--world-size", "0"], ["0", "1"]),
     ],
 )
-def test_what_would_hang_or_starve_is_refused(
+def test_plans_that_would_hang_or_starve_are_refused(
     shards: Path, capsys: pytest.CaptureFixture[str], words: list[str], reasons: list[str]
 ) -> None:
     assert stoker("data", "plan", shards / "train", *words) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
+    sentence = capsys.readouterr().err
+    assert sentence.count("\n") == 1
     for reason in reasons:
-        assert reason in said
+        assert re.search(rf"(?<!\w)(?:{reason})(?!\w)", sentence), sentence
 
 
-def test_a_folder_of_two_splits_names_both(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_directory_with_two_splits_names_both(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert stoker("data", "plan", shards) == 2
-    said = capsys.readouterr().err
-    assert f"{shards}/train" in said
-    assert f"{shards}/val" in said
+    sentence = capsys.readouterr().err
+    assert f"{shards}/train" in sentence
+    assert f"{shards}/val" in sentence
 
 
-def test_shards_sorted_by_class_are_warned_of(
+def test_shards_sorted_by_class_cause_a_warning(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path / "cache"))
@@ -117,62 +129,67 @@ def test_shards_sorted_by_class_are_warned_of(
                     info = tarfile.TarInfo(f"{label}-{number}.{kind}")
                     info.size = len(data)
                     archive.addfile(info, io.BytesIO(data))
-    assert stoker("data", "plan", f"{tmp_path}/sorted-{{000000..000005}}.tar", "--batch", "8") == 0
+    assert stoker("data", "plan", f"{tmp_path}/sorted-{{000000..000005}}.tar", "--global-batch-size", "8") == 0
     assert "sorted by class" in capsys.readouterr().err
-    assert stoker("data", "plan", shards / "train", "--batch", "8") == 0
+    assert stoker("data", "plan", shards / "train", "--global-batch-size", "8") == 0
     assert "sorted by class" not in capsys.readouterr().err
 
 
-def test_peek_tells_what_there_is(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert stoker("data", "peek", shards / "train", "--n", "12", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert len(told) == 12
-    assert all(one["key"].startswith(f"{one['name']}/") for one in told)
-    assert {(one["width"], one["height"], one["kind"]) for one in told} == {(24, 18, "jpg")}
+def test_peek_lists_samples(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stoker("data", "peek", shards / "train", "--count", "12", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(report) == 12
+    assert all(one["key"].startswith(f"{one['name']}/") for one in report)
+    assert {(one["width"], one["height"], one["kind"]) for one in report} == {(24, 18, "jpg")}
 
 
-def test_peek_draws_a_sheet_of_what_the_model_sees(shards: Path, tmp_path: Path) -> None:
+def test_peek_writes_a_contact_sheet(shards: Path, tmp_path: Path) -> None:
     sheets = []
     for seed in ("0", "0", "1"):
-        words = ("--n", "5", "--size", "40", "--seed", seed, "--png", tmp_path / "sheet.png")
+        words = ("--count", "5", "--size", "40", "--seed", seed, "--png", tmp_path / "sheet.png")
         assert stoker("data", "peek", shards / "train", *words) == 0
         sheets.append((tmp_path / "sheet.png").read_bytes())
     assert sheets[0] == sheets[1] != sheets[2]
     assert Image.open(io.BytesIO(sheets[0])).width >= 3 * 40
 
 
-def test_peek_shows_a_bad_image_as_such(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_peek_without_a_decodable_image_writes_no_sheet(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(shards / "val", tmp_path / "val")
     (shard,) = (tmp_path / "val").glob("*.tar")
     data = bytearray(shard.read_bytes())
     at = data.index(b"\xff\xd8\xff")
     data[at + 20 : at + 200] = bytes(180)
     shard.write_bytes(data)
-    assert stoker("data", "peek", tmp_path / "val", "--n", "1", "--png", tmp_path / "sheet.png") == 2
-    said = capsys.readouterr()
-    assert "no image could be decoded" in said.err
+    assert stoker("data", "peek", tmp_path / "val", "--count", "1", "--png", tmp_path / "sheet.png") == 2
+    assert "stoker data verify --deep" in capsys.readouterr().err
     assert not (tmp_path / "sheet.png").exists()
 
 
-def test_bench_measures_and_says_what_holds_it_back(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert stoker("data", "bench", shards / "train", "--seconds", "0.3", "--batch", "32", "--size", "32", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["images_per_s"] > 0
-    assert told["limit_images_per_s"] > 0
-    assert set(told["stages"]) == {"fetch", "read", "decode", "transform", "idle"}
-    assert sum(told["stages"].values()) == pytest.approx(1)
-    assert "of what the decoder alone gives" in told["verdict"]
+def test_bench_reports_stages_and_a_verdict(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        stoker("data", "bench", shards / "train", "--seconds", "0.3", "--batch-size", "32", "--size", "32", "--json")
+        == 0
+    )
+    report = json.loads(capsys.readouterr().out)
+    assert report["images_per_s"] > 0
+    assert report["limit_images_per_s"] > 0
+    assert set(report["stages"]) == {"fetch", "read", "decode", "transform", "idle"}
+    assert sum(report["stages"].values()) == pytest.approx(1)
+    assert report["verdict"]
+    assert report["share_of_limit"] == pytest.approx(report["images_per_s"] / report["limit_images_per_s"], rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
         (["bench", "--transform", "none"], "imagenet-train, imagenet-val"),
-        (["bench", "--threads", "0"], "--threads is '0'"),
-        (["bench", "--seconds", "0"], "--seconds is 0"),
-        (["bench", "--batch", "301"], "more than an epoch's 300 samples"),
-        (["peek", "--n", "0"], "--n is 0"),
-        (["peek", "--size", "0"], "--size is 0"),
+        (["bench", "--threads", "0"], "--threads"),
+        (["bench", "--seconds", "0"], "--seconds"),
+        (["bench", "--batch-size", "301"], "300"),
+        (["peek", "--count", "0"], "--count"),
+        (["peek", "--size", "0"], "--size"),
     ],
 )
 def test_bad_options_are_refused(

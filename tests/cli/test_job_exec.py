@@ -1,4 +1,4 @@
-"""`stoker job exec`, `forward` and `shell` where no cluster is needed: refusals, ports, and the pod of a shell."""
+"""`stoker job exec`, `forward` and `shell` without a cluster: refusals, ports, and the pod of a shell."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any
 
 import pytest
 
-from stoker.cli.job_exec import _free, shell_objects
+from stoker.cli.job_exec import shell_objects
+from stoker.cli.job_forward import reserve_ports
 from stoker.cli.main import run as stoker
 from stoker.errors import ConflictError
-from stoker.kube.kubectl import Port
+from stoker.kube.kubectl import PortMapping
 
+RUN = "digits-20300101-000000-abcd"
 JOB = "name: digits\ntopology: torchrun\nworkers: 2\nimage: example/train\nprogram: {module: train}\n"
 
 
 @pytest.fixture
-def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make the folder of a run that has this handle and plan."""
-    monkeypatch.setenv("STOKER_HOME", str(tmp_path))
+def make_run(stoker_home: Path) -> Any:
+    """Write the folder of a run with this handle and plan."""
 
     def make(handle: str, plan: dict[str, Any] | None = None) -> None:
-        folder = tmp_path / "runs" / "digits-20300101-000000-abcd"
+        folder = stoker_home / "runs" / RUN
         folder.mkdir(parents=True)
         (folder / "handle").write_text(handle)
         (folder / "job.yaml").write_text(JOB)
@@ -32,62 +33,71 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def read_error(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err.strip()
 
 
-def test_a_run_on_this_machine_needs_no_way_into_it(ran: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    ran("local:///runs/digits")
+def test_exec_refuses_a_local_run(make_run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run("local:///runs/digits")
     assert stoker(["job", "exec", "digits", "--", "nvidia-smi"]) == 2
-    assert said(capsys).endswith("runs on local, and not in pods; it runs on this machine: no way into it is needed")
+    sentence = read_error(capsys)
+    assert RUN in sentence
+    assert "runs on local" in sentence
 
 
-def test_a_run_on_hosts_is_reached_by_ssh(ran: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    ran("ssh:///runs/digits", {"hosts": {"worker/0": "gpu-a", "worker/1": "gpu-b"}})
+def test_exec_and_forward_print_the_ssh_command_for_an_ssh_run(
+    make_run: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run("ssh:///runs/digits", {"hosts": {"worker/0": "gpu-a", "worker/1": "gpu-b"}})
     assert stoker(["job", "exec", "digits", "--slot", "worker/1", "--", "ls", "a b"]) == 2
-    assert said(capsys).endswith("""use: ssh gpu-b -- 'ls '"'"'a b'"'"''""")
+    assert read_error(capsys).endswith("""use: ssh gpu-b -- 'ls '"'"'a b'"'"''""")
     assert stoker(["job", "forward", "digits", "6006", "80:8080"]) == 2
-    assert said(capsys).endswith("use: ssh -N -L 6006:localhost:6006 -L 8080:localhost:80 gpu-a")
+    assert read_error(capsys).endswith("use: ssh -N -L 6006:localhost:6006 -L 8080:localhost:80 gpu-a")
 
 
-def test_a_run_elsewhere_is_only_named(ran: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    ran("ray://head:8265/digits")
+def test_exec_refuses_a_ray_run(make_run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run("ray://head:8265/digits")
     assert stoker(["job", "exec", "digits", "--", "ls"]) == 2
-    assert "runs on ray, and not in pods; log in where it runs" in said(capsys)
+    assert "runs on ray" in read_error(capsys)
 
 
-def test_every_port_that_is_none_is_told(ran: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    ran("k8s://one/team/digits")
+def test_every_invalid_port_is_reported(make_run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run("k8s://one/team/digits")
     assert stoker(["job", "forward", "digits", "http", "80", "0"]) == 2
-    assert "'http' is no port; '0' is no port; write PORT" in said(capsys)
+    sentence = read_error(capsys)
+    assert "'http'" in sentence
+    assert "'0'" in sentence
+    assert "'80'" not in sentence
 
 
-def test_a_shell_is_for_kubernetes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shell_requires_kubernetes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     assert stoker(["job", "shell", str(tmp_path / "job.yaml"), "--on", "ray://head:1"]) == 2
-    assert "`--on ray` has no pods" in said(capsys)
+    assert "`--on ray://head:1`" in read_error(capsys)
 
 
-def test_ports_that_are_taken_are_told_at_once() -> None:
+def test_every_local_port_in_use_is_reported() -> None:
     with socket.socket() as one, socket.socket() as two:
         for each in (one, two):
             each.bind(("127.0.0.1", 0))
             each.listen()
         taken = [each.getsockname()[1] for each in (one, two)]
-        with pytest.raises(ConflictError, match=f"port {taken[0]} is taken here; port {taken[1]} is taken here"):
-            _free([Port(80, number) for number in taken])
+        with pytest.raises(ConflictError, match=rf"\b{taken[0]}\b.*\b{taken[1]}\b"):
+            reserve_ports([PortMapping(80, number) for number in taken])
 
 
-def test_any_free_port_is_found_and_one_cannot_be_given_twice() -> None:
-    (found,) = _free([Port(6006, 0)])
-    assert found.there == 6006
-    assert found.here > 0
-    with pytest.raises(ConflictError, match=f"port {found.here} is given twice"):
-        _free([Port(1, found.here), Port(2, found.here)])
+def test_free_port_for_0_and_no_port_twice() -> None:
+    (port,) = reserve_ports([PortMapping(6006, 0)])
+    assert port.pod_port == 6006
+    assert port.local_port > 0
+    with pytest.raises(ConflictError, match=rf"\b{port.local_port}\b.*twice"):
+        reserve_ports([PortMapping(1, port.local_port), PortMapping(2, port.local_port)])
 
 
-def test_the_pod_of_a_shell_is_the_job_s_but_none_of_its_own() -> None:
-    texts = [{"kind": "ConfigMap", "metadata": {"name": "digits"}, "data": {"a": "b"}, "binaryData": {"c": "ZA=="}}]
+def test_shell_pod_copies_the_job_but_not_its_labels() -> None:
+    config_maps = [
+        {"kind": "ConfigMap", "metadata": {"name": "digits"}, "data": {"a": "b"}, "binaryData": {"c": "ZA=="}}
+    ]
     spec = {
         "restartPolicy": "OnFailure",
         "subdomain": "digits",
@@ -100,7 +110,7 @@ def test_the_pod_of_a_shell_is_the_job_s_but_none_of_its_own() -> None:
             {"name": "data", "persistentVolumeClaim": {"claimName": "data"}},
         ],
     }
-    pod, copies = shell_objects("digits", spec, texts, 3600, "abc")
+    pod, copies = shell_objects("digits", spec, config_maps, 3600, "abc")
     assert pod["metadata"] == {
         "name": "digits-shell-abc",
         "labels": {"stoker.dev/part": "shell", "app.kubernetes.io/managed-by": "stoker"},
@@ -121,6 +131,6 @@ def test_the_pod_of_a_shell_is_the_job_s_but_none_of_its_own() -> None:
     assert spec["subdomain"] == "digits"
 
 
-def test_a_long_name_still_fits() -> None:
+def test_shell_pod_name_fits_63_characters() -> None:
     pod, copies = shell_objects("a" * 63, {"containers": []}, [{"metadata": {"name": "a" * 63}}], 1, "abcdef")
     assert max(len(one["metadata"]["name"]) for one in (pod, *copies)) <= 63

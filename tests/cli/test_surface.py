@@ -1,4 +1,4 @@
-"""The command line as a whole: what it answers, how it fails, what it promises."""
+"""The command line as a whole: its options, its help, its exit codes, and the demo."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import typer
 import stoker as package
 from stoker.cli.main import app
 from stoker.cli.planned import PLANNED
+from stoker.cli.renamed import RENAMED, check_renamed_options
 from tests.support.paths import GOLDEN
 from tests.support.trees import make_dataset, stoker
 
@@ -29,18 +30,18 @@ def surface(command: Any) -> dict[str, object]:
 
 
 def test_commands_and_options_are_pinned(request: pytest.FixtureRequest) -> None:
-    found = surface(typer.main.get_command(app))
+    actual = surface(typer.main.get_command(app))
     if request.config.getoption("--update-golden"):
-        SURFACE.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-    assert found == json.loads(SURFACE.read_text())
+        SURFACE.write_text(json.dumps(actual, indent=1, sort_keys=True) + "\n")
+    assert actual == json.loads(SURFACE.read_text())
 
 
-def test_every_planned_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_planned_commands_exit_3(capsys: pytest.CaptureFixture[str]) -> None:
     for noun, commands in PLANNED.items():
         for name in commands:
             words = [word for word in (noun, name) if word]
             assert stoker(*words, "--whatever", "argument") == 3
-            assert f"`stoker {' '.join(words)}` is not in this version" in capsys.readouterr().err
+            assert f"`stoker {' '.join(words)}`" in capsys.readouterr().err
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -52,6 +53,47 @@ def test_help_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "convert" in done.stdout
     assert done.stderr.strip() == "[]"
+
+
+def groups(command: Any, *path: str) -> list[tuple[str, ...]]:
+    """Every group of commands, as the words that lead to it."""
+    inner = getattr(command, "commands", {})
+    return [
+        path,
+        *(found for name, each in inner.items() if hasattr(each, "commands") for found in groups(each, *path, name)),
+    ]
+
+
+@pytest.mark.parametrize("path", groups(typer.main.get_command(app)), ids=" ".join)
+def test_group_help_is_not_truncated(path: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert stoker(*path, "--help") == 0
+    commands = capsys.readouterr().out.partition("Commands:")[2]
+    assert commands
+    assert not [line for line in commands.splitlines() if line.endswith(("...", "…"))]
+
+
+@pytest.mark.parametrize(
+    ("command", "old", "new"),
+    [(command, old, new) for command, options in RENAMED.items() for old, new in options.items()],
+)
+def test_renamed_options_name_their_successor(
+    command: tuple[str, ...], old: str, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ((old, "1"), (f"{old}=1",)):
+        assert stoker(*command, *words) == 2
+        sentence = capsys.readouterr().err
+        assert old in sentence
+        assert new in sentence
+        assert sentence.count("\n") == 1
+    pinned: Any = json.loads(SURFACE.read_text())
+    for name in command:
+        pinned = pinned[name]
+    assert new in pinned["params"]
+    assert old not in pinned["params"]
+
+
+def test_renamed_options_of_a_program_are_its_own() -> None:
+    check_renamed_options(["data", "cache", "--", "--fresh"])
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +112,7 @@ def test_usage_errors_exit_with_2_and_no_traceback(words: list[str], capsys: pyt
     assert "Usage" in err
 
 
-def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+def test_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     data = make_dataset(tmp_path / "pets")
     command = f"{sys.executable} -m stoker data convert {data} {tmp_path / 'out'} --dry-run --json --shard-samples 1"
     done = subprocess.run(
@@ -79,18 +121,18 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-def test_an_unreadable_folder_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_folder_fails_with_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert stoker("data", "summary", tmp_path / ("x" * 300)) in (2, 5)
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert err.startswith("stoker: ")
 
 
-def test_the_demo_walks_the_whole_road(tmp_path: Path) -> None:
+def test_demo_runs_every_step_and_survives_a_killed_rank(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "stoker", "demo", "--dir", str(tmp_path / "demo")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "Everything worked" in done.stderr
+    assert "The demo succeeded" in done.stderr
     assert "kill -9" in done.stderr
     assert "because worker/0 (rank 1) was killed by SIGKILL" in done.stdout
     resumed = re.search(r"resumed in epoch (\d), after ([\d,]+) of its 1,437 samples", done.stdout)
@@ -103,4 +145,5 @@ def test_the_demo_walks_the_whole_road(tmp_path: Path) -> None:
     assert "1 restart" in done.stdout
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 2
-    assert "is not an empty folder" in again.stderr
+    assert str(tmp_path / "demo") in again.stderr
+    assert "--dir" in again.stderr
