@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 def make_stripes(count: int, seed: int) -> TensorDataset:
     """Generate noisy images of 16×16 pixels with horizontal (class 0) or vertical (class 1) stripes."""
-    random = torch.Generator().manual_seed(seed)
-    labels = torch.randint(2, (count,), generator=random)
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(2, (count,), generator=generator)
     horizontal = torch.arange(16).remainder(4).lt(2).float().view(1, 1, 16, 1).expand(count, 1, 16, 16)
     images = torch.where(labels.view(-1, 1, 1, 1) == 0, horizontal, horizontal.transpose(2, 3))
-    return TensorDataset(images + 0.5 * torch.randn(images.shape, generator=random), labels)
+    return TensorDataset(images + 0.5 * torch.randn(images.shape, generator=generator), labels)
 
 
 def main() -> None:

@@ -61,8 +61,8 @@ AVX2_BMI2_INLINE int decode_ac(const struct huffman_table *table, uint64_t *bits
     return index;
 }
 
-/* Decode a block, into `out` if `store`. Returns the index of its last coefficient, plus HUFFMAN_EOB if an end-of-block
-   code ended it; 64 to 127 means that it is damaged. */
+/* Decode a block, into `out` if `store`. Returns the index of its last coefficient, plus HUFFMAN_EOB if the block has
+   an end-of-block code; 64 to 127 means that it is damaged. */
 AVX2_BMI2_INLINE int decode_block(struct bit_reader *reader, struct component *component, int16_t *out, int store) {
     const struct huffman_table *ac = component->ac;
     const uint8_t *next = reader->next;

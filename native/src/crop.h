@@ -1,4 +1,4 @@
-/* Decode a crop of a JPEG and resize it to a square of RGB pixels, without decoding what lies far outside the crop. */
+/* Decode a crop of a JPEG and resize it to a square of RGB pixels, without decoding the rest of the image. */
 #ifndef STOKER_CROP_H
 #define STOKER_CROP_H
 

@@ -23,7 +23,7 @@ from stoker.telemetry.reader import find_gaps, read_log
 from tests.launchers.contract import LauncherSuite, job_of
 from tests.support.trees import stoker
 from tests.support.waiting import wait_until
-from tests.trainers.trainings import weights
+from tests.support.trainings import weights
 
 pytestmark = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")
 READY = "echo ready; while :; do sleep 0.05; done"

@@ -1,4 +1,4 @@
-"""An epoch that is killed and goes on elsewhere: real shards, real processes, and the pixels of every sample."""
+"""Resuming an epoch after kills, with other world sizes: real shards, real processes, every pixel compared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAMPLES = 300
 
 
 def make_noise(root: Path, start: int = 0) -> Path:
-    """Write images in which every pixel differs, so that another crop of one of them is seen."""
+    """Write images of noise, in which every crop is different."""
     root.mkdir(parents=True)
     for label in ("ant", "bee", "cat"):
         (root / label).mkdir()
@@ -43,7 +43,7 @@ def make_noise(root: Path, start: int = 0) -> Path:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A set of 34 shards in two lanes."""
+    """A shard set of 34 shards in two lanes."""
     root = tmp_path_factory.mktemp("resume")
     make_noise(root / "tree/train")
     assert stoker("data", "convert", root / "tree", root / "out", "--shard-samples", 9) == 0
@@ -52,7 +52,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "out/train"
 
 
-# Takes batches in lockstep with the other ranks, as training does: a step begins once all have recorded the last one.
+# Reads batches in lockstep with the other ranks, as training does: a step starts once all have recorded the last one.
 READER = """
 import hashlib, json, os, random, sys, time
 from stoker.load.loader import Loader
@@ -66,7 +66,7 @@ def recorded(other):
     except FileNotFoundError:
         return 0
 
-with Loader(url, transform=None, global_batch=int(batch), seat=(rank, world), threads=1) as loader:
+with Loader(url, transform=None, global_batch=int(batch), rank=(rank, world), threads=1) as loader:
     if state:
         loader.load_state_dict(json.loads(state))
     with open(f"{records}.{rank}", "w") as out:
@@ -87,7 +87,7 @@ Record = tuple[list[str], dict[str, Any]]
 def readers(
     url: Path, world: int, batch: int, state: dict[str, Any] | None, records: Path
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start a reader for each rank; whichever still runs at the end is killed."""
+    """Start a reader process per rank; kill those that still run at the end."""
     text = json.dumps(state) if state else ""
     ranks = []
     try:
@@ -96,49 +96,51 @@ def readers(
             ranks.append(subprocess.Popen([sys.executable, "-c", READER, *words]))
         yield ranks
     finally:
-        for one in ranks:
-            one.send_signal(signal.SIGKILL)
-        for one in ranks:
-            one.wait()
+        for process in ranks:
+            process.send_signal(signal.SIGKILL)
+        for process in ranks:
+            process.wait()
 
 
 def recorded(records: Path, world: int) -> list[list[Record]]:
-    """What each rank has recorded; a line that the kill cut off was not."""
+    """Return the records of each rank; a line truncated by the kill does not count."""
     paths = [Path(f"{records}.{rank}") for rank in range(world)]
     texts = [path.read_text() if path.exists() else "" for path in paths]
     return [[json.loads(line) for line in text.split("\n")[:-1]] for text in texts]
 
 
-def test_an_epoch_killed_and_resumed_in_other_worlds_is_read_exactly_once(shards: Path, tmp_path: Path) -> None:
+def test_an_epoch_killed_and_resumed_with_other_world_sizes_is_read_exactly_once(shards: Path, tmp_path: Path) -> None:
     seen: list[str] = []
     state: dict[str, Any] | None = None
-    # Two ranks, then three, are killed at any moment after a few steps.
+    # Two ranks, then three, are killed at a random moment after a few steps.
     for world, batch in ((2, 5), (3, 7)):
         records = tmp_path / f"killed-{world}"
-        enough = random.randint(1, 8)
+        min_steps = random.randint(1, 8)
         with readers(shards, world, batch, state, records) as ranks:
-            while min(map(len, recorded(records, world))) < enough:
+            while min(map(len, recorded(records, world))) < min_steps:
                 assert all(rank.poll() is None for rank in ranks)
                 time.sleep(0.001)
             time.sleep(random.random() * 0.03)
         assert [rank.returncode for rank in ranks] == [-signal.SIGKILL] * world
-        found = recorded(records, world)
-        together = min(map(len, found))
-        assert max(map(len, found)) <= together + 1
-        states = [mine[together - 1][1] for mine in found]
+        by_rank = recorded(records, world)
+        together = min(map(len, by_rank))
+        assert max(map(len, by_rank)) <= together + 1
+        states = [rank_records[together - 1][1] for rank_records in by_rank]
         state = states[0]
         assert states == [state] * world
         assert (state["epoch"], 0 < state["consumed"] < SAMPLES) == (0, True)
-        seen += [digest for mine in found for digests, _ in mine[:together] for digest in digests]
+        seen += [digest for rank_records in by_rank for digests, _ in rank_records[:together] for digest in digests]
         assert len(seen) == state["consumed"]
 
     records = tmp_path / "last"
     with readers(shards, 4, 13, state, records) as ranks:
         assert [rank.wait(timeout=60) for rank in ranks] == [0] * 4
-    found = recorded(records, 4)
-    assert len({len(mine) for mine in found}) == 1
-    assert all(mine[-1][1] | {"plan": ""} == {"epoch": 1, "consumed": 0, "plan": ""} for mine in found)
-    seen += [digest for mine in found for digests, _ in mine for digest in digests]
+    by_rank = recorded(records, 4)
+    assert len({len(rank_records) for rank_records in by_rank}) == 1
+    assert all(
+        rank_records[-1][1] | {"plan": ""} == {"epoch": 1, "consumed": 0, "plan": ""} for rank_records in by_rank
+    )
+    seen += [digest for rank_records in by_rank for digests, _ in rank_records for digest in digests]
 
     images = (shards.parent.parent / "tree/train").rglob("*.jpg")
     every = Counter(hashlib.sha256(path.read_bytes()).hexdigest() for path in images)
@@ -147,20 +149,20 @@ def test_an_epoch_killed_and_resumed_in_other_worlds_is_read_exactly_once(shards
 
 
 def batches(
-    url: Path, *, batch: int, seat: tuple[int, int] = (0, 1), state: dict[str, Any] | None = None, **settings: Any
+    url: Path, *, batch: int, rank: tuple[int, int] = (0, 1), state: dict[str, Any] | None = None, **settings: Any
 ) -> list[tuple[Pixels, list[int], dict[str, Any]]]:
-    """The pixels, the labels and the state after each batch, from a state to the end of its epoch."""
-    with Loader(str(url), global_batch=batch, size=32, seat=seat, **settings) as loader:
+    """Return pixels, labels and state of each batch, from a state to the end of its epoch."""
+    with Loader(str(url), global_batch=batch, size=32, rank=rank, **settings) as loader:
         if state is not None:
             loader.load_state_dict(state)
         expected = len(loader)
-        taken = [(one.images.copy(), one.labels.tolist(), loader.state_dict()) for one in loader]
+        taken = [(read.images.copy(), read.labels.tolist(), loader.state_dict()) for read in loader]
         assert len(taken) == expected
         return taken
 
 
 @pytest.mark.parametrize(("world", "batch"), [(1, 17), (2, 24), (3, 25)])
-def test_from_every_kill_point_every_world_sees_the_same_pixels(shards: Path, world: int, batch: int) -> None:
+def test_every_world_size_resumes_from_every_cursor_with_the_same_pixels(shards: Path, world: int, batch: int) -> None:
     alone = batches(shards, batch=24, threads=2)
     pixels = np.concatenate([images for images, _, _ in alone])
     labels = [label for _, some, _ in alone for label in some]
@@ -168,40 +170,40 @@ def test_from_every_kill_point_every_world_sees_the_same_pixels(shards: Path, wo
 
     for state in [None, *(state for _, _, state in alone[:-1])]:
         consumed = 0 if state is None else state["consumed"]
-        ranks = [batches(shards, batch=batch, seat=(rank, world), state=state, threads=2) for rank in range(world)]
+        ranks = [batches(shards, batch=batch, rank=(rank, world), state=state, threads=2) for rank in range(world)]
         for step, together in enumerate(zip(*ranks, strict=True)):
             first = consumed + step * batch
             last = min(first + batch, SAMPLES)
             assert sum(len(images) for images, _, _ in together) == last - first
             for rank, (images, some, _) in enumerate(together):
-                # Rows of the global batch go round the ranks.
-                mine = slice(first + (rank - first) % world, last, world)
-                assert images.tobytes() == pixels[mine].tobytes()
-                assert some == labels[mine]
+                # Rows of the global batch are assigned round-robin to the ranks.
+                rows = slice(first + (rank - first) % world, last, world)
+                assert images.tobytes() == pixels[rows].tobytes()
+                assert some == labels[rows]
 
 
-def test_a_rank_that_gets_nothing_of_the_last_batch_still_makes_the_step(shards: Path) -> None:
-    ranks = [batches(shards, batch=SAMPLES - 1, seat=(rank, 3)) for rank in range(3)]
+def test_a_rank_without_samples_in_the_last_batch_still_makes_the_step(shards: Path) -> None:
+    ranks = [batches(shards, batch=SAMPLES - 1, rank=(rank, 3)) for rank in range(3)]
     assert [[len(images) for images, _, _ in steps] for steps in ranks] == [[100, 0], [100, 0], [99, 1]]
     assert ranks[0][1][0].shape == (0, 32, 32, 3)
     assert len({json.dumps(steps[-1][2]) for steps in ranks}) == 1
 
 
-def test_threads_and_prefetch_change_no_byte(shards: Path) -> None:
-    found = {}
+def test_threads_and_prefetch_do_not_change_the_batches(shards: Path) -> None:
+    by_options = {}
     for threads in (1, 2, 5):
         for prefetch in (1, 8):
             taken = batches(shards, batch=50, seed=3, threads=threads, prefetch=prefetch)
-            found[threads, prefetch] = [(images.tobytes(), labels, state) for images, labels, state in taken]
-    first = found[1, 1]
-    assert all(each == first for each in found.values())
+            by_options[threads, prefetch] = [(images.tobytes(), labels, state) for images, labels, state in taken]
+    first = by_options[1, 1]
+    assert all(each == first for each in by_options.values())
     other = batches(shards, batch=50, seed=4)
     assert [images.tobytes() for images, _, _ in other] != [pixels for pixels, _, _ in first]
 
 
-def test_a_loop_goes_on_where_the_last_was_left(shards: Path) -> None:
+def test_a_loop_continues_where_the_last_one_stopped(shards: Path) -> None:
     whole = [images.tobytes() for images, _, _ in batches(shards, batch=40)]
-    with Loader(str(shards), global_batch=40, size=32, seat=(0, 1)) as loader:
+    with Loader(str(shards), global_batch=40, size=32, rank=(0, 1)) as loader:
         taken = []
         for batch in loader:
             taken.append(batch.images.tobytes())
@@ -215,7 +217,7 @@ def test_a_loop_goes_on_where_the_last_was_left(shards: Path) -> None:
         assert (loader.cursor.epoch, loader.cursor.consumed) == (2, 0)
 
 
-def test_a_cursor_goes_on_in_a_copy_of_the_set_and_nowhere_else(shards: Path, tmp_path: Path) -> None:
+def test_a_cursor_is_accepted_for_a_copy_of_the_dataset_only(shards: Path, tmp_path: Path) -> None:
     (_, _, state), *rest = batches(shards, batch=100)
     copy = shutil.copytree(shards, tmp_path / "copy")
     again = batches(copy, batch=100, state=state)
@@ -224,29 +226,29 @@ def test_a_cursor_goes_on_in_a_copy_of_the_set_and_nowhere_else(shards: Path, tm
     make_noise(tmp_path / "tree/train", start=1)
     assert stoker("data", "convert", tmp_path / "tree", tmp_path / "other", "--shard-samples", 9) == 0
     for url, settings in ((tmp_path / "other/train", {}), (copy, {"seed": 1}), (copy, {"sampling": "resampled"})):
-        with pytest.raises(InputError, match="the cursor is of plan"):
+        with pytest.raises(InputError, match=state["plan"]):
             batches(url, batch=100, state=state, **settings)
 
 
-def test_join_resumes_at_the_beginning_of_an_epoch(shards: Path) -> None:
-    found: Counter[bytes] = Counter()
+def test_join_resumes_at_the_start_of_an_epoch_only(shards: Path) -> None:
+    images: Counter[bytes] = Counter()
     for rank in range(3):
-        with Loader(str(shards), transform=None, global_batch=30, sampling="join", seat=(rank, 3)) as loader:
-            stood = []
+        with Loader(str(shards), transform=None, global_batch=30, sampling="join", rank=(rank, 3)) as loader:
+            cursors = []
             for batch in loader:
-                found.update(map(bytes, batch.images))
-                stood.append((loader.cursor.epoch, loader.cursor.consumed))
-            assert stood == [(0, 0)] * (len(stood) - 1) + [(1, 0)]
-            with pytest.raises(InputError, match="cannot be entered"):
+                images.update(map(bytes, batch.images))
+                cursors.append((loader.cursor.epoch, loader.cursor.consumed))
+            assert cursors == [(0, 0)] * (len(cursors) - 1) + [(1, 0)]
+            with pytest.raises(InputError, match=r"join.*\b10\b"):
                 loader.load_state_dict(loader.state_dict() | {"consumed": 10})
-    assert (len(found), found.total()) == (SAMPLES, SAMPLES)
+    assert (len(images), images.total()) == (SAMPLES, SAMPLES)
 
 
-def test_resampled_resumes_in_any_world(shards: Path) -> None:
+def test_resampled_resumes_with_any_world_size(shards: Path) -> None:
     settings: dict[str, Any] = {"sampling": "resampled", "epoch_samples": 100, "transform": "imagenet-train"}
     alone = batches(shards, batch=30, **settings)
     assert [len(images) for images, _, _ in alone] == [30, 30, 30, 10]
     pixels = np.concatenate([images for images, _, _ in alone])
     for rank in range(2):
-        mine = batches(shards, batch=21, seat=(rank, 2), state=alone[0][2], **settings)
-        assert np.concatenate([images for images, _, _ in mine]).tobytes() == pixels[30 + rank :: 2].tobytes()
+        own_batches = batches(shards, batch=21, rank=(rank, 2), state=alone[0][2], **settings)
+        assert np.concatenate([images for images, _, _ in own_batches]).tobytes() == pixels[30 + rank :: 2].tobytes()

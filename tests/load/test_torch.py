@@ -1,4 +1,4 @@
-"""The dataset under the real torch: alone, and under DataLoader with forked, spawned and persistent workers."""
+"""The PyTorch dataset: used directly, and with DataLoader and forked, spawned and persistent workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import os
 import pickle
 import re
 import threading
-import time
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -25,15 +24,16 @@ from stoker import Loader
 from stoker.errors import InputError
 from tests.support.paths import DOCS
 from tests.support.trees import import_without, make_dataset, stoker
+from tests.support.waiting import wait_until
 
 torch = pytest.importorskip("torch")
 
 from torch.utils.data import DataLoader  # noqa: E402
 
 import stoker.load.torch as under_test  # noqa: E402
-from stoker.load.torch import IMAGENET_MEAN, IMAGENET_STD, Dataset, TorchBatch, normalise  # noqa: E402
+from stoker.load.torch import IMAGENET_MEAN, IMAGENET_STD, Dataset, TorchBatch, normalize  # noqa: E402
 
-# Three workers on two cores are slow, which DataLoader says, and what is tested.
+# DataLoader warns about three workers on two cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 SETTINGS: dict[str, Any] = {"global_batch": 8, "size": 16, "threads": 2, "seed": 3}
@@ -55,7 +55,7 @@ def digest(pixels: npt.NDArray[np.uint8]) -> str:
 
 
 def seen(batches: Iterable[TorchBatch]) -> Seen:
-    """What batches hold, as values; nothing of them is kept."""
+    """Return the content of batches as comparable values, without keeping the batches."""
     return [
         (digest(batch.images.permute(0, 2, 3, 1).numpy()), batch.labels.tolist(), tuple(batch.cursor))
         for batch in batches
@@ -64,7 +64,7 @@ def seen(batches: Iterable[TorchBatch]) -> Seen:
 
 @functools.cache
 def expected(shards: str, epochs: int = 4) -> list[Seen]:
-    """The same by the Loader, an epoch a list."""
+    """Return the same from the Loader, one list per epoch."""
     with Loader(shards, **SETTINGS) as loader:
         return [
             [(digest(batch.images), batch.labels.tolist(), tuple(batch.cursor)) for batch in loader]
@@ -76,36 +76,34 @@ def workers(dataset: Dataset, number: int, **more: Any) -> DataLoader[TorchBatch
     return DataLoader(dataset, batch_size=None, num_workers=number, **more)
 
 
-def refused(loader: DataLoader[TorchBatch], sentence: str) -> None:
-    said = ""
+def assert_rejected(loader: DataLoader[TorchBatch], part: str) -> None:
+    message = ""
     try:
         next(iter(loader))
     except InputError as error:
-        said = str(error)
-        error.__traceback__ = None  # it would keep the iterator, whose workers then outlive their queues
-    assert sentence in said
+        message = str(error)
+        error.__traceback__ = None  # it would keep the iterator alive, whose workers then outlive their queues
+    assert part in message
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Any:
+def _check_for_leaks() -> Any:
     threads, children = set(threading.enumerate()), set(multiprocessing.active_children())
-    memories = memfds()
+    memfds = count_memfds()
     yield
     gc.collect()
-    deadline = time.monotonic() + 10
-    while set(threading.enumerate()) - threads and time.monotonic() < deadline:
-        time.sleep(0.01)  # DataLoader does not wait for the threads of its queues
-    assert set(threading.enumerate()) <= threads
+    # DataLoader does not wait for the threads of its queues.
+    wait_until(lambda: set(threading.enumerate()) <= threads)
     assert set(multiprocessing.active_children()) <= children
-    assert memfds() <= memories
+    assert count_memfds() <= memfds
 
 
-def memfds() -> int:
+def count_memfds() -> int:
     links = (Path("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
-    return sum("stoker-turns" in str(link.readlink()) for link in links if link.is_symlink())
+    return sum("stoker-cursor" in str(link.readlink()) for link in links if link.is_symlink())
 
 
-def test_a_plain_loop_is_the_loader(shards: str) -> None:
+def test_a_direct_loop_yields_the_batches_of_the_loader(shards: str) -> None:
     dataset = Dataset(shards, **SETTINGS)
     assert [seen(dataset) for _ in range(4)] == expected(shards)
 
@@ -118,7 +116,7 @@ def test_any_number_of_workers_gives_the_same_batches_in_order(shards: str, numb
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
-def test_each_for_is_the_next_epoch(shards: str, start: str, persistent: bool) -> None:
+def test_each_loop_is_the_next_epoch(shards: str, start: str, persistent: bool) -> None:
     loader = workers(
         Dataset(shards, **SETTINGS), 2, multiprocessing_context=start, persistent_workers=persistent, timeout=60
     )
@@ -130,7 +128,7 @@ def test_an_epoch_with_fewer_steps_than_workers(shards: str) -> None:
     assert [[batch.count for batch in loader] for _ in range(2)] == [[80, 10]] * 2
 
 
-def test_a_seed_that_is_set_again_does_not_repeat_an_epoch(shards: str) -> None:
+def test_setting_the_seed_again_does_not_repeat_an_epoch(shards: str) -> None:
     loader = workers(Dataset(shards, **SETTINGS), 2)
     epochs = []
     for _ in range(3):
@@ -139,17 +137,17 @@ def test_a_seed_that_is_set_again_does_not_repeat_an_epoch(shards: str) -> None:
     assert epochs == expected(shards)[:3]
 
 
-def test_iterations_that_start_together_are_kept_apart(shards: str) -> None:
+def test_concurrent_iterations_are_distinguished(shards: str) -> None:
     loader = workers(Dataset(shards, **SETTINGS), 2)
     first, second = zip(*zip(loader, loader, strict=True), strict=True)
     assert sorted([seen(first), seen(second)], key=lambda epoch: epoch[0][2]) == expected(shards)[:2]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_breaking_off_begins_the_next_epoch_unless_a_cursor_says_otherwise(shards: str, persistent: bool) -> None:
+def test_stopping_early_starts_the_next_epoch_unless_a_cursor_is_loaded(shards: str, persistent: bool) -> None:
     dataset = Dataset(shards, **SETTINGS)
     loader = workers(dataset, 2, persistent_workers=persistent)
-    for taken in (5, STEPS - 1):  # of the second the workers have made all by then
+    for taken in (5, STEPS - 1):  # in the second case the workers have loaded all batches by then
         batches = list(islice(loader, taken))
         epoch = batches[0].cursor.epoch
         assert seen(batches) == expected(shards)[epoch][:taken]
@@ -160,7 +158,7 @@ def test_breaking_off_begins_the_next_epoch_unless_a_cursor_says_otherwise(shard
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 3), (3, 1)])
-def test_a_cursor_goes_on_with_another_number_of_workers(shards: str, before: int, after: int) -> None:
+def test_a_cursor_resumes_with_another_number_of_workers(shards: str, before: int, after: int) -> None:
     batches = list(islice(workers(Dataset(shards, **SETTINGS), before), 5))
     again = Dataset(shards, **SETTINGS)
     again.load_state_dict(batches[-1].cursor.state())
@@ -168,7 +166,7 @@ def test_a_cursor_goes_on_with_another_number_of_workers(shards: str, before: in
     assert [seen(loader), seen(loader)] == [expected(shards)[0][5:], expected(shards)[1]]
 
 
-def test_a_checkpoint_of_the_plain_loop_goes_on_anywhere(shards: str) -> None:
+def test_a_state_dict_of_a_direct_loop_resumes_with_or_without_workers(shards: str) -> None:
     dataset = Dataset(shards, **SETTINGS)
     assert dataset.state_dict()["epoch"] == dataset.state_dict()["consumed"] == 0
     for number, batch in enumerate(dataset, 1):
@@ -181,29 +179,29 @@ def test_a_checkpoint_of_the_plain_loop_goes_on_anywhere(shards: str) -> None:
     assert seen(workers(dataset, 2)) == seen(again) == expected(shards)[1]
 
 
-def test_workers_make_a_checkpoint_of_the_dataset_meaningless(shards: str) -> None:
+def test_state_dict_is_rejected_after_iterating_with_workers(shards: str) -> None:
     dataset = Dataset(shards, **SETTINGS)
     seen(workers(dataset, 1))
-    with pytest.raises(InputError, match=r"save batch\.cursor\.state\(\)"):
+    with pytest.raises(InputError, match=r"batch\.cursor\.state\(\)"):
         dataset.state_dict()
     seen(dataset)
     assert dataset.state_dict()["epoch"] == 2
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_cursor_of_another_plan_is_refused(shards: str, number: int) -> None:
+def test_a_cursor_of_another_plan_is_rejected(shards: str, number: int) -> None:
     dataset = Dataset(shards, **SETTINGS)
     dataset.load_state_dict({"epoch": 0, "consumed": 8, "plan": "other"})
-    refused(workers(dataset, number), "the cursor is of plan other")
+    assert_rejected(workers(dataset, number), "plan other")
 
 
-def test_wrong_settings_are_told_in_words(shards: str) -> None:
+def test_invalid_options_are_named(shards: str) -> None:
     with pytest.raises(TypeError, match="batch_size"):
         Dataset(shards, global_batch=8, batch_size=3)
-    refused(workers(Dataset(shards, global_batch=0), 1), "global_batch: 0 is less than 1")
+    assert_rejected(workers(Dataset(shards, global_batch=0), 1), "global_batch: 0")
 
 
-def test_a_pickled_copy_stands_alone(shards: str) -> None:
+def test_a_pickled_copy_is_independent(shards: str) -> None:
     dataset = Dataset(shards, **SETTINGS)
     batch = next(iter(dataset))
     copy = pickle.loads(pickle.dumps(dataset))
@@ -212,26 +210,26 @@ def test_a_pickled_copy_stands_alone(shards: str) -> None:
     assert dataset.state_dict() == batch.cursor.state()
 
 
-def rank(dataset: Dataset, number: int, out: Any) -> None:
+def run_rank(dataset: Dataset, number: int, out: Any) -> None:
     loader = DataLoader(dataset, batch_size=None, num_workers=number)
     out.put([[tuple(batch.cursor) for batch in loader] for _ in range(2)])
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_processes_that_were_given_one_dataset_each_read_every_epoch(shards: str, start: str) -> None:
+def test_processes_that_share_a_dataset_each_read_every_epoch(shards: str, start: str) -> None:
     context = multiprocessing.get_context(start)
     out = context.SimpleQueue()
     dataset = Dataset(shards, **SETTINGS)
-    ranks = [context.Process(target=rank, args=(dataset, number, out)) for number in (0, 2)]
-    for one in ranks:
-        one.start()
+    ranks = [context.Process(target=run_rank, args=(dataset, number, out)) for number in (0, 2)]
+    for process in ranks:
+        process.start()
     for _ in ranks:
         assert out.get() == [[cursor for *_, cursor in epoch] for epoch in expected(shards)[:2]]
-    for one in ranks:
-        one.join()
+    for process in ranks:
+        process.join()
 
 
-def test_workers_started_in_the_middle_of_a_plain_loop(shards: str) -> None:
+def test_workers_started_in_the_middle_of_a_direct_loop(shards: str) -> None:
     dataset = Dataset(shards, **SETTINGS)
     plain = iter(dataset)
     first = [next(plain), next(plain)]
@@ -239,7 +237,7 @@ def test_workers_started_in_the_middle_of_a_plain_loop(shards: str) -> None:
     assert seen([*first, *plain]) == expected(shards)[0]
 
 
-def test_images_are_the_loaders_own_memory(shards: str) -> None:
+def test_images_are_not_copied(shards: str) -> None:
     dataset = Dataset(shards, **SETTINGS)
     with mock.patch.object(torch, "from_numpy", wraps=torch.from_numpy) as from_numpy:
         batch = next(iter(dataset))
@@ -251,28 +249,28 @@ def test_images_are_the_loaders_own_memory(shards: str) -> None:
     assert [batch.images.data_ptr(), batch.labels.data_ptr()] == [array.ctypes.data for array in host]
 
 
-def test_memory_is_used_again_but_not_while_it_is_looked_at(shards: str) -> None:
+def test_memory_is_reused_but_not_while_a_tensor_refers_to_it(shards: str) -> None:
     dataset = Dataset(shards, **{**SETTINGS, "prefetch": 1})
     held = list(dataset)
     assert seen(held) == expected(shards)[0]
-    places = {batch.images.data_ptr() for batch in held}
-    assert len(places) == STEPS
+    addresses = {batch.images.data_ptr() for batch in held}
+    assert len(addresses) == STEPS
     del held
-    assert places & {batch.images.data_ptr() for batch in dataset}
+    assert addresses & {batch.images.data_ptr() for batch in dataset}
 
 
-def test_planes_come_as_they_are(shards: str) -> None:
+def test_nchw_is_not_permuted(shards: str) -> None:
     batch = next(iter(Dataset(shards, **SETTINGS, layout="NCHW")))
     assert batch.images.is_contiguous()
     assert digest(batch.images.permute(0, 2, 3, 1).numpy()) == expected(shards)[0][0][0]
 
 
-def mean_of(pixels: npt.NDArray[np.uint8], draw: np.random.Generator) -> npt.NDArray[np.float32]:
-    return np.append(pixels.mean(axis=(0, 1)), draw.random()).astype(np.float32)
+def mean_of(pixels: npt.NDArray[np.uint8], rng: np.random.Generator) -> npt.NDArray[np.float32]:
+    return np.append(pixels.mean(axis=(0, 1)), rng.random()).astype(np.float32)
 
 
 @pytest.mark.parametrize("number", [0, 2])
-def test_encoded_images_and_transforms_of_the_users_own(shards: str, number: int) -> None:
+def test_encoded_images_and_user_transforms(shards: str, number: int) -> None:
     encoded = list(workers(Dataset(shards, global_batch=30, transform=None), number))
     with Loader(shards, global_batch=30, transform=None) as loader:
         assert [batch.images for batch in encoded] == [list(map(bytes, batch.images)) for batch in loader]
@@ -282,18 +280,18 @@ def test_encoded_images_and_transforms_of_the_users_own(shards: str, number: int
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_normalise_is_the_formula(dtype: Any) -> None:
+def test_normalize_matches_the_formula(dtype: Any) -> None:
     images = torch.randint(0, 256, (5, 8, 9, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
-    found = normalise(images, dtype=dtype)
+    normalized = normalize(images, dtype=dtype)
     mean, std = (torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
     formula = (images.double() / 255 - mean) / std
-    assert found.dtype == dtype
-    assert found.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(found, formula.to(dtype), atol=1e-5, rtol=torch.finfo(dtype).eps)
-    assert torch.equal(normalise(images, mean=(0, 0, 0), std=(1, 1, 1)) * 255 > 254.5, images == 255)
+    assert normalized.dtype == dtype
+    assert normalized.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(normalized, formula.to(dtype), atol=1e-5, rtol=torch.finfo(dtype).eps)
+    assert torch.equal(normalize(images, mean=(0, 0, 0), std=(1, 1, 1)) * 255 > 254.5, images == 255)
 
 
-def test_pin_memory_pins_the_tensors_and_keeps_the_rest(shards: str) -> None:
+def test_pin_memory_pins_the_tensors_only(shards: str) -> None:
     batch = next(iter(Dataset(shards, **SETTINGS)))
     with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor + 1):
         pinned = torch.utils.data._utils.pin_memory.pin_memory(batch)
@@ -303,23 +301,23 @@ def test_pin_memory_pins_the_tensors_and_keeps_the_rest(shards: str) -> None:
     assert torch.utils.data.default_convert(batch) is batch
 
 
-def test_devices_that_are_not_there_are_refused(shards: str) -> None:
+def test_unavailable_devices_are_rejected(shards: str) -> None:
     assert seen(Dataset(shards, device="cpu", **SETTINGS)) == expected(shards)[0]
-    with pytest.raises(InputError, match="it must be cpu or cuda"):
+    with pytest.raises(InputError, match="'meta'"):
         Dataset(shards, device="meta", **SETTINGS)
     if not torch.cuda.is_available():
-        with pytest.raises(InputError, match="there is no CUDA here"):
+        with pytest.raises(InputError, match="'cuda'"):
             Dataset(shards, device="cuda", **SETTINGS)
 
 
 class Event:
-    """A CUDA event that is done when the test says so, or when it is waited for."""
+    """Fake CUDA event, done when the test sets it or when it is synchronized."""
 
-    made: ClassVar[list[Event]] = []
+    created: ClassVar[list[Event]] = []
 
     def __init__(self) -> None:
         self.done = False
-        self.made.append(self)
+        self.created.append(self)
 
     def record(self, stream: object) -> None:
         assert stream == "the stream"
@@ -333,51 +331,51 @@ class Event:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterable[None]:
-    """CUDA as far as the host sees it: a copy is a clone."""
+    """Fake CUDA: a copy to the device is a clone."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "the stream")
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor.clone())
-    monkeypatch.setattr(under_test, "_pinned", lambda size: np.empty(size, dtype=np.uint8))
+    monkeypatch.setattr(under_test, "_allocate_pinned", lambda size: np.empty(size, dtype=np.uint8))
     yield
-    Event.made.clear()
+    Event.created.clear()
 
 
-def test_host_memory_is_held_until_its_copy_is_done(shards: str, cuda: None) -> None:
+def test_host_memory_is_kept_until_its_copy_is_complete(shards: str, cuda: None) -> None:
     dataset = Dataset(shards, device="cuda", **{**SETTINGS, "prefetch": 1})
-    uploads = dataset._upload
-    assert uploads is not None
+    copier = dataset._copier
+    assert copier is not None
     batches = iter(dataset)
-    found = [next(batches), next(batches)]
-    assert [event.done for event in Event.made] == [False, False]
-    assert len(uploads._held) == 2
-    found.append(next(batches))
-    assert [event.done for event in Event.made] == [True, False, False], "only the oldest was waited for"
-    assert len(uploads._held) == 2
-    Event.made[1].done = Event.made[2].done = True
-    found.append(next(batches))
-    assert len(uploads._held) == 1
-    assert seen([*found, *batches]) == expected(shards)[0]
-    assert len(uploads._held) == 2, "what the last copies read outlives the epoch"
+    taken = [next(batches), next(batches)]
+    assert [event.done for event in Event.created] == [False, False]
+    assert len(copier._in_flight) == 2
+    taken.append(next(batches))
+    assert [event.done for event in Event.created] == [True, False, False], "waits for the oldest only"
+    assert len(copier._in_flight) == 2
+    Event.created[1].done = Event.created[2].done = True
+    taken.append(next(batches))
+    assert len(copier._in_flight) == 1
+    assert seen([*taken, *batches]) == expected(shards)[0]
+    assert len(copier._in_flight) == 2, "host memory of the last copies outlives the epoch"
 
 
-def test_workers_do_not_touch_the_device(shards: str, cuda: None) -> None:
-    refused(workers(Dataset(shards, device="cuda", **SETTINGS), 1), "give DataLoader pin_memory=True")
+def test_a_device_is_rejected_with_workers(shards: str, cuda: None) -> None:
+    assert_rejected(workers(Dataset(shards, device="cuda", **SETTINGS), 1), "pin_memory=True")
 
 
-def test_without_torch_the_import_says_what_to_install() -> None:
+def test_import_without_torch_names_the_extra() -> None:
     assert (
         import_without("torch", "stoker.load.torch")
         == "stoker.load.torch needs the Python package 'torch'; run: pip install 'stoker[torch]'\n"
     )
 
 
-def augment(pixels: npt.NDArray[np.uint8], draw: np.random.Generator) -> npt.NDArray[np.uint8]:
-    return np.roll(pixels[:16, :16], draw.integers(16), axis=0)
+def augment(pixels: npt.NDArray[np.uint8], rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+    return np.roll(pixels[:16, :16], rng.integers(16), axis=0)
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator:UserWarning")
-def test_the_page_says_what_works(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_the_docs_page_work(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = DOCS / "pytorch.md"
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -386,9 +384,9 @@ def test_the_page_says_what_works(shards: str, tmp_path: Path, monkeypatch: pyte
     names = {"torch": torch, "model": torch.nn.Linear(1, 1), "augment": augment, "range": lambda _: range(2)}
     names["train"] = lambda images, labels: seen.append((*images.shape, len(labels)))
     for block in blocks:
-        here = {"global_batch=256": "global_batch=64", '"cuda"': '"cpu"', "num_workers=8": "num_workers=2"}
-        for there, instead in here.items():
-            block = block.replace(there, instead)
+        replacements = {"global_batch=256": "global_batch=64", '"cuda"': '"cpu"', "num_workers=8": "num_workers=2"}
+        for original, replacement in replacements.items():
+            block = block.replace(original, replacement)
         exec(block, names)
     assert len(blocks) == 2
     assert seen == [(64, 3, 224, 224, 64), (26, 3, 224, 224, 26)] * 2

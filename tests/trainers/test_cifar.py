@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import SHARED
+from tests.support.trainings import run
 from tests.support.trees import stoker
-from tests.trainers.trainings import run
 
 IMAGES = SHARED / "data/cifar10-images.tar.xz"
 FLAGS = ["--size", "32", "--model", "resnet8", "--global-batch-size", "128", "--channels-last", "--log-every", "10"]
@@ -32,7 +32,7 @@ LEARN = [
 @pytest.fixture(scope="module")
 def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not IMAGES.exists():
-        pytest.skip("CIFAR-10 is not here")
+        pytest.skip(f"{IMAGES.name} not found")
     folder = tmp_path_factory.mktemp("cifar")
     with tarfile.open(IMAGES) as tar:
         tar.extractall(folder, filter="data")
@@ -42,10 +42,10 @@ def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_seventy_percent_within_ten_minutes(cifar: Path, tmp_path: Path) -> None:
-    began = time.monotonic()
+def test_70_percent_within_10_minutes(cifar: Path, tmp_path: Path) -> None:
+    started = time.monotonic()
     data = ["--train", cifar / "train", "--val", cifar / "test", "--checkpoint-dir", tmp_path / "ck"]
     done = run(tmp_path / "log", 2, *data, *FLAGS, *LEARN, torchrun=True, timeout=900)
     assert done.code == 0, done.text
-    assert time.monotonic() - began < 600
+    assert time.monotonic() - started < 600
     assert done.marks("end")[0].fields["val_top1"] >= 0.70

@@ -1,9 +1,10 @@
-"""Trainings that end too early and go on: killed at any moment, told to stop, in other worlds."""
+"""Trainings that are killed or stopped and resumed, also with another world size: same bits, exact ledger."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -14,18 +15,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from stoker.trainers.checkpoints import Checkpoints
-from stoker.trainers.ledger import effective, sessions
-from stoker.trainers.world import Stop, end_with_starter
-from tests.trainers.trainings import Done, run, same_bits, started, state, weights
+from stoker.trainers.checkpoints import CheckpointStore
+from stoker.trainers.ledger import effective_samples, session_starts
+from stoker.trainers.world import StopSignal, exit_with_parent
+from tests.support.trainings import TrainingResult, read_checkpoint, run, same_bits, start_training, weights
 
-Train = Callable[..., Done]
+Train = Callable[..., TrainingResult]
 SAMPLES = 203
 EPOCHS = 3
 
 
-def exactly_once(ledger: Path, epochs: int = EPOCHS, samples: int = SAMPLES) -> None:
-    history = effective(ledger)
+def assert_exactly_once(ledger: Path, epochs: int = EPOCHS, samples: int = SAMPLES) -> None:
+    history = effective_samples(ledger)
     assert sorted(history) == list(range(epochs))
     for epoch, seen in history.items():
         assert len(seen) == samples, (epoch, len(seen))
@@ -34,65 +35,67 @@ def exactly_once(ledger: Path, epochs: int = EPOCHS, samples: int = SAMPLES) -> 
 
 @pytest.fixture(scope="module")
 def undisturbed(flags: list[object], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[object], Path]:
-    """The flags of a training of three ranks, and what it gives when nothing happens to it."""
+    """The flags of a training with three ranks, and its checkpoints if nothing happens to it."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    mine = [*flags, "--model", "small", "--epochs", EPOCHS, "--deterministic", "--ema", 0.9]
-    done = run(folder / "log", 3, *mine, "--checkpoint-dir", folder / "ck", "--ledger", folder / "ledger")
+    own = [*flags, "--model", "small", "--epochs", EPOCHS, "--deterministic", "--ema", 0.9]
+    done = run(folder / "log", 3, *own, "--checkpoint-dir", folder / "ck", "--ledger", folder / "ledger")
     assert done.code == 0, done.text
-    exactly_once(folder / "ledger")
-    return mine, folder / "ck"
+    assert_exactly_once(folder / "ledger")
+    return own, folder / "ck"
 
 
-def disturbed(own: list[object], log: Path, who: str, *, torchrun: bool = False, within_s: float = 0.3) -> None:
-    """Kill a rank, the starter, or all of a training at some moment after its first new checkpoint."""
-    with started(log, 3, *own, torchrun=torchrun) as gang:
-        gang.wait_for('"name": "checkpoint"')
+def interrupt(own: list[object], log: Path, victim: str, *, torchrun: bool = False, within_s: float = 0.3) -> None:
+    """Kill a rank, torchrun or all ranks at a random moment after the first new checkpoint."""
+    with start_training(log, 3, *own, torchrun=torchrun) as training:
+        training.wait_for('"name": "checkpoint"')
         time.sleep(random.random() * within_s)
-        victims = {"rank": gang.ranks()[-2:-1], "starter": [gang.processes[0].pid], "all": gang.ranks()}[who]
-        for pid in victims:
+        pids = {"rank": training.ranks()[-2:-1], "torchrun": [training.processes[0].pid], "all": training.ranks()}[
+            victim
+        ]
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        if who == "starter":  # its ranks are told to stop, write a checkpoint, and let go of the folder
-            Checkpoints(str(own[own.index("--checkpoint-dir") + 1]), patience_s=60).close()
-            done = gang.wait(60)
-            assert done.marks("stop") or done.marks("end") or "this training is finished" in done.text, done.text
-        if who == "rank":  # the others see that it is gone, and end
-            done = gang.wait(60)
+        if victim == "torchrun":  # its ranks are stopped, write a checkpoint and unlock the directory
+            CheckpointStore(str(own[own.index("--checkpoint-dir") + 1]), lock_timeout_s=60).close()
+            done = training.wait(60)
+            assert done.marks("stop") or done.marks("end"), done.text
+        if victim == "rank":  # the others lose the connection and exit
+            done = training.wait(60)
             assert done.code != 0
-            assert done.marks("lost") or "this training is finished" in done.text or done.marks("end")
+            assert done.marks("lost") or done.marks("end")
 
 
-def ends_the_same(own: list[object], tmp_path: Path, expected: Path) -> None:
+def assert_same_result(own: list[object], tmp_path: Path, expected: Path) -> None:
     done = run(tmp_path / "log", 3, *own)
     assert done.code == 0, done.text
     assert done.marks("resume")
-    exactly_once(tmp_path / "ledger")
-    one, other = state(tmp_path / "ck"), state(expected)
+    assert_exactly_once(tmp_path / "ledger")
+    one, other = read_checkpoint(tmp_path / "ck"), read_checkpoint(expected)
     assert same_bits(one["model"], other["model"])
     assert same_bits(one["ema"], other["ema"])
     assert one["meta"]["best"] == other["meta"]["best"]
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_it_ends_with_the_same_bits(
+def test_killed_at_random_moments_the_result_is_bit_identical(
     undisturbed: tuple[list[object], Path], tmp_path: Path
 ) -> None:
     flags, expected = undisturbed
     own = [*flags, "--checkpoint-dir", tmp_path / "ck", "--ledger", tmp_path / "ledger", "--checkpoint-every-steps", 2]
-    disturbed(own, tmp_path / "log", "rank", within_s=0.0)
-    disturbed(own, tmp_path / "log", "all")
-    ends_the_same(own, tmp_path, expected)
-    first, second, _ = sessions(tmp_path / "ledger")
+    interrupt(own, tmp_path / "log", "rank", within_s=0.0)
+    interrupt(own, tmp_path / "log", "all")
+    assert_same_result(own, tmp_path, expected)
+    first, second, _ = session_starts(tmp_path / "ledger")
     assert first == (0, 0)
-    assert second[1] > 0, "it was not killed in the middle of an epoch"
+    assert second[1] > 0, "was not killed in the middle of an epoch"
 
 
 @pytest.mark.slow
-def test_killed_many_times_under_torchrun(undisturbed: tuple[list[object], Path], tmp_path: Path) -> None:
+def test_killed_many_times_with_torchrun(undisturbed: tuple[list[object], Path], tmp_path: Path) -> None:
     flags, expected = undisturbed
     own = [*flags, "--checkpoint-dir", tmp_path / "ck", "--ledger", tmp_path / "ledger", "--checkpoint-every-steps", 1]
-    for who in ("rank", "all", "starter", "rank", "starter", "all"):
-        disturbed(own, tmp_path / "log", who, torchrun=True)
-    ends_the_same(own, tmp_path, expected)
+    for victim in ("rank", "all", "torchrun", "rank", "torchrun", "all"):
+        interrupt(own, tmp_path / "log", victim, torchrun=True)
+    assert_same_result(own, tmp_path, expected)
 
 
 @pytest.mark.slow
@@ -101,122 +104,127 @@ def test_sigterm_to_one_rank_stops_all_after_the_same_step(
 ) -> None:
     flags, expected = undisturbed
     own = [*flags, "--checkpoint-dir", tmp_path / "ck", "--ledger", tmp_path / "ledger"]
-    with started(tmp_path / "log", 3, *own, torchrun=True) as gang:
-        gang.wait_for('"name": "loss"')
-        os.kill(gang.ranks()[1], signal.SIGTERM)
-        said = gang.wait(60)
-    assert "exitcode  : 143" in said.text
-    step = state(tmp_path / "ck")["meta"]["step"]
-    assert {event.fields["detail"] for event in said.marks("stop")} == {f"stopped after step {step:,}"}
-    ends_the_same(own, tmp_path, expected)
+    with start_training(tmp_path / "log", 3, *own, torchrun=True) as training:
+        training.wait_for('"name": "loss"')
+        os.kill(training.ranks()[1], signal.SIGTERM)
+        done = training.wait(60)
+    assert "exitcode  : 143" in done.text
+    step = read_checkpoint(tmp_path / "ck")["meta"]["step"]
+    assert len({event.fields["detail"] for event in done.marks("stop")}) == 1
+    assert f"step {step:,}" in done.marks("stop")[0].fields["detail"]
+    assert_same_result(own, tmp_path, expected)
 
 
 @pytest.mark.slow
 def test_ranks_stop_when_torchrun_is_killed(flags: list[object], tmp_path: Path) -> None:
     own = [*flags, "--epochs", 1000, "--checkpoint-dir", tmp_path / "ck", "--val", ""]
-    with started(tmp_path / "log", 2, *own, torchrun=True) as gang:
-        gang.wait_for('"name": "loss"')
-        ranks = gang.ranks()
-        os.kill(gang.processes[0].pid, signal.SIGKILL)
+    with start_training(tmp_path / "log", 2, *own, torchrun=True) as training:
+        training.wait_for('"name": "loss"')
+        ranks = training.ranks()
+        os.kill(training.processes[0].pid, signal.SIGKILL)
         try:
-            Checkpoints(str(tmp_path / "ck"), patience_s=30).close()  # the folder is free for the next start
+            CheckpointStore(str(tmp_path / "ck"), lock_timeout_s=60).close()  # the directory is free for the next start
         finally:
             for pid in ranks:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        done = gang.wait(30)
-    step = state(tmp_path / "ck")["meta"]["step"]
+        done = training.wait(60)
+    step = read_checkpoint(tmp_path / "ck")["meta"]["step"]
     assert step > 0
-    assert f"stopped after step {step:,}; the same command goes on from there" in done.text
+    assert f"step {step:,}" in done.marks("stop")[0].fields["detail"]
 
 
-SLOW_OR_FULL = """
+SLOW_OR_FULL_DISK = """
 import os, time
-from stoker.errors import FullError
+from stoker.errors import StorageFullError
 from stoker.trainers import checkpoints, models
 
-pack = checkpoints._pack
+write_file = checkpoints._write_file
 
-def other(state, path):
+def write_slowly(state, path):
     time.sleep(2)
     if os.environ["DISK"] == "full":
-        raise FullError("no space left", where=path)
-    pack(state, path)
+        raise StorageFullError("no space left", where=path)
+    write_file(state, path)
 
-checkpoints._pack = other
+checkpoints._write_file = write_slowly
 
 def net(num_classes):
-    return models.Trivial(num_classes=num_classes)
+    return models.TrivialNet(num_classes=num_classes)
 """
 
 
 @pytest.mark.parametrize(("disk", "code"), [("slow", 143), ("full", 5)])
 def test_all_ranks_wait_for_the_last_checkpoint(flags: list[object], tmp_path: Path, disk: str, code: int) -> None:
-    """Else torchrun sees that one has ended, and kills the one that writes."""
+    """Otherwise torchrun sees that one rank has exited, and kills the one that writes."""
     (tmp_path / "disks").mkdir()
-    (tmp_path / "disks/odd.py").write_text(SLOW_OR_FULL)
+    (tmp_path / "disks/slow_disk.py").write_text(SLOW_OR_FULL_DISK)
     path = os.pathsep.join([str(tmp_path / "disks"), os.environ.get("PYTHONPATH", "")])
-    own = [*flags, "--model", "odd:net", "--epochs", 1000, "--checkpoint-dir", tmp_path / "ck", "--val", ""]
+    own = [*flags, "--model", "slow_disk:net", "--epochs", 1000, "--checkpoint-dir", tmp_path / "ck", "--val", ""]
     own += ["--validate-every", 0, "--global-batch-size", 2, "--checkpoint-every", 0]
-    with started(tmp_path / "log", 2, *own, PYTHONPATH=path, DISK=disk) as gang:
-        gang.wait_for('"name": "loss"')
-        os.kill(gang.ranks()[1], signal.SIGTERM)
-        assert gang.processes[1].wait(60) == code
-        there = list((tmp_path / "ck").glob("step-*.pt"))
-        assert gang.processes[0].wait(60) == code
-    assert bool(there) == (disk == "slow")
-    assert len([line for line in gang.log.read_text().splitlines() if line.startswith("error: ")]) == (disk == "full")
+    with start_training(tmp_path / "log", 2, *own, PYTHONPATH=path, DISK=disk) as training:
+        training.wait_for('"name": "loss"')
+        os.kill(training.ranks()[1], signal.SIGTERM)
+        assert training.processes[1].wait(60) == code
+        written = list((tmp_path / "ck").glob("step-*.pt"))
+        assert training.processes[0].wait(60) == code
+    assert bool(written) == (disk == "slow")
+    assert len([line for line in training.log.read_text().splitlines() if line.startswith("error: ")]) == (
+        disk == "full"
+    )
 
 
-def test_only_ranks_of_torchrun_end_with_their_starter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was started in the background may outlive its shell."""
-    asked: list[tuple[int, ...]] = []
-    libc = SimpleNamespace(prctl=lambda *numbers: asked.append(numbers))
+def test_only_ranks_of_torchrun_exit_with_their_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that was started in the background may outlive its shell."""
+    calls: list[tuple[int, ...]] = []
+    libc = SimpleNamespace(prctl=lambda *numbers: calls.append(numbers))
     monkeypatch.setattr("ctypes.CDLL", lambda _: libc)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    end_with_starter()
-    assert asked == []
+    exit_with_parent()
+    assert calls == []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    end_with_starter()
-    assert asked == [(1, signal.SIGTERM, 0, 0, 0)]
+    exit_with_parent()
+    assert calls == [(1, signal.SIGTERM, 0, 0, 0)]
 
 
-def test_what_is_said_at_a_stop_is_so(
+def test_a_stop_mentions_resuming_only_with_checkpoints(
     flags: list[object], train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Stop, "listen", lambda self, at_once: setattr(self, "asked", signal.SIGTERM))  # noqa: ARG005
+    monkeypatch.setattr(StopSignal, "install", lambda self, immediate: setattr(self, "received", signal.SIGTERM))  # noqa: ARG005
     without = train(*flags)
     assert without.code == 143
-    assert "stopped after step 1\n" in without.text
-    kept = train(*flags, "--checkpoint-dir", tmp_path)
-    assert "stopped after step 1; the same command goes on from there\n" in kept.text
-    assert state(tmp_path)["meta"]["step"] == 1
+    assert re.search(r"\bstep 1\n", without.text)
+    resumable = train(*flags, "--checkpoint-dir", tmp_path)
+    assert re.search(r"\bstep 1; .*resume\n", resumable.text)
+    assert read_checkpoint(tmp_path)["meta"]["step"] == 1
 
 
-def test_a_training_alone_ends_with_143_and_a_checkpoint(flags: list[object], tmp_path: Path) -> None:
+def test_sigterm_writes_a_checkpoint_and_exits_with_143(flags: list[object], tmp_path: Path) -> None:
     own = [*flags, "--epochs", 1000, "--checkpoint-dir", tmp_path / "ck", "--val", ""]
-    with started(tmp_path / "log", 1, *own) as gang:
-        gang.wait_for('"name": "loss"')
-        os.kill(gang.ranks()[0], signal.SIGUSR1)  # where every thread is
-        gang.wait_for("most recent call first")
-        os.kill(gang.ranks()[0], signal.SIGTERM)
-        done = gang.wait(30)
+    with start_training(tmp_path / "log", 1, *own) as training:
+        training.wait_for('"name": "loss"')
+        os.kill(training.ranks()[0], signal.SIGUSR1)  # prints the stacks of all threads
+        training.wait_for("most recent call first")
+        os.kill(training.ranks()[0], signal.SIGTERM)
+        done = training.wait(60)
     assert done.code == 143
-    assert state(tmp_path / "ck")["meta"]["step"] > 0
-    assert "the same command goes on from there" in done.text
+    assert read_checkpoint(tmp_path / "ck")["meta"]["step"] > 0
+    assert done.marks("stop")
 
 
 @pytest.mark.slow
-def test_the_world_changes_in_the_middle_of_an_epoch(flags: list[object], train: Train, tmp_path: Path) -> None:
+def test_resuming_with_other_world_sizes_in_the_middle_of_an_epoch(
+    flags: list[object], train: Train, tmp_path: Path
+) -> None:
     own = [*flags, "--epochs", 2, "--checkpoint-dir", tmp_path / "ck", "--ledger", tmp_path / "ledger"]
     batch = own.index("--global-batch-size")
-    own[batch : batch + 2] = ["--batch-size", 5]  # of three ranks: 15 in all, whoever goes on
+    own[batch : batch + 2] = ["--batch-size", 5]  # with three ranks: 15 in total, also after a resume with fewer
     for world, batches in ((3, 4), (2, 9)):
         done = run(tmp_path / "log", world, *own, "--num-batches", batches)
         assert done.code == 0, done.text
     assert train(*own).code == 0
-    assert sessions(tmp_path / "ledger") == [(0, 0), (0, 60), (0, 135)]
-    exactly_once(tmp_path / "ledger", epochs=2)
+    assert session_starts(tmp_path / "ledger") == [(0, 0), (0, 60), (0, 135)]
+    assert_exactly_once(tmp_path / "ledger", epochs=2)
     alone = train(*flags, "--global-batch-size", 15, "--epochs", 2, "--checkpoint-dir", tmp_path / "1")
     assert alone.code == 0
     one, other = weights(tmp_path / "ck"), weights(tmp_path / "1")

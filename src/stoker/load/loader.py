@@ -256,7 +256,7 @@ class Loader:
     def _locate(
         self, epoch: Epoch, steps: Iterator[Step], pending: deque[_PendingBatch]
     ) -> Iterator[tuple[Step, SampleLocation]]:
-        """Yield each step with the location of its samples, and tell the reader which shards to keep open."""
+        """Yield each step with the location of its samples, and set which shards the reader keeps open."""
         while chunk := list(itertools.islice(steps, STEPS_PER_LOOKUP)):
             location = epoch.locate(np.concatenate([step.positions for step in chunk]))
             oldest = pending[0].step.start if pending else chunk[0].start

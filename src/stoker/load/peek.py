@@ -15,7 +15,7 @@ from stoker.shards.shard_set import ShardSet
 
 
 class PeekedSample(NamedTuple):
-    """A sample; `pixels` is the output of the transform, None if the image cannot be decoded (`fault` says why)."""
+    """A sample; `pixels` is the output of the transform, None if the image cannot be decoded: see `fault`."""
 
     key: str
     label: int

@@ -27,7 +27,7 @@ from stoker.storage.cache import CachedFile, DiskCache, fetch
 THREADS = {"fetch": 2, "range": 16}
 """Few threads download whole shards; many read single samples, each of which waits for one response."""
 MAX_RESIDENT_BYTES = 96 << 20
-"""Pages of the mapped shards are released each time so much was read, to keep the resident memory small."""
+"""Pages of the mapped shards are released after this many bytes were read, to limit the resident memory."""
 FAULT_AROUND_BYTES = 64 << 10  # mapped by the kernel around each page fault
 
 
@@ -104,7 +104,7 @@ class Reader:
             self.keep_only(())
 
     def keep_only(self, shards: Iterable[int]) -> None:
-        """Release all other shards and start to fetch these, in the order given."""
+        """Release all other shards and start to fetch these, in this order."""
         needed = dict.fromkeys(shards)
         with self._lock:
             released = [self._open.pop(number) for number in list(self._open) if number not in needed]

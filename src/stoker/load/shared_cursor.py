@@ -24,7 +24,7 @@ MAX_CLAIMS = 8
 
 
 class IterationClaim(msgspec.Struct):
-    """The start of one iteration, and the workers that have asked for it."""
+    """The start of one iteration, and the workers that have claimed it."""
 
     start: Cursor
     workers: list[int] = msgspec.field(default_factory=list)
@@ -70,10 +70,10 @@ class SharedCursor:
         return states.get(os.getpid()) or next(iter(states.values()))
 
     def claim(self, iteration: str, worker: int) -> Cursor:
-        """Return where the iteration of a worker starts; the first worker that asks starts the iteration.
+        """Return where the iteration of a worker starts; the first worker to call starts the iteration.
 
-        The base seed that DataLoader draws identifies an iteration. If the user made it draw the same seed again, a
-        worker that asks a second time starts a new iteration.
+        The base seed that DataLoader draws identifies an iteration. If the user resets the seed so that it is
+        drawn again, a worker that calls a second time starts a new iteration.
         """
         parent = multiprocessing.parent_process()
         with self.update(None if parent is None else parent.pid) as state:

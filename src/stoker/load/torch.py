@@ -106,7 +106,7 @@ class Dataset(IterableDataset[TorchBatch]):
         return self._with_plan(state.next_start).state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a cursor: the next loop starts there, and raises InputError if the cursor belongs to another plan.
+        """Resume from a cursor; the next loop raises InputError if the cursor belongs to another plan.
 
         Nothing is opened here, because a process that has opened an object store cannot fork workers that open it too.
         """
@@ -126,7 +126,7 @@ class Dataset(IterableDataset[TorchBatch]):
 
     @property
     def loader(self) -> Loader:
-        """The loader of this process, opened on first use: gives its plan, shard set, times and rank."""
+        """The loader of this process, with its plan, shard set, times and rank; opened on first use."""
         return self._loader()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -29,14 +29,14 @@ class JoinProgress:
         return self.position, int(batch.positions[-1]) + 1 if batch.count else self.position
 
     def samples_seen(self, global_batch: int) -> tuple[int, int]:
-        """Return the samples that all ranks have seen before and after the next step, as if all had made as many.
+        """Return the samples seen by all ranks before and after the next step, for the learning rate.
 
-        Ranks are at different positions but must use the same learning rate.
+        Ranks are at different positions but must use the same learning rate, so it depends on the number of steps.
         """
         return self.steps * global_batch, (self.steps + 1) * global_batch
 
     def advance(self, position: int) -> None:
-        """Count a step that ended at a position."""
+        """Move to the end position of a step."""
         self.position, self.steps = position, self.steps + 1
 
 

@@ -58,7 +58,7 @@ from stoker.trainers.training_run import TrainingRun
 from stoker.trainers.world import StoppedImmediately, StopSignal, World, exit_with_parent
 
 STOP = 1 << 40
-"""Added to the sample count of a step by each rank that wants to stop; larger than any batch."""
+"""Added to the sample count of a step by each rank that has received a stop signal; larger than any batch."""
 PEER_LOST_ERRORS = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "onnection refused"),  # gloo
     *("ncclRemoteError", "remote process exited", "NCCL communicator was aborted"),
@@ -398,10 +398,10 @@ def _load_checkpoint(
 
     def read() -> tuple[str, Checkpoint] | None:
         assert store is not None
-        found = store.load_best() if args.eval_only == "best" else store.load_newest()
-        if found is None and args.eval_only:
+        loaded = store.load_best() if args.eval_only == "best" else store.load_newest()
+        if loaded is None and args.eval_only:
             raise InputError("no checkpoint to evaluate", where=store.url)
-        return found
+        return loaded
 
     if not args.checkpoint_dir:
         return "", None

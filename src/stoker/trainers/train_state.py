@@ -48,7 +48,7 @@ class TrainState:
         self.step = 0
         self.best_top1 = -1.0
         self.validation_due = False
-        """Whether the epoch that ended last is still to be validated."""
+        """Whether the last epoch has not been validated yet."""
         self.metrics: dict[str, float] = {}
         """Results of the last validation."""
 

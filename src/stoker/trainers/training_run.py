@@ -98,7 +98,7 @@ class TrainingRun:
         return finished or self.stopping or self.reached_limit(state)
 
     def reached_limit(self, state: TrainState) -> bool:
-        """Whether --num-batches steps were made."""
+        """Whether the step limit of --num-batches is reached."""
         return bool(self.args.num_batches) and state.step >= self.args.num_batches
 
     def save(self, state: TrainState, *, best: bool = False) -> None:
@@ -108,7 +108,7 @@ class TrainingRun:
             self._saved_at, self._saved_step = time.monotonic(), state.step
 
     def save_if_due(self, state: TrainState) -> None:
-        """Write a checkpoint if --checkpoint-every or --checkpoint-every-steps asks for one now."""
+        """Write a checkpoint if one is due by --checkpoint-every or --checkpoint-every-steps."""
         every_s, every_steps = self.args.checkpoint_every, self.args.checkpoint_every_steps
         steps_due = every_steps and state.step - self._saved_step >= every_steps
         time_due = every_s and time.monotonic() - self._saved_at >= every_s

@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def exit_with_parent() -> None:
-    """Have the kernel send SIGTERM to this rank if torchrun is killed; it would go on and block the checkpoints.
+    """Request SIGTERM for this rank when torchrun dies; otherwise it would keep training and lock the checkpoints.
 
     Only for ranks started by torchrun: others may outlive the shell that started them.
     """

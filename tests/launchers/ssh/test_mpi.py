@@ -26,7 +26,7 @@ from tests.support.hosts import Network
 from tests.support.ssh_runs import remote_processes, ssh_section
 from tests.support.trees import stoker
 from tests.support.waiting import wait_until
-from tests.trainers.trainings import weights
+from tests.support.trainings import weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")]
 READY = "echo ready; while :; do sleep 0.05; done"

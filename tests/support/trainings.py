@@ -1,4 +1,4 @@
-"""Trainings as real processes: started by torchrun or alone, killed, and read back."""
+"""Run the trainer as real processes, with or without torchrun; kill them; read their output and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.support.servers import free_port
 
 
 @dataclass(frozen=True)
-class Done:
-    """What a training left behind: its exit code, and all that it wrote."""
+class TrainingResult:
+    """The exit code and the output of a training."""
 
     code: int
     text: str
@@ -36,8 +36,8 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Gang:
-    """The ranks of a training, started by torchrun or, which is quicker, each by itself."""
+class RunningTraining:
+    """The ranks of a training, started by torchrun or, which is faster, one by one."""
 
     log: Path
     processes: list[subprocess.Popen[bytes]]
@@ -48,7 +48,7 @@ class Gang:
         return all(process.poll() is None for process in self.processes)
 
     def ranks(self) -> list[int]:
-        """The processes of the ranks, which torchrun has put in sessions of their own."""
+        """Return the process ids of the ranks, which torchrun starts in separate sessions."""
         if not self.torchrun:
             return [process.pid for process in self.processes]
         pid = self.processes[0].pid
@@ -57,36 +57,38 @@ class Gang:
         except FileNotFoundError:
             return []
 
-    def wait(self, timeout: float = 120) -> Done:
+    def wait(self, timeout: float = 120) -> TrainingResult:
         codes = [process.wait(timeout) for process in self.processes]
-        return Done(next((code for code in codes if code), 0), self.log.read_text())
+        return TrainingResult(next((code for code in codes if code), 0), self.log.read_text())
 
-    def wait_for(self, words: str, timeout: float = 60) -> None:
-        """Wait until the training has written something."""
-        until = time.monotonic() + timeout
-        while words not in self.log.read_text():
+    def wait_for(self, text: str, timeout: float = 60) -> None:
+        """Wait until the training has written a text."""
+        deadline = time.monotonic() + timeout
+        while text not in self.log.read_text():
             assert self.running, self.log.read_text()
-            assert time.monotonic() < until, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """Kill a training as a machine dies: all of its processes at once."""
-        for one in [*self.ranks(), *(process.pid for process in self.processes)]:
+        """Kill all processes at once, as when a machine dies."""
+        for pid in [*self.ranks(), *(process.pid for process in self.processes)]:
             with suppress(ProcessLookupError):
-                os.kill(one, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         for process in self.processes:
             process.wait()
 
 
 @contextmanager
-def started(log: Path, world: int, *words: object, torchrun: bool = False, **env: str) -> Iterator[Gang]:
-    """Start a training; whatever of it still runs at the end is killed."""
-    trainer = ["-m", "stoker.trainers.torch_image", *(str(word) for word in words)]
+def start_training(
+    log: Path, world: int, *args: object, torchrun: bool = False, **env: str
+) -> Iterator[RunningTraining]:
+    """Start a training; kill what still runs at the end."""
+    trainer = ["-m", "stoker.trainers.torch_image", *(str(arg) for arg in args)]
     port = str(free_port())
     base = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env}
     if torchrun:
-        starter = ["-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", port]
-        starts = [([sys.executable, *starter, *trainer], base)]
+        torchrun_argv = ["-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", port]
+        starts = [([sys.executable, *torchrun_argv, *trainer], base)]
     elif world == 1:
         starts = [([sys.executable, *trainer], base)]
     else:
@@ -95,34 +97,38 @@ def started(log: Path, world: int, *words: object, torchrun: bool = False, **env
         ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
         starts = [([sys.executable, *trainer], rank) for rank in ranks]
     with log.open("wb") as out:
-        appended = {"stdout": out, "stderr": subprocess.STDOUT}
-        processes = [subprocess.Popen(argv, env=one, **appended) for argv, one in starts]  # type: ignore[call-overload]
-    gang = Gang(log, processes, torchrun)
+        redirects = {"stdout": out, "stderr": subprocess.STDOUT}
+        processes = [subprocess.Popen(argv, env=rank_env, **redirects) for argv, rank_env in starts]  # type: ignore[call-overload]
+    training = RunningTraining(log, processes, torchrun)
     try:
-        yield gang
+        yield training
     finally:
-        gang.kill()
+        training.kill()
 
 
-def run(log: Path, world: int, *words: object, torchrun: bool = False, timeout: float = 120, **env: str) -> Done:
-    """Train to the end."""
-    with started(log, world, *words, torchrun=torchrun, **env) as gang:
-        return gang.wait(timeout)
+def run(
+    log: Path, world: int, *args: object, torchrun: bool = False, timeout: float = 120, **env: str
+) -> TrainingResult:
+    """Train to the end and return the result."""
+    with start_training(log, world, *args, torchrun=torchrun, **env) as training:
+        return training.wait(timeout)
 
 
 def weights(folder: Path, name: str = "") -> dict[str, Any]:
-    """The weights of the newest checkpoint, or of a named one."""
-    return state(folder, name)["model"]  # type: ignore[no-any-return]
+    """Return the weights of the newest checkpoint, or of a named one."""
+    return read_checkpoint(folder, name)["model"]  # type: ignore[no-any-return]
 
 
-def state(folder: Path, name: str = "") -> dict[str, Any]:
-    from stoker.trainers.checkpoints import unpack
+def read_checkpoint(folder: Path, name: str = "") -> dict[str, Any]:
+    """Return the content of the newest checkpoint, or of a named one."""
+    from stoker.trainers.checkpoints import decode_checkpoint
 
     path = folder / name if name else max(folder.glob("step-*.pt"))
-    return unpack(path.read_bytes(), where=str(path))
+    return decode_checkpoint(path.read_bytes(), where=str(path))
 
 
 def same_bits(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two state dicts are bit-identical."""
     import torch
 
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
