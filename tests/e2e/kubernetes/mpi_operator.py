@@ -1,4 +1,4 @@
-"""What the MPI operator does with an MPIJob, as far as a test needs it: its pods, their keys, their names, its end."""
+"""A minimal MPI operator for tests: creates the pods, ssh keys and Service of an MPIJob, and sets its conditions."""
 
 from __future__ import annotations
 
@@ -12,57 +12,58 @@ from typing import Any
 
 from stoker.errors import StokerError
 from stoker.kube.client import KubeClient
+from stoker.kube.conditions import has_condition
 from stoker.kube.objects import Manifest, strategic_merge
 
 POLL_S = 0.3
 
 
-class Operator(threading.Thread):
-    """Sees to the MPIJobs of one namespace."""
+class MpiOperator(threading.Thread):
+    """Reconciles the MPIJobs of one namespace."""
 
     def __init__(self, cluster: KubeClient, folder: Path) -> None:
         super().__init__(daemon=True)
-        self._cluster, self._folder, self._over = cluster, folder, threading.Event()
+        self._cluster, self._folder, self._stopped = cluster, folder, threading.Event()
 
     def run(self) -> None:
-        while not self._over.wait(POLL_S):
-            with suppress(StokerError):  # it may just be deleted; the next look tells
+        while not self._stopped.wait(POLL_S):
+            with suppress(StokerError):  # it may have been deleted; the next pass will show
                 for job in self._cluster.list_objects("MPIJob"):
                     if not job["spec"]["runPolicy"].get("suspend") and "deletionTimestamp" not in job["metadata"]:
-                        self._see_to(job)
+                        self._reconcile(job)
 
-    def end(self) -> None:
-        self._over.set()
+    def stop(self) -> None:
+        self._stopped.set()
         self.join()
 
-    def _see_to(self, job: Manifest) -> None:
+    def _reconcile(self, job: Manifest) -> None:
         name, spec = job["metadata"]["name"], job["spec"]
         launcher = self._cluster.get("Job", f"{name}-launcher")
         if launcher is not None:
             self._finish(job, launcher)
             return
-        keys = {"metadata": {"name": f"{name}-ssh"}, "type": "kubernetes.io/ssh-auth", "data": self._keys()}
+        keys = {"metadata": {"name": f"{name}-ssh"}, "type": "kubernetes.io/ssh-auth", "data": self._generate_keys()}
         selector = {"mpi-job-name": name}
         service = {"clusterIP": "None", "selector": selector}
         workers = spec["mpiReplicaSpecs"]["Worker"]
-        self._make(job, {"apiVersion": "v1", "kind": "Secret", **keys})
-        self._make(job, {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": service})
+        self._create(job, {"apiVersion": "v1", "kind": "Secret", **keys})
+        self._create(job, {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": service})
         for index in range(workers["replicas"]):
-            pod = self._pod(job, workers, f"{name}-worker-{index}")
+            pod = self._build_pod(job, workers, f"{name}-worker-{index}")
             labels = {"training.kubeflow.org/replica-index": str(index)}
             pod = strategic_merge(pod, {"metadata": {"name": f"{name}-worker-{index}", "labels": labels}})
-            self._make(job, {"apiVersion": "v1", "kind": "Pod", **pod})
-        ready = [one for one in self._cluster.list_objects("Pod", selector) if _is(one, "Ready")]
+            self._create(job, {"apiVersion": "v1", "kind": "Pod", **pod})
+        ready = [pod for pod in self._cluster.list_objects("Pod", selector) if has_condition(pod, "Ready")]
         assert spec["launcherCreationPolicy"] == "WaitForWorkersReady"
         if len(ready) == workers["replicas"]:
             policy = spec["runPolicy"]
-            body = {"backoffLimit": policy["backoffLimit"], "template": self._launcher(job)}
+            body = {"backoffLimit": policy["backoffLimit"], "template": self._build_launcher(job)}
             metadata = {"name": f"{name}-launcher"}
-            self._make(job, {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": body})
+            self._create(job, {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": body})
 
-    def _launcher(self, job: Manifest) -> Manifest:
+    def _build_launcher(self, job: Manifest) -> Manifest:
         name = f"{job['metadata']['name']}-launcher"
-        pod = self._pod(job, job["spec"]["mpiReplicaSpecs"]["Launcher"], name)
+        pod = self._build_pod(job, job["spec"]["mpiReplicaSpecs"]["Launcher"], name)
         variables = {
             "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
             "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile",
@@ -72,8 +73,8 @@ class Operator(threading.Thread):
         pod["spec"]["containers"][0]["env"] += [{"name": key, "value": value} for key, value in variables.items()]
         return pod
 
-    def _pod(self, job: Manifest, replica: Manifest, name: str) -> Manifest:
-        """Give a pod with a host name and keys, as the operator's code does."""
+    def _build_pod(self, job: Manifest, replica: Manifest, name: str) -> Manifest:
+        """Build a pod with a host name and ssh keys, as the real operator does."""
         owner = job["metadata"]["name"]
         pod = strategic_merge(deepcopy(replica["template"]), {"metadata": {"labels": {"mpi-job-name": owner}}})
         items = [("ssh-privatekey", "id_rsa"), ("ssh-publickey", "id_rsa.pub"), ("ssh-publickey", "authorized_keys")]
@@ -90,29 +91,29 @@ class Operator(threading.Thread):
         main["volumeMounts"] = [*main["volumeMounts"], mount]
         return pod
 
-    def _keys(self) -> dict[str, str]:
+    def _generate_keys(self) -> dict[str, str]:
         path = self._folder / "key"
         if not path.exists():
             argv = ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "521", "-m", "PEM", "-N", "", "-f", str(path)]
             subprocess.run(argv, check=True)
         files = {"ssh-privatekey": path, "ssh-publickey": path.with_suffix(".pub")}
-        return {name: base64.b64encode(one.read_bytes()).decode() for name, one in files.items()}
+        return {name: base64.b64encode(file.read_bytes()).decode() for name, file in files.items()}
 
-    def _make(self, job: Manifest, one: Manifest) -> None:
-        if self._cluster.get(one["kind"], one["metadata"]["name"]) is None:
+    def _create(self, job: Manifest, obj: Manifest) -> None:
+        if self._cluster.get(obj["kind"], obj["metadata"]["name"]) is None:
             names = {key: job[key] for key in ("apiVersion", "kind")}
             owner = {**names, "name": job["metadata"]["name"], "uid": job["metadata"]["uid"]}
-            self._cluster.create(strategic_merge(one, {"metadata": {"ownerReferences": [owner]}}))
+            self._cluster.create(strategic_merge(obj, {"metadata": {"ownerReferences": [owner]}}))
 
     def _finish(self, job: Manifest, launcher: Manifest) -> None:
-        """Tell how the launcher ended; what still runs is removed then."""
+        """Set the condition of the MPIJob once its launcher has finished, and delete running pods."""
         kinds = {"Complete": "Succeeded", "Failed": "Failed"}
-        found = next((kinds[kind] for kind in kinds if _is(launcher, kind)), None)
-        if found is None or job.get("status", {}).get("conditions"):
+        state = next((kinds[kind] for kind in kinds if has_condition(launcher, kind)), None)
+        if state is None or job.get("status", {}).get("conditions"):
             return
-        condition: dict[str, Any] = {"type": found, "status": "True", "reason": "Test", "message": ""}
-        moment = launcher["status"]["conditions"][0]["lastTransitionTime"]
-        condition |= {"lastTransitionTime": moment, "lastUpdateTime": moment}
+        condition: dict[str, Any] = {"type": state, "status": "True", "reason": "Test", "message": ""}
+        time = launcher["status"]["conditions"][0]["lastTransitionTime"]
+        condition |= {"lastTransitionTime": time, "lastUpdateTime": time}
         name = job["metadata"]["name"]
         path = f"{self._cluster._path('MPIJob', name)}/status"
         body = {"status": {"conditions": [condition]}}
@@ -120,8 +121,3 @@ class Operator(threading.Thread):
         for pod in self._cluster.list_objects("Pod", {"mpi-job-name": name}):
             if pod["status"].get("phase") == "Running":
                 self._cluster.delete("Pod", pod["metadata"]["name"])
-
-
-def _is(one: Manifest, kind: str) -> bool:
-    conditions = one.get("status", {}).get("conditions") or []
-    return any(each["type"] == kind and each["status"] == "True" for each in conditions)

@@ -1,4 +1,4 @@
-"""Pods without an image registry: an empty image, into which this machine's own programs are mounted."""
+"""Pods without an image registry: an empty image, with this machine's programs mounted as hostPath volumes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ BUSYBOX = "docker.io/library/busybox:local"
 SOURCE = str(Path(stoker.__file__).parents[1])
 
 
-def mounted(*folders: str) -> dict[str, Any]:
-    """Give a pod's part that mounts this machine's programs, Python and further folders where they are here."""
+def build_host_mounts(*folders: str) -> dict[str, Any]:
+    """Build a pod spec patch that mounts this machine's programs, Python and other folders at the same paths."""
     paths = dict.fromkeys(
         ["/usr", "/etc/ld.so.cache", "/etc/alternatives", sys.base_prefix, sys.prefix, SOURCE, *folders]
     )
@@ -27,14 +27,14 @@ def mounted(*folders: str) -> dict[str, Any]:
     }
 
 
-def keys(namespace: str, /, *folders: str, **kubernetes: Any) -> dict[str, Any]:
-    """Give the keys of a job that runs so."""
+def build_job_keys(namespace: str, /, *folders: str, **kubernetes: Any) -> dict[str, Any]:
+    """Build the keys of a job whose pods use the host's programs."""
     return {
         "image": IMAGE,
         "env": {"PATH": f"{sys.prefix}/bin:/usr/bin:/bin", "PYTHONPATH": SOURCE, "HOME": "/tmp"},
         "kubernetes": {
             "namespace": namespace,
-            "patch": [{"kind": "Job", "spec": {"template": {"spec": mounted(*folders)}}}],
+            "patch": [{"kind": "Job", "spec": {"template": {"spec": build_host_mounts(*folders)}}}],
             **kubernetes,
         },
     }

@@ -1,4 +1,4 @@
-"""The cache of a namespace, on a real cluster: deployed, read through, filled, killed, changed and removed."""
+"""The caching proxy of a namespace on a real cluster: deployed, read through, warmed, killed, changed and deleted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stoker.errors import UnavailableError
 from stoker.kube.client import ExecResult, KubeClient
 from stoker.kube.objects import CACHE_SERVICE, MANAGED_BY, Manifest, cache_url
 from stoker.serve.cluster.manifests import CACHE_LABELS, KINDS, SERVER_LABELS
-from tests.e2e.kubernetes.pods import keys
+from tests.e2e.kubernetes.pods import build_job_keys
 from tests.support.trees import make_dataset, stoker
 from tests.support.waiting import eventually
 
@@ -36,29 +36,29 @@ def shards(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def origin(cluster: KubeClient, shards: Path) -> Iterator[Manifest]:
-    """A web server in the cluster, and a pod to ask from."""
-    server = pod("origin", ["httpd", "-f", "-vv", "-p", "8000", "-h", "/data"], {"app": "origin"})
+    """A web server in the cluster, and a client pod."""
+    server = build_pod("origin", ["httpd", "-f", "-vv", "-p", "8000", "-h", "/data"], {"app": "origin"})
     server["spec"]["volumes"] = [{"name": "data", "hostPath": {"path": str(shards)}}]
     server["spec"]["containers"][0]["volumeMounts"] = [{"name": "data", "mountPath": "/data", "readOnly": True}]
     cluster.create(server)
     ports = [{"port": 8000}]
     service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "origin"}}
     cluster.create({**service, "spec": {"selector": {"app": "origin"}, "ports": ports}})
-    cluster.create(pod("asker", ["sleep", "3600"], {}))
-    assert eventually(lambda: all(phase(cluster, name) == "Running" for name in ("origin", "asker")), 60)
+    cluster.create(build_pod("client", ["sleep", "3600"], {}))
+    assert eventually(lambda: all(get_phase(cluster, name) == "Running" for name in ("origin", "client")), 60)
     yield server
     stoker("data", "cache", "--on", on(cluster), "--stop")
 
 
-def pod(name: str, command: list[str], labels: dict[str, str]) -> Manifest:
+def build_pod(name: str, command: list[str], labels: dict[str, str]) -> Manifest:
     container = {"name": "main", "image": BUSYBOX, "imagePullPolicy": "IfNotPresent", "command": command}
     spec = {"containers": [container], "terminationGracePeriodSeconds": 0}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec}
 
 
-def phase(cluster: KubeClient, name: str) -> str:
-    found = cluster.get("Pod", name)
-    return "" if found is None else str(found["status"]["phase"])
+def get_phase(cluster: KubeClient, name: str) -> str:
+    pod = cluster.get("Pod", name)
+    return "" if pod is None else str(pod["status"]["phase"])
 
 
 def on(cluster: KubeClient) -> str:
@@ -67,11 +67,11 @@ def on(cluster: KubeClient) -> str:
 
 @pytest.fixture
 def patch(tmp_path: Path) -> Path:
-    """Programs of the host in an image without any: what `--patch` is for."""
-    return host_programs(tmp_path, "Deployment")
+    """A patch that mounts the host's programs into an image without any."""
+    return write_host_patch(tmp_path, "Deployment")
 
 
-def host_programs(folder: Path, kind: str) -> Path:
+def write_host_patch(folder: Path, kind: str) -> Path:
     names = {"usr": "/usr", "ld": "/etc/ld.so.cache"}
     spec = {
         "containers": [
@@ -88,49 +88,49 @@ def host_programs(folder: Path, kind: str) -> Path:
     return path
 
 
-def run(cluster: KubeClient, *argv: str) -> ExecResult:
-    """Run a command in the pod that asks; one in some twenty connections fails before anything runs."""
+def exec_in_client(cluster: KubeClient, *argv: str) -> ExecResult:
+    """Run a command in the client pod; retry, since about one in twenty connections fails before anything runs."""
     for _ in range(3):
         with suppress(UnavailableError):
-            return cluster.exec_in_pod("asker", argv)
-    return cluster.exec_in_pod("asker", argv)
+            return cluster.exec_in_pod("client", argv)
+    return cluster.exec_in_pod("client", argv)
 
 
-def asked(cluster: KubeClient, path: str) -> tuple[str, str]:
-    """Ask the cache from a pod; give its status line and what X-Cache says."""
+def fetch(cluster: KubeClient, path: str) -> tuple[str, str]:
+    """Fetch a path from the cache; return the status line and the X-Cache header."""
     url = f"{cache_url(cluster.namespace)}{path}"
-    done = run(cluster, "wget", "-S", "-O", "/dev/null", url)
-    said = [line.strip() for line in done.stderr.decode().splitlines()]
-    status = next((line for line in said if line.startswith("HTTP/")), str(said))
-    return status, next((line.removeprefix("X-Cache: ") for line in said if line.startswith("X-Cache: ")), "")
+    result = exec_in_client(cluster, "wget", "-S", "-O", "/dev/null", url)
+    lines = [line.strip() for line in result.stderr.decode().splitlines()]
+    status = next((line for line in lines if line.startswith("HTTP/")), str(lines))
+    return status, next((line.removeprefix("X-Cache: ") for line in lines if line.startswith("X-Cache: ")), "")
 
 
-def deployed(cluster: KubeClient, patch: Path, *more: object) -> int:
+def deploy(cluster: KubeClient, patch: Path, *more: object) -> int:
     words = ["--origin", f"pets={ORIGIN}", "--size", SIZE, "--image", HOST, "--patch", patch, "--timeout", "60s"]
     return stoker("data", "cache", "--on", on(cluster), *words, *more)
 
 
-def told(capfd: pytest.CaptureFixture[str], cluster: KubeClient) -> Any:
+def get_status(capfd: pytest.CaptureFixture[str], cluster: KubeClient) -> Any:
     capfd.readouterr()
     assert stoker("data", "cache", "--on", on(cluster), "--status", "--json") == 0
     return json.loads(capfd.readouterr().out)
 
 
 @pytest.mark.usefixtures("origin")
-def test_a_cache_from_deployment_to_removal(
+def test_life_cycle_of_a_cache(
     cluster: KubeClient, patch: Path, tmp_path: Path, shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert deployed(cluster, patch) == 0, capfd.readouterr().err
+    assert deploy(cluster, patch) == 0, capfd.readouterr().err
     said = capfd.readouterr()
     assert "1 of 1 answer" in said.err
     assert "ready" in said.out
 
     # Each slice comes from the origin once.
-    assert asked(cluster, "/pets/large") == ("HTTP/1.1 200 OK", "MISS")
-    assert asked(cluster, "/pets/large") == ("HTTP/1.1 200 OK", "HIT")
-    assert "404" in asked(cluster, "/pets/nothing")[0]
-    assert "404" in asked(cluster, "/elsewhere/large")[0]
-    first = told(capfd, cluster)
+    assert fetch(cluster, "/pets/large") == ("HTTP/1.1 200 OK", "MISS")
+    assert fetch(cluster, "/pets/large") == ("HTTP/1.1 200 OK", "HIT")
+    assert "404" in fetch(cluster, "/pets/nothing")[0]
+    assert "404" in fetch(cluster, "/elsewhere/large")[0]
+    first = get_status(capfd, cluster)
     (one,) = first["pods"]
     assert one["ready"]
     assert one["log"]["hits"] >= 1
@@ -138,12 +138,22 @@ def test_a_cache_from_deployment_to_removal(
     assert (10 << 20) <= one["log"]["origin_bytes"] < 2 * (10 << 20)
     assert first["budget"] == 256 << 20
 
-    # A client finds its way by what the cache tells of itself.
-    origins = run(cluster, "wget", "-q", "-O", "-", f"{cache_url(cluster.namespace)}/-/origins")
+    # Clients read the list of origins from the cache.
+    origins = exec_in_client(cluster, "wget", "-q", "-O", "-", f"{cache_url(cluster.namespace)}/-/origins")
     assert json.loads(origins.stdout) == [{"name": "pets", "url": ORIGIN}]
 
-    # Filled by a Job, though this machine cannot reach the origin.
-    words = ["data", "warm", f"{ORIGIN}/train", "--read-from", shards / "train", "--on", on(cluster), "--image", BUSYBOX]
+    # A Job warms the cache, though this machine cannot reach the origin.
+    words = [
+        "data",
+        "warm",
+        f"{ORIGIN}/train",
+        "--read-from",
+        shards / "train",
+        "--on",
+        on(cluster),
+        "--image",
+        BUSYBOX,
+    ]
     assert stoker(*words, "--json") == 0, capfd.readouterr().err
     warmed = json.loads(capfd.readouterr().out)
     names = [path.name for path in sorted((shards / "train").glob("*.tar"))]
@@ -151,11 +161,11 @@ def test_a_cache_from_deployment_to_removal(
     assert sorted(warmed["shards"]) == names
     assert warmed["bytes"] == sum((shards / "train" / name).stat().st_size for name in names)
     for name in [*names, "manifest.json", f"index/{names[0]}.npy"]:
-        assert asked(cluster, f"/pets/train/{name}") == ("HTTP/1.1 200 OK", "HIT"), name
-    assert stoker(*words) == 0  # the former Job is over
+        assert fetch(cluster, f"/pets/train/{name}") == ("HTTP/1.1 200 OK", "HIT"), name
+    assert stoker(*words) == 0  # the previous Job has finished
     assert len(cluster.list_objects("Job", CACHE_LABELS)) == 1
 
-    # What is missing at the origin is told, by name.
+    # An object missing at the origin is reported by name.
     (shards / "val" / "manifest.json").rename(tmp_path / "manifest.json")
     words = ["data", "warm", f"{ORIGIN}/val", "--read-from", tmp_path / "copy", "--on", on(cluster), "--image", BUSYBOX]
     (tmp_path / "copy").mkdir()
@@ -164,16 +174,16 @@ def test_a_cache_from_deployment_to_removal(
     assert stoker(*words) == 4
     assert "/pets/val/manifest.json: wget: server returned error: HTTP/1.1 404 Not Found" in capfd.readouterr().err
 
-    # A killed pod comes back, and answers.
+    # A killed pod is replaced.
     cluster.delete("Pod", one["name"], grace_s=0)
-    assert eventually(lambda: back(cluster, one["name"]), 60)
-    assert asked(cluster, "/pets/large") == ("HTTP/1.1 200 OK", "MISS")
+    assert eventually(lambda: is_replaced(cluster, one["name"]), 60)
+    assert fetch(cluster, "/pets/large") == ("HTTP/1.1 200 OK", "MISS")
 
-    # The same again changes nothing; another configuration makes another pod.
+    # Deploying again changes nothing; another configuration replaces the pod.
     (name,) = [each["metadata"]["name"] for each in cluster.list_objects("Pod", SERVER_LABELS)]
-    assert deployed(cluster, patch) == 0
+    assert deploy(cluster, patch) == 0
     assert [each["metadata"]["name"] for each in cluster.list_objects("Pod", SERVER_LABELS)] == [name]
-    assert deployed(cluster, patch, "--revalidate-after", "5") == 0
+    assert deploy(cluster, patch, "--revalidate-after", "5") == 0
     running = {each["metadata"]["name"] for each in cluster.list_objects("Pod", SERVER_LABELS) if is_ready(each)}
     assert name not in running
     assert len(running) == 1
@@ -184,7 +194,7 @@ def test_a_cache_from_deployment_to_removal(
     left = [one for kind in (*KINDS, "Pod") for one in cluster.list_objects(kind, MANAGED_BY)]
     assert left == []
     assert stoker("data", "cache", "--on", on(cluster), "--status") == 2
-    assert "there is no cache in this namespace" in capfd.readouterr().err
+    assert f"{cluster.namespace}: " in capfd.readouterr().err
 
 
 def is_ready(one: Manifest) -> bool:
@@ -192,14 +202,16 @@ def is_ready(one: Manifest) -> bool:
     return not is_ending and any(each["ready"] for each in one["status"].get("containerStatuses") or ())
 
 
-def back(cluster: KubeClient, former: str) -> bool:
-    ready = [one for one in cluster.list_objects("Pod", SERVER_LABELS) if one["metadata"]["name"] != former and is_ready(one)]
+def is_replaced(cluster: KubeClient, former: str) -> bool:
+    ready = [
+        one for one in cluster.list_objects("Pod", SERVER_LABELS) if one["metadata"]["name"] != former and is_ready(one)
+    ]
     return len(ready) == 1
 
 
 @pytest.fixture
 def volume(cluster: KubeClient, tmp_path: Path) -> Iterator[str]:
-    """A claim of the test's own, on a folder of this machine."""
+    """A claim on a folder of this machine."""
     (tmp_path / "volume").mkdir()
     (tmp_path / "volume").chmod(0o777)
     tmp_path.chmod(0o755)
@@ -215,19 +227,19 @@ def volume(cluster: KubeClient, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("origin")
-def test_a_claim_keeps_what_was_read(
+def test_claim_keeps_cached_objects(
     cluster: KubeClient, volume: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    patch = host_programs(tmp_path, "StatefulSet")
+    patch = write_host_patch(tmp_path, "StatefulSet")
     words = ["--origin", ORIGIN, "--claim", volume, "--image", HOST, "--patch", patch, "--timeout", "60s"]
     assert stoker("data", "cache", "--on", on(cluster), *words) == 0, capfd.readouterr().err
-    assert told(capfd, cluster)["budget"] == 1 << 30
-    assert asked(cluster, "/large") == ("HTTP/1.1 200 OK", "MISS")
+    assert get_status(capfd, cluster)["budget"] == 1 << 30
+    assert fetch(cluster, "/large") == ("HTTP/1.1 200 OK", "MISS")
     uid = cluster.get("Pod", f"{CACHE_SERVICE}-0")
     assert uid is not None
     cluster.delete("Pod", f"{CACHE_SERVICE}-0")
-    assert eventually(lambda: is_another(cluster, uid["metadata"]["uid"]), 60)
-    assert asked(cluster, "/large") == ("HTTP/1.1 200 OK", "HIT")
+    assert eventually(lambda: is_recreated(cluster, uid["metadata"]["uid"]), 60)
+    assert fetch(cluster, "/large") == ("HTTP/1.1 200 OK", "HIT")
 
     refused = ["--origin", ORIGIN, "--claim", volume, "--image", HOST, "--replicas", "2"]
     assert stoker("data", "cache", "--on", on(cluster), *refused) == 2
@@ -237,36 +249,36 @@ def test_a_claim_keeps_what_was_read(
     assert cluster.get("PersistentVolumeClaim", volume) is not None
 
 
-def is_another(cluster: KubeClient, uid: str) -> bool:
+def is_recreated(cluster: KubeClient, uid: str) -> bool:
     found = cluster.get("Pod", f"{CACHE_SERVICE}-0")
     return found is not None and found["metadata"]["uid"] != uid and is_ready(found)
 
 
-def test_says_why_it_is_not_ready(cluster: KubeClient, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_error_says_why_the_cache_is_not_ready(
+    cluster: KubeClient, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = ["--origin", "http://nowhere", "--timeout", "12s"]
 
-    def refusal(*more: object) -> str:
+    def get_error(*more: object) -> str:
         capfd.readouterr()
         assert stoker("data", "cache", "--on", on(cluster), *words, *more) != 0
         said = capfd.readouterr().err
         return said.splitlines()[-1]
 
-    assert "image docker.io/library/none:local cannot be pulled" in refusal(
+    assert "cannot pull image docker.io/library/none:local" in get_error(
         "--size", SIZE, "--image", "docker.io/library/none:local"
     )
     never = tmp_path / "never.yaml"
     never.write_text(
         "kind: Deployment\nspec: {template: {spec: {containers: [{name: main, imagePullPolicy: IfNotPresent}]}}}\n"
     )
-    assert "stoker: this image has no nginx" in refusal(
+    assert "stoker: this image has no nginx" in get_error(
         "--size", SIZE, "--image", BUSYBOX, "--patch", never, "--timeout", "60s"
     )
-    assert "too little ephemeral-storage free" in refusal("--size", "900Ti", "--image", BUSYBOX)
-    assert "no volume was found or made yet for its claim" in refusal(
-        "--size", SIZE, "--image", BUSYBOX, "--storage-class", "no-such-class"
-    )
-    assert "claim lost" in refusal("--size", SIZE, "--claim", "lost")
-    assert "--stop" in refusal("--size", "1Gi", "--image", BUSYBOX, "--storage-class", "another")
+    assert "insufficient ephemeral-storage" in get_error("--size", "900Ti", "--image", BUSYBOX)
+    assert "storage class" in get_error("--size", SIZE, "--image", BUSYBOX, "--storage-class", "no-such-class")
+    assert "claim lost" in get_error("--size", SIZE, "--claim", "lost")
+    assert "--stop" in get_error("--size", "1Gi", "--image", BUSYBOX, "--storage-class", "another")
     assert stoker("data", "cache", "--on", on(cluster), "--stop") == 0
     assert eventually(lambda: not cluster.list_objects("PersistentVolumeClaim", CACHE_LABELS), 30)
 
@@ -283,7 +295,7 @@ print("samples", sum(len(batch.labels) for batch in loader), os.environ["STOKER_
 
 @pytest.mark.usefixtures("origin")
 @pytest.mark.usefixtures("stoker_home")
-def test_a_job_reads_through_it(
+def test_job_reads_through_the_cache(
     cluster: KubeClient,
     patch: Path,
     tmp_path: Path,
@@ -291,7 +303,7 @@ def test_a_job_reads_through_it(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert deployed(cluster, patch) == 0, capfd.readouterr().err
+    assert deploy(cluster, patch) == 0, capfd.readouterr().err
     (tmp_path / "reads.py").write_text(READS)
     job = {
         "name": "reads",
@@ -300,10 +312,10 @@ def test_a_job_reads_through_it(
         "data": {"train": f"{ORIGIN}/train", "via": "cluster"},
         "profile": {"every": 0},
         "retries": 0,
-        **keys(cluster.namespace),
+        **build_job_keys(cluster.namespace),
     }
     (tmp_path / "job.yaml").write_text(json.dumps(job))
     assert stoker("job", "run", "job.yaml", "--on", on(cluster)) == 0, capfd.readouterr().err
     assert f"samples 60 {cache_url(cluster.namespace)}" in capfd.readouterr().out
-    (one,) = told(capfd, cluster)["pods"]
+    (one,) = get_status(capfd, cluster)["pods"]
     assert one["log"]["origin_bytes"] > 0

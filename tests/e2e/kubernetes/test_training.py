@@ -1,4 +1,4 @@
-"""The demo's trainer as two pods with a claim for checkpoints: the bits of a training here, whatever dies."""
+"""The demo training in two pods with a checkpoint claim: bit-identical to a local run, whichever pod is killed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stoker.jobs.status import JobState
 from stoker.kube.client import KubeClient
 from stoker.kube.objects import RUN_LABEL, build_claim, build_object
 from stoker.trainers.ledger import effective_samples
-from tests.e2e.kubernetes.pods import keys
+from tests.e2e.kubernetes.pods import build_job_keys
 from tests.support.training_drill import (
     EPOCHS,
     SAMPLES,
@@ -28,13 +28,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_reference(tmp_path_factory.mktemp("calm"))
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_reference(tmp_path_factory.mktemp("reference"))
 
 
 @pytest.fixture
 def checkpoints(cluster: KubeClient, tmp_path: Path) -> Iterator[Path]:
-    """A claim `ckpt` that one node can mount at a time, and the folder of this machine that is behind it."""
+    """A ReadWriteOnce claim `ckpt`; return its folder on this machine."""
     folder, name = tmp_path / "checkpoints", f"{cluster.namespace}-ckpt"
     folder.mkdir()
     spec = {
@@ -53,9 +53,9 @@ def checkpoints(cluster: KubeClient, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("victim", [None, "worker-0", "worker-1"])
 @pytest.mark.usefixtures("stoker_home")
-def test_the_same_bits(
+def test_weights_are_bit_identical(
     cluster: KubeClient,
-    calm: Path,
+    reference: Path,
     checkpoints: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -63,38 +63,38 @@ def test_the_same_bits(
 ) -> None:
     folder = tmp_path / "job"
     folder.mkdir()
-    given = keys(cluster.namespace, str(calm / "shards"), str(folder))
-    given["env"]["OMP_NUM_THREADS"] = "1"
+    keys = build_job_keys(cluster.namespace, str(reference / "shards"), str(folder))
+    keys["env"]["OMP_NUM_THREADS"] = "1"
     job = write_training_job(
-        folder, calm / "shards", {}, checkpoint={"dir": "/checkpoint", "claim": "ckpt", "access": "rwo"}, **given
+        folder, reference / "shards", {}, checkpoint={"dir": "/checkpoint", "claim": "ckpt", "access": "rwo"}, **keys
     )
     assert stoker("job", "run", job, "--on", "k8s", "--detach") == 0
     run = find_run(None)
     if victim is not None:
         wait_until(lambda: has_reached_step(run, 10), 120)
-        kill(cluster, run, victim)
-    wait_until(lambda: is_over(run), 240)
+        kill_ranks(cluster, run, victim)
+    wait_until(lambda: is_finished(run), 240)
     status = run.read_status()
     assert status.state is JobState.SUCCEEDED, status.message
     assert len(status.attempts) == (1 if victim is None else 2), status.attempts
-    theirs, ours = final_state(checkpoints.parent), final_state(calm)
-    assert theirs.keys() == ours.keys()
-    assert [name for name in ours if not ours[name].equal(theirs[name])] == []
+    actual, expected = final_state(checkpoints.parent), final_state(reference)
+    assert actual.keys() == expected.keys()
+    assert [name for name in expected if not expected[name].equal(actual[name])] == []
     for samples in effective_samples(folder / "ledger").values():
         assert len(samples) == len(set(samples)) == SAMPLES
     assert sorted(effective_samples(folder / "ledger")) == list(range(EPOCHS))
 
 
-def kill(cluster: KubeClient, run: Run, victim: str) -> None:
-    """Kill the ranks of a pod with SIGKILL, as a kernel that is short of memory would."""
+def kill_ranks(cluster: KubeClient, run: Run, victim: str) -> None:
+    """Kill the ranks of a pod with SIGKILL, as the OOM killer would."""
     kind = {"worker-0": "chief", "worker-1": "rest"}[victim]
-    (pod,) = [one for one in cluster.list_objects("Pod", {RUN_LABEL: run.id}) if f"-{kind}-" in one["metadata"]["name"]]
+    (pod,) = [pod for pod in cluster.list_objects("Pod", {RUN_LABEL: run.id}) if f"-{kind}-" in pod["metadata"]["name"]]
     script = (
         "for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/cmdline | grep -q 'torch_image' && kill -9 ${p#/proc/}; done; true"
     )
     assert cluster.exec_in_pod(pod["metadata"]["name"], ["sh", "-c", script]).exit_code in (0, 137)
 
 
-def is_over(run: Run) -> bool:
+def is_finished(run: Run) -> bool:
     assert stoker("job", "status", run.id) == 0
     return run.read_status().state.is_final

@@ -1,8 +1,7 @@
-"""Every rendering is taken by a real API server, which refuses what it does not know, and pods find their nodes."""
+"""A real API server accepts every rendered object and rejects unknown fields; pods are scheduled to GPU nodes."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +9,16 @@ import yaml
 
 from stoker.core.spec import decode
 from stoker.errors import InputError, MissingError
-from stoker.jobs.run_folder import create
+from stoker.jobs.run_folder import create_run
 from stoker.jobs.spec import Job
 from stoker.kube.client import KubeClient
 from stoker.kube.objects import RUN_LABEL, strategic_merge
 from stoker.launchers.kubernetes.launcher import KubernetesLauncher
-from stoker.launchers.kubernetes.manifests import label_run
+from stoker.launchers.kubernetes.run_objects import label_run
 from tests.e2e.kubernetes.pods import BUSYBOX
-from tests.launchers.contract import until
-from tests.support.kubernetes import SHARED, has_mpi_operator
+from tests.support.kubernetes import has_mpi_operator
+from tests.support.paths import SHARED
+from tests.support.waiting import wait_until
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "single": {"topology": "single"},
@@ -72,7 +72,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def job(cluster: KubeClient, *parts: dict[str, Any]) -> Job:
+def build_job(cluster: KubeClient, *parts: dict[str, Any]) -> Job:
     keys: dict[str, Any] = {"name": "small", "image": BUSYBOX, "program": {"module": "train"}}
     for part in (*parts, {"kubernetes": {"namespace": cluster.namespace}}):
         keys = strategic_merge(keys, part)
@@ -81,62 +81,59 @@ def job(cluster: KubeClient, *parts: dict[str, Any]) -> Job:
 
 @pytest.mark.parametrize("option", list(OPTIONS))
 @pytest.mark.parametrize("topology", list(TOPOLOGIES))
-def test_the_server_takes_every_object(cluster: KubeClient, topology: str, option: str) -> None:
-    plan = KubernetesLauncher().render(job(cluster, TOPOLOGIES[topology], OPTIONS[option]))
-    for one in label_run(plan.objects, "small-1", 2):
-        cluster.apply(one, dry_run=True)
-        cluster.create(one, dry_run=True)
+def test_server_accepts_every_object(cluster: KubeClient, topology: str, option: str) -> None:
+    plan = KubernetesLauncher().render(build_job(cluster, TOPOLOGIES[topology], OPTIONS[option]))
+    for obj in label_run(plan.objects, "small-1", 2):
+        cluster.apply(obj, dry_run=True)
+        cluster.create(obj, dry_run=True)
 
 
-def test_the_server_refuses_what_it_does_not_know(cluster: KubeClient) -> None:
+def test_server_rejects_unknown_fields(cluster: KubeClient) -> None:
     patch = {"kubernetes": {"patch": [{"kind": "Job", "spec": {"template": {"spec": {"tolerationz": []}}}}]}}
-    plan = KubernetesLauncher().render(job(cluster, patch))
-    (one,) = [one for one in plan.objects if one["kind"] == "Job"]
+    plan = KubernetesLauncher().render(build_job(cluster, patch))
+    (obj,) = [obj for obj in plan.objects if obj["kind"] == "Job"]
     with pytest.raises(InputError, match="tolerationz"):
-        cluster.apply(one, dry_run=True)
+        cluster.apply(obj, dry_run=True)
     with pytest.raises(InputError, match="tolerationz"):
-        cluster.create(one, dry_run=True)
+        cluster.create(obj, dry_run=True)
 
 
-def test_mpijobs_need_their_operator(cluster: KubeClient, home: None) -> None:
-    given = job(cluster, {"topology": "mpi", "workers": 2})
-    plan = KubernetesLauncher().render(given)
+@pytest.mark.usefixtures("stoker_home")
+def test_mpijob_needs_the_operator(cluster: KubeClient) -> None:
+    job = build_job(cluster, {"topology": "mpi", "workers": 2})
+    plan = KubernetesLauncher().render(job)
     crds = sorted((SHARED / "crds").glob("**/*mpijob*.yaml"))
     if not crds:
-        pytest.skip("the CRDs of ../shared are not here")
+        pytest.skip("no CRDs in ../shared")
     if not has_mpi_operator(cluster):
-        with pytest.raises(MissingError, match="does not know MPIJob"):
-            KubernetesLauncher().start(plan, create(given, plan))
-    documents = [one for path in crds for one in yaml.safe_load_all(path.read_text()) if one]
-    for one in documents:
-        if one["kind"] == "CustomResourceDefinition" and one["metadata"]["name"] == "mpijobs.kubeflow.org":
-            cluster.apply(one)
-    until(lambda: has_mpi_operator(cluster), 30)
+        with pytest.raises(MissingError, match="MPIJob"):
+            KubernetesLauncher().start(plan, create_run(job, plan))
+    documents = [document for path in crds for document in yaml.safe_load_all(path.read_text()) if document]
+    for crd in documents:
+        if crd["kind"] == "CustomResourceDefinition" and crd["metadata"]["name"] == "mpijobs.kubeflow.org":
+            cluster.apply(crd)
+    wait_until(lambda: has_mpi_operator(cluster), 30)
     for option in OPTIONS.values():
         mpi = {"topology": "mpi", "workers": 2, "kubernetes": {"patch": []}}
-        objects = KubernetesLauncher().render(job(cluster, option, mpi)).objects
-        for one in label_run(objects, "small-1"):
-            cluster.apply(one, dry_run=True)
+        objects = KubernetesLauncher().render(build_job(cluster, option, mpi)).objects
+        for obj in label_run(objects, "small-1"):
+            cluster.apply(obj, dry_run=True)
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STOKER_HOME", str(tmp_path))
-
-
-def test_workers_are_placed_where_there_are_gpus(cluster: KubeClient, home: None) -> None:
-    given = job(cluster, {"workers": 2, "resources": {"gpu": 8}, "program": {"module": "none"}, "retries": 0})
+@pytest.mark.usefixtures("stoker_home")
+def test_workers_are_scheduled_to_gpu_nodes(cluster: KubeClient) -> None:
+    job = build_job(cluster, {"workers": 2, "resources": {"gpu": 8}, "program": {"module": "none"}, "retries": 0})
     launcher = KubernetesLauncher()
-    run = create(given, plan := launcher.render(given))
+    run = create_run(job, plan := launcher.render(job))
     launcher.start(plan, run)
     try:
-        until(lambda: len(nodes(cluster, run.id)) == 2, 60)  # eight on each of two nodes: one worker each
+        wait_until(lambda: len(get_nodes(cluster, run.id)) == 2, 60)  # two nodes with eight GPUs each
     finally:
         launcher.stop(run.handle)
     assert not cluster.list_objects("Pod", {RUN_LABEL: run.id})
 
 
-def nodes(cluster: KubeClient, run: str) -> set[str]:
+def get_nodes(cluster: KubeClient, run: str) -> set[str]:
     return {
         pod["spec"]["nodeName"] for pod in cluster.list_objects("Pod", {RUN_LABEL: run}) if pod["spec"].get("nodeName")
     }

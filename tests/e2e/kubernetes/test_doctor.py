@@ -89,7 +89,7 @@ def test_gpus_of_all_nodes_are_counted(doctor: Doctor, cluster: KubeClient) -> N
 @pytest.mark.parametrize(
     ("image", "policy", "says"),
     [
-        ("nowhere.invalid/nothing:1", "IfNotPresent", "cannot be pulled"),
+        ("nowhere.invalid/nothing:1", "IfNotPresent", "cannot pull image"),
         ("docker.io/library/nothing:1", "Never", "is not on the node"),
         (IMAGE, "IfNotPresent", "has no sh"),
     ],
@@ -240,7 +240,7 @@ def test_the_role_is_enough_and_nothing_more(doctor: Doctor, cluster: KubeClient
     assert found["permissions"][0]["fine"] is True
     assert not missing(found, None)
     assert (code, bad(found)) == (2, {"image"})  # by the probe, for nobody may read secrets
-    assert "there is no Secret aws" in found["image"][0]["found"]
+    assert "Secret aws" in found["image"][0]["found"]
     assert doctor(resources={"gpu": 1})[0] == 0
     limited = KubeClient.for_target(KubeTarget(None, cluster.namespace))
     assert not limited.is_allowed("get", "secrets")
