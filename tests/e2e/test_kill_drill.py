@@ -1,4 +1,4 @@
-"""A training that is killed again and again ends with the same bits as one that was left alone."""
+"""Kill drill: a training that is killed repeatedly ends with the same weights, bit for bit, as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from stoker.core.processes import find_processes_by_env
 from stoker.jobs.run_folder import Run, find_run
 from stoker.launchers.supervisor import supervisor_pid
 from stoker.telemetry.reader import read_run
+from stoker.testing import make_shards
 from stoker.trainers.checkpoints import decode_checkpoint
 from stoker.trainers.ledger import effective_samples, session_starts
 from tests.support.trees import stoker
@@ -28,20 +29,17 @@ EPOCHS = 6
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("drill") / "shards"
-    source = f"synthetic:samples={SAMPLES},classes=5,size=40x32,val=60"
-    assert stoker("data", "convert", source, folder, "--shard-samples", "50") == 0
-    return folder
+    return make_shards(tmp_path_factory.mktemp("drill") / "shards", samples=SAMPLES, val=60, classes=5, size=(40, 32))
 
 
 def write_job(folder: Path, name: str, shards: Path, ranks: int, **keys: Any) -> Path:
     ledger = keys.pop("ledger", f"{name}-ledger")
-    words = "--model small --size 32 --global-batch-size 24 --lr 0.05 --schedule cosine --deterministic --seed 3"
-    words += f" --epochs {EPOCHS} --checkpoint-every-steps 4 --log-every 1s --threads 1 --ledger {folder / ledger}"
+    options = "--model small --size 32 --global-batch-size 24 --lr 0.05 --schedule cosine --deterministic --seed 3"
+    options += f" --epochs {EPOCHS} --checkpoint-every-steps 4 --log-every 1s --threads 1 --ledger {folder / ledger}"
     job = {
         "name": name,
         "processes_per_worker": ranks,
-        "program": {"module": "stoker.trainers.torch_image", "args": words.split()},
+        "program": {"module": "stoker.trainers.torch_image", "args": options.split()},
         "data": {"train": str(shards / "train"), "val": str(shards / "val")},
         "checkpoint": {"dir": str(folder / f"{name}-checkpoints")},
         "env": {"OMP_NUM_THREADS": "1"},
@@ -68,49 +66,49 @@ def check_ledger(folder: Path, name: str) -> None:
         assert len(samples) == len(set(samples)) == SAMPLES
 
 
-def ranks_of(run: Run) -> dict[int, int]:
-    """The process of each rank of the newest attempt."""
-    beats = [event for event in read_run(run.logs).events if event.kind == "heartbeat"]
-    newest = max((event.attempt for event in beats), default=0)
-    return {event.rank: int(event.fields["pid"]) for event in beats if event.attempt == newest}
+def rank_pids(run: Run) -> dict[int, int]:
+    """The process id of each rank of the newest attempt."""
+    heartbeats = [event for event in read_run(run.logs).events if event.kind == "heartbeat"]
+    newest = max((event.attempt for event in heartbeats), default=0)
+    return {event.rank: int(event.fields["pid"]) for event in heartbeats if event.attempt == newest}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_that_is_killed_at_random_ends_with_the_same_bits(shards: Path, workspace: Path) -> None:
-    assert stoker("job", "run", write_job(workspace, "calm", shards, 3)) == 0
+def test_random_kills_do_not_change_the_weights(shards: Path, workspace: Path) -> None:
+    assert stoker("job", "run", write_job(workspace, "undisturbed", shards, 3)) == 0
     draw = random.Random(20261116)
-    plan = ["rank", "all", "launcher", "rank", "all", "launcher", "agent"]
-    draw.shuffle(plan)
-    assert stoker("job", "run", write_job(workspace, "storm", shards, 3), "--detach") == 0
-    run = find_run("storm")
+    victims = ["rank", "all", "supervisor", "rank", "all", "supervisor", "agent"]
+    draw.shuffle(victims)
+    assert stoker("job", "run", write_job(workspace, "killed", shards, 3), "--detach") == 0
+    run = find_run("killed")
     kills = 0
-    for what in plan:
-        begun = len(session_starts(workspace / "storm-ledger"))
+    for victim in victims:
+        sessions = len(session_starts(workspace / "killed-ledger"))
         time.sleep(draw.uniform(0.0, 3.0))
-        while not run.read_status().state.is_final and not strike(what, run, draw):
+        while not run.read_status().state.is_final and not kill(victim, run, draw):
             time.sleep(0.2)
         if run.read_status().state.is_final:
             break
         kills += 1
-        wait_until(partial(went_on, run, workspace / "storm-ledger", begun), 120)
+        wait_until(partial(has_resumed, run, workspace / "killed-ledger", sessions), 120)
     wait_until(lambda: run.read_status().state.is_final, 300)
     assert run.read_status().state == "succeeded", run.read_status().message
     assert kills >= 5
-    calm, storm = weights(workspace, "calm"), weights(workspace, "storm")
-    assert calm.keys() == storm.keys()
-    assert [name for name in calm if not calm[name].equal(storm[name])] == []
-    check_ledger(workspace, "calm")
-    check_ledger(workspace, "storm")
+    expected, actual = weights(workspace, "undisturbed"), weights(workspace, "killed")
+    assert expected.keys() == actual.keys()
+    assert [name for name in expected if not expected[name].equal(actual[name])] == []
+    check_ledger(workspace, "undisturbed")
+    check_ledger(workspace, "killed")
     assert find_processes_by_env({"STOKER_RUN": run.id}) == []
 
 
-def strike(what: str, run: Run, draw: random.Random) -> bool:
-    """Kill one rank, all of them, what started them, or what watches over the run; tell whether there was one."""
-    ranks = ranks_of(run)
+def kill(victim: str, run: Run, draw: random.Random) -> bool:
+    """Kill one rank, all ranks, their torchrun agent or the supervisor; return whether there was such a process."""
+    ranks = rank_pids(run)
     if len(ranks) < 3:
         return False
-    if what == "launcher":
+    if victim == "supervisor":
         if not (pid := supervisor_pid(run)):
             return False
         os.kill(pid, signal.SIGKILL)
@@ -120,25 +118,25 @@ def strike(what: str, run: Run, draw: random.Random) -> bool:
     pids = {
         "rank": [ranks[draw.randrange(3)]],
         "all": list(ranks.values()),
-        "agent": [one.pid for one in run.read_status().slots if one.pid],
-    }[what]
+        "agent": [slot.pid for slot in run.read_status().slots if slot.pid],
+    }[victim]
     alive = set(find_processes_by_env({"STOKER_RUN": run.id})) & set(pids)
     for pid in alive:
         os.kill(pid, signal.SIGKILL)
     return bool(alive)
 
 
-def went_on(run: Run, ledger: Path, begun: int) -> bool:
-    return len(session_starts(ledger)) > begun or run.read_status().state.is_final
+def has_resumed(run: Run, ledger: Path, sessions: int) -> bool:
+    return len(session_starts(ledger)) > sessions or run.read_status().state.is_final
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_ledger_is_exact_across_changes_of_the_world(shards: Path, workspace: Path) -> None:
-    """The same global batches, dealt to 3, then 2, then 1 ranks."""
-    kept = {"checkpoint": {"dir": str(workspace / "checkpoints")}, "ledger": "changing-ledger"}
+def test_ledger_is_exact_across_changes_of_the_world_size(shards: Path, workspace: Path) -> None:
+    """The same global batches, distributed over 3, then 2, then 1 ranks."""
+    shared = {"checkpoint": {"dir": str(workspace / "checkpoints")}, "ledger": "changing-ledger"}
     for ranks, steps in ((3, 30), (2, 60), (1, 0)):
-        assert stoker("job", "run", write_job(workspace, f"on-{ranks}", shards, ranks, **kept), "--detach") == 0
+        assert stoker("job", "run", write_job(workspace, f"on-{ranks}", shards, ranks, **shared), "--detach") == 0
         run = find_run(f"on-{ranks}")
         if steps:
             wait_until(partial(has_reached, run, steps), 120)

@@ -25,7 +25,7 @@ from stoker.jobs.topology import Slot
 from stoker.launchers.supervisor import supervisor_pid
 from tests.launchers.contract import LauncherSuite, job_of
 from tests.support.disks import NOT_ALLOWED
-from tests.support.signals import restore_sighup
+from tests.support.signals import restore_signals
 from tests.support.trees import stoker
 from tests.support.waiting import wait_until
 
@@ -316,7 +316,8 @@ def write_job(path: Path, command: str, **keys: object) -> Path:
 
 def start_cli(*args: object, **options: Any) -> subprocess.Popen[str]:
     argv = [sys.executable, "-m", "stoker", *map(str, args)]
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(argv, preexec_fn=restore_signals, **pipes, **options)
 
 
 def test_run_follows_logs_and_returns_the_exit_code(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -420,7 +421,7 @@ def test_exit_codes_with_inherited_ignored_sigchld(workspace: Path) -> None:
 def test_closed_terminal_does_not_stop_the_job(workspace: Path) -> None:
     script = f"echo ready; while ! test -e {workspace}/go; do sleep 0.05; done; echo done"
     job = write_job(workspace / "job.yaml", script)
-    process = start_cli("job", "run", job, start_new_session=True, preexec_fn=restore_sighup)
+    process = start_cli("job", "run", job, start_new_session=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     os.killpg(process.pid, signal.SIGHUP)  # as a terminal does when it closes

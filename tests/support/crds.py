@@ -1,4 +1,4 @@
-"""Objects checked against the schemas of their CRDs, strictly: what a schema does not know is a fault."""
+"""Strict validation of objects against the schemas of their CRDs: unknown fields are faults."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ TYPES: dict[str, tuple[type, ...]] = {
 
 @cache
 def load_schema(file: str, version: str) -> dict[str, Any]:
-    """Read the schema of one version of a CRD; a test without it is skipped."""
+    """Load the schema of one version of a CRD; skip the test if the CRD is not available."""
     path = CRDS / file
     if not path.exists():
-        pytest.skip(f"there is no {path}")
+        pytest.skip(f"file not found: {path}")
     crd = yaml.safe_load(path.read_text())
-    (found,) = [one for one in crd["spec"]["versions"] if one["name"] == version]
-    schema: dict[str, Any] = found["schema"]["openAPIV3Schema"]
+    (match,) = [entry for entry in crd["spec"]["versions"] if entry["name"] == version]
+    schema: dict[str, Any] = match["schema"]["openAPIV3Schema"]
     return schema
 
 
 def validate(value: Any, schema: dict[str, Any], path: str = "") -> Iterator[str]:
-    """Yield what is wrong with a value."""
+    """Yield the faults of a value."""
     if schema.get("x-kubernetes-int-or-string"):
         if not isinstance(value, int | str) or isinstance(value, bool):
-            yield f"{path}: {value!r} is neither a number nor text"
+            yield f"{path}: {value!r} is neither an integer nor a string"
         return
     kind = schema.get("type")
     if kind and (not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")):
-        yield f"{path}: {value!r} is no {kind}"
+        yield f"{path}: {value!r} is not of type {kind}"
         return
     if "enum" in schema and value not in schema["enum"]:
-        yield f"{path}: {value!r} is none of {schema['enum']}"
+        yield f"{path}: {value!r} is not one of {schema['enum']}"
     if isinstance(value, str) and "pattern" in schema and not re.search(schema["pattern"], value):
         yield f"{path}: {value!r} does not match {schema['pattern']}"
     if isinstance(value, list):
         for index, inner in enumerate(value):
             yield from validate(inner, schema.get("items", {}), f"{path}[{index}]")
     if isinstance(value, dict):
-        yield from _faults_of_object(value, schema, path)
+        yield from _validate_object(value, schema, path)
 
 
-def _faults_of_object(value: dict[str, Any], schema: dict[str, Any], path: str) -> Iterator[str]:
+def _validate_object(value: dict[str, Any], schema: dict[str, Any], path: str) -> Iterator[str]:
     for name in schema.get("required", []):
         if name not in value:
             yield f"{path}.{name}: missing"

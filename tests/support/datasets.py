@@ -1,4 +1,4 @@
-"""Small datasets in the true formats of the large ones, with what a reader must find in them."""
+"""Small datasets in the real formats of ImageNet, CIFAR-10 and MNIST, with their expected samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog",
 
 
 class Expected(NamedTuple):
-    """A sample that a source must give."""
+    """A sample that a source must yield."""
 
     label: int
     image: bytes
@@ -38,15 +38,15 @@ class Imagenet:
 
 
 def jpeg(number: int) -> bytes:
-    """A small JPEG whose size and colour differ from number to number."""
+    """Return a small JPEG with a size and color that depend on the number."""
     out = io.BytesIO()
-    colour = (number * 37 % 256, number * 91 % 256, number * 151 % 256)
-    Image.new("RGB", (8 + number % 19, 8 + number % 13), colour).save(out, "JPEG")
+    color = (number * 37 % 256, number * 91 % 256, number * 151 % 256)
+    Image.new("RGB", (8 + number % 19, 8 + number % 13), color).save(out, "JPEG")
     return out.getvalue()
 
 
 def make_tar(files: Mapping[str, bytes], mode: str = "w") -> bytes:
-    """A tar with these files."""
+    """Return a tar archive with these files."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode=mode, format=tarfile.GNU_FORMAT) as tar:  # type: ignore[call-overload]
         for name, data in files.items():
@@ -70,14 +70,14 @@ def make_imagenet(
     A split of 0 images is absent. `truth` is `devkit.tar.gz`, `devkit` (a folder), `csv` or `none`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    made = Imagenet(folder, sorted(wnids_by_id))
+    dataset = Imagenet(folder, sorted(wnids_by_id))
     data = folder / "ILSVRC/Data/CLS-LOC" if layout == "kaggle" else folder
     images = {
         wnid: {f"{wnid}_{number}.JPEG": jpeg(100 * label + number) for number in range(per_class)}
-        for label, wnid in enumerate(made.classes)
+        for label, wnid in enumerate(dataset.classes)
     }
-    for label, wnid in enumerate(made.classes):
-        made.train |= {f"{wnid}/{name}": Expected(label, image) for name, image in images[wnid].items()}
+    for label, wnid in enumerate(dataset.classes):
+        dataset.train |= {f"{wnid}/{name}": Expected(label, image) for name, image in images[wnid].items()}
     if per_class and layout == "tars":
         tars = {f"{wnid}.tar": make_tar(files) for wnid, files in images.items()}
         (folder / "ILSVRC2012_img_train.tar").write_bytes(make_tar(tars))
@@ -91,9 +91,9 @@ def make_imagenet(
 
     ids = [1 + (number * 3 + number // 4) % len(wnids_by_id) for number in range(val)]
     numbered = {f"ILSVRC2012_val_{number:08d}.JPEG": jpeg(5000 + number) for number in range(1, val + 1)}
-    for (name, image), one in zip(numbered.items(), ids, strict=True):
-        wnid = wnids_by_id[one - 1]
-        made.val[f"{wnid}/{name}"] = Expected(made.classes.index(wnid), image)
+    for (name, image), synset_id in zip(numbered.items(), ids, strict=True):
+        wnid = wnids_by_id[synset_id - 1]
+        dataset.val[f"{wnid}/{name}"] = Expected(dataset.classes.index(wnid), image)
         if layout == "val by class":
             _write(data / "val" / wnid / name, image)
         elif layout != "tars":
@@ -104,7 +104,7 @@ def make_imagenet(
     devkit = {
         "ILSVRC2012_devkit_t12/readme.txt": b"ILSVRC2012",
         "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt": "".join(
-            f"{one}\n" for one in ids
+            f"{synset_id}\n" for synset_id in ids
         ).encode(),
         "ILSVRC2012_devkit_t12/data/meta.mat": meta_mat(wnids_by_id),
     }
@@ -114,13 +114,16 @@ def make_imagenet(
         for name, content in devkit.items():
             _write(folder / name, content)
     elif truth == "csv":
-        rows = [f"{name[:-5]},{wnids_by_id[one - 1]} 1 2 3 4 \n" for name, one in zip(numbered, ids, strict=True)]
+        rows = [
+            f"{name[:-5]},{wnids_by_id[synset_id - 1]} 1 2 3 4 \n"
+            for name, synset_id in zip(numbered, ids, strict=True)
+        ]
         _write(folder / "LOC_val_solution.csv", "".join(["ImageId,PredictionString\n", *reversed(rows)]).encode())
-    return made
+    return dataset
 
 
 def meta_mat(wnids_by_id: Sequence[str]) -> bytes:
-    """The devkit's meta.mat: a struct array of the leaves in order of their ID, then of what groups them."""
+    """Return the devkit's meta.mat: a struct array of the leaf synsets by ID, then of their parents."""
     from scipy.io import savemat
 
     def synset(number: int, wnid: str, children: Sequence[int], images: int) -> dict[str, Any]:
@@ -158,7 +161,7 @@ class Cifar10:
 
 def make_cifar10(folder: Path, *, rows: int = 12, packed: bool = True, column_order: bool = False) -> Cifar10:
     """Make CIFAR-10 of `rows` per batch, as the archive or as the folder that it unpacks to."""
-    made = Cifar10(folder / ("cifar-10-python.tar.gz" if packed else "cifar-10-batches-py"))
+    dataset = Cifar10(folder / ("cifar-10-python.tar.gz" if packed else "cifar-10-batches-py"))
     files = {"batches.meta": python2_pickle(cifar_meta())}
     random = np.random.default_rng(0)
     for number, batch in enumerate(
@@ -167,7 +170,7 @@ def make_cifar10(folder: Path, *, rows: int = 12, packed: bool = True, column_or
         data = random.integers(0, 256, (rows, 3072), np.uint8)
         labels = [(row * 7 + number) % 10 for row in range(rows)]
         names = [f"{CIFAR_CLASSES[label]}_s_{number * rows + row:06d}.png" for row, label in enumerate(labels)]
-        samples = made.test if batch == "test_batch" else made.train
+        samples = dataset.test if batch == "test_batch" else dataset.train
         for row, (label, name) in enumerate(zip(labels, names, strict=True)):
             samples[f"{CIFAR_CLASSES[label]}/{name}"] = (
                 label,
@@ -177,11 +180,13 @@ def make_cifar10(folder: Path, *, rows: int = 12, packed: bool = True, column_or
         files[batch] = python2_pickle(cifar_batch(stored, labels, names, batch))
     folder.mkdir(parents=True, exist_ok=True)
     if packed:
-        made.where.write_bytes(make_tar({f"cifar-10-batches-py/{name}": data for name, data in files.items()}, "w:gz"))
+        dataset.where.write_bytes(
+            make_tar({f"cifar-10-batches-py/{name}": data for name, data in files.items()}, "w:gz")
+        )
     else:
         for name, content in files.items():
-            _write(made.where / name, content)
-    return made
+            _write(dataset.where / name, content)
+    return dataset
 
 
 def cifar_meta() -> dict[bytes, Any]:
@@ -255,27 +260,27 @@ def make_mnist(
     test: int = 10,
     size: tuple[int, int] = (28, 28),
     packed: bool = True,
-    mark: str = "-",
+    separator: str = "-",
 ) -> Mnist:
-    """Make MNIST, gzipped or not; `mark` is what stands before `idx3` in the names."""
-    made = Mnist(folder)
+    """Make MNIST, gzipped or not; `separator` is the character before `idx3` in the file names."""
+    dataset = Mnist(folder)
     random = np.random.default_rng(1)
     for split, prefix, count in (("train", "train", train), ("test", "t10k", test)):
         if count:
-            made.pixels[split] = random.integers(0, 256, (count, *size), np.uint8)
-            made.labels[split] = [(row * 3 + 1) % 10 for row in range(count)]
+            dataset.pixels[split] = random.integers(0, 256, (count, *size), np.uint8)
+            dataset.labels[split] = [(row * 3 + 1) % 10 for row in range(count)]
             for what, array in (
-                ("images", made.pixels[split]),
-                ("labels", np.array(made.labels[split], np.uint8)),
+                ("images", dataset.pixels[split]),
+                ("labels", np.array(dataset.labels[split], np.uint8)),
             ):
-                name = f"{prefix}-{what}{mark}idx{array.ndim}-ubyte"
+                name = f"{prefix}-{what}{separator}idx{array.ndim}-ubyte"
                 data = idx(array)
                 _write(folder / (f"{name}.gz" if packed else name), gzip.compress(data) if packed else data)
-    return made
+    return dataset
 
 
 def idx(array: np.ndarray[Any, Any]) -> bytes:
-    """An idx file of unsigned bytes."""
+    """Return an idx file of unsigned bytes."""
     return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
 
 

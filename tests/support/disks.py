@@ -1,4 +1,4 @@
-"""Small file systems, for what happens when a disk is full."""
+"""Small file systems, for tests of full disks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 NOT_ALLOWED = "not allowed here"
-"""In the reason of a skip: no installation would help."""
+"""Part of the reason of a skipped test that no installation would help; allowed in CI."""
 
 
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[Path]:
-    """A file system of its own, of which the system tells at any moment how much is used."""
+    """Mount a file system of `size` bytes, whose usage statvfs reports exactly."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:

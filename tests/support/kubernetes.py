@@ -1,4 +1,4 @@
-"""Real Kubernetes clusters for tests, where the programs for one are there: no registry has them."""
+"""Real Kubernetes clusters for tests, if the programs for one are installed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tests.support.paths import SHARED
 
 PROGRAMS = Path(os.environ.get("KUBEBUILDER_ASSETS", "/usr/local/kubebuilder/bin"))
 PATH = f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}"
-"""Where kubectl is."""
-GIVEN = "STOKER_TEST_KUBECONFIG"
-"""Names the configuration of a cluster that is up already."""
+"""A PATH with kubectl."""
+KUBECONFIG_VARIABLE = "STOKER_TEST_KUBECONFIG"
+"""The variable with the kubeconfig of a cluster that is already running."""
 NO_KUBERNETES = "no Kubernetes programs"
 
 
 @contextmanager
 def two_node_cluster(home: Path) -> Iterator[Path]:
-    """Give the configuration of a cluster of two nodes, on which pods really run."""
-    if given := os.environ.get(GIVEN):
-        yield Path(given)
+    """Start a cluster of two nodes that runs pods, and yield its kubeconfig."""
+    if kubeconfig := os.environ.get(KUBECONFIG_VARIABLE):
+        yield Path(kubeconfig)
         return
     if not (PROGRAMS / "kubelet").exists() or not SHARED.is_dir():
         pytest.skip(f"{NO_KUBERNETES} in {PROGRAMS} (set KUBEBUILDER_ASSETS)")

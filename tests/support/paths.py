@@ -1,4 +1,4 @@
-"""Folders that tests read: the repository's own, and the sample data beside it."""
+"""Directories that tests read: of the repository, and of the shared data beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real servers on loopback for the tests, each a context manager that gives its URL."""
+"""Real servers on loopback for tests, each a context manager that yields its URL."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,8 @@ from typing import NamedTuple
 from urllib.request import Request, urlopen
 
 import pytest
+
+from tests.support.waiting import wait_until
 
 _NGINX_CONF = """
 daemon off;
@@ -43,16 +44,16 @@ http {{
     }}
 }}
 """
-# obstore wants these of every object.
-_MADE = {"ETag": '"1"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+# obstore needs these headers for every object.
+_OBJECT_HEADERS = {"ETag": '"1"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
 
 
-# Below the ports that the kernel hands out, so that neither a second call nor a server on port 0 gets one of these.
+# Below the ephemeral ports, so that neither a second call nor a server on port 0 gets one of these.
 _PORTS = itertools.cycle(range(20000 + os.getpid() % 100 * 100, 32000))
 
 
 def free_port() -> int:
-    """Find a loopback port that nothing listens on, and that no later call gives."""
+    """Return a loopback port that nothing listens on and that no later call returns."""
     for port in _PORTS:
         with socket.socket() as sock:
             if sock.connect_ex(("127.0.0.1", port)) != 0:
@@ -62,7 +63,7 @@ def free_port() -> int:
 
 @contextmanager
 def nginx(root: Path, *, index: str = "json", directives: str = "") -> Iterator[str]:
-    """Serve a folder with a real, unprivileged nginx; `index` is its autoindex_format."""
+    """Serve a directory with a real, unprivileged nginx; `index` is its autoindex_format."""
     program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
     if program is None:
         pytest.skip("nginx is not installed")
@@ -73,22 +74,20 @@ def nginx(root: Path, *, index: str = "json", directives: str = "") -> Iterator[
         log = Path(prefix, "error.log")
         process = subprocess.Popen([program, "-p", prefix, "-c", conf, "-e", log])
         try:
-            _wait_for(port, process, log)
+            _wait_for_nginx(port, process, log)
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
             process.wait()
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    for _ in range(500):
-        if process.poll() is not None:
-            raise RuntimeError(log.read_text())
+def _wait_for_nginx(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    def is_listening() -> bool:
+        assert process.poll() is None, log.read_text()
         with socket.socket() as sock:
-            if sock.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.01)
-    raise TimeoutError(f"nginx does not listen on port {port}")
+            return sock.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_until(is_listening)
 
 
 @contextmanager
@@ -108,7 +107,7 @@ def moto(bucket: str = "bucket") -> Iterator[str]:
 
 
 def aws_environ(url: str) -> dict[str, str]:
-    """Give the environment that leads s3:// URLs to a server here."""
+    """Return the environment that directs s3:// URLs to a local server."""
     return {
         "AWS_ENDPOINT_URL": url,
         "AWS_ACCESS_KEY_ID": "test",
@@ -132,7 +131,7 @@ def gcs_emulator(bucket: str = "bucket") -> Iterator[str]:
 
 
 class RecordedRequest(NamedTuple):
-    """One request that a scripted server received; the names of its headers are in lower case."""
+    """One request that a scripted server received; header names are in lower case."""
 
     method: str
     path: str
@@ -142,7 +141,7 @@ class RecordedRequest(NamedTuple):
 
 @dataclass
 class Reply:
-    """What a scripted server answers; `length` other than the body's breaks the answer off."""
+    """A response of a scripted server; a `length` other than the body's truncates it."""
 
     status: int = 200
     body: bytes = b""
@@ -151,14 +150,14 @@ class Reply:
 
 
 class ScriptedServer(NamedTuple):
-    """A scripted server: its URL, and what it was asked so far."""
+    """A scripted server: its URL and the requests so far."""
 
     url: str
     requests: list[RecordedRequest]
 
 
-class _Quiet(ThreadingHTTPServer):
-    """Prints no traceback when a client goes, which may come in the middle of another test."""
+class _QuietServer(ThreadingHTTPServer):
+    """Server that prints no traceback when a client disconnects, possibly during another test."""
 
     def handle_error(self, *_: object) -> None:
         pass
@@ -166,39 +165,39 @@ class _Quiet(ThreadingHTTPServer):
 
 @contextmanager
 def scripted_server(reply: Callable[[RecordedRequest, int], Reply]) -> Iterator[ScriptedServer]:
-    """Answer every request by a function of the request and of how many came before it."""
-    asked: list[RecordedRequest] = []
+    """Serve responses computed from each request and the number of requests before it."""
+    requests: list[RecordedRequest] = []
 
     class Handler(BaseHTTPRequestHandler):
-        def answer(self) -> None:
+        def respond(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             headers = {key.lower(): value for key, value in self.headers.items()}
             request = RecordedRequest(self.command, self.path, headers, body)
-            asked.append(request)
-            made = reply(request, len(asked) - 1)
-            self.send_response(made.status)
-            length = len(made.body) if made.length is None else made.length
-            for key, value in ({"Content-Length": str(length)} | _MADE | made.headers).items():
+            requests.append(request)
+            response = reply(request, len(requests) - 1)
+            self.send_response(response.status)
+            length = len(response.body) if response.length is None else response.length
+            for key, value in ({"Content-Length": str(length)} | _OBJECT_HEADERS | response.headers).items():
                 self.send_header(key, value)
             self.end_headers()
             if self.command != "HEAD":
-                self.wfile.write(made.body)
+                self.wfile.write(response.body)
 
-        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer  # noqa: N815
+        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = respond  # noqa: N815
 
         def log_message(self, *_: object) -> None:
             pass
 
-    with _Quiet(("127.0.0.1", 0), Handler) as server:
+    with _QuietServer(("127.0.0.1", 0), Handler) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield ScriptedServer(f"http://127.0.0.1:{server.server_address[1]}", asked)
+            yield ScriptedServer(f"http://127.0.0.1:{server.server_address[1]}", requests)
         finally:
             server.shutdown()
             thread.join()
 
 
 def json_reply(value: object) -> Reply:
-    """Answer with JSON."""
+    """Return a JSON response."""
     return Reply(body=json.dumps(value).encode(), headers={"Content-Type": "application/json"})

@@ -5,11 +5,10 @@ from __future__ import annotations
 import signal
 
 
-def restore_sighup() -> None:
-    """Restore the default action of SIGHUP, for `preexec_fn`: under nohup, children inherit that it is ignored."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def restore_signals() -> None:
+    """Restore the default actions of SIGHUP, SIGINT and SIGQUIT, for `preexec_fn`.
 
-
-def restore_sigint() -> None:
-    """Restore the default action of SIGINT, for `preexec_fn`: background jobs of a shell inherit that it is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    Under nohup, and in background jobs of a shell, they are ignored, and child processes inherit that.
+    """
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)

@@ -1,8 +1,9 @@
 # ruff: noqa: T201
 """A task of a TensorFlow cluster that knows only its environment: every task serves its name at its own address.
 
-Who leads (the chief, or else every worker) reaches all others, waits until all who lead have reached it, says so and
-ends. All others serve for ever, as parameter servers do. Standard library alone, so that any image can run it.
+A lead task (the chief, or else every worker) connects to all others, waits until all lead tasks have connected to it,
+prints that and exits. All other tasks serve forever, as parameter servers do. Needs only the standard library, so that
+any image can run it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import socket
 import threading
 import time
 
-WITHIN_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def serve(server: socket.socket, name: str, callers: set[str]) -> None:
-    """Tell everyone who calls our name, and note theirs."""
+    """Send our name to every caller and record the caller's."""
     while True:
         caller, _ = server.accept()
         with caller:
@@ -26,14 +27,14 @@ def serve(server: socket.socket, name: str, callers: set[str]) -> None:
 
 
 def call(address: str, name: str) -> str:
-    """Tell our name at an address, and give theirs; they may not be up yet."""
+    """Send our name to an address and return the name of the task there, which may not have started yet."""
     host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + WITHIN_S
+    deadline = time.monotonic() + TIMEOUT_S
     while True:
         try:
-            with socket.create_connection((host, int(port)), timeout=5) as there:
-                there.sendall(f"{name}\n".encode())
-                return there.makefile().readline().strip()
+            with socket.create_connection((host, int(port)), timeout=5) as connection:
+                connection.sendall(f"{name}\n".encode())
+                return connection.makefile().readline().strip()
         except OSError:
             if time.monotonic() > deadline:
                 raise
@@ -41,20 +42,22 @@ def call(address: str, name: str) -> str:
 
 
 def main() -> None:
-    """Be one task."""
+    """Run one task."""
     config = json.loads(os.environ["TF_CONFIG"])
     cluster, task = config["cluster"], config["task"]
     name = os.environ["POD_NAME"]
     assert task == {"type": name.rpartition("-")[0], "index": int(name.rpartition("-")[2])}, task
     assert json.loads(os.environ["CLUSTER_CONFIG"]) == {role: cluster.get(role, []) for role in ("ps", "worker")}
     if task["type"] == "evaluator":
-        print("looking on", flush=True)
+        print("observing", flush=True)
         time.sleep(3600)
-    every = {f"{role}-{index}": one for role, all_ in cluster.items() for index, one in enumerate(all_)}
-    others = {other: address for other, address in every.items() if other != name}
-    leaders = {one for one in every if one.startswith("chief" if "chief" in cluster else "worker")}
+    addresses = {f"{role}-{index}": address for role in cluster for index, address in enumerate(cluster[role])}
+    others = {other: address for other, address in addresses.items() if other != name}
+    leaders = {
+        task_name for task_name in addresses if task_name.startswith("chief" if "chief" in cluster else "worker")
+    }
     callers: set[str] = set()
-    server = socket.create_server(("", int(every[name].rpartition(":")[2])))
+    server = socket.create_server(("", int(addresses[name].rpartition(":")[2])))
     threading.Thread(target=serve, args=(server, name, callers), daemon=True).start()
     print("serving", name, "with gpus", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
     if name not in leaders:
@@ -62,7 +65,7 @@ def main() -> None:
     for other, address in others.items():
         assert call(address, name) == other
         print("reached", other, "at", address, flush=True)
-    deadline = time.monotonic() + WITHIN_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not leaders - {name} <= callers and time.monotonic() < deadline:
         time.sleep(0.05)
     assert leaders - {name} <= callers, leaders - callers

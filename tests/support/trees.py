@@ -1,4 +1,4 @@
-"""Small datasets and shard sets for tests."""
+"""Small datasets for tests, and the command line in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stoker.shards.sources import SourceType
 
 
 def image_bytes(number: int, kind: str = "JPEG", size: tuple[int, int] = (24, 18)) -> bytes:
-    """An image that no other number gives."""
+    """Return an encoded image that is different for every number."""
     image = Image.new("RGB", size, (number * 37 % 256, number * 101 % 256, number * 7 % 256))
     for x in range(min(16, size[0])):
         image.putpixel((x, 0), (255, 255, 255) if number >> x & 1 else (0, 0, 0))
@@ -28,7 +28,7 @@ def image_bytes(number: int, kind: str = "JPEG", size: tuple[int, int] = (24, 18
 
 
 def make_tree(root: Path, classes: Mapping[str, int], start: int = 0) -> Path:
-    """Write `<class>/<number>.jpg` files: so many for each class."""
+    """Write `<class>/<number>.jpg` files, as many as given for each class."""
     number = start
     for name, count in classes.items():
         (root / name).mkdir(parents=True)
@@ -39,14 +39,14 @@ def make_tree(root: Path, classes: Mapping[str, int], start: int = 0) -> Path:
 
 
 def make_dataset(root: Path, train: int = 10, val: int = 3) -> Path:
-    """Write train/ and val/ with three classes, so many images for each."""
+    """Write train/ and val/ with three classes and this many images per class."""
     make_tree(root / "train", {"ant": train, "bee": train, "cat": train})
     make_tree(root / "val", {"ant": val, "bee": val, "cat": val}, start=10_000)
     return root
 
 
 def digests(root: Path) -> dict[str, str]:
-    """The sha256 of every file below a folder, by its relative path."""
+    """Return the SHA-256 digest of every file below a directory by its relative path."""
     files = (path for path in sorted(root.rglob("*")) if path.is_file())
     return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
@@ -64,7 +64,7 @@ def scan_all(opener: SourceType, where: Path, scratch: Path) -> None:
 
 
 def assert_rejected(opener: SourceType, where: Path, scratch: Path, *parts: str) -> None:
-    """Expect a source to refuse a dataset with a sentence that holds all of these parts."""
+    """Assert that a source rejects a dataset with a message that contains all of these parts."""
     with pytest.raises(SourceError) as caught:
         scan_all(opener, where, scratch)
     for part in parts:
@@ -72,7 +72,7 @@ def assert_rejected(opener: SourceType, where: Path, scratch: Path, *parts: str)
 
 
 def import_without(package: str, module: str) -> str:
-    """Import a module in a process that lacks a package, and give what it says is missing."""
+    """Import a module in a process without a package and return the resulting MissingExtraError."""
     program = (
         f"import sys; sys.modules['{package}'] = None\n"
         "from stoker.errors import MissingExtraError\n"

@@ -110,10 +110,10 @@ def stoker_home(environ: Mapping[str, str] | None = None) -> Path:
     return Path(env.get("XDG_DATA_HOME") or Path.home() / ".local/share") / "stoker"
 
 
-def create_run(job: Job, plan: object) -> Run:
-    """Create the folder of a new run, with its job and its rendered plan."""
+def create_run(job: Job, plan: object, *, home: Path | None = None) -> Run:
+    """Create the folder of a new run in `home` (default: `stoker_home()`), with its job and its rendered plan."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    run = Run(stoker_home() / "runs" / f"{job.name}-{stamp}-{secrets.token_hex(2)}")
+    run = Run((home or stoker_home()) / "runs" / f"{job.name}-{stamp}-{secrets.token_hex(2)}")
     try:
         run.folder.mkdir(mode=0o700, parents=True)  # private: the plan contains the environment variables of the job
         run.logs.mkdir()

@@ -117,8 +117,9 @@ def _delete(client: KubeClient, name: str, report: Callable[[str], object]) -> N
 
 @contextmanager
 def sighup_as_keyboard_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGHUP, so that cleanup also runs when the terminal is closed."""
-    with _signal_handlers({signal.SIGHUP: signal.default_int_handler}):
+    """Raise KeyboardInterrupt on SIGHUP, so that cleanup also runs when the terminal is closed; not under nohup."""
+    is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    with _signal_handlers({} if is_nohup else {signal.SIGHUP: signal.default_int_handler}):
         yield
 
 

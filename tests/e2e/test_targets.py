@@ -1,0 +1,44 @@
+"""Invalid targets of a job are rejected before any connection to another machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stoker.cli.main import run
+
+JOB = "name: small\nprogram: {command: [sleep, '1']}\ntopology: single\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--on", "local", "--hosts", "a"), "--hosts"),
+        (("--on", "ssh", "--hosts", ""), "--hosts"),
+        (("--on", "ssh", "--hosts", "a:x"), "'a:x'"),
+        (("--on", "ssh", "--hosts", "a:0"), "'a:0'"),
+        (("--on", "ssh", "--hosts", "a:2222"), "2222"),
+        (("--on", "ssh", "--hosts", "a", "--set", "ssh.config=missing"), "ssh.config: "),
+        (("--on", "ssh", "--hosts", "a", "--set", "program.cwd=missing"), "program.cwd: "),
+        (("--on", "ray:10.0.0.1"), "ray://host:port"),
+        (("--on", "ssh://a"), "--on ssh"),
+    ],
+)
+def test_invalid_target_exits_2(
+    options: tuple[str, ...],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(JOB)
+    assert run(["job", "plan", "job.yaml", *options]) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [("--on", "ssh"), ("--hosts", "a"), ("--set", "retries=1")])
+def test_resume_takes_no_other_target_or_settings(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["job", "run", "--resume", "any", *options]) == 2
+    assert "--resume" in capsys.readouterr().err

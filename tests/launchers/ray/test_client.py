@@ -1,0 +1,246 @@
+"""The Ray client and its connection to the driver, with fake clusters."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from stoker.errors import UnavailableError
+from stoker.jobs.run_folder import Run
+from stoker.jobs.topology import Command, Slot
+from stoker.launchers.ray import client, connection
+from stoker.launchers.ray.client import RayClient
+from stoker.launchers.ray.connection import DriverLog, LineQueue
+from stoker.launchers.ray.plan import RayPlan
+from tests.support.waiting import wait_until
+
+
+def test_folder_of_a_killed_ray_is_removed(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else is removed; the folder is in RAY_TMPDIR if that is usable and short enough."""
+    run = Run(workspace)
+    connection.remove_ray_folder(run)
+    for where, parent in (("", "/tmp"), ("/dev/shm", "/dev/shm"), (f"/tmp{'/' * 90}", "/tmp"), ("/none", "/tmp")):
+        monkeypatch.setenv("RAY_TMPDIR", where)
+        folder = Path(connection.make_ray_folder(run))
+        assert str(folder.parent) == parent
+        assert len(str(folder)) + connection.RAY_SOCKET_SUFFIX <= connection.MAX_SOCKET_PATH
+        (folder / "session_x").mkdir()
+        connection.remove_ray_folder(run)
+        connection.remove_ray_folder(run)
+        assert not folder.exists()
+        assert folder.parent.exists()
+
+
+def take_all(lines: LineQueue) -> list[str | None]:
+    """Remove and return what is in a queue."""
+    return [lines.get() for _ in range(lines.qsize())]
+
+
+def test_log_over_broken_connections_has_every_line_once() -> None:
+    text = "".join(f"line {number}\n" for number in range(50))
+
+    class Breaking:
+        """A cluster whose connections break, each a little later than the previous one, anywhere in a line."""
+
+        reads = 0
+
+        def state(self, name: str) -> tuple[bool, str]:
+            return self.reads >= 4, "first line\nlast line"
+
+        async def tail(self, name: str) -> AsyncIterator[str]:
+            self.reads += 1
+            for at in range(0, len(text) if self.reads > 4 else 90 * self.reads, 7):
+                yield text[at : at + 7]
+            if self.reads <= 4:
+                raise RuntimeError("connection lost")
+
+    lines = LineQueue()
+    log = DriverLog(Breaking(), "job", 5)  # type: ignore[arg-type]
+    asyncio.run(log.follow(lines))
+    assert take_all(lines) == [*text.splitlines(), None]
+    assert log.exit_reason.endswith(": last line")
+
+
+def test_silent_connection_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "RETRY_S", 0.01)
+
+    class Silent:
+        reads = 0
+
+        def state(self, name: str) -> tuple[bool, str]:
+            return self.reads > 0, ""
+
+        async def tail(self, name: str) -> AsyncIterator[str]:
+            self.reads += 1
+            yield "one\n"
+            if self.reads == 1:
+                await asyncio.sleep(60)
+            yield "two\n"
+
+    lines = LineQueue()
+    asyncio.run(DriverLog(Silent(), "job", 0.1).follow(lines))  # type: ignore[arg-type]
+    assert take_all(lines) == ["one", "two", None]
+
+
+def test_log_of_a_driver_on_a_dead_node_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "RETRY_S", 0.01)
+
+    class Gone:
+        def state(self, name: str) -> tuple[bool, str]:
+            return True, "its node died"
+
+        async def tail(self, name: str) -> AsyncIterator[str]:
+            raise RuntimeError("no such node")
+            yield ""
+
+    lines = LineQueue()
+    log = DriverLog(Gone(), "job", 5)  # type: ignore[arg-type]
+    asyncio.run(log.follow(lines))
+    assert take_all(lines) == [None]
+    assert log.exit_reason.endswith(": its node died")
+
+
+class FakeCluster:
+    """A cluster that records calls; uploads can be slow or fail."""
+
+    calls: ClassVar[list[str]] = []
+    log: ClassVar[list[str]] = []
+    is_failing = False
+    submit_s = 0.0
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.calls.clear()
+
+    def submit(self, *args: object) -> None:
+        time.sleep(self.submit_s)
+        self.calls.append("submit")
+        if self.is_failing:
+            raise UnavailableError("rejected the job", where=self.address)
+
+    def put(self, key: str, value: dict[str, Any]) -> None:
+        call = "request" if key.endswith("-request") else "bye" if "bye" in value else "heartbeat"
+        self.calls.append(call)
+
+    def state(self, name: str) -> tuple[bool, str]:
+        return False, ""
+
+    async def tail(self, name: str) -> AsyncIterator[str]:
+        for line in self.log:
+            yield line
+        await asyncio.sleep(60)
+
+
+@pytest.fixture
+def fake_cluster(monkeypatch: pytest.MonkeyPatch) -> type[FakeCluster]:
+    monkeypatch.setattr(connection, "RayCluster", FakeCluster)
+    monkeypatch.setattr(FakeCluster, "log", [])
+    return FakeCluster
+
+
+def make_client(workspace: Path) -> RayClient:
+    """Return the client of a run with one worker on a remote cluster."""
+    for name in ("run", "run/logs"):
+        (workspace / name).mkdir()
+    command = Command(("true",), {})
+    plan = RayPlan(
+        slots={"worker/0": command},
+        hosts={"worker/0": "http://far"},
+        address="http://far",
+        bundle={"CPU": 1.0},
+        strategy="PACK",
+        source=str(workspace),
+        grace_s=1,
+        lost_after_s=0.5,
+    )
+    return RayClient(Run(workspace / "run"), plan, 0)
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Restore the signal handlers that a client replaces."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def read_worker_log(workspace: Path) -> str:
+    return Run(workspace / "run").log_path(Slot("worker", 0), 0).read_text()
+
+
+@pytest.mark.usefixtures("signals")
+def test_upload_may_take_longer_than_lost_after(
+    workspace: Path, fake_cluster: type[FakeCluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_cluster, "submit_s", 1.0)
+    frames = [{"alive": True}, {"slot": "worker/0", "code": 0}, {"end": True}]
+    fake_cluster.log += [
+        f"{connection.FRAME_PREFIX}{json.dumps({'n': n, **frame})}\n" for n, frame in enumerate(frames, 1)
+    ]
+    assert make_client(workspace).run() == 0
+    # Nothing is stored before the driver is running, and nothing after the connection is closed.
+    assert (fake_cluster.calls[0], fake_cluster.calls[-1]) == ("submit", "bye")
+    count = len(fake_cluster.calls)
+    time.sleep(0.3)
+    assert len(fake_cluster.calls) == count
+    assert (workspace / "run" / "submissions").read_text() == ""
+
+
+@pytest.mark.usefixtures("signals")
+def test_rejected_job_leaves_no_secret_in_the_store(
+    workspace: Path, fake_cluster: type[FakeCluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_cluster, "is_failing", True)
+    assert make_client(workspace).run() == 255
+    assert fake_cluster.calls == ["submit"]
+    assert "stoker: http://far: rejected the job\n" in read_worker_log(workspace)
+
+
+@pytest.mark.usefixtures("signals")
+def test_request_is_sent_once_the_driver_is_running(
+    workspace: Path, fake_cluster: type[FakeCluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "EXIT_TIMEOUT_S", 0.2)
+    fake_cluster.log.append(f'{connection.FRAME_PREFIX}{{"n": 1, "alive": true}}\n')
+    ray_client = make_client(workspace)
+    thread = threading.Thread(target=ray_client.run)
+    thread.start()
+    wait_until(lambda: fake_cluster.calls.count("heartbeat") >= 2)
+    assert fake_cluster.calls[:3] == ["submit", "request", "heartbeat"]
+    assert fake_cluster.calls.count("request") == 1
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    thread.join(60)
+    assert not thread.is_alive()
+    assert "stoker: the Ray driver did not report its end in time\n" in read_worker_log(workspace)
+
+
+@pytest.mark.usefixtures("signals")
+def test_stop_before_the_upload(workspace: Path, fake_cluster: type[FakeCluster]) -> None:
+    ray_client = make_client(workspace)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert ray_client.run() == -signal.SIGTERM
+    assert fake_cluster.calls == []
+
+
+@pytest.mark.usefixtures("signals")
+def test_bug_of_the_client_is_reported_as_such(
+    workspace: Path,
+    fake_cluster: type[FakeCluster],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(fake_cluster, "submit", None)
+    assert make_client(workspace).run() == 255
+    assert "stoker: the Ray client failed: TypeError: " in read_worker_log(workspace)
+    assert "Traceback" in capsys.readouterr().err

@@ -1,0 +1,76 @@
+"""The slot daemon of a Ray node, run on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stoker.launchers.ray import client
+
+
+@contextmanager
+def slot_daemon(folder: Path, **request: Any) -> Iterator[subprocess.Popen[str]]:
+    """Start a slot daemon with a request, as an actor does."""
+    folder.mkdir()
+    source = Path(client.__file__).with_name("slot_daemon.py")
+    (folder / "slot_daemon.py").write_bytes(source.read_bytes())
+    argv = [sys.executable, str(folder / "slot_daemon.py")]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps({"marks": make_marks(folder), "env": {}, "cwd": str(folder), **request}) + "\n")
+        process.stdin.flush()
+        yield process
+        process.stdin.close()
+        assert process.wait(60) == 0
+    assert not folder.exists()
+
+
+def make_marks(folder: Path) -> dict[str, str]:
+    return {"STOKER_RUN": str(folder), "STOKER_SLOT": "worker/0"}
+
+
+def read_result(process: subprocess.Popen[str]) -> Any:
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+@contextmanager
+def leftover(folder: Path, script: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that an earlier slot daemon left behind."""
+    with subprocess.Popen(["bash", "-c", script], env={**os.environ, **make_marks(folder)}) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_leftover_of_another_attempt_has_its_grace_period(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    with leftover(tmp_path / "a", f"sleep 1.5; touch {saved}"):
+        started = ["bash", "-c", f"test -e {saved} && exit 7"]
+        with slot_daemon(tmp_path / "a", argv=started, grace_s=60) as process:
+            assert read_result(process) == {"code": 7}
+
+
+def test_leftover_of_a_killed_daemon_is_killed(tmp_path: Path) -> None:
+    with (
+        leftover(tmp_path / "a", "trap '' TERM; while :; do sleep 0.1; done") as process_left,
+        slot_daemon(tmp_path / "a", grace_s=1) as process,
+    ):
+        assert read_result(process) == {"lost": ""}
+        assert process_left.wait(60) == -signal.SIGKILL
+
+
+def test_missing_directory_is_distinguished_from_a_missing_program(tmp_path: Path) -> None:
+    with slot_daemon(tmp_path / "a", argv=["/bin/true"], grace_s=1, cwd="/no/folder") as process:
+        fault = read_result(process)["fault"]
+        assert "directory /no/folder: No such file" in fault
+    with slot_daemon(tmp_path / "b", argv=["/no/program"], grace_s=1) as process:
+        assert read_result(process) == {"fault": "cannot start '/no/program': No such file or directory"}
