@@ -1,7 +1,10 @@
+"""Analysis of events: verdicts, stragglers, progress, ETA, restarts and remarks."""
+
 from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.telemetry.analysis import eta, progress, remarks, restarts, stragglers, verdict
+from stoker.telemetry.analysis import (
+    CAUSES,
+    CAUSES_ON_CPU,
+    eta,
+    progress,
+    remarks,
+    restarts,
+    stragglers,
+    verdict,
+)
 from stoker.telemetry.events import KINDS, Event
 
 numbers = itertools.count()
@@ -35,115 +47,112 @@ def test_input_bound_names_the_stage() -> None:
         spans(loader_wait=6.2, h2d=0.3, compute=3.5, loader_fetch=1.0, loader_read=1.0, loader_decode=7.1,
               loader_transform=0.9)
     )  # fmt: skip
-    assert found.sentence == (
-        "62 % input-bound: decode takes 71 % of the loader's time; give it more cores, or smaller images"
-    )
+    assert all(word in found.sentence for word in ("input-bound: 62 %", "decode", "71 %", "cores"))
     assert found.bound_by == "input"
     assert found.shares["loader_wait"] == pytest.approx(0.62)
     assert (found.stage, found.stage_share) == ("decode", pytest.approx(0.71))
     assert (found.steps, found.step_s) == (100, pytest.approx(0.1))
 
 
-def test_input_bound_on_an_idle_machine_wants_threads() -> None:
+def test_input_bound_on_an_idle_machine_suggests_threads() -> None:
     idle = [event("profile", 10.0, cpu_pct=30.0), event("profile", 11.0, cpu_pct=50.0)]
     found = verdict([*spans(loader_wait=6.0, compute=4.0, loader_decode=5.0), *idle])
-    assert found.sentence == (
-        "60 % input-bound: decode takes 100 % of the loader's time; "
-        "the machine is only 40 % busy, so give it more threads"
-    )
+    assert all(word in found.sentence for word in ("input-bound: 60 %", "decode", "100 %", "40 %", "threads"))
 
 
 def test_input_bound_without_stages() -> None:
-    sentence = verdict(spans(loader_wait=6.0, compute=4.0)).sentence
-    assert sentence == "60 % input-bound: the loader does not keep up; it tells no stage of its work"
+    found = verdict(spans(loader_wait=6.0, compute=4.0))
+    assert found.sentence.startswith("input-bound: 60 %")
+    assert (found.stage, found.stage_share) == ("", 0.0)
 
 
 def test_compute_bound() -> None:
     found = verdict(spans(loader_wait=0.2, h2d=0.1, compute=9.4, collective_wait=0.3))
-    assert found.sentence == "compute-bound: 94 % of the time is compute, input waits 2 %"
-    assert verdict(spans(loader_wait=0.02, compute=9.98)).sentence.endswith("input waits under 1 %")
-    assert verdict(spans(loader_wait=0.0, compute=9.0)).sentence.endswith(
-        "100 % of the time is compute, input waits 0 %"
-    )
-    shared = verdict(spans(0, compute=8.5, collective_wait=1.5)).sentence
-    assert shared == "compute-bound: 85 % of the time is compute, input waits 0 %, other ranks 15 %"
+    assert found.sentence == "compute-bound: 94 % of step time is compute, 2 % waiting for input"
+    assert verdict(spans(loader_wait=0.02, compute=9.98)).sentence.endswith("under 1 % waiting for input")
+    nothing_else = verdict(spans(loader_wait=0.0, compute=9.0)).sentence
+    assert re.findall(r"\d+ %", nothing_else) == ["100 %", "0 %"]
+    with_ranks = verdict(spans(0, compute=8.5, collective_wait=1.5)).sentence
+    assert with_ranks.startswith("compute-bound: ")
+    assert re.findall(r"\d+ %", with_ranks) == ["85 %", "0 %", "15 %"]
 
 
-def test_a_straggler_is_named_with_its_cause() -> None:
+def test_straggler_is_named_with_its_cause() -> None:
     ranks = [spans(rank, loader_wait=0.1, compute=5.0, collective_wait=4.0) for rank in range(3)]
     slow = spans(3, loader_wait=2.2, compute=5.0, collective_wait=0.1)
     found = verdict([*itertools.chain(*ranks), *slow])
-    assert found.sentence == (
-        "35 % waiting for other ranks: rank 3 (worker/1) is the straggler, 1.4 × the median step; it waits for input"
-    )
-    (one,) = found.stragglers
-    assert (one.rank, one.slot, one.part) == (3, "worker/1", "loader_wait")
-    assert one.ratio == pytest.approx(7.2 / 5.1)
+    assert all(word in found.sentence for word in ("35 %", "rank 3 (worker/1)", "1.4 ×", CAUSES["loader_wait"]))
+    (straggler,) = found.stragglers
+    assert (straggler.rank, straggler.slot, straggler.part) == (3, "worker/1", "loader_wait")
+    assert straggler.ratio == pytest.approx(7.2 / 5.1)
     assert stragglers([*itertools.chain(*ranks), *slow]) == found.stragglers
 
 
-def test_the_straggler_of_two_ranks_is_the_slower_one() -> None:
+def test_straggler_of_two_ranks_is_the_slower_one() -> None:
     found = verdict([*spans(0, compute=2.0, collective_wait=2.0), *spans(1, compute=4.0)])
     assert [(one.rank, one.ratio, one.part) for one in found.stragglers] == [(1, 2.0, "compute")]
-    odd = verdict([*spans(0, compute=2.0, collective_wait=2.0), *spans(1, compute=2.0, step=4.0)])
-    assert odd.stragglers[0].part == "rest"
-    assert odd.sentence.endswith("rank 1 (worker/0) is the straggler, 2.0 × the median step")
+    unexplained = verdict([*spans(0, compute=2.0, collective_wait=2.0), *spans(1, compute=2.0, step=4.0)])
+    assert unexplained.stragglers[0].part == "rest"
+    assert all(word in unexplained.sentence for word in ("rank 1 (worker/0)", "2.0 ×"))
+    assert not any(cause in unexplained.sentence for cause in CAUSES.values())
 
 
 def test_waiting_without_a_straggler() -> None:
     even = [*spans(0, compute=5.0, collective_wait=5.0), *spans(1, compute=5.1, collective_wait=4.9)]
     found = verdict(even)
     assert found.bound_by == "ranks"
-    assert "none is slower than the rest" in found.sentence
+    assert "network" in found.sentence
     assert found.stragglers == ()
     alone = verdict(spans(0, compute=5.0, collective_wait=5.0))
-    assert alone.sentence == "50 % waiting for other ranks, which have told nothing of their steps"
+    assert alone.bound_by == "ranks"
+    assert "50 %" in alone.sentence
+    assert "network" not in alone.sentence
 
 
-def test_without_a_gpu_nothing_is_copied_to_one() -> None:
-    here, there = event("profile", 10.0, cpu_pct=90.0), event("profile", 10.0, gpu=[{"i": 0, "util_pct": 9.0}])
+def test_without_a_gpu_there_are_no_copies_to_a_device() -> None:
+    cpu_machine, gpu_machine = event("profile", 10.0, cpu_pct=90.0), event("profile", 10.0, gpu=[{"i": 0}])
     bound = spans(h2d=4.0, compute=6.0)
-    cpu = "40 % making tensors of batches: give it more cores, or smaller images"
-    assert verdict([*bound, here]).sentence == cpu
-    assert verdict([*bound, here, there]).sentence.startswith("40 % copying to the device")
-    waiting = [one for rank in (1, 2) for one in spans(rank, compute=4.0, collective_wait=6.0)]
+    assert "device" not in verdict([*bound, cpu_machine]).sentence
+    assert "device" in verdict([*bound, cpu_machine, gpu_machine]).sentence
+    waiting = [span for rank in (1, 2) for span in spans(rank, compute=4.0, collective_wait=6.0)]
     slow = [*spans(0, h2d=6.0, compute=4.0), *waiting]
-    assert verdict([*slow, here]).sentence.endswith("it is slow to make tensors")
-    assert verdict(slow).sentence.endswith("it is slow to copy")
+    assert verdict([*slow, cpu_machine]).sentence.endswith(CAUSES_ON_CPU["h2d"])
+    assert verdict(slow).sentence.endswith(CAUSES["h2d"])
 
 
-def test_copying_and_the_rest() -> None:
+def test_copy_bound_and_overhead_bound() -> None:
     assert verdict(spans(h2d=4.0, compute=6.0)).bound_by == "copy"
-    assert verdict(spans(h2d=4.0, compute=6.0)).sentence.startswith("40 % copying to the device")
+    assert verdict(spans(h2d=4.0, compute=6.0)).sentence.startswith("copy-bound: 40 %")
     found = verdict(spans(compute=2.0, step=10.0))
     assert found.bound_by == "rest"
-    assert found.sentence.startswith("80 % of the time is outside")
+    assert "80 %" in found.sentence
     assert verdict(spans(compute=7.0, step=10.0)).bound_by == "compute"
 
 
 @pytest.mark.parametrize(
-    ("events", "sentence"),
+    ("events", "steps"),
     [
-        ([], "too little to judge: no step has been told yet"),
-        ([event("heartbeat", step=5)], "too little to judge: no step has been told yet"),
-        (spans(count=1, compute=1.0), "too little to judge: 1 step so far"),
-        (spans(count=4, compute=1.0), "too little to judge: 4 steps so far"),
-        (spans(count=100, compute=0.0), "too little to judge: no step has been told yet"),
-        (spans(count=0, compute=1.0), "too little to judge: no step has been told yet"),
+        ([], 0),
+        ([event("heartbeat", step=5)], 0),
+        (spans(count=1, compute=1.0), 1),
+        (spans(count=4, compute=1.0), 4),
+        (spans(count=100, compute=0.0), 0),
+        (spans(count=0, compute=1.0), 0),
     ],
 )
-def test_too_little_to_judge(events: list[Event], sentence: str) -> None:
+def test_too_few_steps_for_a_verdict(events: list[Event], steps: int) -> None:
     found = verdict(events)
-    assert (found.sentence, found.bound_by, found.stragglers) == (sentence, "unknown", ())
+    assert (found.steps, found.bound_by, found.stragglers) == (steps, "unknown", ())
+    assert (str(steps) if steps else "no step") in found.sentence
 
 
-def test_only_the_last_minutes_count_when_asked() -> None:
+def test_verdict_over_the_last_seconds() -> None:
     events = [*spans(t=100.0, loader_wait=9.0, compute=1.0), *spans(t=1000.0, loader_wait=1.0, compute=9.0)]
     assert verdict(events).bound_by == "input"
     assert verdict(events, last_s=600).bound_by == "compute"
 
 
-def test_the_start_of_everything_is_left_out_of_a_longer_run() -> None:
+def test_startup_is_left_out_of_a_longer_run() -> None:
     first = spans(t=2.0, loader_wait=30.0, compute=1.0)
     later = [one for t in (10.0, 20.0, 30.0) for one in spans(t=t, loader_wait=0.1, compute=9.0)]
     assert verdict([*first, *later]).bound_by == "compute"
@@ -151,7 +160,7 @@ def test_the_start_of_everything_is_left_out_of_a_longer_run() -> None:
     assert verdict(first).bound_by == "input"
 
 
-def test_steps_without_a_whole_are_the_sum_of_their_parts() -> None:
+def test_missing_step_spans_are_summed_up_from_their_parts() -> None:
     events = [one for one in spans(loader_wait=3.0, compute=7.0) if one.fields["name"] != "step"]
     assert verdict(events).shares["loader_wait"] == pytest.approx(0.3)
     assert verdict(events).steps == 100
@@ -161,7 +170,7 @@ def start(t: float, attempt: int = 0, pid: int = 0, rank: int = 0, **more: Any) 
     return event("mark", t, rank, attempt, pid, name="start", total_steps=1000, epochs=5, **more)
 
 
-def beats(begin: float, steps: Sequence[int], attempt: int = 0, pid: int = 0, rank: int = 0) -> list[Event]:
+def heartbeats(begin: float, steps: Sequence[int], attempt: int = 0, pid: int = 0, rank: int = 0) -> list[Event]:
     return [event("heartbeat", begin + i, rank, attempt, pid, step=step) for i, step in enumerate(steps)]
 
 
@@ -170,7 +179,13 @@ def scalar(name: str, value: float, t: float, attempt: int = 0) -> Event:
 
 
 def test_progress() -> None:
-    events = [start(0), *beats(1, [0, 5, 9]), scalar("loss", 2.0, 2), scalar("loss", 1.5, 3), scalar("epoch", 0.4, 3)]
+    events = [
+        start(0),
+        *heartbeats(1, [0, 5, 9]),
+        scalar("loss", 2.0, 2),
+        scalar("loss", 1.5, 3),
+        scalar("epoch", 0.4, 3),
+    ]
     events += [scalar("samples_per_s", 900.0, 3), scalar("val_top1", 0.5, 3)]
     found = progress(reversed(events))
     assert (found.step, found.total_steps, found.epoch, found.epochs) == (9, 1000, 0.4, 5)
@@ -183,26 +198,26 @@ def test_progress() -> None:
     assert (nothing.step, nothing.total_steps, nothing.loss) == (None, None, None)
 
 
-def test_the_newest_attempt_is_the_one_told_also_when_they_overlap() -> None:
-    events = [start(0), *beats(0, range(100)), start(50, 1), event("mark", 51, 0, 1, name="resume", step=40)]
+def test_progress_is_that_of_the_newest_attempt() -> None:
+    events = [start(0), *heartbeats(0, range(100)), start(50, 1), event("mark", 51, 0, 1, name="resume", step=40)]
     found = progress([*events, event("mark", 200, name="end")])
     assert (found.attempt, found.step, found.ended) == (1, 40, False)
-    assert progress([*events, *beats(52, [41], attempt=1)]).step == 41
+    assert progress([*events, *heartbeats(52, [41], attempt=1)]).step == 41
 
 
-def test_time_left() -> None:
-    events = [start(0), *beats(10, range(0, 100, 10))]
+def test_eta() -> None:
+    events = [start(0), *heartbeats(10, range(0, 100, 10))]
     assert eta(events) == pytest.approx((1000 - 90) / 10)
-    assert eta(events[1:]) is None  # of how many steps?
+    assert eta(events[1:]) is None  # the total is unknown
     assert eta(events[:2]) is None
     assert eta([]) is None
     assert eta([start(0)]) is None
-    assert eta([*events, *beats(20, [1000])]) == 0.0
+    assert eta([*events, *heartbeats(20, [1000])]) == 0.0
     assert eta([*events, event("mark", 30, name="end")]) == 0.0
 
 
-def test_time_left_is_by_the_pace_of_the_last_minutes() -> None:
-    slow = beats(0, range(600))
+def test_eta_uses_the_pace_of_the_last_minutes() -> None:
+    slow = heartbeats(0, range(600))
     fast = [event("heartbeat", 1000 + i, step=600 + i // 2) for i in range(400)]
     assert eta([start(0), *slow, *fast]) == pytest.approx(400, rel=0.05)
     hung = [event("heartbeat", 2000 + i, step=799) for i in range(0, 1000, 10)]
@@ -211,43 +226,43 @@ def test_time_left_is_by_the_pace_of_the_last_minutes() -> None:
     assert eta([start(0), *rare]) == pytest.approx(998 * 400)
 
 
-def test_time_left_counts_only_this_attempt() -> None:
-    events = [start(0), *beats(0, range(200)), start(1000, 1), *beats(1000, range(100, 120), attempt=1)]
+def test_eta_counts_only_this_attempt() -> None:
+    events = [start(0), *heartbeats(0, range(200)), start(1000, 1), *heartbeats(1000, range(100, 120), attempt=1)]
     assert eta(events) == pytest.approx(1000 - 119)
 
 
-def test_what_restarts_cost() -> None:
-    first = [start(0, pid=5), *beats(0, range(101), pid=5)]
-    assert restarts(first).sentence == "no restart"
+def test_cost_of_restarts() -> None:
+    first = [start(0, pid=5), *heartbeats(0, range(101), pid=5)]
+    assert restarts(first).count == 0
     again = [start(130, 1, 6), event("mark", 131, 0, 1, 6, name="resume", step=60)]
-    again += beats(135, [60, 60, 61, 62], attempt=1, pid=6)
+    again += heartbeats(135, [60, 60, 61, 62], attempt=1, pid=6)
     found = restarts([*again, *first])
     assert (found.count, found.idle_s, found.repeated_steps) == (1, 37.0, 2)
-    more = restarts([*first, *again, *beats(139, range(63, 150), attempt=1, pid=6)])
+    more = restarts([*first, *again, *heartbeats(139, range(63, 150), attempt=1, pid=6)])
     assert more.repeated_steps == 40
-    assert more.sentence == "1 restart: 37s without a step, 40 steps made twice"
+    assert all(word in more.sentence for word in ("1 restart", "37s", "40 steps"))
 
 
-def test_restarts_within_an_attempt_are_seen_by_their_processes() -> None:
-    def life(begin: float, pid: int, steps: Sequence[int]) -> list[Event]:
+def test_restarts_within_an_attempt_are_found_by_pids() -> None:
+    def segment(begin: float, pid: int, steps: Sequence[int]) -> list[Event]:
         return [one for rank in (0, 1) for one in
-                [start(begin, 0, pid + rank, rank), *beats(begin + 1, steps, 0, pid + rank, rank)]]  # fmt: skip
+                [start(begin, 0, pid + rank, rank), *heartbeats(begin + 1, steps, 0, pid + rank, rank)]]  # fmt: skip
 
-    events = [*life(0, 10, range(50)), *life(100, 20, range(30, 80)), *life(300, 30, range(70, 90))]
+    events = [*segment(0, 10, range(50)), *segment(100, 20, range(30, 80)), *segment(300, 30, range(70, 90))]
     late = event("heartbeat", 101.5, 1, 0, 11, step=49)  # a clock that differs
     found = restarts([*events, late])
     assert (found.count, found.repeated_steps) == (2, 19 + 9)
     assert found.idle_s == pytest.approx((102 - 50) + (302 - 150))
 
 
-def test_a_container_that_restarts_with_the_same_pid() -> None:
-    events = [start(0, pid=1), *beats(1, range(10), pid=1), start(60, pid=1), *beats(61, range(10), pid=1)]
+def test_container_restarts_with_the_same_pid() -> None:
+    events = [start(0, pid=1), *heartbeats(1, range(10), pid=1), start(60, pid=1), *heartbeats(61, range(10), pid=1)]
     found = restarts(events)
     assert (found.count, found.repeated_steps) == (1, 9)
 
 
-def test_attempts_that_overlap_lose_no_time() -> None:
-    events = [*beats(0, range(100), pid=1), *beats(50, range(60, 200), attempt=1, pid=2)]
+def test_overlapping_attempts_have_no_idle_time() -> None:
+    events = [*heartbeats(0, range(100), pid=1), *heartbeats(50, range(60, 200), attempt=1, pid=2)]
     found = restarts(events)
     assert (found.count, found.idle_s, found.repeated_steps) == (1, 0.0, 39)
 
@@ -259,29 +274,33 @@ def test_remarks_on_machines() -> None:
         "tcp_retransmits_per_s": 30.0, "iowait_pct": 35.0, "cpu_pct": 99.0, "oom_kills": 2, "cores": 8,
     }  # fmt: skip
     found = remarks([event("profile", t, slot="worker/0", **fields) for t in (1.0, 2.0)])
-    assert found == [
-        "1 of 2 GPUs on worker/0 is busy less than half of the time (20 %)",
-        "GPU memory on worker/0 is at 99 %",
-        "memory on worker/0 is at 94 % of its limit of 16 GiB",
-        "the kernel killed for want of memory on worker/0: 2 × so far",
-        "3 % of TCP segments are sent again on worker/0: the network loses packets",
-        "processors on worker/0 wait for the disk 35 % of the time",
-        "all processors on worker/0 are busy (99 %)",
+    expected = [
+        ("1 of 2 GPUs", "20 %"),
+        ("GPU memory", "99 %"),
+        ("memory", "94 %", "16 GiB"),
+        ("OOM", "2 kills"),
+        ("3 %", "TCP"),
+        ("I/O", "35 %"),
+        ("all CPUs", "99 %"),
     ]
+    assert len(found) == len(expected)
+    for remark, words in zip(found, expected, strict=True):
+        assert "worker/0" in remark
+        assert all(word in remark for word in words), remark
 
 
 def test_remarks_on_quotas_and_memory() -> None:
-    cores = event("profile", slot="w/1", cores=4, tree_cpu_pct=395.0, cpu_pct=10.0)
-    assert remarks([cores]) == ["the program uses all of its 4 cores on w/1"]
-    quota = event("profile", slot="w/1", throttled_pct=40.0, cpu_pct=99.0)
-    assert remarks([quota]) == ["the quota of processors holds the program back on w/1 40 % of the time"]
-    full = event("profile", slot="w/1", mem_total=100 << 30, mem_available=1 << 30)
-    assert remarks([full]) == ["memory on w/1 is nearly full: 1 GiB of 100 GiB are left"]
-    gpu = event("profile", slot="w/1", gpu=[{"i": 0, "util_pct": 10}])
-    assert remarks([gpu]) == ["the GPU on w/1 is busy less than half of the time (10 %)"]
+    for fields, words in (
+        ({"cores": 4, "tree_cpu_pct": 395.0, "cpu_pct": 10.0}, ("program", "4 cores")),
+        ({"throttled_pct": 40.0, "cpu_pct": 99.0}, ("quota", "40 %")),
+        ({"mem_total": 100 << 30, "mem_available": 1 << 30}, ("memory", "1 GiB of 100 GiB")),
+        ({"gpu": [{"i": 0, "util_pct": 10}]}, ("GPU", "10 %")),
+    ):
+        (remark,) = remarks([event("profile", slot="w/1", **fields)])
+        assert all(word in remark for word in (*words, "w/1")), remark
 
 
-def test_a_healthy_machine_has_no_remarks() -> None:
+def test_healthy_machine_has_no_remarks() -> None:
     fields = {"gpu": [{"i": 0, "util_pct": 97, "mem_used": 40, "mem_total": 80}], "cpu_pct": 60.0, "iowait_pct": 1.0,
               "mem_total": 100, "mem_available": 50, "tcp_sent_per_s": 1000.0, "tcp_retransmits_per_s": 0.1,
               "oom_kills": 0, "cores": 8, "tree_cpu_pct": 300.0, "throttled_pct": 0.0}  # fmt: skip
@@ -289,13 +308,13 @@ def test_a_healthy_machine_has_no_remarks() -> None:
     assert remarks([]) == []
 
 
-def test_a_loss_that_is_no_number_is_told() -> None:
+def test_nonfinite_loss_is_reported() -> None:
     def loss(step: int, value: float) -> Event:
         return event("scalar", float(step), name="loss", value=value, step=step)
 
-    assert remarks([loss(1, 2.0), loss(2, math.nan), loss(3, math.inf)]) == [
-        "the loss is no number any more since step 2"
-    ]
+    (remark,) = remarks([loss(1, 2.0), loss(2, math.nan), loss(3, math.inf)])
+    assert "loss" in remark
+    assert remark.endswith("step 2")
     assert remarks([loss(1, math.nan), loss(2, 1.0)]) == []
 
 
@@ -334,7 +353,7 @@ any_events = st.lists(
 
 @settings(max_examples=100)
 @given(any_events, st.none() | st.floats())
-def test_no_list_of_events_is_too_strange(events: list[Event], last_s: float | None) -> None:
+def test_any_events_are_accepted(events: list[Event], last_s: float | None) -> None:
     found = verdict(events, last_s=last_s)
     assert found.sentence
     assert found.bound_by in ("compute", "input", "copy", "ranks", "rest", "unknown")
@@ -344,8 +363,8 @@ def test_no_list_of_events_is_too_strange(events: list[Event], last_s: float | N
     assert all(one.ratio >= 1 for one in stragglers(events, last_s=last_s))
     assert all(isinstance(text, str) for text in remarks(events, last_s=last_s))
     progress(events)
-    left = eta(events)
-    assert left is None or left >= 0
+    remaining_s = eta(events)
+    assert remaining_s is None or remaining_s >= 0
     cost = restarts(events)
     assert cost.idle_s >= 0
     assert cost.repeated_steps >= 0

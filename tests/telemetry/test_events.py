@@ -1,3 +1,5 @@
+"""Event lines: writing, truncation, parsing, and many writers on one pipe."""
+
 from __future__ import annotations
 
 import json
@@ -18,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.telemetry import recorder
-from stoker.telemetry.events import LONGEST, PREFIX, Event, Recorder, parse, take_apart
+from stoker.telemetry.events import MAX_LINE_BYTES, PREFIX, Event, Recorder, parse, split_line
 
 WRITER = """
 import sys
@@ -29,22 +31,22 @@ for number in range(int(sys.argv[2])):
 """
 
 
-class Page:
-    """What a recorder wrote, by a pipe."""
+class RecorderPipe:
+    """A recorder that writes to a pipe, and the lines it has written."""
 
     def __init__(self) -> None:
-        self._out, self.fd = os.pipe()
-        os.set_blocking(self._out, False)
+        self._read_fd, self.fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
         self.record = Recorder(slot="worker/0", rank=3, attempt=1, fd=self.fd)
 
     def lines(self) -> list[str]:
         try:
-            return os.read(self._out, 1 << 20).decode().splitlines()
+            return os.read(self._read_fd, 1 << 20).decode().splitlines()
         except BlockingIOError:
             return []
 
     def close(self) -> None:
-        os.close(self._out)
+        os.close(self._read_fd)
         os.close(self.fd)
 
     def last(self) -> Event:
@@ -54,15 +56,15 @@ class Page:
 
 
 @pytest.fixture
-def page() -> Iterator[Page]:
-    page = Page()
-    yield page
-    page.close()
+def pipe() -> Iterator[RecorderPipe]:
+    pipe = RecorderPipe()
+    yield pipe
+    pipe.close()
 
 
-def test_an_event_is_a_line_of_the_design(page: Page) -> None:
-    page.record.scalar("loss", 1.25, 12)
-    (line,) = page.lines()
+def test_line_format(pipe: RecorderPipe) -> None:
+    pipe.record.scalar("loss", 1.25, 12)
+    (line,) = pipe.lines()
     assert line.startswith('@stoker {"v": 1, "t": ')
     raw = json.loads(line.removeprefix(PREFIX))
     assert raw.pop("t") > 1e9
@@ -70,27 +72,27 @@ def test_an_event_is_a_line_of_the_design(page: Page) -> None:
     assert raw == {**expected, "name": "loss", "step": 12, "value": 1.25}
 
 
-def test_every_kind_comes_back(page: Page) -> None:
-    page.record.span("step", 5.0, 0.5, 7, count=10)
-    page.record.mark("start", "two ranks", world=2, **{"from": "here"})
-    page.record.heartbeat(4, shard="a.tar", sample=9)
-    span, mark, beat = (parse(line) for line in page.lines())
+def test_kinds_round_trip(pipe: RecorderPipe) -> None:
+    pipe.record.span("step", 5.0, 0.5, 7, count=10)
+    pipe.record.mark("start", "two ranks", world=2, **{"from": "there"})
+    pipe.record.heartbeat(4, shard="a.tar", sample=9)
+    span, mark, heartbeat = (parse(line) for line in pipe.lines())
     assert span is not None
     assert mark is not None
-    assert beat is not None
+    assert heartbeat is not None
     assert (span.kind, span.fields) == ("span", {"name": "step", "start": 5.0, "length": 0.5, "step": 7, "count": 10})
-    assert mark.fields == {"name": "start", "detail": "two ranks", "world": 2, "from": "here"}
-    assert beat.fields == {"step": 4, "shard": "a.tar", "sample": 9, "pid": os.getpid()}
-    assert [span.seq, mark.seq, beat.seq] == [0, 1, 2]
-    assert span.pid == beat.pid == os.getpid()
+    assert mark.fields == {"name": "start", "detail": "two ranks", "world": 2, "from": "there"}
+    assert heartbeat.fields == {"step": 4, "shard": "a.tar", "sample": 9, "pid": os.getpid()}
+    assert [span.seq, mark.seq, heartbeat.seq] == [0, 1, 2]
+    assert span.pid == heartbeat.pid == os.getpid()
 
 
-@pytest.mark.parametrize("through", ["pipe", "file"])
-def test_lines_of_many_processes_stay_whole(through: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target_kind", ["pipe", "file"])
+def test_lines_of_many_processes_do_not_interleave(target_kind: str, tmp_path: Path) -> None:
     count, writers, target = 200, 6, tmp_path / "log"
     with target.open("ab") as file:
-        stdout: Any = subprocess.PIPE if through == "pipe" else file
-        reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file) if through == "pipe" else None
+        stdout: Any = subprocess.PIPE if target_kind == "pipe" else file
+        reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file) if target_kind == "pipe" else None
         if reader is not None:
             stdout = reader.stdin
         argv = [sys.executable, "-c", WRITER]
@@ -100,23 +102,25 @@ def test_lines_of_many_processes_stay_whole(through: str, tmp_path: Path) -> Non
             assert reader.stdin is not None
             reader.stdin.close()
             assert reader.wait() == 0
-    found = [parse(line) for line in target.read_text().splitlines()]
-    assert len(found) == count * writers
-    seen = {rank: [event.seq for event in found if event is not None and event.rank == rank] for rank in range(writers)}
+    events = [parse(line) for line in target.read_text().splitlines()]
+    assert len(events) == count * writers
+    seen = {
+        rank: [event.seq for event in events if event is not None and event.rank == rank] for rank in range(writers)
+    }
     assert seen == {rank: list(range(count)) for rank in range(writers)}
 
 
-def test_numbers_that_json_lacks_are_valid_json_and_come_back(page: Page) -> None:
+def test_nonfinite_numbers_round_trip_as_valid_json(pipe: RecorderPipe) -> None:
     for value in (math.nan, math.inf, -math.inf):
-        page.record.scalar("loss", value, 1)
-    page.record.mark("NaN", "Infinity", nested={"x": math.nan}, loss=np.float32("nan"))
-    *scalars, mark = page.lines()
+        pipe.record.scalar("loss", value, 1)
+    pipe.record.mark("NaN", "Infinity", nested={"x": math.nan}, loss=np.float32("nan"))
+    *scalars, mark = pipe.lines()
 
-    def refuse(name: str) -> None:
+    def reject_constant(name: str) -> None:
         raise AssertionError(name)
 
     for line in (*scalars, mark):
-        json.loads(line.removeprefix(PREFIX), parse_constant=refuse)
+        json.loads(line.removeprefix(PREFIX), parse_constant=reject_constant)
     values = [event.fields["value"] for line in scalars if (event := parse(line))]
     assert math.isnan(values[0])
     assert values[1:] == [math.inf, -math.inf]
@@ -126,29 +130,29 @@ def test_numbers_that_json_lacks_are_valid_json_and_come_back(page: Page) -> Non
     assert math.isnan(event.fields["loss"])
 
 
-def test_numbers_of_numpy_and_other_objects_are_told(page: Page) -> None:
+def test_numpy_scalars_and_other_objects_are_converted(pipe: RecorderPipe) -> None:
     class Bad:
         def __str__(self) -> str:
             raise RuntimeError
 
     circle: dict[str, object] = {}
     circle["self"] = circle
-    page.record.emit(
+    pipe.record.emit(
         "mark", a=np.float32(0.5), b=np.int64(3), c=Path("x"), d=Bad(), e={(1, 2): {3}}, f=circle, kind="mine", t=5, k=1
     )
-    event = page.last()
+    event = pipe.last()
     assert (event.fields["a"], event.fields["b"], event.fields["c"], event.fields["d"]) == (0.5, 3, "x", "Bad")
     assert event.fields["e"] == {"(1, 2)": "{3}"}
     assert event.fields["kind"] == "mine"
-    assert event.kind == "mark"  # what says who and when cannot be overwritten
+    assert event.kind == "mark"  # the fields of the header cannot be overwritten
     assert event.t > 1e9
 
 
 @pytest.mark.parametrize("text", ["x", "ä", "😀", '"', "\x00", "a\n"])
-def test_a_long_text_is_cut_and_no_other(text: str, page: Page) -> None:
-    page.record.mark("error", text * 9000, step=3, where="here")
-    (line,) = page.lines()
-    assert len(line.encode()) + 1 <= LONGEST
+def test_only_the_long_text_is_truncated(text: str, pipe: RecorderPipe) -> None:
+    pipe.record.mark("error", text * 9000, step=3, where="here")
+    (line,) = pipe.lines()
+    assert len(line.encode()) + 1 <= MAX_LINE_BYTES
     event = parse(line)
     assert event is not None
     assert event.fields["step"] == 3
@@ -158,15 +162,15 @@ def test_a_long_text_is_cut_and_no_other(text: str, page: Page) -> None:
     assert kept
     assert (text * 9000).startswith(kept)
     if text == "x":
-        assert len(line.encode()) > LONGEST - 100
+        assert len(line.encode()) > MAX_LINE_BYTES - 100
 
 
-def test_what_cannot_be_cut_is_left_out(page: Page) -> None:
-    page.record.emit("profile", many=list(range(5000)), few=1, **{"k" * 6000: 2})
-    event = page.last()
+def test_values_that_cannot_be_truncated_are_omitted(pipe: RecorderPipe) -> None:
+    pipe.record.emit("profile", many=list(range(5000)), few=1, **{"k" * 6000: 2})
+    event = pipe.last()
     assert event.fields == {"few": 1, "cut": True}
-    Recorder(slot="s" * 9000, fd=page.fd).mark("x", "y" * 9000)
-    assert page.last().slot == "s" * 128
+    Recorder(slot="s" * 9000, fd=pipe.fd).mark("x", "y" * 9000)
+    assert pipe.last().slot == "s" * 128
 
 
 @settings(max_examples=50)
@@ -180,44 +184,44 @@ def test_what_cannot_be_cut_is_left_out(page: Page) -> None:
         ),
     )
 )
-def test_whatever_is_recorded_is_a_line_that_parses(fields: dict[str, Any]) -> None:
-    page = Page()
+def test_any_fields_give_a_line_that_parses(fields: dict[str, Any]) -> None:
+    pipe = RecorderPipe()
     try:
-        page.record.emit("mark", **fields)
-        (line,) = page.lines()
-        assert len(line.encode()) < LONGEST
+        pipe.record.emit("mark", **fields)
+        (line,) = pipe.lines()
+        assert len(line.encode()) < MAX_LINE_BYTES
         assert parse(line) is not None
     finally:
-        page.close()
+        pipe.close()
 
 
-def test_wrong_numbers_in_the_environment_end_nothing() -> None:
-    odd = recorder({"RANK": "first", "OMPI_COMM_WORLD_RANK": "5", "STOKER_ATTEMPT": "", "STOKER_SLOT": "worker/2"})
-    assert (odd.rank, odd.attempt, odd.slot) == (5, 0, "worker/2")
+def test_invalid_numbers_in_the_environment_are_ignored() -> None:
+    record = recorder({"RANK": "first", "OMPI_COMM_WORLD_RANK": "5", "STOKER_ATTEMPT": "", "STOKER_SLOT": "worker/2"})
+    assert (record.rank, record.attempt, record.slot) == (5, 0, "worker/2")
     assert recorder({"RANK": "x"}).rank == 0
     assert recorder({"PMI_RANK": "2", "STOKER_ATTEMPT": "3"}).attempt == 3
 
 
-def test_nobody_reading_is_no_error(tmp_path: Path) -> None:
-    out, into = os.pipe()
-    os.close(out)
-    record = Recorder(fd=into)
+def test_closed_or_full_output_is_no_error(tmp_path: Path) -> None:
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    record = Recorder(fd=write_fd)
     record.mark("unread")
-    os.close(into)
+    os.close(write_fd)
     record.mark("closed")
-    out, into = os.pipe()
-    os.set_blocking(into, False)
-    record = Recorder(fd=into)
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    record = Recorder(fd=write_fd)
     for _ in range(100):
         record.mark("full", "x" * 3000)
-    os.close(out)
-    os.close(into)
+    os.close(read_fd)
+    os.close(write_fd)
     if Path("/dev/full").exists():
         with open("/dev/full", "wb") as full:
             Recorder(fd=full.fileno()).mark("no room")
 
 
-def test_threads_and_a_fork_number_their_own(tmp_path: Path) -> None:
+def test_sequence_numbers_of_threads_and_forks(tmp_path: Path) -> None:
     with (tmp_path / "log").open("ab") as file:
         record = Recorder(fd=file.fileno())
 
@@ -237,13 +241,13 @@ def test_threads_and_a_fork_number_their_own(tmp_path: Path) -> None:
         "r._lock.acquire()\npid = os.fork()\nif pid == 0:\n r.mark('c')\n os._exit(0)\n"
         "r._lock.release()\nos.waitpid(pid, 0)\nr.mark('d')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=20)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     found = [event for line in done.stdout.splitlines() if (event := parse(line))]
     assert [(event.fields["name"], event.seq) for event in found] == [("a", 0), ("b", 1), ("c", 0), ("d", 2)]
     assert found[2].pid != found[0].pid == found[3].pid
 
 
-def test_a_signal_handler_may_record_at_any_moment(tmp_path: Path) -> None:
+def test_signal_handlers_may_record(tmp_path: Path) -> None:
     with (tmp_path / "log").open("ab") as file:
         record = Recorder(fd=file.fileno())
         before = signal.signal(signal.SIGALRM, lambda *_: record.mark("signal"))
@@ -259,38 +263,43 @@ def test_a_signal_handler_may_record_at_any_moment(tmp_path: Path) -> None:
     assert sorted(event.seq for event in events) == list(range(len(events)))
 
 
-def good(**more: object) -> str:
+def valid_line(**more: object) -> str:
     return PREFIX + json.dumps({"v": 1, "t": 1.5, "slot": "w/0", "rank": 0, "attempt": 0, "seq": 0, "k": "x", **more})
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "", "text", "@stoker", PREFIX, PREFIX + "{", PREFIX + "[]", PREFIX + "1", good()[:-1], good(v=2), good(t="x"),
-        good(t=None), good(rank=math.inf), good(t=math.nan), good(seq="1.5"), PREFIX + "[" * 100_000,
-        PREFIX + '{"v": 1}', good(seq=10**60).replace("0" * 60, "0" * 5000),
+        "", "text", "@stoker", PREFIX, PREFIX + "{", PREFIX + "[]", PREFIX + "1",
+        valid_line()[:-1], valid_line(v=2), valid_line(t="x"),
+        valid_line(t=None), valid_line(rank=math.inf), valid_line(t=math.nan), valid_line(seq="1.5"),
+        PREFIX + "[" * 100_000,
+        PREFIX + '{"v": 1}', valid_line(seq=10**60).replace("0" * 60, "0" * 5000),
     ],
 )  # fmt: skip
-def test_what_is_no_event(line: str) -> None:
+def test_invalid_lines_are_not_events(line: str) -> None:
     assert parse(line) is None
 
 
-def test_an_event_is_found_behind_tags_beside_text_and_after_a_torn_one() -> None:
-    assert parse(f"[1,3]<stdout>:{good()}") is not None
-    assert parse(f"{good()[:40]}{good(seq=4)}") is not None
-    assert parse(f"{good()}\x1b[0m") is not None
-    assert parse(good(detail="say @stoker {}")).fields == {"detail": "say @stoker {}"}  # type: ignore[union-attr]
-    first, text, second = take_apart(f"{good()}and{good(seq=1)}")
+def test_event_after_tags_text_and_an_incomplete_event() -> None:
+    assert parse(f"[1,3]<stdout>:{valid_line()}") is not None
+    assert parse(f"{valid_line()[:40]}{valid_line(seq=4)}") is not None
+    assert parse(f"{valid_line()}\x1b[0m") is not None
+    assert parse(valid_line(detail="say @stoker {}")).fields == {"detail": "say @stoker {}"}  # type: ignore[union-attr]
+    first, text, second = split_line(f"{valid_line()}and{valid_line(seq=1)}")
     assert isinstance(first, Event)
     assert text == "and"
     assert isinstance(second, Event)
-    half = parse(good(shard="a\udc80"))
-    assert half is not None
-    assert half.fields["shard"] == "a?"
+    surrogate = parse(valid_line(shard="a\udc80"))
+    assert surrogate is not None
+    assert surrogate.fields["shard"] == "a?"
 
 
-@given(st.text() | st.builds("".join, st.lists(st.text(max_size=5) | st.sampled_from([PREFIX, good(), good()[:30]]))))
-def test_taking_a_line_apart_loses_no_text(line: str) -> None:
-    rest = "".join(part for part in take_apart(line) if isinstance(part, str))
-    assert rest == line.replace(good(), "") or re.search(re.escape(PREFIX), line)
+@given(
+    st.text()
+    | st.builds("".join, st.lists(st.text(max_size=5) | st.sampled_from([PREFIX, valid_line(), valid_line()[:30]])))
+)
+def test_splitting_a_line_loses_no_text(line: str) -> None:
+    rest = "".join(part for part in split_line(line) if isinstance(part, str))
+    assert rest == line.replace(valid_line(), "") or re.search(re.escape(PREFIX), line)
     parse(line)

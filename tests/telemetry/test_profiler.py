@@ -1,4 +1,4 @@
-"""The profiler around real programs: what they keep, what it passes on, what it tells."""
+"""The profiler around real programs: streams, exit codes, signals and samples."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,10 +19,11 @@ from typing import Any
 import pytest
 
 from stoker.telemetry import profiler
-from stoker.telemetry.events import LONGEST, PREFIX, Event, parse
-from stoker.telemetry.reader import gaps
+from stoker.telemetry.events import MAX_LINE_BYTES, PREFIX, Event, parse
+from stoker.telemetry.reader import find_gaps
 from tests.support.disks import NOT_ALLOWED
-from tests.support.waiting import alive, eventually
+from tests.support.signals import restore_signals
+from tests.support.waiting import eventually, is_alive
 
 SOURCE = Path(profiler.__file__)
 FAKE_NVML = """
@@ -60,46 +62,47 @@ def profile(*words: str, every: float = 0, **more: Any) -> subprocess.CompletedP
     return subprocess.run(command(*words, every=every), capture_output=True, text=True, check=False, timeout=60, **more)
 
 
-def events_of(text: str) -> list[Event]:
+def parse_events(text: str) -> list[Event]:
     return [event for line in text.splitlines() if (event := parse(line))]
 
 
-def exit_of(text: str) -> dict[str, Any]:
-    (mark,) = (event for event in events_of(text) if event.kind == "mark")
+def exit_mark(text: str) -> dict[str, Any]:
+    (mark,) = (event for event in parse_events(text) if event.kind == "mark")
     assert mark.fields["name"] == "exit"
     return dict(mark.fields)
 
 
 class Running:
-    """A profiler with a program inside that says which signals it gets."""
+    """A profiler with a program that prints the signals it receives."""
 
     def __init__(self, *words: str, every: float = 0, before: Sequence[str] = (), **more: Any) -> None:
         argv = [*before, *command(*words, every=every)]
         more = more or {"start_new_session": True}
-        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(argv, preexec_fn=restore_signals, **pipes, **more)
         assert self.process.stdout is not None
         self.out = self.process.stdout
-        self.seen: list[str] = []
+        self.output: list[str] = []
         os.set_blocking(self.out.fileno(), False)
         assert eventually(lambda: self.process.poll() is not None or any("ready" in line for line in self.lines()))
         if self.process.poll() is not None:
             self.fail()
-        self.child = next(int(line.split()[1]) for line in self.seen if line.startswith("ready"))
+        self.child = next(int(line.split()[1]) for line in self.output if line.startswith("ready"))
 
     def fail(self) -> None:
         assert self.process.stderr is not None
-        said = self.process.stderr.read().decode()
+        stderr = self.process.stderr.read().decode()
         self.process.stderr.close()
         self.out.close()
-        if "unshare" in said:
+        if "unshare" in stderr:
             pytest.skip(f"a pid namespace is {NOT_ALLOWED}")
-        pytest.fail(said)
+        pytest.fail(stderr)
 
     def lines(self) -> list[str]:
-        self.seen += (self.out.read() or b"").decode().splitlines()
-        return self.seen
+        self.output += (self.out.read() or b"").decode().splitlines()
+        return self.output
 
-    def got(self) -> list[str]:
+    def received(self) -> list[str]:
         return [line.split()[1] for line in self.lines() if line.startswith("got")]
 
     def close(self) -> None:
@@ -119,29 +122,29 @@ def catcher() -> Iterator[Running]:
     running.close()
 
 
-def test_a_program_keeps_its_streams_and_its_exit_code() -> None:
+def test_program_keeps_its_streams_and_exit_code() -> None:
     done = profile("sh", "-c", "cat; echo err >&2; exit 7", input="through\n")
     assert done.returncode == 7
     assert done.stdout.startswith("through\n@stoker ")
     assert done.stderr == "err\n"
-    mark = exit_of(done.stdout)
+    mark = exit_mark(done.stdout)
     assert (mark["code"], mark["signal"], mark["oom"]) == (7, "", False)
-    assert mark["detail"] == "ended with exit code 7"
+    assert "7" in mark["detail"]
     assert 0 < mark["seconds"] < 30
     assert mark["max_rss"] > 100_000
 
 
 @pytest.mark.parametrize(("name", "code"), [("KILL", 137), ("TERM", 143), ("SEGV", 139)])
-def test_death_by_a_signal_is_128_and_its_number(name: str, code: int) -> None:
+def test_exit_code_of_a_signal_is_128_plus_its_number(name: str, code: int) -> None:
     done = profile("sh", "-c", f"ulimit -c 0; kill -{name} $$")
     assert done.returncode == code
-    mark = exit_of(done.stdout)
+    mark = exit_mark(done.stdout)
     assert (mark["signal"], mark["code"]) == (f"SIG{name}", code)
-    assert mark["detail"] == f"ended by SIG{name}"
+    assert f"SIG{name}" in mark["detail"]
 
 
 @pytest.mark.parametrize("words", [["no-such-program"], ["/etc/passwd"], ["/"], [""]])
-def test_a_program_that_cannot_be_started_is_a_sentence(words: Sequence[str]) -> None:
+def test_program_that_cannot_start_exits_3_with_one_sentence(words: Sequence[str]) -> None:
     done = profile(*words)
     assert done.returncode == 3
     assert done.stderr.count("\n") == 1
@@ -151,62 +154,62 @@ def test_a_program_that_cannot_be_started_is_a_sentence(words: Sequence[str]) ->
 
 @pytest.mark.parametrize("words", [[], ["--"], ["--every"], ["--every", "x", "--", "true"], ["--every", "-1", "true"],
                                    ["--every=nan", "true"], ["--wrong", "true"]])  # fmt: skip
-def test_wrong_words_exit_with_2(words: list[str]) -> None:
+def test_bad_arguments_exit_2(words: list[str]) -> None:
     done = subprocess.run([sys.executable, str(SOURCE), *words], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "usage" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_words_of_the_program_are_its_own() -> None:
+def test_options_of_the_program_are_not_parsed() -> None:
     argv = [sys.executable, str(SOURCE), "--every=0", "echo", "--every", "5", "--", "-x"]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("--every 5 -- -x\n")
 
 
 @pytest.mark.parametrize("name", ["HUP", "INT", "QUIT", "USR1", "ALRM", "TERM", "CONT", "WINCH"])
-def test_a_signal_to_the_profiler_reaches_the_program_once(name: str, catcher: Running) -> None:
+def test_signal_to_the_profiler_reaches_the_program_once(name: str, catcher: Running) -> None:
     catcher.process.send_signal(getattr(signal, f"SIG{name}"))
-    assert eventually(lambda: catcher.got() == [f"SIG{name}"]), catcher.got()
+    assert eventually(lambda: catcher.received() == [f"SIG{name}"]), catcher.received()
     catcher.process.send_signal(signal.SIGUSR2)
-    assert catcher.process.wait(20) == 9
-    assert catcher.got() == [f"SIG{name}", "SIGUSR2"]
+    assert catcher.process.wait(60) == 9
+    assert catcher.received() == [f"SIG{name}", "SIGUSR2"]
 
 
 @pytest.mark.parametrize("name", ["INT", "TERM", "HUP"])
-def test_a_signal_to_the_group_reaches_the_program_once_too(name: str, catcher: Running) -> None:
+def test_signal_to_the_group_reaches_the_program_once(name: str, catcher: Running) -> None:
     number = getattr(signal, f"SIG{name}")
-    for count in range(1, 9):  # by turns to the group and to the profiler alone
+    for count in range(1, 9):  # alternately to the group and to the profiler alone
         if count % 2:
             os.killpg(catcher.process.pid, number)
         else:
             catcher.process.send_signal(number)
-        assert eventually(lambda count=count: len(catcher.got()) == count)  # type: ignore[misc]
-        time.sleep(0.05)
+        assert eventually(lambda count=count: len(catcher.received()) == count)  # type: ignore[misc]
+        time.sleep(0.05)  # for a second one, which must not come
     catcher.process.send_signal(signal.SIGUSR2)
-    assert catcher.process.wait(20) == 9
-    assert catcher.got() == [f"SIG{name}"] * 8 + ["SIGUSR2"]
+    assert catcher.process.wait(60) == 9
+    assert catcher.received() == [f"SIG{name}"] * 8 + ["SIGUSR2"]
 
 
-def test_a_signal_that_comes_before_the_program_is_not_lost() -> None:
+def test_signal_before_the_program_starts_is_not_lost() -> None:
     code = f"import sys; sys.path.insert(0, {str(SOURCE.parent)!r}); import os, signal, profiler\n"
     code += "start = profiler._start\n"
     code += "profiler._start = lambda *words: (os.killpg(0, signal.SIGTERM), start(*words))[1]\n"
     code += "sys.exit(profiler.main(['--every', '0', 'sleep', '600']))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=30, process_group=0)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=60, process_group=0)
     assert done.returncode == 143
 
 
-def test_a_watchman_who_is_gone_is_not_missed(catcher: Running) -> None:
-    (watchman,) = set(_children(catcher.process.pid)) - {catcher.child}
-    os.kill(watchman, signal.SIGKILL)
+def test_signals_are_forwarded_without_the_detector(catcher: Running) -> None:
+    (detector,) = set(_children(catcher.process.pid)) - {catcher.child}
+    os.kill(detector, signal.SIGKILL)
     catcher.process.send_signal(signal.SIGTERM)
-    assert eventually(lambda: catcher.got() == ["SIGTERM"])
+    assert eventually(lambda: catcher.received() == ["SIGTERM"])
     catcher.process.send_signal(signal.SIGUSR2)
-    assert catcher.process.wait(20) == 9
+    assert catcher.process.wait(60) == 9
 
 
-def test_a_stop_stops_both_and_both_go_on() -> None:
+def test_sigtstp_suspends_both_and_sigcont_resumes_both() -> None:
     running = Running(sys.executable, "-c", CATCHER, process_group=0)
 
     def states() -> list[str]:
@@ -223,20 +226,21 @@ def test_a_stop_stops_both_and_both_go_on() -> None:
         os.killpg(running.process.pid, signal.SIGCONT)
         assert eventually(lambda: "T" not in states())
         running.process.send_signal(signal.SIGUSR2)
-        assert running.process.wait(20) == 9
+        assert running.process.wait(60) == 9
     finally:
         running.close()
 
 
-def test_a_stop_that_no_shell_could_undo_stops_neither(catcher: Running) -> None:
+def test_sigtstp_without_a_shell_suspends_neither(catcher: Running) -> None:
     catcher.process.send_signal(signal.SIGTSTP)  # its session has no shell
     catcher.process.send_signal(signal.SIGUSR2)
-    assert catcher.process.wait(20) == 9
+    assert catcher.process.wait(60) == 9
 
 
-def test_ctrl_c_in_a_terminal_comes_once() -> None:
+def test_ctrl_c_in_a_terminal_arrives_once() -> None:
     pid, terminal = pty.fork()
     if pid == 0:
+        restore_signals()
         words = command(sys.executable, "-c", CATCHER)
         os.execv(words[0], words)
     seen = b""
@@ -245,7 +249,7 @@ def test_ctrl_c_in_a_terminal_comes_once() -> None:
     os.write(terminal, b"\x03")
     while b"got" not in seen:
         seen += os.read(terminal, 1000)
-    time.sleep(0.3)
+    time.sleep(0.3)  # for a second one, which must not come
     os.kill(pid, signal.SIGUSR2)
     while b"exit" not in seen:
         seen += os.read(terminal, 1000)
@@ -254,61 +258,64 @@ def test_ctrl_c_in_a_terminal_comes_once() -> None:
     assert seen.count(b"got SIGINT") == 1
 
 
-def test_what_was_ignored_stays_ignored() -> None:
-    script = f"trap '' HUP; exec {' '.join(command('sleep', '1'))}"
+def test_ignored_signals_stay_ignored(tmp_path: Path) -> None:
+    ready, go = tmp_path / "ready", tmp_path / "go"
+    program = f"touch {ready}; while ! test -e {go}; do sleep 0.05; done"
+    script = f"trap '' HUP; exec {shlex.join(command('sh', '-c', program))}"
     process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.DEVNULL)
-    time.sleep(0.5)
+    assert eventually(ready.exists)
     process.send_signal(signal.SIGHUP)
-    assert process.wait(20) == 0
+    go.touch()
+    assert process.wait(60) == 0
 
 
-def test_a_killed_profiler_leaves_no_program() -> None:
+def test_killed_profiler_leaves_no_program() -> None:
     running = Running("sh", "-c", "echo ready $$; exec sleep 600", every=1)
     try:
-        family = [running.child, *_children(running.process.pid)]
-        assert len(family) == 3  # the program, and again with the watchman
+        pids = [running.child, *_children(running.process.pid)]
+        assert len(pids) == 3  # the program twice, and the detector
         running.process.kill()
-        assert eventually(lambda: not any(alive(pid) for pid in family))
+        assert eventually(lambda: not any(is_alive(pid) for pid in pids))
     finally:
         running.close()
 
 
-def test_a_killed_group_leaves_nothing() -> None:
+def test_killed_group_leaves_nothing() -> None:
     running = Running("sh", "-c", "trap '' TERM; sleep 600 & echo ready $$; wait")
     try:
-        family = [running.child, *_children(running.process.pid), *_children(running.child)]
+        pids = [running.child, *_children(running.process.pid), *_children(running.child)]
         os.killpg(running.process.pid, signal.SIGKILL)
-        assert eventually(lambda: not any(alive(pid) for pid in family))
+        assert eventually(lambda: not any(is_alive(pid) for pid in pids))
     finally:
         running.close()
 
 
-def test_a_grandchild_in_the_background_is_left_alone(tmp_path: Path) -> None:
+def test_background_grandchild_is_not_killed(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     done = profile("sh", "-c", f"sleep 600 >/dev/null 2>&1 & echo $! > {pid_file}; exit 4")
     pid = int(pid_file.read_text())
     try:
         assert done.returncode == 4
-        assert alive(pid)
+        assert is_alive(pid)
     finally:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_nothing_of_the_profiler_reaches_the_program() -> None:
+def test_program_inherits_nothing_from_the_profiler() -> None:
     code = (
         "import os, signal; print(sorted(os.listdir('/proc/self/fd')), signal.pthread_sigmask(signal.SIG_BLOCK, []),"
         "signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)"
     )
-    out, into = os.pipe()
-    inside = profile(sys.executable, "-c", code, pass_fds=[into]).stdout.splitlines()[0]
+    read_fd, write_fd = os.pipe()
+    profiled = profile(sys.executable, "-c", code, pass_fds=[write_fd]).stdout.splitlines()[0]
     argv = [sys.executable, "-c", code]
-    plain = subprocess.run(argv, capture_output=True, text=True, check=True, pass_fds=[into]).stdout
-    os.close(out)
-    os.close(into)
-    assert inside == plain.strip()  # also the files that it was given
+    plain = subprocess.run(argv, capture_output=True, text=True, check=True, pass_fds=[write_fd]).stdout
+    os.close(read_fd)
+    os.close(write_fd)
+    assert profiled == plain.strip()  # with the files that were passed on
 
 
-def test_samples_tell_what_the_program_does() -> None:
+def test_samples_measure_the_program() -> None:
     code = (
         "import os, time; data = b'x' * (200 << 20); pid = os.fork()\n"
         "end = time.monotonic() + 1.7\nwhile time.monotonic() < end: pass\n"
@@ -316,36 +323,36 @@ def test_samples_tell_what_the_program_does() -> None:
     )
     env = {**os.environ, "STOKER_SLOT": "worker/1", "STOKER_ATTEMPT": "2", "RANK": "x", "STOKER_CACHE_DIR": "/tmp"}
     done = profile(sys.executable, "-c", code, every=0.5, env=env)
-    events = events_of(done.stdout)
-    (said,) = (line for line in done.stdout.splitlines() if PREFIX not in line)
-    assert gaps(events) == []
+    events = parse_events(done.stdout)
+    (cpu_seconds,) = (line for line in done.stdout.splitlines() if PREFIX not in line)
+    assert find_gaps(events) == []
     assert {(event.slot, event.attempt, event.rank) for event in events} == {("worker/1", 2, 0)}
     *samples, mark = events
     assert len(samples) >= 3
     assert {event.kind for event in samples} == {"profile"}
-    middle = max((event.fields for event in samples), key=lambda fields: fields.get("tree_rss", 0))
-    assert 0.2 <= middle["interval_s"] < 5
-    assert middle["tree_processes"] == 2
-    assert middle["tree_rss"] > 300 << 20
-    spent = sum(event.fields["tree_cpu_pct"] * event.fields["interval_s"] / 100 for event in samples)
-    assert spent == pytest.approx(float(said), abs=0.3)
-    assert 0 < middle["cpu_pct"] <= 100
-    assert 0 <= middle["iowait_pct"] <= 100
-    assert 0 < middle["cores"] <= (os.cpu_count() or 1)
-    assert 0 < middle["mem_available"] < middle["mem_total"]
+    sample = max((event.fields for event in samples), key=lambda fields: fields.get("tree_rss", 0))
+    assert 0.2 <= sample["interval_s"] < 5
+    assert sample["tree_processes"] == 2
+    assert sample["tree_rss"] > 300 << 20
+    measured = sum(event.fields["tree_cpu_pct"] * event.fields["interval_s"] / 100 for event in samples)
+    assert measured == pytest.approx(float(cpu_seconds), abs=0.3)
+    assert 0 < sample["cpu_pct"] <= 100
+    assert 0 <= sample["iowait_pct"] <= 100
+    assert 0 < sample["cores"] <= (os.cpu_count() or 1)
+    assert 0 < sample["mem_available"] < sample["mem_total"]
     for name in ("load1", "net_rx_per_s", "net_tx_per_s", "tcp_retransmits_per_s", "oom_kills", "cache_disk_free"):
-        assert middle[name] >= 0
-    assert "gpu" not in middle
-    assert mark.fields["max_rss"] >= middle["tree_rss"]
+        assert sample[name] >= 0
+    assert "gpu" not in sample
+    assert mark.fields["max_rss"] >= sample["tree_rss"]
 
 
-def test_a_sample_comes_soon_and_one_at_the_end() -> None:
+def test_first_sample_comes_soon_and_a_last_one_at_the_end() -> None:
     done = profile("sleep", "2.8", every=30)
-    first, last, _ = events_of(done.stdout)
+    first, last, _ = parse_events(done.stdout)
     assert first.fields["interval_s"] == pytest.approx(2, abs=0.5)
     assert 0.2 <= last.fields["interval_s"] < 10
-    assert [event.kind for event in events_of(profile("true", every=30).stdout)] == ["profile", "mark"]
-    assert [event.kind for event in events_of(profile("true").stdout)] == ["mark"]
+    assert [event.kind for event in parse_events(profile("true", every=30).stdout)] == ["profile", "mark"]
+    assert [event.kind for event in parse_events(profile("true").stdout)] == ["mark"]
 
 
 @pytest.fixture(scope="module")
@@ -359,17 +366,17 @@ def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gpus(folder: Path, count: int, **env: str) -> list[dict[str, Any]]:
     env = {**os.environ, "LD_LIBRARY_PATH": str(folder), "FAKE_GPUS": str(count), **env}
     done = profile("true", every=30, env=env)
-    assert all(len(line) < LONGEST for line in done.stdout.splitlines())
-    found = events_of(done.stdout)[0].fields
-    assert "tree_processes" in found
-    return list(found.get("gpu", []))
+    assert all(len(line) < MAX_LINE_BYTES for line in done.stdout.splitlines())
+    fields = parse_events(done.stdout)[0].fields
+    assert "tree_processes" in fields
+    return list(fields.get("gpu", []))
 
 
 def test_gpus_are_read_by_nvml(nvml: Path) -> None:
     first, second = gpus(nvml, 2)
-    whole = {"i": 0, "util_pct": 90, "mem_total": 80 << 30, "mem_used": 79 << 30, "power_w": 412, "temp_c": 71}
-    assert first == {**whole, "sm_mhz": 1980}
-    assert second == {**whole, "i": 1, "util_pct": 91}  # a card that does not tell its clock
+    expected = {"i": 0, "util_pct": 90, "mem_total": 80 << 30, "mem_used": 79 << 30, "power_w": 412, "temp_c": 71}
+    assert first == {**expected, "sm_mhz": 1980}
+    assert second == {**expected, "i": 1, "util_pct": 91}  # this GPU does not report its clock
     assert len(gpus(nvml, 16)) == 16
     assert 16 < len(gpus(nvml, 60)) < 60
     assert gpus(nvml, 0) == []
@@ -377,17 +384,17 @@ def test_gpus_are_read_by_nvml(nvml: Path) -> None:
     assert len(gpus(nvml, 8, CUDA_VISIBLE_DEVICES="GPU-1234")) == 8
 
 
-def test_an_nvml_that_lacks_functions_or_fails_is_no_noise(tmp_path: Path) -> None:
+def test_broken_nvml_means_no_gpus(tmp_path: Path) -> None:
     for text in ("int nvmlInit_v2(void) { return 9; }", "int x;"):
         (tmp_path / "nvml.c").write_text(text)
         subprocess.run(["cc", "-shared", "-fPIC", "-o", "libnvidia-ml.so.1", "nvml.c"], cwd=tmp_path, check=True)
         assert gpus(tmp_path, 1) == []
 
 
-def test_a_driver_that_hangs_holds_up_no_signal(tmp_path: Path) -> None:
+def test_hanging_driver_does_not_delay_signals(tmp_path: Path) -> None:
     (tmp_path / "nvml.c").write_text("#include <unistd.h>\nint nvmlInit_v2(void) { sleep(600); return 9; }")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", "libnvidia-ml.so.1", "nvml.c"], cwd=tmp_path, check=True)
-    code = f"import sys; sys.path.insert(0, {str(SOURCE.parent)!r}); import profiler; profiler.JOIN_S = 0.2\n"
+    code = f"import sys; sys.path.insert(0, {str(SOURCE.parent)!r}); import profiler; profiler.LAST_SAMPLE_S = 0.2\n"
     code += "sys.exit(profiler.main(sys.argv[1:]))"
     words = [
         sys.executable,
@@ -403,9 +410,9 @@ def test_a_driver_that_hangs_holds_up_no_signal(tmp_path: Path) -> None:
         "kill -TERM $PPID; exec sleep 600",
     ]
     env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 143
-    assert exit_of(done.stdout)["signal"] == "SIGTERM"
+    assert exit_mark(done.stdout)["signal"] == "SIGTERM"
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -414,7 +421,7 @@ def write(root: Path, files: dict[str, str]) -> None:
         (root / name).write_text(text)
 
 
-def test_memory_of_a_cgroup_of_version_2(tmp_path: Path) -> None:
+def test_limits_of_cgroup_v2(tmp_path: Path) -> None:
     write(tmp_path, {
         "proc/meminfo": "MemTotal: 1000000 kB\nMemAvailable: 500000 kB\n",
         "proc/self/cgroup": "0::/pod/box\n",
@@ -434,12 +441,12 @@ def test_memory_of_a_cgroup_of_version_2(tmp_path: Path) -> None:
         "cgroup_mem_used": 3_999_000,
         "oom_kills": 2,
     }
-    assert profiler._cores(profiler._cgroup(proc, cgroups, "cpu")) == 0.5
+    assert profiler._usable_cores(profiler._cgroup(proc, cgroups, "cpu")) == 0.5
     (tmp_path / "proc/self/cgroup").write_text("0::/../elsewhere\n")
     assert profiler._cgroup(proc, cgroups, "cpu") == [cgroups]
 
 
-def test_memory_of_a_cgroup_of_version_1(tmp_path: Path) -> None:
+def test_limits_of_cgroup_v1(tmp_path: Path) -> None:
     write(tmp_path, {
         "proc/meminfo": "MemTotal: 1000000 kB\nMemAvailable: 500000 kB\n",
         "proc/self/cgroup": "4:memory:/on/the/host\n3:cpu,cpuacct:/\n0::/\n",
@@ -450,22 +457,22 @@ def test_memory_of_a_cgroup_of_version_1(tmp_path: Path) -> None:
         "cg/cpu/cpu.cfs_quota_us": "150000\n", "cg/cpu/cpu.cfs_period_us": "100000\n",
     })  # fmt: skip
     proc, cgroups = str(tmp_path / "proc"), str(tmp_path / "cg")
-    found = profiler.Memory(proc, cgroups).read(1.0)
-    assert (found["cgroup_mem_limit"], found["cgroup_mem_used"]) == (9_000_000, 7_997_000)
-    assert found["oom_kills"] == 0
-    assert profiler._cores(profiler._cgroup(proc, cgroups, "cpu")) == min(1.5, len(os.sched_getaffinity(0)))
+    fields = profiler.Memory(proc, cgroups).read(1.0)
+    assert (fields["cgroup_mem_limit"], fields["cgroup_mem_used"]) == (9_000_000, 7_997_000)
+    assert fields["oom_kills"] == 0
+    assert profiler._usable_cores(profiler._cgroup(proc, cgroups, "cpu")) == min(1.5, len(os.sched_getaffinity(0)))
     (tmp_path / "cg/memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
     assert "cgroup_mem_limit" not in profiler.Memory(proc, cgroups).read(1.0)
 
 
-def test_a_machine_that_tells_nothing_gives_no_fields(tmp_path: Path) -> None:
-    nothing = str(tmp_path)
-    machines = [profiler.Machine(nothing, nothing), profiler.Memory(nothing, nothing), profiler.Network(nothing),
-                profiler.Disks(nothing, nothing), profiler.Tree(1, nothing + "/no")]  # fmt: skip
-    assert [profiler._read(gauge, 1.0) for gauge in machines] == [{}] * 5
+def test_unreadable_proc_gives_no_fields(tmp_path: Path) -> None:
+    empty = str(tmp_path)
+    gauges = [profiler.Cpu(empty, empty), profiler.Memory(empty, empty), profiler.Network(empty),
+              profiler.Disks(empty, empty), profiler.ProcessTree(1, empty + "/no")]  # fmt: skip
+    assert [profiler._read(gauge, 1.0) for gauge in gauges] == [{}] * 5
 
 
-def test_rates_and_whole_disks(tmp_path: Path) -> None:
+def test_rates_of_disks_and_interfaces(tmp_path: Path) -> None:
     write(tmp_path, {"block/sda/x": "", "block/loop0/x": "", "block/dm-0/x": "", "diskstats": "", "net/dev": "a\nb\n"})
     disks, network = profiler.Disks(str(tmp_path), str(tmp_path / "block")), profiler.Network(str(tmp_path))
     head = " face |bytes\n |x\n"
@@ -475,38 +482,38 @@ def test_rates_and_whole_disks(tmp_path: Path) -> None:
         nets = "".join(f"{name}:{count * 7} 0 0 0 0 0 0 0 {count} 0\n" for name in (" lo", "eth0", "eth1"))
         (tmp_path / "net/dev").write_text(head + nets)
         (tmp_path / "net/snmp").write_text(f"Tcp: OutSegs RetransSegs\nTcp: {count * 5} {count}\n")
-        found = {**disks.read(2.0), **network.read(2.0)}
-    assert found == {
+        fields = {**disks.read(2.0), **network.read(2.0)}
+    assert fields == {
         "disk_read_per_s": 2560.0, "disk_write_per_s": 5120.0, "net_rx_per_s": 70.0, "net_tx_per_s": 10.0,
         "tcp_sent_per_s": 25.0, "tcp_retransmits_per_s": 5.0,
     }  # fmt: skip
 
 
-def test_the_tree_finds_children_and_keeps_orphans(tmp_path: Path) -> None:
-    def stat(pid: int, parent: int, ticks: int, pages: int, born: int = 5) -> None:
-        text = f"{pid} (a) b) S {parent} 1 1 0 -1 0 0 0 0 0 {ticks} 0 0 0 20 0 1 0 {born} 9 {pages} 1"
+def test_process_tree_finds_children_and_keeps_orphans(tmp_path: Path) -> None:
+    def stat(pid: int, parent: int, ticks: int, pages: int, start_time: int = 5) -> None:
+        text = f"{pid} (a) b) S {parent} 1 1 0 -1 0 0 0 0 0 {ticks} 0 0 0 20 0 1 0 {start_time} 9 {pages} 1"
         write(tmp_path, {f"{pid}/stat": text})
 
     for pid, parent in ((10, 1), (11, 10), (12, 11), (20, 1), (21, 20)):
         stat(pid, parent, 100, 1000)
-    tree = profiler.Tree(10, str(tmp_path))
+    tree = profiler.ProcessTree(10, str(tmp_path))
     assert tree.read(0.0)["tree_processes"] == 3
-    stat(12, 1, 150, 1000)  # its parent is gone, and it stays
+    stat(12, 1, 150, 1000)  # its parent has exited
     stat(13, 12, 50, 1000)
     (tmp_path / "11/stat").unlink()
     (tmp_path / "11").rmdir()
-    found = tree.read(1.0)
-    assert found["tree_processes"] == 3
-    assert found["tree_rss"] == 3000 * os.sysconf("SC_PAGE_SIZE")
-    tree._again = 0
+    fields = tree.read(1.0)
+    assert fields["tree_processes"] == 3
+    assert fields["tree_rss"] == 3000 * os.sysconf("SC_PAGE_SIZE")
+    tree._next_scan = 0
     assert tree.read(1.0)["tree_processes"] == 3
-    stat(12, 1, 0, 1000, born=6)  # a stranger with the number of one of ours
-    stat(21, 13, 0, 1000)  # and the other way round, seen the next time that all are looked at
-    tree._again = 0
+    stat(12, 1, 0, 1000, start_time=6)  # an unrelated process with a reused pid
+    stat(21, 13, 0, 1000)  # and the other way round, seen in the next full scan
+    tree._next_scan = 0
     assert tree.read(1.0)["tree_processes"] == 3
 
 
-def test_a_kill_for_want_of_memory_is_told() -> None:
+def test_oom_kill_is_reported() -> None:
     lines = [line.split(":") for line in Path("/proc/self/cgroup").read_text().splitlines()]
     own = next((path for _, names, path in lines if names == "memory"), None)
     base = Path("/sys/fs/cgroup/memory") if own is not None else Path("/sys/fs/cgroup")
@@ -523,9 +530,9 @@ def test_a_kill_for_want_of_memory_is_told() -> None:
         script = f'echo $$ > {group}/cgroup.procs; exec {" ".join(command("sh", "-c"))} "$0"'
         hungry = f"{sys.executable} -c 'x = bytearray(500 << 20)'; exit $?"
         done = subprocess.run(["sh", "-c", script, hungry], capture_output=True, text=True, check=False, timeout=60)
-        mark = exit_of(done.stdout)
+        mark = exit_mark(done.stdout)
         assert (mark["code"], mark["oom"]) == (137, True), done
-        assert "want of memory" in mark["detail"]
+        assert "OOM" in mark["detail"]
     finally:
         assert eventually(lambda: not (group / "cgroup.procs").read_text().strip())
         group.rmdir()
@@ -534,31 +541,31 @@ def test_a_kill_for_want_of_memory_is_told() -> None:
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc")
 
 
-def test_as_the_first_process_of_a_container_it_reaps_orphans() -> None:
+def test_pid_1_reaps_orphans() -> None:
     script = "(sh -c 'exit 0' &); (sleep 0.1 &); echo ready 0; sleep 0.7; echo zombies $(ps -e -o stat= | grep -c Z)"
     running = Running("sh", "-c", script, before=NAMESPACE)
-    running.process.wait(20)
+    running.process.wait(60)
     assert "zombies 0" in running.lines()
     running.child = running.process.pid
     running.close()
 
 
-def test_as_the_first_process_of_a_container_it_passes_signals_on() -> None:
+def test_pid_1_forwards_signals() -> None:
     running = Running(sys.executable, "-c", CATCHER, before=NAMESPACE)
     (profiler_pid,) = _children(running.process.pid)
-    running.child = running.process.pid  # the number that it told is one of the namespace
+    running.child = running.process.pid  # the pid that it printed is that of the namespace
     try:
         os.kill(profiler_pid, signal.SIGTERM)
-        assert eventually(lambda: running.got() == ["SIGTERM"])
-        os.kill(_children(profiler_pid)[0], signal.SIGKILL)  # the watchman, who is reaped like any other
+        assert eventually(lambda: running.received() == ["SIGTERM"])
+        os.kill(_children(profiler_pid)[0], signal.SIGKILL)  # the detector, which is reaped like any other process
         assert eventually(lambda: len(_children(profiler_pid)) == 1)
         os.kill(profiler_pid, signal.SIGUSR2)
-        assert running.process.wait(20) == 9
+        assert running.process.wait(60) == 9
     finally:
         running.close()
 
 
-def test_the_file_stands_alone_in_old_pythons() -> None:
+def test_file_runs_alone_on_python_3_8() -> None:
     tree = ast.parse(SOURCE.read_text(), feature_version=(3, 8))
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -568,21 +575,21 @@ def test_the_file_stands_alone_in_old_pythons() -> None:
     assert not newer & {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
-def test_its_lines_are_those_of_the_recorder() -> None:
-    assert (profiler.PREFIX, profiler.LONGEST) == (PREFIX, LONGEST)
+def test_lines_have_the_format_of_the_recorder() -> None:
+    assert (profiler.PREFIX, profiler.MAX_LINE_BYTES) == (PREFIX, MAX_LINE_BYTES)
     from stoker.telemetry.events import recorder
 
     code = "from stoker.telemetry import recorder; recorder().mark('exit', 'x')"
-    theirs = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    ours = profile("true").stdout
-    keys = [list(json.loads(line.removeprefix(PREFIX))) for line in (theirs, ours)]
+    recorded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    profiled = profile("true").stdout
+    keys = [list(json.loads(line.removeprefix(PREFIX))) for line in (recorded, profiled)]
     assert keys[0] == keys[1][: len(keys[0])]
     assert recorder({}).rank == 0
 
 
-def test_stdout_that_nobody_reads_ends_nothing() -> None:
+def test_closed_stdout_does_not_stop_the_program() -> None:
     script = f"{' '.join(command('sh', '-c', every=0.1))} 'sleep 0.5; exit 6' | true; exit ${{PIPESTATUS[0]}}"
-    assert subprocess.run(["bash", "-c", script], check=False, timeout=30).returncode == 6
+    assert subprocess.run(["bash", "-c", script], check=False, timeout=60).returncode == 6
 
 
 def _children(pid: int) -> list[int]:

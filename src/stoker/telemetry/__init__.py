@@ -1,6 +1,6 @@
-"""Events on standard output, what reads them, and what they mean.
+"""Telemetry: events on standard output, their readers, and their analysis.
 
-A program of yours can say that it is alive, and what it measures:
+A program reports that it is alive, and what it measures, through a recorder:
 
     from stoker.telemetry import recorder
 

@@ -1,8 +1,8 @@
-"""What `mpirun --tag-output` writes, taken apart into the lines of each rank.
+"""Parser of `mpirun --tag-output`: split its output into the lines of each rank.
 
-mpirun reads at most 4,096 bytes of a rank at a time, writes `[1,RANK]<stdout>:` before them and after each end of line
-in them, and no end of line of its own behind them. So a tag can stand anywhere, and a line may come in pieces with
-those of other ranks between them.
+mpirun reads at most 4,096 bytes of a rank at a time, writes `[1,RANK]<stdout>:` before them and after each newline in
+them, and adds no newline of its own. So a tag can be anywhere, and the pieces of a line may be interleaved with those
+of other ranks.
 """
 
 from __future__ import annotations
@@ -11,86 +11,86 @@ import re
 from collections import defaultdict
 from typing import NamedTuple
 
-from stoker.telemetry.mpi_rank import ESCAPE, LONGEST_LINE, NEWLINE, NOTHING
+from stoker.telemetry.mpi_rank import ESCAPE, MAX_LINE_BYTES, NEWLINE, NOTHING
 
 _TAG = re.compile(rb"\[\d+,(?P<rank>\d+)\]<std(?P<stream>out|err|diag)>:")
-# What may be the beginning of a tag, at the end of what was read.
-_BEGUN = re.compile(rb"\[(?:\d+(?:,(?:\d+(?:\](?:<(?:s(?:t(?:d(?:[a-z]{1,4}>?)?)?)?)?)?)?)?)?)?$")
-_PIECE = re.compile(rb"[^\n]*\n|[^\n]+")
-_ESCAPED = re.compile(re.escape(ESCAPE) + rb"(.)", re.DOTALL)
-_MEANING = {NEWLINE: b"\n", NOTHING: b"", b"\n": b"", ESCAPE: ESCAPE}
+# An incomplete tag at the end of the data.
+_INCOMPLETE_TAG = re.compile(rb"\[(?:\d+(?:,(?:\d+(?:\](?:<(?:s(?:t(?:d(?:[a-z]{1,4}>?)?)?)?)?)?)?)?)?)?$")
+_LINE_OR_REST = re.compile(rb"[^\n]*\n|[^\n]+")
+_ESCAPE_SEQUENCE = re.compile(re.escape(ESCAPE) + rb"(.)", re.DOTALL)
+_UNESCAPED = {NEWLINE: b"\n", NOTHING: b"", b"\n": b"", ESCAPE: ESCAPE}
 
 
 class TaggedLine(NamedTuple):
-    """A line of one rank, or of mpirun itself (rank None), without its end."""
+    """A line of one rank, or of mpirun itself (rank None), without its newline."""
 
     rank: int | None
     stream: str
     text: bytes
 
 
-class Tagged:
-    """Takes one stream of mpirun's apart."""
+class TagParser:
+    """Incremental parser of one output stream of mpirun."""
 
     def __init__(self) -> None:
         self._rest = b""
-        self._who: tuple[int | None, str] = (None, "")
-        self._lines: defaultdict[tuple[int | None, str], _Line] = defaultdict(_Line)
+        self._writer: tuple[int | None, str] = (None, "")
+        self._buffers: defaultdict[tuple[int | None, str], _LineBuffer] = defaultdict(_LineBuffer)
 
     def feed(self, data: bytes) -> list[TaggedLine]:
-        """Give the lines that are whole now."""
+        """Return the lines that are complete now."""
         data = self._rest + data
-        begun = _BEGUN.search(data, max(0, len(data) - 64))
-        end = begun.start() if begun else len(data)
+        incomplete = _INCOMPLETE_TAG.search(data, max(0, len(data) - 64))
+        end = incomplete.start() if incomplete else len(data)
         self._rest = data[end:]
-        return self._taken(data[:end])
+        return self._parse(data[:end])
 
     def finish(self) -> list[TaggedLine]:
-        """Give what is left: lines without an end."""
-        found = self._taken(self._rest)
+        """Return what is left: lines without a newline."""
+        lines = self._parse(self._rest)
         self._rest = b""
-        for who, line in self._lines.items():
-            found += [TaggedLine(*who, text) for text in line.rest()]
-        return found
+        for writer, buffer in self._buffers.items():
+            lines += [TaggedLine(*writer, text) for text in buffer.flush()]
+        return lines
 
-    def _taken(self, data: bytes) -> list[TaggedLine]:
-        found, at = list[TaggedLine](), 0
+    def _parse(self, data: bytes) -> list[TaggedLine]:
+        lines, at = list[TaggedLine](), 0
         for tag in _TAG.finditer(data):
-            found += self._said(data[at : tag.start()])
-            self._who = int(tag["rank"]), f"std{tag['stream'].decode()}"
+            lines += self._add(data[at : tag.start()])
+            self._writer = int(tag["rank"]), f"std{tag['stream'].decode()}"
             at = tag.end()
-        return found + self._said(data[at:])
+        return lines + self._add(data[at:])
 
-    def _said(self, data: bytes) -> list[TaggedLine]:
-        """Take bytes without a tag: behind an end of line they are mpirun's own words."""
-        found = []
-        for piece in _PIECE.findall(data):
-            found += [TaggedLine(*self._who, text) for text in self._lines[self._who].add(piece)]
+    def _add(self, data: bytes) -> list[TaggedLine]:
+        """Add bytes without a tag to the current writer; after a newline the writer is mpirun itself."""
+        lines = []
+        for piece in _LINE_OR_REST.findall(data):
+            lines += [TaggedLine(*self._writer, text) for text in self._buffers[self._writer].add(piece)]
             if piece.endswith(b"\n"):
-                self._who = (None, "")
-        return found
+                self._writer = (None, "")
+        return lines
 
 
-class _Line:
-    """What one writer has said since its last end of line."""
+class _LineBuffer:
+    """The output of one writer since its last newline."""
 
     def __init__(self) -> None:
         self._raw = b""
         self._text = b""
 
     def add(self, data: bytes) -> list[bytes]:
-        """Give the lines that end in this."""
+        """Add output, and return the lines that it completes."""
         raw = self._raw + data
-        # An escape at the very end waits for what it stands for.
-        odd = (len(raw) - len(raw.rstrip(ESCAPE))) % 2
-        self._raw = raw[len(raw) - odd :]
-        raw = raw[: len(raw) - odd]
+        # An escape character at the end waits for its second byte.
+        pending = (len(raw) - len(raw.rstrip(ESCAPE))) % 2
+        self._raw = raw[len(raw) - pending :]
+        raw = raw[: len(raw) - pending]
         if ESCAPE in raw:
-            raw = _ESCAPED.sub(lambda match: _MEANING.get(match[1], match[0]), raw)
-        *whole, self._text = (self._text + raw).split(b"\n")
-        return whole if len(self._text) <= LONGEST_LINE else [*whole, *self.rest()]
+            raw = _ESCAPE_SEQUENCE.sub(lambda match: _UNESCAPED.get(match[1], match[0]), raw)
+        *lines, self._text = (self._text + raw).split(b"\n")
+        return lines if len(self._text) <= MAX_LINE_BYTES else [*lines, *self.flush()]
 
-    def rest(self) -> list[bytes]:
-        """Give what has no end."""
+    def flush(self) -> list[bytes]:
+        """Return the rest, which has no newline."""
         text, self._text = self._text, b""
         return [text] if text else []

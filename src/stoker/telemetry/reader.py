@@ -1,4 +1,4 @@
-"""Logs of a run, taken apart into text and events; nothing here starts, sends or changes anything."""
+"""Log reader: split the logs of a run into text and events, once or while they grow. Read-only."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from stoker.telemetry.events import PREFIX, Event, take_apart
+from stoker.telemetry.events import PREFIX, Event, split_line
 
-LONGEST_LINE = 1 << 20
-"""Bytes after which a line that does not end is given as it is."""
+MAX_LINE_BYTES = 1 << 20
+"""Size after which a line without a newline is returned as it is."""
 
 _BLOCK = 1 << 20
 _NAME = re.compile(r"(?P<role>.+)-(?P<index>\d{1,9})\.(?P<attempt>\d{1,9})\.log")
 _COLOUR = r"\x1b\[[0-9;]*m"
-# What mpirun, torchrun and Ray put before a line: [1,0]<stdout>: or [default0]: or (worker pid=12, ip=10.0.0.1).
+# Prefixes that mpirun, torchrun and Ray add to a line: [1,0]<stdout>: or [default0]: or (worker pid=12, ip=10.0.0.1).
 _TAG = re.compile(
     rf"(?:\s|{_COLOUR}|\[[A-Za-z]*\d[\w.,/:-]*\](?:<std\w+>)?:?|\([^()]*\bpid=\d+[^()]*\))*", re.ASCII | re.DOTALL
 )
 
 
-class Log(NamedTuple):
-    """What stands in a log: the lines of text without the events, and the events, each in the order of the file."""
+class LogContent(NamedTuple):
+    """The content of a log: its lines of text, and its events, each in the order of the file."""
 
     lines: list[str]
     events: list[Event]
 
 
 class LogFile(NamedTuple):
-    """The log of one attempt of one slot, known by its name: `worker-0.1.log`."""
+    """The log of a slot in an attempt, from its file name: `worker-0.1.log`."""
 
     slot: str
     attempt: int
     path: Path
 
 
-class Line(NamedTuple):
-    """A line of text in a run: which log it is from, and the time of the event before it there (0: none yet)."""
+class LogLine(NamedTuple):
+    """A line of text, its log, and the time of the event before it in that log (0 if there is none)."""
 
     t: float
     log: LogFile
@@ -50,15 +50,15 @@ class Line(NamedTuple):
 
 
 class RunLog(NamedTuple):
-    """What stands in the logs of a run, merged by time."""
+    """The content of all logs of a run, merged by time."""
 
-    lines: list[Line]
+    lines: list[LogLine]
     events: list[Event]
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Events that were written and never arrived: numbers `first` to `last` of one process."""
+    """Events that were written but never arrived: sequence numbers `first` to `last` of one process."""
 
     slot: str
     rank: int
@@ -69,30 +69,30 @@ class Gap:
 
     @property
     def missing(self) -> int:
-        """How many they are."""
+        """The number of missing events."""
         return self.last - self.first + 1
 
 
-class Follower:
-    """Reads what was added to one log since it was last asked; the log may come later, be cut or be replaced."""
+class LogTail:
+    """Incremental reader of one log, which may not exist yet, be truncated, or be replaced."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._offset = self._inode = 0
         self._rest = b""
 
-    def read(self, *, final: bool = False) -> Log:
-        """Give the whole lines that are new; `final`, when nobody writes any more, also a last one without an end."""
-        log = Log([], [])
-        for part in self.parts(final=final):
+    def read(self, *, final: bool = False) -> LogContent:
+        """Return the new complete lines; with `final`, when the writer has exited, also a last incomplete one."""
+        log = LogContent([], [])
+        for part in self.iter_parts(final=final):
             if isinstance(part, Event):
                 log.events.append(part)
             else:
                 log.lines.append(part)
         return log
 
-    def parts(self, *, final: bool = False) -> Iterator[Event | str]:
-        """Give the same one by one, text and events in the order of the log."""
+    def iter_parts(self, *, final: bool = False) -> Iterator[Event | str]:
+        """Yield the new text and events one by one, in the order of the log."""
         for raw in self._new_lines(final):
             line = raw.decode(errors="replace").rstrip("\r\n")
             if PREFIX not in line:
@@ -103,8 +103,8 @@ class Follower:
                 yield text
             yield from events
 
-    def skip_to_last(self, size: int) -> None:
-        """Go on with the first line that begins in the last bytes."""
+    def seek_to_tail(self, size: int) -> None:
+        """Continue at the first line that begins in the last `size` bytes."""
         with suppress(OSError), self.path.open("rb") as file:
             self._inode = os.fstat(file.fileno()).st_ino
             self._offset = max(0, file.seek(0, os.SEEK_END) - size)
@@ -115,41 +115,41 @@ class Follower:
     def _new_lines(self, final: bool) -> Iterator[bytes]:
         try:
             file = self.path.open("rb")
-        except OSError:  # not there yet, or no longer
+        except OSError:  # it does not exist yet, or no longer
             self._offset, self._inode, self._rest = 0, 0, b""
             return
         with file:
-            self._find_place(file.fileno())
+            self._rewind_if_replaced(file.fileno())
             file.seek(self._offset)
             while block := file.read(_BLOCK):
                 self._offset += len(block)
-                *whole, self._rest = (self._rest + block).split(b"\n")
-                yield from whole
-                if len(self._rest) > LONGEST_LINE:
+                *lines, self._rest = (self._rest + block).split(b"\n")
+                yield from lines
+                if len(self._rest) > MAX_LINE_BYTES:
                     rest, self._rest = self._rest, b""
                     yield rest
         if final and self._rest:
             rest, self._rest = self._rest, b""
             yield rest
 
-    def _find_place(self, fd: int) -> None:
-        """Begin anew in a file that is another one now, or shorter than what was read of it."""
-        found = os.fstat(fd)
-        if (self._inode and found.st_ino != self._inode) or found.st_size < self._offset:
+    def _rewind_if_replaced(self, fd: int) -> None:
+        """Start from the beginning if the file was replaced or truncated."""
+        stat = os.fstat(fd)
+        if (self._inode and stat.st_ino != self._inode) or stat.st_size < self._offset:
             self._offset, self._rest = 0, b""
-        self._inode = found.st_ino
+        self._inode = stat.st_ino
 
 
-class RunFollower:
-    """Reads what was added to the logs of a run since it was last asked, those of new slots and attempts included."""
+class RunTail:
+    """Incremental reader of all logs of a run, including those of new slots and attempts."""
 
     def __init__(self, folder: str | Path, *, slot: str | None = None) -> None:
         self.folder, self._slot = Path(folder), slot
-        self._followers: dict[LogFile, Follower] = {}
+        self._tails: dict[LogFile, LogTail] = {}
         self._times: dict[LogFile, float] = {}
 
     def read(self, *, final: bool = False) -> RunLog:
-        """Give what is new, merged: events by their time, text by that of the event before it in its log."""
+        """Return the new content, merged: events by time, text by the time of the event before it in its log."""
         log = RunLog([], [])
         for file in self._files():
             for part in self._parts(file, final):
@@ -161,101 +161,101 @@ class RunFollower:
         log.lines.sort(key=lambda line: (line.log.attempt, line.t))
         return log
 
-    def lines(self, *, final: bool = False) -> Iterator[Line]:
-        """Give the lines of text that are new, attempt by attempt, one by one: a log may be larger than memory."""
+    def lines(self, *, final: bool = False) -> Iterator[LogLine]:
+        """Yield the new lines of text, attempt by attempt; lazily, because a log may be larger than memory."""
         for _, files in groupby(self._files(), key=lambda file: file.attempt):
             streams = [self._lines(file, final) for file in files]
             yield from merge(*streams, key=lambda line: line.t)
 
     def events(self, *, final: bool = False) -> list[Event]:
-        """Give the events that are new, by their time; text is passed over."""
-        found = [part for file in self._files() for part in self._parts(file, final) if isinstance(part, Event)]
-        return sorted(found, key=lambda event: event.t)
+        """Return the new events, sorted by time, without the text."""
+        events = (part for file in self._files() for part in self._parts(file, final) if isinstance(part, Event))
+        return sorted(events, key=lambda event: event.t)
 
     def _files(self) -> list[LogFile]:
-        return [file for file in log_files(self.folder) if self._slot in (None, file.slot)]
+        return [file for file in list_log_files(self.folder) if self._slot in (None, file.slot)]
 
-    def _lines(self, file: LogFile, final: bool) -> Iterator[Line]:
-        return (part for part in self._parts(file, final) if isinstance(part, Line))
+    def _lines(self, file: LogFile, final: bool) -> Iterator[LogLine]:
+        return (part for part in self._parts(file, final) if isinstance(part, LogLine))
 
-    def _parts(self, file: LogFile, final: bool) -> Iterator[Event | Line]:
-        follower = self._followers.setdefault(file, Follower(file.path))
-        for part in follower.parts(final=final):
+    def _parts(self, file: LogFile, final: bool) -> Iterator[Event | LogLine]:
+        tail = self._tails.setdefault(file, LogTail(file.path))
+        for part in tail.iter_parts(final=final):
             if isinstance(part, Event):
                 self._times[file] = max(part.t, self._times.get(file, 0.0))
-                yield _owned(part, file)
+                yield _with_slot(part, file)
             else:
-                yield Line(self._times.get(file, 0.0), file, part)
+                yield LogLine(self._times.get(file, 0.0), file, part)
 
 
-def read_log(path: str | Path, *, last: int | None = None) -> Log:
-    """Read one log from beginning to end, or the whole lines in its last bytes; one that is not there is empty."""
-    follower = Follower(path)
+def read_log(path: str | Path, *, last: int | None = None) -> LogContent:
+    """Read one log, or the complete lines in its last bytes; a missing log is empty."""
+    tail = LogTail(path)
     if last is not None:
-        follower.skip_to_last(last)
-    return follower.read(final=True)
+        tail.seek_to_tail(last)
+    return tail.read(final=True)
 
 
 def read_run(folder: str | Path) -> RunLog:
-    """Read the logs of a run, `worker-0.0.log` and the like in a folder, merged by time."""
-    return RunFollower(folder).read(final=True)
+    """Read all logs of a run, `worker-0.0.log` and so on in a folder, merged by time."""
+    return RunTail(folder).read(final=True)
 
 
 def read_events(folder: str | Path) -> list[Event]:
-    """Read the events in the logs of a run, by their time."""
-    return RunFollower(folder).events(final=True)
+    """Read the events of a run, sorted by time."""
+    return RunTail(folder).events(final=True)
 
 
-def log_files(folder: str | Path) -> list[LogFile]:
-    """List the logs in a folder: by attempt, then by role and index; other files are left alone."""
-    found = []
+def list_log_files(folder: str | Path) -> list[LogFile]:
+    """List the logs in a folder, sorted by attempt, role and index; ignore other files."""
+    files = []
     try:
-        names = [path for path in Path(folder).iterdir() if path.name.endswith(".log")]
+        paths = [path for path in Path(folder).iterdir() if path.name.endswith(".log")]
     except OSError:
         return []
-    for path in names:
+    for path in paths:
         if match := _NAME.fullmatch(path.name):
             key = (int(match["attempt"]), match["role"], int(match["index"]))
-            found.append((key, LogFile(f"{match['role']}/{int(match['index'])}", int(match["attempt"]), path)))
-    return [file for _, file in sorted(found)]
+            files.append((key, LogFile(f"{match['role']}/{int(match['index'])}", int(match["attempt"]), path)))
+    return [file for _, file in sorted(files)]
 
 
-def text_of(line: str) -> str | None:
-    """Give what a person should see of a line: without its events, None when nothing else is in it."""
+def strip_events(line: str) -> str | None:
+    """Return the text of a line without its events; None if nothing else is in it."""
     return _split(line)[1] if PREFIX in line else line
 
 
-def gaps(events: Iterable[Event]) -> list[Gap]:
-    """Find the numbers that are missing, process by process: a process numbers its events 0, 1, 2 and so on.
+def find_gaps(events: Iterable[Event]) -> list[Gap]:
+    """Return the gaps in the sequence numbers of each process, which start at 0.
 
-    A number that comes again with another time is a new process under an old id; with the same time, the same event
-    read twice.
+    A number that repeats with another time belongs to a new process with a reused pid; with the same time, it is the
+    same event read twice.
     """
-    runs: dict[tuple[str, int, int, int], list[dict[int, float]]] = {}
+    processes: dict[tuple[str, int, int, int], list[dict[int, float]]] = {}
     for event in events:
-        lives = runs.setdefault((event.slot, event.rank, event.attempt, event.pid), [{}])
-        if lives[-1].get(event.seq, event.t) != event.t:
-            lives.append({})
-        lives[-1][event.seq] = event.t
-    found = []
-    for who, lives in runs.items():
-        for seen in lives:
+        sequences = processes.setdefault((event.slot, event.rank, event.attempt, event.pid), [{}])
+        if sequences[-1].get(event.seq, event.t) != event.t:
+            sequences.append({})
+        sequences[-1][event.seq] = event.t
+    gaps = []
+    for process, sequences in processes.items():
+        for seen in sequences:
             expected = 0
             for seq in sorted(seen):
                 if seq > expected:
-                    found.append(Gap(*who, expected, seq - 1))
+                    gaps.append(Gap(*process, expected, seq - 1))
                 expected = max(expected, seq + 1)
-    return found
+    return gaps
 
 
 def _split(line: str) -> tuple[list[Event], str | None]:
-    """Split a line into its events and its text, which is None when only the tag of a launcher is left."""
-    parts = take_apart(line)
+    """Split a line into its events and its text, which is None if only the prefix of a launcher is left."""
+    parts = split_line(line)
     events = [part for part in parts if isinstance(part, Event)]
     text = "".join(part for part in parts if isinstance(part, str))
     return events, (None if events and _TAG.fullmatch(text) else text)
 
 
-def _owned(event: Event, file: LogFile) -> Event:
-    """Give an event of a program that was not told its slot the one of its log."""
+def _with_slot(event: Event, file: LogFile) -> Event:
+    """Return the event with the slot and attempt of its log, if it has no slot of its own."""
     return event if event.slot else replace(event, slot=file.slot, attempt=file.attempt)

@@ -66,7 +66,7 @@ def inject(fault: str, run: Run, net: Network) -> None:
             net["node2"].disconnect()
 
 
-# What the message names; nobody is left to write one when the supervisor is killed.
+# Words in the message of the run; a killed supervisor writes none.
 FATAL_FAULTS = {
     "supervisor killed": (),
     "local process killed": ("worker/0", "SIGKILL"),

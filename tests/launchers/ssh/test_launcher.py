@@ -185,7 +185,7 @@ class TestSsh(LauncherSuite):
         """A port that the job sets is an error; otherwise the next free one is used."""
         keys = {"program": {"module": "this"}, "topology": "torchrun", "workers": 2}
         serve = "import socket, time; s = socket.create_server(('', 29500)); print(flush=True); time.sleep(99)"
-        argv = ["ip", "netns", "exec", self.net["node1"].space, sys.executable, "-c", serve]
+        argv = ["ip", "netns", "exec", self.net["node1"].namespace, sys.executable, "-c", serve]
         with subprocess.Popen(argv, stdout=subprocess.PIPE) as server:
             assert server.stdout is not None
             server.stdout.readline()

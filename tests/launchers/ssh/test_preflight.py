@@ -1,4 +1,4 @@
-"""Reaching, probing and preparing ssh hosts: overloaded servers, odd shells and Pythons, shared directories."""
+"""Reaching, probing and preparing ssh hosts: overloaded servers, shells, Python versions, shared directories."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from stoker.launchers.upload import list_files, total_size
 from tests.launchers.contract import LauncherTests, job_of
 from tests.launchers.ssh.test_launcher import without_rsync
 from tests.support.hosts import Host, Network
-from tests.support.signals import restore_sigint
+from tests.support.signals import restore_signals
 from tests.support.ssh_runs import ssh_section
 from tests.support.waiting import wait_until
 
@@ -284,7 +284,7 @@ class TestPrepare(LauncherTests):
         (tmp_path / "job.yaml").write_bytes(to_json(job_of("true", ssh=section)))
         argv = [sys.executable, "-m", "stoker", "job", "run", "job.yaml", "--on", "ssh", "--detach"]
         with subprocess.Popen(
-            argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=restore_sigint
+            argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=restore_signals
         ) as process:
             wait_until((self.workdir / "begun").exists)
             env = {"STOKER_RUN": find_run("small").id, "STOKER_HOST": "node1"}

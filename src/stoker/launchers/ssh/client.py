@@ -373,7 +373,7 @@ class _Connection:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all of the data, and ignore a broken pipe: the EOF on the other pipe tells more."""
+    """Write all of the data, and ignore a broken pipe: the EOF on the other pipe comes with a reason."""
     rest = memoryview(data)
     with suppress(BrokenPipeError):
         while rest:

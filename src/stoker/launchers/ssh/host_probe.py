@@ -79,7 +79,7 @@ class HostProbe:
         cwd = workdir if Path(workdir).is_dir() else "/"
         try:
             argv = [program, "-c", _PYTHON_FACTS, *request["modules"]]
-            # Our own standard input carries the next request.
+            # Our own standard input is for the next request.
             options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "timeout": PYTHON_TIMEOUT_S, "cwd": cwd}
             process = subprocess.run(argv, capture_output=True, text=True, check=False, **options)
         except (OSError, subprocess.SubprocessError) as error:
@@ -203,7 +203,7 @@ def _folder_identity(folder: str) -> list[int]:
 def exchange_markers(request: dict[str, Any]) -> dict[str, Any]:
     """Create, find and remove marker files in the working directory, which is created if necessary.
 
-    Hosts that see each other's markers share the directory, whatever their disks and clocks say.
+    Hosts that see each other's markers share the directory, even if inodes or clocks differ.
     """
     folder = Path(_resolve_workdir(request["workdir"]), ".stoker")
     try:

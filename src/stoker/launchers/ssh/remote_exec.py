@@ -131,7 +131,7 @@ class ExecRunner:
     """Runs the exec requests for one standby slot, each by a process on this machine."""
 
     def __init__(self, run: Run, requests: RequestFolder, slot: str, has_started: Callable[[str], bool]) -> None:
-        """Create the runner of a slot; `has_started` tells which requests an earlier process of ours has started.
+        """Create the runner of a slot; `has_started` returns whether an earlier process has started a request.
 
         Those are picked up even while stopping: there may be output left to read.
         """

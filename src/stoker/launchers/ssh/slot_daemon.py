@@ -355,7 +355,7 @@ class AttachSession:
         return has_sent
 
     def _handle_requests(self, requests: BinaryIO) -> None:
-        """Renew the lease with every line and handle its request; EOF says nothing about whether the client lives."""
+        """Renew the lease with every line and handle its request; at EOF, exit and leave the slot running."""
         for line in iter(requests.readline, b""):
             with contextlib.suppress(OSError):
                 os.utime(self._folder / "lease")
