@@ -76,7 +76,8 @@ class MpiOperator(threading.Thread):
     def _build_pod(self, job: Manifest, replica: Manifest, name: str) -> Manifest:
         """Build a pod with a host name and ssh keys, as the real operator does."""
         owner = job["metadata"]["name"]
-        pod = strategic_merge(deepcopy(replica["template"]), {"metadata": {"labels": {"mpi-job-name": owner}}})
+        labels = {"metadata": {"labels": {"mpi-job-name": owner}}}
+        pod: Manifest = strategic_merge(deepcopy(replica["template"]), labels)
         items = [("ssh-privatekey", "id_rsa"), ("ssh-publickey", "id_rsa.pub"), ("ssh-publickey", "authorized_keys")]
         secret = {
             "secretName": f"{owner}-ssh",

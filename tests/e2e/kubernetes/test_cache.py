@@ -131,11 +131,11 @@ def test_life_cycle_of_a_cache(
     assert "404" in fetch(cluster, "/pets/nothing")[0]
     assert "404" in fetch(cluster, "/elsewhere/large")[0]
     first = get_status(capfd, cluster)
-    (one,) = first["pods"]
-    assert one["ready"]
-    assert one["log"]["hits"] >= 1
-    assert one["log"]["bytes"] >= 2 * (10 << 20)
-    assert (10 << 20) <= one["log"]["origin_bytes"] < 2 * (10 << 20)
+    (pod,) = first["pods"]
+    assert pod["ready"]
+    assert pod["log"]["hits"] >= 1
+    assert pod["log"]["bytes"] >= 2 * (10 << 20)
+    assert (10 << 20) <= pod["log"]["origin_bytes"] < 2 * (10 << 20)
     assert first["budget"] == 256 << 20
 
     # Clients read the list of origins from the cache.
@@ -175,8 +175,8 @@ def test_life_cycle_of_a_cache(
     assert "/pets/val/manifest.json: wget: server returned error: HTTP/1.1 404 Not Found" in capfd.readouterr().err
 
     # A killed pod is replaced.
-    cluster.delete("Pod", one["name"], grace_s=0)
-    assert eventually(lambda: is_replaced(cluster, one["name"]), 60)
+    cluster.delete("Pod", pod["name"], grace_s=0)
+    assert eventually(lambda: is_replaced(cluster, pod["name"]), 60)
     assert fetch(cluster, "/pets/large") == ("HTTP/1.1 200 OK", "MISS")
 
     # Deploying again changes nothing; another configuration replaces the pod.
@@ -191,20 +191,20 @@ def test_life_cycle_of_a_cache(
     capfd.readouterr()
     assert stoker("data", "cache", "--on", on(cluster), "--stop") == 0
     assert "removed 7 objects" in capfd.readouterr().err
-    left = [one for kind in (*KINDS, "Pod") for one in cluster.list_objects(kind, MANAGED_BY)]
+    left = [obj for kind in (*KINDS, "Pod") for obj in cluster.list_objects(kind, MANAGED_BY)]
     assert left == []
     assert stoker("data", "cache", "--on", on(cluster), "--status") == 2
     assert f"{cluster.namespace}: " in capfd.readouterr().err
 
 
-def is_ready(one: Manifest) -> bool:
-    is_ending = "deletionTimestamp" in one["metadata"]
-    return not is_ending and any(each["ready"] for each in one["status"].get("containerStatuses") or ())
+def is_ready(pod: Manifest) -> bool:
+    is_terminating = "deletionTimestamp" in pod["metadata"]
+    return not is_terminating and any(each["ready"] for each in pod["status"].get("containerStatuses") or ())
 
 
 def is_replaced(cluster: KubeClient, former: str) -> bool:
     ready = [
-        one for one in cluster.list_objects("Pod", SERVER_LABELS) if one["metadata"]["name"] != former and is_ready(one)
+        pod for pod in cluster.list_objects("Pod", SERVER_LABELS) if pod["metadata"]["name"] != former and is_ready(pod)
     ]
     return len(ready) == 1
 
@@ -317,5 +317,5 @@ def test_job_reads_through_the_cache(
     (tmp_path / "job.yaml").write_text(json.dumps(job))
     assert stoker("job", "run", "job.yaml", "--on", on(cluster)) == 0, capfd.readouterr().err
     assert f"samples 60 {cache_url(cluster.namespace)}" in capfd.readouterr().out
-    (one,) = get_status(capfd, cluster)["pods"]
-    assert one["log"]["origin_bytes"] > 0
+    (pod,) = get_status(capfd, cluster)["pods"]
+    assert pod["log"]["origin_bytes"] > 0

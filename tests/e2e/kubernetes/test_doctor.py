@@ -1,4 +1,4 @@
-"""`stoker doctor --on k8s` on a real cluster: real faults, each told apart, all in one run, and nothing left behind."""
+"""`stoker doctor --on k8s` on a real cluster: every fault in one report, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -22,63 +22,63 @@ from tests.support.trees import stoker
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(180)
-SECRET = "not-for-the-screen"
+SECRET = "must-not-be-printed"
 
 Doctor = Callable[..., tuple[int, dict[str, list[dict[str, Any]]]]]
 
 
 @pytest.fixture
 def doctor(cluster: KubeClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Doctor:
-    """Run the doctor for a job in the test's namespace; give its exit code and its rows by subject."""
+    """Run the doctor for a job in the test's namespace; return its exit code and its checks by subject."""
 
     def run(*words: str, **keys: Any) -> tuple[int, dict[str, list[dict[str, Any]]]]:
         file = tmp_path / "job.yaml"
         base = {"name": "pets", "topology": "single", "image": BUSYBOX, "program": {"command": ["true"]}}
         file.write_text(yaml.safe_dump({**base, **keys}))
-        given = [str(file)] if keys else []
+        arguments = [str(file)] if keys else []
         capsys.readouterr()
-        code = stoker("doctor", "--on", f"k8s:///{cluster.namespace}", "--json", *given, *words)
+        code = stoker("doctor", "--on", f"k8s:///{cluster.namespace}", "--json", *arguments, *words)
         out, err = capsys.readouterr()
         assert "Traceback" not in err
         assert SECRET not in out + err
-        found: dict[str, list[dict[str, Any]]] = {}
-        for one in json.loads(out):
-            found.setdefault(one["what"], []).append(one)
-        assert all(one["fix"] for rows in found.values() for one in rows if one["fine"] is False)
-        return code, found
+        checks: dict[str, list[dict[str, Any]]] = {}
+        for check in json.loads(out):
+            checks.setdefault(check["what"], []).append(check)
+        assert all(check["fix"] for rows in checks.values() for check in rows if check["fine"] is False)
+        return code, checks
 
     return run
 
 
-def bad(found: dict[str, list[dict[str, Any]]]) -> set[str]:
-    return {what for what, rows in found.items() if any(one["fine"] is False for one in rows)}
+def get_failed(checks: dict[str, list[dict[str, Any]]]) -> set[str]:
+    return {what for what, rows in checks.items() if any(check["fine"] is False for check in rows)}
 
 
-def test_a_job_that_would_run(doctor: Doctor, cluster: KubeClient) -> None:
-    code, found = doctor(resources={"gpu": 1})
-    assert (code, bad(found)) == (0, set())
+def test_job_that_can_run(doctor: Doctor, cluster: KubeClient) -> None:
+    code, checks = doctor(resources={"gpu": 1})
+    assert (code, get_failed(checks)) == (0, set())
     for what in ("cluster", "clock", "namespace", "permissions", "quota", "admission", "image", "DNS"):
-        assert found[what][0]["fine"] is True, found[what]
-    assert "Kubernetes v1." in found["cluster"][0]["found"]
+        assert checks[what][0]["fine"] is True, checks[what]
+    assert "Kubernetes v1." in checks["cluster"][0]["found"]
     wait_until(lambda: not cluster.list_objects("Pod", {PART_LABEL: "doctor"}))
 
 
-def test_without_a_job_the_cluster_is_told(doctor: Doctor) -> None:
-    code, found = doctor()
+def test_checks_of_the_cluster_without_a_job(doctor: Doctor) -> None:
+    code, checks = doctor()
     assert code == 0
-    assert "image" not in found
+    assert "image" not in checks
 
 
 def test_gpus_of_all_nodes_are_counted(doctor: Doctor, cluster: KubeClient) -> None:
     nodes = cluster.list_objects("Node")
-    many = sum(int(one["status"]["allocatable"].get("nvidia.com/gpu", 0)) for one in nodes)
+    gpus = sum(int(node["status"]["allocatable"].get("nvidia.com/gpu", 0)) for node in nodes)
     (row,) = doctor()[1]["gpus"]
-    assert row["found"].startswith(f"{many} × ")
+    assert row["found"].startswith(f"{gpus} × ")
     assert f" on {len(nodes)} nodes; " in row["found"]
-    assert many == 8 * len(nodes)
-    code, found = doctor(workers=len(nodes) + 1, topology="torchrun", program={"module": "this"}, resources={"gpu": 8})
+    assert gpus == 8 * len(nodes)
+    code, checks = doctor(workers=len(nodes) + 1, topology="torchrun", program={"module": "this"}, resources={"gpu": 8})
     assert code == 2
-    detail = found["capacity"][0]["found"]
+    detail = checks["capacity"][0]["found"]
     assert f"{len(nodes)} of {len(nodes) + 1} pods" in detail
     assert "worker (8 GPUs)" in detail
     detail = doctor(resources={"gpu": 16})[1]["capacity"][0]["found"]
@@ -87,28 +87,28 @@ def test_gpus_of_all_nodes_are_counted(doctor: Doctor, cluster: KubeClient) -> N
 
 
 @pytest.mark.parametrize(
-    ("image", "policy", "says"),
+    ("image", "policy", "fragment"),
     [
         ("nowhere.invalid/nothing:1", "IfNotPresent", "cannot pull image"),
         ("docker.io/library/nothing:1", "Never", "is not on the node"),
         (IMAGE, "IfNotPresent", "has no sh"),
     ],
 )
-def test_images(doctor: Doctor, cluster: KubeClient, image: str, policy: str, says: str) -> None:
-    code, found = doctor(image=image, kubernetes={"image_pull_policy": policy})
-    assert (code, bad(found)) == (2, {"image"})
-    assert says in found["image"][0]["found"]
-    assert found["DNS"][0]["fine"] is None
+def test_images(doctor: Doctor, cluster: KubeClient, image: str, policy: str, fragment: str) -> None:
+    code, checks = doctor(image=image, kubernetes={"image_pull_policy": policy})
+    assert (code, get_failed(checks)) == (2, {"image"})
+    assert fragment in checks["image"][0]["found"]
+    assert checks["DNS"][0]["fine"] is None
     wait_until(lambda: not cluster.list_objects("Pod", {PART_LABEL: "doctor"}))
 
 
-def test_all_faults_are_told_at_once(doctor: Doctor, cluster: KubeClient) -> None:
+def test_all_faults_are_reported_at_once(doctor: Doctor, cluster: KubeClient) -> None:
     hard = {"requests.nvidia.com/gpu": "1", "pods": "10"}
     cluster.create({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "small"}, "spec": {"hard": hard}})
     wait_until(lambda: (cluster.get("ResourceQuota", "small") or {}).get("status", {}).get("hard"))
     data = {"stringData": {"token": SECRET}}
     cluster.create({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "aws"}, **data})
-    code, found = doctor(
+    code, checks = doctor(
         resources={"gpu": 2},
         checkpoint={"dir": "/c", "claim": "nothing"},
         secret_env={"A": {"secret": "aws", "key": "other"}, "B": {"secret": "absent", "key": "x"}},
@@ -116,7 +116,7 @@ def test_all_faults_are_told_at_once(doctor: Doctor, cluster: KubeClient) -> Non
         kubernetes={"queue": "gpu", "service_account": "nobody", "priority_class": "none"},
     )
     assert code == 5
-    assert bad(found) >= {
+    assert get_failed(checks) >= {
         "quota",
         "queue",
         "claim nothing",
@@ -126,57 +126,57 @@ def test_all_faults_are_told_at_once(doctor: Doctor, cluster: KubeClient) -> Non
         "priority class none",
         "cache",
     }
-    assert "2 requests.nvidia.com/gpu needed, 1 requests.nvidia.com/gpu allowed" in found["quota"][0]["found"]
-    assert "other" in found["secret aws"][0]["found"]
+    assert "2 requests.nvidia.com/gpu needed, 1 requests.nvidia.com/gpu allowed" in checks["quota"][0]["found"]
+    assert "other" in checks["secret aws"][0]["found"]
 
 
-def test_a_namespace_that_is_not_there(doctor: Doctor, cluster: KubeClient) -> None:
-    code, found = doctor("--on", f"k8s:///{cluster.namespace}-not", resources={"gpu": 1})
-    assert (code, bad(found)) == (2, {"namespace"})
-    assert found["image"][0]["fine"] is None
-    code, found = doctor(
+def test_missing_namespace(doctor: Doctor, cluster: KubeClient) -> None:
+    code, checks = doctor("--on", f"k8s:///{cluster.namespace}-not", resources={"gpu": 1})
+    assert (code, get_failed(checks)) == (2, {"namespace"})
+    assert checks["image"][0]["fine"] is None
+    code, checks = doctor(
         "--on", f"k8s:///{cluster.namespace}-not", "--set", "kubernetes.create_namespace=true", resources={"gpu": 1}
     )
-    assert (code, bad(found)) == (0, set())
+    assert (code, get_failed(checks)) == (0, set())
     assert cluster.get("Namespace", f"{cluster.namespace}-not") is None
 
 
-def test_a_namespace_that_refuses_root(doctor: Doctor, cluster: KubeClient) -> None:
+def test_restricted_namespace_rejects_root(doctor: Doctor, cluster: KubeClient) -> None:
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     cluster.patch("Namespace", cluster.namespace, {"metadata": {"labels": labels}})
-    code, found = doctor(resources={"cpu": 1})
-    assert (code, bad(found)) == (2, {"admission"})
-    assert "Pod Security restricted" in found["admission"][0]["found"]
-    assert "runAsNonRoot" in found["admission"][0]["found"]
-    code, found = doctor(kubernetes={"user": 1000})
-    assert (code, bad(found)) == (0, set())
+    code, checks = doctor(resources={"cpu": 1})
+    assert (code, get_failed(checks)) == (2, {"admission"})
+    assert "Pod Security restricted" in checks["admission"][0]["found"]
+    assert "runAsNonRoot" in checks["admission"][0]["found"]
+    code, checks = doctor(kubernetes={"user": 1000})
+    assert (code, get_failed(checks)) == (0, set())
 
 
-def test_claims_and_who_mounts_them(doctor: Doctor, cluster: KubeClient) -> None:
+def test_claims(doctor: Doctor, cluster: KubeClient) -> None:
     spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}, "storageClassName": "none"}
     cluster.create({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "one"}, "spec": spec})
     many = {"topology": "torchrun", "program": {"module": "this"}, "workers": 2}
-    _, found = doctor(volumes=[{"claim": "one", "path": "/d"}], **many)
-    assert "2 pods" in found["claim one"][0]["found"]
-    assert found["claim one"][0]["fine"] is False
-    _, found = doctor(volumes=[{"claim": "one", "path": "/d"}])
-    assert found["claim one"][0]["found"].startswith("is pending: ")
+    _, checks = doctor(volumes=[{"claim": "one", "path": "/d"}], **many)
+    assert "2 pods" in checks["claim one"][0]["found"]
+    assert checks["claim one"][0]["fine"] is False
+    _, checks = doctor(volumes=[{"claim": "one", "path": "/d"}])
+    assert checks["claim one"][0]["found"].startswith("is pending: ")
     made = {"dir": "/c", "claim": "new", "create": True, "size": "1Pi"}
-    _, found = doctor(checkpoint=made)
-    assert "would stay pending" in found["claim new"][0]["found"]
+    _, checks = doctor(checkpoint=made)
+    assert "would stay pending" in checks["claim new"][0]["found"]
 
 
-# --- Rights
+# --- Permissions
 
 
 @pytest.fixture
 def account(cluster: KubeClient, kubeconfig: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Be a service account without any rights, for whoever reads the settings from here on."""
+    """Point KUBECONFIG to a service account without permissions."""
     name = f"runner-{secrets.token_hex(3)}"
     cluster.create({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}})
-    notes = {"kubernetes.io/service-account.name": name}
+    annotations = {"kubernetes.io/service-account.name": name}
     kind = "kubernetes.io/service-account-token"
-    metadata = {"name": name, "annotations": notes}
+    metadata = {"name": name, "annotations": annotations}
     cluster.create({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": kind})
     wait_until(lambda: (cluster.get("Secret", name) or {}).get("data", {}).get("token"))
     data = (cluster.get("Secret", name) or {})["data"]
@@ -185,62 +185,64 @@ def account(cluster: KubeClient, kubeconfig: Path, tmp_path: Path, monkeypatch: 
     entry["cluster"].pop("certificate-authority", None)
     entry["cluster"]["certificate-authority-data"] = data["ca.crt"]
     config["users"] = [
-        {"name": one["name"], "user": {"token": b64decode(data["token"]).decode()}} for one in config["users"]
+        {"name": user["name"], "user": {"token": b64decode(data["token"]).decode()}} for user in config["users"]
     ]
     path = tmp_path / "limited.yaml"
     path.write_text(yaml.safe_dump(config))
     monkeypatch.setenv("KUBECONFIG", str(path))
     yield name
-    for one in ("ClusterRoleBinding", "ClusterRole"):
-        cluster.delete(one, f"stoker-{cluster.namespace}")
+    for role_kind in ("ClusterRoleBinding", "ClusterRole"):
+        cluster.delete(role_kind, f"stoker-{cluster.namespace}")
 
 
-def missing(found: dict[str, list[dict[str, Any]]], fine: bool | None) -> set[tuple[str, str]]:
-    """Read from the rows which verbs of what are missing."""
+def get_missing(checks: dict[str, list[dict[str, Any]]], fine: bool | None) -> set[tuple[str, str]]:
+    """Return the missing permissions of the checks: verb and resource."""
     rows = [
-        one["found"]
-        for one in found["permissions"]
-        if one["fine"] is fine and one["found"].startswith(MISSING_PERMISSION)
+        check["found"]
+        for check in checks["permissions"]
+        if check["fine"] is fine and check["found"].startswith(MISSING_PERMISSION)
     ]
     parts = [part for row in rows for part in row.removeprefix(MISSING_PERMISSION).partition(" (")[0].split("; ")]
     return {(verb, what) for verbs, what in (part.rsplit(" ", 1) for part in parts) for verb in verbs.split(", ")}
 
 
-def listed(*some: Feature) -> set[tuple[str, str]]:
-    return {(verb, str(right)) for right in list_permissions(some) for verb in right.verbs}
+def list_needed(*features: Feature) -> set[tuple[str, str]]:
+    return {(verb, str(permission)) for permission in list_permissions(features) for verb in permission.verbs}
 
 
-def test_who_has_no_rights_is_told_each_of_them(doctor: Doctor, account: str) -> None:
-    code, found = doctor(resources={"gpu": 1})
+def test_every_missing_permission_is_reported(doctor: Doctor, account: str) -> None:
+    code, checks = doctor(resources={"gpu": 1})
     assert code == 5
-    assert bad(found) == {"permissions"}
-    assert missing(found, False) == listed(Feature.JOBS)
-    other = listed(Feature.EXEC, Feature.VOLUME, Feature.CACHE, Feature.NAMESPACE_CHECKS, Feature.CLUSTER_CHECKS)
-    assert missing(found, None) == other
-    assert {found[what][0]["fine"] for what in ("namespace", "gpus", "capacity", "quota", "storage", "image")} == {None}
+    assert get_failed(checks) == {"permissions"}
+    assert get_missing(checks, False) == list_needed(Feature.JOBS)
+    other = list_needed(Feature.EXEC, Feature.VOLUME, Feature.CACHE, Feature.NAMESPACE_CHECKS, Feature.CLUSTER_CHECKS)
+    assert get_missing(checks, None) == other
+    assert {checks[what][0]["fine"] for what in ("namespace", "gpus", "capacity", "quota", "storage", "image")} == {
+        None
+    }
 
 
-def test_who_lacks_two_verbs_is_told_those(doctor: Doctor, cluster: KubeClient, account: str) -> None:
+def test_two_missing_verbs_are_reported(doctor: Doctor, cluster: KubeClient, account: str) -> None:
     role, binding = build_rbac(cluster.namespace, f"serviceaccount:{account}")
     (jobs,) = [rule for rule in role["rules"] if "jobs" in rule["resources"]]
     jobs["verbs"] = [verb for verb in jobs["verbs"] if verb not in ("patch", "watch")]
     cluster.apply(role)
     cluster.apply(binding)
-    wait_until(lambda: missing(doctor()[1], False) == {("patch", "jobs.batch"), ("watch", "jobs.batch")})
+    wait_until(lambda: get_missing(doctor()[1], False) == {("patch", "jobs.batch"), ("watch", "jobs.batch")})
 
 
-def test_the_role_is_enough_and_nothing_more(doctor: Doctor, cluster: KubeClient, account: str) -> None:
+def test_role_is_sufficient_and_minimal(doctor: Doctor, cluster: KubeClient, account: str) -> None:
     objects = build_rbac(
         cluster.namespace, f"serviceaccount:{account}", features=DEFAULT_FEATURES | {Feature.CLUSTER_CHECKS}
     )
-    for one in objects:
-        cluster.apply(one)
-    wait_until(lambda: not missing(doctor()[1], False))
-    code, found = doctor(resources={"gpu": 1}, secret_env={"A": {"secret": "aws", "key": "token"}})
-    assert found["permissions"][0]["fine"] is True
-    assert not missing(found, None)
-    assert (code, bad(found)) == (2, {"image"})  # by the probe, for nobody may read secrets
-    assert "Secret aws" in found["image"][0]["found"]
+    for obj in objects:
+        cluster.apply(obj)
+    wait_until(lambda: not get_missing(doctor()[1], False))
+    code, checks = doctor(resources={"gpu": 1}, secret_env={"A": {"secret": "aws", "key": "token"}})
+    assert checks["permissions"][0]["fine"] is True
+    assert not get_missing(checks, None)
+    assert (code, get_failed(checks)) == (2, {"image"})  # found by the probe, since the role cannot read Secrets
+    assert "Secret aws" in checks["image"][0]["found"]
     assert doctor(resources={"gpu": 1})[0] == 0
     limited = KubeClient.for_target(KubeTarget(None, cluster.namespace))
     assert not limited.is_allowed("get", "secrets")
@@ -250,19 +252,19 @@ def test_the_role_is_enough_and_nothing_more(doctor: Doctor, cluster: KubeClient
     assert not limited.is_allowed("list", "pods", cluster_scoped=True)
     elsewhere = KubeClient.for_target(KubeTarget(None, "default"))
     assert not any(
-        elsewhere.is_allowed(verb, right.resource.partition("/")[0], group=right.group)
-        for right in list_permissions(DEFAULT_FEATURES)
-        for verb in right.verbs
+        elsewhere.is_allowed(verb, permission.resource.partition("/")[0], group=permission.group)
+        for permission in list_permissions(DEFAULT_FEATURES)
+        for verb in permission.verbs
     )
     limited.close()
     elsewhere.close()
 
 
-def test_the_role_lets_commands_run_in_pods(cluster: KubeClient, account: str) -> None:
-    for one in build_rbac(
+def test_role_allows_exec_in_pods(cluster: KubeClient, account: str) -> None:
+    for obj in build_rbac(
         cluster.namespace, f"serviceaccount:{account}", features=DEFAULT_FEATURES - OPTIONAL_FEATURES
     ):
-        cluster.apply(one)
+        cluster.apply(obj)
     limited = KubeClient.for_target(KubeTarget(None, cluster.namespace))
     wait_until(lambda: limited.is_allowed("create", "pods"))
     container = {"name": "main", "image": BUSYBOX, "imagePullPolicy": "IfNotPresent", "command": ["sleep", "100"]}

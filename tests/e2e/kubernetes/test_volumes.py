@@ -86,7 +86,7 @@ def inspect(cluster: KubeClient, *words: object) -> int:
 
 
 def build_mounting_pod(name: str, script: str, **labels: str) -> Manifest:
-    """A pod that mounts the claim and does something tclient."""
+    """Build a pod that mounts the claim and runs a script in it."""
     container = {
         "name": "main",
         "image": BUSYBOX,
@@ -359,7 +359,7 @@ def test_inspector_that_does_not_start(
 
 
 def create_sparse_file(folder: Path) -> None:
-    """Make a file of holes: hours to copy, and no room taken client."""
+    """Create a sparse file that takes hours to copy and no disk space."""
     folder.mkdir()
     with (folder / "huge").open("wb") as file:
         file.truncate(200 * 2**30)
@@ -473,7 +473,7 @@ def test_missing_permissions(
     reader = {"name": "reader", "namespace": client.namespace}
     group = "rbac.authorization.k8s.io"
     token = {**reader, "annotations": {"kubernetes.io/service-account.name": "reader"}}
-    for one in (
+    for obj in (
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": reader},
         {"apiVersion": "v1", "kind": "Secret", "type": "kubernetes.io/service-account-token", "metadata": token},
         {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": reader, "rules": rules},
@@ -485,17 +485,16 @@ def test_missing_permissions(
             "subjects": [{"kind": "ServiceAccount", **reader}],
         },
     ):
-        client.create(one)
+        client.create(obj)
     wait_until(lambda: "token" in ((client.get("Secret", "reader") or {}).get("data") or {}))
     secret = (client.get("Secret", "reader") or {})["data"]["token"]
     config = yaml.safe_load(kubeconfig.read_text())
     config["users"] = [
-        {"name": one["name"], "user": {"token": base64.b64decode(secret).decode()}} for one in config["users"]
+        {"name": user["name"], "user": {"token": base64.b64decode(secret).decode()}} for user in config["users"]
     ]
-    for one in config["clusters"]:
-        for key in ("certificate-authority",):
-            if key in one["cluster"]:
-                one["cluster"][key] = str(kubeconfig.parent / one["cluster"][key])
+    for entry in config["clusters"]:
+        if path := entry["cluster"].get("certificate-authority"):
+            entry["cluster"]["certificate-authority"] = str(kubeconfig.parent / path)
     (tmp_path / "config").write_text(yaml.safe_dump(config))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
     capfd.readouterr()
