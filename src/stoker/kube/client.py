@@ -222,7 +222,7 @@ class KubeClient:
     def is_allowed(
         self, verb: str, resource: str, *, group: str = "", subresource: str = "", cluster_scoped: bool = False
     ) -> bool:
-        """Whether RBAC allows us a verb, as `kubectl auth can-i` does; in the namespace, or cluster-wide."""
+        """Whether RBAC allows a verb on a resource, in the namespace or cluster-wide, like `kubectl auth can-i`."""
         attributes = {"verb": verb, "group": group, "resource": resource}
         attributes |= {} if cluster_scoped else {"namespace": self.namespace}
         spec = {"resourceAttributes": attributes | ({"subresource": subresource} if subresource else {})}

@@ -22,7 +22,7 @@ class CopyResult:
     files: int
     size: int
     skipped: tuple[str, ...] = ()
-    """Members that would be placed, or link, outside of the folder, or that are no regular files."""
+    """Members that would be placed, or link, outside of the folder, or that are not regular files."""
 
 
 def resolve_target(to: Path, name: str, *, force: bool = False) -> Path:

@@ -83,7 +83,7 @@ _MERGE_KEYS = ("mountPath", "devicePath", "containerPort", "name", "ip")
 def strategic_merge(value: Any, patch: Any) -> Any:
     """Apply a strategic merge patch: null removes a key, lists merge by a merge key, other lists are replaced.
 
-    A patch can so add one volume or one variable without repeating the others.
+    A patch can add one volume or variable without repeating the others.
     """
     if isinstance(patch, list) and isinstance(value, list) and (key := _find_merge_key([*value, *patch])):
         return _merge_lists(value, patch, key)

@@ -94,7 +94,11 @@ def _describe_data(bound_name: str | None, bound: Manifest | None, own: Sequence
     for volume in own:
         policy = get_reclaim_policy(volume)
         is_kept = policy == "Retain"
-        data = f"the data is kept {_describe_location(volume['spec'])}" if is_kept else f"so is its data ({policy})"
+        data = (
+            f"the data is kept {_describe_location(volume['spec'])}"
+            if is_kept
+            else f"so is its data (reclaim policy {policy})"
+        )
         sentences.append(f"PersistentVolume {volume['metadata']['name']} is deleted too; {data}.")
     return " ".join(sentences)
 

@@ -101,7 +101,7 @@ class KubernetesLauncher:
         return handle
 
     def restart(self, run: Run, *, detach: bool = False) -> None:  # noqa: ARG002
-        """Create the objects of a finished run again; its attempts are numbered on."""
+        """Create the objects of a finished run again; attempt numbers continue."""
         if not wait_until(lambda: supervisor_pid(run) is None, DELETE_TIMEOUT_S):
             raise ConflictError("another process still follows the run", where=run.id)
         target, _ = parse_handle(run.handle)
