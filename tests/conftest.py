@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from stoker.testing import make_shards
 from tests.support.disks import NOT_ALLOWED
 from tests.support.kubernetes import NO_KUBERNETES
 from tests.support.servers import free_port, gcs_emulator, moto
@@ -45,6 +46,12 @@ def workspace(tmp_path: Path, stoker_home: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def training_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with shard sets `train` (300 samples, 5 classes) and `val` (20 samples) of 40 x 32 pixels."""
+    return make_shards(tmp_path_factory.mktemp("shards"), samples=300, val=20, classes=5, size=(40, 32))
 
 
 @pytest.fixture(scope="session")

@@ -21,9 +21,9 @@ from stoker.launchers.local import LocalLauncher
 from stoker.launchers.supervisor import supervisor_pid
 from stoker.telemetry.reader import find_gaps, read_log
 from tests.launchers.contract import LauncherSuite, job_of
+from tests.support.trainings import weights
 from tests.support.trees import stoker
 from tests.support.waiting import wait_until
-from tests.support.trainings import weights
 
 pytestmark = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")
 READY = "echo ready; while :; do sleep 0.05; done"
@@ -258,13 +258,13 @@ def rejected_args(*args: str) -> dict[str, str]:
 
 @pytest.mark.slow  # two trainings
 @pytest.mark.usefixtures("stoker_home")
-def test_weights_equal_those_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_equal_those_of_torchrun(
+    tmp_path: Path, training_shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    source = "synthetic:samples=300,classes=5,size=40x32,val=20"
-    assert stoker("data", "convert", source, tmp_path / "shards", "--shard-samples", "50") == 0
     options = "--model small --size 32 --global-batch-size 24 --epochs 2 --deterministic --seed 3 --threads 1"
     keys = ["name: same", f"program: {{module: stoker.trainers.torch_image, args: [{', '.join(options.split())}]}}"]
-    keys += ["workers: 2", "retries: 0", f"data: {{train: {tmp_path}/shards/train, val: {tmp_path}/shards/val}}"]
+    keys += ["workers: 2", "retries: 0", f"data: {{train: {training_shards}/train, val: {training_shards}/val}}"]
     (tmp_path / "job.yaml").write_text("\n".join(keys))
     for topology in ("torchrun", "mpi"):
         sets = [f"topology={topology}", f"checkpoint.dir={tmp_path / topology}"]

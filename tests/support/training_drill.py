@@ -9,6 +9,7 @@ from typing import Any
 
 from stoker.jobs.run_folder import Run
 from stoker.telemetry.reader import read_run
+from stoker.testing import make_shards
 from stoker.trainers.checkpoints import decode_checkpoint
 from tests.support.trees import stoker
 
@@ -17,8 +18,7 @@ SAMPLES, EPOCHS = 300, 4
 
 def train_reference(folder: Path) -> Path:
     """Fill a folder with shards, and with an undisturbed training on this machine."""
-    source = f"synthetic:samples={SAMPLES},classes=5,size=40x32,val=20"
-    assert stoker("data", "convert", source, folder / "shards", "--shard-samples", "50") == 0
+    make_shards(folder / "shards", samples=SAMPLES, val=20, classes=5, size=(40, 32))
     before = os.environ.get("STOKER_HOME")
     os.environ["STOKER_HOME"] = str(folder / "stoker")
     try:

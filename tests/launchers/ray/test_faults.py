@@ -104,9 +104,7 @@ def is_rank(pid: int) -> bool:
 
 
 @pytest.mark.slow  # two trainings, one of which loses a rank and a node
-def test_weights_equal_those_of_a_local_run(cluster: RayTestCluster, workspace: Path) -> None:
-    source = "synthetic:samples=300,classes=5,size=40x32,val=20"
-    assert stoker("data", "convert", source, workspace / "shards", "--shard-samples", "50") == 0
+def test_weights_equal_those_of_a_local_run(cluster: RayTestCluster, workspace: Path, training_shards: Path) -> None:
     options = "--model small --size 32 --global-batch-size 24 --epochs 3 --deterministic --seed 3 --threads 1"
     keys = {
         "program": {
@@ -115,7 +113,7 @@ def test_weights_equal_those_of_a_local_run(cluster: RayTestCluster, workspace: 
         },
         "topology": "torchrun",
         "workers": 2,
-        "data": {"train": str(workspace / "shards/train"), "val": str(workspace / "shards/val")},
+        "data": {"train": str(training_shards / "train"), "val": str(training_shards / "val")},
         "env": {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
         "retries": 3,
         "ray": {"strategy": "spread"},

@@ -375,16 +375,14 @@ def find_ranks(run: Run, host: str) -> list[int]:
 
 
 @pytest.mark.slow  # two trainings
-def test_weights_equal_those_of_a_local_run(net: Network, workspace: Path) -> None:
+def test_weights_equal_those_of_a_local_run(net: Network, workspace: Path, training_shards: Path) -> None:
     """The same job file, on this machine and on two hosts, one of which loses a rank: bit-identical weights."""
-    source = "synthetic:samples=300,classes=5,size=40x32,val=20"
-    assert stoker("data", "convert", source, workspace / "shards", "--shard-samples", "50") == 0
     words = "--model small --size 32 --global-batch-size 24 --epochs 3 --deterministic --seed 3 --threads 1"
     keys = {
         "program": {"module": "stoker.trainers.torch_image", "args": [*words.split(), "--checkpoint-every-steps", "2"]},
         "topology": "torchrun",
         "workers": 2,
-        "data": {"train": str(workspace / "shards/train"), "val": str(workspace / "shards/val")},
+        "data": {"train": str(training_shards / "train"), "val": str(training_shards / "val")},
         "env": {"OMP_NUM_THREADS": "1"},
         "retries": 3,
     }

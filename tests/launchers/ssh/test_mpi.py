@@ -24,9 +24,9 @@ from stoker.telemetry.reader import find_gaps, read_log
 from tests.launchers.contract import LauncherSuite, LauncherTests, job_of
 from tests.support.hosts import Network
 from tests.support.ssh_runs import remote_processes, ssh_section
+from tests.support.trainings import weights
 from tests.support.trees import stoker
 from tests.support.waiting import wait_until
-from tests.support.trainings import weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")]
 READY = "echo ready; while :; do sleep 0.05; done"
@@ -210,16 +210,16 @@ def is_program(pid: int) -> bool:
 
 @pytest.mark.slow  # two trainings
 @pytest.mark.usefixtures("stoker_home")
-def test_weights_equal_those_of_a_local_run(net: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_equal_those_of_a_local_run(
+    net: Network, tmp_path: Path, training_shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    source = "synthetic:samples=300,classes=5,size=40x32,val=20"
-    assert stoker("data", "convert", source, tmp_path / "shards", "--shard-samples", "50") == 0
     words = "--model small --size 32 --global-batch-size 24 --epochs 2 --deterministic --seed 3 --threads 1"
     keys = ["name: same", f"program: {{module: stoker.trainers.torch_image, args: [{', '.join(words.split())}]}}"]
     keys += ["workers: 2", "env: {OMP_NUM_THREADS: '1'}", "retries: 0"]
     keys += [
-        f"data: {{train: {tmp_path}/shards/train, val: {tmp_path}/shards/val}}",
+        f"data: {{train: {training_shards}/train, val: {training_shards}/val}}",
         f"ssh: {ssh_section(net, tmp_path)}",
     ]
     Path("job.yaml").write_text("\n".join(keys))
