@@ -101,10 +101,16 @@ def make_imagenet(
     if val and layout == "tars":
         (folder / "ILSVRC2012_img_val.tar").write_bytes(make_tar(numbered))
 
+    _write_ground_truth(folder, truth, wnids_by_id, dict(zip(numbered, ids, strict=True)))
+    return dataset
+
+
+def _write_ground_truth(folder: Path, truth: str, wnids_by_id: Sequence[str], ids: Mapping[str, int]) -> None:
+    """Write the synset ids of the validation images, by file name, as `make_imagenet` describes."""
     devkit = {
         "ILSVRC2012_devkit_t12/readme.txt": b"ILSVRC2012",
         "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt": "".join(
-            f"{synset_id}\n" for synset_id in ids
+            f"{synset_id}\n" for synset_id in ids.values()
         ).encode(),
         "ILSVRC2012_devkit_t12/data/meta.mat": meta_mat(wnids_by_id),
     }
@@ -114,12 +120,8 @@ def make_imagenet(
         for name, content in devkit.items():
             _write(folder / name, content)
     elif truth == "csv":
-        rows = [
-            f"{name[:-5]},{wnids_by_id[synset_id - 1]} 1 2 3 4 \n"
-            for name, synset_id in zip(numbered, ids, strict=True)
-        ]
+        rows = [f"{name[:-5]},{wnids_by_id[synset_id - 1]} 1 2 3 4 \n" for name, synset_id in ids.items()]
         _write(folder / "LOC_val_solution.csv", "".join(["ImageId,PredictionString\n", *reversed(rows)]).encode())
-    return dataset
 
 
 def meta_mat(wnids_by_id: Sequence[str]) -> bytes:

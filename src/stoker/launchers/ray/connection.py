@@ -239,7 +239,7 @@ class DriverLog:
         self.exit_reason = ""
 
     async def follow(self, lines: LineQueue) -> None:
-        """Put all lines into the queue, then None; reconnect and read the log again when a connection breaks."""
+        """Add all lines to the queue, then None; reconnect and read the log again when a connection breaks."""
         tries = 0
         while True:
             is_over, message, is_complete = False, "", False

@@ -128,7 +128,7 @@ class ControlState:
 
 
 def receive_from_store(key: str, client_timeout_s: float) -> tuple[dict[str, Any] | None, ControlState]:
-    """Take the request out of the key-value store and follow the desired state there.
+    """Receive the request through the key-value store and follow the desired state there.
 
     The client stores the request after our first frame; None when a stop request comes before it.
     """
@@ -241,7 +241,7 @@ class SlotActor:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Let the slot daemon exit and remove the output."""
+        """Close the slot daemon's standard input, so that it exits and removes the output."""
         assert self._daemon is not None
         assert self._daemon.stdin is not None
         with contextlib.suppress(OSError):
