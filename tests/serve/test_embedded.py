@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from stoker.core.processes import handles_signal
 from stoker.serve import http
 from stoker.serve.embedded import EmbeddedEngine
 from stoker.serve.files import FileHandler
@@ -28,7 +29,6 @@ from tests.serve.contract import CacheContract, ServerContract
 from tests.support.engines import run_engine
 from tests.support.http_origin import DATA
 from tests.support.http_requests import send_raw, send_request
-from tests.support.processes import has_signal_handler
 from tests.support.waiting import wait_until
 
 
@@ -218,7 +218,7 @@ def test_sighup_reloads_the_token(tmp_path: Path) -> None:
         try:
             assert process.stderr is not None
             url = re.findall(r"http://[\w.:]+", process.stderr.readline())[0]
-            wait_until(lambda: has_signal_handler(process.pid, signal.SIGHUP))
+            wait_until(lambda: handles_signal(process.pid, signal.SIGHUP))
             assert send_request(url, "/", Authorization="Bearer first-token-of-many-letters").status == 200
             token.write_text("second-token-of-many-letters")
             process.send_signal(signal.SIGHUP)

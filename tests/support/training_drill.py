@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from stoker.jobs.run_folder import Run
 from stoker.telemetry.reader import read_run
-from stoker.testing import make_shards
+from stoker.testing import make_shards, run_job
 from stoker.trainers.checkpoints import decode_checkpoint
-from tests.support.trees import stoker
 
 SAMPLES, EPOCHS = 300, 4
 
 
 def train_reference(folder: Path) -> Path:
-    """Fill a folder with shards, and with an undisturbed training on this machine."""
+    """Write shards to a folder and run an undisturbed training on this machine."""
     make_shards(folder / "shards", samples=SAMPLES, val=20, classes=5, size=(40, 32))
-    before = os.environ.get("STOKER_HOME")
-    os.environ["STOKER_HOME"] = str(folder / "stoker")
-    try:
-        assert stoker("job", "run", write_training_job(folder, folder / "shards", {})) == 0
-    finally:
-        os.environ.pop("STOKER_HOME") if before is None else os.environ.update(STOKER_HOME=before)
+    run = run_job(write_training_job(folder, folder / "shards", {}), home=folder / "stoker")
+    assert run.succeeded, run.message
     return folder
 
 
 def write_training_job(folder: Path, shards: Path, ssh: dict[str, Any], **keys: Any) -> Path:
     """Write the job file of the training, with its ledger and checkpoints in a folder."""
-    words = f"--model small --size 32 --global-batch-size 12 --epochs {EPOCHS} --deterministic --seed 3 --threads 1"
-    words += f" --checkpoint-every-steps 2 --log-every 1s --ledger {folder / 'ledger'}"
+    options = f"--model small --size 32 --global-batch-size 12 --epochs {EPOCHS} --deterministic --seed 3 --threads 1"
+    options += f" --checkpoint-every-steps 2 --log-every 1s --ledger {folder / 'ledger'}"
     job = {
         "name": "drill",
         "workers": 2,
-        "program": {"module": "stoker.trainers.torch_image", "args": words.split()},
+        "program": {"module": "stoker.trainers.torch_image", "args": options.split()},
         "data": {"train": str(shards / "train"), "val": str(shards / "val")},
         "checkpoint": {"dir": str(folder / "checkpoints")},
         "env": {"OMP_NUM_THREADS": "1"},
@@ -54,7 +48,7 @@ def final_state(folder: Path) -> dict[str, Any]:
     """The weights and momentum buffers in the newest checkpoint."""
     newest = max((folder / "checkpoints").glob("step-*.pt"))
     checkpoint = decode_checkpoint(newest.read_bytes(), where=str(newest))
-    momentum = {f"momentum {key}": one["momentum_buffer"] for key, one in checkpoint["optimizer"]["state"].items()}
+    momentum = {f"momentum {key}": state["momentum_buffer"] for key, state in checkpoint["optimizer"]["state"].items()}
     return {**checkpoint["model"], **momentum}
 
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from stoker.core.processes import child_pids, handles_signal
 from stoker.errors import InputError, MissingProgramError, StokerError, UnavailableError
 from stoker.serve.nginx.config import NginxCacheConfig, NginxServeConfig
 from stoker.serve.nginx.engine import NginxEngine
@@ -31,7 +32,6 @@ from tests.support.nginx_engines import (
     run_server,
     traversal_paths,
 )
-from tests.support.processes import child_pids, has_signal_handler
 from tests.support.waiting import is_alive, wait_until
 
 pytestmark = pytest.mark.skipif(not HAS_NGINX, reason="nginx is not installed")
@@ -312,7 +312,7 @@ def supervisor(root: Path, tmp_path: Path) -> Iterator[Supervisor]:
             assert process.stdout is not None
             url = process.stdout.readline().strip()
             master = child_pids(process.pid)
-            wait_until(lambda: has_signal_handler(process.pid, signal.SIGHUP))
+            wait_until(lambda: handles_signal(process.pid, signal.SIGHUP))
             yield Supervisor(process, url, master + child_pids(master[0]))
         finally:
             process.kill()
