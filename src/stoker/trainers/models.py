@@ -22,7 +22,7 @@ def build_model(name: str, *, num_classes: int, size: int, stem: str = "auto", z
     if name in _BUILTIN:
         model = _BUILTIN[name](num_classes=num_classes, small=small)
         if zero_gamma:
-            zero_init_residual(model)
+            _zero_init_residual(model)
         return model
     home, colon, rest = name.partition(":")
     if not colon:
@@ -166,7 +166,7 @@ def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
     return nn.Sequential(_conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
 
 
-def zero_init_residual(model: nn.Module) -> None:
+def _zero_init_residual(model: nn.Module) -> None:
     """Initialize the last BatchNorm of each residual block with 0, so that the block starts as the identity."""
     for part in model.modules():
         last = part.bn3 if isinstance(part, Bottleneck) else part.bn2 if isinstance(part, BasicBlock) else None

@@ -194,7 +194,7 @@ def evaluate(args: argparse.Namespace, world: World, record: Recorder, resources
 
 
 def run_epoch(run: TrainingRun, state: TrainState) -> bool:
-    """Train on the rest of an epoch; return whether its end was reached and is to be followed by a validation."""
+    """Train on the rest of an epoch; return whether it is complete and the training does not stop."""
     data, meter, samples = run.data, run.meter, state.plan.samples
     epoch = state.plan.epoch(state.cursor.epoch, run.world.sampling_rank)
     progress = JoinProgress() if run.is_join else None
