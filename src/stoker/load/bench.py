@@ -81,21 +81,19 @@ def run_benchmark(
 
     with open_loader(None) as loader:
         images = _read_encoded(loader)
-    limits, rounds = [], []
+    limits, rounds, round_s = [], [], seconds / (2 * ROUNDS)
     with open_loader(transform) as loader:
         _run_round(loader, 0.0, progress)  # warm up: open the shards
         loader.times = StageTimes()
         for _ in range(ROUNDS):
-            limits.append(
-                _decode_throughput(images, transform, size, antialias, decoder, loader.threads, seconds / (2 * ROUNDS))
-            )
-            rounds.append(_run_round(loader, seconds / (2 * ROUNDS), progress))
+            limits.append(_decode_throughput(images, transform, size, antialias, decoder, loader.threads, round_s))
+            rounds.append(_run_round(loader, round_s, progress))
         times, bad = loader.times, len({(sample.shard, sample.offset) for sample in loader.bad})
     speed = statistics.median(one_round.speed for one_round in rounds)
     stage_s = {name: getattr(times, name) for name in ("fetch", "read", "decode", "transform")}
     # Batches prefetched before the clock started may have taken longer than those measured.
     thread_s = max(times.images / speed * loader.threads, sum(stage_s.values()))
-    stages = {name: seconds / thread_s for name, seconds in stage_s.items()}
+    stages = {name: spent / thread_s for name, spent in stage_s.items()}
     return LoaderBenchmark(
         images_per_s=speed,
         bytes_per_s=speed * sum(map(len, images)) / len(images),
