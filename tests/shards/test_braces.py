@@ -19,27 +19,27 @@ def test_lists_and_several_groups() -> None:
     "pattern",
     ["a-{0..3", "a-0..3}", "a-{x}", "a-{5..2}", "a-{0..99999999999}", "{}", "{0..٣}", "{0.." + "9" * 5000 + "}"],
 )
-def test_what_is_no_pattern_is_refused(pattern: str) -> None:
+def test_invalid_patterns_are_rejected(pattern: str) -> None:
     with pytest.raises(InputError):
         list(expand_braces(pattern))
 
 
-def test_runs_and_gaps() -> None:
-    runs = collapse_names(
+def test_number_ranges_and_gaps() -> None:
+    ranges = collapse_names(
         ["imagenet-train-000002.tar", "imagenet-train-000000.tar", "imagenet-val-000000.tar", "x.tar"]
     )
-    assert [run.pattern for run in runs] == [
+    assert [number_range.pattern for number_range in ranges] == [
         "imagenet-train-{000000..000002}.tar",
         "imagenet-val-000000.tar",
         "x.tar",
     ]
-    assert [run.missing for run in runs] == [("imagenet-train-000001.tar",), (), ()]
+    assert [number_range.missing for number_range in ranges] == [("imagenet-train-000001.tar",), (), ()]
 
 
-def test_tfrecord_names_tell_of_missing_ends() -> None:
-    (run,) = collapse_names(["train-00001-of-00004", "train-00002-of-00004"])
-    assert run.pattern == "train-{00000..00003}-of-00004"
-    assert run.missing == ("train-00000-of-00004", "train-00003-of-00004")
+def test_missing_ends_of_tfrecord_names() -> None:
+    (number_range,) = collapse_names(["train-00001-of-00004", "train-00002-of-00004"])
+    assert number_range.pattern == "train-{00000..00003}-of-00004"
+    assert number_range.missing == ("train-00000-of-00004", "train-00003-of-00004")
 
 
 @pytest.mark.parametrize(
@@ -51,17 +51,17 @@ def test_tfrecord_names_tell_of_missing_ends() -> None:
         ["a-" + "7" * 5000 + ".tar", "a-" + "8" * 5000 + ".tar"],
     ],
 )
-def test_a_number_that_does_not_count_shards_makes_no_gaps(names: list[str]) -> None:
-    runs = collapse_names(names)
-    assert sorted(name for run in runs for name in run.names) == sorted(names)
-    assert [run.missing for run in runs] == [(), ()]
-    assert [run.pattern for run in runs] == sorted(names)
+def test_large_gaps_are_not_missing_shards(names: list[str]) -> None:
+    ranges = collapse_names(names)
+    assert sorted(name for number_range in ranges for name in number_range.names) == sorted(names)
+    assert [number_range.missing for number_range in ranges] == [(), ()]
+    assert [number_range.pattern for number_range in ranges] == sorted(names)
 
 
-def test_a_name_that_tells_the_total_may_be_nearly_alone() -> None:
-    (run,) = collapse_names(["train-00007-of-09000"])
-    assert run.pattern == "train-{00000..08999}-of-09000"
-    assert len(run.missing) == 8999
+def test_name_with_total_may_have_many_missing_shards() -> None:
+    (number_range,) = collapse_names(["train-00007-of-09000"])
+    assert number_range.pattern == "train-{00000..08999}-of-09000"
+    assert len(number_range.missing) == 8999
 
 
 @given(
@@ -69,8 +69,8 @@ def test_a_name_that_tells_the_total_may_be_nearly_alone() -> None:
     tail=st.sampled_from([".tar", "", ".tfrecord"]),
     numbers=st.sets(st.integers(0, 300), min_size=1),
 )
-def test_names_and_missing_names_make_the_pattern(head: str, tail: str, numbers: set[int]) -> None:
+def test_names_and_missing_names_add_up_to_the_pattern(head: str, tail: str, numbers: set[int]) -> None:
     names = [f"{head}{number:04d}{tail}" for number in numbers]
-    (run,) = collapse_names(names)
-    assert sorted(run.names + run.missing) == list(expand_braces(run.pattern))
-    assert set(run.names) == set(names)
+    (number_range,) = collapse_names(names)
+    assert sorted(number_range.names + number_range.missing) == list(expand_braces(number_range.pattern))
+    assert set(number_range.names) == set(names)

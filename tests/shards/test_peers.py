@@ -1,4 +1,4 @@
-"""The converter's own output read by WebDataset and TensorFlow, on real images where they lie beside the project."""
+"""Converted shards read by WebDataset and TensorFlow, with real images where they are available."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ features = {
     "image/class/label": tf.io.FixedLenFeature([], tf.int64),
     "image/filename": tf.io.FixedLenFeature([], tf.string),
 }
-found = {}
+rows = {}
 for record in tf.data.TFRecordDataset(sorted(tf.io.gfile.glob(sys.argv[1]))):
     example = tf.io.parse_single_example(record, features)
     image = example["image/encoded"].numpy()
     assert tf.io.decode_image(image).shape[-1] == 3
     name = example["image/filename"].numpy().decode()
-    found[name] = [hashlib.sha256(image).hexdigest(), int(example["image/class/label"])]
-print(json.dumps(found))
+    rows[name] = [hashlib.sha256(image).hexdigest(), int(example["image/class/label"])]
+print(json.dumps(rows))
 """
 
 
-def files_of(root: Path) -> dict[str, list[object]]:
-    """The sha256 and label of every image of a tree, by its path."""
+def list_files(root: Path) -> dict[str, list[object]]:
+    """Return the SHA-256 and label of every image of a tree, by path."""
     classes = sorted(path.name for path in root.iterdir())
     return {
         str(path.relative_to(root)): [hashlib.sha256(path.read_bytes()).hexdigest(), classes.index(path.parent.name)]
@@ -53,14 +53,14 @@ def test_webdataset_reads_the_shards(tmp_path: Path) -> None:
     data = make_dataset(tmp_path / "pets", train=20)
     assert stoker("data", "convert", data, tmp_path / "out", "--shard-samples", 9) == 0
     urls = sorted(str(path) for path in (tmp_path / "out/train").glob("*.tar"))
-    found = {
+    samples = {
         f"{sample['__key__']}.jpg": [hashlib.sha256(sample["jpg"]).hexdigest(), int(sample["cls"])]
         for sample in wds.WebDataset(urls, shardshuffle=False)
     }
-    assert found == files_of(data / "train")
+    assert samples == list_files(data / "train")
 
 
-def test_tensorflow_reads_the_records(tmp_path: Path) -> None:
+def test_tensorflow_reads_the_shards(tmp_path: Path) -> None:
     if importlib.util.find_spec("tensorflow") is None:
         pytest.skip("tensorflow is not installed; pip install 'stoker[dev]'")
     data = make_dataset(tmp_path / "pets", train=20)
@@ -68,40 +68,40 @@ def test_tensorflow_reads_the_records(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TENSORFLOW, str(tmp_path / "out/train/train-*-of-*")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == files_of(data / "train")
+    assert json.loads(done.stdout) == list_files(data / "train")
 
 
-def unpacked(archive: str, to: Path) -> Path:
+def unpack_archive(archive: str, to: Path) -> Path:
     if not (SHARED / archive).exists():
-        pytest.skip(f"the real images ({archive}) do not lie beside the project")
+        pytest.skip(f"the real images ({archive}) are not available")
     with tarfile.open(SHARED / archive) as tar:
         tar.extractall(to, filter="data")
     return to
 
 
 @pytest.mark.slow
-def test_cifar10_whole(tmp_path: Path) -> None:
-    """50,000 + 10,000 real images: same bytes, and every run and number of jobs the same shards."""
+def test_full_cifar10(tmp_path: Path) -> None:
+    """60,000 real images keep their bytes, and any number of jobs gives the same shards."""
     import webdataset as wds
 
-    data = unpacked("cifar10-images.tar.xz", tmp_path) / "cifar10"
+    data = unpack_archive("cifar10-images.tar.xz", tmp_path) / "cifar10"
     for name, jobs in (("one", 1), ("two", 2), ("five", 5)):
         assert stoker("data", "convert", data, tmp_path / name, "--shard-size", "8MiB", "--jobs", jobs) == 0
     assert digests(tmp_path / "one") == digests(tmp_path / "two") == digests(tmp_path / "five")
     for split, count in (("train", 50_000), ("test", 10_000)):
         assert json.loads((tmp_path / "one" / split / "manifest.json").read_text())["samples"] == count
         urls = sorted(str(path) for path in (tmp_path / "one" / split).glob("*.tar"))
-        found = {
+        samples = {
             f"{sample['__key__']}.jpg": [hashlib.sha256(sample["jpg"]).hexdigest(), int(sample["cls"])]
             for sample in wds.WebDataset(urls, shardshuffle=False)
         }
-        assert len(found) == count
-        assert found == files_of(data / split)
+        assert len(samples) == count
+        assert samples == list_files(data / split)
     assert stoker("data", "verify", tmp_path / "one") == 0
 
 
-def test_real_imagenet_images_pass(tmp_path: Path) -> None:
-    data = unpacked("imagenet-sample-200.tar", tmp_path) / "imagenet-sample"
+def test_real_imagenet_images_are_accepted(tmp_path: Path) -> None:
+    data = unpack_archive("imagenet-sample-200.tar", tmp_path) / "imagenet-sample"
     assert stoker("data", "convert", data, tmp_path / "out", "--shard-size", "4MiB") == 0
     assert json.loads((tmp_path / "out/train/manifest.json").read_text())["quarantined"] == 0
     assert stoker("data", "verify", tmp_path / "out", "--deep") == 0

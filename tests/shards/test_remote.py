@@ -1,13 +1,13 @@
-"""Conversion to and from buckets and web servers, against moto, gcp-storage-emulator and a real nginx."""
+"""Conversion to and from buckets and web servers: moto, gcp-storage-emulator and a real nginx."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,14 @@ import pytest
 from stoker.storage import download, open_store
 from tests.support.servers import RecordedRequest, Reply, aws_environ, nginx, scripted_server
 from tests.support.trees import digests, make_dataset, make_tree, stoker
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(params=["s3", "gs"])
 def bucket(
     request: pytest.FixtureRequest, moto_url: str, gcs_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> str:
-    """A fresh folder in a bucket."""
+    """Return the URL of a new folder in a bucket."""
     if request.param == "s3":
         for name, value in aws_environ(moto_url).items():
             monkeypatch.setenv(name, value)
@@ -30,8 +31,8 @@ def bucket(
     return f"{request.param}://bucket/{tmp_path.name}"
 
 
-def fetch_all(url: str, to: Path) -> dict[str, str]:
-    """Copy a bucket's folder here and return the digests of its files."""
+def download_all(url: str, to: Path) -> dict[str, str]:
+    """Download a folder of a bucket and return the digests of its files."""
     store = open_store(url)
     for entry in list(store.list()):
         (to / entry.name).parent.mkdir(parents=True, exist_ok=True)
@@ -39,12 +40,12 @@ def fetch_all(url: str, to: Path) -> dict[str, str]:
     return digests(to)
 
 
-def test_a_bucket_gets_the_same_bytes_as_a_folder(tmp_path: Path, bucket: str) -> None:
+def test_bucket_gets_the_same_bytes_as_a_folder(tmp_path: Path, bucket: str) -> None:
     data = make_dataset(tmp_path / "pets")
     options = ("--shard-samples", 7)
     assert stoker("data", "convert", data, tmp_path / "here", *options) == 0
     assert stoker("data", "convert", data, bucket, *options) == 0
-    assert fetch_all(bucket, tmp_path / "there") == digests(tmp_path / "here")
+    assert download_all(bucket, tmp_path / "there") == digests(tmp_path / "here")
 
 
 def test_verify_summary_and_resharding_from_a_bucket(
@@ -63,34 +64,31 @@ def test_verify_summary_and_resharding_from_a_bucket(
     assert stoker("data", "verify", tmp_path / "back") == 0
 
 
-def test_a_killed_upload_goes_on(tmp_path: Path, bucket: str) -> None:
+def test_killed_upload_is_resumed(tmp_path: Path, bucket: str) -> None:
     data = make_dataset(tmp_path / "pets", train=60)
     assert stoker("data", "convert", data, tmp_path / "here", "--shard-samples", 4) == 0
     command = [sys.executable, "-m", "stoker", "data", "convert", str(data), bucket, "--shard-samples", "4"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     store = open_store(bucket)
-    deadline = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < deadline:
-        if sum(1 for entry in store.list() if entry.name.endswith(".tar")) >= 3:
-            break
+    wait_until(lambda: sum(1 for entry in store.list() if entry.name.endswith(".tar")) >= 3)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not any(entry.name.endswith("manifest.json") for entry in store.list())
     assert stoker("data", "convert", data, bucket, "--shard-samples", 4) == 0
-    assert fetch_all(bucket, tmp_path / "there") == digests(tmp_path / "here")
+    assert download_all(bucket, tmp_path / "there") == digests(tmp_path / "here")
 
 
-def test_a_bucket_with_another_dataset_is_left_alone(
+def test_bucket_with_another_dataset_is_not_changed(
     tmp_path: Path, bucket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert stoker("data", "convert", make_dataset(tmp_path / "pets"), bucket) == 0
-    before = fetch_all(bucket, tmp_path / "before")
+    before = download_all(bucket, tmp_path / "before")
     assert stoker("data", "convert", make_tree(tmp_path / "other", {"x": 2}), bucket) == 2
-    assert "already holds another dataset" in capsys.readouterr().err
-    assert fetch_all(bucket, tmp_path / "after") == before
+    assert re.search(rf"{bucket}: .*\bpets, 30 samples of train\b", capsys.readouterr().err)
+    assert download_all(bucket, tmp_path / "after") == before
 
 
-def test_a_bucket_without_permission(
+def test_bucket_without_permission_exits_5(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def deny(_: RecordedRequest, __: int) -> Reply:
@@ -104,18 +102,19 @@ def test_a_bucket_without_permission(
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
         assert stoker("data", "convert", data, "gs://private/pets") == 5
     first, second = capsys.readouterr().err.strip().splitlines()
-    assert first.startswith("stoker: s3://private/pets: permission denied; tried AWS_ACCESS_KEY_ID")
-    assert second.startswith("stoker: gs://private/pets: permission denied")
+    assert first.startswith("stoker: s3://private/pets: ")
+    assert "AWS_ACCESS_KEY_ID" in first
+    assert second.startswith("stoker: gs://private/pets: ")
 
 
-def test_a_bucket_that_lets_one_list_but_not_write(
+def test_read_only_bucket_exits_5(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def reply(asked: RecordedRequest, _: int) -> Reply:
-        if asked.method == "GET" and "list-type=2" in asked.path:
+    def reply(request: RecordedRequest, _: int) -> Reply:
+        if request.method == "GET" and "list-type=2" in request.path:
             return Reply(200, b'<?xml version="1.0"?><ListBucketResult><KeyCount>0</KeyCount></ListBucketResult>')
         return (
-            Reply(404) if asked.method in ("GET", "HEAD") else Reply(403, b"<Error><Code>AccessDenied</Code></Error>")
+            Reply(404) if request.method in ("GET", "HEAD") else Reply(403, b"<Error><Code>AccessDenied</Code></Error>")
         )
 
     data = make_dataset(tmp_path / "pets")
@@ -123,12 +122,12 @@ def test_a_bucket_that_lets_one_list_but_not_write(
         for name, value in aws_environ(server.url).items():
             monkeypatch.setenv(name, value)
         assert stoker("data", "convert", data, "s3://private/pets") == 5
-        assert not any(asked.method == "PUT" and "manifest" in asked.path for asked in server.requests)
-    assert "permission denied" in capsys.readouterr().err
+        assert not any(request.method == "PUT" and "manifest" in request.path for request in server.requests)
+    assert "s3://private/pets" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("index", ["json", "html"])
-def test_a_web_server_with_a_listing(tmp_path: Path, index: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_web_server_with_directory_listing(tmp_path: Path, index: str, capsys: pytest.CaptureFixture[str]) -> None:
     data = make_dataset(tmp_path / "pets")
     assert stoker("data", "convert", data, tmp_path / "out", "--shard-samples", 7) == 0
     with nginx(tmp_path / "out", index=index) as url:
@@ -142,7 +141,7 @@ def test_a_web_server_with_a_listing(tmp_path: Path, index: str, capsys: pytest.
     assert stoker("data", "verify", tmp_path / "back") == 0
 
 
-def test_a_web_server_without_a_listing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_web_server_without_directory_listing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = make_dataset(tmp_path / "pets")
     assert stoker("data", "convert", data, tmp_path / "out", "--shard-samples", 7) == 0
     with nginx(tmp_path / "out", directives="location ~ /$ { return 403; }") as url:
@@ -156,7 +155,7 @@ def test_a_web_server_without_a_listing(tmp_path: Path, capsys: pytest.CaptureFi
         assert stoker("data", "verify", f"{url}/train/pets-train-{{000000..000005}}.tar") == 2
 
 
-def test_a_login_is_never_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_password_is_never_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data = make_dataset(tmp_path / "pets")
     assert stoker("data", "convert", data, tmp_path / "out") == 0
     with nginx(tmp_path / "out") as url:
@@ -175,7 +174,7 @@ def test_a_login_is_never_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "/nowhere" in captured.err
 
 
-def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_server_exits_5(capsys: pytest.CaptureFixture[str]) -> None:
     from tests.support.servers import free_port
 
     for words in (["verify"], ["summary"], ["convert"]):
@@ -186,23 +185,21 @@ def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
         assert "127.0.0.1" in err
 
 
-def test_a_server_that_dies_on_the_way_is_no_fault_of_the_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_server_error_during_verify_is_not_a_data_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert stoker("data", "convert", make_dataset(tmp_path / "pets"), tmp_path / "out", "--shard-samples", 5) == 0
 
-    def reply(asked: RecordedRequest, number: int) -> Reply:
+    def reply(request: RecordedRequest, number: int) -> Reply:
         if number > 4:
             return Reply(503)
-        path = tmp_path / "out/train" / asked.path.lstrip("/")
+        path = tmp_path / "out/train" / request.path.lstrip("/")
         return Reply(200, path.read_bytes()) if path.is_file() else Reply(404)
 
     with scripted_server(reply) as server:
         assert stoker("data", "verify", server.url, "--jobs", 1) == 5
-    assert "the server answered 503" in capsys.readouterr().err
+    assert "503" in capsys.readouterr().err
 
 
-def test_scratch_is_left_empty(tmp_path: Path, bucket: str) -> None:
+def test_scratch_folder_is_left_empty(tmp_path: Path, bucket: str) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     data = make_dataset(tmp_path / "pets")

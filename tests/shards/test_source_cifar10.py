@@ -33,7 +33,7 @@ def scratch(tmp_path: Path) -> Path:
 
 
 def check(where: Path, scratch: Path, made: Cifar10) -> Cifar10Source:
-    """Open `where`, and compare everything with the miniature."""
+    """Open `where`, and compare everything with the generated dataset."""
     source = Cifar10Source(str(where), scratch=scratch)
     assert (source.name, source.splits, source.classes) == ("cifar10", ("train", "test"), CIFAR_CLASSES)
     for split, expected in (("train", made.train), ("test", made.test)):
@@ -55,14 +55,14 @@ def check(where: Path, scratch: Path, made: Cifar10) -> Cifar10Source:
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("column_order", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
-def test_reads_it_all(tmp_path: Path, scratch: Path, packed: bool, column_order: bool, inside: bool) -> None:
+def test_reads_every_layout(tmp_path: Path, scratch: Path, packed: bool, column_order: bool, inside: bool) -> None:
     made = make_cifar10(tmp_path / "data", packed=packed, column_order=column_order)
     where = made.where if inside else tmp_path / "data"
     assert Cifar10Source.can_read(str(where))
     assert check(where, scratch, made).notes == ()
 
 
-def test_read_before_any_scan(tmp_path: Path, scratch: Path) -> None:
+def test_read_without_scan(tmp_path: Path, scratch: Path) -> None:
     made = make_cifar10(tmp_path)
     items = list(Cifar10Source(str(made.where), scratch=scratch).scan("train"))
     (tmp_path / "other").mkdir()
@@ -73,7 +73,7 @@ def test_read_before_any_scan(tmp_path: Path, scratch: Path) -> None:
         assert (np.asarray(Image.open(io.BytesIO(image))) == pixels).all()
 
 
-def test_a_batch_of_a_newer_numpy(tmp_path: Path, scratch: Path) -> None:
+def test_batch_pickled_by_newer_numpy(tmp_path: Path, scratch: Path) -> None:
     made = make_cifar10(tmp_path, packed=False, rows=2)
     names = ["x_s_1.png", "x_s_2.png"]
     batch = cifar_batch(np.ones((2, 3072), np.uint8), [3, 4], names)
@@ -82,7 +82,7 @@ def test_a_batch_of_a_newer_numpy(tmp_path: Path, scratch: Path) -> None:
     assert [item.name for item in source.scan("test")] == ["cat/x_s_1.png", "deer/x_s_2.png"]
 
 
-def test_little_memory_is_held(tmp_path: Path, scratch: Path) -> None:
+def test_scan_needs_little_memory(tmp_path: Path, scratch: Path) -> None:
     made = make_cifar10(tmp_path, rows=800)  # 2.5 MB of pixels per batch
     source = Cifar10Source(str(made.where), scratch=scratch)
     tracemalloc.start()
@@ -108,7 +108,7 @@ def test_little_memory_is_held(tmp_path: Path, scratch: Path) -> None:
         ["a.png", "b\n.png"],
     ],
 )
-def test_names_that_cannot_be_used(tmp_path: Path, scratch: Path, names: list[str]) -> None:
+def test_unusable_file_names_are_replaced(tmp_path: Path, scratch: Path, names: list[str]) -> None:
     made = make_cifar10(tmp_path, packed=False, rows=2)
     batch = cifar_batch(np.ones((2, 3072), np.uint8), [0, 9], names)
     (made.where / "test_batch").write_bytes(python2_pickle(batch))
@@ -119,10 +119,11 @@ def test_names_that_cannot_be_used(tmp_path: Path, scratch: Path, names: list[st
             "truck/test_batch_00001.png",
         ]
     assert next(source.scan("train")).name in made.train
-    assert source.notes == ("test: file names are missing or not unique, so samples are named by batch and row",)
+    (note,) = source.notes
+    assert note.startswith("test: ")
 
 
-def test_no_names(tmp_path: Path, scratch: Path) -> None:
+def test_missing_file_names_are_replaced(tmp_path: Path, scratch: Path) -> None:
     made = make_cifar10(tmp_path, packed=False, rows=2)
     batch = cifar_batch(np.ones((2, 3072), np.uint8), [0, 9], [])
     del batch[b"filenames"]
@@ -141,13 +142,13 @@ def malicious(command: str) -> bytes:
 
 
 @pytest.mark.parametrize("file", ["data_batch_2", "test_batch", "batches.meta"])
-def test_a_malicious_pickle_runs_nothing(tmp_path: Path, scratch: Path, file: str) -> None:
+def test_malicious_pickle_executes_nothing(tmp_path: Path, scratch: Path, file: str) -> None:
     made = make_cifar10(tmp_path / "data", packed=False)
     marker, proof = tmp_path / "ran", tmp_path / "proof"
     (made.where / file).write_bytes(malicious(f"touch {marker}"))
-    assert_rejected(Cifar10Source, made.where, scratch, file, "refuses to unpickle posix.system")
+    assert_rejected(Cifar10Source, made.where, scratch, file, "posix.system")
     assert not marker.exists()
-    pickle.loads(malicious(f"touch {proof}"))  # the payload is a live one: without the guard it runs
+    pickle.loads(malicious(f"touch {proof}"))  # proves that the payload works without the restricted unpickler
     assert proof.exists()
 
 
@@ -162,19 +163,19 @@ def test_a_malicious_pickle_runs_nothing(tmp_path: Path, scratch: Path, file: st
         ("numpy", "core.multiarray._reconstruct"),
         ("_codecs", "encode"),
         ("copyreg", "_reconstructor"),
-        ("stoker.shards.sources.cifar10", "_Inert"),
+        ("stoker.shards.sources.cifar10", "_PickleStub"),
     ],
 )
-def test_no_other_name_is_known(tmp_path: Path, scratch: Path, module: str, name: str) -> None:
+def test_other_names_in_pickles_are_rejected(tmp_path: Path, scratch: Path, module: str, name: str) -> None:
     made = make_cifar10(tmp_path, packed=False)
     (made.where / "data_batch_1").write_bytes(b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"K\x01\x85R.")
-    assert_rejected(Cifar10Source, made.where, scratch, "data_batch_1", f"refuses to unpickle {module}.{name}")
+    assert_rejected(Cifar10Source, made.where, scratch, "data_batch_1", f"{module}.{name}")
 
 
-def test_the_opener_of_processes_is_refused(tmp_path: Path, scratch: Path) -> None:
+def test_popen_in_a_pickle_is_rejected(tmp_path: Path, scratch: Path) -> None:
     made = make_cifar10(tmp_path, packed=False)
     (made.where / "data_batch_1").write_bytes(pickle.dumps(subprocess.Popen, protocol=4))
-    assert_rejected(Cifar10Source, made.where, scratch, "refuses to unpickle subprocess.Popen")
+    assert_rejected(Cifar10Source, made.where, scratch, "data_batch_1", "subprocess.Popen")
 
 
 PIXELS = np.zeros((2, 3072), np.uint8)
@@ -184,35 +185,35 @@ NAMES = ["a.png", "b.png"]
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        (cifar_batch(PIXELS, [0, 10], NAMES), ["label 10 of row 1", "0 to 9"]),
+        (cifar_batch(PIXELS, [0, 10], NAMES), ["label 10 of row 1", "0 and 9"]),
         (cifar_batch(PIXELS, [-1, 1], NAMES), ["label -1 of row 0"]),
         (cifar_batch(PIXELS, [0, b"1"], NAMES), ["label b'1' of row 1"]),
-        (cifar_batch(PIXELS, [0], NAMES), ["2 rows but 1 labels"]),
+        (cifar_batch(PIXELS, [0], NAMES), ["2 rows", "1 labels"]),
         (cifar_batch(PIXELS[:, :3071].copy(), [0, 1], NAMES), ["data is 2 × 3071", "3072"]),
         (cifar_batch(PIXELS[:0], [], []), ["data is 0 × 3072"]),
-        (cifar_batch(PIXELS.ravel(), [0, 1], NAMES), ["not an array of bytes in two dimensions"]),
-        (cifar_batch(PIXELS.astype("<u2"), [0, 1], NAMES), ["not an array of bytes in two dimensions"]),
-        (cifar_batch(b"text", [0, 1], NAMES), ["not an array"]),
-        ({b"data": PIXELS, b"labels": b"01"}, ["labels is not a list"]),
-        ({}, ["not an array"]),
-        ([1, 2], ["holds a list, not a dict"]),
+        (cifar_batch(PIXELS.ravel(), [0, 1], NAMES), ["two-dimensional array"]),
+        (cifar_batch(PIXELS.astype("<u2"), [0, 1], NAMES), ["two-dimensional array"]),
+        (cifar_batch(b"text", [0, 1], NAMES), ["two-dimensional array"]),
+        ({b"data": PIXELS, b"labels": b"01"}, ["labels", "list"]),
+        ({}, ["two-dimensional array"]),
+        ([1, 2], ["list", "dict"]),
     ],
 )
-def test_bad_batches(tmp_path: Path, scratch: Path, content: object, parts: list[str]) -> None:
+def test_invalid_batches(tmp_path: Path, scratch: Path, content: object, parts: list[str]) -> None:
     made = make_cifar10(tmp_path, packed=False)
     (made.where / "data_batch_4").write_bytes(python2_pickle(content))
     assert_rejected(Cifar10Source, made.where, scratch, "data_batch_4", *parts)
 
 
 @pytest.mark.parametrize("names", [[b"cat"] * 9, None, [b"cat"] * 9 + [b"a/b"], [b"cat"] * 9 + [3]])
-def test_bad_class_names(tmp_path: Path, scratch: Path, names: object) -> None:
+def test_invalid_class_names(tmp_path: Path, scratch: Path, names: object) -> None:
     made = make_cifar10(tmp_path, packed=False)
     (made.where / "batches.meta").write_bytes(python2_pickle({**cifar_meta(), b"label_names": names}))
-    assert_rejected(Cifar10Source, made.where, scratch, "batches.meta", "label_names must be 10 names")
+    assert_rejected(Cifar10Source, made.where, scratch, "batches.meta", "label_names", "10 names")
 
 
 @pytest.mark.parametrize("keep", [0, 1, 50, 0.5, -1])
-def test_a_truncated_pickle(tmp_path: Path, scratch: Path, keep: float) -> None:
+def test_truncated_pickle(tmp_path: Path, scratch: Path, keep: float) -> None:
     made = make_cifar10(tmp_path, packed=False)
     path = made.where / "data_batch_5"
     whole = path.read_bytes()
@@ -223,7 +224,7 @@ def test_a_truncated_pickle(tmp_path: Path, scratch: Path, keep: float) -> None:
 @pytest.mark.parametrize(
     "data", [b"not a pickle", b"\x80\x02]e.", b"\x80\x04\x8e" + b"\xff" * 7 + b"\x3f.", b"\x80\x63."]
 )
-def test_a_malformed_pickle(tmp_path: Path, scratch: Path, data: bytes) -> None:
+def test_malformed_pickle(tmp_path: Path, scratch: Path, data: bytes) -> None:
     made = make_cifar10(tmp_path, packed=False)
     (made.where / "data_batch_5").write_bytes(data)
     assert_rejected(Cifar10Source, made.where, scratch, "data_batch_5", "damaged pickle")
@@ -231,17 +232,17 @@ def test_a_malformed_pickle(tmp_path: Path, scratch: Path, data: bytes) -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("file", ["data_batch_3", "test_batch", "batches.meta"])
-def test_a_missing_file(tmp_path: Path, scratch: Path, packed: bool, file: str) -> None:
+def test_missing_file(tmp_path: Path, scratch: Path, packed: bool, file: str) -> None:
     made = make_cifar10(tmp_path, packed=False)
     (made.where / file).unlink()
     if packed:
         files = {f"cifar-10-batches-py/{path.name}": path.read_bytes() for path in made.where.iterdir()}
         made.where = tmp_path / "cifar-10-python.tar.gz"
         made.where.write_bytes(make_tar(files, "w:gz"))
-    assert_rejected(Cifar10Source, made.where, scratch, f"there is no {file}")
+    assert_rejected(Cifar10Source, made.where, scratch, f"{file} ")
 
 
-def test_a_file_too_large_to_be_true(tmp_path: Path, scratch: Path) -> None:
+def test_oversized_file_is_not_read(tmp_path: Path, scratch: Path) -> None:
     made = make_cifar10(tmp_path, packed=False)
     with open(made.where / "data_batch_1", "ab") as file:
         file.truncate(200_000_000)
@@ -266,7 +267,7 @@ def test_damaged_archives(tmp_path: Path, scratch: Path) -> None:
         assert_rejected(Cifar10Source, made.where, scratch / str(number), "cifar-10-python.tar.gz")
 
 
-def test_nothing_there(tmp_path: Path, scratch: Path) -> None:
+def test_empty_and_missing_folders(tmp_path: Path, scratch: Path) -> None:
     assert_rejected(Cifar10Source, tmp_path, scratch, "cifar-10-python.tar.gz")
     with pytest.raises(NotFoundError):
         Cifar10Source(str(tmp_path / "none"), scratch=scratch)

@@ -3,6 +3,7 @@ import errno
 import gzip
 import io
 import os
+import re
 import shutil
 import tarfile
 from collections.abc import Mapping
@@ -12,10 +13,9 @@ from types import ModuleType
 
 import pytest
 
-from stoker.errors import FullError, MissingExtraError, NotFoundError, SourceError
-from stoker.shards.sources.files import OpenFile
+from stoker.errors import MissingExtraError, NotFoundError, SourceError, StorageFullError
+from stoker.shards.sources.files import DOWNLOAD_AGAIN
 from stoker.shards.sources.imagenet import ImagenetSource
-from stoker.shards.sources.tarfiles import iter_members
 from tests.support.datasets import WNIDS_BY_ID, Expected, Imagenet, jpeg, make_imagenet, make_tar, meta_mat
 from tests.support.trees import assert_rejected
 
@@ -32,18 +32,18 @@ def scratch(tmp_path: Path) -> Path:
 
 
 def check(where: Path, scratch: Path, made: Imagenet, splits: tuple[str, ...] = ("train", "val")) -> ImagenetSource:
-    """Open `where`, and compare everything with the miniature."""
+    """Open `where`, and compare everything with the generated dataset."""
     source = ImagenetSource(str(where), scratch=scratch)
     assert (source.name, tuple(source.splits), list(source.classes)) == ("imagenet", splits, made.classes)
-    wanted: dict[str, Mapping[str, Expected]] = {"train": made.train, "val": made.val}
+    expected: dict[str, Mapping[str, Expected]] = {"train": made.train, "val": made.val}
     for split in splits:
         items = list(source.scan(split))
         assert items == list(source.scan(split))
         with ThreadPoolExecutor(8) as threads:
             images = list(threads.map(lambda item: source.read(split, item).image, items))  # noqa: B023
-        found = {item.name: Expected(item.label, bytes(image)) for item, image in zip(items, images, strict=True)}
-        assert len(found) == len(items)
-        assert found == wanted[split]
+        samples = {item.name: Expected(item.label, bytes(image)) for item, image in zip(items, images, strict=True)}
+        assert len(samples) == len(items)
+        assert samples == expected[split]
         assert all(item.size == len(image) for item, image in zip(items, images, strict=True))
     source.close()
     source.close()
@@ -59,10 +59,10 @@ def test_every_layout(tmp_path: Path, scratch: Path, layout: str, truth: str) ->
     assert not list(scratch.glob("*img*"))
 
 
-def test_the_miniature_tests_the_mapping(tmp_path: Path) -> None:
+def test_generated_ids_are_not_in_the_order_of_wnids(tmp_path: Path) -> None:
     made = make_imagenet(tmp_path / "data")
     assert list(WNIDS_BY_ID) != made.classes
-    assert {one.label for one in made.val.values()} == {0, 1, 2, 3}
+    assert {image.label for image in made.val.values()} == {0, 1, 2, 3}
 
 
 def test_val_by_class_needs_no_devkit(tmp_path: Path, scratch: Path) -> None:
@@ -70,14 +70,14 @@ def test_val_by_class_needs_no_devkit(tmp_path: Path, scratch: Path) -> None:
     check(made.folder, scratch, made)
 
 
-def test_the_folders_of_the_tars_names(tmp_path: Path, scratch: Path) -> None:
+def test_folders_named_like_the_tars(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data", layout="folders")
     for split in ("train", "val"):
         (made.folder / split).rename(made.folder / f"ILSVRC2012_img_{split}")
     check(made.folder, scratch, made)
 
 
-def test_the_train_tar_itself(tmp_path: Path, scratch: Path) -> None:
+def test_train_tar_alone(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data")
     assert ImagenetSource.can_read(str(made.folder / TRAIN))
     check(made.folder / TRAIN, scratch, made, ("train",))
@@ -85,20 +85,20 @@ def test_the_train_tar_itself(tmp_path: Path, scratch: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["tars", "folders"])
 @pytest.mark.parametrize("truth", ["devkit.tar.gz", "csv"])
-def test_one_split_alone(tmp_path: Path, scratch: Path, layout: str, truth: str) -> None:
+def test_single_split(tmp_path: Path, scratch: Path, layout: str, truth: str) -> None:
     made = make_imagenet(tmp_path / "train only", layout=layout, val=0, truth="none")
     check(made.folder, scratch, made, ("train",))
     made = make_imagenet(tmp_path / "val only", layout=layout, per_class=0, truth=truth)
     check(made.folder, scratch, made, ("val",))
 
 
-def test_one_class(tmp_path: Path, scratch: Path) -> None:
+def test_single_class(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data", wnids_by_id=["n01440764"], per_class=1, val=1)
     check(made.folder, scratch, made)
 
 
 @pytest.mark.parametrize("compressed", [True, False])
-def test_the_gz_names(tmp_path: Path, scratch: Path, compressed: bool) -> None:
+def test_tars_with_gz_extension(tmp_path: Path, scratch: Path, compressed: bool) -> None:
     made = make_imagenet(tmp_path / "data")
     for name in (TRAIN, VAL):
         data = (made.folder / name).read_bytes()
@@ -109,15 +109,16 @@ def test_the_gz_names(tmp_path: Path, scratch: Path, compressed: bool) -> None:
     assert len(list(scratch.glob("*img*"))) == (2 if compressed else 0)
 
 
-def test_the_tar_is_preferred_and_it_is_said(tmp_path: Path, scratch: Path) -> None:
+def test_tar_is_preferred_over_folder_with_a_note(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data")
     (made.folder / "train" / "n01440764").mkdir(parents=True)
     (made.folder / "val").mkdir()
     source = check(made.folder, scratch, made)
-    assert source.notes == (f"train: read from {TRAIN}; train was left alone",)
+    (note,) = source.notes
+    assert re.match(rf"train: .*{TRAIN}.*\btrain$", note)
 
 
-def test_what_is_not_an_image_is_left_out_and_told(tmp_path: Path, scratch: Path) -> None:
+def test_other_files_are_skipped_and_counted(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data", layout="folders")
     for stray in (
         "train/n01440764/notes.txt",
@@ -127,32 +128,30 @@ def test_what_is_not_an_image_is_left_out_and_told(tmp_path: Path, scratch: Path
     ):
         (made.folder / stray).write_text("x")
     source = check(made.folder, scratch, made)
-    assert source.notes == (
-        "train: left out 1 files that are not images",
-        "val: left out 1 files that are not images",
-    )
+    assert [note.partition(":")[0] for note in source.notes] == ["train", "val"]
+    assert all(" 1 files" in note for note in source.notes)
 
 
-def test_strays_inside_tars(tmp_path: Path, scratch: Path) -> None:
+def test_other_files_inside_tars_are_skipped(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data", layout="class tars", val=0, truth="none")
     path = made.folder / "train" / "n01440764.tar"
     with tarfile.open(path, "a") as tar:
         for name in ("._n01440764_1.JPEG", "notes.txt"):
             tar.addfile(tarfile.TarInfo(name), io.BytesIO())
-    assert "left out 2 files" in check(made.folder, scratch, made, ("train",)).notes[0]
+    assert " 2 files" in check(made.folder, scratch, made, ("train",)).notes[0]
 
 
-def test_a_read_needs_no_scan(tmp_path: Path, scratch: Path) -> None:
+def test_read_without_scan(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data", layout="class tars", truth="csv")
     items = list(ImagenetSource(str(made.folder), scratch=scratch).scan("val"))
     other = ImagenetSource(str(made.folder), scratch=scratch)
-    assert [other.read("val", item).image for item in items] == [one.image for one in made.val.values()]
+    assert [other.read("val", item).image for item in items] == [image.image for image in made.val.values()]
 
 
-# What is damaged
+# Damaged datasets
 
 
-def test_a_truncated_train_tar(tmp_path: Path, scratch: Path) -> None:
+def test_truncated_train_tar(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data", truth="none", val=0)
     path = made.folder / TRAIN
     whole = path.read_bytes()
@@ -163,60 +162,62 @@ def test_a_truncated_train_tar(tmp_path: Path, scratch: Path) -> None:
         path,
         scratch,
         TRAIN,
-        "truncated",
-        "'n01000000.tar' at offset 512",
-        f"ends at {512 + inner // 2}",
+        f"truncated at byte {512 + inner // 2}",
+        "'n01000000.tar'",
+        f"{inner} bytes at byte 512",
+        DOWNLOAD_AGAIN,
     )
     end = 4 * (512 + inner)
-    for size in (end, end + 100):  # all members are whole, but nothing says that they are all
+    # All members are complete, but without the end-of-archive block there may have been more.
+    for size, part in ((end, "end-of-archive"), (end + 100, f"header at byte {end} ")):
         path.write_bytes(whole[:size])
-        assert_rejected(ImagenetSource, path, scratch, TRAIN, "truncated", f"header at offset {end}", f"ends at {size}")
+        assert_rejected(ImagenetSource, path, scratch, TRAIN, f"truncated at byte {size}", part, DOWNLOAD_AGAIN)
 
 
-def test_a_truncated_class_tar(tmp_path: Path, scratch: Path) -> None:
+def test_truncated_class_tar(tmp_path: Path, scratch: Path) -> None:
     images = {f"n01440764_{number}.JPEG": jpeg(number) for number in range(3)}
     inner = make_tar(images)
     end = sum(512 + -(-len(image) // 512) * 512 for image in images.values())
-    for size, part in ((700, "'n01440764_0.JPEG' at offset"), (end, f"header at offset {512 + end}")):
+    for size, part in ((700, "'n01440764_0.JPEG'"), (end, "end-of-archive")):
         path = tmp_path / TRAIN
         path.write_bytes(make_tar({"n01440764.tar": inner[:size]}))
         assert_rejected(
-            ImagenetSource, path, scratch, f"{TRAIN} (n01440764.tar)", "truncated", part, f"ends at {512 + size}"
+            ImagenetSource, path, scratch, f"{TRAIN} (n01440764.tar)", f"truncated at byte {512 + size}", part
         )
 
 
-def test_a_truncated_val_tar(tmp_path: Path, scratch: Path) -> None:
+def test_truncated_val_tar(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data")
     path = made.folder / VAL
     path.write_bytes(path.read_bytes()[:3000])
-    assert_rejected(ImagenetSource, made.folder, scratch, VAL, "truncated", "offset", "3000")
+    assert_rejected(ImagenetSource, made.folder, scratch, VAL, "truncated at byte 3000")
 
 
-def test_a_tar_that_is_none(tmp_path: Path, scratch: Path) -> None:
+def test_file_that_is_not_a_tar(tmp_path: Path, scratch: Path) -> None:
     path = tmp_path / TRAIN
     path.write_bytes(b"<html>please log in</html>" * 100)
-    assert_rejected(ImagenetSource, path, scratch, TRAIN, "not a tar", "offset 0")
+    assert_rejected(ImagenetSource, path, scratch, TRAIN, "header at byte 0", "checksum")
     path.write_bytes(b"")
     assert_rejected(ImagenetSource, path, scratch, TRAIN, "truncated")
     path.write_bytes(make_tar({}))
-    assert_rejected(ImagenetSource, path, scratch, TRAIN, "no class tars")
+    assert_rejected(ImagenetSource, path, scratch, TRAIN, "class tars")
 
 
 @pytest.mark.parametrize("name", ["readme.txt", "ILSVRC2012_val_00000001.JPEG", "cat.tar"])
-def test_a_train_tar_of_something_else(tmp_path: Path, scratch: Path, name: str) -> None:
+def test_train_tar_with_another_member(tmp_path: Path, scratch: Path, name: str) -> None:
     path = tmp_path / TRAIN
     path.write_bytes(make_tar({"n01440764.tar": make_tar({"n01440764_1.JPEG": jpeg(1)}), name: b"x"}))
-    assert_rejected(ImagenetSource, path, scratch, name, "not a tar of one more class")
+    assert_rejected(ImagenetSource, path, scratch, TRAIN, repr(name))
 
 
-def test_a_damaged_gzip(tmp_path: Path, scratch: Path) -> None:
+def test_truncated_gzip(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data", val=0, truth="none")
     data = gzip.compress((made.folder / TRAIN).read_bytes())
     (made.folder / TRAIN).write_bytes(data[: len(data) // 2])
-    assert_rejected(ImagenetSource, made.folder, scratch, TRAIN, "truncated: the gzip stream has no end")
+    assert_rejected(ImagenetSource, made.folder, scratch, TRAIN, "truncated gzip", DOWNLOAD_AGAIN)
 
 
-def test_a_full_disk(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_imagenet(tmp_path / "data", val=0, truth="none")
     (made.folder / TRAIN).write_bytes(gzip.compress((made.folder / TRAIN).read_bytes()))
 
@@ -224,76 +225,75 @@ def test_a_full_disk(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(shutil, "copyfileobj", full)
-    with pytest.raises(FullError, match="no space left to unpack"):
+    with pytest.raises(StorageFullError, match="TMPDIR") as caught:
         ImagenetSource(str(made.folder), scratch=scratch)
+    assert caught.value.where == str(scratch)
 
 
 @pytest.mark.parametrize("inner", [make_tar({}), b"", make_tar({"notes.txt": b"x"})])
-def test_an_empty_class_tar(tmp_path: Path, scratch: Path, inner: bytes) -> None:
+def test_empty_class_tar(tmp_path: Path, scratch: Path, inner: bytes) -> None:
     path = tmp_path / TRAIN
     path.write_bytes(make_tar({"n01440764.tar": make_tar({"n01440764_1.JPEG": jpeg(1)}), "n02119789.tar": inner}))
-    assert_rejected(ImagenetSource, path, scratch, "class n02119789 has no images")
+    assert_rejected(ImagenetSource, path, scratch, "class n02119789 ")
 
 
 @pytest.mark.parametrize("layout", ["folders", "val by class", "class tars"])
-def test_an_empty_class_in_a_folder(tmp_path: Path, scratch: Path, layout: str) -> None:
+def test_empty_class_in_a_folder(tmp_path: Path, scratch: Path, layout: str) -> None:
     made = make_imagenet(tmp_path / "data", layout=layout)
     if layout == "class tars":
         (made.folder / "train" / "n01440764.tar").write_bytes(make_tar({}))
     else:
         shutil.rmtree(made.folder / "train" / "n01440764")
         (made.folder / "train" / "n01440764").mkdir()
-    assert_rejected(ImagenetSource, made.folder, scratch, "class n01440764 has no images")
+    assert_rejected(ImagenetSource, made.folder, scratch, "class n01440764 ")
 
 
 @pytest.mark.parametrize("layout", ["tars", "folders"])
 @pytest.mark.parametrize("lines", [9, 11])
-def test_ground_truth_of_another_length(tmp_path: Path, scratch: Path, layout: str, lines: int) -> None:
+def test_ground_truth_of_wrong_length(tmp_path: Path, scratch: Path, layout: str, lines: int) -> None:
     made = make_imagenet(tmp_path / "data", layout=layout, truth="devkit")
     (made.folder / TRUTH).write_text("1\n" * lines)
-    assert_rejected(ImagenetSource, made.folder, scratch, "holds 10 images", f"has {lines} lines", "ground_truth.txt")
+    assert_rejected(ImagenetSource, made.folder, scratch, "10 images", f"{lines} lines", "ground_truth.txt")
 
 
 @pytest.mark.parametrize("layout", ["tars", "folders"])
-def test_a_gap_in_the_numbers(tmp_path: Path, scratch: Path, layout: str) -> None:
+def test_gap_in_the_image_numbers(tmp_path: Path, scratch: Path, layout: str) -> None:
     made = make_imagenet(tmp_path / "data", layout=layout)
     name, other = "ILSVRC2012_val_00000004.JPEG", "ILSVRC2012_val_00000011.JPEG"
     if layout == "folders":
         (made.folder / "val" / name).rename(made.folder / "val" / other)
-        assert_rejected(ImagenetSource, made.folder, scratch, f"there is no {name}")
+        assert_rejected(ImagenetSource, made.folder, scratch, f"{name} ")
     else:
         files = {f"ILSVRC2012_val_{n:08d}.JPEG": jpeg(n) for n in (1, 2, 3, 11, 5, 6, 7, 8, 9, 10)}
         (made.folder / VAL).write_bytes(make_tar(files))
-        assert_rejected(ImagenetSource, made.folder, scratch, f"no line for {other}")
+        assert_rejected(ImagenetSource, made.folder, scratch, f"{other} ")
 
 
-def test_a_val_image_twice(tmp_path: Path, scratch: Path) -> None:
+def test_duplicate_val_image(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data")
     names = ("ILSVRC2012_val_00000004.JPEG", "./ILSVRC2012_val_00000004.JPEG")
     (made.folder / VAL).write_bytes(make_tar({name: jpeg(1) for name in names}))
-    assert_rejected(ImagenetSource, made.folder, scratch, "holds ILSVRC2012_val_00000004.JPEG twice")
+    assert_rejected(ImagenetSource, made.folder, scratch, "ILSVRC2012_val_00000004.JPEG", "twice")
 
 
 @pytest.mark.parametrize("layout", ["tars", "folders", "kaggle"])
 def test_no_ground_truth(tmp_path: Path, scratch: Path, layout: str) -> None:
     made = make_imagenet(tmp_path / "data", layout=layout, truth="none")
     assert ImagenetSource.can_read(str(made.folder))
-    assert_rejected(
-        ImagenetSource, made.folder, scratch, f"put {DEVKIT}", f"into {made.folder}", "LOC_val_solution.csv"
-    )
+    assert_rejected(ImagenetSource, made.folder, scratch, DEVKIT, str(made.folder), "LOC_val_solution.csv")
 
 
 @pytest.mark.parametrize("line", ["0", "5", "6", "x", "-1", "9" * 100])
-def test_a_bad_line_of_ground_truth(tmp_path: Path, scratch: Path, line: str) -> None:
+def test_invalid_line_of_ground_truth(tmp_path: Path, scratch: Path, line: str) -> None:
     made = make_imagenet(tmp_path / "data", truth="devkit")
     (made.folder / TRUTH).write_text("1\n2\n" + line + "\n")  # 5 and 6 are synsets, but not leaves
-    assert_rejected(ImagenetSource, made.folder, scratch, "line 3 is", "no class's ILSVRC2012_ID")
+    assert_rejected(ImagenetSource, made.folder, scratch, "line 3 is", "ILSVRC2012_ID")
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"nonsense" * 50, meta_mat(WNIDS_BY_ID)[:400], meta_mat(["x", "y"]), meta_mat([])]
 )
-def test_a_bad_meta_mat(tmp_path: Path, scratch: Path, data: bytes) -> None:
+def test_invalid_meta_mat(tmp_path: Path, scratch: Path, data: bytes) -> None:
     made = make_imagenet(tmp_path / "data", truth="devkit")
     (made.folder / META).write_bytes(data)
     assert_rejected(ImagenetSource, made.folder, scratch, "meta.mat")
@@ -301,7 +301,7 @@ def test_a_bad_meta_mat(tmp_path: Path, scratch: Path, data: bytes) -> None:
 
 @pytest.mark.parametrize("truth", ["devkit", "devkit.tar.gz"])
 @pytest.mark.parametrize("name", [TRUTH, META])
-def test_half_a_devkit(tmp_path: Path, scratch: Path, truth: str, name: str) -> None:
+def test_incomplete_devkit(tmp_path: Path, scratch: Path, truth: str, name: str) -> None:
     made = make_imagenet(tmp_path / "data", truth="devkit")
     (made.folder / name).unlink()
     if truth == "devkit.tar.gz":
@@ -309,10 +309,10 @@ def test_half_a_devkit(tmp_path: Path, scratch: Path, truth: str, name: str) -> 
         files = {str(path.relative_to(made.folder)): path.read_bytes() for path in folder.rglob("*.*")}
         (made.folder / DEVKIT).write_bytes(make_tar(files, "w:gz"))
         shutil.rmtree(folder)
-    assert_rejected(ImagenetSource, made.folder, scratch, f"lacks data/{Path(name).name}")
+    assert_rejected(ImagenetSource, made.folder, scratch, f"data/{Path(name).name} ")
 
 
-def test_a_damaged_devkit(tmp_path: Path, scratch: Path) -> None:
+def test_damaged_devkit(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data")
     (made.folder / DEVKIT).write_bytes((made.folder / DEVKIT).read_bytes()[:300])
     assert_rejected(ImagenetSource, made.folder, scratch, DEVKIT, "truncated")
@@ -325,85 +325,83 @@ def test_a_damaged_devkit(tmp_path: Path, scratch: Path) -> None:
         ("ILSVRC2012_val_00000001,cat 1 2 3 4\n", "line 1"),
         ("ILSVRC2012_val_1,n01440764 1 2\n", "line 1"),
         ("alone\n", "line 1"),
-        ("ILSVRC2012_val_00000002,n01440764 1 2\n", "none has number 1"),
-        ('"' + "x" * 200_000, "not a CSV file"),
+        ("ILSVRC2012_val_00000002,n01440764 1 2\n", "number 1"),
+        ('"' + "x" * 200_000, "CSV"),
     ],
 )
-def test_a_bad_solution(tmp_path: Path, scratch: Path, text: str, part: str) -> None:
+def test_invalid_solution(tmp_path: Path, scratch: Path, text: str, part: str) -> None:
     made = make_imagenet(tmp_path / "data", layout="kaggle", truth="csv")
     (made.folder / "LOC_val_solution.csv").write_text(text)
     assert_rejected(ImagenetSource, made.folder, scratch, "LOC_val_solution.csv", part)
 
 
 @pytest.mark.parametrize("truth", ["devkit", "csv"])
-def test_val_has_a_class_that_train_lacks(tmp_path: Path, scratch: Path, truth: str) -> None:
+def test_class_only_in_val(tmp_path: Path, scratch: Path, truth: str) -> None:
     made = make_imagenet(tmp_path / "data", layout="folders", truth=truth)
     shutil.rmtree(made.folder / "train" / "n02119789")
-    assert_rejected(
-        ImagenetSource, made.folder, scratch, "different classes: only in train none, only in val n02119789"
-    )
+    assert_rejected(ImagenetSource, made.folder, scratch, "only in train none, only in val n02119789")
 
 
 @pytest.mark.parametrize("truth", ["devkit", "csv", "by class"])
-def test_train_has_a_class_that_val_lacks(tmp_path: Path, scratch: Path, truth: str) -> None:
+def test_class_only_in_train(tmp_path: Path, scratch: Path, truth: str) -> None:
     layout = "val by class" if truth == "by class" else "folders"
     made = make_imagenet(tmp_path / "data", layout=layout, truth=truth)
     shutil.copytree(made.folder / "train" / "n02119789", made.folder / "train" / "n09999999")
     assert_rejected(ImagenetSource, made.folder, scratch, "only in train n09999999, only in val none")
 
 
-def test_a_devkit_with_a_class_of_which_val_has_no_image_is_fine(tmp_path: Path, scratch: Path) -> None:
+def test_devkit_class_without_val_images_is_allowed(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data", val=2)
     check(made.folder, scratch, made)
 
 
-def test_half_moved_val(tmp_path: Path, scratch: Path) -> None:
+def test_partly_moved_val(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data", layout="folders")
     (made.folder / "val" / "n01440764").mkdir()
-    assert_rejected(ImagenetSource, made.folder, scratch, "by number as well as class folders")
+    assert_rejected(ImagenetSource, made.folder, scratch, str(made.folder / "val"), "class folders")
 
 
-def test_half_unpacked_train(tmp_path: Path, scratch: Path) -> None:
+def test_partly_unpacked_train(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data", layout="class tars")
     (made.folder / "train" / "n01440764").mkdir()
     assert_rejected(ImagenetSource, made.folder, scratch, "4 class tars and 1 class folders")
 
 
 @pytest.mark.parametrize("stray", ["cat", "n123"])
-def test_a_folder_that_is_no_class(tmp_path: Path, scratch: Path, stray: str) -> None:
+def test_folder_that_is_not_a_class(tmp_path: Path, scratch: Path, stray: str) -> None:
     made = make_imagenet(tmp_path / "data", layout="folders")
     (made.folder / "train" / stray).mkdir()
-    assert_rejected(ImagenetSource, made.folder, scratch, f"{stray} is neither a class folder nor a class tar")
+    assert_rejected(ImagenetSource, made.folder, scratch, f"{stray} ", "class folder")
 
 
-def test_a_name_that_is_no_text(tmp_path: Path, scratch: Path) -> None:
+def test_name_that_is_not_printable(tmp_path: Path, scratch: Path) -> None:
     path = tmp_path / TRAIN
     path.write_bytes(make_tar({"n01440764.tar": make_tar({"n\udcff.JPEG": jpeg(1)})}))
-    assert_rejected(ImagenetSource, path, scratch, "not printable")
+    assert_rejected(ImagenetSource, path, scratch, r"'n\udcff.JPEG'")
 
 
-def test_an_image_that_changes(tmp_path: Path, scratch: Path) -> None:
+def test_image_that_changes(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data", layout="folders")
     source = ImagenetSource(str(made.folder), scratch=scratch)
     item = next(source.scan("train"))
     with open(made.folder / "train" / item.name, "ab") as file:
         file.write(b"more")
-    with pytest.raises(SourceError, match="changed since"):
+    with pytest.raises(SourceError, match=rf"{item.name}: .*\b{item.size} bytes"):
         source.read("train", item)
     (made.folder / "train" / item.name).unlink()
-    with pytest.raises(SourceError, match="cannot be opened: No such file"):
+    with pytest.raises(SourceError, match=rf"{item.name}: .*No such file"):
         source.read("train", item)
 
 
-def test_a_tar_that_shrinks(tmp_path: Path, scratch: Path) -> None:
+def test_tar_that_shrinks(tmp_path: Path, scratch: Path) -> None:
     made = make_imagenet(tmp_path / "data")
     source = ImagenetSource(str(made.folder), scratch=scratch)
     items = list(source.scan("val"))
     os.truncate(made.folder / VAL, items[-1].offset + 5)
-    with pytest.raises(SourceError, match="truncated: expected"):
+    with pytest.raises(SourceError, match=rf"{VAL}: truncated.*{items[-1].size} bytes at offset {items[-1].offset}\b"):
         source.read("val", items[-1])
     source.close()
-    with pytest.raises(SourceError, match="cannot be read"):
+    with pytest.raises(SourceError, match=rf"{VAL}: .*offset {items[0].offset}\b"):
         source.read("val", items[0])
 
 
@@ -421,8 +419,8 @@ def test_without_scipy(tmp_path: Path, scratch: Path, monkeypatch: pytest.Monkey
         ImagenetSource(str(made.folder), scratch=scratch)
 
 
-def test_nothing_there(tmp_path: Path, scratch: Path) -> None:
-    assert_rejected(ImagenetSource, tmp_path, scratch, "neither")
+def test_empty_and_missing_folders(tmp_path: Path, scratch: Path) -> None:
+    assert_rejected(ImagenetSource, tmp_path, scratch, TRAIN, VAL)
     with pytest.raises(NotFoundError):
         ImagenetSource(str(tmp_path / "none"), scratch=scratch)
     assert not ImagenetSource.can_read(str(tmp_path))
@@ -430,8 +428,8 @@ def test_nothing_there(tmp_path: Path, scratch: Path) -> None:
     assert not ImagenetSource.can_read("a\0b")
 
 
-def test_what_is_recognised(tmp_path: Path) -> None:
-    """A plain tree with wnids may be one of the smaller sets, and is left to the folder source."""
+def test_can_read_only_the_full_dataset(tmp_path: Path) -> None:
+    """A tree with wnids may be a smaller dataset, which the folder source reads."""
     small = make_imagenet(tmp_path / "imagenette", layout="val by class", truth="none")
     assert not ImagenetSource.can_read(str(small.folder))
     for label in range(1000):
@@ -439,51 +437,3 @@ def test_what_is_recognised(tmp_path: Path) -> None:
     assert ImagenetSource.can_read(str(tmp_path / "full"))
     (tmp_path / "full" / "train" / "cat").mkdir()
     assert not ImagenetSource.can_read(str(tmp_path / "full"))
-
-
-# The walk through a tar
-
-
-@pytest.mark.parametrize("style", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
-def test_members_as_tarfile_finds_them(tmp_path: Path, style: int) -> None:
-    path = tmp_path / "a.tar"
-    names = ["a.jpg", "deep/" * 15 + "b.jpg", "c" * 90 + ".jpg"]
-    if style != tarfile.USTAR_FORMAT:
-        names += ["long/" * 60 + "d.jpg", "é" * 80 + ".jpg"]
-    with tarfile.open(path, "w", format=style) as tar:
-        folder = tarfile.TarInfo("deep")
-        folder.type = tarfile.DIRTYPE
-        tar.addfile(folder)
-        for size, name in enumerate(names):
-            info = tarfile.TarInfo(name)
-            info.size, info.mtime = 512 * size, size + 0.5
-            tar.addfile(info, io.BytesIO(bytes(512 * size)))
-    with OpenFile(path) as file, tarfile.open(path) as tar:
-        expected = [(one.name, one.offset_data, one.size) for one in tar if one.isreg()]
-        assert list(iter_members(file)) == expected
-        assert [name for name, _, _ in expected] == names
-
-
-def test_a_size_in_a_pax_record(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    record = b"12 size=700\n"
-    extended = tarfile.TarInfo("x")
-    extended.type, extended.size = tarfile.XHDTYPE, len(record)
-    data = extended.tobuf(tarfile.USTAR_FORMAT) + record.ljust(512, b"\0")
-    data += tarfile.TarInfo("a.jpg").tobuf(tarfile.USTAR_FORMAT) + bytes(1024) + bytes(1024)
-    path.write_bytes(data)
-    with OpenFile(path) as file:
-        assert list(iter_members(file)) == [("a.jpg", 1536, 700)]
-    path.write_bytes(data.replace(record, b"zz size=700\n"))
-    with OpenFile(path) as file, pytest.raises(SourceError, match="bad pax record at offset 512"):
-        list(iter_members(file))
-
-
-def test_links_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    with tarfile.open(path, "w") as tar:
-        link = tarfile.TarInfo("a.jpg")
-        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-        tar.addfile(link)
-    with OpenFile(path) as file, pytest.raises(SourceError, match="neither a file nor a folder"):
-        list(iter_members(file))

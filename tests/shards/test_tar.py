@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import tarfile
 from collections.abc import Callable
@@ -14,9 +15,10 @@ from webdataset.tariterators import base_plus_ext, tar_file_iterator
 
 from stoker.errors import SourceError
 from stoker.shards.formats import guess_format
-from stoker.shards.formats.tar import BLOCK, FORMAT, split_path
+from stoker.shards.formats.tar import FORMAT, split_path
 from stoker.shards.sample import Sample
-from tests.shards.format_contract import MAGIC, SAMPLES, FormatContract, lax, read, shard_of
+from stoker.shards.tar_headers import BLOCK_BYTES
+from tests.shards.format_contract import MAGIC, SAMPLES, FormatContract, make_shard, read_samples, relaxed
 
 JPEG = MAGIC["jpg"] + b"a picture"
 
@@ -25,7 +27,7 @@ class TestContract(FormatContract):
     format = FORMAT
 
 
-def tar_of(*members: tuple[str, bytes], form: int = tarfile.PAX_FORMAT, **fields: object) -> bytes:
+def make_tar(*members: tuple[str, bytes], form: int = tarfile.PAX_FORMAT, **fields: object) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=form) as tar:
         for name, data in members:
@@ -44,12 +46,12 @@ def with_checksum(header: bytes | bytearray) -> bytes:
     return bytes(header)
 
 
-def members_of(sample: Sample) -> dict[str, bytes]:
+def list_members(sample: Sample) -> dict[str, bytes]:
     named = {sample.extension: sample.image, "cls": b"%d" % sample.label, **sample.extras}
     return {f"{sample.key}.{extension}": bytes(data) for extension, data in named.items()}
 
 
-def test_names() -> None:
+def test_shard_names() -> None:
     assert FORMAT.shard_name("imagenet", "train", 7, 100) == "imagenet-train-000007.tar"
     assert FORMAT.shard_name("", "val", 123456, 1) == "val-123456.tar"
     assert guess_format("s3://bucket/imagenet-train-000007.tar") == "tar"
@@ -57,27 +59,27 @@ def test_names() -> None:
     assert guess_format("tar") is None
 
 
-def test_plain_members_are_byte_for_byte_what_tarfile_writes() -> None:
+def test_plain_members_equal_those_of_tarfile() -> None:
     sample = Sample("a/b", JPEG, "jpg", 12, {"txt": b"hello", "json": b"{}"})
-    expected = tar_of(("a/b.jpg", JPEG), ("a/b.json", b"{}"), ("a/b.txt", b"hello"), ("a/b.cls", b"12"))
-    written = shard_of(FORMAT, [sample])
+    expected = make_tar(("a/b.jpg", JPEG), ("a/b.json", b"{}"), ("a/b.txt", b"hello"), ("a/b.cls", b"12"))
+    written = make_shard(FORMAT, [sample])
     assert expected.startswith(written)
     assert not any(expected[len(written) :])
 
 
-def test_tarfile_reads_ours() -> None:
-    with tarfile.open(fileobj=io.BytesIO(shard_of(FORMAT, SAMPLES))) as tar:
+def test_tarfile_reads_our_shards() -> None:
+    with tarfile.open(fileobj=io.BytesIO(make_shard(FORMAT, SAMPLES))) as tar:
         members = tar.getmembers()
-        read_back = {one.name: tar.extractfile(one).read() for one in members}  # type: ignore[union-attr]
-    assert read_back == {name: data for sample in SAMPLES for name, data in members_of(sample).items()}
-    assert {(one.mode, one.uid, one.gid, one.mtime, one.uname, one.gname) for one in members} == {
+        contents = {member.name: tar.extractfile(member).read() for member in members}  # type: ignore[union-attr]
+    assert contents == {name: data for sample in SAMPLES for name, data in list_members(sample).items()}
+    assert {(member.mode, member.uid, member.gid, member.mtime, member.uname, member.gname) for member in members} == {
         (0o644, 0, 0, 0, "", "")
     }
 
 
-def test_gnu_tar_reads_ours(tmp_path: Path) -> None:
+def test_gnu_tar_reads_our_shards(tmp_path: Path) -> None:
     path = tmp_path / "shard.tar"
-    path.write_bytes(shard_of(FORMAT, SAMPLES))
+    path.write_bytes(make_shard(FORMAT, SAMPLES))
     listing = subprocess.run(
         ["tar", "--quoting-style=literal", "-tf", path],
         capture_output=True,
@@ -86,55 +88,56 @@ def test_gnu_tar_reads_ours(tmp_path: Path) -> None:
     )
     assert listing.stderr == b""
     assert sorted(listing.stdout.decode().splitlines()) == sorted(
-        name for sample in SAMPLES for name in members_of(sample)
+        name for sample in SAMPLES for name in list_members(sample)
     )
 
 
-# webdataset leaves it to the garbage collector to close its files.
+# webdataset does not close its files.
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-def test_webdataset_reads_ours(tmp_path: Path) -> None:
+def test_webdataset_reads_our_shards(tmp_path: Path) -> None:
     path = tmp_path / "shard.tar"
-    path.write_bytes(shard_of(FORMAT, SAMPLES))
-    found = list(webdataset.WebDataset(str(path), shardshuffle=False))
-    assert len(found) == len(SAMPLES)
-    for sample, theirs in zip(SAMPLES, found, strict=True):
-        assert theirs["__key__"] == sample.key
-        assert theirs[sample.extension] == sample.image
-        assert int(theirs["cls"]) == sample.label
-        assert {name: theirs[name] for name in sample.extras} == sample.extras
+    path.write_bytes(make_shard(FORMAT, SAMPLES))
+    rows = list(webdataset.WebDataset(str(path), shardshuffle=False))
+    assert len(rows) == len(SAMPLES)
+    for sample, row in zip(SAMPLES, rows, strict=True):
+        assert row["__key__"] == sample.key
+        assert row[sample.extension] == sample.image
+        assert int(row["cls"]) == sample.label
+        assert {name: row[name] for name in sample.extras} == sample.extras
     decoded = webdataset.WebDataset(str(path), shardshuffle=False).decode().to_tuple("cls")
     assert [label for (label,) in decoded] == [sample.label for sample in SAMPLES]
 
 
 @pytest.mark.parametrize("form", ["USTAR_FORMAT", "GNU_FORMAT", "PAX_FORMAT"])
-def test_reads_what_webdataset_wrote(tmp_path: Path, form: str) -> None:
-    # webdataset's default, ustar, splits long names over two fields and holds no long UTF-8.
+def test_reads_tars_of_webdataset(tmp_path: Path, form: str) -> None:
+    # webdataset's default, ustar, splits long names into two fields, and cannot store long UTF-8 names.
     samples = [
         Sample("a/one", JPEG, "jpg", 3),
         Sample("b" * 80 + "/" + "c" * 80, JPEG * 99, "png", 4, {"json": b'{"a": 1}'}),
         Sample("ünïcode/日本", JPEG, "jpg", 5),
     ]
-    path = tmp_path / "theirs.tar"
+    path = tmp_path / "webdataset.tar"
     with webdataset.TarWriter(str(path), format=form) as writer:
-        for one in samples:
-            writer.write({"__key__": one.key, one.extension: one.image, "cls": one.label, **one.extras})
-    assert read(FORMAT, path.read_bytes(), check=True) == samples
+        for sample in samples:
+            row = {"__key__": sample.key, sample.extension: sample.image, "cls": sample.label}
+            writer.write(row | dict(sample.extras))
+    assert read_samples(FORMAT, path.read_bytes(), check=True) == samples
 
 
-def test_reads_what_webdataset_shard_writer_wrote(tmp_path: Path) -> None:
+def test_reads_shards_of_webdataset_shard_writer(tmp_path: Path) -> None:
     with webdataset.ShardWriter(str(tmp_path / "set-%06d.tar"), maxcount=2, verbose=0) as writer:
         for number in range(5):
             writer.write({"__key__": f"{number:03d}", "jpg": JPEG, "cls": number})
     shards = sorted(tmp_path.glob("*.tar"))
     assert len(shards) == 3
-    labels = [one.label for shard in shards for one in read(FORMAT, shard.read_bytes(), check=True)]
+    labels = [sample.label for shard in shards for sample in read_samples(FORMAT, shard.read_bytes(), check=True)]
     assert labels == [0, 1, 2, 3, 4]
 
 
-@lax
+@relaxed
 @given(st.text("ab._/A", min_size=1, max_size=12).filter(lambda path: not path.endswith("/")))
-def test_paths_split_as_webdataset_splits_them(path: str) -> None:
-    skipped = not list(tar_file_iterator(io.BytesIO(tar_of((path, b"")))))
+def test_split_path_equals_webdataset(path: str) -> None:
+    skipped = not list(tar_file_iterator(io.BytesIO(make_tar((path, b"")))))
     key, extension = base_plus_ext(path)
     assert split_path(path) == (None if skipped or key is None else (key, extension.lower()))
 
@@ -156,7 +159,7 @@ def test_split_path(path: str, names: tuple[str, str] | None) -> None:
     assert split_path(path) == names
 
 
-def test_a_hostile_path_does_not_take_long() -> None:
+def test_split_path_is_fast_for_hostile_paths() -> None:
     assert split_path("/" * 1_000_000) is None
 
 
@@ -184,25 +187,25 @@ def test_members_that_are_not_samples_are_skipped() -> None:
     assert first.sample == Sample("train/a", JPEG, "jpg", 4)
     assert second.sample == Sample("train/b", JPEG, "jpg", 5, {"png": JPEG})
     assert data[first.start :].startswith(b"train/a.JPEG\x00")
-    for one in (first, second):
-        assert FORMAT.parse_sample(data[one.start : one.end], "span") == one.sample
+    for located in (first, second):
+        assert FORMAT.parse_sample(data[located.start : located.end], "span") == located.sample
 
 
 def test_sizes_in_base_256_and_v7_headers() -> None:
-    (one,) = FORMAT.iter_samples(data := shard_of(FORMAT, [Sample("a", JPEG, "jpg", 1)]), "shard")
-    header = bytearray(data[:BLOCK])
+    (located,) = FORMAT.iter_samples(data := make_shard(FORMAT, [Sample("a", JPEG, "jpg", 1)]), "shard")
+    header = bytearray(data[:BLOCK_BYTES])
     header[124:136] = b"\x80" + len(JPEG).to_bytes(11, "big")
-    assert read(FORMAT, with_checksum(header) + data[BLOCK:], check=True) == [one.sample]
-    header[257:] = bytes(BLOCK - 257)
-    assert read(FORMAT, with_checksum(header) + data[BLOCK:]) == [one.sample]
+    assert read_samples(FORMAT, with_checksum(header) + data[BLOCK_BYTES:], check=True) == [located.sample]
+    header[257:] = bytes(BLOCK_BYTES - 257)
+    assert read_samples(FORMAT, with_checksum(header) + data[BLOCK_BYTES:]) == [located.sample]
 
 
-def test_the_size_in_a_pax_header_counts() -> None:
-    image = tar_of(("a.jpg", JPEG), pax_headers={"size": "4"})[: 4 * BLOCK]
-    assert read(FORMAT, image + tar_of(("a.cls", b"1")), check=True) == [Sample("a", JPEG[:4], "jpg", 1)]
+def test_size_of_a_pax_header_is_used() -> None:
+    image = make_tar(("a.jpg", JPEG), pax_headers={"size": "4"})[: 4 * BLOCK_BYTES]
+    assert read_samples(FORMAT, image + make_tar(("a.cls", b"1")), check=True) == [Sample("a", JPEG[:4], "jpg", 1)]
 
 
-def test_a_file_over_8_gib_says_so_in_its_pax_header() -> None:
+def test_size_over_8_gib_is_in_the_pax_header() -> None:
     class Huge(bytes):
         def __len__(self) -> int:
             return 9 << 30
@@ -214,115 +217,117 @@ def test_a_file_over_8_gib_says_so_in_its_pax_header() -> None:
     assert (info.name, info.size) == ("a.jpg", 9 << 30)
 
 
-def damaged(change: Callable[[bytearray], None]) -> bytes:
-    data = bytearray(shard_of(FORMAT, [Sample("a", JPEG, "jpg", 1)]))
+def damage(change: Callable[[bytearray], None]) -> bytes:
+    data = bytearray(make_shard(FORMAT, [Sample("a", JPEG, "jpg", 1)]))
     change(data)
     return bytes(data)
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "parts"),
     [
-        (tar_of(("a/b.cls", b"1")), r"sample 'a/b' at byte 0 has no image"),
-        (tar_of(("a.jpg", JPEG), ("a.cls", b"1"), ("b.jpg", JPEG)), r"sample 'b' at byte 2048 has no label"),
-        (tar_of(("a.jpg", JPEG), ("a.json", b'{"label": 1}')), r"sample 'a' at byte 0 has no label"),
-        (tar_of(("a.jpg", JPEG), ("a.cls", b"cat")), r"has the label b'cat', not an integer"),
-        (tar_of(("a.jpg", JPEG), ("a.cls", b"")), r"has the label b'', not an integer"),
-        (tar_of(("a.jpg", JPEG), ("a.cls", b"1" * 9999)), r"has the label b'1{21}', not an integer"),
+        (make_tar(("a/b.cls", b"1")), ["sample 'a/b' at byte 0 ", "no image"]),
+        (make_tar(("a.jpg", JPEG), ("a.cls", b"1"), ("b.jpg", JPEG)), ["sample 'b' at byte 2048 ", ".cls"]),
+        (make_tar(("a.jpg", JPEG), ("a.json", b'{"label": 1}')), ["sample 'a' at byte 0 ", ".cls"]),
+        (make_tar(("a.jpg", JPEG), ("a.cls", b"cat")), ["sample 'a' at byte 0 ", "label b'cat'"]),
+        (make_tar(("a.jpg", JPEG), ("a.cls", b"")), ["sample 'a' at byte 0 ", "label b''"]),
+        (make_tar(("a.jpg", JPEG), ("a.cls", b"1" * 9999)), ["sample 'a' at byte 0 ", f"label b'{'1' * 21}'"]),
         (
-            tar_of(("a.jpg", JPEG), ("a.JPG", JPEG), ("a.cls", b"1")),
-            r"member 'a.JPG' at byte 1024 is there twice",
+            make_tar(("a.jpg", JPEG), ("a.JPG", JPEG), ("a.cls", b"1")),
+            ["member 'a.JPG' at byte 1024 ", "twice"],
         ),
         (
-            tar_of(("a.jpg", JPEG * 99))[:1000],
-            r"truncated at byte 1000: member 'a.jpg' wants 1287 bytes at byte 512",
+            make_tar(("a.jpg", JPEG * 99))[:1000],
+            ["truncated at byte 1000", "'a.jpg'", "1287 bytes at byte 512"],
         ),
-        (tar_of(("a.jpg", JPEG))[:300], r"truncated at byte 300: a header at byte 0 wants 512 bytes"),
-        (tar_of(("é.jpg", JPEG))[:1024], r"the header at byte 0 describes a member that does not follow"),
-        (tar_of(("a.jpg", b""), type=tarfile.GNUTYPE_SPARSE), r"member 'a.jpg' at byte 0 is sparse"),
-        (tar_of(("a.jpg", JPEG), pax_headers={"GNU.sparse.major": "1"}), r"the member at byte 0 is sparse"),
-        (b"\x1f\x8b" + bytes(range(256)) * 8, r"not a tar header at byte 0: its checksum is"),
+        (make_tar(("a.jpg", JPEG))[:300], ["truncated at byte 300", "header at byte 0 ", "512 bytes"]),
+        (make_tar(("é.jpg", JPEG))[:1024], ["extended header at byte 0 "]),
+        (make_tar(("a.jpg", b""), type=tarfile.GNUTYPE_SPARSE), ["member 'a.jpg' at byte 0 ", "sparse"]),
+        (make_tar(("a.jpg", JPEG), pax_headers={"GNU.sparse.major": "1"}), ["member at byte 0 ", "sparse"]),
+        (b"\x1f\x8b" + bytes(range(256)) * 8, ["header at byte 0:", "checksum"]),
         (
-            damaged(lambda data: data.__setitem__(slice(124, 128), b"nope")),
-            r"not a tar header at byte 0: its size is",
+            damage(lambda data: data.__setitem__(slice(124, 128), b"nope")),
+            ["header at byte 0:", "size"],
         ),
         (
-            damaged(lambda data: data.__setitem__(slice(124, 128), b"-001")),
-            r"not a tar header at byte 0: its size is",
+            damage(lambda data: data.__setitem__(slice(124, 128), b"-001")),
+            ["header at byte 0:", "size"],
         ),
-        (damaged(lambda data: data.__setitem__(slice(124, 136), b"\xff" * 12)), r"its size is"),
+        (damage(lambda data: data.__setitem__(slice(124, 136), b"\xff" * 12)), ["header at byte 0:", "size"]),
         (
-            damaged(lambda data: data.__setitem__(slice(124, 136), b"\x80" + b"\xff" * 11)),
-            r"truncated .* wants 3094",
+            damage(lambda data: data.__setitem__(slice(124, 136), b"\x80" + b"\xff" * 11)),
+            ["truncated at byte", "3094"],
         ),
     ],
 )
-def test_faults_say_what_and_where(data: bytes, message: str) -> None:
-    with pytest.raises(SourceError, match=rf"^train-000000\.tar: .*{message}"):
+def test_errors_name_shard_member_and_offset(data: bytes, parts: list[str]) -> None:
+    with pytest.raises(SourceError) as caught:
         list(FORMAT.iter_samples(data, "train-000000.tar"))
+    assert caught.value.where == "train-000000.tar"
+    assert all(part in caught.value.what for part in parts), caught.value.what
 
 
 @pytest.mark.parametrize(
     "record", [b"path=x\n", b"0 path=x\n", b"-9 path=x\n", b"99 path=x\n", b"9 path=xy", b"7 size=-1\n"]
 )
-def test_a_damaged_pax_header_is_a_fault(record: bytes) -> None:
-    data = bytearray(shard_of(FORMAT, [Sample("é", JPEG, "jpg", 1)]))
-    data[BLOCK : BLOCK + len(record)] = record
-    with pytest.raises(SourceError, match="the PAX header at byte 0 is damaged"):
-        read(FORMAT, bytes(data))
+def test_damaged_pax_header_is_an_error(record: bytes) -> None:
+    data = bytearray(make_shard(FORMAT, [Sample("é", JPEG, "jpg", 1)]))
+    data[BLOCK_BYTES : BLOCK_BYTES + len(record)] = record
+    with pytest.raises(SourceError, match="PAX header at byte 0 "):
+        read_samples(FORMAT, bytes(data))
 
 
-def test_a_global_pax_header_may_not_name_every_member() -> None:
+def test_global_pax_header_with_a_path_is_an_error() -> None:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT, pax_headers={"path": "a.jpg"}):
         pass
-    with pytest.raises(SourceError, match="gives all members one path or size"):
-        read(FORMAT, out.getvalue())
+    with pytest.raises(SourceError, match="global PAX header at byte 0 "):
+        read_samples(FORMAT, out.getvalue())
 
 
-def test_a_huge_extended_header_is_not_read() -> None:
-    data = tar_of(("a.jpg", bytes(2 << 20)), type=tarfile.GNUTYPE_LONGNAME)
-    with pytest.raises(SourceError, match="the extended header at byte 0 claims 2097152 bytes"):
-        read(FORMAT, data)
+def test_huge_extended_header_is_not_read() -> None:
+    data = make_tar(("a.jpg", bytes(2 << 20)), type=tarfile.GNUTYPE_LONGNAME)
+    with pytest.raises(SourceError, match=r"extended header at byte 0 .* 2097152 bytes"):
+        read_samples(FORMAT, data)
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_an_archive_without_its_end_is_truncated_even_between_samples(check: bool) -> None:
-    data = shard_of(FORMAT, SAMPLES)
-    for end in [0, *(found.end for found in FORMAT.iter_samples(data, "shard"))]:
-        with pytest.raises(SourceError, match=f"^shard: truncated at byte {end}: the end of the archive is missing"):
-            read(FORMAT, data[:end], check=check)
-    assert tuple(read(FORMAT, data[:-512], check=check)) == SAMPLES
+def test_archive_without_end_block_is_truncated_even_between_samples(check: bool) -> None:
+    data = make_shard(FORMAT, SAMPLES)
+    for end in [0, *(located.end for located in FORMAT.iter_samples(data, "shard"))]:
+        with pytest.raises(SourceError, match=rf"^shard: truncated at byte {end}: .*end-of-archive"):
+            read_samples(FORMAT, data[:end], check=check)
+    assert tuple(read_samples(FORMAT, data[:-512], check=check)) == SAMPLES
 
 
-def test_nothing_may_follow_the_end_when_checked() -> None:
-    data = shard_of(FORMAT, SAMPLES)
-    assert tuple(read(FORMAT, data + bytes(8192), check=True)) == SAMPLES
-    assert tuple(read(FORMAT, data + data)) == SAMPLES
-    with pytest.raises(SourceError, match=f"ends at byte {len(data) - 1024}, but byte {len(data)} starts more"):
-        read(FORMAT, data + data, check=True)
+def test_check_rejects_data_after_the_end_block() -> None:
+    data = make_shard(FORMAT, SAMPLES)
+    assert tuple(read_samples(FORMAT, data + bytes(8192), check=True)) == SAMPLES
+    assert tuple(read_samples(FORMAT, data + data)) == SAMPLES
+    with pytest.raises(SourceError, match=rf"byte {len(data) - 1024}\b.*byte {len(data)}\b"):
+        read_samples(FORMAT, data + data, check=True)
 
 
-def test_a_check_notices_a_damaged_header() -> None:
-    data = shard_of(FORMAT, SAMPLES[:1])
-    for at in (*range(147), *range(156, BLOCK)):
-        hurt = bytearray(data)
-        hurt[at] ^= 0x40
-        with pytest.raises(SourceError, match="at byte 0: its checksum"):
-            read(FORMAT, bytes(hurt), check=True)
-        with pytest.raises(SourceError, match="at byte 0: its checksum"):
-            FORMAT.parse_sample(bytes(hurt[: -len(FORMAT.trailer)]), "span", check=True)
+def test_check_detects_a_damaged_header() -> None:
+    data = make_shard(FORMAT, SAMPLES[:1])
+    for offset in (*range(147), *range(156, BLOCK_BYTES)):
+        damaged = bytearray(data)
+        damaged[offset] ^= 0x40
+        with pytest.raises(SourceError, match=r"at byte 0: .*checksum"):
+            read_samples(FORMAT, bytes(damaged), check=True)
+        with pytest.raises(SourceError, match=r"at byte 0: .*checksum"):
+            FORMAT.parse_sample(bytes(damaged[: -len(FORMAT.trailer)]), "span", check=True)
 
 
 @pytest.mark.parametrize("key", ["a.b", "a/.b", "__x__/a", "nul\0"])
-def test_refuses_keys_that_webdataset_would_not_give_back(key: str) -> None:
-    with pytest.raises(SourceError, match="cannot hold"):
+def test_keys_that_webdataset_would_change_are_rejected(key: str) -> None:
+    with pytest.raises(SourceError, match=re.escape(repr(key))):
         FORMAT.check_key(key)
-    with pytest.raises(SourceError, match="cannot hold"):
+    with pytest.raises(SourceError, match=re.escape(repr(key))):
         FORMAT.encode(Sample(key, JPEG, "jpg", 1))
 
 
 @pytest.mark.parametrize("extension", ["jpg", "cls", "TXT", "a/b", "nul\0"])
-def test_refuses_extras_that_would_not_come_back(extension: str) -> None:
-    with pytest.raises(SourceError, match="cannot hold a member"):
+def test_extras_that_webdataset_would_change_are_rejected(extension: str) -> None:
+    with pytest.raises(SourceError, match=rf"member {re.escape(repr(extension))} .*'a'"):
         FORMAT.encode(Sample("a", JPEG, "jpg", 1, {extension: b""}))

@@ -21,6 +21,8 @@ from stoker.shards.plan import ConversionPlan, SplitPlan
 from stoker.storage import Store, local_path
 from stoker.storage.local import translate_os_errors
 
+RESUME_HINT = "free some space and run the same command again: finished shards are kept"
+
 
 class QuarantinedImage(msgspec.Struct, frozen=True, kw_only=True):
     """An image that was not converted, and the reason."""
@@ -248,7 +250,7 @@ def resume_hint(path: Path) -> Iterator[None]:
         with translate_os_errors(path):
             yield
     except StorageFullError as error:
-        error.hint = "free some space and run the same command again: finished shards are kept"
+        error.hint = RESUME_HINT
         raise
 
 
