@@ -58,7 +58,7 @@ UNEVEN = """
 import os, time
 from stoker.telemetry import recorder
 record = recorder()
-for step in range(50 if os.environ["RANK"] == "0" else 1):
+for step in range(70 if os.environ["RANK"] == "0" else 1):
     record.heartbeat(step)
     time.sleep(0.1)
 """
@@ -197,7 +197,7 @@ class TestLocal(LauncherSuite):
 
     def test_finished_rank_is_not_a_hang(self, launcher: Any, tmp_path: Path) -> None:
         (tmp_path / "uneven.py").write_text(UNEVEN)
-        keys = {"program": {"script": "uneven.py"}, "topology": "torchrun", "processes_per_worker": 2, "hang_after": 2}
+        keys = {"program": {"script": "uneven.py"}, "topology": "torchrun", "processes_per_worker": 2, "hang_after": 5}
         _, status = self.run_to_end(launcher, job_of(**keys))
         assert status.state is JobState.SUCCEEDED, status.message
 

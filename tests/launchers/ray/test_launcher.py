@@ -94,8 +94,8 @@ class TestRay(LauncherSuite):
     @pytest.mark.slow
     def test_hang_is_stopped_with_the_stacks_of_every_rank(self, launcher: Any, tmp_path: Path) -> None:
         (tmp_path / "hang.py").write_text(HANGING)
-        run, status = self.run_to_end(launcher, job_of(program={"script": "hang.py"}, hang_after=2))
-        assert re.search(r"step 2 in train-00001\.tar: .*\b2s\b", status.message)
+        run, status = self.run_to_end(launcher, job_of(program={"script": "hang.py"}, hang_after=5))
+        assert re.search(r"step 2 in train-00001\.tar: .*\b5s\b", status.message)
         assert "in stuck" in (run.folder / "stacks.0.txt").read_text()
 
     @pytest.mark.slow
