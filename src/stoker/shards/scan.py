@@ -71,7 +71,7 @@ def default_scan_cache() -> Path:
 
 @contextmanager
 def _scan_lock(cache: Path) -> Iterator[None]:
-    """Let one process scan at a time: all ranks of a machine start at once, and need only one scan."""
+    """Hold a lock so that one process scans at a time: all ranks of a machine start at once, and need only one scan."""
     with _cache_errors(cache):
         cache.mkdir(parents=True, exist_ok=True)
         folder = os.open(cache, os.O_RDONLY)

@@ -37,7 +37,7 @@ _HeaderFields: TypeAlias = tuple[bytes, bytes, bytes, bytes, bytes]
 
 
 class TarReader(Protocol):
-    """Random access to a tar that lies between the offsets `start` and `end`."""
+    """Random access to the tar between the offsets `start` and `end`."""
 
     start: int
     end: int
