@@ -61,10 +61,10 @@ class RunningTraining:
         codes = [process.wait(timeout) for process in self.processes]
         return TrainingResult(next((code for code in codes if code), 0), self.log.read_text())
 
-    def wait_for(self, text: str, timeout: float = 60) -> None:
-        """Wait until the training has written a text."""
+    def wait_for(self, *texts: str, timeout: float = 60) -> None:
+        """Wait until the training has written one of these texts."""
         deadline = time.monotonic() + timeout
-        while text not in self.log.read_text():
+        while not any(text in self.log.read_text() for text in texts):
             assert self.running, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.02)

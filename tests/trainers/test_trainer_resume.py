@@ -44,10 +44,12 @@ def undisturbed(flags: list[object], tmp_path_factory: pytest.TempPathFactory) -
     return own, folder / "ck"
 
 
-def interrupt(own: list[object], log: Path, victim: str, *, torchrun: bool = False, within_s: float = 0.3) -> None:
-    """Kill a rank, torchrun or all ranks at a random moment after the first new checkpoint."""
+def interrupt(own: list[object], log: Path, victim: str, *, torchrun: bool = False, within_s: float = 0.3) -> bool:
+    """Kill a rank, torchrun or all ranks at a random moment after its first checkpoint; False if it is finished."""
     with start_training(log, 3, *own, torchrun=torchrun) as training:
-        training.wait_for('"name": "checkpoint"')
+        training.wait_for('"name": "checkpoint"', '"name": "end"')
+        if '"name": "checkpoint"' not in log.read_text():
+            return False
         time.sleep(random.random() * within_s)
         pids = {"rank": training.ranks()[-2:-1], "torchrun": [training.processes[0].pid], "all": training.ranks()}[
             victim
@@ -62,6 +64,7 @@ def interrupt(own: list[object], log: Path, victim: str, *, torchrun: bool = Fal
             done = training.wait(60)
             assert done.code != 0
             assert done.marks("lost") or done.marks("end")
+    return True
 
 
 def assert_same_result(own: list[object], tmp_path: Path, expected: Path) -> None:
@@ -93,8 +96,9 @@ def test_killed_at_random_moments_the_result_is_bit_identical(
 def test_killed_many_times_with_torchrun(undisturbed: tuple[list[object], Path], tmp_path: Path) -> None:
     flags, expected = undisturbed
     own = [*flags, "--checkpoint-dir", tmp_path / "ck", "--ledger", tmp_path / "ledger", "--checkpoint-every-steps", 1]
-    for victim in ("rank", "all", "torchrun", "rank", "torchrun", "all"):
-        interrupt(own, tmp_path / "log", victim, torchrun=True)
+    victims = ("rank", "all", "torchrun", "rank", "torchrun", "all")
+    kills = [interrupt(own, tmp_path / "log", victim, torchrun=True, within_s=0.05) for victim in victims]
+    assert sum(kills) >= 3, "finished too early"
     assert_same_result(own, tmp_path, expected)
 
 
