@@ -17,7 +17,7 @@ from stoker.errors import InputError
 if TYPE_CHECKING:
     from stoker.kube.client import KubeClient
     from stoker.kube.config import KubeTarget
-    from stoker.serve.cluster.deployment import CacheState
+    from stoker.serve.cluster.deployment import CacheStatus
     from stoker.serve.cluster.manifests import ClusterCache
     from stoker.shards.shard_set import ShardSet
     from stoker.storage import Entry
@@ -79,26 +79,26 @@ def cache(
 
 
 def _deploy(cluster: KubeClient, target: KubeTarget, options: CacheOptions, wait_s: float) -> None:
-    from stoker.serve.cluster.deployment import await_ready, deploy
-    from stoker.serve.cluster.manifests import cache_objects
+    from stoker.serve.cluster.deployment import wait_ready, deploy_cache
+    from stoker.serve.cluster.manifests import build_cache_objects
 
     cache_spec = _build_spec(options, target, cluster)
-    deploy(cluster, cache_objects(cache_spec, read_patches(options.patches)))
+    deploy_cache(cluster, build_cache_objects(cache_spec, read_patches(options.patches)))
     print_message(f"{cache_spec.kind} stoker-cache in {cluster.url}, {format_bytes(cache_spec.size)} per pod")
-    await_ready(cluster, cache_spec.kind, timeout_s=wait_s, tell=lambda text: print_message(f"waiting: {text}"))
+    wait_ready(cluster, cache_spec.kind, timeout_s=wait_s, on_progress=lambda text: print_message(f"waiting: {text}"))
 
 
 def _print_objects(on: str, options: CacheOptions, as_json: bool) -> None:
     """Print the objects; contacts the cluster only to read the size of a claim."""
     from stoker.launchers.kubernetes.plan import to_yaml_documents
-    from stoker.serve.cluster.manifests import cache_objects
+    from stoker.serve.cluster.manifests import build_cache_objects
 
     if options.claim is not None and options.size is None:
         with connect(on) as cluster:
             cache_spec = _build_spec(options, parse_target(on), cluster)
     else:
         cache_spec = _build_spec(options, parse_target(on), None)
-    objects = cache_objects(cache_spec, read_patches(options.patches))
+    objects = build_cache_objects(cache_spec, read_patches(options.patches))
     if as_json:
         print_json(objects)
     else:
@@ -107,15 +107,15 @@ def _print_objects(on: str, options: CacheOptions, as_json: bool) -> None:
 
 def _build_spec(options: CacheOptions, target: KubeTarget, cluster: KubeClient | None) -> ClusterCache:
     """Return the cache to deploy; the size defaults to that of the claim."""
-    from stoker.serve.cache.origins import read_origins
-    from stoker.serve.cluster.deployment import claimed_size
-    from stoker.serve.cluster.manifests import IMAGE, ClusterCache
+    from stoker.serve.cache.origins import parse_origins
+    from stoker.serve.cluster.deployment import claim_bytes_per_pod
+    from stoker.serve.cluster.manifests import NGINX_IMAGE, ClusterCache
 
     check_revalidation(options.revalidate_after)
-    origins = tuple(read_origins(options.origins))
+    origins = tuple(parse_origins(options.origins))
     size = None if options.size is None else _size(options.size)
     if options.claim is not None and cluster is not None and options.replicas >= 1:
-        has = claimed_size(cluster, options.claim, options.replicas)
+        has = claim_bytes_per_pod(cluster, options.claim, options.replicas)
         if size is not None and size > has:
             each = " per pod" if options.replicas > 1 else ""
             raise InputError(f"--size is {format_bytes(size)}, but claim {options.claim} has {format_bytes(has)}{each}")
@@ -125,11 +125,11 @@ def _build_spec(options: CacheOptions, target: KubeTarget, cluster: KubeClient |
     return ClusterCache(
         origins=origins,
         size=size,
-        image=IMAGE if options.image is None else options.image,
+        image=NGINX_IMAGE if options.image is None else options.image,
         replicas=options.replicas,
         claim=options.claim,
         storage_class=options.storage_class,
-        fresh_s=options.revalidate_after,
+        revalidate_after_s=options.revalidate_after,
         namespace=target.namespace,
     )
 
@@ -159,9 +159,9 @@ def read_patches(files: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _delete_cache(cluster: KubeClient, as_json: bool) -> None:
-    from stoker.serve.cluster.deployment import remove
+    from stoker.serve.cluster.deployment import remove_cache
 
-    gone = remove(cluster)
+    gone = remove_cache(cluster)
     if as_json:
         print_json({"removed": gone})
     else:
@@ -173,16 +173,16 @@ def _delete_cache(cluster: KubeClient, as_json: bool) -> None:
 def _print_state(cluster: KubeClient, as_json: bool) -> None:
     from dataclasses import asdict
 
-    from stoker.serve.cluster.deployment import look
+    from stoker.serve.cluster.deployment import read_status
 
-    state = look(cluster)
+    state = read_status(cluster)
     if as_json:
         print_json(asdict(state))
     else:
         _print_pods(state)
 
 
-def _print_pods(state: CacheState) -> None:
+def _print_pods(state: CacheStatus) -> None:
     print_table(
         ("pod", "node", "state", "restarts", "requests", "bytes", "hits", "misses", "from origin", "errors"),
         [
@@ -219,14 +219,14 @@ class ClusterWarmer:
     """Fills the cache of a namespace with a Job in that namespace."""
 
     def __init__(self, on: str, url: str, read_from: str | None, image: str | None, patches: Sequence[Path]) -> None:
-        from stoker.serve.cluster.deployment import target
+        from stoker.serve.cluster.deployment import find_warm_target
         from stoker.serve.cluster.manifests import WARM_IMAGE
         from stoker.storage.cache_url import build_cache_url
 
         self._patches, self._image = read_patches(patches), WARM_IMAGE if image is None else image
         self._target_namespace, self._cluster = parse_target(on), connect(on)
         try:
-            self._target = target(self._cluster)
+            self._target = find_warm_target(self._cluster)
             self.url, self.budget = self._cluster.url, self._target.budget
             build_cache_url(url, self.url, self._target.origins)  # before anything is read
         except BaseException:
@@ -240,26 +240,26 @@ class ClusterWarmer:
 
     def fill(self, shard_set: ShardSet, entries: list[Entry], jobs: int, progress: Callable[[int], None]) -> int:
         """Read shards through the cache with a Job and return the number of bytes."""
-        from stoker.serve.cluster.deployment import fill
-        from stoker.serve.cluster.manifests import MOST_LANES, Filling
+        from stoker.serve.cluster.deployment import run_warm_job
+        from stoker.serve.cluster.manifests import MAX_PARALLEL_READS, WarmJob
 
-        if jobs > MOST_LANES:
-            raise InputError(f"--jobs must be from 1 to {MOST_LANES} with --on k8s, got {jobs}")
+        if jobs > MAX_PARALLEL_READS:
+            raise InputError(f"--jobs must be from 1 to {MAX_PARALLEL_READS} with --on k8s, got {jobs}")
         objects = list(_list_objects(shard_set, entries))
         root = self._root(shard_set)
-        filling = Filling(
+        filling = WarmJob(
             paths=tuple(f"{root}/{quote(name)}" for name, _ in objects),
             caches=self._target.caches,
-            lanes=min(jobs, max(1, len(objects))),
+            parallel=min(jobs, max(1, len(objects))),
             image=self._image,
             namespace=self._target_namespace.namespace,
         )
-        fill(
+        run_warm_job(
             self._cluster,
             filling,
             patches=self._patches,
-            done=lambda at: progress(objects[at][1]),
-            tell=lambda text: print_message(f"waiting: {text}"),
+            on_read=lambda at: progress(objects[at][1]),
+            on_progress=lambda text: print_message(f"waiting: {text}"),
         )
         return sum(size for _, size in objects)
 

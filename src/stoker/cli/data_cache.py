@@ -120,7 +120,7 @@ def _cache_here(
     """Run the cache on this machine until a signal."""
     from stoker.core.units import parse_bytes
     from stoker.errors import InputError
-    from stoker.serve.cache.origins import read_origins
+    from stoker.serve.cache.origins import parse_origins
     from stoker.serve.cache.slices import check_budget
     from stoker.serve.engines import create_cache
     from stoker.serve.settings import CacheSettings
@@ -130,7 +130,7 @@ def _cache_here(
         missing = [name for name, value in (("--dir", place), ("--size", size)) if value is None]
         raise InputError(f"{' and '.join(missing)} required", hint="for example --dir /cache --size 200GiB")
     folder = parse_folder(place, "--dir")
-    origins = read_origins(origin)
+    origins = parse_origins(origin)
     budget = parse_bytes(size)
     check_budget(folder, budget)
     settings = CacheSettings(
@@ -176,7 +176,7 @@ def warm(
     from stoker.core.units import format_bytes
     from stoker.errors import InputError
     from stoker.load.planning import find_shard_set, plan_sampling
-    from stoker.serve.cache.warm import Order, fitting, order_of_job, parse_slice, plan_order
+    from stoker.serve.cache.warm import WarmPlan, select_fitting, read_job_plan, parse_shard_range, order_shards
     from stoker.shards.scan import ensure_manifest
     from stoker.storage import redacted
 
@@ -187,7 +187,7 @@ def warm(
     cluster_cache.check_options(ctx, on, local={"via": "--via"}, cluster=CLUSTER_WARM)
     if via is None and on is None:
         raise InputError("no cache given", hint="pass --via http://cache:3128 or --on k8s")
-    order = Order("exact", 0) if job is None else order_of_job(job)
+    order = WarmPlan("exact", 0) if job is None else read_job_plan(job)
     warmer: _Warmer = (
         cluster_cache.ClusterWarmer(on, url, read_from, image, patch or [])
         if on is not None
@@ -196,9 +196,9 @@ def warm(
     with closing(warmer):
         shard_set = ensure_manifest(find_shard_set(warmer.readable), jobs=jobs)
         plan = plan_sampling(shard_set, sampling=sampling or order.sampling, seed=order.seed if seed is None else seed)
-        ordered = plan_order(plan, shard_set.shards, epoch)
-        chosen = ordered[parse_slice(shards, len(ordered))] if shards is not None else ordered
-        entries = fitting(chosen, warmer.budget)
+        ordered = order_shards(plan, shard_set.shards, epoch)
+        chosen = ordered[parse_shard_range(shards, len(ordered))] if shards is not None else ordered
+        entries = select_fitting(chosen, warmer.budget)
         with show_byte_progress("warming", sum(entry.size for entry in entries)) as advance:
             fetched = warmer.fill(shard_set, entries, jobs, advance)
     skipped = len(chosen) - len(entries)
@@ -236,7 +236,7 @@ class _LocalWarmer:
 
     def fill(self, shard_set: ShardSet, entries: list[Entry], jobs: int, progress: Callable[[int], None]) -> int:
         """Read shards through the cache and return the number of bytes."""
-        from stoker.serve.cache.warm import warm as fill
+        from stoker.serve.cache.warm import warm_cache as fill
 
         return fill(shard_set, entries, jobs=jobs, progress=progress)
 

@@ -53,19 +53,19 @@ def doctor(
         _check_this_machine(as_json)
         return
     on = on or LOCAL
-    from stoker.doctor.run import default_job, examine
+    from stoker.doctor.run import default_job, check_job
     from stoker.jobs.spec import load_job
 
     launcher, (name, _, place) = open_launcher(on), on.partition("://")
     overrides = add_hosts(on, sets, hosts)
     job = default_job(name, place, overrides) if file is None else load_job(file, overrides)
     if name == "k8s":
-        from stoker.doctor.kubernetes.collect import examine_cluster
+        from stoker.doctor.kubernetes.collect import check_job_on_cluster
         from stoker.kube.config import KubeTarget
 
-        checks = examine_cluster(job, KubeTarget.parse(place), print_message, is_given=file is not None)
+        checks = check_job_on_cluster(job, KubeTarget.parse(place), print_message, is_given=file is not None)
     else:
-        checks = examine(job, launcher, place, print_message)
+        checks = check_job(job, launcher, place, print_message)
     if as_json:
         print_json([_to_dict(check) for check in checks])
     else:

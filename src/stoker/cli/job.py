@@ -35,12 +35,12 @@ def init(
     """Write a commented job file to start from."""
     from stoker.errors import ConflictError
     from stoker.jobs.spec import parse_job
-    from stoker.jobs.template import template
+    from stoker.jobs.template import render_template
 
     sibling = str(Path(train).with_name("val")) if "://" not in train else None
     if val is None and sibling is not None and (Path(sibling).exists() or not Path(train).exists()):
         val = sibling
-    text = template(name, train, val)
+    text = render_template(name, train, val)
     parse_job(text, path)  # an invalid name is refused before anything is written
     try:
         with open(path, "w" if force else "x") as file:
@@ -72,7 +72,7 @@ def plan(
     if as_json:
         print_json(rendered)
         return
-    typer.echo(rendered.shown())
+    typer.echo(rendered.to_text())
 
 
 @app.command()
@@ -94,7 +94,7 @@ def run(
 
     Ctrl-C stops the job; closing the terminal does not. The last line is the outcome, and where the time went.
     """
-    from stoker.jobs.run_folder import create
+    from stoker.jobs.run_folder import create_run
 
     if resume is not None:
         is_changed = bool(file or sets or tensorboard or hosts is not None or on != LOCAL)
@@ -104,7 +104,7 @@ def run(
     else:
         overrides = [*add_hosts(on, sets, hosts), *(["tensorboard=true"] if tensorboard else [])]
         job, rendered = _render(_require_file(file), on, overrides)
-        started, launcher = create(job, rendered), open_launcher(on)
+        started, launcher = create_run(job, rendered), open_launcher(on)
         start = partial(launcher.start, rendered, started, detach=detach)
     first = started.read_status().next_attempt  # earlier attempts of a resumed run are not printed again
     with stop_on_interrupt(launcher, started):
@@ -134,10 +134,10 @@ def evaluate(
     import msgspec
 
     from stoker.errors import InputError
-    from stoker.jobs.run_folder import create, find
+    from stoker.jobs.run_folder import create_run, find_run
     from stoker.jobs.spec import load_job
 
-    trained = find(name) if name else _find_newest_training()
+    trained = find_run(name) if name else _find_newest_training()
     job = load_job(trained.folder / "job.yaml", sets or [])
     if job.program.module != "stoker.trainers.torch_image":
         raise InputError(
@@ -149,13 +149,13 @@ def evaluate(
         job,
         name=f"{job.name[:35].rstrip('-')}-eval",
         program=msgspec.structs.replace(job.program, args=args),
-        checkpoint=msgspec.structs.replace(job.checkpoint, dir=trained.checkpoints),
+        checkpoint=msgspec.structs.replace(job.checkpoint, dir=trained.checkpoint_dir),
         retries=0,
     )
     launcher = open_launcher(LOCAL)
     job = launcher.resolve_paths(job)
     rendered = launcher.render(job)
-    started = create(job, rendered)
+    started = create_run(job, rendered)
     with stop_on_interrupt(launcher, started):
         launcher.start(rendered, started)
         follow_run(started)
@@ -222,12 +222,12 @@ def _require_file(file: Path | None) -> Path:
 def _find_resumable(name: str, *, is_changed: bool) -> Run:
     """Return a finished, unsuccessful run, which can be restarted in its own folder from its own checkpoints."""
     from stoker.errors import ConflictError, InputError
-    from stoker.jobs.run_folder import find
+    from stoker.jobs.run_folder import find_run
 
     if is_changed:
         hint = "omit FILE, --on, --hosts, --set and --tensorboard, or start a new run"
         raise InputError("--resume restarts a run with its own job file on its own target", hint=hint)
-    found = find(name)
+    found = find_run(name)
     state = get_status(found).state
     if not state.is_final:
         raise ConflictError("still running", where=found.id, hint=f"follow it with: stoker job logs -f {found.id}")
@@ -238,9 +238,9 @@ def _find_resumable(name: str, *, is_changed: bool) -> Run:
 
 def _find_newest_training() -> Run:
     """Return the newest run that is not itself an evaluation."""
-    from stoker.jobs.run_folder import find, runs
+    from stoker.jobs.run_folder import find_run, list_runs
 
-    return next((run for run in runs() if "--eval-only" not in run.job.program.args), None) or find(None)
+    return next((run for run in list_runs() if "--eval-only" not in run.job.program.args), None) or find_run(None)
 
 
 def _evaluation_flags(checkpoint: str) -> tuple[str, ...]:

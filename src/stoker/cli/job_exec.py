@@ -147,7 +147,7 @@ def _render_pod_spec(
     from stoker.errors import InputError
     from stoker.jobs.spec import load_job
     from stoker.jobs.topology import get_topology
-    from stoker.launchers.kubernetes.manifests import build_shell_pod_spec
+    from stoker.launchers.kubernetes.run_objects import build_shell_pod_spec
 
     launcher = open_launcher(on)
     job = launcher.resolve_paths(load_job(file, sets or []))

@@ -79,7 +79,7 @@ def get_running_pod(cluster: KubeClient, run: Run, slot: str) -> Manifest:
     """Return the running pod of a slot; raise with the reason if there is none."""
     from stoker.errors import NotFoundError, UnavailableError
     from stoker.kube.ephemeral_pod import list_events
-    from stoker.kube.pods import explain_not_running
+    from stoker.kube.pending import explain_not_running
 
     pod = find_slot_pod(cluster, run, slot)
     if pod is None:

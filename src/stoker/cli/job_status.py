@@ -39,12 +39,12 @@ def list_runs(
 ) -> None:
     """List runs of this machine or of a cluster, newest first."""
     from stoker.core.units import pluralize
-    from stoker.jobs.run_folder import runs
+    from stoker.jobs.run_folder import list_runs
 
     if on is not None:
         _list_cluster_runs(on, limit, as_json)
         return
-    known = runs()
+    known = list_runs()
     rows = [(run, get_status(run)) for run in known[:limit]]
     if as_json:
         print_json([{"run": run.id, **status_to_dict(status)} for run, status in rows])
@@ -147,10 +147,10 @@ def report(
 
     Secrets are removed.
     """
-    from stoker.jobs.run_folder import find
+    from stoker.jobs.run_folder import find_run
     from stoker.launchers.report import write_report
 
-    run = find(name)
+    run = find_run(name)
     path = out or Path(f"{run.id}.tar.gz")
     current, events = get_status(run), read_run_events(run)
     lines = [f"{run.id}: {current.state}", format_progress(events), current.message, *list_insights(events)]

@@ -32,7 +32,7 @@ def open_launcher(target: str) -> Launcher[Any]:
         address = "context/namespace" if scheme == "k8s" else "host:port"
         raise InputError(f"`--on {target}` is not a valid target", hint=f"use {scheme}://{address}")
     launcher: Any = LAUNCHERS.get(kind)
-    if place and not launcher.traits.places:
+    if place and not launcher.traits.has_targets:
         raise InputError(f"`--on {kind}` takes no address", hint=f"remove {place!r}")
     return launcher(place) if place else launcher()  # type: ignore[no-any-return]
 
@@ -55,12 +55,12 @@ def launcher_of(run: Run) -> Launcher[Any]:
 def find_run(name: str | None, target: str | None) -> Run:
     """Return a run of this machine, or of the cluster that `--on` or the handle names."""
     from stoker.errors import InputError
-    from stoker.jobs.run_folder import find
+    from stoker.jobs.run_folder import find_run
 
     if target is None and name is not None and name.startswith("k8s://"):
         target, _, name = name.rpartition("/")
     if target is None:
-        return find(name)
+        return find_run(name)
     if name is None:
         raise InputError("RUN is required with --on", hint=f"list runs with: stoker job list --on {target}")
     run: Run = open_cluster_launcher(target).adopt(name)

@@ -16,7 +16,7 @@ from pathlib import Path
 from stoker.core.processes import Process, start
 from stoker.demo.steps import EPOCHS, NAME, Demo, DemoStep
 from stoker.errors import JobFailedError, UnavailableError
-from stoker.jobs.run_folder import Run, find
+from stoker.jobs.run_folder import Run, find_run
 from stoker.launchers.local import LocalLauncher
 from stoker.telemetry.events import Event
 from stoker.telemetry.reader import RunTail
@@ -38,7 +38,7 @@ def run_demo(demo: Demo, folder: Path, echo: Print) -> Run:
             _run_step(step, folder, echo)
         start_job, follow_logs = demo.training_steps()
         _run_step(start_job, folder, echo)
-        run = find(NAME)
+        run = find_run(NAME)
         services.callback(LocalLauncher().stop, run.handle)
         threading.Thread(target=_kill_rank_1, args=(run, echo), daemon=True).start()
         _run_step(follow_logs, folder, echo)
