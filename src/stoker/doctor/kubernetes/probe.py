@@ -22,13 +22,13 @@ short=kubernetes.default long=kubernetes.default.svc found=none
 while read -r key words; do
   for word in $words; do case "$key $word" in "search svc."*) long="$short.$word" ;; esac; done
 done </etc/resolv.conf
-look() {
+resolve() {
   [ "$found" != ok ] && command -v "$1" >/dev/null 2>&1 || return 0
   if "$@" >/dev/null 2>&1; then found=ok; else found=failed; fi
 }
-look getent hosts "$short"
-look python3 -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], 443)' "$short"
-look nslookup "$long"
+resolve getent hosts "$short"
+resolve python3 -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], 443)' "$short"
+resolve nslookup "$long"
 echo "dns=$found" >/dev/termination-log 2>/dev/null || true
 """
 RESOURCES = {"cpu": "10m", "memory": "64Mi"}
