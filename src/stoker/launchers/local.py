@@ -140,11 +140,12 @@ class LocalLauncher:
         if (pid := supervisor_pid(run)) is not None:
             try:
                 _signal_supervisor(run, pid, signal.SIGTERM)
-                wait_until(lambda: supervisor_pid(run) != pid, grace + 15)
+                # An empty lock (0) belongs to a supervisor that is exiting.
+                wait_until(lambda: supervisor_pid(run) not in (pid, 0), grace + 15)
             except KeyboardInterrupt:  # a second Ctrl-C skips the grace period, a third must not interrupt the kill
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
             _signal_supervisor(run, pid, signal.SIGKILL)
-            wait_until(lambda: supervisor_pid(run) != pid, 5)
+            wait_until(lambda: supervisor_pid(run) not in (pid, 0), 5)
             grace = 0.0
         if supervisor_pid(run) is not None:  # the run was restarted meanwhile
             return
