@@ -153,7 +153,8 @@ def _time_planning_ms(folder: Path) -> float:
     from stoker.jobs.spec import Job
     from stoker.jobs.topology import list_slots
     from stoker.launchers.ssh.client import SshClient
-    from stoker.launchers.ssh.launcher import HostFacts, Route, build_plan
+    from stoker.launchers.ssh.launcher import build_plan
+    from stoker.launchers.ssh.preflight import HostFacts, Route
 
     hosts = [f"node{number}" for number in range(SLOTS)]
     job = decode({"name": "many", "program": {"script": "nothing.py"}, "workers": SLOTS, "ssh": {"hosts": hosts}}, Job)

@@ -53,7 +53,7 @@ COMPARISONS = [
 def run(context: BenchContext) -> BenchResult:
     batches = min(context.samples, MAX_SAMPLES) // peer_loaders.BATCH
     samples = batches * peer_loaders.BATCH
-    timed = samples - peer_loaders.WARM * peer_loaders.BATCH
+    timed = samples - peer_loaders.WARMUP_BATCHES * peer_loaders.BATCH
     shards, records = context.work / "shards", context.work / "records"
     for out in (shards, records):
         shutil.rmtree(out, ignore_errors=True)
