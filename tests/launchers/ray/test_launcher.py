@@ -119,7 +119,7 @@ class TestRay(LauncherSuite):
         job = job_of(program={"command": ["./run.sh"]}, secret_env={"TOKEN": {"secret": "s", "key": "k"}})
         run, status = self.run_to_end(launcher, job)
         assert status.state is JobState.SUCCEEDED, status.message
-        sent = ["./.stoker/driver.py", "./.stoker/profiler.py", "./.stoker/slot_daemon.py", "./.stokerignore"]
+        sent = ["./.stoker/driver.py", "./.stoker/profiler.py", "./.stokerignore"]
         expected = [*sent, "./deep/a.txt", "./keep.txt", "./run.sh"]
         output = run.log_path(Slot("worker", 0), 0).read_bytes()
         assert output.startswith(b"14\n\377\r\n")

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import traceback
+from importlib.resources import files
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -176,6 +177,7 @@ class RayClient:
             "marks": {"STOKER_RUN": self._run.id},
             "grace_s": self._plan.grace_s,
             "silence_s": self._plan.lost_after_s,
+            "daemon_files": _read_daemon_files(),
         }
 
     def _desired_state(self) -> dict[str, Any]:
@@ -198,6 +200,16 @@ class RayClient:
 
     def _on_stacks_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self._stack_requests += 1
+
+
+def _read_daemon_files() -> dict[str, str]:
+    """Return the slot daemon and what it imports, by their paths in the directory that it runs in."""
+    return {
+        "slot_daemon.py": files("stoker.launchers.ray").joinpath("slot_daemon.py").read_text(),
+        "stoker/__init__.py": "",
+        "stoker/remote/__init__.py": "",
+        "stoker/remote/tagged_processes.py": files("stoker.remote").joinpath("tagged_processes.py").read_text(),
+    }
 
 
 def main() -> NoReturn:

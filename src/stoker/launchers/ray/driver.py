@@ -180,8 +180,8 @@ def receive_from_stdin() -> tuple[dict[str, Any], ControlState]:
 class SlotActor:
     """Actor in one bundle of the placement group: inspects its node and runs the slot through a slot daemon."""
 
-    def __init__(self, daemon_source: str) -> None:
-        self._daemon_source = daemon_source
+    def __init__(self, daemon_files: dict[str, str]) -> None:
+        self._daemon_files = daemon_files
         self._folder = ""
         self._daemon: subprocess.Popen[str] | None = None
         self._cleanup_request: dict[str, Any] = {}
@@ -204,7 +204,10 @@ class SlotActor:
     def start(self, request: dict[str, Any]) -> None:
         """Start the slot."""
         self._folder = tempfile.mkdtemp(prefix="stoker-slot-")
-        Path(self._folder, "slot_daemon.py").write_text(self._daemon_source)
+        for name, text in self._daemon_files.items():
+            path = Path(self._folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
         self._cleanup_request = {"marks": request["marks"], "grace_s": request["grace_s"]}
         self._start_daemon(request)
         threading.Thread(target=self._wait_for_result, daemon=True).start()
@@ -338,7 +341,6 @@ class Driver:
 
     def _create_actors(self, group: Any) -> bool:
         """Create the actors and inspect their nodes; False when one does not start, or on a stop request."""
-        daemon_source = Path(__file__).with_name("slot_daemon.py").read_text()
         bundle = dict(self._request["bundle"])
         options = {
             "num_cpus": bundle.pop("CPU", 0),
@@ -354,7 +356,8 @@ class Driver:
         pending = {}
         for index, name in enumerate(self._slots):
             strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
-            self._actors[name] = actor.options(**options, scheduling_strategy=strategy).remote(daemon_source)
+            placed = actor.options(**options, scheduling_strategy=strategy)
+            self._actors[name] = placed.remote(self._request["daemon_files"])
             pending[self._actors[name].inspect_node.remote()] = name
         while pending:
             done, _ = ray.wait(list(pending), timeout=POLL_S)

@@ -54,7 +54,6 @@ _UPLOAD_HINT = "exclude what the job does not need in .stokerignore; refer to sh
 _WORKERS_HINT = "set a number of workers"
 _RUNTIME_FILES = {
     DRIVER: ("stoker.launchers.ray", "driver.py"),
-    ".stoker/slot_daemon.py": ("stoker.launchers.ray", "slot_daemon.py"),
     ".stoker/profiler.py": ("stoker.telemetry", "profiler.py"),
 }
 

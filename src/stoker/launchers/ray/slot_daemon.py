@@ -1,6 +1,6 @@
 """Slot daemon on a Ray node: starts one slot, stops it, and never lets it outlive the actor that requested it.
 
-One file that needs only the standard library; the actor writes it into a directory of its own and starts it there.
+Standard library only; the actor writes this file, with `remote.tagged_processes`, into its own directory and runs it.
 Requests are lines of JSON on standard input, the exit code is reported on standard output. When standard input ends for
 any reason, the slot is stopped: SIGTERM, the grace period, then SIGKILL for every process with the slot's environment
 marks. Processes that an earlier daemon left behind get the same grace period before a new slot is started.
@@ -21,11 +21,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from stoker.remote.tagged_processes import format_survivors, list_tagged, signal_tagged, terminate_tagged
+
 OUTPUT = "output"
 """The file with the slot's output, beside this file."""
 LEFTOVER_GRACE_S = 0.5
-KILL_TIMEOUT_S = 30.0
-"""How long a killed process may take to disappear."""
 POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 # Set by Ray for its own workers; user programs should not inherit them.
@@ -54,10 +54,10 @@ class SlotDaemon:
     def _clean_up_previous(self) -> dict[str, Any]:
         """Stop what an earlier daemon left; that daemon, or the kernel at its death, has sent SIGTERM already."""
         deadline = time.monotonic() + self._request["grace_s"]
-        while time.monotonic() < deadline and self._stop_requests < 2 and _find_processes(self._marks):
+        while time.monotonic() < deadline and self._stop_requests < 2 and list_tagged(self._marks):
             time.sleep(POLL_S)
-        left = stop_processes(self._marks, LEFTOVER_GRACE_S)
-        return {"lost": _describe_unkillable(left)} if left else {}
+        left = terminate_tagged(self._marks, LEFTOVER_GRACE_S)
+        return {"lost": f"{format_survivors(left)} cannot be killed"} if left else {}
 
     def _run_slot(self) -> dict[str, Any]:
         if "argv" not in self._request or self._is_actor_gone:
@@ -73,10 +73,10 @@ class SlotDaemon:
                 what = f"cannot start {self._request['argv'][0]!r}"
             return {"fault": f"{what}: {error.strerror or error}"}
         code = self._wait(child)
-        left = stop_processes(self._marks, 0 if self._stop_requests > 1 else LEFTOVER_GRACE_S)
+        left = terminate_tagged(self._marks, 0 if self._stop_requests > 1 else LEFTOVER_GRACE_S)
         if left:
             with open(os.path.join(self._folder, OUTPUT), "a") as output:
-                output.write(f"stoker: {_describe_unkillable(left)}\n")
+                output.write(f"stoker: {format_survivors(left)} cannot be killed\n")
         return {"code": code}
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -123,7 +123,7 @@ class SlotDaemon:
             if request["do"] == "end":
                 self._stop_requests += 1
             elif request["do"] == "signal":
-                _signal_process(request["pid"], self._marks, request["number"])
+                signal_tagged(request["pid"], self._marks, request["number"])
         self._is_actor_gone = True
 
     def _report(self, result: dict[str, Any]) -> None:
@@ -132,42 +132,6 @@ class SlotDaemon:
 
     def _on_signal(self, number: int, frame: Any) -> None:  # noqa: ARG002
         self._is_actor_gone = True
-
-
-def stop_processes(marks: dict[str, str], grace_s: float) -> list[int]:
-    """Stop all processes with these variables: SIGTERM, `grace_s`, SIGKILL; return those that could not be killed."""
-    for pid in _find_processes(marks):
-        _signal_process(pid, marks, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    while (pids := _find_processes(marks)) and time.monotonic() < deadline + KILL_TIMEOUT_S:
-        if time.monotonic() >= deadline:
-            for pid in pids:
-                _signal_process(pid, marks, signal.SIGKILL)
-        time.sleep(POLL_S)
-    return pids
-
-
-def _describe_unkillable(pids: list[int]) -> str:
-    return f"processes that do not exit, not even on SIGKILL: {', '.join(map(str, pids))}"
-
-
-def _find_processes(marks: dict[str, str]) -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and _has_marks(int(name), marks)]
-
-
-def _has_marks(pid: int, marks: dict[str, str]) -> bool:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            environ = file.read().split(b"\0")
-    except OSError:
-        return False
-    return all(f"{name}={value}".encode() in environ for name, value in marks.items())
-
-
-def _signal_process(pid: int, marks: dict[str, str], number: int) -> None:
-    with contextlib.suppress(OSError):
-        if _has_marks(pid, marks):
-            os.kill(pid, number)
 
 
 def main() -> None:

@@ -35,7 +35,11 @@ for name, code in json.loads(given.read(int(given.readline()))):
     exec(compile(code, name, "exec"), module.__dict__)
 module.main()
 """
-_REMOTE_MODULES = ("slot_daemon", "host_probe")
+_REMOTE_MODULES = (
+    "stoker.remote.tagged_processes",
+    "stoker.launchers.ssh.slot_daemon",
+    "stoker.launchers.ssh.host_probe",
+)
 NO_PYTHON_CODE, OLD_PYTHON_CODE = 127, 125
 # -I and -S: starts faster, and no module of the user shadows one of the standard library.
 _RUN_PYTHON = (
@@ -214,14 +218,15 @@ def agent_argv(ssh: list[str], host: str, python: str, token: str) -> list[str]:
 
 def agent_code() -> bytes:
     """Return the code of the remote agent, which its Python reads first."""
-    sources = [(f"stoker.launchers.ssh.{name}", module_source(name)) for name in _REMOTE_MODULES]
+    sources = [(name, module_source(name)) for name in _REMOTE_MODULES]
     code = json.dumps(sources).encode()
     return f"{len(code)}\n".encode() + code
 
 
 def module_source(module: str) -> str:
-    """Return the source of a module of this package that is sent to hosts."""
-    return files("stoker.launchers.ssh").joinpath(f"{module}.py").read_text()
+    """Return the source of a module that is sent to hosts."""
+    package, _, name = module.rpartition(".")
+    return files(package).joinpath(f"{name}.py").read_text()
 
 
 class FrameParser:

@@ -284,7 +284,7 @@ class RemoteSlot:
             key=self._log.record.key,
             offset=self._log.offset,
             can_start=not self._has_started,
-            rsh_agent=module_source("rsh_agent") if self._forwarder is not None else "",
+            rsh_agent=module_source("stoker.launchers.ssh.rsh_agent") if self._forwarder is not None else "",
         )
 
     def _send_requests(self, stdin_fd: int) -> None:

@@ -34,6 +34,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from stoker.remote.tagged_processes import format_survivors, signal_tagged, terminate_tagged
+
 MAGIC = b"\0stoker agent\n"
 """Precedes the first frame; a login shell may print anything before it."""
 RESPONSE, OUTPUT, ALIVE, EXIT, GONE, ATTACHED, EXEC = b"a", b"o", b"k", b"x", b"g", b"h", b"q"
@@ -43,8 +45,6 @@ POLL_S = 0.02
 MAX_POLL_S = 0.25
 """Poll interval of an idle attach session: the folder may be on a file system that many hosts share."""
 LEASE_CHECK_S = 0.5
-KILL_TIMEOUT_S = 20.0
-"""How long killed processes may take to disappear."""
 START_TIMEOUT_S = 10.0
 EXIT_RECORD_BYTES = 4096
 STOP_SIGNAL, KILL_SIGNAL = signal.SIGUSR1, signal.SIGUSR2
@@ -278,7 +278,7 @@ class AttachSession:
             _signal_daemon(folder, signal.SIGKILL)
             remove_slot_folder(folder)
         if survivors := terminate_tagged(self._request["tags"], LEFTOVER_GRACE_S):
-            raise SlotGoneError(f"cannot kill {_format_pids(survivors)} of an earlier attempt")
+            raise SlotGoneError(f"cannot kill {format_survivors(survivors)} of an earlier attempt")
 
     def _install_rsh_agent(self, source: str) -> None:
         """Write the program by which the slot runs commands on the hosts of other slots."""
@@ -310,7 +310,7 @@ class AttachSession:
         """Kill what the daemon left behind, and report that it is gone."""
         survivors = terminate_tagged(self._request["tags"], LEFTOVER_GRACE_S)
         remove_slot_folder(self._folder)
-        note = f"; {_format_pids(survivors)} cannot be killed" if survivors else ""
+        note = f"; {format_survivors(survivors)} cannot be killed" if survivors else ""
         raise SlotGoneError(f"lost the slot: {DAEMON_GONE}{note}")
 
     def _send_output(self) -> bool:
@@ -434,53 +434,6 @@ def _is_requester_alive(path: Path) -> bool:
             return b"rsh-agent" in file.read()
     except (OSError, ValueError):
         return False
-
-
-# --- Processes tagged by variables in their environment
-
-
-def terminate_tagged(tags: dict[str, str], grace_s: float) -> list[int]:
-    """Send SIGTERM, after the grace period SIGKILL, to all processes with these tags; return the survivors.
-
-    A process survives SIGKILL while it waits for a disk or a driver.
-    """
-    for pid in list_tagged(tags):
-        signal_tagged(pid, tags, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    while pids := list_tagged(tags):
-        overdue_s = time.monotonic() - deadline
-        if overdue_s > KILL_TIMEOUT_S:
-            break
-        if overdue_s >= 0:
-            for pid in pids:
-                signal_tagged(pid, tags, signal.SIGKILL)
-        time.sleep(POLL_S)
-    return pids
-
-
-def _format_pids(pids: list[int]) -> str:
-    return f"process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))}"
-
-
-def list_tagged(tags: dict[str, str]) -> list[int]:
-    """List the processes with these tags."""
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and _has_tags(int(name), tags)]
-
-
-def _has_tags(pid: int, tags: dict[str, str]) -> bool:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            environ = file.read().split(b"\0")
-    except OSError:
-        return False
-    return all(f"{name}={value}".encode() in environ for name, value in tags.items())
-
-
-def signal_tagged(pid: int, tags: dict[str, str], number: int) -> None:
-    """Send a signal to a process, if it has these tags."""
-    with contextlib.suppress(OSError):
-        if _has_tags(pid, tags):
-            os.kill(pid, number)
 
 
 def oom_kills() -> int:
