@@ -79,7 +79,7 @@ def cache(
 
 
 def _deploy(cluster: KubeClient, target: KubeTarget, options: CacheOptions, wait_s: float) -> None:
-    from stoker.serve.cluster.deployment import wait_ready, deploy_cache
+    from stoker.serve.cluster.deployment import deploy_cache, wait_ready
     from stoker.serve.cluster.manifests import build_cache_objects
 
     cache_spec = _build_spec(options, target, cluster)
@@ -145,17 +145,17 @@ def read_patches(files: Sequence[Path]) -> list[dict[str, Any]]:
     """Read YAML documents, each with the `kind` of the object that it patches."""
     from stoker.kube.manifest_files import load_documents
 
-    found: list[dict[str, Any]] = []
+    patches: list[dict[str, Any]] = []
     for path in files:
-        for one in load_documents(path):
-            if not isinstance(one, dict) or not isinstance(one.get("kind"), str):
+        for document in load_documents(path):
+            if not isinstance(document, dict) or not isinstance(document.get("kind"), str):
                 raise InputError(
                     "patch has no `kind`",
                     where=path,
                     hint="add the kind of the object to patch, for example kind: Deployment",
                 )
-            found.append(one)
-    return found
+            patches.append(document)
+    return patches
 
 
 def _delete_cache(cluster: KubeClient, as_json: bool) -> None:
@@ -207,8 +207,8 @@ def _print_pods(state: CacheStatus) -> None:
     print_message(
         f"{state.ready} of {state.replicas} ready at {state.url}; use it in a job file with data.via: cluster"
     )
-    for one in state.origins:
-        print_message(f"  /{one['name']}{'/' if one['name'] else ''} is {one['url']}")
+    for origin in state.origins:
+        print_message(f"  /{origin['name']}{'/' if origin['name'] else ''} → {origin['url']}")
 
 
 def _format_bytes(number: int | None) -> str | None:
@@ -224,7 +224,7 @@ class ClusterWarmer:
         from stoker.storage.cache_url import build_cache_url
 
         self._patches, self._image = read_patches(patches), WARM_IMAGE if image is None else image
-        self._target_namespace, self._cluster = parse_target(on), connect(on)
+        self._kube_target, self._cluster = parse_target(on), connect(on)
         try:
             self._target = find_warm_target(self._cluster)
             self.url, self.budget = self._cluster.url, self._target.budget
@@ -252,7 +252,7 @@ class ClusterWarmer:
             caches=self._target.caches,
             parallel=min(jobs, max(1, len(objects))),
             image=self._image,
-            namespace=self._target_namespace.namespace,
+            namespace=self._kube_target.namespace,
         )
         run_warm_job(
             self._cluster,
@@ -273,7 +273,7 @@ class ClusterWarmer:
 
 
 def _list_objects(shard_set: ShardSet, entries: Sequence[Entry]) -> Iterator[tuple[str, int]]:
-    """Yield the objects a run reads, with sizes: the manifest, and each shard after its index; only shards have a size."""
+    """Yield what a run reads, with sizes: the manifest, and each shard after its index; only shards have a size."""
     from stoker.shards.index import index_name
     from stoker.shards.manifest import MANIFEST
 

@@ -176,7 +176,7 @@ def warm(
     from stoker.core.units import format_bytes
     from stoker.errors import InputError
     from stoker.load.planning import find_shard_set, plan_sampling
-    from stoker.serve.cache.warm import WarmPlan, select_fitting, read_job_plan, parse_shard_range, order_shards
+    from stoker.serve.cache.warm import WarmPlan, order_shards, parse_shard_range, read_job_plan, select_fitting
     from stoker.shards.scan import ensure_manifest
     from stoker.storage import redacted
 

@@ -98,8 +98,8 @@ def peek(
     """Show samples, and a contact sheet of augmented inputs."""
     from stoker.core.units import format_bytes
     from stoker.errors import InputError
-    from stoker.load.planning import find_shard_set
     from stoker.load.peek import peek as peek_at
+    from stoker.load.planning import find_shard_set
     from stoker.shards.contact_sheet import contact_sheet
     from stoker.storage.local import LocalStore
 
@@ -151,8 +151,8 @@ def bench(
     """Measure the loader, by stage and against its decoder alone."""
     from stoker.errors import InputError
     from stoker.load.bench import run_benchmark
-    from stoker.load.planning import find_shard_set
     from stoker.load.native import DECODERS
+    from stoker.load.planning import find_shard_set
 
     _check_transform(transform, size)
     if decoder not in DECODERS:

@@ -53,7 +53,7 @@ def doctor(
         _check_this_machine(as_json)
         return
     on = on or LOCAL
-    from stoker.doctor.run import default_job, check_job
+    from stoker.doctor.run import check_job, default_job
     from stoker.jobs.spec import load_job
 
     launcher, (name, _, place) = open_launcher(on), on.partition("://")

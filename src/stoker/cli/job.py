@@ -227,13 +227,15 @@ def _find_resumable(name: str, *, is_changed: bool) -> Run:
     if is_changed:
         hint = "omit FILE, --on, --hosts, --set and --tensorboard, or start a new run"
         raise InputError("--resume restarts a run with its own job file on its own target", hint=hint)
-    found = find_run(name)
-    state = get_status(found).state
+    finished = find_run(name)
+    state = get_status(finished).state
     if not state.is_final:
-        raise ConflictError("still running", where=found.id, hint=f"follow it with: stoker job logs -f {found.id}")
+        raise ConflictError(
+            "still running", where=finished.id, hint=f"follow it with: stoker job logs -f {finished.id}"
+        )
     if state == "succeeded":
-        raise ConflictError("already succeeded", where=found.id, hint="start a new run: stoker job run FILE")
-    return found
+        raise ConflictError("already succeeded", where=finished.id, hint="start a new run: stoker job run FILE")
+    return finished
 
 
 def _find_newest_training() -> Run:

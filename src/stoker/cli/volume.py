@@ -17,6 +17,7 @@ from stoker.cli.output import print_json, print_message, print_table, show_byte_
 if TYPE_CHECKING:
     from stoker.kube.client import KubeClient
     from stoker.kube.inspector import Inspection
+    from stoker.kube.volumes import VolumePlan
 
 app = typer.Typer(help="Create, list, inspect and delete volumes in a cluster.", no_args_is_help=True)
 
@@ -71,42 +72,42 @@ def create(
     from stoker.core.units import parse_bytes
     from stoker.kube import claims, volumes
 
-    given = volumes.read_persistent_volumes(pv) if pv is not None else []
+    persistent_volumes = volumes.read_persistent_volumes(pv) if pv is not None else []
     with connect(on) as cluster:
-        wish = volumes.VolumeRequest(
+        request = volumes.VolumeRequest(
             name=name,
             namespace=cluster.namespace,
             size=None if size is None else parse_bytes(size),
             access=None if access is None else access.lower(),
             storage_class=storage_class,
             host_path=host_path,
-            volumes=given,
+            volumes=persistent_volumes,
         )
-        found = volumes.find_existing_objects(cluster, wish)
-        decided = volumes.plan_volume(wish, found)
-        for text in decided.remarks:
+        existing = volumes.find_existing_objects(cluster, request)
+        plan = volumes.plan_volume(request, existing)
+        for text in plan.remarks:
             print_message(f"{text[0].upper()}{text[1:]}.")
         if dry_run:
-            _print_plan(decided.objects, as_json)
+            _print_objects(plan.objects, as_json)
             return
-        changed = volumes.apply_plan(cluster, decided)
-        made, sentence = claims.wait_until_bound(cluster, name, found.classes, claims.BIND_TIMEOUT_S)
-        result = (
-            "created"
-            if found.claim is None
-            else "expanded"
-            if decided.expand
-            else "changed"
-            if changed
-            else "unchanged"
-        )
+        is_changed = volumes.apply_plan(cluster, plan)
+        claim, sentence = claims.wait_until_bound(cluster, name, existing.classes, claims.BIND_TIMEOUT_S)
+        result = _describe_result(plan, is_new=existing.claim is None, is_changed=is_changed)
         if as_json:
-            print_json({**claims.get_claim_info(made, []).to_dict(), "result": result, "message": sentence})
+            print_json({**claims.get_claim_info(claim, []).to_dict(), "result": result, "message": sentence})
         else:
             typer.echo(f"{result}: {sentence}.")
 
 
-def _print_plan(objects: list[dict[str, Any]], as_json: bool) -> None:
+def _describe_result(plan: VolumePlan, *, is_new: bool, is_changed: bool) -> str:
+    if is_new:
+        return "created"
+    if plan.expand:
+        return "expanded"
+    return "changed" if is_changed else "unchanged"
+
+
+def _print_objects(objects: list[dict[str, Any]], as_json: bool) -> None:
     from stoker.launchers.kubernetes.plan import to_yaml_documents
 
     if as_json:
@@ -124,20 +125,20 @@ def list_volumes(on: On = "k8s", as_json: Json = False) -> None:
     from stoker.kube.claims import list_claims
 
     with connect(on) as cluster:
-        found = list_claims(cluster)
+        volumes = list_claims(cluster)
     if as_json:
-        print_json([one.to_dict() for one in found])
+        print_json([volume.to_dict() for volume in volumes])
         return
     rows = [
         [
-            one.name,
-            None if one.size is None else format_bytes(one.size),
-            one.access,
-            one.storage_class or "–",
-            one.phase,
-            ", ".join(f"{holder.pod} ({holder.job})" if holder.job else holder.pod for holder in one.mounted_by) or "–",
+            volume.name,
+            None if volume.size is None else format_bytes(volume.size),
+            volume.access,
+            volume.storage_class or "–",
+            volume.phase,
+            ", ".join(f"{pod.pod} ({pod.job})" if pod.job else pod.pod for pod in volume.mounted_by) or "–",
         ]
-        for one in found
+        for volume in volumes
     ]
     print_table(["volume", "size", "access", "class", "phase", "mounted by"], rows)
 
@@ -178,18 +179,18 @@ def inspect(
         connect(on) as cluster,
         open_inspector(
             cluster, name, action.value, image=image or IMAGE, write=write, wait_s=wait_s, report=print_message
-        ) as found,
+        ) as inspection,
     ):
         if action is Action.ls:
-            sys.stdout.buffer.write(found.ls(path or "/"))
+            sys.stdout.buffer.write(inspection.ls(path or "/"))
             sys.stdout.buffer.flush()
         elif action is Action.cat:
-            found.cat(path or "/", sys.stdout.buffer)
+            inspection.cat(path or "/", sys.stdout.buffer)
             sys.stdout.buffer.flush()
         elif action is Action.get:
-            _get(found, path or "/", to or Path(), force)
+            _get_files(inspection, path or "/", to or Path(), force)
         else:
-            code = _shell(cluster, found)
+            code = _open_shell(cluster, inspection)
     if code:
         raise typer.Exit(code)
 
@@ -215,25 +216,25 @@ def _check_arguments(action: Action, path: str | None, to: Path | None, *, write
         raise SpecError(faults)
 
 
-def _get(found: Inspection, path: str, to: Path, force: bool) -> None:
+def _get_files(inspection: Inspection, path: str, to: Path, force: bool) -> None:
     from stoker.core.units import format_bytes, pluralize
 
-    kind, size = found.stat(path)
+    kind, size = inspection.stat(path)
     bar = show_byte_progress("get", size) if kind.startswith("regular") else nullcontext(None)
-    with bar as tell:
-        copied = found.get(path, to, force=force, on_bytes=tell)
+    with bar as advance:
+        copied = inspection.get(path, to, force=force, on_bytes=advance)
     if copied.skipped:
         names = ", ".join(copied.skipped[:3]) + (" …" if len(copied.skipped) > 3 else "")
-        print_message(f"Left out, as no files or leading elsewhere: {names} ({len(copied.skipped):,}).")
+        print_message(f"Skipped special files and links that point outside: {names} ({len(copied.skipped):,})")
     print_message(f"Copied {pluralize(copied.files, 'file')}, {format_bytes(copied.size)}, to {copied.path}")
 
 
-def _shell(cluster: KubeClient, found: Inspection) -> int:
+def _open_shell(cluster: KubeClient, inspection: Inspection) -> int:
     from stoker.kube.kubectl import exec_interactive
     from stoker.kube.objects import MAIN_CONTAINER
 
     print_message("The volume is mounted at the working directory. Exit with Ctrl-D.")
-    return exec_interactive(cluster, found.pod, MAIN_CONTAINER, ["sh"])
+    return exec_interactive(cluster, inspection.pod, MAIN_CONTAINER, ["sh"])
 
 
 @app.command()
@@ -250,12 +251,12 @@ def delete(
     from stoker.kube.volumes import delete_volume, find_deletion
 
     with connect(on) as cluster:
-        decided = find_deletion(cluster, name)
-        print_message(f"Volume {name} in {cluster.url}. {decided.data_note}")
+        deletion = find_deletion(cluster, name)
+        print_message(f"Volume {name} in {cluster.url}. {deletion.data_note}")
         if not yes:
             if not sys.stdin.isatty():
                 raise InputError(f"deleting volume {name} requires confirmation", hint="pass --yes")
             if not typer.confirm("Delete the volume?", err=True):
                 raise InterruptError("nothing deleted")
-        delete_volume(cluster, decided)
+        delete_volume(cluster, deletion)
     print_message(f"Deleted volume {name}.")
