@@ -1,4 +1,4 @@
-# The two commands to know: `make demo` and `make test`. Each sets up what it needs first.
+# The two main commands are `make demo` and `make test`. Each installs what it needs first.
 SHELL := /bin/bash
 BIN := .venv/bin
 
@@ -7,19 +7,19 @@ BIN := .venv/bin
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup:  ## Make .venv with everything for development
+setup:  ## Create .venv with all development dependencies
 	@scripts/setup dev
 
-demo:  ## Install, then walk the whole road on this machine
+demo:  ## Install, then run the demo on this machine
 	@scripts/setup demo
 	$(BIN)/stoker demo
 
-test:  ## Install, then check and test everything but the long drills
+test:  ## Install, then run all checks and tests except the slow ones
 	@scripts/setup dev
 	@$(MAKE) --no-print-directory lint
 	$(BIN)/pytest
 
-test-all:  ## The same with the long drills
+test-all:  ## Install, then run all checks and tests, slow ones included
 	@scripts/setup all
 	@$(MAKE) --no-print-directory lint
 	$(BIN)/pytest -m ''
@@ -30,9 +30,9 @@ lint:
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-bench:  ## Measure against the peers; writes bench/results.md and the plots
+bench:  ## Run the benchmarks; writes bench/results.md and the plots
 	@scripts/setup dev
 	$(BIN)/python bench/run.py
 
-clean:  ## Remove the virtual environment and all caches
+clean:  ## Delete the virtual environment and all caches
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -89,17 +89,17 @@ def add_non_utf8_name(data: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "parts"),
     [
-        (add_empty_class, ["train/dog: ", "no images"]),
-        (add_class_of_text, ["train/dog: ", "no images"]),
-        (rename_jpeg_to_txt, ["train/ant/00000.txt: ", "JPG", ".jpg"]),
-        (add_duplicate_key, ["train: ", "ant/00000.jpg", "ant/00000.png", "key 'ant/00000'"]),
-        (add_keys_equal_after_dots, ["ant/a.b.jpg", "ant/a_b.jpg", "key 'ant/a_b'"]),
+        (add_empty_class, ["train/dog: ", "no images", "; remove "]),
+        (add_class_of_text, ["train/dog: ", "no images", "; remove "]),
+        (rename_jpeg_to_txt, ["train/ant/00000.txt: ", "JPG", "; rename ", ".jpg"]),
+        (add_duplicate_key, ["train: ", "ant/00000.jpg", "ant/00000.png", "key 'ant/00000'", "; rename "]),
+        (add_keys_equal_after_dots, ["ant/a.b.jpg", "ant/a_b.jpg", "key 'ant/a_b'", "; rename "]),
         (add_class_to_val, ["pets/val: ", "zebra", "pets/train"]),
-        (add_image_outside_class, ["pets/train: ", "loose.jpg", "class folder"]),
-        (add_broken_link, ["train/ant/gone.jpg: ", "symbolic link"]),
-        (add_link_loop, ["train/ant/again", "symbolic link"]),
+        (add_image_outside_class, ["pets/train: ", "loose.jpg", "class folder", "; move "]),
+        (add_broken_link, ["train/ant/gone.jpg: ", "broken symbolic link"]),
+        (add_link_loop, ["train/ant/again", "symbolic link", "folder above", "; remove "]),
         (add_second_val, ["val/ and validation/", "'val' split"]),
-        (add_non_utf8_name, ["train/ant: ", "UTF-8"]),
+        (add_non_utf8_name, ["train/ant: ", r"'\udcff.jpg'", "UTF-8", "; rename "]),
     ],
 )
 def test_invalid_folder_is_rejected(
@@ -117,9 +117,10 @@ def test_missing_or_unknown_source_is_rejected(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "file.bin").write_bytes(b"hello")
     for where in ("missing", "empty", "file.bin"):
         assert where in run_and_fail(capsys, 2, "data", "convert", tmp_path / where, tmp_path / "out")
-    assert "<class>/<image>" in run_and_fail(
-        capsys, 2, "data", "convert", tmp_path / "empty", tmp_path / "out", "--source", "folder"
-    )
+    sentence = run_and_fail(capsys, 2, "data", "convert", tmp_path / "empty", tmp_path / "out", "--source", "folder")
+    assert f"{tmp_path}/empty: " in sentence
+    assert "class folders" in sentence
+    assert "<class>/<image>" in sentence
     assert is_clean(tmp_path / "out")
 
 
@@ -128,7 +129,7 @@ def test_source_of_another_kind_is_rejected(tmp_path: Path, capsys: pytest.Captu
     for kind in ("imagenet", "cifar10", "mnist", "shards"):
         sentence = run_and_fail(capsys, 2, "data", "convert", data, tmp_path / "out", "--source", kind)
         assert "pets" in sentence
-    assert "'folder'" in run_and_fail(capsys, 2, "data", "convert", data, tmp_path / "out", "--source", "folders")
+    assert "did you mean 'folder'" in run_and_fail(capsys, 2, "data", "convert", data, tmp_path / "out", "--source", "folders")
 
 
 def test_truncated_archives_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,10 +151,12 @@ def test_truncated_shard_as_source_is_rejected(tmp_path: Path, capsys: pytest.Ca
     """With and without manifest, also when the cut is between two samples."""
     assert stoker("data", "convert", make_dataset(tmp_path / "pets"), tmp_path / "first") == 0
     (shard,) = (tmp_path / "first/train").glob("*.tar")
+    size = shard.stat().st_size
     shard.write_bytes(shard.read_bytes()[:-cut])
     sentence = run_and_fail(capsys, 2, "data", "convert", tmp_path / "first", tmp_path / "out")
     assert shard.name in sentence
-    assert f"{shard.stat().st_size:,} bytes" in sentence
+    assert re.search(rf"\b{size - cut:,} bytes\b.*\b{size:,} in the manifest", sentence)
+    assert sentence.endswith("stoker data verify")
     (tmp_path / "first/train/manifest.json").unlink()
     sentence = run_and_fail(capsys, 2, "data", "convert", tmp_path / "first/train", tmp_path / "out")
     assert shard.name in sentence
@@ -164,8 +167,8 @@ def test_truncated_shard_as_source_is_rejected(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (["--format", "zip"], "'zip'"),
-        (["--shard-size", "huge"], "huge"),
+        (["--format", "zip"], "format 'zip'"),
+        (["--shard-size", "huge"], "--shard-size: "),
         (["--shard-size", "0"], "--shard-size"),
         (["--shard-samples", "0"], "--shard-samples"),
         (["--limit", "-1"], "--limit"),
@@ -230,7 +233,9 @@ def test_destination_with_another_unfinished_conversion_is_rejected(
     data = make_dataset(tmp_path / "pets")
     (out / "_work").mkdir(parents=True)
     (out / "_work/plan.json").write_text('{"plan": "another"}')
-    assert "--restart" in run_and_fail(capsys, 2, "data", "convert", data, out)
+    sentence = run_and_fail(capsys, 2, "data", "convert", data, out)
+    assert "unfinished conversion" in sentence
+    assert "--restart" in sentence
 
 
 def test_destination_that_is_a_file_or_read_only_is_rejected(
@@ -289,7 +294,7 @@ def test_disk_without_enough_space_is_rejected_before_writing(
     with small_disk(tmp_path / "disk", "size=256k") as disk:
         sentence = run_and_fail(capsys, 5, "data", "convert", data, disk / "out")
         assert f"{disk}/out: " in sentence
-        assert re.search(r"\b2\d\d(\.\d)? KiB", sentence)
+        assert re.search(r"\b2\d\d(\.\d)? KiB are free; ", sentence)
         assert is_clean(disk / "out")
 
 
@@ -301,7 +306,8 @@ def test_full_disk_can_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[
         command = ("data", "convert", data, disk / "out", "--shard-samples", 10)
         sentence = run_and_fail(capsys, 5, *command)
         assert f"{disk}/out/" in sentence
-        assert sentence.endswith(RESUME_HINT)
+        assert "no space left" in sentence
+        assert sentence.endswith(f"; {RESUME_HINT}")
         whole = digests(tmp_path / "whole")
         shards = {name: digest for name, digest in digests(disk / "out").items() if name.endswith(".tar")}
         assert shards

@@ -93,7 +93,7 @@ def test_invalid_files(tmp_path: Path, scratch: Path, file: str, data: bytes, pa
 def test_missing_images_or_labels(tmp_path: Path, scratch: Path, file: str) -> None:
     made = make_mnist(tmp_path / "d")
     (made.folder / f"{file}.gz").unlink()
-    assert_rejected(MnistSource, made.folder, scratch, f"{file}[.gz] ")
+    assert_rejected(MnistSource, made.folder, scratch, f"{file}[.gz] not found")
 
 
 def test_damaged_gzip(tmp_path: Path, scratch: Path) -> None:

@@ -108,14 +108,14 @@ def list_too_few_quarantined(shards: Path) -> None:
     [
         (flip_bit, [(SHARD, "SHA-256")]),
         (truncate_shard, [(SHARD, "5,000 bytes"), (SHARD, "truncated at byte 5000")]),
-        (remove_shard, [(SHARD, "")]),
-        (add_shard, [("pets-train-000009.tar", "manifest")]),
-        (remove_index, [(SHARD, f"index/{SHARD}.npy")]),
+        (remove_shard, [(SHARD, "no such file")]),
+        (add_shard, [("pets-train-000009.tar", "not listed in the manifest")]),
+        (remove_index, [(SHARD, f"index/{SHARD}.npy: no such file")]),
         (change_index, [(SHARD, f"SHA-256 of its index index/{SHARD}.npy")]),
-        (change_count, [(SHARD, "10 samples"), (SHARD, "11 in the manifest"), (MANIFEST, "samples")]),
-        (change_bytes, [(MANIFEST, "bytes")]),
-        (empty_manifest, [(URL, "no samples"), (SHARD, "manifest")]),
-        (claim_quarantined, [(QUARANTINE, "")]),
+        (change_count, [(SHARD, "10 samples"), (SHARD, "11 in the manifest"), (MANIFEST, "samples is not the sum")]),
+        (change_bytes, [(MANIFEST, "bytes is not the sum")]),
+        (empty_manifest, [(URL, "no samples"), (SHARD, "not listed in the manifest")]),
+        (claim_quarantined, [(QUARANTINE, "no such file")]),
         (list_too_few_quarantined, [(QUARANTINE, "1 images"), (QUARANTINE, "2 in the manifest")]),
     ],
 )
@@ -176,8 +176,8 @@ def test_labels_beyond_the_classes_are_faults(shards: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("{", "manifest"),
-        ("[]", "manifest"),
+        ("{", "invalid manifest: "),
+        ("[]", "invalid manifest: "),
         ('{"version": 2}', "version 2"),
         ('{"version": 1, "shards": "none", "extra": 1}', "missing (expected"),
     ],
@@ -223,6 +223,7 @@ def test_missing_shard_is_one_fault(shards: Path, capsys: pytest.CaptureFixture[
     remove_shard(shards)
     (finding,) = verify_findings(capsys, shards)
     assert finding["shard"] == "pets-train-000000.tar"
+    assert "no such file" in str(finding["what"])
 
 
 def test_every_damaged_record_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

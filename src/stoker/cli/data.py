@@ -221,8 +221,7 @@ def _run_conversion(conversion: Conversion, dest: str, threads: int, restart: bo
                 dest, jobs=threads, restart=restart, progress=lambda step: advance(step.bytes)
             )
     except KeyboardInterrupt as error:
-        hint = "run the same command again to resume; finished shards are kept"
-        raise InterruptError("interrupted", where=dest, hint=hint) from error
+        raise InterruptError("interrupted", where=dest, hint=INTERRUPTED_HINT) from error
     seconds = time.monotonic() - started_at
     if as_json:
         fields = ("split", "format", "samples", "bytes", "quarantined", "classes", "lanes", "window")
