@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from stoker.cli.data import INTERRUPTED_HINT
 from stoker.shards import index
 from stoker.shards.formats import FORMATS
 from stoker.shards.pack import ShardWriter
@@ -165,7 +167,7 @@ def test_only_bad_images_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtu
     for path in data.rglob("*.jpg"):
         path.write_bytes(b"no")
     assert stoker("data", "convert", data, tmp_path / "out") == 2
-    assert re.search(r"\.jpg: all 2 images .*: truncated", capsys.readouterr().err)
+    assert re.search(r"\.jpg: all 2 images .*: not an image", capsys.readouterr().err)
     assert not list((tmp_path / "out").rglob("manifest.json"))
 
 

@@ -2,6 +2,7 @@ import gzip
 import io
 import os
 import pickle
+import re
 import subprocess
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor

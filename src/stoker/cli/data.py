@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from stoker.shards.convert import Conversion
     from stoker.shards.verify import VerifyReport
 
+INTERRUPTED_HINT = "run the same command again to resume; finished shards are kept"
+
 app = typer.Typer(help="Convert, inspect, serve, cache and benchmark shard sets.", no_args_is_help=True)
 
 
