@@ -115,7 +115,7 @@ def collect_facts(
         kubeflow, kueue = (
             submit(cluster.list_api_versions, API_RESOURCES[kind].group) for kind in ("MPIJob", "LocalQueue")
         )
-        nodes, pods = list_all("Node"), list_all("Pod", fields=_UNFINISHED_PODS, everywhere=True)
+        nodes, pods = list_all("Node"), list_all("Pod", fields=_UNFINISHED_PODS, all_namespaces=True)
         own_pods, quotas = list_all("Pod", fields=_UNFINISHED_PODS), list_all("ResourceQuota")
         classes, volumes = list_all("StorageClass"), list_all("PersistentVolume")
         claims = {name: get_object("PersistentVolumeClaim", name) for name in names}
