@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def test_options_after_the_program_belong_to_it(dashes: list[str]) -> None:
 def test_bad_input_fails_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     missing = run("--every", "0", "--", "no-such-program")
     assert (missing.returncode, missing.stdout) == (3, "")
-    assert "'no-such-program'" in missing.stderr
+    assert re.search("cannot start .*'no-such-program'", missing.stderr)
     for words in (["--every", "soon", "--", "true"], [], ["--"], ["--wrong", "--", "true"]):
         assert stoker("profile", *words) == 2
         assert "Traceback" not in capsys.readouterr().err

@@ -14,8 +14,8 @@ JOB = "name: small\nprogram: {command: [sleep, '1']}\ntopology: single\n"
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (("--on", "local", "--hosts", "a"), "--hosts"),
-        (("--on", "ssh", "--hosts", ""), "--hosts"),
+        (("--on", "local", "--hosts", "a"), "--hosts requires --on ssh"),
+        (("--on", "ssh", "--hosts", ""), "--hosts is empty; use --hosts a,b or --hosts @FILE"),
         (("--on", "ssh", "--hosts", "a:x"), "'a:x'"),
         (("--on", "ssh", "--hosts", "a:0"), "'a:0'"),
         (("--on", "ssh", "--hosts", "a:2222"), "2222"),
@@ -41,4 +41,6 @@ def test_invalid_target_exits_2(
 @pytest.mark.parametrize("options", [("--on", "ssh"), ("--hosts", "a"), ("--set", "retries=1")])
 def test_resume_takes_no_other_target_or_settings(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["job", "run", "--resume", "any", *options]) == 2
-    assert "--resume" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "--resume" in err
+    assert options[0] in err

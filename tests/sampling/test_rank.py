@@ -42,7 +42,7 @@ def test_rank_is_read_from_the_launcher_variables(environ: dict[str, str], rank:
 def test_rank_without_world_size_names_the_missing_variable(
     environ: dict[str, str], missing: str, launcher: str
 ) -> None:
-    with pytest.raises(InputError, match=f"^{missing}\\b") as caught:
+    with pytest.raises(InputError, match=f"^{missing} is not set; ") as caught:
         Rank.from_environ(environ)
     assert launcher in str(caught.value.hint)
 

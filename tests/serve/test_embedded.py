@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager
 from http import client
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -26,14 +25,10 @@ from stoker.serve.embedded import EmbeddedEngine
 from stoker.serve.files import FileHandler
 from stoker.serve.settings import ServeSettings
 from tests.serve.contract import CacheContract, ServerContract
-from tests.support.engines import run_engine
+from tests.support.engines import run_embedded
 from tests.support.http_origin import DATA
 from tests.support.http_requests import send_raw, send_request
 from tests.support.waiting import wait_until
-
-
-def run_embedded(settings: ServeSettings) -> AbstractContextManager[str]:
-    return run_engine(EmbeddedEngine(settings))
 
 
 class TestServe(ServerContract):

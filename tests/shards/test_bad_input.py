@@ -129,7 +129,8 @@ def test_source_of_another_kind_is_rejected(tmp_path: Path, capsys: pytest.Captu
     for kind in ("imagenet", "cifar10", "mnist", "shards"):
         sentence = run_and_fail(capsys, 2, "data", "convert", data, tmp_path / "out", "--source", kind)
         assert "pets" in sentence
-    assert "did you mean 'folder'" in run_and_fail(capsys, 2, "data", "convert", data, tmp_path / "out", "--source", "folders")
+    sentence = run_and_fail(capsys, 2, "data", "convert", data, tmp_path / "out", "--source", "folders")
+    assert "did you mean 'folder'" in sentence
 
 
 def test_truncated_archives_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +169,7 @@ def test_truncated_shard_as_source_is_rejected(tmp_path: Path, capsys: pytest.Ca
     ("options", "word"),
     [
         (["--format", "zip"], "format 'zip'"),
-        (["--shard-size", "huge"], "--shard-size: "),
+        (["--shard-size", "huge"], "size such as 200Gi, 1.5GB or 1048576, got 'huge'"),
         (["--shard-size", "0"], "--shard-size"),
         (["--shard-samples", "0"], "--shard-samples"),
         (["--limit", "-1"], "--limit"),

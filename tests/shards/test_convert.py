@@ -54,11 +54,11 @@ def test_bytes_labels_and_shuffling(tmp_path: Path, shard_format: str) -> None:
 
     for split in ("train", "val"):
         files = {path.relative_to(data / split): path.read_bytes() for path in (data / split).rglob("*.jpg")}
-        found = read_shard_set(out / split)
-        assert {key: image for key, (image, _, _) in found.items()} == {
+        samples = read_shard_set(out / split)
+        assert {key: image for key, (image, _, _) in samples.items()} == {
             str(path.with_suffix("")): content for path, content in files.items()
         }
-        assert all(label == ["ant", "bee", "cat"].index(key.split("/")[0]) for key, (_, label, _) in found.items())
+        assert all(label == ["ant", "bee", "cat"].index(key.split("/")[0]) for key, (_, label, _) in samples.items())
     manifest = json.loads((out / "train/manifest.json").read_text())
     assert manifest["classes"] == ["ant", "bee", "cat"]
     assert [shard["samples"] for shard in manifest["shards"]] == [7, 8, 7, 8]
@@ -91,13 +91,13 @@ def test_index_locates_each_image(tmp_path: Path, shard_format: str) -> None:
     out = tmp_path / "out"
     assert stoker("data", "convert", data, out, "--format", shard_format, "--shard-samples", 8) == 0
     images = Counter(path.read_bytes() for path in (data / "train").rglob("*.jpg"))
-    found: Counter[bytes] = Counter()
+    located: Counter[bytes] = Counter()
     for shard in (out / "train/index").iterdir():
         content = (out / "train" / shard.name.removesuffix(".npy")).read_bytes()
         rows = np.load(shard)
         assert rows.dtype == index.INDEX_DTYPE
-        found.update(content[row["offset"] : row["offset"] + row["length"]] for row in rows)
-    assert found == images
+        located.update(content[row["offset"] : row["offset"] + row["length"]] for row in rows)
+    assert located == images
     (shard_set,) = find_shard_sets(str(out / "train"))
     read = [(bytes(view), label) for entry in shard_set.shards for view, label in read_images(shard_set, entry.name)]
     assert sorted(read) == sorted((image, label) for image, label, _ in read_shard_set(out / "train").values())
@@ -184,12 +184,12 @@ def test_max_side_shrinks_larger_images(tmp_path: Path) -> None:
     (data / "ant/large.png").write_bytes(image_bytes(9, "PNG", (300, 200)))
     out = tmp_path / "out"
     assert stoker("data", "convert", data, out, "--max-side", 100, "--quality", 80) == 0
-    found = read_shard_set(out / "train")
+    samples = read_shard_set(out / "train")
     import io
 
-    with Image.open(io.BytesIO(found["ant/large"][0])) as image:
+    with Image.open(io.BytesIO(samples["ant/large"][0])) as image:
         assert (image.format, image.size) == ("JPEG", (100, 67))
-    assert found["ant/00000"][0] == (data / "ant/00000.jpg").read_bytes()
+    assert samples["ant/00000"][0] == (data / "ant/00000.jpg").read_bytes()
     assert json.loads((out / "train/manifest.json").read_text())["shrunk"] == {
         "max_side": 100,
         "quality": 80,
@@ -219,8 +219,8 @@ def test_resharding_keeps_extra_members(tmp_path: Path) -> None:
     for shard_format in ("tfrecord", "tar"):
         source = tmp_path / ("shards/pets-train-0.tar" if shard_format == "tfrecord" else "tfrecord")
         assert stoker("data", "convert", source, tmp_path / shard_format, "--format", shard_format) == 0
-    found = read_shard_set(tmp_path / "tar/train")
-    assert found["k3"] == (image_bytes(3), 3, {"json": b'{"n": 3}', "txt": b"t3"})
+    samples = read_shard_set(tmp_path / "tar/train")
+    assert samples["k3"] == (image_bytes(3), 3, {"json": b'{"n": 3}', "txt": b"t3"})
 
 
 # --- Killed and resumed

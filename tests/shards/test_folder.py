@@ -51,7 +51,7 @@ def test_class_named_train(tmp_path: Path) -> None:
 
 
 def test_splits_without_class_folders_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"train: .*00000\.jpg .*class folder; move "):
+    with pytest.raises(SourceError, match=r"train: 00000\.jpg, .*class folder; move "):
         open_folder(make_tree(tmp_path, {"train": 3, "val": 2}))
 
 

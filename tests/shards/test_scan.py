@@ -76,7 +76,7 @@ def rewrite_shard(shard: Path, change: Callable[[bytes], bytes]) -> None:
 
 
 def assert_rejected(url: object, *parts: str) -> StokerError:
-    """Expect an InputError of shard_set line that contains all parts."""
+    """Expect an InputError whose message is one line that contains all parts; return it."""
     with pytest.raises(InputError) as caught:
         ensure_manifest(find_shard_set(url))
     sentence = str(caught.value)
@@ -257,7 +257,7 @@ def test_shard_that_grows_during_the_scan_is_rejected(theirs: Path, cache: Path)
 def test_shard_set_without_samples_is_rejected(theirs: Path, cache: Path) -> None:
     for shard in theirs.iterdir():
         shard.write_bytes(FORMATS.get("tar").trailer)
-    assert_rejected(make_pattern(theirs), f"{theirs}: ", "no samples", " 4 shards ")
+    assert_rejected(make_pattern(theirs), f"{theirs}: none of the 4 shards has samples; ", "stoker data convert")
     assert list(cache.iterdir()) == []
 
 
@@ -291,7 +291,7 @@ def test_folder_for_scans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 def test_slower_of_two_concurrent_scans_uses_the_other(
     theirs: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without locks both scan every shard; the slower shard_set then finds the other in the cache."""
+    """Without locks both scan every shard; the slower one then finds the result of the other in the cache."""
 
     def no_locks(file: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -329,7 +329,7 @@ def test_concurrent_threads_and_processes_scan_once(theirs: Path, cache: Path) -
     scanned: list[int] = []
     with ThreadPoolExecutor(6) as pool:
         sets = list(pool.map(lambda _: ensure_manifest(shard_set, progress=scanned.append), range(6)))
-    assert len(scanned) == len(shard_set.shards)  # only shard_set of them scanned
+    assert len(scanned) == len(shard_set.shards)  # only one of them scanned
     source_digests |= {full.manifest.source.digest for full in sets if full.manifest is not None}
     assert len(source_digests) == 1
     assert all(list_images(full) == expected_images() for full in sets)

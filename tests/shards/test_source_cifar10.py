@@ -33,11 +33,11 @@ def scratch(tmp_path: Path) -> Path:
     return path
 
 
-def check(where: Path, scratch: Path, made: Cifar10) -> Cifar10Source:
+def check(where: Path, scratch: Path, dataset: Cifar10) -> Cifar10Source:
     """Open `where`, and compare everything with the generated dataset."""
     source = Cifar10Source(str(where), scratch=scratch)
     assert (source.name, source.splits, source.classes) == ("cifar10", ("train", "test"), CIFAR_CLASSES)
-    for split, expected in (("train", made.train), ("test", made.test)):
+    for split, expected in (("train", dataset.train), ("test", dataset.test)):
         items = list(source.scan(split))
         assert items == list(source.scan(split))
         assert [item.name for item in items] == list(expected)
@@ -57,35 +57,35 @@ def check(where: Path, scratch: Path, made: Cifar10) -> Cifar10Source:
 @pytest.mark.parametrize("column_order", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
 def test_reads_every_layout(tmp_path: Path, scratch: Path, packed: bool, column_order: bool, inside: bool) -> None:
-    made = make_cifar10(tmp_path / "data", packed=packed, column_order=column_order)
-    where = made.where if inside else tmp_path / "data"
+    dataset = make_cifar10(tmp_path / "data", packed=packed, column_order=column_order)
+    where = dataset.where if inside else tmp_path / "data"
     assert Cifar10Source.can_read(str(where))
-    assert check(where, scratch, made).notes == ()
+    assert check(where, scratch, dataset).notes == ()
 
 
 def test_read_without_scan(tmp_path: Path, scratch: Path) -> None:
-    made = make_cifar10(tmp_path)
-    items = list(Cifar10Source(str(made.where), scratch=scratch).scan("train"))
+    dataset = make_cifar10(tmp_path)
+    items = list(Cifar10Source(str(dataset.where), scratch=scratch).scan("train"))
     (tmp_path / "other").mkdir()
-    source = Cifar10Source(str(made.where), scratch=tmp_path / "other")
+    source = Cifar10Source(str(dataset.where), scratch=tmp_path / "other")
     with ThreadPoolExecutor(8) as threads:
         images = list(threads.map(lambda item: source.read("train", item).image, items))
-    for image, (_, pixels) in zip(images, made.train.values(), strict=True):
+    for image, (_, pixels) in zip(images, dataset.train.values(), strict=True):
         assert (np.asarray(Image.open(io.BytesIO(image))) == pixels).all()
 
 
 def test_batch_pickled_by_newer_numpy(tmp_path: Path, scratch: Path) -> None:
-    made = make_cifar10(tmp_path, packed=False, rows=2)
+    dataset = make_cifar10(tmp_path, packed=False, rows=2)
     names = ["x_s_1.png", "x_s_2.png"]
     batch = cifar_batch(np.ones((2, 3072), np.uint8), [3, 4], names)
-    (made.where / "test_batch").write_bytes(python2_pickle(batch, "numpy._core"))
-    source = Cifar10Source(str(made.where), scratch=scratch)
+    (dataset.where / "test_batch").write_bytes(python2_pickle(batch, "numpy._core"))
+    source = Cifar10Source(str(dataset.where), scratch=scratch)
     assert [item.name for item in source.scan("test")] == ["cat/x_s_1.png", "deer/x_s_2.png"]
 
 
 def test_scan_needs_little_memory(tmp_path: Path, scratch: Path) -> None:
-    made = make_cifar10(tmp_path, rows=800)  # 2.5 MB of pixels per batch
-    source = Cifar10Source(str(made.where), scratch=scratch)
+    dataset = make_cifar10(tmp_path, rows=800)  # 2.5 MB of pixels per batch
+    source = Cifar10Source(str(dataset.where), scratch=scratch)
     tracemalloc.start()
     try:
         count = sum(1 for _ in source.scan("train"))
@@ -110,26 +110,26 @@ def test_scan_needs_little_memory(tmp_path: Path, scratch: Path) -> None:
     ],
 )
 def test_unusable_file_names_are_replaced(tmp_path: Path, scratch: Path, names: list[str]) -> None:
-    made = make_cifar10(tmp_path, packed=False, rows=2)
+    dataset = make_cifar10(tmp_path, packed=False, rows=2)
     batch = cifar_batch(np.ones((2, 3072), np.uint8), [0, 9], names)
-    (made.where / "test_batch").write_bytes(python2_pickle(batch))
-    source = Cifar10Source(str(made.where), scratch=scratch)
+    (dataset.where / "test_batch").write_bytes(python2_pickle(batch))
+    source = Cifar10Source(str(dataset.where), scratch=scratch)
     for _ in range(2):
         assert [item.name for item in source.scan("test")] == [
             "airplane/test_batch_00000.png",
             "truck/test_batch_00001.png",
         ]
-    assert next(source.scan("train")).name in made.train
+    assert next(source.scan("train")).name in dataset.train
     (note,) = source.notes
     assert re.match("test: file names .*batch and row$", note)
 
 
 def test_missing_file_names_are_replaced(tmp_path: Path, scratch: Path) -> None:
-    made = make_cifar10(tmp_path, packed=False, rows=2)
+    dataset = make_cifar10(tmp_path, packed=False, rows=2)
     batch = cifar_batch(np.ones((2, 3072), np.uint8), [0, 9], [])
     del batch[b"filenames"]
-    (made.where / "data_batch_3").write_bytes(python2_pickle(batch))
-    items = list(Cifar10Source(str(made.where), scratch=scratch).scan("train"))
+    (dataset.where / "data_batch_3").write_bytes(python2_pickle(batch))
+    items = list(Cifar10Source(str(dataset.where), scratch=scratch).scan("train"))
     assert items[0].name.endswith("/data_batch_1_00000.png")
     assert len({item.name for item in items}) == 10
 
@@ -144,10 +144,10 @@ def malicious(command: str) -> bytes:
 
 @pytest.mark.parametrize("file", ["data_batch_2", "test_batch", "batches.meta"])
 def test_malicious_pickle_executes_nothing(tmp_path: Path, scratch: Path, file: str) -> None:
-    made = make_cifar10(tmp_path / "data", packed=False)
+    dataset = make_cifar10(tmp_path / "data", packed=False)
     marker, proof = tmp_path / "ran", tmp_path / "proof"
-    (made.where / file).write_bytes(malicious(f"touch {marker}"))
-    assert_rejected(Cifar10Source, made.where, scratch, file, "posix.system")
+    (dataset.where / file).write_bytes(malicious(f"touch {marker}"))
+    assert_rejected(Cifar10Source, dataset.where, scratch, file, "posix.system")
     assert not marker.exists()
     pickle.loads(malicious(f"touch {proof}"))  # proves that the payload works without the restricted unpickler
     assert proof.exists()
@@ -168,15 +168,15 @@ def test_malicious_pickle_executes_nothing(tmp_path: Path, scratch: Path, file: 
     ],
 )
 def test_other_names_in_pickles_are_rejected(tmp_path: Path, scratch: Path, module: str, name: str) -> None:
-    made = make_cifar10(tmp_path, packed=False)
-    (made.where / "data_batch_1").write_bytes(b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"K\x01\x85R.")
-    assert_rejected(Cifar10Source, made.where, scratch, "data_batch_1", f"{module}.{name}")
+    dataset = make_cifar10(tmp_path, packed=False)
+    (dataset.where / "data_batch_1").write_bytes(b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"K\x01\x85R.")
+    assert_rejected(Cifar10Source, dataset.where, scratch, "data_batch_1", f"{module}.{name}")
 
 
 def test_popen_in_a_pickle_is_rejected(tmp_path: Path, scratch: Path) -> None:
-    made = make_cifar10(tmp_path, packed=False)
-    (made.where / "data_batch_1").write_bytes(pickle.dumps(subprocess.Popen, protocol=4))
-    assert_rejected(Cifar10Source, made.where, scratch, "data_batch_1", "subprocess.Popen")
+    dataset = make_cifar10(tmp_path, packed=False)
+    (dataset.where / "data_batch_1").write_bytes(pickle.dumps(subprocess.Popen, protocol=4))
+    assert_rejected(Cifar10Source, dataset.where, scratch, "data_batch_1", "subprocess.Popen")
 
 
 PIXELS = np.zeros((2, 3072), np.uint8)
@@ -201,58 +201,58 @@ NAMES = ["a.png", "b.png"]
     ],
 )
 def test_invalid_batches(tmp_path: Path, scratch: Path, content: object, parts: list[str]) -> None:
-    made = make_cifar10(tmp_path, packed=False)
-    (made.where / "data_batch_4").write_bytes(python2_pickle(content))
-    assert_rejected(Cifar10Source, made.where, scratch, "data_batch_4", *parts)
+    dataset = make_cifar10(tmp_path, packed=False)
+    (dataset.where / "data_batch_4").write_bytes(python2_pickle(content))
+    assert_rejected(Cifar10Source, dataset.where, scratch, "data_batch_4", *parts)
 
 
 @pytest.mark.parametrize("names", [[b"cat"] * 9, None, [b"cat"] * 9 + [b"a/b"], [b"cat"] * 9 + [3]])
 def test_invalid_class_names(tmp_path: Path, scratch: Path, names: object) -> None:
-    made = make_cifar10(tmp_path, packed=False)
-    (made.where / "batches.meta").write_bytes(python2_pickle({**cifar_meta(), b"label_names": names}))
-    assert_rejected(Cifar10Source, made.where, scratch, "batches.meta", "label_names", "10 names")
+    dataset = make_cifar10(tmp_path, packed=False)
+    (dataset.where / "batches.meta").write_bytes(python2_pickle({**cifar_meta(), b"label_names": names}))
+    assert_rejected(Cifar10Source, dataset.where, scratch, "batches.meta", "label_names", "10 names")
 
 
 @pytest.mark.parametrize("keep", [0, 1, 50, 0.5, -1])
 def test_truncated_pickle(tmp_path: Path, scratch: Path, keep: float) -> None:
-    made = make_cifar10(tmp_path, packed=False)
-    path = made.where / "data_batch_5"
+    dataset = make_cifar10(tmp_path, packed=False)
+    path = dataset.where / "data_batch_5"
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * keep) if isinstance(keep, float) else keep])
-    assert_rejected(Cifar10Source, made.where, scratch, "data_batch_5", "damaged pickle")
+    assert_rejected(Cifar10Source, dataset.where, scratch, "data_batch_5", "damaged pickle")
 
 
 @pytest.mark.parametrize(
     "data", [b"not a pickle", b"\x80\x02]e.", b"\x80\x04\x8e" + b"\xff" * 7 + b"\x3f.", b"\x80\x63."]
 )
 def test_malformed_pickle(tmp_path: Path, scratch: Path, data: bytes) -> None:
-    made = make_cifar10(tmp_path, packed=False)
-    (made.where / "data_batch_5").write_bytes(data)
-    assert_rejected(Cifar10Source, made.where, scratch, "data_batch_5", "damaged pickle")
+    dataset = make_cifar10(tmp_path, packed=False)
+    (dataset.where / "data_batch_5").write_bytes(data)
+    assert_rejected(Cifar10Source, dataset.where, scratch, "data_batch_5", "damaged pickle")
 
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("file", ["data_batch_3", "test_batch", "batches.meta"])
 def test_missing_file(tmp_path: Path, scratch: Path, packed: bool, file: str) -> None:
-    made = make_cifar10(tmp_path, packed=False)
-    (made.where / file).unlink()
+    dataset = make_cifar10(tmp_path, packed=False)
+    (dataset.where / file).unlink()
     if packed:
-        files = {f"cifar-10-batches-py/{path.name}": path.read_bytes() for path in made.where.iterdir()}
-        made.where = tmp_path / "cifar-10-python.tar.gz"
-        made.where.write_bytes(make_tar(files, "w:gz"))
-    assert_rejected(Cifar10Source, made.where, scratch, f"{file} not found", "cifar-10-python.tar.gz again")
+        files = {f"cifar-10-batches-py/{path.name}": path.read_bytes() for path in dataset.where.iterdir()}
+        dataset.where = tmp_path / "cifar-10-python.tar.gz"
+        dataset.where.write_bytes(make_tar(files, "w:gz"))
+    assert_rejected(Cifar10Source, dataset.where, scratch, f"{file} not found", "cifar-10-python.tar.gz again")
 
 
 def test_oversized_file_is_not_read(tmp_path: Path, scratch: Path) -> None:
-    made = make_cifar10(tmp_path, packed=False)
-    with open(made.where / "data_batch_1", "ab") as file:
+    dataset = make_cifar10(tmp_path, packed=False)
+    with open(dataset.where / "data_batch_1", "ab") as file:
         file.truncate(200_000_000)
-    assert_rejected(Cifar10Source, made.where, scratch, "data_batch_1", "200000000 bytes")
+    assert_rejected(Cifar10Source, dataset.where, scratch, "data_batch_1", "200000000 bytes")
 
 
 def test_damaged_archives(tmp_path: Path, scratch: Path) -> None:
-    made = make_cifar10(tmp_path)
-    whole = made.where.read_bytes()
+    dataset = make_cifar10(tmp_path)
+    whole = dataset.where.read_bytes()
     plain = gzip.decompress(whole)
     for number, data in enumerate(
         [
@@ -263,9 +263,9 @@ def test_damaged_archives(tmp_path: Path, scratch: Path) -> None:
             gzip.compress(plain[: len(plain) // 2]),
         ]
     ):
-        made.where.write_bytes(data)
+        dataset.where.write_bytes(data)
         (scratch / str(number)).mkdir()
-        assert_rejected(Cifar10Source, made.where, scratch / str(number), "cifar-10-python.tar.gz")
+        assert_rejected(Cifar10Source, dataset.where, scratch / str(number), "cifar-10-python.tar.gz")
 
 
 def test_empty_and_missing_folders(tmp_path: Path, scratch: Path) -> None:

@@ -21,15 +21,15 @@ def scratch(tmp_path: Path) -> Path:
     return path
 
 
-def check(where: Path, scratch: Path, made: Mnist) -> MnistSource:
+def check(where: Path, scratch: Path, dataset: Mnist) -> MnistSource:
     """Open `where`, and compare everything with the generated dataset."""
     source = MnistSource(str(where), scratch=scratch)
-    assert list(source.splits) == list(made.pixels)
-    for split, pixels in made.pixels.items():
+    assert list(source.splits) == list(dataset.pixels)
+    for split, pixels in dataset.pixels.items():
         items = list(source.scan(split))
-        assert [item.label for item in items] == made.labels[split]
+        assert [item.label for item in items] == dataset.labels[split]
         assert {item.size for item in items} == {pixels[0].size}
-        assert items[3].name == f"{made.labels[split][3]}/00000003.png"
+        assert items[3].name == f"{dataset.labels[split][3]}/00000003.png"
         with ThreadPoolExecutor(8) as threads:
             images = list(threads.map(lambda item: source.read(split, item).image, items))  # noqa: B023
         for image, expected in zip(images, pixels, strict=True):
@@ -44,16 +44,16 @@ def check(where: Path, scratch: Path, made: Mnist) -> MnistSource:
 @pytest.mark.parametrize("mark", ["-", "."])
 @pytest.mark.parametrize("inside", ["", "raw", "MNIST/raw"])
 def test_reads_every_layout(tmp_path: Path, scratch: Path, packed: bool, mark: str, inside: str) -> None:
-    made = make_mnist(tmp_path / "data" / inside, packed=packed, separator=mark)
+    dataset = make_mnist(tmp_path / "data" / inside, packed=packed, separator=mark)
     assert MnistSource.can_read(str(tmp_path / "data"))
-    source = check(tmp_path / "data", scratch, made)
+    source = check(tmp_path / "data", scratch, dataset)
     assert (source.name, source.classes, source.notes) == ("mnist", tuple("0123456789"), ())
 
 
 @pytest.mark.parametrize("inside", ["fashion-mnist", "FashionMNIST/raw"])
 def test_fashion_mnist_is_detected_by_folder_name(tmp_path: Path, scratch: Path, inside: str) -> None:
-    made = make_mnist(tmp_path / inside)
-    source = check(tmp_path / inside, scratch, made)
+    dataset = make_mnist(tmp_path / inside)
+    source = check(tmp_path / inside, scratch, dataset)
     assert (source.name, source.classes[9]) == ("fashion-mnist", "Ankle boot")
     assert "Fashion-MNIST" in source.notes[0]
 
@@ -84,35 +84,35 @@ IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
     ],
 )
 def test_invalid_files(tmp_path: Path, scratch: Path, file: str, data: bytes, parts: list[str]) -> None:
-    made = make_mnist(tmp_path / "d", packed=False)
-    (made.folder / file).write_bytes(data)
-    assert_rejected(MnistSource, made.folder, scratch, file, *parts)
+    dataset = make_mnist(tmp_path / "d", packed=False)
+    (dataset.folder / file).write_bytes(data)
+    assert_rejected(MnistSource, dataset.folder, scratch, file, *parts)
 
 
 @pytest.mark.parametrize("file", [IMAGES, LABELS])
 def test_missing_images_or_labels(tmp_path: Path, scratch: Path, file: str) -> None:
-    made = make_mnist(tmp_path / "d")
-    (made.folder / f"{file}.gz").unlink()
-    assert_rejected(MnistSource, made.folder, scratch, f"{file}[.gz] not found")
+    dataset = make_mnist(tmp_path / "d")
+    (dataset.folder / f"{file}.gz").unlink()
+    assert_rejected(MnistSource, dataset.folder, scratch, f"{file}[.gz] not found")
 
 
 def test_damaged_gzip(tmp_path: Path, scratch: Path) -> None:
-    made = make_mnist(tmp_path / "d")
-    packed = made.folder / f"{IMAGES}.gz"
+    dataset = make_mnist(tmp_path / "d")
+    packed = dataset.folder / f"{IMAGES}.gz"
     whole = packed.read_bytes()
     packed.write_bytes(whole[: len(whole) // 2])
-    assert_rejected(MnistSource, made.folder, scratch, f"{IMAGES}.gz", "truncated")
+    assert_rejected(MnistSource, dataset.folder, scratch, f"{IMAGES}.gz", "truncated")
     shutil.rmtree(scratch)
     scratch.mkdir()
     packed.write_bytes(whole[:100] + bytes(100) + whole[200:])
-    assert_rejected(MnistSource, made.folder, scratch, f"{IMAGES}.gz", "damaged")
+    assert_rejected(MnistSource, dataset.folder, scratch, f"{IMAGES}.gz", "damaged")
 
 
 def test_uncompressed_file_with_gz_extension(tmp_path: Path, scratch: Path) -> None:
-    made = make_mnist(tmp_path / "d")
-    for packed in made.folder.iterdir():
+    dataset = make_mnist(tmp_path / "d")
+    for packed in dataset.folder.iterdir():
         packed.write_bytes(gzip.decompress(packed.read_bytes()))
-    check(made.folder, scratch, made)
+    check(dataset.folder, scratch, dataset)
 
 
 def test_empty_and_missing_folders(tmp_path: Path, scratch: Path) -> None:

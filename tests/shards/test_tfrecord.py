@@ -182,7 +182,7 @@ def test_errors_name_shard_record_and_offset(record: bytes, parts: list[str]) ->
 
 def test_truncation_names_record_and_offset() -> None:
     data = make_record(example(**LABEL, **IMAGE))
-    with pytest.raises(SourceError, match="truncated at byte 5: record 0 at byte 0 .*length"):
+    with pytest.raises(SourceError, match=r"truncated at byte 5: record 0 at byte 0 .*length"):
         read_samples(FORMAT, data[:5])
     with pytest.raises(SourceError, match=f"truncated at byte 40: record 0 at byte 0 .*{len(data) - 16} bytes"):
         read_samples(FORMAT, data[:40])

@@ -78,7 +78,7 @@ class TestOpen:
     @pytest.mark.parametrize("sha256", [SHA256, ""])
     def test_size_mismatch_raises_data_fault(self, origin_folder: Path, cache: DiskCache, sha256: str) -> None:
         (origin_folder / "train/a.tar").write_bytes(DATA[:-100])
-        with pytest.raises(VerificationError, match=r"train/a\.tar: .*10,140\b.*10,240\b"):
+        with pytest.raises(VerificationError, match=r"train/a\.tar: .*10,140\b.*10,240\b.*; .*stoker data verify$"):
             cache.open(LocalStore(str(origin_folder)), "train/a.tar", size=len(DATA), sha256=sha256)
         assert list_cached_files(cache) == []
 
@@ -112,11 +112,13 @@ class TestDamage:
         store = CountingStore(origin_folder, DAMAGED)
         assert read_cached(cache, store, sha256=SHA256) == DATA
         assert store.whole == 2
-        assert re.search(r"folder/train/a\.tar: .*sha256", caplog.text)
+        assert re.search(r"folder/train/a\.tar: .*sha256.*in transit", caplog.text)
 
     def test_permanent_damage_is_reported_and_not_cached(self, origin_folder: Path, cache: DiskCache) -> None:
         damaged = hashlib.sha256(DAMAGED).hexdigest()
-        with pytest.raises(VerificationError, match=rf"folder/train/a\.tar: .*{damaged[:12]}….*{SHA256[:12]}…"):
+        with pytest.raises(
+            VerificationError, match=rf"folder/train/a\.tar: .*{damaged[:12]}….*{SHA256[:12]}….*; .*restore the shard"
+        ):
             cache.open(CountingStore(origin_folder, DAMAGED, DAMAGED), "train/a.tar", sha256=SHA256)
         assert list_cached_files(cache) == []
         assert read_cached(cache, CountingStore(origin_folder), sha256=SHA256) == DATA
@@ -134,7 +136,7 @@ class TestDamage:
             assert read_cached(cache, open_store(server.url), "a", sha256=SHA256) == DATA
             (record,) = caplog.records
             assert record.levelno == logging.WARNING
-            assert re.match(rf"{server.url}/a: .*sha256.* cache", record.message)
+            assert re.match(rf"{server.url}/a: .*sha256.*: a cache on the way ", record.message)
             fetch(open_store(server.url), "a", tmp_path / "plain", size=len(DATA), sha256=SHA256)
             assert (tmp_path / "plain").read_bytes() == DATA
             origin.data = DAMAGED

@@ -210,7 +210,7 @@ time.sleep(60)
             assert cache.open(ten_objects, "large") is None
         assert cache.open(ten_objects, "large") is None
         (record,) = caplog.records
-        assert re.search("/3 is .*/cache ", record.message)
+        assert re.search(f"/3 is not cached: {cache.folder} is full .*in use$", record.message)
         assert len(list_cached_files(cache)) == 3
         assert read_cached(cache, ten_objects, "3") == b"\3" * 1000
 
@@ -273,7 +273,7 @@ def test_full_disk_caches_nothing(
         cache = DiskCache(small / "cache")
         (folder / "large").write_bytes(bytes(100_000))
         assert cache.open(ten_objects, "large") is None
-        assert re.search("large .*no space", caplog.text)
+        assert re.search("large is not cached: .*no space left", caplog.text)
         assert list_cached_files(cache) == []
         assert read_cached(cache, ten_objects, "1") == b"\1" * 1000
 

@@ -7,7 +7,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +21,7 @@ DATA = bytes(itertools.islice(itertools.cycle(range(251)), 300_000))
 
 @dataclass
 class OriginServer:
-    """The state of a test's origin server, which records requests and can be told to misbehave."""
+    """The state of a test's origin server, which records requests and misbehaves as configured."""
 
     url: str
     files: dict[str, bytes]
@@ -36,7 +36,7 @@ class OriginServer:
     delay_s: float = 0.0
     version: int = 1
     validators: bool = True
-    """Whether versions can be stats apart."""
+    """Whether responses have an ETag and Last-Modified, by which a cache distinguishes versions."""
     failing_path: str | None = None
     """A path that gets a 500 response."""
     content_type: str = "application/octet-stream"
@@ -47,83 +47,92 @@ class OriginServer:
         return sum(1 for requested, _ in self.get_requests if requested == path)
 
 
+class _Handler(BaseHTTPRequestHandler):
+    """Responds as the state of its server says."""
+
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def do_HEAD(self) -> None:
+        self.server.state.head_requests.append(self.path)
+        self._respond(head=True)
+
+    def do_GET(self) -> None:
+        self.server.state.get_requests.append((self.path, self.headers.get("Range")))
+        self._respond(head=False)
+
+    def _respond(self, *, head: bool) -> None:
+        state = self.server.state
+        state.host_headers.append(self.headers.get("Host", ""))
+        time.sleep(state.delay_s)
+        data = state.files.get(self.path)
+        if state.redirect is not None:
+            self._send_empty(302, {"Location": state.redirect})
+            return
+        if state.status is not None or data is None or self.path == state.failing_path:
+            self._send_empty(500 if self.path == state.failing_path else state.status or 404)
+            return
+        etag = f'"{state.version}-{len(data)}"'
+        if self.headers.get("If-Match", etag) not in ("*", etag):
+            self._send_empty(412)
+            return
+        start, end, status = 0, len(data), 200
+        if text := self.headers.get("Range"):
+            first, _, last = text.removeprefix("bytes=").partition("-")
+            start, end, status = int(first), min(len(data), int(last) + 1 if last else len(data)), 206
+        self.send_response(status)
+        if state.validators:
+            self.send_header("ETag", etag)
+            self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        self.send_header("Content-Type", state.content_type)
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(end - start))
+        if status == 206:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
+        self.end_headers()
+        if not head:
+            self._send_body(data[start:end])
+
+    def _send_empty(self, status: int, headers: Mapping[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _send_body(self, body: bytes) -> None:
+        state, length = self.server.state, len(body)
+        if state.corrupt is not None:
+            body = state.corrupt(self.path, body)
+        if state.truncate_at is not None:
+            body = body[: state.truncate_at]
+        self.wfile.write(body)
+        if len(body) < length:
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, state: OriginServer) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.state = state
+
+    def handle_error(self, *_: object) -> None:
+        pass
+
+
 @contextmanager
 def run_origin(files: dict[str, bytes]) -> Iterator[OriginServer]:
     """Serve files by path from memory, with ranges and conditional requests."""
     state = OriginServer("", files)
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_HEAD(self) -> None:
-            state.head_requests.append(self.path)
-            self._respond(head=True)
-
-        def do_GET(self) -> None:
-            state.get_requests.append((self.path, self.headers.get("Range")))
-            self._respond(head=False)
-
-        def _respond(self, *, head: bool) -> None:
-            state.host_headers.append(self.headers.get("Host", ""))
-            time.sleep(state.delay_s)
-            data = state.files.get(self.path)
-            if state.redirect is not None:
-                self.send_response(302)
-                self.send_header("Location", state.redirect)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return
-            if state.status is not None or data is None or self.path == state.failing_path:
-                self.send_response(500 if self.path == state.failing_path else state.status or 404)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return
-            etag = f'"{state.version}-{len(data)}"'
-            if self.headers.get("If-Match", etag) not in ("*", etag):
-                self.send_response(412)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return
-            start, end, status = 0, len(data), 200
-            if text := self.headers.get("Range"):
-                first, _, last = text.removeprefix("bytes=").partition("-")
-                start, end, status = int(first), min(len(data), int(last) + 1 if last else len(data)), 206
-            self.send_response(status)
-            if state.validators:
-                self.send_header("ETag", etag)
-                self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
-            self.send_header("Content-Type", state.content_type)
-            self.send_header("Accept-Ranges", "bytes")
-            self.send_header("Content-Length", str(end - start))
-            if status == 206:
-                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
-            self.end_headers()
-            if head:
-                return
-            body = data[start:end]
-            if state.corrupt is not None:
-                body = state.corrupt(self.path, body)
-            if state.truncate_at is not None:
-                body = body[: state.truncate_at]
-            if len(body) < end - start:
-                self.wfile.write(body)
-                self.wfile.flush()
-                self.connection.shutdown(socket.SHUT_RDWR)
-                self.close_connection = True
-                return
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 128
-
-        def handle_error(self, *_: object) -> None:
-            pass
-
-    server = Server(("127.0.0.1", 0), Handler)
+    server = _Server(state)
     state.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()

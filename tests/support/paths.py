@@ -1,4 +1,4 @@
-"""Directories that tests read: of the repository, and of the shared data beside it."""
+"""Directories that tests read: of the repository, and of the shared data next to it."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_warm_job_is_followed_until_it_finishes() -> None:
     deployment._follow_job(fake_cluster([finished_job("Complete"), pod], {"warm": log}), WARM_JOB, read.append, print)
     assert read == [1, 0]
     failed = fake_cluster([finished_job("Failed"), pod], {"warm": b"t read 1\nt failed 2 wget: error: 404\n"})
-    with pytest.raises(JobFailedError, match=r"\b1 of 2\b.*/train/b\.tar: wget: error: 404"):
+    with pytest.raises(JobFailedError, match=r"\b1 of 2\b.*/train/b\.tar: wget: error: 404.*; .*origin"):
         deployment._follow_job(failed, WARM_JOB, read.append, print)
     with pytest.raises(JobFailedError, match=r"\b1 of 2\b.*; too often"):
         deployment._follow_job(

@@ -163,7 +163,7 @@ def test_header_and_body_sizes_are_bounded(url: str) -> None:
 def test_slow_clients_are_disconnected(root: Path) -> None:
     with run_server(root, client_timeout_s=1) as url:
         for head in (b"GET /ten HT", b"GET /ten HTTP/1.1\r\nHost: x\r\n"):
-            send_raw(url, head, wait_s=60, until_closed=True)
+            send_raw(url, head, wait_s=25, until_closed=True)  # the default timeout is 30 s
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_sighup_reloads_and_invalid_settings_change_nothing(supervisor: Supervis
     token.write_text("two words")
     process.send_signal(signal.SIGHUP)
     assert process.stderr is not None
-    assert "token" in process.stderr.readline()  # the warning that the reload failed
+    assert re.search("keeping the current settings: .*token", process.stderr.readline())
     assert send_request(url, "/ten", Authorization=f"Bearer {TOKEN}").status == 200
     assert is_alive(nginx[0])
     process.terminate()
@@ -370,7 +370,7 @@ def test_unexpected_exit_of_nginx_raises(root: Path) -> None:
     (master,) = set(child_pids(os.getpid())) - set(previous)
     workers = child_pids(master)
     os.kill(master, signal.SIGKILL)
-    with pytest.raises(StokerError, match="nginx") as caught:
+    with pytest.raises(StokerError, match=r"^nginx exited unexpectedly: ") as caught:
         engine.wait()
     assert type(caught.value) is StokerError  # not a subclass such as UnavailableError
     assert not any(map(is_alive, [master, *workers]))
