@@ -206,9 +206,9 @@ def _render_rbac(launcher: Launcher[Any], job: Job, subject: str) -> Any:
     """Return the objects that allow a subject to run a job."""
     from stoker.errors import InputError
 
-    if not hasattr(launcher, "rights"):
+    if not hasattr(launcher, "render_rbac"):
         raise InputError("--rbac requires --on k8s", hint="pass both or neither")
-    return launcher.rights(job, subject)
+    return launcher.render_rbac(job, subject)
 
 
 def _require_file(file: Path | None) -> Path:

@@ -1,0 +1,64 @@
+"""`stoker job plan` and `eval` where nothing is started: options that apply to one target, RBAC manifests, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.trees import stoker
+
+JOB = "name: digits\ntopology: torchrun\nworkers: 2\nimage: example/train\nprogram: {module: train}\n"
+KUBECONFIG: dict[str, Any] = {
+    "apiVersion": "v1",
+    "kind": "Config",
+    "current-context": "c",
+    "clusters": [{"name": "c", "cluster": {"server": "https://127.0.0.1:9"}}],
+    "users": [{"name": "u", "user": {"token": "none"}}],
+    "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u", "namespace": "team"}}],
+}
+
+
+@pytest.fixture
+def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A job file, beside a kubeconfig whose cluster does not answer."""
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(KUBECONFIG))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path / "job.yaml"
+
+
+def test_plan_prints_the_rbac_objects_of_a_subject(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stoker("job", "plan", job_file, "--on", "k8s", "--rbac", "group:vision") == 0
+    objects = {each["kind"]: each for each in yaml.safe_load_all(capsys.readouterr().out)}
+    assert {"Role", "RoleBinding"} <= objects.keys()
+    (subject,) = objects["RoleBinding"]["subjects"]
+    assert (subject["kind"], subject["name"]) == ("Group", "vision")
+    assert objects["Role"]["metadata"]["namespace"] == "team"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--rbac", "alice"], "--on k8s"),
+        (["--hosts", "a,b"], "--on ssh"),
+        (["--on", "ssh", "--hosts", " , "], "--hosts @FILE"),
+        (["--on", "k8s:context/team"], "k8s://context/namespace"),
+        (["--on", "ray:head:8265"], "ray://host:port"),
+        (["--on", "local://here"], "'here'"),
+    ],
+)
+def test_options_for_another_target_are_refused(
+    job_file: Path, words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stoker("job", "plan", job_file, *words) == 2
+    sentence = capsys.readouterr().err
+    assert named in sentence
+    assert sentence.count("\n") == 1
+
+
+def test_list_of_runs_requires_a_target_that_lists_them(stoker_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stoker("job", "list", "--on", "ssh") == 2
+    assert "`--on ssh`" in capsys.readouterr().err
