@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,7 @@ def test_mpirun_usage_error_is_bad_input(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("mpirun: Error: unknown option \"--nosuch\"\nType 'mpirun --help' for usage.\n")
     diagnosis = diagnose_slot(Slot("launcher", 0), 1, log)
-    assert diagnosis.message.startswith("launcher/0 ")
+    assert re.fullmatch(rf'launcher/0 .*: mpirun: unknown option "--nosuch"; log: {log}', diagnosis.message)
     assert diagnosis.error == 'mpirun: unknown option "--nosuch"'
     assert diagnosis.code == InputError.exit_code
     log.write_text(f"{'-' * 60}\nan invalid table\n{'-' * 60}\n")

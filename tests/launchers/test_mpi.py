@@ -180,7 +180,7 @@ class TestMpi(LauncherSuite):
         text = "import time\nfrom stoker.telemetry import recorder\nrecorder().heartbeat(3)\n"
         text += "def stuck():\n    time.sleep(60)\nstuck()"
         run, status = self.run_to_end(launcher, self.python_job(text, hang_after=1, grace=1))
-        assert re.search(r"step 3: .*\b1s\b", status.message)
+        assert re.search(r"\bhung at step 3: .*\b1s\b", status.message)
         assert (run.folder / "stacks.0.txt").read_text().count("in stuck") == 2
 
     def test_unknown_mpirun_option_is_not_retried(self, launcher: Any) -> None:
@@ -231,29 +231,30 @@ def test_missing_or_other_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_mpirun_options_set_by_stoker_are_rejected() -> None:
     assert rejected_args("-np", "3", "--map-by", "node", "--map-by", "slot:PE=2", "--xml") == {
-        "mpi.args[0]": "-np",
-        "mpi.args[2]": "--map-by",
-        "mpi.args[6]": "--xml",
+        "mpi.args[0]": ("-np", "workers"),
+        "mpi.args[2]": ("--map-by", "order"),
+        "mpi.args[6]": ("--xml", "output"),
     }
     others = "--mca orte_tag_output 0 -gmca rmaps_base_ranking_policy node --pernode --ppr 1:node "
     others += "--mca rmaps_base_mapping_policy node --mca x -n"
     assert rejected_args(*others.split()) == {
-        "mpi.args[0]": "--mca orte_tag_output",
-        "mpi.args[3]": "-gmca rmaps_base_ranking_policy",
-        "mpi.args[6]": "--pernode",
-        "mpi.args[7]": "--ppr",
-        "mpi.args[9]": "--mca rmaps_base_mapping_policy",
+        "mpi.args[0]": ("--mca orte_tag_output", "output"),
+        "mpi.args[3]": ("-gmca rmaps_base_ranking_policy", "order"),
+        "mpi.args[6]": ("--pernode", "workers"),
+        "mpi.args[7]": ("--ppr", "workers"),
+        "mpi.args[9]": ("--mca rmaps_base_mapping_policy", "order"),
     }
     with pytest.raises(SpecError, match=r"\bworkers\b.*torchrun"):
         mpi_job("true", workers={"min": 1, "max": 2})
 
 
-def rejected_args(*args: str) -> dict[str, str]:
-    """Return the options of mpirun that a job file may not set, by their key."""
+def rejected_args(*args: str) -> dict[str, tuple[str, ...]]:
+    """Return the options of mpirun that a job file may not set and what they would change, by their key."""
     with pytest.raises(SpecError) as caught:
         mpi_job("true", mpi={"args": list(args)})
-    options = {fault.path: re.match(r"(-\S+(?: orte_\S+| rmaps_\S+)?)", fault.what) for fault in caught.value.faults}
-    return {path: match[1] if match else "" for path, match in options.items()}
+    pattern = r"(-\S+(?: orte_\S+| rmaps_\S+)?) (?:is set from .*?\b(workers)|would change .*?\b(?:(order)|(output)))\b"
+    matches = {fault.path: re.match(pattern, fault.what) for fault in caught.value.faults}
+    return {path: tuple(filter(None, match.groups())) if match else () for path, match in matches.items()}
 
 
 @pytest.mark.slow  # two trainings

@@ -95,7 +95,7 @@ class TestRay(LauncherSuite):
     def test_hang_is_stopped_with_the_stacks_of_every_rank(self, launcher: Any, tmp_path: Path) -> None:
         (tmp_path / "hang.py").write_text(HANGING)
         run, status = self.run_to_end(launcher, job_of(program={"script": "hang.py"}, hang_after=5))
-        assert re.search(r"step 2 in train-00001\.tar: .*\b5s\b", status.message)
+        assert re.search(r"\bhung at step 2 in train-00001\.tar: .*\b5s\b", status.message)
         assert "in stuck" in (run.folder / "stacks.0.txt").read_text()
 
     @pytest.mark.slow
@@ -143,9 +143,9 @@ class TestRay(LauncherSuite):
                 return False
 
         wait_until(is_free)
-        with pytest.raises(InputError, match=r"workers: all: .*\b1 CPU, 3 GPU\b"):
+        with pytest.raises(InputError, match=r"workers: all: .*\b1 CPU, 3 GPU\b.*; set a number of workers"):
             count(gpu=3)
-        with pytest.raises(InputError, match=r"workers: all: .*\bmemory\b"):
+        with pytest.raises(InputError, match=r"workers: all: .*\bmemory\b.*; set a number of workers"):
             count(cpu=1, memory="100Ti")
 
     @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_own_ray_is_started_and_removed_with_the_run(workspace: Path, capsys: py
     assert stoker("job", "run", job, "--on", "ray") == 4
     out, err = capsys.readouterr()
     assert out == f"{workspace}/work\n"
-    assert "Ray is started on this machine" in err
+    assert "Ray is started on this machine for the duration of the run" in err
     run = find_run(None)
     assert run.handle == f"ray://{run.folder}"
     assert re.search(rf"worker/0 .*\b7; log: {run.log_path(Slot('worker', 0), 0)}", err)

@@ -69,9 +69,9 @@ def inject(fault: str, run: Run, net: Network) -> None:
 # Words in the message of the run; a killed supervisor writes none.
 FATAL_FAULTS = {
     "supervisor killed": (),
-    "local process killed": ("worker/0", "SIGKILL"),
-    "slot daemon killed": ("worker/0", "node2", DAEMON_GONE),
-    "cable cut": ("worker/0", "node2", "5 s"),
+    "local process killed": ("worker/0 was killed by SIGKILL",),
+    "slot daemon killed": ("worker/0 was lost: ", "node2", DAEMON_GONE),
+    "cable cut": ("worker/0 was lost: ", "node2", "5 s"),
 }
 FAST_FAULTS = ("supervisor killed", "cable cut")
 SLOW_FAULTS = [pytest.param(fault, marks=pytest.mark.slow) for fault in FATAL_FAULTS if fault not in FAST_FAULTS]

@@ -162,7 +162,7 @@ def test_silent_host_times_out(workspace: Path, monkeypatch: pytest.MonkeyPatch)
     slot = remote_slot_of(workspace)
     (_, stdin_fd), (stdout_fd, _) = os.pipe(), os.pipe()
     monkeypatch.setattr(remote_slot, "agent_code", lambda: b"")
-    with pytest.raises(remote_slot._Disconnected):
+    with pytest.raises(remote_slot._Disconnected, match="does not respond"):
         slot._stream(stdin_fd, stdout_fd)
 
 
