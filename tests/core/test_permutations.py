@@ -34,9 +34,7 @@ def test_every_part_of_the_key_changes_the_order() -> None:
     assert len({tuple(order(50, seed, salt)) for seed in range(20) for salt in "ab"}) == 40
 
 
-@pytest.mark.parametrize(
-    "make", [lambda seed: seed_key(seed, "x"), lambda seed: seed], ids=["hashed", "consecutive"]
-)
+@pytest.mark.parametrize("make", [lambda seed: seed_key(seed, "x"), lambda seed: seed], ids=["hashed", "consecutive"])
 @pytest.mark.slow
 def test_all_orders_of_four_elements_are_equally_likely(make) -> None:
     positions = np.arange(4, dtype=np.uint64)

@@ -34,7 +34,7 @@ def test_get_exit_code_raises_if_the_command_did_not_start() -> None:
     message = (
         'OCI runtime exec failed: unable to start container process: exec: "nope": executable file not found in $PATH'
     )
-    with pytest.raises(NotFoundError, match="'nope'") as caught:
+    with pytest.raises(NotFoundError, match="program 'nope' not found") as caught:
         get_exit_code(failure("InternalError", message), WHERE)
     assert caught.value.where == WHERE
     with pytest.raises(UnavailableError, match="broken pipe"):

@@ -59,14 +59,16 @@ def test_no_path_leaves_the_volume(path: str, in_pod: str) -> None:
 def test_single_node_claim_is_not_taken_from_a_running_pod() -> None:
     holder = build_mounting_pod("train-0", "data", **{JOB_LABEL: "train", RUN_LABEL: "train-1"})
     for mode in ("ReadWriteOnce", "ReadWriteOncePod"):
-        with pytest.raises(ConflictError, match=r"pod train-0 of job train.*stoker job stop train-1"):
+        with pytest.raises(
+            ConflictError, match=r"volume data .*one node.*pod train-0 of job train.*stoker job stop train-1"
+        ):
             check_inspectable(build_claim(mode=mode), [holder], write=False)
     check_inspectable(build_claim(mode="ReadWriteMany"), [holder], write=False)
     check_inspectable(build_claim(), [build_mounting_pod("train-0", "data", "Succeeded")], write=False)
 
 
 def test_unbound_claim_can_only_be_written() -> None:
-    with pytest.raises(ConflictError, match="volume data is not bound"):
+    with pytest.raises(ConflictError, match=r"volume data is not bound yet.*stoker volume list"):
         check_inspectable(build_claim(phase="Pending"), [], write=False)
     check_inspectable(build_claim(phase="Pending"), [], write=True)
 
@@ -79,7 +81,7 @@ def test_read_only_claim_cannot_be_written() -> None:
 @pytest.mark.parametrize(
     ("code", "stderr", "kind", "fragment"),
     [
-        (1, "ls: /volume/x: No such file or directory", NotFoundError, "'x'"),
+        (1, "ls: /volume/x: No such file or directory", NotFoundError, "'x' not found"),
         (1, "cat: read error: Is a directory", InputError, "'x' is a folder"),
         (1, "tar: x: Permission denied", AccessDeniedError, "'x': permission denied"),
         (9, "odd\nwords", UnavailableError, "ls failed with exit code 9: odd words"),

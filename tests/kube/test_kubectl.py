@@ -93,7 +93,9 @@ def test_invalid_port_mapping(text: str) -> None:
 def test_missing_kubectl_names_program_and_remedy(client: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not kubectl.is_installed()
-    with pytest.raises(MissingProgramError, match=r"'kubectl'.*kubernetes\.io/docs/tasks/tools"):
+    with pytest.raises(
+        MissingProgramError, match=r"port.* needs the program 'kubectl'.*install.*kubernetes\.io/docs/tasks/tools"
+    ):
         PortForward(client, "p", {1: 1})
 
 

@@ -72,7 +72,7 @@ PREEMPTION = " preemption: 0/2 nodes are available: 2 No preemption victims foun
         ("0/2 nodes are available: 2 Too many pods.", ["2 of 2", "number of pods"]),
         ("0/2 nodes are available: 2 node(s) didn't find the moon.", ["2 of 2 didn't find the moon"]),
         ("no nodes available to schedule pods", ["no nodes"]),
-        ('persistentvolumeclaim "data" not found', ["claim data", "stoker volume create data"]),
+        ('persistentvolumeclaim "data" not found', ["claim data not found", "stoker volume create data"]),
         (f'0/2 nodes are available: persistentvolumeclaim "data" not found.{PREEMPTION}', ["claim data not found"]),
         (
             f"0/2 nodes are available: pod has unbound immediate PersistentVolumeClaims.{PREEMPTION}",
@@ -114,9 +114,9 @@ def test_scheduling_gates() -> None:
         spec={"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]},
         metadata={"labels": {"kueue.x-k8s.io/queue-name": "team"}},
     )
-    check_contains(explain_pending(queued), "Kueue", "queue team")
+    check_contains(explain_pending(queued), "not yet admitted by Kueue", "(queue team)")
     other = build_pod({"conditions": [gated]}, spec={"schedulingGates": [{"name": "example.com/budget"}]})
-    check_contains(explain_pending(other), "example.com/budget")
+    check_contains(explain_pending(other), "scheduling gate example.com/budget")
 
 
 # --- Jobs without pods
@@ -149,16 +149,16 @@ SECURITY = (
         ),
         (
             'Error creating: pods "x" is forbidden: failed quota: team: must specify limits.cpu for: main; x',
-            ["quota team", "limits.cpu for: main; x", "resources"],
+            ["quota team requires limits.cpu for: main; x", "resources"],
         ),
         (
             'Error creating: pods "x" is forbidden: no PriorityClass with name urgent was found',
-            ["PriorityClass urgent"],
+            ["PriorityClass urgent not found"],
         ),
         (
             'Error creating: pods "x" is forbidden: error looking up service account team/robot: serviceaccount'
             ' "robot" not found',
-            ["service account robot"],
+            ["service account robot not found"],
         ),
         (SECURITY, ["pod security", "restricted", "runAsNonRoot != true"]),
         ('Error creating: pods "x" is forbidden: the moon', ["rejected", ": the moon"]),
@@ -182,7 +182,7 @@ def test_events_of_another_job_are_ignored() -> None:
 def test_suspended_job() -> None:
     check_contains(explain_pending(build_job(suspend=True)), "suspended")
     queued = build_job(suspend=True, **{"kueue.x-k8s.io/queue-name": "team"})
-    check_contains(explain_pending(queued), "Kueue", "(queue team)")
+    check_contains(explain_pending(queued), "not yet admitted by Kueue", "(queue team)")
     event = build_event("Pending", "insufficient unused quota for cpu", kind="Workload", name="job-digits-1")
     assert explain_pending(queued, [event]).endswith("(queue team): insufficient unused quota for cpu")
 
@@ -203,7 +203,7 @@ def test_suspended_job() -> None:
             "ImagePullBackOff",
             f'Back-off pulling image "{IMAGE}": ErrImagePull: failed to pull and unpack image: failed to authorize:'
             " failed to fetch anonymous token: 403 Forbidden",
-            [IMAGE, "kubernetes.image_pull_secrets"],
+            [IMAGE, "login", "kubernetes.image_pull_secrets"],
         ),
         (
             "ErrImagePull",
@@ -225,13 +225,15 @@ def test_cause_of_a_back_off_comes_from_the_earlier_event() -> None:
     failed = build_event("Failed", f'Failed to pull image "{IMAGE}": failed to resolve: unauthorized')
     later = build_event("BackOff", f'Back-off pulling image "{IMAGE}"', time="2030-01-01T00:01:00Z")
     pod = build_waiting_pod("ImagePullBackOff", f'Back-off pulling image "{IMAGE}"')
-    check_contains(explain_pending(pod, [failed, later]), "kubernetes.image_pull_secrets")
+    check_contains(explain_pending(pod, [failed, later]), IMAGE, "login", "kubernetes.image_pull_secrets")
 
 
 def test_words_in_the_image_name_are_no_cause() -> None:
     pod = build_waiting_pod("ErrImagePull", "failed to pull denied:1: odd")
     pod["status"]["containerStatuses"][0]["image"] = "denied:1"
-    assert "login" not in explain_pending(pod)
+    sentence = explain_pending(pod)
+    check_contains(sentence, "denied:1", "odd")
+    assert "login" not in sentence
 
 
 # --- Containers
@@ -240,9 +242,17 @@ def test_words_in_the_image_name_are_no_cause() -> None:
 @pytest.mark.parametrize(
     ("reason", "message", "fragments"),
     [
-        ("CreateContainerConfigError", 'secret "s3" not found', ["the container", "Secret s3"]),
-        ("CreateContainerConfigError", 'configmap "c" not found', ["ConfigMap c"]),
-        ("CreateContainerConfigError", "couldn't find key token in Secret team/s3", ["key token", "Secret s3"]),
+        (
+            "CreateContainerConfigError",
+            'secret "s3" not found',
+            ["cannot be created: Secret s3 not found"],
+        ),
+        ("CreateContainerConfigError", 'configmap "c" not found', ["ConfigMap c not found"]),
+        (
+            "CreateContainerConfigError",
+            "couldn't find key token in Secret team/s3",
+            ["key token not found", "Secret s3"],
+        ),
         (
             "CreateContainerConfigError",
             "container has runAsNonRoot and image will run as root (pod: x)",
@@ -267,7 +277,7 @@ def test_container_that_cannot_start(reason: str, message: str, fragments: list[
 def test_crash_loop() -> None:
     last = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
     pod = build_waiting_pod("CrashLoopBackOff", "back-off 40s", lastState=last, restartCount=3)
-    check_contains(explain_pending(pod), "exit code 137 (OOMKilled)", "3 restarts")
+    check_contains(explain_pending(pod), "the container keeps crashing", "exit code 137 (OOMKilled)", "3 restarts")
 
 
 def test_init_container_that_fails() -> None:
@@ -275,7 +285,9 @@ def test_init_container_that_fails() -> None:
     check_contains(explain_pending(build_scheduled_pod(initContainerStatuses=[invalid])), f"'{IMAGE}'", "image name")
     failed = {"name": "fetch", "state": {"terminated": {"exitCode": 7}}}
     check_contains(
-        explain_pending(build_scheduled_pod(initContainerStatuses=[failed])), "init container fetch", "exit code 7"
+        explain_pending(build_scheduled_pod(initContainerStatuses=[failed])),
+        "init container fetch failed",
+        "exit code 7",
     )
 
 
@@ -288,12 +300,12 @@ def test_init_container_that_fails() -> None:
         (
             "FailedMount",
             'MountVolume.SetUp failed for volume "secret-0" : secret "s3" not found',
-            ["cannot mount volume secret-0", "Secret s3"],
+            ["cannot mount volume secret-0", "Secret s3 not found"],
         ),
         (
             "FailedMount",
             'MountVolume.SetUp failed for volume "secret-0" : references non-existent secret key: token',
-            ["key token", "its Secret"],
+            ["key token not found in its Secret"],
         ),
         (
             "FailedMount",
@@ -303,7 +315,7 @@ def test_init_container_that_fails() -> None:
         (
             "FailedAttachVolume",
             'Multi-Attach error for volume "pvc-1" Volume is already used by pod(s) digits-1-x',
-            ["volume pvc-1 is attached to another node for digits-1-x"],
+            ["volume pvc-1 is attached to another node for digits-1-x", "one node"],
         ),
         (
             "FailedMount",
@@ -378,8 +390,8 @@ def test_node_failure(status: Manifest, events: list[Manifest], is_lost: bool) -
 @pytest.mark.parametrize(
     ("pod", "fragments"),
     [
-        (build_finished_pod(137, "OOMKilled"), ["exit code 137 (OOMKilled)"]),
-        (build_finished_pod(0, phase="Succeeded"), ["exit code 0"]),
+        (build_finished_pod(137, "OOMKilled"), ["exited with exit code 137 (OOMKilled)"]),
+        (build_finished_pod(0, phase="Succeeded"), ["exited with exit code 0"]),
         (build_waiting_pod("ContainerCreating"), ["starting"]),
         (build_pod(metadata={"deletionTimestamp": "2030-01-01T00:00:00Z"}), ["terminating"]),
         (build_unscheduled_pod("no nodes available to schedule pods"), ["no nodes"]),

@@ -73,17 +73,14 @@ def test_gpus_of_all_nodes_are_counted(doctor: Doctor, cluster: KubeClient) -> N
     nodes = cluster.list_objects("Node")
     gpus = sum(int(node["status"]["allocatable"].get("nvidia.com/gpu", 0)) for node in nodes)
     (row,) = doctor()[1]["gpus"]
-    assert row["found"].startswith(f"{gpus} × ")
-    assert f" on {len(nodes)} nodes; " in row["found"]
+    assert row["found"].startswith(f"{gpus} × GPU of unknown type on {len(nodes)} nodes; ")
     assert gpus == 8 * len(nodes)
     code, checks = doctor(workers=len(nodes) + 1, topology="torchrun", program={"module": "this"}, resources={"gpu": 8})
     assert code == 2
     detail = checks["capacity"][0]["found"]
-    assert f"{len(nodes)} of {len(nodes) + 1} pods" in detail
-    assert "worker (8 GPUs)" in detail
+    assert f"{len(nodes)} of {len(nodes) + 1} pods fit: worker (8 GPUs)" in detail
     detail = doctor(resources={"gpu": 16})[1]["capacity"][0]["found"]
-    assert "16 GPUs" in detail
-    assert "has 8 GPUs" in detail
+    assert "requests 16 GPUs, the largest node it can use has 8 GPUs" in detail
 
 
 @pytest.mark.parametrize(
@@ -127,7 +124,7 @@ def test_all_faults_are_reported_at_once(doctor: Doctor, cluster: KubeClient) ->
         "cache",
     }
     assert "2 requests.nvidia.com/gpu needed, 1 requests.nvidia.com/gpu allowed" in checks["quota"][0]["found"]
-    assert "other" in checks["secret aws"][0]["found"]
+    assert "has no key other" in checks["secret aws"][0]["found"]
 
 
 def test_missing_namespace(doctor: Doctor, cluster: KubeClient) -> None:
@@ -157,7 +154,7 @@ def test_claims(doctor: Doctor, cluster: KubeClient) -> None:
     cluster.create({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "one"}, "spec": spec})
     many = {"topology": "torchrun", "program": {"module": "this"}, "workers": 2}
     _, checks = doctor(volumes=[{"claim": "one", "path": "/d"}], **many)
-    assert "2 pods" in checks["claim one"][0]["found"]
+    assert "one node can mount it, the job has 2 pods" in checks["claim one"][0]["found"]
     assert checks["claim one"][0]["fine"] is False
     _, checks = doctor(volumes=[{"claim": "one", "path": "/d"}])
     assert checks["claim one"][0]["found"].startswith("is pending: ")
@@ -242,7 +239,7 @@ def test_role_is_sufficient_and_minimal(doctor: Doctor, cluster: KubeClient, acc
     assert checks["permissions"][0]["fine"] is True
     assert not get_missing(checks, None)
     assert (code, get_failed(checks)) == (2, {"image"})  # found by the probe, since the role cannot read Secrets
-    assert "Secret aws" in checks["image"][0]["found"]
+    assert "Secret aws not found" in checks["image"][0]["found"]
     assert doctor(resources={"gpu": 1})[0] == 0
     limited = KubeClient.for_target(KubeTarget(None, cluster.namespace))
     assert not limited.is_allowed("get", "secrets")

@@ -152,7 +152,7 @@ def test_exec_in_a_pod_that_is_not_running(cluster: KubeClient, run_id: str) -> 
     completed = run_stoker("job", "exec", "digits", "--", "ls")
     assert b"2 of 2 have insufficient nvidia.com/gpu (99 requested)" in completed.stderr
 
-    assert b"'ps/0'" in run_stoker("job", "exec", "digits", "--slot", "ps/0", "--", "ls").stderr
+    assert b"has no slot 'ps/0'" in run_stoker("job", "exec", "digits", "--slot", "ps/0", "--", "ls").stderr
 
 
 class Terminal:
@@ -279,11 +279,11 @@ def test_forward_follows_the_slot_to_its_next_pod(
     cluster.delete("Pod", first)
     assert eventually(lambda: forwards.read().count("http://") == 2), forwards.read()
     assert eventually(lambda: fetch(free) == "digits-0"), forwards.read()
-    assert f"Pod {first} " in forwards.read()
+    assert f"Pod {first} stopped; waiting for the next pod of worker/0" in forwards.read()
 
     cluster.delete("Job", "digits")
     assert process.wait(WAIT_S) == 0
-    assert f"worker/0 of {run_id} " in forwards.read()
+    assert f"worker/0 of {run_id} has finished" in forwards.read()
 
 
 def test_forward_waits_until_the_program_listens(
@@ -293,7 +293,7 @@ def test_forward_waits_until_the_program_listens(
     process = forwards.start("digits", f"8000:{free}")
     assert eventually(lambda: "http://" in forwards.read()), forwards.read()
     assert fetch(free) == ""
-    assert eventually(lambda: "port in worker/0" in forwards.read()), forwards.read()
+    assert eventually(lambda: "Nothing is listening on that port in worker/0 yet" in forwards.read()), forwards.read()
     cluster.exec_in_pod(name, ["sh", "-c", "mkdir /www; echo late > /www/index.html; httpd -p 8000 -h /www"])
     assert eventually(lambda: fetch(free) == "late"), forwards.read()
     process.send_signal(signal.SIGINT)
@@ -308,7 +308,7 @@ def test_forward_to_a_port_in_use_and_without_a_pod(cluster: KubeClient, running
         port = taken.getsockname()[1]
         completed = run_stoker("job", "forward", "digits", f"8000:{port}")
     assert completed.returncode == 2
-    assert f"port {port} ".encode() in completed.stderr
+    assert f"local port {port} is in use".encode() in completed.stderr
     cluster.delete("Pod", running)
     assert eventually(lambda: cluster.get("Pod", running) is None)
     completed = run_stoker("job", "forward", "digits", "8000:0")
@@ -411,7 +411,7 @@ def test_shell_does_not_take_a_claim_from_a_pod(cluster: KubeClient, job_file: P
         create_running(cluster, build_pod("holder", volumes=[mount]))
         completed = run_stoker(*argv, "--", "cat", "/data/hello")
         assert completed.returncode == 2
-        assert re.search(rb"claim data .*pod holder", completed.stderr), completed.stderr
+        assert re.search(rb"claim data .*one node only.*pod holder", completed.stderr), completed.stderr
         assert b"kubectl delete pod holder" in completed.stderr
         assert not list_shells(cluster)
     finally:

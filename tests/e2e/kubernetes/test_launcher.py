@@ -18,7 +18,7 @@ from stoker.jobs.status import JobState
 from stoker.kube.client import KubeClient
 from stoker.kube.objects import RUN_LABEL, build_claim
 from stoker.launchers.kubernetes.launcher import KubernetesLauncher
-from stoker.launchers.kubernetes.status import DELETED_MESSAGE
+from stoker.launchers.kubernetes.status import DELETED_MESSAGE, LOST_MESSAGE
 from stoker.launchers.supervisor import supervisor_pid
 from tests.e2e.kubernetes.pods import build_job_keys
 from tests.launchers.contract import LauncherSuite, LauncherTests
@@ -81,6 +81,7 @@ class TestJobs(OnCluster):
         self.cluster.delete("Job", "small", foreground=True)
         wait_until(lambda: self.cluster.get("Job", "small") is None, 60)
         wait_until(lambda: launcher.status(run.handle).state is JobState.LOST)
+        assert launcher.status(run.handle).message == LOST_MESSAGE
 
     def test_logs_so_far_are_available_on_another_machine(
         self, launcher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,7 +96,9 @@ class TestJobs(OnCluster):
 
     def test_unfinished_job_of_the_same_name_is_a_conflict(self, launcher: Any) -> None:
         self.start(launcher, self.job("sleep 60"))
-        with pytest.raises(ConflictError, match=r"job small .*stoker job stop k8s://"):
+        with pytest.raises(
+            ConflictError, match=r"job small already exists and has not finished; .*stoker job stop k8s://"
+        ):
             self.start(launcher, self.job("true"))
 
     def test_finished_job_of_the_same_name_is_replaced(self, launcher: Any) -> None:
@@ -129,7 +132,7 @@ class TestJobs(OnCluster):
         assert launcher.status(run.handle).message.startswith("worker/0: ")
 
     def test_missing_claim(self, launcher: Any) -> None:
-        with pytest.raises(NotFoundError, match=r"claim nothing .*stoker volume create nothing --size"):
+        with pytest.raises(NotFoundError, match=r"claim nothing not found.*stoker volume create nothing --size"):
             self.start(launcher, self.job("true", volumes=[{"claim": "nothing", "path": "/data"}]))
 
     def test_claim_mounted_by_another_job(self, launcher: Any) -> None:
@@ -137,7 +140,7 @@ class TestJobs(OnCluster):
         volumes = [{"claim": "data", "path": "/data"}]
         self.start(launcher, self.job("sleep 60", volumes=volumes))
         wait_until(lambda: bool(self.cluster.list_objects("Pod")))
-        with pytest.raises(ConflictError, match=r"claim data .*pod small-0-.* of job small"):
+        with pytest.raises(ConflictError, match=r"claim data .*one node only.*pod small-0-.* of job small"):
             self.start(launcher, self.job("true", name="second", volumes=volumes))
 
     def test_out_of_memory(self, launcher: Any) -> None:
@@ -154,7 +157,7 @@ class TestJobs(OnCluster):
         assert (status.state, self.text(launcher, run)) == (JobState.SUCCEEDED, ["copied"])
 
     def test_missing_namespace(self, launcher: Any) -> None:
-        with pytest.raises(NotFoundError, match="namespace 'nowhere'"):
+        with pytest.raises(NotFoundError, match="namespace 'nowhere' not found"):
             self.start(launcher, self.job("true", kubernetes={"namespace": "nowhere"}))
 
     def test_namespace_is_created(self, launcher: Any) -> None:

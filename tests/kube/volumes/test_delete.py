@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from stoker.errors import ConflictError
@@ -36,8 +38,9 @@ def test_data_of_a_volume_of_others_by_reclaim_policy(policy: str, is_deleted: b
     bound = build_volume("pv", persistentVolumeReclaimPolicy=policy)
     deletion = plan_deletion("data", "ns", build_claim(volumeName="pv"), [bound], [])
     assert list(deletion.volumes) == []
-    assert f"reclaim policy {policy}" in deletion.data_note
-    assert ("deleted" in deletion.data_note, "kept" in deletion.data_note) == (is_deleted, is_kept)
+    assert f"(reclaim policy {policy})" in deletion.data_note
+    assert bool(re.search(r"its data (is|are) deleted", deletion.data_note)) is is_deleted
+    assert ("kept" in deletion.data_note) is is_kept
 
 
 def test_cluster_deletes_an_own_volume_with_policy_delete() -> None:
@@ -50,8 +53,8 @@ def test_cluster_deletes_an_own_volume_with_policy_delete() -> None:
 @pytest.mark.parametrize("policy", ["Delete", "Recycle"])
 def test_data_of_an_own_volume_is_not_reported_as_kept(policy: str) -> None:
     note = plan_deletion("data", "ns", None, [build_own_volume(policy=policy)], []).data_note
-    assert "PersistentVolume pv is deleted" in note
-    assert policy in note
+    assert "PersistentVolume pv is deleted too; so is its data" in note
+    assert f"reclaim policy {policy}" in note
     assert "kept" not in note
 
 
@@ -63,13 +66,15 @@ def test_own_volume_taken_by_another_claim_is_kept() -> None:
 
 
 def test_volumes_that_cannot_be_listed() -> None:
-    assert "unknown" in plan_deletion("data", "ns", build_claim(volumeName="pv"), None, []).data_note
+    note = plan_deletion("data", "ns", build_claim(volumeName="pv"), None, []).data_note
+    assert "PersistentVolume pv" in note
+    assert "whether the data is kept is unknown" in note
     assert "no data" in plan_deletion("data", "ns", build_claim(), None, []).data_note
 
 
 def test_mounted_claim_is_not_deleted() -> None:
     pods = [build_mounting_pod("p", "data", **{JOB_LABEL: "train", RUN_LABEL: "train-1"})]
-    with pytest.raises(ConflictError, match=r"volume data.*pod p of job train") as caught:
+    with pytest.raises(ConflictError, match=r"volume data is mounted by pod p of job train") as caught:
         plan_deletion("data", "ns", build_claim(), [], pods)
     assert "stoker job stop train-1" in str(caught.value.hint)
 

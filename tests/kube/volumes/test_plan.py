@@ -42,6 +42,7 @@ def test_unknown_class_lists_the_known_ones() -> None:
 def test_class_is_required_without_a_default() -> None:
     with pytest.raises(InputError) as caught:
         plan_volume(build_request(), ExistingObjects(classes=STORAGE_CLASSES[1:]))
+    assert "no default storage class" in caught.value.what
     assert "--storage-class" in str(caught.value.hint)
     assert "known: files" in str(caught.value.hint)
     with pytest.raises(InputError, match="known: none"):
@@ -51,18 +52,19 @@ def test_class_is_required_without_a_default() -> None:
 def test_classes_that_cannot_be_listed_are_not_checked() -> None:
     plan = plan_volume(build_request(storage_class="any"), ExistingObjects(classes=None))
     assert plan.objects[0]["spec"]["storageClassName"] == "any"
-    assert plan.remarks
+    (remark,) = plan.remarks
+    assert "storage classes were not checked" in remark
 
 
 def test_remark_that_efs_ignores_the_size() -> None:
     request = build_request(storage_class="files", access="rwx")
     plan = plan_volume(request, ExistingObjects(classes=STORAGE_CLASSES))
-    assert any("EFS" in remark for remark in plan.remarks)
+    assert any("EFS ignores the size" in remark for remark in plan.remarks)
 
 
 def test_size_that_fsx_does_not_offer_names_the_next_one() -> None:
     existing = ExistingObjects(classes=[build_storage_class("fsx-sc", FSX)])
-    with pytest.raises(SpecError, match=r"10Gi.*1200Gi") as caught:
+    with pytest.raises(SpecError, match=r"10Gi.*next .*1200Gi") as caught:
         plan_volume(build_request(storage_class="fsx-sc", access="rwx"), existing)
     assert [fault.path for fault in caught.value.faults] == ["--size"]
     assert plan_volume(build_request(size=1200 * GIB, storage_class="fsx-sc", access="rwx"), existing).objects
@@ -70,7 +72,7 @@ def test_size_that_fsx_does_not_offer_names_the_next_one() -> None:
 
 def test_disk_cannot_be_rwx() -> None:
     classes = [build_storage_class("gp3", "ebs.csi.aws.com")]
-    with pytest.raises(SpecError, match=r"ebs\.csi\.aws\.com") as caught:
+    with pytest.raises(SpecError, match=r"ebs\.csi\.aws\.com creates disks.*\brwo\b") as caught:
         plan_volume(build_request(storage_class="gp3", access="rwx"), ExistingObjects(classes=classes))
     assert [fault.path for fault in caught.value.faults] == ["--access"]
 

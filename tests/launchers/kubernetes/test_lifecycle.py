@@ -72,14 +72,14 @@ def test_existing_object_of_others_is_not_overwritten() -> None:
             return super().create(obj)
 
     client = OccupiedClient()
-    with pytest.raises(ConflictError, match="ConfigMap small"):
+    with pytest.raises(ConflictError, match="ConfigMap small already exists"):
         create(client)
     assert client.calls[-1] == ("delete", "Job")
 
 
 def test_queue_without_kueue_creates_nothing() -> None:
     client = FakeClient(missing_group="kueue.x-k8s.io")
-    with pytest.raises(MissingError, match="queue gpus") as caught:
+    with pytest.raises(MissingError, match=r"queue gpus.*Kueue is not installed") as caught:
         create(client, kubernetes={"queue": "gpus"})
     assert "kubernetes.queue" in str(caught.value.hint)
     assert client.calls == [("get", "Job")]

@@ -159,11 +159,11 @@ def test_schema_validation_finds_misspelled_fields() -> None:
     pod = mpijob["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]
     pod["containers"][0]["readinessProbes"] = pod["containers"][0].pop("readinessProbe")
     mpijob["spec"]["runPolicy"]["backoffLimit"] = "3"
-    assert [fault.partition(": ")[0] for fault in validate(mpijob, schema)] == [
-        ".spec.mpiImplementation",
-        ".spec.runPolicy.backoffLimit",
-        ".spec.mpiReplicaSpecs.Worker.template.spec.containers[0].readinessProbes",
-        ".spec.slotPerWorker",
+    assert [fault.partition(": ")[::2] for fault in validate(mpijob, schema)] == [
+        (".spec.mpiImplementation", "'OpenMpi' is not one of ['OpenMPI', 'Intel', 'MPICH']"),
+        (".spec.runPolicy.backoffLimit", "'3' is not of type integer"),
+        (".spec.mpiReplicaSpecs.Worker.template.spec.containers[0].readinessProbes", "unknown"),
+        (".spec.slotPerWorker", "unknown"),
     ]
 
 

@@ -98,8 +98,7 @@ def test_queued_job_is_pending() -> None:
     suspended["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "gpus"
     derived = derive_status(TORCHRUN, [suspended], [])
     assert derived.state is JobState.PENDING
-    assert "Kueue" in derived.reason
-    assert "queue gpus" in derived.reason
+    assert derived.reason == "not yet admitted by Kueue (queue gpus)"
 
 
 # --- Attempts

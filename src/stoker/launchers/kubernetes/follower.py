@@ -31,6 +31,7 @@ from stoker.launchers.kubernetes.attempts import AttemptHistory
 from stoker.launchers.kubernetes.log_stream import LogPosition, LogStream
 from stoker.launchers.kubernetes.run_objects import get_lead_kind
 from stoker.launchers.kubernetes.status import (
+    LOST_MESSAGE,
     DerivedStatus,
     SlotPod,
     derive_slot_statuses,
@@ -157,7 +158,7 @@ class LogFollower:
             created = parse_time(jobs[0]["metadata"]["creationTimestamp"])
             self._status = msgspec.structs.replace(self._status, began=created)
         if not self._is_present and not self._is_stopping:
-            self._finish_as(JobState.LOST, "the job is no longer in the cluster: its TTL expired, or it was deleted")
+            self._finish_as(JobState.LOST, LOST_MESSAGE)
             return
         derived = derive_status(self.job, jobs, pods, self._read_events(pods))
         if derived.state.is_final:

@@ -26,6 +26,7 @@ _FAILURE_REASONS = {
 }
 """Reasons of a failed Job; empty where the diagnosis of its pods says more."""
 DELETED_MESSAGE = "the job was deleted from the cluster"
+LOST_MESSAGE = "the job is no longer in the cluster: its TTL expired, or it was deleted"
 
 
 @dataclass(frozen=True, slots=True)
