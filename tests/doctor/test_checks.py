@@ -27,11 +27,11 @@ def test_table_and_json_have_the_same_content(capsys: pytest.CaptureFixture[str]
 
 
 def test_decoder_in_use_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.native, "why_unavailable", lambda: "is not installed")
+    monkeypatch.setattr(checks.native, "why_unavailable", lambda: checks.native.NOT_INSTALLED)
     missing = checks_by_name()["decoder"]
     assert missing.fine is None
     assert missing.found.startswith("python")
-    assert missing.found.endswith("is not installed")
+    assert missing.found.endswith(f"native decoder {checks.native.NOT_INSTALLED}")
     assert checks.native.INSTALL_HINT in missing.fix
     monkeypatch.setattr(checks.native, "why_unavailable", lambda: "")
     for simd, word in ((1, "native"), (0, "python")):
@@ -55,4 +55,4 @@ def test_failed_check_sets_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys
     captured = capsys.readouterr()
     assert "✗" in captured.out
     assert "buy some" in captured.out
-    assert "cores" in captured.err
+    assert "checks failed: cores" in captured.err

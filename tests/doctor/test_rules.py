@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -85,13 +86,19 @@ def test_host_without_issues() -> None:
             {"python": None, "python_error": "gone"},
             {},
             "python",
-            ("'python3'", "gone"),
+            ("'python3'", ": gone"),
             "ssh.python",
         ),
-        ({"version": "3.7.1"}, {}, "python", ("3.7.1", "3.8"), "ssh.python"),
+        ({"version": "3.7.1"}, {}, "python", ("Python 3.7.1", "'python3'", "3.8"), "ssh.python"),
         ({"modules": {"torch": None}}, {}, "torch", ("torch", "/usr/bin/python3"), "ssh.python"),
-        ({"workdir_error": "/w cannot be written"}, {}, "folder", ("/w cannot be written",), "ssh.workdir"),
-        ({}, {"resources": {"gpu": 2}}, "gpus", ("2", "0"), "resources.gpu=0"),
+        (
+            {"workdir_error": "/w cannot be written"},
+            {},
+            "folder",
+            ("directory /w: /w cannot be written",),
+            "ssh.workdir",
+        ),
+        ({}, {"resources": {"gpu": 2}}, "gpus", ("has 0 GPUs", "needs 2"), "resources.gpu=0"),
         (
             {},
             {"topology": "single", "program": {"command": ["train"]}},
@@ -101,7 +108,7 @@ def test_host_without_issues() -> None:
         ),
         ({}, {"topology": "mpi"}, "program", ("mpirun", "PATH"), "openmpi-bin"),
         ({"programs": ["mpirun"]}, {"topology": "mpi"}, "program", ("mpirun", "orted"), "openmpi-bin"),
-        ({}, {"data": {"train": "/none"}}, "data.train", ("/none",), "use a URL"),
+        ({}, {"data": {"train": "/none"}}, "data.train", ("has no /none",), "use a URL"),
         ({"clock_skew_s": 4000.0}, {}, "clock", ("1h7m ahead of here", "S3"), "set-ntp"),
     ],
 )
@@ -165,7 +172,7 @@ def test_ports_and_routes() -> None:
     )
     assert [(check.what, check.host, check.fine) for check in bad] == [("port", "a", False), ("network", "b", False)]
     many = [f"n{number}" for number in range(FULL_MESH_HOSTS + 1)]
-    assert f"more than {FULL_MESH_HOSTS} hosts" in check_routes(job, Routes(1, {}, {}), many)[-1].found
+    assert f"more than {FULL_MESH_HOSTS} hosts not every pair" in check_routes(job, Routes(1, {}, {}), many)[-1].found
 
 
 def test_dial_targets() -> None:
@@ -197,7 +204,7 @@ def test_checks_from_faults() -> None:
     )
     assert [(check.what, check.found, check.fix) for check in checks] == [
         ("resources.gpu", "needs 1", "--set resources.gpu=0"),
-        ("program.script", "no file", checks[1].fix),
+        ("program.script", "no file", "change it in the job file, or with --set program.script=…"),
     ]
 
 
@@ -234,7 +241,9 @@ def test_fix_for_a_directory_depends_on_where_it_is(host: str, by_ssh: bool, wor
     ]
     checks = check_probe(make_job(), [ProbeResult({"worker/0": host}, reports)], knows_hosts=by_ssh)
     fixes = {check.what: check.fix for check in checks}
+    assert fixes["disk: workdir"].startswith("make it writable, or ")
     assert fixes["disk: workdir"].endswith(workdir)
+    assert fixes["disk: checkpoints"].startswith("free disk space there, or ")
     assert fixes["disk: checkpoints"].endswith("checkpoint.dir")
     assert fixes["data.train"] == data
 
@@ -298,10 +307,9 @@ def test_worst_slot_of_a_host_is_reported() -> None:
 def test_every_missing_program_of_a_host_is_reported() -> None:
     job = make_job(topology="mpi", program={"command": ["train"]})
     checks = [check for check in check_hosts(job, {"a": make_facts()}, {"a": 1}) if check.what == "program"]
-    assert [next(name for name in ("train", "mpirun") if name in check.found) for check in checks] == [
-        "train",
-        "mpirun",
-    ]
+    train, mpirun = [check.found for check in checks]
+    assert re.search(r"'train'.*PATH", train)
+    assert re.search(r"\bmpirun\b.*PATH", mpirun)
 
 
 def test_probe_that_was_not_scheduled_and_one_that_could_not_be_stopped() -> None:
@@ -309,11 +317,11 @@ def test_probe_that_was_not_scheduled_and_one_that_could_not_be_stopped() -> Non
     pending = ProbeResult({"worker/0": ""}, (), "stopped after 120 s", reduces=True, pending_reason=reason)
     (capacity,) = check_probe(make_job(), [pending], knows_hosts=False)
     assert (capacity.what, capacity.fine) == ("capacity", None)
-    assert capacity.found.endswith(reason)
+    assert capacity.found == f"the probe was not scheduled: {reason}"
     unstoppable = ProbeResult({}, (), stop_error=UnavailableError("does not answer", where="node2"))
     (check,) = check_probe(make_job(), [unstoppable], knows_hosts=True)
     assert (check.what, check.fine, check.code) == ("probe", False, UnavailableError.exit_code)
-    assert check.found.endswith("node2: does not answer")
+    assert check.found == "could not be stopped: node2: does not answer"
 
 
 def all_reduce_checks(*reports: ProbeReport, fault: str = "") -> list[Check]:
@@ -337,12 +345,10 @@ def test_all_reduce_is_measured_at_the_slowest_rank() -> None:
 def test_failed_all_reduce_names_the_absent_hosts() -> None:
     present = make_report("machine", "b", "worker/1", python="3")
     absent, failed = all_reduce_checks(make_report("reduce", fault="timed out", world=2, backend="gloo"), present)
-    assert (absent.found.split()[0], absent.code) == ("b", JobFailedError.exit_code)
+    assert (absent.found, absent.code) == ("b did not take part", JobFailedError.exit_code)
     assert (failed.host, failed.found) == ("a", "rendezvous failed: timed out")
     (silent,) = all_reduce_checks(fault="the network is down")[:1]
-    assert silent.host == "a"
-    assert silent.found.startswith("worker/0 ")
-    assert silent.found.endswith(": the network is down")
+    assert (silent.host, silent.found) == ("a", "worker/0 did not report: the network is down")
 
 
 def test_exit_code_of_the_failed_check_with_precedence() -> None:
@@ -401,7 +407,7 @@ def test_probe_reads_from_disks_servers_and_caches(tmp_path: Path) -> None:
                 assert read(url, via)["bytes"] == 5000
         with pytest.raises(OSError, match=probe.NOT_SERVED):
             read("http://elsewhere/set", near)
-    with pytest.raises(OSError, match=str(tmp_path / "cache")):
+    with pytest.raises(OSError, match=f"no shard.*{tmp_path}/cache"):
         read(str(tmp_path / "cache"))
 
 
@@ -426,7 +432,8 @@ def test_slow_server_is_read_for_a_limited_time(monkeypatch: pytest.MonkeyPatch)
         fields = read(f"http://127.0.0.1:{server.server_port}/a.tar")
         server.shutdown()
         thread.join()
-    assert 100 <= fields["bytes"] < 1 << 20
+    assert fields["seconds"] < 20  # without the limit it takes 9 minutes
+    assert 100 <= fields["bytes"] <= 100 * (2 + fields["seconds"] / 0.05)
 
 
 def test_all_reduce_runs_before_data_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,5 +463,5 @@ def test_bucket_is_read_if_stoker_is_installed(moto_url: str, monkeypatch: pytes
     open_store("s3://bucket/doctor").put("a.tar", bytes(7000))
     assert read("s3://bucket/doctor/a.tar")["bytes"] == 7000
     monkeypatch.setitem(sys.modules, "stoker.storage", None)
-    with pytest.raises(probe.SkippedError, match="s3://"):
+    with pytest.raises(probe.SkippedError, match=r"s3://.*stoker"):
         read("s3://bucket/doctor/a.tar")

@@ -22,6 +22,7 @@ from stoker.shards.sample import Buffer
 
 DECODERS = ("auto", "native", "python")
 INSTALL_HINT = "run `make setup` or `pip install ./native` in stoker's repository; needs gcc, libjpeg-dev, python3-dev"
+NOT_INSTALLED = "is not installed"
 
 API = 2
 """Version of the interface of stoker_native; module.c has the same."""
@@ -95,7 +96,7 @@ def why_not_preferred() -> str:
 def why_unavailable() -> str:
     """Return why the native decoder cannot be used on this machine; an empty string if it can."""
     if find_spec("stoker_native") is None:
-        return "is not installed"
+        return NOT_INSTALLED
     try:
         version = getattr(import_native(), "API", None)
     except ImportError as error:

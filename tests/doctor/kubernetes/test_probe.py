@@ -39,25 +39,28 @@ def pod_with(states: list[dict[str, Any]], phase: str = "Pending", on: str | Non
     return {"metadata": {"name": "p"}, "spec": spec, "status": {"phase": phase, "containerStatuses": states}}
 
 
+STARTED = "acme/trainer:v1 can be pulled and started on n1"
+
+
 @pytest.mark.parametrize(
     ("pod", "image", "says", "dns"),
     [
-        (terminated(0, "dns=ok\n"), True, "on n1", True),
-        (terminated(0, "dns=failed\n"), True, "acme/trainer:v1", False),
-        (terminated(0, "dns=none\n"), True, "acme/trainer:v1", None),
-        (pod_with([{"name": "main", "state": {"running": {}}}], "Running"), True, "acme/trainer:v1", False),
-        (waiting("ErrImagePull", "failed to resolve: acme/x: not found"), False, "acme/trainer:v1", None),
-        (waiting("ImagePullBackOff", "failed to pull: 401 Unauthorized"), False, "acme/trainer:v1", None),
-        (waiting("ErrImagePull", "failed: dial tcp: lookup r: no such host"), False, "registry", None),
-        (waiting("InvalidImageName", "couldn't parse"), False, "acme/trainer:v1", None),
+        (terminated(0, "dns=ok\n"), True, STARTED, True),
+        (terminated(0, "dns=failed\n"), True, STARTED, False),
+        (terminated(0, "dns=none\n"), True, STARTED, None),
+        (pod_with([{"name": "main", "state": {"running": {}}}], "Running"), True, STARTED, False),
+        (waiting("ErrImagePull", "failed to resolve: acme/x: not found"), False, "does not exist", None),
+        (waiting("ImagePullBackOff", "failed to pull: 401 Unauthorized"), False, "requires a login", None),
+        (waiting("ErrImagePull", "failed: dial tcp: lookup r: no such host"), False, "cannot reach the registry", None),
+        (waiting("InvalidImageName", "couldn't parse"), False, "'acme/trainer:v1' is not a valid image name", None),
         (waiting("ErrImageNeverPull"), False, "is not on the node", None),
-        (waiting("CreateContainerConfigError", 'secret "aws" not found'), False, "Secret aws", None),
+        (waiting("CreateContainerConfigError", 'secret "aws" not found'), False, "Secret aws not found", None),
         (terminated(128, 'exec: "sh": executable file not found in $PATH', "StartError"), False, "has no sh", None),
         (terminated(128, "exec /bin/sh: no such file or directory", "StartError"), False, "has no sh", None),
-        (terminated(255, "exec format error", "Error"), False, "255: exec format error", None),
-        (waiting("ContainerCreating"), None, "within 2m on n1", None),
-        (pod_with([], on=None), None, "not scheduled", None),
-        (pod_with([], "Failed"), None, "not tested", None),
+        (terminated(255, "exec format error", "Error"), False, "fails with exit code 255: exec format error", None),
+        (waiting("ContainerCreating"), None, "was not pulled within 2m on n1", None),
+        (pod_with([], on=None), None, "not tested: the probe was not scheduled", None),
+        (pod_with([], "Failed"), None, "not tested: the probe failed", None),
     ],
 )
 def test_image_probe(pod: dict[str, Any], image: bool | None, says: str, dns: bool | None) -> None:
@@ -143,12 +146,15 @@ def kubeconfig(path: Path, server: str) -> Path:
 def test_unreachable_api_server_is_one_failed_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = kubeconfig(tmp_path / "config", f"https://127.0.0.1:{free_port()}")
+    port = free_port()
+    config = kubeconfig(tmp_path / "config", f"https://127.0.0.1:{port}")
     monkeypatch.setenv("KUBECONFIG", str(config))
     assert stoker("doctor", "--on", "k8s") == 5
     out, err = capsys.readouterr()
     first, *rest = [line for line in out.splitlines() if not line.startswith(" ")]
     assert first.startswith("✗ cluster")
+    assert f"https://127.0.0.1:{port}: " in first
+    assert "Connection refused" in first
     assert all(line.startswith("– ") for line in rest)
     assert "Traceback" not in err
 

@@ -41,7 +41,7 @@ from tests.doctor.kubernetes.clusters import (
             {"checkpoint": EXISTING_CLAIM},
             {"claims": {"c": claim(phase="Pending")}, "classes": [storage_class("late", mode="WaitForFirstConsumer")]},
             True,
-            "first pod",
+            "bound when its first pod is scheduled",
         ),
         (
             {"checkpoint": EXISTING_CLAIM},
@@ -59,14 +59,24 @@ from tests.doctor.kubernetes.clusters import (
             None,
             "pod-on-n1 on n1",
         ),
-        ({"volumes": SHARED_VOLUME, "workers": 4}, {"claims": {"c": claim()}}, False, "4 pods"),
+        (
+            {"volumes": SHARED_VOLUME, "workers": 4},
+            {"claims": {"c": claim()}},
+            False,
+            "one node can mount it, the job has 4 pods",
+        ),
         (
             {"volumes": SHARED_VOLUME, "workers": 4},
             {"claims": {"c": claim("ReadWriteMany")}},
             True,
             "4 pods would mount it",
         ),
-        ({"volumes": SHARED_VOLUME, "workers": 2}, {"claims": {"c": claim("ReadWriteOncePod")}}, False, "one pod"),
+        (
+            {"volumes": SHARED_VOLUME, "workers": 2},
+            {"claims": {"c": claim("ReadWriteOncePod")}},
+            False,
+            "one pod can mount it, the job has 2 pods",
+        ),
         ({"volumes": SHARED_VOLUME, "workers": 2}, {"claims": {"c": claim("ReadOnlyMany")}}, None, "2 pods"),
         (
             {"volumes": [{**SHARED_VOLUME[0], "read_only": True}], "workers": 2},
@@ -77,13 +87,13 @@ from tests.doctor.kubernetes.clusters import (
         ({"checkpoint": EXISTING_CLAIM, "workers": 4}, {"claims": {"c": claim()}}, True, "1 pod would mount it"),
         ({"checkpoint": NEW_CLAIM}, {"classes": [storage_class("std", default=True)]}, True, "of class std"),
         ({"checkpoint": NEW_CLAIM}, {"classes": [storage_class("std")]}, False, "no default storage class"),
-        ({"checkpoint": NEW_CLAIM}, {"volumes": [volume("small", "1Gi"), volume("v", "10Gi")]}, True, "volume v"),
-        ({"checkpoint": NEW_CLAIM}, {"volumes": [volume("v", "10Gi", phase="Bound")]}, False, "stay pending"),
+        ({"checkpoint": NEW_CLAIM}, {"volumes": [volume("small", "1Gi"), volume("v", "10Gi")]}, True, "using volume v"),
+        ({"checkpoint": NEW_CLAIM}, {"volumes": [volume("v", "10Gi", phase="Bound")]}, False, "would stay pending"),
         (
             {"checkpoint": {**NEW_CLAIM, "access": "rwx"}},
             {"classes": [storage_class("gp3", default=True, provisioner="ebs.csi.aws.com")]},
             False,
-            "class gp3",
+            "is rwx, but volumes of class gp3 can be mounted on one node only",
         ),
         ({"checkpoint": NEW_CLAIM}, {"classes": DENIED}, None, DENIED.what),
         ({"checkpoint": NEW_CLAIM}, {"claims": {"c": claim()}}, True, "10 GiB, rwo"),
@@ -99,8 +109,7 @@ def test_claims(keys: dict[str, Any], found: dict[str, Any], fine: bool | None, 
 def test_storage_classes() -> None:
     assert check_job(make_job())["storage"].fine is None
     warning = check_job(make_job(), classes=[storage_class("b"), storage_class("a")])["storage"]
-    assert warning.fine is None
-    assert "a, b" in warning.found
+    assert (warning.fine, warning.found) == (None, "classes: a, b; no default class")
     check = check_job(make_job(), classes=[storage_class("b", default=True), storage_class("a")])["storage"]
     assert (check.fine, check.found) == (True, "b is the default class; also a")
     old, new = storage_class("old", default=True), storage_class("new", default=True)
