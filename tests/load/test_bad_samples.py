@@ -118,6 +118,7 @@ def test_bad_samples_are_fatal_by_default(
     assert f"{first.shard} at byte {first.offset:,}: " in caught.value.what
     assert "max_bad=0.001" in caught.value.what
     assert "stoker data verify --deep" in str(caught.value.hint)
+    assert "max_bad" in str(caught.value.hint)
     assert loader_threads() == []
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from stoker.errors import InputError, SpecError
-from stoker.load.loader import Loader
+from stoker.load.loader import JOIN_RESUMES_AT_EPOCH_START, Loader
 from stoker.load.shared_cursor import ConsumerState, SharedCursor
 from stoker.sampling.cursor import Cursor
 from stoker.sampling.plan import SamplingPlan
@@ -73,7 +73,8 @@ def test_a_join_state_dict_in_mid_epoch_logs_a_warning(shards: Path, caplog: pyt
         next(batches)
         with caplog.at_level(logging.WARNING):
             assert loader.state_dict()["consumed"] == 0
-    assert "join" in caplog.text
+    (record,) = caplog.records
+    assert record.getMessage() == f"{shards}: {JOIN_RESUMES_AT_EPOCH_START}"
 
 
 def test_a_transform_that_returns_none_is_an_error(shards: Path) -> None:

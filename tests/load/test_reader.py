@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace as replace_struct
 
+from stoker.core.units import Bytes
 from stoker.errors import InputError, NotFoundError, StokerError, UnavailableError, VerificationError
-from stoker.load.loader import Batch, Loader
+from stoker.load.loader import ITERATION_STOPPED, Batch, Loader
 from stoker.load.planning import find_shard_set
 from stoker.load.reader import Reader
 from stoker.sampling.order import SampleLocation
@@ -165,7 +166,9 @@ def test_a_permanently_damaged_shard_is_an_error_with_its_url(shards: Path, scra
             for _ in epochs(loader):
                 pass
         assert re.fullmatch(rf"{server.url}/pets-train-00000[01]\.tar", str(caught.value.where))
-        assert re.search(r"sha256 .*\(.* at byte [0-9,]+\)", caught.value.what)
+        assert re.search(r"sha256 .*\(.*sample at byte [0-9,]+\)", caught.value.what)
+        assert "damaged or replaced" in str(caught.value.hint)
+        assert "convert the dataset again" in str(caught.value.hint)
     assert loader_threads() == []
     assert os.listdir(scratch) == []
 
@@ -250,7 +253,9 @@ def test_a_shard_of_the_wrong_size_is_named(shards: Path, size: int) -> None:
     with pytest.raises(VerificationError) as caught:
         list(Loader(str(shards), global_batch=10, transform=None))
     assert caught.value.where == str(shard)
-    assert re.search(rf"\b{before + size:,}\b.*\b{before:,}\b", caught.value.what)
+    assert re.search(rf"\b{before + size:,} bytes\b.*\b{before:,}\b", caught.value.what)
+    assert "truncated or replaced" in str(caught.value.hint)
+    assert "stoker data verify" in str(caught.value.hint)
 
 
 def test_a_missing_shard_is_named(shards: Path) -> None:
@@ -431,10 +436,10 @@ def test_a_cache_smaller_than_the_set_gives_the_same_batches(
 
 
 def test_an_invalid_cache_size_is_rejected(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"cache_size: .*'much'"):
+    with pytest.raises(InputError, match=rf"cache_size: expected {Bytes.expected}, got 'much'"):
         Loader(str(shards), global_batch=6, cache_size="much")
     monkeypatch.setenv("STOKER_CACHE_SIZE", "lots")
-    with pytest.raises(InputError, match=r"STOKER_CACHE_SIZE: .*'lots'"):
+    with pytest.raises(InputError, match=rf"STOKER_CACHE_SIZE: expected {Bytes.expected}, got 'lots'"):
         Loader(str(shards), global_batch=6)
 
 
@@ -492,7 +497,7 @@ def test_a_closed_remote_loader_can_be_used_again(shards: Path, scratch: Path) -
         loader.close()
         assert loader_threads() == []
         assert os.listdir(scratch) == []
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=ITERATION_STOPPED):
             next(batches)
         assert all(bytes(image)[:2] == b"\xff\xd8" for batch in taken for image in batch.images)
     assert loader.state_dict()["consumed"] == 36
@@ -537,7 +542,7 @@ def test_a_damaged_shard_is_an_error_even_if_samples_were_read_before(many: Path
         batches = iter(loader)
         next(batches)
         store.release()
-        with pytest.raises(VerificationError, match=r"sha256 .*\(.* at byte [0-9,]+\)"):
+        with pytest.raises(VerificationError, match=r"sha256 .*\(.*sample at byte [0-9,]+\)"):
             list(itertools.chain(batches, epochs(loader)))
 
 

@@ -192,13 +192,13 @@ def test_state_dict_is_rejected_after_iterating_with_workers(shards: str) -> Non
 def test_a_cursor_of_another_plan_is_rejected(shards: str, number: int) -> None:
     dataset = Dataset(shards, **SETTINGS)
     dataset.load_state_dict({"epoch": 0, "consumed": 8, "plan": "other"})
-    assert_rejected(workers(dataset, number), "plan other")
+    assert_rejected(workers(dataset, number), "plan other, the current plan is ")
 
 
 def test_invalid_options_are_named(shards: str) -> None:
     with pytest.raises(TypeError, match="batch_size"):
         Dataset(shards, global_batch=8, batch_size=3)
-    assert_rejected(workers(Dataset(shards, global_batch=0), 1), "global_batch: 0")
+    assert_rejected(workers(Dataset(shards, global_batch=0), 1), "global_batch: 0 must be 1 or more")
 
 
 def test_a_pickled_copy_is_independent(shards: str) -> None:
@@ -303,10 +303,10 @@ def test_pin_memory_pins_the_tensors_only(shards: str) -> None:
 
 def test_unavailable_devices_are_rejected(shards: str) -> None:
     assert seen(Dataset(shards, device="cpu", **SETTINGS)) == expected(shards)[0]
-    with pytest.raises(InputError, match="'meta'"):
+    with pytest.raises(InputError, match=r"'meta'.*cpu or cuda"):
         Dataset(shards, device="meta", **SETTINGS)
     if not torch.cuda.is_available():
-        with pytest.raises(InputError, match="'cuda'"):
+        with pytest.raises(InputError, match=r"CUDA.*'cuda'.*`device`"):
             Dataset(shards, device="cuda", **SETTINGS)
 
 
@@ -360,7 +360,7 @@ def test_host_memory_is_kept_until_its_copy_is_complete(shards: str, cuda: None)
 
 
 def test_a_device_is_rejected_with_workers(shards: str, cuda: None) -> None:
-    assert_rejected(workers(Dataset(shards, device="cuda", **SETTINGS), 1), "pin_memory=True")
+    assert_rejected(workers(Dataset(shards, device="cuda", **SETTINGS), 1), "pass pin_memory=True to the DataLoader")
 
 
 def test_import_without_torch_names_the_extra() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,9 @@ def test_a_damaged_checkpoint_is_detected_and_the_previous_one_used(
     assert newest is not None
     assert newest[0] == "step-0000000002.pt"
     assert len(reported) == 1
-    assert reported[0].startswith("step-0000000003.pt: ")
-    assert "step-0000000003.pt" in caplog.text
+    cause = "sha256" if damage == "flip" else "truncated"
+    assert re.fullmatch(rf"step-0000000003\.pt: .*damaged: .*{cause}.*", reported[0])
+    assert re.search(r"step-0000000003\.pt: .*damaged.*; .*previous one", caplog.text)
     # The new checkpoint is kept, and not the damaged one with a higher step.
     checkpoints.save(make_state(2.5), 2)
     checkpoints.close()
@@ -96,7 +98,7 @@ def test_only_damaged_checkpoints_are_an_error_not_a_new_start(tmp_path: Path) -
     fill(checkpoints, range(1, 3))
     for path in tmp_path.glob("step-*.pt"):
         path.write_bytes(b"nothing")
-    with pytest.raises(InputError, match=r"\b2 checkpoints\b.*--checkpoint-dir"):
+    with pytest.raises(InputError, match=r"\b2 checkpoints are damaged\b.*--checkpoint-dir"):
         checkpoints.load_newest()
     checkpoints.close()
 
@@ -113,7 +115,7 @@ def test_code_in_a_checkpoint_is_not_executed(tmp_path: Path) -> None:
 
 def test_two_trainings_cannot_write_to_one_directory(tmp_path: Path) -> None:
     first = CheckpointStore(str(tmp_path))
-    with pytest.raises(ConflictError, match=r"process \d+ on .*--checkpoint-dir"):
+    with pytest.raises(ConflictError, match=r"process \d+ on .* is writing .*; wait.*--checkpoint-dir"):
         CheckpointStore(str(tmp_path), lock_timeout_s=0.2)
     CheckpointStore(str(tmp_path), write=False).load_newest()
     (tmp_path / ".step-0000000009.pt.123.0123abcd.tmp").write_bytes(b"left by a kill")
@@ -130,7 +132,8 @@ def test_a_full_disk_keeps_the_old_checkpoints(tmp_path: Path, caplog: pytest.Lo
         before = {name: (folder / name).read_bytes() for name in names(folder)}
         checkpoints.save(make_state(3, size=1 << 19), 3)
         checkpoints.save(make_state(4, size=1 << 19), 4)  # a single failure is a warning
-        assert "no space left" in caplog.text
+        (record,) = caplog.records
+        assert re.search(r"not written: .*no space left.*; .*next one", record.getMessage())
         with pytest.raises(StorageFullError, match="no space left"):
             checkpoints.save(make_state(5), 5)  # the second in a row is an error
         assert {name: (folder / name).read_bytes() for name in names(folder)} == before
@@ -183,14 +186,14 @@ def test_weights_of_other_programs(tmp_path: Path) -> None:
         other = torch.nn.Linear(3, 2)
         load_weights(other, read_weights(str(tmp_path / f"{number}.pt")).model, where="x")
         assert torch.equal(other.weight, model.weight)
-    with pytest.raises(InputError, match=r"^x: .*weight .*2×3.*5×3, bias "):
+    with pytest.raises(InputError, match=r"^x: .*do not match.*\bweight .*2×3.*5×3, bias "):
         load_weights(torch.nn.Linear(3, 5), model.state_dict(), where="x")
-    with pytest.raises(InputError, match="bias "):
+    with pytest.raises(InputError, match=r"^x: .*\bbias is not in the model$"):
         load_weights(torch.nn.Linear(3, 2, bias=False), model.state_dict(), where="x")
     torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(InputError, match=r"list\.pt: .*state_dict"):
+    with pytest.raises(InputError, match=r"list\.pt: .*no state_dict"):
         read_weights(str(tmp_path / "list.pt"))
-    with pytest.raises(InputError, match=r"none\.pt"):
+    with pytest.raises(InputError, match=r"none\.pt: .*(not found|no such file)"):
         read_weights(str(tmp_path / "none.pt"))
 
 
@@ -200,7 +203,7 @@ def test_an_unknown_version_is_rejected(tmp_path: Path, monkeypatch: pytest.Monk
         checkpoints = CheckpointStore(str(tmp_path))
         checkpoints.save(make_state(1), 1)
         checkpoints.close()
-    with pytest.raises(InputError, match=r"step-0000000001\.pt: .*\b2\b.*\b1\b"):
+    with pytest.raises(InputError, match=r"step-0000000001\.pt: .*version 2\b.*\b1\b"):
         CheckpointStore(str(tmp_path), write=False).load_newest()
-    with pytest.raises(VerificationError, match=r"^x: "):
+    with pytest.raises(VerificationError, match=r"^x: .*truncated"):
         decode_checkpoint(b"short", where="x")

@@ -52,8 +52,8 @@ def test_user_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert models.build_model("mine:net", num_classes=3, size=8)(torch.zeros(1, 2)).shape == (1, 3)
     for name, where, part in (
         ("mine:no_num_classes", "--model mine:no_num_classes", "num_classes=3"),
-        ("mine:number", "--model mine:number", "int"),
-        ("mine:none", "--model mine:none", "'none'"),
+        ("mine:number", "--model mine:number", "returned int, expected torch.nn.Module"),
+        ("mine:none", "--model mine:none", "module 'mine' has no function 'none'"),
     ):
         with pytest.raises(InputError) as caught:
             models.build_model(name, num_classes=3, size=8)
@@ -69,4 +69,5 @@ def test_unknown_models_and_missing_packages(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(MissingError) as caught:
             models.build_model(f"{package}:resnet18", num_classes=3, size=8)
         assert caught.value.where == f"--model {package}:resnet18"
+        assert f"{package!r} is not installed" in caught.value.what
         assert f"pip install {package}" in str(caught.value.hint)

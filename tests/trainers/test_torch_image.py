@@ -75,7 +75,7 @@ def test_eval_only_reproduces_the_results_of_the_training(flags: list[object], t
 def test_eval_only_without_checkpoints_is_an_error(flags: list[object], train: Train, tmp_path: Path) -> None:
     done = train(*flags, "--eval-only", "--checkpoint-dir", tmp_path / "ck")
     assert done.code == 2
-    assert f"error: {tmp_path}/ck: " in done.text
+    assert f"error: {tmp_path}/ck: no checkpoint" in done.text
 
 
 def test_ema_is_the_moving_average_of_the_weights(flags: list[object], train: Train, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_stopping_and_resuming_gives_the_same_weights(flags: list[object], train
     finished = train(*flags, *own)
     assert finished.code == 0
     assert finished.marks("end")[0].fields["val_top1"] == last.scalars("val_top1")[-1]
-    assert "--epochs" in finished.text
+    assert re.search(r"already finished: 2 epochs, validation top-1 [0-9.]+%; .*--epochs", finished.text)
     more = train(*flags, *own, "--epochs", 3)
     assert more.code == 0
     assert "epoch 2 step 39/39" in more.text
@@ -148,7 +148,7 @@ def test_synthetic_does_not_touch_checkpoints(flags: list[object], train: Train,
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "ck").iterdir()}
     done = train(*own, "--num-batches", 7, "--synthetic")
     assert done.code == 0
-    assert re.search(rf"--synthetic: .*{tmp_path}/ck", done.text)
+    assert re.search(rf"--synthetic: not reading or writing .*{tmp_path}/ck", done.text)
     assert "done: 7 steps" in done.text
     assert not done.marks("resume")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "ck").iterdir()} == before
@@ -224,7 +224,7 @@ def test_freeze_batchnorm_skips_sync_and_frozen_layers() -> None:
 def test_too_few_classes_are_rejected(flags: list[object], train: Train) -> None:
     done = train(*flags, "--num-classes", 3)
     assert done.code == 2
-    assert re.search(r"\b5 classes.*\b3\b.*--num-classes.*\b5\b", done.text)
+    assert re.search(r"error: .*\b5 classes.*\b3\b.*--num-classes.*\b5 or more, or remove it", done.text)
 
 
 @pytest.mark.parametrize("message", ["ncclRemoteError: A call failed", "recv: Connection reset by peer"])
@@ -298,7 +298,7 @@ def test_an_ignored_batch_size_is_reported(flags: list[object], train: Train, tm
     at = own.index("--global-batch-size")
     own[at : at + 2] = ["--batch-size", 8]
     done = train(*own, "--num-batches", 3)
-    assert re.search(r"--batch-size.*\b16\b.*--global-batch-size", done.text)
+    assert re.search(r"ignoring --batch-size: .*\b16\b.*--global-batch-size", done.text)
     own[at + 1] = 16
     assert "--batch-size" not in train(*own, "--num-batches", 4).text
 
@@ -324,7 +324,7 @@ def test_a_damaged_newest_checkpoint_is_skipped(flags: list[object], train: Trai
     (tmp_path / "step-0000000009.pt").write_bytes(b"x" * 1000)
     done = train(*own)
     assert done.code == 0, done.text
-    assert done.marks("fallback")[0].fields["detail"].startswith("step-0000000009.pt: ")
+    assert done.marks("fallback")[0].fields["detail"].startswith("step-0000000009.pt: checkpoint is damaged")
     assert done.marks("resume")[0].fields["from"] == "step-0000000005.pt"
 
 
@@ -335,10 +335,14 @@ def test_a_checkpoint_of_another_training_is_rejected(flags: list[object], train
     assert done.code == 2
     (message,) = [line for line in done.text.splitlines() if line.startswith("error: ")]
     assert f"{tmp_path}/step-0000000002.pt: " in message
-    assert re.search(r"\btrivial\b.*\bsmall\b.*\bseed 0\b.*\b7\b.*--checkpoint-dir.*--init-from", message)
+    assert re.search(
+        r"another training: .*\btrivial\b.*\bsmall\b.*\border\b.*\bseed 0\b.*\b7\b.*--checkpoint-dir.*--init-from",
+        message,
+    )
     assert done.marks("error")[0].fields["detail"].startswith("InputError: ")
     other = train(*own, "--num-classes", 9)
-    assert re.search(r"\b5 classes.*\b9\b", other.text)
+    assert other.code == 2
+    assert re.search(r"error: .*another training: .*\b5 classes.*\b9\b", other.text)
     # The batch size and the learning rate of the checkpoint are kept.
     kept = train(*[flag for flag in flags if flag not in ("--lr", 0.05)], "--checkpoint-dir", tmp_path, "--epochs", 1)
     assert kept.code == 0, kept.text
@@ -353,7 +357,7 @@ def test_init_from_loads_weights(flags: list[object], train: Train, tmp_path: Pa
     assert same_bits(weights(tmp_path / "a"), weights(tmp_path / "b"))
     rejected = train(*flags, "--init-from", first, "--num-classes", 7)
     assert rejected.code == 2
-    assert re.search(rf"{first}: .*head\.weight .*5×192.*7×192", rejected.text)
+    assert re.search(rf"{first}: .*do not match.*head\.weight .*5×192.*7×192", rejected.text)
 
 
 def test_bad_samples_are_skipped(train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -371,7 +375,7 @@ def test_bad_samples_are_skipped(train: Train, tmp_path: Path, caplog: pytest.Lo
     assert re.search(r"epoch 0 .*\b1 bad sample\b", caplog.text)
     rejected = train(*own, "--epochs", 1)
     assert rejected.code == 2
-    assert "max_bad=0.001" in rejected.text
+    assert re.search(r"error: .*\b1 bad sample\b.*more than max_bad=0\.001", rejected.text)
 
 
 def test_different_classes_of_the_validation_set_are_rejected(
@@ -381,19 +385,19 @@ def test_different_classes_of_the_validation_set_are_rejected(
     assert stoker("data", "convert", source, tmp_path / "other") == 0
     done = train(*flags, "--val", tmp_path / "other/train")
     assert done.code == 2
-    assert re.search(rf"{tmp_path}/other/train: .*class00, class01, class02, … 4 ", done.text)
+    assert re.search(rf"{tmp_path}/other/train: .*class00, class01, class02, … 4 .*training set", done.text)
 
 
 @pytest.mark.parametrize(
     ("args", "code", "part"),
     [
         (["--train", "nowhere"], 2, "nowhere"),
-        (["--model", "resnet19"], 2, "'resnet19'"),
-        (["--device", "cuda"], 3, "--device cuda: "),
-        (["--device", "cuda:0"], 3, "--device cuda:0: "),
-        (["--precision", "fp16"], 2, "--precision fp16: "),
-        (["--global-batch-size", "5000"], 2, "global_batch: 5,000"),
-        (["--init-from", "none.pt"], 2, "none.pt"),
+        (["--model", "resnet19"], 2, "unknown model 'resnet19'"),
+        (["--device", "cuda"], 3, "--device cuda: CUDA is not available"),
+        (["--device", "cuda:0"], 3, "--device cuda:0: CUDA is not available"),
+        (["--precision", "fp16"], 2, "--precision fp16: fp16 needs a GPU"),
+        (["--global-batch-size", "5000"], 2, "global_batch: 5,000 must not exceed the 203 samples"),
+        (["--init-from", "none.pt"], 2, "none.pt: no"),
     ],
 )
 def test_bad_input_exits_with_one_sentence(
@@ -444,7 +448,7 @@ def test_flags_of_webdataset_imagenet_are_accepted() -> None:
 def test_ignored_flags_of_webdataset_imagenet() -> None:
     args = trainer_flags.parse_flags(["--shards", "x", "--ntrain", "9", "--wsize", "4", "--mname", "vgg11"], {})
     (note,) = args.notes
-    assert re.search("--ntrain.*--sampling resampled", note)
+    assert re.search(r"ignoring --ntrain: .*--sampling resampled", note)
     assert args.model == "torchvision:vgg11"
     assert trainer_flags.parse_flags(["--shards", "x", "--mname", "resnet50"], {}).notes == []
     with pytest.raises(SpecError, match=r"--bucket: .*--shards.*--valshards"):
@@ -458,7 +462,7 @@ def test_an_unavailable_backend_is_rejected(flags: list[object], train: Train, m
     monkeypatch.setenv("WORLD_SIZE", "2")
     done = train(*flags, "--backend", "nccl", "--device", "cpu")
     assert done.code == 3
-    assert re.search("error: --backend nccl: .*gloo", done.text)
+    assert re.search(r"error: --backend nccl: .*no NCCL.*; .*\bgloo\b", done.text)
 
 
 def test_flags_override_the_environment_of_a_job() -> None:
@@ -482,14 +486,17 @@ def test_all_invalid_flags_are_reported_at_once() -> None:
         trainer_flags.parse_flags(["--epochs", "0", "--ema", "1", "--nesterov", "--momentum", "0"], {})
     faults = {fault.path: fault.what for fault in caught.value.faults}
     assert list(faults) == ["--epochs", "--ema", "--nesterov", "--train"]
-    assert "--momentum" in faults["--nesterov"]
-    assert "STOKER_DATA_TRAIN" in faults["--train"]
+    assert re.search(r"\b1\b.*\b0$", faults["--epochs"])
+    assert re.search(r"\b0\b.*\bless than 1\b.*\b1\.0$", faults["--ema"])
+    assert "--momentum greater than 0" in faults["--nesterov"]
+    assert all(name in faults["--train"] for name in ("shard set", "STOKER_DATA_TRAIN", "--synthetic"))
     words = "--train x --gamma -1 --milestones=-3,5 --checkpoint-every-steps -1 --sampling join --num-batches 4"
     with pytest.raises(SpecError) as caught:
         trainer_flags.parse_flags(words.split(), {})
     faults = {fault.path: fault.what for fault in caught.value.faults}
     assert list(faults) == ["--gamma", "--checkpoint-every-steps", "--milestones", "--num-batches"]
-    assert [faults[name].endswith(value) for name, value in (("--gamma", "-1.0"), ("--milestones", "-3"))] == [True] * 2
+    for name, value in (("--gamma", "-1.0"), ("--checkpoint-every-steps", "-1"), ("--milestones", "-3")):
+        assert re.fullmatch(rf".*negative.* {value}", faults[name])
     assert "--sampling join" in faults["--num-batches"]
     small = trainer_flags.parse_flags(["--train", "x", "--size", "32"], {})
     assert (small.transform, small.val_transform) == ("small-train", "whole")

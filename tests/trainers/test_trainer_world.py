@@ -98,7 +98,7 @@ def test_uneven_ranks_join(shards: Path, flags: list[object], tmp_path: Path) ->
 def test_an_error_is_reported_once(flags: list[object], tmp_path: Path) -> None:
     done = run(tmp_path / "log", 2, *flags, "--model", "resnet19")
     assert done.code == 2
-    assert done.text.count("'resnet19'; ") == 2  # the event, and the message
+    assert done.text.count("unknown model 'resnet19'; ") == 2  # the event, and the message
     assert "Traceback" not in done.text
 
 

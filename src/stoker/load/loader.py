@@ -58,6 +58,12 @@ class Batch:
     positions: Int64Array
 
 
+ITERATION_STOPPED = "iteration was stopped: another iteration started, a cursor was loaded or the loader was closed"
+JOIN_RESUMES_AT_EPOCH_START = (
+    "sampling `join` resumes at the start of an epoch: samples of this epoch will be read again"
+)
+
+
 class BadSample(NamedTuple):
     """A skipped sample: the URL of its shard and its byte offset there, its epoch and position, and the reason."""
 
@@ -163,10 +169,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor as plain values, for a checkpoint."""
         if self.plan.mode == "join" and self._running is not None:
-            log.warning(
-                "%s: sampling `join` resumes at the start of an epoch: samples of this epoch will be read again",
-                self.shard_set.url,
-            )
+            log.warning("%s: %s", self.shard_set.url, JOIN_RESUMES_AT_EPOCH_START)
         return self._cursor.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -187,10 +190,7 @@ class Loader:
                 self._cursor = batch.cursor
                 yield batch
             if self._running is not batches:  # stopping silently would look like the end of the epoch
-                raise InputError(
-                    "iteration was stopped: another iteration started, a cursor was loaded or the loader was closed",
-                    where=self.shard_set.url,
-                )
+                raise InputError(ITERATION_STOPPED, where=self.shard_set.url)
         finally:
             batches.close()
 

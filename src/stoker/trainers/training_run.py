@@ -19,6 +19,13 @@ from stoker.trainers.train_state import TrainState
 from stoker.trainers.training_data import TrainingData
 from stoker.trainers.world import StopSignal, World
 
+RESUME_HINT = "run the same command to resume"
+
+
+def stopped_after(step: int) -> str:
+    """Return the message of a training that stopped because of a signal."""
+    return f"stopped after step {step:,}"
+
 
 class TrainingRun:
     """What one process needs to train: flags, ranks, data, and where results go. Nothing of it is in a checkpoint."""
@@ -137,9 +144,9 @@ class TrainingRun:
         self.world.run_on_rank0(write_last)
         if self.stopping:
             if self.world.rank == 0 or self.stop.received:
-                self.record.mark("stop", f"stopped after step {state.step:,}")
-            hint = "; run the same command to resume" if self.args.checkpoint_dir and not self.is_join else ""
-            self.log(f"stopped after step {state.step:,}{hint}")
+                self.record.mark("stop", stopped_after(state.step))
+            hint = f"; {RESUME_HINT}" if self.args.checkpoint_dir and not self.is_join else ""
+            self.log(stopped_after(state.step) + hint)
             return 128 + (self.stop.received or signal.SIGTERM)
         if self.world.rank == 0:
             self.record.mark("end", f"trained {state.step:,} steps", val_top1=state.metrics.get("val_top1"))
