@@ -92,7 +92,7 @@ def job(**values: object) -> dict[str, object]:
     return {"name": "a", **values}
 
 
-COUNT = "an integer (at least 0, at most 100)"
+COUNT = "an integer between 0 and 100"
 
 
 def test_load_decodes_every_kind_of_field() -> None:
@@ -122,48 +122,48 @@ def test_load_decodes_every_kind_of_field() -> None:
 @pytest.mark.parametrize(
     ("data", "path", "what"),
     [
-        (job(processes="many"), "processes", "expected an integer (at least 1) or 'auto', got 'many'"),
-        (job(roles={"ps": {"count": "many"}}), "roles.ps.count", f"expected {COUNT}, got 'many'"),
-        (job(roles={"ps": {"count": 101}}), "roles.ps.count", f"expected {COUNT}, got 101"),
-        (job(roles={"ps": {"count": 1.5}}), "roles.ps.count", f"expected {COUNT}, got 1.5"),
-        (job(roles={"a.b/c": {}}), 'roles["a.b/c"].count', f"missing (expected {COUNT})"),
-        (job(roles={"ps": 3}), "roles.ps", "expected a mapping, got 3"),
-        (job(roles=None), "roles", "expected a mapping, got null"),
-        (job(roles={8: {"count": 1}}), "roles.8", "invalid key: expected a string, got 8 (quote it)"),
-        (job(rate="fast"), "rate", "expected a number, got 'fast'"),
-        (job(rate=True), "rate", "expected a number, got true"),
-        (job(volumes={}), "volumes", "expected a list, got an empty mapping"),
-        (job(volumes=[{"path": "data"}]), "volumes[0].path", "expected a string (matching ^/), got 'data'"),
+        (job(processes="many"), "processes", "must be an integer >= 1 or 'auto', got 'many'"),
+        (job(roles={"ps": {"count": "many"}}), "roles.ps.count", f"must be {COUNT}, got 'many'"),
+        (job(roles={"ps": {"count": 101}}), "roles.ps.count", f"must be {COUNT}, got 101"),
+        (job(roles={"ps": {"count": 1.5}}), "roles.ps.count", f"must be {COUNT}, got 1.5"),
+        (job(roles={"a.b/c": {}}), 'roles["a.b/c"].count', f"missing (must be {COUNT})"),
+        (job(roles={"ps": 3}), "roles.ps", "must be a mapping, got 3"),
+        (job(roles=None), "roles", "must be a mapping, got null"),
+        (job(roles={8: {"count": 1}}), "roles.8", "invalid key: must be a string, got 8 (quote it)"),
+        (job(rate="fast"), "rate", "must be a number, got 'fast'"),
+        (job(rate=True), "rate", "must be a number, got true"),
+        (job(volumes={}), "volumes", "must be a list, got an empty mapping"),
+        (job(volumes=[{"path": "data"}]), "volumes[0].path", "must be a string (matching ^/), got 'data'"),
         (job(volumes=[{"path": "/a", "read_only": "yes"}]), "volumes[0].read_only",
-         "expected true or false, got 'yes'"),
+         "must be true or false, got 'yes'"),
         (job(volumes=[{"path": "/a", "size": "100m"}]), "volumes[0].size",
-         "expected a size such as 200Gi, 1.5GB or 1048576, got '100m'"),
+         "must be a size such as 200Gi, 1.5GB or 1048576, got '100m'"),
         (job(volumes=[{"path": "/a", "size": -1}]), "volumes[0].size",
-         "expected a size such as 200Gi, 1.5GB or 1048576, got -1"),
+         "must be a size such as 200Gi, 1.5GB or 1048576, got -1"),
         (job(every=True), "every",
-         "expected a duration such as 30s, 1h30m or 500ms, or a number of seconds, got true"),
-        (job(sampling="exat"), "sampling", "expected one of 'exact', 'join', 'resampled', got 'exat'"),
-        (job(color="green"), "color", "expected one of 'red', 'blue', got 'green'"),
-        (job(pair=[1]), "pair", "expected a list of length 2, got a list of length 1"),
-        (job(pair=[1, 2]), "pair[1]", "expected a string, got 2 (quote it)"),
-        (job(args=["a", None]), "args[1]", "expected a string or an integer or a number, got null"),
-        (job(workers=0), "workers", "expected an integer (at least 1) or a mapping, got 0"),
-        (job(workers={"min": 1}), "workers.max", "missing (expected an integer (at least 1))"),
+         "must be a duration such as 30s, 1h30m or 500ms, or a number of seconds, got true"),
+        (job(sampling="exat"), "sampling", "must be one of 'exact', 'join', 'resampled', got 'exat'"),
+        (job(color="green"), "color", "must be one of 'red', 'blue', got 'green'"),
+        (job(pair=[1]), "pair", "must be a list of length 2, got a list of length 1"),
+        (job(pair=[1, 2]), "pair[1]", "must be a string, got 2 (quote it)"),
+        (job(args=["a", None]), "args[1]", "must be a string or an integer or a number, got null"),
+        (job(workers=0), "workers", "must be an integer >= 1 or a mapping, got 0"),
+        (job(workers={"min": 1}), "workers.max", "missing (must be an integer >= 1)"),
         (job(workers={"min": 3, "max": 2}), "workers.min", "above max: 3 > 2"),
         (job(sampling="join"), "", "join needs two workers"),
-        (job(place={}), "place.kind", "missing (expected one of 'local', 'ssh')"),
-        (job(place={"kind": "moon"}), "place.kind", "expected one of 'local', 'ssh', got 'moon'"),
-        (job(place={"kind": ["ssh"]}), "place.kind", "expected one of 'local', 'ssh', got a list of length 1"),
-        (job(place={"kind": "ssh", "hosts": [1]}), "place.hosts[0]", "expected a string, got 1 (quote it)"),
+        (job(place={}), "place.kind", "missing (must be one of 'local', 'ssh')"),
+        (job(place={"kind": "moon"}), "place.kind", "must be one of 'local', 'ssh', got 'moon'"),
+        (job(place={"kind": ["ssh"]}), "place.kind", "must be one of 'local', 'ssh', got a list of length 1"),
+        (job(place={"kind": "ssh", "hosts": [1]}), "place.hosts[0]", "must be a string, got 1 (quote it)"),
         (job(place={"kind": "ssh", "hosts": []}), "place.hosts",
-         "expected a list (at least 1 long), got an empty list"),
+         "must be a list (length >= 1), got an empty list"),
         (job(place={"kind": "local", "slotz": 1}), "place.slotz", "unknown key (did you mean 'slots'?)"),
-        (job(image=1.5), "image", "expected a string, got 1.5 (quote it)"),
+        (job(image=1.5), "image", "must be a string, got 1.5 (quote it)"),
         (job(image_="x"), "image_", "unknown key (did you mean 'image'?)"),
         (job(workerz=1), "workerz", "unknown key (did you mean 'workers'?)"),
-        ({}, "name", "missing (expected a string)"),
-        ([], "", "expected a mapping, got an empty list"),
-        ("job", "", "expected a mapping, got 'job'"),
+        ({}, "name", "missing (must be a string)"),
+        ([], "", "must be a mapping, got an empty list"),
+        ("job", "", "must be a mapping, got 'job'"),
     ],
 )  # fmt: skip
 def test_fault_has_path_expected_type_and_value(data: object, path: str, what: str) -> None:
@@ -253,18 +253,18 @@ def load_faults(text: str | bytes) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("text", "faults"),
     [
-        ("name: no", {"name": "expected a string, got false (quote it: YAML reads off, no, false as false)"}),
-        ("name: 1.10", {"name": "expected a string, got 1.1 (quote it)"}),
-        ("name: 2024-01-02", {"name": "expected a string, got 2024-01-02 (quote it)"}),
-        ("name:", {"name": "expected a string, got null"}),
+        ("name: no", {"name": "must be a string, got false (quote it: YAML reads off, no, false as false)"}),
+        ("name: 1.10", {"name": "must be a string, got 1.1 (quote it)"}),
+        ("name: 2024-01-02", {"name": "must be a string, got 2024-01-02 (quote it)"}),
+        ("name:", {"name": "must be a string, got null"}),
         ("name: a\non: 1",
-         {"true": "invalid key: expected a string, got true (quote it: YAML reads on, yes, true as true)"}),
-        ("", {"": "expected a mapping, got null"}),
+         {"true": "invalid key: must be a string, got true (quote it: YAML reads on, yes, true as true)"}),
+        ("", {"": "must be a mapping, got null"}),
         ("name: a\nname: b", {"name": "duplicate key (lines 1 and 2)"}),
         ("{name: a, name: b}", {"name": "duplicate key (lines 1 and 1)"}),
         ('{"name": "a", "name": "b", "rate": 1e-3}', {"name": "duplicate key (lines 1 and 1)"}),
         ("name: a\nenv:\n  A: x\n  B: y\n  A: z\nrate: x",
-         {"env.A": "duplicate key (lines 3 and 5)", "rate": "expected a number, got 'x'"}),
+         {"env.A": "duplicate key (lines 3 and 5)", "rate": "must be a number, got 'x'"}),
     ],
 )  # fmt: skip
 def test_yaml_pitfalls(text: str, faults: dict[str, str]) -> None:
@@ -451,8 +451,8 @@ def test_type_with_its_own_description() -> None:
     value, faults = spec.try_decode({"port": 0, "by_name": {"b": "c"}}, Verbatim)
     assert value is None
     assert list(map(str, faults)) == [
-        "port: expected a port, got 0",
-        "by_name.b: invalid key: expected a string (matching ^a), got 'b'",
+        "port: must be a port, got 0",
+        "by_name.b: invalid key: must be a string (matching ^a), got 'b'",
     ]
     assert spec.describe_type(Annotated[int, Meta(ge=1, extra={"expected": "a port"})]) == "a port"
 

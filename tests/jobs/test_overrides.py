@@ -69,10 +69,10 @@ EXAMPLES = ("resources.gpu=4", "ssh.hosts[0]=node1")
         ("ssh[0]=x", ("", "--set ssh[0]: ssh is a mapping", "key")),
         ("image=@x", ("", "--set image: not valid YAML:", "line 1, column 1", "quote it")),
         ("env={A: 1, A: 2}", ("", "--set env: A: duplicate key", "lines 1 and 1")),
-        ("resources.gpu=lots", ("resources.gpu", "at least 0", "'lots'", "(from --set resources.gpu)")),
+        ("resources.gpu=lots", ("resources.gpu", ">= 0", "'lots'", "(from --set resources.gpu)")),
         ("resources.gpus=1", ("resources.gpus", "unknown key (did you mean 'gpu'?)", "(from --set resources.gpus)")),
         ("resources={gpus: 1}", ("resources.gpus", "unknown key (did you mean 'gpu'?)", "(from --set resources)")),
-        ("env[0]=1", ("env", "expected a mapping, got a list of length 1", "(from --set env[0])")),
+        ("env[0]=1", ("env", "must be a mapping, got a list of length 1", "(from --set env[0])")),
         ("program.module=x", ("program", "script and module", "(from --set program.module)")),
         ("resource.gpu=1", ("resource", "unknown key (did you mean 'resources'?)", "(from --set resource.gpu)")),
         ("name=", ("name", "missing", "(from --set name)")),
@@ -88,11 +88,11 @@ def test_faults_of_the_file_and_of_overrides_are_reported_together() -> None:
         [
             ("", "--set 'nope'", "resources.gpu=4"),
             ("name", "'A'"),
-            ("retries", "at least 0", "'x'", "(from --set retries)"),
+            ("retries", ">= 0", "'x'", "(from --set retries)"),
         ],
     )
 
 
 @pytest.mark.parametrize("text", ["[1]", "5", "job"])
 def test_document_that_is_not_a_mapping_cannot_be_overridden(text: str) -> None:
-    check_faults(parse_faults(text, "retries=1"), [("", "expected a mapping, got")])
+    check_faults(parse_faults(text, "retries=1"), [("", "must be a mapping, got")])

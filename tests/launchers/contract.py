@@ -16,7 +16,7 @@ import pytest
 from stoker.core.spec import decode
 from stoker.errors import InputError
 from stoker.jobs.launcher import LAUNCHERS
-from stoker.jobs.retry_policy import SAME_INPUT_FAILS
+from stoker.jobs.retry_policy import INVALID_INPUT
 from stoker.jobs.run_folder import Run, create_run, find_run
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, JobStatus
@@ -141,7 +141,7 @@ class LauncherSuite(LauncherTests):
         assert status.message.startswith(f"{self.FAILED_SLOT} ")
         assert re.search(r"\b7: ValueError: too small;", status.message)
         assert [attempt.code for attempt in status.attempts] == [7]
-        assert str(run.log_path(Slot("worker", 0), 0)) in status.message
+        assert status.message.endswith(f"log: {run.log_path(Slot('worker', 0), 0)}")
 
     def test_killed_gang_is_retried(self, launcher: Any, tmp_path: Path) -> None:
         mark = tmp_path / "second"
@@ -151,13 +151,14 @@ class LauncherSuite(LauncherTests):
         assert [(attempt.number, attempt.code) for attempt in status.attempts] == [(0, -9), (1, 0)]
         lines = self.text(launcher, run)
         assert [line for line in lines if line.startswith("attempt")] == ["attempt 0", "attempt 1"]
-        (reason,) = [line for line in lines if line.startswith("--- attempt 1,")]
+        (reason,) = [line for line in lines if line.startswith("--- attempt 1:")]
         assert f"{self.FAILED_SLOT} was killed by SIGKILL" in reason
 
     def test_bad_input_is_not_retried(self, launcher: Any) -> None:
-        _, status = self.run_to_end(launcher, self.job("exit 2", retries=3))
+        run, status = self.run_to_end(launcher, self.job("exit 2", retries=3))
         assert (status.state, len(status.attempts)) == (JobState.FAILED, 1)
-        assert SAME_INPUT_FAILS in status.message
+        assert f"; not retried: {INVALID_INPUT}; " in status.message
+        assert status.message.endswith(f"log: {run.log_path(Slot('worker', 0), 0)}")
 
     def test_stop_waits_for_a_last_checkpoint(self, launcher: Any, tmp_path: Path) -> None:
         script = f"trap 'echo saved > {tmp_path}/saved; exit 143' TERM; echo ready; while :; do sleep 0.05; done"

@@ -506,7 +506,7 @@ def test_unknown_runs_and_slots(workspace: Path, capsys: pytest.CaptureFixture[s
     assert re.search(rf"{workspace}/stoker/runs: no runs .*; .*stoker job run$", capsys.readouterr().err.strip())
     assert stoker("job", "run", write_job(workspace / "job.yaml", "true")) == 0
     assert stoker("job", "logs", "nonsense") == 2
-    assert re.search("run 'nonsense' not found; .*stoker job list", capsys.readouterr().err)
+    assert re.search("no run matches 'nonsense'; .*stoker job list", capsys.readouterr().err)
     assert stoker("job", "logs", "--slot", "ps/0") == 2
     assert re.search(r"'ps/0'; .*worker/0$", capsys.readouterr().err.strip())
 

@@ -63,7 +63,7 @@ def try_decode(data: object, into: type[T]) -> tuple[T | None, list[Fault]]:
 
 
 def describe_type(into: Any) -> str:
-    """Describe the values that a type accepts: "an integer (at least 1)"."""
+    """Describe the values that a type accepts: "an integer >= 1"."""
     return _describe(inspect.type_info(into))
 
 
@@ -160,7 +160,7 @@ def _find_faults_in_union(raw: object, members: Iterable[Any], path: str) -> Ite
         if not isinstance(tag, str | int) or tag not in by_tag:
             expected = _describe_choices(by_tag)
             what = (
-                f"expected {expected}, got {_describe_value(tag)}" if field in raw else f"missing (expected {expected})"
+                f"must be {expected}, got {_describe_value(tag)}" if field in raw else f"missing (must be {expected})"
             )
             yield Fault(join_path(path, field), what)
             return
@@ -180,14 +180,14 @@ def _find_faults_in_struct(raw: Mapping[Any, object], into: Any, path: str) -> I
             yield Fault(key_path, f"invalid key: {_describe_mismatch(key, str)}")
         elif key == config.tag_field:
             if value != config.tag:
-                yield Fault(key_path, f"expected {config.tag!r}, got {_describe_value(value)}")
+                yield Fault(key_path, f"must be {config.tag!r}, got {_describe_value(value)}")
         elif config.forbid_unknown_fields:
             close = get_close_matches(key, fields, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(fields)}"
             yield Fault(key_path, f"unknown key ({hint})")
     for name, field in fields.items():
         if field.required and name not in raw:
-            yield Fault(join_path(path, _segment(name)), f"missing (expected {describe_type(field.type)})")
+            yield Fault(join_path(path, _segment(name)), f"missing (must be {describe_type(field.type)})")
 
 
 def _find_combinations(value: object, path: str) -> Iterator[Fault]:
@@ -212,14 +212,11 @@ def _segment(key: object) -> str:
 
 # --- Descriptions of types and values
 
+_BOUNDS = {"ge": ">= {}", "gt": "> {}", "le": "<= {}", "lt": "< {}"}
 _LIMITS = {
-    "ge": "at least {}",
-    "gt": "above {}",
-    "le": "at most {}",
-    "lt": "below {}",
     "multiple_of": "a multiple of {}",
-    "min_length": "at least {} long",
-    "max_length": "at most {} long",
+    "min_length": "length >= {}",
+    "max_length": "length <= {}",
     "pattern": "matching {}",
 }
 
@@ -230,7 +227,7 @@ _YAML_BOOLEANS = {True: ("on", "yes", "true"), False: ("off", "no", "false")}
 def _describe_mismatch(raw: object, into: Any, error: Exception | None = None) -> str:
     if isinstance(error, msgspec.ValidationError) and error.__cause__ is not None:
         return str(error.__cause__)  # raised by __post_init__ of the struct
-    return f"expected {describe_type(into)}, got {_describe_value(raw)}{_quote_hint(raw, into)}"
+    return f"must be {describe_type(into)}, got {_describe_value(raw)}{_quote_hint(raw, into)}"
 
 
 def _quote_hint(raw: object, into: Any) -> str:
@@ -279,10 +276,19 @@ def _describe(info: inspect.Type) -> str:
             noun = "a mapping"
         case _:
             noun = "another value"
-    limits = [
-        phrase.format(limit) for name, phrase in _LIMITS.items() if (limit := getattr(info, name, None)) is not None
-    ]
+    low, high = getattr(info, "ge", None), getattr(info, "le", None)
+    if low is not None and high is not None:
+        noun += f" between {low} and {high}"
+    elif bounds := _format_limits(info, _BOUNDS):
+        noun += f" {' and '.join(bounds)}"
+    limits = _format_limits(info, _LIMITS)
     return f"{noun} ({', '.join(limits)})" if limits else noun
+
+
+def _format_limits(info: inspect.Type, phrases: Mapping[str, str]) -> list[str]:
+    return [
+        phrase.format(limit) for name, phrase in phrases.items() if (limit := getattr(info, name, None)) is not None
+    ]
 
 
 def _describe_choices(values: Iterable[object]) -> str:

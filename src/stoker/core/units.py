@@ -42,7 +42,7 @@ class Seconds(float):
 
 def parse_bytes(value: str | float) -> int:
     """Parse a size: a whole number, or a string with k, M, G, T, P (powers of 1000) or Ki … Pi (powers of 1024)."""
-    error = InputError(f"expected {Bytes.expected}, got {value!r}")
+    error = InputError(f"must be {Bytes.expected}, got {value!r}")
     if isinstance(value, str):
         match = _SIZE.fullmatch(value.strip())
         if match is None or (match["binary"] and not match["prefix"]):
@@ -82,7 +82,7 @@ def parse_duration(value: str | float) -> float:
     elif isinstance(value, int | float) and not isinstance(value, bool):
         seconds = float(value)
     if not 0 <= seconds < math.inf:
-        raise InputError(f"expected {Seconds.expected}, got {value!r}")
+        raise InputError(f"must be {Seconds.expected}, got {value!r}")
     return seconds
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stoker.core.units import pluralize
 from stoker.errors import InputError, MissingError
 from stoker.jobs.status import Attempt, signal_from_exit_code
 
 PROGRESS_AFTER_S = 60.0
 """A program that reports no steps is assumed to have made progress if it ran this long."""
 BACKOFF_S = (1.0, 5.0, 15.0, 30.0)
-NO_RETRIES = "the job allows no retries"
-SAME_INPUT_FAILS = "the same input would fail again"
-WOULD_FAIL_AGAIN = "it would fail again"
-NO_PROGRESS = "it made no progress since the last attempt, and would fail again"
+NO_RETRIES = "the job has retries: 0"
+INVALID_INPUT = "invalid input or missing dependency"
+NO_PROGRESS_AT_ALL = "no progress before the failure"
+NO_PROGRESS = "no progress since the previous attempt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +45,25 @@ def decide_retry(attempts: Sequence[Attempt], retries: int, *, is_elastic: bool 
     last = attempts[-1]
     retried = len(attempts) - 1
     if retried >= retries:
-        return GiveUp(f"tried {retries + 1} times" if retries else NO_RETRIES)
+        return GiveUp(attempts_exhausted(retries + 1) if retries else NO_RETRIES)
     if last.code in (InputError.exit_code, MissingError.exit_code):
-        return GiveUp(SAME_INPUT_FAILS)
+        return GiveUp(INVALID_INPUT)
     has_failed_by_itself = not last.hung and not last.lost and not signal_from_exit_code(last.code)
     if has_failed_by_itself and is_elastic:
-        return GiveUp(f"torchrun has restarted it {retries} times, the maximum")
+        return GiveUp(f"torchrun reached its limit of {pluralize(retries, 'restart')}")
     if has_failed_by_itself and not _has_progressed(attempts):
-        return GiveUp(NO_PROGRESS if retried else WOULD_FAIL_AGAIN)
+        return GiveUp(NO_PROGRESS if retried else NO_PROGRESS_AT_ALL)
     return Restart(backoff_s(retried))
+
+
+def attempts_exhausted(attempts: int) -> str:
+    """Return the reason why a job is not retried after its last attempt."""
+    return f"all {attempts} attempts failed"
+
+
+def not_retried(reason: str) -> str:
+    """Return the note on a failed job that is not retried."""
+    return f"not retried: {reason}"
 
 
 def backoff_s(retried: int) -> float:

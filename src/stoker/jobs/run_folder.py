@@ -119,7 +119,7 @@ def create_run(job: Job, plan: object, *, home: Path | None = None) -> Run:
         run.logs.mkdir()
     except FileExistsError as error:
         raise ConflictError(
-            "run folder exists: two runs were started at the same time", where=run.folder, hint="try again"
+            "run folder already exists: another run was started at the same time", where=run.folder, hint="try again"
         ) from error
     run.write("job.yaml", to_yaml(job).encode())
     run.write("plan.json", to_json(plan))
@@ -138,7 +138,8 @@ def find_run(name: str | None) -> Run:
     """Find a run by its ID, a prefix of it, or its job's name (the newest run); without a name, the newest run."""
     runs = list_runs()
     if not runs:
-        raise NotFoundError("no runs found", where=stoker_home() / "runs", hint="start one with: stoker job run")
+        what = "no runs found" if name is None else f"no run matches {name!r}"
+        raise NotFoundError(what, where=stoker_home() / "runs", hint="start one with: stoker job run")
     if name is None:
         return runs[0]
     for run in runs:
@@ -150,7 +151,7 @@ def find_run(name: str | None) -> Run:
     if matches:
         ids = ", ".join(run.id for run in matches[:5])
         raise InputError(f"{name!r} matches {len(matches)} runs: {ids}", hint="use a longer prefix")
-    raise NotFoundError(f"run {name!r} not found", hint="list runs with: stoker job list")
+    raise NotFoundError(f"no run matches {name!r}", hint="list runs with: stoker job list")
 
 
 def describe_environment() -> dict[str, object]:

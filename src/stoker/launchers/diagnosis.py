@@ -43,6 +43,14 @@ _PEER_ERROR = re.compile(
     r"another rank|DistStoreError"
 )
 
+LOG_SEPARATOR = "; log: "
+
+
+def insert_note(message: str, note: str) -> str:
+    """Add a note to the message of a failed attempt, in front of the log path, which stays last for copying."""
+    before, separator, log = message.rpartition(LOG_SEPARATOR)
+    return f"{before}; {note}{separator}{log}" if separator else f"{message}; {note}"
+
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
@@ -61,7 +69,7 @@ class Diagnosis:
     def message(self) -> str:
         """One sentence with the slot, the cause and the log file."""
         subject = str(self.slot) if self.rank is None else f"{self.slot} (rank {self.rank})"
-        return f"{subject} {self._summary()}; log: {self.log}"
+        return f"{subject} {self._summary()}{LOG_SEPARATOR}{self.log}"
 
     @property
     def is_secondary(self) -> bool:

@@ -134,7 +134,7 @@ class AttemptMonitor:
         return (
             f"{slot} (rank {rank}) hung at step {heartbeat.step}{where}: "
             f"no heartbeat for {format_duration(self._hang_after_s)}; "
-            f"stacks of all ranks: {self._stacks_file}; log: {self._run.log_path(slot, self._attempt)}"
+            f"stack traces of all ranks: {self._stacks_file}; log: {self._run.log_path(slot, self._attempt)}"
         )
 
     @property

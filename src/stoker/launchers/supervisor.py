@@ -23,12 +23,12 @@ import msgspec
 from stoker.core.processes import become_subreaper, kill_children, wait_until
 from stoker.core.spec import to_json
 from stoker.errors import StokerError
-from stoker.jobs.retry_policy import Restart, backoff_s, decide_retry
+from stoker.jobs.retry_policy import Restart, backoff_s, decide_retry, not_retried
 from stoker.jobs.run_folder import Run, list_packages
 from stoker.jobs.spec import Job
 from stoker.jobs.status import STOPPED_MESSAGE, Attempt, JobState, JobStatus, SlotStatus, signal_from_exit_code
 from stoker.jobs.topology import Slot, lead_slots, list_slots, observer_slots
-from stoker.launchers.diagnosis import Diagnosis, diagnose_slot
+from stoker.launchers.diagnosis import Diagnosis, diagnose_slot, insert_note
 from stoker.launchers.monitor import AttemptMonitor
 from stoker.launchers.plan import LocalPlan, read_plan
 from stoker.launchers.process_group import ProcessGroup, stop_leftovers
@@ -133,8 +133,10 @@ class Supervisor:
                 return JobState.SUCCEEDED, ""
             decision = decide_retry(self._attempts, self._job.retries, is_elastic=self._job.is_elastic)
             if not isinstance(decision, Restart):
-                return JobState.FAILED, attempt.cause + (f" ({decision.reason})" if self._job.retries else "")
-            self._update_status(message=f"attempt {number} failed: {attempt.cause}; retrying")
+                if not self._job.retries:
+                    return JobState.FAILED, attempt.cause
+                return JobState.FAILED, insert_note(attempt.cause, not_retried(decision.reason))
+            self._update_status(message=f"attempt {number} failed, retrying: {attempt.cause}")
             wait_until(self._should_stop, decision.after_s)
             if self._should_stop():
                 return JobState.STOPPED, STOPPED_MESSAGE
@@ -271,7 +273,7 @@ class Supervisor:
     def _log_retry_reason(self, number: int, cause: str) -> None:
         """Start the log of a new attempt with the reason for it, where `job logs --follow` shows it."""
         first = min(self._plan.commands)
-        self._run.log_path(first, number).write_text(f"--- attempt {number}, because {cause}\n")
+        self._run.log_path(first, number).write_text(f"--- attempt {number}: retrying because {cause}\n")
 
     def _exit_codes(self, processes: ProcessGroup, monitor: AttemptMonitor) -> dict[Slot, int | None]:
         """Return the exit codes of all slots; a delegated slot without one has that of the process managing it."""

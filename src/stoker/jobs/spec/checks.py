@@ -46,7 +46,7 @@ def check_size(key: str, size: int | None) -> Iterator[Fault]:
     """Reject a size of less than 1 MiB: its unit was forgotten."""
     if size is not None and size < MIN_SIZE_BYTES:
         example = f"{size}Gi" if 0 < size < 1024 else "8Gi"
-        yield Fault(key, f"{format_bytes(size)} is less than 1 MiB; add a unit, for example {example}")
+        yield Fault(key, f"must be >= 1 MiB, got {format_bytes(size)}; add a unit, for example {example}")
 
 
 def check_path(key: str, path: str | None) -> Iterator[Fault]:
@@ -62,7 +62,7 @@ def check_path(key: str, path: str | None) -> Iterator[Fault]:
 def check_lost_after(lost_after: float) -> Iterator[Fault]:
     """Reject a timeout that a short network interruption would exceed."""
     if lost_after < MIN_LOST_AFTER_S:
-        yield Fault("lost_after", f"must be at least {MIN_LOST_AFTER_S}s, is {format_duration(lost_after)}")
+        yield Fault("lost_after", f"must be >= {MIN_LOST_AFTER_S}s, got {format_duration(lost_after)}")
 
 
 def check_program(program: ProgramSpec) -> Iterator[Fault]:
@@ -109,7 +109,7 @@ def check_cache(cache: CacheSpec) -> Iterator[Fault]:
     yield from check_path("dir", cache.dir)
     yield from check_size("size", cache.size)
     if cache.size is not None and cache.dir is None:
-        yield Fault("dir", "missing: a cache with a size needs a directory")
+        yield Fault("dir", "missing: size requires a cache directory")
     if cache.dir is not None and "://" in cache.dir:
         yield Fault("dir", f"{cache.dir!r} is a URL; the cache must be a local directory")
 
@@ -130,7 +130,7 @@ def check_checkpoint(checkpoint: CheckpointSpec) -> Iterator[Fault]:
     if checkpoint.claim is None:
         for key in ("create", "size", "storage_class"):
             if getattr(checkpoint, key):
-                yield Fault(key, "applies to a claim and none is set; set checkpoint.claim")
+                yield Fault(key, "requires checkpoint.claim, which is not set")
         return
     if checkpoint.dir is None:
         yield Fault("dir", "missing: set the mount path of the claim, for example /checkpoint")
@@ -140,23 +140,23 @@ def check_checkpoint(checkpoint: CheckpointSpec) -> Iterator[Fault]:
     elif not checkpoint.dir.startswith("/"):
         yield Fault("dir", f"{checkpoint.dir!r} is the mount path of a claim and must be absolute")
     if checkpoint.create and checkpoint.size is None:
-        yield Fault("size", "missing: a claim that is created needs a size, for example 10Gi")
+        yield Fault("size", "missing: create: true requires a size, for example 10Gi")
     for key in ("size", "storage_class"):
         if getattr(checkpoint, key) is not None and not checkpoint.create:
-            yield Fault(key, "applies only to a claim that is created; set create: true, or remove it")
+            yield Fault(key, "applies only with create: true; set it, or remove this key")
 
 
 def check_profile(profile: ProfileSpec) -> Iterator[Fault]:
     """Limit the sampling rate."""
     if 0 < profile.every < 1:
-        yield Fault("every", f"must be at least 1s, or 0 to disable; is {format_duration(profile.every)}")
+        yield Fault("every", f"must be 0 (disabled) or >= 1s, got {format_duration(profile.every)}")
 
 
 def check_kubernetes(kubernetes: KubernetesSpec) -> Iterator[Fault]:
     """Require a unit for `shm`, and a queue for `queue_priority`."""
     yield from check_size("shm", kubernetes.shm)
     if kubernetes.queue_priority is not None and kubernetes.queue is None:
-        yield Fault("queue_priority", "needs a queue; set queue, or use priority_class instead")
+        yield Fault("queue_priority", "requires queue, which is not set; set it, or use priority_class instead")
 
 
 def check_ssh(ssh: SshSpec) -> Iterator[Fault]:
@@ -217,7 +217,8 @@ def _check_topology(job: Job) -> Iterator[Fault]:
         yield Fault("processes_per_worker", f"topology {job.topology} {reason}; remove this key")
     if job.topology == "torchrun" and job.program.command is not None:
         yield Fault(
-            "program.command", "torchrun runs Python; use script or module, or topology: single to run a command"
+            "program.command",
+            "not supported with topology torchrun; set program.script or program.module, or use topology: single",
         )
 
 
@@ -231,17 +232,17 @@ def _check_roles(job: Job) -> Iterator[Fault]:
             known = ", ".join(EXTRA_ROLES[job.topology]) or "none besides workers"
             yield Fault(f"roles.{name}", f"not a role of topology {job.topology} (its roles: {known})")
         elif name in SINGLETON_ROLES and (role.count or 0) > 1:
-            yield Fault(f"roles.{name}.count", f"must be at most 1 for {name}, is {role.count}")
+            yield Fault(f"roles.{name}.count", f"must be 0 or 1 for role {name}, got {role.count}")
         elif name == "ps" and job.topology == "tf-ps":
             if role.count == 0:
-                yield Fault("roles.ps.count", "must be at least 1: tf-ps needs a parameter server")
+                yield Fault("roles.ps.count", "must be >= 1, got 0: topology tf-ps needs a parameter server")
             if role.resources.gpu:
                 yield Fault("roles.ps.resources.gpu", "parameter servers get no GPUs; remove this key")
         elif name == "launcher" and role.resources.gpu:
             yield Fault("roles.launcher.resources.gpu", "the launcher gets no GPUs; remove this key")
         yield from _check_role_keys(name, role)
         if name == "tensorboard" and role.count and not (role.program or role.logdir or job.checkpoint.dir):
-            yield Fault("roles.tensorboard.logdir", "missing: set it, or checkpoint.dir")
+            yield Fault("roles.tensorboard.logdir", "missing: set it, or set checkpoint.dir")
 
 
 def _check_role_keys(name: str, role: RoleSpec) -> Iterator[Fault]:
@@ -250,7 +251,7 @@ def _check_role_keys(name: str, role: RoleSpec) -> Iterator[Fault]:
         yield Fault("roles.launcher.program", "the launcher runs mpirun, which starts the top-level program; remove it")
     if name == "tensorboard":
         if role.program is not None and role.logdir is not None:
-            yield Fault("roles.tensorboard.logdir", "has no effect when program is set; remove one of logdir, program")
+            yield Fault("roles.tensorboard.logdir", "has no effect if program is set; remove one of logdir, program")
         return
     for key, default in (("logdir", None), ("expose", "cluster"), ("ingress", None)):
         if getattr(role, key) != default:
@@ -286,7 +287,7 @@ def _check_env(job: Job) -> Iterator[Fault]:
             if RESERVED_ENV.fullmatch(name) or (
                 job.topology.startswith("tf-") and RESERVED_ENV_TENSORFLOW.fullmatch(name)
             ):
-                yield Fault(f"{section}.{name}", "is reserved: stoker sets it for every process; remove it")
+                yield Fault(f"{section}.{name}", "reserved: stoker sets it for every process; remove it")
     for name in job.secret_env:
         if name in job.env:
-            yield Fault(f"secret_env.{name}", "is also set in env; remove one")
+            yield Fault(f"secret_env.{name}", "also set in env; remove one of them")

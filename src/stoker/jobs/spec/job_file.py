@@ -29,7 +29,7 @@ def load_job(path: Path | str, overrides: Sequence[str] = ()) -> Job:
         text = Path(path).read_bytes()
     except OSError as error:
         error_class = NotFoundError if isinstance(error, FileNotFoundError) else InputError
-        raise error_class(f"cannot read: {(error.strerror or '').lower()}", where=path) from error
+        raise error_class(f"cannot read file: {(error.strerror or '').lower()}", where=path) from error
     return parse_job(text, path, overrides)
 
 

@@ -52,28 +52,26 @@ def matches(pattern: str, expected: str) -> Meta:
 LABEL_PATTERN = "[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
 """A DNS label (RFC 1123)."""
 _DNS_NAME = matches(
-    rf"{LABEL_PATTERN}(?:\.{LABEL_PATTERN})*", "a Kubernetes name: lower-case letters, digits, '-', '.'"
+    rf"{LABEL_PATTERN}(?:\.{LABEL_PATTERN})*", "a Kubernetes name: lowercase letters, digits, '-' and '.'"
 )
 
 Name = Annotated[
     str,
-    matches(
-        LABEL_PATTERN, "a name of at most 40 lower-case letters, digits and dashes, not starting or ending with a dash"
-    ),
+    matches(LABEL_PATTERN, "a name of at most 40 lowercase letters, digits and '-', not starting or ending with '-'"),
     Meta(max_length=40),
 ]
 ObjectName = Annotated[str, _DNS_NAME, Meta(max_length=253)]
 QueueName = Annotated[str, _DNS_NAME, Meta(max_length=63)]
 """The name of an object that is also used as a label value."""
 Namespace = Annotated[
-    str, matches(LABEL_PATTERN, "a namespace: lower-case letters, digits and dashes"), Meta(max_length=63)
+    str, matches(LABEL_PATTERN, "a namespace: lowercase letters, digits and '-'"), Meta(max_length=63)
 ]
 IngressHost = Annotated[
     str,
     matches(rf"(?:\*\.)?{LABEL_PATTERN}(?:\.{LABEL_PATTERN})*", "a host name such as board.example.com"),
     Meta(max_length=253),
 ]
-EnvName = Annotated[str, matches("[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and underscores")]
+EnvName = Annotated[str, matches("[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and '_'")]
 ModuleName = Annotated[str, matches(r"\w+(?:\.\w+)*", "a module such as package.train")]
 LabelKey = Annotated[
     str,

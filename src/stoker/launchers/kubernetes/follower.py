@@ -27,6 +27,7 @@ from stoker.kube.client import STREAM_TIMEOUT_S, KubeClient
 from stoker.kube.conditions import true_conditions
 from stoker.kube.config import parse_handle
 from stoker.kube.objects import RUN_LABEL, Manifest
+from stoker.launchers.diagnosis import insert_note
 from stoker.launchers.kubernetes.attempts import AttemptHistory
 from stoker.launchers.kubernetes.log_stream import LogPosition, LogStream
 from stoker.launchers.kubernetes.run_objects import get_lead_kind
@@ -229,9 +230,9 @@ class LogFollower:
     def _write_retry_reason(self, pod: SlotPod, pods: Sequence[SlotPod], path: Path) -> None:
         """Start the log of a new attempt with the reason for it."""
         self._wait_for_logs([other for other in pods if other.attempt < pod.attempt and other.is_finished])
-        reason = self._history.explain(pods, pod.attempt - 1) or "it was restarted"
+        reason = self._history.explain(pods, pod.attempt - 1) or "the cluster restarted the pod"
         with open(path, "a") as file:
-            file.write(f"--- attempt {pod.attempt}, because {reason}\n")
+            file.write(f"--- attempt {pod.attempt}: retrying because {reason}\n")
 
     def _wait_for_logs(self, pods: Sequence[SlotPod]) -> None:
         """Wait until the logs of finished pods are complete; write a notice if one does not complete."""
@@ -278,7 +279,7 @@ class LogFollower:
             diagnoses = self._history.diagnose(pods, last) or self._history.diagnose(pods)
             if diagnoses:
                 retries = describe_retries(self.job.retries, len(attempts), derived.reason)
-                message = f"{diagnoses[0].message}; {retries}"
+                message = insert_note(diagnoses[0].message, retries)
         self._write_status(
             slots=derive_slot_statuses(self.job, pods, state),
             attempt=self._get_last_attempt(pods),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
 
-from stoker.jobs.retry_policy import NO_RETRIES
+from stoker.jobs.retry_policy import INVALID_INPUT, NO_RETRIES, attempts_exhausted, not_retried
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, SlotStatus, signal_from_exit_code
 from stoker.jobs.topology import OBSERVER_ROLES, Slot, lead_slots, list_slots
@@ -19,7 +19,7 @@ from stoker.launchers.kubernetes.run_objects import get_attempt
 
 _FAILURE_REASONS = {
     "DeadlineExceeded": "exceeded kubernetes.deadline",
-    "PodFailurePolicy": "not retried: the same input would fail again",
+    "PodFailurePolicy": not_retried(INVALID_INPUT),
     "FailedIndexes": "",
     "MaxFailedIndexesExceeded": "",
     "BackoffLimitExceeded": "",
@@ -224,7 +224,7 @@ def _explain_missing_pods(jobs: Sequence[Manifest], events: Sequence[Manifest]) 
 
 def describe_retries(retries: int, attempts: int, reason: str) -> str:
     """Return why a failed job is not retried; `reason` is the cluster's."""
-    return reason or (f"tried {attempts} times" if retries else NO_RETRIES)
+    return reason or not_retried(attempts_exhausted(attempts) if retries else NO_RETRIES)
 
 
 def parse_time(text: str | None) -> float:
