@@ -219,9 +219,9 @@ def volume(cluster: KubeClient, tmp_path: Path) -> Iterator[str]:
     spec = {"capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteOnce"], "storageClassName": ""}
     made = {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": name}}
     cluster.create({**made, "spec": {**spec, "hostPath": {"path": str(tmp_path / "volume")}}})
-    wanted = {"accessModes": ["ReadWriteOnce"], "storageClassName": "", "volumeName": name}
+    binding = {"accessModes": ["ReadWriteOnce"], "storageClassName": "", "volumeName": name}
     claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "kept"}}
-    cluster.create({**claim, "spec": {**wanted, "resources": {"requests": {"storage": "1Gi"}}}})
+    cluster.create({**claim, "spec": {**binding, "resources": {"requests": {"storage": "1Gi"}}}})
     yield "kept"
     cluster.delete("PersistentVolume", name)
 
