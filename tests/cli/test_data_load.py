@@ -43,6 +43,13 @@ def test_plan_covers_the_epoch_exactly(shards: Path, capsys: pytest.CaptureFixtu
         assert abs(sum(rank["bytes"] for rank in report["ranks"]) - size) <= 4
 
 
+def test_plan_reports_how_well_classes_are_mixed(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mixing = read_plan(capsys, shards / "train")["mixing"]
+    assert mixing.keys() == {"seen", "expected", "poor"}
+    assert mixing["poor"] is False
+    assert 1 <= mixing["seen"] <= 3
+
+
 def test_exact_plan_reports_the_last_batch(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = read_plan(capsys, shards / "train", "--world-size", 7, "--global-batch-size", 64)
     assert (report["batches"], report["tail"]) == (5, 300 - 4 * 64)

@@ -47,9 +47,8 @@ def test_sigkill_follows_the_grace_period() -> None:
 
 
 def test_processes_that_survive_sigkill_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tagged_processes, "KILL_TIMEOUT_S", 0.1)
     monkeypatch.setattr(tagged_processes, "list_tagged", lambda _: [4194305, 4194306])
-    survivors = terminate_tagged(TAGS, 0.0)
+    survivors = terminate_tagged(TAGS, 0.0, kill_timeout_s=0.1)
     assert survivors == [4194305, 4194306]
     assert "4194305, 4194306" in format_survivors(survivors)
 

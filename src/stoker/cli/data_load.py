@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from stoker.load.peek import PeekedSample
     from stoker.sampling.forecast import Forecast
     from stoker.shards.shard_set import ShardSet
+    from stoker.shards.shuffle_check import ShuffleQuality
 
 Transform = Annotated[
     str,
@@ -71,7 +72,7 @@ def plan(
     )
     shuffle = measure_shuffle(shard_set)
     if as_json:
-        print_json({**asdict(report), "mixing": {**shuffle._asdict(), "poor": shuffle.is_poor}})
+        print_json({**asdict(report), "mixing": _describe_shuffle(shuffle)})
     else:
         _print_forecast(report)
     for text in report.remarks:
@@ -105,7 +106,7 @@ def peek(
 
     _check_transform(transform, size)
     if count < 1:
-        raise InputError(f"--count must be at least 1, got {count}")
+        raise InputError(f"--count must be >= 1, got {count}")
     if png is not None and (png.suffix.lower() != ".png" or png.is_dir()):
         raise InputError("--png must be a file name ending in .png", where=png)
     samples = list(peek_at(find_shard_set(url), count, transform=transform, size=size, antialias=antialias, seed=seed))
@@ -158,7 +159,7 @@ def bench(
     if decoder not in DECODERS:
         raise InputError(f"--decoder must be one of {', '.join(DECODERS)}, got {decoder!r}")
     if not 0 < seconds <= 3600:
-        raise InputError(f"--seconds must be above 0 and at most 3600, got {seconds:g}")
+        raise InputError(f"--seconds must be > 0 and <= 3600, got {seconds:g}")
     shard_set = _with_manifest(find_shard_set(url))
     with show_counter("images") as advance:
         result = run_benchmark(
@@ -184,7 +185,7 @@ def _check_transform(transform: str, size: int) -> None:
     if transform not in TRANSFORMS:
         raise InputError(f"--transform must be one of {', '.join(TRANSFORMS)}, got {transform!r}")
     if not 1 <= size <= MAX_SIZE:
-        raise InputError(f"--size must be from 1 to {MAX_SIZE}, got {size}")
+        raise InputError(f"--size must be between 1 and {MAX_SIZE}, got {size}")
 
 
 def _with_manifest(shard_set: ShardSet) -> ShardSet:
@@ -201,6 +202,11 @@ def _caption(sample: PeekedSample) -> str:
     """Return the caption of a tile; a key often starts with the name of its class."""
     name = sample.name or str(sample.label)
     return sample.key if sample.key.startswith(f"{name}/") else f"{name} · {sample.key}"
+
+
+def _describe_shuffle(shuffle: ShuffleQuality) -> dict[str, object]:
+    """Return the measured shuffle for `--json`."""
+    return {"seen": shuffle.classes_per_shard, "expected": shuffle.expected_classes, "poor": shuffle.is_poor}
 
 
 def _print_forecast(report: Forecast) -> None:

@@ -281,7 +281,8 @@ def read_bucket_chunks(url: str) -> Iterator[int]:
         raise SkippedError(f"{scheme}:// can be read only with stoker, which is not installed there") from None
     folder, name = url, ""
     if _SHARD_NAME.search(url.rpartition("/")[2]):
-        folder, name = storage.split(url)
+        split_url = getattr(storage, "split_url", None) or storage.split  # the name in older versions
+        folder, name = split_url(url)
     store = storage.open_store(folder)
     if not name:
         name = json.loads(store.get("manifest.json"))["shards"][0]["name"]

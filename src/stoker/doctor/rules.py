@@ -389,13 +389,17 @@ def _check_dataset(report: ProbeReport) -> Check:
     return Check(key, True, detail, host=report.host)
 
 
+# In errors of other classes, and of other versions of stoker on the hosts.
+_ACCESS_SIGNS = ("HTTP 401", "HTTP 403", "denied", "credential", "Credential")
+
+
 def _data_fix(url: str, fault: str, error: str, host: str) -> str:
     """Return how to fix a dataset that cannot be read; `error` is the exception class, an empty host this machine."""
     if "://" not in url:
         return REMOTE_DATA_FIX if host else LOCAL_DATA_FIX
-    if error == NotFoundError.__name__ or "HTTP 404" in fault:
+    if error == NotFoundError.__name__ or "HTTP 404" in fault or "NotFound" in fault:
         return "not found: check the URL, and whether the dataset is complete"
-    if error == AccessDeniedError.__name__ or "HTTP 401" in fault or "HTTP 403" in fault:
+    if error == AccessDeniedError.__name__ or any(sign in fault for sign in _ACCESS_SIGNS):
         return "set credentials: env, secret_env, or user:password in the URL"
     if NOT_SERVED in fault:
         return "add the origin to the caching proxy (stoker data cache), or remove data.via"
@@ -426,7 +430,7 @@ def _check_all_reduce(result: ProbeResult) -> Iterator[Check]:
         size = int(report.fields["size"])
         sizes[size] = max(sizes.get(size, 0.0), float(report.fields["seconds"]))
     if world == 1:
-        yield Check("all-reduce", None, "not tested: there is only report rank")
+        yield Check("all-reduce", None, "not tested: there is only one rank")
         return
     timings = ", ".join(f"{format_bytes(size)} in {1000 * seconds:.3g} ms" for size, seconds in sorted(sizes.items()))
     best = max(bus_bandwidth(size, seconds, world) for size, seconds in sizes.items())

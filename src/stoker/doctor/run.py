@@ -121,11 +121,11 @@ def _count_ray_nodes(target: str) -> int:
     return 0
 
 
-def check_job(job: Job, launcher: Launcher[Any], target: str, notify: Notify) -> list[Check]:
+def run_doctor(job: Job, launcher: Launcher[Any], target: str, notify: Notify) -> list[Check]:
     """Check a job on a target and return all checks; `target` follows the launcher's name, `notify` prints progress."""
     name = launcher.traits.name
     if faults := [fault for fault in check_traits(job, launcher.traits) if fault.path == "topology"]:
-        raise SpecError(faults, where=f"job {job.name!r} on {name}")
+        raise SpecError(faults)
     plan = PREPARERS.get(name, _prepare_by_rendering)(launcher.resolve_paths(job), launcher, target, notify)
     results = []
     if plan.probe_jobs:
@@ -216,7 +216,7 @@ def _prepare_ssh(job: Job, launcher: Launcher[Any], target: str, notify: Notify)
     hosts = expand_slots(job.ssh.hosts)[: job.max_workers]
     faults = _local_faults(job, launcher)
     if any(fault.path == "ssh.hosts" for fault in faults):
-        raise SpecError(faults, where=f"job {job.name!r} on ssh")
+        raise SpecError(faults)
     slots_by_host = Counter(hosts)
     notify(f"Checking {len(slots_by_host)} host{'s' * (len(slots_by_host) > 1)}")
     with open_sessions(job, hosts) as sessions:

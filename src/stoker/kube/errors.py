@@ -18,7 +18,6 @@ from stoker.errors import (
 )
 
 NOT_ALLOWED = "is not allowed to"
-"""Wording of an RBAC denial."""
 RBAC_HINT = "`stoker job plan FILE --on k8s --rbac WHO` prints the required Role"
 
 _FORBIDDEN = re.compile(
@@ -32,6 +31,10 @@ _PROGRAM = re.compile(r'exec: "(?P<name>[^"]+)": (?:executable file not found|st
 _NAMESPACE = re.compile(r'namespaces "([^"]+)" not found')
 
 
+class RbacDeniedError(AccessDeniedError):
+    """Request denied by RBAC, as opposed to an admission controller such as Pod Security."""
+
+
 def describe_quota_error(message: str) -> str:
     """Return which ResourceQuota is exceeded and by what; "" if the message is about something else."""
     match = _QUOTA.search(message)
@@ -40,11 +43,6 @@ def describe_quota_error(message: str) -> str:
     return (
         f"quota {match['name']} exceeded: requested {match['requested']}, used {match['used']}, limit {match['limit']}"
     )
-
-
-def is_rbac_denial(error: StokerError) -> bool:
-    """Whether RBAC denied the request, and not an admission controller such as Pod Security."""
-    return isinstance(error, AccessDeniedError) and NOT_ALLOWED in error.what
 
 
 def to_error(status: Mapping[str, Any], where: str) -> StokerError:
@@ -62,7 +60,7 @@ def to_error(status: Mapping[str, Any], where: str) -> StokerError:
         hint = "log in again, as for kubectl"
         return AccessDeniedError("authentication failed (401 Unauthorized)", where=where, hint=hint)
     if code == 403:
-        return AccessDeniedError(_describe_forbidden(message), where=where, hint=RBAC_HINT)
+        return _to_forbidden_error(message, where)
     if code == 404 and not details.get("name"):
         return MissingError(f"the cluster has no API for {details.get('kind') or 'this kind of object'}", where=where)
     if code == 404:
@@ -76,10 +74,11 @@ def to_error(status: Mapping[str, Any], where: str) -> StokerError:
     return UnavailableError(f"the API server returned {code or 'an error'}: {message}", where=where)
 
 
-def _describe_forbidden(message: str) -> str:
+def _to_forbidden_error(message: str, where: str) -> AccessDeniedError:
     match = _FORBIDDEN.search(message)
     if match is None:
-        return f"permission denied: {message}"
+        return AccessDeniedError(f"permission denied: {message}", where=where, hint=RBAC_HINT)
     group = f".{match['group']}" if match["group"] else ""
     namespace = f" in namespace {match['namespace']}" if match["namespace"] else ""
-    return f"user {match['user']} {NOT_ALLOWED} {match['verb']} {match['resource']}{group}{namespace}"
+    what = f"user {match['user']} {NOT_ALLOWED} {match['verb']} {match['resource']}{group}{namespace}"
+    return RbacDeniedError(what, where=where, hint=RBAC_HINT)

@@ -11,8 +11,8 @@ from pathlib import Path
 from stoker.errors import InputError, MissingError
 from stoker.jobs.status import signal_from_exit_code
 from stoker.jobs.topology import Slot
-from stoker.launchers.mpi_errors import classify_exit_code, explain_exit
-from stoker.telemetry.events import Event
+from stoker.launchers.mpi_errors import PEER_EXITED, classify_exit_code, explain_exit
+from stoker.telemetry.events import PEER_LOST, Event
 from stoker.telemetry.mpi_rank import RANK_EXIT_MARK
 from stoker.telemetry.reader import read_log
 
@@ -40,7 +40,7 @@ _ERROR_LINES = (
 # What a rank reports when a peer is gone.
 _PEER_ERROR = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|remote (process|worker|rank)|Timed out|communicator was aborted|"
-    r"another rank|DistStoreError"
+    rf"{PEER_LOST}|{PEER_EXITED}|DistStoreError"
 )
 
 LOG_SEPARATOR = "; log: "

@@ -7,22 +7,20 @@ import os
 import signal
 import time
 
-KILL_TIMEOUT_S = 20.0
-"""How long a killed process may take to disappear."""
 POLL_S = 0.02
 
 
-def terminate_tagged(tags: dict[str, str], grace_s: float) -> list[int]:
+def terminate_tagged(tags: dict[str, str], grace_s: float, kill_timeout_s: float = 20.0) -> list[int]:
     """Send SIGTERM, after the grace period SIGKILL, to all processes with these tags; return the survivors.
 
-    A process survives SIGKILL while it waits for a disk or a driver.
+    A process survives SIGKILL while it waits for a disk or a driver; it is given up after `kill_timeout_s`.
     """
     for pid in list_tagged(tags):
         signal_tagged(pid, tags, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while pids := list_tagged(tags):
         overdue_s = time.monotonic() - deadline
-        if overdue_s > KILL_TIMEOUT_S:
+        if overdue_s > kill_timeout_s:
             break
         if overdue_s >= 0:
             for pid in pids:

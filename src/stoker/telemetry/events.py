@@ -23,6 +23,8 @@ PREFIX = "@stoker "
 VERSION = 1
 MAX_LINE_BYTES = 4096
 """Size of a line, with its newline, that a pipe writes atomically."""
+PEER_LOST = "lost connection to another rank"
+"""How a rank reports that a peer is gone: not the cause of a failure, which is the peer's own error."""
 KINDS = ("scalar", "span", "mark", "profile", "heartbeat")
 
 _MAX_SLOT_CHARS = 128

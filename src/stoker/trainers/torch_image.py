@@ -45,16 +45,17 @@ from stoker.errors import InputError, StokerError
 from stoker.load.torch import Dataset, TorchBatch, normalize
 from stoker.sampling.plan import Epoch
 from stoker.sampling.rank import Rank
-from stoker.storage import join as join_url
+from stoker.storage import join_url as join_url
 from stoker.storage import redacted
 from stoker.telemetry import Recorder, recorder
+from stoker.telemetry.events import PEER_LOST
 from stoker.trainers import checkpoints, models
 from stoker.trainers.checkpoints import Checkpoint, CheckpointStore
 from stoker.trainers.join import JoinProgress, sync_ranks, uneven_inputs
 from stoker.trainers.meter import HeartbeatSender
 from stoker.trainers.train_state import TrainState, copy_for_averaging, update_ema
 from stoker.trainers.training_data import TrainingData, count_classes, open_validation_set
-from stoker.trainers.training_run import TrainingRun
+from stoker.trainers.trainer_process import TrainerProcess
 from stoker.trainers.world import StoppedImmediately, StopSignal, World, exit_with_parent
 
 STOP = 1 << 40
@@ -90,8 +91,8 @@ def main(args: argparse.Namespace) -> int:
         return 128 + signal.SIGPIPE
     except Exception as error:
         if Rank.from_environ(os.environ).world_size > 1 and any(part in str(error) for part in PEER_LOST_ERRORS):
-            record.mark("lost", f"lost connection to another rank: {str(error).strip().partition(chr(10))[0]}")
-            _print_error(f"rank {record.rank}: lost connection to another rank, exiting")
+            record.mark("lost", f"{PEER_LOST}: {str(error).strip().partition(chr(10))[0]}")
+            _print_error(f"rank {record.rank}: {PEER_LOST}, exiting")
             return 1
         frame = traceback.extract_tb(error.__traceback__)[-1]
         record.mark("error", f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})")
@@ -141,7 +142,7 @@ def train(args: argparse.Namespace, world: World, record: Recorder, resources: c
         checkpoint.clear()  # as large as the model
     compiled = _compile(args, model) if args.compile else model
     parallel: Any = _wrap_ddp(args, compiled, world.device) if world.size > 1 else compiled
-    run = TrainingRun(args, world, record, log, data, val, store, parallel)
+    run = TrainerProcess(args, world, record, log, data, val, store, parallel)
     run.announce(state, resumed_from=name)
     if state.cursor.epoch >= args.epochs and not state.validation_due:
         return run.report_finished(state)
@@ -152,7 +153,7 @@ def train(args: argparse.Namespace, world: World, record: Recorder, resources: c
     while not run.is_done(state):
         if state.validation_due or run_epoch(run, state):
             finish_epoch(run, state)
-    return run.close(state)
+    return run.finish(state)
 
 
 def evaluate(args: argparse.Namespace, world: World, record: Recorder, resources: contextlib.ExitStack) -> int:
@@ -193,7 +194,7 @@ def evaluate(args: argparse.Namespace, world: World, record: Recorder, resources
     return 0
 
 
-def run_epoch(run: TrainingRun, state: TrainState) -> bool:
+def run_epoch(run: TrainerProcess, state: TrainState) -> bool:
     """Train on the rest of an epoch; return whether it is complete and the training does not stop."""
     data, meter, samples = run.data, run.meter, state.plan.samples
     epoch = state.plan.epoch(state.cursor.epoch, run.world.sampling_rank)
@@ -261,7 +262,7 @@ class StepResult:
     agreed_at: float
 
 
-def train_step(run: TrainingRun, state: TrainState, batch: TorchBatch, lr: float) -> StepResult:
+def train_step(run: TrainerProcess, state: TrainState, batch: TorchBatch, lr: float) -> StepResult:
     """Make one optimizer step; set `run.stopping` if a rank has received a stop signal."""
     args, world, device, model = run.args, run.world, run.world.device, state.model
     total = None if run.is_join else world.all_reduce_async(batch.count + STOP * bool(run.stop.received))
@@ -300,7 +301,7 @@ def train_step(run: TrainingRun, state: TrainState, batch: TorchBatch, lr: float
     return StepResult(loss.detach(), samples, copied_at, forward_at, agreed_at)
 
 
-def finish_epoch(run: TrainingRun, state: TrainState) -> None:
+def finish_epoch(run: TrainerProcess, state: TrainState) -> None:
     """Validate if it is due, and write a checkpoint; at the end of an epoch all ranks hold the same weights."""
     is_best = False
     if state.validation_due:
@@ -453,10 +454,10 @@ def _check_same_training(
         saved, current = meta["args"], vars(args)
         names = [name for name in ("seed", "sampling", "epoch_samples") if saved[name] != current[name]]
         changes = ", ".join(f"{name} {saved[name]}, now {current[name]}" for name in names)
-        differences.append(f"another order of samples ({changes or 'the dataset has changed'})")
+        differences.append(f"different sample order ({changes or 'the dataset has changed'})")
     if differences:
         raise InputError(
-            f"checkpoint belongs to another training: {'; '.join(differences)}",
+            f"checkpoint belongs to another training run: {'; '.join(differences)}",
             where=where,
             hint="set another --checkpoint-dir, or load only its weights with --init-from",
         )
@@ -513,7 +514,7 @@ def _is_validation_epoch(args: argparse.Namespace, epochs: int) -> bool:
     return bool(every) and (epochs % every == 0 or epochs >= args.epochs)
 
 
-def _send_heartbeat(run: TrainingRun, state: TrainState, epoch: Epoch, batch: TorchBatch) -> None:
+def _send_heartbeat(run: TrainerProcess, state: TrainState, epoch: Epoch, batch: TorchBatch) -> None:
     """Send a heartbeat with the last sample of the batch, if one is due."""
     if run.heartbeat.is_due():
         location = epoch.locate(batch.positions[-1:])

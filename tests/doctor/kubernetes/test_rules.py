@@ -13,7 +13,7 @@ from stoker.doctor.kubernetes.findings import ClusterFacts, find_requirements, u
 from stoker.doctor.kubernetes.rules import MISSING_PERMISSION, check_cluster, check_permissions
 from stoker.errors import AccessDeniedError, ConflictError, InputError, StokerError, StorageFullError
 from stoker.kube.client import ServerInfo
-from stoker.kube.errors import NOT_ALLOWED
+from stoker.kube.errors import RbacDeniedError, to_error
 from stoker.kube.rbac import CREATE_NAMESPACE, Feature, list_permissions, select_features
 from tests.doctor.kubernetes.clusters import (
     DENIED,
@@ -22,7 +22,7 @@ from tests.doctor.kubernetes.clusters import (
     NAMESPACE,
     NEW_CLAIM,
     TWO_NODES,
-    check_job,
+    check_job_with,
     claim,
     make_job,
     node,
@@ -31,7 +31,7 @@ from tests.doctor.kubernetes.clusters import (
 
 
 def test_cluster_without_issues() -> None:
-    found = check_job(make_job(workers=2, resources={"gpu": 8, "cpu": 4, "memory": "8Gi"}))
+    found = check_job_with(make_job(workers=2, resources={"gpu": 8, "cpu": 4, "memory": "8Gi"}))
     assert not [check for check in found.values() if check.fine is False]
     assert re.fullmatch(r"16 × GPU of unknown type on 2 nodes; 16 free", found["gpus"].found)
     assert found["capacity"].found == "2 × worker (4 CPUs, 8 GiB of memory, 8 GPUs): fits"
@@ -49,29 +49,29 @@ def test_cluster_without_issues() -> None:
     ],
 )
 def test_slow_or_skewed_api_server_is_a_warning(info: ServerInfo, what: str, says: str) -> None:
-    check = check_job(make_job(), server_info=info)[what]
+    check = check_job_with(make_job(), server_info=info)[what]
     assert check.fine is None
     assert says in check.found
     assert check.fix
 
 
 def test_namespace() -> None:
-    missing = check_job(make_job(), namespace_object=None)["namespace"]
+    missing = check_job_with(make_job(), namespace_object=None)["namespace"]
     assert (missing.fine, missing.code) == (False, InputError.exit_code)
     assert missing.found == "namespace team not found"
     creating = make_job(kubernetes={"namespace": "team", "create_namespace": True})
-    assert check_job(creating, namespace_object=None)["namespace"].fine is True
+    assert check_job_with(creating, namespace_object=None)["namespace"].fine is True
     assert (
-        check_job(make_job(), namespace_object={**NAMESPACE, "status": {"phase": "Terminating"}})["namespace"].fine
+        check_job_with(make_job(), namespace_object={**NAMESPACE, "status": {"phase": "Terminating"}})["namespace"].fine
         is False
     )
     strict = {"metadata": {"name": "team", "labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
-    warning = check_job(make_job(), namespace_object=strict)["namespace"]
+    warning = check_job_with(make_job(), namespace_object=strict)["namespace"]
     assert warning.fine is None
     assert "root" in warning.fix
     other = make_job(kubernetes={"namespace": "team", "user": 1000})
-    assert check_job(other, namespace_object=strict)["namespace"].fine is True
-    assert check_job(make_job(), namespace_object=DENIED)["namespace"] == unknown_check("namespace", DENIED)
+    assert check_job_with(other, namespace_object=strict)["namespace"].fine is True
+    assert check_job_with(make_job(), namespace_object=DENIED)["namespace"] == unknown_check("namespace", DENIED)
 
 
 def test_exactly_the_missing_verbs_are_reported() -> None:
@@ -119,11 +119,11 @@ def test_permission_review_that_is_denied_is_reported_once() -> None:
 
 
 def test_mpi_operator_is_required_only_for_mpi_jobs() -> None:
-    single = check_job(make_job(topology="single"), kubeflow_versions={})["MPI operator"]
+    single = check_job_with(make_job(topology="single"), kubeflow_versions={})["MPI operator"]
     assert single.fine is None
     assert not single.fix
     served = {"v1": frozenset({"mpijobs"}), "v2beta1": frozenset({"mpijobs", "mpijobs/status"})}
-    assert check_job(make_job(), kubeflow_versions=served)["MPI operator"].fine is True
+    assert check_job_with(make_job(), kubeflow_versions=served)["MPI operator"].fine is True
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_mpi_operator_is_required_only_for_mpi_jobs() -> None:
 )
 def test_mpi_job_requires_the_mpi_operator(served: Any, says: str) -> None:
     job = make_job(topology="mpi", workers=2, resources={"gpu": 8})
-    found = check_job(job, kubeflow_versions=served)
+    found = check_job_with(job, kubeflow_versions=served)
     assert found["MPI operator"].fine is False
     assert says in found["MPI operator"].found
     assert "mpi-operator" in found["MPI operator"].fix
@@ -171,7 +171,7 @@ def test_mpi_job_requires_the_mpi_operator(served: Any, says: str) -> None:
     ],
 )
 def test_queues(found: Any, fine: bool | None, says: str) -> None:
-    check = check_job(make_job(kubernetes={"namespace": "team", "queue": "gpu"}), **found)["queue"]
+    check = check_job_with(make_job(kubernetes={"namespace": "team", "queue": "gpu"}), **found)["queue"]
     assert check.fine is fine
     assert says in check.found
 
@@ -200,9 +200,9 @@ def test_gpus_are_counted_by_type_and_those_of_running_pods_are_not_free() -> No
 
 
 def test_nodes_and_pods_that_cannot_be_listed() -> None:
-    found = check_job(make_job(), nodes=DENIED)
+    found = check_job_with(make_job(), nodes=DENIED)
     assert [found[what].fine for what in ("gpus", "capacity")] == [None, None]
-    assert "unknown" in check_job(make_job(), pods=DENIED)["gpus"].found
+    assert "unknown" in check_job_with(make_job(), pods=DENIED)["gpus"].found
 
 
 @pytest.mark.parametrize(
@@ -277,14 +277,14 @@ def test_nodes_and_pods_that_cannot_be_listed() -> None:
     ],
 )
 def test_capacity(keys: dict[str, Any], nodes: Any, fine: bool | None, says: str, fix: str) -> None:
-    check = check_job(make_job(**keys), nodes=nodes)["capacity"]
+    check = check_job_with(make_job(**keys), nodes=nodes)["capacity"]
     assert check.fine is fine, check
     assert says in check.found
     assert fix in check.fix
 
 
 def test_job_that_has_to_wait_for_other_jobs_is_a_warning() -> None:
-    check = check_job(make_job(workers=2, resources={"gpu": 8}), pods=[pod("n1", **{GPU: "1"})])["capacity"]
+    check = check_job_with(make_job(workers=2, resources={"gpu": 8}), pods=[pod("n1", **{GPU: "1"})])["capacity"]
     assert check.fine is None
     assert "now 1 of 2 pods fit: worker (8 GPUs)" in check.found
 
@@ -292,7 +292,7 @@ def test_job_that_has_to_wait_for_other_jobs_is_a_warning() -> None:
 def test_pods_of_several_roles_share_nodes() -> None:
     roles = {"ps": {"count": 2, "resources": {"cpu": 10}}, "chief": {"resources": {"cpu": 10}}}
     job = make_job(topology="tf-ps", workers=1, resources={"gpu": 8, "cpu": 2}, roles=roles)
-    check = check_job(job)["capacity"]
+    check = check_job_with(job)["capacity"]
     assert check.fine is False
     assert re.search(r"of (2 pods fit: ps|1 pods? fit: chief) \(10 CPUs\)", check.found), check.found
 
@@ -355,25 +355,25 @@ def test_quotas(hard: dict[str, str], used: dict[str, str], fine: bool | None, s
         resources={"gpu": 8, "cpu": 4, "memory": "8Gi"},
         checkpoint={"dir": "/c", "claim": "c", "create": True, "size": "10Gi", "access": "rwx"},
     )
-    check = check_job(job, quotas=[quota(hard, used)])["quota"]
+    check = check_job_with(job, quotas=[quota(hard, used)])["quota"]
     assert check.fine is fine, check
     assert says in check.found
 
 
 def test_existing_claim_does_not_count_against_the_quota() -> None:
-    found = check_job(
+    found = check_job_with(
         make_job(checkpoint=NEW_CLAIM), claims={"c": claim()}, quotas=[quota({"requests.storage": "5Gi"})]
     )
     assert found["quota"].fine is True
-    found = check_job(
+    found = check_job_with(
         make_job(checkpoint=NEW_CLAIM), claims={"c": claim()}, quotas=[quota({"persistentvolumeclaims": "0"})]
     )
     assert found["quota"].fine is True
 
 
 def test_quota_with_scopes_or_that_cannot_be_read_is_skipped() -> None:
-    assert check_job(make_job(), quotas=[quota({"pods": "0"}, scopes=["BestEffort"])])["quota"].fine is None
-    assert check_job(make_job(), quotas=DENIED)["quota"].fine is None
+    assert check_job_with(make_job(), quotas=[quota({"pods": "0"}, scopes=["BestEffort"])])["quota"].fine is None
+    assert check_job_with(make_job(), quotas=DENIED)["quota"].fine is None
 
 
 # --- References
@@ -389,7 +389,7 @@ def test_quota_with_scopes_or_that_cannot_be_read_is_skipped() -> None:
     ],
 )
 def test_secrets(has: Any, fine: bool | None, says: str) -> None:
-    check = check_job(make_job(secret_env={"TOKEN": {"secret": "aws", "key": "token"}}), secrets={"aws": has})[
+    check = check_job_with(make_job(secret_env={"TOKEN": {"secret": "aws", "key": "token"}}), secrets={"aws": has})[
         "secret aws"
     ]
     assert check.fine is fine
@@ -405,15 +405,15 @@ def test_everything_that_a_job_refers_to_is_required() -> None:
     found = find_requirements(render_objects(job)[0])
     assert found.secrets == {"aws": {"token"}, "google": frozenset(), "registry": frozenset()}
     assert (found.accounts, found.priorities) == ({"runner"}, {"high"})
-    rows = check_job(job, accounts={"runner": None}, priorities={"high": None})
+    rows = check_job_with(job, accounts={"runner": None}, priorities={"high": None})
     assert rows["service account runner"].fine is rows["priority class high"].fine is False
 
 
 def test_cache_of_the_namespace() -> None:
     job = make_job(data={"train": "https://store/train", "via": "cluster"})
-    assert "stoker data cache" in check_job(job, cache=None)["cache"].fix
-    assert check_job(job, cache={"kind": "Service"})["cache"].fine is True
-    assert "cache" not in check_job(make_job())
+    assert "stoker data cache" in check_job_with(job, cache=None)["cache"].fix
+    assert check_job_with(job, cache={"kind": "Service"})["cache"].fine is True
+    assert "cache" not in check_job_with(make_job())
 
 
 # --- Objects that the API server rejects
@@ -421,24 +421,36 @@ def test_cache_of_the_namespace() -> None:
 
 def test_rejections_by_kind() -> None:
     psa = 'pods "pets" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot != true (…)'
-    found = check_job(
+    found = check_job_with(
         make_job(),
         dry_runs=4,
         rejections={
             "a pod of pets": AccessDeniedError(psa),
-            "ConfigMap pets": AccessDeniedError(f"user bob {NOT_ALLOWED} create configmaps"),
+            "ConfigMap pets": RbacDeniedError("user bob is not allowed to create configmaps"),
         },
     )
     assert found["admission"].fine is False
     assert found["admission"].found.startswith("Pod Security restricted:latest rejects a pod of pets: runAsNonRoot")
-    full = check_job(make_job(), dry_runs=1, rejections={"x": StorageFullError("quota q leaves no room")})["quota"]
+    full = check_job_with(make_job(), dry_runs=1, rejections={"x": StorageFullError("quota q leaves no room")})["quota"]
     assert (full.fine, full.code) == (False, StorageFullError.exit_code)
-    existing = check_job(make_job(), dry_runs=1, rejections={"Job pets": ConflictError("exists")})["admission"]
+    existing = check_job_with(make_job(), dry_runs=1, rejections={"Job pets": ConflictError("exists")})["admission"]
     assert (existing.fine, existing.found) == (None, "Job pets already exists")
-    assert check_job(make_job(), dry_runs=4)["admission"].fine is True
+    assert check_job_with(make_job(), dry_runs=4)["admission"].fine is True
+
+
+def test_denials_of_admission_webhooks_are_reported_and_those_of_rbac_are_not() -> None:
+    webhook = 'admission webhook "validation.gatekeeper.sh" denied the request: trainer is not allowed to run as root'
+    rbac = (
+        'configmaps is forbidden: User "bob" cannot create resource "configmaps" in API group "" in the namespace "t"'
+    )
+    for message, is_reported in ((webhook, True), (rbac, False)):
+        error = to_error({"code": 403, "message": message}, "https://server")
+        assert isinstance(error, AccessDeniedError)
+        checks = check_job_with(make_job(), dry_runs=1, rejections={"Job pets": error})
+        assert (checks["admission"].fine is False) is is_reported
 
 
 def test_faults_of_the_launcher_are_reported_with_the_other_checks() -> None:
-    found = check_job(make_job(image=None, resources={"gpu": 16}))
+    found = check_job_with(make_job(image=None, resources={"gpu": 16}))
     assert found["image"].fine is False
     assert found["capacity"].fine is False

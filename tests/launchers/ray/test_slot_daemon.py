@@ -19,12 +19,15 @@ from stoker.launchers.ray import client
 def slot_daemon(folder: Path, **request: Any) -> Iterator[subprocess.Popen[str]]:
     """Start a slot daemon with a request, as an actor does."""
     folder.mkdir()
-    source = Path(client.__file__).with_name("slot_daemon.py")
-    (folder / "slot_daemon.py").write_bytes(source.read_bytes())
-    argv = [sys.executable, str(folder / "slot_daemon.py")]
+    for name, text in client.read_daemon_files().items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    run = "import runpy, sys; sys.path.insert(0, sys.argv[1]); runpy.run_path(sys.argv[2], run_name='__main__')"
+    # Isolated, without site: nothing but what an actor writes can be imported.
+    argv = [sys.executable, "-IS", "-c", run, str(folder), str(folder / "slot_daemon.py")]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
-        process.stdin.write(json.dumps({"marks": make_marks(folder), "env": {}, "cwd": str(folder), **request}) + "\n")
+        process.stdin.write(json.dumps({"tags": make_tags(folder), "env": {}, "cwd": str(folder), **request}) + "\n")
         process.stdin.flush()
         yield process
         process.stdin.close()
@@ -32,7 +35,7 @@ def slot_daemon(folder: Path, **request: Any) -> Iterator[subprocess.Popen[str]]
     assert not folder.exists()
 
 
-def make_marks(folder: Path) -> dict[str, str]:
+def make_tags(folder: Path) -> dict[str, str]:
     return {"STOKER_RUN": str(folder), "STOKER_SLOT": "worker/0"}
 
 
@@ -44,7 +47,7 @@ def read_result(process: subprocess.Popen[str]) -> Any:
 @contextmanager
 def leftover(folder: Path, script: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that an earlier slot daemon left behind."""
-    with subprocess.Popen(["bash", "-c", script], env={**os.environ, **make_marks(folder)}) as process:
+    with subprocess.Popen(["bash", "-c", script], env={**os.environ, **make_tags(folder)}) as process:
         try:
             yield process
         finally:
@@ -70,7 +73,7 @@ def test_leftover_of_a_killed_daemon_is_killed(tmp_path: Path) -> None:
 
 def test_missing_directory_is_distinguished_from_a_missing_program(tmp_path: Path) -> None:
     with slot_daemon(tmp_path / "a", argv=["/bin/true"], grace_s=1, cwd="/no/folder") as process:
-        fault = read_result(process)["fault"]
-        assert "directory /no/folder: No such file" in fault
+        error = read_result(process)["error"]
+        assert "directory /no/folder: No such file" in error
     with slot_daemon(tmp_path / "b", argv=["/no/program"], grace_s=1) as process:
-        assert read_result(process) == {"fault": "cannot start '/no/program': No such file or directory"}
+        assert read_result(process) == {"error": "cannot start '/no/program': No such file or directory"}

@@ -44,16 +44,16 @@ T = TypeVar("T")
 Notify = Callable[[str], None]
 
 
-def check_job_on_cluster(job: Job, target: KubeTarget, notify: Notify, *, is_given: bool = True) -> list[Check]:
+def check_kubernetes_job(job: Job, target: KubeTarget, notify: Notify, *, is_given: bool = True) -> list[Check]:
     """Check a job on a cluster and return all checks; `is_given`: the job is the user's, not the default one."""
     try:
         with KubeClient.for_target(target, job.kubernetes.namespace) as cluster:
-            return _check_job(cluster, job, notify, is_given=is_given)
+            return _check_with_client(cluster, job, notify, is_given=is_given)
     except UnavailableError as error:
         return check_unreachable(error)
 
 
-def _check_job(cluster: KubeClient, job: Job, notify: Notify, *, is_given: bool) -> list[Check]:
+def _check_with_client(cluster: KubeClient, job: Job, notify: Notify, *, is_given: bool) -> list[Check]:
     server_info = cluster.server_info()
     notify(f"Checking {cluster}")
     job = _with_namespace(job, cluster.namespace, is_given=is_given)

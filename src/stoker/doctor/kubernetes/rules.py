@@ -39,7 +39,7 @@ from stoker.errors import ConflictError, MissingError, StokerError, StorageFullE
 from stoker.jobs.spec import Job
 from stoker.kube.client import API_RESOURCES, ServerInfo
 from stoker.kube.conditions import get_condition, get_phase
-from stoker.kube.errors import is_rbac_denial
+from stoker.kube.errors import RbacDeniedError
 from stoker.kube.objects import CACHE_SERVICE, GPU_RESOURCE, Manifest
 from stoker.kube.quantity import parse_quantity
 from stoker.kube.rbac import CREATE_NAMESPACE, OPTIONAL_FEATURES, REQUIRED_FEATURES, Permission
@@ -468,7 +468,7 @@ def check_rejections(facts: ClusterFacts) -> Iterator[Check]:
     """Check the result of the dry run, without errors that other checks report."""
     failed = []
     for name, error in facts.rejections.items():
-        if isinstance(error, MissingError) or is_rbac_denial(error):
+        if isinstance(error, MissingError | RbacDeniedError):
             continue  # reported by the checks of operators and permissions
         failed.append(_check_rejection(name, error))
     yield from dict.fromkeys(failed)

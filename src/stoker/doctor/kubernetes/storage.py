@@ -36,7 +36,7 @@ def check_storage_classes(facts: ClusterFacts) -> Iterator[Check]:
     if not names:
         yield Check("storage", None, "no storage classes: create volumes manually (stoker volume create --pv)")
     elif default is None:
-        fix = "set the class of each claim: stoker volume create --class …"
+        fix = "set the class of each claim: stoker volume create --storage-class …"
         yield Check("storage", None, f"classes: {', '.join(sorted(names))}; no default class", fix)
     else:
         others = sorted(set(names) - {default["metadata"]["name"]})
@@ -84,7 +84,7 @@ def _check_new_claim(
         return _check_static_volume(what, detail, claim, storage_class, facts)
     if ACCESS_MODES["rwx"] in modes and storage_class.get("provisioner") in SINGLE_NODE_PROVISIONERS:
         name = storage_class["metadata"]["name"]
-        fix = "use a class with shared storage (EFS, Filestore, NFS): stoker volume create --class … --access rwx"
+        fix = "use a class with shared storage (EFS, Filestore, NFS): stoker volume create --storage-class … --access rwx"
         return failed_check(what, f"is rwx, but volumes of class {name} can be mounted on one node only", fix)
     return Check(what, True, f"{detail}, of class {storage_class['metadata']['name']}")
 
@@ -109,7 +109,7 @@ def _check_static_volume(
     reason = (
         "there is no default storage class" if storage_class is None else f"class {name} does not provision volumes"
     )
-    fix = "stoker volume create … --class …, or --pv for an existing volume"
+    fix = "stoker volume create … --storage-class …, or --pv for an existing volume"
     return failed_check(what, f"would stay pending: {reason}, and no existing volume fits", fix)
 
 

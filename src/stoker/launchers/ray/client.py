@@ -47,7 +47,7 @@ class RayClient:
         self._codes: dict[str, int] = {}
         self._last_frame = 0
         self._is_over = False
-        self._state: dict[str, Any] = {"ends": 0, "stacks": 0}
+        self._state: dict[str, Any] = {"stop_level": 0, "stacks": 0}
         self._stop_requests = self._stack_requests = 0
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_stop_signal)
@@ -84,8 +84,8 @@ class RayClient:
             if (state := self._desired_state()) != self._state:
                 self._state = state
                 connection.send(state)
-                if state["ends"]:
-                    grace_s = self._plan.grace_s if state["ends"] == 1 else 0
+                if state["stop_level"]:
+                    grace_s = self._plan.grace_s if state["stop_level"] == 1 else 0
                     deadline = time.monotonic() + EXIT_TIMEOUT_S * 2 + grace_s
             if time.monotonic() > deadline:
                 return self._report_all_lost("the Ray driver did not report its end in time")
@@ -110,20 +110,20 @@ class RayClient:
             self._events.mark(WAITING_MARK, frame["waiting"])
             if frame["waiting"]:
                 print(frame["waiting"], flush=True)  # noqa: T201 (into the driver's log)
-        elif "places" in frame:
+        elif "addresses" in frame:
             self._events.mark(WAITING_MARK)
-            self._run.write("places.json", json.dumps(frame["places"]).encode())
+            self._run.write("places.json", json.dumps(frame["addresses"]).encode())
         elif "failed" in frame:
             self._report_all_lost(f"the driver on Ray failed: {frame['failed']}")
             return True
-        return "end" in frame
+        return "finished" in frame
 
     def _process_slot_frame(self, frame: dict[str, Any]) -> None:
         name = frame["slot"]
         if frame.get("data"):
             self._write(name, frame["data"].encode("utf-8", "surrogateescape"))
         if "code" in frame:
-            self._report_exit(name, frame["code"], frame.get("fault", ""))
+            self._report_exit(name, frame["code"], frame.get("error", ""))
 
     def _report_exit(self, name: str, code: int, error: str = "") -> None:
         """Write the exit code of a slot, and an error, to the slot's log."""
@@ -174,14 +174,13 @@ class RayClient:
             },
             "bundle": self._plan.bundle,
             "strategy": self._plan.strategy,
-            "marks": {"STOKER_RUN": self._run.id},
+            "tags": {"STOKER_RUN": self._run.id},
             "grace_s": self._plan.grace_s,
-            "silence_s": self._plan.lost_after_s,
-            "daemon_files": _read_daemon_files(),
+            "daemon_files": read_daemon_files(),
         }
 
     def _desired_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {**self._state, "ends": self._stop_requests}
+        state: dict[str, Any] = {**self._state, "stop_level": self._stop_requests}
         if self._stack_requests != self._state["stacks"]:
             state |= {
                 "stacks": self._stack_requests,
@@ -202,7 +201,7 @@ class RayClient:
         self._stack_requests += 1
 
 
-def _read_daemon_files() -> dict[str, str]:
+def read_daemon_files() -> dict[str, str]:
     """Return the slot daemon and what it imports, by their paths in the directory that it runs in."""
     return {
         "slot_daemon.py": files("stoker.launchers.ray").joinpath("slot_daemon.py").read_text(),

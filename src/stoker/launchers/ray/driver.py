@@ -1,8 +1,8 @@
 """Ray driver: runs on the cluster, places the gang, starts a slot in every bundle, forwards output and exit codes.
 
-One file that needs only the standard library and Ray. Its output are frames: numbered lines of JSON on standard output,
-so that a client that reads the log twice processes each frame once; Ray's own log monitor drops repeated lines and is
-not used. The desired state is sent to it repeatedly, through the cluster's key-value store or on standard input.
+One file that needs only the standard library and Ray. It writes frames: numbered lines of JSON on standard output, so
+that a client that reads the log twice processes each frame once; Ray's own log monitor drops repeated lines and is not
+used. The desired state is sent to it repeatedly, through the cluster's key-value store or on standard input.
 """
 
 from __future__ import annotations
@@ -40,19 +40,24 @@ STATE_POLL_S = 0.5
 CAPACITY_CHECK_S = 5.0
 EXIT_TIMEOUT_S = 5.0
 """Time to report the end, after the grace period."""
-HEARTBEATS_PER_TIMEOUT = 3
+DRIVER_HEARTBEATS_PER_TIMEOUT = 3
 NODE_FAILURE_S = 8.0
 """How long Ray may need to notice that the node of a dead actor is gone too."""
 PORT_RANGE = range(20000, 32000)
 OBJECT_STORE_BYTES = 256 * 2**20
 _SIOCGIFADDR = 0x8915
 # Ray would kill a child of the actor together with the actor; a daemon sees the actor's end and stops the slot.
-_DAEMONIZE = (
-    "import os, sys\nif os.fork(): os._exit(0)\nos.setsid()\nos.execv(sys.executable, [sys.executable, sys.argv[1]])\n"
-)
+# The daemon's directory comes first: it has the modules that the daemon imports, whatever is installed on the node.
+_DAEMONIZE = """
+import os, runpy, sys
+if os.fork(): os._exit(0)
+os.setsid()
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
 
 
-class FrameWriter:
+class JsonFrameWriter:
     """Writer of frames to standard output."""
 
     def __init__(self) -> None:
@@ -104,12 +109,12 @@ class ControlState:
     @property
     def is_done(self) -> bool:
         """Whether the client has acknowledged the end, or is gone."""
-        return self._is_client_gone or bool(self._state.get("bye"))
+        return self._is_client_gone or bool(self._state.get("acknowledged"))
 
     @property
     def stop_requests(self) -> int:
         """The number of stop requests; at least 1 when the client is gone."""
-        requests = int(self._state.get("ends", 0))
+        requests = int(self._state.get("stop_level", 0))
         if self._is_client_gone or time.monotonic() - self._updated_at > self._client_timeout_s:
             return max(requests, 1)
         return requests
@@ -208,7 +213,7 @@ class SlotActor:
             path = Path(self._folder, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        self._cleanup_request = {"marks": request["marks"], "grace_s": request["grace_s"]}
+        self._cleanup_request = {"tags": request["tags"], "grace_s": request["grace_s"]}
         self._start_daemon(request)
         threading.Thread(target=self._wait_for_result, daemon=True).start()
 
@@ -298,7 +303,9 @@ def _find_free_port() -> int:
 class Driver:
     """Driver of one attempt: all slots are placed, started and stopped together."""
 
-    def __init__(self, request: dict[str, Any], control: ControlState, out: FrameWriter, *, can_scale: bool) -> None:
+    def __init__(
+        self, request: dict[str, Any], control: ControlState, out: JsonFrameWriter, *, can_scale: bool
+    ) -> None:
         """Prepare an attempt; with `can_scale`, wait for resources that the cluster does not have yet."""
         self._request, self._control, self._out, self._can_scale = request, control, out, can_scale
         self._slots: dict[str, dict[str, Any]] = request["slots"]
@@ -356,8 +363,8 @@ class Driver:
         pending = {}
         for index, name in enumerate(self._slots):
             strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
-            placed = actor.options(**options, scheduling_strategy=strategy)
-            self._actors[name] = placed.remote(self._request["daemon_files"])
+            bound = actor.options(**options, scheduling_strategy=strategy)
+            self._actors[name] = bound.remote(self._request["daemon_files"])
             pending[self._actors[name].inspect_node.remote()] = name
         while pending:
             done, _ = ray.wait(list(pending), timeout=POLL_S)
@@ -377,7 +384,7 @@ class Driver:
         shared = {f"@ray:{name}@": node["address"] for name, node in self._nodes.items()}
         shared[PORT] = str(first["port"])
         starts = {name: self._actors[name].start.remote(self._slot_request(name, shared)) for name in self._slots}
-        self._out.write(places={name: node["address"] for name, node in self._nodes.items()})
+        self._out.write(addresses={name: node["address"] for name, node in self._nodes.items()})
         for name, started in starts.items():
             try:
                 ray.get(started)
@@ -390,11 +397,11 @@ class Driver:
         values = {**shared, **own}
         env = {key: _fill_in(value, values) for key, value in command["env"].items()}
         return {
-            "argv": [_fill_in(word, values) for word in command["argv"]],
+            "argv": [_fill_in(argument, values) for argument in command["argv"]],
             # Without a known interface, the variable must not be set at all.
             "env": {key: value for key, value in env.items() if value or command["env"][key] != INTERFACE},
             "cwd": _fill_in(command["cwd"] or node["workdir"], values),
-            "marks": {**self._request["marks"], "STOKER_SLOT": name},
+            "tags": {**self._request["tags"], "STOKER_SLOT": name},
             "grace_s": self._request["grace_s"],
         }
 
@@ -431,8 +438,8 @@ class Driver:
             self._out.write(slot=name, code=response["code"])
             self._actors[name].close.remote()
             return False
-        if "fault" in response:
-            self._report_error(name, REJECTED_EXIT_CODE, response["fault"])
+        if "error" in response:
+            self._report_error(name, REJECTED_EXIT_CODE, response["error"])
             return False
         if "lost" in response:
             self._report_lost(name, response["lost"])
@@ -440,10 +447,10 @@ class Driver:
         return True
 
     def _apply_control(self) -> None:
-        """Carry out new requests: dump stacks; stop with the grace period first, then kill."""
+        """Apply new requests: dump stacks; stop with the grace period first, then kill."""
         for name, pids in self._control.take_stack_request().items():
             for pid in pids:
-                self._send(name, {"do": "signal", "pid": pid, "number": int(signal.SIGUSR1)})
+                self._send(name, {"op": "signal", "pid": pid, "number": int(signal.SIGUSR1)})
         requests = self._control.stop_requests
         if time.monotonic() > self._deadline:
             requests = 2
@@ -451,7 +458,7 @@ class Driver:
             self._stop_requests += 1
             self._deadline = time.monotonic() + (self._request["grace_s"] if self._stop_requests == 1 else 0)
             for name in self._slots:
-                self._send(name, {"do": "end"})
+                self._send(name, {"op": "stop"})
 
     def _send(self, name: str, request: dict[str, Any]) -> None:
         if name not in self._codes:
@@ -467,7 +474,7 @@ class Driver:
 
     def _report_error(self, name: str, code: int, reason: str) -> None:
         self._codes[name] = code
-        self._out.write(slot=name, fault=reason, code=code)
+        self._out.write(slot=name, error=reason, code=code)
 
     def _explain_loss(self, name: str, error: RayError) -> str:
         """Return whether the node of a slot is gone or only its actor."""
@@ -540,13 +547,13 @@ def _last_line(error: BaseException) -> str:
 
 
 def main() -> int:
-    """Run one attempt: `driver.py KEY TIMEOUT` on a cluster, `driver.py` with a Ray of its own."""
-    out, key = FrameWriter(), sys.argv[1] if len(sys.argv) > 1 else ""
+    """Run one attempt: `driver.py KEY TIMEOUT` on a cluster, `driver.py` with a Ray instance that it starts itself."""
+    out, key = JsonFrameWriter(), sys.argv[1] if len(sys.argv) > 1 else ""
     request: dict[str, Any] | None
     if key:
         client_timeout_s = float(sys.argv[2])
         ray.init(log_to_driver=False)
-        out.start_heartbeat(client_timeout_s / HEARTBEATS_PER_TIMEOUT)
+        out.start_heartbeat(client_timeout_s / DRIVER_HEARTBEATS_PER_TIMEOUT)
         request, control = receive_from_store(key, client_timeout_s)
     else:
         request, control = receive_from_stdin()
@@ -563,7 +570,7 @@ def main() -> int:
     try:
         if request is not None:
             code = Driver(request, control, out, can_scale=bool(key)).run()
-        out.write(end=True)
+        out.write(finished=True)
     except Exception as error:
         out.write(failed=_last_line(error))
         raise

@@ -3,7 +3,7 @@
 Standard library only; the actor writes this file, with `remote.tagged_processes`, into its own directory and runs it.
 Requests are lines of JSON on standard input, the exit code is reported on standard output. When standard input ends for
 any reason, the slot is stopped: SIGTERM, the grace period, then SIGKILL for every process with the slot's environment
-marks. Processes that an earlier daemon left behind get the same grace period before a new slot is started.
+tags. Processes that an earlier daemon left behind get the same grace period before a new slot is started.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from stoker.remote.tagged_processes import format_survivors, list_tagged, signal
 OUTPUT = "output"
 """The file with the slot's output, beside this file."""
 LEFTOVER_GRACE_S = 0.5
+KILL_TIMEOUT_S = 30.0
+"""How long a killed process may take to disappear."""
 POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 # Set by Ray for its own workers; user programs should not inherit them.
@@ -37,7 +39,7 @@ class SlotDaemon:
 
     def __init__(self, request: dict[str, Any], folder: str) -> None:
         self._request, self._folder = request, folder
-        self._marks: dict[str, str] = request["marks"]
+        self._tags: dict[str, str] = request["tags"]
         self._stop_requests = 0
         self._is_actor_gone = False
 
@@ -54,9 +56,9 @@ class SlotDaemon:
     def _clean_up_previous(self) -> dict[str, Any]:
         """Stop what an earlier daemon left; that daemon, or the kernel at its death, has sent SIGTERM already."""
         deadline = time.monotonic() + self._request["grace_s"]
-        while time.monotonic() < deadline and self._stop_requests < 2 and list_tagged(self._marks):
+        while time.monotonic() < deadline and self._stop_requests < 2 and list_tagged(self._tags):
             time.sleep(POLL_S)
-        left = terminate_tagged(self._marks, LEFTOVER_GRACE_S)
+        left = terminate_tagged(self._tags, LEFTOVER_GRACE_S, KILL_TIMEOUT_S)
         return {"lost": f"{format_survivors(left)} cannot be killed"} if left else {}
 
     def _run_slot(self) -> dict[str, Any]:
@@ -71,9 +73,9 @@ class SlotDaemon:
                 what = f"cannot change to the working directory {error.filename}"
             else:
                 what = f"cannot start {self._request['argv'][0]!r}"
-            return {"fault": f"{what}: {error.strerror or error}"}
+            return {"error": f"{what}: {error.strerror or error}"}
         code = self._wait(child)
-        left = terminate_tagged(self._marks, 0 if self._stop_requests > 1 else LEFTOVER_GRACE_S)
+        left = terminate_tagged(self._tags, 0 if self._stop_requests > 1 else LEFTOVER_GRACE_S, KILL_TIMEOUT_S)
         if left:
             with open(os.path.join(self._folder, OUTPUT), "a") as output:
                 output.write(f"stoker: {format_survivors(left)} cannot be killed\n")
@@ -82,7 +84,7 @@ class SlotDaemon:
     def _start(self) -> subprocess.Popen[bytes]:
         libc, parent = ctypes.CDLL(None), os.getpid()
 
-        def set_death_signal() -> None:
+        def set_parent_death_signal() -> None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != parent:
                 os._exit(128 + signal.SIGTERM)
@@ -91,13 +93,13 @@ class SlotDaemon:
         with open(os.path.join(self._folder, OUTPUT), "ab", buffering=0) as output:
             return subprocess.Popen(
                 self._request["argv"],
-                env={**inherited, **self._request["env"], **self._marks},
+                env={**inherited, **self._request["env"], **self._tags},
                 cwd=self._request["cwd"],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=set_death_signal,
+                preexec_fn=set_parent_death_signal,
             )
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
@@ -120,10 +122,10 @@ class SlotDaemon:
     def _read_requests(self) -> None:
         for line in sys.stdin:
             request = json.loads(line)
-            if request["do"] == "end":
+            if request["op"] == "stop":
                 self._stop_requests += 1
-            elif request["do"] == "signal":
-                signal_tagged(request["pid"], self._marks, request["number"])
+            elif request["op"] == "signal":
+                signal_tagged(request["pid"], self._tags, request["number"])
         self._is_actor_gone = True
 
     def _report(self, result: dict[str, Any]) -> None:
