@@ -83,7 +83,7 @@ def test_a_transform_that_returns_none_is_an_error(shards: Path) -> None:
 
     with (
         Loader(shards, global_batch=8, transform=return_none, max_bad=1.0) as loader,
-        pytest.raises(InputError, match=r"^position [0-9]+ of epoch 0: .*None"),
+        pytest.raises(InputError, match=r"^sample [0-9]+ of epoch 0: .*None"),
     ):
         list(loader)
 

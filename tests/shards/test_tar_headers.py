@@ -10,7 +10,7 @@ import pytest
 
 from stoker.errors import SourceError
 from stoker.shards.sources.files import DOWNLOAD_AGAIN, OpenFile
-from stoker.shards.sources.tarfiles import iter_members
+from stoker.shards.sources.tarfiles import iter_files
 from stoker.shards.tar_headers import BLOCK_BYTES, MemoryReader
 from stoker.shards.tar_headers import iter_members as iter_headers
 
@@ -34,7 +34,7 @@ def read_file(path: Path, data: bytes) -> list[tuple[str, int, int]]:
     path.write_bytes(surroundings + data + surroundings)
     with OpenFile(path) as file:
         start, end = len(surroundings), len(surroundings) + len(data)
-        return [(name, offset - start, size) for name, offset, size in iter_members(file, start, end)]
+        return [(name, offset - start, size) for name, offset, size in iter_files(file, start, end)]
 
 
 def read_memory(data: bytes, *, verify: bool = True) -> list[tuple[str, int, int]]:
@@ -64,6 +64,28 @@ def test_members_equal_those_of_tarfile(tmp_path: Path, tar_format: int) -> None
     assert read_memory(data) == read_memory(data, verify=False) == expected
 
 
+def test_ustar_prefix_needs_the_posix_magic(tmp_path: Path) -> None:
+    header = bytearray(make_header("deep/" * 25 + "a.jpg"))
+    assert header[257:263] == b"ustar\0"
+    assert header[345]
+    posix = bytes(header) + bytes(1024)
+    name = header[:100].rstrip(b"\0").decode()
+    header[257:265] = b"ustar  \0"  # GNU tars store other fields in place of the prefix
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    gnu = bytes(header) + bytes(1024)
+    for read in (read_memory, lambda data: read_file(tmp_path / "a.tar", data)):
+        assert read(posix) == [("deep/" * 25 + "a.jpg", 512, 0)]
+        assert read(gnu) == [(name, 512, 0)]
+
+
+def test_extended_headers_of_solaris_are_read_like_pax(tmp_path: Path) -> None:
+    data = make_extended(b"10 path=b\n", tarfile.SOLARIS_XHDTYPE) + make_header("a.jpg") + bytes(1024)
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        assert tar.getnames() == ["b"]
+    assert read_file(tmp_path / "a.tar", data) == read_memory(data) == [("b", 1536, 0)]
+
+
 def test_size_in_a_pax_record(tmp_path: Path) -> None:
     record = b"12 size=700\n"
     data = make_extended(record) + make_header("a.jpg") + bytes(1024) + bytes(1024)
@@ -90,6 +112,7 @@ def test_special_members_are_rejected(tmp_path: Path, kind: bytes) -> None:
         (make_header("a.jpg", kind=tarfile.GNUTYPE_SPARSE), "sparse"),
         (make_extended(b"22 GNU.sparse.major=1\n") + make_header("a.jpg"), "sparse"),
         (make_extended(b"10 path=b\n", tarfile.XGLTYPE) + make_header("a.jpg"), "global PAX header"),
+        (make_extended(b"10 size=7\n", tarfile.XGLTYPE) + make_header("a.jpg"), "global PAX header"),
         (make_extended(b"10 path=b\n"), "extended header"),
         (make_header("long", 2 << 20, tarfile.GNUTYPE_LONGNAME) + bytes(2 << 20), "2097152 bytes"),
         (make_header("a.jpg")[:147] + b"7" + make_header("a.jpg")[148:], "checksum"),

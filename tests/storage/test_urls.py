@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import InputError
-from stoker.storage import join, local_path, open_store, split
+from stoker.storage import join_url, local_path, open_store, split_url
 
 
 @pytest.mark.parametrize(
@@ -26,20 +26,20 @@ from stoker.storage import join, local_path, open_store, split
     ],
 )
 def test_split_and_join_are_inverse(url: str, root: str, name: str) -> None:
-    assert split(url) == (root, name)
-    assert join(root, name) == ("./b.tar" if url == "b.tar" else url)
+    assert split_url(url) == (root, name)
+    assert join_url(root, name) == ("./b.tar" if url == "b.tar" else url)
 
 
 @pytest.mark.parametrize("url", ["a/", "s3://bucket", "s3://bucket/", "http://host", "..", "", "http://host/a/?q=b"])
 def test_split_rejects_urls_without_an_object(url: str) -> None:
     with pytest.raises(InputError) as caught:
-        split(url)
+        split_url(url)
     assert caught.value.where == (url or None)
 
 
 def test_join_accepts_a_trailing_slash() -> None:
-    assert join("s3://b/a", "x/y") == join("s3://b/a/", "x/y") == "s3://b/a/x/y"
-    assert join("http://h/a/?t=1", "x y") == "http://h/a/x%20y?t=1"
+    assert join_url("s3://b/a", "x/y") == join_url("s3://b/a/", "x/y") == "s3://b/a/x/y"
+    assert join_url("http://h/a/?t=1", "x y") == "http://h/a/x%20y?t=1"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 
 from stoker.trainers.checkpoints import CheckpointStore
 from stoker.trainers.ledger import effective_samples, session_starts
-from stoker.trainers.training_run import RESUME_HINT, stopped_after
+from stoker.trainers.trainer_process import RERUN_TO_RESUME, stopped_after
 from stoker.trainers.world import StopSignal, exit_with_parent
 from tests.support.trainings import TrainingResult, read_checkpoint, run, same_bits, start_training, weights
 
@@ -142,7 +142,7 @@ def test_ranks_stop_when_torchrun_is_killed(flags: list[object], tmp_path: Path)
     step = read_checkpoint(tmp_path / "ck")["meta"]["step"]
     assert step > 0
     assert done.marks("stop")[0].fields["detail"] == stopped_after(step)
-    assert f"{stopped_after(step)}; {RESUME_HINT}\n" in done.text
+    assert f"{stopped_after(step)}; {RERUN_TO_RESUME}\n" in done.text
 
 
 SLOW_OR_FULL_DISK = """
@@ -206,7 +206,7 @@ def test_a_stop_mentions_resuming_only_with_checkpoints(
     assert without.code == 143
     assert f"{stopped_after(1)}\n" in without.text
     resumable = train(*flags, "--checkpoint-dir", tmp_path)
-    assert f"{stopped_after(1)}; {RESUME_HINT}\n" in resumable.text
+    assert f"{stopped_after(1)}; {RERUN_TO_RESUME}\n" in resumable.text
     assert read_checkpoint(tmp_path)["meta"]["step"] == 1
 
 
@@ -222,7 +222,7 @@ def test_sigterm_writes_a_checkpoint_and_exits_with_143(flags: list[object], tmp
     step = read_checkpoint(tmp_path / "ck")["meta"]["step"]
     assert step > 0
     assert [event.fields["detail"] for event in done.marks("stop")] == [stopped_after(step)]
-    assert f"{stopped_after(step)}; {RESUME_HINT}\n" in done.text
+    assert f"{stopped_after(step)}; {RERUN_TO_RESUME}\n" in done.text
 
 
 @pytest.mark.slow

@@ -204,7 +204,7 @@ class UserCollator:
             stream = np.random.Philox(key=seed_key("augment", self._seed, epoch, random_id))
             output = self._transform(pixels, np.random.Generator(stream))
             if output is None:
-                raise InputError("transform returned None", where=f"position {random_id} of epoch {epoch}")
+                raise InputError("transform returned None", where=f"sample {random_id} of epoch {epoch}")
             rows[row] = output
             transform_s += time.perf_counter() - decoded
         return FillResult(bad, decode_s, transform_s)

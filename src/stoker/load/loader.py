@@ -143,7 +143,7 @@ class Loader:
         self.shard_set = ensure_manifest(url if isinstance(url, ShardSet) else find_shard_set(str(url)), jobs=cores)
         try:
             self.plan = plan_sampling(self.shard_set, sampling=sampling, seed=seed, epoch_samples=epoch_samples)
-            faults += self.plan.check_world(self.rank, global_batch)
+            faults += self.plan.world_faults(self.rank, global_batch)
         except SpecError as error:
             faults += error.faults
         if faults:

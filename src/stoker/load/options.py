@@ -42,8 +42,8 @@ def option_faults(
             if decoder not in DECODERS
             else "the native decoder supports built-in transforms only, not a function or None; use python",
         ),
-        "prefetch": (prefetch >= 1, f"must be at least 1, got {prefetch}"),
-        "threads": (threads is None or threads >= 1, f"must be at least 1, got {threads}"),
+        "prefetch": (prefetch >= 1, f"must be >= 1, got {prefetch}"),
+        "threads": (threads is None or threads >= 1, f"must be >= 1, got {threads}"),
         "max_bad": (
             isinstance(max_bad, int | float) and 0 <= max_bad <= 1,
             f"must be between 0 and 1, got {max_bad}",

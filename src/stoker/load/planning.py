@@ -14,7 +14,7 @@ def find_shard_set(url: str) -> ShardSet:
     shard_sets = find_shard_sets(url)
     if len(shard_sets) > 1:
         urls = ", ".join(shard_set.url for shard_set in shard_sets)
-        raise InputError(f"found {len(shard_sets)} shard sets: {urls}", where=url, hint="use the URL of one of them")
+        raise InputError(f"found {len(shard_sets)} shard sets: {urls}", where=url, hint="pass the URL of one of them")
     return shard_sets[0]
 
 
@@ -24,7 +24,7 @@ def plan_sampling(
     """Build the sampling plan of a shard set that has a manifest."""
     assert shard_set.manifest is not None
     if epoch_samples is not None and epoch_samples < 1:
-        raise SpecError([Fault("epoch_samples", f"must be at least 1, got {epoch_samples}")])
+        raise SpecError([Fault("epoch_samples", f"must be >= 1, got {epoch_samples}")])
     shards = [shard_set.manifest_shards[entry.name] for entry in shard_set.shards]
     return SamplingPlan(
         data=data_digest([(shard.name, shard.samples, shard.sha256 or shard.index_sha256) for shard in shards]),

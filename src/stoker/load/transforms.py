@@ -53,7 +53,7 @@ def random_numbers(seed: int, epoch: int, positions: npt.NDArray[np.int64]) -> n
 def random_resized_crop(
     width: int, height: int, numbers: list[float], *, scale: tuple[float, float] = SCALE, flip: bool = True
 ) -> tuple[Crop, bool]:
-    """Crop 8–100 % of the area at an aspect ratio of 3:4 to 4:3 and flip with probability 0.5, as torchvision does."""
+    """Crop 8–100% of the area at an aspect ratio of 3:4 to 4:3 and flip with probability 0.5, as torchvision does."""
     area, flipped = width * height, flip and numbers[-1] < 0.5
     low, high = _LOG_RATIO
     for attempt in range(MAX_ATTEMPTS):

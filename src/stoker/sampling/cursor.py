@@ -36,7 +36,7 @@ class Cursor(NamedTuple):
         except TypeError:
             cursor = cls(-1, -1, "")
         if isinstance(epoch, bool) or isinstance(consumed, bool) or cursor.epoch < 0 or cursor.consumed < 0:
-            raise InputError(f"invalid cursor: epoch {epoch!r} and consumed {consumed!r} must be integers of 0 or more")
+            raise InputError(f"invalid cursor: epoch {epoch!r} and consumed {consumed!r} must be integers >= 0")
         return cursor
 
     def state(self) -> dict[str, Any]:

@@ -73,19 +73,19 @@ def forecast(
     cursor: Cursor,
 ) -> Forecast:
     """Compute what `world` ranks would read; raise SpecError with every reason why they could not train."""
-    faults = [*plan.check_world(Rank(0, world), global_batch), *_check_layout(world, nodes, workers)]
+    faults = [*plan.world_faults(Rank(0, world), global_batch), *_layout_faults(world, nodes, workers)]
     if faults:
         raise SpecError(faults)
     cursor = plan.check_cursor(cursor)
     weights = shard_bytes / np.maximum(plan.sizes, 1)
     lane_cache: dict[int, tuple[Int64Array, float]] = {}
     epoch = plan.epoch(cursor.epoch, Rank(0, world))
-    world_ranks = [Rank(number, world) for number in range(world)]
-    views = (plan.epoch(cursor.epoch, rank) if plan.mode == "join" else epoch.for_rank(rank) for rank in world_ranks)
-    ranks = [
+    ranks = [Rank(number, world) for number in range(world)]
+    views = (plan.epoch(cursor.epoch, rank) if plan.mode == "join" else epoch.for_rank(rank) for rank in ranks)
+    forecasts = [
         _forecast_rank(view, cursor.consumed, global_batch, shard_bytes, weights, nodes, lane_cache) for view in views
     ]
-    batches = max(rank.batches for rank in ranks)
+    batches = max(each.batches for each in forecasts)
     held = _lanes_per_node(plan, world, nodes) * plan.window
     duplicates, unread = _count_repeats(plan, epoch)
     return Forecast(
@@ -94,17 +94,17 @@ def forecast(
         plan=plan.digest,
         epoch=cursor.epoch,
         consumed=cursor.consumed,
-        samples=sum(rank.samples for rank in ranks),
+        samples=sum(each.samples for each in forecasts),
         batches=batches,
-        tail=sum(rank.tail for rank in ranks if rank.batches == batches),
+        tail=sum(each.tail for each in forecasts if each.batches == batches),
         duplicates=duplicates,
         unread=unread,
         lanes=plan.lanes if plan.mode != "join" else world,
         window=plan.window,
         held_shards=min(held, len(plan.sizes)),
         held_bytes=int(min(held * float(shard_bytes.mean()), float(shard_bytes.sum()))),
-        remarks=tuple(_list_remarks(plan, ranks, world, workers)),
-        ranks=tuple(ranks),
+        remarks=tuple(_list_remarks(plan, forecasts, world, workers)),
+        ranks=tuple(forecasts),
     )
 
 
@@ -137,11 +137,11 @@ def _forecast_rank(
     )
 
 
-def _check_layout(world: int, nodes: int, workers: int) -> Iterator[Fault]:
+def _layout_faults(world: int, nodes: int, workers: int) -> Iterator[Fault]:
     if nodes < 1 or (world >= 1 and world % nodes):
         yield Fault("nodes", f"{world} ranks cannot be distributed evenly over {nodes} nodes")
     if workers < 0:
-        yield Fault("workers", f"{workers} must be 0 or more")
+        yield Fault("workers", f"must be >= 0, got {workers}")
 
 
 def _lanes_per_node(plan: SamplingPlan, world: int, nodes: int) -> int:
@@ -160,14 +160,14 @@ def _count_repeats(plan: SamplingPlan, epoch: Epoch) -> tuple[int, int]:
     return epoch.order.samples - distinct, int(plan.sizes.sum()) - distinct
 
 
-def _list_remarks(plan: SamplingPlan, ranks: list[RankForecast], world: int, workers: int) -> Iterator[str]:
+def _list_remarks(plan: SamplingPlan, forecasts: list[RankForecast], world: int, workers: int) -> Iterator[str]:
     if plan.mode != "join" and world > 1 and plan.lanes % world:
         yield (
             f"the world size, {world}, does not divide the number of lanes, {plan.lanes}: sampling stays correct, but "
             "ranks on different nodes read the same shards, so each node downloads more than its part of the dataset; "
             "for more lanes, convert the dataset to more and smaller shards"
         )
-    fewest, most = (select(rank.batches for rank in ranks) for select in (min, max))
+    fewest, most = (select(each.batches for each in forecasts) for select in (min, max))
     if plan.mode == "join" and fewest != most:
         yield (
             f"ranks finish after {fewest:,} to {most:,} batches: train inside "

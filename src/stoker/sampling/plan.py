@@ -58,11 +58,14 @@ class SamplingPlan:
     def __post_init__(self) -> None:
         faults = [
             *_fault_unless(
-                self.mode in SAMPLING_MODES, "sampling", f"{self.mode!r} is not one of {', '.join(SAMPLING_MODES)}"
+                self.mode in SAMPLING_MODES,
+                "sampling",
+                f"must be one of {', '.join(SAMPLING_MODES)}, got {self.mode!r}",
             ),
-            *_fault_unless(self.seed >= 0, "seed", f"{self.seed} must be 0 or more"),
-            *_fault_unless(self.lanes >= 1 and self.window >= 1, "lanes", "lanes and window must be 1 or more"),
-            *_fault_unless(self.epoch_samples >= 0, "epoch_samples", f"{self.epoch_samples} must be 0 or more"),
+            *_fault_unless(self.seed >= 0, "seed", f"must be >= 0, got {self.seed}"),
+            *_fault_unless(self.lanes >= 1, "lanes", f"must be >= 1, got {self.lanes}"),
+            *_fault_unless(self.window >= 1, "window", f"must be >= 1, got {self.window}"),
+            *_fault_unless(self.epoch_samples >= 0, "epoch_samples", f"must be >= 0, got {self.epoch_samples}"),
             *_fault_unless(
                 self.mode == "resampled" or not self.epoch_samples,
                 "epoch_samples",
@@ -130,27 +133,27 @@ class SamplingPlan:
             raise InputError(f"the cursor is at sample {cursor.consumed:,}, but an epoch has {self.samples:,} samples")
         return self.start_cursor(cursor.epoch + 1) if cursor.consumed == self.samples else cursor
 
-    def check_world(self, rank: Rank, global_batch: int) -> Iterator[Fault]:
+    def world_faults(self, rank: Rank, global_batch: int) -> Iterator[Fault]:
         """Yield every reason why this rank, world size and batch size cannot be used together."""
         world, samples = rank.world_size, self.samples
-        yield from _fault_unless(world >= 1, "world", f"{world} must be 1 or more")
-        yield from _fault_unless(global_batch >= 1, "global_batch", f"{global_batch} must be 1 or more")
+        yield from _fault_unless(world >= 1, "world", f"must be >= 1, got {world}")
+        yield from _fault_unless(global_batch >= 1, "global_batch", f"must be >= 1, got {global_batch}")
         yield from _fault_unless(
             world < 1 or 0 <= rank.number < world,
             "rank",
-            f"rank {rank.number} must be between 0 and {world - 1} with world size {world}",
+            f"must be between 0 and {world - 1} with world size {world}, got {rank.number}",
         )
         if world < 1 or global_batch < 1:
             return
         yield from _fault_unless(
             global_batch >= world,
             "global_batch",
-            f"{global_batch} samples per step are too few for {world} ranks: use at least one sample per rank",
+            f"must be >= {world}, one sample for each rank, got {global_batch}",
         )
         yield from _fault_unless(
             global_batch <= samples,
             "global_batch",
-            f"{global_batch:,} must not exceed the {samples:,} samples of an epoch",
+            f"must be <= {samples:,}, the samples of an epoch, got {global_batch:,}",
         )
         shards = int((self.sizes > 0).sum())
         yield from _fault_unless(

@@ -47,5 +47,5 @@ class Rank(NamedTuple):
 def _parse_number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
     text = environ.get(name, str(default))
     if not text.isdecimal():
-        raise InputError(f"{name}={text} must be an integer of 0 or more")
+        raise InputError(f"{name}={text} must be an integer >= 0")
     return int(text)

@@ -55,7 +55,7 @@ def collapse_names(names: Iterable[str]) -> list[NumberRange]:
         else:
             key = (match["head"], len(match["number"]), match["tail"])
             groups.setdefault(key, []).append(int(match["number"]))
-    ranges = [one for key, numbers in sorted(groups.items()) for one in _number_ranges(*key, set(numbers))]
+    ranges = [part for key, numbers in sorted(groups.items()) for part in _number_ranges(*key, set(numbers))]
     return ranges + [NumberRange(name, (name,), ()) for name in sorted(unnumbered)]
 
 

@@ -101,7 +101,7 @@ def check_outside_source(where: str, dest: str) -> None:
     source, target = (_resolve_local(url) for url in (where, dest))
     if source is not None and target is not None and source.is_dir() and target.is_relative_to(source):
         raise InputError(
-            "the destination is inside the source", where=dest, hint="choose a destination outside of the source"
+            "the destination is inside the source", where=dest, hint="choose a destination outside the source"
         )
 
 

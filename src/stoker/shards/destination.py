@@ -146,7 +146,7 @@ class Destination:
         """Store a file atomically, and flush it to disk before anything can refer to it."""
         if isinstance(content, bytes):
             part = self.part_path(name)
-            with resume_hint(part), part.open("wb") as file:
+            with with_resume_hint(part), part.open("wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -228,7 +228,7 @@ def check_destination(store: Store) -> None:
     """Raise an error for a file, or for a folder that contains anything but a conversion by stoker."""
     folder = local_path(store.url)
     if folder is not None and not folder.is_dir() and (folder.exists() or folder.is_symlink()):
-        raise InputError("the destination is not a folder", where=store.url, hint="choose an empty or new folder")
+        raise InputError("the destination is not a directory", where=store.url, hint="choose an empty or new directory")
     other_files = []
     for entry in store.list():
         if _is_manifest(entry.name) or entry.name == PLAN:
@@ -244,7 +244,7 @@ def check_destination(store: Store) -> None:
 
 
 @contextlib.contextmanager
-def resume_hint(path: Path) -> Iterator[None]:
+def with_resume_hint(path: Path) -> Iterator[None]:
     """Translate OSErrors; when the disk is full, add the hint that the conversion can be resumed."""
     try:
         with translate_os_errors(path):
@@ -269,7 +269,7 @@ def _is_complete(manifest: Manifest, sizes: Mapping[str, int]) -> bool:
 def _acquire_lock(path: Path, where: str) -> IO[str]:
     """Open a file and lock it until it is closed; continue without a lock on file systems that have none."""
     while True:
-        with resume_hint(path):
+        with with_resume_hint(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("w")
         try:

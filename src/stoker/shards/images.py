@@ -113,7 +113,7 @@ def inspect_image(data: Buffer) -> ImageInfo:
         elif kind == "png":
             width, height = _read_png_size(data)
         else:
-            with _pillow_errors("no readable header"):
+            with _translate_pillow_errors("no readable header"):
                 width, height = _open_image(data).size
     except _NonconformingImageError as violation:
         width, height = _size_by_decoding(data, violation)
@@ -131,7 +131,7 @@ def check_decodes(data: Buffer) -> None:
 
     An image that needs more than the memory budget is decoded alone.
     """
-    with _pillow_errors("does not decode"):
+    with _translate_pillow_errors("cannot be decoded"):
         image = _open_image(data)
         with _decode_budget.reserve(_estimate_memory(image)):
             image.load()
@@ -144,7 +144,7 @@ def shrink(data: Buffer, max_side: int, quality: int) -> bytes:
     Transparency becomes white, 16 bits become 8, an RGB color profile is kept. Raise BadImageError for an image that
     cannot be decoded within the memory budget.
     """
-    with _pillow_errors("does not decode"):
+    with _translate_pillow_errors("cannot be decoded"):
         image = _open_image(data)
         width, height = full = image.size
         image.draft("RGB", (max_side, max_side))
@@ -178,8 +178,8 @@ def read_orientation(data: Buffer) -> int:
         end = at + 2 + ((data[at + 2] << 8) | data[at + 3])
         if data[at + 1] == 0xE1:
             segment = bytes(data[at + 4 : end])
-            if segment.startswith(b"Exif\x00\x00") and (found := _read_tiff_orientation(segment[6:])) is not None:
-                return found if 1 <= found <= 8 else 1
+            if segment.startswith(b"Exif\x00\x00") and (value := _read_tiff_orientation(segment[6:])) is not None:
+                return value if 1 <= value <= 8 else 1
             if segment.startswith(b"http://ns.adobe.com/xap/1.0/") and (match := _XMP_ORIENTATION.search(segment)):
                 orientation = int(match[1])
         at = end
@@ -230,7 +230,7 @@ def limit_rows(data: Buffer, rows: int) -> bytearray | None:
 
 def read_upright_size(data: Buffer) -> tuple[int, int]:
     """Return the size of an image after rotation to upright; raise BadImageError if it has no valid header."""
-    with _pillow_errors("no readable header"):
+    with _translate_pillow_errors("no readable header"):
         image = _open_image(data)
         if image.format == "TIFF":  # Pillow rotates it while loading, and not every version reports that before
             height, width, _ = decode_rgb(data).shape
@@ -244,7 +244,7 @@ def decode_rgb(data: Buffer) -> npt.NDArray[np.uint8]:
 
     An image that needs more than the memory budget is decoded alone.
     """
-    with _pillow_errors("does not decode"):
+    with _translate_pillow_errors("cannot be decoded"):
         image = _open_image(data)
         flat = 2 * _PIXEL_BYTES * image.width * image.height  # flattened and rotated copies
         with _decode_budget.reserve(_estimate_memory(image) + flat):
@@ -267,7 +267,7 @@ class _NonconformingImageError(BadImageError):
 
 
 @contextmanager
-def _pillow_errors(failure: str) -> Iterator[None]:
+def _translate_pillow_errors(failure: str) -> Iterator[None]:
     """Translate any exception of Pillow's plugins into BadImageError."""
     try:
         yield
@@ -307,7 +307,7 @@ def _estimate_memory(image: Image.Image, full: tuple[int, int] | None = None, ma
     # Resizing holds the image, the result of the first pass, and the final result.
     copies = 1 + 2 * min(1.0, max_side / max(image.size))
     if image.mode not in ("L", "RGB"):
-        copies = max(copies, 2.5)  # _flat
+        copies = max(copies, 2.5)  # for _flatten
     return max(loading, int(_PIXEL_BYTES * copies * pixels))
 
 

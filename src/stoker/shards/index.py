@@ -52,7 +52,7 @@ class IndexBuilder:
 
 
 def parse_index(data: bytes, where: str) -> Index:
-    """Decode an index; raise DataFaultError for anything else."""
+    """Decode an index; raise VerificationError for anything else."""
     try:
         with _numpy_parser_lock:
             rows: Index = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)

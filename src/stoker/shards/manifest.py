@@ -40,7 +40,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         if not _PLAIN_NAME.fullmatch(self.name):
             yield Fault("name", f"{self.name!r} is not a plain file name")
         if self.samples < 0 or self.bytes < 0:
-            yield Fault("samples", "samples and bytes must be 0 or more")
+            yield Fault("samples", "samples and bytes must be >= 0")
 
 
 class SourceInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +83,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         if not _SPLIT_NAME.fullmatch(self.split):
             yield Fault("split", f"{self.split!r} is not a valid split name")
         if self.lanes < 1 or self.window < 1:
-            yield Fault("lanes", "lanes and window must be 1 or more")
+            yield Fault("lanes", "lanes and window must be >= 1")
 
 
 def default_lanes(shards: int) -> int:

@@ -17,7 +17,7 @@ from stoker.core import permutations, spec
 from stoker.errors import SourceError
 from stoker.shards import index
 from stoker.shards.catalog import Catalog
-from stoker.shards.destination import Destination, QuarantinedImage, Receipt, ShardTask, resume_hint
+from stoker.shards.destination import Destination, QuarantinedImage, Receipt, ShardTask, with_resume_hint
 from stoker.shards.formats import FORMATS, Format
 from stoker.shards.images import MAX_BYTES, BadImageError, inspect_image, shrink, too_large_reason
 from stoker.shards.manifest import VERSION, Manifest, Shard, ShrinkInfo, SourceInfo
@@ -140,7 +140,7 @@ class Packer:
     def _write_shard(self, task: ShardTask) -> Receipt:
         part = self._destination.part_path(task.path)
         try:
-            with resume_hint(part):
+            with with_resume_hint(part):
                 receipt, rows = self._write_samples(task, part)
             # The shard comes last: every shard in the destination has a receipt, by which it can be discarded.
             self._destination.put(task.receipt_path, spec.to_json(receipt))

@@ -32,21 +32,21 @@ class ConversionOptions(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise InputError for a value out of range."""
         if self.shard_samples is not None and self.shard_samples < 1:
-            raise InputError(f"--shard-samples is {self.shard_samples}, but must be 1 or more")
+            raise InputError(f"--shard-samples must be >= 1, got {self.shard_samples}")
         if self.shard_bytes < 1:
-            raise InputError(f"--shard-size is {self.shard_bytes}, but must be 1 byte or more")
+            raise InputError(f"--shard-size must be >= 1 byte, got {self.shard_bytes}")
         if self.limit is not None and self.limit < 1:
-            raise InputError(f"--limit is {self.limit}, but must be 1 or more")
+            raise InputError(f"--limit must be >= 1, got {self.limit}")
         if self.seed < 0:
-            raise InputError(f"--seed is {self.seed}, but must be 0 or more")
+            raise InputError(f"--seed must be >= 0, got {self.seed}")
         if self.max_side is not None and self.max_side < 1:
-            raise InputError(f"--max-side is {self.max_side}, but must be 1 or more")
+            raise InputError(f"--max-side must be >= 1, got {self.max_side}")
         if not 1 <= self.quality <= 100:
-            raise InputError(f"--quality is {self.quality}, but must be between 1 and 100")
+            raise InputError(f"--quality must be between 1 and 100, got {self.quality}")
         if self.prefix is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.prefix):
             raise InputError(
                 f"--prefix {self.prefix!r} is not a valid start of a file name",
-                hint="use letters, digits, dots, dashes and underscores; start with a letter or digit",
+                hint="use letters, digits, '.', '-' and '_'; start with a letter or digit",
             )
 
 
@@ -111,16 +111,16 @@ def plan_conversion(
 
 
 def _plan_split(split: str, catalog: Catalog, options: ConversionOptions, shard_format: Format) -> SplitPlan:
-    found = len(catalog)
-    samples = min(found, options.limit or found)
-    size = catalog.total_bytes(shard_format.overhead) * samples // found
+    available = len(catalog)
+    samples = min(available, options.limit or available)
+    size = catalog.total_bytes(shard_format.overhead) * samples // available
     if options.shard_samples is not None:
         shards = -(-samples // options.shard_samples)
     else:
         shards = min(samples, max(1, -(-size // options.shard_bytes)))
     return SplitPlan(
         split=split,
-        found=found,
+        found=available,
         samples=samples,
         bytes=size,
         digest=catalog.digest,

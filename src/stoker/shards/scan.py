@@ -48,14 +48,14 @@ def _scan_into_cache(
     shard_set: ShardSet, cached: Path, location: str, jobs: int, progress: Callable[[int], None]
 ) -> ShardSet:
     cache = cached.parent
-    with _cache_errors(cache):
+    with _translate_cache_errors(cache):
         temporary = tempfile.TemporaryDirectory(prefix=f"{cached.name}.", dir=cache, ignore_cleanup_errors=True)
     with temporary as private:
         scan = Path(private) / "scan"  # a subfolder, because the temporary folder itself is private to this user
         store = open_store(str(scan))
         shards = _scan_shards(shard_set, store, jobs, progress)
         manifest = _build_manifest(shard_set, Path(location).name or "dataset", shards)
-        with _cache_errors(cache):
+        with _translate_cache_errors(cache):
             store.put(MANIFEST, spec.to_json(manifest))
             read_manifest(store)  # never cache a manifest that cannot be read
             _move_into_cache(scan, cached)
@@ -72,7 +72,7 @@ def default_scan_cache() -> Path:
 @contextmanager
 def _scan_lock(cache: Path) -> Iterator[None]:
     """Hold a lock so that one process scans at a time: all ranks of a machine start at once, and need only one scan."""
-    with _cache_errors(cache):
+    with _translate_cache_errors(cache):
         cache.mkdir(parents=True, exist_ok=True)
         folder = os.open(cache, os.O_RDONLY)
     try:
@@ -106,10 +106,10 @@ def _load_cached(shard_set: ShardSet, cached: Path) -> ShardSet:
     """Return the shard set with the manifest and indexes of a finished scan."""
     store = open_store(str(cached))
     try:
-        with _cache_errors(cached):
+        with _translate_cache_errors(cached):
             return replace(shard_set, manifest=read_manifest(store), indexes=store)
     except InputError as error:
-        error.hint = f"remove {cached}, and the shard set is scanned again"
+        error.hint = f"remove {cached} to scan the shard set again"
         raise
 
 
@@ -128,7 +128,7 @@ def _scan_shards(shard_set: ShardSet, store: Store, jobs: int, progress: Callabl
     def scan(entry: Entry) -> Shard:
         rows = _index_shard(shard_set, entry)
         data = rows.to_bytes()
-        with _cache_errors(Path(store.url)):
+        with _translate_cache_errors(Path(store.url)):
             store.put(index_name(entry.name), data)
         progress(entry.size)
         digest = hashlib.sha256(data).hexdigest()
@@ -145,28 +145,28 @@ def _index_shard(shard_set: ShardSet, entry: Entry) -> IndexBuilder:
     with shard_set.map_shard(entry.name) as file:
         if len(file.view) != entry.size:
             what = f"the size changed during the scan, from {entry.size:,} to {len(file.view):,} bytes"
-            raise VerificationError(what, where=where, hint="scan again when the shard is no longer written to")
+            raise VerificationError(what, where=where, hint="scan again when nothing writes to the shard")
         try:
-            for found in FORMATS.get(shard_set.format).iter_samples(file.view, where):
-                _check_sample(found, where)
-                rows.add(found.image_offset, len(found.sample.image), found.sample.label)
-                file.release_before(found.end)
+            for located in FORMATS.get(shard_set.format).iter_samples(file.view, where):
+                _check_sample(located, where)
+                rows.add(located.image_offset, len(located.sample.image), located.sample.label)
+                file.release_before(located.end)
         except SourceError as error:
             hint = "fix or leave out this shard; run stoker data verify to list every fault"
             raise VerificationError(error.what, where=where, hint=hint) from error
     return rows
 
 
-def _check_sample(found: LocatedSample, where: str) -> None:
+def _check_sample(located: LocatedSample, where: str) -> None:
     """Raise SourceError for a sample that an index cannot hold."""
-    sample = found.sample
+    sample = located.sample
     if not 0 <= sample.label <= MAX_LABEL:
         what = f"the label {sample.label}, which must be between 0 and {MAX_LABEL}"
     elif len(sample.image) > MAX_BYTES:
         what = f"an image that is too large: {too_large_reason(len(sample.image))}"
     else:
         return
-    raise SourceError(f"sample {sample.key!r} at byte {found.start} has {what}", where=where)
+    raise SourceError(f"sample {sample.key!r} at byte {located.start} has {what}", where=where)
 
 
 def _build_manifest(shard_set: ShardSet, name: str, shards: list[Shard]) -> Manifest:
@@ -175,7 +175,7 @@ def _build_manifest(shard_set: ShardSet, name: str, shards: list[Shard]) -> Mani
     if samples == 0:
         what = f"none of the {len(shards):,} shards has samples"
         raise InputError(
-            what, where=shard_set.url, hint="choose other shards, or convert a dataset with: stoker data convert"
+            what, where=shard_set.url, hint="choose other shards, or create some with: stoker data convert SOURCE DEST"
         )
     digest = hashlib.blake2b(digest_size=16)
     for shard in shards:
@@ -200,11 +200,11 @@ def _build_manifest(shard_set: ShardSet, name: str, shards: list[Shard]) -> Mani
 
 
 @contextmanager
-def _cache_errors(path: Path) -> Iterator[None]:
+def _translate_cache_errors(path: Path) -> Iterator[None]:
     """Translate OSErrors; when the cache cannot be used, add the hint to choose another folder."""
     try:
         with translate_os_errors(path):
             yield
     except (NotFoundError, UnavailableError) as error:
-        error.hint = "set STOKER_CACHE_DIR to a writable folder with free space"
+        error.hint = "set STOKER_CACHE_DIR to a writable directory with free space"
         raise

@@ -18,7 +18,7 @@ from stoker.shards.braces import expand_braces, has_braces
 from stoker.shards.formats import guess_format
 from stoker.shards.index import Index, index_name, parse_index
 from stoker.shards.manifest import MANIFEST, PLAN, Manifest, Shard, read_manifest
-from stoker.storage import Entry, Store, check_name, download, local_path, open_store, redacted, split
+from stoker.storage import Entry, Store, check_name, download, local_path, open_store, redacted, split_url
 from stoker.storage.local import translate_os_errors
 
 SPLIT_ORDER = ("train", "val", "test")
@@ -88,10 +88,10 @@ class ShardSet:
         return dict(self.shards)
 
     def read_index(self, name: str) -> Index:
-        """Read the index of a shard; raise DataFaultError if it does not match the manifest or the shard's size."""
+        """Read the index of a shard; raise VerificationError if it does not match the manifest or the shard's size."""
         place = self if self.indexes is None else replace(self, store=self.indexes, folder="")
         where = place.url_of(index_name(name))
-        hint = "run: stoker data verify" if place is self else f"remove {place.url}, and the shard set is scanned again"
+        hint = "run: stoker data verify" if place is self else f"remove {place.url} to scan the shard set again"
         if name not in self._sizes:
             raise NotFoundError("the shard set has no such shard", where=self.url_of(name))
         data = place.store.get(place.folder + index_name(name))
@@ -129,7 +129,7 @@ def read_images(shard_set: ShardSet, name: str) -> Iterator[tuple[memoryview, in
 
 
 def _check_bounds(rows: Index, size: int, where: str, hint: str) -> None:
-    """Raise DataFaultError for rows beyond the end of a shard: slicing would silently return fewer bytes."""
+    """Raise VerificationError for rows beyond the end of a shard: slicing would silently return fewer bytes."""
     offsets, lengths = rows["offset"], rows["length"]
     # Compared separately, because the sum of offset and length may overflow 64 bits.
     outside = (offsets > size) | (lengths > size - offsets)
@@ -148,7 +148,7 @@ def find_shard_sets(url: str, *, allow_missing: bool = False) -> list[ShardSet]:
     if has_braces(url) and (path is None or not path.exists()):
         return _find_by_pattern(url, allow_missing)
     if guess_format(url) is not None and (path is None or not path.is_dir()):
-        root, name = split(url)
+        root, name = split_url(url)
         store = open_store(root)
         return _group_shards(store, [Entry(name, store.size(name))])
     store = open_store(url)
@@ -163,7 +163,7 @@ def _check_not_unfinished(url: str) -> None:
     """Raise InputError for the destination of a conversion that was killed or is still running."""
     places = [url]
     with contextlib.suppress(InputError):
-        places.append(split(url.rstrip("/"))[0])  # the URL may be that of a split
+        places.append(split_url(url.rstrip("/"))[0])  # the URL may be that of a split
     for place in places:
         try:
             open_store(place).size(PLAN)
@@ -214,12 +214,16 @@ def _find_below(store: Store, allow_missing: bool) -> list[ShardSet]:
     if shards:
         sets += _group_shards(store, shards)
     if not sets:
-        raise NotFoundError("no shards found", where=store.url, hint="convert a dataset with: stoker data convert")
+        path = local_path(store.url)
+        if path is not None and not path.exists():
+            raise NotFoundError("no such file or directory", where=store.url)
+        hint = "create shards with: stoker data convert SOURCE DEST"
+        raise NotFoundError("no shards found", where=store.url, hint=hint)
     return sorted(sets, key=_sort_key)
 
 
 def _unfinished_error(where: str) -> InputError:
-    hint = "run its `stoker data convert` command again to finish it"
+    hint = "run the same `stoker data convert` command again to finish it"
     return InputError("contains an unfinished conversion", where=where, hint=hint)
 
 

@@ -1,6 +1,14 @@
 """Tar headers: iterate over the regular files of a tar (ustar, GNU or PAX) without copying or keeping its members.
 
-`tarfile` copies every byte and keeps every member in memory; this reads headers only and follows the same rules.
+`tarfile` copies every byte and keeps every member in memory; this reads headers only. It follows the same rules,
+including those for the extended headers of Solaris (type `X`), with these differences:
+
+- Sparse files, in the GNU and the PAX format, are rejected, because their data is not contiguous.
+- A global PAX header that sets a path or a size is rejected, because a member could not be parsed on its own.
+- The prefix field counts only with the magic of POSIX, `ustar` and a NUL; GNU tars store other fields in its place.
+- An extended header that no member follows is an error, as is one of more than `MAX_EXTENDED_BYTES`.
+- A missing end-of-archive block is an error unless `require_end` is false.
+- The checksum of a header with a ustar magic is verified only with `verify`.
 """
 
 from __future__ import annotations
@@ -167,7 +175,7 @@ def _read_extended(tar: TarReader, where: str, offset: int, kind: bytes, size: i
     try:
         path, new_size, sparse = _parse_pax(content)
     except ValueError:
-        raise SourceError(f"the PAX header at byte {offset} is damaged", where=where) from None
+        raise SourceError(f"the PAX header at byte {offset} is corrupt", where=where) from None
     if sparse:
         raise SourceError(f"the member at byte {offset} is a sparse file, which is not supported", where=where)
     if kind == _PAX_GLOBAL and (path is not None or new_size is not None):

@@ -93,7 +93,7 @@ def read_only_error(url: str) -> InputError:
     return InputError(
         "http stores are read-only",
         where=redacted(url),
-        hint="write to a local folder, s3:// or gs:// and serve that over http",
+        hint="write to a local directory, s3:// or gs://, and serve that over http",
     )
 
 
@@ -106,18 +106,18 @@ def redacted(url: str) -> str:
     return f"{parts.start}{host.rpartition('@')[2]}{slash}{path.partition('#')[0]}"
 
 
-def split(url: str) -> tuple[str, str]:
+def split_url(url: str) -> tuple[str, str]:
     """Split the URL of one object into the URL of its folder and its name there."""
     parts = _UrlParts.parse(url)
     folder, slash, name = parts.path.rpartition("/")
     if parts.scheme == "file":
         folder = folder or slash or "."
     if name in ("", ".", "..") or not folder:
-        raise InputError("does not name an object", where=url, hint="pass the path of a file, not of a folder")
+        raise InputError("does not name an object", where=url, hint="pass the path of a file, not of a directory")
     return str(parts._replace(path=folder)), unquote(name) if parts.percent_encoded else name
 
 
-def join(url: str, name: str) -> str:
+def join_url(url: str, name: str) -> str:
     """Return the URL of an object in the folder at `url`."""
     parts = _UrlParts.parse(url)
     name = quote(name) if parts.percent_encoded else name

@@ -359,7 +359,7 @@ def complete_file(
         raise VerificationError(
             f"sha256 is {digest.hexdigest()[:12]}…, expected {sha256[:12]}… from the manifest",
             where=_object_url(store, name),
-            hint="it was damaged or replaced: restore the shard, or convert the dataset again",
+            hint="it was corrupted or replaced: restore the shard, or convert the dataset again",
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
 from stoker.errors import AccessDeniedError, InputError, MissingExtraError, ObjectChangedError, UnavailableError
-from stoker.storage import Entry, FolderListing, ObjectMeta, check_name, join, prefix_folder
+from stoker.storage import Entry, FolderListing, ObjectMeta, check_name, join_url, prefix_folder
 from stoker.storage.http_client import RETRIES, ByteRange, HttpClient, HttpResponse, exact_body, to_error
 from stoker.storage.local import translate_os_errors
 
@@ -59,8 +59,8 @@ class GcsStore:
         address = self._object_url(name, alt="media", **({"ifGenerationMatch": etag} if etag else {}))
         response = self._request("GET", address, name, also=(206, 412, 416), byte_range=byte_range)
         if response.status == 412:
-            raise ObjectChangedError(where=join(self.url, name))
-        return exact_body(byte_range, response, join(self.url, name))
+            raise ObjectChangedError(where=join_url(self.url, name))
+        return exact_body(byte_range, response, join_url(self.url, name))
 
     def size(self, name: str) -> int:
         """Return an object's size in bytes."""
@@ -135,8 +135,8 @@ class GcsStore:
                 start, stalls = end, 0
                 continue
             if stalls == RETRIES:
-                what, tried = f"upload stalled at byte {start}", f"tried {RETRIES + 1} times"
-                raise UnavailableError(what, where=join(self.url, name), hint=tried)
+                what, tried = f"upload stalled at byte {start}", f"{RETRIES + 1} attempts"
+                raise UnavailableError(what, where=join_url(self.url, name), hint=tried)
             time.sleep(0.2 * 2**stalls)
             stalls += 1
 
@@ -145,8 +145,8 @@ class GcsStore:
         own, other = urlsplit(self._api_url), urlsplit(address)
         if (other.scheme, other.netloc.lower()) != (own.scheme, own.netloc.lower()):
             raise UnavailableError(
-                f"server redirected the upload to {other.scheme}://{other.hostname}, which may not get the credentials",
-                where=join(self.url, name),
+                f"server redirected the upload to {other.scheme}://{other.hostname}, which must not receive the credentials",
+                where=join_url(self.url, name),
             )
         return address
 
@@ -166,7 +166,7 @@ class GcsStore:
         body: bytes | None = None,
         byte_range: ByteRange | None = None,
     ) -> HttpResponse:
-        where = join(self.url, name) if name else self.url
+        where = join_url(self.url, name) if name else self.url
         sent = self._credentials.headers(method, address, where) | dict(headers or {})
         response = self._client.request(method, address, where=where, headers=sent, body=body, byte_range=byte_range)
         if response.status == 200 or response.status in also:
@@ -195,7 +195,7 @@ class GoogleCredentials:
                 self._credentials.before_request(self._transport, method, address, headers)
         except self._errors.TransportError as error:
             raise UnavailableError(
-                "Google's auth server does not respond", where=where, hint=self.description
+                "no response from Google's auth server", where=where, hint=self.description
             ) from error
         except self._errors.GoogleAuthError as error:
             raise AccessDeniedError("Google rejected the credentials", where=where, hint=self.description) from error

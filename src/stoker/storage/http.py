@@ -12,7 +12,16 @@ from urllib.parse import unquote, urljoin, urlsplit
 from urllib3 import make_headers
 
 from stoker.errors import InputError, NotFoundError, ObjectChangedError, UnavailableError
-from stoker.storage import Entry, FolderListing, ObjectMeta, check_name, join, prefix_folder, read_only_error, redacted
+from stoker.storage import (
+    Entry,
+    FolderListing,
+    ObjectMeta,
+    check_name,
+    join_url,
+    prefix_folder,
+    read_only_error,
+    redacted,
+)
 from stoker.storage.http_client import ByteRange, HttpClient, HttpResponse, exact_body, to_error
 
 MAX_FOLDER_DEPTH = 16
@@ -98,19 +107,19 @@ class HttpStore:
         raise read_only_error(self.url)
 
     def _where(self, name: str) -> str:
-        return redacted(join(self._root, name))
+        return redacted(join_url(self._root, name))
 
     def _request(
         self, method: str, name: str, byte_range: ByteRange | None = None, condition: Mapping[str, str] | None = None
     ) -> HttpResponse:
-        url = join(self._root, check_name(name))
+        url = join_url(self._root, check_name(name))
         where = redacted(url)
         headers = self._headers | dict(condition or {})
         response = self._client.request(method, url, where=where, headers=headers, byte_range=byte_range)
         if response.path.endswith("/") or (
             300 <= response.status < 400 and response.headers.get("Location", "").endswith("/")
         ):
-            raise NotFoundError("is a folder, expected a file", where=where)
+            raise NotFoundError("is a directory, not a file", where=where)
         if (
             response.status in (200, 206)
             or (byte_range and response.status == 416)
@@ -122,7 +131,7 @@ class HttpStore:
     def _walk(self, folder: str, prefix: str) -> Iterator[Entry]:
         """List a folder (empty, or ending with a slash) recursively."""
         if folder.count("/") > MAX_FOLDER_DEPTH:
-            raise UnavailableError(f"folders are nested deeper than {MAX_FOLDER_DEPTH}", where=self._where(folder))
+            raise UnavailableError(f"directories are nested deeper than {MAX_FOLDER_DEPTH}", where=self._where(folder))
         for child, size in sorted(self._read_index(folder).items()):
             name = folder + child
             if not name.startswith(prefix):
@@ -134,13 +143,13 @@ class HttpStore:
 
     def _read_index(self, folder: str) -> dict[str, int | None]:
         """Read a folder's index page; return {name: size if listed}, with a trailing slash on folders."""
-        url = join(self._root, folder)
+        url = join_url(self._root, folder)
         response = self._client.request("GET", url, where=redacted(url), headers=self._headers)
         if response.status == 404 and folder:
             return {}
         if response.status != 200:
-            missing = "no such folder, or the server does not list it"
-            tried = f"{self._tried}; the server must list folders (nginx: autoindex on), or use a brace pattern"
+            missing = "no such directory, or the server does not list it"
+            tried = f"{self._tried}; the server must list directories (nginx: autoindex on), or use a brace pattern"
             raise to_error(response, redacted(url), missing=missing, tried=tried)
         if response.headers.get("Content-Type", "").startswith("application/json"):
             return _parse_json_index(response.body, redacted(url))

@@ -12,8 +12,17 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager, Retry, Timeout, make_headers
-from urllib3.exceptions import HTTPError, NameResolutionError, SSLError
+from urllib3.exceptions import (
+    ConnectTimeoutError,
+    HTTPError,
+    NameResolutionError,
+    NewConnectionError,
+    ProtocolError,
+    ReadTimeoutError,
+    SSLError,
+)
 
+from stoker.core.units import pluralize
 from stoker.errors import (
     AccessDeniedError,
     NotFoundError,
@@ -22,6 +31,8 @@ from stoker.errors import (
     VerificationError,
 )
 
+CONNECT_TIMEOUT_S = 3.0
+READ_TIMEOUT_S = 30.0
 RETRIES = 4
 RETRY_DEADLINE_S = 15.0
 """No retry starts later than this after the first request."""
@@ -90,7 +101,8 @@ class HttpClient:
                 break
             time.sleep(0.2 * 2**attempt * random.uniform(0.5, 1.0))
         if error:
-            raise UnavailableError(_describe_failure(error), where=where, hint=f"tried {attempt + 1} times") from error
+            what = f"{_describe_failure(error)} ({pluralize(attempt + 1, 'attempt')})"
+            raise UnavailableError(what, where=where) from error
         return response
 
     def _request_once(
@@ -102,7 +114,7 @@ class HttpClient:
             body=body,
             headers=headers,
             retries=self._retries,
-            timeout=Timeout(connect=3.0, read=30.0),
+            timeout=Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
             preload_content=False,
             decode_content=False,
         )
@@ -184,7 +196,18 @@ def _describe_failure(error: HTTPError) -> str:
         return str(error)
     reason = getattr(error, "reason", None) or error
     if isinstance(reason, NameResolutionError):
-        return "host name could not be resolved"
+        return "could not resolve host name"
     if isinstance(reason, SSLError):
         return "TLS certificate verification failed"
-    return "server does not respond"
+    if isinstance(reason, ConnectTimeoutError) and not isinstance(reason, NewConnectionError):
+        return f"no response within {CONNECT_TIMEOUT_S:g} s"
+    if isinstance(reason, ReadTimeoutError):
+        return f"no response within {READ_TIMEOUT_S:g} s"
+    default = "connection closed by the server" if isinstance(reason, ProtocolError) else "no response from the server"
+    return _find_os_error(reason) or default
+
+
+def _find_os_error(error: BaseException) -> str:
+    """Return the message of the operating system behind an error, such as "connection refused", or ""."""
+    causes = (error, error.__cause__, getattr(error, "original_error", None), *error.args)
+    return next((cause.strerror.lower() for cause in causes if isinstance(cause, OSError) and cause.strerror), "")

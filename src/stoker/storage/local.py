@@ -162,18 +162,18 @@ def translate_os_errors(path: Path, source: Path | None = None) -> Iterator[None
 def _to_error(error: OSError, where: Path) -> StokerError:
     match error.errno:
         case errno.ENOENT:
-            return NotFoundError("no such file", where=where)
+            return NotFoundError("no such file or directory", where=where)
         case errno.EISDIR:
-            return NotFoundError("is a folder", where=where)
+            return NotFoundError("is a directory", where=where)
         case errno.ENOTDIR | errno.EEXIST:
-            return NotFoundError("a parent of this path is a file", where=where)
+            return NotFoundError("a parent of this path is not a directory", where=where)
         case errno.ENOSPC | errno.EDQUOT:
             return StorageFullError("no space left on device", where=where, hint="free some space or write elsewhere")
         case errno.EACCES | errno.EPERM | errno.EROFS:
             return AccessDeniedError(
                 "permission denied",
                 where=where,
-                hint=f"running as uid {os.geteuid()}; check the owner and mode of the folder",
+                hint=f"running as uid {os.geteuid()}; check the owner and mode of the directory",
             )
         case _:
             return UnavailableError(error.strerror or "I/O error", where=where)

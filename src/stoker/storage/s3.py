@@ -14,6 +14,7 @@ import obstore
 from obstore.exceptions import BaseError, PreconditionError
 from obstore.store import S3Store as Bucket
 
+from stoker.core.units import pluralize
 from stoker.errors import (
     AccessDeniedError,
     InputError,
@@ -24,7 +25,7 @@ from stoker.errors import (
     UnavailableError,
     VerificationError,
 )
-from stoker.storage import Entry, FolderListing, ObjectMeta, check_name, join, prefix_folder
+from stoker.storage import Entry, FolderListing, ObjectMeta, check_name, join_url, prefix_folder
 from stoker.storage.local import translate_os_errors
 
 if TYPE_CHECKING:
@@ -50,6 +51,12 @@ _UPLOAD_PART_BYTES = 8 << 20
 _runtime_pid: int | None = None
 """The process in which obstore's runtime threads were started, once it was used."""
 _TRUE_VALUES = frozenset({"1", "true", "on", "yes", "y"})  # as obstore parses them
+# Text in obstore's report of a request without a response, and what to call it.
+_FAILURES = (
+    ("Connection refused", "connection refused"),
+    ("dns error", "could not resolve host name"),
+    ("timed out", "request timed out"),
+)
 _PUBLIC_BUCKET_HINT = "a public bucket needs AWS_SKIP_SIGNATURE=true"
 
 
@@ -91,7 +98,7 @@ class S3Store:
                 data = b""
         if len(data) != length:
             what = f"expected {length} bytes at offset {start}, got {len(data)}"
-            raise VerificationError(what, where=join(self.url, name))
+            raise VerificationError(what, where=join_url(self.url, name))
         return data
 
     def size(self, name: str) -> int:
@@ -143,7 +150,7 @@ class S3Store:
             return obstore.get_range(self._bucket, name, start=start, length=length).to_bytes()
         response = obstore.get(self._bucket, name, options={"range": (start, start + length), "if_match": etag})
         if (response.meta["e_tag"] or etag) != etag:
-            raise ObjectChangedError(where=join(self.url, name))  # the server ignored If-Match
+            raise ObjectChangedError(where=join_url(self.url, name))  # the server ignored If-Match
         return response.bytes().to_bytes()
 
     @contextmanager
@@ -152,7 +159,7 @@ class S3Store:
         try:
             yield
         except (BaseError, FileNotFoundError) as error:
-            raise self._to_error(error, join(self.url, name) if name else self.url) from error
+            raise self._to_error(error, join_url(self.url, name) if name else self.url) from error
 
     def _to_error(self, error: Exception, where: str) -> StokerError:
         report = _message(error)
@@ -173,8 +180,9 @@ class S3Store:
             return UnavailableError(f"server responded with HTTP {status}{reason}", where=where)
         if "HTTP error" in report:
             retries = re.search(r"after (\d+) retries", report)
-            hint = f"tried {int(retries[1]) + 1 if retries else 1} times"
-            return UnavailableError("server does not respond", where=where, hint=hint)
+            attempts = pluralize(int(retries[1]) + 1 if retries else 1, "attempt")
+            cause = next((cause for text, cause in _FAILURES if text in report), "no response from the server")
+            return UnavailableError(f"{cause} ({attempts})", where=where)
         return UnavailableError(report, where=where)
 
 

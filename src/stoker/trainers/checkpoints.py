@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 
 from stoker.errors import ConflictError, InputError, StokerError, VerificationError
-from stoker.storage import Store, join, local_path, open_store, open_writable, redacted, split
+from stoker.storage import Store, join_url, local_path, open_store, open_writable, redacted, split_url
 from stoker.storage.local import is_temporary, translate_os_errors
 
 VERSION = 1
@@ -66,13 +66,13 @@ class CheckpointStore:
         names = self._names()
         for name in reversed(names):
             try:
-                return name, decode_checkpoint(self._store.get(name), where=join(self.url, name))
+                return name, decode_checkpoint(self._store.get(name), where=join_url(self.url, name))
             except VerificationError as error:
                 log.warning("%s; using the previous one", error)
                 self._on_damaged(name, error.what)
         if names:
             raise InputError(
-                f"all {len(names)} checkpoints are damaged",
+                f"all {len(names)} checkpoints are corrupt",
                 where=self.url,
                 hint="restore one from a backup, or set another --checkpoint-dir to start over",
             )
@@ -82,7 +82,7 @@ class CheckpointStore:
         """Read the checkpoint with the best validation; None if there is none."""
         if all(entry.name != BEST_NAME for entry in self._store.list(BEST_NAME)):
             return None
-        return BEST_NAME, decode_checkpoint(self._store.get(BEST_NAME), where=join(self.url, BEST_NAME))
+        return BEST_NAME, decode_checkpoint(self._store.get(BEST_NAME), where=join_url(self.url, BEST_NAME))
 
     @property
     def is_writing(self) -> bool:
@@ -127,7 +127,7 @@ class CheckpointStore:
             self._put(BEST_NAME, state)
         name = f"step-{step:010d}.pt"
         self._put(name, state)
-        self._on_written(join(self.url, name), step, time.monotonic() - started)
+        self._on_written(join_url(self.url, name), step, time.monotonic() - started)
         # Checkpoints of later steps are damaged, or from before a fallback to an older checkpoint.
         names = self._names()
         older = [other for other in names if other <= name]
@@ -158,9 +158,9 @@ def decode_checkpoint(data: bytes, *, where: str) -> Checkpoint:
     """Decode a checkpoint; raise VerificationError if it is damaged. No code in it is executed."""
     body, trailer = data[:-_TRAILER_BYTES], data[-_TRAILER_BYTES:]
     if trailer[: len(_MAGIC)] != _MAGIC:
-        raise VerificationError("checkpoint is damaged: truncated", where=where)
+        raise VerificationError("checkpoint is corrupt: truncated", where=where)
     if trailer[len(_MAGIC) :] != hashlib.sha256(body).digest():
-        raise VerificationError("checkpoint is damaged: sha256 does not match", where=where)
+        raise VerificationError("checkpoint is corrupt: sha256 does not match", where=where)
     state: Checkpoint = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     if state.get("stoker") != VERSION:
         raise InputError(f"checkpoint has version {state.get('stoker')!r}, expected {VERSION}", where=where)
@@ -176,7 +176,7 @@ class Weights(NamedTuple):
 
 def read_weights(url: str) -> Weights:
     """Read weights from a checkpoint of stoker, or from a state_dict saved by torch.save, plain or in a dict."""
-    folder, name = split(url)
+    folder, name = split_url(url)
     path = local_path(folder)
     data = open_store(folder if path is None else str(path.expanduser())).get(name)
     if data[-_TRAILER_BYTES:][: len(_MAGIC)] == _MAGIC:
@@ -293,7 +293,7 @@ def _lock_directory(directory: Path, timeout_s: float) -> IO[str] | None:
             ) from None
         except OSError as error:
             log.warning(
-                "%s: cannot lock the directory (%s); make sure that no other training writes here", directory, error
+                "%s: cannot lock the directory (%s); make sure that no other training run writes here", directory, error
             )
             break
     file.truncate(0)

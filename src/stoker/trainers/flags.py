@@ -72,7 +72,7 @@ def _data(group: argparse._ArgumentGroup, environ: Mapping[str, str]) -> None:
         help="size limit of --cache-dir",
     )
     group.add_argument("--decoder", choices=DECODERS, default="auto", help="JPEG decoder; auto: native if available")
-    group.add_argument("--size", metavar="PX", type=int, default=224, help="image size for the model, in pixels")
+    group.add_argument("--size", metavar="PX", type=int, default=224, help="side length of the model input, in pixels")
     names = tuple(TRANSFORMS)
     group.add_argument(
         "--transform",
@@ -82,10 +82,14 @@ def _data(group: argparse._ArgumentGroup, environ: Mapping[str, str]) -> None:
     )
     group.add_argument("--val-transform", metavar="NAME", choices=names, help="validation transform")
     group.add_argument(
-        "--max-bad", metavar="FRACTION", type=float, default=0.001, help="maximum fraction of bad samples"
+        "--max-bad",
+        metavar="FRACTION",
+        type=float,
+        default=0.001,
+        help="maximum fraction of samples that fail to decode",
     )
     group.add_argument(
-        "--synthetic", action="store_true", help="train on generated batches, to measure the speed without I/O"
+        "--synthetic", action="store_true", help="train on generated batches to measure throughput without data loading"
     )
 
 
@@ -94,10 +98,10 @@ def _model(group: argparse._ArgumentGroup) -> None:
         "--model",
         metavar="NAME",
         default="resnet18",
-        help=f"{', '.join(MODELS)}, timm:NAME, torchvision:NAME, or your own function: package.module:function",
+        help=f"{', '.join(MODELS)}, timm:NAME, torchvision:NAME, or a function: package.module:function",
     )
     group.add_argument(
-        "--num-classes", metavar="N", type=int, help="number of classes; default: those of the training set"
+        "--num-classes", metavar="N", type=int, help="number of classes; default: taken from the training set"
     )
     group.add_argument(
         "--stem",
@@ -106,22 +110,30 @@ def _model(group: argparse._ArgumentGroup) -> None:
         help="first layers of a ResNet; small: one 3×3 convolution",
     )
     group.add_argument(
-        "--zero-gamma", action="store_true", help="initialize the last BatchNorm of each residual block with 0"
+        "--zero-gamma",
+        action="store_true",
+        help="initialize the weight of the last BatchNorm in each residual block to 0",
     )
-    group.add_argument("--init-from", metavar="FILE", help="initialize the weights from this file or URL")
+    group.add_argument("--init-from", metavar="FILE", help="load initial weights from this file or URL")
 
 
 def _training(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--epochs", metavar="N", type=int, default=90, help="number of epochs")
     add("--batch-size", metavar="N", type=int, help="batch size per rank; default: 32")
-    add("--global-batch-size", metavar="N", type=int, help="batch size over all ranks; kept on resume")
+    add("--global-batch-size", metavar="N", type=int, help="total batch size of all ranks; kept on resume")
     add("--lr", type=float, help=f"peak learning rate; default: {LR_PER_256} × global batch size / 256")
-    add("--momentum", type=float, default=0.9, help="momentum of SGD")
+    add("--momentum", type=float, default=0.9, help="SGD momentum")
     add("--nesterov", action="store_true", help="use Nesterov momentum")
     add("--weight-decay", type=float, default=1e-4, help="weight decay, applied to all weights")
     add("--schedule", choices=SCHEDULES, default="multistep", help="learning rate schedule")
-    add("--warmup-epochs", metavar="N", type=float, default=0.0, help="epochs of linear warm-up from 0")
+    add(
+        "--warmup-epochs",
+        metavar="N",
+        type=float,
+        default=0.0,
+        help="number of linear warmup epochs, starting from a learning rate of 0",
+    )
     add(
         "--milestones",
         metavar="N,N",
@@ -129,31 +141,36 @@ def _training(group: argparse._ArgumentGroup) -> None:
         default=(30.0, 60.0, 90.0, 120.0),
         help="epochs at which multistep reduces the learning rate",
     )
-    add("--gamma", type=float, default=0.1, help="learning rate factor at each milestone")
-    add("--label-smoothing", metavar="FRACTION", type=float, default=0.0, help="label smoothing of the training loss")
+    add(
+        "--gamma",
+        type=float,
+        default=0.1,
+        help="factor by which multistep multiplies the learning rate at each milestone",
+    )
+    add("--label-smoothing", metavar="FRACTION", type=float, default=0.0, help="label smoothing for the training loss")
     add(
         "--ema",
         metavar="DECAY",
         type=float,
         default=0.0,
-        help="decay of the moving average of the weights, such as 0.999; 0: off",
+        help="decay rate of the exponential moving average of the weights, such as 0.999; 0: off",
     )
-    add("--clip-grad", metavar="NORM", type=float, default=0.0, help="maximum norm of the gradient; 0: off")
-    add("--seed", type=int, default=0, help="seed of the sample order, the augmentation and the initial weights")
-    add("--num-batches", metavar="N", type=int, help="stop after this many steps in total")
+    add("--clip-grad", metavar="NORM", type=float, default=0.0, help="maximum gradient norm; 0: off")
+    add("--seed", type=int, default=0, help="seed for the sample order, the augmentation and the initial weights")
+    add("--num-batches", metavar="N", type=int, help="stop when this total number of steps is reached")
     add(
         "--eval-only",
         nargs="?",
         choices=("newest", "best"),
         const="newest",
-        help="validate only: the newest or best checkpoint, or --init-from",
+        help="only validate the latest (newest) or best checkpoint, or the weights from --init-from",
     )
     add(
         "--validate-every",
         metavar="N",
         type=int,
         default=1,
-        help="validate every N epochs and after the last; 0: never",
+        help="validate every N epochs and after the last epoch; 0: never",
     )
 
 
@@ -170,16 +187,18 @@ def _checkpoints(group: argparse._ArgumentGroup, environ: Mapping[str, str]) -> 
         metavar="N",
         type=int,
         default=get("STOKER_CHECKPOINT_KEEP") or "3",
-        help="number of newest checkpoints to keep, besides the best",
+        help="number of latest checkpoints to keep, in addition to the best",
     )
     add(
         "--checkpoint-every",
         metavar="TIME",
         type=_argparse_type(parse_duration),
         default="10m",
-        help="time between checkpoints; 0: off",
+        help="interval between checkpoints; 0: off",
     )
-    add("--checkpoint-every-steps", metavar="N", type=int, default=0, help="steps between checkpoints; 0: off")
+    add(
+        "--checkpoint-every-steps", metavar="N", type=int, default=0, help="number of steps between checkpoints; 0: off"
+    )
 
 
 def _machine(group: argparse._ArgumentGroup) -> None:
@@ -190,19 +209,23 @@ def _machine(group: argparse._ArgumentGroup) -> None:
         "--backend",
         choices=("auto", "gloo", "nccl"),
         default="auto",
-        help="backend of torch.distributed; auto: nccl on cuda, otherwise gloo",
+        help="torch.distributed backend; auto: nccl on cuda, otherwise gloo",
     )
-    add("--precision", choices=PRECISIONS, default="fp32", help="precision of the forward and backward pass")
-    add("--channels-last", action="store_true", help="use the channels_last memory format, faster on GPUs")
+    add("--precision", choices=PRECISIONS, default="fp32", help="precision of the forward and backward passes")
+    add("--channels-last", action="store_true", help="use the channels_last memory format, which is faster on GPUs")
     add("--compile", action="store_true", help="compile the model with torch.compile")
     add(
         "--threads",
         "--workers",
         metavar="N",
         type=int,
-        help="decoding threads per rank; default: its share of the cores",
+        help="decoding threads per rank; default: cores divided by local ranks",
     )
-    add("--deterministic", action="store_true", help="bit-identical results, even after kills and resumes")
+    add(
+        "--deterministic",
+        action="store_true",
+        help="produce bit-identical results, even after the run is killed and resumed",
+    )
 
 
 def _logging(group: argparse._ArgumentGroup) -> None:
@@ -212,9 +235,9 @@ def _logging(group: argparse._ArgumentGroup) -> None:
         metavar="TIME",
         type=_argparse_type(parse_duration),
         default="10",
-        help="time between progress lines",
+        help="interval between progress lines",
     )
-    add("--ledger", metavar="DIR", help="directory to record which samples each rank saw at each step")
+    add("--ledger", metavar="DIR", help="record which samples each rank saw at each step in this directory")
 
 
 def _webdataset(parser: argparse.ArgumentParser) -> None:

@@ -95,7 +95,7 @@ class Meter:
                 self.record.scalar(name, value, step)
         wait = 100 * self._spans["loader_wait"] / step_s
         position = f"epoch {epoch} step {step:,}/{total_steps:,}"
-        self.print_line(f"{position} loss {loss:.4f} lr {lr:.4g} {speed:,.0f} images/s wait {wait:.0f} %")
+        self.print_line(f"{position} loss {loss:.4f} lr {lr:.4g} {speed:,.0f} images/s wait {wait:.0f}%")
         self._total_samples, self._total_s = self._total_samples + self._global_samples, self._total_s + step_s
         self._spans, self._times, self.steps = {}, times, 0
         self._local_samples, self._global_samples, self._loss_sum = 0, 0, 0.0

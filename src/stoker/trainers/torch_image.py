@@ -45,8 +45,7 @@ from stoker.errors import InputError, StokerError
 from stoker.load.torch import Dataset, TorchBatch, normalize
 from stoker.sampling.plan import Epoch
 from stoker.sampling.rank import Rank
-from stoker.storage import join_url as join_url
-from stoker.storage import redacted
+from stoker.storage import join_url, redacted
 from stoker.telemetry import Recorder, recorder
 from stoker.telemetry.events import PEER_LOST
 from stoker.trainers import checkpoints, models
@@ -54,8 +53,8 @@ from stoker.trainers.checkpoints import Checkpoint, CheckpointStore
 from stoker.trainers.join import JoinProgress, sync_ranks, uneven_inputs
 from stoker.trainers.meter import HeartbeatSender
 from stoker.trainers.train_state import TrainState, copy_for_averaging, update_ema
-from stoker.trainers.training_data import TrainingData, count_classes, open_validation_set
 from stoker.trainers.trainer_process import TrainerProcess
+from stoker.trainers.training_data import TrainingData, count_classes, open_validation_set
 from stoker.trainers.world import StoppedImmediately, StopSignal, World, exit_with_parent
 
 STOP = 1 << 40

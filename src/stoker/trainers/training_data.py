@@ -128,7 +128,7 @@ def count_classes(args: argparse.Namespace, meta: Checkpoint, data: TrainingData
         raise InputError(
             f"classes ({_abbreviate(val_classes)}) differ from those of the training set ({_abbreviate(data.classes)})",
             where=args.val,
-            hint="convert both with one command",
+            hint="convert both splits with one command",
         )
     in_data = len(data.classes if data is not None else val_classes)
     number = args.num_classes or (meta.get("num_classes", in_data) if args.eval_only else in_data)
@@ -146,7 +146,7 @@ def count_classes(args: argparse.Namespace, meta: Checkpoint, data: TrainingData
 
 def _unknown_classes(where: str) -> InputError:
     return InputError(
-        "number of classes is unknown: the shard set has no manifest of stoker", where=where, hint="set --num-classes"
+        "number of classes is unknown: the manifest lists no classes", where=where, hint="set --num-classes"
     )
 
 

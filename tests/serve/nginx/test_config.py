@@ -14,7 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from stoker.errors import InputError
-from stoker.serve.nginx.config import NginxCacheConfig, NginxServeConfig, build_cache_config, build_serve_config
+from stoker.serve.nginx.config import NginxCacheConfig, NginxServeConfig, render_cache_config, render_serve_config
 from stoker.serve.nginx.syntax import quote_word
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
@@ -55,7 +55,7 @@ def _remove_prefix(prefix: Path) -> object:
 @given(special_text)
 def test_any_root_is_quoted_or_rejected(prefix: Path, name: str) -> None:
     try:
-        text = build_serve_config(replace(SERVE, root=Path("/data", name)), prefix)
+        text = render_serve_config(replace(SERVE, root=Path("/data", name)), prefix)
     except InputError:
         assert any(letter == "$" or ord(letter) < 32 or ord(letter) == 127 for letter in name)
     else:
@@ -67,7 +67,7 @@ def test_any_root_is_quoted_or_rejected(prefix: Path, name: str) -> None:
 def test_any_origin_is_quoted_or_rejected(prefix: Path, name: str, host: str, path: str) -> None:
     for origin in ((name, "http://127.0.0.1"), ("o", f"http://{host}"), ("o", f"http://127.0.0.1/{path}")):
         try:
-            text = build_cache_config(replace(CACHE, origins=(origin,), dir=prefix / "c"), prefix)
+            text = render_cache_config(replace(CACHE, origins=(origin,), dir=prefix / "c"), prefix)
         except InputError:
             continue
         error = nginx_test_error(text, prefix)
@@ -78,7 +78,7 @@ def test_any_origin_is_quoted_or_rejected(prefix: Path, name: str, host: str, pa
 @given(st.text(max_size=30))
 def test_any_token_is_accepted_or_rejected(prefix: Path, token: str) -> None:
     try:
-        text = build_serve_config(replace(SERVE, token=token), prefix)
+        text = render_serve_config(replace(SERVE, token=token), prefix)
     except InputError:
         assert not token.isascii() or not token.isprintable() or " " in token or not token
     else:
@@ -86,7 +86,7 @@ def test_any_token_is_accepted_or_rejected(prefix: Path, token: str) -> None:
 
 
 def test_configuration_does_not_contain_the_token() -> None:
-    assert "sesame" not in build_serve_config(replace(SERVE, token="sesame-open"), PREFIX)
+    assert "sesame" not in render_serve_config(replace(SERVE, token="sesame-open"), PREFIX)
 
 
 @pytest.mark.parametrize("word", ["a$b", "a\nb", "a\0b", "${x}", "a\x7f", "x" * 4000])
@@ -122,27 +122,27 @@ def test_words_that_nginx_cannot_escape_are_rejected(word: str) -> None:
 )
 def test_unsupported_origin_urls_are_rejected(url: str) -> None:
     with pytest.raises(InputError) as raised:
-        build_cache_config(replace(CACHE, origins=(("o", url),)), PREFIX)
+        render_cache_config(replace(CACHE, origins=(("o", url),)), PREFIX)
     assert "secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["-", "a/b", "..", ".", "a b", "$x", "a;b", "é", "x" * 65])
 def test_invalid_origin_names_are_rejected(name: str) -> None:
     with pytest.raises(InputError) as caught:
-        build_cache_config(replace(CACHE, origins=((name, "http://h"),)), PREFIX)
+        render_cache_config(replace(CACHE, origins=((name, "http://h"),)), PREFIX)
     assert caught.value.where == repr(name)
 
 
 @pytest.mark.parametrize("origins", [(), (("a", "http://h"), ("a", "http://i")), (("", "http://h"), ("a", "http://i"))])
 def test_origins_need_distinct_names(origins: tuple[tuple[str, str], ...]) -> None:
     with pytest.raises(InputError, match="NAME=URL"):
-        build_cache_config(replace(CACHE, origins=origins), PREFIX)
+        render_cache_config(replace(CACHE, origins=origins), PREFIX)
 
 
 @pytest.mark.parametrize("host", ["", "a b", "h;", "fe80::1%eth0;x", "$h", "[::1"])
 def test_invalid_hosts_are_rejected(host: str) -> None:
     with pytest.raises(InputError):
-        build_serve_config(replace(SERVE, host=host), PREFIX)
+        render_serve_config(replace(SERVE, host=host), PREFIX)
 
 
 @pytest.mark.parametrize(
@@ -158,21 +158,21 @@ def test_invalid_hosts_are_rejected(host: str) -> None:
 )
 def test_unsafe_or_invalid_settings_are_rejected(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        build_serve_config(replace(SERVE, **changes), PREFIX)
+        render_serve_config(replace(SERVE, **changes), PREFIX)
 
 
 def test_https_origin_needs_ca_certificates(prefix: Path) -> None:
     settings = replace(CACHE, origins=(("", "https://127.0.0.1/data"),), dir=prefix / "c")
     with pytest.raises(InputError, match="certificates"):
-        build_cache_config(settings, prefix)
-    text = build_cache_config(replace(settings, ca_file=Path("/etc/ssl/certs/ca-certificates.crt")), prefix)
+        render_cache_config(settings, prefix)
+    text = render_cache_config(replace(settings, ca_file=Path("/etc/ssl/certs/ca-certificates.crt")), prefix)
     assert nginx_test_error(text, prefix) == ""
 
 
 def test_cache_without_an_admin_socket(prefix: Path) -> None:
     """No access log, which nothing would rotate, no socket, and names resolved by a DNS server."""
     origins = (("data", "http://data.default.svc:7888/x"), ("other", "http://h"))
-    text = build_cache_config(replace(CACHE, origins=origins, dir=prefix / "c", resolver="127.0.0.1"), prefix)
+    text = render_cache_config(replace(CACHE, origins=origins, dir=prefix / "c", resolver="127.0.0.1"), prefix)
     assert "unix:" not in text
     assert "access_log off;" in text
     assert nginx_test_error(text, prefix) == ""
@@ -180,4 +180,4 @@ def test_cache_without_an_admin_socket(prefix: Path) -> None:
 
 def test_configuration_is_deterministic() -> None:
     settings = replace(SERVE, token="a" * 16)
-    assert build_serve_config(settings, PREFIX) == build_serve_config(settings, PREFIX)
+    assert render_serve_config(settings, PREFIX) == render_serve_config(settings, PREFIX)

@@ -35,7 +35,7 @@ from stoker.kube.objects import (
     restricted_security_context,
     strategic_merge,
 )
-from stoker.serve.nginx.config import ContainerPaths, NginxCacheConfig, build_cache_config, keys_zone_bytes
+from stoker.serve.nginx.config import ContainerPaths, NginxCacheConfig, keys_zone_bytes, render_cache_config
 from stoker.storage import redacted
 
 CACHE_LABELS = {PART_LABEL: "cache"}
@@ -88,7 +88,7 @@ class ClusterCache:
 
 def build_cache_objects(cache: ClusterCache, patches: Sequence[Manifest] = ()) -> list[Manifest]:
     """Build all objects of a cache, in the order in which to create them."""
-    if faults := list(_check_cache(cache)):
+    if faults := list(_cache_faults(cache)):
         raise SpecError(faults)
     config = build_object(
         "v1", "ConfigMap", CACHE_SERVICE, CACHE_LABELS, namespace=cache.namespace, data=_config_files(cache)
@@ -117,21 +117,21 @@ def pod_version(template: Manifest) -> str:
     return str((template["metadata"].get("annotations") or {}).get(CONFIG_ANNOTATION) or "")
 
 
-def _check_cache(cache: ClusterCache) -> Iterator[Fault]:
+def _cache_faults(cache: ClusterCache) -> Iterator[Fault]:
     if cache.size < MIN_CACHE_BYTES:
         yield Fault("--size", f"must be at least {format_bytes(MIN_CACHE_BYTES)}, got {format_bytes(cache.size)}")
     if not 1 <= cache.replicas <= MAX_REPLICAS:
         yield Fault("--replicas", f"must be between 1 and {MAX_REPLICAS}, got {cache.replicas}")
     if cache.claim is not None and cache.storage_class is not None:
         yield Fault("--claim", "uses an existing claim and --storage-class creates new ones: pass only one of them")
-    yield from _check_image(cache.image)
+    yield from _image_faults(cache.image)
     for _, url in cache.origins:
         if not url.startswith(("http://", "https://")):
             bucket = "use the https URL of a public bucket, such as https://BUCKET.s3.amazonaws.com"
             yield Fault("--origin", f"nginx cannot fetch from {redacted(url)}; {bucket}")
 
 
-def _check_image(image: str) -> Iterator[Fault]:
+def _image_faults(image: str) -> Iterator[Fault]:
     if not image or not image.isprintable() or " " in image:
         yield Fault("--image", f"invalid image name {image!r}")
 
@@ -146,9 +146,9 @@ def check_claim_writable(claim: Manifest, replicas: int) -> None:
         hint = "pass a writable claim"
         if replicas > 1:
             hint = "use --replicas 1, a ReadWriteMany claim, or --storage-class, which creates a claim per pod"
-        modes_text = ", ".join(modes) or "none"
+        pods = f" by {replicas} pods" if replicas > 1 else ""
         raise InputError(
-            f"claim {name} has access modes {modes_text}, which do not let {replicas} pods write", hint=hint
+            f"claim {name} is not writable{pods}: its access modes are {', '.join(modes) or 'not set'}", hint=hint
         )
 
 
@@ -247,7 +247,7 @@ def _nginx_config(cache: ClusterCache) -> NginxCacheConfig:
 def _config_files(cache: ClusterCache) -> dict[str, str]:
     has_https = any(url.startswith("https://") for _, url in cache.origins)
     return {
-        "nginx.conf": build_cache_config(_nginx_config(cache), Path(RUN_DIR)),
+        "nginx.conf": render_cache_config(_nginx_config(cache), Path(RUN_DIR)),
         "start.sh": _start_script(has_https),
         "stop.sh": STOP_SCRIPT,
         "origins.json": json.dumps([{"name": name, "url": redacted(url)} for name, url in cache.origins]) + "\n",
@@ -332,7 +332,7 @@ class WarmJob:
 
 def build_warm_objects(warm_job: WarmJob, patches: Sequence[Manifest] = ()) -> list[Manifest]:
     """Build the Job that warms a cache, and the ConfigMap that lists what it reads."""
-    if faults := list(_check_image(warm_job.image)):
+    if faults := list(_image_faults(warm_job.image)):
         raise SpecError(faults)
     data = {
         "warm.sh": WARM_SCRIPT,

@@ -21,7 +21,7 @@ _USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _NginxConfig:
+class _CommonConfig:
     """The settings that a server and a cache share."""
 
     host: str
@@ -35,7 +35,7 @@ class _NginxConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NginxServeConfig(_NginxConfig):
+class NginxServeConfig(_CommonConfig):
     """A folder to serve, read-only or writable."""
 
     root: Path
@@ -56,7 +56,7 @@ class ContainerPaths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NginxCacheConfig(_NginxConfig):
+class NginxCacheConfig(_CommonConfig):
     """A cache of origins, given as (name, URL); the name "" stands for a single origin at the root."""
 
     origins: tuple[tuple[str, str], ...]
@@ -77,7 +77,7 @@ class NginxCacheConfig(_NginxConfig):
 NginxConfig = NginxServeConfig | NginxCacheConfig
 
 
-def build_serve_config(settings: NginxServeConfig, prefix: Path) -> str:
+def render_serve_config(settings: NginxServeConfig, prefix: Path) -> str:
     """Return the configuration of a data server; nginx keeps its own files under `prefix`."""
     if settings.writable and settings.token is None and not is_loopback(settings.host):
         raise InputError("a writable server on a non-loopback address needs a token", where=settings.host)
@@ -86,7 +86,7 @@ def build_serve_config(settings: NginxServeConfig, prefix: Path) -> str:
     location = _STATIC_FILES
     if settings.writable:
         location += _DAV_WRITES
-    return _build_config(
+    return _render_config(
         settings,
         prefix,
         server=f"""\
@@ -99,7 +99,7 @@ location / {{
     )
 
 
-def build_cache_config(settings: NginxCacheConfig, prefix: Path) -> str:
+def render_cache_config(settings: NginxCacheConfig, prefix: Path) -> str:
     """Return the configuration of a caching reverse proxy in front of the given origins only."""
     origins = [OriginLocations.parse(number, name, url) for number, (name, url) in enumerate(settings.origins)]
     _check_cache(settings, origins)
@@ -116,7 +116,7 @@ def build_cache_config(settings: NginxCacheConfig, prefix: Path) -> str:
     if not any(origin.name == "" for origin in origins):
         server += "location / {\n    return 404;\n}\n"
     http = _cache_zone(settings) + _resolver(settings, origins)
-    return _build_config(settings, prefix, http=http, server=server, methods=("GET", "HEAD"))
+    return _render_config(settings, prefix, http=http, server=server, methods=("GET", "HEAD"))
 
 
 def _check_cache(settings: NginxCacheConfig, origins: list[OriginLocations]) -> None:
@@ -174,7 +174,9 @@ def eviction_bytes(settings: NginxCacheConfig) -> int:
     return settings.size - settings.size // 10
 
 
-def _build_config(settings: NginxConfig, prefix: Path, *, server: str, methods: tuple[str, ...], http: str = "") -> str:
+def _render_config(
+    settings: NginxConfig, prefix: Path, *, server: str, methods: tuple[str, ...], http: str = ""
+) -> str:
     if not 0 < settings.port < 65536:
         raise InputError("invalid port", where=settings.port)
     container = settings.container if isinstance(settings, NginxCacheConfig) else None

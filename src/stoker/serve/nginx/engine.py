@@ -35,9 +35,9 @@ from stoker.serve.nginx.config import (
     NginxCacheConfig,
     NginxConfig,
     NginxServeConfig,
-    build_cache_config,
-    build_serve_config,
     cache_path,
+    render_cache_config,
+    render_serve_config,
 )
 from stoker.serve.nginx.stats import NginxStats, walk_files
 
@@ -173,9 +173,9 @@ class NginxEngine:
         """Write the configuration; replace the current one only if nginx accepts it."""
         home = self._home
         text = (
-            build_serve_config(settings, home)
+            render_serve_config(settings, home)
             if isinstance(settings, NginxServeConfig)
-            else build_cache_config(settings, home)
+            else render_cache_config(settings, home)
         )
         candidate = self._home / "nginx.conf.new"
         candidate.write_bytes(text.encode(errors="surrogateescape"))

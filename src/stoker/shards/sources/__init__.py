@@ -88,14 +88,14 @@ def detect_source(where: str) -> str:
     if path is None and not where.startswith("synthetic"):
         return "shards"
     if path is not None and not path.exists() and not has_braces(where):
-        raise NotFoundError("no such file or folder", where=where)
+        raise NotFoundError("no such file or directory", where=where)
     for name in DETECTION_ORDER:
         if SOURCES.get(name).can_read(where):
             return name
     raise SourceError(
-        "no known dataset format found",
+        "dataset format not recognized",
         where=where,
-        hint="a folder needs train/<class>/<image> or <class>/<image>; or set --source " + "|".join(SOURCES.names()),
+        hint="expected train/<class>/<image> or <class>/<image>; or set --source " + "|".join(SOURCES.names()),
     )
 
 

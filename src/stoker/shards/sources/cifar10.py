@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from stoker.errors import NotFoundError, SourceError
 from stoker.shards.sample import Content, Item
-from stoker.shards.sources.files import OpenFile, disk_full_errors, open_decompressed
+from stoker.shards.sources.files import OpenFile, open_decompressed, translate_disk_full_errors
 from stoker.shards.sources.png import PNG_RECIPE, encode_png
-from stoker.shards.sources.tarfiles import iter_members
+from stoker.shards.sources.tarfiles import iter_files
 
 ARCHIVE = "cifar-10-python.tar.gz"
 FOLDER = "cifar-10-batches-py"
@@ -143,7 +143,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         """Return the placeholder; nothing is ever imported."""
         if (module, name) not in self.ALLOWED:
             raise SourceError(
-                f"the pickle contains {module}.{name}, which no CIFAR-10 file does",
+                f"the pickle contains {module}.{name}, which is not expected in a CIFAR-10 file",
                 where=self._where,
                 hint="do not trust this file; download it again",
             )
@@ -160,8 +160,8 @@ def _unpickle(file: _BatchFile) -> dict[bytes, Any]:
         content = RestrictedUnpickler(io.BytesIO(file.file.read(file.offset, file.size)), file.where).load()
     except SourceError:
         raise
-    except Exception as error:  # a damaged pickle can raise anything
-        raise SourceError(f"damaged pickle: {type(error).__name__}: {error}", where=file.where) from error
+    except Exception as error:  # a corrupt pickle can raise anything
+        raise SourceError(f"corrupt pickle: {type(error).__name__}: {error}", where=file.where) from error
     if not isinstance(content, dict):
         raise SourceError(f"the pickle contains a {type(content).__name__}, expected a dict", where=file.where)
     return content
@@ -181,7 +181,7 @@ def _load_batch(file: _BatchFile, pixels_path: Path) -> _Batch:
     names = content.get(b"filenames")
     if not isinstance(names, list) or len(names) != len(pixels) or not all(map(_is_png_name, names)):
         names = []
-    with disk_full_errors(pixels_path.parent):
+    with translate_disk_full_errors(pixels_path.parent):
         np.save(pixels_path, pixels)
     return _Batch(np.load(pixels_path, mmap_mode="r"), labels, np.array(names, np.bytes_))
 
@@ -229,11 +229,11 @@ def _find_files(path: Path, scratch: Path) -> dict[str, _BatchFile]:
             raise SourceError(f"neither {ARCHIVE} nor {FOLDER}/ found", where=path)
         path /= ARCHIVE
     elif not path.is_file():
-        raise NotFoundError("no such file or folder", where=path)
+        raise NotFoundError("no such file or directory", where=path)
     archive = open_decompressed(path, scratch)
     files_by_name = {}
     try:
-        for name, offset, size in iter_members(archive):
+        for name, offset, size in iter_files(archive):
             inside = name.removeprefix("./").removeprefix(f"{FOLDER}/")
             if inside in FILES:
                 files_by_name[inside] = _BatchFile(archive, offset, size, f"{path} ({inside})")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from stoker.errors import MissingExtraError, SourceError
 from stoker.shards.sources.files import open_decompressed
-from stoker.shards.sources.tarfiles import iter_members
+from stoker.shards.sources.tarfiles import iter_files
 
 WNID = re.compile(r"n\d{8}", re.ASCII)
 VAL_IMAGE = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG", re.ASCII)
@@ -134,7 +134,7 @@ def _read_devkit_folder(devkit: Path) -> tuple[bytes, bytes]:
 def _read_devkit_tar(devkit: Path, scratch: Path) -> tuple[bytes, bytes]:
     contents: dict[str, bytes] = {}
     with open_decompressed(devkit, scratch) as file:
-        for name, offset, size in iter_members(file):
+        for name, offset, size in iter_files(file):
             inside = name.removeprefix("./").removeprefix(f"{DEVKIT}/")
             if inside in (GROUND_TRUTH, META):
                 contents[inside] = file.read(offset, size)

@@ -77,17 +77,17 @@ def open_decompressed(path: Path, scratch: Path) -> OpenFile:
     target = scratch / path.name.removesuffix(".gz")
     try:
         # Read to the end, where the checksum is.
-        with disk_full_errors(scratch), gzip.open(path) as packed, open(target, "xb") as plain:
+        with translate_disk_full_errors(scratch), gzip.open(path) as packed, open(target, "xb") as plain:
             shutil.copyfileobj(packed, plain, CHUNK_BYTES)
     except EOFError as error:
         raise SourceError("truncated gzip stream", where=path, hint=DOWNLOAD_AGAIN) from error
     except (gzip.BadGzipFile, zlib.error) as error:
-        raise SourceError(f"damaged gzip stream: {error}", where=path, hint=DOWNLOAD_AGAIN) from error
+        raise SourceError(f"corrupt gzip stream: {error}", where=path, hint=DOWNLOAD_AGAIN) from error
     return OpenFile(path, copy=target)
 
 
 @contextmanager
-def disk_full_errors(scratch: Path) -> Iterator[None]:
+def translate_disk_full_errors(scratch: Path) -> Iterator[None]:
     """Translate the OSError of a full disk into a StorageFullError that names the folder."""
     try:
         yield
@@ -95,5 +95,5 @@ def disk_full_errors(scratch: Path) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise StorageFullError(
-            "no space left to unpack the dataset", where=scratch, hint="set TMPDIR to a folder on a larger disk"
+            "no space left to unpack the dataset", where=scratch, hint="set TMPDIR to a directory on a larger disk"
         ) from error

@@ -23,7 +23,7 @@ class FolderSource:
     def __init__(self, where: str, *, scratch: Path) -> None:  # noqa: ARG002 - nothing needs unpacking
         root = local_path(where)
         if root is None or not root.is_dir():
-            raise NotFoundError("no such folder", where=where)
+            raise NotFoundError("no such directory", where=where)
         self.name = root.resolve().name or "dataset"
         self._roots, self._skipped_folders = _find_split_roots(root)
         self.splits: Sequence[str] = tuple(self._roots)
@@ -88,7 +88,7 @@ class FolderSource:
             raise SourceError(
                 f"the file changed during the conversion: it had {item.size} bytes",
                 where=_printable(path),
-                hint="run again when it is no longer written to",
+                hint="try again when nothing writes to it",
             )
         return Content(data)
 
@@ -103,7 +103,7 @@ class FolderSource:
         stat = here.stat()
         if (stat.st_dev, stat.st_ino) in above:
             raise SourceError(
-                "a symbolic link points to a folder above it", where=_printable(here), hint="remove the link"
+                "symbolic link points to one of its parent directories", where=_printable(here), hint="remove the link"
             )
         for entry in sorted(os.scandir(here), key=lambda entry: entry.name):
             path = inside + entry.name
@@ -113,9 +113,7 @@ class FolderSource:
             elif entry.is_dir():
                 yield from self._iter_images(folder, path + "/", (*above, (stat.st_dev, stat.st_ino)))
             elif not entry.is_file():
-                raise SourceError(
-                    "is a broken symbolic link or not a regular file", where=_printable(here / entry.name)
-                )
+                raise SourceError("broken symbolic link, or not a regular file", where=_printable(here / entry.name))
             elif os.path.splitext(entry.name)[1].lower() in EXTENSIONS:
                 yield path, entry.stat()
             else:
@@ -171,7 +169,7 @@ def _list_class_folders(root: Path) -> tuple[str, ...]:
     stray = [e.name for e in os.scandir(root) if e.is_file() and os.path.splitext(e.name)[1].lower() in EXTENSIONS]
     if stray:
         raise SourceError(
-            f"{_join_some(sorted(stray))} is outside of any class folder",
+            f"{_join_some(sorted(stray))} is not in a class folder",
             where=_printable(root),
             hint="move every image into the folder of its class",
         )

@@ -12,7 +12,7 @@ from stoker.shards.images import EXTENSIONS
 from stoker.shards.sample import Content, Item
 from stoker.shards.sources.devkit import DEVKIT, DEVKIT_TAR, SOLUTION, VAL_IMAGE, WNID, GroundTruth, find_ground_truth
 from stoker.shards.sources.files import OpenFile, open_decompressed
-from stoker.shards.sources.tarfiles import Member, iter_members
+from stoker.shards.sources.tarfiles import ArchivedFile, iter_files
 
 TARS = {split: (f"ILSVRC2012_img_{split}.tar", f"ILSVRC2012_img_{split}.tar.gz") for split in ("train", "val")}
 FOLDERS = {split: (split, f"ILSVRC2012_img_{split}", f"ILSVRC/Data/CLS-LOC/{split}") for split in ("train", "val")}
@@ -36,7 +36,7 @@ class ImagenetSource:
             elif root.is_dir():
                 self._open(root, scratch)
             else:
-                raise NotFoundError("no such file or folder", where=where)
+                raise NotFoundError("no such file or directory", where=where)
         except BaseException:
             self.close()
             raise
@@ -157,9 +157,9 @@ class _TarOfClassTars:
 
     def __init__(self, file: OpenFile) -> None:
         self._file = file
-        self._tars: dict[str, Member] = {}
+        self._tars: dict[str, ArchivedFile] = {}
         try:
-            for member in iter_members(file):
+            for member in iter_files(file):
                 wnid, _, suffix = _basename(member.name).partition(".")
                 if suffix != "tar" or not WNID.fullmatch(wnid) or wnid in self._tars:
                     raise SourceError(f"member {member.name!r} is not the tar of another class", where=file.path)
@@ -245,7 +245,7 @@ class _NumberedTar:
     def iter_files(self) -> Iterator[_SplitFile]:
         seen = bytearray(len(self._truth) + 1)
         count, beyond = 0, ""
-        for member in iter_members(self._file):
+        for member in iter_files(self._file):
             name = _basename(member.name)
             match = VAL_IMAGE.fullmatch(name)
             if match is None:
@@ -307,7 +307,7 @@ class _NumberedFolder:
 def _iter_class_tar(file: OpenFile, wnid: str, start: int, end: int) -> Iterator[_SplitFile]:
     if end == start:  # an empty file, left by a failed download
         return
-    for member in iter_members(file, start, end, within=f"{wnid}.tar"):
+    for member in iter_files(file, start, end, within=f"{wnid}.tar"):
         yield _SplitFile(wnid, _basename(member.name), member.size, member.offset)
 
 

@@ -40,7 +40,7 @@ class MnistSource:
 
     def __init__(self, where: str, *, scratch: Path) -> None:
         if not Path(where).is_dir():
-            raise NotFoundError("no such folder", where=where)
+            raise NotFoundError("no such directory", where=where)
         folder = _find_single_folder(where)
         fashion = "fashion" in (folder.parent if folder.name == "raw" else folder).resolve().name.lower()
         self.name = "fashion-mnist" if fashion else "mnist"
@@ -175,7 +175,9 @@ def _find_single_folder(where: str) -> Path:
     if not folders:
         raise SourceError("neither train-images-idx3-ubyte[.gz] nor t10k-images-idx3-ubyte[.gz] found", where=where)
     if len(folders) > 1:
-        raise SourceError(f"found two datasets: {folders[0]} and {folders[1]}", where=where, hint="pass one of them")
+        raise SourceError(
+            f"found two datasets: {folders[0]} and {folders[1]}", where=where, hint="pass only one of them"
+        )
     return folders[0]
 
 

@@ -108,7 +108,7 @@ def _check_against_manifest(
 
 
 def _damaged_error(what: str, where: str) -> SourceError:
-    return SourceError(f"the shard is damaged: {what}", where=where, hint="run: stoker data verify")
+    return SourceError(f"the shard is corrupt: {what}", where=where, hint="run: stoker data verify")
 
 
 def _check_key(key: str, at: int, where: str) -> None:

@@ -53,7 +53,7 @@ class SyntheticSource:
         self.splits: Sequence[str] = tuple(self._counts)
         digits = max(2, len(str(self._recipe.classes - 1)))
         self.classes: Sequence[str] = tuple(f"class{label:0{digits}d}" for label in range(self._recipe.classes))
-        self.notes: Sequence[str] = ("the images are synthetic: training results on them mean nothing for a model",)
+        self.notes: Sequence[str] = ("the images are synthetic: use them to measure speed, not accuracy",)
 
     @staticmethod
     def can_read(where: str) -> bool:
@@ -61,7 +61,7 @@ class SyntheticSource:
         return where.startswith(PREFIX) or where == PREFIX.rstrip(":")
 
     def scan(self, split: str) -> Iterator[Item]:
-        """List the images; labels take turns."""
+        """List the images; labels cycle through the classes."""
         width, height = self._recipe.size
         # An estimate, as nothing is encoded yet: such JPEGs take 3 bits per pixel, and noise does not compress as PNG.
         size = 600 + width * height * (3 if self._recipe.kind == "jpg" else 18) // 8
@@ -140,7 +140,7 @@ def parse_recipe(where: str) -> Recipe:
 def _parse_int(low: int, high: int, text: str) -> int:
     # int() also accepts signs, spaces and underscores, and fails at 4300 digits.
     if not (text.isascii() and text.isdigit() and len(text) < 40 and low <= int(text) <= high):
-        raise ValueError(f"an integer from {low} to {high}")
+        raise ValueError(f"an integer between {low} and {high}")
     return int(text)
 
 
@@ -148,7 +148,7 @@ def _parse_size(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]{1,5})(?:x([0-9]{1,5}))?", text)
     width, height = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not (1 <= width <= MAX_SIDE and 1 <= height <= MAX_SIDE):
-        raise ValueError(f"SIDE or WIDTHxHEIGHT, each from 1 to {MAX_SIDE}")
+        raise ValueError(f"SIDE or WIDTHxHEIGHT, each between 1 and {MAX_SIDE}")
     return width, height
 
 

@@ -9,7 +9,7 @@ from stoker.shards import tar_headers
 from stoker.shards.sources.files import DOWNLOAD_AGAIN, OpenFile
 
 
-class Member(NamedTuple):
+class ArchivedFile(NamedTuple):
     """A regular file in a tar; its bytes start at `offset` of the file that holds the tar."""
 
     name: str
@@ -29,7 +29,7 @@ class _FileReader:
         return name, size, kind, magic, prefix
 
 
-def iter_members(file: OpenFile, start: int = 0, end: int | None = None, *, within: str = "") -> Iterator[Member]:
+def iter_files(file: OpenFile, start: int = 0, end: int | None = None, *, within: str = "") -> Iterator[ArchivedFile]:
     """Yield the regular files of the tar between `start` and `end`; `within` names a tar inside another tar.
 
     Only headers are read. Raise SourceError for links and devices, and for a tar without its end-of-archive block, as
@@ -43,4 +43,4 @@ def iter_members(file: OpenFile, start: int = 0, end: int | None = None, *, with
         truncated_hint=DOWNLOAD_AGAIN,
     )
     for _, path, offset, size, _ in members:
-        yield Member(path, offset, size)
+        yield ArchivedFile(path, offset, size)

@@ -19,7 +19,7 @@ from stoker.trainers.train_state import TrainState
 from stoker.trainers.training_data import TrainingData
 from stoker.trainers.world import StopSignal, World
 
-RESUME_HINT = "run the same command to resume"
+RERUN_TO_RESUME = "run the same command to resume"
 
 
 def stopped_after(step: int) -> str:
@@ -27,7 +27,7 @@ def stopped_after(step: int) -> str:
     return f"stopped after step {step:,}"
 
 
-class TrainingRun:
+class TrainerProcess:
     """What one process needs to train: flags, ranks, data, and where results go. Nothing of it is in a checkpoint."""
 
     def __init__(
@@ -131,7 +131,7 @@ class TrainingRun:
         self.log(f"training is already finished: {state.cursor.epoch} epochs{result}; increase --epochs to continue")
         return 0
 
-    def close(self, state: TrainState) -> int:
+    def finish(self, state: TrainState) -> int:
         """Write the last checkpoint, report the end, and return the exit code."""
 
         def write_last() -> None:
@@ -145,7 +145,7 @@ class TrainingRun:
         if self.stopping:
             if self.world.rank == 0 or self.stop.received:
                 self.record.mark("stop", stopped_after(state.step))
-            hint = f"; {RESUME_HINT}" if self.args.checkpoint_dir and not self.is_join else ""
+            hint = f"; {RERUN_TO_RESUME}" if self.args.checkpoint_dir and not self.is_join else ""
             self.log(stopped_after(state.step) + hint)
             return 128 + (self.stop.received or signal.SIGTERM)
         if self.world.rank == 0:
