@@ -34,7 +34,7 @@ class FillResult(NamedTuple):
 
 
 class Collator(Protocol):
-    """Builds a batch in slices of rows, from several threads at once."""
+    """Builder of batches in slices of rows, from several threads at once."""
 
     def allocate(self, count: int) -> Any:
         """Allocate a batch of `count` rows."""

@@ -80,7 +80,7 @@ class _OpenShard:
 
 
 class Reader:
-    """Reads the samples of a shard set for many threads; opens shards on demand until keep_only() releases them."""
+    """Reader of the samples of a shard set for many threads; opens shards on demand until keep_only() releases them."""
 
     def __init__(self, shard_set: ShardSet, *, cache: DiskCache | None = None) -> None:
         self._shard_set = shard_set

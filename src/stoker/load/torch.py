@@ -222,7 +222,7 @@ def _allocate_pinned(size: int) -> Pixels:
 
 
 class _DeviceCopier:
-    """Copies batches to a device asynchronously, and keeps each host batch alive until its copy is complete."""
+    """Asynchronous copy of batches to a device; keeps each host batch alive until its copy is complete."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -89,8 +89,8 @@ class EpochOrder:
             # The samples left in the current window count with that window's average weight.
             current = int(self._window_pieces[window + 1]) - int(pieces.start)
             length = int(self._window_starts[window + 1] - self._window_starts[window])
-            left = int(self._window_starts[window + 1] - position)
-            total += float(piece_weights[:current].sum()) * left / length + float(piece_weights[current:].sum())
+            remaining = int(self._window_starts[window + 1] - position)
+            total += float(piece_weights[:current].sum()) * remaining / length + float(piece_weights[current:].sum())
         return np.unique(np.concatenate(shards)), total
 
     def count_distinct(self, sizes: Int64Array) -> int:

@@ -13,7 +13,7 @@ ADMIN_PREFIX = "/-/"
 
 
 class AdminHandler:
-    """Checks the token, answers the admin endpoints, and passes other requests to the inner handler."""
+    """Request handler that checks the token, answers the admin endpoints, and passes on all other requests."""
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ def _create_engine(settings: ServeSettings | CacheSettings, engine: str, auto: s
         return EmbeddedEngine(settings)
     from stoker.serve.nginx.engine import NginxEngine
 
-    return NginxEngine(_to_nginx_config(settings), load_settings=lambda: _to_nginx_config(_reload_token(settings)))
+    return NginxEngine(_to_nginx_config(settings), load_config=lambda: _to_nginx_config(_reload_token(settings)))
 
 
 def _to_nginx_config(settings: ServeSettings | CacheSettings) -> config.NginxConfig:

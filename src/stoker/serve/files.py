@@ -20,7 +20,7 @@ _NOT_FOUND_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOO
 
 
 class FileHandler:
-    """Serves the files below a folder; symlinks are followed only within it."""
+    """Request handler that serves the files below a folder; symlinks are followed only within it."""
 
     def __init__(self, root: Path, *, writable: bool = False) -> None:
         self._root = root.resolve(strict=True)

@@ -80,7 +80,7 @@ class FileBody(Iterator[FileRegion]):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request. `path` is decoded, absolute and normalised; header names are lower case."""
+    """One request. `path` is decoded, absolute and normalized; header names are lower case."""
 
     method: str
     path: str
@@ -122,7 +122,7 @@ class _ClientGoneError(Exception):
 
 
 class HttpServer:
-    """Listens, and handles each connection in its own thread."""
+    """HTTP server that handles each connection in its own thread."""
 
     def __init__(
         self,

@@ -193,11 +193,11 @@ def _read_tiff_orientation(exif: bytes) -> int | None:
     try:
         (at,) = struct.unpack_from(f"{order}I", exif, 4)
         (entries,) = struct.unpack_from(f"{order}H", exif, at)
-        for place in range(at + 2, at + 2 + 12 * entries, 12):
-            tag, kind = struct.unpack_from(f"{order}HH", exif, place)
+        for offset in range(at + 2, at + 2 + 12 * entries, 12):
+            tag, kind = struct.unpack_from(f"{order}HH", exif, offset)
             if tag == _ORIENTATION and kind in _INTEGERS:
                 value: int
-                (value,) = struct.unpack_from(order + _INTEGERS[kind], exif, place + 8)
+                (value,) = struct.unpack_from(order + _INTEGERS[kind], exif, offset + 8)
                 return value
     except struct.error:  # truncated
         pass

@@ -89,12 +89,12 @@ class ShardSet:
 
     def read_index(self, name: str) -> Index:
         """Read the index of a shard; raise VerificationError if it does not match the manifest or the shard's size."""
-        place = self if self.indexes is None else replace(self, store=self.indexes, folder="")
-        where = place.url_of(index_name(name))
-        hint = "run: stoker data verify" if place is self else f"remove {place.url} to scan the shard set again"
+        index_set = self if self.indexes is None else replace(self, store=self.indexes, folder="")
+        where = index_set.url_of(index_name(name))
+        hint = "run: stoker data verify" if index_set is self else f"remove {index_set.url} to scan the shard set again"
         if name not in self._sizes:
             raise NotFoundError("the shard set has no such shard", where=self.url_of(name))
-        data = place.store.get(place.folder + index_name(name))
+        data = index_set.store.get(index_set.folder + index_name(name))
         shard = self.manifest_shards.get(name)
         if shard and shard.index_sha256 and hashlib.sha256(data).hexdigest() != shard.index_sha256:
             raise VerificationError("the SHA-256 of this index does not match the manifest", where=where, hint=hint)
@@ -161,12 +161,12 @@ def find_shard_sets(url: str, *, allow_missing: bool = False) -> list[ShardSet]:
 
 def _check_not_unfinished(url: str) -> None:
     """Raise InputError for the destination of a conversion that was killed or is still running."""
-    places = [url]
+    urls = [url]
     with contextlib.suppress(InputError):
-        places.append(split_url(url.rstrip("/"))[0])  # the URL may be that of a split
-    for place in places:
+        urls.append(split_url(url.rstrip("/"))[0])  # the URL may be that of a split
+    for candidate in urls:
         try:
-            open_store(place).size(PLAN)
+            open_store(candidate).size(PLAN)
         except StokerError:
             continue
         raise _unfinished_error(url)
@@ -233,11 +233,11 @@ def _open_shard_set(store: Store, folder: str, allow_missing: bool = False) -> S
     missing: list[str] = []
     if allow_missing:
         try:
-            there = {entry.name.removeprefix(folder) for entry in store.list(folder)}
+            existing = {entry.name.removeprefix(folder) for entry in store.list(folder)}
         except (InputError, UnavailableError):  # an http server that lists nothing
-            there = {shard.name for shard in shards}
-        missing = [shard.name for shard in shards if shard.name not in there]
-        shards = [shard for shard in shards if shard.name in there]
+            existing = {shard.name for shard in shards}
+        missing = [shard.name for shard in shards if shard.name not in existing]
+        shards = [shard for shard in shards if shard.name in existing]
     return ShardSet(
         store=store,
         folder=folder,

@@ -53,11 +53,11 @@ def summarize_shard_set(shard_set: ShardSet) -> list[Summary]:
 
 def summarize_listing(lines: Iterable[str]) -> list[Summary]:
     """Summarize a listing as printed by `ls`, `ls -l` or a bucket's tool: the name is the last word of a line."""
-    words = [line.split()[-1] for line in lines if line.strip()]
-    names = [name for name in words if guess_format(name) is not None]
+    last_words = [line.split()[-1] for line in lines if line.strip()]
+    names = [name for name in last_words if guess_format(name) is not None]
     if not names:
         raise InputError(
-            f"none of the {len(words)} names on standard input is a shard name",
+            f"none of the {len(last_words)} names on standard input is a shard name",
             hint="pass one name per line, for example: ls shards | stoker data summary -",
         )
     return [

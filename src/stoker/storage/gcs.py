@@ -135,8 +135,8 @@ class GcsStore:
                 start, stalls = end, 0
                 continue
             if stalls == RETRIES:
-                what, tried = f"upload stalled at byte {start}", f"{RETRIES + 1} attempts"
-                raise UnavailableError(what, where=join_url(self.url, name), hint=tried)
+                what = f"upload stalled at byte {start} ({RETRIES + 1} attempts)"
+                raise UnavailableError(what, where=join_url(self.url, name))
             time.sleep(0.2 * 2**stalls)
             stalls += 1
 
@@ -145,7 +145,7 @@ class GcsStore:
         own, other = urlsplit(self._api_url), urlsplit(address)
         if (other.scheme, other.netloc.lower()) != (own.scheme, own.netloc.lower()):
             raise UnavailableError(
-                f"server redirected the upload to {other.scheme}://{other.hostname}, which must not receive the credentials",
+                f"server redirected the upload to {other.scheme}://{other.hostname}, which must not get the credentials",
                 where=join_url(self.url, name),
             )
         return address
@@ -194,9 +194,7 @@ class GoogleCredentials:
             with self._lock:
                 self._credentials.before_request(self._transport, method, address, headers)
         except self._errors.TransportError as error:
-            raise UnavailableError(
-                "no response from Google's auth server", where=where, hint=self.description
-            ) from error
+            raise UnavailableError("cannot reach Google's auth server", where=where, hint=self.description) from error
         except self._errors.GoogleAuthError as error:
             raise AccessDeniedError("Google rejected the credentials", where=where, hint=self.description) from error
         return headers

@@ -55,7 +55,7 @@ _TRUE_VALUES = frozenset({"1", "true", "on", "yes", "y"})  # as obstore parses t
 _FAILURES = (
     ("Connection refused", "connection refused"),
     ("dns error", "could not resolve host name"),
-    ("timed out", "request timed out"),
+    ("TimedOut", "request timed out"),
 )
 _PUBLIC_BUCKET_HINT = "a public bucket needs AWS_SKIP_SIGNATURE=true"
 
@@ -181,7 +181,7 @@ class S3Store:
         if "HTTP error" in report:
             retries = re.search(r"after (\d+) retries", report)
             attempts = pluralize(int(retries[1]) + 1 if retries else 1, "attempt")
-            cause = next((cause for text, cause in _FAILURES if text in report), "no response from the server")
+            cause = next((cause for text, cause in _FAILURES if text in str(error)), "no response from the server")
             return UnavailableError(f"{cause} ({attempts})", where=where)
         return UnavailableError(report, where=where)
 

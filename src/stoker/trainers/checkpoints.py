@@ -34,6 +34,8 @@ _MAGIC = b"stoker-sha256:"
 _TRAILER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
 
 Checkpoint = dict[str, Any]
+CheckpointMeta = dict[str, Any]
+"""The part of a checkpoint that is neither weights nor optimizer state: its key `meta`."""
 log = logging.getLogger(__name__)
 
 
@@ -222,7 +224,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _HashingWriter(io.RawIOBase):
-    """Writes to a file and computes the sha256 of what is written."""
+    """A writable file that computes the sha256 of what is written to it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.sha256 = file, hashlib.sha256()

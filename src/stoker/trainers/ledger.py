@@ -25,7 +25,7 @@ Sample = tuple[int, int]
 
 
 class Ledger:
-    """Appends the lines of one rank; a line truncated by a kill is ignored, as its step was not trained."""
+    """The ledger of one rank, a file to append to; a line truncated by a kill counts as not trained, and is ignored."""
 
     def __init__(self, folder: str | Path, *, rank: int, attempt: int, session: int, cursor: Cursor) -> None:
         path = Path(folder).expanduser()

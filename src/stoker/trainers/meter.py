@@ -19,7 +19,7 @@ STAGES = ("fetch", "read", "decode", "transform")
 
 
 class HeartbeatSender:
-    """Sends heartbeats, at most one per second; only the training thread calls it, so that a hang is detected."""
+    """Sender of heartbeats, at most one per second; only the training thread calls it, so that a hang is detected."""
 
     def __init__(self, record: Recorder) -> None:
         self._record, self._at = record, 0.0
@@ -37,7 +37,7 @@ class HeartbeatSender:
 
 @dataclass
 class Meter:
-    """Accumulates times, samples and losses of the steps, and reports them every --log-every seconds."""
+    """Sums of the times, samples and losses of the steps, reported every --log-every seconds."""
 
     args: argparse.Namespace
     record: Recorder

@@ -24,13 +24,13 @@ class LearningRateSchedule:
         """Return the factor of the learning rate after `samples_seen` samples."""
         if samples_seen < self.warmup:
             return samples_seen / self.warmup
-        left = 1.0 - min(1.0, (samples_seen - self.warmup) / max(1, self.total - self.warmup))
+        remaining = 1.0 - min(1.0, (samples_seen - self.warmup) / max(1, self.total - self.warmup))
         match self.kind:
             case "multistep":
                 return float(self.gamma ** sum(samples_seen >= milestone for milestone in self.milestones))
             case "cosine":
-                return 0.5 * (1.0 - math.cos(math.pi * left))
+                return 0.5 * (1.0 - math.cos(math.pi * remaining))
             case "poly":
-                return float(left**POLY_POWER)
+                return float(remaining**POLY_POWER)
             case _:
                 return 1.0

@@ -49,7 +49,7 @@ from stoker.storage import join_url, redacted
 from stoker.telemetry import Recorder, recorder
 from stoker.telemetry.events import PEER_LOST
 from stoker.trainers import checkpoints, models
-from stoker.trainers.checkpoints import Checkpoint, CheckpointStore
+from stoker.trainers.checkpoints import Checkpoint, CheckpointMeta, CheckpointStore
 from stoker.trainers.join import JoinProgress, sync_ranks, uneven_inputs
 from stoker.trainers.meter import HeartbeatSender
 from stoker.trainers.train_state import TrainState, copy_for_averaging, update_ema
@@ -100,20 +100,16 @@ def main(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace, world: World, record: Recorder, resources: contextlib.ExitStack) -> int:
     """Train to the last epoch, to --num-batches or until stopped; return the exit code."""
-    resources.callback(world.close)
-    log = _print if world.rank == 0 else lambda _: None
-    record.heartbeat(0)
-    for note in args.notes:
-        log(note)
+    print_line = _start(args, world, record, resources)
     if args.synthetic and args.checkpoint_dir:
-        log(f"--synthetic: not reading or writing checkpoints in {redacted(args.checkpoint_dir)}")
+        print_line(f"--synthetic: not reading or writing checkpoints in {redacted(args.checkpoint_dir)}")
         args = argparse.Namespace(**{**vars(args), "checkpoint_dir": None})
 
     # Only rank 0 reads and writes checkpoints; the others receive what it has read.
     store = _open_checkpoints(args, world, record, resources)
     name, checkpoint = _load_checkpoint(args, world, store)
-    meta: Checkpoint = checkpoint["meta"] if checkpoint else {}
-    global_batch = _choose_global_batch(args, world, meta, log)
+    meta: CheckpointMeta = checkpoint["meta"] if checkpoint else {}
+    global_batch = _choose_global_batch(args, world, meta, print_line)
     data = world.run_on_all(lambda: TrainingData.open(args, world, global_batch))
     resources.callback(data.close)
     val = world.run_on_all(lambda: open_validation_set(args, world, global_batch)) if args.val else None
@@ -141,7 +137,8 @@ def train(args: argparse.Namespace, world: World, record: Recorder, resources: c
         checkpoint.clear()  # as large as the model
     compiled = _compile(args, model) if args.compile else model
     parallel: Any = _wrap_ddp(args, compiled, world.device) if world.size > 1 else compiled
-    run = TrainerProcess(args, world, record, log, data, val, store, parallel)
+    run = TrainerProcess(args, world, record, print_line, data, val, store, parallel)
+    run.prepare(state)
     run.announce(state, resumed_from=name)
     if state.cursor.epoch >= args.epochs and not state.validation_due:
         return run.report_finished(state)
@@ -157,17 +154,13 @@ def train(args: argparse.Namespace, world: World, record: Recorder, resources: c
 
 def evaluate(args: argparse.Namespace, world: World, record: Recorder, resources: contextlib.ExitStack) -> int:
     """Validate a checkpoint, or with --init-from the weights of a file, and report the result."""
-    resources.callback(world.close)
-    log = _print if world.rank == 0 else lambda _: None
-    record.heartbeat(0)
-    for note in args.notes:
-        log(note)
+    print_line = _start(args, world, record, resources)
     store = _open_checkpoints(args, world, record, resources)
     name, checkpoint = "", None
     if not args.init_from:
         name, checkpoint = _load_checkpoint(args, world, store)
-    meta: Checkpoint = checkpoint["meta"] if checkpoint else {}
-    global_batch = _choose_global_batch(args, world, meta, log)
+    meta: CheckpointMeta = checkpoint["meta"] if checkpoint else {}
+    global_batch = _choose_global_batch(args, world, meta, print_line)
     val = world.run_on_all(lambda: open_validation_set(args, world, global_batch))
     num_classes = world.broadcast(world.run_on_rank0(lambda: count_classes(args, meta, None, val)))
     assert num_classes is not None
@@ -188,7 +181,7 @@ def evaluate(args: argparse.Namespace, world: World, record: Recorder, resources
     step = meta.get("step", 0)
     results = validate(args, world, val, evaluated, StopSignal(), partial(HeartbeatSender(record), step))
     assert results is not None
-    log(f"{name or redacted(args.init_from)}: {_format_results(results)}")
+    print_line(f"{name or redacted(args.init_from)}: {_format_results(results)}")
     _record_results(record if world.rank == 0 else None, results, step)
     return 0
 
@@ -223,17 +216,17 @@ def run_epoch(run: TrainerProcess, state: TrainState) -> bool:
                 run.ledger.step(epoch.number, start, end, list(pairs))
             lr = state.peak_lr * run.schedule.factor((before + after) / 2)
 
-            step = train_step(run, state, batch, lr)
+            result = train_step(run, state, batch, lr)
             if progress is None:
                 state.cursor = batch.cursor
             else:
                 progress.advance(end)
             finished = time.perf_counter()
-            collective = step.agreed_at - step.forward_at
-            h2d, compute = step.copied_at - started - wait, finished - step.copied_at - collective
+            collective = result.agreed_at - result.forward_at
+            h2d, compute = result.copied_at - started - wait, finished - result.copied_at - collective
             meter.add_times(loader_wait=wait, h2d=h2d, collective_wait=collective, step=finished - started)
             meter.add_times(compute=compute)
-            meter.add_samples(batch.count, step.samples * (run.world.size if run.is_join else 1), step.loss_sum)
+            meter.add_samples(batch.count, result.samples * (run.world.size if run.is_join else 1), result.loss_sum)
             _send_heartbeat(run, state, epoch, batch)
             if meter.is_due():
                 meter.report(epoch.number, state.step, run.total_steps, lr, after / samples, data.times)
@@ -313,7 +306,7 @@ def finish_epoch(run: TrainerProcess, state: TrainState) -> None:
         state.metrics = _record_results(run.record if run.world.rank == 0 else None, results, state.step)
         top1 = results[-1].top1  # of the moving average, if there is one
         is_best, state.best_top1 = top1 > state.best_top1, max(state.best_top1, top1)
-        run.log(f"epoch {state.cursor.epoch - 1} {_format_results(results)}")
+        run.print_line(f"epoch {state.cursor.epoch - 1} {_format_results(results)}")
     run.save(state, best=is_best)
 
 
@@ -371,6 +364,18 @@ def validate(
     return [ValidationResult(loss / n, top1 / n, top5 / n, int(n)) for loss, top1, top5, n in rows if n]
 
 
+def _start(
+    args: argparse.Namespace, world: World, record: Recorder, resources: contextlib.ExitStack
+) -> Callable[[str], None]:
+    """Send the first heartbeat, print the notes on the flags, and return what prints lines on rank 0 only."""
+    resources.callback(world.close)
+    print_line = _print_line if world.rank == 0 else lambda _: None
+    record.heartbeat(0)
+    for note in args.notes:
+        print_line(note)
+    return print_line
+
+
 def _open_checkpoints(
     args: argparse.Namespace, world: World, record: Recorder, resources: contextlib.ExitStack
 ) -> CheckpointStore | None:
@@ -408,14 +413,18 @@ def _load_checkpoint(
     return world.broadcast(world.run_on_rank0(read)) or ("", None)
 
 
-def _choose_global_batch(args: argparse.Namespace, world: World, meta: Checkpoint, log: Callable[[str], None]) -> int:
+def _choose_global_batch(
+    args: argparse.Namespace, world: World, meta: CheckpointMeta, print_line: Callable[[str], None]
+) -> int:
     """Return the global batch size: that of the first start, unless --global-batch-size changes it."""
     per_rank = args.batch_size or 32
     global_batch: int = args.global_batch_size or meta.get("global_batch") or per_rank * world.size
     if meta and args.global_batch_size and args.global_batch_size != meta["global_batch"]:
-        log(f"global batch size changes from {meta['global_batch']:,} to {global_batch:,}")
+        print_line(f"global batch size changes from {meta['global_batch']:,} to {global_batch:,}")
     elif meta and args.batch_size and args.batch_size * world.size != global_batch:
-        log(f"ignoring --batch-size: the global batch size stays {global_batch:,}; change it with --global-batch-size")
+        print_line(
+            f"ignoring --batch-size: the global batch size stays {global_batch:,}; change it with --global-batch-size"
+        )
     return global_batch
 
 
@@ -441,7 +450,7 @@ def _init_weights(args: argparse.Namespace, world: World, model: nn.Module) -> d
 
 
 def _check_same_training(
-    args: argparse.Namespace, meta: Checkpoint, data: TrainingData | None, num_classes: int, where: str
+    args: argparse.Namespace, meta: CheckpointMeta, data: TrainingData | None, num_classes: int, where: str
 ) -> None:
     """Raise InputError if a checkpoint belongs to another training, and name the differences."""
     differences = []
@@ -463,11 +472,11 @@ def _check_same_training(
 
 
 def _compile(args: argparse.Namespace, model: nn.Module) -> Any:
-    """Compile the model; with --deterministic each shape by itself, whichever comes first after a resume."""
+    """Compile the model; with --deterministic once per input shape, so that the order of the shapes has no effect."""
     if not args.deterministic:
         return torch.compile(model)
     limits = torch._dynamo.config
-    limits.cache_size_limit = limits.accumulated_cache_size_limit = 1 << 16  # beyond, new shapes run uncompiled
+    limits.cache_size_limit = limits.accumulated_cache_size_limit = 1 << 16  # above it, new shapes run uncompiled
     return torch.compile(model, dynamic=False)
 
 
@@ -535,7 +544,7 @@ def _format_results(results: list[ValidationResult]) -> str:
     return "; averaged weights: ".join(map(str, results))
 
 
-def _print(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

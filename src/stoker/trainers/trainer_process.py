@@ -35,13 +35,13 @@ class TrainerProcess:
         args: argparse.Namespace,
         world: World,
         record: Recorder,
-        log: Callable[[str], None],
+        print_line: Callable[[str], None],
         data: TrainingData,
         val: Dataset | None,
         store: CheckpointStore | None,
         parallel: Any,
     ) -> None:
-        self.args, self.world, self.record, self.log = args, world, record, log
+        self.args, self.world, self.record, self.print_line = args, world, record, print_line
         self.data, self.val, self.store, self.parallel = data, val, store, parallel
         samples = data.plan.samples
         self.schedule = LearningRateSchedule(
@@ -52,7 +52,7 @@ class TrainerProcess:
             gamma=args.gamma,
         )
         self.is_join = args.sampling == "join"
-        self.heartbeat, self.meter = HeartbeatSender(record), Meter(args, record, log, world.rank)
+        self.heartbeat, self.meter = HeartbeatSender(record), Meter(args, record, print_line, world.rank)
         self.ledger: Ledger | None = None
         self.stop = StopSignal()
         self.stopping = False
@@ -60,15 +60,19 @@ class TrainerProcess:
         self.total_steps = 0
         self._saved_at, self._saved_step = time.monotonic(), 0
 
-    def announce(self, state: TrainState, *, resumed_from: str) -> None:
-        """Count the steps to come, and report the start or the resume."""
-        args, world, plan, cursor = self.args, self.world, state.plan, state.cursor
-        per_epoch = plan.epoch(0, world.sampling_rank).count_steps(0, state.global_batch)
-        left = plan.epoch(cursor.epoch, world.sampling_rank).count_steps(cursor.consumed, state.global_batch)
-        self.total_steps = max(state.step, state.step + left + (args.epochs - cursor.epoch - 1) * per_epoch)
+    def prepare(self, state: TrainState) -> None:
+        """Compute the total number of steps; --checkpoint-every-steps counts from this state on."""
+        args, rank, plan, cursor = self.args, self.world.sampling_rank, state.plan, state.cursor
+        per_epoch = plan.epoch(0, rank).count_steps(0, state.global_batch)
+        remaining = plan.epoch(cursor.epoch, rank).count_steps(cursor.consumed, state.global_batch)
+        self.total_steps = max(state.step, state.step + remaining + (args.epochs - cursor.epoch - 1) * per_epoch)
         if args.num_batches:
             self.total_steps = min(self.total_steps, args.num_batches)
         self._saved_step = state.step
+
+    def announce(self, state: TrainState, *, resumed_from: str) -> None:
+        """Report the start or the resume."""
+        args, world, plan, cursor = self.args, self.world, state.plan, state.cursor
         parameters = sum(weight.numel() for weight in state.model.parameters())
         ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
         what = (
@@ -79,7 +83,7 @@ class TrainerProcess:
             numbers = {"epochs": args.epochs, "total_steps": self.total_steps, "world": world.size}
             numbers |= {"global_batch": state.global_batch, "parameters": parameters, "samples": plan.samples}
             self.record.mark("start", what, model=args.model, **numbers)
-        self.log(
+        self.print_line(
             f"{what} epochs, global batch {state.global_batch:,}, learning rate {state.peak_lr:g} ({args.schedule})"
         )
         if resumed_from:
@@ -88,7 +92,7 @@ class TrainerProcess:
             if world.rank == 0:
                 fields = {"epoch": cursor.epoch, "consumed": cursor.consumed, "step": state.step}
                 self.record.mark("resume", detail, **fields, **{"from": resumed_from})
-            self.log(f"{resumed_from}: {detail}" + ("; ignoring --init-from" if args.init_from else ""))
+            self.print_line(f"{resumed_from}: {detail}" + ("; ignoring --init-from" if args.init_from else ""))
 
     def open_ledger(self, state: TrainState, resources: contextlib.ExitStack) -> None:
         """Open the ledger, if there is to be one."""
@@ -128,7 +132,9 @@ class TrainerProcess:
         if self.world.rank == 0:
             self.record.mark("end", "already finished", val_top1=top1)
         result = f", validation top-1 {top1:.2%}" if top1 is not None else ""
-        self.log(f"training is already finished: {state.cursor.epoch} epochs{result}; increase --epochs to continue")
+        self.print_line(
+            f"training is already finished: {state.cursor.epoch} epochs{result}; increase --epochs to continue"
+        )
         return 0
 
     def finish(self, state: TrainState) -> int:
@@ -146,9 +152,9 @@ class TrainerProcess:
             if self.world.rank == 0 or self.stop.received:
                 self.record.mark("stop", stopped_after(state.step))
             hint = f"; {RERUN_TO_RESUME}" if self.args.checkpoint_dir and not self.is_join else ""
-            self.log(stopped_after(state.step) + hint)
+            self.print_line(stopped_after(state.step) + hint)
             return 128 + (self.stop.received or signal.SIGTERM)
         if self.world.rank == 0:
             self.record.mark("end", f"trained {state.step:,} steps", val_top1=state.metrics.get("val_top1"))
-        self.log(f"done: {state.step:,} steps, {self.meter.images_per_s:,.0f} images/s")
+        self.print_line(f"done: {state.step:,} steps, {self.meter.images_per_s:,.0f} images/s")
         return 0

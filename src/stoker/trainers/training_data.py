@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from stoker.core.permutations import seed_key
+from stoker.core.text import join_some
 from stoker.errors import InputError
 from stoker.load.loader import StageTimes
 from stoker.load.torch import Dataset, TorchBatch
@@ -17,7 +18,7 @@ from stoker.sampling.cursor import Cursor
 from stoker.sampling.plan import SamplingPlan
 from stoker.sampling.rank import Rank
 from stoker.storage.cache_url import find_cache_url
-from stoker.trainers.checkpoints import Checkpoint
+from stoker.trainers.checkpoints import CheckpointMeta
 from stoker.trainers.world import World
 
 IMAGENET_SAMPLES = 1_281_167
@@ -120,13 +121,18 @@ def open_validation_set(args: argparse.Namespace, world: World, global_batch: in
     return Dataset(shard_set, **{**options, "rank": rank, "global_batch": min(max(global_batch, ranks), samples)})
 
 
-def count_classes(args: argparse.Namespace, meta: Checkpoint, data: TrainingData | None, val: Dataset | None) -> int:
-    """Return the number of classes: from --num-classes, the training set or, with --eval-only, the checkpoint."""
+def count_classes(
+    args: argparse.Namespace, meta: CheckpointMeta, data: TrainingData | None, val: Dataset | None
+) -> int:
+    """Return the number of classes: from --num-classes, else from the training set, or from the checkpoint to evaluate.
+
+    Raise InputError if it is unknown, if the dataset has more, or if the classes of both sets differ.
+    """
     manifest = val.loader.shard_set.manifest if val is not None else None
     val_classes = manifest.classes if manifest is not None else ()
     if data is not None and data.classes and val_classes and data.classes != val_classes:
         raise InputError(
-            f"classes ({_abbreviate(val_classes)}) differ from those of the training set ({_abbreviate(data.classes)})",
+            f"classes ({join_some(val_classes)}) differ from those of the training set ({join_some(data.classes)})",
             where=args.val,
             hint="convert both splits with one command",
         )
@@ -148,10 +154,6 @@ def _unknown_classes(where: str) -> InputError:
     return InputError(
         "number of classes is unknown: the manifest lists no classes", where=where, hint="set --num-classes"
     )
-
-
-def _abbreviate(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:3]) + (f", … {len(names)} in total" if len(names) > 3 else "")
 
 
 def _cached_url(args: argparse.Namespace, url: str) -> str:

@@ -130,7 +130,7 @@ class World:
 
 
 class StoppedImmediately(Exception):  # noqa: N818 - an event, not an error
-    """This rank received a stop signal and does not wait for the others."""
+    """Raised on a rank that received a stop signal and does not wait for the others."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")

@@ -291,7 +291,7 @@ root, prefix = Path(sys.argv[1]), Path(sys.argv[2])
 def settings():
     token = prefix.with_name("token")
     return NginxServeConfig(root=root, host="127.0.0.1", port=0, token=token.read_text() if token.exists() else None)
-engine = NginxEngine(settings(), prefix, load_settings=settings)
+engine = NginxEngine(settings(), prefix, load_config=settings)
 engine.start()
 print(engine.url, flush=True)
 engine.wait()

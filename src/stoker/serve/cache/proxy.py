@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class CachingProxy:
-    """Serves objects from the cache, and fetches misses from the origins."""
+    """Request handler that serves objects from the cache, and fetches misses from the origins."""
 
     def __init__(
         self, origins: Origins, cache: SliceCache, stats: ServerStats, *, revalidate_after_s: float = 60.0
@@ -268,13 +268,13 @@ def _cache_status(cached: CachedObject) -> str:
 
 def _lookup(origin: Origin, name: str) -> ObjectInfo:
     size, origin_etag = origin.store.head(name)
-    listed = origin.digest(name)
-    if listed is not None and listed.size != size:
+    digest = origin.digest(name)
+    if digest is not None and digest.size != size:
         origin.forget_digests(name)
-        listed = origin.digest(name)
-    if listed is not None and listed.size != size:
-        raise HttpStatusError(502, f"{name} has {size:,} bytes at the origin, but {listed.size:,} in its manifest")
-    sha256 = "" if listed is None else listed.sha256
+        digest = origin.digest(name)
+    if digest is not None and digest.size != size:
+        raise HttpStatusError(502, f"{name} has {size:,} bytes at the origin, but {digest.size:,} in its manifest")
+    sha256 = "" if digest is None else digest.sha256
     etag = f'"{hashlib.blake2b(f"{size} {sha256} {origin_etag}".encode(), digest_size=12).hexdigest()}"'
     return ObjectInfo(
         name=f"{origin.redacted_url}/{name}",

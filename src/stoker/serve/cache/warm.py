@@ -38,8 +38,8 @@ def read_job_plan(path: Path) -> WarmPlan:
 def _parse_seed(args: Sequence[str]) -> str:
     """Return the last `--seed N` or `--seed=N`, like argparse."""
     seed = "0"
-    for word, after in itertools.pairwise([*args, ""]):
-        name, equals, value = word.partition("=")
+    for argument, after in itertools.pairwise([*args, ""]):
+        name, equals, value = argument.partition("=")
         if name == "--seed":
             seed = value if equals else after
     return seed

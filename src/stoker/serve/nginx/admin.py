@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class _AdminServer(ThreadingUnixStreamServer):
-    """Answers the `/-/` requests that nginx proxies, and updates the statistics in between."""
+    """Server for the `/-/` requests that nginx proxies; updates the statistics in between."""
 
     daemon_threads = True
     request_queue_size = 128

@@ -77,63 +77,63 @@ class NginxCacheConfig(_CommonConfig):
 NginxConfig = NginxServeConfig | NginxCacheConfig
 
 
-def render_serve_config(settings: NginxServeConfig, prefix: Path) -> str:
+def render_serve_config(config: NginxServeConfig, prefix: Path) -> str:
     """Return the configuration of a data server; nginx keeps its own files under `prefix`."""
-    if settings.writable and settings.token is None and not is_loopback(settings.host):
-        raise InputError("a writable server on a non-loopback address needs a token", where=settings.host)
-    if settings.writable and settings.admin_socket is None:
-        raise InputError("a writable server needs an admin socket to check the target of writes", where=settings.root)
+    if config.writable and config.token is None and not is_loopback(config.host):
+        raise InputError("a writable server on a non-loopback address needs a token", where=config.host)
+    if config.writable and config.admin_socket is None:
+        raise InputError("a writable server needs an admin socket to check the target of writes", where=config.root)
     location = _STATIC_FILES
-    if settings.writable:
+    if config.writable:
         location += _DAV_WRITES
     return _render_config(
-        settings,
+        config,
         prefix,
         server=f"""\
-root {quote_word(settings.root)};
-client_max_body_size {settings.max_upload_bytes if settings.writable else 1024};
+root {quote_word(config.root)};
+client_max_body_size {config.max_upload_bytes if config.writable else 1024};
 location / {{
 {indent(location, "    ")}}}
-{_write_guard_location(settings) if settings.writable else ""}""",
-        methods=("GET", "HEAD", "PUT", "DELETE") if settings.writable else ("GET", "HEAD"),
+{_write_guard_location(config) if config.writable else ""}""",
+        methods=("GET", "HEAD", "PUT", "DELETE") if config.writable else ("GET", "HEAD"),
     )
 
 
-def render_cache_config(settings: NginxCacheConfig, prefix: Path) -> str:
+def render_cache_config(config: NginxCacheConfig, prefix: Path) -> str:
     """Return the configuration of a caching reverse proxy in front of the given origins only."""
-    origins = [OriginLocations.parse(number, name, url) for number, (name, url) in enumerate(settings.origins)]
-    _check_cache(settings, origins)
-    in_cluster = settings.container is not None
-    re_resolve = in_cluster or settings.resolver is not None
+    origins = [OriginLocations.parse(number, name, url) for number, (name, url) in enumerate(config.origins)]
+    _check_cache(config, origins)
+    in_cluster = config.container is not None
+    re_resolve = in_cluster or config.resolver is not None
     server = _PROXY.format(
-        slice=settings.slice_bytes,
-        valid=settings.revalidate_after_s,
-        timeout=settings.origin_timeout_s,
-        lock=2 * settings.origin_timeout_s,
+        slice=config.slice_bytes,
+        valid=config.revalidate_after_s,
+        timeout=config.origin_timeout_s,
+        lock=2 * config.origin_timeout_s,
     )
-    server += _upstream_tls(settings, origins)
+    server += _upstream_tls(config, origins)
     server += "".join(origin.locations(re_resolve=re_resolve, in_cluster=in_cluster) for origin in origins)
     if not any(origin.name == "" for origin in origins):
         server += "location / {\n    return 404;\n}\n"
-    http = _cache_zone(settings) + _resolver(settings, origins)
-    return _render_config(settings, prefix, http=http, server=server, methods=("GET", "HEAD"))
+    http = _cache_zone(config) + _resolver(config, origins)
+    return _render_config(config, prefix, http=http, server=server, methods=("GET", "HEAD"))
 
 
-def _check_cache(settings: NginxCacheConfig, origins: list[OriginLocations]) -> None:
+def _check_cache(config: NginxCacheConfig, origins: list[OriginLocations]) -> None:
     names = [origin.name for origin in origins]
     if not names or len(set(names)) < len(names) or ("" in names and len(names) > 1):
         raise InputError("a cache needs one origin, or several with distinct names", hint="write NAME=URL")
-    if settings.slice_bytes <= 0 or settings.size < 4 * settings.slice_bytes:
-        raise InputError("the cache is smaller than four slices", where=settings.dir, hint="set a larger size")
-    if settings.ca_file is None and settings.container is None and any(origin.is_https for origin in origins):
+    if config.slice_bytes <= 0 or config.size < 4 * config.slice_bytes:
+        raise InputError("the cache is smaller than four slices", where=config.dir, hint="set a larger size")
+    if config.ca_file is None and config.container is None and any(origin.is_https for origin in origins):
         raise InputError("no CA certificates found to verify https origins", hint="install ca-certificates")
 
 
-def _cache_zone(settings: NginxCacheConfig) -> str:
-    path, zone = quote_word(cache_path(settings)), f"stoker:{_keys_zone_mib(settings)}m"
+def _cache_zone(config: NginxCacheConfig) -> str:
+    path, zone = quote_word(cache_path(config)), f"stoker:{_keys_zone_mib(config)}m"
     return f"""\
 proxy_cache_path {path} levels=1:2 use_temp_path=off keys_zone={zone}
-    max_size={eviction_bytes(settings)} min_free={settings.min_free_bytes} inactive=3650d;
+    max_size={eviction_bytes(config)} min_free={config.min_free_bytes} inactive=3650d;
 # Folder listings change as objects are added; they are not cached.
 map $uri $stoker_folder {{
     default 0;
@@ -148,52 +148,50 @@ map $upstream_http_content_length $stoker_unmeasured {{
 """
 
 
-def _resolver(settings: NginxCacheConfig, origins: list[OriginLocations]) -> str:
-    if settings.container is not None:
-        return f"include {quote_word(settings.container.runtime_files / 'resolver.conf')};\n"
-    if settings.resolver is not None:
-        return f"resolver {format_host(settings.resolver)};\n"
+def _resolver(config: NginxCacheConfig, origins: list[OriginLocations]) -> str:
+    if config.container is not None:
+        return f"include {quote_word(config.container.runtime_files / 'resolver.conf')};\n"
+    if config.resolver is not None:
+        return f"resolver {format_host(config.resolver)};\n"
     return "".join(origin.upstream() for origin in origins)
 
 
-def _upstream_tls(settings: NginxCacheConfig, origins: list[OriginLocations]) -> str:
-    if settings.ca_file is not None:
-        return f"proxy_ssl_trusted_certificate {quote_word(settings.ca_file)};\n{_PROXY_SSL}"
-    if settings.container is not None and any(origin.is_https for origin in origins):
-        return f"include {quote_word(settings.container.runtime_files / 'trusted.conf')};\n{_PROXY_SSL}"
+def _upstream_tls(config: NginxCacheConfig, origins: list[OriginLocations]) -> str:
+    if config.ca_file is not None:
+        return f"proxy_ssl_trusted_certificate {quote_word(config.ca_file)};\n{_PROXY_SSL}"
+    if config.container is not None and any(origin.is_https for origin in origins):
+        return f"include {quote_word(config.container.runtime_files / 'trusted.conf')};\n{_PROXY_SSL}"
     return ""
 
 
-def cache_path(settings: NginxCacheConfig) -> Path:
+def cache_path(config: NginxCacheConfig) -> Path:
     """Return nginx's own cache folder; the embedded engine uses another one beside it."""
-    return settings.dir / "nginx"
+    return config.dir / "nginx"
 
 
-def eviction_bytes(settings: NginxCacheConfig) -> int:
+def eviction_bytes(config: NginxCacheConfig) -> int:
     """Return nginx's max_size: below the budget, because its cache manager only runs periodically."""
-    return settings.size - settings.size // 10
+    return config.size - config.size // 10
 
 
-def _render_config(
-    settings: NginxConfig, prefix: Path, *, server: str, methods: tuple[str, ...], http: str = ""
-) -> str:
-    if not 0 < settings.port < 65536:
-        raise InputError("invalid port", where=settings.port)
-    container = settings.container if isinstance(settings, NginxCacheConfig) else None
+def _render_config(config: NginxConfig, prefix: Path, *, server: str, methods: tuple[str, ...], http: str = "") -> str:
+    if not 0 < config.port < 65536:
+        raise InputError("invalid port", where=config.port)
+    container = config.container if isinstance(config, NginxCacheConfig) else None
     return f"""\
 daemon off;
 worker_processes {"auto" if container is None else container.workers};
-{_user_directive(settings.user)}pid {quote_word(prefix / "nginx.pid")};
+{_user_directive(config.user)}pid {quote_word(prefix / "nginx.pid")};
 error_log {"stderr" if container is not None else quote_word(prefix / "error.log")} warn;
 worker_shutdown_timeout 30s;
 events {{
     worker_connections 4096;
 }}
 http {{
-{indent(_http_directives(settings, prefix, methods), "    ")}\
-{indent(token_map(settings.token) + http, "    ")}\
+{indent(_http_directives(config, prefix, methods), "    ")}\
+{indent(token_map(config.token) + http, "    ")}\
     server {{
-        listen {_listen_address(settings)};
+        listen {_listen_address(config)};
 {"" if container is None else f"        include {quote_word(container.runtime_files / 'listen.conf')};{chr(10)}"}\
         add_header Allow $stoker_allow always;
         add_header WWW-Authenticate $stoker_challenge always;
@@ -201,17 +199,17 @@ http {{
         if ($uri ~ "[\\x00-\\x1f\\x7f\\\\\\\\]") {{
             return 400;
         }}
-{indent(token_check(settings.token), "        ")}\
+{indent(token_check(config.token), "        ")}\
         if ($request_method !~ "^(?:{"|".join(methods)})$") {{
             return 405;
         }}
-{indent(server + _admin_locations(settings), "        ")}\
+{indent(server + _admin_locations(config), "        ")}\
     }}
 }}
 """
 
 
-def _http_directives(settings: NginxConfig, prefix: Path, methods: tuple[str, ...]) -> str:
+def _http_directives(config: NginxConfig, prefix: Path, methods: tuple[str, ...]) -> str:
     temporary = "\n".join(
         f"{kind}_temp_path {quote_word(prefix / kind)};"
         for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
@@ -220,7 +218,7 @@ def _http_directives(settings: NginxConfig, prefix: Path, methods: tuple[str, ..
 {temporary}
 # A slice is a subrequest: its $request_length is 0, and $body_bytes_sent is that of the main request so far.
 log_format stoker "$status $body_bytes_sent $request_length $upstream_cache_status $upstream_bytes_received";
-access_log {_access_log(settings, prefix)};
+access_log {_access_log(config, prefix)};
 log_not_found off;
 log_subrequest on;
 server_tokens off;
@@ -237,9 +235,9 @@ absolute_redirect off;
 keepalive_requests 100000;
 client_header_buffer_size 1k;
 large_client_header_buffers 4 8k;
-client_header_timeout {settings.client_timeout_s}s;
-client_body_timeout {settings.client_timeout_s}s;
-send_timeout {settings.client_timeout_s}s;
+client_header_timeout {config.client_timeout_s}s;
+client_body_timeout {config.client_timeout_s}s;
+send_timeout {config.client_timeout_s}s;
 reset_timedout_connection on;
 map $status $stoker_allow {{
     default "";
@@ -252,11 +250,11 @@ map $status $stoker_challenge {{
 """
 
 
-def _access_log(settings: NginxConfig, prefix: Path) -> str:
-    if isinstance(settings, NginxCacheConfig) and settings.container is not None:
+def _access_log(config: NginxConfig, prefix: Path) -> str:
+    if isinstance(config, NginxCacheConfig) and config.container is not None:
         return "/dev/stdout stoker"
     # Without the engine's process, nothing would read or rotate the log.
-    return "off" if settings.admin_socket is None else f"{quote_word(prefix / 'access.log')} stoker"
+    return "off" if config.admin_socket is None else f"{quote_word(prefix / 'access.log')} stoker"
 
 
 _STATIC_FILES = """\
@@ -327,7 +325,7 @@ proxy_ssl_protocols TLSv1.2 TLSv1.3;
 """
 
 
-def _write_guard_location(settings: NginxServeConfig) -> str:
+def _write_guard_location(config: NginxServeConfig) -> str:
     return f"""\
 location = /-/guard {{
     internal;
@@ -339,17 +337,17 @@ location = /-/guard {{
     proxy_pass_request_body off;
     proxy_set_header X-Stoker-Method $request_method;
     proxy_set_header X-Stoker-Path $stoker_target;
-    proxy_pass {_admin_url(settings)};
+    proxy_pass {_admin_url(config)};
 }}
 """
 
 
-def _admin_locations(settings: NginxConfig) -> str:
+def _admin_locations(config: NginxConfig) -> str:
     """Return the locations of `/-/`; nginx itself answers the health check, without a token."""
     healthy = 'location = /-/healthy {\n    access_log off;\n    default_type text/plain;\n    return 200 "ok\\n";\n}\n'
-    if isinstance(settings, NginxCacheConfig) and settings.container is not None:
-        healthy += _container_admin_locations(settings.container)
-    if settings.admin_socket is None:
+    if isinstance(config, NginxCacheConfig) and config.container is not None:
+        healthy += _container_admin_locations(config.container)
+    if config.admin_socket is None:
         return healthy + "location /-/ {\n    return 404;\n}\n"
     return f"""\
 {healthy}location /-/ {{
@@ -361,7 +359,7 @@ def _admin_locations(settings: NginxConfig) -> str:
     proxy_method GET;
     proxy_pass_request_headers off;
     proxy_pass_request_body off;
-    proxy_pass {_admin_url(settings)};
+    proxy_pass {_admin_url(config)};
 }}
 """
 
@@ -379,20 +377,20 @@ location = /-/{name} {{
     )
 
 
-def _admin_url(settings: NginxConfig) -> str:
-    if ":" in str(settings.admin_socket):
-        raise InputError("nginx does not support a colon in the path of a Unix socket", where=settings.admin_socket)
-    return quote_word(f"http://unix:{settings.admin_socket}")
+def _admin_url(config: NginxConfig) -> str:
+    if ":" in str(config.admin_socket):
+        raise InputError("nginx does not support a colon in the path of a Unix socket", where=config.admin_socket)
+    return quote_word(f"http://unix:{config.admin_socket}")
 
 
-def keys_zone_bytes(settings: NginxCacheConfig) -> int:
+def keys_zone_bytes(config: NginxCacheConfig) -> int:
     """Return the shared memory that the cache keys take."""
-    return _keys_zone_mib(settings) * MIB
+    return _keys_zone_mib(config) * MIB
 
 
-def _keys_zone_mib(settings: NginxCacheConfig) -> int:
+def _keys_zone_mib(config: NginxCacheConfig) -> int:
     """Size keys_zone in MiB: 8000 keys per MiB, for four times the number of full slices."""
-    return min(1024, 10 + 4 * settings.size // settings.slice_bytes // 8000)
+    return min(1024, 10 + 4 * config.size // config.slice_bytes // 8000)
 
 
 def _user_directive(user: str | None) -> str:
@@ -403,5 +401,5 @@ def _user_directive(user: str | None) -> str:
     return f'user "{user}";\n'
 
 
-def _listen_address(settings: NginxConfig) -> str:
-    return f"{format_host(settings.host)}:{settings.port} backlog=1024"
+def _listen_address(config: NginxConfig) -> str:
+    return f"{format_host(config.host)}:{config.port} backlog=1024"

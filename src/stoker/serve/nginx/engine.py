@@ -70,21 +70,21 @@ class NginxEngine:
 
     def __init__(
         self,
-        settings: NginxConfig,
+        config: NginxConfig,
         prefix: Path | None = None,
         *,
-        load_settings: Callable[[], NginxConfig] | None = None,
+        load_config: Callable[[], NginxConfig] | None = None,
     ) -> None:
-        self._requested = settings
+        self._requested = config
         self._prefix = prefix
-        self._load_settings = load_settings
+        self._load_config = load_config
         self._resources = ExitStack()
         self._process: Process | None = None
 
     @property
     def url(self) -> str:
         """The URL of the server; a wildcard address is replaced by the loopback address."""
-        return f"http://{_url_host(_connectable(self._settings.host))}:{self._settings.port}"
+        return f"http://{_url_host(_connectable(self._config.host))}:{self._config.port}"
 
     def start(self) -> None:
         """Start nginx and wait until it is healthy; clean up on any failure."""
@@ -101,11 +101,11 @@ class NginxEngine:
             listener = stack.enter_context(_listen(self._requested.host, self._requested.port))
             self._address = listener.getsockname()[:2]
             self._admin = folder / "admin"
-            self._settings = self._resolve_config(self._requested)
-            self._stats = NginxStats(self._settings, self._home, reopen=lambda: self._signal(signal.SIGUSR1))
+            self._config = self._resolve_config(self._requested)
+            self._stats = NginxStats(self._config, self._home, reopen=lambda: self._signal(signal.SIGUSR1))
             stack.callback(self._stats.close)
             stack.enter_context(run_admin_server(self._admin, self._stats, self._may_write))
-            self._write_config(self._settings)
+            self._write_config(self._config)
             self._process = _spawn(self._program, self._home, listener)
             stack.callback(self._terminate)
             listener.close()
@@ -138,11 +138,11 @@ class NginxEngine:
 
     def reload(self) -> None:
         """Apply changed settings without dropping connections; raise and keep the old ones if nginx rejects them."""
-        requested = self._requested if self._load_settings is None else self._load_settings()
+        requested = self._requested if self._load_config is None else self._load_config()
         _check_modules(self._program, requested)
-        settings = self._resolve_config(requested)
-        self._write_config(settings)
-        self._settings = settings
+        config = self._resolve_config(requested)
+        self._write_config(config)
+        self._config = config
         self._signal(signal.SIGHUP)
 
     def stop(self) -> None:
@@ -159,23 +159,23 @@ class NginxEngine:
         """Complete the requested settings with the address, user and certificates of this machine."""
         host, port = self._address
         user = pwd.getpwuid(0).pw_name if os.geteuid() == 0 else None
-        settings: NginxConfig = replace(requested, host=host, port=port, admin_socket=self._admin, user=user)
-        if isinstance(settings, NginxCacheConfig):
+        config: NginxConfig = replace(requested, host=host, port=port, admin_socket=self._admin, user=user)
+        if isinstance(config, NginxCacheConfig):
             ca_file = ssl.get_default_verify_paths().cafile
-            if settings.ca_file is None and ca_file is not None:
-                settings = replace(settings, ca_file=Path(ca_file))
-            return replace(settings, dir=settings.dir.resolve())
-        if not settings.root.is_dir():
-            raise NotFoundError("not a folder", where=settings.root)
-        return replace(settings, root=settings.root.resolve())
+            if config.ca_file is None and ca_file is not None:
+                config = replace(config, ca_file=Path(ca_file))
+            return replace(config, dir=config.dir.resolve())
+        if not config.root.is_dir():
+            raise NotFoundError("not a folder", where=config.root)
+        return replace(config, root=config.root.resolve())
 
-    def _write_config(self, settings: NginxConfig) -> None:
+    def _write_config(self, config: NginxConfig) -> None:
         """Write the configuration; replace the current one only if nginx accepts it."""
         home = self._home
         text = (
-            render_serve_config(settings, home)
-            if isinstance(settings, NginxServeConfig)
-            else render_cache_config(settings, home)
+            render_serve_config(config, home)
+            if isinstance(config, NginxServeConfig)
+            else render_cache_config(config, home)
         )
         candidate = self._home / "nginx.conf.new"
         candidate.write_bytes(text.encode(errors="surrogateescape"))
@@ -187,9 +187,9 @@ class NginxEngine:
 
     def _may_write(self, path: str) -> bool:
         """Return whether a path may be written or deleted: a file whose resolved folder is below the root."""
-        if not isinstance(self._settings, NginxServeConfig) or path.endswith("/") or path.startswith("/-/"):
+        if not isinstance(self._config, NginxServeConfig) or path.endswith("/") or path.startswith("/-/"):
             return False
-        root = self._settings.root
+        root = self._config.root
         folder = (root / path.lstrip("/")).parent.resolve()
         return folder == root or root in folder.parents
 
@@ -241,14 +241,14 @@ def find_nginx() -> str:
     return program
 
 
-def _check_modules(program: str, settings: NginxConfig) -> None:
+def _check_modules(program: str, config: NginxConfig) -> None:
     required = []
-    if isinstance(settings, NginxCacheConfig):
+    if isinstance(config, NginxCacheConfig):
         required += ["slice"]
-        required += ["ssl"] * any(urlsplit(url).scheme == "https" for _, url in settings.origins)
-    elif settings.writable:
+        required += ["ssl"] * any(urlsplit(url).scheme == "https" for _, url in config.origins)
+    elif config.writable:
         required += ["dav", "auth_request"]
-    if settings.token is not None:
+    if config.token is not None:
         required += ["secure_link"]
     build_options = run([program, "-V"], timeout_s=20).stderr
     missing = [name for name in required if f"--with-http_{name}_module" not in build_options]

@@ -26,8 +26,8 @@ class NginxStats:
     A log file loses nothing; a syslog socket drops lines after as few as ten datagrams (net.unix.max_dgram_qlen).
     """
 
-    def __init__(self, settings: NginxConfig, home: Path, *, reopen: Callable[[], None]) -> None:
-        self._cache = settings if isinstance(settings, NginxCacheConfig) else None
+    def __init__(self, config: NginxConfig, home: Path, *, reopen: Callable[[], None]) -> None:
+        self._cache = config if isinstance(config, NginxCacheConfig) else None
         self._logs = home / "access.log", home / "error.log"
         self._reopen = reopen
         self._started = time.monotonic()

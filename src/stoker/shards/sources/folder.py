@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from stoker.core.text import join_some, printable
 from stoker.errors import InputError, NotFoundError, SourceError
 from stoker.shards.images import EXTENSIONS, sniff
 from stoker.shards.sample import Content, Item
@@ -34,8 +35,8 @@ class FolderSource:
         for split, names in by_split.items():
             if unknown := [name for name in names if name not in self._labels]:
                 raise SourceError(
-                    f"class {_join_some(unknown)} does not exist in {_printable(self._roots[self.splits[0]])}",
-                    where=_printable(self._roots[split]),
+                    f"class {join_some(unknown)} does not exist in {printable(self._roots[self.splits[0]])}",
+                    where=printable(self._roots[split]),
                     hint="every class needs a folder in the training split",
                 )
 
@@ -67,7 +68,7 @@ class FolderSource:
             if empty:
                 raise SourceError(
                     "the class folder has no images",
-                    where=_printable(root / name),
+                    where=printable(root / name),
                     hint="remove the folder or add images",
                 )
 
@@ -83,11 +84,11 @@ class FolderSource:
             finally:
                 os.close(fd)
         except OSError as error:
-            raise SourceError(f"cannot read: {error.strerror}", where=_printable(path)) from error
+            raise SourceError(f"cannot read: {error.strerror}", where=printable(path)) from error
         if len(data) != item.size:
             raise SourceError(
                 f"the file changed during the conversion: it had {item.size} bytes",
-                where=_printable(path),
+                where=printable(path),
                 hint="try again when nothing writes to it",
             )
         return Content(data)
@@ -99,21 +100,23 @@ class FolderSource:
         self, folder: Path, inside: str = "", above: tuple[tuple[int, int], ...] = ()
     ) -> Iterator[tuple[str, os.stat_result]]:
         """Yield the path below the class folder and the stat of each image; recurse into folders and follow links."""
-        here = folder / inside
-        stat = here.stat()
+        current = folder / inside
+        stat = current.stat()
         if (stat.st_dev, stat.st_ino) in above:
             raise SourceError(
-                "symbolic link points to one of its parent directories", where=_printable(here), hint="remove the link"
+                "symbolic link points to one of its parent directories",
+                where=printable(current),
+                hint="remove the link",
             )
-        for entry in sorted(os.scandir(here), key=lambda entry: entry.name):
+        for entry in sorted(os.scandir(current), key=lambda entry: entry.name):
             path = inside + entry.name
-            _check_utf8(entry.name, here)
+            _check_utf8(entry.name, current)
             if entry.name.startswith("."):
                 self._skipped_files["hidden"] += 1
             elif entry.is_dir():
                 yield from self._iter_images(folder, path + "/", (*above, (stat.st_dev, stat.st_ino)))
             elif not entry.is_file():
-                raise SourceError("broken symbolic link, or not a regular file", where=_printable(here / entry.name))
+                raise SourceError("broken symbolic link, or not a regular file", where=printable(current / entry.name))
             elif os.path.splitext(entry.name)[1].lower() in EXTENSIONS:
                 yield path, entry.stat()
             else:
@@ -127,10 +130,10 @@ class FolderSource:
         if detected is not None:
             raise SourceError(
                 f"the file is a {detected.upper()} image without an image extension",
-                where=_printable(entry.path),
+                where=printable(entry.path),
                 hint=f"rename it to end in .{detected}, or remove it",
             )
-        self._skipped_files[_printable(extension.lower()) or "no extension"] += 1
+        self._skipped_files[printable(extension.lower()) or "no extension"] += 1
 
 
 def _find_split_roots(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
@@ -143,11 +146,11 @@ def _find_split_roots(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
     for name in named:
         split = SPLITS[name.lower()]
         if split in roots:
-            raise SourceError(f"{roots[split].name}/ and {name}/ are both the {split!r} split", where=_printable(root))
+            raise SourceError(f"{roots[split].name}/ and {name}/ are both the {split!r} split", where=printable(root))
         roots[split] = root / name
     notes = []
     if others := [name for name in folders if name not in named]:
-        notes.append(f"skipped the folder{'s'[: len(others) > 1]} {_join_some(others)} next to {roots['train'].name}")
+        notes.append(f"skipped the folder{'s'[: len(others) > 1]} {join_some(others)} next to {roots['train'].name}")
     if "train" in roots and "test" in roots and not _list_subfolders(roots["test"]):
         notes.append(f"skipped the folder {roots.pop('test').name}: it has no class folders")
     return {split: roots[split] for split in ("train", "val", "test") if split in roots}, tuple(notes)
@@ -169,13 +172,13 @@ def _list_class_folders(root: Path) -> tuple[str, ...]:
     stray = [e.name for e in os.scandir(root) if e.is_file() and os.path.splitext(e.name)[1].lower() in EXTENSIONS]
     if stray:
         raise SourceError(
-            f"{_join_some(sorted(stray))} is not in a class folder",
-            where=_printable(root),
+            f"{join_some(sorted(stray))} is not in a class folder",
+            where=printable(root),
             hint="move every image into the folder of its class",
         )
     names = _list_subfolders(root)
     if not names:
-        raise SourceError("no class folders found", where=_printable(root), hint="store images as <class>/<image>")
+        raise SourceError("no class folders found", where=printable(root), hint="store images as <class>/<image>")
     for name in names:
         _check_utf8(name, root)
     return names
@@ -187,15 +190,4 @@ def _list_subfolders(root: Path) -> tuple[str, ...]:
 
 def _check_utf8(name: str, folder: Path) -> None:
     if not name.isascii() and any("\udc80" <= char <= "\udcff" for char in name):
-        raise SourceError(f"the file name {name!r} is not UTF-8", where=_printable(folder), hint="rename it")
-
-
-def _printable(name: object) -> str:
-    """Return a name from a dataset as it may be printed: escaped if it contains control characters."""
-    text = str(name)
-    return text if text.isprintable() else repr(text)
-
-
-def _join_some(names: Sequence[str]) -> str:
-    """Join the first names, and count the others."""
-    return ", ".join(map(_printable, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise SourceError(f"the file name {name!r} is not UTF-8", where=printable(folder), hint="rename it")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from stoker.core.text import join_some
 from stoker.errors import NotFoundError, SourceError
 from stoker.shards.images import EXTENSIONS
 from stoker.shards.sample import Content, Item
@@ -363,7 +364,7 @@ def _check_same_classes(train: _SplitLayout, val: _SplitLayout, root: Path) -> N
     only_val = sorted(val.used_wnids() - set(train.wnids))
     only_train = sorted(set(train.wnids) - set(val.wnids))
     if only_val or only_train:
-        what = f"only in train {_join_some(only_train)}, only in val {_join_some(only_val)}"
+        what = f"only in train {join_some(only_train)}, only in val {join_some(only_val)}"
         raise SourceError(f"train and val have different classes: {what}", where=root)
 
 
@@ -404,8 +405,3 @@ def _is_image(name: str) -> bool:
 
 def _basename(path: str) -> str:
     return path.rpartition("/")[2]
-
-
-def _join_some(names: Sequence[str]) -> str:
-    """Join the first names, and count the others."""
-    return (", ".join(names[:3]) or "none") + (f" and {len(names) - 3} more" if len(names) > 3 else "")

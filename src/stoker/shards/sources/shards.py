@@ -41,8 +41,8 @@ class ShardsSource:
                 return bool(find_shard_sets(where))
             if any(folder.glob(f"*/{MANIFEST}")):
                 return True
-            places = [folder, *(folder / name for name in ("train", "val", "validation", "test"))]
-            return any(_holds_shards(place) for place in places if place.is_dir())
+            folders = [folder, *(folder / name for name in ("train", "val", "validation", "test"))]
+            return any(_holds_shards(path) for path in folders if path.is_dir())
         except (StokerError, OSError):
             return False
 
