@@ -14,7 +14,7 @@ import yaml
 from stoker.cli.main import app
 from stoker.cli.planned import PLANNED
 from stoker.jobs.spec import job_schema, load_job
-from stoker.launchers.kubernetes.checks import check_job
+from stoker.launchers.kubernetes.checks import check_kubernetes_settings
 from stoker.launchers.kubernetes.manifests import build_manifests
 from tests.support.paths import DOCS
 
@@ -155,5 +155,5 @@ def test_job_files_of_a_page_render(page: str, tmp_path: Path) -> None:
         path.write_text(block)
         job = load_job(path)
         assert job.name == yaml.safe_load(block)["name"]
-        assert list(check_job(job)) == []
+        assert list(check_kubernetes_settings(job)) == []
         assert build_manifests(job)

@@ -13,7 +13,7 @@ import pytest
 from stoker.core.units import Seconds
 from stoker.jobs.run_folder import Run, create_run
 from stoker.jobs.topology import Command, Slot
-from stoker.launchers.monitor import WAITING_MARK, AttemptMonitor
+from stoker.launchers.monitor import PENDING_MARK, AttemptMonitor
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.process_group import ProcessGroup
 from stoker.telemetry.events import Recorder
@@ -56,9 +56,9 @@ def test_slots_are_pending_until_placement_is_reported(run: Run) -> None:
     with record_events(run, Slot("driver", 0)) as events:
         for reason in (None, "no capacity", ""):
             if reason is not None:
-                events.mark(WAITING_MARK, reason)
+                events.mark(PENDING_MARK, reason)
             monitor.read_events()
-            states.append((monitor.is_placed, monitor.waiting_reason))
+            states.append((monitor.is_placed, monitor.pending_reason))
     assert states == [(False, ""), (False, "no capacity"), (True, "")]
 
 

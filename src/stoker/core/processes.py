@@ -112,6 +112,7 @@ def start(
 
     With `terminate_with_parent` it gets SIGTERM when the thread that started it exits or is killed.
     """
+    libc, parent = ctypes.CDLL(None), os.getpid()  # before the fork: few calls are safe between fork and exec
     try:
         popen = subprocess.Popen(
             argv,
@@ -121,7 +122,7 @@ def start(
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
-            preexec_fn=_terminate_with_parent(os.getpid()) if terminate_with_parent else None,
+            preexec_fn=(lambda: _set_parent_death_signal(libc, parent)) if terminate_with_parent else None,
         )
     except OSError as error:
         reason = (error.strerror or "not found").lower()
@@ -163,15 +164,10 @@ def run(
     return completed
 
 
-def _terminate_with_parent(parent: int) -> Callable[[], None]:
-    libc = ctypes.CDLL(None)  # loaded here: few calls are safe between fork and exec
-
-    def set_death_signal() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # the parent exited before prctl
-            os._exit(128 + signal.SIGTERM)
-
-    return set_death_signal
+def _set_parent_death_signal(libc: ctypes.CDLL, parent: int) -> None:
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # the parent exited before prctl
+        os._exit(128 + signal.SIGTERM)
 
 
 def _read_text(file: IO[bytes]) -> str:

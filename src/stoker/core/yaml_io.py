@@ -87,7 +87,7 @@ class _Dumper(_SafeDumper):  # type: ignore[misc, valid-type]
 
 
 class _BlockDumper(_Dumper):
-    """Writes multi-line strings as block scalars (`|`)."""
+    """Dumper that writes multi-line strings as block scalars (`|`)."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

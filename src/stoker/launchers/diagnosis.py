@@ -21,7 +21,7 @@ LOST_EXIT_CODE = 255
 """Exit code of a slot whose host is lost, as `ssh` uses it; a program may exit with it too, hence the mark."""
 LOST_MARK = "slot_lost"
 """Mark in the log of a remote slot that it was lost, with the reason."""
-OOM_NOTICE = "ran out of memory and its kernel killed processes"
+OOM_NOTICE = "out of memory: the kernel killed processes"
 """Text in the log of a remote slot whose host reported OOM kills."""
 # One failure in torchrun's table; the root cause comes last.
 _FAILURE = re.compile(r"rank\s*:\s*(?P<rank>\d+) \(local_rank.*?exitcode\s*:\s*(?P<code>-?\d+) ", re.DOTALL)

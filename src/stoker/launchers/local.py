@@ -21,18 +21,17 @@ import msgspec
 from stoker.core.processes import run as run_program
 from stoker.core.processes import wait_until
 from stoker.core.spec import to_json
-from stoker.core.units import pluralize
 from stoker.errors import ConflictError, Fault, MissingExtraError, MissingProgramError, SpecError, UnavailableError
 from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits
 from stoker.jobs.run_folder import Run
 from stoker.jobs.spec import Job
 from stoker.jobs.status import STOPPED_MESSAGE, JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, Standby, list_slots, render_commands
+from stoker.launchers.checks import check_gpu_roles, check_gpus, check_secret_env, check_secret_files, visible_gpus
 from stoker.launchers.paths import programs_by_key, resolve_job_paths
 from stoker.launchers.plan import (
     LOOPBACK,
     LocalPlan,
-    check_gpu_roles,
     find_free_ports,
     listening_slots,
     requested_ports,
@@ -56,11 +55,11 @@ class LocalLauncher:
 
     def render(self, job: Job) -> LocalPlan:
         """Return the command of every slot, with ports that are free now."""
-        faults = [*check_traits(job, self.traits), *_check_machine(job)]
+        faults = [*check_traits(job, self.traits), *_check_local_job(job)]
         if faults:
-            raise SpecError(faults, where=f"job {job.name!r} on this machine")
+            raise SpecError(faults)
         if job.topology == "torchrun" and find_spec("torch") is None:
-            raise MissingExtraError("torch", "torch", purpose="the topology 'torchrun'")
+            raise MissingExtraError("torch", "torch", purpose="topology 'torchrun'")
         if job.topology == "mpi":
             _check_mpirun(job)
         notes = tuple(_ignored_settings(job))
@@ -122,7 +121,7 @@ class LocalLauncher:
         status = run.read_status()  # the supervisor may have finished between the two checks
         if status.state.is_final:
             return status
-        message = f"the supervisor of the run is gone; resume with: stoker job run --resume {run.id}"
+        message = f"the supervisor of the run has exited; resume with: stoker job run --resume {run.id}"
         state = run.folder / "state.json"
         ended = state.stat().st_mtime if state.exists() else time.time()
         return _with_final_state(status, JobState.LOST, message, ended)
@@ -203,11 +202,11 @@ def _check_mpirun(job: Job) -> None:
     hint = "install it: apt-get install openmpi-bin"
     program = shutil.which("mpirun", path=_search_path(job, Path.cwd()))
     if program is None:
-        raise MissingProgramError("mpirun not found; the topology 'mpi' needs Open MPI 4", hint=hint)
+        raise MissingProgramError("mpirun not found on the PATH; topology 'mpi' needs Open MPI 4", hint=hint)
     output = run_program([program, "--version"], timeout_s=START_TIMEOUT_S, check=False).stdout.strip()
     if re.match(r"mpirun \(Open MPI\) (4\.\S+)", output) is None:
         version = output.splitlines()[0] if output else "of unknown version"
-        raise MissingProgramError(f"{program} is {version}; the topology 'mpi' needs Open MPI 4", hint=hint)
+        raise MissingProgramError(f"{program} is {version}; topology 'mpi' needs Open MPI 4", hint=hint)
 
 
 def start_background_process(run: Run, has_started: Callable[[], bool], *args: str, module: str = SUPERVISOR) -> None:
@@ -236,14 +235,14 @@ def _absolute(path: str | None) -> str | None:
     return path if path is None or "://" in path else str(Path.cwd() / path)
 
 
-def _check_machine(job: Job) -> Iterator[Fault]:
+def _check_local_job(job: Job) -> Iterator[Fault]:
     """Yield a fault for everything that the job needs and this machine lacks."""
     for where, program in programs_by_key(job).items():
         folder = Path.cwd() / (program.cwd or "")
         if not folder.is_dir():
-            yield Fault(f"{where}.cwd", f"directory not found: {folder}")
+            yield Fault(f"{where}.cwd", f"no such directory: {folder}")
         elif program.script is not None and not Path(program.script).is_file():
-            yield Fault(f"{where}.script", f"file not found: {Path.cwd() / program.script}")
+            yield Fault(f"{where}.script", f"no such file or directory: {Path.cwd() / program.script}")
         elif program.command is not None and shutil.which(program.command[0], path=_search_path(job, folder)) is None:
             yield Fault(f"{where}.command", f"program {program.command[0]!r} not found on the PATH")
     yield from check_gpu_roles(job)
@@ -258,31 +257,9 @@ def _check_shards(key: str, url: str | None) -> Iterator[Fault]:
     if not url or "://" in url or "{" in url:
         return
     if not Path(url).exists():
-        yield Fault(key, f"file or directory not found: {Path.cwd() / url}")
+        yield Fault(key, f"no such file or directory: {Path.cwd() / url}")
     elif Path(url).is_dir() and not any(_looks_like_shards(path) for path in Path(url).iterdir()):
-        yield Fault(key, f"no shards in {Path.cwd() / url}: create them with stoker data convert")
-
-
-def check_gpus(job: Job, workers: int) -> Iterator[Fault]:
-    """Yield a fault if this machine has too few GPUs for the workers of a job."""
-    available, needed = len(visible_gpus()), job.resources.gpu * workers
-    if needed > available:
-        what = f"job needs {pluralize(needed, 'GPU')}, this machine has {available}"
-        yield Fault("resources.gpu", f"{what} (--set resources.gpu=0 runs it on CPUs)")
-
-
-def check_secret_env(job: Job) -> Iterator[Fault]:
-    """Yield a fault for each secret variable that is not set in this environment."""
-    for name in job.secret_env:
-        if name not in os.environ:
-            yield Fault(f"secret_env.{name}", f"environment variable {name} is not set; secrets are taken from it here")
-
-
-def check_secret_files(job: Job) -> Iterator[Fault]:
-    """Yield a fault for each secret file that does not exist on this machine."""
-    for path in job.secret_files:
-        if not Path(path).exists():
-            yield Fault(f"secret_files.{path}", "file not found; secret files must already exist on this machine")
+        yield Fault(key, f"no shards found in {Path.cwd() / url}; create them with: stoker data convert SOURCE DEST")
 
 
 def _looks_like_shards(path: Path) -> bool:
@@ -292,14 +269,6 @@ def _looks_like_shards(path: Path) -> bool:
 def _search_path(job: Job, folder: Path) -> str:
     """Return the PATH of the program; a name with a slash is searched in its working directory."""
     return os.pathsep.join((job.env.get("PATH") or os.environ.get("PATH", os.defpath), str(folder)))
-
-
-def visible_gpus() -> list[str]:
-    """List the GPUs that programs may use, from CUDA_VISIBLE_DEVICES or the driver's device files."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [gpu.strip() for gpu in visible.split(",") if gpu.strip() not in ("", "-1")]
-    return sorted((path.name[6:] for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()), key=int)
 
 
 def _gpu_env(job: Job, slot: Slot) -> dict[str, str]:
@@ -318,7 +287,7 @@ def _gpu_env(job: Job, slot: Slot) -> dict[str, str]:
 def _ignored_settings(job: Job) -> Iterator[str]:
     """Yield a note for each setting of the job file that has no effect on this machine."""
     if job.image:
-        yield "image is ignored: the local launcher uses no containers, but this Python environment"
+        yield "image is ignored: the local launcher uses this Python environment, not containers"
     if job.checkpoint.claim:
         target = job.checkpoint.dir or "the run folder"
         yield f"checkpoint.claim is ignored: the local launcher writes checkpoints to {target}"

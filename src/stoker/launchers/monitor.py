@@ -30,7 +30,7 @@ POLL_S = 0.2
 STACK_DUMP_S = 2.0
 SLOT_EXIT_MARK = "slot_exit"
 """Mark in the log of a delegated slot with its exit code, written by the process that manages the slot."""
-WAITING_MARK = "waiting"
+PENDING_MARK = "waiting"
 """Mark with the reason why slots are not placed yet; a mark without a reason means that they are."""
 
 
@@ -59,7 +59,7 @@ class AttemptMonitor:
         self.rank_failures: dict[Slot, int] = {}
         """The exit code of the first failed rank of each slot whose ranks report their exit."""
         self.is_placed = not plan.waits_for_placement
-        self.waiting_reason = ""
+        self.pending_reason = ""
         self._heartbeats: dict[tuple[Slot, int], Heartbeat] = {}
         self._scalar_writer = _make_scalar_writer(run, job)
 
@@ -104,9 +104,9 @@ class AttemptMonitor:
             self.lost_slots.add(slot)
         elif name == SLOT_EXIT_MARK and is_delegated:
             self.exit_codes[slot] = _to_int(event.fields.get("code"), 1)
-        elif name == WAITING_MARK and self._delegated and not is_delegated:
-            self.waiting_reason = str(event.fields.get("detail") or "")
-            self.is_placed = not self.waiting_reason
+        elif name == PENDING_MARK and self._delegated and not is_delegated:
+            self.pending_reason = str(event.fields.get("detail") or "")
+            self.is_placed = not self.pending_reason
 
     def reset_slot(self, slot: Slot) -> None:
         """Forget the heartbeats of a slot that is about to be restarted."""

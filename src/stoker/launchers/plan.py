@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -77,7 +77,7 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_ports(self, ports: Mapping[Slot, int]) -> LocalPlan:
         """Return the plan with slots listening on the given ports."""
-        slots = {name: replace_ports(one, Slot.parse(name), ports) for name, one in self.slots.items()}
+        slots = {name: replace_ports(command, Slot.parse(name), ports) for name, command in self.slots.items()}
         named = {str(slot): port for slot, port in ports.items()}
         return msgspec.structs.replace(self, slots=slots, ports=named)
 
@@ -110,14 +110,6 @@ def requested_ports(job: Job, slots: Sequence[Slot]) -> dict[Slot, int]:
 def listening_slots(job: Job) -> list[Slot]:
     """List the slots that each need a port of their own; none where one rendezvous port serves all."""
     return [slot for slot in list_slots(job) if slot.role != "evaluator"] if job.topology.startswith("tf-") else []
-
-
-def check_gpu_roles(job: Job) -> Iterator[Fault]:
-    """Yield a fault for each role other than the workers that requests GPUs where slots share a machine."""
-    local_roles = {slot.role for slot in list_slots(job)} if job.topology.startswith("tf-") else set()
-    for name, role in job.roles.items():
-        if role.resources.gpu and name in local_roles:
-            yield Fault(f"roles.{name}.resources.gpu", "only workers can have GPUs here: remove this key")
 
 
 def find_free_ports(count: int) -> list[int]:

@@ -202,8 +202,8 @@ class Supervisor:
         self._oom.sample()
         codes = self._update_slots(processes, monitor)
         state = _slot_state(None, is_placed=monitor.is_placed)
-        if (state, monitor.waiting_reason) != (self._status.state, self._status.message):
-            self._update_status(state=state, message=monitor.waiting_reason)
+        if (state, monitor.pending_reason) != (self._status.state, self._status.message):
+            self._update_status(state=state, message=monitor.pending_reason)
         grace = float(self._job.grace)
         tolerated: Collection[Slot] = observer_slots(self._job)
         if self._job.is_elastic:

@@ -80,7 +80,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
-    """How far a training is: the last reported values, None if a value was never reported."""
+    """Progress of a training: the last reported values, None if a value was never reported."""
 
     attempt: int = 0
     step: int | None = None
@@ -161,11 +161,11 @@ def verdict(events: Iterable[Event], *, last_s: float | None = None) -> Verdict:
     """Return what bounds the step time, over the whole run or its last seconds."""
     chosen = recent(events, last_s)
     times = _times_by_rank(chosen)
-    steps = int(max((one.steps for one in times.values()), default=0))
-    total_s = sum(one.total_s for one in times.values())
+    steps = int(max((rank.steps for rank in times.values()), default=0))
+    total_s = sum(rank.total_s for rank in times.values())
     if steps < MIN_STEPS or total_s <= 0:
         return Verdict(_unknown_sentence(steps), "unknown", steps=steps)
-    shares = {part: sum(one.seconds.get(part, 0.0) for one in times.values()) / total_s for part in PARTS}
+    shares = {part: sum(rank.seconds.get(part, 0.0) for rank in times.values()) / total_s for part in PARTS}
     shares["rest"] = max(0.0, 1 - sum(shares.values()))
     stage, stage_share = _busiest_stage(times.values())
     slow = _find_stragglers(times)
@@ -182,7 +182,7 @@ def verdict(events: Iterable[Event], *, last_s: float | None = None) -> Verdict:
         bound_by,
         shares=shares,
         steps=steps,
-        step_s=total_s / sum(max(one.steps, 1.0) for one in times.values()),
+        step_s=total_s / sum(max(rank.steps, 1.0) for rank in times.values()),
         stage=stage,
         stage_share=stage_share,
         stragglers=slow,
@@ -195,7 +195,7 @@ def stragglers(events: Iterable[Event], *, last_s: float | None = None) -> tuple
 
 
 def progress(events: Iterable[Event]) -> TrainingProgress:
-    """Return how far the newest attempt is, and the last value of each scalar."""
+    """Return the progress of the newest attempt, with the last value of each scalar."""
     ordered = _sort(events)
     segments = _segments(ordered)
     start, end = _last_mark(ordered, "start"), _last_mark(ordered, "end")
@@ -230,8 +230,8 @@ def eta(events: Iterable[Event]) -> float | None:
     segments = _segments(_sort(chosen))
     if current.total_steps is None or current.step is None or not segments:
         return None
-    left = current.total_steps - current.step
-    if left <= 0:
+    remaining = current.total_steps - current.step
+    if remaining <= 0:
         return 0.0
     points, last_report = segments[-1].points, segments[-1].last_report
     window = [point for point in points if point[0] >= last_report - ETA_WINDOW_S]
@@ -239,7 +239,7 @@ def eta(events: Iterable[Event]) -> float | None:
         return None
     first = points[max(0, len(points) - len(window) - 1)]
     seconds, steps = last_report - first[0], points[-1][1] - first[1]
-    return left * seconds / steps if seconds > 0 and steps > 0 else None
+    return remaining * seconds / steps if seconds > 0 and steps > 0 else None
 
 
 def restarts(events: Iterable[Event]) -> Restarts:
@@ -309,7 +309,7 @@ def _times_by_rank(ordered: Sequence[Event]) -> dict[RankKey, _RankTimes]:
         rank: _RankTimes(seconds[rank], steps.get("step", max(steps.get(part, 0.0) for part in PARTS)))
         for rank, steps in counts.items()
     }
-    return {rank: one for rank, one in times.items() if one.total_s > 0}
+    return {rank: spent for rank, spent in times.items() if spent.total_s > 0}
 
 
 def _step_count(event: Event) -> float:
@@ -318,17 +318,17 @@ def _step_count(event: Event) -> float:
 
 
 def _find_stragglers(times: Mapping[RankKey, _RankTimes]) -> tuple[Straggler, ...]:
-    ranks = {rank: one for rank, one in times.items() if one.steps >= MIN_STEPS}
+    ranks = {rank: spent for rank, spent in times.items() if spent.steps >= MIN_STEPS}
     if len(ranks) < 2:
         return ()
-    median_s = median_low(one.own_step_s for one in ranks.values())
+    median_s = median_low(spent.own_step_s for spent in ranks.values())
     if median_s <= 0:
         return ()
     slow = []
-    for (slot, rank), one in ranks.items():
-        ratio = one.own_step_s / median_s
+    for (slot, rank), spent in ranks.items():
+        ratio = spent.own_step_s / median_s
         if ratio >= STRAGGLER_RATIO:
-            slow.append(Straggler(slot, rank, ratio, one.own_step_s, _slow_part(one, list(ranks.values()))))
+            slow.append(Straggler(slot, rank, ratio, spent.own_step_s, _slow_part(spent, list(ranks.values()))))
     return tuple(sorted(slow, key=lambda straggler: (-straggler.ratio, straggler.rank, straggler.slot)))
 
 
@@ -343,7 +343,7 @@ def _slow_part(slow: _RankTimes, ranks: Sequence[_RankTimes]) -> str:
 def _busiest_stage(times: Iterable[_RankTimes]) -> tuple[str, float]:
     """Return the loader stage that takes most time, and its share of the loader's time."""
     ranks = list(times)
-    seconds = {stage: sum(one.seconds.get(f"loader.{stage}", 0.0) for one in ranks) for stage in STAGES}
+    seconds = {stage: sum(times.seconds.get(f"loader.{stage}", 0.0) for times in ranks) for stage in STAGES}
     total = sum(seconds.values())
     if total <= 0:
         return "", 0.0
@@ -388,7 +388,7 @@ def _input_sentence(shares: Mapping[str, float], stage: str, stage_share: float,
     advice = _ADVICE[stage]
     cpu = _mean([_number(event.fields.get("cpu_pct")) for event in events if event.kind == "profile"])
     if stage in ("decode", "transform") and cpu is not None and cpu < 60:
-        advice = f"CPU utilization is only {cpu:.0f} %, use more loader threads"
+        advice = f"CPU utilization is only {cpu:.0f}%: use more loader threads"
     return f"{sentence}, {stage} takes {_percent(stage_share)} of the loader's time; {advice}"
 
 
@@ -403,7 +403,7 @@ def _ranks_sentence(shares: Mapping[str, float], slow: Sequence[Straggler], rank
     sentence = f"synchronization-bound: {_percent(shares['collective_wait'])} of step time is waiting for other ranks"
     if slow:
         first = slow[0]
-        sentence += f"; {first.name} is a straggler with {first.ratio:.1f} × the median step time"
+        sentence += f"; {first.name} is a straggler with {first.ratio:.1f}× the median step time"
         causes = CAUSES_ON_CPU if on_cpu else CAUSES
         return f"{sentence}: {causes[first.part]}" if first.part in causes else sentence
     if ranks < 2:
@@ -420,7 +420,7 @@ def _rest_sentence(shares: Mapping[str, float], *, on_cpu: bool) -> str:
 
 
 def _percent(share: float) -> str:
-    return "under 1 %" if 0 < share < 0.005 else f"{100 * share:.0f} %"
+    return "under 1%" if 0 < share < 0.005 else f"{share:.0%}"
 
 
 # --- Segments
@@ -510,7 +510,7 @@ def _gpu_remarks(profiles: _Profiles) -> list[str]:
     remarks = []
     if idle:
         subject = "GPU" if len(means) == 1 else f"{len(idle)} of {len(means)} GPUs"
-        remarks.append(f"{subject} {profiles.where}: utilization below 50 % ({fmean(idle):.0f} %)")
+        remarks.append(f"{subject} {profiles.where}: utilization below 50% ({fmean(idle):.0f}%)")
     if fullest >= 0.95:
         remarks.append(f"GPU memory {profiles.where} is at {_percent(min(1.0, fullest))}")
     return remarks
@@ -527,7 +527,7 @@ def _memory_remarks(profiles: _Profiles) -> list[str]:
         available = format_bytes(max(0.0, free))
         remarks.append(f"memory {where} is nearly full: {available} of {format_bytes(total)} available")
     if kills := max((_number(event.fields.get("oom_kills")) or 0 for event in profiles.events), default=0):
-        remarks.append(f"the OOM killer is active {where}: {pluralize(int(kills), 'kill')} so far")
+        remarks.append(f"the OOM killer killed {int(kills):,} process{'es' if kills > 1 else ''} {where}")
     return remarks
 
 
@@ -543,12 +543,12 @@ def _cpu_remarks(profiles: _Profiles) -> list[str]:
     where, remarks = profiles.where, []
     iowait, busy, throttled = profiles.mean("iowait_pct"), profiles.mean("cpu_pct"), profiles.mean("throttled_pct")
     if iowait is not None and iowait >= 20:
-        remarks.append(f"CPUs {where} wait for I/O {iowait:.0f} % of the time")
+        remarks.append(f"CPUs {where} wait for I/O {iowait:.0f}% of the time")
     cores, tree = profiles.last("cores"), profiles.mean("tree_cpu_pct")
     if throttled is not None and throttled >= 5:
-        remarks.append(f"the CPU quota throttles the program {where} {throttled:.0f} % of the time")
+        remarks.append(f"the CPU quota throttles the program {where} {throttled:.0f}% of the time")
     elif busy is not None and busy >= 95:
-        remarks.append(f"all CPUs {where} are busy ({busy:.0f} %)")
+        remarks.append(f"all CPUs {where} are busy ({busy:.0f}%)")
     elif cores and tree is not None and tree >= 95 * cores:
         remarks.append(f"the program uses all of its {cores:g} cores {where}")
     return remarks

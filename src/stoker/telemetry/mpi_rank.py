@@ -242,11 +242,11 @@ def _start(command: list[str], output: int) -> subprocess.Popen[bytes]:
     libc, parent = ctypes.CDLL(None), os.getpid()
     # In our process group, which gets all signals that mpirun sends.
     return subprocess.Popen(
-        command, stdout=output, stderr=output, preexec_fn=lambda: _die_with(libc, parent, signal.SIGKILL)
+        command, stdout=output, stderr=output, preexec_fn=lambda: _set_parent_death_signal(libc, parent, signal.SIGKILL)
     )
 
 
-def _die_with(libc: Any, parent: int, number: int) -> None:
+def _set_parent_death_signal(libc: Any, parent: int, number: int) -> None:
     libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(128 + number)
@@ -270,7 +270,9 @@ def run_around(command: list[str]) -> int:
             "OMPI_MCA_plm_rsh_agent": f"{sys.executable} {os.path.realpath(__file__)} {AGENT_FLAG}",
         }
     parent, libc = os.getpid(), ctypes.CDLL(None)
-    child = subprocess.Popen(command, env=environ, preexec_fn=lambda: _die_with(libc, parent, signal.SIGTERM))
+    child = subprocess.Popen(
+        command, env=environ, preexec_fn=lambda: _set_parent_death_signal(libc, parent, signal.SIGTERM)
+    )
     signalled: set[int] = set()
     while child.poll() is None:
         for pid in _children(child.pid) if received and has_ranks else ():
@@ -285,11 +287,11 @@ def run_around(command: list[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def start_daemon(node: str, words: list[str]) -> int:
+def start_daemon(node: str, argv: list[str]) -> int:
     """Start a daemon on the host of the worker that a node name stands for, as `ssh` would."""
     role, _, index = node.rpartition("-")
     program = os.environ["STOKER_ASK"]
-    os.execv(program, [program, f"{role}/{index}", *words])
+    os.execv(program, [program, f"{role}/{index}", *argv])
 
 
 def _children(parent: int) -> list[int]:

@@ -125,7 +125,7 @@ def _start(command: list[str], mask: set[Any]) -> subprocess.Popen[bytes]:
 
     def prepare() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        _die_with(parent, signal.SIGTERM, libc)
+        _set_parent_death_signal(parent, signal.SIGTERM, libc)
 
     # preexec_fn is safe before there are threads; inherited files stay open.
     return subprocess.Popen(command, preexec_fn=prepare, close_fds=False)
@@ -138,8 +138,8 @@ def _libc() -> Any:
         return None
 
 
-def _die_with(parent: int, number: int, libc: Any) -> None:
-    """Let the kernel send a signal when the parent dies; the parent may have died before this call."""
+def _set_parent_death_signal(parent: int, number: int, libc: Any) -> None:
+    """Request a signal from the kernel for when the parent dies; the parent may have died before this call."""
     if libc is not None and hasattr(libc, "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
         if os.getppid() != parent:
@@ -219,7 +219,7 @@ class GroupSignalDetector:
         if self.pid == 0:
             try:
                 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-                _die_with(parent, signal.SIGKILL, libc)
+                _set_parent_death_signal(parent, signal.SIGKILL, libc)
                 _close_all_but(requests, replies)
                 _serve_clear_requests(requests, replies)
             finally:
@@ -385,8 +385,8 @@ class Cpu:
 
     def read(self, interval_s: float) -> dict[str, Any]:
         """Return busy and iowait time, load, and throttling by the cgroup's quota."""
-        words = _read_text(self._proc + "/stat").split("\n", 1)[0].split()[1:9]
-        user, nice, system, idle, iowait, irq, softirq, steal = (float(word) for word in words)
+        jiffies = _read_text(self._proc + "/stat").split("\n", 1)[0].split()[1:9]
+        user, nice, system, idle, iowait, irq, softirq, steal = (float(value) for value in jiffies)
         busy = user + nice + system + irq + softirq + steal
         increase = self._counters.increase({"busy": busy, "iowait": iowait, "all": busy + idle + iowait})
         fields: dict[str, Any] = {"cores": self._cores}
@@ -474,8 +474,8 @@ class ProcessTree:
     def _stat(self, pid: int) -> tuple[int, int, int, int] | None:
         """Return the parent, CPU ticks (with those of reaped children), resident pages, and start time of a process."""
         try:
-            words = _read_text(f"{self._proc}/{pid}/stat").rpartition(")")[2].split()
-            return int(words[1]), sum(int(word) for word in words[11:15]), int(words[21]), int(words[19])
+            fields = _read_text(f"{self._proc}/{pid}/stat").rpartition(")")[2].split()
+            return int(fields[1]), sum(int(value) for value in fields[11:15]), int(fields[21]), int(fields[19])
         except (OSError, ValueError, LookupError):
             return None
 
@@ -492,8 +492,8 @@ class Network:
         for line in _read_text(self._proc + "/net/dev").splitlines()[2:]:
             name, _, rest = line.partition(":")
             if name.strip() != "lo":
-                words = rest.split()
-                rx, tx = rx + float(words[0]), tx + float(words[8])
+                fields = rest.split()
+                rx, tx = rx + float(fields[0]), tx + float(fields[8])
         now = {"net_rx_per_s": rx, "net_tx_per_s": tx}
         tcp = [line.split() for line in _read_text(self._proc + "/net/snmp").splitlines() if line.startswith("Tcp:")]
         if len(tcp) == 2:
@@ -520,9 +520,9 @@ class Disks:
             return {}
         read = written = 0.0
         for line in _read_text(self._proc + "/diskstats").splitlines():
-            words = line.split()
-            if words[2] in self._names:
-                read, written = read + 512 * float(words[5]), written + 512 * float(words[9])
+            fields = line.split()
+            if fields[2] in self._names:
+                read, written = read + 512 * float(fields[5]), written + 512 * float(fields[9])
         return _rates(self._counters, {"disk_read_per_s": read, "disk_write_per_s": written}, interval_s)
 
 
@@ -688,9 +688,9 @@ def _read_table(path: str) -> dict[str, float]:
     table = {}
     try:
         for line in _read_text(path).splitlines():
-            words = line.split()
-            if len(words) >= 2:
-                table[words[0]] = float(words[1])
+            fields = line.split()
+            if len(fields) >= 2:
+                table[fields[0]] = float(fields[1])
     except (OSError, ValueError):
         pass
     return table

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.core.spec import decode
+from stoker.core.yaml_io import to_yaml_stream
 from stoker.errors import SpecError
 from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.spec import Job
@@ -23,7 +24,6 @@ from stoker.kube.objects import GPU_RESOURCE, INDEX_LABEL, JOB_LABEL, ROLE_LABEL
 from stoker.launchers.kubernetes.addresses import get_role_port, slot_hostname
 from stoker.launchers.kubernetes.manifests import build_manifests
 from stoker.launchers.kubernetes.mpijob import DNS_TIMEOUT_S
-from stoker.launchers.kubernetes.plan import to_yaml_documents
 from stoker.launchers.kubernetes.run_objects import get_pod_templates
 from stoker.launchers.kubernetes.scripts import CODE_DIR, SCRIPTS_DIR
 from tests.support import paths
@@ -298,7 +298,7 @@ def test_containers_have_least_privilege() -> None:
 
 def test_secrets_are_only_referenced() -> None:
     job = job_of(**{**TOPOLOGIES["mpi"], **OPTIONS["secrets"]})
-    text = to_yaml_documents(render(job))
+    text = to_yaml_stream(render(job))
     assert "kind: Secret" not in text
     for obj in render(job):
         for template in get_pod_templates(obj):
@@ -364,7 +364,7 @@ def _to_golden(objects: list[Manifest]) -> str:
     for obj in copied:
         if obj["kind"] == "ConfigMap":
             obj["data"] = {name: text if not name.endswith(".py") else "…" for name, text in obj["data"].items()}
-    return to_yaml_documents(copied)
+    return to_yaml_stream(copied)
 
 
 @pytest.mark.parametrize("topology", list(TOPOLOGIES))

@@ -128,7 +128,7 @@ class FakeCluster:
             raise UnavailableError("rejected the job", where=self.address)
 
     def put(self, key: str, value: dict[str, Any]) -> None:
-        call = "request" if key.endswith("-request") else "bye" if "bye" in value else "heartbeat"
+        call = "request" if key.endswith("-request") else "acknowledge" if "acknowledged" in value else "heartbeat"
         self.calls.append(call)
 
     def state(self, name: str) -> tuple[bool, str]:
@@ -183,13 +183,13 @@ def test_upload_may_take_longer_than_lost_after(
     workspace: Path, fake_cluster: type[FakeCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fake_cluster, "submit_s", 1.0)
-    frames = [{"alive": True}, {"slot": "worker/0", "code": 0}, {"end": True}]
+    frames = [{"alive": True}, {"slot": "worker/0", "code": 0}, {"finished": True}]
     fake_cluster.log += [
         f"{connection.FRAME_PREFIX}{json.dumps({'n': n, **frame})}\n" for n, frame in enumerate(frames, 1)
     ]
     assert make_client(workspace).run() == 0
     # Nothing is stored before the driver is running, and nothing after the connection is closed.
-    assert (fake_cluster.calls[0], fake_cluster.calls[-1]) == ("submit", "bye")
+    assert (fake_cluster.calls[0], fake_cluster.calls[-1]) == ("submit", "acknowledge")
     count = len(fake_cluster.calls)
     time.sleep(0.3)
     assert len(fake_cluster.calls) == count

@@ -28,9 +28,9 @@ def test_slot_that_cannot_be_started_is_lost(
     monkeypatch.setattr(driver.ray, "get", fail)
     monkeypatch.setattr(driver, "NODE_FAILURE_S", 0)
     command = {"argv": ["true"], "env": {}, "cwd": None}
-    request = {"slots": {"worker/0": command}, "bundle": {}, "strategy": "PACK", "marks": {}, "grace_s": 1}
+    request = {"slots": {"worker/0": command}, "bundle": {}, "strategy": "PACK", "tags": {}, "grace_s": 1}
     control: Any = SimpleNamespace(stop_requests=0)
-    attempt = driver.Driver(request, control, driver.FrameWriter(), can_scale=True)
+    attempt = driver.Driver(request, control, driver.JsonFrameWriter(), can_scale=True)
     node = dict.fromkeys(("address", "python", "workdir", "home", "interface", "port"), "node1")
     attempt._nodes["worker/0"] = node
     attempt._actors["worker/0"] = SimpleNamespace(start=SimpleNamespace(remote=lambda _: None))
@@ -38,7 +38,7 @@ def test_slot_that_cannot_be_started_is_lost(
     attempt._forward_output()  # returns at once
     frames = [json.loads(line.removeprefix(driver.FRAME_PREFIX)) for line in capfd.readouterr().out.splitlines()]
     assert frames[-1]["code"] == LOST_EXIT_CODE
-    assert re.search("node1 .*: no space left$", frames[-1]["fault"])
+    assert re.search("node1 .*: no space left$", frames[-1]["error"])
     with pytest.raises(RuntimeError, match="was not started"):
         driver.SlotActor({}).read(0)
 

@@ -162,7 +162,7 @@ def test_silent_host_times_out(workspace: Path, monkeypatch: pytest.MonkeyPatch)
     slot = remote_slot_of(workspace)
     (_, stdin_fd), (stdout_fd, _) = os.pipe(), os.pipe()
     monkeypatch.setattr(remote_slot, "agent_code", lambda: b"")
-    with pytest.raises(remote_slot._Disconnected, match="does not respond"):
+    with pytest.raises(remote_slot._Disconnected, match="no response"):
         slot._stream(stdin_fd, stdout_fd)
 
 
@@ -193,7 +193,7 @@ def test_reconnects_back_off(workspace: Path, monkeypatch: pytest.MonkeyPatch) -
     slot._back_off()
     slot._back_off()
     assert pauses == [0.5, 1.0]
-    slot._contact.last_heard -= 100  # only in a detached run: others are lost by then
+    slot._contact.last_response -= 100  # only in a detached run: others are lost by then
     for _ in range(8):
         slot._back_off()
     assert pauses[2:] == [2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0]
@@ -219,7 +219,7 @@ def test_notices_start_a_line_and_records_survive_kills(workspace: Path) -> None
     for _ in range(2):
         with open(log, "ab") as output:
             subprocess.run([sys.executable, "-c", code, str(record)], stdout=output, env=env, check=True)
-    assert log.read_text() == "half a line\n--- node1 notice\n--- node1 notice\n a line\n"
+    assert log.read_text() == "half a line\n--- node1: notice\n--- node1: notice\n a line\n"
     assert json.loads(record.read_text())["offset"] == 7 + len(" a line\n")
 
 
@@ -375,7 +375,7 @@ def test_logs_reattach_a_detached_run(net: Network, workspace: Path) -> None:
 def test_stop_cleans_up_a_lost_slot_of_a_failed_detached_run(
     net: Network, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The lost slot keeps running after the run has failed, although the other host is heard from all the time."""
+    """The lost slot keeps running after the run has failed, although the other host responds all the time."""
     launcher = LAUNCHERS.get("ssh")()
     section = ssh_section(net, workspace / "there", lost_after=5)
     job = job_of(program={"module": "this"}, topology="torchrun", workers=2, ssh=section, grace=2)

@@ -12,7 +12,7 @@ from stoker.launchers.kubernetes.status import SlotPod
 
 
 class AttemptHistory:
-    """The attempts of a run and why each failed; `is_log_complete` tells by uid whether a pod's log is copied."""
+    """The attempts of a run and why each failed; `is_log_complete` takes the uid of a pod."""
 
     def __init__(self, run: Run, attempts: Sequence[Attempt], is_log_complete: Callable[[str], bool]) -> None:
         self._run, self._is_log_complete = run, is_log_complete

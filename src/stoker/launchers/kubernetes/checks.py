@@ -15,7 +15,7 @@ MAX_NAME_LENGTH = 63
 MIN_TTL_S = 30
 
 
-def check_job(job: Job) -> Iterator[Fault]:
+def check_kubernetes_settings(job: Job) -> Iterator[Fault]:
     """Yield every setting that cannot work on Kubernetes."""
     if job.image is None:
         yield Fault("image", "is required on Kubernetes, for example image: ghcr.io/acme/trainer:v1")
@@ -23,11 +23,11 @@ def check_job(job: Job) -> Iterator[Fault]:
     if job.resources.gpu_type is not None and not job.resources.gpu:
         yield Fault("resources.gpu", f"is required with gpu_type {job.resources.gpu_type}")
     if job.workers == "all":
-        yield Fault("workers", "`all` is not supported on Kubernetes, since clusters can scale: set a number")
+        yield Fault("workers", "`all` is not supported on Kubernetes, because clusters can scale: set a number")
     yield from _check_observers(job)
     yield from _check_paths(job)
     if job.kubernetes.ttl < MIN_TTL_S:
-        what = f"is {format_duration(job.kubernetes.ttl)}, must be at least {MIN_TTL_S}s to fetch logs of finished pods"
+        what = f"must be >= {MIN_TTL_S}s to fetch logs of finished pods, got {format_duration(job.kubernetes.ttl)}"
         yield Fault("kubernetes.ttl", what)
 
 

@@ -58,7 +58,7 @@ PENDING_NOTICE_S, NEXT_NOTICE_S = 4.0, 30.0
 """After how long a pending job is reported in the log, and a changed reason again."""
 OUTAGE_NOTICE_S = 3.0
 """Report only longer outages of the API server."""
-LOG_TIMEOUT_S = STREAM_TIMEOUT_S + 30.0
+LOG_STREAM_TIMEOUT_S = STREAM_TIMEOUT_S + 30.0
 """How long to wait for the rest of finished pods' logs; a dropped stream is noticed after STREAM_TIMEOUT_S."""
 RECONNECTED_NOTICE = "reconnected to the API server"
 INCOMPLETE_NOTICE = "log incomplete: the rest could not be fetched"
@@ -66,7 +66,7 @@ INCOMPLETE_NOTICE = "log incomplete: the rest could not be fetched"
 
 @dataclass
 class LogFollower:
-    """Follows one run in its cluster."""
+    """Follower of one run in its cluster."""
 
     run: Run
     client: KubeClient
@@ -239,7 +239,7 @@ class LogFollower:
         streams = [(pod, self._streams[pod.uid]) for pod in pods if pod.uid in self._streams]
         for _, stream in streams:
             stream.is_pod_finished = True
-        deadline = time.monotonic() + LOG_TIMEOUT_S
+        deadline = time.monotonic() + LOG_STREAM_TIMEOUT_S
         for pod, stream in streams:
             stream.join(max(0.0, deadline - time.monotonic()))
             if not stream.position.done:
@@ -302,13 +302,13 @@ class LogFollower:
 
     def _wait_for_pods(self, pods: Sequence[SlotPod]) -> Sequence[SlotPod]:
         """Wait until no pod runs; return the pods in their final state."""
-        deadline = time.monotonic() + float(self.job.grace) + LOG_TIMEOUT_S
+        deadline = time.monotonic() + float(self.job.grace) + LOG_STREAM_TIMEOUT_S
         while time.monotonic() < deadline:
             try:
-                listed = self.client.list_objects("Pod", {RUN_LABEL: self.run.id})
+                pod_objects = self.client.list_objects("Pod", {RUN_LABEL: self.run.id})
             except StokerError:
                 break
-            current = {pod["metadata"]["uid"]: pod for pod in listed}
+            current = {pod["metadata"]["uid"]: pod for pod in pod_objects}
             self._pods |= current
             pods = self._list_slot_pods()
             for pod in pods:

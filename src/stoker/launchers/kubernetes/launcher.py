@@ -26,7 +26,7 @@ from stoker.kube.config import KubeTarget, load_config, parse_handle, resolve_ta
 from stoker.kube.objects import JOB_LABEL, RUN_LABEL, Manifest, cache_url
 from stoker.kube.rbac import build_rbac, select_features
 from stoker.launchers.kubernetes.addresses import has_separate_chief
-from stoker.launchers.kubernetes.checks import check_job
+from stoker.launchers.kubernetes.checks import check_kubernetes_settings
 from stoker.launchers.kubernetes.config_map import JOB_FILE
 from stoker.launchers.kubernetes.follower import STOP_FILE
 from stoker.launchers.kubernetes.lifecycle import DELETE_TIMEOUT_S, POLL_S, create_objects, delete_objects
@@ -40,12 +40,12 @@ from stoker.launchers.supervisor import supervisor_pid
 FOLLOWER_MODULE = "stoker.launchers.kubernetes.follower"
 FIRST_STATUS_TIMEOUT_S = 5.0
 """How long `status` waits for a new follower's first status."""
-LOG_TIMEOUT_S = 10.0
+LOG_COPY_TIMEOUT_S = 10.0
 """How long `logs` waits for a new follower to copy what was logged so far."""
 
 
 class KubernetesLauncher:
-    """Runs slots as pods."""
+    """Launcher for Kubernetes: slots are pods."""
 
     traits: ClassVar[LauncherTraits] = LauncherTraits(
         name="k8s",
@@ -69,9 +69,9 @@ class KubernetesLauncher:
         pod_job, files, file_faults = resolve_code_files(job)
         faults = check_traits(job, self.traits)
         if job.topology in self.traits.topologies:
-            faults += [*check_job(job), *file_faults]
+            faults += [*check_kubernetes_settings(job), *file_faults]
         if faults:
-            raise SpecError(faults, where=f"job {job.name!r} on k8s")
+            raise SpecError(faults)
         code = read_code_files(files)
         return KubernetesPlan(
             objects=build_manifests(_resolve_cache_url(pod_job), code),
@@ -196,7 +196,7 @@ def _is_finished(run: Run) -> bool:
 
 def _wait_for_copied_logs(run: Run) -> None:
     """Wait until the follower has copied the existing logs: their sizes no longer change."""
-    deadline = time.monotonic() + LOG_TIMEOUT_S
+    deadline = time.monotonic() + LOG_COPY_TIMEOUT_S
     sizes: dict[Path, int] = {}
     while time.monotonic() < deadline and not _is_finished(run):
         previous, sizes = sizes, {path: path.stat().st_size for path in run.logs.iterdir()}

@@ -58,7 +58,7 @@ def build_manifests(job: Job, code: Mapping[str, bytes] | None = None) -> list[M
         fault for index, patch in enumerate(job.kubernetes.patch) for fault in _check_patch(index, patch, objects)
     ]
     if faults:
-        raise SpecError(faults, where=f"job {job.name!r} on k8s")
+        raise SpecError(faults)
     return [_apply_patches(obj, job) for obj in objects]
 
 
@@ -75,7 +75,7 @@ def _build_scripts(job: Job, roles: Sequence[Role], *, has_code: bool) -> dict[s
 
 @dataclass(frozen=True, slots=True)
 class _ManifestBuilder:
-    """Builds the objects of one job."""
+    """Builder of the objects of one job."""
 
     job: Job
     roles: Sequence[Role]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from stoker.core.yaml_io import to_yaml_stream
 from stoker.errors import Fault
 from stoker.jobs.run_folder import Run
 from stoker.jobs.spec import Job, ProgramSpec
-from stoker.kube.objects import Manifest
 from stoker.launchers.kubernetes.scripts import CODE_DIR
 from stoker.launchers.upload import DEFAULT_PATTERNS, IgnorePatterns
 
@@ -30,12 +29,7 @@ class KubernetesPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_text(self) -> str:
         """Return the objects as `kubectl apply -f -` takes them."""
-        return to_yaml_documents(self.objects)
-
-
-def to_yaml_documents(objects: Sequence[Manifest]) -> str:
-    """Format objects as a stream of YAML documents."""
-    return to_yaml_stream(objects)
+        return to_yaml_stream(self.objects)
 
 
 def read_plan(run: Run) -> KubernetesPlan:
@@ -57,7 +51,7 @@ def resolve_code_files(job: Job) -> tuple[Job, dict[str, Path], list[Fault]]:
     for index, pattern in enumerate(job.kubernetes.copy):
         key, matches = f"kubernetes.copy[{index}]", dict(_find_files(pattern))
         if not matches:
-            faults.append(Fault(key, f"{Path.cwd() / pattern} not found, or nothing in it to copy"))
+            faults.append(Fault(key, f"no such file or directory, or nothing to copy: {Path.cwd() / pattern}"))
         for name, path in matches.items():
             if files.setdefault(name, path) != path:
                 faults.append(Fault(key, f"{path} and {files[name]} would both be copied to {name}: rename one"))
@@ -79,30 +73,30 @@ def _resolve_script(key: str, program: ProgramSpec, files: dict[str, Path]) -> t
         return program, []
     path = Path.cwd() / program.script
     if not path.is_file():
-        what = f"file {path} not found; use an absolute path for a script in the image"
+        what = f"no such file or directory: {path}; use an absolute path for a script in the image"
         return program, [Fault(f"{key}.script", what)]
     name = _get_copy_name(program.script)
     files.setdefault(name, path)
     return msgspec.structs.replace(program, script=f"{CODE_DIR}/{name}"), []
 
 
-def _find_files(given: str) -> Iterator[tuple[str, Path]]:
+def _find_files(pattern: str) -> Iterator[tuple[str, Path]]:
     """Yield a file, or the files of a folder that are not ignored, with their names in the pod."""
-    start, is_ignored = Path.cwd() / given, IgnorePatterns(DEFAULT_PATTERNS)
+    start, is_ignored = Path.cwd() / pattern, IgnorePatterns(DEFAULT_PATTERNS)
     if start.is_file():
-        yield _get_copy_name(given), start
+        yield _get_copy_name(pattern), start
     for path in sorted(start.rglob("*")) if start.is_dir() else ():
         relative = path.relative_to(start)
         in_ignored_folder = any(
             is_ignored(str(parent), is_folder=True) for parent in relative.parents if str(parent) != "."
         )
         if path.is_file() and not in_ignored_folder and not is_ignored(str(relative), is_folder=False):
-            yield str(Path(_get_copy_name(given), relative)), path
+            yield str(Path(_get_copy_name(pattern), relative)), path
 
 
-def _get_copy_name(given: str) -> str:
+def _get_copy_name(path_in_spec: str) -> str:
     """Return the path of a copy: relative to the working directory, or only the name for paths outside of it."""
-    path = Path(os.path.normpath(Path.cwd() / given))
+    path = Path(os.path.normpath(Path.cwd() / path_in_spec))
     if path == Path.cwd():
         return ""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name

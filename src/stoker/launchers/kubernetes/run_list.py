@@ -54,11 +54,11 @@ def _build_row(run: str, jobs: Sequence[Manifest]) -> dict[str, object]:
 
 def _derive_state(jobs: Sequence[Manifest], active: int) -> JobState:
     """Derive the state of a run from its Jobs: all Jobs of the lead role must be complete, observers do not count."""
-    lead, *_ = counted = [obj for obj in jobs if get_role(obj) not in OBSERVER_ROLES]
-    peers = [obj for obj in counted if INDEX_LABEL in obj["metadata"]["labels"] and get_role(obj) == get_role(lead)]
+    lead, *_ = gang_jobs = [obj for obj in jobs if get_role(obj) not in OBSERVER_ROLES]
+    peers = [obj for obj in gang_jobs if INDEX_LABEL in obj["metadata"]["labels"] and get_role(obj) == get_role(lead)]
     if all(true_conditions(obj) & {"Complete", "Succeeded"} for obj in peers or [lead]):
         return JobState.SUCCEEDED
-    if any("Failed" in true_conditions(obj) for obj in counted):
+    if any("Failed" in true_conditions(obj) for obj in gang_jobs):
         return JobState.FAILED
     return JobState.RUNNING if active else JobState.PENDING
 

@@ -64,9 +64,9 @@ def build_script(
         argv = shlex.join(profiler)
         lines += [f"if command -v {profiler[0]} >/dev/null 2>&1; then set -- {argv}; else set --; fi"]
         first, other = (Command(command.argv[len(profiler) :], command.env, command.cwd) for command in (first, other))
-    if tuple(word.replace(str(ANY_INDEX), "0") for word in other.argv) != first.argv:
+    if tuple(argument.replace(str(ANY_INDEX), "0") for argument in other.argv) != first.argv:
         lines += [f'if [ "$STOKER_INDEX" = 0 ]; then exec "$@" {shlex.join(first.argv)}; fi']
-    lines += ['exec "$@" ' + " ".join(_quote(word, {}) for word in other.argv)]
+    lines += ['exec "$@" ' + " ".join(_quote(argument, {}) for argument in other.argv)]
     return Script("\n".join([*lines, ""]), env, shared)
 
 

@@ -29,9 +29,9 @@ class ObjectWatch(threading.Thread):
         failures = 0
         while True:
             try:
-                listed, version = self._client.list_with_version(self._kind, self._labels)
-                objects = {obj["metadata"]["uid"]: obj for obj in listed}
-                self._updates.put((self._kind, listed))
+                current, version = self._client.list_with_version(self._kind, self._labels)
+                objects = {obj["metadata"]["uid"]: obj for obj in current}
+                self._updates.put((self._kind, current))
                 for change, obj in self._client.watch(self._kind, self._labels, version):
                     failures = 0
                     if change == "DELETED":

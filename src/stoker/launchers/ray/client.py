@@ -21,7 +21,7 @@ from stoker.errors import StokerError
 from stoker.jobs.run_folder import Run
 from stoker.jobs.topology import Slot
 from stoker.launchers.diagnosis import LOST_EXIT_CODE, LOST_MARK, TAIL_BYTES
-from stoker.launchers.monitor import SLOT_EXIT_MARK, WAITING_MARK
+from stoker.launchers.monitor import PENDING_MARK, SLOT_EXIT_MARK
 from stoker.launchers.ray.connection import (
     EXIT_TIMEOUT_S,
     FRAME_PREFIX,
@@ -106,12 +106,12 @@ class RayClient:
         self._last_frame = frame["n"]
         if "slot" in frame:
             self._process_slot_frame(frame)
-        elif "waiting" in frame:
-            self._events.mark(WAITING_MARK, frame["waiting"])
-            if frame["waiting"]:
-                print(frame["waiting"], flush=True)  # noqa: T201 (into the driver's log)
+        elif "pending" in frame:
+            self._events.mark(PENDING_MARK, frame["pending"])
+            if frame["pending"]:
+                print(f"pending: {frame['pending']}", flush=True)  # noqa: T201 (into the driver's log)
         elif "addresses" in frame:
-            self._events.mark(WAITING_MARK)
+            self._events.mark(PENDING_MARK)
             self._run.write("places.json", json.dumps(frame["addresses"]).encode())
         elif "failed" in frame:
             self._report_all_lost(f"the driver on Ray failed: {frame['failed']}")

@@ -36,10 +36,10 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _HINT = "pass the address of its dashboard (default port 8265); ray start --head --dashboard-host=0.0.0.0 exposes it"
 
 
-def resolve_address(place: str | None, environ: Mapping[str, str]) -> str | None:
-    """Return the dashboard's URL: from `place`, from RAY_ADDRESS, or of a cluster on this machine; None without any."""
-    if place:
-        return f"http://{_with_port(place.rstrip('/'))}"
+def resolve_address(target: str | None, environ: Mapping[str, str]) -> str | None:
+    """Return the dashboard's URL: from `target`, RAY_ADDRESS, or of a cluster on this machine; None without any."""
+    if target:
+        return f"http://{_with_port(target.rstrip('/'))}"
     address = environ.get("RAY_API_SERVER_ADDRESS") or environ.get("RAY_ADDRESS")
     if address and address.startswith(("http://", "https://")):
         return address.rstrip("/")
@@ -53,11 +53,11 @@ def resolve_address(place: str | None, environ: Mapping[str, str]) -> str | None
     return local if address == "auto" or _fetch_version(local, LOCAL_TIMEOUT_S) else None
 
 
-def _with_port(place: str) -> str:
-    host, _, port = place.rpartition(":")
+def _with_port(target: str) -> str:
+    host, _, port = target.rpartition(":")
     if host and not port.isdigit():
-        raise InputError(f"{place!r} is not the address of a Ray cluster", hint="write ray://host or ray://host:8265")
-    return place if host else f"{place}:{PORT}"
+        raise InputError(f"{target!r} is not the address of a Ray cluster", hint="write ray://host or ray://host:8265")
+    return target if host else f"{target}:{PORT}"
 
 
 def require_ray() -> None:

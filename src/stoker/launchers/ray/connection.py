@@ -28,9 +28,9 @@ from stoker.launchers.ray.cluster import RayCluster
 from stoker.launchers.ray.plan import RayPlan
 
 FRAME_PREFIX = "@stoker-ray "
-"""Starts every line that the driver sends; the driver, a program of its own, repeats it."""
+"""Prefix of every line that the driver sends; the driver, a separate program, defines it too."""
 POLL_S = 0.1
-HEARTBEATS_PER_TIMEOUT = 6
+CLIENT_HEARTBEATS_PER_TIMEOUT = 6
 RETRY_S = 0.5
 EXIT_TIMEOUT_S = 5.0
 LOG_READ_TRIES = 5
@@ -200,23 +200,23 @@ class SubmittedDriver:
         return self._log.exit_reason
 
     def close(self, *, is_over: bool) -> None:
-        """Stop the heartbeats; tell a driver that has reported its end that nothing more will be written for it."""
+        """Stop the heartbeats; acknowledge the end of a driver that has reported it, so that it deletes its key."""
         with self._lock:  # not while a heartbeat is being sent
             self._is_closed = True
         if is_over:
             _remove_submission(self._run, self._name)
             with suppress(Exception):  # the driver then waits for a moment and cleans up by itself
-                self._cluster.put(self._name, {**self._state, "bye": True})
+                self._cluster.put(self._name, {**self._state, "acknowledged": True})
 
     def _send_heartbeats(self) -> None:
         while not self._is_closed:
             with suppress(Exception), self._lock:  # any network error: the next heartbeat is another try
                 self._send_heartbeat()
-            self._has_news.wait(self._timeout_s / HEARTBEATS_PER_TIMEOUT)
+            self._has_news.wait(self._timeout_s / CLIENT_HEARTBEATS_PER_TIMEOUT)
             self._has_news.clear()
 
     def _send_heartbeat(self) -> None:
-        """Send state and heartbeat; before the driver is up, put nothing in the store that nobody would remove."""
+        """Send state and heartbeat, once the driver is up: only the driver deletes the keys from the store."""
         if self._is_closed:
             return
         if not self._is_driver_up:
@@ -226,7 +226,7 @@ class SubmittedDriver:
                 self._cluster.put(f"{self._name}-request", self._request)
                 self._request = None
             self._heartbeats += 1
-            self._cluster.put(self._name, {**self._state, "beat": self._heartbeats})
+            self._cluster.put(self._name, {**self._state, "heartbeat": self._heartbeats})
         self._last_response = time.monotonic()
 
 

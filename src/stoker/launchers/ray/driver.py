@@ -341,9 +341,9 @@ class Driver:
                     return False
                 if reason != reported:
                     reported = reason
-                    self._out.write(waiting=f"waiting for Ray to place {reason}")
+                    self._out.write(pending=f"Ray has not placed {reason}")
         if reported:
-            self._out.write(waiting="")
+            self._out.write(pending="")
         return True
 
     def _create_actors(self, group: Any) -> bool:
@@ -482,7 +482,7 @@ class Driver:
         deadline = time.monotonic() + NODE_FAILURE_S
         while time.monotonic() < deadline:
             if any(other["NodeID"] == node["node"] and not other["Alive"] for other in list_nodes()):
-                return f"its Ray node {node['address']} is gone"
+                return f"its Ray node {node['address']} was lost"
             time.sleep(POLL_S)
         if isinstance(error, RayActorError):
             return f"its Ray actor on {node['address']} was killed"

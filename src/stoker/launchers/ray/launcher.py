@@ -2,7 +2,7 @@
 
 `render` asks the cluster at most for its version and free resources. `start` packs the working directory and starts the
 supervisor on this machine; one local process, the client, manages all slots through a driver on the cluster. Without
-a cluster, that process starts a Ray of its own on this machine for the run.
+a cluster, that process starts Ray on this machine for the duration of the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from stoker.jobs.run_folder import Run, stoker_home
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, list_slots, render_commands
-from stoker.launchers.local import LocalLauncher, check_gpus, check_secret_env, check_secret_files
+from stoker.launchers.checks import check_gpus, check_secret_env, check_secret_files
+from stoker.launchers.local import LocalLauncher
 from stoker.launchers.paths import relative_to_workdir, resolve_job_paths
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.ray.cluster import (
@@ -108,9 +109,9 @@ class RayLauncher:
     def render(self, job: Job) -> RayPlan:
         """Return the command of every slot, with placeholders for what Ray decides; no side effects."""
         require_ray()
-        faults = [*check_traits(job, self.traits), *_check_job(job, self._address)]
+        faults = [*check_traits(job, self.traits), *_check_ray_job(job, self._address)]
         if faults:
-            raise SpecError(faults, where=f"job {job.name!r} on ray")
+            raise SpecError(faults)
         version = None if self._address is None else cluster_version(self._address)
         job = self.resolve_paths(job)
         slots = list_slots(job)
@@ -154,7 +155,7 @@ class RayLauncher:
             yield from self._upload_notes(job, version)
             yield from self._capacity_notes(job, count)
         if job.image:
-            yield "image is ignored: the Ray launcher uses no containers, but the Python environment of Ray"
+            yield "image is ignored: the Ray launcher uses the Python environment of Ray, not containers"
         if job.checkpoint.claim:
             yield "checkpoint.claim is ignored: checkpoints are written to a directory on the node of worker/0"
         if job.data.via == "cluster":
@@ -255,7 +256,7 @@ def _bundle(job: Job) -> dict[str, float]:
     return bundle
 
 
-def _check_job(job: Job, address: str | None) -> Iterator[Fault]:
+def _check_ray_job(job: Job, address: str | None) -> Iterator[Fault]:
     """Yield the faults that can be found without asking the cluster."""
     yield from check_secret_env(job)
     paths = {"data.train": job.data.train, "data.val": job.data.val, "program.script": job.program.script}
@@ -263,12 +264,12 @@ def _check_job(job: Job, address: str | None) -> Iterator[Fault]:
         if path is None or "://" in path or "{" in path:
             continue
         if _is_local(path, address) and not Path(path).exists():
-            yield Fault(key, f"file or directory not found: {Path.cwd() / path}")
+            yield Fault(key, f"no such file or directory: {Path.cwd() / path}")
     cwd = job.program.cwd
     if cwd is not None and _is_local(cwd, address) and not Path(cwd).is_dir():
-        yield Fault("program.cwd", f"directory not found: {Path.cwd() / cwd}")
+        yield Fault("program.cwd", f"no such directory: {Path.cwd() / cwd}")
     if address is None:
-        yield from _check_machine(job)
+        yield from _check_local_ray(job)
         return
     folder = job.checkpoint.dir
     if folder is not None and "://" not in folder and not Path(folder).is_absolute():
@@ -283,7 +284,7 @@ def _is_local(path: str, address: str | None) -> bool:
     return address is None or not Path(relative_to_workdir(path) or "").is_absolute()
 
 
-def _check_machine(job: Job) -> Iterator[Fault]:
+def _check_local_ray(job: Job) -> Iterator[Fault]:
     """Yield a fault for everything that a run with its own Ray needs and this machine lacks."""
     workers = 1 if job.workers == "all" else job.max_workers
     yield from check_gpus(job, workers)

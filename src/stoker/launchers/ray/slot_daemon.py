@@ -58,8 +58,8 @@ class SlotDaemon:
         deadline = time.monotonic() + self._request["grace_s"]
         while time.monotonic() < deadline and self._stop_requests < 2 and list_tagged(self._tags):
             time.sleep(POLL_S)
-        left = terminate_tagged(self._tags, LEFTOVER_GRACE_S, KILL_TIMEOUT_S)
-        return {"lost": f"{format_survivors(left)} cannot be killed"} if left else {}
+        survivors = terminate_tagged(self._tags, LEFTOVER_GRACE_S, KILL_TIMEOUT_S)
+        return {"lost": f"{format_survivors(survivors)} cannot be killed"} if survivors else {}
 
     def _run_slot(self) -> dict[str, Any]:
         if "argv" not in self._request or self._is_actor_gone:
@@ -75,10 +75,10 @@ class SlotDaemon:
                 what = f"cannot start {self._request['argv'][0]!r}"
             return {"error": f"{what}: {error.strerror or error}"}
         code = self._wait(child)
-        left = terminate_tagged(self._tags, 0 if self._stop_requests > 1 else LEFTOVER_GRACE_S, KILL_TIMEOUT_S)
-        if left:
+        survivors = terminate_tagged(self._tags, 0 if self._stop_requests > 1 else LEFTOVER_GRACE_S, KILL_TIMEOUT_S)
+        if survivors:
             with open(os.path.join(self._folder, OUTPUT), "a") as output:
-                output.write(f"stoker: {format_survivors(left)} cannot be killed\n")
+                output.write(f"stoker: {format_survivors(survivors)} cannot be killed\n")
         return {"code": code}
 
     def _start(self) -> subprocess.Popen[bytes]:

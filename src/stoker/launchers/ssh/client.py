@@ -61,31 +61,31 @@ CONNECT_TRIES = 5
 
 # Text in ssh's stderr, what it means for the user, and how to fix it; the first match counts.
 _FAILURES: tuple[tuple[str, str, str], ...] = (
-    ("Could not resolve hostname", "cannot be resolved: neither DNS nor your ssh config has this name", ""),
+    ("Could not resolve hostname", "could not resolve host name", "check DNS and your ssh config"),
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "has a different host key than before",
-        "it was reinstalled, or someone intercepts the connection; if you know why, remove the old key: {forget}",
+        "host key has changed",
+        "it was reinstalled, or the connection is intercepted; if you expected this, remove the old key: {forget}",
     ),
     (
         "Host key verification failed",
-        "has a host key that you have not accepted yet",
-        "connect once by hand: {ssh}",
+        "host key is unknown",
+        "connect once to accept it: {ssh}",
     ),
-    ("Permission denied", "rejects your key", "add it to authorized_keys on the host: {copy}"),
+    ("Permission denied", "public key rejected", "run: {copy}"),
     (
         "Too many authentication failures",
-        "rejects your keys",
-        "set the right one as IdentityFile in your ssh config",
+        "too many authentication failures",
+        "set the right key as IdentityFile in your ssh config",
     ),
-    ("Connection refused", "refuses the connection: no ssh server is listening", ""),
-    ("No route to host", "is not reachable: no route to host", ""),
-    ("Network is unreachable", "is not reachable: its network is unreachable from this machine", ""),
-    ("timed out", "does not respond", ""),
-    ("not responding", "no longer responds", ""),
-    ("closed by", "closed the connection", ""),
-    ("Connection reset", "closed the connection", ""),
-    ("Broken pipe", "closed the connection", ""),
+    ("Connection refused", "connection refused: no SSH server is listening", ""),
+    ("No route to host", "no route to host", ""),
+    ("Network is unreachable", "network is unreachable", ""),
+    ("timed out", "connection timed out", ""),
+    ("not responding", "connection timed out", ""),
+    ("closed by", "connection closed by the remote host", ""),
+    ("Connection reset", "connection closed by the remote host", ""),
+    ("Broken pipe", "connection closed by the remote host", ""),
 )
 _UNRESOLVED = re.compile(r"Could not resolve hostname (?P<name>[^:\s]+)")
 _KEYGEN_COMMAND = re.compile(r"ssh-keygen -f \S+ -R \S+")
@@ -126,7 +126,7 @@ class SshClient(msgspec.Struct, frozen=True, kw_only=True):
         if self.control is not None:
             options |= {"ControlMaster": "auto", "ControlPath": self.control, "ControlPersist": 60}
         argv = ["ssh", "-T", *(() if self.config is None else ("-F", self.config))]
-        argv += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+        argv += [argument for name, value in options.items() for argument in ("-o", f"{name}={value}")]
         return [*argv, *(() if self.user is None else ("-l", self.user)), *more]
 
 
@@ -170,7 +170,8 @@ def expand_slots(hosts: tuple[str, ...]) -> list[str]:
 
 def format_failure(client: SshClient, host: str, stderr: str, code: int | None) -> str:
     """Return in one sentence why `ssh` failed and, if known, how to fix it."""
-    return ": ".join(part for part in explain_failure(client, host, stderr, code) if part)
+    what, fix = explain_failure(client, host, stderr, code)
+    return f"{what} ({fix})" if fix else what
 
 
 def explain_failure(client: SshClient, host: str, stderr: str, code: int | None) -> tuple[str, str]:
@@ -178,7 +179,7 @@ def explain_failure(client: SshClient, host: str, stderr: str, code: int | None)
     # The name may be that of a jump host, or the HostName of the host.
     if (unresolved := _UNRESOLVED.search(stderr)) and unresolved["name"] != host:
         name = unresolved["name"]
-        return f"is reached through {name}, which cannot be resolved: neither DNS nor your ssh config has this name", ""
+        return f"could not resolve host name {name} (a jump host, or its HostName)", "check DNS and your ssh config"
     for text, what, fix in _FAILURES:
         if text in stderr:
             forget = _KEYGEN_COMMAND.search(stderr)
@@ -188,11 +189,11 @@ def explain_failure(client: SshClient, host: str, stderr: str, code: int | None)
                 forget=forget[0] if forget else f"ssh-keygen -R {host}",
             )
     if code == NO_PYTHON_CODE:
-        return "has no Python", _PYTHON_FIX
+        return "Python not found", _PYTHON_FIX
     if code == OLD_PYTHON_CODE:
-        return "has no Python 3.8 or later", _PYTHON_FIX
-    lines = [line for line in stderr.strip().splitlines() if line.strip()] or [f"ssh exited with code {code}"]
-    return f"cannot be used: {lines[-1]}", ""
+        return "Python 3.8 or later not found", _PYTHON_FIX
+    lines = [line for line in stderr.strip().splitlines() if line.strip()]
+    return f"ssh failed: {lines[-1]}" if lines else f"ssh exited with code {code}", ""
 
 
 def is_retryable(stderr: str) -> bool:
@@ -230,7 +231,7 @@ def module_source(module: str) -> str:
 
 
 class FrameParser:
-    """Parses the frames of the remote agent, after whatever the login shell printed first."""
+    """Parser of the frames of the remote agent, which follow whatever the login shell printed first."""
 
     def __init__(self) -> None:
         self._data = b""
@@ -310,7 +311,7 @@ class Session:
             connection.close()
             raise
 
-    def _wait_for(self, connection: _Connection, wanted: bytes | None, deadline: float) -> bytes:
+    def _wait_for(self, connection: _Connection, expected_kind: bytes | None, deadline: float) -> bytes:
         """Wait for a frame of a kind and return its payload; with None, wait until the agent has started."""
         while (left_s := deadline - time.monotonic()) > 0:
             if not select.select([connection.stdout_fd], [], [], min(left_s, 1.0))[0]:
@@ -319,11 +320,11 @@ class Session:
             if not data:
                 raise self._to_error(connection)
             for kind, payload in connection.frames.feed(data):
-                if kind == wanted:
+                if kind == expected_kind:
                     return payload
-            if wanted is None and connection.frames.has_started:
+            if expected_kind is None and connection.frames.has_started:
                 return b""
-        raise UnavailableError("does not respond", where=self.host)
+        raise UnavailableError("no response", where=self.host)
 
     def _to_error(self, connection: _Connection) -> UnavailableError:
         code, stderr = wait_exit_code(connection.ssh, 5), read_text(connection.stderr)

@@ -46,7 +46,7 @@ print(json.dumps({"python": sys.executable, "version": sys.version.split()[0],
 
 
 class HostProbe:
-    """Answers requests about the host and leaves nothing behind."""
+    """Handler of requests about the host; it leaves nothing behind."""
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
@@ -113,7 +113,7 @@ class HostProbe:
                 for address in target["addresses"]
             ]
             _run_threads(threads)
-            routes[index] = next((reached[one] for one in target["addresses"] if one in reached), {"address": None})
+            routes[index] = next((reached[name] for name in target["addresses"] if name in reached), {"address": None})
 
         targets = enumerate(request["targets"])
         _run_threads([threading.Thread(target=dial_target, args=item, daemon=True) for item in targets])
@@ -133,7 +133,7 @@ def _dial_address(address: str, target: dict[str, Any], reached: dict[str, dict[
     with contextlib.suppress(OSError), socket.create_connection(connection, timeout=DIAL_TIMEOUT_S) as sock:
         if sock.makefile("rb").readline().strip() == target["token"].encode():
             own = sock.getsockname()[0]
-            interfaces = [name for name, one in list_addresses() if one == own]
+            interfaces = [name for name, interface_address in list_addresses() if interface_address == own]
             interface = interfaces[0] if interfaces else None
             reached[address] = {"address": address, "own_address": own, "interface": interface}
 
@@ -210,13 +210,13 @@ def exchange_markers(request: dict[str, Any]) -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
         for marker in request["create"]:
             (folder / marker).touch()
-        found = [marker for marker in request["find"] if (folder / marker).exists()]
+        existing = [marker for marker in request["find"] if (folder / marker).exists()]
         for marker in request["remove"]:
             with contextlib.suppress(FileNotFoundError):
                 (folder / marker).unlink()
     except OSError as error:
         return {"error": f"cannot use the directory {folder}: {error.strerror}"}
-    return {"found": found}
+    return {"found": existing}
 
 
 def main() -> None:

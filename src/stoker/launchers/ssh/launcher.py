@@ -7,7 +7,6 @@ hosts, and starts the local supervisor. One local process represents each slot: 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -25,10 +24,11 @@ from stoker.jobs.run_folder import Run, stoker_home
 from stoker.jobs.spec import Job, ProgramSpec
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, Standby, list_slots, render_command
+from stoker.launchers.checks import check_gpu_roles, check_secret_env
 from stoker.launchers.diagnosis import LOST_EXIT_CODE
 from stoker.launchers.local import LocalLauncher
 from stoker.launchers.paths import map_programs, programs_by_key, relative_to_workdir, resolve_job_paths
-from stoker.launchers.plan import LocalPlan, check_gpu_roles, read_plan, requested_ports
+from stoker.launchers.plan import LocalPlan, read_plan, requested_ports
 from stoker.launchers.process_group import REMOTE_SLOT_ENV
 from stoker.launchers.ssh.client import RESPONSE_TIMEOUT_S, Session, SshClient, expand_hosts, expand_slots
 from stoker.launchers.ssh.plan import HostConfig, SshPlan, read_exit_codes, read_ssh_plan
@@ -82,7 +82,7 @@ class SshLauncher:
         job = self.resolve_paths(job)
         faults = [*check_traits(job, self.traits), *check_spec(job)]
         if faults:
-            raise SpecError(faults, where=f"job {job.name!r} on ssh")
+            raise SpecError(faults)
         slot_hosts = _assign_hosts(job)
         with open_sessions(job, slot_hosts.values()) as sessions:
             hosts = probe_hosts(sessions, job)
@@ -92,8 +92,8 @@ class SshLauncher:
             # The rendezvous port is on the host of the first slot.
             routes = find_routes(job, up, hosts) if slot_hosts[min(slot_hosts)] in up else None
             ports, port_issues = find_ports(job, up, slot_hosts, routes) if routes else ({}, {})
-        for host, found in (*(routes.issues if routes else {}).items(), *port_issues.items()):
-            issues[host] += found
+        for host, network_issues in (*(routes.issues if routes else {}).items(), *port_issues.items()):
+            issues[host] += network_issues
         _raise_issues(job, hosts, issues)
         assert routes is not None
         check_same_paths(job, hosts)
@@ -126,7 +126,7 @@ class SshLauncher:
         return self._local.logs(handle, slot, follow=follow)
 
     def stop(self, handle: str) -> None:
-        """Let the supervisor stop the run; clean up the hosts if there is none, or if it could not reach a host."""
+        """Stop the run through its supervisor; clean up the hosts if there is none, or if it could not reach a host."""
         run = _to_run(handle)
         if run.read_status().state in (JobState.FAILED, JobState.STOPPED, JobState.SUCCEEDED):
             if _may_still_run(run):
@@ -193,18 +193,16 @@ def check_spec(job: Job) -> Iterator[Fault]:
     elif capacity < job.max_workers:
         what = f"job needs {job.max_workers} workers, the hosts have slots for {capacity}"
         yield Fault("ssh.hosts", f"{what}: add hosts, or set more slots per host (node1:2)")
-    for name in job.secret_env:
-        if name not in os.environ:
-            yield Fault(f"secret_env.{name}", "secrets are read from the local environment; this variable is not set")
+    yield from check_secret_env(job)
     yield from check_gpu_roles(job)
     for key, program in programs_by_key(job).items() if job.ssh.copy else ():
         script, folder = program.script, program.cwd
         if script is not None and not Path(script).is_absolute() and not Path(script).is_file():
-            yield Fault(f"{key}.script", f"file not found: {Path.cwd() / script}")
+            yield Fault(f"{key}.script", f"no such file or directory: {Path.cwd() / script}")
         if folder is not None and not Path(folder).is_absolute() and not Path(folder).is_dir():
-            yield Fault(f"{key}.cwd", f"directory not found: {Path.cwd() / folder}")
+            yield Fault(f"{key}.cwd", f"no such directory: {Path.cwd() / folder}")
     if job.ssh.config is not None and not Path(job.ssh.config).is_file():
-        yield Fault("ssh.config", f"file not found: {job.ssh.config}")
+        yield Fault("ssh.config", f"no such file or directory: {job.ssh.config}")
     if job.ssh.copy and Path.cwd() in (Path.home(), Path("/")):
         what = f"the working directory is {Path.cwd()}, which is not uploaded"
         yield Fault("ssh.copy", f"{what}: run the command in the directory of your project")
@@ -226,18 +224,15 @@ def check_same_paths(job: Job, hosts: Mapping[str, HostFacts]) -> None:
 def _raise_issues(job: Job, hosts: Mapping[str, HostFacts], issues: Mapping[str, list[Issue]]) -> None:
     """Raise all issues of all hosts as one error."""
     by_sentence: dict[str, list[str]] = {}
-    for host, found in issues.items():
-        for issue in found:
+    for host, host_issues in issues.items():
+        for issue in host_issues:
             by_sentence.setdefault(issue.sentence, []).append(host)
     if not by_sentence:
         return
-    sentences = [
-        f"each of {', '.join(names)} {sentence}" if len(names) > 1 else f"{names[0]} {sentence}"
-        for sentence, names in by_sentence.items()
-    ]
-    up = sum(facts.issue is None for facts in hosts.values())
-    summary = f"{up} of {len(hosts)} hosts are up; " if up < len(hosts) else ""
-    error = UnavailableError if up < len(hosts) else InputError
+    sentences = [f"{', '.join(names)}: {sentence}" for sentence, names in by_sentence.items()]
+    ready = sum(not issues[host] for host in hosts)
+    summary = f"{ready} of {len(hosts)} hosts are ready; " if len(hosts) > 1 else ""
+    error = InputError if all(facts.issue is None for facts in hosts.values()) else UnavailableError
     raise error(summary + "; ".join(sentences), where=f"job {job.name!r} on ssh")
 
 
@@ -379,11 +374,11 @@ def _host_notes(
         if abs(values["clock_skew_s"]) > CLOCK_SKEW_S:
             yield f"the clock of {host} differs from the local clock by {values['clock_skew_s']:+.0f} s"
     if job.image:
-        yield "image is ignored: ssh runs no containers, the Python of the hosts is used"
+        yield "image is ignored: the SSH launcher uses the Python of the hosts, not containers"
     if job.checkpoint.claim:
-        yield "checkpoint.claim is ignored: ssh has no claims, checkpoints are written to the first host"
+        yield "checkpoint.claim is ignored: the SSH launcher writes checkpoints to the first host"
     if job.data.via == "cluster":
-        yield "data.via is ignored: ssh has no cluster cache, data is read without one"
+        yield "data.via: cluster is ignored: the SSH launcher reads data without the cluster's cache"
 
 
 def _plan_local_processes(plan: SshPlan, run: Run, *, detach: bool) -> LocalPlan:
@@ -413,7 +408,10 @@ def _clean_up_hosts(run: Run) -> None:
         request = {
             "op": "cleanup",
             "folder": f"{config.workdir}/.stoker/{run.id}",
-            "slots": ["setup-*", *(Slot.parse(name).filename for name, one in plan.hosts.items() if one == host)],
+            "slots": [
+                "setup-*",
+                *(Slot.parse(name).filename for name, slot_host in plan.hosts.items() if slot_host == host),
+            ],
             "tags": {"STOKER_RUN": run.id, "STOKER_HOST": host},
             "grace_s": plan.grace_s,
         }
@@ -421,11 +419,11 @@ def _clean_up_hosts(run: Run) -> None:
             with Session(plan.client, host, config.python, run.id, attempts=1) as session:
                 survivors = session.request(request, plan.grace_s + RESPONSE_TIMEOUT_S)["survivors"]
         except UnavailableError as error:
-            return f"{host} {error.what}"
-        return f"{host} cannot kill process {', '.join(map(str, survivors))}" if survivors else ""
+            return f"{host}: {error.what}"
+        return f"{host}: cannot kill process {', '.join(map(str, survivors))}" if survivors else ""
 
     if failures := [failure for failure in run_parallel(clean_up, plan.host_configs) if failure]:
-        message = f"{'; '.join(failures)}; slots may still be running there, try again: stoker job stop {run.id}"
+        message = f"{'; '.join(failures)}; slots may still be running there; try again: stoker job stop {run.id}"
         if (status := run.read_status()).state is JobState.STOPPED:
             run.write_status(msgspec.structs.replace(status, state=JobState.LOST, message=message))
         raise UnavailableError(message, where=run.id)

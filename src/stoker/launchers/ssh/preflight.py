@@ -45,9 +45,7 @@ class Issue(NamedTuple):
     @property
     def sentence(self) -> str:
         """The text after the host name."""
-        if not self.fix:
-            return self.what
-        return f"{self.what}: {self.fix}" if self.about == "host" else f"{self.what} ({self.fix})"
+        return f"{self.what} ({self.fix})" if self.fix else self.what
 
 
 class HostFacts(NamedTuple):
@@ -153,39 +151,39 @@ def check_host(job: Job, host: HostFacts, slots: int) -> Iterator[Issue]:
         yield Issue("folder", what, "set ssh.workdir to another one")
     if (needed := job.resources.gpu * slots) > facts["gpus"]:
         yield Issue(
-            "gpus", f"has {facts['gpus']} GPUs, the job needs {needed}", "or run without: --set resources.gpu=0"
+            "gpus", f"job needs {needed} GPUs, the host has {facts['gpus']}", "to run on CPUs: --set resources.gpu=0"
         )
     if not job.ssh.setup:
         yield from _check_programs(job, facts["programs"])
     for key, path in required_paths(job).items():
         is_uploaded = job.ssh.copy and not Path(path).is_absolute() and Path(path).exists()
         if not is_uploaded and path not in facts["existing_paths"]:
-            yield Issue(key, f"has no {Path(facts['workdir'], path)} ({key})")
+            yield Issue(key, f"no such file or directory: {Path(facts['workdir'], path)} ({key})")
 
 
 def _check_programs(job: Job, programs: Iterable[str]) -> Iterator[Issue]:
     command = job.program.command
     if command and "/" not in command[0] and command[0] not in programs:
-        yield Issue("program", f"has no program {command[0]!r} on its PATH")
+        yield Issue("program", f"program {command[0]!r} not found on the PATH")
     if job.topology == "mpi" and set(MPI_PROGRAMS) - set(programs):
-        what = "has no mpirun on its PATH, which topology 'mpi' needs"
+        what = "mpirun not found on the PATH; topology 'mpi' needs Open MPI 4"
         if "mpirun" in programs:
-            what = "has an mpirun without orted (Open MPI 5 or another MPI), topology 'mpi' needs Open MPI 4"
-        yield Issue("program", what, "the Debian package is openmpi-bin")
+            what = "mpirun has no orted (Open MPI 5 or another MPI); topology 'mpi' needs Open MPI 4"
+        yield Issue("program", what, "install the Debian package openmpi-bin")
 
 
 def check_python(name: str, facts: Mapping[str, Any], modules: Iterable[str]) -> Iterator[Issue]:
     """Yield what is wrong with the Python on a host."""
     if facts["python"] is None:
-        yield Issue("python", f"has no working Python {name!r}: {facts['python_error']}", _PYTHON_FIX)
+        yield Issue("python", f"Python {name!r} does not work: {facts['python_error']}", _PYTHON_FIX)
         return
     if tuple(map(int, facts["version"].split(".")[:2])) < MIN_PYTHON:
-        what = f"has Python {facts['version']} as {name!r}, the job needs 3.8 or later"
+        what = f"{name!r} is Python {facts['version']}, the job needs 3.8 or later"
         yield Issue("python", what, _PYTHON_FIX)
     for module in modules:
         if facts["modules"][module] is None:
-            fix = "install it, for example in ssh.setup, or set ssh.python to another one"
-            yield Issue(module, f"has no {module} in {facts['python']}", fix)
+            fix = "install it, for example with ssh.setup, or set ssh.python to another one"
+            yield Issue(module, f"{module} is not installed for {facts['python']}", fix)
 
 
 # --- The network between hosts
@@ -196,7 +194,9 @@ def dial_targets(hosts: list[str]) -> dict[str, list[str]]:
     if len(hosts) <= FULL_MESH_HOSTS:
         return {host: [other for other in hosts if other != host] for host in hosts}
     following = dict(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
-    return {host: list(dict.fromkeys(one for one in (hosts[0], following[host]) if one != host)) for host in hosts}
+    return {
+        host: list(dict.fromkeys(other for other in (hosts[0], following[host]) if other != host)) for host in hosts
+    }
 
 
 class _Listening(NamedTuple):
@@ -207,7 +207,7 @@ class _Listening(NamedTuple):
 
 
 def find_routes(job: Job, sessions: Mapping[str, Session], hosts: Mapping[str, HostFacts]) -> Routes:
-    """Let the hosts dial each other; return the rendezvous port and the addresses that are reachable."""
+    """Test the connections between all hosts; return the rendezvous port and the addresses that are reachable."""
     first, *others = sessions
     ports = [job.port or 0] if job.port or not others else list(range(DEFAULT_PORT, DEFAULT_PORT + PORT_TRIES))
     tokens = {host: secrets.token_hex(8) for host in sessions}
@@ -227,7 +227,7 @@ def find_routes(job: Job, sessions: Mapping[str, Session], hosts: Mapping[str, H
     targets = dial_targets(list(sessions))
 
     def dial(host: str) -> dict[str, dict[str, Any]]:
-        """Let a host dial its targets; return how it reached each of them."""
+        """Dial the targets of a host from there; return how it reached each of them."""
         request = [
             {"addresses": list(interfaces[name]), "port": listening[name].port, "token": tokens[name]}
             for name in targets[host]
@@ -254,7 +254,7 @@ def find_routes(job: Job, sessions: Mapping[str, Session], hosts: Mapping[str, H
 
 
 def _listen(session: Session, ports: Iterable[int], token: str) -> _Listening:
-    """Let a host listen on the first of these ports that is free, or else on any port."""
+    """Start listening on a host, on the first of these ports that is free, or else on any port."""
     error = ""
     for port in (*ports, 0):
         response = session.request({"op": "listen", "port": port, "token": token})
@@ -280,7 +280,8 @@ def find_ports(
     def find(host: str) -> tuple[dict[Slot, int], list[Issue]]:
         slots = [slot for slot in listening_slots(job) if hosts[slot] == host]
         requested = requested_ports(job, slots)
-        candidates = iter(range(DEFAULT_PORT, DEFAULT_PORT + PORT_TRIES + len(slots)))
+        last_port = DEFAULT_PORT + PORT_TRIES + len(slots) - 1
+        candidates = iter(range(DEFAULT_PORT, last_port + 1))
         ports: dict[Slot, int] = {}
         issues: list[Issue] = []
         for slot in slots:
@@ -291,13 +292,16 @@ def find_ports(
                     ports[slot] = port
                     break
             else:
-                port = requested.get(slot, DEFAULT_PORT)
-                if host != first or port != job.port:  # `find_routes` reports that one
-                    issues.append(Issue("port", f"has no free port for {slot}, starting at {port}", _PORT_FIX))
+                port = requested.get(slot, 0)
+                if not port:
+                    what = f"no free port for {slot} from {DEFAULT_PORT} to {last_port}"
+                    issues.append(Issue("port", what, _PORT_FIX))
+                elif host != first or port != job.port:  # `find_routes` reports that one
+                    issues.append(Issue("port", f"cannot listen on port {port} of {slot}: it is in use", _PORT_FIX))
         return ports, issues
 
     results = dict(zip(sessions, run_parallel(find, sessions), strict=True))
-    ports = {slot: port for found, _ in results.values() for slot, port in found.items()}
+    ports = {slot: port for slot_ports, _ in results.values() for slot, port in slot_ports.items()}
     return ports, {host: issues for host, (_, issues) in results.items() if issues}
 
 

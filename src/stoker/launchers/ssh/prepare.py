@@ -84,7 +84,7 @@ def _prepare(plan: SshPlan, run: Run, client: SshClient) -> None:
 
         def prepare(host: str) -> None:
             """Prepare a working directory, from the first of the hosts that have it."""
-            config, extra = plan.host_configs[host], _extra_files([plan.host_configs[one] for one in sharing[host]])
+            config, extra = plan.host_configs[host], _extra_files([plan.host_configs[name] for name in sharing[host]])
             include_workdir = config.copies and host not in unchanged
             upload.send(extra, client=client, host=host, config=config, include_workdir=include_workdir)
             if plan.setup:
@@ -92,7 +92,7 @@ def _prepare(plan: SshPlan, run: Run, client: SshClient) -> None:
 
         run_parallel(prepare, sharing, stop)
         if plan.setup:
-            prepared_by = {one: host for host, others in sharing.items() for one in others}
+            prepared_by = {name: host for host, names in sharing.items() for name in names}
             run_parallel(lambda host: _check_python_again(plan, run, sessions[host], prepared_by[host]), sessions)
 
 
@@ -107,17 +107,17 @@ def _find_shared_workdirs(plan: SshPlan, sessions: Mapping[str, Session]) -> tup
         response = sessions[host].request(request)
         if "error" in response:
             raise InputError(response["error"], where=host, hint="set ssh.workdir to another one")
-        found: list[str] = response["found"]
-        return found
+        existing: list[str] = response["found"]
+        return existing
 
     with _local_marker(Path(plan.source), local_marker):
         run_parallel(lambda host: exchange(host, create=[markers[host]]), sessions)
-        found = run_parallel(lambda host: exchange(host, find=[local_marker, *markers.values()]), sessions)
+        existing = run_parallel(lambda host: exchange(host, find=[local_marker, *markers.values()]), sessions)
         run_parallel(lambda host: exchange(host, remove=[markers[host]]), sessions)
-    visible = dict(zip(sessions, found, strict=True))
+    visible = dict(zip(sessions, existing, strict=True))
     sharing: dict[str, list[str]] = {}
     for host in sessions:
-        first = next(one for one, marker in markers.items() if marker in visible[host])
+        first = next(other for other, marker in markers.items() if marker in visible[host])
         sharing.setdefault(first, []).append(host)
     return sharing, {host for host in sharing if local_marker in visible[host]}
 

@@ -84,7 +84,7 @@ class RequestFolder:
 
 
 class ExecForwarder:
-    """Forwards the exec requests of the calling slot to standby slots, and collects their exit codes."""
+    """Forwarder of the exec requests of the calling slot to standby slots; it collects their exit codes."""
 
     def __init__(self, requests: RequestFolder, standby: Collection[str]) -> None:
         self._requests, self._standby = requests, standby
@@ -128,7 +128,7 @@ class ExecForwarder:
 
 
 class ExecRunner:
-    """Runs the exec requests for one standby slot, each by a process on this machine."""
+    """Runner of the exec requests for one standby slot, each by a process on this machine."""
 
     def __init__(self, run: Run, requests: RequestFolder, slot: str, has_started: Callable[[str], bool]) -> None:
         """Create the runner of a slot; `has_started` returns whether an earlier process has started a request.
@@ -146,7 +146,7 @@ class ExecRunner:
         return not self._processes
 
     def stop(self) -> None:
-        """Ask all commands to stop within their grace period, and start no more."""
+        """Stop all commands within their grace period, and start no more."""
         self._is_stopping = True
         self.poll()
         for process in self._processes.values():
@@ -155,8 +155,8 @@ class ExecRunner:
     def poll(self) -> None:
         """Start new commands, stop cancelled ones, and write the exit codes of finished ones."""
         for exec_id in self._requests.list_pending(self._slot):
-            is_wanted = not self._is_stopping and not self._requests.is_cancelled(self._slot, exec_id)
-            if exec_id not in self._processes and (is_wanted or self._has_started(exec_id)):
+            is_open = not self._is_stopping and not self._requests.is_cancelled(self._slot, exec_id)
+            if exec_id not in self._processes and (is_open or self._has_started(exec_id)):
                 self._processes[exec_id] = self._start(exec_id)
         for exec_id, process in list(self._processes.items()):
             code = process.poll()

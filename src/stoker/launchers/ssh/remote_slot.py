@@ -1,8 +1,8 @@
 """The local process of one remote slot: forwards its output, signals and exit code, and reports when its host is lost.
 
-The supervisor starts it in place of the program. It talks through `ssh` to an attach session on the host, which talks
-to the slot daemon; when the connection breaks, it reconnects and resumes at the byte it had reached. Its state is a
-record in the run folder, so that another process can resume where this one stopped.
+The supervisor starts it in place of the program. It connects by `ssh` to an attach session on the host, which
+controls the slot daemon; when the connection breaks, it reconnects and resumes at the byte it had reached. Its state is
+a record in the run folder, so that another process can resume where this one stopped.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ READY_TIMEOUT_S = 60.0
 EXIT_REPORT_S = 5.0
 """How long the host may take to report the exit, after the grace period."""
 CLOSE_TIMEOUT_S = STDERR_TIMEOUT_S = 2.0
-DISCONNECTED_NOTICE = "disconnected: {reason}; reconnecting"
+DISCONNECTED_NOTICE = "{reason}; reconnecting"
 RECONNECTED_NOTICE = "reconnected"
 
 
@@ -71,7 +71,7 @@ class _StopState:
 
 
 class RemoteSlot:
-    """Runs a task on its host to the end, over as many connections as it takes."""
+    """Local side of a slot: runs its task on the host to the end, over as many connections as it takes."""
 
     def __init__(self, task: SlotTask) -> None:
         self._task, self._plan, self.host = task, task.plan, task.host
@@ -102,12 +102,12 @@ class RemoteSlot:
             self._wait_for_standby()
             code = self._run_with_reconnects()
         except _Lost as lost:
-            self._log.add_notice(str(lost), is_last=True)
+            self._log.add_notice(str(lost), is_cause=True)
             recorder = Recorder(slot=self._task.name, attempt=self._task.attempt)
-            recorder.mark(LOST_MARK, f"{self.host} {lost}")
+            recorder.mark(LOST_MARK, f"{self.host}: {lost}")
             code = LOST_EXIT_CODE
         except _NotStarted as error:
-            self._log.add_notice(str(error), is_last=True)
+            self._log.add_notice(str(error), is_cause=True)
             code = error.code
         if self._runner is not None:
             self._runner.close(self._plan.grace_s)
@@ -122,10 +122,10 @@ class RemoteSlot:
         deadline = time.monotonic() + READY_TIMEOUT_S
         while unready := self._task.requests.list_unready(self._plan.standby):
             if self._stop.level:
-                raise _NotStarted("was stopped before the slot started", -signal.SIGTERM)
+                raise _NotStarted("stopped before the slot started", -signal.SIGTERM)
             if time.monotonic() > deadline:
                 names = ", ".join(f"{self._plan.hosts[name]} ({name})" for name in unready)
-                raise _Lost(f"waits for hosts that are not ready after {READY_TIMEOUT_S:g} s: {names}")
+                raise _Lost(f"other hosts are not ready after {READY_TIMEOUT_S:g} s: {names}")
             time.sleep(POLL_S)
 
     # --- Connections
@@ -156,16 +156,20 @@ class RemoteSlot:
         """Raise `_Lost` if the host is silent for too long, or does not report the exit of a killed slot."""
         limit_s = self._plan.client.lost_after_s
         if time.monotonic() > self._stop.deadline and self._stop.level > 1:
-            raise _Lost(f"did not report the exit of the slot in time: {reason}{self._detached_note}")
+            raise _Lost(f"exit of the slot was not reported in time: {reason}{self._detached_note}")
         if self._contact.silence_s > limit_s:
             is_our_fault = self._task.is_detached and not self._contact.has_others(limit_s)
             if not is_our_fault:  # a detached run continues without this machine
-                raise _Lost(f"has not responded for {limit_s:g} s{self._detached_note}")
+                raise _Lost(f"no response for {limit_s:g} s{self._detached_note}")
 
     @property
     def _detached_note(self) -> str:
         """How to stop a slot of a detached run, which continues without us; others stop by themselves."""
-        return f"; the slot keeps running until: stoker job stop {self._task.run.id}" if self._task.is_detached else ""
+        return (
+            f"; the slot keeps running, stop it with: stoker job stop {self._task.run.id}"
+            if self._task.is_detached
+            else ""
+        )
 
     def _run_connection(self) -> int:
         """Stream over one connection until the slot exits or the connection breaks."""
@@ -225,13 +229,13 @@ class RemoteSlot:
         now = time.monotonic()
         if not self._has_started:
             if now - connected > RESPONSE_TIMEOUT_S:
-                raise _Disconnected("does not respond")
+                raise _Disconnected("no response")
             return
-        self._check_deadlines("it does not respond")
-        has_frames = self._contact.last_heard > connected
+        self._check_deadlines("no response")
+        has_frames = self._contact.last_response > connected
         limit_s = self._silence_limit_s if has_frames else max(FIRST_FRAME_S, self._silence_limit_s)
-        if now - max(connected, self._contact.last_heard) > limit_s:
-            raise _Disconnected("it does not respond")
+        if now - max(connected, self._contact.last_response) > limit_s:
+            raise _Disconnected("no response")
 
     @property
     def _silence_limit_s(self) -> float:
@@ -260,7 +264,7 @@ class RemoteSlot:
         if "start_error" in record:
             code = MissingError.exit_code
             program = self._task.command.argv[0]
-            self._log.add_notice(f"cannot start {program!r}: {record['start_error']}", is_last=True)
+            self._log.add_notice(f"cannot start {program!r}: {record['start_error']}", is_cause=True)
         else:
             code = int(record["code"])
         if code and record.get("oom"):
@@ -279,7 +283,7 @@ class RemoteSlot:
 
     def _attach_request(self) -> dict[str, Any]:
         if not self._has_started and (missing := self._task.missing_secrets()):
-            raise _NotStarted(f"needs secrets that are not set here: {', '.join(missing)}", InputError.exit_code)
+            raise _NotStarted(f"secrets are not set on this machine: {', '.join(missing)}", InputError.exit_code)
         return self._task.attach_request(
             key=self._log.record.key,
             offset=self._log.offset,
@@ -315,7 +319,7 @@ class RemoteSlot:
             self._send(stdin_fd, {"op": "stop", "level": stop.level})
 
     def _send_stack_signals(self, stdin_fd: int) -> None:
-        """Let every rank with a heartbeat dump the stacks of its threads."""
+        """Signal every rank with a heartbeat to dump the stacks of its threads."""
         log = self._task.run.log_path(Slot.parse(self._task.name), self._task.attempt)
         heartbeats = [event for event in read_log(log, last=TAIL_BYTES).events if event.kind == "heartbeat"]
         for pid in {event.rank: int(event.fields.get("pid", 0)) for event in heartbeats}.values():

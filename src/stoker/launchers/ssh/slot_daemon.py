@@ -1,9 +1,10 @@
 """Slot daemon: runs one slot on a remote host and keeps it running while the ssh connection is down.
 
-Standard library only, Python 3.8 or later: the source is sent through `ssh` and needs no stoker on the host.
+Standard library only, Python 3.8 or later: the source is sent over `ssh`, together with `remote.tagged_processes`, and
+needs no stoker on the host.
 
-There are two processes. The slot daemon owns the slot and outlives connections. An attach session runs at the far end
-of each `ssh` connection and comes and goes with it. They share the folder of the slot:
+There are two processes. The slot daemon owns the slot and outlives connections. An attach session is the remote process
+of one `ssh` connection and exits with it. They share the folder of the slot:
 
     key     identifies the slot; a request with another key starts the slot again
     pid     of the daemon
@@ -49,7 +50,7 @@ START_TIMEOUT_S = 10.0
 EXIT_RECORD_BYTES = 4096
 STOP_SIGNAL, KILL_SIGNAL = signal.SIGUSR1, signal.SIGUSR2
 CHUNK_BYTES = 1 << 16
-DAEMON_GONE = "its daemon was killed or the host was rebooted"
+DAEMON_GONE = "the slot daemon was killed, or the host was rebooted"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -75,7 +76,7 @@ class FrameWriter:
 
 
 class SlotDaemon:
-    """Runs one slot until it exits, is stopped, or its lease expires."""
+    """Daemon of one slot, until the slot exits, is stopped, or its lease expires."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self._request, self._folder = request, Path(request["folder"])
@@ -120,7 +121,7 @@ class SlotDaemon:
     def _start(self) -> subprocess.Popen[bytes]:
         libc, daemon_pid = ctypes.CDLL(None), os.getpid()
 
-        def die_with_daemon() -> None:
+        def set_parent_death_signal() -> None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != daemon_pid:
                 os._exit(128 + signal.SIGTERM)
@@ -135,7 +136,7 @@ class SlotDaemon:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=die_with_daemon,
+                preexec_fn=set_parent_death_signal,
             )
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
@@ -218,7 +219,7 @@ class SlotGoneError(Exception):
 
 
 class AttachSession:
-    """Attaches one `ssh` connection to a slot: starts or finds its daemon, streams output, passes on requests."""
+    """Session of one `ssh` connection to a slot: starts or finds its daemon, streams output, passes on requests."""
 
     def __init__(self, request: dict[str, Any], frames: FrameWriter) -> None:
         self._request, self._frames = request, frames
@@ -238,8 +239,8 @@ class AttachSession:
             self._stream()
             while not self._is_done.wait(MAX_POLL_S) and self._folder.exists():
                 pass  # until the exit record is acknowledged, or the daemon has given up waiting for that
-        except SlotGoneError as gone:
-            self._frames.send(GONE, str(gone).encode())
+        except SlotGoneError as error:
+            self._frames.send(GONE, str(error).encode())
         except (OSError, ValueError) as error:
             self._frames.send(GONE, f"could not run the slot: {error}".encode())
 
@@ -250,7 +251,7 @@ class AttachSession:
             if read_text(self._folder / "key") == self._request["key"]:
                 return
             if not self._request["can_start"]:
-                raise SlotGoneError("stopped the slot because no client was connected")
+                raise SlotGoneError("slot stopped: no client was connected")
             self._clear_previous()
             self._folder.mkdir(mode=0o700, parents=True)
             write_atomic(self._folder / "key", self._request["key"])
@@ -311,7 +312,7 @@ class AttachSession:
         survivors = terminate_tagged(self._request["tags"], LEFTOVER_GRACE_S)
         remove_slot_folder(self._folder)
         note = f"; {format_survivors(survivors)} cannot be killed" if survivors else ""
-        raise SlotGoneError(f"lost the slot: {DAEMON_GONE}{note}")
+        raise SlotGoneError(f"{DAEMON_GONE}{note}")
 
     def _send_output(self) -> bool:
         """Send new output; return whether there was any."""

@@ -41,11 +41,11 @@ class SlotLog:
             data = data[end:]
         self._write(data)
 
-    def add_notice(self, text: str, *, is_last: bool = False) -> None:
-        """Write a notice once the current line is complete; immediately if no more output will come."""
-        # The text after `stoker:` is taken for the cause of a failure.
-        self._pending.append(f"{'stoker:' if is_last else '---'} {self._host} {text}\n")
-        if self._is_at_line_start or is_last:
+    def add_notice(self, text: str, *, is_cause: bool = False) -> None:
+        """Write a notice once the current line is complete; immediately if it is the cause of a failure."""
+        # The diagnosis takes the text after `stoker:` for the cause.
+        self._pending.append(f"{'stoker:' if is_cause else '---'} {self._host}: {text}\n")
+        if self._is_at_line_start or is_cause:
             self._write_notices()
 
     def finish(self, code: int) -> None:

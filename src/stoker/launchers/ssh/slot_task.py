@@ -15,7 +15,7 @@ from stoker.launchers.ssh.plan import SshPlan, command_for_attempt, records_fold
 from stoker.launchers.ssh.remote_exec import RequestFolder
 
 _SLEEP_FOREVER = Command(("sleep", "2147483647"))
-HEARD_INTERVAL_S = 1.0
+RESPONSE_RECORD_INTERVAL_S = 1.0
 
 
 class SlotTask:
@@ -96,29 +96,29 @@ class SlotTask:
 
 
 class HostContact:
-    """When a host was last heard from; the local processes of a detached run share it through files."""
+    """Time of the last response from a host; the local processes of a detached run share it through files."""
 
     def __init__(self, task: SlotTask) -> None:
         self._folder, self._host, self._hosts = records_folder(task.run), task.host, tuple(task.plan.host_configs)
         self._is_shared = task.is_detached
-        self.last_heard = time.monotonic()
+        self.last_response = time.monotonic()
         self._last_touch = float("-inf")
 
     def update(self) -> None:
-        """Record that the host was heard from just now."""
+        """Record that the host has responded just now."""
         now = time.monotonic()
-        if self._is_shared and now - self._last_touch > HEARD_INTERVAL_S:
+        if self._is_shared and now - self._last_touch > RESPONSE_RECORD_INTERVAL_S:
             self._file(self._host).touch()
             self._last_touch = now
-        self.last_heard = now
+        self.last_response = now
 
     @property
     def silence_s(self) -> float:
-        """For how long the host has not been heard from."""
-        return time.monotonic() - self.last_heard
+        """For how long the host has not responded."""
+        return time.monotonic() - self.last_response
 
     def has_others(self, within_s: float) -> bool:
-        """Whether any other host of the run was heard from; if not, it may be this machine that is disconnected."""
+        """Whether any other host of the run responds; if not, it may be this machine that is disconnected."""
         files = (self._file(host) for host in self._hosts if host != self._host)
         return any(path.exists() and time.time() - path.stat().st_mtime < within_s for path in files)
 

@@ -98,7 +98,7 @@ class CodeUpload:
         if "No space left" in stderr:
             raise InputError("no space left on the device for the working directory", where=host)
         reason = format_failure(client, host, stderr, code)
-        raise UnavailableError(f"upload of the working directory failed: {host} {reason}", where=host)
+        raise UnavailableError(f"upload of the working directory failed: {reason}", where=host)
 
 
 def run_until_stopped(

@@ -1,0 +1,50 @@
+"""Checks of a job against this machine that several launchers share: GPUs, secrets, GPU requests of roles."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from stoker.core.units import pluralize
+from stoker.errors import Fault
+from stoker.jobs.spec import Job
+from stoker.jobs.topology import list_slots
+
+
+def visible_gpus() -> list[str]:
+    """List the GPUs that programs may use, from CUDA_VISIBLE_DEVICES or the driver's device files."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [gpu.strip() for gpu in visible.split(",") if gpu.strip() not in ("", "-1")]
+    return sorted((path.name[6:] for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()), key=int)
+
+
+def check_gpus(job: Job, workers: int) -> Iterator[Fault]:
+    """Yield a fault if this machine has too few GPUs for the workers of a job."""
+    available, needed = len(visible_gpus()), job.resources.gpu * workers
+    if needed > available:
+        what = f"job needs {pluralize(needed, 'GPU')}, this machine has {available}"
+        yield Fault("resources.gpu", f"{what} (--set resources.gpu=0 runs it on CPUs)")
+
+
+def check_gpu_roles(job: Job) -> Iterator[Fault]:
+    """Yield a fault for each role other than the workers that requests GPUs where slots share a machine."""
+    local_roles = {slot.role for slot in list_slots(job)} if job.topology.startswith("tf-") else set()
+    for name, role in job.roles.items():
+        if role.resources.gpu and name in local_roles:
+            yield Fault(f"roles.{name}.resources.gpu", "only workers can have GPUs here: remove this key")
+
+
+def check_secret_env(job: Job) -> Iterator[Fault]:
+    """Yield a fault for each secret variable that is not set in this environment."""
+    for name in job.secret_env:
+        if name not in os.environ:
+            yield Fault(f"secret_env.{name}", f"environment variable {name} is not set; secrets are taken from it here")
+
+
+def check_secret_files(job: Job) -> Iterator[Fault]:
+    """Yield a fault for each secret file that does not exist on this machine."""
+    for path in job.secret_files:
+        if not Path(path).exists():
+            yield Fault(f"secret_files.{path}", "file not found; secret files must already exist on this machine")
