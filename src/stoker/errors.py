@@ -3,18 +3,18 @@
     StokerError                     exit 1   root of the tree; caught once, by the command line
     ├── InputError                  exit 2   invalid input: an argument, a file, a dataset
     │   ├── SpecError                        invalid settings; lists every fault with the path of its key
-    │   ├── NotFoundError                    path or URL not found
+    │   ├── NotFoundError                    path, URL, run or cluster object not found
     │   ├── SourceError                      dataset in another format than expected
-    │   ├── ConflictError                    destination already contains something else
-    │   └── VerificationError                shard set failed verification
-    ├── MissingError                exit 3   missing dependency on this machine
+    │   ├── ConflictError                    target already exists, is still running, or is in use
+    │   └── VerificationError                shard set failed verification, or archive is corrupt
+    ├── MissingError                exit 3   missing dependency on this machine or on the cluster
     │   ├── MissingExtraError                Python package of an extra that is not installed
     │   ├── MissingProgramError              program not found on the PATH
     │   └── NotImplementedYetError           command that this version does not implement
     ├── JobFailedError              exit 4   job failed
     ├── UnavailableError            exit 5   storage, host or service did not respond, or rejected the request
     │   ├── AccessDeniedError                permission denied
-    │   ├── StorageFullError                 no space left
+    │   ├── StorageFullError                 no space left, or a quota is exceeded
     │   └── ObjectChangedError               object was replaced while it was read
     └── InterruptError              exit 130 interrupted with Ctrl-C
 
@@ -78,7 +78,7 @@ class SpecError(InputError):
 
 
 class NotFoundError(InputError):
-    """Path or URL not found."""
+    """Something that the user named does not exist: a path, URL, run, pod, namespace or context."""
 
 
 class SourceError(InputError):
@@ -86,15 +86,15 @@ class SourceError(InputError):
 
 
 class ConflictError(InputError):
-    """Destination already contains something else."""
+    """The target is not free: it already contains something else, is still running, or is in use (a port)."""
 
 
 class VerificationError(InputError):
-    """Shard set failed verification."""
+    """Shard set failed verification, or an archive is corrupt."""
 
 
 class MissingError(StokerError):
-    """Missing dependency on this machine."""
+    """Missing dependency: on this machine, or on the cluster (a custom resource definition)."""
 
     exit_code = 3
 
@@ -133,7 +133,7 @@ class AccessDeniedError(UnavailableError):
 
 
 class StorageFullError(UnavailableError):
-    """No space left."""
+    """No space left on the storage, or a quota is exceeded (on Kubernetes, of any resource)."""
 
 
 class ObjectChangedError(UnavailableError):

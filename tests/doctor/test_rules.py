@@ -108,7 +108,7 @@ def test_host_without_issues() -> None:
         ),
         ({}, {"topology": "mpi"}, "program", ("mpirun", "PATH"), "openmpi-bin"),
         ({"programs": ["mpirun"]}, {"topology": "mpi"}, "program", ("mpirun", "orted"), "openmpi-bin"),
-        ({}, {"data": {"train": "/none"}}, "data.train", ("has no /none",), "use a URL"),
+        ({}, {"data": {"train": "/none"}}, "data.train", ("no such file or directory: /none",), "use a URL"),
         ({"clock_skew_s": 4000.0}, {}, "clock", ("1h7m ahead of here", "S3"), "set-ntp"),
     ],
 )
@@ -194,7 +194,7 @@ def test_ray_cluster() -> None:
     _, version, dead, capacity = check_ray(changed)
     assert (version.fine, version.found) == (None, "2.1 here, 2.2 there")
     assert (dead.fine, dead.found) == (None, "1 alive; dead: 10.0.0.2")
-    assert (capacity.fine, capacity.found) == (None, "job needs 4 GPUs, free are 8 CPUs, 0 GPUs")
+    assert (capacity.fine, capacity.found) == (None, "job needs 4 GPUs; free: 8 CPUs, 0 GPUs")
     assert all(check.fix for check in (version, dead, capacity))
 
 
@@ -265,7 +265,7 @@ def test_fix_for_a_directory_depends_on_where_it_is(host: str, by_ssh: bool, wor
         ),
         ({"fault": "403", "error": "AccessDeniedError"}, False, "cannot read http://h/x: 403", "secret_env"),
         ({"fault": f"the cache c {probe.NOT_SERVED} it"}, False, "cannot read http://h/x: the cache c", "data.via"),
-        ({"untested": "no stoker"}, None, "http://h/x: not tested: no stoker", ""),
+        ({"untested": "no stoker"}, None, "skipped: http://h/x: no stoker", ""),
     ],
 )
 def test_datasets(fields: dict[str, Any], fine: bool | None, found: str, fix: str) -> None:
@@ -361,8 +361,19 @@ def test_exit_code_of_the_failed_check_with_precedence() -> None:
         ([failed, bad], InputError),
         ([failed], JobFailedError),
     ):
-        with pytest.raises(kind):
+        with pytest.raises(kind, match=rf"{len(checks)} of {len(checks)} checks failed: "):
             raise_for_checks(checks)
+
+
+def test_skipped_checks_are_counted_separately() -> None:
+    checks = [
+        Check("host", False, "x", "y", "a", 5),
+        Check("python", True, "3.12"),
+        Check("clock", None, "3 s off", "set it"),
+        Check("all-reduce", None, "skipped: no reachable host"),
+    ]
+    with pytest.raises(UnavailableError, match=r"^1 of 3 checks failed, 1 skipped: host \(a\)$"):
+        raise_for_checks(checks)
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -454,7 +465,7 @@ def test_all_reduce_runs_before_data_is_read(monkeypatch: pytest.MonkeyPatch) ->
 def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, visible: str | None, letters: str) -> None:
     gpus = [[str(index), f"GPU-{letter}", letter] for index, letter in enumerate("abc")]
     monkeypatch.setattr(probe, "_list_gpus", lambda: gpus)
-    assert "".join(probe.visible_gpus(visible).values()).replace("MIG", "?") == letters
+    assert "".join(probe.gpu_models(visible).values()).replace("MIG", "?") == letters
 
 
 def test_bucket_is_read_if_stoker_is_installed(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

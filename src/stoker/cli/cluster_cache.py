@@ -41,16 +41,16 @@ class CacheOptions(NamedTuple):
 def check_options(ctx: typer.Context, on: str | None, *, local: Mapping[str, str], cluster: Mapping[str, str]) -> None:
     """Raise InputError for options that do not apply with, or without, `--on`."""
     inapplicable = cluster if on is None else local
-    given = [flag for name, flag in inapplicable.items() if _is_given(ctx, name)]
-    if given:
+    flags = [flag for name, flag in inapplicable.items() if _is_given(ctx, name)]
+    if flags:
         condition = "only valid with --on k8s" if on is None else "not valid with --on k8s"
-        raise InputError(f"{', '.join(given)}: {condition}")
+        raise InputError(f"{', '.join(flags)}: {condition}")
 
 
 def check_revalidation(seconds: float) -> None:
     """Raise InputError if `--revalidate-after` is out of range."""
     if not 0 <= seconds <= MAX_REVALIDATION_S:
-        raise InputError(f"--revalidate-after must be from 0 to {MAX_REVALIDATION_S} seconds, got {seconds:g}")
+        raise InputError(f"--revalidate-after must be between 0 and {MAX_REVALIDATION_S} seconds, got {seconds:g}")
 
 
 def _is_given(ctx: typer.Context, name: str) -> bool:
@@ -62,9 +62,9 @@ def cache(
     on: str, options: CacheOptions, *, timeout: str, dry_run: bool, status: bool, stop: bool, as_json: bool
 ) -> None:
     """Deploy, show or delete the cache of a namespace."""
-    actions = [flag for flag, given in (("--dry-run", dry_run), ("--status", status), ("--stop", stop)) if given]
+    actions = [flag for flag, is_set in (("--dry-run", dry_run), ("--status", status), ("--stop", stop)) if is_set]
     if len(actions) > 1:
-        raise InputError(f"{' and '.join(actions)} are mutually exclusive", hint="pass one of them")
+        raise InputError(f"{' and '.join(actions)} are mutually exclusive", hint="pass only one of them")
     wait_s = parse_duration(timeout)
     if dry_run:
         _print_objects(on, options, as_json)
@@ -85,12 +85,12 @@ def _deploy(cluster: KubeClient, target: KubeTarget, options: CacheOptions, wait
     cache_spec = _build_spec(options, target, cluster)
     deploy_cache(cluster, build_cache_objects(cache_spec, read_patches(options.patches)))
     print_message(f"{cache_spec.kind} stoker-cache in {cluster.url}, {format_bytes(cache_spec.size)} per pod")
-    wait_ready(cluster, cache_spec.kind, timeout_s=wait_s, on_progress=lambda text: print_message(f"waiting: {text}"))
+    wait_ready(cluster, cache_spec.kind, timeout_s=wait_s, on_progress=lambda text: print_message(f"pending: {text}"))
 
 
 def _print_objects(on: str, options: CacheOptions, as_json: bool) -> None:
     """Print the objects; contacts the cluster only to read the size of a claim."""
-    from stoker.launchers.kubernetes.plan import to_yaml_documents
+    from stoker.core.yaml_io import to_yaml_stream
     from stoker.serve.cluster.manifests import build_cache_objects
 
     if options.claim is not None and options.size is None:
@@ -102,7 +102,7 @@ def _print_objects(on: str, options: CacheOptions, as_json: bool) -> None:
     if as_json:
         print_json(objects)
     else:
-        typer.echo(to_yaml_documents(objects), nl=False)
+        typer.echo(to_yaml_stream(objects), nl=False)
 
 
 def _build_spec(options: CacheOptions, target: KubeTarget, cluster: KubeClient | None) -> ClusterCache:
@@ -115,11 +115,12 @@ def _build_spec(options: CacheOptions, target: KubeTarget, cluster: KubeClient |
     origins = tuple(parse_origins(options.origins))
     size = None if options.size is None else _size(options.size)
     if options.claim is not None and cluster is not None and options.replicas >= 1:
-        has = claim_bytes_per_pod(cluster, options.claim, options.replicas)
-        if size is not None and size > has:
+        available = claim_bytes_per_pod(cluster, options.claim, options.replicas)
+        if size is not None and size > available:
             each = " per pod" if options.replicas > 1 else ""
-            raise InputError(f"--size is {format_bytes(size)}, but claim {options.claim} has {format_bytes(has)}{each}")
-        size = has if size is None else size
+            capacity = f"{format_bytes(available)}{each}"
+            raise InputError(f"--size is {format_bytes(size)}, but claim {options.claim} has {capacity}")
+        size = available if size is None else size
     if size is None:
         raise InputError("--size required", hint="maximum size per pod, for example --size 200Gi")
     return ClusterCache(
@@ -161,13 +162,12 @@ def read_patches(files: Sequence[Path]) -> list[dict[str, Any]]:
 def _delete_cache(cluster: KubeClient, as_json: bool) -> None:
     from stoker.serve.cluster.deployment import remove_cache
 
-    gone = remove_cache(cluster)
+    removed = remove_cache(cluster)
     if as_json:
-        print_json({"removed": gone})
+        print_json({"removed": removed})
     else:
-        print_message(
-            f"removed {pluralize(len(gone), 'object')} from {cluster.url}{': ' if gone else ''}{', '.join(gone)}"
-        )
+        names = f": {', '.join(removed)}" if removed else ""
+        print_message(f"removed {pluralize(len(removed), 'object')} from {cluster.url}{names}")
 
 
 def _print_state(cluster: KubeClient, as_json: bool) -> None:
@@ -216,7 +216,7 @@ def _format_bytes(number: int | None) -> str | None:
 
 
 class ClusterWarmer:
-    """Fills the cache of a namespace with a Job in that namespace."""
+    """Warmer of the cache of a namespace, by a Job in that namespace."""
 
     def __init__(self, on: str, url: str, read_from: str | None, image: str | None, patches: Sequence[Path]) -> None:
         from stoker.serve.cluster.deployment import find_warm_target
@@ -244,10 +244,10 @@ class ClusterWarmer:
         from stoker.serve.cluster.manifests import MAX_PARALLEL_READS, WarmJob
 
         if jobs > MAX_PARALLEL_READS:
-            raise InputError(f"--jobs must be from 1 to {MAX_PARALLEL_READS} with --on k8s, got {jobs}")
+            raise InputError(f"--jobs must be between 1 and {MAX_PARALLEL_READS} with --on k8s, got {jobs}")
         objects = list(_list_objects(shard_set, entries))
         root = self._root(shard_set)
-        filling = WarmJob(
+        warm_job = WarmJob(
             paths=tuple(f"{root}/{quote(name)}" for name, _ in objects),
             caches=self._target.caches,
             parallel=min(jobs, max(1, len(objects))),
@@ -256,10 +256,10 @@ class ClusterWarmer:
         )
         run_warm_job(
             self._cluster,
-            filling,
+            warm_job,
             patches=self._patches,
             on_read=lambda at: progress(objects[at][1]),
-            on_progress=lambda text: print_message(f"waiting: {text}"),
+            on_progress=lambda text: print_message(f"pending: {text}"),
         )
         return sum(size for _, size in objects)
 
@@ -267,8 +267,8 @@ class ClusterWarmer:
         """Return the path of the set below the cache's URL."""
         from stoker.storage.cache_url import build_cache_url
 
-        place = shard_set.url if self._origin is None else f"{self._origin.rstrip('/')}/{shard_set.folder}".rstrip("/")
-        path = build_cache_url(place, "", self._target.origins)
+        url = shard_set.url if self._origin is None else f"{self._origin.rstrip('/')}/{shard_set.folder}".rstrip("/")
+        path = build_cache_url(url, "", self._target.origins)
         return f"/{quote(path, safe='/%')}" if path else ""
 
 

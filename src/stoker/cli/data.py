@@ -81,11 +81,11 @@ def convert(
     from stoker.storage import open_writable
 
     if shard_size is not None and shard_samples is not None:
-        raise InputError("--shard-size and --shard-samples are mutually exclusive", hint="pass one of them")
+        raise InputError("--shard-size and --shard-samples are mutually exclusive", hint="pass only one of them")
     if quality is not None and max_side is None:
         raise InputError("--quality requires --max-side", hint="pass both or neither")
     if scratch is not None and not scratch.is_dir():
-        raise InputError("--scratch directory not found", where=scratch, hint="create it first")
+        raise InputError("no such directory", where=f"--scratch {scratch}", hint="create it first")
     options = ConversionOptions(
         format=shard_format,
         prefix=prefix,

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from stoker.shards.shard_set import ShardSet
     from stoker.storage import Entry
 
-LOCAL_CACHE = {"place": "--dir", "port": "--port", "host": "--host", "engine": "--engine", "token_file": "--token-file"}
+LOCAL_CACHE = {
+    "cache_dir": "--dir",
+    "port": "--port",
+    "host": "--host",
+    "engine": "--engine",
+    "token_file": "--token-file",
+}
 CLUSTER_CACHE = {
     "claim": "--claim",
     "storage_class": "--storage-class",
@@ -59,7 +65,7 @@ def cache(
         list[str] | None,
         typer.Option(metavar="[NAME=]URL", help="Origin to cache: a web server or bucket. Repeatable."),
     ] = None,
-    place: Annotated[
+    cache_dir: Annotated[
         str | None, typer.Option("--dir", metavar="DIR", help="Directory of the cache.", show_default=False)
     ] = None,
     size: Annotated[
@@ -104,12 +110,12 @@ def cache(
         )
         cluster_cache.cache(on, options, timeout=timeout, dry_run=dry_run, status=status, stop=stop, as_json=as_json)
         return
-    _cache_here(origin or [], place, size, port, host, engine, token_file, revalidate_after)
+    _cache_here(origin or [], cache_dir, size, port, host, engine, token_file, revalidate_after)
 
 
 def _cache_here(
     origin: list[str],
-    place: str | None,
+    cache_dir: str | None,
     size: str | None,
     port: int,
     host: str,
@@ -126,10 +132,10 @@ def _cache_here(
     from stoker.serve.settings import CacheSettings
 
     cluster_cache.check_revalidation(revalidate_after)
-    if place is None or size is None:
-        missing = [name for name, value in (("--dir", place), ("--size", size)) if value is None]
+    if cache_dir is None or size is None:
+        missing = [name for name, value in (("--dir", cache_dir), ("--size", size)) if value is None]
         raise InputError(f"{' and '.join(missing)} required", hint="for example --dir /cache --size 200GiB")
-    folder = parse_folder(place, "--dir")
+    folder = parse_folder(cache_dir, "--dir")
     origins = parse_origins(origin)
     budget = parse_bytes(size)
     check_budget(folder, budget)
@@ -173,20 +179,18 @@ def warm(
     as_json: Json = False,
 ) -> None:
     """Fill a cache with shards in the order a run reads them."""
-    from stoker.core.units import format_bytes
     from stoker.errors import InputError
     from stoker.load.planning import find_shard_set, plan_sampling
     from stoker.serve.cache.warm import WarmPlan, order_shards, parse_shard_range, read_job_plan, select_fitting
     from stoker.shards.scan import ensure_manifest
-    from stoker.storage import redacted
 
     if not 1 <= jobs <= 256:
-        raise InputError(f"--jobs must be from 1 to 256, got {jobs}")
+        raise InputError(f"--jobs must be between 1 and 256, got {jobs}")
     if epoch < 0:
-        raise InputError(f"--epoch must be 0 or more, got {epoch}")
+        raise InputError(f"--epoch must be >= 0, got {epoch}")
     cluster_cache.check_options(ctx, on, local={"via": "--via"}, cluster=CLUSTER_WARM)
     if via is None and on is None:
-        raise InputError("no cache given", hint="pass --via http://cache:3128 or --on k8s")
+        raise InputError("cache required", hint="pass --via http://cache:3128 or --on k8s")
     order = WarmPlan("exact", 0) if job is None else read_job_plan(job)
     warmer: _Warmer = (
         cluster_cache.ClusterWarmer(on, url, read_from, image, patch or [])
@@ -201,17 +205,24 @@ def warm(
         entries = select_fitting(chosen, warmer.budget)
         with show_byte_progress("warming", sum(entry.size for entry in entries)) as advance:
             fetched = warmer.fill(shard_set, entries, jobs, advance)
-    skipped = len(chosen) - len(entries)
+    _print_warmed(entries, fetched, len(chosen) - len(entries), warmer.url, as_json=as_json)
+
+
+def _print_warmed(entries: list[Entry], fetched: int, skipped: int, cache_url: str, *, as_json: bool) -> None:
+    """Print which shards are in the cache now, and how many did not fit."""
+    from stoker.core.units import format_bytes
+    from stoker.storage import redacted
+
     if as_json:
         print_json({"shards": [entry.name for entry in entries], "bytes": fetched, "left": skipped})
-    else:
-        if skipped:
-            print_message(f"the cache is too small: skipped the last {pluralize(skipped, 'shard')}")
-        print_message(f"{pluralize(len(entries), 'shard')}, {format_bytes(fetched)}, through {redacted(warmer.url)}")
+        return
+    if skipped:
+        print_message(f"the cache is too small: skipped the last {pluralize(skipped, 'shard')}")
+    print_message(f"{pluralize(len(entries), 'shard')}, {format_bytes(fetched)}, through {redacted(cache_url)}")
 
 
 class _Warmer(Protocol):
-    """Fills a cache; `readable` is the URL at which the set can be read from here."""
+    """Warmer of a cache; `readable` is the URL at which the set can be read from here."""
 
     url: str
     readable: str
@@ -227,7 +238,7 @@ class _Warmer(Protocol):
 
 
 class _LocalWarmer:
-    """Fills a cache that this machine can reach."""
+    """Warmer of a cache that this machine can reach."""
 
     def __init__(self, url: str, via: str) -> None:
         from stoker.storage.cache_url import find_cache_url, read_cache_budget

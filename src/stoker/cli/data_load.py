@@ -50,7 +50,7 @@ def plan(
 ) -> None:
     """Show what each rank reads in an epoch, and how it ends.
 
-    Also shows how much data a node holds at once. Plans that would hang or starve a rank are refused.
+    Also shows how much data a node holds at once. Plans that would hang or starve a rank are rejected.
     """
     import numpy as np
 

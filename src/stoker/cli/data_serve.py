@@ -55,7 +55,7 @@ def serve(
 
     folder = parse_folder(folder_name, "DIR")
     if not folder.is_dir():
-        raise NotFoundError("not a directory" if folder.exists() else "directory not found", where=folder_name)
+        raise NotFoundError("not a directory" if folder.exists() else "no such directory", where=folder_name)
     if writable and token_file is None and not is_loopback(host):
         raise InputError("a writable server on a public address requires a token", where=host, hint="pass --token-file")
     settings = ServeSettings(
@@ -95,12 +95,12 @@ def loadtest(
             f"{host} is not this machine", where=redacted(url), hint="pass --remote to load-test it anyway"
         )
     if not 1 <= clients <= 4096:
-        raise InputError(f"--clients must be from 1 to 4096, got {clients}")
+        raise InputError(f"--clients must be between 1 and 4096, got {clients}")
     if not 0 < seconds <= 3600:
-        raise InputError(f"--seconds must be above 0 and at most 3600, got {seconds:g}")
+        raise InputError(f"--seconds must be > 0 and <= 3600, got {seconds:g}")
     range_bytes = None if size is None else parse_bytes(size)
     if range_bytes == 0:
-        raise InputError("--range must be at least 1 byte, got 0")
+        raise InputError("--range must be >= 1 byte, got 0")
     result = run_load_test(url, clients=clients, seconds=seconds, range_bytes=range_bytes)
     _print_result(result, as_json)
 
@@ -134,7 +134,7 @@ def parse_port(port: int) -> int:
     from stoker.errors import InputError
 
     if not 0 <= port <= 65535:
-        raise InputError(f"--port must be from 0 to 65535, got {port}")
+        raise InputError(f"--port must be between 0 and 65535, got {port}")
     return port
 
 

@@ -53,19 +53,19 @@ def doctor(
         _check_this_machine(as_json)
         return
     on = on or LOCAL
-    from stoker.doctor.run import check_job, default_job
+    from stoker.doctor.run import default_job, run_doctor
     from stoker.jobs.spec import load_job
 
-    launcher, (name, _, place) = open_launcher(on), on.partition("://")
+    launcher, (name, _, address) = open_launcher(on), on.partition("://")
     overrides = add_hosts(on, sets, hosts)
-    job = default_job(name, place, overrides) if file is None else load_job(file, overrides)
+    job = default_job(name, address, overrides) if file is None else load_job(file, overrides)
     if name == "k8s":
-        from stoker.doctor.kubernetes.collect import check_job_on_cluster
+        from stoker.doctor.kubernetes.collect import check_kubernetes_job
         from stoker.kube.config import KubeTarget
 
-        checks = check_job_on_cluster(job, KubeTarget.parse(place), print_message, is_given=file is not None)
+        checks = check_kubernetes_job(job, KubeTarget.parse(address), print_message, is_given=file is not None)
     else:
-        checks = check_job(job, launcher, place, print_message)
+        checks = run_doctor(job, launcher, address, print_message)
     if as_json:
         print_json([_to_dict(check) for check in checks])
     else:
@@ -100,18 +100,20 @@ def raise_for_checks(checks: Sequence[Check]) -> None:
     for check in failed:
         hosts.setdefault(check.what, []).extend([check.host] if check.host else [])
     names = [f"{what} ({', '.join(dict.fromkeys(where))})" if where else what for what, where in hosts.items()]
-    raise kind(f"{len(failed)} of {len(checks)} checks failed: {', '.join(names)}")
+    skipped = sum(check.fine is None and not check.fix for check in checks)
+    count = f"{len(failed)} of {len(checks) - skipped} checks failed" + (f", {skipped} skipped" if skipped else "")
+    raise kind(f"{count}: {', '.join(names)}")
 
 
 def format_checks(checks: Sequence[Check], width: int) -> Iterator[str]:
     """Yield the lines of a table of checks: hosts with equal results are grouped, a fix follows what failed."""
     total = len({check.host for check in checks if check.host})
     rows = [row for what in dict.fromkeys(check.what for check in checks) for row in _rows(checks, what, total)]
-    whats = max(len(what) for _, what, _, _, _ in rows)
-    places = max(len(hosts) for _, _, hosts, _, _ in rows)
-    indent = 4 + whats + (2 + places if places else 0)
+    what_width = max(len(what) for _, what, _, _, _ in rows)
+    hosts_width = max(len(hosts) for _, _, hosts, _, _ in rows)
+    indent = 4 + what_width + (2 + hosts_width if hosts_width else 0)
     for mark, what, hosts, found, fix in rows:
-        head = f"{mark} {what.ljust(whats)}  " + (f"{hosts.ljust(places)}  " if places else "")
+        head = f"{mark} {what.ljust(what_width)}  " + (f"{hosts.ljust(hosts_width)}  " if hosts_width else "")
         yield from _wrap(found, width, head, " " * indent)
         if fix:
             yield from _wrap(fix, width, " " * indent + "→ ", " " * (indent + 2))
@@ -132,7 +134,7 @@ def _rows(checks: Sequence[Check], what: str, total: int) -> list[tuple[str, str
         if (mark, found, fix) not in hidden
     ]
     if hidden:
-        rows.append((MARKS[True], what, f"{len(hidden)} more", "passed as well; see all with --json", ""))
+        rows.append((MARKS[True], what, f"{len(hidden)} more", "passed; show all with --json", ""))
     return rows
 
 
@@ -149,5 +151,5 @@ def _wrap(text: str, width: int, first: str, rest: str) -> list[str]:
     """Wrap a text; leave it unwrapped where fewer than 20 columns are left."""
     if width - len(rest) < 20:
         return [f"{first}{text}"]
-    room = {"width": width, "initial_indent": first, "subsequent_indent": rest}
-    return textwrap.wrap(text, break_long_words=False, break_on_hyphens=False, **room) or [first.rstrip()]  # type: ignore[arg-type]
+    options = {"width": width, "initial_indent": first, "subsequent_indent": rest}
+    return textwrap.wrap(text, break_long_words=False, break_on_hyphens=False, **options) or [first.rstrip()]  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -97,8 +97,16 @@ def run(
     from stoker.jobs.run_folder import create_run
 
     if resume is not None:
-        is_changed = bool(file or sets or tensorboard or hosts is not None or on != LOCAL)
-        started = _find_resumable(resume, is_changed=is_changed)
+        _reject_with_resume(
+            {
+                "FILE": file,
+                "--on": on != LOCAL,
+                "--hosts": hosts is not None,
+                "--set": sets,
+                "--tensorboard": tensorboard,
+            }
+        )
+        started = _find_resumable(resume)
         launcher = launcher_of(started)
         start: Callable[[], object] = partial(launcher.restart, started, detach=detach)
     else:
@@ -215,26 +223,35 @@ def _require_file(file: Path | None) -> Path:
     from stoker.errors import InputError
 
     if file is None:
-        raise InputError("no job file given", hint="write one with: stoker init")
+        raise InputError("job file required", hint="write one with: stoker init")
     return file
 
 
-def _find_resumable(name: str, *, is_changed: bool) -> Run:
+def _reject_with_resume(arguments: Mapping[str, object]) -> None:
+    """Raise InputError if an argument was passed that a resumed run cannot change."""
+    from stoker.errors import InputError
+
+    if passed := [name for name, value in arguments.items() if value]:
+        names = " and ".join(passed)
+        raise InputError(
+            f"{names} cannot be combined with --resume: a run is resumed with its own job file on its own target",
+            hint=f"omit {names}, or start a new run",
+        )
+
+
+def _find_resumable(name: str) -> Run:
     """Return a finished, unsuccessful run, which can be restarted in its own folder from its own checkpoints."""
-    from stoker.errors import ConflictError, InputError
+    from stoker.errors import ConflictError
     from stoker.jobs.run_folder import find_run
 
-    if is_changed:
-        hint = "omit FILE, --on, --hosts, --set and --tensorboard, or start a new run"
-        raise InputError("--resume restarts a run with its own job file on its own target", hint=hint)
     finished = find_run(name)
     state = get_status(finished).state
     if not state.is_final:
         raise ConflictError(
-            "still running", where=finished.id, hint=f"follow it with: stoker job logs -f {finished.id}"
+            f"run {finished.id} is still running", hint=f"follow it with: stoker job logs -f {finished.id}"
         )
     if state == "succeeded":
-        raise ConflictError("already succeeded", where=finished.id, hint="start a new run: stoker job run FILE")
+        raise ConflictError(f"run {finished.id} already succeeded", hint="start a new run: stoker job run FILE")
     return finished
 
 

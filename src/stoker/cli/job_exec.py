@@ -15,7 +15,7 @@ from stoker.cli.job_pods import KUBERNETES, RequiredRun, SlotName, connect_to_ru
 from stoker.cli.kube_target import parse_target
 from stoker.cli.options import JobFile, RunTarget, Sets
 from stoker.cli.output import print_message
-from stoker.cli.runs import find_run, open_launcher
+from stoker.cli.runs import open_launcher, resolve_run
 
 if TYPE_CHECKING:
     from stoker.jobs.spec import Job
@@ -46,7 +46,7 @@ def exec_in(
     from stoker.kube import kubectl
     from stoker.kube.objects import MAIN_CONTAINER
 
-    run = find_run(name, on)
+    run = resolve_run(name, on)
     with connect_to_run(run, slot, lambda host: f"ssh {host} -- {shlex.quote(shlex.join(command))}") as cluster:
         pod = get_running_pod(cluster, run, resolve_slot(run, slot))["metadata"]["name"]
         if kubectl.is_installed():

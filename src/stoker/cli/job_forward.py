@@ -12,7 +12,7 @@ import typer
 from stoker.cli.job_pods import RequiredRun, SlotName, connect_to_run, find_slot_pod, get_running_pod, resolve_slot
 from stoker.cli.options import RunTarget
 from stoker.cli.output import print_message
-from stoker.cli.runs import find_run
+from stoker.cli.runs import resolve_run
 
 if TYPE_CHECKING:
     from stoker.jobs.run_folder import Run
@@ -47,7 +47,7 @@ def forward(
     """
     from stoker.kube import kubectl
 
-    run, mappings = find_run(name, on), _parse_ports(ports)
+    run, mappings = resolve_run(name, on), _parse_ports(ports)
     flags = " ".join(f"-L {port.local_port or port.pod_port}:localhost:{port.pod_port}" for port in mappings)
     with connect_to_run(run, slot, lambda host: f"ssh -N {flags} {host}") as cluster:
         kubectl.require_kubectl("a tunnel to a pod")
@@ -55,7 +55,7 @@ def forward(
 
 
 class _Forwarder:
-    """Forwards ports to the current pod of a slot."""
+    """Port forwarding to the current pod of a slot."""
 
     def __init__(self, cluster: KubeClient, run: Run, slot: str, ports: Sequence[PortMapping]) -> None:
         self._cluster, self._run, self._slot, self._ports = cluster, run, slot, ports
@@ -146,9 +146,9 @@ def _are_owners_finished(cluster: KubeClient, pod: Manifest) -> bool:
     for owner in pod["metadata"].get("ownerReferences") or ():
         if owner["kind"] not in API_RESOURCES:
             continue
-        found = cluster.get(owner["kind"], owner["name"])
-        conditions = ((found or {}).get("status") or {}).get("conditions") or ()
-        if found is not None and not any(c["type"] in finished and c["status"] == "True" for c in conditions):
+        owner_object = cluster.get(owner["kind"], owner["name"])
+        conditions = ((owner_object or {}).get("status") or {}).get("conditions") or ()
+        if owner_object is not None and not any(c["type"] in finished and c["status"] == "True" for c in conditions):
             return False
     return True
 

@@ -40,9 +40,9 @@ def connect_to_run(run: Run, slot: str | None, ssh_command: Callable[[str], str]
     if host is not None:
         hint = f"use: {ssh_command(host)}"
     elif kind == "local":
-        hint = "the job runs on this machine, use its processes directly"
+        hint = "it runs on this machine: use its processes directly"
     else:
-        hint = "log in to the machine it runs on"
+        hint = "log in to the machine that it runs on"
     raise InputError(f"runs on {kind}, not on Kubernetes", where=run.id, hint=hint)
 
 

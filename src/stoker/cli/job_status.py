@@ -12,7 +12,6 @@ from stoker.cli.options import Json, RunName, RunTarget
 from stoker.cli.output import print_json, print_message, print_table
 from stoker.cli.runs import (
     describe_run,
-    find_run,
     format_elapsed,
     format_progress,
     get_status,
@@ -21,18 +20,19 @@ from stoker.cli.runs import (
     open_cluster_launcher,
     print_logs,
     read_run_events,
+    resolve_run,
     status_to_dict,
 )
 
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands to `stoker job`."""
-    app.command("list")(list_runs)
+    app.command("list")(list_command)
     for command in (status, logs, stop, report):
         app.command()(command)
 
 
-def list_runs(
+def list_command(
     limit: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of runs.")] = 20,
     on: RunTarget = None,
     as_json: Json = False,
@@ -94,7 +94,7 @@ def _list_cluster_runs(target: str, limit: int, as_json: bool) -> None:
 
 def status(name: RunName = None, on: RunTarget = None, as_json: Json = False) -> None:
     """Show a run's slots, progress, and where its time goes."""
-    run = find_run(name, on)
+    run = resolve_run(name, on)
     if as_json:
         print_json(describe_run(run))
         return
@@ -120,7 +120,7 @@ def logs(
     from stoker.errors import InputError
     from stoker.jobs.topology import Slot, list_slots
 
-    run = find_run(name, on)
+    run = resolve_run(name, on)
     known = list_slots(run.job)
     if slot is not None and slot not in map(str, known):
         raise InputError(f"run {run.id} has no slot {slot!r}", hint=f"slots: {', '.join(map(str, known))}")
@@ -129,11 +129,14 @@ def logs(
 
 def stop(name: RunName = None, on: RunTarget = None) -> None:
     """Stop a run: SIGTERM, a grace period, then SIGKILL."""
-    run = find_run(name, on)
+    run = resolve_run(name, on)
     before = run.read_status().state
     launcher_of(run).stop(run.handle)  # also for a finished run: processes may be left on other machines
     is_finished = before.is_final and before != "lost"
-    print_message(f"{run.id} has already finished: {before}" if is_finished else f"{run.id}: {get_status(run).state}")
+    if is_finished:
+        print_message(f"run {run.id} is not running (state: {before})")
+    else:
+        print_message(f"{run.id}: {get_status(run).state}")
 
 
 def report(

@@ -17,7 +17,9 @@ def parse_target(on: str) -> KubeTarget:
 
     kind, _, rest = on.partition("://")
     if kind != "k8s":
-        raise InputError(f"`--on {on}` is not a Kubernetes cluster", hint="use --on k8s[://context/namespace]")
+        raise InputError(
+            f"--on {on}: this command requires a Kubernetes target", hint="use --on k8s[://context/namespace]"
+        )
     return KubeTarget.parse(rest)
 
 

@@ -32,7 +32,7 @@ Sets = Annotated[
 ]
 RunName = Annotated[
     str | None,
-    typer.Argument(metavar="RUN", help="Run ID, unique prefix of it, handle, or job name. Defaults to the newest run."),
+    typer.Argument(metavar="RUN", help="Run ID, unique prefix of it, handle, or job name. Defaults to the latest run."),
 ]
 RunTarget = Annotated[
     str | None,
@@ -53,5 +53,5 @@ def parse_threads(text: str, option: str = "--jobs") -> int:
     if text == "auto":
         return len(os.sched_getaffinity(0))
     if not text.isdecimal() or not 1 <= int(text) <= 1024:
-        raise InputError(f"{option} must be `auto` or a number from 1 to 1024, got {text!r}")
+        raise InputError(f"{option} must be `auto` or an integer between 1 and 1024, got {text!r}")
     return int(text)

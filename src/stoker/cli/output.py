@@ -99,7 +99,7 @@ class _ProgressLog:
                 return
             self._next += LOG_EVERY_S
         percent = min(99, 100 * self._done // max(1, self._total))
-        print_message(f"{self._label}: {percent} %, {format_bytes(self._done)} of about {format_bytes(self._total)}")
+        print_message(f"{self._label}: {percent}%, {format_bytes(self._done)} of about {format_bytes(self._total)}")
 
 
 def _stderr() -> Console:

@@ -19,10 +19,10 @@ RENAMED: dict[tuple[str, ...], dict[str, str]] = {
 def check_renamed_options(argv: Sequence[str]) -> None:
     """Raise InputError for the first option that has a new name."""
     renamed = RENAMED.get(tuple(argv[:2]), {})
-    for word in argv[2:]:
-        if word == "--":
+    for argument in argv[2:]:
+        if argument == "--":
             return
-        option, _, _ = word.partition("=")
+        option, _, _ = argument.partition("=")
         if option in renamed:
             command = " ".join(argv[:2])
             raise InputError(f"`stoker {command}` has no option {option}", hint=f"it was renamed to {renamed[option]}")

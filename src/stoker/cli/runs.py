@@ -27,14 +27,14 @@ def open_launcher(target: str) -> Launcher[Any]:
     from stoker.errors import InputError
     from stoker.jobs.launcher import LAUNCHERS
 
-    kind, _, place = target.partition("://")
+    kind, _, address = target.partition("://")
     if kind not in LAUNCHERS.names() and (scheme := kind.partition(":")[0]) in LAUNCHERS.names():
-        address = "context/namespace" if scheme == "k8s" else "host:port"
-        raise InputError(f"`--on {target}` is not a valid target", hint=f"use {scheme}://{address}")
+        example = "context/namespace" if scheme == "k8s" else "host:port"
+        raise InputError(f"--on {target} is not a valid target", hint=f"use {scheme}://{example}")
     launcher: Any = LAUNCHERS.get(kind)
-    if place and not launcher.traits.has_targets:
-        raise InputError(f"`--on {kind}` takes no address", hint=f"remove {place!r}")
-    return launcher(place) if place else launcher()  # type: ignore[no-any-return]
+    if address and not launcher.traits.has_targets:
+        raise InputError(f"--on {kind} takes no address", hint=f"remove {address!r}")
+    return launcher(address) if address else launcher()  # type: ignore[no-any-return]
 
 
 def open_cluster_launcher(target: str) -> Any:
@@ -43,7 +43,9 @@ def open_cluster_launcher(target: str) -> Any:
 
     launcher = open_launcher(target)
     if not hasattr(launcher, "runs"):
-        raise InputError(f"`--on {target}` does not list runs", hint="omit --on to see the runs started from here")
+        raise InputError(
+            f"--on {target} does not support listing runs", hint="omit --on to see the runs started from here"
+        )
     return launcher
 
 
@@ -52,7 +54,7 @@ def launcher_of(run: Run) -> Launcher[Any]:
     return open_launcher(run.handle.partition("://")[0])
 
 
-def find_run(name: str | None, target: str | None) -> Run:
+def resolve_run(name: str | None, target: str | None) -> Run:
     """Return a run of this machine, or of the cluster that `--on` or the handle names."""
     from stoker.errors import InputError
     from stoker.jobs.run_folder import find_run

@@ -108,14 +108,14 @@ def _describe_result(plan: VolumePlan, *, is_new: bool, is_changed: bool) -> str
 
 
 def _print_objects(objects: list[dict[str, Any]], as_json: bool) -> None:
-    from stoker.launchers.kubernetes.plan import to_yaml_documents
+    from stoker.core.yaml_io import to_yaml_stream
 
     if as_json:
         print_json(objects)
     elif not objects:
         print_message("The volume already exists as requested.")
     else:
-        typer.echo(to_yaml_documents(objects), nl=False)
+        typer.echo(to_yaml_stream(objects), nl=False)
 
 
 @app.command("list")

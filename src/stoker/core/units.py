@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, ClassVar, Self
 
-from stoker.errors import InputError
+from stoker.errors import Fault, InputError
 
 _NUMBER = r"\d+(?:\.\d*)?|\.\d+"
 # Only `k` may be upper or lower case: in a Kubernetes quantity `m` means milli, so guessing would be off by 10^9.
 _SIZE = re.compile(rf"(?P<number>(?:{_NUMBER})(?:[eE][+-]?\d{{1,2}})?)\s*(?P<prefix>[kKMGTP]?)(?P<binary>i?)[bB]?")
 _POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 _MAX_BYTES = 2**63 - 1
+MIN_SIZE_BYTES = 2**20
 
 _UNIT_SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 _DURATION = re.compile(r"\s*".join(rf"(?:(?P<{unit}>{_NUMBER})\s*{unit})?" for unit in _UNIT_SECONDS))
@@ -68,6 +70,13 @@ def format_bytes(size: float) -> str:
             break
         size /= 1024
     return text
+
+
+def check_min_size(key: str, size: int | None) -> Iterator[Fault]:
+    """Yield a fault for a size of less than 1 MiB: its unit was forgotten."""
+    if size is not None and size < MIN_SIZE_BYTES:
+        example = f"{size}Gi" if 0 < size < 1024 else "8Gi"
+        yield Fault(key, f"must be >= 1 MiB, got {format_bytes(size)}; add a unit, for example {example}")
 
 
 def parse_duration(value: str | float) -> float:

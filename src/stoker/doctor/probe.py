@@ -101,13 +101,13 @@ def _describe_error(error: BaseException) -> str:
 def report_machine(settings: dict[str, Any]) -> None:
     """Report the Python, cores, GPUs and disks of this machine."""
     report("machine", python=sys.version.split()[0], executable=sys.executable, cores=len(os.sched_getaffinity(0)))
-    report("gpus", names=visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
+    report("gpus", names=gpu_models(os.environ.get("CUDA_VISIBLE_DEVICES")))
     for what, path in settings["folders"].items():
         if what != "checkpoints" or settings["checkpoints_on"] in ("", os.environ.get("STOKER_SLOT", "")):
             report("disk", what=what, **check_disk(_resolve(settings, path)))
 
 
-def visible_gpus(visible: str | None) -> dict[str, str]:
+def gpu_models(visible: str | None) -> dict[str, str]:
     """Return the names of the GPUs that a program may use, by UUID; `visible` is CUDA_VISIBLE_DEVICES."""
     gpus = _list_gpus()
     if visible is None:

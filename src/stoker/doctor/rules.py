@@ -32,7 +32,7 @@ from stoker.launchers.ssh.preflight import (
 
 MAX_SKEW_S = 1.0
 MAX_S3_SKEW_S = 900.0
-"""S3 rejects requests that are signed by a clock this far off."""
+"""S3 rejects requests that are signed with a larger clock skew."""
 LOW_DISK_BYTES = 5 << 30
 MIN_DISK_BYTES = 100 << 20
 SLOW_REDUCE_BYTES_PER_S = 50e6
@@ -85,7 +85,7 @@ def check_hosts(job: Job, facts_by_host: Mapping[str, HostFacts], slots: Mapping
 
 def _check_connection(host_facts: HostFacts, client: SshClient) -> Check:
     if host_facts.issue is None:
-        return Check("host", True, "reachable, and accepts your key", host=host_facts.host, code=_UNAVAILABLE)
+        return Check("host", True, "reachable, public key accepted", host=host_facts.host, code=_UNAVAILABLE)
     fix = host_facts.issue.fix or f"try: {client.command_line(host_facts.host)}"
     return Check("host", False, host_facts.issue.what, fix, host_facts.host, _UNAVAILABLE)
 
@@ -222,7 +222,7 @@ def _check_capacity(cluster: RayFacts) -> Check:
     if missing := missing_resources(cluster):
         needed = ", ".join(f"{many:g} {name}s" for name, many in missing.items())
         fix = "the job would wait: use fewer workers (--set workers=…), stop other jobs, or add nodes"
-        return Check("capacity", None, f"job needs {needed}, free are {free}", fix)
+        return Check("capacity", None, f"job needs {needed}; free: {free}", fix)
     return Check("capacity", True, f"{free} free")
 
 
@@ -258,7 +258,7 @@ def check_probe(job: Job, results: Sequence[ProbeResult], *, knows_hosts: bool) 
     disks = (_check_disk(job, report, by_ssh=knows_hosts) for report in reports if report.subject == "disk")
     checks += list(dict.fromkeys(disks))
     if "://" in (job.checkpoint.dir or ""):
-        checks.append(Check("checkpoints", None, "bucket: not tested, since that would write to it"))
+        checks.append(Check("checkpoints", None, "skipped: a test would write to the bucket"))
     checks += _check_datasets(reports)
     for result in results:
         checks += _check_all_reduce(result)
@@ -271,7 +271,7 @@ def _check_missing_slots(result: ProbeResult) -> Iterator[Check]:
         fix = f"processes may be left there: {result.stop_error.hint or 'they exit by themselves'}"
         yield Check("probe", False, f"could not be stopped: {result.stop_error}", fix, "", result.stop_error.exit_code)
     if result.pending_reason:
-        fix = "the job would wait, too: use fewer workers (--set workers=…) or resources, or stop other jobs"
+        fix = "the job would wait too: use fewer workers (--set workers=…) or resources, or stop other jobs"
         yield Check("capacity", None, f"the probe was not scheduled: {result.pending_reason}", fix)
         return
     reported = {report.slot for report in result.reports}
@@ -315,10 +315,10 @@ def _check_gpus(job: Job, host: str, slots: int, reports: Sequence[ProbeReport])
         fix = "check the driver with nvidia-smi, or: --set resources.gpu=0"
         yield Check("gpus", False, f"job needs {needed} GPUs, this host has {len(names)}", fix, host, _INVALID)
     elif needed and fewest < job.resources.gpu:
-        fix = "check what sets CUDA_VISIBLE_DEVICES there: env, or a scheduler"
+        fix = "check what sets CUDA_VISIBLE_DEVICES there: env or a scheduler"
         yield Check("gpus", False, f"a worker can use only {fewest} of {len(names)} GPUs", fix, host, _INVALID)
     elif needed and torch_counts and min(torch_counts) < job.resources.gpu:
-        fix = "install a torch that is built for CUDA, and for the driver that nvidia-smi shows"
+        fix = "install a torch build for CUDA that matches the driver shown by nvidia-smi"
         yield Check("gpus", False, f"torch sees {min(torch_counts)} of {len(names)} GPUs", fix, host, _INVALID)
     else:
         gpu_types = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)) or "none"
@@ -326,12 +326,12 @@ def _check_gpus(job: Job, host: str, slots: int, reports: Sequence[ProbeReport])
 
 
 def _check_disk(job: Job, report: ProbeReport, *, by_ssh: bool) -> Check:
-    place, free, what = str(report.fields["place"]), int(report.fields["free"]), str(report.fields["what"])
+    path, free, what = str(report.fields["place"]), int(report.fields["free"]), str(report.fields["what"])
     name, other = f"disk: {what}", _other_directory_fix(what, report.host, by_ssh=by_ssh)
     if report.fields["fault"]:
         fix = f"make it writable, or {other}"
-        return Check(name, False, f"cannot use {place}: {report.fields['fault']}", fix, report.host, _INVALID)
-    detail = f"{format_bytes(free)} free in {place}"
+        return Check(name, False, f"cannot use {path}: {report.fields['fault']}", fix, report.host, _INVALID)
+    detail = f"{format_bytes(free)} free in {path}"
     if free < MIN_DISK_BYTES:
         return Check(name, False, detail, f"free disk space there, or {other}", report.host, _INVALID)
     if what == "cache" and job.data.cache.size and free < job.data.cache.size:
@@ -371,7 +371,7 @@ def _check_dataset(report: ProbeReport) -> Check:
     fields, key = report.fields, str(report.fields["key"])
     url = redact_urls(str(fields["url"]))
     if "untested" in fields:
-        return Check(key, None, f"{url}: not tested: {fields['untested']}", host=report.host)
+        return Check(key, None, f"skipped: {url}: {fields['untested']}", host=report.host)
     if "fault" in fields:
         fault = redact_urls(str(fields["fault"]))
         fix = _data_fix(url, fault, str(fields.get("error", "")), report.host)
@@ -430,7 +430,7 @@ def _check_all_reduce(result: ProbeResult) -> Iterator[Check]:
         size = int(report.fields["size"])
         sizes[size] = max(sizes.get(size, 0.0), float(report.fields["seconds"]))
     if world == 1:
-        yield Check("all-reduce", None, "not tested: there is only one rank")
+        yield Check("all-reduce", None, "skipped: there is only one rank")
         return
     timings = ", ".join(f"{format_bytes(size)} in {1000 * seconds:.3g} ms" for size, seconds in sorted(sizes.items()))
     best = max(bus_bandwidth(size, seconds, world) for size, seconds in sizes.items())
@@ -439,7 +439,7 @@ def _check_all_reduce(result: ProbeResult) -> Iterator[Check]:
     yield Check("all-reduce", None if is_slow else True, detail, _SLOW_FIX if is_slow else "")
 
 
-_PROBE_FIX = "a job would fail in the same way: fix this first"
+_PROBE_FIX = "a job would fail the same way: fix this first"
 _REDUCE_FIX = "open all ports between the hosts, or set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME in env"
 _SLOW_FIX = "check the network interface: set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME in env"
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from stoker.core.processes import wait_until
-from stoker.core.units import Seconds
+from stoker.core.units import Seconds, pluralize
 from stoker.doctor import probe
 from stoker.doctor.checks import Check
 from stoker.doctor.rules import (
@@ -206,7 +206,7 @@ def _prepare_ray(job: Job, launcher: Launcher[Any], target: str, notify: Notify)
         cluster = cluster._replace(free=ray_cluster.free())
     checks = [*check_ray(cluster), *checks, *_check_uploaded_datasets(job)]
     if missing_resources(cluster):
-        return ProbePlan([*checks, Check("probe", None, "not run: the cluster has too few free resources")], [])
+        return ProbePlan([*checks, Check("probe", None, "skipped: the cluster has too few free resources")], [])
     probe_job = _make_probe_job(job, topology=job.topology, workers=job.max_workers, port=job.port, is_remote=True)
     return ProbePlan(checks, [probe_job])
 
@@ -218,7 +218,7 @@ def _prepare_ssh(job: Job, launcher: Launcher[Any], target: str, notify: Notify)
     if any(fault.path == "ssh.hosts" for fault in faults):
         raise SpecError(faults)
     slots_by_host = Counter(hosts)
-    notify(f"Checking {len(slots_by_host)} host{'s' * (len(slots_by_host) > 1)}")
+    notify(f"Checking {pluralize(len(slots_by_host), 'host')}")
     with open_sessions(job, hosts) as sessions:
         facts = probe_hosts(sessions, job)
         reachable = [host for host in slots_by_host if facts[host].issue is None]
@@ -231,9 +231,11 @@ def _prepare_ssh(job: Job, launcher: Launcher[Any], target: str, notify: Notify)
     checks += _check_uploaded_datasets(job, copies=job.ssh.copy)
     plan = _plan_ssh_probes(job, facts, hosts, routes)
     if plan.no_reduce_reason:
-        checks.append(Check("all-reduce", None, f"not tested: {plan.no_reduce_reason}"))
+        checks.append(Check("all-reduce", None, f"skipped: {plan.no_reduce_reason}"))
     if plan.skipped_hosts:
-        checks.append(Check("probe", None, f"not run on {plan.skipped_hosts} more hosts; fix the others first"))
+        checks.append(
+            Check("probe", None, f"skipped on {pluralize(plan.skipped_hosts, 'more host')}: fix the others first")
+        )
     return ProbePlan(checks, plan.probe_jobs, make_client(job))
 
 
@@ -261,7 +263,10 @@ def _plan_ssh_probes(job: Job, facts: Mapping[str, HostFacts], hosts: list[str],
     collective, reason = list[str](), ""
     if job.topology in COLLECTIVE_TOPOLOGIES:
         collective = [] if "network" in route_issues else with_torch
-        reason = "" if collective else "some hosts cannot reach each other" if with_torch else "no host has torch"
+        if with_torch:
+            reason = "" if collective else "some hosts cannot reach each other"
+        else:
+            reason = "torch is not installed on any reachable host" if reachable else "no reachable host"
     directory = f"{REMOTE_DIR_PREFIX}{secrets.token_hex(6)}"
     gpus = not any("gpus" in host_issues for host_issues in issues.values())
     probe_jobs = []

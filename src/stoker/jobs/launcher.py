@@ -38,7 +38,7 @@ class SlotLogLine(NamedTuple):
 
 
 class Launcher(Protocol[Rendered]):
-    """Runs jobs in one kind of place: this machine, SSH hosts, Ray, Kubernetes."""
+    """Launcher of jobs on one kind of target: this machine, SSH hosts, Ray, Kubernetes."""
 
     traits: ClassVar[LauncherTraits]
 

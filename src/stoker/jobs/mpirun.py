@@ -1,4 +1,4 @@
-"""Parse arguments of Open MPI's `mpirun`, and tell which of them conflict with keys of the job file."""
+"""Parse arguments of Open MPI's `mpirun`, and find those that conflict with keys of the job file."""
 
 from __future__ import annotations
 

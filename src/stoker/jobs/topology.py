@@ -54,7 +54,7 @@ class AddressBook:
     cores: int = 1
     """CPU cores of one worker, for jobs that do not set `resources.cpu`."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that depend on the place, such as the network interface."""
+    """Environment variables that depend on the machine, such as the network interface."""
     has_rsh_agent: bool = False
     """Whether mpirun starts commands in other slots through the remote shell agent `$STOKER_ASK`."""
     ssh_options: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ MULTI_NODE_ACCESS_MODES = frozenset({ACCESS_MODES["rwx"], ACCESS_MODES["rox"]})
 BIND_TIMEOUT_S = 10.0
 """How long to wait for a new claim to be bound before reporting why it is not."""
 POLL_S = 0.25
-NAME_RULE = "expected lower-case letters, digits, - and ., at most 253 characters"
+NAME_RULE = "must be at most 253 lowercase letters, digits, '-' and '.'"
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 
 

@@ -42,7 +42,7 @@ class OutputError(Exception):
 def build_exec_params(argv: Sequence[str], container: str | None, *, stdin: bool) -> list[tuple[str, str]]:
     """Build the query parameters of an exec request; every argument is a parameter of its own."""
     streams = [("stdout", "true"), ("stderr", "true"), *([("stdin", "true")] if stdin else [])]
-    return [*streams, *([("container", container)] if container else []), *(("command", word) for word in argv)]
+    return [*streams, *([("container", container)] if container else []), *(("command", argument) for argument in argv)]
 
 
 def run_command(

@@ -112,7 +112,7 @@ def check_inspectable(claim: Manifest, pods: Sequence[Manifest], *, write: bool)
             hint=get_release_hint(holders),
         )
     if phase == "Lost":
-        raise NotFoundError(f"volume {name} is lost: its PersistentVolume {claim['spec'].get('volumeName')} is gone")
+        raise NotFoundError(f"volume {name} is lost: its PersistentVolume {claim['spec'].get('volumeName')} was deleted")
     if phase != "Bound" and not write:
         hint = "the first job that mounts it binds it; check with: stoker volume list"
         raise ConflictError(f"volume {name} is not bound yet, so it is empty", hint=hint)
@@ -260,14 +260,14 @@ def to_path_error(program: str, code: int, stderr: str, path: str, where: str) -
     if "Is a directory" in message:
         return _to_folder_error(path, where)
     if "Not a directory" in message:
-        return InputError(f"a parent of {path!r} is not a folder", where=where)
+        return InputError(f"a parent of {path!r} is not a directory", where=where)
     if "Permission denied" in message or "Operation not permitted" in message:
         return AccessDeniedError(f"{path!r}: permission denied, even for root", where=where)
     return UnavailableError(f"{program} failed with exit code {code}: {message[:300]}", where=where)
 
 
 def _to_folder_error(path: str, where: str) -> InputError:
-    return InputError(f"{path!r} is a folder", where=where, hint="list it with ls, or copy it with get")
+    return InputError(f"{path!r} is a directory", where=where, hint="list it with ls, or copy it with get")
 
 
 def _first_failure(failures: Sequence[BaseException]) -> BaseException | None:
@@ -276,7 +276,7 @@ def _first_failure(failures: Sequence[BaseException]) -> BaseException | None:
 
 
 class _CountingWriter:
-    """Writes to another writer and reports the number of bytes."""
+    """Writer that reports the number of bytes it has passed on to another writer."""
 
     def __init__(self, output: Any, on_bytes: Callable[[int], None] | None) -> None:
         self._output, self._on_bytes = output, on_bytes or (lambda _: None)

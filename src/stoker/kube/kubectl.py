@@ -40,7 +40,7 @@ def require_kubectl(purpose: str, hint: str = "") -> str:
     """Return the path of kubectl; raise MissingProgramError if it is not installed."""
     if path := shutil.which(PROGRAM):
         return path
-    install = "install it (kubernetes.io/docs/tasks/tools), or add its folder to the PATH"
+    install = "install it (kubernetes.io/docs/tasks/tools), or add its directory to the PATH"
     raise MissingProgramError(
         f"{purpose} needs the program {PROGRAM!r}, which is not on the PATH",
         hint=f"{install}{f'; {hint}' if hint else ''}",
@@ -160,8 +160,8 @@ class PortMapping(NamedTuple):
     def parse(cls, text: str) -> PortMapping:
         """Parse `POD_PORT` or `POD_PORT:LOCAL_PORT`."""
         pod_port, colon, local_port = text.partition(":")
-        words = (pod_port, local_port if colon else pod_port)
-        numbers = [int(word) if word.isascii() and word.isdigit() else -1 for word in words]
+        fields = (pod_port, local_port if colon else pod_port)
+        numbers = [int(field) if field.isascii() and field.isdigit() else -1 for field in fields]
         if not 0 < numbers[0] < 65536 or not 0 <= numbers[1] < 65536:
             raise InputError(f"{text!r} is not a port", hint="use PORT, or PORT:LOCAL for another local port")
         return cls(*numbers)

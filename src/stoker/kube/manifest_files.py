@@ -15,7 +15,7 @@ def load_documents(path: Path) -> list[Any]:
     try:
         return [document for document in yaml.safe_load_all(path.read_text()) if document is not None]
     except FileNotFoundError as error:
-        raise NotFoundError("file not found", where=path) from error
+        raise NotFoundError("no such file or directory", where=path) from error
     except OSError as error:
         raise InputError(f"cannot read file: {(error.strerror or '').lower()}", where=path) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -52,7 +52,7 @@ TWO_NODES = (node("n1"), node("n2"))
 NAMESPACE = {"metadata": {"name": "team", "labels": {}}, "status": {"phase": "Active"}}
 
 
-def check_job(job: Job, **facts: Any) -> dict[str, Check]:
+def check_job_with(job: Job, **facts: Any) -> dict[str, Check]:
     """Check a job on a cluster without issues except for the given facts; return the worst check of each name."""
     objects, checks = render_objects(job)
     defaults = {"nodes": TWO_NODES, "namespace_object": NAMESPACE, "server_info": ServerInfo("v1.37.0", 0.01, 0.0)}

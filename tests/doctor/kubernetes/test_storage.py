@@ -11,7 +11,7 @@ from tests.doctor.kubernetes.clusters import (
     EXISTING_CLAIM,
     NEW_CLAIM,
     SHARED_VOLUME,
-    check_job,
+    check_job_with,
     claim,
     make_job,
     pod,
@@ -100,21 +100,21 @@ from tests.doctor.kubernetes.clusters import (
     ],
 )
 def test_claims(keys: dict[str, Any], found: dict[str, Any], fine: bool | None, says: str) -> None:
-    check = check_job(make_job(**keys), **found)["claim c"]
+    check = check_job_with(make_job(**keys), **found)["claim c"]
     assert check.fine is fine, check
     assert says in check.found
     assert bool(check.fix) or check.fine is not False
 
 
 def test_storage_classes() -> None:
-    assert check_job(make_job())["storage"].fine is None
-    warning = check_job(make_job(), classes=[storage_class("b"), storage_class("a")])["storage"]
+    assert check_job_with(make_job())["storage"].fine is None
+    warning = check_job_with(make_job(), classes=[storage_class("b"), storage_class("a")])["storage"]
     assert (warning.fine, warning.found) == (None, "classes: a, b; no default class")
-    check = check_job(make_job(), classes=[storage_class("b", default=True), storage_class("a")])["storage"]
+    check = check_job_with(make_job(), classes=[storage_class("b", default=True), storage_class("a")])["storage"]
     assert (check.fine, check.found) == (True, "b is the default class; also a")
     old, new = storage_class("old", default=True), storage_class("new", default=True)
     old["metadata"]["creationTimestamp"], new["metadata"]["creationTimestamp"] = "2025-01-01", "2026-01-01"
-    assert check_job(make_job(), classes=[old, new])["storage"].found == "new is the default class; also old"
+    assert check_job_with(make_job(), classes=[old, new])["storage"].found == "new is the default class; also old"
 
 
 def test_events_of_a_deleted_claim_of_the_same_name_are_ignored() -> None:
@@ -122,6 +122,6 @@ def test_events_of_a_deleted_claim_of_the_same_name_are_ignored() -> None:
     about = {"kind": "PersistentVolumeClaim", "name": "c", "uid": "former"}
     event = {"type": "Warning", "message": "zone is full", "metadata": {}, "involvedObject": about}
     given = {"claims": {"c": claim(phase="Pending", uid="now")}, "claim_events": {"c": [event]}, "classes": late}
-    assert check_job(make_job(checkpoint=EXISTING_CLAIM), **given)["claim c"].fine is True
+    assert check_job_with(make_job(checkpoint=EXISTING_CLAIM), **given)["claim c"].fine is True
     about["uid"] = "now"
-    assert check_job(make_job(checkpoint=EXISTING_CLAIM), **given)["claim c"].fine is False
+    assert check_job_with(make_job(checkpoint=EXISTING_CLAIM), **given)["claim c"].fine is False

@@ -158,7 +158,7 @@ def test_life_cycle_of_a_host_path_volume(
     assert inspect(client, "get", "run") == 2
     assert "--force" in capfd.readouterr().err
     assert inspect(client, "cat", "run") == 2
-    assert "'run' is a folder" in capfd.readouterr().err
+    assert "'run' is a directory" in capfd.readouterr().err
     assert inspect(client, "cat", "run/pipe") == 2
     assert "'run/pipe' is a fifo" in capfd.readouterr().err
     assert inspect(client, "ls", "../../etc") == 2
@@ -275,7 +275,7 @@ def test_volume_of_others_is_used_and_not_deleted(
         assert stoker("volume", "create", "data", *words) == 0
         assert "is bound" in capfd.readouterr().out
         assert stoker("volume", "delete", "data", "--yes", "--on", on(client)) == 0
-        assert f"PersistentVolume {name} and its data are kept" in capfd.readouterr().err
+        assert f"PersistentVolume {name} is kept; so is its data" in capfd.readouterr().err
         assert client.get("PersistentVolume", name) is not None
         wait_until(lambda: (client.get("PersistentVolume", name) or {})["status"]["phase"] == "Released")
         assert stoker("volume", "create", "data", *words) == 2

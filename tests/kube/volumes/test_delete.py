@@ -39,7 +39,7 @@ def test_data_of_a_volume_of_others_by_reclaim_policy(policy: str, is_deleted: b
     deletion = plan_deletion("data", "ns", build_claim(volumeName="pv"), [bound], [])
     assert list(deletion.volumes) == []
     assert f"(reclaim policy {policy})" in deletion.data_note
-    assert bool(re.search(r"its data (is|are) deleted", deletion.data_note)) is is_deleted
+    assert bool(re.search("its data is deleted|deleted too; so is its data", deletion.data_note)) is is_deleted
     assert ("kept" in deletion.data_note) is is_kept
 
 
@@ -47,7 +47,7 @@ def test_cluster_deletes_an_own_volume_with_policy_delete() -> None:
     volumes = [build_own_volume(policy="Delete")]
     deletion = plan_deletion("data", "ns", build_claim(volumeName="pv"), volumes, [])
     assert list(deletion.volumes) == []
-    assert "deleted too (reclaim policy Delete)" in deletion.data_note
+    assert "deleted too; so is its data (reclaim policy Delete)" in deletion.data_note
 
 
 @pytest.mark.parametrize("policy", ["Delete", "Recycle"])

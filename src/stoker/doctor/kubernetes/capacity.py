@@ -273,9 +273,9 @@ def place_pods(groups: Sequence[PodGroup], nodes: Sequence[NodeCapacity]) -> lis
                 (int(available.get(name, Decimal(0)) // amount) for name, amount in requests.items() if amount),
                 default=0,
             )
-            placed = max(0, min(fits, group.count - counts[index]))
-            counts[index] += placed
-            _add(available, requests, -placed)
+            added = max(0, min(fits, group.count - counts[index]))
+            counts[index] += added
+            _add(available, requests, -added)
     return counts
 
 

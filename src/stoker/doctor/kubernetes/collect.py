@@ -65,7 +65,7 @@ def _check_with_client(cluster: KubeClient, job: Job, notify: Notify, *, is_give
         return checks
     images = _specs_by_image(requirements)
     if images and facts.namespace_object is None:
-        return [*checks, Check("image", None, f"not tested: namespace {cluster.namespace} does not exist yet")]
+        return [*checks, Check("image", None, f"skipped: namespace {cluster.namespace} does not exist yet")]
     if images:
         notify(f"Probing {pluralize(len(images), 'image')} there, for up to two minutes")
         has_unreadable_secrets = any(isinstance(secret, StokerError) for secret in facts.secrets.values())

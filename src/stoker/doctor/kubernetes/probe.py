@@ -115,7 +115,7 @@ def check_image_probe(probe: ImageProbe) -> Iterator[Check]:
     """Check whether an image can be pulled and started, and whether it can resolve names."""
     image = probe.image
     if probe.rejection is not None:
-        yield Check("image", None, f"{image}: not tested: the probe was rejected: {probe.rejection.what}")
+        yield Check("image", None, f"skipped: {image}: the probe was rejected: {probe.rejection.what}")
         return
     pod = probe.pod or {}
     node, state = (pod.get("spec") or {}).get("nodeName"), main_container_status(pod).get("state") or {}
@@ -123,14 +123,14 @@ def check_image_probe(probe: ImageProbe) -> Iterator[Check]:
         yield from _check_terminated(image, node, terminated)
     elif get_phase(pod) == "Failed":
         _, reason = get_exit_status(pod) or (0, "")
-        yield Check("image", None, f"{image}: not tested: the probe failed: {reason}")
+        yield Check("image", None, f"skipped: {image}: the probe failed: {reason}")
     elif "running" in state:
         yield Check("image", True, f"{image} can be pulled and started on {node}")
         detail = f"kubernetes.default was not resolved within {format_duration(probe.waited_s)}"
         yield Check("DNS", False, detail, _DNS_FIX, code=INVALID)
     else:
         yield _check_waiting(probe, node, _waiting_reason(pod))
-        yield Check("DNS", None, "not tested: the probe did not run")
+        yield Check("DNS", None, "skipped: the probe did not run")
 
 
 _DNS_FIX = "check the cluster DNS (kubectl get pods -n kube-system -l k8s-app=kube-dns) and NetworkPolicies"
@@ -140,7 +140,7 @@ def _check_terminated(image: str, node: str | None, terminated: Manifest) -> Ite
     text = str(terminated.get("message") or "").strip()
     if terminated.get("reason") in _START_REASONS or terminated.get("exitCode") in (126, 127, 128):
         yield _check_start_failure(image, text)
-        yield Check("DNS", None, "not tested: the probe did not run")
+        yield Check("DNS", None, "skipped: the probe did not run")
         return
     if terminated.get("exitCode") != 0:
         code = terminated.get("exitCode")
@@ -153,7 +153,7 @@ def _check_terminated(image: str, node: str | None, terminated: Manifest) -> Ite
     elif "dns=ok" in text:
         yield Check("DNS", True, f"kubernetes.default can be resolved from a pod on {node}")
     else:
-        yield Check("DNS", None, "not tested: the image has no program that resolves names")
+        yield Check("DNS", None, "skipped: the image has no program that resolves names")
 
 
 _PULL_REASONS = ("ErrImagePull", "ImagePullBackOff", "RegistryUnavailable")
@@ -166,7 +166,7 @@ _PERMANENT_REASONS = (
     "CreateContainerConfigError",
 )
 _FIX_BY_REASON = {
-    "InvalidImageName": "write it as registry/name:tag, in lower case",
+    "InvalidImageName": "write it as registry/name:tag, in lowercase",
     "ErrImageNeverPull": "load it on all nodes, or set kubernetes.image_pull_policy: IfNotPresent",
     **dict.fromkeys(
         _PULL_REASONS, "check image in the job file, that it was pushed, and that nodes can reach the registry"
@@ -188,9 +188,7 @@ def _check_waiting(probe: ImageProbe, node: str | None, reason: str) -> Check:
     """Check a container that is not running, and why."""
     image, why = probe.image, explain_pending(probe.pod or {}, probe.events)
     if node is None:
-        return Check(
-            "image", None, f"{image}: not tested: {why or 'the probe was not scheduled, for an unknown reason'}"
-        )
+        return Check("image", None, f"skipped: {image}: {why or 'the probe was not scheduled, for an unknown reason'}")
     if reason in _START_REASONS:
         return _check_start_failure(image, why)
     if not why:

@@ -84,7 +84,7 @@ def check_cluster(job: Job, requirements: JobRequirements, facts: ClusterFacts) 
 def check_unreachable(error: StokerError) -> list[Check]:
     """Return the checks for an API server that does not respond: one failed, the others skipped."""
     failed = Check("cluster", False, error.what, error.hint or "", code=error.exit_code)
-    return [failed, *(Check(name, None, "not tested: the cluster does not respond") for name in CHECK_NAMES)]
+    return [failed, *(Check(name, None, "skipped: the API server is not reachable") for name in CHECK_NAMES)]
 
 
 # --- API server, namespace, permissions
@@ -213,7 +213,7 @@ def _check_queue(name: str, facts: ClusterFacts) -> Check:
         fix = "install Kueue, or remove kubernetes.queue"
         return failed_check("queue", f"Kueue is not installed, and the job uses queue {name}", fix)
     if API_RESOURCES["LocalQueue"].version not in facts.kueue_versions:
-        return Check("queue", None, f"not tested: Kueue is served only as {', '.join(facts.kueue_versions)}")
+        return Check("queue", None, f"skipped: Kueue is served only as {', '.join(facts.kueue_versions)}")
     if isinstance(facts.queue, StokerError):
         return unknown_check("queue", facts.queue)
     if facts.queue is None:
@@ -300,15 +300,15 @@ def _counts_by_group(groups: Sequence[PodGroup], counts: Sequence[int]) -> dict[
     """Return the number of placed and of all pods, by role and requests."""
     sums: dict[str, tuple[int, int]] = {}
     for group, count in zip(groups, counts, strict=True):
-        placed, total = sums.get(_describe_group(group), (0, 0))
-        sums[_describe_group(group)] = (placed + count, total + group.count)
+        fitting, total = sums.get(_describe_group(group), (0, 0))
+        sums[_describe_group(group)] = (fitting + count, total + group.count)
     return sums
 
 
 def _describe_unplaced(groups: Sequence[PodGroup], counts: Sequence[int]) -> str:
     sums = _counts_by_group(groups, counts)
     return "; ".join(
-        f"{placed} of {total} pods fit: {group}" for group, (placed, total) in sums.items() if placed < total
+        f"{fitting} of {total} pods fit: {group}" for group, (fitting, total) in sums.items() if fitting < total
     )
 
 
@@ -384,7 +384,7 @@ def check_quotas(requirements: JobRequirements, facts: ClusterFacts) -> Iterator
 def _check_quota(quota: Manifest, usage: ResourceAmounts) -> Check:
     name, status, spec = quota["metadata"]["name"], quota.get("status") or {}, quota.get("spec") or {}
     if spec.get("scopes") or spec.get("scopeSelector"):
-        return Check("quota", None, f"{name} applies only to some pods: not tested")
+        return Check("quota", None, f"skipped: {name} applies only to some pods")
     hard = {what: parse_quantity(text) for what, text in (status.get("hard") or {}).items()}
     used = {what: parse_quantity(text) for what, text in (status.get("used") or {}).items()}
     needed = {what: usage.get(what, Decimal(0)) for what in hard}
@@ -398,11 +398,11 @@ def _check_quota(quota: Manifest, usage: ResourceAmounts) -> Check:
     return Check("quota", True, f"{name} is sufficient")
 
 
-def _describe_excess(needed: ResourceAmounts, limits: ResourceAmounts, word: str) -> str:
+def _describe_excess(needed: ResourceAmounts, limits: ResourceAmounts, label: str) -> str:
     """Describe the resources that exceed a limit; empty if none does."""
     excess = [what for what, amount in needed.items() if amount > limits[what]]
     return "; ".join(
-        f"{format_amount(what, needed[what])} needed, {format_amount(what, limits[what])} {word}" for what in excess
+        f"{format_amount(what, needed[what])} needed, {format_amount(what, limits[what])} {label}" for what in excess
     )
 
 

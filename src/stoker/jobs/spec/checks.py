@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.core.units import format_bytes, format_duration
+from stoker.core.units import check_min_size, format_duration
 from stoker.errors import Fault
 from stoker.jobs.mpirun import parse_flags
 from stoker.jobs.spec.types import (
@@ -39,14 +39,6 @@ if TYPE_CHECKING:
     )
 
 MIN_LOST_AFTER_S = 5
-MIN_SIZE_BYTES = 2**20
-
-
-def check_size(key: str, size: int | None) -> Iterator[Fault]:
-    """Reject a size of less than 1 MiB: its unit was forgotten."""
-    if size is not None and size < MIN_SIZE_BYTES:
-        example = f"{size}Gi" if 0 < size < 1024 else "8Gi"
-        yield Fault(key, f"must be >= 1 MiB, got {format_bytes(size)}; add a unit, for example {example}")
 
 
 def check_path(key: str, path: str | None) -> Iterator[Fault]:
@@ -107,7 +99,7 @@ def check_elastic(elastic: ElasticSpec) -> Iterator[Fault]:
 def check_cache(cache: CacheSpec) -> Iterator[Fault]:
     """Require that a cache with a size has a local directory."""
     yield from check_path("dir", cache.dir)
-    yield from check_size("size", cache.size)
+    yield from check_min_size("size", cache.size)
     if cache.size is not None and cache.dir is None:
         yield Fault("dir", "missing: size requires a cache directory")
     if cache.dir is not None and "://" in cache.dir:
@@ -123,7 +115,7 @@ def check_data(data: DataSpec) -> Iterator[Fault]:
 def check_checkpoint(checkpoint: CheckpointSpec) -> Iterator[Fault]:
     """Require a writable destination, and a complete claim."""
     yield from check_path("dir", checkpoint.dir)
-    yield from check_size("size", checkpoint.size)
+    yield from check_min_size("size", checkpoint.size)
     is_url = checkpoint.dir is not None and "://" in checkpoint.dir
     if is_url and not str(checkpoint.dir).startswith(("s3://", "gs://")):
         yield Fault("dir", f"{checkpoint.dir!r} is not writable; use a directory, s3://… or gs://…")
@@ -154,7 +146,7 @@ def check_profile(profile: ProfileSpec) -> Iterator[Fault]:
 
 def check_kubernetes(kubernetes: KubernetesSpec) -> Iterator[Fault]:
     """Require a unit for `shm`, and a queue for `queue_priority`."""
-    yield from check_size("shm", kubernetes.shm)
+    yield from check_min_size("shm", kubernetes.shm)
     if kubernetes.queue_priority is not None and kubernetes.queue is None:
         yield Fault("queue_priority", "requires queue, which is not set; set it, or use priority_class instead")
 

@@ -83,7 +83,7 @@ def _is_section(into: Any) -> bool:
 
 
 def _with_origin(fault: Fault, keys: Sequence[str]) -> Fault:
-    """Note that a fault comes from `--set` and not from the file: at a key that was set, inside it or around it."""
+    """Add to a fault that it comes from `--set` and not from the file: at a key that was set, inside or around it."""
     for key in reversed(keys):
         inside, around = fault.path.removeprefix(key), key.removeprefix(fault.path)
         is_inside = fault.path == key or (inside != fault.path and inside[0] in ".[")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from stoker.core.units import Bytes, Seconds
+from stoker.core.units import Bytes, Seconds, check_min_size
 from stoker.errors import Fault
 from stoker.jobs.spec import checks
 from stoker.jobs.spec.types import (
@@ -41,22 +41,22 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ProgramSpec(Section, frozen=True, kw_only=True):
-    """The program that every worker runs: exactly one of `script`, `module`, `command`."""
+    """The program that every worker runs. Set exactly one of `script`, `module` and `command`."""
 
     script: Annotated[
         NonEmpty | None,
-        describe("A Python file. A relative path is resolved against the current directory, even if `cwd` is set."),
+        describe(
+            "Path of a Python file. A relative path is resolved against the current directory, even if `cwd` is set."
+        ),
     ] = None
-    module: Annotated[ModuleName | None, describe("A Python module, run as `python -m MODULE`.")] = None
+    module: Annotated[ModuleName | None, describe("Python module to run with `python -m MODULE`.")] = None
     command: Annotated[
         Annotated[tuple[Verbatim, ...], expect("a list of arguments such as [bash, run.sh]")] | None,
-        describe(
-            "Any other program, as a list of arguments. It is not run by a shell; use `[bash, -c, 'a && b']` for that."
-        ),
+        describe("Any other program, as a list of arguments. To run it in a shell, use `[bash, -c, 'a && b']`."),
     ] = None
     args: Annotated[
         Annotated[tuple[Verbatim, ...], expect("a list of arguments such as [--epochs, 90]")],
-        describe("Arguments of the program, as a list. Numbers are passed exactly as written."),
+        describe("Program arguments, as a list. Numbers are passed exactly as written."),
     ] = ()
     cwd: Annotated[NonEmpty | None, describe("Working directory of the program; default: the current directory.")] = (
         None
@@ -68,10 +68,10 @@ class ProgramSpec(Section, frozen=True, kw_only=True):
 
 
 class ElasticSpec(Section, frozen=True, kw_only=True):
-    """A number of workers that may change while the job runs."""
+    """Limits for an elastic job, in which the number of workers can change while the job runs."""
 
-    min: Annotated[PositiveInt, describe("The job waits while there are fewer workers.")]
-    max: Annotated[PositiveInt, describe("No more workers than this join the job.")]
+    min: Annotated[PositiveInt, describe("Minimum number of workers. The job waits while fewer workers are running.")]
+    max: Annotated[PositiveInt, describe("Maximum number of workers.")]
 
     def faults(self) -> Iterator[Fault]:
         """Yield invalid combinations."""
@@ -79,44 +79,45 @@ class ElasticSpec(Section, frozen=True, kw_only=True):
 
 
 class ResourcesSpec(Section, frozen=True, kw_only=True):
-    """The resources of one slot."""
+    """Resources for one slot (a process that Stoker starts)."""
 
     cpu: Annotated[
         Annotated[float, msgspec.Meta(gt=0), expect("a number of cores such as 8 or 0.5")] | None,
-        describe("CPU cores."),
+        describe("Number of CPU cores."),
     ] = None
     memory: Annotated[Bytes | None, describe("Memory.")] = None
     gpu: Annotated[NonNegativeInt, describe("Number of GPUs.")] = 0
-    gpu_type: Annotated[NonEmpty | None, describe("GPU model, as the cloud provider names it.")] = None
+    gpu_type: Annotated[NonEmpty | None, describe("GPU model, using the cloud provider's name for it.")] = None
 
     def faults(self) -> Iterator[Fault]:
         """Yield invalid combinations."""
-        return checks.check_size("memory", self.memory)
+        return check_min_size("memory", self.memory)
 
 
 class RoleSpec(Section, frozen=True, kw_only=True):
-    """Settings of one role that differ from those of the workers."""
+    """Settings for one role. They override the settings of the workers."""
 
-    count: Annotated[NonNegativeInt | None, describe("Number of slots; default: set by the topology.")] = None
-    image: Annotated[ImageRef | None, describe("Container image; default: the image of the workers.")] = None
-    resources: Annotated[ResourcesSpec, describe("Resources of one slot of the role.")] = ResourcesSpec()
-    port: Annotated[Port | None, describe("Port; default: the port of the workers.")] = None
+    count: Annotated[NonNegativeInt | None, describe("Number of slots; default: depends on the topology.")] = None
+    image: Annotated[ImageRef | None, describe("Container image; default: the workers' image.")] = None
+    resources: Annotated[ResourcesSpec, describe("Resources for one slot of this role.")] = ResourcesSpec()
+    port: Annotated[Port | None, describe("Port; default: the workers' port.")] = None
     program: Annotated[
         ProgramSpec | None,
-        describe("Program; default: the program of the workers, and TensorBoard for the role `tensorboard`."),
+        describe("Program; default: the workers' program, or TensorBoard for the `tensorboard` role."),
     ] = None
     node_selector: Annotated[
         dict[LabelKey, LabelValue], describe("Required node labels, in addition to `kubernetes.node_selector`.")
     ] = {}
     logdir: Annotated[
         NonEmpty | None,
-        describe("Log directory for `tensorboard`: a directory or a bucket; default: `checkpoint.dir`."),
+        describe("Directory or bucket from which TensorBoard reads its event files; default: `checkpoint.dir`."),
     ] = None
     expose: Annotated[
         Literal["cluster", "node_port", "load_balancer"],
         describe(
-            "Kubernetes Service of `tensorboard`. `cluster`: reachable in the cluster, and by `stoker job forward`. "
-            "`node_port`: a port on every node. `load_balancer`: an external address."
+            "Type of the Kubernetes Service for `tensorboard`. `cluster`: reachable within the cluster and through "
+            "`stoker job forward`. "
+            "`node_port`: exposed on a port of every node. `load_balancer`: exposed at an external address."
         ),
     ] = "cluster"
     ingress: Annotated[IngressHost | None, describe("Host name of an Ingress that routes to `tensorboard`.")] = None
@@ -127,9 +128,9 @@ class RoleSpec(Section, frozen=True, kw_only=True):
 
 
 class CacheSpec(Section, frozen=True, kw_only=True):
-    """A cache of shards on the local disk of each machine."""
+    """Cache for shards on each machine's local disk."""
 
-    dir: Annotated[NonEmpty | None, describe("Cache directory on each machine; default: no cache.")] = None
+    dir: Annotated[NonEmpty | None, describe("Cache directory on each machine; default: shards are not cached.")] = None
     size: Annotated[Bytes | None, describe("Maximum size of the cache.")] = None
 
     def faults(self) -> Iterator[Fault]:
@@ -138,22 +139,25 @@ class CacheSpec(Section, frozen=True, kw_only=True):
 
 
 class DataSpec(Section, frozen=True, kw_only=True):
-    """The datasets of the program, passed to it in environment variables (`STOKER_DATA_TRAIN`, …)."""
+    """Datasets, which are passed to the program in environment variables (`STOKER_DATA_TRAIN`, …)."""
 
     train: Annotated[
         NonEmpty | None,
-        describe("Training set: a directory or URL with a manifest, or a brace pattern of tar files."),
+        describe(
+            "Training set: a directory or URL that contains a manifest, or a brace pattern that matches tar files."
+        ),
     ] = None
-    val: Annotated[NonEmpty | None, describe("Validation set, in the same forms.")] = None
-    cache: Annotated[CacheSpec, describe("Cache of shards on the local disk of each machine.")] = CacheSpec()
+    val: Annotated[NonEmpty | None, describe("Validation set, specified in the same way.")] = None
+    cache: Annotated[CacheSpec, describe("Cache for shards on each machine's local disk.")] = CacheSpec()
     via: Annotated[
         CacheUrl | None,
-        describe("Shared caching proxy: its URL, or `cluster` for the one in the job's namespace."),
+        describe("Shared caching proxy to read through: its URL, or `cluster` for the cache in the job's namespace."),
     ] = None
     sampling: Annotated[
         Literal["exact", "join", "resampled"],
         describe(
-            "`exact`: every sample once per epoch. `join`: whole shards per rank, uneven ranks. "
+            "Sampling mode. `exact`: every sample once per epoch. `join`: every sample once per epoch, but each rank reads "
+            "whole shards, so ranks can run different numbers of steps. "
             "`resampled`: shards drawn with replacement."
         ),
     ] = "exact"
@@ -168,19 +172,21 @@ class CheckpointSpec(Section, frozen=True, kw_only=True):
 
     dir: Annotated[
         NonEmpty | None,
-        describe("A directory or a bucket (`s3://…`, `gs://…`); default: `checkpoints/` in the run folder."),
+        describe(
+            "Directory or bucket (`s3://…`, `gs://…`) for checkpoints; default: `checkpoints/` in the run folder."
+        ),
     ] = None
-    claim: Annotated[ObjectName | None, describe("PersistentVolumeClaim to mount at `dir`.")] = None
-    create: Annotated[bool, describe("Create the claim if it does not exist.")] = False
-    size: Annotated[Bytes | None, describe("Size of the claim to create.")] = None
+    claim: Annotated[ObjectName | None, describe("Name of a PersistentVolumeClaim (PVC) to mount at `dir`.")] = None
+    create: Annotated[bool, describe("Create the PVC if it does not exist.")] = False
+    size: Annotated[Bytes | None, describe("Size of the PVC to create.")] = None
     storage_class: Annotated[
-        ObjectName | None, describe("StorageClass of the claim to create; default: the cluster's default.")
+        ObjectName | None, describe("StorageClass of the PVC to create; default: the cluster's default StorageClass.")
     ] = None
     access: Annotated[
         Literal["rwo", "rwx"],
-        describe("Access mode of the claim. `rwo`: mounted on one node. `rwx`: mounted on many nodes."),
+        describe("Access mode of the PVC. `rwo`: one node can mount it. `rwx`: many nodes can mount it."),
     ] = "rwo"
-    keep: Annotated[PositiveInt, describe("Number of recent checkpoints to keep, in addition to the best.")] = 3
+    keep: Annotated[PositiveInt, describe("Number of latest checkpoints to keep, in addition to the best one.")] = 3
 
     def faults(self) -> Iterator[Fault]:
         """Yield invalid combinations."""
@@ -190,13 +196,13 @@ class CheckpointSpec(Section, frozen=True, kw_only=True):
 class VolumeSpec(Section, frozen=True, kw_only=True):
     """A PersistentVolumeClaim that every slot mounts."""
 
-    claim: Annotated[ObjectName, describe("Name of the claim.")]
+    claim: Annotated[ObjectName, describe("Name of the PersistentVolumeClaim.")]
     path: Annotated[MountPath, describe("Mount path.")]
-    read_only: Annotated[bool, describe("Mount it read-only.")] = False
+    read_only: Annotated[bool, describe("Mount the PersistentVolumeClaim read-only.")] = False
 
 
 class ProfileSpec(Section, frozen=True, kw_only=True):
-    """Sampling of machine utilization: GPU, CPU, memory, network, disk."""
+    """Settings of the profiler, which samples GPU, CPU, memory, network and disk usage."""
 
     every: Annotated[Seconds, describe("Sampling interval; 0 disables profiling.")] = Seconds(30)
 
@@ -206,7 +212,7 @@ class ProfileSpec(Section, frozen=True, kw_only=True):
 
 
 class SecretKeySpec(Section, frozen=True, kw_only=True):
-    """One value of a Kubernetes Secret."""
+    """Reference to a key in a Kubernetes Secret."""
 
     secret: Annotated[ObjectName, describe("Name of the Secret.")]
     key: Annotated[NonEmpty, describe("Key in the Secret.")]
@@ -221,36 +227,40 @@ class SecretFilesSpec(Section, frozen=True, kw_only=True):
 class KubernetesSpec(Section, frozen=True, kw_only=True):
     """Settings for `--on k8s`."""
 
-    namespace: Annotated[Namespace | None, describe("Namespace; default: that of the kubeconfig context.")] = None
+    namespace: Annotated[Namespace | None, describe("Namespace; default: the namespace of the kubeconfig context.")] = (
+        None
+    )
     create_namespace: Annotated[bool, describe("Create the namespace if it does not exist.")] = False
-    queue: Annotated[QueueName | None, describe("Kueue LocalQueue that admits the job.")] = None
+    queue: Annotated[QueueName | None, describe("Kueue LocalQueue to which the job is submitted.")] = None
     queue_priority: Annotated[
-        QueueName | None, describe("Kueue WorkloadPriorityClass: the priority of the job in its queue.")
+        QueueName | None, describe("Kueue WorkloadPriorityClass, which determines the job's priority in the queue.")
     ] = None
     priority_class: Annotated[
-        ObjectName | None, describe("PriorityClass of the pods, for scheduling and preemption.")
+        ObjectName | None, describe("PriorityClass of the pods, which determines scheduling order and preemption.")
     ] = None
     copy: Annotated[
         tuple[NonEmpty, ...],
-        describe("Files and directories to copy into the pods through a ConfigMap; `program.script` always is."),
+        describe("Files and directories to copy into the pods through a ConfigMap, in addition to `program.script`."),
     ] = ()
     node_selector: Annotated[dict[LabelKey, LabelValue], describe("Required node labels.")] = {}
-    tolerations: Annotated[tuple[dict[str, Any], ...], describe("Tolerations of node taints, as in a pod spec.")] = ()
+    tolerations: Annotated[tuple[dict[str, Any], ...], describe("Tolerations for node taints, as in a pod spec.")] = ()
     service_account: Annotated[str | None, describe("ServiceAccount of the pods.")] = None
     image_pull_secrets: Annotated[tuple[ObjectName, ...], describe("Secrets for private image registries.")] = ()
     image_pull_policy: Annotated[
-        Literal["Always", "IfNotPresent", "Never"], describe("When the kubelet pulls images.")
+        Literal["Always", "IfNotPresent", "Never"], describe("Image pull policy of the containers.")
     ] = "IfNotPresent"
-    shm: Annotated[Bytes | None, describe("Size limit of `/dev/shm`; default: the memory limit of the pod.")] = None
-    user: Annotated[NonNegativeInt | None, describe("User ID of the containers; default: that of the image.")] = None
+    shm: Annotated[Bytes | None, describe("Size limit of `/dev/shm`; default: the pod's memory limit.")] = None
+    user: Annotated[NonNegativeInt | None, describe("User ID of the containers; default: the image's user.")] = None
     group: Annotated[
-        NonNegativeInt | None, describe("Group ID of the containers, and `fsGroup` of mounted claims.")
+        NonNegativeInt | None, describe("Group ID of the containers, also used as the `fsGroup` of mounted volumes.")
     ] = None
-    ttl: Annotated[Seconds, describe("How long a finished job is kept in the cluster.")] = Seconds("10m")
-    deadline: Annotated[Seconds | None, describe("Maximum run time of the job; default: unlimited.")] = None
+    ttl: Annotated[Seconds, describe("How long a finished job is kept in the cluster before it is deleted.")] = Seconds(
+        "10m"
+    )
+    deadline: Annotated[Seconds | None, describe("Maximum duration of the job; default: unlimited.")] = None
     patch: Annotated[
         tuple[dict[str, Any], ...],
-        describe("Merge patches for rendered objects; each selects its object by `kind` and `metadata.name`."),
+        describe("Merge patches for rendered objects. Each patch selects an object by `kind` and `metadata.name`."),
     ] = ()
 
     def faults(self) -> Iterator[Fault]:
@@ -264,16 +274,16 @@ class SshSpec(Section, frozen=True, kw_only=True):
     hosts: Annotated[
         tuple[HostName, ...],
         describe(
-            "The hosts, by the names that `ssh` accepts. `node1:2` runs two workers on a host; `@FILE` reads hosts "
-            "from a file, one per line."
+            "Host names that `ssh` accepts. `node1:2` runs two workers on `node1`. `@FILE` reads hosts from a file, one "
+            "per line."
         ),
     ] = ()
-    user: Annotated[UserName | None, describe("Remote user; default: the choice of `ssh`.")] = None
+    user: Annotated[UserName | None, describe("Remote user; default: determined by `ssh`.")] = None
     workdir: Annotated[
         NonEmpty | None,
         describe(
-            "Remote directory that the working directory is copied to and the program runs in. A relative path starts "
-            "at the remote home directory; default: `stoker/<name>`."
+            "Remote directory to which the working directory is copied and in which the program runs. A relative path is "
+            "resolved against the remote home directory; default: `stoker/<name>`."
         ),
     ] = None
     copy: Annotated[bool, describe("Copy the working directory to the hosts before the job starts.")] = True
@@ -283,19 +293,19 @@ class SshSpec(Section, frozen=True, kw_only=True):
     ] = ()
     setup: Annotated[
         NonEmpty | None,
-        describe("Shell commands to run in `workdir` on every host, after copying and before the job starts."),
+        describe("Shell commands to run in `workdir` on every host after the upload and before the job starts."),
     ] = None
     python: Annotated[
         NonEmpty,
         describe(
-            "Python on the hosts: a name on the PATH, or a path, which may be relative to `workdir` "
+            "Python interpreter on the hosts: a command on the PATH, or a path, which can be relative to `workdir` "
             "(`.venv/bin/python`)."
         ),
     ] = "python3"
-    config: Annotated[NonEmpty | None, describe("ssh configuration file to use instead of `~/.ssh/config`.")] = None
+    config: Annotated[NonEmpty | None, describe("SSH configuration file to use instead of `~/.ssh/config`.")] = None
     lost_after: Annotated[
         Seconds,
-        describe("A host that has not responded for this long is lost; its slots stop by themselves."),
+        describe("How long a host can be unresponsive before it is considered lost and its slots stop on their own."),
     ] = Seconds(30)
 
     def faults(self) -> Iterator[Fault]:
@@ -308,11 +318,13 @@ class MpiSpec(Section, frozen=True, kw_only=True):
 
     binding: Annotated[
         Literal["none", "hwthread", "core", "l3cache", "numa", "socket"],
-        describe("What each rank is bound to, as in mpirun's `--bind-to`."),
+        describe("Hardware resource to which each rank is bound, as in mpirun's `--bind-to`."),
     ] = "none"
     args: Annotated[
         Annotated[tuple[Verbatim, ...], expect("a list of arguments such as [--mca, btl, self,tcp]")],
-        describe("Additional mpirun arguments, as a list. A flag or MCA parameter here overrides the one stoker sets."),
+        describe(
+            "Additional mpirun arguments, as a list. They override the flags and MCA parameters that Stoker sets."
+        ),
     ] = ()
     sshd: Annotated[
         Annotated[
@@ -320,12 +332,12 @@ class MpiSpec(Section, frozen=True, kw_only=True):
             msgspec.Meta(min_length=1),
             expect("a list of arguments such as [/usr/sbin/sshd, -De]"),
         ],
-        describe("Command of the workers on Kubernetes: an sshd in the foreground, for mpirun to connect to."),
+        describe("Command that starts sshd in the foreground on the Kubernetes workers, to which mpirun connects."),
     ] = ("/usr/sbin/sshd", "-De", "-o", "StrictModes=no", "-o", "LogLevel=FATAL")
-    sshd_port: Annotated[Port, describe("Port of that sshd.")] = 22
-    ssh_dir: Annotated[MountPath, describe("Mount path of the ssh keys on Kubernetes: `.ssh` of the image's user.")] = (
-        "/root/.ssh"
-    )
+    sshd_port: Annotated[Port, describe("Port on which sshd listens.")] = 22
+    ssh_dir: Annotated[
+        MountPath, describe("Mount path of the SSH keys on Kubernetes: the `.ssh` directory of the image's user.")
+    ] = "/root/.ssh"
 
     def faults(self) -> Iterator[Fault]:
         """Yield invalid combinations."""
@@ -338,8 +350,9 @@ class RaySpec(Section, frozen=True, kw_only=True):
     strategy: Annotated[
         Literal["pack", "spread", "strict_pack", "strict_spread"],
         describe(
-            "Placement of workers on nodes. `pack`: as few nodes as possible. `spread`: as many as possible. "
-            "`strict_pack`: one node, or wait. `strict_spread`: one node per worker, or wait."
+            "Placement of workers on nodes. `pack`: on as few nodes as possible. `spread`: on as many nodes as possible. "
+            "`strict_pack`: all on one node; the job waits if this is not possible. `strict_spread`: each on a different "
+            "node; the job waits if this is not possible."
         ),
     ] = "pack"
     exclude: Annotated[
@@ -348,7 +361,9 @@ class RaySpec(Section, frozen=True, kw_only=True):
     ] = ()
     lost_after: Annotated[
         Seconds,
-        describe("A cluster that has not responded for this long is lost; its slots stop by themselves."),
+        describe(
+            "How long the cluster can be unresponsive before it is considered lost and its slots stop on their own."
+        ),
     ] = Seconds(30)
 
     def faults(self) -> Iterator[Fault]:
@@ -359,13 +374,13 @@ class RaySpec(Section, frozen=True, kw_only=True):
 class Job(Section, frozen=True, kw_only=True):
     """A training job."""
 
-    name: Annotated[Name, describe("Name of the job; runs, logs and Kubernetes objects are named after it.")]
+    name: Annotated[Name, describe("Name of the job, used in the names of runs, logs and Kubernetes objects.")]
     program: Annotated[ProgramSpec, describe("The program that every worker runs.")]
     topology: Annotated[
         TopologyName,
         describe(
-            "How the processes find each other. `single`: one process. `torchrun`: PyTorch. `mpi`: mpirun. "
-            "`tf-ps`, `tf-mirrored`: TensorFlow with and without parameter servers."
+            "How processes are started and connected. `single`: one process. `torchrun`: PyTorch. `mpi`: mpirun. `tf-ps`, "
+            "`tf-mirrored`: TensorFlow with and without parameter servers."
         ),
     ] = "torchrun"
     workers: Annotated[
@@ -374,43 +389,53 @@ class Job(Section, frozen=True, kw_only=True):
             expect("an integer of at least 1, {min: 2, max: 8}, or all"),
         ],
         describe(
-            "Number of machines or pods. `{min: 2, max: 8}`: elastic, torchrun adds and removes workers. `all`: as "
-            "many as fit when the job starts."
+            "Number of machines or pods. `{min: 2, max: 8}`: an elastic job, in which torchrun adds and removes workers. "
+            "`all`: as many workers as fit when the job starts."
         ),
     ] = 1
     processes_per_worker: Annotated[
-        Literal["auto"] | PositiveInt, describe("Number of ranks per worker; `auto`: one per GPU, at least 1.")
+        Literal["auto"] | PositiveInt, describe("Number of ranks per worker. `auto`: one per GPU, at least 1.")
     ] = "auto"
     port: Annotated[
         Port | None,
-        describe("Rendezvous port of the slots; default: a free port, between machines the first free one from 29500."),
+        describe(
+            "Rendezvous port. The default on one machine is any free port, and on several machines the first free port "
+            "starting at 29500."
+        ),
     ] = None
-    roles: Annotated[dict[str, RoleSpec], describe("Settings of slots that are not workers, by role.")] = {}
+    roles: Annotated[dict[str, RoleSpec], describe("Settings for roles other than workers, by role name.")] = {}
     image: Annotated[ImageRef | None, describe("Container image, for launchers that run containers.")] = None
-    resources: Annotated[ResourcesSpec, describe("Resources of one worker.")] = ResourcesSpec()
-    data: Annotated[DataSpec, describe("Datasets.")] = DataSpec()
+    resources: Annotated[ResourcesSpec, describe("Resources for one worker.")] = ResourcesSpec()
+    data: Annotated[DataSpec, describe("Datasets that the program reads.")] = DataSpec()
     checkpoint: Annotated[CheckpointSpec, describe("Where checkpoints are stored.")] = CheckpointSpec()
     volumes: Annotated[tuple[VolumeSpec, ...], describe("Additional PersistentVolumeClaims to mount.")] = ()
-    profile: Annotated[ProfileSpec, describe("Sampling of machine utilization.")] = ProfileSpec()
+    profile: Annotated[ProfileSpec, describe("Settings of the profiler, which samples resource usage.")] = ProfileSpec()
     env: Annotated[dict[EnvName, Verbatim], describe("Environment variables.")] = {}
     secret_env: Annotated[
-        dict[EnvName, SecretKeySpec], describe("Environment variables with values from Kubernetes Secrets.")
+        dict[EnvName, SecretKeySpec],
+        describe(
+            "Environment variables whose values come from Kubernetes Secrets or, on other launchers, from your environment."
+        ),
     ] = {}
     secret_files: Annotated[
         dict[MountPath, SecretFilesSpec], describe("Kubernetes Secrets to mount as files, by mount path.")
     ] = {}
-    labels: Annotated[dict[LabelKey, LabelValue], describe("Labels of the run and of its Kubernetes objects.")] = {}
-    retries: Annotated[NonNegativeInt, describe("How many times a failed job is restarted.")] = 3
-    grace: Annotated[Seconds, describe("Grace period between SIGTERM and SIGKILL, for a last checkpoint.")] = Seconds(
-        30
-    )
+    labels: Annotated[dict[LabelKey, LabelValue], describe("Labels for the run and its Kubernetes objects.")] = {}
+    retries: Annotated[NonNegativeInt, describe("Maximum number of times a failed job is restarted.")] = 3
+    grace: Annotated[
+        Seconds,
+        describe("Grace period between SIGTERM and SIGKILL, in which the program can write a final checkpoint."),
+    ] = Seconds(30)
     hang_after: Annotated[
         Seconds,
-        describe("A rank that has sent no heartbeat for this long hangs, and the attempt is stopped; 0: never."),
+        describe(
+            "How long a rank can go without sending a heartbeat before it is considered hung and the attempt is stopped. "
+            "0 disables the check."
+        ),
     ] = Seconds("10m")
     tensorboard: Annotated[
         bool | NonEmpty,
-        describe("Write TensorBoard event files: `true` to the run folder, or the path of a directory."),
+        describe("Write TensorBoard event files to the run folder (`true`) or to the specified directory."),
     ] = False
     kubernetes: Annotated[KubernetesSpec, describe("Settings for `--on k8s`.")] = KubernetesSpec()
     mpi: Annotated[MpiSpec, describe("Settings for `topology: mpi`.")] = MpiSpec()

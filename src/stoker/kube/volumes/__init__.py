@@ -1,4 +1,4 @@
-"""Volumes: plan and carry out the creation, expansion and deletion of claims and their PersistentVolumes.
+"""Create, expand and delete volumes: plan and apply the changes to claims and their PersistentVolumes.
 
 A volume is a PersistentVolumeClaim of the namespace, either of a StorageClass or bound to a PersistentVolume that a
 file defines or that is a directory on the nodes.

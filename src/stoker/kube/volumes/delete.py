@@ -1,4 +1,4 @@
-"""Plan and carry out `stoker volume delete`: the claim, the PersistentVolumes created for it, and its data."""
+"""Plan and run `stoker volume delete`: the claim, the PersistentVolumes created for it, and its data."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ def _describe_data(bound_name: str | None, bound: Manifest | None, own: Sequence
 
 
 _POLICY_EFFECTS = {
-    "Delete": "and its data are deleted too (reclaim policy Delete)",
+    "Delete": "is deleted too; so is its data (reclaim policy Delete)",
     "Recycle": "is kept, but its data is deleted (reclaim policy Recycle)",
-    "Retain": "and its data are kept (reclaim policy Retain)",
+    "Retain": "is kept; so is its data (reclaim policy Retain)",
 }
 
 

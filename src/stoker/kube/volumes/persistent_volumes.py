@@ -38,7 +38,7 @@ def flatten_lists(documents: Sequence[Any], where: object) -> list[Manifest]:
     faults = [
         Fault(
             f"object {number}",
-            f"expected a v1 {PERSISTENT_VOLUME}, got {kind or 'no kind'}{f' of {version}' if version else ''}",
+            f"must be a v1 {PERSISTENT_VOLUME}, got {kind or 'no kind'}{f' of {version}' if version else ''}",
         )
         for number, (version, kind) in enumerate(types, 1)
         if (version, kind) != ("v1", PERSISTENT_VOLUME)
@@ -61,23 +61,23 @@ def check_persistent_volume(volume: Manifest) -> Iterator[Fault]:
         yield Fault(f"{where}: metadata.name", f"{NAME_RULE}, got {name!r}")
     for key in ("labels", "annotations"):
         if isinstance(metadata, dict) and not isinstance(metadata.get(key) or {}, dict):
-            yield Fault(f"{where}: metadata.{key}", "expected a mapping")
+            yield Fault(f"{where}: metadata.{key}", "must be a mapping")
     if not isinstance(spec, dict):
-        yield Fault(f"{where}: spec", "expected a mapping")
+        yield Fault(f"{where}: spec", "must be a mapping")
         return
     capacity = spec.get("capacity")
     storage = capacity.get("storage") if isinstance(capacity, dict) else None
     if not quantity_to_bytes(storage):
-        yield Fault(f"{where}: spec.capacity.storage", f"expected a size such as 10Gi, got {storage!r}")
+        yield Fault(f"{where}: spec.capacity.storage", f"must be a size such as 10Gi, got {storage!r}")
     modes = spec.get("accessModes")
     if not isinstance(modes, list) or not modes or not set(map(str, modes)) <= set(ACCESS_MODES.values()):
         yield Fault(
-            f"{where}: spec.accessModes", f"expected a list of {', '.join(ACCESS_MODES.values())}, got {modes!r}"
+            f"{where}: spec.accessModes", f"must be a list of {', '.join(ACCESS_MODES.values())}, got {modes!r}"
         )
     if spec.get("volumeMode", "Filesystem") != "Filesystem":
         yield Fault(f"{where}: spec.volumeMode", "must be Filesystem: jobs cannot mount block devices")
     if not isinstance(spec.get("claimRef") or {}, dict):
-        yield Fault(f"{where}: spec.claimRef", "expected a mapping")
+        yield Fault(f"{where}: spec.claimRef", "must be a mapping")
     if isinstance(spec.get("csi"), dict):
         yield from _check_csi(where, spec)
 

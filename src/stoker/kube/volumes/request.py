@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from stoker.core.units import format_bytes
+from stoker.core.units import check_min_size
 from stoker.errors import Fault
 from stoker.kube.claims import NAME_RULE, is_object_name
 from stoker.kube.objects import ACCESS_MODES, Manifest
 from stoker.kube.volumes.persistent_volumes import check_persistent_volume, get_name
-
-MIN_SIZE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +56,9 @@ def _check_options(request: VolumeRequest) -> Iterator[Fault]:
         yield Fault("--host-path", "cannot be combined with --pv")
     if request.size is None and not request.volumes:
         yield Fault("--size", "is required, for example --size 10Gi")
-    if request.size is not None and request.size < MIN_SIZE_BYTES:
-        yield Fault("--size", f"{format_bytes(request.size)} is too small: add a unit, for example 10Gi")
+    yield from check_min_size("--size", request.size)
     if request.access is not None and request.access not in ACCESS_MODES:
-        yield Fault("--access", f"expected {', '.join(ACCESS_MODES)}, got {request.access!r}")
+        yield Fault("--access", f"must be one of {', '.join(ACCESS_MODES)}, got {request.access!r}")
 
 
 def _check_host_path(request: VolumeRequest) -> Iterator[Fault]:
@@ -69,6 +66,6 @@ def _check_host_path(request: VolumeRequest) -> Iterator[Fault]:
         yield Fault("--storage-class", "cannot be combined with --host-path: such a volume has no storage class")
     path = PurePosixPath(request.host_path or "")
     if not path.is_absolute() or ".." in path.parts:
-        yield Fault("--host-path", f"expected an absolute path without .., got {request.host_path!r}")
+        yield Fault("--host-path", f"must be an absolute path without '..', got {request.host_path!r}")
     if len(request.host_path_volume_name) > 253:
         yield Fault("NAME", "is too long: the PersistentVolume is named after it and the namespace")
