@@ -50,8 +50,8 @@ A job file describes a training job: the program, its data, its resources and wh
 - If a job file is invalid, all errors are reported together, each with the path of its key (`resources.gpu`).
 - Keys without a value are ignored.
 - Write sizes as `200Gi`, `1.5GB` or a number of bytes, and durations as `30s`, `1h30m` or a number of seconds.
-- Values in `program.args`, `program.command`, `env`, `labels` and `node_selector` are passed exactly as written, with or
-  without quotes: `1e-4`, `0755`, `1.10` and `yes` are not converted.
+- Values in `program.args`, `program.command`, `env`, `labels` and `node_selector` are passed exactly as written, with
+  or without quotes: `1e-4`, `0755`, `1.10` and `yes` are not converted.
 - Relative paths (`program.script`, `program.cwd`, `data.train`, `checkpoint.dir`, …) are resolved against the current
   directory, not the directory of the job file.
 - For completion and validation in an editor, generate the JSON Schema with `stoker job schema > job.schema.json`.
@@ -68,18 +68,18 @@ brackets and quotes: `--set 'labels["example.com/team"]=vision'`. To read the jo
 _RULES = """\
 ## Invalid combinations
 
-- Set exactly one of `program.script`, `program.module` and `program.command`. `topology: torchrun` runs Python, so it does
-  not support `program.command`.
-- `topology: single` supports only one worker with one process. With the TensorFlow topologies, each worker is one process
-  that uses all GPUs.
+- Set exactly one of `program.script`, `program.module` and `program.command`. `topology: torchrun` runs Python, so it
+  does not support `program.command`.
+- `topology: single` supports only one worker with one process. With the TensorFlow topologies, each worker is one
+  process that uses all GPUs.
 - `workers: {min, max}` requires `topology: torchrun`, and `min` must not exceed `max`.
 - `roles` can contain only roles of the topology: {roles}. Except for `ps`, a role can have at most one slot. A role of
-  another topology is allowed with `count: 0`. Parameter servers and the launcher cannot have GPUs. `logdir`, `expose` and
-  `ingress` apply only to `tensorboard`. `launcher` does not accept `program`.
+  another topology is allowed with `count: 0`. Parameter servers and the launcher cannot have GPUs. `logdir`, `expose`
+  and `ingress` apply only to `tensorboard`. `launcher` does not accept `program`.
 - `checkpoint.claim` requires an absolute `dir` that is not a bucket. `create` requires `claim` and `size`; `size` and
   `storage_class` require `create`. `kubernetes.queue_priority` requires `queue`.
-- An elastic job, or an `mpi` job with more than one worker, cannot use a `checkpoint.claim` with `access: rwo`: the node of
-  rank 0 must mount the PersistentVolumeClaim, and only one node can.
+- An elastic job, or an `mpi` job with more than one worker, cannot use a `checkpoint.claim` with `access: rwo`: the
+  node of rank 0 must mount the PersistentVolumeClaim, and only one node can.
 - `data.cache.size` requires `data.cache.dir`. `checkpoint.dir` must be a directory, `s3://…` or `gs://…`.
 - `ssh.lost_after` and `ray.lost_after` must be at least 5 s, so that a short network interruption does not stop a job.
 - Sizes below 1 MiB are rejected, because the unit is probably missing. `profile.every` must be 0 or at least 1 s.

@@ -116,8 +116,8 @@ class RoleSpec(Section, frozen=True, kw_only=True):
         Literal["cluster", "node_port", "load_balancer"],
         describe(
             "Type of the Kubernetes Service for `tensorboard`. `cluster`: reachable within the cluster and through "
-            "`stoker job forward`. "
-            "`node_port`: exposed on a port of every node. `load_balancer`: exposed at an external address."
+            "`stoker job forward`. `node_port`: exposed on a port of every node. `load_balancer`: exposed at an "
+            "external address."
         ),
     ] = "cluster"
     ingress: Annotated[IngressHost | None, describe("Host name of an Ingress that routes to `tensorboard`.")] = None
@@ -156,9 +156,9 @@ class DataSpec(Section, frozen=True, kw_only=True):
     sampling: Annotated[
         Literal["exact", "join", "resampled"],
         describe(
-            "Sampling mode. `exact`: every sample once per epoch. `join`: every sample once per epoch, but each rank reads "
-            "whole shards, so ranks can run different numbers of steps. "
-            "`resampled`: shards drawn with replacement."
+            "Sampling mode. `exact`: every sample once per epoch. `join`: every sample once per epoch, but each rank "
+            "reads whole shards, so ranks can run different numbers of steps. `resampled`: shards drawn with "
+            "replacement."
         ),
     ] = "exact"
 
@@ -274,16 +274,16 @@ class SshSpec(Section, frozen=True, kw_only=True):
     hosts: Annotated[
         tuple[HostName, ...],
         describe(
-            "Host names that `ssh` accepts. `node1:2` runs two workers on `node1`. `@FILE` reads hosts from a file, one "
-            "per line."
+            "Host names that `ssh` accepts. `node1:2` runs two workers on `node1`. `@FILE` reads hosts from a file, "
+            "one per line."
         ),
     ] = ()
     user: Annotated[UserName | None, describe("Remote user; default: determined by `ssh`.")] = None
     workdir: Annotated[
         NonEmpty | None,
         describe(
-            "Remote directory to which the working directory is copied and in which the program runs. A relative path is "
-            "resolved against the remote home directory; default: `stoker/<name>`."
+            "Remote directory to which the working directory is copied and in which the program runs. A relative path "
+            "is resolved against the remote home directory; default: `stoker/<name>`."
         ),
     ] = None
     copy: Annotated[bool, describe("Copy the working directory to the hosts before the job starts.")] = True
@@ -350,9 +350,9 @@ class RaySpec(Section, frozen=True, kw_only=True):
     strategy: Annotated[
         Literal["pack", "spread", "strict_pack", "strict_spread"],
         describe(
-            "Placement of workers on nodes. `pack`: on as few nodes as possible. `spread`: on as many nodes as possible. "
-            "`strict_pack`: all on one node; the job waits if this is not possible. `strict_spread`: each on a different "
-            "node; the job waits if this is not possible."
+            "Placement of workers on nodes. `pack`: on as few nodes as possible. `spread`: on as many nodes as "
+            "possible. `strict_pack`: all on one node; the job waits if this is not possible. `strict_spread`: each on "
+            "a different node; the job waits if this is not possible."
         ),
     ] = "pack"
     exclude: Annotated[
@@ -379,8 +379,8 @@ class Job(Section, frozen=True, kw_only=True):
     topology: Annotated[
         TopologyName,
         describe(
-            "How processes are started and connected. `single`: one process. `torchrun`: PyTorch. `mpi`: mpirun. `tf-ps`, "
-            "`tf-mirrored`: TensorFlow with and without parameter servers."
+            "How processes are started and connected. `single`: one process. `torchrun`: PyTorch. `mpi`: mpirun. "
+            "`tf-ps`, `tf-mirrored`: TensorFlow with and without parameter servers."
         ),
     ] = "torchrun"
     workers: Annotated[
@@ -389,8 +389,8 @@ class Job(Section, frozen=True, kw_only=True):
             expect("an integer of at least 1, {min: 2, max: 8}, or all"),
         ],
         describe(
-            "Number of machines or pods. `{min: 2, max: 8}`: an elastic job, in which torchrun adds and removes workers. "
-            "`all`: as many workers as fit when the job starts."
+            "Number of machines or pods. `{min: 2, max: 8}`: an elastic job, in which torchrun adds and removes "
+            "workers. `all`: as many workers as fit when the job starts."
         ),
     ] = 1
     processes_per_worker: Annotated[
@@ -414,7 +414,8 @@ class Job(Section, frozen=True, kw_only=True):
     secret_env: Annotated[
         dict[EnvName, SecretKeySpec],
         describe(
-            "Environment variables whose values come from Kubernetes Secrets or, on other launchers, from your environment."
+            "Environment variables whose values come from Kubernetes Secrets or, on other launchers, from your "
+            "environment."
         ),
     ] = {}
     secret_files: Annotated[
@@ -429,8 +430,8 @@ class Job(Section, frozen=True, kw_only=True):
     hang_after: Annotated[
         Seconds,
         describe(
-            "How long a rank can go without sending a heartbeat before it is considered hung and the attempt is stopped. "
-            "0 disables the check."
+            "How long a rank can go without sending a heartbeat before it is considered hung and the attempt is "
+            "stopped. 0 disables the check."
         ),
     ] = Seconds("10m")
     tensorboard: Annotated[
