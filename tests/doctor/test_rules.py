@@ -27,7 +27,7 @@ from stoker.doctor.rules import (
     check_clocks,
     check_hosts,
     check_probe,
-    check_ray,
+    check_ray_cluster,
     check_routes,
     check_versions,
     checks_from_faults,
@@ -98,7 +98,7 @@ def test_host_without_issues() -> None:
             ("directory /w: /w cannot be written",),
             "ssh.workdir",
         ),
-        ({}, {"resources": {"gpu": 2}}, "gpus", ("has 0 GPUs", "needs 2"), "resources.gpu=0"),
+        ({}, {"resources": {"gpu": 2}}, "gpus", ("needs 2 GPUs", "has 0"), "resources.gpu=0"),
         (
             {},
             {"topology": "single", "program": {"command": ["train"]}},
@@ -188,10 +188,10 @@ def test_dial_targets() -> None:
 def test_ray_cluster() -> None:
     nodes, free = {"10.0.0.1": "alive", "10.0.0.2": "alive"}, {"CPU": 8.0}
     cluster = RayFacts("http://h:8265", "2.1", "2.1", nodes, free, {"CPU": 2.0}, 4)
-    assert [check.fine for check in check_ray(cluster)] == [True] * 4
+    assert [check.fine for check in check_ray_cluster(cluster)] == [True] * 4
     nodes = {**nodes, "10.0.0.2": "dead"}
     changed = cluster._replace(cluster_version="2.2", nodes=nodes, bundle={"CPU": 1.0, "GPU": 1.0})
-    _, version, dead, capacity = check_ray(changed)
+    _, version, dead, capacity = check_ray_cluster(changed)
     assert (version.fine, version.found) == (None, "2.1 here, 2.2 there")
     assert (dead.fine, dead.found) == (None, "1 alive; dead: 10.0.0.2")
     assert (capacity.fine, capacity.found) == (None, "job needs 4 GPUs; free: 8 CPUs, 0 GPUs")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from stoker.jobs.retry_policy import (
-    NO_PROGRESS,
-    NO_RETRIES,
     INVALID_INPUT,
+    NO_PROGRESS,
     NO_PROGRESS_AT_ALL,
+    NO_RETRIES,
     GiveUp,
     Restart,
     decide_retry,

@@ -191,7 +191,7 @@ class RayFacts(NamedTuple):
     workers: int
 
 
-def check_ray(cluster: RayFacts) -> list[Check]:
+def check_ray_cluster(cluster: RayFacts) -> list[Check]:
     """Check a Ray cluster; too few free resources are a warning, since the job would wait."""
     checks = [Check("cluster", True, f"{cluster.address} is reachable", code=_UNAVAILABLE)]
     if cluster.cluster_version == cluster.local_version:

@@ -34,7 +34,7 @@ from stoker.doctor.rules import (
     check_hosts,
     check_port,
     check_probe,
-    check_ray,
+    check_ray_cluster,
     check_routes,
     checks_from_faults,
     missing_resources,
@@ -204,7 +204,7 @@ def _prepare_ray(job: Job, launcher: Launcher[Any], target: str, notify: Notify)
     while missing_resources(cluster) and time.monotonic() < deadline:
         time.sleep(0.5)
         cluster = cluster._replace(free=ray_cluster.free())
-    checks = [*check_ray(cluster), *checks, *_check_uploaded_datasets(job)]
+    checks = [*check_ray_cluster(cluster), *checks, *_check_uploaded_datasets(job)]
     if missing_resources(cluster):
         return ProbePlan([*checks, Check("probe", None, "skipped: the cluster has too few free resources")], [])
     probe_job = _make_probe_job(job, topology=job.topology, workers=job.max_workers, port=job.port, is_remote=True)

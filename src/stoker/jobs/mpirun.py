@@ -61,7 +61,7 @@ class MpirunFlag(NamedTuple):
         return None
 
 
-def parse_flags(args: Sequence[str]) -> Iterator[MpirunFlag]:
+def parse_mpirun_flags(args: Sequence[str]) -> Iterator[MpirunFlag]:
     """Yield the flags and MCA parameters in a list of arguments; flags may have one dash or two."""
     padded = [*args, "", ""]
     arguments = iter(enumerate(padded))

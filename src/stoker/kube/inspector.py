@@ -29,7 +29,7 @@ from stoker.errors import (
 from stoker.kube.claims import find_mounting_pods, get_claim, get_release_hint, is_shared
 from stoker.kube.conditions import get_phase, is_terminating
 from stoker.kube.ephemeral_pod import delete_finished, ephemeral_pod
-from stoker.kube.local_copy import CopyResult, extract_tar, move_into_place, remove_path, resolve_target
+from stoker.kube.local_copy import CopyResult, extract_tar, move_into_place, remove_path, resolve_local_target
 from stoker.kube.objects import (
     ACCESS_MODES,
     GPU_RESOURCE,
@@ -112,7 +112,8 @@ def check_inspectable(claim: Manifest, pods: Sequence[Manifest], *, write: bool)
             hint=get_release_hint(holders),
         )
     if phase == "Lost":
-        raise NotFoundError(f"volume {name} is lost: its PersistentVolume {claim['spec'].get('volumeName')} was deleted")
+        volume = claim["spec"].get("volumeName")
+        raise NotFoundError(f"volume {name} is lost: its PersistentVolume {volume} was deleted")
     if phase != "Bound" and not write:
         hint = "the first job that mounts it binds it; check with: stoker volume list"
         raise ConflictError(f"volume {name} is not bound yet, so it is empty", hint=hint)
@@ -249,14 +250,14 @@ class Inspection:
 def resolve_destination(to: Path, path: str, claim: str, *, force: bool = False) -> Path:
     """Return where a copy of a path goes; a copy of the whole volume is named after the claim."""
     inside = volume_path(path)
-    return resolve_target(to, posixpath.basename(inside) if inside != MOUNT_PATH else claim, force=force)
+    return resolve_local_target(to, posixpath.basename(inside) if inside != MOUNT_PATH else claim, force=force)
 
 
 def to_path_error(program: str, code: int, stderr: str, path: str, where: str) -> StokerError:
     """Return the error for a program that failed on a path."""
     message = " ".join(stderr.split())
     if "No such file or directory" in message:
-        return NotFoundError(f"{path!r} not found", where=where)
+        return NotFoundError(f"{path!r}: no such file or directory", where=where)
     if "Is a directory" in message:
         return _to_folder_error(path, where)
     if "Not a directory" in message:

@@ -25,7 +25,7 @@ class CopyResult:
     """Members that would be placed, or link, outside of the folder, or that are not regular files."""
 
 
-def resolve_target(to: Path, name: str, *, force: bool = False) -> Path:
+def resolve_local_target(to: Path, name: str, *, force: bool = False) -> Path:
     """Return where a copy goes, as `cp` does: into an existing folder, under its own name; raise if it exists."""
     target = to / name if to.is_dir() else to
     _check_absent(target, force=force)

@@ -145,7 +145,7 @@ class GcsStore:
         own, other = urlsplit(self._api_url), urlsplit(address)
         if (other.scheme, other.netloc.lower()) != (own.scheme, own.netloc.lower()):
             raise UnavailableError(
-                f"server redirected the upload to {other.scheme}://{other.hostname}, which must not get the credentials",
+                f"server redirected the upload to {other.scheme}://{other.hostname}, which must not get credentials",
                 where=join_url(self.url, name),
             )
         return address

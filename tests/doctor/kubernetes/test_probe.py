@@ -59,8 +59,8 @@ STARTED = "acme/trainer:v1 can be pulled and started on n1"
         (terminated(128, "exec /bin/sh: no such file or directory", "StartError"), False, "has no sh", None),
         (terminated(255, "exec format error", "Error"), False, "fails with exit code 255: exec format error", None),
         (waiting("ContainerCreating"), None, "was not pulled within 2m on n1", None),
-        (pod_with([], on=None), None, "skipped: the probe was not scheduled", None),
-        (pod_with([], "Failed"), None, "skipped: the probe failed", None),
+        (pod_with([], on=None), None, "skipped: acme/trainer:v1: the probe was not scheduled", None),
+        (pod_with([], "Failed"), None, "skipped: acme/trainer:v1: the probe failed", None),
     ],
 )
 def test_image_probe(pod: dict[str, Any], image: bool | None, says: str, dns: bool | None) -> None:

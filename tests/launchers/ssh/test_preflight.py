@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from stoker.core.spec import to_json
 from stoker.errors import InputError, UnavailableError
 from stoker.jobs.run_folder import create_run, find_run
 from stoker.jobs.status import JobState
+from stoker.jobs.topology import list_slots
 from stoker.launchers.ssh import preflight, prepare
 from stoker.launchers.ssh.client import (
     NO_PYTHON_CODE,
@@ -39,6 +41,31 @@ from tests.support.ssh_runs import ssh_section
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(180)
+
+
+# --- Ports
+
+
+class BusyHost:
+    """Session of a host on which every port is in use."""
+
+    def request(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {"error": f"port {request['port']} in use"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "numbers"), [({}, ("29500", "29522")), ({"roles": {"ps": {"port": 4000}}}, ("4000",))]
+)
+def test_busy_ports_are_reported_as_a_range_unless_the_job_sets_one(
+    keys: dict[str, Any], numbers: tuple[str, ...]
+) -> None:
+    job = job_of("true", topology="tf-ps", workers=1, **{"roles": {"ps": {}}, **keys})
+    hosts = dict.fromkeys(list_slots(job), "node1")
+    sessions: Any = {"node1": BusyHost()}
+    ports, issues = preflight.find_ports(job, sessions, hosts, preflight.Routes(0, {}, {}))
+    assert ports == {}
+    (issue,) = (issue for issue in issues["node1"] if "ps/0" in issue.what)
+    assert re.findall(r"\b\d{2,}\b", issue.what) == list(numbers)
 
 
 # --- Shells and Pythons on hosts

@@ -84,7 +84,9 @@ def _check_new_claim(
         return _check_static_volume(what, detail, claim, storage_class, facts)
     if ACCESS_MODES["rwx"] in modes and storage_class.get("provisioner") in SINGLE_NODE_PROVISIONERS:
         name = storage_class["metadata"]["name"]
-        fix = "use a class with shared storage (EFS, Filestore, NFS): stoker volume create --storage-class … --access rwx"
+        fix = (
+            "use a class with shared storage (EFS, Filestore, NFS): stoker volume create --storage-class … --access rwx"
+        )
         return failed_check(what, f"is rwx, but volumes of class {name} can be mounted on one node only", fix)
     return Check(what, True, f"{detail}, of class {storage_class['metadata']['name']}")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from stoker.core.units import check_min_size, format_duration
 from stoker.errors import Fault
-from stoker.jobs.mpirun import parse_flags
+from stoker.jobs.mpirun import parse_mpirun_flags
 from stoker.jobs.spec.types import (
     EXTRA_ROLES,
     MAX_WORKERS_PER_HOST,
@@ -180,7 +180,7 @@ def check_mpi(mpi: MpiSpec) -> Iterator[Fault]:
     for index, argument in enumerate(mpi.args):
         if argument in ("-mca", "--mca") and len(mpi.args) < index + 3:
             yield Fault(f"args[{index}]", f"{argument} needs a name and a value, for example [--mca, btl, 'self,tcp']")
-    for flag in parse_flags(mpi.args):
+    for flag in parse_mpirun_flags(mpi.args):
         if reason := flag.conflict:
             yield Fault(f"args[{flag.position}]", f"{flag.text} {reason}")
 

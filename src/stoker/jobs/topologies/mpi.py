@@ -10,7 +10,7 @@ import ipaddress
 from collections import Counter
 from collections.abc import Sequence
 
-from stoker.jobs.mpirun import parse_flags
+from stoker.jobs.mpirun import parse_mpirun_flags
 from stoker.jobs.spec import Job
 from stoker.jobs.topology import (
     AddressBook,
@@ -116,11 +116,11 @@ def _default_flags(job: Job, book: AddressBook, workers: Sequence[str]) -> list[
         # A signal for one process would be forwarded to all ranks, and kill those that do not handle it.
         ("--mca", "ess_base_forward_signals", "none"),
     ]
-    job_keys = {flag.key for flag in parse_flags(job.mpi.args)}
+    job_keys = {flag.key for flag in parse_mpirun_flags(job.mpi.args)}
     return [
         argument
         for arguments in defaults
-        for flag in parse_flags(arguments)
+        for flag in parse_mpirun_flags(arguments)
         if flag.key not in job_keys
         for argument in arguments
     ]

@@ -31,7 +31,7 @@ from stoker.launchers.kubernetes.config_map import JOB_FILE
 from stoker.launchers.kubernetes.follower import STOP_FILE
 from stoker.launchers.kubernetes.lifecycle import DELETE_TIMEOUT_S, POLL_S, create_objects, delete_objects
 from stoker.launchers.kubernetes.manifests import build_manifests
-from stoker.launchers.kubernetes.plan import KubernetesPlan, read_code_files, read_plan, resolve_code_files
+from stoker.launchers.kubernetes.plan import KubernetesPlan, read_code_files, read_kubernetes_plan, resolve_code_files
 from stoker.launchers.kubernetes.run_list import RUN_SELECTOR, list_cluster_runs
 from stoker.launchers.kubernetes.run_objects import label_run
 from stoker.launchers.local import read_run_logs, start_background_process
@@ -217,7 +217,7 @@ def _read_objects(run: Run) -> list[Manifest]:
     if not (run.folder / "plan.json").exists():
         hint = "start it again from its job file: stoker job run FILE --on k8s"
         raise InputError("was started on another machine and cannot be restarted here", where=run.id, hint=hint)
-    return read_plan(run).objects
+    return read_kubernetes_plan(run).objects
 
 
 def _list_notes(job: Job, code: dict[str, bytes]) -> Iterator[str]:

@@ -32,7 +32,7 @@ class KubernetesPlan(msgspec.Struct, frozen=True, kw_only=True):
         return to_yaml_stream(self.objects)
 
 
-def read_plan(run: Run) -> KubernetesPlan:
+def read_kubernetes_plan(run: Run) -> KubernetesPlan:
     """Read the plan that a run was started with."""
     path = run.folder / "plan.json"
     return load(path.read_bytes(), KubernetesPlan, path)

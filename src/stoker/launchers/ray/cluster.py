@@ -78,7 +78,7 @@ def cluster_version(address: str) -> str:
     """Return the version of Ray on the cluster; raise if the cluster does not respond."""
     version = _fetch_version(address, RESPONSE_TIMEOUT_S)
     if version is None:
-        raise UnavailableError("Ray cluster does not respond", where=address, hint=_HINT)
+        raise UnavailableError("no response from the Ray cluster", where=address, hint=_HINT)
     if not version:
         raise UnavailableError("not a Ray dashboard, or one older than Ray 1.9", where=address, hint=_HINT)
     if version == UNKNOWN_VERSION:
@@ -152,7 +152,7 @@ class RayCluster:
         return response
 
     def _send(self, method: str, path: str, data: bytes | None = None) -> requests.Response:
-        with _translate_errors(self.address, "Ray cluster does not respond"):
+        with _translate_errors(self.address, "no response from the Ray cluster"):
             return self._client._do_request(method, path, data=data, timeout=RESPONSE_TIMEOUT_S)
 
     def submit(self, name: str, entrypoint: str, archive: Path, variables: Mapping[str, str]) -> None:
