@@ -46,7 +46,7 @@ def test_all_orders_of_four_elements_are_equally_likely(make) -> None:
     assert sum((count - 200) ** 2 / 200 for count in counts.values()) < 60  # 23 degrees of freedom: 49.7 is 0.1 %
 
 
-def test_neighbours_are_separated() -> None:
+def test_neighbors_are_separated() -> None:
     n = 20_000
     steps = np.abs(np.diff(np.array(order(n, 3))))
     assert 0.32 < steps.mean() / n < 0.35  # the expected distance of two random positions is n / 3

@@ -9,6 +9,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from stoker.doctor.rules import (
 from stoker.errors import Fault, InputError, JobFailedError, UnavailableError
 from stoker.jobs.spec import Job
 from stoker.launchers.ssh.preflight import FULL_MESH_HOSTS, HostFacts, Issue, Route, Routes, dial_targets
-from stoker.storage import open_store
+from stoker.storage import open_store, split_url
 from tests.support.engines import run_cache
 from tests.support.http_origin import build_manifest, run_origin
 from tests.support.servers import aws_environ
@@ -472,6 +473,9 @@ def test_bucket_is_read_if_stoker_is_installed(moto_url: str, monkeypatch: pytes
     for name, value in aws_environ(moto_url).items():
         monkeypatch.setenv(name, value)
     open_store("s3://bucket/doctor").put("a.tar", bytes(7000))
+    assert read("s3://bucket/doctor/a.tar")["bytes"] == 7000
+    older = SimpleNamespace(open_store=open_store, split=split_url)
+    monkeypatch.setitem(sys.modules, "stoker.storage", older)
     assert read("s3://bucket/doctor/a.tar")["bytes"] == 7000
     monkeypatch.setitem(sys.modules, "stoker.storage", None)
     with pytest.raises(probe.SkippedError, match=r"s3://.*stoker"):

@@ -55,7 +55,7 @@ def encode_subsampled(image: Image.Image, subsampling: str) -> bytes:
 
 
 def make_jpeg(kind: str, image: Image.Image, **options: object) -> bytes:
-    if kind == "grey":
+    if kind == "gray":
         return encode_jpeg(image.convert("L"), **options)
     return encode_subsampled(image, "440") if kind == "4:4:0" else encode_jpeg(image, **SUBSAMPLINGS[kind], **options)
 
@@ -149,8 +149,8 @@ def hidden_size() -> bytes:
     return b"\xff\xd8\xff\x01" + struct.pack(">H", len(frame) + 2) + frame + encode_jpeg(picture(120, 110))[2:]
 
 
-def grey_jpeg(factors: int, damaged_at: int | None = None) -> bytes:
-    """A greyscale JPEG whose only component has these sampling factors, which have no meaning then."""
+def gray_jpeg(factors: int, damaged_at: int | None = None) -> bytes:
+    """A grayscale JPEG whose only component has these sampling factors, which have no meaning then."""
     data = bytearray(encode_jpeg(picture(60, 64).convert("L")))
     data[data.index(b"\xff\xc0") + 11] = factors
     if damaged_at is not None:

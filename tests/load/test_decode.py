@@ -193,8 +193,8 @@ FORMATS_LIKE_PILLOW = {
     "rgb": encode(picture(200, 150), keep_rgb=True),
     "cmyk": adobe_cmyk(),
     "progressive cmyk": adobe_cmyk(progressive=True),
-    "grey": encode(picture(200, 150).convert("L")),
-    "grey png": encode(picture(200, 150).convert("L"), "PNG"),
+    "gray": encode(picture(200, 150).convert("L")),
+    "gray png": encode(picture(200, 150).convert("L"), "PNG"),
     "png": encode(picture(200, 150), "PNG"),
     "webp": encode(picture(200, 150), "WEBP", lossless=True),
     "bmp": encode(picture(200, 150), "BMP"),
@@ -226,7 +226,7 @@ def test_every_format_matches_pillow(name: str, size: int) -> None:
         (encode(Image.new("1", (40, 30), 1), "PNG"), (255,) * 3, (255,) * 3),
         (encode(Image.new("CMYK", (40, 30), (255, 0, 0, 0)), "TIFF"), (0, 255, 255), (0, 255, 255)),
     ],
-    ids=["palette", "transparent palette", "16 bits", "rgba", "grey alpha", "1 bit", "cmyk tiff"],
+    ids=["palette", "transparent palette", "16 bits", "rgba", "gray alpha", "1 bit", "cmyk tiff"],
 )
 @pytest.mark.parametrize("antialias", [True, False])
 def test_uniform_colors(data: bytes, left: tuple[int, int, int], right: tuple[int, int, int], antialias: bool) -> None:
@@ -286,7 +286,7 @@ WIDE = (5_000, 4_000)
         ("PNG", "RGB", {"compress_level": 1}),
         ("WEBP", "RGB", {"quality": 50, "method": 0}),
     ],
-    ids=["jpeg", "progressive", "progressive rotated", "grey", "cmyk", "progressive cmyk", "png", "webp"],
+    ids=["jpeg", "progressive", "progressive rotated", "gray", "cmyk", "progressive cmyk", "png", "webp"],
 )
 def test_images_of_20_megapixels(kind: str, mode: str, options: dict[str, object]) -> None:
     image = Image.new("RGB", WIDE, (200, 30, 60))

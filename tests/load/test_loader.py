@@ -454,7 +454,7 @@ def test_an_invalid_rank_is_rejected(shards: str, rank: tuple[int, int]) -> None
 
 
 def test_a_batch_larger_than_the_epoch_is_rejected(shards: str) -> None:
-    with pytest.raises(SpecError, match=r"train: global_batch: .*\b91\b.*\b90\b"):
+    with pytest.raises(SpecError, match=r"train: global_batch: .*\b90\b.*\bgot 91\b"):
         Loader(shards, global_batch=91)
 
 
@@ -465,7 +465,7 @@ def test_a_url_with_two_shard_sets_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_url_without_shards_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match=r"nowhere: .*; .*stoker data convert"):
+    with pytest.raises(NotFoundError, match=r"nowhere: no such file or directory"):
         Loader(str(tmp_path / "nowhere"), global_batch=2)
 
 

@@ -26,7 +26,7 @@ from tests.load.jpegs import (
     SUBSAMPLINGS,
     UNSUPPORTED,
     encode_jpeg,
-    grey_jpeg,
+    gray_jpeg,
     long_run,
     make_jpeg,
     needs_native,
@@ -71,7 +71,7 @@ def test_real_images_are_close_to_the_general_decoder(transform: str, antialias:
 
 
 @needs_native
-@pytest.mark.parametrize("kind", [*SUBSAMPLINGS, "grey", "4:4:0"])
+@pytest.mark.parametrize("kind", [*SUBSAMPLINGS, "gray", "4:4:0"])
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_crop_of_any_baseline_jpeg(kind: str, data: st.DataObject) -> None:
@@ -126,7 +126,7 @@ def compare_with_libjpeg(task: DecodeTask, size: int, antialias: bool) -> tuple[
 
 
 @needs_native
-@pytest.mark.parametrize("kind", [*SUBSAMPLINGS, "grey", "4:4:0"])
+@pytest.mark.parametrize("kind", [*SUBSAMPLINGS, "gray", "4:4:0"])
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_baseline_decoder_is_bit_identical_to_libjpeg(kind: str, data: st.DataObject) -> None:
@@ -186,11 +186,11 @@ def test_damage_that_libjpeg_does_not_report_is_left_to_the_general_decoder(data
 
 @needs_native
 @pytest.mark.parametrize("factors", [0x11, 0x21, 0x12, 0x22, 0x14, 0x44])
-def test_greyscale_jpeg_with_unusual_sampling_factors_matches_libjpeg(factors: int) -> None:
+def test_grayscale_jpeg_with_unusual_sampling_factors_matches_libjpeg(factors: int) -> None:
     for crop in (Crop(0, 0, 60, 64), Crop(7, 9, 40, 8)):
-        task = DecodeTask(0, grey_jpeg(factors), Header(60, 64, 1), crop, False)
+        task = DecodeTask(0, gray_jpeg(factors), Header(60, 64, 1), crop, False)
         assert compare_with_libjpeg(task, 32, False) == (True, True)
-        cut = task._replace(data=grey_jpeg(factors, 65))
+        cut = task._replace(data=gray_jpeg(factors, 65))
         ours, libjpeg = compare_with_libjpeg(cut, 32, False)
         assert libjpeg or not ours
 

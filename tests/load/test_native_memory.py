@@ -16,7 +16,7 @@ from tests.load.jpegs import (
     SUBSAMPLINGS,
     UNSUPPORTED,
     encode_jpeg,
-    grey_jpeg,
+    gray_jpeg,
     long_run,
     make_jpeg,
     needs_native,
@@ -36,8 +36,8 @@ def write_corpus(folder: Path) -> list[Path]:
         for kind in SUBSAMPLINGS
     ]
     files = []
-    plain += [make_jpeg(kind, picture(50, 40), quality=20) for kind in ("grey", "4:4:0")]
-    plain += [grey_jpeg(factors, at) for factors in (0x22, 0x14) for at in (None, 65)]
+    plain += [make_jpeg(kind, picture(50, 40), quality=20) for kind in ("gray", "4:4:0")]
+    plain += [gray_jpeg(factors, at) for factors in (0x22, 0x14) for at in (None, 65)]
     for number, data in enumerate([*plain, *UNSUPPORTED.values(), *BROKEN_SCANS.values(), long_run()]):
         damaged = bytearray(data)
         for at in random.integers(0, len(data), 3) if data else ():

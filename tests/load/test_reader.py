@@ -167,7 +167,7 @@ def test_a_permanently_damaged_shard_is_an_error_with_its_url(shards: Path, scra
                 pass
         assert re.fullmatch(rf"{server.url}/pets-train-00000[01]\.tar", str(caught.value.where))
         assert re.search(r"sha256 .*\(.*sample at byte [0-9,]+\)", caught.value.what)
-        assert "damaged or replaced" in str(caught.value.hint)
+        assert "corrupted or replaced" in str(caught.value.hint)
         assert "convert the dataset again" in str(caught.value.hint)
     assert loader_threads() == []
     assert os.listdir(scratch) == []
@@ -436,7 +436,7 @@ def test_a_cache_smaller_than_the_set_gives_the_same_batches(
 
 
 def test_an_invalid_cache_size_is_rejected(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=rf"cache_size: expected {Bytes.expected}, got 'much'"):
+    with pytest.raises(InputError, match=rf"cache_size: must be {Bytes.expected}, got 'much'"):
         Loader(str(shards), global_batch=6, cache_size="much")
     monkeypatch.setenv("STOKER_CACHE_SIZE", "lots")
     with pytest.raises(InputError, match=rf"STOKER_CACHE_SIZE: expected {Bytes.expected}, got 'lots'"):

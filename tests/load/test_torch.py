@@ -198,7 +198,7 @@ def test_a_cursor_of_another_plan_is_rejected(shards: str, number: int) -> None:
 def test_invalid_options_are_named(shards: str) -> None:
     with pytest.raises(TypeError, match="batch_size"):
         Dataset(shards, global_batch=8, batch_size=3)
-    assert_rejected(workers(Dataset(shards, global_batch=0), 1), "global_batch: 0 must be 1 or more")
+    assert_rejected(workers(Dataset(shards, global_batch=0), 1), "global_batch: must be >= 1, got 0")
 
 
 def test_a_pickled_copy_is_independent(shards: str) -> None:

@@ -92,8 +92,8 @@ def test_random_numbers_are_independent() -> None:
     assert numbers.max() < 1
     largest = np.abs(np.corrcoef(numbers.T) - np.eye(NUMBERS_PER_SAMPLE)).max()
     assert largest < 5 / math.sqrt(COUNT)
-    neighbours = np.corrcoef(numbers[:-1, 0], numbers[1:, 0])[0, 1]
-    assert abs(neighbours) < 5 / math.sqrt(COUNT)
+    neighbors = np.corrcoef(numbers[:-1, 0], numbers[1:, 0])[0, 1]
+    assert abs(neighbors) < 5 / math.sqrt(COUNT)
 
 
 def test_random_numbers_depend_on_seed_epoch_and_position_only() -> None:

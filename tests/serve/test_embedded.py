@@ -193,7 +193,7 @@ def test_unread_body_is_not_parsed_as_a_request(tmp_path: Path) -> None:
 
 @hypothesis_settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=60))
-def test_any_target_is_a_normalised_path_or_rejected(target: bytes) -> None:
+def test_any_target_is_a_normalized_path_or_rejected(target: bytes) -> None:
     try:
         path = http.decode_path(b"/" + target)
     except http.HttpStatusError:

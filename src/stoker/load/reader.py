@@ -58,7 +58,7 @@ class _OpenShard:
         self.labels = index["label"].astype(np.int64)
         self.file: MappedFile | None = None
         self.lease: CachedFile | None = None
-        """Keeps the cache from evicting the file."""
+        """Held while the file is in use, so that the cache does not evict it."""
         self.download: Future[MappedFile] | None = None
         self.needed = True
         self.read_unverified = False

@@ -110,7 +110,7 @@ def test_all_invalid_settings_are_reported_together() -> None:
 def test_claim_must_be_writable_for_all_pods() -> None:
     check_claim_writable(make_claim("ReadWriteOnce"), 1)
     check_claim_writable(make_claim("ReadWriteOnce", "ReadWriteMany"), 3)
-    with pytest.raises(InputError, match=r"\bkept\b.* ReadWriteOnce\b.*\b2 pods"):
+    with pytest.raises(InputError, match=r"\bkept\b.*\b2 pods\b.* ReadWriteOnce\b"):
         check_claim_writable(make_claim("ReadWriteOnce"), 2)
     with pytest.raises(InputError, match="ReadOnlyMany"):
         check_claim_writable(make_claim("ReadOnlyMany"), 1)

@@ -124,7 +124,7 @@ def _explain_unready(cluster: KubeClient, owner: Manifest) -> str:
     pods = [pod for pod in _list_current_pods(cluster, owner) if not _is_ready(pod)]
     events = list_events(cluster)
     if not pods:
-        return _explain_no_pods(owner, events)
+        return _explain_missing_pods(owner, events)
     sentences = (_explain_pod(cluster, pod, events) for pod in sorted(pods, key=_creation_time, reverse=True))
     return next(filter(None, sentences), "")
 
@@ -138,11 +138,12 @@ def _explain_pod(cluster: KubeClient, pod: Manifest, events: Sequence[Manifest])
     if not why and (end := (main_container_status(pod).get("lastState") or {}).get("terminated")):
         why = f"exited with code {end.get('exitCode')}"
     if not why and any(event.get("reason") == "Unhealthy" for event in filter_events(pod, "Pod", events)):
-        why = "running, but does not respond"
+        why = "running, but not responding"
     return ": ".join(part for part in (why, last) if part) if why else ""
 
 
-def _explain_no_pods(owner: Manifest, events: Sequence[Manifest]) -> str:
+def _explain_missing_pods(owner: Manifest, events: Sequence[Manifest]) -> str:
+    """Return why a Deployment or StatefulSet has no pods, from its condition or the events of its ReplicaSets."""
     if has_condition(owner, "ReplicaFailure"):
         message = get_condition(owner, "ReplicaFailure").get("message")
         return explain_pending({}, [{"reason": "FailedCreate", "message": message}])

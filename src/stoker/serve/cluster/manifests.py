@@ -102,7 +102,7 @@ def build_cache_objects(cache: ClusterCache, patches: Sequence[Manifest] = ()) -
 
 
 def _annotate_pods(config: Manifest, service: Manifest, workload: Manifest) -> list[Manifest]:
-    """Annotate the pods with a hash of their configuration: a change starts new pods, recognisable as such."""
+    """Annotate the pods with a hash of their configuration: a change starts new pods, recognizable as such."""
     content = json.dumps([config.get("data"), workload["spec"]["template"]["spec"]], sort_keys=True)
     annotation = {CONFIG_ANNOTATION: hashlib.sha256(content.encode()).hexdigest()}
     return [
@@ -119,7 +119,7 @@ def pod_version(template: Manifest) -> str:
 
 def _cache_faults(cache: ClusterCache) -> Iterator[Fault]:
     if cache.size < MIN_CACHE_BYTES:
-        yield Fault("--size", f"must be at least {format_bytes(MIN_CACHE_BYTES)}, got {format_bytes(cache.size)}")
+        yield Fault("--size", f"must be >= {format_bytes(MIN_CACHE_BYTES)}, got {format_bytes(cache.size)}")
     if not 1 <= cache.replicas <= MAX_REPLICAS:
         yield Fault("--replicas", f"must be between 1 and {MAX_REPLICAS}, got {cache.replicas}")
     if cache.claim is not None and cache.storage_class is not None:
@@ -301,7 +301,7 @@ done
 [ -e {RUN_DIR}/trusted.conf ] || {{ log "this image has no CA certificates to verify https origins"; exit 1; }}
 """
 STOP_SCRIPT = f"""\
-# Written by stoker. Lets running transfers finish; first waits until the Service stops routing to this pod.
+# Written by stoker. Sleeps 3 s, so that the Service stops routing to this pod, then lets running transfers finish.
 read -r pid < {RUN_DIR}/nginx.pid
 sleep 3
 kill -QUIT "$pid"
