@@ -1,5 +1,5 @@
-/* libFuzzer entry point: the first bytes select crop, side and filter, the rest is the JPEG. -DREPLAY adds a main() that
-   runs the files named on the command line, for valgrind and for compilers without libFuzzer. */
+/* libFuzzer entry point: the first bytes select crop, side and filter, the rest is the JPEG. -DREPLAY adds a main()
+   that runs the files named on the command line, for valgrind and for compilers without libFuzzer. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -16,11 +16,11 @@
 
 struct component {
     const struct huffman_table *dc, *ac;
-    int16_t quant[64];
+    int16_t quant[64];  /* quantization table, in natural order */
     int h_samp, v_samp; /* sampling factors: blocks of an MCU, horizontally and vertically */
-    int last_dc;
-    uint8_t *plane;
-    size_t stride;
+    int last_dc;        /* DC coefficient of the previous block, which the next one is coded relative to */
+    uint8_t *plane;     /* decoded samples of the area, behind a margin */
+    size_t stride;      /* bytes from one row of the plane to the next */
 };
 
 struct baseline_decoder {
@@ -28,7 +28,9 @@ struct baseline_decoder {
     struct component components[3];
     int num_components;
     struct bit_reader reader;
-    int restart_interval, mcus_to_restart, next_restart; /* in MCUs; the number of the next RST marker */
+    int restart_interval; /* MCUs between two RST markers; 0: there are none */
+    int mcus_to_restart;  /* MCUs until the next RST marker */
+    int next_restart;     /* number of the next RST marker, 0 to 7 */
     struct scratch planes, chroma_rows;
 };
 
@@ -98,7 +100,8 @@ static int read_restart_marker(baseline_decoder *decoder) {
     return 1;
 }
 
-/* Read `count` MCUs of a row; if `store`, write their samples to the planes from the left edge on. Return 0 on damage. */
+/* Read `count` MCUs of a row; if `store`, write their samples to the planes, from the left edge on. Return 0 if the
+   data is damaged. */
 AVX2_BMI2_INLINE int read_mcus(baseline_decoder *decoder, int count, int row, int store) {
     for (int mcu = 0; mcu < count; mcu++) {
         if (decoder->restart_interval) {
@@ -188,7 +191,7 @@ static enum crop_status convert_region(baseline_decoder *decoder, const struct m
     return CROP_OK;
 }
 
-/* Return the MCUs of a region, including the neighbours that upsampling reads where chroma is subsampled. */
+/* Return the MCUs of a region, including the neighbors that upsampling reads where chroma is subsampled. */
 static struct mcu_area find_mcus(const struct jpeg_decompress_struct *jpeg, const struct baseline_region *region,
                                  int h_samp, int v_samp) {
     int width = (int)jpeg->image_width, height = (int)jpeg->image_height;
@@ -206,7 +209,7 @@ static struct mcu_area find_mcus(const struct jpeg_decompress_struct *jpeg, cons
     };
 }
 
-/* Set up the Huffman and quantisation tables of a component. */
+/* Set up the Huffman and quantization tables of a component. */
 static enum crop_status prepare_tables(baseline_decoder *decoder, const struct jpeg_decompress_struct *jpeg,
                                        int index) {
     struct component *component = &decoder->components[index];
@@ -266,12 +269,13 @@ static enum crop_status decode_area(baseline_decoder *decoder, const struct mcu_
 enum crop_status baseline_decode(baseline_decoder *decoder, const struct jpeg_decompress_struct *jpeg,
                                  const struct baseline_region *region, uint8_t *pixels, size_t stride) {
     const jpeg_component_info *first = jpeg->comp_info;
-    int grey = jpeg->num_components == 1;
-    int h_samp = grey ? 1 : first->h_samp_factor, v_samp = grey ? 1 : first->v_samp_factor;
+    int is_gray = jpeg->num_components == 1;
+    int h_samp = is_gray ? 1 : first->h_samp_factor, v_samp = is_gray ? 1 : first->v_samp_factor;
     int chroma_width = ((int)jpeg->image_width + h_samp - 1) / h_samp;
     int chroma_height = ((int)jpeg->image_height + v_samp - 1) / v_samp;
-    if (!grey && jpeg->jpeg_color_space != JCS_YCbCr) return CROP_UNSUPPORTED;
-    if (grey && first->v_samp_factor > 1) return CROP_UNSUPPORTED; /* libjpeg reads further down: damage may be there */
+    if (!is_gray && jpeg->jpeg_color_space != JCS_YCbCr) return CROP_UNSUPPORTED;
+    /* libjpeg reads such an image further down than we do, and would find damage there. */
+    if (is_gray && first->v_samp_factor > 1) return CROP_UNSUPPORTED;
     if (jpeg->Ss != 0 || jpeg->Se != 63 || jpeg->Ah != 0 || jpeg->Al != 0) return CROP_UNSUPPORTED;
     for (int i = 0; i < jpeg->num_components; i++)
         if (jpeg->cur_comp_info[i] != &first[i]) return CROP_UNSUPPORTED; /* components in another order */

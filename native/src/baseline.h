@@ -25,8 +25,8 @@ void baseline_free(baseline_decoder *decoder);
 /* Whether this CPU has the instructions it needs. */
 int baseline_is_supported(void);
 
-/* Decode a region of an image whose header libjpeg has read, into RGB rows `stride` bytes apart. Up to 45 bytes past the
-   end of each row, the last one included, may be overwritten. CROP_UNSUPPORTED means: let libjpeg decode it. */
+/* Decode a region of an image whose header libjpeg has read, into RGB rows `stride` bytes apart. Up to 45 bytes past
+   the end of each row, the last one included, may be overwritten. CROP_UNSUPPORTED means: let libjpeg decode it. */
 enum crop_status baseline_decode(baseline_decoder *decoder, const struct jpeg_decompress_struct *jpeg,
                                  const struct baseline_region *region, uint8_t *pixels, size_t stride);
 

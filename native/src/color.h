@@ -10,7 +10,7 @@
 void upsample_row(const uint8_t *row, const uint8_t *next_row, int count, int horizontal, int bias,
                   uint8_t *restrict out);
 
-/* Convert a row to RGB, 16 pixels at a time; `cb` and `cr` are NULL for a greyscale image. */
+/* Convert a row to RGB, 16 pixels at a time; `cb` and `cr` are NULL for a grayscale image. */
 void ycc_to_rgb(const uint8_t *y, const uint8_t *cb, const uint8_t *cr, int count, uint8_t *out);
 
 #endif

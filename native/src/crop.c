@@ -16,8 +16,8 @@
 #define RESIZE_HEADROOM 2.0 /* scaled decoding leaves at least this factor to the resize, as in decode.py */
 #define MAX_PIXELS 178956970.0
 #define MAX_BUFFER_BYTES ((size_t)64 << 20) /* larger crops are left to the general decoder */
-#define MAX_TAPS 512 /* with more taps, 14-bit weights are too coarse */
-#define MAX_BLUR_FACTOR 8 /* decode.py reduces larger factors in another way */
+#define MAX_TAPS 512                        /* with more taps, 14-bit weights are too coarse */
+#define MAX_BLUR_FACTOR 8                   /* decode.py reduces larger factors in another way */
 #define ROWS_PER_READ 8
 
 /* The width of a block in pixels, with scaled decoding. */
@@ -35,7 +35,7 @@ struct crop_decoder {
     int simd;
     baseline_decoder *baseline; /* NULL if only libjpeg is used */
     struct resize_axis x, y;
-    struct scratch pixels, accumulator, last_row;
+    struct scratch pixels, intermediate, last_row;
 };
 
 /* libjpeg calls this on an error; it must not return. */
@@ -74,7 +74,7 @@ void crop_free(crop_decoder *decoder) {
     resize_axis_free(&decoder->x);
     resize_axis_free(&decoder->y);
     scratch_free(&decoder->pixels);
-    scratch_free(&decoder->accumulator);
+    scratch_free(&decoder->intermediate);
     scratch_free(&decoder->last_row);
     free(decoder);
 }
@@ -88,7 +88,8 @@ enum crop_status crop_read_header(const uint8_t *data, size_t size, struct crop_
             at++;
             continue;
         }
-        if (marker == 0x01 || (marker >= 0xD0 && marker <= 0xD9)) return CROP_UNSUPPORTED; /* a marker without a length */
+        int has_length = marker != 0x01 && !(marker >= 0xD0 && marker <= 0xD9);
+        if (!has_length) return CROP_UNSUPPORTED;
         size_t length = (size_t)data[at + 2] << 8 | data[at + 3];
         if (length < 2 || length > size - at - 2) return CROP_DAMAGED;
         if (marker == 0xC0 || marker == 0xC1) {
@@ -113,7 +114,7 @@ static int has_end_marker(const uint8_t *data, size_t size) {
     return 0;
 }
 
-/* Whether it is a single 8-bit scan, greyscale or 4:4:4, 4:2:2, 4:4:0 or 4:2:0, as nearly all JPEGs are. */
+/* Whether it is a single 8-bit scan, grayscale or 4:4:4, 4:2:2, 4:4:0 or 4:2:0, as nearly all JPEGs are. */
 static int is_baseline(const struct jpeg_decompress_struct *jpeg) {
     if (jpeg->progressive_mode || jpeg->arith_code || jpeg->data_precision != 8) return 0;
     if (jpeg->comps_in_scan != jpeg->num_components) return 0;
@@ -131,24 +132,27 @@ static int is_integral(const struct crop_box *box) {
            box->height == rint(box->height);
 }
 
-static int clip(double value, int low, int high) {
+static int round_and_clamp(double value, int low, int high) {
     double rounded = rint(value);
     return rounded < low ? low : rounded > high ? high : (int)rounded;
 }
 
 /* Compute the resize weights for a box of the image, at the scale at which it is decoded. */
-static enum crop_status plan_axes(crop_decoder *decoder, const struct crop_box *box, int flip, int antialias, int side) {
+static enum crop_status plan_axes(crop_decoder *decoder, const struct crop_box *box, int flip, int antialias,
+                                  int side) {
     struct resize_axis *x = &decoder->x, *y = &decoder->y;
     int width = (int)decoder->jpeg.output_width, height = (int)decoder->jpeg.output_height, ok;
     if (antialias && !is_integral(box)) {
         ok = resize_axis_triangle(x, side, box->left, fmin(box->width, width - box->left), width, flip) &&
-                  resize_axis_triangle(y, side, box->top, fmin(box->height, height - box->top), height, 0);
+             resize_axis_triangle(y, side, box->top, fmin(box->height, height - box->top), height, 0);
     } else {
-        int left = clip(box->left, 0, width - 1), top = clip(box->top, 0, height - 1);
-        int box_width = clip(box->width, 1, width - left), box_height = clip(box->height, 1, height - top);
-        if (antialias && (box_width > MAX_BLUR_FACTOR * side || box_height > MAX_BLUR_FACTOR * side)) return CROP_UNSUPPORTED;
+        int left = round_and_clamp(box->left, 0, width - 1), top = round_and_clamp(box->top, 0, height - 1);
+        int box_width = round_and_clamp(box->width, 1, width - left);
+        int box_height = round_and_clamp(box->height, 1, height - top);
+        int longest = box_width > box_height ? box_width : box_height;
+        if (antialias && longest > MAX_BLUR_FACTOR * side) return CROP_UNSUPPORTED;
         ok = resize_axis_linear(x, side, left, box_width, antialias, flip) &&
-                  resize_axis_linear(y, side, top, box_height, antialias, 0);
+             resize_axis_linear(y, side, top, box_height, antialias, 0);
     }
     if (!ok) return CROP_NO_MEMORY;
     return x->taps > MAX_TAPS || y->taps > MAX_TAPS ? CROP_UNSUPPORTED : CROP_OK;
@@ -183,9 +187,9 @@ static enum crop_status decode_libjpeg(crop_decoder *decoder, size_t columns, si
                                        struct decoded_rows *decoded) {
     struct jpeg_decompress_struct *jpeg = &decoder->jpeg;
     const struct resize_axis *x = &decoder->x, *y = &decoder->y;
-    /* Upsampling reads the neighbours of subsampled chroma: decode those too, so that the edges of the crop are the same
-       as in the whole image. Request whole blocks: otherwise libjpeg's SIMD code reads memory that it never wrote, which
-       is harmless but makes valgrind complain. */
+    /* Upsampling reads the neighbors of subsampled chroma: decode those too, so that the edges of the crop are the same
+       as in the whole image. Request whole blocks: otherwise libjpeg's SIMD code reads memory that it never wrote,
+       which is harmless but makes valgrind complain. */
     int pad_x = jpeg->max_h_samp_factor > 1 ? 2 : 0, pad_y = jpeg->max_v_samp_factor > 1 ? 2 : 0;
     jpeg_start_decompress(jpeg);
     JDIMENSION block = (JDIMENSION)(jpeg->max_h_samp_factor * jpeg->SCALED_BLOCK_SIDE);
@@ -204,7 +208,8 @@ static enum crop_status decode_libjpeg(crop_decoder *decoder, size_t columns, si
     while ((int)jpeg->output_scanline < y->high) {
         int at = (int)jpeg->output_scanline, count = 0;
         for (; count < ROWS_PER_READ && at + count < y->high; count++) {
-            size_t row = at + count < y->low ? 0 : (size_t)(at + count - y->low); /* rows above the crop are overwritten */
+            /* Rows above the crop are read into the first row, which is then overwritten. */
+            size_t row = at + count < y->low ? 0 : (size_t)(at + count - y->low);
             pointers[count] = decoded->pixels + row * decoded->stride;
         }
         if (!jpeg_read_scanlines(jpeg, pointers, (JDIMENSION)count)) return CROP_DAMAGED;
@@ -214,8 +219,8 @@ static enum crop_status decode_libjpeg(crop_decoder *decoder, size_t columns, si
 }
 
 /* Decode the crop and resize it. libjpeg's errors leave this function by longjmp, so it must not own memory. */
-static enum crop_status decode(crop_decoder *decoder, const uint8_t *data, size_t size, const struct crop_box *requested,
-                               int flip, int antialias, int side, uint8_t *out) {
+static enum crop_status decode(crop_decoder *decoder, const uint8_t *data, size_t size,
+                               const struct crop_box *requested, int flip, int antialias, int side, uint8_t *out) {
     struct jpeg_decompress_struct *jpeg = &decoder->jpeg;
     jpeg_mem_src(jpeg, data, (unsigned long)size);
     if (jpeg_read_header(jpeg, TRUE) != JPEG_HEADER_OK || !is_baseline(jpeg)) return CROP_UNSUPPORTED;
@@ -249,23 +254,23 @@ static enum crop_status decode(crop_decoder *decoder, const uint8_t *data, size_
     if (decoder->baseline && eighths == 8) status = decode_baseline(decoder, columns, rows, &decoded);
     if (status == CROP_UNSUPPORTED) status = decode_libjpeg(decoder, columns, rows, &decoded);
     if (status != CROP_OK) return status;
-    size_t accumulator_bytes = columns * 3 * sizeof(int16_t) + 2 * RESIZE_OVERREAD;
-    int16_t *accumulator = scratch_reserve(&decoder->accumulator, accumulator_bytes);
+    size_t intermediate_bytes = columns * 3 * sizeof(int16_t) + 2 * RESIZE_OVERREAD;
+    int16_t *intermediate = scratch_reserve(&decoder->intermediate, intermediate_bytes);
     uint8_t *last_row = scratch_reserve(&decoder->last_row, (size_t)side * 3 + RESIZE_OVERREAD);
-    if (!accumulator || !last_row) return CROP_NO_MEMORY;
-    resize_rgb(x, y, decoded.pixels, decoded.stride, (int)columns, side, accumulator, last_row, out, decoder->simd);
+    if (!intermediate || !last_row) return CROP_NO_MEMORY;
+    resize_rgb(x, y, decoded.pixels, decoded.stride, (int)columns, side, intermediate, last_row, out, decoder->simd);
     return CROP_OK;
 }
 
 enum crop_status crop_decode(crop_decoder *decoder, const uint8_t *data, size_t size, const struct crop_box *box,
-                           int flip, int antialias, int side, uint8_t *out) {
+                             int flip, int antialias, int side, uint8_t *out) {
     enum crop_status status;
     if (side < 1) return CROP_UNSUPPORTED;
     if (setjmp(decoder->error_jump)) {
         status = decoder->error_status;
     } else {
-        /* A new object for each image, which takes less than a microsecond: an image without tables must not inherit those
-           of the image before. */
+        /* A new object for each image, which takes less than a microsecond: an image without tables must not inherit
+           those of the image before. */
         jpeg_create_decompress(&decoder->jpeg);
         status = decode(decoder, data, size, box, flip, antialias, side, out);
     }

@@ -3,10 +3,15 @@
 #ifndef STOKER_HUFFMAN_H
 #define STOKER_HUFFMAN_H
 
+#include <stdint.h>
+
 #include "avx2.h"
 
+/* A decoded symbol in one word. Bits 0-5: length of the code and the value behind it; 8-15: length of the code;
+   16-23: length of the value; 24-31: by how much the coefficient index advances. */
+typedef uint32_t huffman_entry;
+
 #ifdef HAVE_AVX2
-#include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -14,14 +19,11 @@
 
 #define HUFFMAN_LOOKUP_BITS 10 /* codes up to this length are resolved by one lookup */
 
-/* A decoded symbol in one word. Bits 0-5: length of the code and the value behind it; 8-15: length of the code;
-   16-23: length of the value; 24-31: by how much the coefficient index advances. */
-typedef uint32_t huffman_entry;
 #define HUFFMAN_ENTRY(code_length, value_length, advance) \
     ((huffman_entry)((code_length) + (value_length)) | (huffman_entry)(code_length) << 8 | \
      (huffman_entry)(value_length) << 16 | (huffman_entry)(advance) << 24)
 #define HUFFMAN_LONG_CODE 0 /* entry of a code that is longer than HUFFMAN_LOOKUP_BITS */
-#define HUFFMAN_INVALID 64  /* advance past the end of the block, as a run that is too long has it */
+#define HUFFMAN_INVALID 64  /* advance of an invalid code: past the end of the block */
 #define HUFFMAN_EOB 128     /* advance of the end-of-block code */
 
 struct huffman_table {

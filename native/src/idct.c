@@ -10,9 +10,9 @@ AVX2_BMI2_INLINE __m256i interleave_halves(__m256i rows) { return _mm256_permute
 
 AVX2_BMI2_INLINE __m256i swap_quarters(__m256i pair) { return _mm256_shuffle_epi32(pair, 0x4E); }
 
-/* Return one * weight_one + other * weight_other; weights have 13 fraction bits. */
-AVX2_BMI2_INLINE __m256i multiply_add(__m256i one, __m256i other, int weight_one, int weight_other) {
-    return _mm256_madd_epi16(_mm256_unpacklo_epi16(one, other), weight_pair(weight_one, weight_other));
+/* Return first * first_weight + second * second_weight; weights have 13 fraction bits. */
+AVX2_BMI2_INLINE __m256i multiply_add(__m256i first, __m256i second, int first_weight, int second_weight) {
+    return _mm256_madd_epi16(_mm256_unpacklo_epi16(first, second), weight_pair(first_weight, second_weight));
 }
 
 /* Eight 8-point inverse DCTs side by side, with the 16-bit intermediates of libjpeg-turbo's SIMD version.

@@ -7,7 +7,7 @@
 
 #define BLOCK_SIDE 8
 
-/* Dequantise and transform 64 coefficients, in natural order, into 8 rows of samples `stride` bytes apart. */
+/* Dequantize and transform 64 coefficients, in natural order, into 8 rows of samples `stride` bytes apart. */
 void idct_block(const int16_t *coefficients, const int16_t *quant, uint8_t *out, size_t stride);
 
 /* The same for a block of which only the DC coefficient is not zero. */

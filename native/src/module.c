@@ -6,7 +6,7 @@
 #include "crop.h"
 #include "resize.h"
 
-#define API 2 /* raised with every change of the functions that stoker calls */
+#define API 2 /* incremented with every change of the functions that stoker calls */
 
 typedef struct {
     PyObject_HEAD
@@ -63,8 +63,8 @@ static PyObject *read_headers(PyObject *module, PyObject *list) {
         Py_END_ALLOW_THREADS
     }
     for (Py_ssize_t i = 0; result && i < count; i++) {
-        PyObject *one = header_tuple(results[i].status, &results[i].header);
-        if (!one || PyList_SetItem(result, i, one) < 0) Py_CLEAR(result);
+        PyObject *header = header_tuple(results[i].status, &results[i].header);
+        if (!header || PyList_SetItem(result, i, header) < 0) Py_CLEAR(result);
     }
     PyMem_Free(results);
     release_views(views, count);
@@ -112,9 +112,11 @@ static PyObject *fill_views(crop_decoder *decoder, const Py_buffer *views, Py_ss
         struct crop_box box;
         memcpy(&box, (const struct crop_box *)boxes->buf + i, sizeof box); /* may be unaligned */
         statuses[i] = CROP_UNSUPPORTED;
-        if (views[i].obj)
-            statuses[i] = (char)crop_decode(decoder, views[i].buf, (size_t)views[i].len, &box, ((const char *)flips->buf)[i],
-                                          antialias, side, (uint8_t *)out->buf + (size_t)i * row);
+        if (!views[i].obj) continue;
+        int flip = ((const char *)flips->buf)[i];
+        uint8_t *pixels = (uint8_t *)out->buf + (size_t)i * row;
+        size_t size = (size_t)views[i].len;
+        statuses[i] = (char)crop_decode(decoder, views[i].buf, size, &box, flip, antialias, side, pixels);
     }
     Py_END_ALLOW_THREADS
     return result;
@@ -124,8 +126,10 @@ static PyObject *decoder_fill(PyObject *object, PyObject *args) {
     Decoder *self = (Decoder *)object;
     PyObject *list, *box_object, *flip_object, *out_object, *result = NULL;
     int side, antialias;
-    if (!PyArg_ParseTuple(args, "OOOOip", &list, &box_object, &flip_object, &out_object, &side, &antialias)) return NULL;
-    if (side < 1 || side > 1 << 14) return PyErr_Format(PyExc_ValueError, "side is %d, must be between 1 and 16384", side);
+    if (!PyArg_ParseTuple(args, "OOOOip", &list, &box_object, &flip_object, &out_object, &side, &antialias))
+        return NULL;
+    if (side < 1 || side > 1 << 14)
+        return PyErr_Format(PyExc_ValueError, "side must be between 1 and 16384, got %d", side);
     if (self->busy) return PyErr_Format(PyExc_RuntimeError, "decoder is in use by another thread");
     self->busy = 1; /* until the end, because acquiring buffers may run other threads */
     Py_ssize_t count, row = (Py_ssize_t)side * side * 3;
@@ -154,9 +158,10 @@ done:
 
 static PyMethodDef decoder_methods[] = {
     {"fill", decoder_fill, METH_VARARGS,
-     "fill(images, boxes, flips, out, side, antialias)\n\nDecode each image that is not None into its row of `out`; return "
-     "one status byte per image, 0 for success.\n`boxes` holds six float64 per image: left, top, width, height, and the "
-     "width and height of the image; `flips` holds one byte per image. Their element types are not checked."},
+     "fill(images, boxes, flips, out, side, antialias)\n\n"
+     "Decode each image that is not None into its row of `out`; return one status byte per image, 0 for success.\n"
+     "`boxes` holds six float64 per image: left, top, width, height, and the width and height of the image;\n"
+     "`flips` holds one byte per image. Their element types are not checked."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -187,7 +192,11 @@ static int exec_module(PyObject *module) {
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, exec_module}, {0, NULL}};
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "stoker_native", "Decode and resize crops of JPEGs.", 0, functions, module_slots, NULL, NULL, NULL,
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "stoker_native",
+    .m_doc = "Decode and resize crops of JPEGs.",
+    .m_methods = functions,
+    .m_slots = module_slots,
 };
 
 PyMODINIT_FUNC PyInit_stoker_native(void) { return PyModuleDef_Init(&definition); }

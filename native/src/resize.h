@@ -1,4 +1,4 @@
-/* Separable resizing: each output pixel is a weighted sum of neighbouring input pixels, along one axis at a time. */
+/* Separable resizing: each output pixel is a weighted sum of neighboring input pixels, along one axis at a time. */
 #ifndef STOKER_RESIZE_H
 #define STOKER_RESIZE_H
 
@@ -14,8 +14,8 @@
 struct resize_axis {
     int *first;
     int16_t *weights;
-    double *sums, *kernel; /* weights of one output before rounding; weights of the blur */
-    struct scratch first_scratch, weights_scratch, sums_scratch, kernel_scratch;
+    double *exact_weights, *kernel; /* weights of one output before rounding; weights of the blur */
+    struct scratch first_scratch, weights_scratch, exact_weights_scratch, kernel_scratch;
     int taps, low, high;
 };
 
@@ -28,10 +28,10 @@ int resize_axis_linear(struct resize_axis *axis, int side, int from, int length,
 /* Pillow's bilinear filter: a triangle as wide as the shrink factor; reads beyond the box, up to `limit` inputs. */
 int resize_axis_triangle(struct resize_axis *axis, int side, double from, double length, int limit, int flip);
 
-/* Resize RGB pixels that start at (x.low, y.low), in rows `stride` bytes apart. `accumulator` has room for three 16-bit
-   values per column plus 2 * RESIZE_OVERREAD bytes, `last_row` for side * 3 + RESIZE_OVERREAD bytes. */
+/* Resize RGB pixels that start at (x.low, y.low), in rows `stride` bytes apart. `intermediate` has room for three
+   16-bit values per column plus 2 * RESIZE_OVERREAD bytes, `last_row` for side * 3 + RESIZE_OVERREAD bytes. */
 void resize_rgb(const struct resize_axis *x, const struct resize_axis *y, const uint8_t *pixels, size_t stride,
-                int columns, int side, int16_t *accumulator, uint8_t *last_row, uint8_t *out, int simd);
+                int columns, int side, int16_t *intermediate, uint8_t *last_row, uint8_t *out, int simd);
 
 int resize_has_simd(void);
 
