@@ -439,7 +439,7 @@ def test_an_invalid_cache_size_is_rejected(shards: Path, monkeypatch: pytest.Mon
     with pytest.raises(InputError, match=rf"cache_size: must be {Bytes.expected}, got 'much'"):
         Loader(str(shards), global_batch=6, cache_size="much")
     monkeypatch.setenv("STOKER_CACHE_SIZE", "lots")
-    with pytest.raises(InputError, match=rf"STOKER_CACHE_SIZE: expected {Bytes.expected}, got 'lots'"):
+    with pytest.raises(InputError, match=rf"STOKER_CACHE_SIZE: must be {Bytes.expected}, got 'lots'"):
         Loader(str(shards), global_batch=6)
 
 

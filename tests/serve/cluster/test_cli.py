@@ -31,7 +31,7 @@ ORIGIN = ["--origin", "http://origin:8000"]
         ([*ORIGIN, "--size", "1Gi", "--replicas", "0"], r"--replicas: .*\b0\b"),
         ([*ORIGIN, "--size", "1Gi", "--dir", "x", "--port", "1"], r"--dir, --port\b.*--on k8s"),
         (["--dry-run", "--stop"], "--dry-run.* --stop"),
-        ([*ORIGIN, "--size", "1Gi", "--patch", "{tmp}/none"], "{tmp}/none: .*not found"),
+        ([*ORIGIN, "--size", "1Gi", "--patch", "{tmp}/none"], "{tmp}/none: no such file or directory"),
         ([*ORIGIN, "--size", "1Gi", "--patch", "{tmp}/list"], "{tmp}/list.*kind"),
         ([*ORIGIN, "--size", "1Gi", "--timeout", "soon"], "duration .*'soon'"),
     ],
@@ -52,7 +52,7 @@ def test_cluster_options_need_on_k8s(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert stoker("data", "warm", "http://x/train", "--read-from", "y") == 2
     assert re.search(r"--read-from\b.*--on k8s", capsys.readouterr().err)
     assert stoker("data", "warm", "http://x/train") == 2
-    assert re.search("no cache given; .*--via .*--on k8s", capsys.readouterr().err)
+    assert re.search("cache required; .*--via .*--on k8s", capsys.readouterr().err)
     assert stoker("data", "cache", *ORIGIN, "--size", "1Gi", "--on", "slurm") == 2
     assert re.search("`--on slurm`.*; .*--on k8s", capsys.readouterr().err)
 
