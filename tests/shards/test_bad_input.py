@@ -97,7 +97,7 @@ def add_non_utf8_name(data: Path) -> None:
         (add_class_to_val, ["pets/val: ", "zebra", "pets/train"]),
         (add_image_outside_class, ["pets/train: ", "loose.jpg", "class folder", "; move "]),
         (add_broken_link, ["train/ant/gone.jpg: ", "broken symbolic link"]),
-        (add_link_loop, ["train/ant/again", "symbolic link", "folder above", "; remove "]),
+        (add_link_loop, ["train/ant/again", "symbolic link", "parent director", "; remove "]),
         (add_second_val, ["val/ and validation/", "'val' split"]),
         (add_non_utf8_name, ["train/ant: ", r"'\udcff.jpg'", "UTF-8", "; rename "]),
     ],

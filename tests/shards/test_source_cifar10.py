@@ -219,7 +219,7 @@ def test_truncated_pickle(tmp_path: Path, scratch: Path, keep: float) -> None:
     path = dataset.where / "data_batch_5"
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * keep) if isinstance(keep, float) else keep])
-    assert_rejected(Cifar10Source, dataset.where, scratch, "data_batch_5", "damaged pickle")
+    assert_rejected(Cifar10Source, dataset.where, scratch, "data_batch_5", "corrupt pickle")
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_truncated_pickle(tmp_path: Path, scratch: Path, keep: float) -> None:
 def test_malformed_pickle(tmp_path: Path, scratch: Path, data: bytes) -> None:
     dataset = make_cifar10(tmp_path, packed=False)
     (dataset.where / "data_batch_5").write_bytes(data)
-    assert_rejected(Cifar10Source, dataset.where, scratch, "data_batch_5", "damaged pickle")
+    assert_rejected(Cifar10Source, dataset.where, scratch, "data_batch_5", "corrupt pickle")
 
 
 @pytest.mark.parametrize("packed", [True, False])

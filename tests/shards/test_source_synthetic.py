@@ -77,14 +77,14 @@ def test_every_fault_is_reported_at_once() -> None:
         open_synthetic("synthetic:samples=0,colour=red,size=9x,kind=bmp,seed=-1,classes,val=1,val=2,classes=1_0")
     message = str(caught.value)
     for pattern in (
-        r"\bsamples\b[^;]* 1 to 1000000000000\b[^;]*'0'",
+        r"\bsamples\b[^;]* 1 and 1000000000000\b[^;]*'0'",
         r"'colour=red'",
-        r"\bsize\b[^;]*WIDTHxHEIGHT[^;]*1 to 8192[^;]*'9x'",
+        r"\bsize\b[^;]*WIDTHxHEIGHT[^;]*1 and 8192[^;]*'9x'",
         r"\bkind\b[^;]*jpg or png[^;]*'bmp'",
-        r"\bseed\b[^;]* 0 to 18446744073709551615\b[^;]*'-1'",
+        r"\bseed\b[^;]* 0 and 18446744073709551615\b[^;]*'-1'",
         r"'classes'",
         r"\bval\b[^;]*twice",
-        r"\bclasses\b[^;]* 1 to 100000\b[^;]*'1_0'",
+        r"\bclasses\b[^;]* 1 and 100000\b[^;]*'1_0'",
         re.escape(EXAMPLE),
     ):
         assert re.search(pattern, message), pattern

@@ -97,5 +97,6 @@ def test_nothing_to_summarize(
     monkeypatch.setattr("sys.stdin", io.StringIO("README\n"))
     assert stoker("data", "summary", "-") == 2
     assert stoker("data", "summary", tmp_path) == 2
-    assert re.search(rf"{tmp_path}: no shards .*; .*stoker data convert$", capsys.readouterr().err.strip())
+    assert re.search(rf"{tmp_path}: no shards .*; .*stoker data convert SOURCE DEST$", capsys.readouterr().err.strip())
     assert stoker("data", "summary", tmp_path / "nowhere") == 2
+    assert f"{tmp_path}/nowhere: no such file or directory" in capsys.readouterr().err

@@ -179,7 +179,7 @@ def test_labels_beyond_the_classes_are_faults(shards: Path, capsys: pytest.Captu
         ("{", "invalid manifest: "),
         ("[]", "invalid manifest: "),
         ('{"version": 2}', "version 2"),
-        ('{"version": 1, "shards": "none", "extra": 1}', "missing (expected"),
+        ('{"version": 1, "shards": "none", "extra": 1}', "missing (must be"),
     ],
 )
 def test_invalid_manifest_is_one_sentence(

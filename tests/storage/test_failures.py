@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 
@@ -65,10 +66,18 @@ def test_retries_are_bounded(open_at: Open) -> None:
 def test_unreachable_host_fails_within_the_retry_deadline(open_at: Open) -> None:
     store = open_at(f"http://127.0.0.1:{free_port()}")
     started = time.monotonic()
-    with pytest.raises(UnavailableError, match=r"bucket/a: .*\b5 times$") as caught:
+    with pytest.raises(UnavailableError, match=r"bucket/a: connection refused \(5 attempts\)$") as caught:
         store.get("a")
     assert time.monotonic() - started < 2 * RETRY_DEADLINE_S
     assert caught.value.__cause__ is not None
+
+
+def test_silent_server_is_reported_with_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.storage.http_client.READ_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/bucket"
+        with pytest.raises(UnavailableError, match=r"no response within 0\.1 s \(5 attempts\)$"):
+            open_store(url).get("a")
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:port/a", "http://[::1/a"])

@@ -117,7 +117,7 @@ class TestUpload:
                 return Reply(headers={"Location": f"{server.url}/session"})
             return Reply(308)
 
-        with scripted_server(reply) as server, pytest.raises(UnavailableError, match=r"byte 0\b.*\b5 times"):
+        with scripted_server(reply) as server, pytest.raises(UnavailableError, match=r"byte 0\b.*\b5 attempts"):
             self.upload(server.url, 1000)
         assert len(server.requests) == 6
 
@@ -252,7 +252,7 @@ class TestCredentials:
     ) -> None:
         self.write_account(tmp_path / "key.json", key, "http://127.0.0.1:1", monkeypatch)
         with pytest.raises(
-            UnavailableError, match=r"auth server .*; .*GOOGLE_APPLICATION_CREDENTIALS=.*key\.json"
+            UnavailableError, match=r"auth server; .*GOOGLE_APPLICATION_CREDENTIALS=.*key\.json"
         ) as caught:
             open_store("gs://bucket").get("a")
         assert caught.value.where == "gs://bucket/a"

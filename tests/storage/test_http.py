@@ -111,7 +111,7 @@ def test_missing_index_page_hints_at_autoindex(folder: Path) -> None:
     with nginx(folder, directives="location / { autoindex off; }") as url:
         with pytest.raises(AccessDeniedError, match="autoindex on"):
             list(open_store(url).list())
-        with pytest.raises(NotFoundError, match=r"no such folder, or .*does not list") as caught:
+        with pytest.raises(NotFoundError, match=r"no such directory, or .*does not list") as caught:
             list(open_store(f"{url}/absent").list())
         assert caught.value.where == f"{url}/absent/"
 

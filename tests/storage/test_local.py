@@ -98,7 +98,7 @@ def test_read_only_file_system_is_reported(mount: Mount) -> None:
 
 def test_put_onto_a_folder_is_reported(folder: Path) -> None:
     (folder / "a").mkdir()
-    with pytest.raises(NotFoundError, match="/a: is a folder") as caught:
+    with pytest.raises(NotFoundError, match="/a: is a directory") as caught:
         LocalStore(str(folder)).put("a", b"")
     assert caught.value.where == str(folder / "a")
     assert [path.name for path in folder.iterdir()] == ["a"]

@@ -85,8 +85,8 @@ def test_a_damaged_checkpoint_is_detected_and_the_previous_one_used(
     assert newest[0] == "step-0000000002.pt"
     assert len(reported) == 1
     cause = "sha256" if damage == "flip" else "truncated"
-    assert re.fullmatch(rf"step-0000000003\.pt: .*damaged: .*{cause}.*", reported[0])
-    assert re.search(r"step-0000000003\.pt: .*damaged.*; .*previous one", caplog.text)
+    assert re.fullmatch(rf"step-0000000003\.pt: .*corrupt: .*{cause}.*", reported[0])
+    assert re.search(r"step-0000000003\.pt: .*corrupt.*; .*previous one", caplog.text)
     # The new checkpoint is kept, and not the damaged one with a higher step.
     checkpoints.save(make_state(2.5), 2)
     checkpoints.close()
@@ -98,7 +98,7 @@ def test_only_damaged_checkpoints_are_an_error_not_a_new_start(tmp_path: Path) -
     fill(checkpoints, range(1, 3))
     for path in tmp_path.glob("step-*.pt"):
         path.write_bytes(b"nothing")
-    with pytest.raises(InputError, match=r"\b2 checkpoints are damaged\b.*--checkpoint-dir"):
+    with pytest.raises(InputError, match=r"\b2 checkpoints are corrupt\b.*--checkpoint-dir"):
         checkpoints.load_newest()
     checkpoints.close()
 

@@ -54,7 +54,7 @@ def test_cluster_options_need_on_k8s(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert stoker("data", "warm", "http://x/train") == 2
     assert re.search("cache required; .*--via .*--on k8s", capsys.readouterr().err)
     assert stoker("data", "cache", *ORIGIN, "--size", "1Gi", "--on", "slurm") == 2
-    assert re.search("`--on slurm`.*; .*--on k8s", capsys.readouterr().err)
+    assert re.search(r"--on slurm\b.*; .*--on k8s", capsys.readouterr().err)
 
 
 def test_dry_run_needs_no_cluster(
