@@ -389,14 +389,14 @@ def test_different_classes_of_the_validation_set_are_rejected(
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "part"),
+    ("args", "code", "pattern"),
     [
         (["--train", "nowhere"], 2, "nowhere"),
         (["--model", "resnet19"], 2, "unknown model 'resnet19'"),
         (["--device", "cuda"], 3, "--device cuda: CUDA is not available"),
         (["--device", "cuda:0"], 3, "--device cuda:0: CUDA is not available"),
         (["--precision", "fp16"], 2, "--precision fp16: fp16 needs a GPU"),
-        (["--global-batch-size", "5000"], 2, "global_batch: must be <= 203, the samples of an epoch, got 5,000"),
+        (["--global-batch-size", "5000"], 2, r"global_batch: must be <= .*\b203\b.*got 5,000"),
         (["--init-from", "none.pt"], 2, "none.pt: no"),
     ],
 )
@@ -407,7 +407,7 @@ def test_bad_input_exits_with_one_sentence(
     tmp_path: Path,
     args: list[str],
     code: int,
-    part: str,
+    pattern: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -415,7 +415,7 @@ def test_bad_input_exits_with_one_sentence(
     assert done.code == code, done.text
     errors = [line for line in done.text.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert part in errors[0]
+    assert re.search(pattern, errors[0])
     assert "Traceback" not in done.text
 
 
