@@ -89,15 +89,15 @@ def test_plan_from_a_cursor(shards: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("words", "reasons"),
     [
-        (["--world-size", "8", "--global-batch-size", "4"], ["global_batch: 4", "8 ranks"]),
-        (["--global-batch-size", "1000"], ["global_batch: 1,000", "300 samples"]),
+        (["--world-size", "8", "--global-batch-size", "4"], ["global_batch: ", ">= the world size (8), got 4"]),
+        (["--global-batch-size", "1000"], ["global_batch: ", "300 samples), got 1,000"]),
         (
             ["--world-size", "31", "--global-batch-size", "31", "--sampling", "join"],
             ["sampling: `join`", "30 shards", "31 ranks", "`exact`"],
         ),
         (
             ["--world-size", "3", "--nodes", "2", "--global-batch-size", "1"],
-            ["global_batch: 1", "nodes: 3 ranks", "2 nodes"],
+            ["global_batch: ", "(3), got 1", "nodes: 3 ranks", "2 nodes"],
         ),
         (["--global-batch-size", "50", "--resume", "0:301"], ["301", "300 samples"]),
         (["--global-batch-size", "50", "--resume", "now"], ["'now'", "EPOCH:CONSUMED"]),
@@ -196,7 +196,7 @@ def test_bench_reports_stages_and_a_verdict(shards: Path, capsys: pytest.Capture
         (["bench", "--transform", "none"], "imagenet-train, imagenet-val"),
         (["bench", "--threads", "0"], r"--threads\b.*\b1024\b.*'0'"),
         (["bench", "--seconds", "0"], r"--seconds\b.*\b3600\b.* 0\b"),
-        (["bench", "--batch-size", "301"], r"\b301\b.*\b300 samples"),
+        (["bench", "--batch-size", "301"], r"\b300 samples\b.*\bgot 301\b"),
         (["peek", "--count", "0"], r"--count\b.* 0\b"),
         (["peek", "--size", "0"], r"--size\b.* 0\b"),
     ],

@@ -194,7 +194,8 @@ def test_warm_refuses_a_cache_that_does_not_serve_the_set(
 ) -> None:
     with run_embedded(ServeSettings(root=root, port=0)) as url:
         expect_refusal(capsys, 5, "not a stoker cache; .*stoker data cache", "warm", far.url, "--via", url)
-    expect_refusal(capsys, 5, "tried 5 times", "warm", far.url, "--via", f"http://127.0.0.1:{servers.free_port()}")
+    nowhere = f"http://127.0.0.1:{servers.free_port()}"
+    expect_refusal(capsys, 5, r"connection refused \(5 attempts\)", "warm", far.url, "--via", nowhere)
     for url in (f"{far.origin.url}/other/train", f"{far.origin.url}/setting", "s3://bucket/set"):
         expect_refusal(capsys, 2, "its origins are", "warm", url, "--via", far.cache)
     expect_refusal(capsys, 2, "no such", "warm", f"{far.origin.url}/set/none/a.tar", "--via", far.cache)

@@ -75,7 +75,7 @@ def test_every_invalid_port_is_reported(make_run: Any, capsys: pytest.CaptureFix
 def test_shell_requires_kubernetes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     assert stoker(["job", "shell", str(tmp_path / "job.yaml"), "--on", "ray://head:1"]) == 2
-    assert re.search(r"`--on ray://head:1`.*; .*--on k8s", read_error(capsys))
+    assert re.search(r"--on ray://head:1: .*Kubernetes.*; .*--on k8s", read_error(capsys))
 
 
 def test_every_local_port_in_use_is_reported() -> None:

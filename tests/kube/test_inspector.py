@@ -81,7 +81,7 @@ def test_read_only_claim_cannot_be_written() -> None:
 @pytest.mark.parametrize(
     ("code", "stderr", "kind", "fragment"),
     [
-        (1, "ls: /volume/x: No such file or directory", NotFoundError, "'x' not found"),
+        (1, "ls: /volume/x: No such file or directory", NotFoundError, "'x': no such file or directory"),
         (1, "cat: read error: Is a directory", InputError, "'x' is a directory"),
         (1, "tar: x: Permission denied", AccessDeniedError, "'x': permission denied"),
         (9, "odd\nwords", UnavailableError, "ls failed with exit code 9: odd words"),

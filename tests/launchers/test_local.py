@@ -336,7 +336,7 @@ def test_run_follows_logs_and_returns_the_exit_code(workspace: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("name: x\nprogram: {script: nope.py}\n", r"program\.script: .*not found: .*/nope\.py"),
+        ("name: x\nprogram: {script: nope.py}\n", r"program\.script: no such file or directory: .*/nope\.py"),
         ("name: x\nprogramm: {script: a.py}\n", r"programm: .*did you mean 'program'\?"),
         ("name: x\nprogram: {script: a.py, module: b}\n", r"program: .*script, module, command"),
         ("", "a mapping"),

@@ -148,12 +148,12 @@ class SamplingPlan:
         yield from _fault_unless(
             global_batch >= world,
             "global_batch",
-            f"must be >= {world}, one sample for each rank, got {global_batch}",
+            f"must be >= the world size ({world}), got {global_batch}",
         )
         yield from _fault_unless(
             global_batch <= samples,
             "global_batch",
-            f"must be <= {samples:,}, the samples of an epoch, got {global_batch:,}",
+            f"must be <= the epoch size ({samples:,} samples), got {global_batch:,}",
         )
         shards = int((self.sizes > 0).sum())
         yield from _fault_unless(

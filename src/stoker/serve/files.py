@@ -124,7 +124,7 @@ class FileHandler:
         """Return the path to write or delete, with its folder resolved within the root."""
         target = self._root / request.path[1:]
         if request.path.endswith("/") or target.is_dir():
-            raise HttpStatusError(409, "is a folder")
+            raise HttpStatusError(409, "is a directory")
         try:
             return self._resolve_inside(target.parent) / target.name
         except FileNotFoundError:

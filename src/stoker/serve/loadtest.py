@@ -49,7 +49,7 @@ def run_load_test(
     """Read the files below a URL with many concurrent clients, whole or by random ranges."""
     files = [entry for entry in open_store(url).list() if entry.size]
     if not files:
-        raise InputError("no files found", where=redacted(url), hint="pass the URL of a folder with shards")
+        raise InputError("no files found", where=redacted(url), hint="pass the URL of a directory with shards")
     start, stop = threading.Barrier(clients + 1), threading.Event()
     threads = [_LoadClient(url, files, number, range_bytes, start, stop, progress) for number in range(clients)]
     for client in threads:

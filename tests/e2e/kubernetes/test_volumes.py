@@ -162,7 +162,7 @@ def test_life_cycle_of_a_host_path_volume(
     assert inspect(client, "cat", "run/pipe") == 2
     assert "'run/pipe' is a fifo" in capfd.readouterr().err
     assert inspect(client, "ls", "../../etc") == 2
-    assert "'../../etc' not found" in capfd.readouterr().err
+    assert "'../../etc': no such file or directory" in capfd.readouterr().err
 
     assert client.list_objects("Pod", INSPECTORS) == []
     assert not list(tmp_path.glob(".*"))
@@ -177,7 +177,7 @@ def test_life_cycle_of_a_host_path_volume(
     assert list_own_volumes(client) == []
     assert model.exists()
     assert stoker("volume", "delete", "data", "--on", on(client), "--yes") == 2
-    assert "'data' not found" in capfd.readouterr().err
+    assert "'data': no such file or directory" in capfd.readouterr().err
 
 
 def test_volume_mounted_by_a_job_is_neither_inspected_nor_deleted(

@@ -60,11 +60,11 @@ def test_all_faults_of_a_volume_are_reported_at_once() -> None:
     [
         (
             "kind: StorageClass\napiVersion: storage.k8s.io/v1\n",
-            "object 1: expected a v1 PersistentVolume, got StorageClass",
+            "object 1: must be a v1 PersistentVolume, got StorageClass",
         ),
-        (FSX_VOLUME + "---\n- 1\n", "object 2: expected a v1 PersistentVolume, got no kind"),
+        (FSX_VOLUME + "---\n- 1\n", "object 2: must be a v1 PersistentVolume, got no kind"),
         ("# nothing\n", "no PersistentVolume"),
-        ("kind: List\napiVersion: v1\nitems: 5\n", "object 1: expected a v1 PersistentVolume, got List"),
+        ("kind: List\napiVersion: v1\nitems: 5\n", "object 1: must be a v1 PersistentVolume, got List"),
         ("a: [", "YAML"),
     ],
 )

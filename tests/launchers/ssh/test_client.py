@@ -64,5 +64,5 @@ def test_unknown_failure_shows_the_last_line_or_the_exit_code() -> None:
 )
 def test_failure_ends_with_a_complete_command(client: SshClient, login: str) -> None:
     denied, new = "Permission denied (publickey).", "Host key verification failed."
-    assert format_failure(client, "you@a", denied, 255).endswith(f": ssh-copy-id {login}")
-    assert format_failure(client, "you@a", new, 255).endswith(f": ssh {login}")
+    assert format_failure(client, "you@a", denied, 255).endswith(f": ssh-copy-id {login})")
+    assert format_failure(client, "you@a", new, 255).endswith(f": ssh {login})")

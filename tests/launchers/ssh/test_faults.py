@@ -110,7 +110,7 @@ FAST_CONNECTION_FAULT = "sshd session killed"
 def test_broken_connection_is_reconnected(fault: str, net: Network, workspace: Path) -> None:
     """The slot keeps running, and none of its output is lost or duplicated."""
     go = workspace / "go"
-    reconnected = f"--- node2 {RECONNECTED_NOTICE}"
+    reconnected = f"--- node2: {RECONNECTED_NOTICE}"
     with launched(write_ssh_job(net, workspace, COUNT_UNTIL.format(go=go), lost_after=30), "ssh") as (run, process):
         log = run.log_path(Slot("worker", 0), 0)
         wait_until(lambda: is_ready(run), 60)
@@ -124,7 +124,7 @@ def test_broken_connection_is_reconnected(fault: str, net: Network, workspace: P
     assert notices[1::2] == [reconnected] * 2
     start, end = DISCONNECTED_NOTICE.split("{reason}")
     for notice in notices[::2]:
-        assert notice.startswith(f"--- node2 {start}")
+        assert notice.startswith(f"--- node2: {start}")
         assert notice.endswith(end)
         assert CONNECTION_FAULTS[fault] in notice
     output = [line for line in lines if not line.startswith("--- ")]

@@ -182,7 +182,7 @@ class TestMpiOnSsh(MpiTests):
 
     def test_missing_mpirun_is_reported(self, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("stoker.launchers.ssh.preflight.MPI_PROGRAMS", ("mpirun-that-is-not-there",))
-        with pytest.raises(InputError, match=r"node1, node2 .*\bmpirun\b"):
+        with pytest.raises(InputError, match=r"node1, node2: .*\bmpirun\b"):
             launcher.render(self.job("true", workers=2))
 
 

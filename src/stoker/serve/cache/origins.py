@@ -92,7 +92,7 @@ class Origin:
         """List a folder like nginx with `autoindex_format json`."""
         folders, files = self.store.list_folder(folder)
         if folder and not folders and not files:
-            raise HttpStatusError(404, "no such folder")
+            raise HttpStatusError(404, "no such directory")
         rows: list[dict[str, object]] = [{"name": name, "type": "directory"} for name in folders]
         for name, size in files:
             row: dict[str, object] = {"name": name, "type": "file"}
@@ -132,7 +132,7 @@ def parse_origins(texts: Sequence[str]) -> list[tuple[str, str]]:
         if not url.startswith(SCHEMES) or not _has_host(url):
             raise InputError(f"--origin must be [NAME=]URL with http, https, s3 or gs, got {text!r}")
         if name and not _NAME.fullmatch(name):
-            raise InputError(f"--origin: invalid name {name!r}: use at most 40 lower-case letters, digits and dashes")
+            raise InputError(f"--origin: invalid name {name!r}: use at most 40 lowercase letters, digits and '-'")
         if name in origins:
             raise InputError(
                 f"--origin: duplicate {name or 'origin without a name'}", hint="write NAME=URL with distinct names"

@@ -235,7 +235,7 @@ class SliceCache:
             raise self._missing_slice_error(cached) from error
 
     def _missing_slice_error(self, cached: CachedObject) -> VerificationError:
-        return VerificationError("a slice is missing in the cache folder", where=cached.info.name)
+        return VerificationError("a slice is missing in the cache directory", where=cached.info.name)
 
     def _fetch_slice(self, cached: CachedObject, number: int, fetch: Fetch) -> None:
         """Fetch a slice and store it."""
@@ -354,7 +354,7 @@ class SliceCache:
 def check_budget(folder: Path, budget: int) -> None:
     """Raise InputError if a budget exceeds the disk or is smaller than four slices."""
     if budget < 4 * SLICE_BYTES:
-        raise InputError(f"--size must be at least {format_bytes(4 * SLICE_BYTES)}, got {format_bytes(budget)}")
+        raise InputError(f"--size must be >= {format_bytes(4 * SLICE_BYTES)}, got {format_bytes(budget)}")
     used = sum(map(_size, (folder / "objects").rglob("*")))
     disk = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(disk).free + used
@@ -380,7 +380,9 @@ def _lock_folder(path: Path) -> int:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(file)
-        raise ConflictError("folder is in use by another cache", where=path.parent, hint="pass another --dir") from None
+        raise ConflictError(
+            "directory is in use by another cache", where=path.parent, hint="pass another --dir"
+        ) from None
     return file
 
 

@@ -166,7 +166,7 @@ class NginxEngine:
                 config = replace(config, ca_file=Path(ca_file))
             return replace(config, dir=config.dir.resolve())
         if not config.root.is_dir():
-            raise NotFoundError("not a folder", where=config.root)
+            raise NotFoundError("not a directory", where=config.root)
         return replace(config, root=config.root.resolve())
 
     def _write_config(self, config: NginxConfig) -> None:
@@ -207,7 +207,7 @@ class NginxEngine:
                 finally:
                     connection.close()
             if time.monotonic() > deadline:
-                raise UnavailableError("nginx does not respond", where=self.url)
+                raise UnavailableError("no response from nginx", where=self.url)
             time.sleep(0.02)
 
     def _check_alive(self) -> None:
@@ -264,7 +264,7 @@ def _create_folder(folder: Path) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"cannot create the folder: {(error.strerror or '').lower()}", where=folder) from error
+        raise InputError(f"cannot create the directory: {(error.strerror or '').lower()}", where=folder) from error
     return folder.resolve()
 
 
@@ -274,13 +274,13 @@ def _exclusive_lock(lock: Path, folder: Path) -> Iterator[None]:
     try:
         file: IO[str] = lock.open("w")
     except OSError as error:
-        raise InputError(f"cannot write to the folder: {(error.strerror or '').lower()}", where=folder) from error
+        raise InputError(f"cannot write to the directory: {(error.strerror or '').lower()}", where=folder) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConflictError(
-                "folder is in use by another cache or server", where=folder, hint="pass another --dir"
+                "directory is in use by another cache or server", where=folder, hint="pass another --dir"
             ) from error
         yield
 
