@@ -367,11 +367,11 @@ def test_detached_run_has_status_logs_and_stop(workspace: Path, capsys: pytest.C
     assert stoker("job", "logs", run.id) == 0
     assert capsys.readouterr().out == "hello\n"
     assert stoker("job", "run", "--resume", run.id) == 2
-    assert re.search(rf"{run.id}: .*running; .*stoker job logs -f {run.id}$", capsys.readouterr().err.strip())
+    assert re.search(rf"{run.id} is still running; .*stoker job logs -f {run.id}$", capsys.readouterr().err.strip())
     assert stoker("job", "stop") == 0
     capsys.readouterr()
     assert stoker("job", "stop") == 0
-    assert re.search(rf"{run.id} .*already .*: stopped$", capsys.readouterr().err.strip())
+    assert re.search(rf"{run.id} is not running \(state: stopped\)$", capsys.readouterr().err.strip())
     assert processes_of(run) == []
 
 
@@ -441,7 +441,9 @@ def test_failed_run_resumes(workspace: Path, capsys: pytest.CaptureFixture[str])
     assert stoker("job", "run", "--resume", "small") == 0
     assert capsys.readouterr().out == "attempt 1\n"
     assert stoker("job", "run", "--resume", "small") == 2
-    assert re.search(rf"{find_run('small').id}: already succeeded; .*stoker job run", capsys.readouterr().err)
+    assert re.search(rf"{find_run('small').id} already succeeded; .*stoker job run", capsys.readouterr().err)
+    assert stoker("job", "run", "--resume", "small", "--set", "retries=1", "--tensorboard") == 2
+    assert "--set and --tensorboard cannot be combined with --resume" in capsys.readouterr().err
 
 
 def test_relative_paths_stay_valid_when_resumed_in_another_directory(
@@ -504,6 +506,8 @@ def test_report_redacts_values_of_secret_flags(workspace: Path) -> None:
 def test_unknown_runs_and_slots(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert stoker("job", "status") == 2
     assert re.search(rf"{workspace}/stoker/runs: no runs .*; .*stoker job run$", capsys.readouterr().err.strip())
+    assert stoker("job", "status", "nonsense") == 2
+    assert "no run matches 'nonsense'" in capsys.readouterr().err
     assert stoker("job", "run", write_job(workspace / "job.yaml", "true")) == 0
     assert stoker("job", "logs", "nonsense") == 2
     assert re.search("no run matches 'nonsense'; .*stoker job list", capsys.readouterr().err)
