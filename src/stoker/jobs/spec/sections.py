@@ -386,7 +386,7 @@ class Job(Section, frozen=True, kw_only=True):
     workers: Annotated[
         Annotated[
             PositiveInt | ElasticSpec | Literal["all"],
-            expect("an integer of at least 1, {min: 2, max: 8}, or all"),
+            expect("an integer >= 1, {min: 2, max: 8}, or all"),
         ],
         describe(
             "Number of machines or pods. `{min: 2, max: 8}`: an elastic job, in which torchrun adds and removes "
