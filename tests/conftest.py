@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -12,6 +13,11 @@ from stoker.testing import make_shards
 from tests.support.disks import NOT_ALLOWED
 from tests.support.kubernetes import NO_KUBERNETES
 from tests.support.servers import free_port, gcs_emulator, moto
+
+
+def pytest_configure() -> None:
+    """Handle SIGINT even where it is inherited as ignored, as in a background job: tests send it, also to children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
