@@ -243,7 +243,7 @@ def test_claim_keeps_cached_objects(
 
     refused = ["--origin", ORIGIN, "--claim", volume, "--image", HOST, "--replicas", "2"]
     assert stoker("data", "cache", "--on", on(cluster), *refused) == 2
-    assert re.search(r"\bkept\b.*ReadWriteOnce\b.*\b2 pods", capfd.readouterr().err)
+    assert re.search(r"\bkept\b.*\b2 pods\b.*ReadWriteOnce\b", capfd.readouterr().err)
     assert stoker("data", "cache", "--on", on(cluster), "--stop") == 0
     assert "removed 3 objects" in capfd.readouterr().err
     assert cluster.get("PersistentVolumeClaim", volume) is not None
