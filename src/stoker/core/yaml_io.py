@@ -1,20 +1,30 @@
 """Read and write YAML and JSON documents, with duplicate keys and syntax errors reported by position.
 
 `parse_verbatim` keeps the source text of numbers, booleans and dates, so that `1e-4` or `0755` can be passed to a
-program exactly as written.
+program exactly as written. Every parser here limits the size and depth of a document and the expansion of its aliases.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from stoker.core import json_io
+from stoker.core.json_io import MAX_DEPTH, too_deep
+from stoker.core.units import format_bytes
 from stoker.errors import Fault, SpecError
+
+MAX_BYTES = 4 << 20
+"""Size of a YAML document; JSON may be larger, see `json_io`."""
+MAX_ALIAS_NODES = 100_000
+"""Number of values that the aliases of a document repeat. Nested aliases grow exponentially."""
+MAX_NUMBER_LENGTH = 1000
+"""Length of a number in characters. Converting a number takes quadratic time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,21 @@ def parse(text: str | bytes, where: object) -> tuple[Any, list[Fault]]:
 def parse_verbatim(text: str | bytes, where: object) -> tuple[Any, list[Fault]]:
     """Parse like `parse`, with every number, boolean and date as a `VerbatimScalar`."""
     return _parse(text, where, _VerbatimLoader, _VERBATIM_JSON)
+
+
+def parse_documents(text: str | bytes, where: object) -> list[Any]:
+    """Parse a stream of YAML documents, or one JSON document; skip empty documents."""
+    text = json_io.decode_text(text, where)
+    try:
+        return [json_io.parse_text(text, where)]
+    except ValueError:
+        pass
+    with _translate_errors(text, where):
+        loader = _make_loader(_Loader, text, where)
+        documents = []
+        while loader.check_node():
+            documents.append(_construct(loader, loader.get_node())[0])
+    return [document for document in documents if document is not None]
 
 
 def to_yaml(data: object) -> str:
@@ -61,12 +86,15 @@ def path_segment(key: str) -> str:
 # The C classes exist where PyYAML was built with libyaml; they have the same interface and are five times as fast.
 _SafeLoader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SafeDumper: type[yaml.SafeDumper] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+_NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class _Loader(_SafeLoader):  # type: ignore[misc, valid-type]
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Report the position of malformed values such as the date 2024-13-45."""
         try:
+            if node.tag in _NUMBER_TAGS and len(node.value) > MAX_NUMBER_LENGTH:
+                raise ValueError(f"number with more than {MAX_NUMBER_LENGTH} characters")
             return super().construct_object(node, deep=deep)
         except ValueError as error:
             raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
@@ -114,25 +142,83 @@ _VERBATIM_JSON: dict[str, Any] = {
 def _parse(
     text: str | bytes, where: object, loader_class: type[_Loader], json_hooks: dict[str, Any]
 ) -> tuple[Any, list[Fault]]:
+    json_io.check_size(text, json_io.MAX_BYTES, where)
+    text = json_io.decode_text(text, where)
     try:
-        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-    except UnicodeDecodeError as error:
-        raise SpecError([Fault("", f"not UTF-8 text, at byte {error.start}")], where=where) from error
+        return json_io.parse_text(text, where, object_pairs_hook=_to_unique_dict, **json_hooks), []
+    except ValueError as error:  # not JSON, or a duplicate key: the YAML parser reports the position
+        if len(text) > MAX_BYTES:
+            what = f"not valid JSON: {error} (YAML is limited to {format_bytes(MAX_BYTES)})"
+            raise SpecError([Fault("", what)], where=where) from error
+    with _translate_errors(text, where):
+        return _construct(loader := _make_loader(loader_class, text, where), loader.get_single_node())
+
+
+def _make_loader(loader_class: type[_Loader], text: str, where: object) -> _Loader:
+    json_io.check_size(text, MAX_BYTES, where)
+    _check_limits(text, where)
+    return loader_class(text)
+
+
+def _construct(loader: _Loader, node: yaml.Node | None) -> tuple[Any, list[Fault]]:
+    """Return the value of a document and its duplicate keys."""
+    if node is None:
+        return None, []
+    duplicates = list(_find_duplicate_keys(node, "", set()))  # first: constructing expands merge keys in place
+    return loader.construct_object(node, deep=True), duplicates
+
+
+@contextmanager
+def _translate_errors(text: str, where: object) -> Iterator[None]:
     try:
-        return json.loads(text, object_pairs_hook=_to_unique_dict, **json_hooks), []
-    except (ValueError, RecursionError):  # not JSON, or a duplicate key: the YAML parser reports the position
-        pass
-    try:
-        loader = loader_class(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None, []
-        duplicates = list(_find_duplicate_keys(node, "", set()))  # first: constructing expands merge keys in place
-        return loader.construct_object(node, deep=True), duplicates
+        yield
     except yaml.YAMLError as error:
         raise SpecError([Fault("", f"not valid YAML: {_describe_error(error, text)}")], where=where) from error
-    except RecursionError:
-        raise SpecError([Fault("", "nested too deeply to parse")], where=where) from None
+
+
+@dataclass(slots=True)
+class _Extent:
+    """Number of values and levels in a node of a YAML document, with its aliases expanded."""
+
+    anchor: str | None
+    nodes: int = 1
+    levels: int = 0
+
+
+def _check_limits(text: str, where: object) -> None:
+    """Raise SpecError if a stream is nested too deeply or its aliases expand to too many values.
+
+    This reads parser events, because libyaml composes nodes recursively in C and overflows the stack.
+    """
+    anchors: dict[str, _Extent] = {}
+    open_nodes = [_Extent(None)]  # the stream, then one for each open collection
+    alias_nodes = 0
+    for event in yaml.parse(text, Loader=_SafeLoader):
+        line, column = event.start_mark.line + 1, event.start_mark.column + 1
+        match event:
+            case yaml.CollectionStartEvent():
+                inner = _Extent(event.anchor, levels=1)
+            case yaml.CollectionEndEvent():
+                inner = open_nodes.pop()
+            case yaml.ScalarEvent():
+                inner = _Extent(event.anchor)
+            case yaml.AliasEvent():
+                inner = anchors.get(str(event.anchor)) or _Extent(None)
+                alias_nodes += inner.nodes
+            case _:
+                continue
+        if len(open_nodes) - 1 + inner.levels > MAX_DEPTH:
+            raise too_deep(where, line, column)
+        if alias_nodes > MAX_ALIAS_NODES:
+            what = f"aliases expand to more than {MAX_ALIAS_NODES:,} values, at line {line}, column {column}"
+            raise SpecError([Fault("", what)], where=where)
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_nodes.append(inner)
+            continue
+        outer = open_nodes[-1]
+        outer.nodes, outer.levels = outer.nodes + inner.nodes, max(outer.levels, inner.levels + 1)
+        if inner.anchor is not None:
+            anchors[inner.anchor] = inner
 
 
 def _to_unique_dict(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -15,7 +15,8 @@ from email.utils import parsedate_to_datetime
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from stoker.errors import MissingError, NotFoundError, UnavailableError
+from stoker.core import json_io
+from stoker.errors import MissingError, NotFoundError, SpecError, UnavailableError
 from stoker.kube import exec as pod_exec
 from stoker.kube.config import KubeTarget, get_proxy_url, load_config, resolve_target
 from stoker.kube.errors import to_error
@@ -181,7 +182,8 @@ class KubeClient:
         for line in self._stream_lines(self._path(kind), params, seconds + TIMEOUT_S):
             if not line.endswith(b"\n"):  # the connection was cut within a line
                 return
-            event = json.loads(line)
+            with self._translate_errors():
+                event = json_io.parse(line, None)
             if event["type"] == "ERROR":
                 raise to_error(event["object"], self._where)
             yield event["type"], event["object"]
@@ -241,7 +243,7 @@ class KubeClient:
             response = self._http.request("GET", "/version")
             latency = time.time() - before
             self._raise_for_status(response)
-            version = str(response.json()["gitVersion"])
+            version = str(json_io.parse(response.content, None)["gitVersion"])
         date = response.headers.get("date")
         # The Date header is truncated to seconds (hence 0.5) and was taken half a round trip ago.
         ahead = None if date is None else parsedate_to_datetime(date).timestamp() + 0.5 - before - latency / 2
@@ -327,7 +329,7 @@ class KubeClient:
                 after = response.headers.get("Retry-After", "")
                 time.sleep(min(float(after), TIMEOUT_S) if after.isdigit() else RETRY_DELAY_S * 2**number)
             self._raise_for_status(response)
-            result: Manifest = response.json()
+            result: Manifest = json_io.parse(response.content, None)
         return result
 
     def _stream_lines(self, path: str, params: Mapping[str, str], timeout_s: float | None) -> Iterator[bytes]:
@@ -348,8 +350,8 @@ class KubeClient:
     def _raise_for_status(self, response: Any) -> None:
         if response.is_error:
             try:
-                status = response.json()
-            except ValueError:
+                status = json_io.parse(response.content, None)
+            except SpecError:
                 status = {"code": response.status_code, "message": response.text[:200].strip()}
             raise to_error({"code": response.status_code, **status}, self._where)
 
@@ -365,7 +367,7 @@ class KubeClient:
             raise to_error(error.status.to_dict(), self._where) from error
         except ConfigError as error:
             raise UnavailableError(f"authentication failed: {error}", where=self._where) from error
-        except ValueError as error:
+        except (ValueError, SpecError) as error:
             what = f"{self.server} is not a Kubernetes API server: {error}"
             raise UnavailableError(what, where=self._where) from error
         except (httpx2.TransportError, httpx2.InvalidURL, OSError) as error:

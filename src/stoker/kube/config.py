@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-import yaml
 
-from stoker.errors import InputError, MissingExtraError, NotFoundError
+from stoker.core import json_io, yaml_io
+from stoker.errors import InputError, MissingExtraError, NotFoundError, SpecError
 
 if TYPE_CHECKING:
     from lightkube.config.kubeconfig import SingleConfig
@@ -121,16 +121,11 @@ def _anonymous_user() -> Any:
 def _read(path: Path) -> dict[str, Any]:
     """Read one kubeconfig file; raise InputError if it is malformed."""
     try:
-        data = yaml.safe_load(path.read_text()) or {}
+        data = yaml_io.parse(json_io.read_file(path), path)[0] or {}
     except OSError as error:
         raise InputError(f"cannot read kubeconfig: {(error.strerror or '').lower()}", where=path) from error
-    except UnicodeDecodeError as error:
-        raise InputError("invalid kubeconfig: not a text file", where=path) from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" in line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "syntax error"
-        raise InputError(f"invalid kubeconfig: not YAML: {problem}{line}", where=path) from error
+    except SpecError as error:
+        raise InputError(f"invalid kubeconfig: {error.what}", where=path) from error
     lists = [data.get(key) or [] for key in _LISTS] if isinstance(data, dict) else [None]
     if not all(isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries) for entries in lists):
         what = "invalid kubeconfig: clusters, contexts and users must be lists of mappings"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+from stoker.core import json_io
 from stoker.errors import AccessDeniedError, NotFoundError, StokerError, UnavailableError
 from stoker.kube.errors import RBAC_HINT, to_error
 
@@ -82,7 +82,7 @@ def _read_output(session: WebSocketSession, sinks: Mapping[int, Writer]) -> dict
     while True:
         message = session.receive_bytes()
         if message[:1] == bytes([STATUS]):
-            status: dict[str, Any] = json.loads(message[1:])
+            status: dict[str, Any] = json_io.parse(message[1:], "exec status")
             return status
         if len(message) > 1 and (sink := sinks.get(message[0])) is not None:
             try:

@@ -10,13 +10,11 @@ from stoker.errors import InputError, NotFoundError
 
 def load_documents(path: Path) -> list[Any]:
     """Return the documents of a YAML or JSON file without checking their shape; skip empty ones."""
-    import yaml
+    from stoker.core import json_io, yaml_io
 
     try:
-        return [document for document in yaml.safe_load_all(path.read_text()) if document is not None]
+        return yaml_io.parse_documents(json_io.read_file(path), path)
     except FileNotFoundError as error:
         raise NotFoundError("no such file or directory", where=path) from error
     except OSError as error:
         raise InputError(f"cannot read file: {(error.strerror or '').lower()}", where=path) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"invalid YAML: {' '.join(str(error).split())}", where=path) from error

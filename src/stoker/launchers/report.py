@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
+from stoker.core import json_io
 from stoker.core.spec import to_json
 from stoker.core.yaml_io import to_yaml
-from stoker.errors import redact_urls
+from stoker.errors import SpecError, redact_urls
 from stoker.jobs.run_folder import Run, is_secret_name
 from stoker.jobs.spec import parse_job, to_plain
 from stoker.telemetry.reader import read_events
@@ -70,8 +71,8 @@ def _redact_settings(text: str, suffix: str) -> str:
     if suffix == ".yaml":
         return to_yaml(_mask_secrets(to_plain(parse_job(text, "job.yaml"))))
     try:
-        return to_json(_mask_secrets(msgspec.json.decode(text))).decode()
-    except msgspec.DecodeError:  # truncated, on a full disk
+        return to_json(_mask_secrets(json_io.parse(text, None))).decode()
+    except SpecError:  # truncated, on a full disk
         return ""
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from stoker.core import json_io
 from stoker.errors import InputError, UnavailableError
 from stoker.storage import open_store, redacted
 
@@ -13,7 +13,7 @@ from stoker.storage import open_store, redacted
 def find_cache_url(url: str, cache: str) -> str:
     """Return the URL at which the cache serves `url`; raise InputError if `url` is below none of its origins."""
     with _require_stoker_cache(cache):
-        rows = json.loads(open_store(cache).get("-/origins"))
+        rows = json_io.parse(open_store(cache).get("-/origins"), cache)
         origins = {str(row["url"]).rstrip("/"): str(row["name"]) for row in rows}
     return build_cache_url(url, cache, origins)
 
@@ -35,7 +35,7 @@ def build_cache_url(url: str, cache: str, origins: Mapping[str, str]) -> str:
 def read_cache_budget(cache: str) -> int:
     """Return the size limit of a cache in bytes."""
     with _require_stoker_cache(cache):
-        return int(json.loads(open_store(cache).get("-/stats"))["budget"])
+        return int(json_io.parse(open_store(cache).get("-/stats"), cache)["budget"])
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -14,6 +13,7 @@ from threading import Lock
 from typing import Any, BinaryIO
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
+from stoker.core import json_io
 from stoker.errors import AccessDeniedError, InputError, MissingExtraError, ObjectChangedError, UnavailableError
 from stoker.storage import Entry, FolderListing, ObjectMeta, check_name, join_url, prefix_folder
 from stoker.storage.http_client import RETRIES, ByteRange, HttpClient, HttpResponse, exact_body, to_error
@@ -68,7 +68,8 @@ class GcsStore:
 
     def head(self, name: str) -> ObjectMeta:
         """Return an object's metadata; its generation serves as the ETag."""
-        response = json.loads(self._request("GET", self._object_url(name, fields="size,generation"), name).body)
+        body = self._request("GET", self._object_url(name, fields="size,generation"), name).body
+        response = json_io.parse(body, self.url)
         return ObjectMeta(int(response["size"]), str(response.get("generation", "")))
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
@@ -95,7 +96,7 @@ class GcsStore:
         """Yield the pages of a listing."""
         while True:
             address = f"{self._api_url}{self._objects}?{urlencode(query)}"
-            page = json.loads(self._request("GET", address, missing="no such bucket").body)
+            page = json_io.parse(self._request("GET", address, missing="no such bucket").body, self.url)
             yield page
             if not page.get("nextPageToken"):
                 return

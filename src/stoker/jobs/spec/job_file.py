@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from stoker.core import spec, yaml_io
+from stoker.core import json_io, spec, yaml_io
 from stoker.core.json_schema import json_schema
 from stoker.core.type_hints import default_of, field_types, origin_of, unwrap
 from stoker.core.units import Bytes, Seconds
@@ -24,9 +24,9 @@ from stoker.jobs.spec.sections import Job, Section
 def load_job(path: Path | str, overrides: Sequence[str] = ()) -> Job:
     """Read a job file (`-`: standard input); overrides such as `resources.gpu=4` replace its keys."""
     if str(path) == "-":
-        return parse_job(sys.stdin.buffer.read(), "standard input", overrides)
+        return parse_job(json_io.read_stream(sys.stdin.buffer, "standard input"), "standard input", overrides)
     try:
-        text = Path(path).read_bytes()
+        text = json_io.read_file(Path(path))
     except OSError as error:
         error_class = NotFoundError if isinstance(error, FileNotFoundError) else InputError
         raise error_class(f"cannot read file: {(error.strerror or '').lower()}", where=path) from error

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from stoker.errors import StokerError
+from stoker.core import json_io
+from stoker.errors import SpecError, StokerError
 from stoker.jobs.run_folder import Run
 from stoker.jobs.topology import Slot
 from stoker.launchers.diagnosis import LOST_EXIT_CODE, LOST_MARK, TAIL_BYTES
@@ -98,8 +99,8 @@ class RayClient:
             self._log_ray_output(line)
             return False
         try:
-            frame = json.loads(line[start + len(FRAME_PREFIX) :])
-        except ValueError:  # the driver died while writing it
+            frame = json_io.parse(line[start + len(FRAME_PREFIX) :], None)
+        except SpecError:  # the driver died while writing it
             return False
         if frame["n"] <= self._last_frame:
             return False  # from a log that is read again

@@ -17,7 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from stoker.errors import AccessDeniedError, InputError, MissingExtraError, UnavailableError
+from stoker.core import json_io
+from stoker.errors import AccessDeniedError, InputError, MissingExtraError, SpecError, UnavailableError
 
 if TYPE_CHECKING:
     import requests
@@ -90,10 +91,10 @@ def _fetch_version(address: str, timeout_s: float) -> str | None:
     """Return the version that a dashboard reports; "" for another kind of server, None without a response."""
     try:
         with urllib.request.urlopen(f"{address}/api/version", timeout=timeout_s) as response:
-            return str(json.loads(response.read(1 << 16))["ray_version"])
+            return str(json_io.parse(response.read(1 << 16), address)["ray_version"])
     except urllib.error.HTTPError as error:
         return UNKNOWN_VERSION if error.code in (401, 403) else ""
-    except (ValueError, KeyError, TypeError, HTTPException):
+    except (SpecError, ValueError, KeyError, TypeError, HTTPException):
         return ""
     except OSError:
         return None
@@ -221,6 +222,6 @@ def _make_client(address: str) -> JobSubmissionClient:
 
     for name in ("dashboard_sdk", "job.sdk"):  # they log every upload
         logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
-    headers = json.loads(os.environ.get("RAY_JOB_HEADERS") or "{}")
+    headers = json_io.parse(os.environ.get("RAY_JOB_HEADERS") or "{}", "RAY_JOB_HEADERS")
     with _translate_errors(address, "Ray cluster refused the connection"):
         return JobSubmissionClient(address, headers=headers or None)

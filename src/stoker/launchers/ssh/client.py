@@ -20,6 +20,7 @@ from typing import IO, Any, Self
 
 import msgspec
 
+from stoker.core import json_io
 from stoker.core.processes import Process, start
 from stoker.errors import Fault, SpecError, UnavailableError
 from stoker.launchers.ssh import slot_daemon
@@ -48,6 +49,7 @@ _RUN_PYTHON = (
     'shift 2; exec "$p" -uIS -c "$c" "$@"; done; exit $n'
 )
 RESPONSE_TIMEOUT_S = 90.0
+MAX_HOST_FILE_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 10
 CONNECTION_ATTEMPTS = 3
 """The default of ssh's option `ConnectionAttempts`."""
@@ -144,7 +146,7 @@ def expand_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
 def _read_host_file(name: str, faults: list[Fault]) -> Iterator[str]:
     """Yield the hosts in a file; add what is wrong there to `faults`."""
     try:
-        lines = Path(name).read_text().splitlines()
+        lines = json_io.read_file(Path(name), MAX_HOST_FILE_BYTES).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = (error.strerror or "").lower() if isinstance(error, OSError) else "not a text file"
         faults.append(Fault(name, f"cannot read the host file: {reason}"))
