@@ -243,16 +243,16 @@ def _print_benchmark(result: LoaderBenchmark, as_json: bool) -> None:
     from stoker.core.units import format_bytes
 
     if as_json:
-        print_json({**asdict(result), "verdict": result.summary})
+        print_json({**asdict(result), "share_of_limit": result.share_of_limit, "verdict": result.summary})
         return
     print_table(
         ("images/s", "bytes/s", "decoder", "decoder alone", "share", "threads", "busy cores", *result.stages),
         [
             (
-                round(result.images_per_s),
+                f"{result.images_per_s:,.1f}",
                 f"{format_bytes(int(result.bytes_per_s))}/s",
                 result.decoder,
-                round(result.limit_images_per_s),
+                f"{result.limit_images_per_s:,.1f}",
                 f"{result.share_of_limit:.0%}",
                 result.threads,
                 f"{result.cpu:.1f}",

@@ -30,7 +30,7 @@ class LoaderBenchmark:
     images_per_s: float
     bytes_per_s: float
     limit_images_per_s: float
-    share_of_limit: float
+    """Throughput of the decoder alone."""
     decoder: str
     native_share: float
     """Fraction of the images decoded by the native decoder; the general decoder handles unsupported ones."""
@@ -39,6 +39,11 @@ class LoaderBenchmark:
     """CPU cores used by the loader."""
     stages: dict[str, float]
     bad: int
+
+    @property
+    def share_of_limit(self) -> float:
+        """The throughput of the loader as a fraction of that of the decoder alone."""
+        return self.images_per_s / self.limit_images_per_s
 
     @property
     def summary(self) -> str:
@@ -98,9 +103,6 @@ def run_benchmark(
         images_per_s=speed,
         bytes_per_s=speed * sum(map(len, images)) / len(images),
         limit_images_per_s=statistics.median(limits),
-        share_of_limit=statistics.median(
-            one_round.speed / limit for one_round, limit in zip(rounds, limits, strict=True)
-        ),
         decoder=decoder,
         native_share=times.native_images / times.images,
         threads=loader.threads,
@@ -170,7 +172,7 @@ def _decode_throughput(
         rows = collator.allocate(ROWS_PER_TASK)
         first = number * ROWS_PER_TASK
         start.wait()
-        while time.perf_counter() < end:
+        while time.perf_counter() < end or not done[number]:
             images: list[Buffer] = [encoded[(first + row) % len(encoded)] for row in range(ROWS_PER_TASK)]
             collator.fill(rows, 0, images, 0, np.arange(first, first + ROWS_PER_TASK, dtype=np.int64))
             first += threads * ROWS_PER_TASK
