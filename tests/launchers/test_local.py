@@ -19,6 +19,7 @@ import pytest
 
 from stoker.core.processes import find_processes_by_env
 from stoker.errors import SpecError
+from stoker.jobs.retry_policy import NO_PROGRESS_AT_ALL, not_retried
 from stoker.jobs.run_folder import Run, find_run
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
@@ -201,6 +202,18 @@ class TestLocal(LauncherSuite):
         keys = {"program": {"script": "uneven.py"}, "topology": "torchrun", "processes_per_worker": 2, "hang_after": 5}
         _, status = self.run_to_end(launcher, job_of(**keys))
         assert status.state is JobState.SUCCEEDED, status.message
+
+    def test_program_without_heartbeats_is_retried_from_its_checkpoint(self, launcher: Any) -> None:
+        count = "f=$STOKER_CHECKPOINT_DIR/n; mkdir -p ${f%/n}; n=$(cat $f 2>/dev/null || echo 0); echo $((n + 1)) > $f"
+        _, status = self.run_to_end(launcher, job_of(f"{count}; test $n = 1", retries=3))
+        assert status.state is JobState.SUCCEEDED
+        assert [attempt.code for attempt in status.attempts] == [1, 0]
+
+    def test_failure_without_progress_is_not_retried_and_says_why(self, launcher: Any, tmp_path: Path) -> None:
+        (tmp_path / "beat.py").write_text("from stoker.telemetry import recorder\nrecorder().heartbeat(0)\nexit(1)\n")
+        _, status = self.run_to_end(launcher, job_of(program={"script": "beat.py"}, retries=3))
+        assert (status.state, len(status.attempts)) == (JobState.FAILED, 1)
+        assert not_retried(NO_PROGRESS_AT_ALL) in status.message
 
     def test_port_in_use_is_replaced_before_an_attempt(self, launcher: Any) -> None:
         plan = launcher.render(job_of(program={"module": "m"}, topology="torchrun"))

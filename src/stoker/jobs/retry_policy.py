@@ -9,13 +9,11 @@ from stoker.core.units import pluralize
 from stoker.errors import InputError, MissingError
 from stoker.jobs.status import Attempt, signal_from_exit_code
 
-PROGRESS_AFTER_S = 60.0
-"""A program that reports no steps is assumed to have made progress if it ran this long."""
 BACKOFF_S = (1.0, 5.0, 15.0, 30.0)
 NO_RETRIES = "the job has retries: 0"
-INVALID_INPUT = "invalid input or missing dependency"
-NO_PROGRESS_AT_ALL = "no progress before the failure"
-NO_PROGRESS = "no progress since the previous attempt"
+INVALID_INPUT = "exit codes 2 and 3 mean invalid input and a missing dependency"
+NO_PROGRESS_AT_ALL = "its heartbeats report no step before the failure"
+NO_PROGRESS = "its heartbeats report no more steps than an earlier attempt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +37,9 @@ def decide_retry(attempts: Sequence[Attempt], retries: int, *, is_elastic: bool 
     """Decide whether to restart the gang after a failed attempt.
 
     In an elastic job torchrun restarts failed ranks itself, so only a lost rendezvous or hang is handled here. Invalid
-    input and missing dependencies are never retried. A program that failed by itself is retried only if it made more
-    progress than in the attempts before; one that was killed, hung, or lost with its machine is always retried.
+    input and missing dependencies are never retried. A program that failed by itself is retried only if its heartbeats
+    report more steps than in the attempts before. One that sends no heartbeats, was killed, hung, or was lost with its
+    machine is always retried.
     """
     last = attempts[-1]
     retried = len(attempts) - 1
@@ -52,7 +51,7 @@ def decide_retry(attempts: Sequence[Attempt], retries: int, *, is_elastic: bool 
     if has_failed_by_itself and is_elastic:
         return GiveUp(f"torchrun reached its limit of {pluralize(retries, 'restart')}")
     if has_failed_by_itself and not _has_progressed(attempts):
-        return GiveUp(NO_PROGRESS if retried else NO_PROGRESS_AT_ALL)
+        return GiveUp(NO_PROGRESS if last.steps else NO_PROGRESS_AT_ALL)
     return Restart(backoff_s(retried))
 
 
@@ -72,6 +71,7 @@ def backoff_s(retried: int) -> float:
 
 
 def _has_progressed(attempts: Sequence[Attempt]) -> bool:
+    """Whether the last attempt got further than all others; without heartbeats nothing speaks against it."""
     last = attempts[-1]
-    best_before = max((attempt.steps for attempt in attempts[:-1]), default=0)
-    return last.steps > best_before if last.steps >= 0 else last.ended - last.began >= PROGRESS_AFTER_S
+    best_before = max([0, *(attempt.steps for attempt in attempts[:-1])])
+    return last.steps < 0 or last.steps > best_before
