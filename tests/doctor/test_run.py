@@ -99,16 +99,19 @@ def occupy_port(net: Network, host: str, port: int) -> Iterator[None]:
             process.kill()
 
 
-def job_file(net: Network, here: Path, *hosts: str, python: str = sys.executable, **keys: Any) -> Path:
+def write_job(net: Network, here: Path, *hosts: str, python: str = sys.executable, **keys: Any) -> Path:
+    """Write a job file without the key `workers`."""
     keyless = f"Host keyless\n  HostName {net['node1'].address}\n  IdentityFile {net.folder}/stranger\n"
     keyless += f"  IdentitiesOnly yes\n  UserKnownHostsFile {net.folder}/known\n  User root\n"
     (here / "config").write_text(net.config.read_text() + keyless)
     ssh = {"hosts": list(hosts), "config": str(here / "config"), "workdir": str(here / "there"), "python": python}
     path = here / "job.yaml"
-    path.write_text(
-        json.dumps({"name": "pets", "program": {"module": "this"}, "workers": len(hosts), "ssh": ssh, **keys})
-    )
+    path.write_text(json.dumps({"name": "pets", "program": {"module": "this"}, "ssh": ssh, **keys}))
     return path
+
+
+def job_file(net: Network, here: Path, *hosts: str, **keys: Any) -> Path:
+    return write_job(net, here, *hosts, workers=len(hosts), **keys)
 
 
 def run_doctor(
@@ -144,6 +147,29 @@ def test_two_hosts_without_issues(net: Network, here: Path, capsys: pytest.Captu
     assert reduced["found"].startswith("2 ranks, gloo: 1 MiB in ")
     assert not Path("/var/tmp/never-made").exists()
     assert_nothing_is_left(here)
+
+
+def test_every_host_named_on_the_command_line_is_checked(
+    net: Network, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(net, here, "node1")
+    code, checks, _ = run_doctor(capsys, job, "--on", "ssh", "--hosts", "node1,node2")
+    assert (code, [check for check in checks.values() if check["fine"] is False]) == (0, [])
+    assert {host for what, host in checks if what == "host"} == {"node1", "node2"}
+    assert checks["all-reduce", ""]["found"].startswith("2 ranks, gloo: ")
+
+
+@pytest.mark.parametrize("keys", [{"workers": 1}, {"topology": "single"}])
+def test_hosts_that_the_job_does_not_use_are_checked_alone(
+    keys: dict[str, Any], net: Network, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(net, here, "node1", "node2", "keyless", **keys)
+    code, checks, _ = run_doctor(capsys, job, "--on", "ssh")
+    assert {check["host"] for check in checks.values() if check["fine"] is False} == {"keyless"}
+    assert code == UnavailableError.exit_code
+    assert {host for what, host in checks if what == "host"} == {"node1", "node2", "keyless"}
+    assert {host for what, host in checks if what == "disk: workdir"} == {"node1", "node2"}
+    assert all(name in checks["ssh.hosts", ""]["found"] for name in ("node2", "keyless"))
 
 
 def test_every_fault_is_reported_in_one_run(net: Network, here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,7 @@ def test_every_key_of_the_design_is_parsed() -> None:
 
 def test_defaults() -> None:
     job = parse_job(MINIMAL, "job.yaml")
-    assert (job.topology, job.workers, job.processes_per_worker, job.port) == ("torchrun", 1, "auto", None)
+    assert (job.topology, job.workers, job.processes_per_worker, job.port) == ("torchrun", "auto", "auto", None)
     assert (job.retries, job.grace, job.hang_after, job.profile.every) == (3, 30, 600, 30)
     assert (job.tensorboard, job.data, job.checkpoint) == (False, DataSpec(), CheckpointSpec())
     assert to_yaml(job) == "name: a\nprogram: {script: train.py}\n"

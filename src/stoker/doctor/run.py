@@ -46,8 +46,8 @@ from stoker.jobs.spec import CheckpointSpec, DataSpec, Job, ProfileSpec, Program
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import list_slots
 from stoker.launchers.plan import LocalPlan
-from stoker.launchers.ssh.client import SshClient, expand_hosts, expand_slots
-from stoker.launchers.ssh.launcher import check_spec
+from stoker.launchers.ssh.client import SshClient, expand_slots
+from stoker.launchers.ssh.launcher import check_spec, describe_unused_hosts
 from stoker.launchers.ssh.preflight import (
     HostFacts,
     Routes,
@@ -102,8 +102,7 @@ def default_job(on: str, target: str, overrides: Sequence[str]) -> Job:
     if on == "local":
         base["processes_per_worker"] = 2
     elif on == "ssh":
-        job = parse_job(json.dumps(base), _DEFAULT_JOB, overrides)
-        base |= {"workers": max(1, len(expand_slots(expand_hosts(job.ssh.hosts)))), "ssh": {"copy": False}}
+        base["ssh"] = {"copy": False}
     elif on == "ray":
         nodes = _count_ray_nodes(target)
         base |= {"workers": nodes, "ray": {"strategy": "spread"}} if nodes else {"processes_per_worker": 2}
@@ -212,8 +211,10 @@ def _prepare_ray(job: Job, launcher: Launcher[Any], target: str, notify: Notify)
 
 
 def _prepare_ssh(job: Job, launcher: Launcher[Any], target: str, notify: Notify) -> ProbePlan:  # noqa: ARG001
-    """Check all SSH hosts and the routes between them; probe those that are able to run it."""
-    hosts = expand_slots(job.ssh.hosts)[: job.max_workers]
+    """Check all SSH hosts and the routes between those of the job; probe those that are able to run it."""
+    hosts = expand_slots(job.ssh.hosts)
+    used = hosts[: job.max_workers]
+    hosts = used + [host for host in dict.fromkeys(hosts) if host not in used]
     faults = _local_faults(job, launcher)
     if any(fault.path == "ssh.hosts" for fault in faults):
         raise SpecError(faults)
@@ -222,11 +223,13 @@ def _prepare_ssh(job: Job, launcher: Launcher[Any], target: str, notify: Notify)
     with open_sessions(job, hosts) as sessions:
         facts = probe_hosts(sessions, job)
         reachable = [host for host in slots_by_host if facts[host].issue is None]
-        routes = find_routes(job, {host: sessions[host] for host in reachable}, facts) if reachable else None
+        connected = {host: sessions[host] for host in reachable if host in used}
+        routes = find_routes(job, connected, facts) if connected else None
     checks = [
         *checks_from_faults(faults),
         *check_hosts(job, facts, slots_by_host),
-        *(check_routes(job, routes, reachable) if routes else []),
+        *(check_routes(job, routes, list(connected)) if routes else []),
+        *([Check("ssh.hosts", None, note)] if (note := describe_unused_hosts(job)) else []),
     ]
     checks += _check_uploaded_datasets(job, copies=job.ssh.copy)
     plan = _plan_ssh_probes(job, facts, hosts, routes)
@@ -262,6 +265,8 @@ def _plan_ssh_probes(job: Job, facts: Mapping[str, HostFacts], hosts: list[str],
     with_torch = [host for host in reachable if (facts[host].facts.get("modules") or {}).get("torch") is not None]
     collective, reason = list[str](), ""
     if job.topology in COLLECTIVE_TOPOLOGIES:
+        used = hosts[: job.max_workers]
+        with_torch = [host for host in with_torch if host in used]
         collective = [] if "network" in route_issues else with_torch
         if with_torch:
             reason = "" if collective else "some hosts cannot reach each other"

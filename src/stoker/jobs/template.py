@@ -17,7 +17,7 @@ program:                      # your own program: script: train.py, or module: p
   args: [--model, resnet18, --epochs, 10, --global-batch-size, 64]
 
 topology: torchrun            # single: one process
-workers: 1                    # machines; {{min: 2, max: 8}}: elastic
+workers: auto                 # machines: all of ssh.hosts, otherwise 1; {{min: 2, max: 8}}: elastic
 processes_per_worker: auto    # ranks per worker: one per GPU, at least 1
 
 resources:                    # of one worker

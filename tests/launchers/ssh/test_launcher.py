@@ -276,6 +276,24 @@ def test_commands_from_another_shell(net: Network, workspace: Path, capsys: pyte
     assert stoker("job", "stop") == 0
 
 
+def test_every_named_host_runs_a_worker(net: Network, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_ssh_job(net, workspace, "true", topology="mpi", program={"command": ["hostname"]})
+    for hosts, places in (("node1,node2", ["node1", "node2"]), ("node2,node1:2", ["node2", "node1", "node1"])):
+        assert stoker("job", "plan", job, "--on", "ssh", "--hosts", hosts, "--json") == 0
+        assigned = json.loads(capsys.readouterr().out)["hosts"]
+        assert [host for slot, host in assigned.items() if slot.startswith("worker/")] == places
+
+
+def test_single_process_uses_the_first_host_and_names_the_others(
+    net: Network, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_ssh_job(net, workspace, "true")
+    assert stoker("job", "plan", job, "--on", "ssh", "--hosts", "node1,node2") == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("# worker/0 on node1\n")
+    assert "node2" in err
+
+
 def test_unknown_host_exits_5_with_one_sentence(
     net: Network, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ from stoker.jobs.topologies.torchrun import Torchrun
 from stoker.jobs.topology import Command, Slot, list_slots
 from stoker.launchers.plan import with_rendezvous_port
 from stoker.launchers.ssh.client import SshClient
-from stoker.launchers.ssh.launcher import build_plan
+from stoker.launchers.ssh.launcher import SshLauncher, build_plan, describe_unused_hosts
 from stoker.launchers.ssh.plan import RETRY_PORTS, SshPlan, command_for_attempt
 from stoker.launchers.ssh.preflight import HostFacts, Route
 from tests.launchers.contract import job_of
@@ -37,6 +37,36 @@ def plan_for(count: int, **keys: Any) -> SshPlan:
     routes = {host: Route(f"10.0.0.{number + 1}", f"eth{number}") for number, host in enumerate(hosts)}
     slot_hosts = dict(zip(list_slots(job), hosts, strict=True))
     return build_plan(job, SshClient(), slot_hosts, {host: host_facts(host) for host in hosts}, routes, 29500)
+
+
+@pytest.mark.parametrize(
+    ("keys", "workers", "unused"),
+    [
+        ({}, 2, False),
+        ({"topology": "mpi"}, 2, False),
+        ({"topology": "tf-ps"}, 2, False),
+        ({"topology": "tf-mirrored"}, 2, False),
+        ({"topology": "single"}, 1, True),
+        ({"topology": "single", "workers": "all"}, 1, True),
+        ({"workers": 1}, 1, True),
+        ({"workers": "all"}, 2, False),
+        ({"workers": {"min": 1, "max": 2}}, 2, False),
+        ({"ssh": {"hosts": ["a", "b:2"]}}, 3, False),
+        ({"ssh": {"hosts": ["a:2"]}}, 2, False),
+        ({"ssh": {"hosts": ["a:2"]}, "workers": 1}, 1, False),
+        ({"ssh": {"hosts": ["@hosts"]}}, 4, False),
+        ({"ssh": {"hosts": ["@hosts"]}, "workers": 3}, 3, True),
+    ],
+)
+def test_all_listed_hosts_are_used_unless_workers_says_otherwise(
+    keys: dict[str, Any], workers: int, unused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("a\nb slots=2\nc\n")
+    defaults = {"program": {"script": "a.py"}, "topology": "torchrun", "ssh": {"hosts": ["a", "b"]}}
+    job = SshLauncher().resolve_paths(job_of(**{**defaults, **keys}))
+    assert job.max_workers == workers
+    assert bool(describe_unused_hosts(job)) == unused
 
 
 def test_each_slot_is_rendered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -385,14 +385,15 @@ class Job(Section, frozen=True, kw_only=True):
     ] = "torchrun"
     workers: Annotated[
         Annotated[
-            PositiveInt | ElasticSpec | Literal["all"],
-            expect("an integer >= 1, {min: 2, max: 8}, or all"),
+            PositiveInt | ElasticSpec | Literal["auto", "all"],
+            expect("an integer >= 1, {min: 2, max: 8}, auto, or all"),
         ],
         describe(
-            "Number of machines or pods. `{min: 2, max: 8}`: an elastic job, in which torchrun adds and removes "
-            "workers. `all`: as many workers as fit when the job starts."
+            "Number of machines or pods. `auto`: with `--on ssh`, as many as the hosts have room for; otherwise 1. "
+            "`{min: 2, max: 8}`: an elastic job, in which torchrun adds and removes workers. `all`: as many workers as "
+            "fit when the job starts."
         ),
-    ] = 1
+    ] = "auto"
     processes_per_worker: Annotated[
         Literal["auto"] | PositiveInt, describe("Number of ranks per worker. `auto`: one per GPU, at least 1.")
     ] = "auto"
@@ -450,10 +451,10 @@ class Job(Section, frozen=True, kw_only=True):
 
     @property
     def max_workers(self) -> int:
-        """The maximum number of workers; 1 for `all`, until the launcher has counted them."""
-        return (
-            self.workers.max if isinstance(self.workers, ElasticSpec) else 1 if self.workers == "all" else self.workers
-        )
+        """The maximum number of workers; 1 for `auto` and `all`, until the launcher has counted them."""
+        if isinstance(self.workers, ElasticSpec):
+            return self.workers.max
+        return 1 if isinstance(self.workers, str) else self.workers
 
     @property
     def min_workers(self) -> int:

@@ -74,8 +74,8 @@ class SshLauncher:
         job = map_programs(job, relative)
         tensorboard = str(Path.cwd() / job.tensorboard) if isinstance(job.tensorboard, str) else job.tensorboard
         ssh = change(job.ssh, hosts=expand_hosts(job.ssh.hosts), config=config)
-        workers = max(1, len(expand_slots(ssh.hosts))) if job.workers == "all" else job.workers
-        return change(job, tensorboard=tensorboard, ssh=ssh, workers=workers)
+        job = change(job, tensorboard=tensorboard, ssh=ssh)
+        return change(job, workers=_count_workers(job)) if isinstance(job.workers, str) else job
 
     def render(self, job: Job) -> SshPlan:
         """Probe all hosts and return the command of every slot; raise all issues of all hosts at once."""
@@ -173,6 +173,11 @@ def _may_still_run(run: Run) -> bool:
 # --- Checks
 
 
+def _count_workers(job: Job) -> int:
+    """Return how many workers the hosts have room for; topology `single` runs one."""
+    return 1 if job.topology == "single" else max(1, len(expand_slots(job.ssh.hosts)))
+
+
 def _assign_hosts(job: Job) -> dict[Slot, str]:
     """Assign workers to hosts in the order of the list, parameter servers round-robin, all others to the first."""
     names = expand_slots(job.ssh.hosts)[: job.max_workers]
@@ -183,6 +188,15 @@ def _assign_hosts(job: Job) -> dict[Slot, str]:
         return workers.get(slot) or hosts[slot.index % len(hosts) if slot.role == "ps" else 0]
 
     return {slot: choose_host(slot) for slot in list_slots(job)}
+
+
+def describe_unused_hosts(job: Job) -> str:
+    """Return which hosts a job uses if it has fewer workers than the hosts have room for; empty if it uses all."""
+    hosts = expand_slots(job.ssh.hosts)
+    used = list(dict.fromkeys(hosts[: job.max_workers]))
+    unused = [host for host in dict.fromkeys(hosts) if host not in used]
+    why = "topology single" if job.topology == "single" else f"workers: {job.max_workers}"
+    return f"{why} uses only {', '.join(used)}, not {', '.join(unused)}" if unused else ""
 
 
 def check_spec(job: Job) -> Iterator[Fault]:
@@ -359,9 +373,8 @@ def _host_notes(
     configs: Mapping[str, HostConfig],
 ) -> Iterator[str]:
     """Yield what the user should know about the hosts, and which settings are ignored."""
-    unused = [host for host in dict.fromkeys(expand_slots(job.ssh.hosts)) if host not in configs]
-    if unused:
-        yield f"not used for {pluralize(job.max_workers, 'worker')}: {', '.join(unused)}"
+    if note := describe_unused_hosts(job):
+        yield note
     if job.checkpoint.dir is None:
         host = slot_hosts[min(slot_hosts)]
         folder = f"{configs[host].workdir}/.stoker/<run>/checkpoints"
