@@ -98,6 +98,9 @@ class _Loader(_SafeLoader):  # type: ignore[misc, valid-type]
             return super().construct_object(node, deep=deep)
         except ValueError as error:
             raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
+        except (LookupError, AttributeError, TypeError) as error:  # such as `!!int ""`, `!!bool x`, `!!timestamp x`
+            what = f"not a valid value of type {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark) from error
 
 
 class _VerbatimLoader(_Loader):

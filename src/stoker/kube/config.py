@@ -127,10 +127,14 @@ def _read(path: Path) -> dict[str, Any]:
     except SpecError as error:
         raise InputError(f"invalid kubeconfig: {error.what}", where=path) from error
     lists = [data.get(key) or [] for key in _LISTS] if isinstance(data, dict) else [None]
-    if not all(isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries) for entries in lists):
-        what = "invalid kubeconfig: clusters, contexts and users must be lists of mappings"
+    if not all(isinstance(entries, list) and all(map(_has_name, entries)) for entries in lists):
+        what = "invalid kubeconfig: clusters, contexts and users must be lists of mappings with a name"
         raise InputError(what, where=path)
     return dict(data)
+
+
+def _has_name(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str)
 
 
 def _merge_files(paths: list[Path]) -> dict[str, Any]:
@@ -140,7 +144,7 @@ def _merge_files(paths: list[Path]) -> dict[str, Any]:
         data = _read(path)
         for key in _LISTS:
             for entry in data.get(key) or ():
-                merged[key].setdefault(entry.get("name"), _resolve_files(entry, path.parent))
+                merged[key].setdefault(entry["name"], _resolve_files(entry, path.parent))
         if "current-context" not in merged and data.get("current-context"):
             merged["current-context"] = data["current-context"]
     return {key: list(value.values()) if isinstance(value, dict) else value for key, value in merged.items()}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from stoker.errors import InputError
 
-MAX_NAMES = 10_000_000
+MAX_NAMES = 1_000_000
 MAX_GAP = 100_000
 
 _GROUP = re.compile(r"\{([^{}]*)\}")
@@ -32,16 +33,18 @@ def has_braces(text: str) -> bool:
 
 def expand_braces(pattern: str) -> Iterator[str]:
     """Yield every name of a pattern with any number of groups `{000..127}` and `{a,b}`."""
-    group = _GROUP.search(pattern)
-    if group is None:
-        if "{" in pattern or "}" in pattern:
-            raise InputError(f"unbalanced braces in {pattern!r}", hint="write ranges as {000000..000127}")
-        yield pattern
-        return
-    before, after = pattern[: group.start()], pattern[group.end() :]
-    for middle in _expand_group(group[1], pattern):
-        for rest in expand_braces(after):
-            yield f"{before}{middle}{rest}"
+    *parts, tail = _GROUP.split(pattern)  # text, group, text, group, …, text
+    texts, groups = parts[::2], []
+    if any(brace in text for text in (*texts, tail) for brace in "{}"):
+        raise InputError(f"unbalanced braces in {pattern!r}", hint="write ranges as {000000..000127}")
+    count = 1
+    for inside in parts[1::2]:
+        groups.append(_expand_group(inside, pattern))
+        count *= len(groups[-1])
+        if count > MAX_NAMES:
+            raise InputError(f"{pattern!r} expands to more than {MAX_NAMES:,} names")
+    for choice in itertools.product(*groups):
+        yield "".join(itertools.chain.from_iterable(zip(texts, choice, strict=True))) + tail
 
 
 def collapse_names(names: Iterable[str]) -> list[NumberRange]:
@@ -59,7 +62,7 @@ def collapse_names(names: Iterable[str]) -> list[NumberRange]:
     return ranges + [NumberRange(name, (name,), ()) for name in sorted(unnumbered)]
 
 
-def _expand_group(inside: str, pattern: str) -> Iterator[str]:
+def _expand_group(inside: str, pattern: str) -> list[str]:
     span = _RANGE.fullmatch(inside)
     if span is None:
         if "," not in inside:
@@ -67,14 +70,12 @@ def _expand_group(inside: str, pattern: str) -> Iterator[str]:
                 f"{{{inside}}} in {pattern!r} is neither a range nor a list",
                 hint="write {000000..000127} or {train,val}",
             )
-        yield from inside.split(",")
-        return
+        return inside.split(",")
     first, last = int(span[1]), int(span[2])
     if last < first or last - first >= MAX_NAMES:
         raise InputError(f"the range {{{inside}}} in {pattern!r} is empty or longer than {MAX_NAMES:,} names")
     width = len(span[1]) if span[1].startswith("0") or len(span[1]) == len(span[2]) else 0
-    for number in range(first, last + 1):
-        yield f"{number:0{width}d}"
+    return [f"{number:0{width}d}" for number in range(first, last + 1)]
 
 
 def _number_ranges(head: str, width: int, tail: str, present: set[int]) -> list[NumberRange]:

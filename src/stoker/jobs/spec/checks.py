@@ -159,7 +159,7 @@ def check_ssh(ssh: SshSpec) -> Iterator[Fault]:
         name, colon, count = host.rpartition(":")
         if not colon or ":" in name or host.startswith("@"):  # more than one colon: an IPv6 address
             continue
-        if not count.isdigit() or not 1 <= int(count) <= MAX_WORKERS_PER_HOST:
+        if not re.fullmatch("[0-9]{1,9}", count) or not 1 <= int(count) <= MAX_WORKERS_PER_HOST:
             yield Fault(
                 f"hosts[{index}]",
                 f"{host!r}: HOST:N sets the number of workers, 1 to {MAX_WORKERS_PER_HOST}; "

@@ -1,0 +1,1 @@
+"""Hostile input: known cases in the default run, fresh seeds for a minute each in `make test-all`."""

@@ -1,0 +1,1 @@
+"""Fuzz targets, one module for each kind of input."""
