@@ -13,7 +13,6 @@ import typer
 from stoker.cli.job import add_hosts
 from stoker.cli.options import LOCAL, Hosts, Json, Sets
 from stoker.cli.output import print_json, print_message, print_table
-from stoker.cli.runs import open_launcher
 from stoker.errors import InputError, JobFailedError, MissingError, StokerError, UnavailableError
 
 if TYPE_CHECKING:
@@ -54,6 +53,7 @@ def doctor(
         return
     on = on or LOCAL
     from stoker.doctor.run import default_job, run_doctor
+    from stoker.jobs.run_lookup import open_launcher
     from stoker.jobs.spec import load_job
 
     launcher, (name, _, address) = open_launcher(on), on.partition("://")

@@ -1,4 +1,4 @@
-"""`stoker init` and `stoker job plan|run|eval|schema`; registers the other job commands."""
+"""`stoker init` and `stoker job plan|run|schema`; registers the other job commands."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli import job_exec, job_forward, job_status
-from stoker.cli.options import LOCAL, Hosts, JobFile, Json, On, RunName, Sets
+from stoker.cli import job_eval, job_exec, job_forward, job_status
+from stoker.cli.options import LOCAL, Hosts, JobFile, Json, On, Sets
 from stoker.cli.output import print_json, print_message
-from stoker.cli.runs import describe_run, follow_run, get_status, launcher_of, open_launcher, stop_on_interrupt
+from stoker.cli.runs import describe_run, follow_run, stop_on_interrupt
 
 if TYPE_CHECKING:
     from stoker.jobs.launcher import Launcher
@@ -66,6 +66,8 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Print what a job would start, without starting it."""
+    from stoker.jobs.run_lookup import open_launcher
+
     job, rendered = _render(file, on, add_hosts(on, sets, hosts), quiet=rbac is not None)
     if rbac is not None:
         rendered = _render_rbac(open_launcher(on), job, rbac)
@@ -95,6 +97,7 @@ def run(
     Ctrl-C stops the job; closing the terminal does not. The last line is the outcome, and where the time went.
     """
     from stoker.jobs.run_folder import create_run
+    from stoker.jobs.run_lookup import get_status, launcher_of, open_launcher
 
     if resume is not None:
         _reject_with_resume(
@@ -130,46 +133,6 @@ def run(
         get_status(started).raise_for_state()
 
 
-@app.command("eval")
-def evaluate(
-    name: RunName = None,
-    checkpoint: Annotated[
-        str, typer.Option(metavar="WHICH", help="newest, best, or the path or URL of a checkpoint.")
-    ] = "best",
-    sets: Sets = None,
-) -> None:
-    """Evaluate a checkpoint of a run with the run's settings."""
-    import msgspec
-
-    from stoker.errors import InputError
-    from stoker.jobs.run_folder import create_run, find_run
-    from stoker.jobs.spec import load_job
-
-    trained = find_run(name) if name else _find_newest_training()
-    job = load_job(trained.folder / "job.yaml", sets or [])
-    if job.program.module != "stoker.trainers.torch_image":
-        raise InputError(
-            f"run {trained.id} does not use stoker.trainers.torch_image",
-            hint="evaluate it with your own program; `job eval` supports stoker.trainers.torch_image only",
-        )
-    args = (*job.program.args, *_evaluation_flags(checkpoint))
-    job = msgspec.structs.replace(
-        job,
-        name=f"{job.name[:35].rstrip('-')}-eval",
-        program=msgspec.structs.replace(job.program, args=args),
-        checkpoint=msgspec.structs.replace(job.checkpoint, dir=trained.checkpoint_dir),
-        retries=0,
-    )
-    launcher = open_launcher(LOCAL)
-    job = launcher.resolve_paths(job)
-    rendered = launcher.render(job)
-    started = create_run(job, rendered)
-    with stop_on_interrupt(launcher, started):
-        launcher.start(rendered, started)
-        follow_run(started)
-    get_status(started).raise_for_state()
-
-
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of the job file, for editors."""
@@ -179,6 +142,7 @@ def schema() -> None:
 
 
 job_status.add_to(app)
+job_eval.add_to(app)
 job_exec.add_to(app)
 job_forward.add_to(app)
 
@@ -200,6 +164,7 @@ def add_hosts(on: str, sets: list[str] | None, hosts: str | None) -> list[str]:
 
 
 def _render(file: Path, on: str, sets: list[str] | None, *, quiet: bool = False) -> tuple[Job, Any]:
+    from stoker.jobs.run_lookup import open_launcher
     from stoker.jobs.spec import load_job
 
     launcher = open_launcher(on)
@@ -242,9 +207,9 @@ def _reject_with_resume(arguments: Mapping[str, object]) -> None:
 def _find_resumable(name: str) -> Run:
     """Return a finished, unsuccessful run, which can be restarted in its own folder from its own checkpoints."""
     from stoker.errors import ConflictError
-    from stoker.jobs.run_folder import find_run
+    from stoker.jobs.run_lookup import get_status, resolve_run
 
-    finished = find_run(name)
+    finished = resolve_run(name)
     state = get_status(finished).state
     if not state.is_final:
         raise ConflictError(
@@ -253,17 +218,3 @@ def _find_resumable(name: str) -> Run:
     if state == "succeeded":
         raise ConflictError(f"run {finished.id} already succeeded", hint="start a new run: stoker job run FILE")
     return finished
-
-
-def _find_newest_training() -> Run:
-    """Return the newest run that is not itself an evaluation."""
-    from stoker.jobs.run_folder import find_run, list_runs
-
-    return next((run for run in list_runs() if "--eval-only" not in run.job.program.args), None) or find_run(None)
-
-
-def _evaluation_flags(checkpoint: str) -> tuple[str, ...]:
-    """Return the trainer's flags that evaluate a checkpoint."""
-    if checkpoint in ("best", "newest"):
-        return ("--eval-only", checkpoint)
-    return ("--eval-only", "--init-from", checkpoint)

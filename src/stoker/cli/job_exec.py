@@ -15,7 +15,6 @@ from stoker.cli.job_pods import KUBERNETES, RequiredRun, SlotName, connect_to_ru
 from stoker.cli.kube_target import parse_target
 from stoker.cli.options import JobFile, RunTarget, Sets
 from stoker.cli.output import print_message
-from stoker.cli.runs import open_launcher, resolve_run
 
 if TYPE_CHECKING:
     from stoker.jobs.spec import Job
@@ -43,6 +42,7 @@ def exec_in(
     On a terminal the command gets a terminal too; otherwise it reads this command's standard input. The exit code is
     the command's.
     """
+    from stoker.jobs.run_lookup import resolve_run
     from stoker.kube import kubectl
     from stoker.kube.objects import MAIN_CONTAINER
 
@@ -145,6 +145,7 @@ def _render_pod_spec(
 ) -> tuple[Job, Manifest, list[Manifest]]:
     """Return the job, the pod spec of a role without its program, and the ConfigMaps that it mounts."""
     from stoker.errors import InputError
+    from stoker.jobs.run_lookup import open_launcher
     from stoker.jobs.spec import load_job
     from stoker.jobs.topology import get_topology
     from stoker.launchers.kubernetes.run_objects import build_shell_pod_spec

@@ -12,7 +12,6 @@ import typer
 from stoker.cli.job_pods import RequiredRun, SlotName, connect_to_run, find_slot_pod, get_running_pod, resolve_slot
 from stoker.cli.options import RunTarget
 from stoker.cli.output import print_message
-from stoker.cli.runs import resolve_run
 
 if TYPE_CHECKING:
     from stoker.jobs.run_folder import Run
@@ -45,6 +44,7 @@ def forward(
 
     Listens on 127.0.0.1 until Ctrl-C. When the pod is replaced, the ports are forwarded to the new one.
     """
+    from stoker.jobs.run_lookup import resolve_run
     from stoker.kube import kubectl
 
     run, mappings = resolve_run(name, on), _parse_ports(ports)

@@ -14,13 +14,9 @@ from stoker.cli.runs import (
     describe_run,
     format_elapsed,
     format_progress,
-    get_status,
-    launcher_of,
     list_insights,
-    open_cluster_launcher,
     print_logs,
     read_run_events,
-    resolve_run,
     status_to_dict,
 )
 
@@ -40,6 +36,7 @@ def list_command(
     """List runs of this machine or of a cluster, newest first."""
     from stoker.core.units import pluralize
     from stoker.jobs.run_folder import list_runs
+    from stoker.jobs.run_lookup import get_status
 
     if on is not None:
         _list_cluster_runs(on, limit, as_json)
@@ -70,6 +67,7 @@ def list_command(
 def _list_cluster_runs(target: str, limit: int, as_json: bool) -> None:
     """List the runs that a cluster itself knows."""
     from stoker.core.units import format_duration
+    from stoker.jobs.run_lookup import open_cluster_launcher
 
     runs = open_cluster_launcher(target).runs()[:limit]
     if as_json:
@@ -94,6 +92,8 @@ def _list_cluster_runs(target: str, limit: int, as_json: bool) -> None:
 
 def status(name: RunName = None, on: RunTarget = None, as_json: Json = False) -> None:
     """Show a run's slots, progress, and where its time goes."""
+    from stoker.jobs.run_lookup import get_status, resolve_run
+
     run = resolve_run(name, on)
     if as_json:
         print_json(describe_run(run))
@@ -118,6 +118,7 @@ def logs(
 ) -> None:
     """Show or follow the logs of a run."""
     from stoker.errors import InputError
+    from stoker.jobs.run_lookup import resolve_run
     from stoker.jobs.topology import Slot, list_slots
 
     run = resolve_run(name, on)
@@ -128,15 +129,20 @@ def logs(
 
 
 def stop(name: RunName = None, on: RunTarget = None) -> None:
-    """Stop a run: SIGTERM, a grace period, then SIGKILL."""
-    run = resolve_run(name, on)
+    """Stop a run: SIGTERM, a grace period, then SIGKILL.
+
+    With a job name, stops the run of that job that is running; if several are, lists them and stops none.
+    """
+    from stoker.jobs.run_lookup import get_status, launcher_of, resolve_run_to_stop
+
+    run = resolve_run_to_stop(name, on)
     before = run.read_status().state
     launcher_of(run).stop(run.handle)  # also for a finished run: processes may be left on other machines
-    is_finished = before.is_final and before != "lost"
-    if is_finished:
-        print_message(f"run {run.id} is not running (state: {before})")
-    else:
+    if not before.is_final or before == "lost":
         print_message(f"{run.id}: {get_status(run).state}")
+    else:
+        which = "the newest run" if name in (None, run.name) else "run"
+        print_message(f"nothing to stop: {which} {run.id} is not running (state: {before})")
 
 
 def report(
@@ -150,10 +156,10 @@ def report(
 
     Secrets are removed.
     """
-    from stoker.jobs.run_folder import find_run
+    from stoker.jobs.run_lookup import get_status, resolve_run
     from stoker.launchers.report import write_report
 
-    run = find_run(name)
+    run = resolve_run(name)
     path = out or Path(f"{run.id}.tar.gz")
     current, events = get_status(run), read_run_events(run)
     lines = [f"{run.id}: {current.state}", format_progress(events), current.message, *list_insights(events)]

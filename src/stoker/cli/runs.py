@@ -1,4 +1,4 @@
-"""Find a run and its launcher, follow its logs, and describe its progress."""
+"""Follow the logs of a run, and describe its progress."""
 
 from __future__ import annotations
 
@@ -22,60 +22,10 @@ STOPPED_LINES = 3
 """Log lines shown after Ctrl-C: they say whether a last checkpoint was written."""
 
 
-def open_launcher(target: str) -> Launcher[Any]:
-    """Return the launcher that `--on` names, for example `local` or `ray://host:8265`."""
-    from stoker.errors import InputError
-    from stoker.jobs.launcher import LAUNCHERS
-
-    kind, _, address = target.partition("://")
-    if kind not in LAUNCHERS.names() and (scheme := kind.partition(":")[0]) in LAUNCHERS.names():
-        example = "context/namespace" if scheme == "k8s" else "host:port"
-        raise InputError(f"--on {target} is not a valid target", hint=f"use {scheme}://{example}")
-    launcher: Any = LAUNCHERS.get(kind)
-    if address and not launcher.traits.has_targets:
-        raise InputError(f"--on {kind} takes no address", hint=f"remove {address!r}")
-    return launcher(address) if address else launcher()  # type: ignore[no-any-return]
-
-
-def open_cluster_launcher(target: str) -> Any:
-    """Return the launcher of a cluster that lists its own runs; raise InputError for other targets."""
-    from stoker.errors import InputError
-
-    launcher = open_launcher(target)
-    if not hasattr(launcher, "runs"):
-        raise InputError(
-            f"--on {target} does not support listing runs", hint="omit --on to see the runs started from here"
-        )
-    return launcher
-
-
-def launcher_of(run: Run) -> Launcher[Any]:
-    """Return the launcher that started a run."""
-    return open_launcher(run.handle.partition("://")[0])
-
-
-def resolve_run(name: str | None, target: str | None) -> Run:
-    """Return a run of this machine, or of the cluster that `--on` or the handle names."""
-    from stoker.errors import InputError
-    from stoker.jobs.run_folder import find_run
-
-    if target is None and name is not None and name.startswith("k8s://"):
-        target, _, name = name.rpartition("/")
-    if target is None:
-        return find_run(name)
-    if name is None:
-        raise InputError("RUN is required with --on", hint=f"list runs with: stoker job list --on {target}")
-    run: Run = open_cluster_launcher(target).adopt(name)
-    return run
-
-
-def get_status(run: Run) -> JobStatus:
-    """Return the current status of a run."""
-    return launcher_of(run).status(run.handle)
-
-
 def follow_run(run: Run, *, first: int = 0, quiet: bool = False) -> None:
     """Print the logs of a run until it finishes, then a one-line summary if it succeeded."""
+    from stoker.jobs.run_lookup import get_status
+
     print_logs(run, None, follow=True, first=first, quiet=quiet)
     status = get_status(run)
     if status.state == "succeeded":
@@ -86,6 +36,7 @@ def follow_run(run: Run, *, first: int = 0, quiet: bool = False) -> None:
 
 def print_logs(run: Run, slot: Slot | None, *, follow: bool, first: int = 0, quiet: bool = False) -> None:
     """Print the log lines of a run from attempt `first` on."""
+    from stoker.jobs.run_lookup import launcher_of
     from stoker.jobs.topology import list_slots
 
     has_prefix = slot is None and len(list_slots(run.job)) > 1
@@ -151,6 +102,7 @@ def format_elapsed(status: JobStatus) -> str:
 
 def describe_run(run: Run) -> dict[str, Any]:
     """Return everything known about a run as plain values, for `--json`."""
+    from stoker.jobs.run_lookup import get_status
     from stoker.telemetry import analysis
 
     events = read_run_events(run)

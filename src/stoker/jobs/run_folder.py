@@ -130,28 +130,40 @@ def create_run(job: Job, plan: object, *, home: Path | None = None) -> Run:
 def list_runs() -> list[Run]:
     """List all runs, newest first."""
     folder = stoker_home() / "runs"
-    runs = [Run(path) for path in folder.iterdir() if (path / "handle").is_file()] if folder.is_dir() else []
-    return sorted(runs, key=lambda run: (run.id.rsplit("-", 3)[1:], run.id), reverse=True)
+    paths = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
+    ids = [path.name for path in paths if (path / "handle").is_file()]
+    return [Run(folder / run_id) for run_id in sorted(ids, key=sort_key, reverse=True)]
+
+
+def sort_key(run_id: str) -> tuple[list[str], str]:
+    """Return the key that sorts run IDs by the start time in them."""
+    return run_id.rsplit("-", 3)[1:], run_id
 
 
 def find_run(name: str | None) -> Run:
-    """Find a run by its ID, a prefix of it, or its job's name (the newest run); without a name, the newest run."""
+    """Return the newest run that a name matches, whether it is running or not; see `run_lookup` for commands."""
+    return match_runs(name)[0]
+
+
+def match_runs(name: str | None) -> list[Run]:
+    """Return the run with this ID or unique prefix, or all runs of the job with this name, newest first.
+
+    Without a name, return all runs. Raise NotFoundError rather than return an empty list.
+    """
     runs = list_runs()
     if not runs:
         what = "no runs found" if name is None else f"no run matches {name!r}"
         raise NotFoundError(what, where=stoker_home() / "runs", hint="start one with: stoker job run")
-    if name is None:
-        return runs[0]
-    for run in runs:
-        if name in (run.id, run.name):
-            return run
-    matches = [run for run in runs if run.id.startswith(name)]
-    if len(matches) == 1:
-        return matches[0]
+    matches = [run for run in runs if run.id == name] or [run for run in runs if name in (None, run.name)]
     if matches:
+        return matches
+    matches = [run for run in runs if run.id.startswith(name or "")]
+    if len(matches) > 1:
         ids = ", ".join(run.id for run in matches[:5])
         raise InputError(f"{name!r} matches {len(matches)} runs: {ids}", hint="use a longer prefix")
-    raise NotFoundError(f"no run matches {name!r}", hint="list runs with: stoker job list")
+    if not matches:
+        raise NotFoundError(f"no run matches {name!r}", hint="list runs with: stoker job list")
+    return matches
 
 
 def describe_environment() -> dict[str, object]:

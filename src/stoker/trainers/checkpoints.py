@@ -11,7 +11,6 @@ import hashlib
 import io
 import logging
 import os
-import re
 import secrets
 import tempfile
 import time
@@ -25,11 +24,10 @@ import torch
 from stoker.errors import ConflictError, InputError, StokerError, VerificationError
 from stoker.storage import Store, join_url, local_path, open_store, open_writable, redacted, split_url
 from stoker.storage.local import is_temporary, translate_os_errors
+from stoker.trainers.checkpoint_files import BEST_NAME, has_best, list_step_names, step_name
 
 VERSION = 1
-BEST_NAME = "best.pt"
 LOCK_NAME = ".lock"
-_NAME = re.compile(r"step-(\d{10})\.pt")
 _MAGIC = b"stoker-sha256:"
 _TRAILER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
 
@@ -65,7 +63,7 @@ class CheckpointStore:
 
     def load_newest(self) -> tuple[str, Checkpoint] | None:
         """Read the newest intact checkpoint, and report damaged ones; None if there are no checkpoints."""
-        names = self._names()
+        names = list_step_names(self._store)
         for name in reversed(names):
             try:
                 return name, decode_checkpoint(self._store.get(name), where=join_url(self.url, name))
@@ -82,7 +80,7 @@ class CheckpointStore:
 
     def load_best(self) -> tuple[str, Checkpoint] | None:
         """Read the checkpoint with the best validation; None if there is none."""
-        if all(entry.name != BEST_NAME for entry in self._store.list(BEST_NAME)):
+        if not has_best(self._store):
             return None
         return BEST_NAME, decode_checkpoint(self._store.get(BEST_NAME), where=join_url(self.url, BEST_NAME))
 
@@ -127,11 +125,11 @@ class CheckpointStore:
         started = time.monotonic()
         if best:  # first: after a kill between the two, the validation is repeated and both are written again
             self._put(BEST_NAME, state)
-        name = f"step-{step:010d}.pt"
+        name = step_name(step)
         self._put(name, state)
         self._on_written(join_url(self.url, name), step, time.monotonic() - started)
         # Checkpoints of later steps are damaged, or from before a fallback to an older checkpoint.
-        names = self._names()
+        names = list_step_names(self._store)
         older = [other for other in names if other <= name]
         for old in [*older[: -self._keep], *names[len(older) :]]:
             self._store.delete(old)
@@ -151,9 +149,6 @@ class CheckpointStore:
             path.unlink(missing_ok=True)
             raise
         _fsync_directory(self._directory)
-
-    def _names(self) -> list[str]:
-        return sorted(entry.name for entry in self._store.list("step-") if _NAME.fullmatch(entry.name))
 
 
 def decode_checkpoint(data: bytes, *, where: str) -> Checkpoint:

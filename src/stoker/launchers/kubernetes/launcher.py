@@ -7,7 +7,7 @@ logs, and any later command resumes following, also on another machine.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,7 +17,8 @@ from stoker.core.processes import wait_until
 from stoker.core.units import format_bytes, pluralize
 from stoker.errors import ConflictError, InputError, NotFoundError, SpecError, UnavailableError
 from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits
-from stoker.jobs.run_folder import Run, stoker_home
+from stoker.jobs.run_folder import Run, sort_key, stoker_home
+from stoker.jobs.run_lookup import choose_run
 from stoker.jobs.spec import Job
 from stoker.jobs.status import STOPPED_MESSAGE, JobState, JobStatus
 from stoker.jobs.topology import Slot
@@ -167,17 +168,12 @@ class KubernetesLauncher:
             config_maps = [
                 obj for obj in client.list_objects("ConfigMap", RUN_SELECTOR) if JOB_FILE in (obj.get("data") or {})
             ]
-        labels = [obj["metadata"]["labels"] for obj in config_maps]
-        matching = [
-            obj for obj, own in zip(config_maps, labels, strict=True) if name in (own[RUN_LABEL], own[JOB_LABEL])
-        ]
-        if not matching:
-            known = ", ".join(sorted(own[RUN_LABEL] for own in labels)) or "none"
-            raise NotFoundError(f"run {name!r} not found", where=client, hint=f"known: {known}")
-        run = Run(stoker_home() / "runs" / matching[0]["metadata"]["labels"][RUN_LABEL])
+            jobs = {obj["metadata"]["labels"][RUN_LABEL]: obj["metadata"]["labels"][JOB_LABEL] for obj in config_maps}
+            run = Run(stoker_home() / "runs" / _choose_cluster_run(client, jobs, name))
         if not (run.folder / "handle").exists():
+            job_file = next(obj for obj in config_maps if obj["metadata"]["labels"][RUN_LABEL] == run.id)
             run.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-            run.write(JOB_FILE, matching[0]["data"][JOB_FILE].encode())
+            run.write(JOB_FILE, job_file["data"][JOB_FILE].encode())
             run.write("handle", f"{client.url}/{run.id}\n".encode())
         return run
 
@@ -188,6 +184,19 @@ class KubernetesLauncher:
         start_background_process(
             run, lambda: supervisor_pid(run) is not None or _is_finished(run), module=FOLLOWER_MODULE
         )
+
+
+def _choose_cluster_run(client: KubeClient, jobs: Mapping[str, str], name: str) -> str:
+    """Return the ID of the run that a run ID or job name means; `jobs` has the job name of each run."""
+    matches = [name] if name in jobs else [run_id for run_id, job in jobs.items() if job == name]
+    if not matches:
+        known = ", ".join(sorted(jobs)) or "none"
+        raise NotFoundError(f"run {name!r} not found", where=client, hint=f"known: {known}")
+    if len(matches) == 1:
+        return matches[0]
+    states = {str(row["run"]): JobState(str(row["state"])) for row in list_cluster_runs(client)}
+    newest_first = sorted(matches, key=sort_key, reverse=True)
+    return choose_run({run_id: states.get(run_id, JobState.LOST) for run_id in newest_first}, name)
 
 
 def _is_finished(run: Run) -> bool:

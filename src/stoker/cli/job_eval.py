@@ -1,0 +1,105 @@
+"""`stoker job eval`: validate a checkpoint of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stoker.cli.options import LOCAL, RunName, Sets
+from stoker.cli.output import print_message
+from stoker.cli.runs import follow_run, stop_on_interrupt
+
+if TYPE_CHECKING:
+    from stoker.jobs.run_folder import Run
+
+TRAINER = "stoker.trainers.torch_image"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add this command to `stoker job`."""
+    app.command("eval")(evaluate)
+
+
+def evaluate(
+    name: RunName = None,
+    checkpoint: Annotated[
+        str,
+        typer.Option(
+            metavar="WHICH",
+            help="best (the newest if none was validated yet), newest, or the path or URL of a checkpoint.",
+        ),
+    ] = "best",
+    sets: Sets = None,
+) -> None:
+    """Evaluate a checkpoint of a run with the run's settings, on this machine."""
+    import msgspec
+
+    from stoker.errors import InputError
+    from stoker.jobs.run_folder import create_run
+    from stoker.jobs.run_lookup import get_status, open_launcher, resolve_run
+    from stoker.jobs.spec import load_job
+
+    trained = resolve_run(name) if name else _find_newest_training()
+    job = load_job(trained.folder / "job.yaml", sets or [])
+    if job.program.module != TRAINER:
+        raise InputError(
+            f"run {trained.id} does not use {TRAINER}",
+            hint=f"evaluate it with your own program; `job eval` supports {TRAINER} only",
+        )
+    directory = job.checkpoint.dir or trained.checkpoint_dir
+    where, flags = _choose_checkpoint(trained, directory, checkpoint)
+    job = msgspec.structs.replace(
+        job,
+        name=f"{job.name[:35].rstrip('-')}-eval",
+        program=msgspec.structs.replace(job.program, args=(*job.program.args, *flags)),
+        checkpoint=msgspec.structs.replace(job.checkpoint, dir=directory),
+        retries=0,
+    )
+    launcher = open_launcher(LOCAL)
+    job = launcher.resolve_paths(job)
+    rendered = launcher.render(job)
+    print_message(f"Evaluating {where} of run {trained.id}")
+    started = create_run(job, rendered)
+    with stop_on_interrupt(launcher, started):
+        launcher.start(rendered, started)
+        follow_run(started)
+    get_status(started).raise_for_state()
+
+
+def _find_newest_training() -> Run:
+    """Return the newest run that is not itself an evaluation."""
+    from stoker.jobs.run_folder import find_run, list_runs
+
+    return next((run for run in list_runs() if "--eval-only" not in run.job.program.args), None) or find_run(None)
+
+
+def _choose_checkpoint(trained: Run, directory: str, which: str) -> tuple[str, tuple[str, ...]]:
+    """Return the path or URL of the checkpoint and the trainer's flags for it; raise NotFoundError if there is none."""
+    from stoker.errors import NotFoundError
+    from stoker.storage import join_url, open_store, redacted, split_url
+    from stoker.trainers.checkpoint_files import BEST_NAME, find_checkpoint
+
+    if which not in ("best", "newest"):
+        path = which if "://" in which else str(Path.cwd() / which)
+        folder, name = split_url(path)
+        open_store(folder).head(name)  # raises NotFoundError
+        return redacted(path), ("--eval-only", "--init-from", path)
+    found = find_checkpoint(directory, which)
+    if found is None:
+        kind = trained.handle.partition("://")[0]
+        is_elsewhere = kind != LOCAL and "://" not in directory
+        raise NotFoundError(
+            f"run {trained.id} has no checkpoint in this directory",
+            where=directory,
+            hint=f"it ran on {kind}: copy a checkpoint here and pass --checkpoint FILE" if is_elsewhere else None,
+        )
+    if which == "best" and found != BEST_NAME:
+        print_message(f"No checkpoint was validated yet ({BEST_NAME} does not exist): using the newest")
+    # An empty --init-from overrides that of a training which began with other weights.
+    return redacted(join_url(directory, found)), (
+        "--eval-only",
+        "best" if found == BEST_NAME else "newest",
+        "--init-from=",
+    )
