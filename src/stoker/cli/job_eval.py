@@ -33,7 +33,7 @@ def evaluate(
     ] = "best",
     sets: Sets = None,
 ) -> None:
-    """Evaluate a checkpoint of a run with the run's settings, on this machine."""
+    """Evaluate a checkpoint of a run with the run's settings."""
     import msgspec
 
     from stoker.errors import InputError

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from stoker.cli.options import Json, RunName, RunTarget
+from stoker.cli.options import Json, RunName, RunTarget, parse_value
 from stoker.cli.output import print_json, print_message, print_table
 from stoker.cli.runs import (
     describe_run,
@@ -114,18 +114,29 @@ def logs(
     name: RunName = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the logs until the run finishes.")] = False,
     slot: Annotated[str | None, typer.Option(metavar="SLOT", help="Show only this slot, for example worker/0.")] = None,
+    tail: Annotated[int | None, typer.Option(metavar="N", min=0, help="Show only the last N lines.")] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Show only lines since then: a duration (10m) or a time (2030-01-31T18:00)."),
+    ] = None,
+    timestamps: Annotated[
+        bool, typer.Option("--timestamps", help="Print when each line was written, in UTC, to the second.")
+    ] = False,
     on: RunTarget = None,
 ) -> None:
     """Show or follow the logs of a run."""
+    from stoker.core.units import parse_since
     from stoker.errors import InputError
     from stoker.jobs.run_lookup import resolve_run
     from stoker.jobs.topology import Slot, list_slots
 
+    start = 0.0 if since is None else parse_value("--since", parse_since, since)
     run = resolve_run(name, on)
     known = list_slots(run.job)
     if slot is not None and slot not in map(str, known):
         raise InputError(f"run {run.id} has no slot {slot!r}", hint=f"slots: {', '.join(map(str, known))}")
-    print_logs(run, None if slot is None else Slot.parse(slot), follow=follow)
+    chosen = None if slot is None else Slot.parse(slot)
+    print_logs(run, chosen, follow=follow, tail=tail, since=start, timestamps=timestamps)
 
 
 def stop(name: RunName = None, on: RunTarget = None) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 LOCAL = "local"
+T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="Job file; `-` reads standard input.")]
@@ -44,6 +46,16 @@ RunTarget = Annotated[
 ]
 Url = Annotated[str, typer.Argument(metavar="URL", help="Shard set, or brace pattern of shards.")]
 Jobs = Annotated[str, typer.Option(metavar="N", help="Number of threads; `auto` uses one per core.")]
+
+
+def parse_value(option: str, parse: Callable[[str], T], text: str) -> T:
+    """Parse the value of an option; an error names the option."""
+    from stoker.errors import InputError
+
+    try:
+        return parse(text)
+    except InputError as error:
+        raise InputError(f"{option} {error.what}", hint=error.hint) from error
 
 
 def parse_threads(text: str, option: str = "--jobs") -> int:

@@ -34,15 +34,36 @@ def follow_run(run: Run, *, first: int = 0, quiet: bool = False) -> None:
         print_message("; ".join(part for part in parts if part))
 
 
-def print_logs(run: Run, slot: Slot | None, *, follow: bool, first: int = 0, quiet: bool = False) -> None:
-    """Print the log lines of a run from attempt `first` on."""
+def print_logs(
+    run: Run,
+    slot: Slot | None,
+    *,
+    follow: bool,
+    first: int = 0,
+    quiet: bool = False,
+    tail: int | None = None,
+    since: float = 0.0,
+    timestamps: bool = False,
+) -> None:
+    """Print the log lines of a run from attempt `first` on: the last `tail`, and of those the ones after `since`."""
+    from stoker.core.units import pluralize
     from stoker.jobs.run_lookup import launcher_of
     from stoker.jobs.topology import list_slots
 
     has_prefix = slot is None and len(list_slots(run.job)) > 1
-    for line in launcher_of(run).logs(run.handle, slot, follow=follow):
-        if line.attempt >= first and not quiet:
-            typer.echo(f"[{line.slot}] {line.text}" if has_prefix else line.text)
+    untimed = 0
+    for line in launcher_of(run).logs(run.handle, slot, follow=follow, tail=tail):
+        untimed += bool(since and not line.time)
+        if line.attempt >= first and line.time >= since and not quiet:
+            prefixes = [f"[{line.slot}] "] * has_prefix + [f"{_format_timestamp(line.time)} "] * timestamps
+            typer.echo("".join(prefixes) + line.text)
+    if untimed:
+        print_message(f"Left out {pluralize(untimed, 'line')} without a time: logs of earlier versions have none")
+
+
+def _format_timestamp(timestamp: float) -> str:
+    """Return a timestamp as RFC 3339 in UTC, to the second; `-` if it is not known."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(timestamp)) if timestamp else "-"
 
 
 @contextmanager

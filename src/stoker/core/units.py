@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Iterator
+from datetime import datetime
 from decimal import Decimal
 from typing import Any, ClassVar, Self
 
@@ -93,6 +95,18 @@ def parse_duration(value: str | float) -> float:
     if not 0 <= seconds < math.inf:
         raise InputError(f"must be {Seconds.expected}, got {value!r}")
     return seconds
+
+
+def parse_since(text: str) -> float:
+    """Parse the start of a period, as a timestamp: a duration before now, or a date and time, local by default."""
+    try:
+        return time.time() - parse_duration(text)
+    except InputError:
+        pass
+    try:
+        return datetime.fromisoformat(text.strip()).timestamp()
+    except ValueError as error:
+        raise InputError(f"must be a duration such as 10m or a time such as 2030-01-31T18:00, got {text!r}") from error
 
 
 def format_duration(seconds: float) -> str:

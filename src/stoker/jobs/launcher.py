@@ -30,11 +30,12 @@ class LauncherTraits:
 
 
 class SlotLogLine(NamedTuple):
-    """One line of the log of a slot."""
+    """One line of the log of a slot, and when it was written (0 if that is not known)."""
 
     slot: Slot
     attempt: int
     text: str
+    time: float = 0.0
 
 
 class Launcher(Protocol[Rendered]):
@@ -65,8 +66,8 @@ class Launcher(Protocol[Rendered]):
         """Return the status of a run."""
         ...
 
-    def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[SlotLogLine]:
-        """Yield the log lines of one slot or all; with `follow`, until the job finishes."""
+    def logs(self, handle: str, slot: Slot | None, *, follow: bool, tail: int | None = None) -> Iterator[SlotLogLine]:
+        """Yield the log lines of one slot or all, or the last `tail` of them; with `follow`, until the job finishes."""
         ...
 
     def stop(self, handle: str) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -126,10 +127,10 @@ class LocalLauncher:
         ended = state.stat().st_mtime if state.exists() else time.time()
         return _with_final_state(status, JobState.LOST, message, ended)
 
-    def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[SlotLogLine]:
+    def logs(self, handle: str, slot: Slot | None, *, follow: bool, tail: int | None = None) -> Iterator[SlotLogLine]:
         """Yield the log lines of one slot or all, attempt by attempt."""
         is_over = lambda: not follow or self.status(handle).state.is_final  # noqa: E731
-        return read_run_logs(_parse_handle(handle), slot, is_over=is_over)
+        return read_run_logs(_parse_handle(handle), slot, is_over=is_over, tail=tail)
 
     def stop(self, handle: str) -> None:
         """Signal the supervisor to stop the run and wait for it; without one, stop the leftover processes."""
@@ -178,13 +179,19 @@ def _assign_ports(job: Job) -> tuple[dict[Slot, int], dict[Slot, int]]:
     return requested, dict(zip(others, free, strict=False))
 
 
-def read_run_logs(run: Run, slot: Slot | None, *, is_over: Callable[[], bool]) -> Iterator[SlotLogLine]:
-    """Yield the log lines in a run folder, and new ones until the run is over."""
+def read_run_logs(
+    run: Run, slot: Slot | None, *, is_over: Callable[[], bool], tail: int | None = None
+) -> Iterator[SlotLogLine]:
+    """Yield the log lines in a run folder, or the last `tail` of them, and new ones until the run is over."""
     logs = RunTail(run.logs, slot=None if slot is None else str(slot))
     while True:
         over = is_over()  # before the last read, so that it misses nothing
-        for line in logs.lines(final=over):
-            yield SlotLogLine(Slot.parse(line.log.slot), line.log.attempt, line.text)
+        lines = (
+            SlotLogLine(Slot.parse(line.log.slot), line.log.attempt, line.text, line.t)
+            for line in logs.lines(final=over)
+        )
+        yield from lines if tail is None else deque(lines, maxlen=tail)
+        tail = None
         if over:
             return
         time.sleep(POLL_S)

@@ -10,7 +10,8 @@ from stoker.core.processes import Process, find_processes_by_env, start, termina
 from stoker.jobs.run_folder import Run
 from stoker.jobs.spec import RESERVED_ENV
 from stoker.jobs.status import signal_from_exit_code
-from stoker.jobs.topology import Command, Slot
+from stoker.jobs.topology import Command, Slot, list_slots
+from stoker.telemetry.log_times import LogTimesSampler
 
 LEFTOVER_GRACE_S = 5.0
 REMOTE_SLOT_ENV = {"STOKER_STANDS_IN": "1"}
@@ -37,6 +38,9 @@ class ProcessGroup:
         self._final_grace_s = final_grace_s
         self._run, self._attempt, self._commands = run, attempt, commands
         self._processes: dict[Slot, Process] = {}
+        logs = {run.log_path(slot, attempt) for slot in (*commands, *list_slots(run.job))}
+        self.log_times = LogTimesSampler(logs)
+        """Writer of the times of log lines; `sample` is called while the slots run."""
         self._env = {
             "STOKER_RUN": run.id,
             "STOKER_ATTEMPT": str(attempt),
@@ -79,7 +83,11 @@ class ProcessGroup:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until all slots have exited by themselves, for at most `timeout_s`."""
-        wait_until(lambda: None not in self.exit_codes().values(), timeout_s)
+        wait_until(self._have_exited, timeout_s)
+
+    def _have_exited(self) -> bool:
+        self.log_times.sample()
+        return None not in self.exit_codes().values()
 
     def stop(self, grace_s: float) -> None:
         """Stop every slot: SIGTERM to each and to its leftover processes, SIGKILL after `grace_s` in all."""
@@ -94,6 +102,7 @@ class ProcessGroup:
         for process in self._processes.values():
             process.stop(max(0.0, deadline - time.monotonic()))
         stop_leftovers(self._run, max(0.0, deadline - time.monotonic()))
+        self.log_times.sample()
 
 
 def stop_leftovers(run: Run, grace_s: float, *, only_remote_slots: bool = False) -> None:

@@ -198,6 +198,7 @@ class Supervisor:
 
     def _poll(self, processes: ProcessGroup, monitor: AttemptMonitor, number: int) -> AttemptOutcome | None:
         """Check events, exit codes, hangs and the stop flag once; return the outcome when the attempt is over."""
+        processes.log_times.sample()
         monitor.read_events()
         self._oom.sample()
         codes = self._update_slots(processes, monitor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stoker.telemetry.events import PREFIX, Event, split_line
+from stoker.telemetry.log_times import LogTimes
 
 MAX_LINE_BYTES = 1 << 20
 """Size after which a line without a newline is returned as it is."""
@@ -42,7 +44,7 @@ class LogFile(NamedTuple):
 
 
 class LogLine(NamedTuple):
-    """A line of text, its log, and the time of the event before it in that log (0 if there is none)."""
+    """A line of text, its log, and when it was written (see `log_times`; 0 if that is not known)."""
 
     t: float
     log: LogFile
@@ -80,6 +82,8 @@ class LogTail:
         self.path = Path(path)
         self._offset = self._inode = 0
         self._rest = b""
+        self.line_offset = 0
+        """Where the line begins that was yielded last."""
 
     def read(self, *, final: bool = False) -> LogContent:
         """Return the new complete lines; with `final`, when the writer has exited, also a last incomplete one."""
@@ -122,15 +126,21 @@ class LogTail:
             self._rewind_if_replaced(file.fileno())
             file.seek(self._offset)
             while block := file.read(_BLOCK):
+                begin = self._offset - len(self._rest)
                 self._offset += len(block)
                 *lines, self._rest = (self._rest + block).split(b"\n")
-                yield from lines
+                for line in lines:
+                    self.line_offset, begin = begin, begin + len(line) + 1
+                    yield line
                 if len(self._rest) > MAX_LINE_BYTES:
-                    rest, self._rest = self._rest, b""
-                    yield rest
+                    yield self._take_rest()
         if final and self._rest:
-            rest, self._rest = self._rest, b""
-            yield rest
+            yield self._take_rest()
+
+    def _take_rest(self) -> bytes:
+        rest, self._rest = self._rest, b""
+        self.line_offset = self._offset - len(rest)
+        return rest
 
     def _rewind_if_replaced(self, fd: int) -> None:
         """Start from the beginning if the file was replaced or truncated."""
@@ -146,10 +156,10 @@ class RunTail:
     def __init__(self, folder: str | Path, *, slot: str | None = None) -> None:
         self.folder, self._slot = Path(folder), slot
         self._tails: dict[LogFile, LogTail] = {}
-        self._times: dict[LogFile, float] = {}
+        self._clocks: dict[LogFile, _LineClock] = {}
 
     def read(self, *, final: bool = False) -> RunLog:
-        """Return the new content, merged: events by time, text by the time of the event before it in its log."""
+        """Return the new content, merged: events and text by their times."""
         log = RunLog([], [])
         for file in self._files():
             for part in self._parts(file, final):
@@ -180,12 +190,42 @@ class RunTail:
 
     def _parts(self, file: LogFile, final: bool) -> Iterator[Event | LogLine]:
         tail = self._tails.setdefault(file, LogTail(file.path))
+        clock = self._clocks.setdefault(file, _LineClock(file.path))
+        clock.start_pass()
         for part in tail.iter_parts(final=final):
             if isinstance(part, Event):
-                self._times[file] = max(part.t, self._times.get(file, 0.0))
+                clock.last_event = max(part.t, clock.last_event)
                 yield _with_slot(part, file)
             else:
-                yield LogLine(self._times.get(file, 0.0), file, part)
+                yield LogLine(clock.time_of(tail.line_offset), file, part)
+
+
+class _LineClock:
+    """The times of the lines of one log, never decreasing: from its index, else from the event before a line."""
+
+    def __init__(self, log: Path) -> None:
+        self._index = LogTimes(log)
+        self._read_at, self._previous_read_at, self._last = 0.0, 0.0, 0.0
+        self._is_fresh = False
+        self.last_event = 0.0
+
+    def start_pass(self) -> None:
+        """Begin to read what was added to the log since the last pass."""
+        self._previous_read_at, self._read_at = self._read_at, time.time()
+        self._is_fresh = False
+
+    def time_of(self, offset: int) -> float:
+        """Return when the line at this offset was written; 0 if that is not known."""
+        if not self._is_fresh:
+            self._index.refresh()
+            self._is_fresh = True
+        written = self._index.find(offset)
+        if written is None:
+            written = self.last_event
+        elif self._index.is_sampled:  # the sample may still be missing, but the line was not there in the last pass
+            written = max(written, self._previous_read_at)
+        self._last = max(written, self._last)
+        return self._last
 
 
 def read_log(path: str | Path, *, last: int | None = None) -> LogContent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from stoker.errors import NotFoundError, UnavailableError
 from stoker.launchers.kubernetes.log_stream import LogPosition, LogStream
+from stoker.telemetry.reader import RunTail
 from tests.support.waiting import TIMEOUT_S, wait_until
 
 
@@ -50,6 +52,8 @@ def test_each_line_is_copied_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     stream.join(TIMEOUT_S)
     assert path.read_text().splitlines() == [text for _, text in lines]
     assert stream.position.size == path.stat().st_size
+    seconds = [datetime.fromtimestamp(line.t, UTC).second for line in RunTail(tmp_path).lines(final=True)]
+    assert seconds == [1, 1, 1, 1, 1, 2, 2, 3]  # the times of the kubelet
 
 
 def test_log_of_a_deleted_pod_is_complete(tmp_path: Path) -> None:

@@ -128,14 +128,15 @@ class KubernetesLauncher:
         wait_until(lambda: supervisor_pid(run) is None or run.read_status() != status, FIRST_STATUS_TIMEOUT_S)
         return run.read_status()
 
-    def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[SlotLogLine]:
+    def logs(self, handle: str, slot: Slot | None, *, follow: bool, tail: int | None = None) -> Iterator[SlotLogLine]:
         """Yield the log lines that the follower has copied."""
         run = self._get_run(handle)
         was_followed = supervisor_pid(run) is not None
         is_finished = self.status(handle).state.is_final  # starts a follower if none is running
         if not (follow or was_followed or is_finished):
             _wait_for_copied_logs(run)
-        return read_run_logs(run, slot, is_over=lambda: not follow or self.status(handle).state.is_final)
+        is_over = lambda: not follow or self.status(handle).state.is_final  # noqa: E731
+        return read_run_logs(run, slot, is_over=is_over, tail=tail)
 
     def stop(self, handle: str) -> None:
         """Delete the objects of the run and wait until its pods have terminated."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import threading
 import time
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -12,6 +14,7 @@ import msgspec
 from stoker.errors import NotFoundError, StokerError
 from stoker.kube.client import KubeClient
 from stoker.kube.objects import MAIN_CONTAINER
+from stoker.telemetry.log_times import LogTimesWriter
 
 RETRY_DELAYS_S = (0.5, 1.0, 2.0, 5.0)
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT")
@@ -60,6 +63,7 @@ class LogStream(threading.Thread):
     def _copy(self, is_last: bool) -> None:
         """Append the lines after the position; an incomplete line only if no more can come."""
         last_time, skip = self.position.time, self.position.count
+        times = LogTimesWriter(self._path)
         with open(self._path, "ab") as file:
             for line in self._client.stream_log(self._pod, MAIN_CONTAINER, follow=True, since=last_time):
                 prefix, _, text = line.partition(b" ")
@@ -73,6 +77,8 @@ class LogStream(threading.Thread):
                 if timestamp == last_time and skip:
                     skip -= 1
                     continue
+                with suppress(ValueError):
+                    times.add(file.tell(), datetime.fromisoformat(timestamp).timestamp())
                 file.write(text if text.endswith(b"\n") else text + b"\n")
                 file.flush()
                 count = self.position.count + 1 if timestamp == self.position.time else 1

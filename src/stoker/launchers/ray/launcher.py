@@ -213,9 +213,9 @@ class RayLauncher:
         """Return the status that the supervisor wrote last."""
         return self._local.status(handle)
 
-    def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[SlotLogLine]:
+    def logs(self, handle: str, slot: Slot | None, *, follow: bool, tail: int | None = None) -> Iterator[SlotLogLine]:
         """Yield the log lines of one slot or all, which the client writes on this machine."""
-        return self._local.logs(handle, slot, follow=follow)
+        return self._local.logs(handle, slot, follow=follow, tail=tail)
 
     def stop(self, handle: str) -> None:
         """Stop the run through its supervisor, then any driver on the cluster that has not reported its end."""

@@ -119,11 +119,11 @@ class SshLauncher:
         self._reattach(handle)
         return self._local.status(handle)
 
-    def logs(self, handle: str, slot: Slot | None, *, follow: bool) -> Iterator[SlotLogLine]:
+    def logs(self, handle: str, slot: Slot | None, *, follow: bool, tail: int | None = None) -> Iterator[SlotLogLine]:
         """Yield the log lines of the slots, which are streamed to this machine."""
         if follow:
             self._reattach(handle)
-        return self._local.logs(handle, slot, follow=follow)
+        return self._local.logs(handle, slot, follow=follow, tail=tail)
 
     def stop(self, handle: str) -> None:
         """Stop the run through its supervisor; clean up the hosts if there is none, or if it could not reach a host."""
