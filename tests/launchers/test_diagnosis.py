@@ -57,6 +57,32 @@ CLOSED = "[rank0]: RuntimeError: [gloo/pair.cc:553] Connection closed by peer [1
         ('Traceback (most recent call last):\n  File "x"\nBad: of mine\n', 1, "worker/0 failed: Bad: of mine"),
         ("/usr/bin/python3: No module named nope\n", 1, "worker/0 failed: No module named nope"),
         ("x.py: error: unrecognized arguments: --epochz 3\n", 2, "could not start: unrecognized arguments: --epochz"),
+        ("usage: x.py fit [-h]\nx.py fit: error: argument --lr: invalid\n", 2, "not start: argument --lr: invalid;"),
+        ("Usage: x.py\n\nError: No such option '--epochz'.\n", 2, "could not start: No such option '--epochz'.;"),
+        (
+            "╭─ Error ──────────╮\n│ No such option:  │\n│ --epochz         │\n╰──────────────────╯\n",
+            2,
+            "could not start: No such option: --epochz;",
+        ),
+        ("\x1b[1;35mx.py: \x1b[31merror: \x1b[0mbad --lr\n", 2, "worker/0 could not start: bad --lr;"),
+        (
+            "FATAL Flags parsing error: Unknown command line flag 'epochz'\nPass --helpshort to see help on flags.\n",
+            1,
+            "worker/0 failed: Unknown command line flag 'epochz';",
+        ),
+        ("unknown option --foo\nusage: python [option] ...\n", 2, "could not start: unknown option --foo;"),
+        (
+            "ls: unrecognized option '--epochz'\nTry 'ls --help'.\n",
+            2,
+            "could not start: unrecognized option '--epochz';",
+        ),
+        ("ERROR:root:out of disk\n", 1, "worker/0 failed: out of disk;"),
+        # what a rank prints has no prefix, unlike torch's own warnings
+        (
+            f"x.py: error: bad --lr\n[rank1]:[W1116 10:00 x.cpp:1] Warning\n{TABLE.format(code=2, other=-15)}",
+            1,
+            "worker/0 (rank 1) could not start: bad --lr;",
+        ),
         (
             'Traceback (most recent call last):\n  File "torch/distributed/elastic/multiprocessing/errors/x.py"\n'
             f"ValueError: under @record\n{TABLE.format(code=1, other=-15)}",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from stoker.errors import InputError, MissingError
 from stoker.jobs.status import signal_from_exit_code
 from stoker.jobs.topology import Slot
+from stoker.launchers.error_lines import find_last_error
 from stoker.launchers.mpi_errors import PEER_EXITED, classify_exit_code, explain_exit
 from stoker.telemetry.events import PEER_LOST, Event
 from stoker.telemetry.mpi_rank import RANK_EXIT_MARK
@@ -25,18 +26,7 @@ OOM_NOTICE = "out of memory: the kernel killed processes"
 """Text in the log of a remote slot whose host reported OOM kills."""
 # One failure in torchrun's table; the root cause comes last.
 _FAILURE = re.compile(r"rank\s*:\s*(?P<rank>\d+) \(local_rank.*?exitcode\s*:\s*(?P<code>-?\d+) ", re.DOTALL)
-_RANK_PREFIX = re.compile(r"\[(?:rank|default)(?P<rank>\d+)\]: ?")
-_TRACEBACK = "Traceback (most recent call last):"
-# Raised by torchrun itself after a rank failed; these do not name the cause.
-_TORCHRUN_ERRORS = ("ChildFailedError", "SignalException")
 _CLASS = re.compile(r"^\w+Error: ")
-# Error lines of programs that exit without a traceback.
-_ERROR_LINES = (
-    re.compile(r"(?:stoker|error|\S+: error): (?P<error>.+)"),
-    re.compile(r"\S*python[\d.]*: (?P<error>(?:No module named|can't open file|Error while finding) .+)"),
-    re.compile(r"(?P<error>(?:\w+\.)*\w*(?:Error|Exception)(?::.*)?)$"),
-    re.compile(r"\S*sh: (?:.*: )?(?P<error>\S+: (?:command )?not found|\S+: Permission denied)$"),
-)
 # What a rank reports when a peer is gone.
 _PEER_ERROR = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|remote (process|worker|rank)|Timed out|communicator was aborted|"
@@ -116,11 +106,13 @@ def diagnose_slot(slot: Slot, code: int, log: Path, *, out_of_memory: bool = Fal
     ranks = [(int(match["rank"]), int(match["code"])) for match in _FAILURE.finditer("\n".join(lines))]
     ranks += _failed_ranks(content.events)
     diagnoses = [
-        Diagnosis(slot, rank, rank_code, _reported_error(errors, rank) or _last_error(lines, rank), log, out_of_memory)
+        Diagnosis(
+            slot, rank, rank_code, _reported_error(errors, rank) or find_last_error(lines, rank), log, out_of_memory
+        )
         for rank, rank_code in reversed(ranks)
     ]
     if not diagnoses:
-        error = _reported_error(errors, None) or _last_error(lines, None)
+        error = _reported_error(errors, None) or find_last_error(lines, None)
         if error is None and slot.role == "launcher":
             error = explain_exit(lines)
             code = classify_exit_code(error, code)
@@ -141,36 +133,6 @@ def _find_marks(events: Sequence[Event], name: str) -> list[Event]:
 def _reported_error(errors: Sequence[Event], rank: int | None) -> str | None:
     """Return the error that the program itself reported as a mark."""
     return next((str(event.fields.get("detail")) for event in errors if rank in (None, event.rank)), None)
-
-
-def _last_error(lines: Sequence[str], rank: int | None) -> str | None:
-    """Return the last error line of a rank; torch prefixes lines with the rank once it is known."""
-    prefixes = [_RANK_PREFIX.match(line) for line in lines]
-    own = [
-        line[prefix.end() :] if prefix else line
-        for line, prefix in zip(lines, prefixes, strict=True)
-        if rank is None or not any(prefixes) or (prefix is not None and int(prefix["rank"]) == rank)
-    ]
-    raised = [error for error in _exception_lines(own) if not _is_from_torchrun(error)]
-    if raised:
-        return raised[-1]
-    matches = (pattern.match(line.strip()) for line in reversed(own) for pattern in _ERROR_LINES)
-    return next((match["error"] for match in matches if match and not _is_from_torchrun(match["error"])), None)
-
-
-def _is_from_torchrun(error: str) -> bool:
-    return any(name in error for name in _TORCHRUN_ERRORS)
-
-
-def _exception_lines(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the line after each traceback, which holds the exception."""
-    inside = False
-    for line in lines:
-        if _TRACEBACK in line:
-            inside = True
-        elif inside and line.strip() and not line.startswith((" ", "\t")):
-            inside = False
-            yield line.strip()
 
 
 def _signal_name(number: int) -> str:

@@ -1,0 +1,83 @@
+"""Find the error that a program printed last: a traceback, or an error line of argparse, click or Python. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_RANK_PREFIX = re.compile(r"\[(?:rank|default)(?P<rank>\d+)\]: ?")
+_TRACEBACK = "Traceback (most recent call last):"
+# Raised by torchrun itself after a rank failed; these do not name the cause.
+_TORCHRUN_ERRORS = ("ChildFailedError", "SignalException")
+# Error lines of programs that exit without a traceback.
+_ERROR_LINES = (
+    # argparse (`train.py fit: error: …`), click (`Error: …`), python-fire (`ERROR: …`), Stoker
+    re.compile(r"(?:stoker|(?i:error)|[\w./\\-]+(?: [\w./\\-]+)*: error): (?P<error>.+)"),
+    re.compile(r"(?:ERROR|CRITICAL):[\w.]+:(?P<error>.+)"),  # the logging module
+    re.compile(r"FATAL Flags parsing error: (?P<error>.+)"),  # absl
+    re.compile(r"\S*python[\d.]*: (?P<error>(?:No module named|can't open file|Error while finding) .+)"),
+    re.compile(r"(?P<error>[Uu]nknown option:? -.+)"),  # the interpreter's own options
+    re.compile(r"\S+: (?P<error>(?:unrecognized|unknown|invalid|ambiguous) option .+)"),  # getopt
+    re.compile(r"(?P<error>(?:\w+\.)*\w*(?:Error|Exception)(?::.*)?)$"),
+    re.compile(r"\S*sh: (?:.*: )?(?P<error>\S+: (?:command )?not found|\S+: Permission denied)$"),
+)
+
+
+def find_last_error(lines: Sequence[str], rank: int | None) -> str | None:
+    """Return the last error of a rank, or of the whole log.
+
+    torch prefixes the lines of a traceback with the rank, but nothing else that the rank prints: without an error in
+    its own lines, those without a prefix are searched.
+    """
+    plain = [_COLOUR.sub("", line) for line in lines]
+    prefixes = [_RANK_PREFIX.match(line) for line in plain]
+    if rank is None or not any(prefixes):
+        return _find_error(
+            [line[prefix.end() :] if prefix else line for line, prefix in zip(plain, prefixes, strict=True)]
+        )
+    own = [p.string[p.end() :] for p in prefixes if p and int(p["rank"]) == rank]
+    shared = [line for line, prefix in zip(plain, prefixes, strict=True) if not prefix]
+    return _find_error(own) or _find_error(shared)
+
+
+def _find_error(lines: Sequence[str]) -> str | None:
+    """Return the exception of the last traceback; without a traceback, the last error line."""
+    raised = [error for error in _exception_lines(lines) if not _is_from_torchrun(error)]
+    if raised:
+        return raised[-1]
+    matches = (pattern.match(line.strip()) for line in reversed(_unbox(lines)) for pattern in _ERROR_LINES)
+    return next((match["error"] for match in matches if match and not _is_from_torchrun(match["error"])), None)
+
+
+def _is_from_torchrun(error: str) -> bool:
+    return any(name in error for name in _TORCHRUN_ERRORS)
+
+
+def _exception_lines(lines: Sequence[str]) -> Iterator[str]:
+    """Yield the line after each traceback, which holds the exception."""
+    inside = False
+    for line in lines:
+        if _TRACEBACK in line:
+            inside = True
+        elif inside and line.strip() and not line.startswith((" ", "\t")):
+            inside = False
+            yield line.strip()
+
+
+def _unbox(lines: Sequence[str]) -> list[str]:
+    """Return the lines with the box that typer and rich-click draw around an error as one line: `Error: …`."""
+    unboxed: list[str] = []
+    text: list[str] | None = None
+    for line in [*lines, ""]:  # a box may be cut off
+        stripped = line.strip()
+        if stripped.startswith("╭─ Error "):
+            text = []
+        elif text is not None and stripped.startswith("│"):
+            text.append(stripped.strip("│ "))
+        else:
+            if text:
+                unboxed.append(f"Error: {' '.join(text)}")
+            text = None
+            unboxed.append(line)
+    return unboxed
