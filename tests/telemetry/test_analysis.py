@@ -231,6 +231,17 @@ def test_eta_counts_only_this_attempt() -> None:
     assert eta(events) == pytest.approx(1000 - 119)
 
 
+def test_eta_after_a_resume_does_not_count_from_step_0() -> None:
+    """A rank may send a heartbeat before it has loaded its checkpoint, with or without a `resume` mark."""
+    first = [start(0), *heartbeats(0, range(900))]
+    again = [start(1000, 1), event("heartbeat", 1000, attempt=1, step=0)]
+    mark = event("mark", 1004, 0, 1, name="resume", step=900)
+    steps = [event("heartbeat", 1005 + step - 900, attempt=1, step=step) for step in range(900, 910)]
+    for events in ([*first, *again, mark, *steps], [*first, *again, *steps], [*again, *steps]):
+        assert eta(events) == pytest.approx(1000 - 909)
+    assert eta([*first, *again, *steps[:1]]) is None
+
+
 def test_cost_of_restarts() -> None:
     first = [start(0, pid=5), *heartbeats(0, range(101), pid=5)]
     assert restarts(first).count == 0
@@ -300,6 +311,24 @@ def test_remarks_on_quotas_and_memory() -> None:
         assert all(word in remark for word in (*words, "w/1")), remark
 
 
+@pytest.mark.parametrize(
+    ("tree_cpu_pct", "words"),
+    [([2.0], ("other processes", "98%", "1%")), ([60.0, 60.0], ("39%", "60%")), ([190.0], ("all CPUs", "99%")),
+     ([95.0, 95.0], ("all CPUs", "99%"))],
+)  # fmt: skip
+def test_busy_machine_is_blamed_on_the_job_only_if_the_job_is_busy(
+    tree_cpu_pct: list[float], words: tuple[str, ...]
+) -> None:
+    busy = {"cpu_pct": 99.0, "cores": 2, "cpus": 2, "machine": "a"}
+    events = [
+        event("profile", slot=f"worker/{index}", tree_cpu_pct=value, **busy) for index, value in enumerate(tree_cpu_pct)
+    ]
+    found = remarks(events)
+    assert len(found) == len(tree_cpu_pct)
+    for index, remark in enumerate(found):
+        assert all(word in remark for word in (*words, f"worker/{index}")), remark
+
+
 def test_healthy_machine_has_no_remarks() -> None:
     fields = {"gpu": [{"i": 0, "util_pct": 97, "mem_used": 40, "mem_total": 80}], "cpu_pct": 60.0, "iowait_pct": 1.0,
               "mem_total": 100, "mem_available": 50, "tcp_sent_per_s": 1000.0, "tcp_retransmits_per_s": 0.1,
@@ -331,7 +360,7 @@ names = st.sampled_from(
 some_fields = st.fixed_dictionaries({}, optional={
     "name": names | values, "length": values | st.floats(0, 100), "count": values | st.integers(1, 50),
     "step": values | st.integers(0, 1000), "value": values, "total_steps": values | st.integers(0, 1000),
-    "gpu": gpu_rows, "epochs": values, "cpu_pct": values, "cores": values, "tree_cpu_pct": values, "mem_total": values,
+    "gpu": gpu_rows, "epochs": values, "cpu_pct": values, "cores": values, "cpus": values, "machine": values, "tree_cpu_pct": values, "mem_total": values,
     "mem_available": values, "cgroup_mem_limit": values, "cgroup_mem_used": values, "iowait_pct": values,
     "tcp_sent_per_s": values, "tcp_retransmits_per_s": values, "oom_kills": values, "throttled_pct": values,
 })  # fmt: skip

@@ -338,7 +338,8 @@ def test_samples_measure_the_program() -> None:
     assert measured == pytest.approx(float(cpu_seconds), abs=0.3)
     assert 0 < sample["cpu_pct"] <= 100
     assert 0 <= sample["iowait_pct"] <= 100
-    assert 0 < sample["cores"] <= (os.cpu_count() or 1)
+    assert 0 < sample["cores"] <= (os.cpu_count() or 1) == sample["cpus"]
+    assert Path("/proc/sys/kernel/random/boot_id").read_text().startswith(sample["machine"])
     assert 0 < sample["mem_available"] < sample["mem_total"]
     for name in ("load1", "net_rx_per_s", "net_tx_per_s", "tcp_retransmits_per_s", "oom_kills", "cache_disk_free"):
         assert sample[name] >= 0

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median_low
-from typing import Any, NamedTuple
+from statistics import median_low
+from typing import NamedTuple
 
-from stoker.core.units import format_bytes, format_duration, pluralize
+from stoker.core.units import format_duration, pluralize
+from stoker.telemetry.event_values import mean, number, number_or_nan, percent, recent, sort_events
 from stoker.telemetry.events import Event
+from stoker.telemetry.remarks import remarks as remarks
 
 PARTS = ("loader_wait", "h2d", "compute", "collective_wait")
 """The spans that a step consists of."""
@@ -30,7 +32,6 @@ ETA_WINDOW_S = 300.0
 
 _WARMUP_SPANS = 3
 """From this many spans of a name, the first one is skipped: it includes the startup."""
-_MAX_NUMBER = 1e15
 _ADVICE = {
     "fetch": "cache the shards closer to the machine, or fetch more of them in parallel",
     "read": "use a faster disk, or more memory for the page cache",
@@ -196,16 +197,16 @@ def stragglers(events: Iterable[Event], *, last_s: float | None = None) -> tuple
 
 def progress(events: Iterable[Event]) -> TrainingProgress:
     """Return the progress of the newest attempt, with the last value of each scalar."""
-    ordered = _sort(events)
+    ordered = sort_events(events)
     segments = _segments(ordered)
     start, end = _last_mark(ordered, "start"), _last_mark(ordered, "end")
     scalars = {e.fields.get("name"): e for e in ordered if e.kind == "scalar" and isinstance(e.fields.get("name"), str)}
 
     def last(name: str) -> float | None:
-        return _number_or_nan(scalars[name].fields.get("value")) if name in scalars else None
+        return number_or_nan(scalars[name].fields.get("value")) if name in scalars else None
 
     step = segments[-1].last_step if segments else None
-    total = _number(start.fields.get("total_steps")) if start else None
+    total = number(start.fields.get("total_steps")) if start else None
     newest = segments[-1].attempt if segments else max((event.attempt for event in ordered), default=0)
     top1 = last("val_top1")
     return TrainingProgress(
@@ -213,10 +214,10 @@ def progress(events: Iterable[Event]) -> TrainingProgress:
         step=None if step is None else int(step),
         total_steps=None if total is None else int(total),
         epoch=last("epoch"),
-        epochs=_number(start.fields.get("epochs")) if start else None,
+        epochs=number(start.fields.get("epochs")) if start else None,
         loss=last("loss"),
         samples_per_s=last("samples_per_s"),
-        val_top1=top1 if top1 is not None or end is None else _number(end.fields.get("val_top1")),
+        val_top1=top1 if top1 is not None or end is None else number(end.fields.get("val_top1")),
         ended=end is not None and end.attempt == newest,
     )
 
@@ -227,13 +228,13 @@ def eta(events: Iterable[Event]) -> float | None:
     current = progress(chosen)
     if current.ended:
         return 0.0
-    segments = _segments(_sort(chosen))
+    segments = _segments(sort_events(chosen))
     if current.total_steps is None or current.step is None or not segments:
         return None
     remaining = current.total_steps - current.step
     if remaining <= 0:
         return 0.0
-    points, last_report = segments[-1].points, segments[-1].last_report
+    points, last_report = _points_at_pace(segments), segments[-1].last_report
     window = [point for point in points if point[0] >= last_report - ETA_WINDOW_S]
     if not window:  # no new step in all that time
         return None
@@ -242,9 +243,18 @@ def eta(events: Iterable[Event]) -> float | None:
     return remaining * seconds / steps if seconds > 0 and steps > 0 else None
 
 
+def _points_at_pace(segments: Sequence[_Segment]) -> list[tuple[float, float]]:
+    """Return the points of the last segment without a step that was reported before the training was resumed."""
+    points, resumed = segments[-1].points, max(segments[-1].resumed_steps, default=0.0)
+    made = [point for point in points if point[1] >= resumed]
+    # Without a `resume` mark, a first step of 0 may be that of a program that has not loaded its checkpoint yet.
+    may_have_resumed = len(segments) > 1 or len(made) > 2
+    return made[1:] if made and made[0][1] == 0 and may_have_resumed else made
+
+
 def restarts(events: Iterable[Event]) -> Restarts:
     """Return the cost of restarts: those of whole attempts, and those by torchrun within one."""
-    segments = _segments(_sort(events))
+    segments = _segments(sort_events(events))
     idle_s = repeated = 0.0
     furthest = -math.inf
     last_progress: float | None = None
@@ -262,31 +272,6 @@ def restarts(events: Iterable[Event]) -> Restarts:
     return Restarts(max(0, len(segments) - 1), idle_s, int(repeated))
 
 
-def remarks(events: Iterable[Event], *, last_s: float | None = None) -> list[str]:
-    """Return what is unusual on the machines, and in the loss."""
-    chosen = recent(events, last_s)
-    by_slot: dict[str, list[Event]] = {}
-    for event in chosen:
-        if event.kind == "profile":
-            by_slot.setdefault(event.slot, []).append(event)
-    machines = [text for slot, samples in sorted(by_slot.items()) for text in _machine_remarks(slot, samples)]
-    return [*machines, *_loss_remarks(chosen)]
-
-
-def recent(events: Iterable[Event], last_s: float | None) -> list[Event]:
-    """Return the events of the last seconds before the newest one, or all; sorted by attempt and time."""
-    ordered = _sort(events)
-    if last_s is None or not ordered:
-        return ordered
-    since = max(event.t for event in ordered) - last_s
-    return [event for event in ordered if event.t >= since]
-
-
-def _sort(events: Iterable[Event]) -> list[Event]:
-    valid = (event for event in events if abs(event.t) < _MAX_NUMBER)
-    return sorted(valid, key=lambda event: (event.attempt, event.t, event.seq))
-
-
 # --- Step times
 
 
@@ -294,14 +279,14 @@ def _times_by_rank(ordered: Sequence[Event]) -> dict[RankKey, _RankTimes]:
     """Sum up the spans of each rank, without the first span of each process, which includes its startup."""
     spans: dict[tuple[RankKey, int, int, str], list[Event]] = {}
     for event in ordered:
-        name, length = event.fields.get("name"), _number(event.fields.get("length"))
+        name, length = event.fields.get("name"), number(event.fields.get("length"))
         if event.kind == "span" and isinstance(name, str) and length is not None and length >= 0:
             spans.setdefault(((event.slot, event.rank), event.attempt, event.pid, name), []).append(event)
     seconds: dict[RankKey, dict[str, float]] = {}
     counts: dict[RankKey, dict[str, float]] = {}
     for (rank, _, _, name), group in spans.items():
         used = group[1:] if len(group) >= _WARMUP_SPANS else group
-        lengths = sum(_number(event.fields["length"]) or 0.0 for event in used)
+        lengths = sum(number(event.fields["length"]) or 0.0 for event in used)
         for sums, value in ((seconds, lengths), (counts, sum(_step_count(event) for event in used))):
             by_name = sums.setdefault(rank, {})
             by_name[name] = by_name.get(name, 0.0) + value
@@ -313,7 +298,7 @@ def _times_by_rank(ordered: Sequence[Event]) -> dict[RankKey, _RankTimes]:
 
 
 def _step_count(event: Event) -> float:
-    count = _number(event.fields.get("count", 1))
+    count = number(event.fields.get("count", 1))
     return count if count is not None and count > 0 else 0.0
 
 
@@ -375,32 +360,32 @@ def _unknown_sentence(steps: int) -> str:
 
 
 def _compute_sentence(shares: Mapping[str, float]) -> str:
-    sentence = f"compute-bound: {_percent(shares['compute'])} of step time is compute"
-    sentence += f", {_percent(shares['loader_wait'])} waiting for input"
+    sentence = f"compute-bound: {percent(shares['compute'])} of step time is compute"
+    sentence += f", {percent(shares['loader_wait'])} waiting for input"
     ranks = shares["collective_wait"]
-    return f"{sentence}, {_percent(ranks)} waiting for other ranks" if ranks >= NOTABLE_SHARE else sentence
+    return f"{sentence}, {percent(ranks)} waiting for other ranks" if ranks >= NOTABLE_SHARE else sentence
 
 
 def _input_sentence(shares: Mapping[str, float], stage: str, stage_share: float, events: Sequence[Event]) -> str:
-    sentence = f"input-bound: {_percent(shares['loader_wait'])} of step time is waiting for input"
+    sentence = f"input-bound: {percent(shares['loader_wait'])} of step time is waiting for input"
     if not stage:
         return f"{sentence}; the loader reports no stages"
     advice = _ADVICE[stage]
-    cpu = _mean([_number(event.fields.get("cpu_pct")) for event in events if event.kind == "profile"])
+    cpu = mean([number(event.fields.get("cpu_pct")) for event in events if event.kind == "profile"])
     if stage in ("decode", "transform") and cpu is not None and cpu < 60:
         advice = f"CPU utilization is only {cpu:.0f}%: use more loader threads"
-    return f"{sentence}, {stage} takes {_percent(stage_share)} of the loader's time; {advice}"
+    return f"{sentence}, {stage} takes {percent(stage_share)} of the loader's time; {advice}"
 
 
 def _copy_sentence(shares: Mapping[str, float], *, on_cpu: bool) -> str:
-    share = f"{_percent(shares['h2d'])} of step time is"
+    share = f"{percent(shares['h2d'])} of step time is"
     if on_cpu:
         return f"copy-bound: {share} creating tensors from batches; use more cores, or smaller images"
     return f"copy-bound: {share} copying batches to the device; pin memory, or copy uint8 instead of float32"
 
 
 def _ranks_sentence(shares: Mapping[str, float], slow: Sequence[Straggler], ranks: int, *, on_cpu: bool) -> str:
-    sentence = f"synchronization-bound: {_percent(shares['collective_wait'])} of step time is waiting for other ranks"
+    sentence = f"synchronization-bound: {percent(shares['collective_wait'])} of step time is waiting for other ranks"
     if slow:
         first = slow[0]
         sentence += f"; {first.name} is a straggler with {first.ratio:.1f}× the median step time"
@@ -409,18 +394,14 @@ def _ranks_sentence(shares: Mapping[str, float], slow: Sequence[Straggler], rank
     if ranks < 2:
         return f"{sentence}, which report no steps"
     if shares["loader_wait"] >= NOTABLE_SHARE:
-        sentence += f", {_percent(shares['loader_wait'])} waiting for input"
+        sentence += f", {percent(shares['loader_wait'])} waiting for input"
     return f"{sentence}; there is no straggler: the network is slow, or the batches are small"
 
 
 def _rest_sentence(shares: Mapping[str, float], *, on_cpu: bool) -> str:
     copying = "creating tensors" if on_cpu else "copying"
-    sentence = f"{_percent(shares['rest'])} of step time is outside loading, {copying}, compute and synchronization"
-    return f"overhead-bound: {sentence}, {_percent(shares['compute'])} is compute; profile the code between steps"
-
-
-def _percent(share: float) -> str:
-    return "under 1%" if 0 < share < 0.005 else f"{share:.0%}"
+    sentence = f"{percent(shares['rest'])} of step time is outside loading, {copying}, compute and synchronization"
+    return f"overhead-bound: {sentence}, {percent(shares['compute'])} is compute; profile the code between steps"
 
 
 # --- Segments
@@ -457,136 +438,9 @@ def _segments(ordered: Sequence[Event]) -> list[_Segment]:
 def _get_step(event: Event) -> float | None:
     if event.kind == "profile":
         return None
-    step = _number(event.fields.get("step"))
+    step = number(event.fields.get("step"))
     return step if step is not None and step >= 0 else None
 
 
 def _last_mark(ordered: Sequence[Event], name: str) -> Event | None:
     return next((e for e in reversed(ordered) if e.kind == "mark" and e.fields.get("name") == name), None)
-
-
-# --- Machines
-
-
-class _Profiles:
-    """The profile events of one slot."""
-
-    def __init__(self, slot: str, events: Sequence[Event]) -> None:
-        self.where = f"on {slot}" if slot else "on this machine"
-        self.events = events
-
-    def mean(self, name: str) -> float | None:
-        return _mean([_number(event.fields.get(name)) for event in self.events])
-
-    def last(self, name: str) -> float | None:
-        return next((v for e in reversed(self.events) if (v := _number(e.fields.get(name))) is not None), None)
-
-
-def _machine_remarks(slot: str, samples: Sequence[Event]) -> list[str]:
-    profiles = _Profiles(slot, samples)
-    return [
-        *_gpu_remarks(profiles),
-        *_memory_remarks(profiles),
-        *_network_remarks(profiles),
-        *_cpu_remarks(profiles),
-    ]
-
-
-def _gpu_remarks(profiles: _Profiles) -> list[str]:
-    utilization: dict[int, list[float | None]] = {}
-    fullest = 0.0
-    for event in profiles.events:
-        rows = event.fields.get("gpu")
-        for row in rows if isinstance(rows, list) else []:
-            index = _number(row.get("i")) if isinstance(row, Mapping) else None
-            if index is None:
-                continue
-            utilization.setdefault(int(index), []).append(_number(row.get("util_pct")))
-            used, total = _number(row.get("mem_used")), _number(row.get("mem_total"))
-            if used is not None and total:
-                fullest = max(fullest, used / total)
-    means = [mean for values in utilization.values() if (mean := _mean(values)) is not None]
-    idle = [mean for mean in means if mean < 50]
-    remarks = []
-    if idle:
-        subject = "GPU" if len(means) == 1 else f"{len(idle)} of {len(means)} GPUs"
-        remarks.append(f"{subject} {profiles.where}: utilization below 50% ({fmean(idle):.0f}%)")
-    if fullest >= 0.95:
-        remarks.append(f"GPU memory {profiles.where} is at {_percent(min(1.0, fullest))}")
-    return remarks
-
-
-def _memory_remarks(profiles: _Profiles) -> list[str]:
-    where = profiles.where
-    limit, used = profiles.last("cgroup_mem_limit"), profiles.last("cgroup_mem_used")
-    total, free = profiles.last("mem_total"), profiles.last("mem_available")
-    remarks = []
-    if limit and used is not None and used >= 0.9 * limit:
-        remarks.append(f"memory {where} is at {_percent(used / limit)} of its limit of {format_bytes(limit)}")
-    elif total and free is not None and free < 0.05 * total:
-        available = format_bytes(max(0.0, free))
-        remarks.append(f"memory {where} is nearly full: {available} of {format_bytes(total)} available")
-    if kills := max((_number(event.fields.get("oom_kills")) or 0 for event in profiles.events), default=0):
-        remarks.append(f"the OOM killer killed {int(kills):,} process{'es' if kills > 1 else ''} {where}")
-    return remarks
-
-
-def _network_remarks(profiles: _Profiles) -> list[str]:
-    sent, retransmitted = profiles.mean("tcp_sent_per_s"), profiles.mean("tcp_retransmits_per_s")
-    if not sent or not retransmitted or retransmitted < 1 or retransmitted < 0.01 * sent:
-        return []
-    share = _percent(min(1.0, retransmitted / sent))
-    return [f"{share} of TCP segments are retransmitted {profiles.where}: the network loses packets"]
-
-
-def _cpu_remarks(profiles: _Profiles) -> list[str]:
-    where, remarks = profiles.where, []
-    iowait, busy, throttled = profiles.mean("iowait_pct"), profiles.mean("cpu_pct"), profiles.mean("throttled_pct")
-    if iowait is not None and iowait >= 20:
-        remarks.append(f"CPUs {where} wait for I/O {iowait:.0f}% of the time")
-    cores, tree = profiles.last("cores"), profiles.mean("tree_cpu_pct")
-    if throttled is not None and throttled >= 5:
-        remarks.append(f"the CPU quota throttles the program {where} {throttled:.0f}% of the time")
-    elif busy is not None and busy >= 95:
-        remarks.append(f"all CPUs {where} are busy ({busy:.0f}%)")
-    elif cores and tree is not None and tree >= 95 * cores:
-        remarks.append(f"the program uses all of its {cores:g} cores {where}")
-    return remarks
-
-
-def _loss_remarks(ordered: Sequence[Event]) -> list[str]:
-    losses = [event for event in ordered if event.kind == "scalar" and event.fields.get("name") == "loss"]
-    if not losses or not _is_nonfinite(losses[-1].fields.get("value")):
-        return []
-    first = losses[-1]
-    for event in reversed(losses):
-        if not _is_nonfinite(event.fields.get("value")):
-            break
-        first = event
-    step = _number(first.fields.get("step"))
-    since = f" since step {step:,.0f}" if step is not None else ""
-    return [f"the loss is NaN or infinite{since}"]
-
-
-# --- Numbers
-
-
-def _number(value: Any) -> float | None:
-    """Return a finite number of a plausible size, and None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if -_MAX_NUMBER < value < _MAX_NUMBER else None
-
-
-def _number_or_nan(value: Any) -> float | None:
-    """Return any number, NaN and infinity included: a broken loss is worth showing."""
-    return float(value) if _is_nonfinite(value) else _number(value)
-
-
-def _is_nonfinite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None

@@ -382,14 +382,17 @@ class Cpu:
         self._proc, self._counters, self._throttle = proc, Counters(), Counters()
         self._cpu_cgroups = _cgroup(proc, cgroups, "cpu")
         self._cores = _usable_cores(self._cpu_cgroups)
+        self._machine = _machine(proc)
 
     def read(self, interval_s: float) -> dict[str, Any]:
         """Return busy and iowait time, load, and throttling by the cgroup's quota."""
-        jiffies = _read_text(self._proc + "/stat").split("\n", 1)[0].split()[1:9]
+        lines = _read_text(self._proc + "/stat").split("\n")
+        jiffies = lines[0].split()[1:9]
         user, nice, system, idle, iowait, irq, softirq, steal = (float(value) for value in jiffies)
         busy = user + nice + system + irq + softirq + steal
         increase = self._counters.increase({"busy": busy, "iowait": iowait, "all": busy + idle + iowait})
-        fields: dict[str, Any] = {"cores": self._cores}
+        cpus = sum(line.startswith("cpu") for line in lines) - 1
+        fields: dict[str, Any] = {"cores": self._cores, "cpus": cpus, **self._machine}
         if increase.get("all"):
             fields["cpu_pct"] = round(100 * increase["busy"] / increase["all"], 1)
             fields["iowait_pct"] = round(100 * increase["iowait"] / increase["all"], 1)
@@ -648,6 +651,19 @@ def _list_ancestors(root: str, path: str) -> list[str]:
     parts = [part for part in path.split("/") if part] if ".." not in path else []
     folders = ["/".join([root, *parts[:count]]) for count in range(len(parts), -1, -1)]
     return [folder for folder in folders if os.access(folder, os.R_OK)]
+
+
+def _machine(proc: str) -> dict[str, str]:
+    """Return an id that all containers of a machine share, to add up their samples.
+
+    Empty for one of several ranks under mpirun: only the first of them is sampled, so that they cannot be added up.
+    """
+    if _first_number(os.environ, "OMPI_COMM_WORLD_LOCAL_SIZE") > 1:
+        return {}
+    try:
+        return {"machine": _read_text(proc + "/sys/kernel/random/boot_id").strip()[:8]}
+    except OSError:
+        return {}
 
 
 def _usable_cores(cgroups: list[str]) -> float:

@@ -1,0 +1,149 @@
+"""Remarks: what is unusual on the machines of a run, and in its loss. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+
+from stoker.core.units import format_bytes
+from stoker.telemetry.event_values import is_nonfinite, mean, number, percent, recent
+from stoker.telemetry.events import Event
+
+OTHERS_PCT = 25
+"""From this share of a busy machine, processes outside the job are reported instead of the job."""
+
+
+def remarks(events: Iterable[Event], *, last_s: float | None = None) -> list[str]:
+    """Return what is unusual on the machines, and in the loss."""
+    chosen = recent(events, last_s)
+    by_slot: dict[str, list[Event]] = {}
+    for event in chosen:
+        if event.kind == "profile":
+            by_slot.setdefault(event.slot, []).append(event)
+    profiles = [_Profiles(slot, samples) for slot, samples in sorted(by_slot.items())]
+    job_cpu = _job_cpu_by_machine(profiles)
+    machines = [text for slot in profiles for text in _machine_remarks(slot, job_cpu.get(slot.machine))]
+    return [*machines, *_loss_remarks(chosen)]
+
+
+class _Profiles:
+    """The profile events of one slot."""
+
+    def __init__(self, slot: str, events: Sequence[Event]) -> None:
+        self.where = f"on {slot}" if slot else "on this machine"
+        self.events = events
+
+    @property
+    def machine(self) -> str:
+        """The machine that the slot runs on; empty if unknown."""
+        return next((str(event.fields["machine"]) for event in self.events if "machine" in event.fields), "")
+
+    def mean(self, name: str) -> float | None:
+        return mean([number(event.fields.get(name)) for event in self.events])
+
+    def last(self, name: str) -> float | None:
+        return next((v for e in reversed(self.events) if (v := number(e.fields.get(name))) is not None), None)
+
+
+def _job_cpu_by_machine(slots: Sequence[_Profiles]) -> dict[str, float]:
+    """Return the CPU usage of the job on each known machine, 100 for one core."""
+    usage: dict[str, float] = {}
+    for slot in slots:
+        if slot.machine and (tree := slot.mean("tree_cpu_pct")) is not None:
+            usage[slot.machine] = usage.get(slot.machine, 0.0) + tree
+    return usage
+
+
+def _machine_remarks(profiles: _Profiles, job_cpu_pct: float | None) -> list[str]:
+    return [
+        *_gpu_remarks(profiles),
+        *_memory_remarks(profiles),
+        *_network_remarks(profiles),
+        *_cpu_remarks(profiles, job_cpu_pct),
+    ]
+
+
+def _gpu_remarks(profiles: _Profiles) -> list[str]:
+    utilization: dict[int, list[float | None]] = {}
+    fullest = 0.0
+    for event in profiles.events:
+        rows = event.fields.get("gpu")
+        for row in rows if isinstance(rows, list) else []:
+            index = number(row.get("i")) if isinstance(row, Mapping) else None
+            if index is None:
+                continue
+            utilization.setdefault(int(index), []).append(number(row.get("util_pct")))
+            used, total = number(row.get("mem_used")), number(row.get("mem_total"))
+            if used is not None and total:
+                fullest = max(fullest, used / total)
+    means = [value for values in utilization.values() if (value := mean(values)) is not None]
+    idle = [value for value in means if value < 50]
+    remarks = []
+    if idle:
+        subject = "GPU" if len(means) == 1 else f"{len(idle)} of {len(means)} GPUs"
+        remarks.append(f"{subject} {profiles.where}: utilization below 50% ({fmean(idle):.0f}%)")
+    if fullest >= 0.95:
+        remarks.append(f"GPU memory {profiles.where} is at {percent(min(1.0, fullest))}")
+    return remarks
+
+
+def _memory_remarks(profiles: _Profiles) -> list[str]:
+    where = profiles.where
+    limit, used = profiles.last("cgroup_mem_limit"), profiles.last("cgroup_mem_used")
+    total, free = profiles.last("mem_total"), profiles.last("mem_available")
+    remarks = []
+    if limit and used is not None and used >= 0.9 * limit:
+        remarks.append(f"memory {where} is at {percent(used / limit)} of its limit of {format_bytes(limit)}")
+    elif total and free is not None and free < 0.05 * total:
+        available = format_bytes(max(0.0, free))
+        remarks.append(f"memory {where} is nearly full: {available} of {format_bytes(total)} available")
+    if kills := max((number(event.fields.get("oom_kills")) or 0 for event in profiles.events), default=0):
+        remarks.append(f"the OOM killer killed {int(kills):,} process{'es' if kills > 1 else ''} {where}")
+    return remarks
+
+
+def _network_remarks(profiles: _Profiles) -> list[str]:
+    sent, retransmitted = profiles.mean("tcp_sent_per_s"), profiles.mean("tcp_retransmits_per_s")
+    if not sent or not retransmitted or retransmitted < 1 or retransmitted < 0.01 * sent:
+        return []
+    share = percent(min(1.0, retransmitted / sent))
+    return [f"{share} of TCP segments are retransmitted {profiles.where}: the network loses packets"]
+
+
+def _cpu_remarks(profiles: _Profiles, job_cpu_pct: float | None) -> list[str]:
+    where, remarks = profiles.where, []
+    iowait, busy, throttled = profiles.mean("iowait_pct"), profiles.mean("cpu_pct"), profiles.mean("throttled_pct")
+    if iowait is not None and iowait >= 20:
+        remarks.append(f"CPUs {where} wait for I/O {iowait:.0f}% of the time")
+    cores, tree = profiles.last("cores"), profiles.mean("tree_cpu_pct")
+    if throttled is not None and throttled >= 5:
+        remarks.append(f"the CPU quota throttles the program {where} {throttled:.0f}% of the time")
+    elif busy is not None and busy >= 95:
+        remarks.append(_busy_remark(profiles, busy, job_cpu_pct))
+    elif cores and tree is not None and tree >= 95 * cores:
+        remarks.append(f"the program uses all of its {cores:g} cores {where}")
+    return remarks
+
+
+def _busy_remark(profiles: _Profiles, busy: float, job_cpu_pct: float | None) -> str:
+    """Return who uses the CPUs of a busy machine: the job, or other processes."""
+    cpus = profiles.last("cpus")
+    if job_cpu_pct is not None and cpus:
+        own = min(busy, job_cpu_pct / cpus)
+        if busy - own >= OTHERS_PCT:
+            return f"other processes take {busy - own:.0f}% of the CPU time {profiles.where}, this job {own:.0f}%"
+    return f"all CPUs {profiles.where} are busy ({busy:.0f}%)"
+
+
+def _loss_remarks(ordered: Sequence[Event]) -> list[str]:
+    losses = [event for event in ordered if event.kind == "scalar" and event.fields.get("name") == "loss"]
+    if not losses or not is_nonfinite(losses[-1].fields.get("value")):
+        return []
+    first = losses[-1]
+    for event in reversed(losses):
+        if not is_nonfinite(event.fields.get("value")):
+            break
+        first = event
+    step = number(first.fields.get("step"))
+    since = f" since step {step:,.0f}" if step is not None else ""
+    return [f"the loss is NaN or infinite{since}"]
