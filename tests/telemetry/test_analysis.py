@@ -360,7 +360,8 @@ names = st.sampled_from(
 some_fields = st.fixed_dictionaries({}, optional={
     "name": names | values, "length": values | st.floats(0, 100), "count": values | st.integers(1, 50),
     "step": values | st.integers(0, 1000), "value": values, "total_steps": values | st.integers(0, 1000),
-    "gpu": gpu_rows, "epochs": values, "cpu_pct": values, "cores": values, "cpus": values, "machine": values, "tree_cpu_pct": values, "mem_total": values,
+    "gpu": gpu_rows, "epochs": values, "cpu_pct": values, "cores": values, "cpus": values, "machine": values,
+    "tree_cpu_pct": values, "mem_total": values,
     "mem_available": values, "cgroup_mem_limit": values, "cgroup_mem_used": values, "iowait_pct": values,
     "tcp_sent_per_s": values, "tcp_retransmits_per_s": values, "oom_kills": values, "throttled_pct": values,
 })  # fmt: skip
