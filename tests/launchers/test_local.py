@@ -42,6 +42,21 @@ def stuck():
         time.sleep(0.1)
 stuck()
 """
+SLEEPING_RANK = """\
+import time, torch, torch.distributed as dist
+from stoker.telemetry import recorder
+record = recorder()
+dist.init_process_group("gloo")
+def oversleep(step):
+    # rank 0 sends its heartbeat earlier, so that it is the first to be late
+    if dist.get_rank() == 1 and step == 2:
+        time.sleep(1000)
+for step in range(3):
+    time.sleep(0.2 * dist.get_rank())
+    record.heartbeat(step)
+    oversleep(step)
+    dist.all_reduce(torch.zeros(1))
+"""
 FAILING_RANK = """
 import torch.distributed as dist
 dist.init_process_group("gloo")
@@ -136,6 +151,14 @@ class TestLocal(LauncherSuite):
         assert re.search(r"\bhung at step 2 in train-00001\.tar: .*\b4s\b", status.message)
         assert (run.folder / "stacks.0.txt").read_text().count("in stuck") == 2
         assert str(run.log_path(Slot("worker", 0), 0)) in status.message
+
+    def test_hang_names_the_rank_that_the_others_wait_for(self, launcher: Any, tmp_path: Path) -> None:
+        (tmp_path / "sleep.py").write_text(SLEEPING_RANK)
+        keys = {"program": {"script": "sleep.py"}, "hang_after": 3, "topology": "torchrun", "processes_per_worker": 2}
+        run, status = self.run_to_end(launcher, job_of(**keys))
+        assert status.message.startswith("worker/0 (rank 1) hung at step 2: ")
+        assert all(text in status.message for text in ("sleep.py:8 in oversleep", "rank 0 ", "all_reduce"))
+        assert status.message.endswith(f"log: {run.log_path(Slot('worker', 0), 0)}")
 
     def test_out_of_memory_kill_is_diagnosed(self, launcher: Any) -> None:
         with memory_limit(64 << 20) as enter:

@@ -13,6 +13,7 @@ import pytest
 from stoker.core.units import Seconds
 from stoker.jobs.run_folder import Run, create_run
 from stoker.jobs.topology import Command, Slot
+from stoker.launchers.hangs import SilentRank
 from stoker.launchers.monitor import PENDING_MARK, AttemptMonitor
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.process_group import ProcessGroup
@@ -65,8 +66,8 @@ def test_slots_are_pending_until_placement_is_reported(run: Run) -> None:
 def test_exited_remote_slot_is_not_a_hang(run: Run) -> None:
     processes = ProcessGroup(run, 0, {})
     monitor = monitor_with_silent_ranks(run, FIRST)
-    assert "worker/0 (rank 0) hung at step 5:" in monitor.find_hang(processes, {FIRST: None, SECOND: None})
-    assert monitor.find_hang(processes, {FIRST: 0, SECOND: None}) == ""
+    assert monitor.find_silent_ranks(processes, {FIRST: None, SECOND: None}) == [SilentRank(FIRST, 0, 5)]
+    assert monitor.find_silent_ranks(processes, {FIRST: 0, SECOND: None}) == []
     assert monitor.last_step == 5
 
 
@@ -75,4 +76,11 @@ def test_rank_with_an_exit_mark_is_not_a_hang(run: Run) -> None:
     with record_events(run, FIRST) as events:
         events.mark(RANK_EXIT_MARK, code=0)
     monitor.read_events()
-    assert "worker/1" in monitor.find_hang(ProcessGroup(run, 0, {}), {FIRST: None, SECOND: None})
+    silent = monitor.find_silent_ranks(ProcessGroup(run, 0, {}), {FIRST: None, SECOND: None})
+    assert silent == [SilentRank(SECOND, 1, 5)]
+
+
+def test_every_silent_rank_is_found(run: Run) -> None:
+    monitor = monitor_with_silent_ranks(run, FIRST, SECOND)
+    silent = monitor.find_silent_ranks(ProcessGroup(run, 0, {}), {FIRST: None, SECOND: None})
+    assert silent == [SilentRank(FIRST, 0, 5), SilentRank(SECOND, 1, 5)]

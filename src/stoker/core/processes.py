@@ -268,15 +268,28 @@ def handles_signal(pid: int, number: signal.Signals) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
+def parent_pid(pid: int) -> int | None:
+    """Return the parent of a process; None if the process is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[1])
+
+
 def child_pids(parent: int) -> list[int]:
     """List the children of a process, including orphans it has adopted."""
-    pids = []
-    for pid in _pids():
-        with suppress(OSError):
-            stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-            if int(stat.rpartition(")")[2].split()[1]) == parent:
-                pids.append(pid)
-    return pids
+    return [pid for pid in _pids() if parent_pid(pid) == parent]
+
+
+def read_env(pid: int) -> dict[str, str]:
+    """Return the variables that a process was started with; empty for zombies and other users' processes."""
+    try:
+        content = Path(f"/proc/{pid}/environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return {}
+    pairs = (entry.partition("=") for entry in os.fsdecode(content).split("\0"))
+    return {name: value for name, equals, value in pairs if equals}
 
 
 def _unkillable(pids: Sequence[int]) -> UnavailableError:
@@ -303,11 +316,7 @@ def _signal_by_env(pid: int, env: Mapping[str, str], number: signal.Signals) -> 
 
 def _has_env(pid: int, env: Mapping[str, str]) -> bool:
     """Return whether a process was started with these variables; False for zombies and other users' processes."""
-    try:
-        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return False
-    return all(f"{name}={value}".encode() in environ for name, value in env.items())
+    return env.items() <= read_env(pid).items()
 
 
 def _pids() -> list[int]:

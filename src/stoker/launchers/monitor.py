@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.core.processes import find_processes_by_env, handles_signal
-from stoker.core.units import format_duration
+from stoker.core.processes import find_processes_by_env, handles_signal, parent_pid, read_env
 from stoker.jobs.run_folder import Run
 from stoker.jobs.spec import Job
 from stoker.jobs.topology import Slot
 from stoker.launchers.diagnosis import LOST_MARK
+from stoker.launchers.hangs import RankKey, SilentRank, StackDump, describe_hang
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.process_group import ProcessGroup
 from stoker.telemetry.events import Event
@@ -60,7 +61,7 @@ class AttemptMonitor:
         """The exit code of the first failed rank of each slot whose ranks report their exit."""
         self.is_placed = not plan.waits_for_placement
         self.pending_reason = ""
-        self._heartbeats: dict[tuple[Slot, int], Heartbeat] = {}
+        self._heartbeats: dict[RankKey, Heartbeat] = {}
         self._scalar_writer = _make_scalar_writer(run, job)
 
     def catch_up(self) -> None:
@@ -69,12 +70,12 @@ class AttemptMonitor:
         self.read_events()
         self._scalar_writer = writer
 
-    def read_events(self) -> list[str]:
-        """Process new events in all logs and return the new lines of plain text."""
+    def read_events(self) -> list[tuple[Slot, str]]:
+        """Process new events in all logs and return the new lines of plain text with their slots."""
         text = []
         for slot, log in self._logs.items():
             lines, events = log.read()
-            text += [f"{slot}: {line}" for line in lines]
+            text += [(slot, line) for line in lines]
             self._write_scalars(events)
             for event in events:
                 if event.kind == "heartbeat":
@@ -113,55 +114,83 @@ class AttemptMonitor:
         self._heartbeats = {key: heartbeat for key, heartbeat in self._heartbeats.items() if key[0] != slot}
         self.lost_slots.discard(slot)
 
-    def find_hang(self, processes: ProcessGroup, exit_codes: Mapping[Slot, int | None]) -> str:
-        """Describe the rank without a heartbeat for `hang_after` seconds; empty when no live rank hangs."""
-        if self._hang_after_s <= 0:
-            return ""
-        limit = time.monotonic() - self._hang_after_s
-        late = sorted((heartbeat.at, key) for key, heartbeat in self._heartbeats.items() if heartbeat.at < limit)
-        for _, (slot, rank) in late:
+    def find_silent_ranks(self, processes: ProcessGroup, exit_codes: Mapping[Slot, int | None]) -> list[SilentRank]:
+        """Return the live ranks that hang: one without a heartbeat for `hang_after`, others for half of that."""
+        now = time.monotonic()
+        if self._hang_after_s <= 0 or all(beat.at >= now - self._hang_after_s for beat in self._heartbeats.values()):
+            return []
+        limit = now - self._hang_after_s / 2
+        for key in [key for key, heartbeat in self._heartbeats.items() if heartbeat.at < limit]:
             # Of a remote rank we know only whether its slot has exited.
-            pid = self._heartbeats[slot, rank].pid
-            is_running = exit_codes.get(slot) is None if self._is_remote else processes.is_alive(pid)
-            if is_running:
-                return self._describe_hang(slot, rank)
-            del self._heartbeats[slot, rank]  # it exited normally, or the rank has a new process
-        return ""
+            pid = self._heartbeats[key].pid
+            if not (exit_codes.get(key[0]) is None if self._is_remote else processes.is_alive(pid)):
+                del self._heartbeats[key]  # it exited normally, or the rank has a new process
+        if all(beat.at >= now - self._hang_after_s for beat in self._heartbeats.values()):
+            return []
+        return [self._silent_rank(key) for key, beat in sorted(self._heartbeats.items()) if beat.at < limit]
 
-    def _describe_hang(self, slot: Slot, rank: int) -> str:
-        heartbeat = self._heartbeats[slot, rank]
-        where = f" in {heartbeat.shard}" if heartbeat.shard else ""
-        return (
-            f"{slot} (rank {rank}) hung at step {heartbeat.step}{where}: "
-            f"no heartbeat for {format_duration(self._hang_after_s)}; "
-            f"stack traces of all ranks: {self._stacks_file}; log: {self._run.log_path(slot, self._attempt)}"
-        )
+    def _silent_rank(self, key: RankKey) -> SilentRank:
+        heartbeat = self._heartbeats[key]
+        return SilentRank(*key, step=heartbeat.step, shard=heartbeat.shard)
+
+    def explain_hang(self, silent: Sequence[SilentRank], processes: ProcessGroup) -> str:
+        """Save the stacks of all ranks beside the logs, and return which rank hangs, in one sentence."""
+        dumps = self._dump_stacks(processes)
+        # The files of another machine may differ from those here.
+        read_source = (lambda *_: "") if self._is_remote else linecache.getline
+        hang = describe_hang(silent, dumps, self._hang_after_s, read_source)
+        log = self._run.log_path(hang.slot, self._attempt)
+        return f"{hang.message}; stack traces of all ranks: {self._stacks_file}; log: {log}"
 
     @property
     def _stacks_file(self) -> Path:
         return self._run.folder / f"stacks.{self._attempt}.txt"
 
-    def dump_stacks(self, processes: ProcessGroup) -> None:
-        """Signal every process with a stack dump handler and save the dumps beside the logs."""
-        text = self.read_events()
+    def _dump_stacks(self, processes: ProcessGroup) -> list[StackDump]:
+        """Signal every process with a stack dump handler, and save and return the dumps."""
+        text = [f"{slot}: {line}" for slot, line in self.read_events()]
+        dumps = list[StackDump]()
         leaders = processes.pids.values()
         if self._is_remote:  # the local process of a remote slot forwards the signal to its ranks
+            lines = list[tuple[Slot, str]]()
             for pid in leaders:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
-                text += self._read_until_quiet()
-        for pid in sorted(find_processes_by_env({"STOKER_RUN": self._run.id})):
-            # Not the leaders: the profiler would forward the signal to a program without a handler.
-            if pid not in leaders and handles_signal(pid, signal.SIGUSR1):
-                ranks = [f"{slot} (rank {rank})" for (slot, rank), beat in self._heartbeats.items() if beat.pid == pid]
-                text.append(f"--- {', '.join(ranks) or 'a process without a heartbeat'}, pid {pid}")
+                lines += self._read_until_quiet()
+            text += [f"{slot}: {line}" for slot, line in lines]
+            for slot in dict.fromkeys(slot for slot, _ in lines):
+                ranks = tuple(self._silent_rank(key) for key in sorted(self._heartbeats) if key[0] == slot)
+                dumps.append(StackDump(ranks, [line for source, line in lines if source == slot]))
+        # Not the leaders: the profiler would forward the signal to a program without a handler.
+        candidates = sorted(set(find_processes_by_env({"STOKER_RUN": self._run.id})) - set(leaders))
+        pids = [pid for pid in candidates if handles_signal(pid, signal.SIGUSR1)]
+        for pid in pids:
+            ranks = self._ranks_of(pid, pids)
+            names = [f"{rank.slot} (rank {rank.rank})" for rank in ranks]
+            text.append(f"--- {', '.join(names) or 'a process without a heartbeat'}, pid {pid}")
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
-                text += self._read_until_quiet()  # one process at a time, because ranks share a log
+            lines = self._read_until_quiet()  # one process at a time, because ranks share a log
+            text += [f"{slot}: {line}" for slot, line in lines]
+            dumps.append(StackDump(ranks, [line for _, line in lines]))
         self._run.write(self._stacks_file.name, "".join(f"{line}\n" for line in text).encode())
+        return dumps
 
-    def _read_until_quiet(self) -> list[str]:
+    def _ranks_of(self, pid: int, pids: Collection[int]) -> tuple[SilentRank, ...]:
+        """Return the rank that a process is, from its heartbeats or else its environment; none for its descendants."""
+        keys = [key for key, heartbeat in self._heartbeats.items() if heartbeat.pid == pid]
+        if keys:
+            return tuple(map(self._silent_rank, keys))
+        env = read_env(pid)
+        slot, rank = env.get("STOKER_SLOT", ""), env.get("RANK", "")
+        is_unknown = rank.isdigit() and all(known != int(rank) for _, known in self._heartbeats)
+        if not slot or not is_unknown or parent_pid(pid) in pids:
+            return ()
+        return (SilentRank(Slot.parse(slot), int(rank)),)
+
+    def _read_until_quiet(self) -> list[tuple[Slot, str]]:
         """Read new lines until none arrive for a moment, for at most `STACK_DUMP_S`."""
-        deadline, text = time.monotonic() + STACK_DUMP_S, list[str]()
+        deadline, text = time.monotonic() + STACK_DUMP_S, list[tuple[Slot, str]]()
         while time.monotonic() < deadline:
             time.sleep(POLL_S)
             lines = self.read_events()

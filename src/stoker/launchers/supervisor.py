@@ -218,9 +218,9 @@ class Supervisor:
             return AttemptOutcome(diagnosis.message, failed_grace, code=diagnosis.code, lost=diagnosis.lost)
         if all(codes[slot] == 0 for slot in lead_slots(self._job)):
             return AttemptOutcome("", grace)
-        if hang := monitor.find_hang(processes, codes):
-            monitor.dump_stacks(processes)
-            return AttemptOutcome(hang, min(grace, FAILED_GRACE_S), hung=True)
+        if silent := monitor.find_silent_ranks(processes, codes):
+            cause = monitor.explain_hang(silent, processes)
+            return AttemptOutcome(cause, min(grace, FAILED_GRACE_S), hung=True)
         return AttemptOutcome(STOPPED_MESSAGE, grace) if self._should_stop() else None
 
     def _diagnose_failure(
