@@ -6,6 +6,7 @@ import io
 import struct
 import tarfile
 
+import cv2
 import numpy as np
 import pytest
 import simplejpeg
@@ -52,6 +53,34 @@ def encode_subsampled(image: Image.Image, subsampling: str) -> bytes:
     """Encode a JPEG with a chroma subsampling that Pillow does not support."""
     data: bytes = simplejpeg.encode_jpeg(np.ascontiguousarray(image), quality=90, colorsubsampling=subsampling)
     return data
+
+
+def encode_441(image: Image.Image, *, progressive: bool = False) -> bytes:
+    """Encode a JPEG with 4:4:1 subsampling, which no encoder here offers, from a 4:1:1 one.
+
+    Both have MCUs of four luma blocks, side by side in 4:1:1 and on top of each other in 4:4:1, and one block of each
+    chroma. So the image is rearranged, encoded, and given its true sampling factors and size. A progressive JPEG stores
+    the blocks of a component by rows, which is the same order only for an image of one MCU per row.
+    """
+    width, height = image.size
+    assert height % 32 == 0
+    assert width == 8 or (width % 8 == 0 and not progressive)
+    planes = np.asarray(image.convert("YCbCr"))
+    luma = planes[..., 0].reshape(height // 32, 4, 8, width // 8, 8).transpose(0, 2, 3, 1, 4)
+    chroma = planes[..., 1:].reshape(height // 4, 4, width, 2).mean(axis=1).repeat(4, axis=1)
+    wide = np.dstack((luma.reshape(height // 4, 4 * width), chroma)).astype(np.uint8)
+    options = {
+        cv2.IMWRITE_JPEG_QUALITY: 95,
+        cv2.IMWRITE_JPEG_SAMPLING_FACTOR: cv2.IMWRITE_JPEG_SAMPLING_FACTOR_411,
+        cv2.IMWRITE_JPEG_PROGRESSIVE: int(progressive),
+    }
+    bgr = np.asarray(Image.fromarray(wide, "YCbCr").convert("RGB"))[..., ::-1]
+    data = bytearray(cv2.imencode(".jpg", bgr, [number for pair in options.items() for number in pair])[1].tobytes())
+    frame = data.index(b"\xff\xc2" if progressive else b"\xff\xc0")
+    struct.pack_into(">HH", data, frame + 5, height, width)
+    assert data[frame + 11] == 0x41
+    data[frame + 11] = 0x14
+    return bytes(data)
 
 
 def make_jpeg(kind: str, image: Image.Image, **options: object) -> bytes:

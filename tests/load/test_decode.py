@@ -6,15 +6,21 @@ import io
 import itertools
 import struct
 import tarfile
+from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
+import simplejpeg
 from PIL import Image, ImageOps
 
-from stoker.load.decode import Decoder, Pixels, hwc_to_chw
+from stoker import Loader
+from stoker.load import native
+from stoker.load.decode import DecodeCheck, Decoder, Pixels, hwc_to_chw
 from stoker.load.transforms import Crop, random_numbers, random_resized_crop
 from stoker.shards.images import MAX_PIXELS, BadImageError
+from tests.load.jpegs import encode_441, needs_native
+from tests.support.loaders import write_shards
 from tests.support.paths import SHARED
 from tests.support.trees import image_bytes
 
@@ -423,3 +429,98 @@ def test_hwc_to_chw_transposes() -> None:
     hwc_to_chw(pixels, rows[1])
     assert np.array_equal(rows[1], pixels.transpose(2, 0, 1))
     assert (rows[0] == 0).all()
+
+
+JPEGS_441 = {
+    "baseline": (picture(64, 96), encode_441(picture(64, 96))),
+    "progressive": (picture(8, 128), encode_441(picture(8, 128), progressive=True)),
+}
+
+
+@pytest.mark.parametrize("kind", JPEGS_441)
+def test_jpeg_whose_subsampling_simplejpeg_does_not_know(kind: str) -> None:
+    image, data = JPEGS_441[kind]
+    with pytest.raises(KeyError):
+        simplejpeg.decode_jpeg_header(data)
+    assert difference(decode(data), by_pillow(image)) < 4
+    assert difference(Decoder().decode_whole(data), np.asarray(image)) < 6
+    DecodeCheck()(data)
+
+
+@pytest.mark.parametrize("decoder", ["python", pytest.param("native", marks=needs_native)])
+@pytest.mark.parametrize("kind", JPEGS_441)
+def test_such_a_jpeg_is_a_sample_like_any_other(kind: str, decoder: str, tmp_path: Path) -> None:
+    image, data = JPEGS_441[kind]
+    url = write_shards(tmp_path / "set", [encode(image, subsampling="4:4:4"), data])
+    with Loader(url, global_batch=2, transform="whole", size=32, decoder=decoder, max_bad=0) as loader:
+        (batch,) = loader
+        assert loader.bad == []
+    one, other = (batch.images[batch.labels == label][0] for label in (0, 1))
+    assert difference(one, other) < 6
+
+
+@pytest.mark.parametrize("failure", [KeyError(6), MemoryError(), RuntimeError("of the library"), cv2.error("resize")])
+def test_whatever_a_decoder_raises_is_a_fallback_or_a_bad_sample(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    image = picture(60, 40)
+    expected = decode(encode(image))
+
+    def fail(*_: object, **__: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", fail)
+    assert difference(decode(encode(image)), expected) < 1
+    monkeypatch.setattr(simplejpeg, "decode_jpeg_header", fail)
+    assert difference(decode(encode(image)), expected) < 1
+    assert Decoder().decode_whole(encode(image)).shape == (40, 60, 3)
+    monkeypatch.setattr("stoker.shards.images.Image.open", fail)
+    url = write_shards(tmp_path / "set", [encode(image)] * 4)
+    for transform in ("whole", lambda pixels, _: pixels):
+        with Loader(url, global_batch=4, transform=transform, decoder="python", max_bad=1) as loader:
+            assert [batch.count for batch in loader] == [0]
+            reasons = {bad.reason for bad in loader.bad}
+        assert len(reasons) == 1
+        assert (str(failure) or "MemoryError") in reasons.pop()
+
+
+def test_failure_to_resize_is_a_bad_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cv2, "resize", lambda *_, **__: 1 // 0)
+    with pytest.raises(BadImageError, match="division"):
+        decode(encode(picture(60, 40)), Crop(0, 0, 40, 40))
+
+
+def test_interrupting_the_decoder_is_not_a_bad_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        decode(encode(picture(60, 40)))
+
+
+@needs_native
+@pytest.mark.parametrize("method", ["read_headers", "fill"])
+def test_images_are_decoded_by_the_general_decoder_if_the_native_one_fails(
+    method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Failing:
+        API, SIMD = native.API, 1
+
+        def read_headers(self, images: list[bytes]) -> list[tuple[int, int, bool]]:
+            if method == "read_headers":
+                raise MemoryError
+            return [(60, 40, False) for _ in images]
+
+        def Decoder(self, *, simd: bool) -> Failing:  # noqa: N802
+            return self
+
+        def fill(self, *_: object) -> bytes:
+            raise MemoryError
+
+    monkeypatch.setattr(native, "import_native", Failing)
+    url = write_shards(tmp_path / "set", [encode(picture(60, 40))] * 4)
+    with Loader(url, global_batch=4, transform="whole", size=32, decoder="native", max_bad=0) as loader:
+        (batch,) = loader
+        assert loader.times.native_images == 0
+    assert difference(batch.images[0], decode(encode(picture(60, 40)))) == 0

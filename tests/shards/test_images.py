@@ -8,10 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from PIL import Image
 
+from stoker.load.decode import DecodeCheck
 from stoker.shards import images
 from stoker.shards.formats import CANONICAL_EXTENSIONS
-from stoker.shards.images import EXTENSIONS, MAX_BYTES, BadImageError, check_decodes, inspect_image, shrink, sniff
+from stoker.shards.images import EXTENSIONS, MAX_BYTES, BadImageError, inspect_image, shrink, sniff
 from tests.support.trees import image_bytes
+
+check_decodes = DecodeCheck()
 
 
 @pytest.mark.parametrize(
@@ -235,8 +238,8 @@ def test_decoding_reserves_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "_decode_budget", budget)
     check_decodes(image_bytes(1, "PNG", (100, 50)))
     shrink(image_bytes(1, "PNG", (100, 50)), 10, 90)
-    assert reserved[0] == 4 * 100 * 50
-    assert reserved[1] > reserved[0]
+    assert reserved[0] == 3 * 4 * 100 * 50
+    assert reserved[1] > 4 * 100 * 50
     with pytest.raises(BadImageError):
         check_decodes(image_bytes(1, "PNG")[:-30])
     assert budget._free == budget.total

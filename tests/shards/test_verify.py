@@ -11,9 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from stoker import Loader
 from stoker.shards.formats import FORMATS
 from stoker.shards.sample import Sample
+from tests.load.jpegs import encode_441
 from tests.support.trees import image_bytes, make_dataset, stoker
 
 SHARD, MANIFEST, QUARANTINE = "pets-train-000000.tar", "manifest.json", "quarantine.jsonl"
@@ -235,3 +238,21 @@ def test_every_damaged_record_is_reported(tmp_path: Path, capsys: pytest.Capture
     first, second = (str(finding["what"]) for finding in verify_findings(capsys, tmp_path))
     assert "record 1 " in first
     assert "record 3 " in second
+
+
+def test_deep_verification_decodes_as_training_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pillow can load floating-point pixels, but the loader does not know which value is white."""
+    out = io.BytesIO()
+    Image.new("RGB", (24, 18)).save(out, "TIFF", compression="tiff_deflate")
+    floats = io.BytesIO()
+    Image.new("F", (24, 18)).save(floats, "TIFF")
+    write_shard(
+        tmp_path / "x-train-0.tar",
+        Sample("fine", out.getvalue(), "tif", 0),
+        Sample("floats", floats.getvalue(), "tif", 0),
+        Sample("tall", encode_441(Image.new("RGB", (8, 32), "red")), "jpg", 0),
+    )
+    findings = verify_findings(capsys, tmp_path, "--deep")
+    assert [finding["key"] for finding in findings] == ["floats"]
+    with Loader(tmp_path / "x-train-0.tar", global_batch=3, size=8, max_bad=1) as loader:
+        assert [batch.count for batch in loader] == [2]

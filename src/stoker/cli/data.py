@@ -167,13 +167,14 @@ def verify(
 ) -> None:
     """Verify digests, counts, members, headers, keys and labels."""
     from stoker.errors import VerificationError
+    from stoker.load.decode import DecodeCheck
     from stoker.shards.shard_set import find_shard_sets
     from stoker.shards.verify import verify as verify_set
 
     sets = find_shard_sets(url)
-    threads = parse_threads(jobs)
+    threads, check_image = parse_threads(jobs), DecodeCheck() if deep else None
     with show_byte_progress("verifying", sum(entry.size for each in sets for entry in each.shards)) as advance:
-        reports = [verify_set(each, deep=deep, jobs=threads, progress=advance) for each in sets]
+        reports = [verify_set(each, check_image=check_image, jobs=threads, progress=advance) for each in sets]
     _print_reports(reports, as_json)
     if faults := sum(len(report.findings) for report in reports):
         raise VerificationError(f"{pluralize(faults, 'fault')} found", where=url)

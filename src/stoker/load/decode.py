@@ -1,13 +1,16 @@
 """The general image decoder: decode, crop and resize images with simplejpeg and OpenCV, which release the GIL.
 
-Images that simplejpeg does not support are decoded by Pillow.
+Images that simplejpeg does not support are decoded by Pillow. Libraries that decode may raise anything (simplejpeg raises
+KeyError for a subsampling that it does not know): the next decoder is then tried, and the last failure is a BadImageError.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import cv2
@@ -32,6 +35,7 @@ MAX_BLUR_FACTOR = 8.0
 EXTRA_ROWS = 4
 """Rows decoded below a crop: upsampling the chroma of its last row reads the rows below it."""
 MAX_KEPT_BYTES = 16 << 20
+_CHECK_SIZE = 8
 _COLOR_SPACES = ("YCbCr", "Gray", "RGB")
 _UNREAD_DATA = re.compile(r"extraneous bytes before marker 0xd9")
 
@@ -67,7 +71,7 @@ class Decoder:
         if images.sniff(data) == "jpg":
             try:
                 height, width, color_space, _ = simplejpeg.decode_jpeg_header(data)
-            except ValueError:
+            except Exception:
                 return self._read_header_pillow(data)
             images.check_size(width, height)
             if color_space in _COLOR_SPACES:
@@ -79,6 +83,20 @@ class Decoder:
 
     def fill(self, data: Buffer, header: Header, crop: Crop, flip: bool, out: Pixels) -> None:
         """Decode a crop of the upright image into `out`, a square of RGB pixels; raise BadImageError if damaged."""
+        with _translate_errors():
+            self._fill(data, header, crop, flip, out)
+
+    def decode_whole(self, data: Buffer) -> Pixels:
+        """Return the pixels of a whole image, upright, in new memory."""
+        header = self.read_header(data)
+        if header.orientation == 1:
+            with suppress(Exception):  # unsupported or damaged: Pillow decides which
+                pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB")
+                return pixels
+        with _translate_errors():
+            return np.array(images.decode_rgb(data))  # Pillow's array is read-only
+
+    def _fill(self, data: Buffer, header: Header, crop: Crop, flip: bool, out: Pixels) -> None:
         if header.orientation is None:
             self._fill_pillow(data, header, crop, flip, out)
             return
@@ -96,15 +114,6 @@ class Decoder:
         self._resize(pixels, stored, False, small)
         upright = _upright_view(small, header.orientation)
         out[:] = upright[:, ::-1] if flip else upright
-
-    def decode_whole(self, data: Buffer) -> Pixels:
-        """Return the pixels of a whole image, upright, in new memory."""
-        header = self.read_header(data)
-        if header.orientation == 1:
-            with suppress(ValueError):  # unsupported or damaged: Pillow decides which
-                pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB")
-                return pixels
-        return np.array(images.decode_rgb(data))  # Pillow's array is read-only
 
     def _read_header_pillow(self, data: Buffer) -> Header:
         width, height = images.read_upright_size(data)
@@ -143,8 +152,8 @@ class Decoder:
         out = self._decoded.array(shape)
         try:
             simplejpeg.decode_jpeg(data, "RGB", min_height=shape[0], min_width=shape[1], buffer=out)
-        except ValueError as error:
-            return out, str(error)
+        except Exception as error:
+            return out, str(error) or type(error).__name__
         return out, ""
 
     def _resize(self, pixels: Pixels, crop: Crop, flip: bool, out: Pixels) -> None:
@@ -189,6 +198,28 @@ class Decoder:
         return out
 
 
+class DecodeCheck:
+    """Check that images can be decoded by the general decoder, from several threads."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def __call__(self, data: Buffer) -> None:
+        """Decode all of an image, as built-in and user transforms do; raise BadImageError if that fails.
+
+        The native decoder leaves what it does not support to the general decoder, so it has no faults of its own.
+        """
+        if not hasattr(self._local, "decoder"):
+            self._local.decoder = Decoder(antialias=False)
+        decoder: Decoder = self._local.decoder
+        header = decoder.read_header(data)
+        # So small that large images are scaled while they are decoded: all of the file is read in any case.
+        out = np.empty((_CHECK_SIZE, _CHECK_SIZE, 3), dtype=np.uint8)
+        decoder.fill(data, header, Crop(0, 0, header.width, header.height), False, out)
+        if header.orientation not in (None, 1):
+            decoder.decode_whole(data)
+
+
 class _ScratchBuffer:
     """Memory that one thread reuses for each image, unless it is very large."""
 
@@ -203,6 +234,17 @@ class _ScratchBuffer:
         if size > self._memory.nbytes:
             self._memory = np.empty(size, dtype=np.uint8)
         return self._memory[:size].reshape(shape)
+
+
+@contextmanager
+def _translate_errors() -> Iterator[None]:
+    """Raise BadImageError for whatever a decoder raised: one image must not end an epoch."""
+    try:
+        yield
+    except BadImageError:
+        raise
+    except Exception as error:
+        raise BadImageError(f"cannot be decoded: {str(error) or type(error).__name__}") from error
 
 
 def hwc_to_chw(pixels: Pixels, out: Pixels) -> None:

@@ -23,6 +23,7 @@ from stoker.shards.sample import Buffer
 DECODERS = ("auto", "native", "python")
 INSTALL_HINT = "run `make setup` or `pip install ./native` in stoker's repository; needs gcc, libjpeg-dev, python3-dev"
 NOT_INSTALLED = "is not installed"
+FAILED = "native decoder failed; decoding these images with simplejpeg and OpenCV"
 
 API = 2
 """Version of the interface of stoker_native; module.c has the same."""
@@ -55,20 +56,26 @@ class NativeDecoder:
         self._antialias = antialias
 
     def read_headers(self, images: Sequence[Buffer]) -> list[Header | None]:
-        """Return the headers of images; None for those that are not plain, upright JPEGs."""
-        return [
-            _to_header(data, header)
-            for data, header in zip(images, self._module.read_headers(list(images)), strict=True)
-        ]
+        """Return the headers of images; None for those that are not plain, upright JPEGs, or for all if it fails."""
+        try:
+            headers = self._module.read_headers(list(images))
+        except Exception as error:
+            _log_once(logging.WARNING, f"{FAILED}: {error!r}")
+            return [None] * len(images)
+        return [_to_header(data, header) for data, header in zip(images, headers, strict=True)]
 
     def fill(self, tasks: Sequence[DecodeTask], out: Pixels) -> list[DecodeTask]:
-        """Decode images into the rows of `out`; return the tasks that it does not support."""
+        """Decode images into the rows of `out`; return the tasks that it does not support, or all if it fails."""
         images: list[Buffer | None] = [None] * len(out)
         boxes, flips = np.zeros((len(out), 6)), bytearray(len(out))
         for row, data, header, crop, flip in tasks:
             images[row], flips[row] = data, bool(flip)
             boxes[row] = (*crop, header.width, header.height)
-        statuses: bytes = self._decoder.fill(images, boxes, flips, out, out.shape[1], self._antialias)
+        try:
+            statuses: bytes = self._decoder.fill(images, boxes, flips, out, out.shape[1], self._antialias)
+        except Exception as error:
+            _log_once(logging.WARNING, f"{FAILED}: {error!r}")
+            return list(tasks)
         return [task for task in tasks if statuses[task.row]]
 
 

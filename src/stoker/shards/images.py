@@ -126,18 +126,6 @@ def too_large_reason(size: int) -> str:
     return f"{size >> 20} MiB is more than the limit of {MAX_BYTES >> 20} MiB"
 
 
-def check_decodes(data: Buffer) -> None:
-    """Decode all pixels and discard them; raise BadImageError if that fails.
-
-    An image that needs more than the memory budget is decoded alone.
-    """
-    with _translate_pillow_errors("cannot be decoded"):
-        image = _open_image(data)
-        with _decode_budget.reserve(_estimate_memory(image)):
-            image.load()
-            del image  # before the reservation ends
-
-
 def shrink(data: Buffer, max_side: int, quality: int) -> bytes:
     """Re-encode as an RGB JPEG whose longer side is `max_side`, rotated by its EXIF orientation.
 
@@ -229,8 +217,8 @@ def limit_rows(data: Buffer, rows: int) -> bytearray | None:
 
 
 def read_upright_size(data: Buffer) -> tuple[int, int]:
-    """Return the size of an image after rotation to upright; raise BadImageError if it has no valid header."""
-    with _translate_pillow_errors("no readable header"):
+    """Return the size of an image after rotation to upright; raise BadImageError if it cannot be read."""
+    with _translate_pillow_errors("cannot be decoded"):
         image = _open_image(data)
         if image.format == "TIFF":  # Pillow rotates it while loading, and not every version reports that before
             height, width, _ = decode_rgb(data).shape
@@ -276,7 +264,7 @@ def _translate_pillow_errors(failure: str) -> Iterator[None]:
     except UnidentifiedImageError as error:  # its message contains the address of an object
         raise BadImageError(f"{failure}: unknown image format") from error
     except Exception as error:
-        raise BadImageError(f"{failure}: {error}") from error
+        raise BadImageError(f"{failure}: {str(error) or type(error).__name__}") from error
 
 
 def _open_image(data: Buffer) -> Image.Image:

@@ -15,11 +15,15 @@ from stoker.errors import NotFoundError, SourceError, StokerError
 from stoker.shards import index
 from stoker.shards.catalog import find_duplicates
 from stoker.shards.formats import FORMATS, LocatedSample, guess_format
-from stoker.shards.images import BadImageError, check_decodes, inspect_image
+from stoker.shards.images import BadImageError, inspect_image
 from stoker.shards.manifest import MANIFEST, QUARANTINE, Manifest, Shard
+from stoker.shards.sample import Buffer
 from stoker.shards.shard_set import MappedFile, ShardSet
 
 CHUNK = 8 << 20
+
+ImageCheck = Callable[[Buffer], None]
+"""Function that raises BadImageError for an image that training could not decode."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,14 +55,21 @@ class _ShardResult(NamedTuple):
 
 
 def verify(
-    shard_set: ShardSet, *, deep: bool = False, jobs: int = 2, progress: Callable[[int], None] = lambda _: None
+    shard_set: ShardSet,
+    *,
+    check_image: ImageCheck | None = None,
+    jobs: int = 2,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> VerifyReport:
-    """Check every shard of a shard set; `progress` is called with the bytes of each finished shard."""
+    """Check every shard of a shard set; `progress` is called with the bytes of each finished shard.
+
+    `check_image` is called with every image, from several threads, in addition to the check of its header.
+    """
     recorded = {} if shard_set.manifest is None else {shard.name: shard for shard in shard_set.manifest.shards}
 
     def check(number: int) -> _ShardResult:
         entry = shard_set.shards[number]
-        result = _check_shard(shard_set, entry.name, recorded.get(entry.name), deep)
+        result = _check_shard(shard_set, entry.name, recorded.get(entry.name), check_image)
         progress(entry.size)
         return result
 
@@ -83,7 +94,7 @@ def verify(
     )
 
 
-def _check_shard(shard_set: ShardSet, name: str, shard: Shard | None, deep: bool) -> _ShardResult:
+def _check_shard(shard_set: ShardSet, name: str, shard: Shard | None, check_image: ImageCheck | None) -> _ShardResult:
     """Check the bytes, members, images, labels and index of one shard."""
     keys = array("q")
     findings: list[Finding] = []
@@ -97,7 +108,7 @@ def _check_shard(shard_set: ShardSet, name: str, shard: Shard | None, deep: bool
                 keys.append(hash(located.sample.key))
                 if abs(located.sample.label) <= index.MAX_LABEL:
                     rows.add(located.image_offset, len(located.sample.image), located.sample.label)
-                findings += _check_sample(shard_set, name, located, deep)
+                findings += _check_sample(shard_set, name, located, check_image)
                 file.release_before(located.end)
     except NotFoundError as error:
         return _ShardResult(0, keys, [Finding(shard=name, what=error.what)])
@@ -124,12 +135,14 @@ def _check_bytes(file: MappedFile, shard: Shard) -> Iterator[Finding]:
         yield Finding(shard=shard.name, what=f"SHA-256 is {digest.hexdigest()}, but {shard.sha256} in the manifest")
 
 
-def _check_sample(shard_set: ShardSet, name: str, located: LocatedSample, deep: bool) -> Iterator[Finding]:
+def _check_sample(
+    shard_set: ShardSet, name: str, located: LocatedSample, check_image: ImageCheck | None
+) -> Iterator[Finding]:
     sample = located.sample
     try:
         inspect_image(sample.image)
-        if deep:
-            check_decodes(sample.image)
+        if check_image is not None:
+            check_image(sample.image)
     except BadImageError as error:
         yield Finding(shard=name, offset=located.image_offset, key=sample.key, what=str(error))
     classes = 0 if shard_set.manifest is None else len(shard_set.manifest.classes)
