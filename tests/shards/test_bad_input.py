@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -217,6 +218,26 @@ def test_labels_beyond_the_index_are_rejected(tmp_path: Path, capsys: pytest.Cap
     assert re.search(r"'train'.*\b1099511627776\b.*\b2147483647\b", sentence)
     assert stoker("data", "verify", tmp_path) == 2
     assert "label 1099511627776" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("label", [2**63, 10**19, -(10**18) * 9 - 10**18])
+def test_labels_beyond_64_bits_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str], label: int) -> None:
+    tar = FORMATS.get("tar")
+    chunks = [
+        chunk
+        for key, number in (("a", 0), ("b", label))
+        for chunk in tar.encode(Sample(key, image_bytes(1), "jpg", number)).chunks
+    ]
+    (tmp_path / "x-train-0.tar").write_bytes(b"".join(map(bytes, chunks)) + tar.trailer)
+    for command in (["convert", tmp_path, tmp_path.parent / "out-wide-labels"], ["plan", tmp_path], ["peek", tmp_path]):
+        sentence = run_and_fail(capsys, 2, "data", *command)
+        assert "x-train-0.tar" in sentence
+        assert "sample 'b'" in sentence
+        assert str(label) in sentence
+    assert stoker("data", "verify", tmp_path, "--json") == 2
+    ((report,), _) = json.JSONDecoder().raw_decode(capsys.readouterr().out)
+    assert report["samples"] == 1
+    assert any(str(label) in finding["what"] for finding in report["findings"])
 
 
 def test_destination_with_other_files_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

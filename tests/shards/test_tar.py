@@ -231,6 +231,8 @@ def damage(change: Callable[[bytearray], None]) -> bytes:
         (make_tar(("a.jpg", JPEG), ("a.json", b'{"label": 1}')), ["sample 'a' at byte 0 ", ".cls"]),
         (make_tar(("a.jpg", JPEG), ("a.cls", b"cat")), ["sample 'a' at byte 0 ", "label b'cat'"]),
         (make_tar(("a.jpg", JPEG), ("a.cls", b"")), ["sample 'a' at byte 0 ", "label b''"]),
+        (make_tar(("a.jpg", JPEG), ("a.cls", b"%d" % 2**63)), ["sample 'a' at byte 0 ", f"label b'{2**63}'"]),
+        (make_tar(("a.jpg", JPEG), ("a.cls", b"%d" % (-(2**63) - 1))), ["sample 'a' at byte 0 ", f"b'{-(2**63) - 1}'"]),
         (make_tar(("a.jpg", JPEG), ("a.cls", b"1" * 9999)), ["sample 'a' at byte 0 ", f"label b'{'1' * 21}'"]),
         (
             make_tar(("a.jpg", JPEG), ("a.JPG", JPEG), ("a.cls", b"1")),

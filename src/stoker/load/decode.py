@@ -1,7 +1,7 @@
 """The general image decoder: decode, crop and resize images with simplejpeg and OpenCV, which release the GIL.
 
-Images that simplejpeg does not support are decoded by Pillow. Libraries that decode may raise anything (simplejpeg raises
-KeyError for a subsampling that it does not know): the next decoder is then tried, and the last failure is a BadImageError.
+Images that simplejpeg does not support are decoded by Pillow. A decoder may raise anything (simplejpeg raises KeyError
+for a subsampling that it does not know): the next one is tried then, and the failure of the last is a BadImageError.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ class EpochOrder:
         self._lane_starts = np.append(_lane_starts(self.samples, lanes), self.samples)
         self._window_pieces = np.append(_first_pieces(pieces.lanes[permutation], window), len(permutation))
         self._window_starts = self._starts[self._window_pieces]
+        self._longest_window = int(np.diff(self._window_pieces).max(initial=0))
         self._window_key = np.uint64(seed_key("window", *draw))
 
     def locate(self, positions: Int64Array) -> SampleLocation:
@@ -65,7 +66,7 @@ class EpochOrder:
         shards = []
         for step in range(windows):
             window = first[first + step < last] + step
-            for number in range(self.window):
+            for number in range(self._longest_window):
                 pieces = self._window_pieces[window] + number
                 shards.append(self._shards[pieces[pieces < self._window_pieces[window + 1]]])
         return np.concatenate(shards) if shards else np.empty(0, dtype=np.int64)

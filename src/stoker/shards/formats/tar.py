@@ -17,6 +17,7 @@ from stoker.shards.tar_headers import BLOCK_BYTES, ZERO_BLOCK, MemoryReader, ite
 MAX_NAME_BYTES = 100
 MAX_LABEL_BYTES = 20
 OCTAL_SIZE_LIMIT = 8**11
+INT64 = 1 << 63
 
 # The fields between name and size, between size and checksum, and between type and the end of the block.
 _MODE_UID_GID = b"0000644\x000000000\x000000000\x00"
@@ -160,8 +161,10 @@ def _build_sample(
         if size > MAX_LABEL_BYTES:
             raise ValueError
         label = int(text)
+        if not -INT64 <= label < INT64:
+            raise ValueError
     except ValueError:
-        what = f"sample {key!r} at byte {start} has the label {text!r}, which is not an integer"
+        what = f"sample {key!r} at byte {start} has the label {text!r}, which is not an integer of 64 bits"
         raise SourceError(what, where=where) from None
     extras = NO_EXTRAS
     if len(spans) > 2:
