@@ -145,7 +145,7 @@ def header(shape: bytes, descr: bytes = repr(INDEX_DTYPE.descr).encode()) -> byt
     ],
 )
 def test_impossible_index_is_rejected_before_anything_is_allocated(data: bytes) -> None:
-    with pytest.raises(VerificationError, match="^index: "):
+    with pytest.raises(VerificationError, match=r"^index: "):
         parse_index(data, "index")
 
 
