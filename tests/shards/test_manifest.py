@@ -90,7 +90,19 @@ def test_impossible_manifest_is_rejected_with_the_key(
     assert re.search(rf"(?:^|; ){re.escape(key)}: ", caught.value.what)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"version": 1, "x": ' + "[" * 100_000, "1", "null", '"text"', "\xff"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"version": 1, "x": ' + "[" * 100_000,
+        "1",
+        "null",
+        '"text"',
+        "\xff",
+        "{}",
+        '{"version": 1, "version": 1}',
+    ],
+)
 def test_text_that_is_no_manifest_is_rejected(text: str, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(InputError, match="manifest"):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
-from stoker.core import spec
+from stoker.core import json_io, spec
 from stoker.errors import Fault, InputError
 from stoker.storage import Store, redacted
 
@@ -23,6 +22,8 @@ PLAN = WORK + "plan.json"
 VERSION = 1
 """Increment when older readers would misread the manifest; they ignore keys that they do not know."""
 WINDOW = 2
+MAX_BYTES = 1 << 30
+"""Size of a manifest; a shard takes about 250 bytes in it."""
 MAX_COUNT = 2**53
 """Largest number of samples or bytes: sums stay exact in 64 bits, and in JSON of other tools."""
 MAX_LANES = 2**20
@@ -109,14 +110,23 @@ def read_manifest(store: Store, folder: str = "") -> Manifest:
     name = folder + MANIFEST
     where = f"{redacted(store.url).rstrip('/')}/{name}"
     data = store.get(name)
+    json_io.check_size(data, MAX_BYTES, where)
     try:
-        version = json.loads(data).get("version")
-    except (ValueError, AttributeError, RecursionError) as error:
+        document = json_io.parse_text(json_io.decode_text(data, where), where, object_pairs_hook=_to_unique_dict)
+    except ValueError as error:
         raise InputError(f"invalid manifest: {error}", where=where) from error
+    version = document.get("version") if isinstance(document, dict) else None
     if version != VERSION:
         raise InputError(
             f"manifest version {version!r} is not supported; this stoker reads version {VERSION}",
             where=where,
             hint="upgrade stoker, or convert the dataset again",
         )
-    return spec.load(data, Manifest, where)
+    return spec.decode(document, Manifest, where)
+
+
+def _to_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = dict(pairs)
+    if len(keys) != len(pairs):
+        raise ValueError(f"duplicate key among {', '.join(key for key, _ in pairs)}")
+    return keys
