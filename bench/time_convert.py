@@ -10,7 +10,7 @@ from pathlib import Path
 
 import peer_shardwriter
 from stoker.shards.convert import prepare_conversion
-from stoker.shards.plan import ConversionOptions
+from stoker.shards.options import ConversionOptions
 
 
 def convert(images: Path, dest: Path) -> None:

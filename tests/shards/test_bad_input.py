@@ -16,6 +16,7 @@ import pytest
 from stoker.shards.destination import RESUME_HINT
 from stoker.shards.formats import FORMATS
 from stoker.shards.sample import Sample
+from tests.shards.test_convert import crash
 from tests.support.datasets import make_cifar10, make_imagenet
 from tests.support.trees import digests, image_bytes, make_dataset, make_tree, stoker
 
@@ -172,6 +173,9 @@ def test_truncated_shard_as_source_is_rejected(tmp_path: Path, capsys: pytest.Ca
         (["--format", "zip"], "format 'zip'"),
         (["--shard-size", "huge"], "size such as 200Gi, 1.5GB or 1048576, got 'huge'"),
         (["--shard-size", "0"], "--shard-size"),
+        (["--shard-size", "10"], "--force"),
+        (["--shard-size", "1023KiB"], "--force"),
+        (["--shard-size", "0", "--force"], "--shard-size"),
         (["--shard-samples", "0"], "--shard-samples"),
         (["--limit", "-1"], "--limit"),
         (["--seed", "-1"], "--seed"),
@@ -202,6 +206,52 @@ def test_destination_with_another_dataset_is_rejected(tmp_path: Path, capsys: py
     sentence = run_and_fail(capsys, 2, "data", "convert", tmp_path / "pets", out, "--seed", 1)
     assert re.search(rf"{out}: .*\bpets, 30 samples of train\b", sentence)
     assert digests(out) == before
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (["--shard-samples", "8"], ["--shard-samples", "9"]),
+        (["--seed", "1"], ["--seed", "2"]),
+        (["--limit", "9"], ["--limit", "8"]),
+        (["--shard-size", "1MiB"], ["--shard-size", "2MiB"]),
+    ],
+)
+def test_other_options_for_the_same_dataset_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], first: list[str], second: list[str]
+) -> None:
+    data, out = make_dataset(tmp_path / "pets"), tmp_path / "out"
+    assert stoker("data", "convert", data, out, *first) == 0
+    sentence = run_and_fail(capsys, 2, "data", "convert", data, out, *second)
+    assert sentence.index(" ".join(first)) < sentence.index(" ".join(second)) < sentence.index("; choose another")
+    assert "another dataset" not in sentence
+    assert "--restart" not in sentence  # a finished set is never discarded
+
+
+def test_other_options_for_an_unfinished_conversion_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = make_dataset(tmp_path / "pets"), tmp_path / "out"
+    assert crash(data, out, 12, "--shard-samples", 4)
+    sentence = run_and_fail(capsys, 2, "data", "convert", data, out, "--shard-samples", 9)
+    assert all(part in sentence for part in ("--shard-samples 4", "--shard-samples 9", "--restart")), sentence
+    (data / "train/ant/00000.jpg").unlink()
+    sentence = run_and_fail(capsys, 2, "data", "convert", data, out, "--shard-samples", 4)
+    assert "other samples" in sentence
+    assert "--shard-samples" not in sentence
+
+
+def test_destination_that_cannot_be_created_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = make_dataset(tmp_path / "pets")
+    sentence = run_and_fail(capsys, 2, "data", "convert", data, "/proc/nothing")
+    assert sentence.startswith("stoker: /proc/nothing: ")
+    assert "_work" not in sentence
+
+
+def test_small_shard_size_with_force(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "pets")
+    assert stoker("data", "convert", data, tmp_path / "out", "--shard-size", "20KiB", "--force") == 0
+    assert len(list((tmp_path / "out/train").glob("*.tar"))) > 2
 
 
 def test_destination_inside_the_source_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from stoker.core.units import pluralize
 
 if TYPE_CHECKING:
     from stoker.shards.convert import Conversion
+    from stoker.shards.plan import ConversionPlan
     from stoker.shards.verify import VerifyReport
 
 INTERRUPTED_HINT = "run the same command again to resume; finished shards are kept"
@@ -43,7 +44,8 @@ def convert(
         str | None, typer.Option(metavar="NAME", help="Prefix of shard names. Defaults to the dataset's name for tar.")
     ] = None,
     shard_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Approximate size of a shard. Defaults to 256MiB.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Approximate size of a shard. Defaults to 256MiB, or less for 32 shards."),
     ] = None,
     shard_samples: Annotated[
         int | None, typer.Option(metavar="N", help="Maximum number of samples per shard, instead of a size.")
@@ -52,6 +54,9 @@ def convert(
     jobs: Jobs = "auto",
     limit: Annotated[
         int | None, typer.Option(metavar="N", help="Convert only N samples of each split, drawn at random.")
+    ] = None,
+    val_fraction: Annotated[
+        float | None, typer.Option(metavar="F", help="Move this fraction of each class from train to a val split.")
     ] = None,
     max_side: Annotated[
         int | None, typer.Option(metavar="PX", help="Re-encode larger images as JPEG with this longer side.")
@@ -64,6 +69,7 @@ def convert(
         typer.Option(metavar="DIR", help="Directory for temporary files. Defaults to the system's."),
     ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Discard an unfinished conversion at DEST.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Accept a --shard-size of less than 1 MiB.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan without writing anything.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -72,12 +78,13 @@ def convert(
     Image bytes are copied unchanged, in an order shuffled by the seed. To resume an interrupted conversion, run the
     same command again. Bad images are skipped and listed in quarantine.jsonl.
     """
+    from msgspec import UNSET
+
     from stoker.core.scratch import scratch_directory
-    from stoker.core.units import parse_bytes
     from stoker.errors import InputError
     from stoker.shards.convert import check_outside_source, prepare_conversion
     from stoker.shards.destination import check_destination
-    from stoker.shards.plan import ConversionOptions
+    from stoker.shards.options import MIN_SHARDS, ConversionOptions
     from stoker.storage import open_writable
 
     if shard_size is not None and shard_samples is not None:
@@ -89,12 +96,14 @@ def convert(
     options = ConversionOptions(
         format=shard_format,
         prefix=prefix,
-        shard_bytes=parse_bytes(shard_size or "256MiB"),
+        shard_bytes=_parse_shard_size(shard_size or "256MiB", force),
         shard_samples=shard_samples,
+        min_shards=MIN_SHARDS if shard_size is None and shard_samples is None else UNSET,
         seed=seed,
         limit=limit,
         max_side=max_side,
         quality=quality or 90,
+        val_fraction=UNSET if val_fraction is None else val_fraction,
     )
     threads = parse_threads(jobs)
     check_outside_source(source, dest)
@@ -107,9 +116,7 @@ def convert(
         for note in conversion.source.notes:
             print_message(note)
         if dry_run:
-            if not restart:
-                conversion.check(dest)
-            _print_plan(conversion, as_json)
+            _print_plan(conversion.plan if restart else conversion.check(dest), as_json)
         else:
             _run_conversion(conversion, dest, threads, restart, as_json)
 
@@ -184,13 +191,26 @@ for module in (data_load, data_serve, data_cache):
     module.add_to(app)
 
 
-def _print_plan(conversion: Conversion, as_json: bool) -> None:
+def _parse_shard_size(text: str, force: bool) -> int:
+    """Parse --shard-size; raise InputError for less than 1 MiB without --force: the unit was probably forgotten."""
+    from stoker.core.units import MIN_SIZE_BYTES, format_bytes, parse_bytes
+    from stoker.errors import InputError
+
+    size = parse_bytes(text)
+    if size < MIN_SIZE_BYTES and not force:
+        raise InputError(
+            f"--shard-size must be >= 1 MiB, got {format_bytes(size)}",
+            hint="add a unit, for example --shard-size 64MiB, or pass --force",
+        )
+    return size
+
+
+def _print_plan(plan: ConversionPlan, as_json: bool) -> None:
     """Print the shards that would be written."""
     from stoker.core.units import format_bytes
     from stoker.shards.formats import FORMATS
     from stoker.shards.pack import list_tasks
 
-    plan = conversion.plan
     names = [(task.split.split, task.path) for task in list_tasks(plan, FORMATS.get(plan.options.format))]
     if as_json:
         print_json({"digest": plan.digest, "plan": plan, "shards": [path for _, path in names]})
@@ -210,6 +230,20 @@ def _print_plan(conversion: Conversion, as_json: bool) -> None:
             for split in plan.splits
         ],
     )
+    for split in plan.splits:
+        _warn_of_few_shards(split.split, split.shards, split.samples)
+
+
+def _warn_of_few_shards(split: str, shards: int, samples: int) -> None:
+    """Warn if the training split has too few shards for each of several ranks to read its own."""
+    from stoker.shards.options import MIN_SHARDS
+
+    if split == "train" and shards < MIN_SHARDS:
+        more = f"; for more shards, pass --shard-samples {samples // MIN_SHARDS}" if samples >= MIN_SHARDS else ""
+        print_message(
+            f"warning: split 'train' has {pluralize(shards, 'shard')}: with fewer than {MIN_SHARDS}, ranks on "
+            f"different nodes read the same shards{more}"
+        )
 
 
 def _run_conversion(conversion: Conversion, dest: str, threads: int, restart: bool, as_json: bool) -> None:
@@ -250,6 +284,7 @@ def _run_conversion(conversion: Conversion, dest: str, threads: int, restart: bo
         if manifest.quarantined:
             where = f"{dest.rstrip('/')}/{manifest.split}/quarantine.jsonl"
             print_message(f"skipped {pluralize(manifest.quarantined, 'bad image')}: see {where}")
+        _warn_of_few_shards(manifest.split, len(manifest.shards), manifest.samples)
     if not written:
         print_message("already complete, nothing written")
         return

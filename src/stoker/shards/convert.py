@@ -7,30 +7,41 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import UNSET
+
 from stoker.errors import InputError
 from stoker.shards.catalog import Catalog
 from stoker.shards.destination import Destination
 from stoker.shards.formats import FORMATS
 from stoker.shards.images import PILLOW_VERSION
 from stoker.shards.index import MAX_LABEL
+from stoker.shards.options import ConversionOptions
 from stoker.shards.pack import ConversionProgress, ConversionResult, pack_shards
-from stoker.shards.plan import ConversionOptions, ConversionPlan, plan_conversion
+from stoker.shards.plan import ConversionPlan, plan_conversion, plan_with_fixed_size
 from stoker.shards.sources import Source, detect_source, open_source
+from stoker.shards.val_split import check_can_split, split_catalogs
 from stoker.storage import local_path, open_writable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """A scanned dataset and its conversion plan; nothing is written yet."""
+    """A scanned dataset and its conversion plan; nothing is written yet.
+
+    `earlier_plan` is the one by the earlier default shard size, for destinations that were written with it.
+    """
 
     plan: ConversionPlan
+    earlier_plan: ConversionPlan | None
     source: Source
     catalogs: dict[str, Catalog]
     scratch: Path
 
-    def check(self, dest: str) -> None:
-        """Raise the error that `run` would raise for this destination."""
-        Destination(open_writable(dest), self.scratch).check(self.plan)
+    def check(self, dest: str) -> ConversionPlan:
+        """Return the plan that `run` would carry out for this destination; raise the error that it would raise."""
+        destination = Destination(open_writable(dest), self.scratch)
+        plan = self._plan_for(destination)
+        destination.check(plan)
+        return plan
 
     def run(
         self,
@@ -40,17 +51,17 @@ class Conversion:
         restart: bool = False,
         progress: Callable[[ConversionProgress], None] = lambda _: None,
     ) -> ConversionResult:
-        """Write the shards and manifests of the plan."""
-        return pack_shards(
-            self.plan,
-            self.source,
-            self.catalogs,
-            open_writable(dest),
-            scratch=self.scratch,
-            jobs=jobs,
-            restart=restart,
-            progress=progress,
-        )
+        """Write the shards and manifests of the plan; `restart` discards an unfinished conversion first."""
+        destination = Destination(open_writable(dest), self.scratch)
+        if restart:
+            with destination.locked():
+                destination.discard_unfinished()
+        plan = self._plan_for(destination)
+        return pack_shards(plan, self.source, self.catalogs, destination, jobs=jobs, progress=progress)
+
+    def _plan_for(self, destination: Destination) -> ConversionPlan:
+        earlier = self.earlier_plan
+        return earlier if earlier is not None and destination.has_plan(earlier.digest) else self.plan
 
 
 @contextmanager
@@ -72,24 +83,31 @@ def prepare_conversion(
     with ExitStack() as stack:
         source = open_source(where, kind, scratch=unpacked)
         stack.callback(source.close)
+        if options.val_fraction is not UNSET:
+            check_can_split(source, where)
         catalogs = {}
         for split in source.splits:
             catalogs[split] = Catalog.write(
                 catalog_folder, split, source.scan(split), check_key=shard_format.check_key, progress=progress
             )
             stack.callback(catalogs[split].close)
-        classes = source.classes
-        _check_labels(where, len(classes), catalogs)
+        if options.val_fraction is not UNSET:
+            (divided := catalog_folder / "divided").mkdir()
+            catalogs = split_catalogs(catalogs, divided, options.val_fraction, options.seed)
+            for split in ("train", "val"):
+                stack.callback(catalogs[split].close)
+        _check_labels(where, len(source.classes), catalogs)
         plan = plan_conversion(
             name=source.name,
             source=kind,
             recipe=_encoding_recipe(source, options),
-            classes=classes,
+            classes=source.classes,
             catalogs=catalogs,
             options=options,
             shard_format=shard_format,
         )
-        yield Conversion(plan=plan, source=source, catalogs=catalogs, scratch=scratch)
+        earlier_plan = plan_with_fixed_size(plan, catalogs, shard_format)
+        yield Conversion(plan=plan, earlier_plan=earlier_plan, source=source, catalogs=catalogs, scratch=scratch)
 
 
 def _encoding_recipe(source: Source, options: ConversionOptions) -> str:

@@ -14,7 +14,7 @@ import msgspec
 
 from stoker.core import spec
 from stoker.core.units import format_bytes
-from stoker.errors import ConflictError, InputError, NotFoundError, SpecError, StorageFullError
+from stoker.errors import ConflictError, InputError, NotFoundError, SpecError, StokerError, StorageFullError
 from stoker.shards import index
 from stoker.shards.manifest import MANIFEST, PLAN, QUARANTINE, WORK, Manifest, Shard, read_manifest
 from stoker.shards.plan import ConversionPlan, SplitPlan
@@ -42,10 +42,11 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The digest of the plan that is being written, and the stamp of its source files at the start."""
+    """The digest of the plan that is being written, the stamp of its source files at the start, and the plan itself."""
 
     plan: str
     stamp: str
+    details: ConversionPlan | None = None
 
 
 class ShardTask(NamedTuple):
@@ -78,7 +79,15 @@ class Destination:
         """Raise ConflictError for a destination that contains anything but this conversion, finished or not."""
         check_destination(self._store)
         self.read_finished(plan)
-        self._check_unfinished(plan.digest, None)
+        self._check_unfinished(plan, None)
+
+    def has_plan(self, digest: str) -> bool:
+        """Return whether the plan with this digest was carried out here, completely or in part."""
+        names = [name for name in self._list_sizes() if _is_manifest(name)]
+        record = self._read_record()
+        return any(read_manifest(self._store, name.removesuffix(MANIFEST)).plan == digest for name in names) or (
+            record is not None and record.plan == digest
+        )
 
     def read_finished(self, plan: ConversionPlan) -> list[Manifest] | None:
         """Return the manifests if this plan is finished and complete; raise ConflictError for another plan's."""
@@ -86,12 +95,7 @@ class Destination:
         manifests = [read_manifest(self._store, name.removesuffix(MANIFEST)) for name in sizes if _is_manifest(name)]
         for manifest in manifests:
             if manifest.plan != plan.digest:
-                raise ConflictError(
-                    f"the destination already contains another dataset: {manifest.name}, "
-                    f"{manifest.samples:,} samples of {manifest.split} in {manifest.format} shards",
-                    where=self._store.url,
-                    hint="choose an empty or new destination, or delete that dataset",
-                )
+                raise _conflict_error(manifest, plan, self._store.url)
         complete = all(_is_complete(manifest, sizes) for manifest in manifests)
         return manifests if complete and len(manifests) == len(plan.splits) else None
 
@@ -106,9 +110,9 @@ class Destination:
 
     def start(self, plan: ConversionPlan, stamp: str) -> None:
         """Record the plan that is being written; delete the manifests of an incomplete shard set."""
-        self._check_unfinished(plan.digest, stamp)
+        self._check_unfinished(plan, stamp)
         self._parts.mkdir(parents=True, exist_ok=True)
-        self.put(PLAN, spec.to_json(PlanRecord(plan=plan.digest, stamp=stamp)))
+        self.put(PLAN, spec.to_json(PlanRecord(plan=plan.digest, stamp=stamp, details=plan)))
         for name in [name for name in self._list_sizes() if _is_manifest(name)]:
             self._store.delete(name)
 
@@ -187,19 +191,23 @@ class Destination:
             self._store.delete(f"{split}/{index.index_name(name)}")
         self.remove_work_files()
 
-    def _check_unfinished(self, plan: str, stamp: str | None) -> None:
+    def _read_record(self) -> PlanRecord | None:
         try:
-            record = spec.load(self._store.get(PLAN), PlanRecord, PLAN)
+            return spec.load(self._store.get(PLAN), PlanRecord, PLAN)
         except NotFoundError:
-            return
+            return None
         except SpecError:  # a power failure can leave it empty
-            record = PlanRecord(plan="", stamp="")
-        hint = "pass --restart to discard it, or finish it with its own command"
-        if record.plan != plan:
+            return PlanRecord(plan="", stamp="")
+
+    def _check_unfinished(self, plan: ConversionPlan, stamp: str | None) -> None:
+        record = self._read_record()
+        if record is None:
+            return
+        if record.plan != plan.digest:
             raise ConflictError(
-                "the destination contains an unfinished conversion of another dataset or with other options",
+                f"the destination contains an unfinished conversion {_explain_record(record, plan)}",
                 where=self._store.url,
-                hint=hint,
+                hint="pass --restart to discard it, finish it with its own command, or choose another destination",
             )
         if stamp is not None and record.stamp != stamp:
             raise ConflictError(
@@ -266,12 +274,40 @@ def _is_complete(manifest: Manifest, sizes: Mapping[str, int]) -> bool:
     )
 
 
+def _conflict_error(manifest: Manifest, plan: ConversionPlan, where: str) -> ConflictError:
+    """Return the error for a finished shard set of another plan, with the difference if it is recorded."""
+    found = f"{manifest.name}, {manifest.samples:,} samples of {manifest.split} in {manifest.format} shards"
+    digests = {manifest.split: manifest.source.digest}
+    difference = manifest.options and plan.explain_difference(manifest.name, manifest.options, digests)
+    if difference:
+        what = f"the destination already contains {found}, converted {difference}"
+        return ConflictError(what, where=where, hint="choose another destination, or delete this one to convert again")
+    return ConflictError(
+        f"the destination already contains another dataset: {found}",
+        where=where,
+        hint="choose an empty or new destination, or delete that dataset",
+    )
+
+
+def _explain_record(record: PlanRecord, plan: ConversionPlan) -> str:
+    other = "of another dataset or with other options"
+    if record.details is None:
+        return other
+    digests = {split.split: split.digest for split in record.details.splits}
+    return plan.explain_difference(record.details.name, record.details.options, digests) or other
+
+
 def _acquire_lock(path: Path, where: str) -> IO[str]:
     """Open a file and lock it until it is closed; continue without a lock on file systems that have none."""
     while True:
-        with with_resume_hint(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = path.open("w")
+        try:
+            with with_resume_hint(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = path.open("w")
+        except StokerError as error:  # the lock is a detail: name the destination instead
+            error.what, error.where = f"cannot write to the destination: {error.what}", where
+            error.hint = error.hint or "choose another destination"
+            raise
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

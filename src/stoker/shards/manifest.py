@@ -12,6 +12,7 @@ import msgspec
 
 from stoker.core import json_io, spec
 from stoker.errors import Fault, InputError
+from stoker.shards.options import ConversionOptions
 from stoker.storage import Store, redacted
 
 MANIFEST = "manifest.json"
@@ -87,6 +88,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     source: SourceInfo
     shrunk: ShrinkInfo | None
     plan: str
+    options: ConversionOptions | None = None
     shards: tuple[Shard, ...]
 
     def faults(self) -> Iterator[Fault]:

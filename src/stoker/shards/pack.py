@@ -21,10 +21,10 @@ from stoker.shards.destination import Destination, QuarantinedImage, Receipt, Sh
 from stoker.shards.formats import FORMATS, Format
 from stoker.shards.images import MAX_BYTES, BadImageError, inspect_image, shrink, too_large_reason
 from stoker.shards.manifest import VERSION, Manifest, Shard, ShrinkInfo, SourceInfo
-from stoker.shards.plan import ConversionOptions, ConversionPlan, SplitPlan
+from stoker.shards.options import ConversionOptions
+from stoker.shards.plan import ConversionPlan, SplitPlan
 from stoker.shards.sample import Buffer, Content, Item, Sample, sample_key
 from stoker.shards.sources import Source
-from stoker.storage import Store
 
 # Bytes that are hashed and written at once: enough to release the GIL for long, few enough for the CPU cache.
 WRITE_BYTES = 1 << 20
@@ -61,18 +61,12 @@ def pack_shards(
     plan: ConversionPlan,
     source: Source,
     catalogs: Mapping[str, Catalog],
-    store: Store,
+    destination: Destination,
     *,
-    scratch: Path,
     jobs: int,
-    restart: bool = False,
     progress: Callable[[ConversionProgress], None] = lambda _: None,
 ) -> ConversionResult:
-    """Write the shards of a plan, then the manifests; `restart` discards an unfinished conversion first."""
-    destination = Destination(store, scratch)
-    if restart:
-        with destination.locked():
-            destination.discard_unfinished()
+    """Write the shards of a plan, then the manifests."""
     destination.check(plan)
     kind = FORMATS.get(plan.options.format)
     tasks = list_tasks(plan, kind)
@@ -156,10 +150,9 @@ class Packer:
         bad: list[QuarantinedImage] = []
         shrunk = 0
         with ShardWriter(part) as out, _ProgressReporter(self._progress) as reporter:
-            for item, content in self._read_contents(task):
+            for item in self._list_items(task):
                 try:
-                    if content is None:
-                        raise BadImageError(too_large_reason(item.size))
+                    content = self._read(task.split.split, item)
                     image = content.image
                     info = inspect_image(image)
                     if self._options.max_side is not None and max(info.width, info.height) > self._options.max_side:
@@ -188,18 +181,21 @@ class Packer:
         )
         return Receipt(shard=shard, bad=tuple(bad), shrunk=shrunk), encoded_rows
 
-    def _read_contents(self, task: ShardTask) -> Iterator[tuple[Item, Content | None]]:
-        """Read the samples of a shard in shuffled order; yield None for one that is too large to read."""
+    def _list_items(self, task: ShardTask) -> Iterator[Item]:
+        """Yield the items of a shard in shuffled order; raise CancelledError once another shard has failed."""
         split = task.split.split
         positions = np.arange(*task.split.span(task.number), dtype=np.uint64)
         numbers = permutations.permute(positions, task.split.found, permutations.seed_key("pack", self._seed, split))
         for item in self._catalogs[split].read_rows(map(int, numbers)):
             if self._stop.is_set():
                 raise CancelledError
-            if item.size > MAX_BYTES:
-                yield item, None
-            else:
-                yield item, self._source.read(split, item)
+            yield item
+
+    def _read(self, split: str, item: Item) -> Content:
+        """Read one sample; raise BadImageError for one that is unreadable or too large."""
+        if item.size > MAX_BYTES:
+            raise BadImageError(too_large_reason(item.size))
+        return self._source.read(self._options.source_split(split), item)
 
 
 class ShardWriter:
@@ -324,5 +320,6 @@ def _build_manifest(plan: ConversionPlan, split: SplitPlan, receipts: list[Recei
         source=SourceInfo(kind=plan.source, samples=split.found, digest=split.digest),
         shrunk=shrunk,
         plan=plan.digest,
+        options=options,
         shards=tuple(receipt.shard for receipt in receipts),
     )

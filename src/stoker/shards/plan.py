@@ -3,51 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
+from msgspec import UNSET
 
-from stoker.errors import InputError
 from stoker.shards.catalog import Catalog
 from stoker.shards.formats import Format
 from stoker.shards.manifest import WINDOW, default_lanes
+from stoker.shards.options import ConversionOptions, list_differences
 
 # Part of every plan's digest: increment it when the same plan would produce other bytes.
 ALGORITHM = 1
-
-
-class ConversionOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The user's options for a conversion."""
-
-    format: str = "tar"
-    prefix: str | None = None
-    shard_bytes: int = 256 << 20
-    shard_samples: int | None = None
-    seed: int = 0
-    limit: int | None = None
-    max_side: int | None = None
-    quality: int = 90
-
-    def check(self) -> None:
-        """Raise InputError for a value out of range."""
-        if self.shard_samples is not None and self.shard_samples < 1:
-            raise InputError(f"--shard-samples must be >= 1, got {self.shard_samples}")
-        if self.shard_bytes < 1:
-            raise InputError(f"--shard-size must be >= 1 byte, got {self.shard_bytes}")
-        if self.limit is not None and self.limit < 1:
-            raise InputError(f"--limit must be >= 1, got {self.limit}")
-        if self.seed < 0:
-            raise InputError(f"--seed must be >= 0, got {self.seed}")
-        if self.max_side is not None and self.max_side < 1:
-            raise InputError(f"--max-side must be >= 1, got {self.max_side}")
-        if not 1 <= self.quality <= 100:
-            raise InputError(f"--quality must be between 1 and 100, got {self.quality}")
-        if self.prefix is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.prefix):
-            raise InputError(
-                f"--prefix {self.prefix!r} is not a valid start of a file name",
-                hint="use letters, digits, '.', '-' and '_'; start with a letter or digit",
-            )
 
 
 class SplitPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +54,20 @@ class ConversionPlan(msgspec.Struct, frozen=True, kw_only=True):
         """The estimated number of bytes to write."""
         return sum(split.bytes for split in self.splits)
 
+    def explain_difference(self, name: str, options: ConversionOptions, digests: Mapping[str, str]) -> str:
+        """Return how another conversion of this dataset differs, given its source digest of each split.
+
+        Empty for another dataset, and for a difference that is not recorded.
+        """
+        if name != self.name:
+            return ""
+        differences = [f"with {text}" for text in list_differences(options, self.options)]
+        if _select_samples(options) == _select_samples(self.options):
+            now = {split.split: split.digest for split in self.splits}
+            if any(digest != now.get(split) for split, digest in digests.items()):
+                differences.append("from other samples than the source has now")
+        return ", ".join(differences)
+
 
 def plan_conversion(
     *,
@@ -110,14 +91,27 @@ def plan_conversion(
     )
 
 
+def plan_with_fixed_size(
+    plan: ConversionPlan, catalogs: Mapping[str, Catalog], shard_format: Format
+) -> ConversionPlan | None:
+    """Return the plan that was the default before `min_shards` existed; None for an explicit shard size."""
+    if plan.options.min_shards is UNSET:
+        return None
+    options = msgspec.structs.replace(plan.options, min_shards=UNSET)
+    splits = tuple(_plan_split(split, catalog, options, shard_format) for split, catalog in catalogs.items())
+    return msgspec.structs.replace(plan, options=options, splits=splits)
+
+
+def _select_samples(options: ConversionOptions) -> tuple[object, ...]:
+    """Return the options that decide which samples of the source belong to a split."""
+    return () if options.val_fraction is UNSET else (options.val_fraction, options.seed)
+
+
 def _plan_split(split: str, catalog: Catalog, options: ConversionOptions, shard_format: Format) -> SplitPlan:
     available = len(catalog)
     samples = min(available, options.limit or available)
     size = catalog.total_bytes(shard_format.overhead) * samples // available
-    if options.shard_samples is not None:
-        shards = -(-samples // options.shard_samples)
-    else:
-        shards = min(samples, max(1, -(-size // options.shard_bytes)))
+    shards = options.count_shards(samples, size)
     return SplitPlan(
         split=split,
         found=available,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stoker.core.scratch import scratch_directory
 from stoker.shards.convert import prepare_conversion
-from stoker.shards.plan import ConversionOptions
+from stoker.shards.options import ConversionOptions
 
 
 def make_shards(

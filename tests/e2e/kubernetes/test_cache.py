@@ -29,7 +29,7 @@ SIZE = "256Mi"
 def shards(tmp_path: Path) -> Path:
     """A shard set that pods can read."""
     make_dataset(tmp_path / "pets", train=20)
-    assert stoker("data", "convert", tmp_path / "pets", tmp_path / "shards", "--shard-size", "40KiB") == 0
+    assert stoker("data", "convert", tmp_path / "pets", tmp_path / "shards", "--shard-size", "40KiB", "--force") == 0
     (tmp_path / "shards" / "large").write_bytes(bytes(range(256)) * (40 << 10))  # two slices
     return tmp_path / "shards"
 
