@@ -12,6 +12,7 @@
     │   ├── MissingProgramError              program not found on the PATH
     │   └── NotImplementedYetError           command that this version does not implement
     ├── JobFailedError              exit 4   job failed
+    ├── RunTimeoutError             exit 1   run has not finished in time
     ├── UnavailableError            exit 5   storage, host or service did not respond, or rejected the request
     │   ├── AccessDeniedError                permission denied
     │   ├── StorageFullError                 no space left, or a quota is exceeded
@@ -120,6 +121,10 @@ class JobFailedError(StokerError):
     """Job failed."""
 
     exit_code = 4
+
+
+class RunTimeoutError(StokerError, TimeoutError):
+    """Run has not finished in time; it continues."""
 
 
 class UnavailableError(StokerError):

@@ -37,6 +37,9 @@ class SlotLogLine(NamedTuple):
     text: str
     time: float = 0.0
 
+    def __str__(self) -> str:
+        return f"[{self.slot}] {self.text}"
+
 
 class Launcher(Protocol[Rendered]):
     """Launcher of jobs on one kind of target: this machine, SSH hosts, Ray, Kubernetes."""

@@ -1,0 +1,299 @@
+"""The Python API of jobs, on which the command line is built: load a job file, plan and run it, follow its runs.
+
+A `Job` is what a job file says, a `Plan` what it would start on one target, a `Run` one execution. A run continues when
+the process that started it exits, and any process can find it.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stoker.core.processes import wait_until
+from stoker.errors import ConflictError, InputError, RunTimeoutError
+from stoker.jobs import spec as job_spec
+from stoker.jobs.launcher import Launcher, SlotLogLine
+from stoker.jobs.run_folder import Run as RunFolder
+from stoker.jobs.run_folder import create_run, list_runs
+from stoker.jobs.run_lookup import launcher_of, open_launcher, resolve_run
+from stoker.jobs.status import JobState, JobStatus
+from stoker.jobs.topology import Slot, list_slots
+from stoker.telemetry import analysis
+from stoker.telemetry.events import Event
+from stoker.telemetry.metrics import MetricsRow, build_table
+from stoker.telemetry.reader import read_events
+
+LOCAL = "local"
+MAX_POLL_S = 0.5
+
+Overrides = Mapping[str, object] | Iterable[str]
+"""Keys of a job file and their new values: `{"resources.gpu": 4}`, or `["resources.gpu=4"]` as for `--set`."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Job:
+    """A job: what a job file says, valid and independent of where it runs."""
+
+    spec: job_spec.Job
+    """Every key of the job file as an attribute, for example `job.spec.resources.gpu`."""
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Overrides = ()) -> Job:
+        """Read a job file; raise SpecError with every fault if it is invalid."""
+        return cls(job_spec.load_job(path, to_assignments(overrides)))
+
+    @classmethod
+    def from_dict(cls, keys: Mapping[str, Any], overrides: Overrides = ()) -> Job:
+        """Return the job that a job file with these keys describes."""
+        return cls(job_spec.parse_job(_to_json(dict(keys)), "job", to_assignments(overrides)))
+
+    @property
+    def name(self) -> str:
+        """The name of the job."""
+        return self.spec.name
+
+    def replace(self, overrides: Overrides) -> Job:
+        """Return the job with other values for some keys; None removes a key and so restores its default."""
+        assignments = to_assignments(overrides)
+        return Job(job_spec.parse_job(self.to_yaml(), f"job {self.name!r}", assignments)) if assignments else self
+
+    def plan(self, on: str = LOCAL, *, hosts: str | Sequence[str] | None = None) -> Plan:
+        """Return what the job would start on a target, after all checks; start nothing.
+
+        `on` is a target as for `--on`: local, ssh, ray[://host:port] or k8s[://context/namespace]. `hosts` are the
+        hosts for ssh, for example `["node1", "node2:2"]`.
+        """
+        launcher = open_launcher(on)
+        job = launcher.resolve_paths(self.replace(host_overrides(on, hosts)).spec)
+        return Plan(job, launcher, launcher.render(job))
+
+    def run(self, on: str = LOCAL, *, hosts: str | Sequence[str] | None = None) -> Run:
+        """Start the job on a target and return its run, which continues when this process exits."""
+        return self.plan(on, hosts=hosts).run()
+
+    def to_yaml(self) -> str:
+        """Return the job as the text of a job file, without keys that have their default value."""
+        return job_spec.to_yaml(self.spec)
+
+    def __repr__(self) -> str:
+        return f"<stoker.Job {self.name!r}>"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan:
+    """What a job would start on one target: commands, or Kubernetes objects."""
+
+    job: job_spec.Job
+    """The job with its paths and its number of workers resolved for the target."""
+    launcher: Launcher[Any]
+    rendered: Any
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know before the job starts: settings without effect, uploads, unused hosts."""
+        notes: tuple[str, ...] = self.rendered.notes
+        return notes
+
+    def to_text(self) -> str:
+        """Return the commands as shell text, or the Kubernetes objects as YAML."""
+        return str(self.rendered.to_text())
+
+    def run(self) -> Run:
+        """Start the job; an interrupt while it starts stops what has been started."""
+        run = self.create_run()
+        try:
+            self.start(run, detach=True)
+        except KeyboardInterrupt as error:
+            run.stop()
+            error.add_note(f"run {run.id} was stopped while it was starting")
+            raise
+        return run
+
+    def create_run(self) -> Run:
+        """Create the run folder of a new run, without starting it."""
+        return Run(create_run(self.job, self.rendered).folder)
+
+    def start(self, run: Run, *, detach: bool) -> None:
+        """Start a run; with `detach`, it also survives a failure of this machine if its target supports that."""
+        self.launcher.start(self.rendered, RunFolder(run.folder), detach=detach)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        return f"<stoker.Plan of {self.job.name!r} on {self.launcher.traits.name}>"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Run:
+    """One execution of a job, identified by its run folder; any process can follow and stop it."""
+
+    folder: Path
+
+    @classmethod
+    def find(cls, name: str | None = None, *, on: str | None = None) -> Run:
+        """Return a run by its ID, a unique prefix, its handle or the name of its job; by default the newest.
+
+        `on` is the cluster that has the run, if it was started from another machine.
+        """
+        return cls(resolve_run(name, on).folder)
+
+    @property
+    def id(self) -> str:
+        """The unique ID of the run."""
+        return self._files.id
+
+    @property
+    def handle(self) -> str:
+        """The URL that identifies the run to its launcher."""
+        return self._files.handle
+
+    @property
+    def job(self) -> Job:
+        """The job that was started, with its overrides."""
+        return Job(self._files.job)
+
+    @property
+    def checkpoint_dir(self) -> str:
+        """The directory or URL of its checkpoints."""
+        return self._files.checkpoint_dir
+
+    def status(self) -> JobStatus:
+        """Return the current status: its state, slots, attempts, and why it failed."""
+        return launcher_of(self._files).status(self.handle)
+
+    def wait(self, timeout_s: float | None = None) -> JobStatus:
+        """Wait until the run has finished and return its status.
+
+        Raise JobFailedError with the diagnosis if it failed, InterruptError if it was stopped, and RunTimeoutError if
+        it has not finished in time. Neither a timeout nor an interrupt stops the run.
+        """
+        launcher, handle = launcher_of(self._files), self.handle
+        with self._survives_interrupt():
+            is_finished = wait_until(
+                lambda: launcher.status(handle).state.is_final, timeout_s, max_interval_s=MAX_POLL_S
+            )
+        if not is_finished:
+            raise RunTimeoutError(f"run {self.id} has not finished after {timeout_s:g} s")
+        status = launcher.status(handle)
+        status.raise_for_state()
+        return status
+
+    def logs(self, slot: str | None = None, *, follow: bool = False) -> Iterator[SlotLogLine]:
+        """Return an iterator over the log lines of a slot such as `worker/0`, or of all slots.
+
+        With `follow`, it ends when the run has finished. An interrupt does not stop the run.
+        """
+        slots = list_slots(self.job.spec)
+        if slot is not None and slot not in map(str, slots):
+            raise InputError(f"run {self.id} has no slot {slot!r}", hint=f"slots: {', '.join(map(str, slots))}")
+        return self._iter_logs(None if slot is None else Slot.parse(slot), follow)
+
+    def _iter_logs(self, slot: Slot | None, follow: bool) -> Iterator[SlotLogLine]:
+        with self._survives_interrupt():
+            yield from launcher_of(self._files).logs(self.handle, slot, follow=follow)
+
+    def events(self) -> list[Event]:
+        """Return the events in its logs so far, in order of time."""
+        return read_events(self._files.logs)
+
+    def metrics(self) -> list[MetricsRow]:
+        """Return the scalars reported so far, one row per step, for `pandas.DataFrame(run.metrics())`."""
+        return build_table(self.events())
+
+    def progress(self) -> analysis.TrainingProgress:
+        """Return the step, epoch, loss and throughput that were reported last."""
+        return analysis.progress(self.events())
+
+    def verdict(self) -> analysis.Verdict:
+        """Return where the time of the run goes."""
+        return analysis.verdict(self.events())
+
+    def stop(self) -> None:
+        """Stop the run: SIGTERM, a grace period, then SIGKILL; an interrupt skips the grace period.
+
+        Do nothing if it was never started; clean up what a finished run may have left on other machines.
+        """
+        if not (self.folder / "handle").exists():
+            return
+        with _restored_sigint():
+            launcher_of(self._files).stop(self.handle)
+
+    def resume(self, *, detach: bool = True) -> None:
+        """Restart a run that failed, was stopped or was lost, in its own folder and from its newest checkpoint."""
+        state = self.status().state
+        if not state.is_final:
+            raise ConflictError(f"run {self.id} is still running", hint=f"follow it with: stoker job logs -f {self.id}")
+        if state is JobState.SUCCEEDED:
+            raise ConflictError(f"run {self.id} already succeeded", hint="start a new run: stoker job run FILE")
+        launcher_of(self._files).restart(self._files, detach=detach)
+
+    @property
+    def _files(self) -> RunFolder:
+        return RunFolder(self.folder)
+
+    @contextmanager
+    def _survives_interrupt(self) -> Iterator[None]:
+        """Add to a KeyboardInterrupt that the run continues, so that nobody believes it stopped."""
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            error.add_note(f"run {self.id} continues; to stop it, call stop() or run: stoker job stop {self.id}")
+            raise
+
+    def __repr__(self) -> str:
+        return f"<stoker.Run {self.id!r}>"
+
+
+def runs() -> list[Run]:
+    """Return the runs that this machine knows, newest first."""
+    return [Run(run.folder) for run in list_runs()]
+
+
+# --- Overrides
+
+
+def to_assignments(overrides: Overrides) -> list[str]:
+    """Return overrides in the form that `--set` takes."""
+    if isinstance(overrides, str):
+        return [overrides]
+    if not isinstance(overrides, Mapping):
+        return list(overrides)
+    return [f"{key}={'' if value is None else _to_json(value)}" for key, value in overrides.items()]
+
+
+def host_overrides(on: str, hosts: str | Sequence[str] | None) -> list[str]:
+    """Return the overrides that select the hosts of a job; a string has commas between them."""
+    if hosts is None:
+        return []
+    if on.partition("://")[0] != "ssh":
+        raise InputError("--hosts requires --on ssh", hint="pass both or neither")
+    listed = hosts.split(",") if isinstance(hosts, str) else hosts
+    names = [name.strip() for name in listed if name.strip()]
+    if not names:
+        raise InputError("--hosts is empty", hint="use --hosts a,b or --hosts @FILE")
+    return [f"ssh.hosts={_to_json(names)}"]
+
+
+def _to_json(value: object) -> str:
+    """Write a value as JSON, which is valid YAML; paths become strings."""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+@contextmanager
+def _restored_sigint() -> Iterator[None]:
+    """Restore the SIGINT handler afterwards: launchers ignore the signal once it has interrupted a stop."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
