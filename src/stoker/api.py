@@ -121,7 +121,7 @@ class Plan:
 
     def start(self, run: Run, *, detach: bool) -> None:
         """Start a run; with `detach`, it also survives a failure of this machine if its target supports that."""
-        self.launcher.start(self.rendered, RunFolder(run.folder), detach=detach)
+        self.launcher.start(self.rendered, run.files, detach=detach)
 
     def __str__(self) -> str:
         return self.to_text()
@@ -145,28 +145,38 @@ class Run:
         return cls(resolve_run(name, on).folder)
 
     @property
+    def files(self) -> RunFolder:
+        """The files in its run folder."""
+        return RunFolder(self.folder)
+
+    @property
     def id(self) -> str:
         """The unique ID of the run."""
-        return self._files.id
+        return self.files.id
+
+    @property
+    def name(self) -> str:
+        """The name of its job."""
+        return self.files.name
 
     @property
     def handle(self) -> str:
         """The URL that identifies the run to its launcher."""
-        return self._files.handle
+        return self.files.handle
 
     @property
     def job(self) -> Job:
         """The job that was started, with its overrides."""
-        return Job(self._files.job)
+        return Job(self.files.job)
 
     @property
     def checkpoint_dir(self) -> str:
         """The directory or URL of its checkpoints."""
-        return self._files.checkpoint_dir
+        return self.files.checkpoint_dir
 
     def status(self) -> JobStatus:
         """Return the current status: its state, slots, attempts, and why it failed."""
-        return launcher_of(self._files).status(self.handle)
+        return launcher_of(self.files).status(self.handle)
 
     def wait(self, timeout_s: float | None = None) -> JobStatus:
         """Wait until the run has finished and return its status.
@@ -174,7 +184,7 @@ class Run:
         Raise JobFailedError with the diagnosis if it failed, InterruptError if it was stopped, and RunTimeoutError if
         it has not finished in time. Neither a timeout nor an interrupt stops the run.
         """
-        launcher, handle = launcher_of(self._files), self.handle
+        launcher, handle = launcher_of(self.files), self.handle
         with self._survives_interrupt():
             is_finished = wait_until(
                 lambda: launcher.status(handle).state.is_final, timeout_s, max_interval_s=MAX_POLL_S
@@ -185,23 +195,25 @@ class Run:
         status.raise_for_state()
         return status
 
-    def logs(self, slot: str | None = None, *, follow: bool = False) -> Iterator[SlotLogLine]:
-        """Return an iterator over the log lines of a slot such as `worker/0`, or of all slots.
+    def logs(
+        self, slot: str | None = None, *, follow: bool = False, tail: int | None = None
+    ) -> Iterator[SlotLogLine]:
+        """Return an iterator over the log lines of a slot such as `worker/0`, or of all slots, or the last `tail`.
 
         With `follow`, it ends when the run has finished. An interrupt does not stop the run.
         """
         slots = list_slots(self.job.spec)
         if slot is not None and slot not in map(str, slots):
             raise InputError(f"run {self.id} has no slot {slot!r}", hint=f"slots: {', '.join(map(str, slots))}")
-        return self._iter_logs(None if slot is None else Slot.parse(slot), follow)
+        return self._iter_logs(None if slot is None else Slot.parse(slot), follow, tail)
 
-    def _iter_logs(self, slot: Slot | None, follow: bool) -> Iterator[SlotLogLine]:
+    def _iter_logs(self, slot: Slot | None, follow: bool, tail: int | None) -> Iterator[SlotLogLine]:
         with self._survives_interrupt():
-            yield from launcher_of(self._files).logs(self.handle, slot, follow=follow)
+            yield from launcher_of(self.files).logs(self.handle, slot, follow=follow, tail=tail)
 
     def events(self) -> list[Event]:
         """Return the events in its logs so far, in order of time."""
-        return read_events(self._files.logs)
+        return read_events(self.files.logs)
 
     def metrics(self) -> list[MetricsRow]:
         """Return the scalars reported so far, one row per step, for `pandas.DataFrame(run.metrics())`."""
@@ -223,7 +235,7 @@ class Run:
         if not (self.folder / "handle").exists():
             return
         with _restored_sigint():
-            launcher_of(self._files).stop(self.handle)
+            launcher_of(self.files).stop(self.handle)
 
     def resume(self, *, detach: bool = True) -> None:
         """Restart a run that failed, was stopped or was lost, in its own folder and from its newest checkpoint."""
@@ -232,11 +244,7 @@ class Run:
             raise ConflictError(f"run {self.id} is still running", hint=f"follow it with: stoker job logs -f {self.id}")
         if state is JobState.SUCCEEDED:
             raise ConflictError(f"run {self.id} already succeeded", hint="start a new run: stoker job run FILE")
-        launcher_of(self._files).restart(self._files, detach=detach)
-
-    @property
-    def _files(self) -> RunFolder:
-        return RunFolder(self.folder)
+        launcher_of(self.files).restart(self.files, detach=detach)
 
     @contextmanager
     def _survives_interrupt(self) -> Iterator[None]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.job import add_hosts
 from stoker.cli.options import LOCAL, Hosts, Json, Sets
 from stoker.cli.output import print_json, print_message, print_table
 from stoker.errors import InputError, JobFailedError, MissingError, StokerError, UnavailableError
@@ -52,12 +51,13 @@ def doctor(
         _check_this_machine(as_json)
         return
     on = on or LOCAL
+    from stoker.api import host_overrides
     from stoker.doctor.run import default_job, run_doctor
     from stoker.jobs.run_lookup import open_launcher
     from stoker.jobs.spec import load_job
 
     launcher, (name, _, address) = open_launcher(on), on.partition("://")
-    overrides = add_hosts(on, sets, hosts)
+    overrides = [*(sets or []), *host_overrides(on, hosts)]
     job = default_job(name, address, overrides) if file is None else load_job(file, overrides)
     if name == "k8s":
         from stoker.doctor.kubernetes.collect import check_kubernetes_job

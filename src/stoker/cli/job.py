@@ -15,9 +15,7 @@ from stoker.cli.output import print_json, print_message
 from stoker.cli.runs import describe_run, follow_run, stop_on_interrupt
 
 if TYPE_CHECKING:
-    from stoker.jobs.launcher import Launcher
-    from stoker.jobs.run_folder import Run
-    from stoker.jobs.spec import Job
+    from stoker.api import Plan
 
 app = typer.Typer(help="Plan, run, monitor and stop jobs.", no_args_is_help=True)
 
@@ -66,11 +64,8 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Print what a job would start, without starting it."""
-    from stoker.jobs.run_lookup import open_launcher
-
-    job, rendered = _render(file, on, add_hosts(on, sets, hosts), quiet=rbac is not None)
-    if rbac is not None:
-        rendered = _render_rbac(open_launcher(on), job, rbac)
+    planned = _plan(file, on, hosts, sets, quiet=rbac is not None)
+    rendered = planned.rendered if rbac is None else _render_rbac(planned, rbac)
     if as_json:
         print_json(rendered)
         return
@@ -96,8 +91,7 @@ def run(
 
     Ctrl-C stops the job; closing the terminal does not. The last line is the outcome, and where the time went.
     """
-    from stoker.jobs.run_folder import create_run
-    from stoker.jobs.run_lookup import get_status, launcher_of, open_launcher
+    from stoker.api import Run
 
     if resume is not None:
         _reject_with_resume(
@@ -109,18 +103,16 @@ def run(
                 "--tensorboard": tensorboard,
             }
         )
-        started = _find_resumable(resume)
-        launcher = launcher_of(started)
-        start: Callable[[], object] = partial(launcher.restart, started, detach=detach)
+        started = Run.find(resume)
+        first = started.status().next_attempt  # earlier attempts are not printed again
+        start: Callable[[], object] = partial(started.resume, detach=detach)
     else:
-        overrides = [*add_hosts(on, sets, hosts), *(["tensorboard=true"] if tensorboard else [])]
-        job, rendered = _render(_require_file(file), on, overrides)
-        started, launcher = create_run(job, rendered), open_launcher(on)
-        start = partial(launcher.start, rendered, started, detach=detach)
-    first = started.read_status().next_attempt  # earlier attempts of a resumed run are not printed again
-    with stop_on_interrupt(launcher, started):
+        planned = _plan(_require_file(file), on, hosts, [*(sets or []), *(["tensorboard=true"] if tensorboard else [])])
+        started, first = planned.create_run(), 0
+        start = partial(planned.start, started, detach=detach)
+    with stop_on_interrupt(started):
         start()
-        print_message(f"Run {started.id}; logs in {started.logs}")
+        print_message(f"Run {started.id}; logs in {started.folder / 'logs'}")
         if not detach:
             follow_run(started, first=first, quiet=as_json)
     if detach and as_json:
@@ -130,7 +122,7 @@ def run(
     else:
         if as_json:
             print_json(describe_run(started))
-        get_status(started).raise_for_state()
+        started.status().raise_for_state()
 
 
 @app.command()
@@ -147,41 +139,24 @@ job_exec.add_to(app)
 job_forward.add_to(app)
 
 
-def add_hosts(on: str, sets: list[str] | None, hosts: str | None) -> list[str]:
-    """Return the overrides with `--hosts a,b:2` added as `ssh.hosts`."""
-    import json
+def _plan(file: Path, on: str, hosts: str | None, sets: list[str] | None, *, quiet: bool = False) -> Plan:
+    """Return the plan of a job, and print its notes."""
+    from stoker.api import Job, host_overrides
 
-    from stoker.errors import InputError
-
-    if hosts is None:
-        return sets or []
-    if on.partition("://")[0] != "ssh":
-        raise InputError("--hosts requires --on ssh", hint="pass both or neither")
-    names = [name.strip() for name in hosts.split(",") if name.strip()]
-    if not names:
-        raise InputError("--hosts is empty", hint="use --hosts a,b or --hosts @FILE")
-    return [*(sets or []), f"ssh.hosts={json.dumps(names)}"]
-
-
-def _render(file: Path, on: str, sets: list[str] | None, *, quiet: bool = False) -> tuple[Job, Any]:
-    from stoker.jobs.run_lookup import open_launcher
-    from stoker.jobs.spec import load_job
-
-    launcher = open_launcher(on)
-    job = launcher.resolve_paths(load_job(file, sets or []))
-    rendered = launcher.render(job)
-    for note in () if quiet else rendered.notes:
+    planned = Job.load(file, [*(sets or []), *host_overrides(on, hosts)]).plan(on)
+    for note in () if quiet else planned.notes:
         print_message(note)
-    return job, rendered
+    return planned
 
 
-def _render_rbac(launcher: Launcher[Any], job: Job, subject: str) -> Any:
+def _render_rbac(planned: Plan, subject: str) -> Any:
     """Return the objects that allow a subject to run a job."""
     from stoker.errors import InputError
 
+    launcher: Any = planned.launcher
     if not hasattr(launcher, "render_rbac"):
         raise InputError("--rbac requires --on k8s", hint="pass both or neither")
-    return launcher.render_rbac(job, subject)
+    return launcher.render_rbac(planned.job, subject)
 
 
 def _require_file(file: Path | None) -> Path:
@@ -202,19 +177,3 @@ def _reject_with_resume(arguments: Mapping[str, object]) -> None:
             f"{names} cannot be combined with --resume: a run is resumed with its own job file on its own target",
             hint=f"omit {names}, or start a new run",
         )
-
-
-def _find_resumable(name: str) -> Run:
-    """Return a finished, unsuccessful run, which can be restarted in its own folder from its own checkpoints."""
-    from stoker.errors import ConflictError
-    from stoker.jobs.run_lookup import get_status, resolve_run
-
-    finished = resolve_run(name)
-    state = get_status(finished).state
-    if not state.is_final:
-        raise ConflictError(
-            f"run {finished.id} is still running", hint=f"follow it with: stoker job logs -f {finished.id}"
-        )
-    if state == "succeeded":
-        raise ConflictError(f"run {finished.id} already succeeded", hint="start a new run: stoker job run FILE")
-    return finished

@@ -36,9 +36,9 @@ def evaluate(
     """Evaluate a checkpoint of a run with the run's settings."""
     import msgspec
 
+    from stoker.api import Job
     from stoker.errors import InputError
-    from stoker.jobs.run_folder import create_run
-    from stoker.jobs.run_lookup import get_status, open_launcher, resolve_run
+    from stoker.jobs.run_lookup import resolve_run
     from stoker.jobs.spec import load_job
 
     trained = resolve_run(name) if name else _find_newest_training()
@@ -57,15 +57,13 @@ def evaluate(
         checkpoint=msgspec.structs.replace(job.checkpoint, dir=directory),
         retries=0,
     )
-    launcher = open_launcher(LOCAL)
-    job = launcher.resolve_paths(job)
-    rendered = launcher.render(job)
+    planned = Job(job).plan()
     print_message(f"Evaluating {where} of run {trained.id}")
-    started = create_run(job, rendered)
-    with stop_on_interrupt(launcher, started):
-        launcher.start(rendered, started)
+    started = planned.create_run()
+    with stop_on_interrupt(started):
+        planned.start(started, detach=False)
         follow_run(started)
-    get_status(started).raise_for_state()
+    started.status().raise_for_state()
 
 
 def _find_newest_training() -> Run:

@@ -16,7 +16,6 @@ from stoker.cli.runs import (
     format_progress,
     list_insights,
     print_logs,
-    read_run_events,
     status_to_dict,
 )
 
@@ -34,15 +33,14 @@ def list_command(
     as_json: Json = False,
 ) -> None:
     """List runs of this machine or of a cluster, newest first."""
+    from stoker import api
     from stoker.core.units import pluralize
-    from stoker.jobs.run_folder import list_runs
-    from stoker.jobs.run_lookup import get_status
 
     if on is not None:
         _list_cluster_runs(on, limit, as_json)
         return
-    known = list_runs()
-    rows = [(run, get_status(run)) for run in known[:limit]]
+    known = api.runs()
+    rows = [(run, run.status()) for run in known[:limit]]
     if as_json:
         print_json([{"run": run.id, **status_to_dict(status)} for run, status in rows])
         return
@@ -92,19 +90,19 @@ def _list_cluster_runs(target: str, limit: int, as_json: bool) -> None:
 
 def status(name: RunName = None, on: RunTarget = None, as_json: Json = False) -> None:
     """Show a run's slots, progress, and where its time goes."""
-    from stoker.jobs.run_lookup import get_status, resolve_run
+    from stoker.api import Run
 
-    run = resolve_run(name, on)
+    run = Run.find(name, on=on)
     if as_json:
         print_json(describe_run(run))
         return
-    current = get_status(run)
+    current = run.status()
     typer.echo(f"{run.id}: {current.state}, attempt {current.attempt}, {format_elapsed(current)}")
     print_table(
         ("slot", "state", "pid", "exit code"),
         [(slot.slot, str(slot.state), str(slot.pid or "–"), slot.code) for slot in current.slots],
     )
-    events = read_run_events(run)
+    events = run.events()
     for text in (format_progress(events), current.message, *list_insights(events)):
         if text:
             typer.echo(text)
@@ -125,18 +123,11 @@ def logs(
     on: RunTarget = None,
 ) -> None:
     """Show or follow the logs of a run."""
+    from stoker.api import Run
     from stoker.core.units import parse_since
-    from stoker.errors import InputError
-    from stoker.jobs.run_lookup import resolve_run
-    from stoker.jobs.topology import Slot, list_slots
 
     start = 0.0 if since is None else parse_value("--since", parse_since, since)
-    run = resolve_run(name, on)
-    known = list_slots(run.job)
-    if slot is not None and slot not in map(str, known):
-        raise InputError(f"run {run.id} has no slot {slot!r}", hint=f"slots: {', '.join(map(str, known))}")
-    chosen = None if slot is None else Slot.parse(slot)
-    print_logs(run, chosen, follow=follow, tail=tail, since=start, timestamps=timestamps)
+    print_logs(Run.find(name, on=on), slot, follow=follow, tail=tail, since=start, timestamps=timestamps)
 
 
 def stop(name: RunName = None, on: RunTarget = None) -> None:
@@ -144,13 +135,14 @@ def stop(name: RunName = None, on: RunTarget = None) -> None:
 
     With a job name, stops the run of that job that is running; if several are, lists them and stops none.
     """
-    from stoker.jobs.run_lookup import get_status, launcher_of, resolve_run_to_stop
+    from stoker.api import Run
+    from stoker.jobs.run_lookup import resolve_run_to_stop
 
-    run = resolve_run_to_stop(name, on)
-    before = run.read_status().state
-    launcher_of(run).stop(run.handle)  # also for a finished run: processes may be left on other machines
+    run = Run(resolve_run_to_stop(name, on).folder)
+    before = run.files.read_status().state
+    run.stop()  # also a finished run: processes may be left on other machines
     if not before.is_final or before == "lost":
-        print_message(f"{run.id}: {get_status(run).state}")
+        print_message(f"{run.id}: {run.status().state}")
     else:
         which = "the newest run" if name in (None, run.name) else "run"
         print_message(f"nothing to stop: {which} {run.id} is not running (state: {before})")
@@ -167,15 +159,15 @@ def report(
 
     Secrets are removed.
     """
-    from stoker.jobs.run_lookup import get_status, resolve_run
+    from stoker.api import Run
     from stoker.launchers.report import write_report
 
-    run = resolve_run(name)
+    run = Run.find(name)
     path = out or Path(f"{run.id}.tar.gz")
-    current, events = get_status(run), read_run_events(run)
+    current, events = run.status(), run.events()
     lines = [f"{run.id}: {current.state}", format_progress(events), current.message, *list_insights(events)]
     lines += [f"attempt {attempt.number}: {attempt.cause or 'finished'}" for attempt in current.attempts]
-    write_report(run, path, "".join(f"{line}\n" for line in lines if line))
+    write_report(run.files, path, "".join(f"{line}\n" for line in lines if line))
     typer.echo(path)
 
 

@@ -12,10 +12,8 @@ import typer
 from stoker.cli.output import print_message
 
 if TYPE_CHECKING:
-    from stoker.jobs.launcher import Launcher
-    from stoker.jobs.run_folder import Run
+    from stoker.api import Run
     from stoker.jobs.status import JobStatus
-    from stoker.jobs.topology import Slot
     from stoker.telemetry.events import Event
 
 STOPPED_LINES = 3
@@ -24,19 +22,17 @@ STOPPED_LINES = 3
 
 def follow_run(run: Run, *, first: int = 0, quiet: bool = False) -> None:
     """Print the logs of a run until it finishes, then a one-line summary if it succeeded."""
-    from stoker.jobs.run_lookup import get_status
-
     print_logs(run, None, follow=True, first=first, quiet=quiet)
-    status = get_status(run)
+    status = run.status()
     if status.state == "succeeded":
-        events = read_run_events(run)
+        events = run.events()
         parts = [f"succeeded in {format_elapsed(status)}", format_progress(events), *list_insights(events)]
         print_message("; ".join(part for part in parts if part))
 
 
 def print_logs(
     run: Run,
-    slot: Slot | None,
+    slot: str | None,
     *,
     follow: bool,
     first: int = 0,
@@ -47,12 +43,11 @@ def print_logs(
 ) -> None:
     """Print the log lines of a run from attempt `first` on: the last `tail`, and of those the ones after `since`."""
     from stoker.core.units import pluralize
-    from stoker.jobs.run_lookup import launcher_of
     from stoker.jobs.topology import list_slots
 
-    has_prefix = slot is None and len(list_slots(run.job)) > 1
+    has_prefix = slot is None and len(list_slots(run.job.spec)) > 1
     untimed = 0
-    for line in launcher_of(run).logs(run.handle, slot, follow=follow, tail=tail):
+    for line in run.logs(slot, follow=follow, tail=tail):
         untimed += bool(since and not line.time)
         if line.attempt >= first and line.time >= since and not quiet:
             prefixes = [f"[{line.slot}] "] * has_prefix + [f"{_format_timestamp(line.time)} "] * timestamps
@@ -67,25 +62,18 @@ def _format_timestamp(timestamp: float) -> str:
 
 
 @contextmanager
-def stop_on_interrupt(launcher: Launcher[Any], run: Run) -> Iterator[None]:
+def stop_on_interrupt(run: Run) -> Iterator[None]:
     """Stop a run on Ctrl-C, also while it is being started."""
     try:
         yield
     except KeyboardInterrupt:
         if (run.folder / "handle").exists():
             print_message("\nStopping the job; press Ctrl-C again to kill it")
-            launcher.stop(run.handle)
-            for line in list(launcher.logs(run.handle, None, follow=False))[-STOPPED_LINES:]:
+            run.stop()
+            for line in list(run.logs())[-STOPPED_LINES:]:
                 print_message(f"  {line.text}")
             print_message(f"Resume with: stoker job run --resume {run.id}")
         raise
-
-
-def read_run_events(run: Run) -> list[Event]:
-    """Return all events in the logs of a run."""
-    from stoker.telemetry.reader import read_events
-
-    return read_events(run.logs)
 
 
 def format_progress(events: Sequence[Event]) -> str:
@@ -123,15 +111,14 @@ def format_elapsed(status: JobStatus) -> str:
 
 def describe_run(run: Run) -> dict[str, Any]:
     """Return everything known about a run as plain values, for `--json`."""
-    from stoker.jobs.run_lookup import get_status
     from stoker.telemetry import analysis
 
-    events = read_run_events(run)
+    events = run.events()
     return {
         "run": run.id,
         "handle": run.handle,
         "folder": str(run.folder),
-        **status_to_dict(get_status(run)),
+        **status_to_dict(run.status()),
         "progress": analysis.progress(events),
         "eta_s": analysis.eta(events),
         "verdict": analysis.verdict(events),
