@@ -195,9 +195,7 @@ class Run:
         status.raise_for_state()
         return status
 
-    def logs(
-        self, slot: str | None = None, *, follow: bool = False, tail: int | None = None
-    ) -> Iterator[SlotLogLine]:
+    def logs(self, slot: str | None = None, *, follow: bool = False, tail: int | None = None) -> Iterator[SlotLogLine]:
         """Return an iterator over the log lines of a slot such as `worker/0`, or of all slots, or the last `tail`.
 
         With `follow`, it ends when the run has finished. An interrupt does not stop the run.
