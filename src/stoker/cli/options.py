@@ -25,7 +25,9 @@ On = Annotated[
 Hosts = Annotated[
     str | None,
     typer.Option(
-        "--hosts", metavar="HOSTS", help="With --on ssh: comma-separated hosts; b:2 runs two workers on b; or @FILE."
+        "--hosts",
+        metavar="HOSTS",
+        help="With --on ssh: comma-separated hosts, all of which are used; b:2 runs two workers on b; or @FILE.",
     ),
 ]
 Sets = Annotated[
