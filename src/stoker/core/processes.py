@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import shlex
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -256,6 +258,25 @@ def kill_children() -> None:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(0.005)
+
+
+def exit_with_process(pid: int) -> None:
+    """Exit this process, without cleanup, when another process exits or is killed.
+
+    A thread waits for it: a parent death signal would also be sent when only the thread that forked this process exits.
+    """
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(128 + signal.SIGTERM)
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)  # readable from the moment the process exits, even if nobody reaps it
+        poll.poll()
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, name="stoker-exit-with-process", daemon=True).start()
 
 
 def handles_signal(pid: int, number: signal.Signals) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import multiprocessing
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from stoker.core.processes import exit_with_process
 from stoker.errors import InputError, MissingExtraError, SpecError
 from stoker.load import native
 from stoker.load.decode import Pixels
@@ -90,6 +92,7 @@ class Dataset(IterableDataset[TorchBatch]):
         worker = get_worker_info()
         if worker is None:
             return self._iterate()
+        _exit_with_consumer(os.getpid())
         self._iterations += 1
         # Claim here, not with the first batch: once all workers of an iteration have started, none claims any more.
         start = self._cursor.claim(f"{worker.seed - worker.id}:{self._iterations}", worker.id)
@@ -180,6 +183,16 @@ class Dataset(IterableDataset[TorchBatch]):
                 images = images.permute(0, 3, 1, 2)
         labels = torch.from_numpy(batch.labels)
         return TorchBatch(images, labels, batch.count, batch.cursor, batch.positions)
+
+
+@functools.cache
+def _exit_with_consumer(worker: int) -> None:  # noqa: ARG001 (the key: once per process)
+    """Make this worker process exit with the process that consumes its batches.
+
+    PyTorch ends an orphan only between two batches, and not while its queue is full: other orphans keep it open.
+    """
+    if (consumer := multiprocessing.parent_process()) is not None and consumer.pid is not None:
+        exit_with_process(consumer.pid)
 
 
 def normalize(
