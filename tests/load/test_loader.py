@@ -23,6 +23,7 @@ import numpy.typing as npt
 import pytest
 from PIL import Image, ImageOps
 
+import stoker as stoker_package
 from stoker import Loader
 from stoker.errors import InputError, NotFoundError, SpecError
 from stoker.load.loader import ITERATION_STOPPED, Batch
@@ -441,6 +442,13 @@ def test_all_invalid_options_are_reported_at_once(shards: str) -> None:
     assert all(name in faults["layout"] for name in ("'XYZ'", "NHWC", "NCHW"))
 
 
+@pytest.mark.parametrize("transform", [None, lambda pixels, _: pixels])
+def test_layout_is_rejected_where_it_has_no_effect(shards: str, transform: Any) -> None:
+    with pytest.raises(SpecError) as caught:
+        Loader(shards, global_batch=8, transform=transform, layout="NCHW")
+    assert [fault.path for fault in caught.value.faults] == ["layout"]
+
+
 def test_invalid_options_of_the_plan_are_reported_with_the_others(shards: str) -> None:
     with pytest.raises(SpecError) as caught:
         Loader(shards, global_batch=8, size=0, sampling="random", seed=-1)
@@ -495,3 +503,37 @@ def test_memory_does_not_grow_with_the_shard_set(tmp_path: Path) -> None:
     before, peak, read = map(int, run.stdout.split())
     assert read == 400
     assert peak - before < 250
+
+
+def test_batches_are_printed_on_one_line(shards: str) -> None:
+    for settings, text in (
+        ({}, "16×24×24×3 uint8"),
+        ({"layout": "NCHW"}, "16×3×24×24 uint8"),
+        ({"transform": None}, "16 encoded images"),
+        ({"transform": lambda pixels, _: pixels.mean()}, "16 float64"),
+    ):
+        with Loader(shards, **{"global_batch": 16, "size": 24, **settings}) as loader:
+            assert repr(next(iter(loader))) == f"Batch({text}, epoch 0, consumed 16)"
+
+
+@pytest.mark.parametrize(
+    "name", ["missing", "missing/train", "missing/a.tar", "missing/{0..1}.tar", "empty", "file", "a\0"]
+)
+def test_path_without_shards_is_one_exception(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(InputError) as caught:
+        Loader(f"{tmp_path}/{name}", global_batch=8)
+    error: BaseException = caught.value
+    assert error.__cause__ is None
+    assert error.__suppress_context__ or error.__context__ is None
+    assert str(tmp_path) in str(error)
+
+
+def test_public_names_are_listed_without_importing_them() -> None:
+    program = "import stoker, sys; print(dir(stoker), *{'numpy', 'cv2', 'torch'}.intersection(sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True).stdout
+    listed, _, imported = shown.partition("]")
+    assert {"Batch", "Loader", "__version__"} <= set(re.findall(r"\w+", listed))
+    assert imported == "\n"
+    assert all(hasattr(stoker_package, name) for name in stoker_package.__all__)

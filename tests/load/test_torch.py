@@ -9,7 +9,10 @@ import multiprocessing
 import os
 import pickle
 import re
+import subprocess
+import sys
 import threading
+import warnings
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -23,6 +26,7 @@ import pytest
 from stoker import Loader
 from stoker.errors import InputError
 from tests.support.paths import DOCS
+from tests.support.servers import aws_environ
 from tests.support.trees import import_without, make_dataset, stoker
 from tests.support.waiting import wait_until
 
@@ -235,6 +239,71 @@ def test_workers_started_in_the_middle_of_a_direct_loop(shards: str) -> None:
     first = [next(plain), next(plain)]
     assert seen(workers(dataset, 1, multiprocessing_context="forkserver")) == expected(shards)[0][2:]
     assert seen([*first, *plain]) == expected(shards)[0]
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_length_is_the_number_of_batches_of_an_epoch(shards: str, number: int) -> None:
+    dataset = Dataset(shards, **SETTINGS)
+    loader = workers(dataset, number)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # DataLoader warns if there are more batches than its length
+        assert len(dataset) == len(loader) == STEPS
+        batches = list(islice(loader, 5))
+        dataset.load_state_dict(batches[-1].cursor.state())
+        lengths = []
+        for _ in range(2):
+            lengths.append([len(loader) for _ in loader])
+        assert lengths == [[STEPS] * (STEPS - 5), [STEPS] * STEPS]
+
+
+@pytest.mark.parametrize("mode", ["exact", "join", "resampled"])
+def test_length_for_every_rank_and_sampling_mode(shards: str, mode: str) -> None:
+    for rank in range(2):
+        dataset = Dataset(shards, **SETTINGS, rank=(rank, 2), sampling=mode)
+        for _ in range(2):
+            expected_length = len(dataset)
+            assert sum(1 for _ in dataset) == expected_length
+
+
+def test_batches_are_printed_on_one_line(shards: str) -> None:
+    plan = Loader(shards, **SETTINGS).plan.digest
+    for settings, text in (
+        ({}, "8×3×16×16 torch.uint8"),
+        ({"transform": None}, "8 encoded images"),
+        ({"transform": mean_of}, "8×4 torch.float32"),
+    ):
+        batch = next(iter(Dataset(shards, **SETTINGS | settings)))
+        assert repr(batch) == f"TorchBatch({text}, epoch 0, consumed 8)"
+        assert batch.cursor.plan == plan
+
+
+def test_normalize_rejects_the_layout_of_pixels() -> None:
+    with pytest.raises(InputError, match=r"N×3×H×W, got 2×3×4; .*permute"):
+        normalize(torch.zeros((2, 3, 4), dtype=torch.uint8))
+    with pytest.raises(InputError, match="got 2×16×16×3"):
+        normalize(torch.zeros((2, 16, 16, 3), dtype=torch.uint8))
+
+
+LENGTH_ON_S3 = """
+import sys
+from torch.utils.data import DataLoader
+from stoker.load.torch import Dataset
+
+dataset = Dataset(sys.argv[1], global_batch=8, size=16, transform=lambda pixels, _: pixels.mean())
+loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")
+print(len(loader), sum(batch.count for batch in loader))
+"""
+
+
+def test_length_does_not_prevent_forked_workers_from_reading_s3(
+    shards: str, tmp_path: Path, moto_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in aws_environ(moto_url).items():
+        monkeypatch.setenv(name, value)
+    url = f"s3://bucket/{tmp_path.name}"
+    subprocess.run([sys.executable, "-m", "stoker", "data", "convert", Path(shards).parent, url], check=True)
+    command = [sys.executable, "-c", LENGTH_ON_S3, f"{url}/train"]
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == f"{STEPS} 90\n"
 
 
 def test_images_are_not_copied(shards: str) -> None:

@@ -17,7 +17,17 @@ def test_lists_and_several_groups() -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    ["a-{0..3", "a-0..3}", "a-{x}", "a-{5..2}", "a-{0..99999999999}", "{}", "{0..٣}", "{0.." + "9" * 5000 + "}", "{0..1999}-{0..1999}"],
+    [
+        "a-{0..3",
+        "a-0..3}",
+        "a-{x}",
+        "a-{5..2}",
+        "a-{0..99999999999}",
+        "{}",
+        "{0..٣}",
+        "{0.." + "9" * 5000 + "}",
+        "{0..1999}-{0..1999}",
+    ],
 )
 def test_invalid_patterns_are_rejected(pattern: str) -> None:
     with pytest.raises(InputError):

@@ -57,6 +57,17 @@ class Batch:
     cursor: Cursor
     positions: Int64Array
 
+    def __repr__(self) -> str:
+        return describe_batch("Batch", self.images, self.cursor)
+
+
+def describe_batch(name: str, images: Any, cursor: Cursor) -> str:
+    """Return a line about a batch; the arrays themselves would fill pages."""
+    shape, kind = (len(images),), "encoded images"
+    if not isinstance(images, list):
+        shape, kind = images.shape, images.dtype
+    return f"{name}({'×'.join(map(str, shape))} {kind}, epoch {cursor.epoch}, consumed {cursor.consumed})"
+
 
 ITERATION_STOPPED = "iteration was stopped: another iteration started, a cursor was loaded or the loader was closed"
 JOIN_RESUMES_AT_EPOCH_START = (
@@ -105,8 +116,9 @@ class Loader:
     The order depends only on the dataset, the seed and the epoch. `state_dict()` returns a cursor that marks the
     batches consumed so far; it can be loaded with another world size, batch size or number of threads. `transform` is
     the name of a built-in transform ("imagenet-train", "imagenet-val", "small-train", "digits-train", "whole"), a
-    function of upright RGB pixels and a random generator, or None for encoded images. `decoder` "auto" selects
-    "native" if stoker-native is installed and the CPU has AVX2, and "python" otherwise.
+    function, or None for encoded images. A function gets upright RGB pixels (H×W×3, uint8) and a random generator; its
+    results are stacked along a new first axis and not changed otherwise: `layout` is for built-in transforms.
+    `decoder` "auto" selects "native" if stoker-native is installed and the CPU has AVX2, and "python" otherwise.
     """
 
     def __init__(

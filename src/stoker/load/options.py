@@ -35,7 +35,12 @@ def option_faults(
             f"must be one of {', '.join(TRANSFORMS)}, a function or None, got {transform!r}",
         ),
         "size": (1 <= size <= MAX_SIZE, f"must be between 1 and {MAX_SIZE}, got {size}"),
-        "layout": (layout in LAYOUTS, f"must be one of {', '.join(LAYOUTS)}, got {layout!r}"),
+        "layout": (
+            layout in LAYOUTS and not (layout != LAYOUTS[0] and not isinstance(transform, str)),
+            f"must be one of {', '.join(LAYOUTS)}, got {layout!r}"
+            if layout not in LAYOUTS
+            else "applies to built-in transforms only: the results of a function are stacked as they are",
+        ),
         "decoder": (
             decoder in DECODERS and not (decoder == "native" and not isinstance(transform, str)),
             f"must be one of {', '.join(DECODERS)}, got {decoder!r}"

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from stoker.core.processes import exit_with_process
 from stoker.errors import InputError, MissingExtraError, SpecError
 from stoker.load import native
 from stoker.load.decode import Pixels
-from stoker.load.loader import BadSample, Batch, Loader
+from stoker.load.loader import BadSample, Batch, Loader, describe_batch
 from stoker.load.shared_cursor import ConsumerState, SharedCursor
 from stoker.sampling.cursor import Cursor
 from stoker.sampling.order import Int64Array
@@ -30,6 +31,8 @@ except ImportError as error:
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+PLAN_SETTINGS = ("global_batch", "sampling", "epoch_samples", "seed", "rank")
+"""Settings of the loader that determine the number of batches."""
 MAX_COPIES_IN_FLIGHT = 2
 """Host batches kept alive at once because their copy to the device may not be complete."""
 
@@ -38,9 +41,10 @@ MAX_COPIES_IN_FLIGHT = 2
 class TorchBatch:
     """One rank's share of a global batch as tensors.
 
-    `images` is a uint8 tensor of shape N×3×H×W in channels_last memory, the stacked outputs of a user transform, or,
-    without a transform, a list of bytes; `count` is their number. `cursor` marks the end of this batch: resume from it
-    after using the batch. `positions`, a numpy array, are the positions of the rows in the epoch.
+    `images` is a uint8 tensor of shape N×3×H×W in channels_last memory, the stacked results of a user transform in the
+    layout that it returned, or, without a transform, a list of bytes; `count` is their number. `cursor` marks the end
+    of this batch: resume from it after using the batch. `positions`, a numpy array, are the positions of the rows in
+    the epoch.
     """
 
     images: Any
@@ -48,6 +52,9 @@ class TorchBatch:
     count: int
     cursor: Cursor
     positions: Int64Array
+
+    def __repr__(self) -> str:
+        return describe_batch("TorchBatch", self.images, self.cursor)
 
     def pin_memory(self) -> TorchBatch:
         """Copy to page-locked memory; DataLoader calls this for `pin_memory=True`."""
@@ -97,6 +104,20 @@ class Dataset(IterableDataset[TorchBatch]):
         # Claim here, not with the first batch: once all workers of an iteration have started, none claims any more.
         start = self._cursor.claim(f"{worker.seed - worker.id}:{self._iterations}", worker.id)
         return self._iterate_worker(start, worker.id, worker.num_workers)
+
+    def __len__(self) -> int:
+        """Return the number of batches of a whole epoch on this rank, which `len(DataLoader(dataset))` returns too.
+
+        It does not depend on the cursor: the loop that resumes in the middle of an epoch has fewer batches.
+        """
+        epoch = self._cursor.get().next_start.epoch
+        if str(self._url).startswith("s3://") and os.getpid() not in self._loaders:
+            # Not in this process, which could then not fork workers that read from S3.
+            context = multiprocessing.get_context("fork")
+            with ProcessPoolExecutor(max_workers=1, mp_context=context) as child:
+                settings = {name: self._settings[name] for name in PLAN_SETTINGS if name in self._settings}
+                return child.submit(_count_batches, str(self._url), settings, epoch).result()
+        return _count_epoch(self._loader(), epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor as plain values, for a checkpoint."""
@@ -185,6 +206,15 @@ class Dataset(IterableDataset[TorchBatch]):
         return TorchBatch(images, labels, batch.count, batch.cursor, batch.positions)
 
 
+def _count_batches(url: str, settings: dict[str, Any], epoch: int) -> int:
+    with Loader(url, transform=None, **settings) as loader:
+        return _count_epoch(loader, epoch)
+
+
+def _count_epoch(loader: Loader, epoch: int) -> int:
+    return loader.plan.epoch(epoch, loader.rank).count_steps(0, loader.global_batch)
+
+
 @functools.cache
 def _exit_with_consumer(worker: int) -> None:  # noqa: ARG001 (the key: once per process)
     """Make this worker process exit with the process that consumes its batches.
@@ -201,7 +231,15 @@ def normalize(
     std: tuple[float, ...] = IMAGENET_STD,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Normalize uint8 images by mean and std, on their device and in their memory format; round to `dtype` once."""
+    """Normalize images of shape N×C×H×W by mean and std, on their device and in their memory format.
+
+    The result is rounded to `dtype` once. Raise InputError for images in another layout.
+    """
+    if images.ndim != 4 or images.shape[1] != len(mean):
+        raise InputError(
+            f"normalize needs images of shape N×{len(mean)}×H×W, got {'×'.join(map(str, images.shape))}",
+            hint="a user transform must return channels first, or call images.permute(0, 3, 1, 2)",
+        )
     shift, scale = _normalize_constants(tuple(mean), tuple(std), images.device)
     return images.to(torch.float32, copy=True).sub_(shift).mul_(scale).to(dtype)
 

@@ -22,6 +22,7 @@ from stoker.storage import Entry, Store, check_name, download, local_path, open_
 from stoker.storage.local import translate_os_errors
 
 SPLIT_ORDER = ("train", "val", "test")
+SHARD_NAMES_HINT = "shards end in .tar, .tfrecord or -of-NNNNN"
 
 _SPLIT = re.compile(r"(?:^|[^a-z])(train|val|validation|test)(?=[^a-z]|$)", re.IGNORECASE)
 
@@ -144,6 +145,8 @@ def find_shard_sets(url: str, *, allow_missing: bool = False) -> list[ShardSet]:
 
     With `allow_missing`, shards of a pattern or manifest that do not exist are listed in `ShardSet.missing`.
     """
+    if "\0" in url:
+        raise InputError("contains a NUL character", where=repr(url))
     path = local_path(url)
     if has_braces(url) and (path is None or not path.exists()):
         return _find_by_pattern(url, allow_missing)
@@ -151,12 +154,13 @@ def find_shard_sets(url: str, *, allow_missing: bool = False) -> list[ShardSet]:
         root, name = split_url(url)
         store = open_store(root)
         return _group_shards(store, [Entry(name, store.size(name))])
+    if path is not None and path.is_file():
+        raise InputError("is neither a shard nor a directory", where=url, hint=SHARD_NAMES_HINT)
     store = open_store(url)
-    try:
+    with contextlib.suppress(NotFoundError):  # outside of an `except` block, so that later errors are not chained to it
         return [_open_shard_set(store, "", allow_missing)]
-    except NotFoundError:
-        _check_not_unfinished(url)
-        return _find_below(store, allow_missing)
+    _check_not_unfinished(url)
+    return _find_below(store, allow_missing)
 
 
 def _check_not_unfinished(url: str) -> None:
@@ -259,7 +263,7 @@ def _group_shards(store: Store, entries: Sequence[Entry]) -> list[ShardSet]:
             raise InputError(
                 "cannot tell the shard format from the name",
                 where=entry.name,
-                hint="shards end in .tar, .tfrecord or -of-NNNNN",
+                hint=SHARD_NAMES_HINT,
             )
         groups.setdefault((folder + slash, guess_split(entry.name), kind), []).append(Entry(name, entry.size))
     sets = (

@@ -156,7 +156,8 @@ def translate_os_errors(path: Path, source: Path | None = None) -> Iterator[None
         yield
     except OSError as error:
         where = source if source and isinstance(error, FileNotFoundError) else path
-        raise _to_error(error, where) from error
+        translated = _to_error(error, where)
+        raise translated from (None if isinstance(translated, NotFoundError) else error)  # it would add nothing
 
 
 def _to_error(error: OSError, where: Path) -> StokerError:
