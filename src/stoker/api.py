@@ -44,9 +44,10 @@ class Job:
     """Every key of the job file as an attribute, for example `job.spec.resources.gpu`."""
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Overrides = ()) -> Job:
-        """Read a job file; raise SpecError with every fault if it is invalid."""
-        return cls(job_spec.load_job(path, to_assignments(overrides)))
+    def load(cls, path: str | Path, overrides: Overrides = (), *, on: str | None = None) -> Job:
+        """Read a job file; raise SpecError with every fault if it is invalid or cannot run on the target `on`."""
+        check = None if on is None else open_launcher(on).check
+        return cls(job_spec.load_job(path, to_assignments(overrides), check))
 
     @classmethod
     def from_dict(cls, keys: Mapping[str, Any], overrides: Overrides = ()) -> Job:

@@ -61,10 +61,11 @@ class InputError(StokerError):
 
 
 class Fault(NamedTuple):
-    """One error in a settings file, with the path of its key (`resources.gpu`)."""
+    """One error in a settings file, with the path of its key (`resources.gpu`) and its line, if known."""
 
     path: str
     what: str
+    line: int | None = None
 
     def __str__(self) -> str:
         return f"{self.path}: {self.what}" if self.path else self.what
@@ -76,6 +77,19 @@ class SpecError(InputError):
     def __init__(self, faults: Sequence[Fault], *, where: object = None, hint: str | None = None) -> None:
         super().__init__("; ".join(map(str, faults)), where=where, hint=hint)
         self.faults = tuple(faults)
+
+    def __str__(self) -> str:
+        """Return `file:line: key: what`; several faults are one line each, below their number."""
+        lines = [f"{self._locate(fault)}{fault}" for fault in self.faults]
+        if len(lines) > 1:
+            where = "" if self.where is None else f"{self.where}: "
+            lines = [f"{where}{len(lines)} errors", *(f"  {line}" for line in lines)]
+        hint = () if self.hint is None else (self.hint,)
+        return redact_urls("\n".join((*lines, *hint)) if len(lines) > 1 else "; ".join((*lines, *hint)))
+
+    def _locate(self, fault: Fault) -> str:
+        where = [str(part) for part in (self.where, fault.line) if part is not None]
+        return f"{':'.join(where)}: " if self.where is not None else ""
 
 
 class NotFoundError(InputError):

@@ -86,8 +86,8 @@ def test_faults_of_the_file_and_of_overrides_are_reported_together() -> None:
     check_faults(
         parse_faults("name: A\nprogram: {script: a.py}", "retries=x", "nope"),
         [
-            ("", "--set 'nope'", "resources.gpu=4"),
             ("name", "'A'"),
+            ("", "--set 'nope'", "resources.gpu=4"),
             ("retries", ">= 0", "'x'", "(from --set retries)"),
         ],
     )

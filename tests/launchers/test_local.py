@@ -370,22 +370,22 @@ def test_run_follows_logs_and_returns_the_exit_code(workspace: Path, capsys: pyt
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "expected", "lines"),
     [
-        ("name: x\nprogram: {script: nope.py}\n", r"program\.script: no such file or directory: .*/nope\.py"),
-        ("name: x\nprogramm: {script: a.py}\n", r"programm: .*did you mean 'program'\?"),
-        ("name: x\nprogram: {script: a.py, module: b}\n", r"program: .*script, module, command"),
-        ("", "a mapping"),
+        ("name: x\nprogram: {script: nope.py}\n", r"job.yaml:2: program\.script: no such .*/nope\.py", 1),
+        ("name: x\nprogramm: {script: a.py}\n", r"job.yaml:2: programm: .*did you mean 'program'\?", 3),
+        ("name: x\nprogram: {script: a.py, module: b}\n", r"job.yaml:2: program: .*script, module, command", 3),
+        ("", "a mapping", 3),
     ],
 )
-def test_bad_job_file_exits_2_with_one_sentence_and_no_run(
-    text: str, expected: str, workspace: Path, capsys: pytest.CaptureFixture[str]
+def test_bad_job_file_exits_2_with_one_line_per_fault_and_no_run(
+    text: str, expected: str, lines: int, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("job.yaml").write_text(text)
     assert stoker("job", "run", "job.yaml") == 2
     err = capsys.readouterr().err
     assert re.search(expected, err)
-    assert err.count("\n") == 1
+    assert err.count("\n") == lines
     assert not (workspace / "stoker").exists()
 
 

@@ -143,7 +143,7 @@ def _plan(file: Path, on: str, hosts: str | None, sets: list[str] | None, *, qui
     """Return the plan of a job, and print its notes."""
     from stoker.api import Job, host_overrides
 
-    planned = Job.load(file, [*(sets or []), *host_overrides(on, hosts)]).plan(on)
+    planned = Job.load(file, [*(sets or []), *host_overrides(on, hosts)], on=on).plan(on)
     for note in () if quiet else planned.notes:
         print_message(note)
     return planned

@@ -2,22 +2,25 @@
 
 A settings struct is `msgspec.Struct, frozen=True, forbid_unknown_fields=True`. It may define
 `def faults(self) -> Iterable[Fault]` to reject invalid combinations of valid values; the paths of these faults are
-relative to the struct, and the method is called only if the whole struct could be decoded.
+relative to the struct. If a field of the struct is invalid, the method runs until it reads that field. Several
+independent checks should be passed to `run_checks`, so that an invalid field stops only those that need it.
 
 A type may describe itself for error messages with `Meta(extra={"expected": "a port"})`. A string type with
 `Meta(extra={"verbatim": True})` takes numbers, booleans and dates exactly as they are written, if the document was
 parsed with `parse_verbatim` and passed through `resolve_verbatim`.
 
 msgspec stops at the first error. A document that it rejects is therefore decoded again part by part: a rejected part
-is split further, and a rejected part that cannot be split is one fault.
+is split further, and a rejected part that cannot be split is one fault. The valid parts form a partial value, in which
+reading an invalid field raises InvalidFieldError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from difflib import get_close_matches
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, Never, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import inspect
@@ -39,6 +42,13 @@ from stoker.errors import Fault, InputError, SpecError
 
 T = TypeVar("T")
 
+_INVALID = object()
+"""The value of a part that could not be decoded."""
+
+
+class InvalidFieldError(Exception):
+    """A check read a field of a partial value that could not be decoded."""
+
 
 def decode(data: object, into: type[T], where: object = None) -> T:
     """Decode plain data; `where` names its origin in the error."""
@@ -55,11 +65,17 @@ def load(text: str | bytes, into: type[T], where: object) -> T:
     return _raise_faults(value, [*duplicates, *faults], where)
 
 
-def try_decode(data: object, into: type[T]) -> tuple[T | None, list[Fault]]:
-    """Decode plain data; return the value, or None, and every fault."""
-    value: T | None
+def decode_partial(data: object, into: type[T]) -> tuple[T | None, list[Fault]]:
+    """Decode plain data; return the value and every fault. With faults, the value is partial, or None."""
     value, faults = _decode(data, into, "")
-    return value, faults
+    return None if value is _INVALID else value, faults
+
+
+def run_checks(value: T, *checks: Callable[[T], Iterable[Fault]]) -> Iterator[Fault]:
+    """Yield the faults that checks find in a value; if it is partial, stop each check that needs an invalid field."""
+    for check in checks:
+        with suppress(InvalidFieldError):
+            yield from check(value)
 
 
 def describe_type(into: Any) -> str:
@@ -115,87 +131,116 @@ def _raise_faults(value: T, faults: Sequence[Fault], where: object) -> T:
 
 
 def _decode(raw: object, into: Any, path: str) -> tuple[Any, list[Fault]]:
-    """Convert `raw`; return the value and its invalid combinations, or None and every fault in `raw`."""
+    """Convert `raw`; return the value and its invalid combinations, or a partial value and every fault in `raw`."""
     try:
         value = msgspec.convert(raw, into, dec_hook=to_unit)
     except (msgspec.ValidationError, InputError) as error:
-        return None, list(_find_faults(raw, into, path)) or [Fault(path, _describe_mismatch(raw, into, error))]
+        value, faults = _decode_parts(raw, into, path)
+        return (value, faults) if faults else (_INVALID, [Fault(path, _describe_mismatch(raw, into, error))])
     return value, list(_find_combinations(value, path))
 
 
-def _find_faults(raw: object, into: Any, path: str) -> Iterator[Fault]:
-    """Yield the faults of the parts of `raw`; none if it has no parts, or the wrong kind of parts."""
+def _decode_parts(raw: object, into: Any, path: str) -> tuple[Any, list[Fault]]:
+    """Decode the parts of `raw`; return no faults if it has no parts, or the wrong kind of parts."""
     into = unwrap(into)
     origin = get_origin(into) or into
     arguments = get_args(into)
     if is_union(into):
-        yield from _find_faults_in_union(raw, arguments, path)
-    elif isinstance(raw, Mapping) and is_struct(into):
-        yield from _find_faults_in_struct(raw, into, path)
-    elif isinstance(raw, Mapping) and origin is dict and arguments:
-        key_type, value_type = arguments
-        for key, value in raw.items():
-            key_path = join_path(path, _segment(key))
-            yield from (Fault(key_path, f"invalid key: {fault.what}") for fault in _decode(key, key_type, key_path)[1])
-            yield from _decode(value, value_type, key_path)[1]
-    elif isinstance(raw, list | tuple) and origin in (list, tuple, set, frozenset) and arguments:
-        is_fixed = origin is tuple and arguments[-1] is not Ellipsis
-        types = arguments if is_fixed else arguments[:1] * len(raw)
-        for index, (item, item_type) in enumerate(zip(raw, types, strict=False)):
-            yield from _decode(item, item_type, f"{path}[{index}]")[1]
+        return _decode_union(raw, arguments, path)
+    if isinstance(raw, Mapping) and is_struct(into):
+        return _decode_struct(raw, into, path)
+    if isinstance(raw, Mapping) and origin is dict and arguments:
+        return _decode_dict(raw, arguments, path)
+    if not isinstance(raw, list | tuple) or origin not in (list, tuple, set, frozenset) or not arguments:
+        return _INVALID, []
+    is_fixed = origin is tuple and arguments[-1] is not Ellipsis
+    types = arguments if is_fixed else arguments[:1] * len(raw)
+    items = [_decode(item, type_, f"{path}[{n}]") for n, (item, type_) in enumerate(zip(raw, types, strict=False))]
+    values = [value for value, _ in items]
+    is_complete = not any(value is _INVALID for value in values)
+    return origin(values) if is_complete else _INVALID, [fault for _, faults in items for fault in faults]
 
 
-def _find_faults_in_union(raw: object, members: Iterable[Any], path: str) -> Iterator[Fault]:
+def _decode_dict(raw: Mapping[Any, object], types: tuple[Any, ...], path: str) -> tuple[Any, list[Fault]]:
+    """Decode the entries of a mapping; a partial mapping has the valid ones."""
+    key_type, value_type = types
+    values: dict[Any, Any] = {}
+    faults: list[Fault] = []
+    for key, item in raw.items():
+        key_path = join_path(path, _segment(key))
+        name, key_faults = _decode(key, key_type, key_path)
+        value, value_faults = _decode(item, value_type, key_path)
+        faults += [Fault(key_path, f"invalid key: {fault.what}") for fault in key_faults] + value_faults
+        if name is not _INVALID and value is not _INVALID:
+            values[name] = value
+    return values, faults
+
+
+def _decode_union(raw: object, members: Iterable[Any], path: str) -> tuple[Any, list[Fault]]:
     """Decode `raw` as the one member of the union that has its shape; structs are told apart by their tag."""
     if isinstance(raw, Mapping):
         candidates = [member for member in members if is_struct(member) or origin_of(member) is dict]
     elif isinstance(raw, list | tuple):
         candidates = [member for member in members if origin_of(member) in (list, tuple, set, frozenset)]
     else:
-        return
+        return _INVALID, []
     if isinstance(raw, Mapping) and len(candidates) > 1:
         by_tag = {struct_config(member).tag: member for member in candidates}
         field = str(struct_config(candidates[0]).tag_field)
         tag = raw.get(field)
         if not isinstance(tag, str | int) or tag not in by_tag:
             expected = _describe_choices(by_tag)
-            what = (
-                f"must be {expected}, got {_describe_value(tag)}" if field in raw else f"missing (must be {expected})"
-            )
-            yield Fault(join_path(path, field), what)
-            return
+            what = f"must be {expected}, got {_describe_value(tag)}{_suggest(tag, by_tag)}"
+            return _INVALID, [Fault(join_path(path, field), what if field in raw else f"missing (must be {expected})")]
         candidates = [by_tag[tag]]
-    for member in candidates:
-        yield from _decode(raw, member, path)[1]
+    return _decode(raw, candidates[0], path) if candidates else (_INVALID, [])
 
 
-def _find_faults_in_struct(raw: Mapping[Any, object], into: Any, path: str) -> Iterator[Fault]:
+def _decode_struct(raw: Mapping[Any, object], into: Any, path: str) -> tuple[Any, list[Fault]]:
     fields = {field.encode_name: field for field in msgspec.structs.fields(into)}
     config = struct_config(into)
+    values: dict[str, Any] = {}
+    faults: list[Fault] = []
     for key, value in raw.items():
         key_path = join_path(path, _segment(key))
         if key in fields:
-            yield from _decode(value, fields[key].type, key_path)[1]
+            values[fields[key].name], field_faults = _decode(value, fields[key].type, key_path)
+            faults += field_faults
         elif not isinstance(key, str):
-            yield Fault(key_path, f"invalid key: {_describe_mismatch(key, str)}")
+            faults.append(Fault(key_path, f"invalid key: {_describe_mismatch(key, str)}"))
         elif key == config.tag_field:
             if value != config.tag:
-                yield Fault(key_path, f"must be {config.tag!r}, got {_describe_value(value)}")
+                faults.append(Fault(key_path, f"must be {config.tag!r}, got {_describe_value(value)}"))
         elif config.forbid_unknown_fields:
-            close = get_close_matches(key, fields, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(fields)}"
-            yield Fault(key_path, f"unknown key ({hint})")
+            hint = _suggest(key, fields) or f" (known keys: {', '.join(fields)})"
+            faults.append(Fault(key_path, f"unknown key{hint}"))
     for name, field in fields.items():
         if field.required and name not in raw:
-            yield Fault(join_path(path, _segment(name)), f"missing (must be {describe_type(field.type)})")
+            values[field.name] = _INVALID
+            what = f"missing (must be {describe_type(field.type)})"
+            faults.append(Fault(join_path(path, _segment(name)), what))
+    if not faults or hasattr(into, "__post_init__"):
+        return _INVALID, faults
+    partial = _make_partial(origin_of(into), values)
+    return partial, [*faults, *_find_own_combinations(partial, path)]
+
+
+def _make_partial(struct: type[msgspec.Struct], values: Mapping[str, Any]) -> msgspec.Struct:
+    """Create a struct with the valid values; its other fields raise InvalidFieldError."""
+
+    def fail(_: object) -> Never:
+        raise InvalidFieldError
+
+    invalid: dict[str, Any] = {name: property(fail) for name, value in values.items() if value is _INVALID}
+    if invalid:
+        struct = msgspec.defstruct(struct.__name__, [], bases=(struct,), namespace=invalid, frozen=True, kw_only=True)
+    return struct(**values)
 
 
 def _find_combinations(value: object, path: str) -> Iterator[Fault]:
     """Call `faults` of every struct in a decoded value."""
     if isinstance(value, msgspec.Struct):
-        faults = getattr(type(value), "faults", None)
-        if callable(faults):
-            yield from (Fault(join_path(path, fault.path), fault.what) for fault in faults(value))
+        yield from _find_own_combinations(value, path)
         for name, key in zip(value.__struct_fields__, value.__struct_encode_fields__, strict=True):
             yield from _find_combinations(getattr(value, name), join_path(path, _segment(key)))
     elif isinstance(value, Mapping):
@@ -204,6 +249,13 @@ def _find_combinations(value: object, path: str) -> Iterator[Fault]:
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _find_combinations(item, f"{path}[{index}]")
+
+
+def _find_own_combinations(value: msgspec.Struct, path: str) -> Iterator[Fault]:
+    """Call `faults` of a struct, if it has one."""
+    faults = getattr(type(value), "faults", None)
+    if callable(faults):
+        yield from (fault._replace(path=join_path(path, fault.path)) for fault in run_checks(value, faults))
 
 
 def _segment(key: object) -> str:
@@ -227,7 +279,27 @@ _YAML_BOOLEANS = {True: ("on", "yes", "true"), False: ("off", "no", "false")}
 def _describe_mismatch(raw: object, into: Any, error: Exception | None = None) -> str:
     if isinstance(error, msgspec.ValidationError) and error.__cause__ is not None:
         return str(error.__cause__)  # raised by __post_init__ of the struct
-    return f"must be {describe_type(into)}, got {_describe_value(raw)}{_quote_hint(raw, into)}"
+    hint = _quote_hint(raw, into) or _suggest(raw, _find_choices(into))
+    return f"must be {describe_type(into)}, got {_describe_value(raw)}{hint}"
+
+
+def _find_choices(into: Any) -> list[object]:
+    """Return the values of the enums in a type: those of "auto" | int are ["auto"]."""
+    choices: list[object] = []
+    for member in union_members(into):
+        match inspect.type_info(unwrap(member)):
+            case inspect.LiteralType(values=values):
+                choices += values
+            case inspect.EnumType(cls=enum):
+                choices += [item.value for item in enum]
+    return choices
+
+
+def _suggest(raw: object, choices: Iterable[object]) -> str:
+    """Return a hint if a misspelled word, in any case, is close to one of the choices."""
+    words = {choice.lower(): choice for choice in choices if isinstance(choice, str)}
+    close = get_close_matches(raw.lower(), words, n=1) if isinstance(raw, str) else []
+    return f" (did you mean {words[close[0]]!r}?)" if close else ""
 
 
 def _quote_hint(raw: object, into: Any) -> str:

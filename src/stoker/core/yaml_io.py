@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,40 @@ def parse_documents(text: str | bytes, where: object) -> list[Any]:
     return [document for document in documents if document is not None]
 
 
+def find_lines(text: str | bytes, where: object) -> dict[str, int]:
+    """Return the line of every key and list item of a valid document by its path; the path of the document is ""."""
+    text = json_io.decode_text(text, where).replace("\t", " ")  # JSON may be indented with tabs, YAML may not
+    lines: dict[str, int] = {}
+    with suppress(SpecError), _translate_errors(text, where):  # JSON that is not YAML: no lines
+        if node := _make_loader(_Loader, text, where).get_single_node():
+            lines[""] = node.start_mark.line + 1
+            _add_lines(node, "", lines)
+    return lines
+
+
+def _add_lines(node: yaml.Node, path: str, lines: dict[str, int]) -> None:
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            lines.setdefault(f"{path}[{index}]", item.start_mark.line + 1)
+            _add_lines(item, f"{path}[{index}]", lines)
+    elif isinstance(node, yaml.MappingNode):
+        merges: list[yaml.Node] = []
+        for key, value in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                merges += value.value if isinstance(value, yaml.SequenceNode) else [value]
+            elif isinstance(key, yaml.ScalarNode):
+                key_path = join_path(path, path_segment(key.value))
+                lines.setdefault(key_path, key.start_mark.line + 1)
+                _add_lines(value, key_path, lines)
+        for base in merges:  # last: the mapping's own keys take precedence
+            _add_lines(base, path, lines)
+
+
+def parent_path(path: str) -> str:
+    """Return the path of the mapping or list that contains a key."""
+    return _LAST_SEGMENT.sub("", path)
+
+
 def to_yaml(data: object) -> str:
     """Write plain data as YAML that parses back to the same data; collections of scalars stay on one line."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100, default_flow_style=None)
@@ -69,6 +103,9 @@ def to_yaml_stream(documents: Iterable[object]) -> str:
     """Write a stream of YAML documents, with multi-line strings as block scalars and no line wrapping."""
     options: dict[str, Any] = {"Dumper": _BlockDumper, "sort_keys": False, "width": 2**31 - 1, "allow_unicode": True}
     return str(yaml.dump_all(documents, explicit_start=True, **options))
+
+
+_LAST_SEGMENT = re.compile(r"""(?:\["[^"]*"\]|\[\d+\]|\.?[^.\[]+)$""")
 
 
 def join_path(path: str, inner: str) -> str:
@@ -247,7 +284,7 @@ def _find_duplicate_keys(node: yaml.Node, path: str, visited: set[int]) -> Itera
             key_path = join_path(path, path_segment(key.value))
             name, line = (key.tag, key.value), key.start_mark.line + 1
             if name in lines:
-                yield Fault(key_path, f"duplicate key (lines {lines[name]} and {line})")
+                yield Fault(key_path, f"duplicate key (lines {lines[name]} and {line})", line)
             lines[name] = line
             yield from _find_duplicate_keys(value, key_path, visited)
 

@@ -39,7 +39,7 @@ from stoker.doctor.rules import (
     checks_from_faults,
     missing_resources,
 )
-from stoker.errors import Fault, SpecError, StokerError, UnavailableError
+from stoker.errors import SpecError, StokerError, UnavailableError
 from stoker.jobs.launcher import Launcher, check_traits
 from stoker.jobs.run_folder import Run, create_run, stoker_home
 from stoker.jobs.spec import CheckpointSpec, DataSpec, Job, ProfileSpec, ProgramSpec, RoleSpec, parse_job
@@ -47,7 +47,7 @@ from stoker.jobs.status import JobState
 from stoker.jobs.topology import list_slots
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.ssh.client import SshClient, expand_slots
-from stoker.launchers.ssh.launcher import check_spec, describe_unused_hosts
+from stoker.launchers.ssh.launcher import describe_unused_hosts
 from stoker.launchers.ssh.preflight import (
     HostFacts,
     Routes,
@@ -215,7 +215,7 @@ def _prepare_ssh(job: Job, launcher: Launcher[Any], target: str, notify: Notify)
     hosts = expand_slots(job.ssh.hosts)
     used = hosts[: job.max_workers]
     hosts = used + [host for host in dict.fromkeys(hosts) if host not in used]
-    faults = _local_faults(job, launcher)
+    faults = list(launcher.check(job))
     if any(fault.path == "ssh.hosts" for fault in faults):
         raise SpecError(faults)
     slots_by_host = Counter(hosts)
@@ -246,11 +246,6 @@ class _SshProbes(NamedTuple):
     probe_jobs: list[ProbeJob]
     no_reduce_reason: str = ""
     skipped_hosts: int = 0
-
-
-def _local_faults(job: Job, launcher: Launcher[Any]) -> list[Fault]:
-    """List the faults that the launcher would report before it connects to a host."""
-    return [*check_traits(job, launcher.traits), *check_spec(job)]
 
 
 def _plan_ssh_probes(job: Job, facts: Mapping[str, HostFacts], hosts: list[str], routes: Routes | None) -> _SshProbes:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 from stoker.core.registry import Registry
-from stoker.errors import Fault
+from stoker.core.spec import run_checks
+from stoker.errors import Fault, SpecError
 from stoker.jobs.run_folder import Run
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobStatus
@@ -50,6 +51,10 @@ class Launcher(Protocol[Rendered]):
         """Return the job with absolute paths, so that it does not depend on the current directory."""
         ...
 
+    def check(self, job: Job) -> Iterable[Fault]:
+        """Yield what is wrong with a job here, without contacting the target. The job may be partial."""
+        ...
+
     def render(self, job: Job) -> Rendered:
         """Return what would be started; raise SpecError for a job that cannot run here. No side effects."""
         ...
@@ -89,23 +94,27 @@ LAUNCHERS: Registry[type[Launcher[object]]] = Registry(
 )
 
 
-def check_traits(job: Job, traits: LauncherTraits) -> list[Fault]:
-    """List everything in a job that a launcher does not support."""
-    faults = []
-    if job.topology not in traits.topologies:
-        supported = ", ".join(sorted(traits.topologies))
-        what = f"{job.topology!r} is not supported on {traits.name} (supported: {supported})"
-        faults.append(Fault("topology", what))
-    if job.is_elastic and not traits.supports_elastic:
-        faults.append(
-            Fault("workers", f"elastic jobs are not supported on {traits.name}; set a fixed number of workers")
-        )
-    if not traits.supports_claims:
-        faults += [
-            Fault(
-                f"volumes[{index}].claim",
-                f"PersistentVolumeClaims are not supported on {traits.name}; remove the volume",
-            )
-            for index, _ in enumerate(job.volumes)
-        ]
-    return faults
+def check_traits(job: Job, traits: LauncherTraits) -> Iterator[Fault]:
+    """Yield everything in a job that a launcher does not support."""
+
+    def check_topology(job: Job) -> Iterator[Fault]:
+        if job.topology not in traits.topologies:
+            supported = ", ".join(sorted(traits.topologies))
+            yield Fault("topology", f"{job.topology!r} is not supported on {traits.name} (supported: {supported})")
+
+    def check_elastic(job: Job) -> Iterator[Fault]:
+        if job.is_elastic and not traits.supports_elastic:
+            yield Fault("workers", f"elastic jobs are not supported on {traits.name}; set a fixed number of workers")
+
+    def check_claims(job: Job) -> Iterator[Fault]:
+        for index, _ in enumerate(() if traits.supports_claims else job.volumes):
+            what = f"PersistentVolumeClaims are not supported on {traits.name}; remove the volume"
+            yield Fault(f"volumes[{index}].claim", what)
+
+    return run_checks(job, check_topology, check_elastic, check_claims)
+
+
+def raise_faults(faults: Iterable[Fault]) -> None:
+    """Raise SpecError if there are faults."""
+    if found := list(faults):
+        raise SpecError(found)

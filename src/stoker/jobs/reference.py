@@ -12,8 +12,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from stoker.core import spec, yaml_io
+from stoker.core.json_io import MAX_DEPTH
 from stoker.core.type_hints import default_of, unwrap
-from stoker.core.units import Bytes, Seconds
+from stoker.core.units import Bytes, Seconds, format_bytes
 from stoker.jobs.spec import EXTRA_ROLES, Job, to_plain
 
 EXAMPLE = """\
@@ -54,6 +55,8 @@ A job file describes a training job: the program, its data, its resources and wh
   or without quotes: `1e-4`, `0755`, `1.10` and `yes` are not converted.
 - Relative paths (`program.script`, `program.cwd`, `data.train`, `checkpoint.dir`, …) are resolved against the current
   directory, not the directory of the job file.
+- A file can have at most {MAX_DEPTH} levels and {format_bytes(yaml_io.MAX_BYTES)}. Anchors, aliases and merge
+  keys (`<<`) are supported.
 - For completion and validation in an editor, generate the JSON Schema with `stoker job schema > job.schema.json`.
 
 ## Override keys for one run

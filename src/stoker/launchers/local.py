@@ -21,9 +21,9 @@ import msgspec
 
 from stoker.core.processes import run as run_program
 from stoker.core.processes import wait_until
-from stoker.core.spec import to_json
-from stoker.errors import ConflictError, Fault, MissingExtraError, MissingProgramError, SpecError, UnavailableError
-from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits
+from stoker.core.spec import run_checks, to_json
+from stoker.errors import ConflictError, Fault, MissingExtraError, MissingProgramError, UnavailableError
+from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, raise_faults
 from stoker.jobs.run_folder import Run
 from stoker.jobs.spec import Job
 from stoker.jobs.status import STOPPED_MESSAGE, JobState, JobStatus
@@ -54,11 +54,23 @@ class LocalLauncher:
         name="local", topologies=frozenset({"mpi", "single", "tf-mirrored", "tf-ps", "torchrun"}), supports_elastic=True
     )
 
+    def check(self, job: Job) -> Iterator[Fault]:
+        """Yield everything that the job needs and this machine lacks."""
+        yield from check_traits(job, self.traits)
+        yield from run_checks(
+            job,
+            _check_programs,
+            check_gpu_roles,
+            lambda job: _check_shards("data.train", job.data.train),
+            lambda job: _check_shards("data.val", job.data.val),
+            lambda job: check_gpus(job, job.max_workers),
+            check_secret_env,
+            check_secret_files,
+        )
+
     def render(self, job: Job) -> LocalPlan:
         """Return the command of every slot, with ports that are free now."""
-        faults = [*check_traits(job, self.traits), *_check_local_job(job)]
-        if faults:
-            raise SpecError(faults)
+        raise_faults(self.check(job))
         if job.topology == "torchrun" and find_spec("torch") is None:
             raise MissingExtraError("torch", "torch", purpose="topology 'torchrun'")
         if job.topology == "mpi":
@@ -242,22 +254,15 @@ def _absolute(path: str | None) -> str | None:
     return path if path is None or "://" in path else str(Path.cwd() / path)
 
 
-def _check_local_job(job: Job) -> Iterator[Fault]:
-    """Yield a fault for everything that the job needs and this machine lacks."""
+def _check_programs(job: Job) -> Iterator[Fault]:
     for where, program in programs_by_key(job).items():
         folder = Path.cwd() / (program.cwd or "")
         if not folder.is_dir():
             yield Fault(f"{where}.cwd", f"no such directory: {folder}")
         elif program.script is not None and not Path(program.script).is_file():
             yield Fault(f"{where}.script", f"no such file or directory: {Path.cwd() / program.script}")
-        elif program.command is not None and shutil.which(program.command[0], path=_search_path(job, folder)) is None:
+        elif program.command and shutil.which(program.command[0], path=_search_path(job, folder)) is None:
             yield Fault(f"{where}.command", f"program {program.command[0]!r} not found on the PATH")
-    yield from check_gpu_roles(job)
-    for key in ("train", "val"):
-        yield from _check_shards(f"data.{key}", getattr(job.data, key))
-    yield from check_gpus(job, job.max_workers)
-    yield from check_secret_env(job)
-    yield from check_secret_files(job)
 
 
 def _check_shards(key: str, url: str | None) -> Iterator[Fault]:

@@ -1,16 +1,19 @@
 """Invalid combinations of job file keys: values that are valid alone and contradict each other.
 
-One `check_…` function per section; each yields faults with key paths relative to that section.
+One `check_…` function per section; each yields faults with key paths relative to that section. Checks that read
+different keys are separate functions, because an invalid key stops the checks that read it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stoker.core.spec import run_checks
 from stoker.core.units import check_min_size, format_duration
 from stoker.errors import Fault
 from stoker.jobs.mpirun import parse_mpirun_flags
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
         ProfileSpec,
         ProgramSpec,
         RaySpec,
-        RoleSpec,
         SshSpec,
     )
 
@@ -59,35 +61,53 @@ def check_lost_after(lost_after: float) -> Iterator[Fault]:
 
 def check_program(program: ProgramSpec) -> Iterator[Fault]:
     """Require exactly one entry point, and one argument per list item."""
+    return run_checks(
+        program, _check_entry_point, _check_script, _check_cwd, _check_module, _check_command, _check_args
+    )
+
+
+def _check_entry_point(program: ProgramSpec) -> Iterator[Fault]:
     entry_points = [name for name in ("script", "module", "command") if getattr(program, name) is not None]
     if len(entry_points) != 1:
         current = f" ({' and '.join(entry_points)} are set)" if entry_points else ""
         yield Fault("", f"set exactly one of script, module, command{current}")
-    if program.script is not None:
-        yield from _check_script(program.script)
-    yield from check_path("cwd", program.cwd)
-    if program.module is not None and program.module.endswith(".py"):
-        yield Fault("module", f"{program.module!r} is a file; use script, or remove .py")
-    if program.command == ():
-        yield Fault("command", "must not be empty")
-    elif program.command is not None and len(program.command) == 1 and " " in program.command[0]:
-        arguments = ", ".join(program.command[0].split())
-        yield Fault("command", f"{program.command[0]!r} contains spaces; write one argument per item: [{arguments}]")
-    for index, argument in enumerate(program.args):
-        if match := re.fullmatch(r"(--?[A-Za-z][\w-]*) +(\S+)", argument):
-            option, value = match.groups()
-            yield Fault(
-                f"args[{index}]", f"{argument!r} is two arguments; write [{option}, {value}] or {option}={value}"
-            )
 
 
-def _check_script(script: str) -> Iterator[Fault]:
+def _check_script(program: ProgramSpec) -> Iterator[Fault]:
+    if (script := program.script) is None:
+        return
     yield from check_path("script", script)
     file, *arguments = script.split() or [""]
     if arguments and Path(file).suffix == ".py":
         yield Fault("script", f"{script!r} contains arguments; move them to args")
     elif Path(script).suffix in (".sh", ".bash"):
         yield Fault("script", f"{script!r} is not a Python file; use command: [bash, {script}]")
+
+
+def _check_cwd(program: ProgramSpec) -> Iterator[Fault]:
+    return check_path("cwd", program.cwd)
+
+
+def _check_module(program: ProgramSpec) -> Iterator[Fault]:
+    if program.module is not None and program.module.endswith(".py"):
+        yield Fault("module", f"{program.module!r} is a file; use script, or remove .py")
+
+
+def _check_command(program: ProgramSpec) -> Iterator[Fault]:
+    if program.command == ():
+        yield Fault("command", "must not be empty")
+    elif program.command is not None and len(program.command) == 1 and " " in program.command[0]:
+        arguments = ", ".join(program.command[0].split())
+        yield Fault("command", f"{program.command[0]!r} contains spaces; write one argument per item: [{arguments}]")
+
+
+def _check_args(program: ProgramSpec) -> Iterator[Fault]:
+    for index, argument in enumerate(program.args):
+        if match := re.fullmatch(r"(--?[A-Za-z][\w-]*) +(\S+)", argument):
+            option, value = match.groups()
+            yield Fault(
+                f"args[{index}]", f"{argument!r} is two arguments; write [{option}, {value}] or {option}={value}"
+            )
 
 
 def check_elastic(elastic: ElasticSpec) -> Iterator[Fault]:
@@ -98,8 +118,11 @@ def check_elastic(elastic: ElasticSpec) -> Iterator[Fault]:
 
 def check_cache(cache: CacheSpec) -> Iterator[Fault]:
     """Require that a cache with a size has a local directory."""
+    return run_checks(cache, lambda cache: check_min_size("size", cache.size), _check_cache_dir)
+
+
+def _check_cache_dir(cache: CacheSpec) -> Iterator[Fault]:
     yield from check_path("dir", cache.dir)
-    yield from check_min_size("size", cache.size)
     if cache.size is not None and cache.dir is None:
         yield Fault("dir", "missing: size requires a cache directory")
     if cache.dir is not None and "://" in cache.dir:
@@ -114,23 +137,44 @@ def check_data(data: DataSpec) -> Iterator[Fault]:
 
 def check_checkpoint(checkpoint: CheckpointSpec) -> Iterator[Fault]:
     """Require a writable destination, and a complete claim."""
+    return run_checks(
+        checkpoint,
+        _check_checkpoint_dir,
+        lambda checkpoint: check_min_size("size", checkpoint.size),
+        _check_no_claim,
+        _check_mount_path,
+        _check_claim_size,
+    )
+
+
+def _check_checkpoint_dir(checkpoint: CheckpointSpec) -> Iterator[Fault]:
     yield from check_path("dir", checkpoint.dir)
-    yield from check_min_size("size", checkpoint.size)
-    is_url = checkpoint.dir is not None and "://" in checkpoint.dir
-    if is_url and not str(checkpoint.dir).startswith(("s3://", "gs://")):
+    if checkpoint.dir is not None and "://" in checkpoint.dir and not checkpoint.dir.startswith(("s3://", "gs://")):
         yield Fault("dir", f"{checkpoint.dir!r} is not writable; use a directory, s3://… or gs://…")
+
+
+def _check_no_claim(checkpoint: CheckpointSpec) -> Iterator[Fault]:
+    for key in ("create", "size", "storage_class"):
+        if checkpoint.claim is None and getattr(checkpoint, key):
+            yield Fault(key, "requires checkpoint.claim, which is not set")
+
+
+def _check_mount_path(checkpoint: CheckpointSpec) -> Iterator[Fault]:
+    """Require an absolute directory for a claim."""
     if checkpoint.claim is None:
-        for key in ("create", "size", "storage_class"):
-            if getattr(checkpoint, key):
-                yield Fault(key, "requires checkpoint.claim, which is not set")
         return
     if checkpoint.dir is None:
         yield Fault("dir", "missing: set the mount path of the claim, for example /checkpoint")
-    elif is_url:
+    elif "://" in checkpoint.dir:
         scheme = checkpoint.dir.split("://")[0]
         yield Fault("claim", f"dir is a bucket ({scheme}://) and needs no claim; remove one of claim, dir")
     elif not checkpoint.dir.startswith("/"):
         yield Fault("dir", f"{checkpoint.dir!r} is the mount path of a claim and must be absolute")
+
+
+def _check_claim_size(checkpoint: CheckpointSpec) -> Iterator[Fault]:
+    if checkpoint.claim is None:
+        return
     if checkpoint.create and checkpoint.size is None:
         yield Fault("size", "missing: create: true requires a size, for example 10Gi")
     for key in ("size", "storage_class"):
@@ -146,15 +190,25 @@ def check_profile(profile: ProfileSpec) -> Iterator[Fault]:
 
 def check_kubernetes(kubernetes: KubernetesSpec) -> Iterator[Fault]:
     """Require a unit for `shm`, and a queue for `queue_priority`."""
-    yield from check_min_size("shm", kubernetes.shm)
+    return run_checks(kubernetes, lambda kubernetes: check_min_size("shm", kubernetes.shm), _check_queue)
+
+
+def _check_queue(kubernetes: KubernetesSpec) -> Iterator[Fault]:
     if kubernetes.queue_priority is not None and kubernetes.queue is None:
         yield Fault("queue_priority", "requires queue, which is not set; set it, or use priority_class instead")
 
 
 def check_ssh(ssh: SshSpec) -> Iterator[Fault]:
     """Check paths on the hosts, worker counts after `host:` and the timeout."""
+    return run_checks(ssh, _check_ssh_paths, _check_ssh_hosts, lambda ssh: check_lost_after(ssh.lost_after))
+
+
+def _check_ssh_paths(ssh: SshSpec) -> Iterator[Fault]:
     for key in ("workdir", "python", "config"):
         yield from check_path(key, getattr(ssh, key))
+
+
+def _check_ssh_hosts(ssh: SshSpec) -> Iterator[Fault]:
     for index, host in enumerate(ssh.hosts):
         name, colon, count = host.rpartition(":")
         if not colon or ":" in name or host.startswith("@"):  # more than one colon: an IPv6 address
@@ -165,7 +219,6 @@ def check_ssh(ssh: SshSpec) -> Iterator[Fault]:
                 f"{host!r}: HOST:N sets the number of workers, 1 to {MAX_WORKERS_PER_HOST}; "
                 "set the ssh port in your ssh configuration",
             )
-    yield from check_lost_after(ssh.lost_after)
 
 
 def check_ray(ray: RaySpec) -> Iterator[Fault]:
@@ -192,21 +245,34 @@ def check_job(job: Job) -> Iterator[Fault]:
     """Reject combinations of sections that no launcher can run."""
     if isinstance(job.tensorboard, str):
         yield from check_path("tensorboard", job.tensorboard)
-    yield from _check_topology(job)
-    yield from _check_roles(job)
-    yield from _check_claim_access(job)
-    yield from _check_mount_paths(job)
-    yield from _check_env(job)
+    yield from run_checks(
+        job,
+        _check_workers,
+        _check_processes_per_worker,
+        _check_command_topology,
+        _check_roles,
+        _check_claim_access,
+        _check_mount_paths,
+        _check_env,
+        _check_tensorflow_env,
+        _check_secret_env,
+    )
 
 
-def _check_topology(job: Job) -> Iterator[Fault]:
+def _check_workers(job: Job) -> Iterator[Fault]:
     if job.topology == "single" and job.max_workers > 1:
         yield Fault("workers", f"topology single runs 1 worker, not {job.max_workers}; use topology: torchrun")
     elif job.is_elastic and job.topology != "torchrun":
         yield Fault("workers", f"only torchrun is elastic; set a fixed number of workers for {job.topology}")
+
+
+def _check_processes_per_worker(job: Job) -> Iterator[Fault]:
     if job.topology not in ("torchrun", "mpi") and job.processes_per_worker not in ("auto", 1):
         reason = "runs one process" if job.topology == "single" else "runs one process per worker, with all its GPUs"
         yield Fault("processes_per_worker", f"topology {job.topology} {reason}; remove this key")
+
+
+def _check_command_topology(job: Job) -> Iterator[Fault]:
     if job.topology == "torchrun" and job.program.command is not None:
         yield Fault(
             "program.command",
@@ -215,30 +281,38 @@ def _check_topology(job: Job) -> Iterator[Fault]:
 
 
 def _check_roles(job: Job) -> Iterator[Fault]:
-    for name, role in job.roles.items():
-        if name in ("worker", "workers"):
-            yield Fault(f"roles.{name}", "workers are configured by the top-level keys workers, image, resources, port")
-        elif name not in set(chain(*EXTRA_ROLES.values())) or (
-            name not in EXTRA_ROLES[job.topology] and role.count != 0
-        ):
-            known = ", ".join(EXTRA_ROLES[job.topology]) or "none besides workers"
-            yield Fault(f"roles.{name}", f"not a role of topology {job.topology} (its roles: {known})")
-        elif name in SINGLETON_ROLES and (role.count or 0) > 1:
-            yield Fault(f"roles.{name}.count", f"must be 0 or 1 for role {name}, got {role.count}")
-        elif name == "ps" and job.topology == "tf-ps":
-            if role.count == 0:
-                yield Fault("roles.ps.count", "must be >= 1, got 0: topology tf-ps needs a parameter server")
-            if role.resources.gpu:
-                yield Fault("roles.ps.resources.gpu", "parameter servers get no GPUs; remove this key")
-        elif name == "launcher" and role.resources.gpu:
-            yield Fault("roles.launcher.resources.gpu", "the launcher gets no GPUs; remove this key")
-        yield from _check_role_keys(name, role)
-        if name == "tensorboard" and role.count and not (role.program or role.logdir or job.checkpoint.dir):
-            yield Fault("roles.tensorboard.logdir", "missing: set it, or set checkpoint.dir")
+    for name in job.roles:
+        checks = (_check_role, _check_role_keys, _check_logdir)
+        yield from run_checks(job, *(partial(check, name=name) for check in checks))
 
 
-def _check_role_keys(name: str, role: RoleSpec) -> Iterator[Fault]:
+def _check_role(job: Job, name: str) -> Iterator[Fault]:
+    role = job.roles[name]
+    if name in ("worker", "workers"):
+        yield Fault(f"roles.{name}", "workers are configured by the top-level keys workers, image, resources, port")
+    elif name not in set(chain(*EXTRA_ROLES.values())) or (name not in EXTRA_ROLES[job.topology] and role.count != 0):
+        known = ", ".join(EXTRA_ROLES[job.topology]) or "none besides workers"
+        yield Fault(f"roles.{name}", f"not a role of topology {job.topology} (its roles: {known})")
+    elif name in SINGLETON_ROLES and (role.count or 0) > 1:
+        yield Fault(f"roles.{name}.count", f"must be 0 or 1 for role {name}, got {role.count}")
+    elif name == "ps" and job.topology == "tf-ps":
+        if role.count == 0:
+            yield Fault("roles.ps.count", "must be >= 1, got 0: topology tf-ps needs a parameter server")
+        if role.resources.gpu:
+            yield Fault("roles.ps.resources.gpu", "parameter servers get no GPUs; remove this key")
+    elif name == "launcher" and role.resources.gpu:
+        yield Fault("roles.launcher.resources.gpu", "the launcher gets no GPUs; remove this key")
+
+
+def _check_logdir(job: Job, name: str) -> Iterator[Fault]:
+    role = job.roles[name]
+    if name == "tensorboard" and role.count and not (role.program or role.logdir or job.checkpoint.dir):
+        yield Fault("roles.tensorboard.logdir", "missing: set it, or set checkpoint.dir")
+
+
+def _check_role_keys(job: Job, name: str) -> Iterator[Fault]:
     """Reject keys that have no effect for a role."""
+    role = job.roles[name]
     if name == "launcher" and role.program is not None:
         yield Fault("roles.launcher.program", "the launcher runs mpirun, which starts the top-level program; remove it")
     if name == "tensorboard":
@@ -274,12 +348,22 @@ def _check_mount_paths(job: Job) -> Iterator[Fault]:
 
 
 def _check_env(job: Job) -> Iterator[Fault]:
+    return _find_reserved(job, RESERVED_ENV)
+
+
+def _check_tensorflow_env(job: Job) -> Iterator[Fault]:
+    if job.topology.startswith("tf-"):
+        yield from _find_reserved(job, RESERVED_ENV_TENSORFLOW)
+
+
+def _find_reserved(job: Job, reserved: re.Pattern[str]) -> Iterator[Fault]:
     for section in ("env", "secret_env"):
         for name in getattr(job, section):
-            if RESERVED_ENV.fullmatch(name) or (
-                job.topology.startswith("tf-") and RESERVED_ENV_TENSORFLOW.fullmatch(name)
-            ):
+            if reserved.fullmatch(name):
                 yield Fault(f"{section}.{name}", "reserved: stoker sets it for every process; remove it")
+
+
+def _check_secret_env(job: Job) -> Iterator[Fault]:
     for name in job.secret_env:
         if name in job.env:
             yield Fault(f"secret_env.{name}", "also set in env; remove one of them")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,22 +17,28 @@ from stoker.errors import Fault, InputError, NotFoundError, SpecError
 from stoker.jobs.overrides import apply_overrides
 from stoker.jobs.spec.sections import Job, Section
 
+Check = Callable[[Job], Iterable[Fault]]
+"""A check of a job, which may be partial: see `spec.run_checks`."""
+
 # --- Reading
 
 
-def load_job(path: Path | str, overrides: Sequence[str] = ()) -> Job:
-    """Read a job file (`-`: standard input); overrides such as `resources.gpu=4` replace its keys."""
+def load_job(path: Path | str, overrides: Sequence[str] = (), check: Check | None = None) -> Job:
+    """Read a job file (`-`: standard input); overrides such as `resources.gpu=4` replace its keys.
+
+    `check` yields further faults, which are reported together with those of the file.
+    """
     if str(path) == "-":
-        return parse_job(json_io.read_stream(sys.stdin.buffer, "standard input"), "standard input", overrides)
+        return parse_job(json_io.read_stream(sys.stdin.buffer, "standard input"), "standard input", overrides, check)
     try:
         text = json_io.read_file(Path(path))
     except OSError as error:
         error_class = NotFoundError if isinstance(error, FileNotFoundError) else InputError
         raise error_class(f"cannot read file: {(error.strerror or '').lower()}", where=path) from error
-    return parse_job(text, path, overrides)
+    return parse_job(text, path, overrides, check)
 
 
-def parse_job(text: str | bytes, where: object, overrides: Sequence[str] = ()) -> Job:
+def parse_job(text: str | bytes, where: object, overrides: Sequence[str] = (), check: Check | None = None) -> Job:
     """Parse the text of a job file; `where` names it in the error."""
     data, faults = yaml_io.parse_verbatim(text, where)
     data = {} if data is None else data
@@ -42,23 +47,15 @@ def parse_job(text: str | bytes, where: object, overrides: Sequence[str] = ()) -
         data, keys, override_faults = apply_overrides(data, overrides)
         faults += override_faults
     data = _drop_nulls(spec.resolve_verbatim(data, Job), Job)
-    job, job_faults = spec.try_decode(data, Job)
-    if job is None and isinstance(data, Mapping):
-        job_faults += _check_valid_sections(data, job_faults)
-    faults += [_with_origin(fault, keys) for fault in job_faults]
-    if job is None or faults:
-        raise SpecError(faults, where=where)
+    job, job_faults = spec.decode_partial(data, Job)
+    if job is not None and check is not None:
+        known = {fault.path for fault in job_faults}
+        job_faults += [fault for fault in spec.run_checks(job, check) if fault.path not in known]
+    if faults or job_faults or job is None:
+        lines = yaml_io.find_lines(text, where)
+        faults += [_with_origin(fault, keys, lines) for fault in job_faults]
+        raise SpecError(sorted(faults, key=lambda fault: (fault.line is None, fault.line)), where=where)
     return job
-
-
-def _check_valid_sections(data: Mapping[str, Any], faults: Sequence[Fault]) -> list[Fault]:
-    """Return the invalid combinations among sections that are valid alone, so that one run reports all faults."""
-    invalid = {re.split(r"[.\[]", fault.path)[0] for fault in faults}
-    if "topology" in invalid:
-        return []  # most combinations depend on it
-    sections = {key: value for key, value in data.items() if key not in invalid}
-    job, combinations = spec.try_decode({"name": "a", "program": {"module": "a"}, **sections}, Job)
-    return [] if job is None else combinations
 
 
 def _drop_nulls(data: Any, into: Any) -> Any:
@@ -82,14 +79,17 @@ def _is_section(into: Any) -> bool:
     return isinstance(into, type) and issubclass(into, Section)
 
 
-def _with_origin(fault: Fault, keys: Sequence[str]) -> Fault:
-    """Add to a fault that it comes from `--set` and not from the file: at a key that was set, inside or around it."""
+def _with_origin(fault: Fault, keys: Sequence[str], lines: Mapping[str, int]) -> Fault:
+    """Add the origin of a fault: `--set` for a key that was set, inside or around it; else the line in the file."""
     for key in reversed(keys):
         inside, around = fault.path.removeprefix(key), key.removeprefix(fault.path)
         is_inside = fault.path == key or (inside != fault.path and inside[0] in ".[")
         if is_inside or (fault.path and around != key and around[0] in ".["):
             return Fault(fault.path, f"{fault.what} (from --set {key})")
-    return fault
+    path = fault.path
+    while path and path not in lines:  # a missing key: the line of its section
+        path = yaml_io.parent_path(path)
+    return fault._replace(line=lines.get(path))
 
 
 # --- Writing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from stoker.core.spec import run_checks
 from stoker.core.units import format_duration
 from stoker.errors import Fault
 from stoker.jobs.spec import Job
@@ -17,15 +18,27 @@ MIN_TTL_S = 30
 
 def check_kubernetes_settings(job: Job) -> Iterator[Fault]:
     """Yield every setting that cannot work on Kubernetes."""
+    return run_checks(
+        job, _check_image, _check_name, _check_gpu_type, _check_workers, _check_observers, _check_paths, _check_ttl
+    )
+
+
+def _check_image(job: Job) -> Iterator[Fault]:
     if job.image is None:
         yield Fault("image", "is required on Kubernetes, for example image: ghcr.io/acme/trainer:v1")
-    yield from _check_name(job)
+
+
+def _check_gpu_type(job: Job) -> Iterator[Fault]:
     if job.resources.gpu_type is not None and not job.resources.gpu:
         yield Fault("resources.gpu", f"is required with gpu_type {job.resources.gpu_type}")
+
+
+def _check_workers(job: Job) -> Iterator[Fault]:
     if job.workers == "all":
         yield Fault("workers", "`all` is not supported on Kubernetes, because clusters can scale: set a number")
-    yield from _check_observers(job)
-    yield from _check_paths(job)
+
+
+def _check_ttl(job: Job) -> Iterator[Fault]:
     if job.kubernetes.ttl < MIN_TTL_S:
         what = f"must be >= {MIN_TTL_S}s to fetch logs of finished pods, got {format_duration(job.kubernetes.ttl)}"
         yield Fault("kubernetes.ttl", what)

@@ -14,9 +14,10 @@ from typing import ClassVar
 import msgspec
 
 from stoker.core.processes import wait_until
+from stoker.core.spec import run_checks
 from stoker.core.units import format_bytes, pluralize
-from stoker.errors import ConflictError, InputError, NotFoundError, SpecError, UnavailableError
-from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits
+from stoker.errors import ConflictError, Fault, InputError, NotFoundError, UnavailableError
+from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, raise_faults
 from stoker.jobs.run_folder import Run, sort_key, stoker_home
 from stoker.jobs.run_lookup import choose_run
 from stoker.jobs.spec import Job
@@ -64,15 +65,17 @@ class KubernetesLauncher:
         namespace = self._target.namespace or job.kubernetes.namespace
         return msgspec.structs.replace(job, kubernetes=msgspec.structs.replace(job.kubernetes, namespace=namespace))
 
+    def check(self, job: Job) -> Iterator[Fault]:
+        """Yield what no cluster can run, and code files that do not exist."""
+        yield from check_traits(job, self.traits)
+        yield from check_kubernetes_settings(job)
+        yield from run_checks(job, lambda job: resolve_code_files(job)[2])
+
     def render(self, job: Job) -> KubernetesPlan:
         """Render every object; read the code files, but do not contact a cluster."""
         job = self.resolve_paths(job)
-        pod_job, files, file_faults = resolve_code_files(job)
-        faults = check_traits(job, self.traits)
-        if job.topology in self.traits.topologies:
-            faults += [*check_kubernetes_settings(job), *file_faults]
-        if faults:
-            raise SpecError(faults)
+        raise_faults(self.check(job))
+        pod_job, files, _ = resolve_code_files(job)
         code = read_code_files(files)
         return KubernetesPlan(
             objects=build_manifests(_resolve_cache_url(pod_job), code),

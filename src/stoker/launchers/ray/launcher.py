@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from stoker.core.spec import to_json
+from stoker.core.spec import run_checks, to_json
 from stoker.core.units import format_bytes, pluralize
-from stoker.errors import Fault, InputError, SpecError, StokerError
-from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits
+from stoker.errors import Fault, InputError, StokerError
+from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, raise_faults
 from stoker.jobs.run_folder import Run, stoker_home
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobStatus
@@ -106,12 +106,35 @@ class RayLauncher:
             raise InputError(what, where=self._address, hint=f"{_WORKERS_HINT} to wait for free resources")
         return count
 
+    def check(self, job: Job) -> Iterator[Fault]:
+        """Yield the faults that can be found without asking the cluster."""
+        yield from check_traits(job, self.traits)
+        checks = (_check_memory, check_secret_files) if self._address is None else (_check_checkpoint, _check_workdir)
+        yield from run_checks(
+            job,
+            check_secret_env,
+            lambda job: self._check_path("data.train", job.data.train),
+            lambda job: self._check_path("data.val", job.data.val),
+            lambda job: self._check_path("program.script", job.program.script),
+            self._check_cwd,
+            *checks,
+        )
+
+    def _check_path(self, key: str, path: str | None) -> Iterator[Fault]:
+        if path is None or "://" in path or "{" in path:
+            return
+        if _is_local(path, self._address) and not Path(path).exists():
+            yield Fault(key, f"no such file or directory: {Path.cwd() / path}")
+
+    def _check_cwd(self, job: Job) -> Iterator[Fault]:
+        cwd = job.program.cwd
+        if cwd is not None and _is_local(cwd, self._address) and not Path(cwd).is_dir():
+            yield Fault("program.cwd", f"no such directory: {Path.cwd() / cwd}")
+
     def render(self, job: Job) -> RayPlan:
         """Return the command of every slot, with placeholders for what Ray decides; no side effects."""
         require_ray()
-        faults = [*check_traits(job, self.traits), *_check_ray_job(job, self._address)]
-        if faults:
-            raise SpecError(faults)
+        raise_faults(self.check(job))
         version = None if self._address is None else cluster_version(self._address)
         job = self.resolve_paths(job)
         slots = list_slots(job)
@@ -256,25 +279,14 @@ def _bundle(job: Job) -> dict[str, float]:
     return bundle
 
 
-def _check_ray_job(job: Job, address: str | None) -> Iterator[Fault]:
-    """Yield the faults that can be found without asking the cluster."""
-    yield from check_secret_env(job)
-    paths = {"data.train": job.data.train, "data.val": job.data.val, "program.script": job.program.script}
-    for key, path in paths.items():
-        if path is None or "://" in path or "{" in path:
-            continue
-        if _is_local(path, address) and not Path(path).exists():
-            yield Fault(key, f"no such file or directory: {Path.cwd() / path}")
-    cwd = job.program.cwd
-    if cwd is not None and _is_local(cwd, address) and not Path(cwd).is_dir():
-        yield Fault("program.cwd", f"no such directory: {Path.cwd() / cwd}")
-    if address is None:
-        yield from _check_local_ray(job)
-        return
+def _check_checkpoint(job: Job) -> Iterator[Fault]:
     folder = job.checkpoint.dir
     if folder is not None and "://" not in folder and not Path(folder).is_absolute():
         what = f"{folder!r} would be inside Ray's temporary copy of the working directory"
         yield Fault("checkpoint.dir", f"{what}: set a bucket, or an absolute path shared by all nodes")
+
+
+def _check_workdir(_: Job) -> Iterator[Fault]:
     if Path.cwd() in (Path.home(), Path("/")):
         yield Fault("", f"the working directory is {Path.cwd()}: run the command in the directory of your project")
 
@@ -284,14 +296,13 @@ def _is_local(path: str, address: str | None) -> bool:
     return address is None or not Path(relative_to_workdir(path) or "").is_absolute()
 
 
-def _check_local_ray(job: Job) -> Iterator[Fault]:
-    """Yield a fault for everything that a run with its own Ray needs and this machine lacks."""
+def _check_memory(job: Job) -> Iterator[Fault]:
+    """Yield a fault for GPUs and memory that a run with its own Ray needs and this machine lacks."""
     workers = 1 if job.workers == "all" else job.max_workers
     yield from check_gpus(job, workers)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if (size := int(job.resources.memory or 0) * workers) > memory:
         yield Fault("resources.memory", f"job needs {format_bytes(size)}, this machine has {format_bytes(memory)}")
-    yield from check_secret_files(job)
 
 
 def _list_uploads(folder: Path, exclude: Sequence[str], parents: tuple[Path, ...] = ()) -> Iterator[tuple[str, Path]]:

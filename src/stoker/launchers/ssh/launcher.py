@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from stoker.core.spec import to_json
+from stoker.core.spec import run_checks, to_json
 from stoker.core.units import format_bytes, pluralize
-from stoker.errors import Fault, InputError, SpecError, UnavailableError
-from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits
+from stoker.errors import Fault, InputError, UnavailableError
+from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, raise_faults
 from stoker.jobs.run_folder import Run, stoker_home
 from stoker.jobs.spec import Job, ProgramSpec
 from stoker.jobs.status import JobState, JobStatus
@@ -77,12 +77,17 @@ class SshLauncher:
         job = change(job, tensorboard=tensorboard, ssh=ssh)
         return change(job, workers=_count_workers(job)) if isinstance(job.workers, str) else job
 
+    def check(self, job: Job) -> Iterator[Fault]:
+        """Yield what is wrong with a job on this machine, without connecting to any host."""
+        yield from check_traits(job, self.traits)
+        yield from run_checks(
+            job, _check_hosts, check_secret_env, check_gpu_roles, _check_programs, _check_config, _check_workdir
+        )
+
     def render(self, job: Job) -> SshPlan:
         """Probe all hosts and return the command of every slot; raise all issues of all hosts at once."""
         job = self.resolve_paths(job)
-        faults = [*check_traits(job, self.traits), *check_spec(job)]
-        if faults:
-            raise SpecError(faults)
+        raise_faults(self.check(job))
         slot_hosts = _assign_hosts(job)
         with open_sessions(job, slot_hosts.values()) as sessions:
             hosts = probe_hosts(sessions, job)
@@ -199,24 +204,30 @@ def describe_unused_hosts(job: Job) -> str:
     return f"{why} uses only {', '.join(used)}, not {', '.join(unused)}" if unused else ""
 
 
-def check_spec(job: Job) -> Iterator[Fault]:
-    """Yield what is wrong with a job on this machine, without connecting to any host."""
-    capacity = len(expand_slots(job.ssh.hosts))
+def _check_hosts(job: Job) -> Iterator[Fault]:
+    capacity = len(expand_slots(expand_hosts(job.ssh.hosts)))
     if not job.ssh.hosts:
         yield Fault("ssh.hosts", "is empty: list the hosts there, or pass --hosts a,b")
     elif capacity < job.max_workers:
         what = f"job needs {job.max_workers} workers, the hosts have slots for {capacity}"
         yield Fault("ssh.hosts", f"{what}: add hosts, or set more slots per host (node1:2)")
-    yield from check_secret_env(job)
-    yield from check_gpu_roles(job)
+
+
+def _check_programs(job: Job) -> Iterator[Fault]:
     for key, program in programs_by_key(job).items() if job.ssh.copy else ():
         script, folder = program.script, program.cwd
         if script is not None and not Path(script).is_absolute() and not Path(script).is_file():
             yield Fault(f"{key}.script", f"no such file or directory: {Path.cwd() / script}")
         if folder is not None and not Path(folder).is_absolute() and not Path(folder).is_dir():
             yield Fault(f"{key}.cwd", f"no such directory: {Path.cwd() / folder}")
+
+
+def _check_config(job: Job) -> Iterator[Fault]:
     if job.ssh.config is not None and not Path(job.ssh.config).is_file():
         yield Fault("ssh.config", f"no such file or directory: {job.ssh.config}")
+
+
+def _check_workdir(job: Job) -> Iterator[Fault]:
     if job.ssh.copy and Path.cwd() in (Path.home(), Path("/")):
         what = f"the working directory is {Path.cwd()}, which is not uploaded"
         yield Fault("ssh.copy", f"{what}: run the command in the directory of your project")
