@@ -5,6 +5,9 @@ from __future__ import annotations
 from decimal import Decimal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightkube.utils.quantity import parse_quantity as parse_with_lightkube
 
 from stoker.kube.quantity import format_quantity, parse_quantity, quantity_to_bytes
 
@@ -30,6 +33,12 @@ GIB = 2**30
 )
 def test_parse_quantity(text: str, amount: str | int) -> None:
     assert parse_quantity(text) == Decimal(amount)
+
+
+@given(st.from_regex(r"[0-9]{1,6}(\.[0-9]{1,3})?(e[0-9])?", fullmatch=True))
+def test_numbers_agree_with_lightkube(number: str) -> None:
+    units = [""] if "e" in number else ["", *"kMGTPE", *(f"{unit}i" for unit in "KMGTPE")]
+    assert [parse_quantity(number + unit) for unit in units] == [parse_with_lightkube(number + unit) for unit in units]
 
 
 @pytest.mark.parametrize("text", ["", "Gi", "1 GB", "ten", "1mi3"])

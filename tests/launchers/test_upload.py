@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from stoker.errors import InputError
 from stoker.launchers.upload import IgnorePatterns, list_files
 
 
@@ -55,3 +57,37 @@ def test_list_files_applies_default_and_own_patterns(tmp_path: Path) -> None:
     (tmp_path / ".stokerignore").write_text("/out\n")
     assert list_files(tmp_path, ["y/"], skip=tmp_path / "runs") == [".stokerignore", "a.py", "pkg/b.py"]
     assert ".venv/bin/python" in list_files(tmp_path, ["!.venv/"])
+
+
+PATTERNS = {
+    "escapes": ["lit\\*.bin", "\\!bang", "\\#hash", "space\\ "],
+    "trailing spaces": ["a.bin   ", "# comment"],
+    "classes": ["[!a-c].txt", "[^x].md", "v[0-9].log"],
+    "exceptions": ["*", "!*/", "!*.py"],
+    "an exception in an excluded folder has no effect": ["deep/", "!deep/a.py"],
+    "stars": ["deep/**/x", "**/logs", "deep/*/y.txt", "/top*"],
+    "folders only": ["logs/", "a.txt/"],
+}
+FILES = (
+    *("a.py", "a.bin", "lit*.bin", "litx.bin", "!bang", "#hash", "space ", "space", "# comment", "a.txt", "d.txt"),
+    *("b.md", "x.md", "v1.log", "vx.log", "topfile", "deep/a.py", "deep/topfile", "deep/x", "deep/p/x", "deep/p/q/x"),
+    *("deep/p/y.txt", "deep/p/q/y.txt", "logs/l", "deep/logs/l", "deep/p/logs"),
+)
+
+
+@pytest.mark.parametrize("patterns", PATTERNS.values(), ids=PATTERNS)
+def test_files_are_those_that_git_lists(patterns: list[str], tmp_path: Path) -> None:
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / ".git/info/exclude").write_text("\n".join(patterns) + "\n")
+    argv = ["git", "ls-files", "-z", "--others", "--exclude-standard"]
+    listing = subprocess.run(argv, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert list_files(tmp_path, patterns) == sorted(listing.rstrip("\0").split("\0"))
+
+
+def test_ignore_file_that_is_no_text_is_an_input_error(tmp_path: Path) -> None:
+    (tmp_path / ".stokerignore").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match=r"\.stokerignore: not UTF-8"):
+        list_files(tmp_path, [])

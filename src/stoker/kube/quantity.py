@@ -1,4 +1,8 @@
-"""Kubernetes resource quantities: parse and format `100m`, `16Gi`, `1e3`, `8`."""
+"""Kubernetes resource quantities: parse and format `100m`, `16Gi`, `1e3`, `8`.
+
+lightkube's parser is not used: it rejects `100n`, `5u` and `12E6`, which are valid in Kubernetes, and rounds up to
+thousandths.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from stoker.core import json_io
 from stoker.errors import InputError
 
 IGNORE_FILE = ".stokerignore"
@@ -29,41 +30,27 @@ class IgnorePatterns:
     """Patterns as in `.gitignore`; the last match decides."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
-        self._rules = [rule for line in patterns if (rule := _parse_rule(line)) is not None]
+        from pathspec import GitIgnoreSpec
+
+        lines = list(patterns)
+        try:
+            self._files = GitIgnoreSpec.from_lines(lines)
+            # pathspec matches files only. A pattern with a trailing slash matches folders, so a folder is matched
+            # like a file, against the patterns without it.
+            self._folders = GitIgnoreSpec.from_lines(re.sub(r"/\s*$", "", line) for line in lines)
+        except ValueError as error:
+            raise InputError(f"invalid ignore pattern: {error}", hint="write patterns as in .gitignore") from error
 
     def __call__(self, path: str, *, is_folder: bool) -> bool:
-        """Whether a path, relative to the working directory, is excluded."""
-        matches = [
-            include
-            for pattern, include, only_folders in self._rules
-            if (is_folder or not only_folders) and pattern.fullmatch(path)
-        ]
-        return bool(matches) and not matches[-1]
-
-
-def _parse_rule(line: str) -> tuple[re.Pattern[str], bool, bool] | None:
-    text = line.strip()
-    if not text or text.startswith("#"):
-        return None
-    include = text.startswith("!")
-    text = text.removeprefix("!").removeprefix("\\")
-    only_folders, text = text.endswith("/"), text.rstrip("/")
-    is_anchored = "/" in text
-    return re.compile(("" if is_anchored else "(?:.*/)?") + _to_regex(text.lstrip("/"))), include, only_folders
-
-
-def _to_regex(pattern: str) -> str:
-    tokens = re.findall(r"\*\*/|\*\*|\*|\?|\[!?[^\]]+\]|.", pattern)
-    regexes = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    return "".join(
-        regexes.get(token) or (token.replace("[!", "[^") if len(token) > 1 else re.escape(token)) for token in tokens
-    )
+        """Whether a path, relative to the working directory, is excluded; its parent folders are not."""
+        return (self._folders if is_folder else self._files).match_file(path)
 
 
 def list_files(folder: Path, exclude: Sequence[str], *, skip: Path | None = None) -> list[str]:
     """List the files to upload, relative to `folder`; `skip` (the run folders) is never uploaded."""
     ignore_file = folder / IGNORE_FILE
-    patterns = ignore_file.read_text().splitlines() if ignore_file.is_file() else []
+    text = json_io.decode_text(json_io.read_file(ignore_file), ignore_file) if ignore_file.is_file() else ""
+    patterns = text.splitlines()
     return sorted(_walk(folder, "", IgnorePatterns([*DEFAULT_PATTERNS, *patterns, *exclude]), skip))
 
 
