@@ -9,8 +9,7 @@
     │   └── VerificationError                shard set failed verification, or archive is corrupt
     ├── MissingError                exit 3   missing dependency on this machine or on the cluster
     │   ├── MissingExtraError                Python package of an extra that is not installed
-    │   ├── MissingProgramError              program not found on the PATH
-    │   └── NotImplementedYetError           command that this version does not implement
+    │   └── MissingProgramError              program not found on the PATH
     ├── JobFailedError              exit 4   job failed
     ├── RunTimeoutError             exit 1   run has not finished in time
     ├── UnavailableError            exit 5   storage, host or service did not respond, or rejected the request
@@ -125,10 +124,6 @@ class MissingExtraError(MissingError):
 
 class MissingProgramError(MissingError):
     """Program not found on the PATH."""
-
-
-class NotImplementedYetError(MissingError):
-    """Command that this version does not implement."""
 
 
 class JobFailedError(StokerError):

@@ -14,7 +14,6 @@ import typer
 
 import stoker as package
 from stoker.cli.main import app
-from stoker.cli.planned import PLANNED
 from stoker.cli.renamed import RENAMED, check_renamed_options
 from tests.support.paths import GOLDEN
 from tests.support.trees import make_dataset, stoker
@@ -36,12 +35,14 @@ def test_commands_and_options_are_pinned(request: pytest.FixtureRequest) -> None
     assert actual == json.loads(SURFACE.read_text())
 
 
-def test_planned_commands_exit_3(capsys: pytest.CaptureFixture[str]) -> None:
-    for noun, commands in PLANNED.items():
-        for name in commands:
-            words = [word for word in (noun, name) if word]
-            assert stoker(*words, "--whatever", "argument") == 3
-            assert f"`stoker {' '.join(words)}`" in capsys.readouterr().err
+@pytest.mark.parametrize("words", [("dash",), ("bench",), ("image", "build"), ("cluster", "up")])
+def test_commands_that_do_not_exist_are_unknown_and_not_in_the_help(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stoker("--help") == 0
+    assert not re.search(rf"^\s+{words[0]}\b", capsys.readouterr().out, re.MULTILINE)
+    assert stoker(*words) == 2
+    assert repr(words[0]) in capsys.readouterr().err
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -12,7 +12,6 @@ import typer
 import yaml
 
 from stoker.cli.main import app
-from stoker.cli.planned import PLANNED
 from stoker.jobs.spec import job_schema, load_job
 from stoker.launchers.kubernetes.checks import check_kubernetes_settings
 from stoker.launchers.kubernetes.manifests import build_manifests
@@ -136,7 +135,7 @@ def test_keys_and_commands_in_the_tables_exist(page: str) -> None:
             if word.startswith("stoker "):
                 noun, verb = word.split()[1:3]
                 group = getattr(commands, "commands", {}).get(noun)
-                assert verb in getattr(group, "commands", {}) or verb in PLANNED.get(noun, ()), word
+                assert verb in getattr(group, "commands", {}), word
                 checked += 1
             elif re.fullmatch(r"[a-z_]+(\[\])?(\.[A-Za-z_]+(\[\])?)*(: .+)?", word):
                 key = word.partition(": ")[0]

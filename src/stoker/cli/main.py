@@ -11,7 +11,7 @@ import tempfile
 import typer
 
 from stoker import __version__
-from stoker.cli import data, demo, doctor, job, planned, profile, volume
+from stoker.cli import data, demo, doctor, job, profile, volume
 from stoker.cli.renamed import check_renamed_options
 from stoker.errors import InterruptError, StokerError, UnavailableError, redact_urls
 
@@ -30,7 +30,6 @@ app.command("demo")(demo.demo)
 app.command("init")(job.init)
 app.command("doctor")(doctor.doctor)
 app.command("profile", context_settings=profile.SETTINGS)(profile.profile)
-planned.add_to(app)
 
 
 def _show_version(value: bool) -> None:
