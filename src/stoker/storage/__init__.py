@@ -9,7 +9,16 @@ from typing import NamedTuple, Protocol
 from urllib.parse import quote, unquote
 
 from stoker.core.registry import Registry
-from stoker.errors import InputError
+from stoker.core.units import format_bytes
+from stoker.errors import InputError, UnavailableError
+
+MAX_GET_BYTES = 64 << 20
+"""The default limit of an object that is read as a whole: a manifest of 300,000 shards is smaller."""
+MAX_PAGE_BYTES = 32 << 20
+"""The limit of one page of a listing: nginx lists 250,000 files in less."""
+MAX_LISTED_OBJECTS = 1_000_000
+MAX_LISTING_REQUESTS = 10_000
+"""The limit of the pages of one listing; an HTML page without sizes also needs a request for each file."""
 
 
 class Entry(NamedTuple):
@@ -35,8 +44,8 @@ class Store(Protocol):
 
     url: str
 
-    def get(self, name: str) -> bytes:
-        """Read a whole object."""
+    def get(self, name: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
+        """Read a whole object; raise UnavailableError if it is larger than `max_bytes`."""
         ...
 
     def range(self, name: str, start: int, length: int, *, etag: str = "") -> bytes:
@@ -104,6 +113,30 @@ def redacted(url: str) -> str:
         return url
     host, slash, path = parts.path.partition("/")
     return f"{parts.start}{host.rpartition('@')[2]}{slash}{path.partition('#')[0]}"
+
+
+def too_large_error(where: object, max_bytes: int) -> UnavailableError:
+    """Return the error for an object that is too large to be read as a whole."""
+    return UnavailableError(f"larger than {format_bytes(max_bytes)}, the limit for this kind of object", where=where)
+
+
+class ListingLimits:
+    """Count the requests and objects of one listing, so that a listing that never ends raises UnavailableError."""
+
+    def __init__(self, where: str) -> None:
+        self._where, self._requests, self._objects = redacted(where), 0, 0
+
+    def add(self, *, requests: int = 0, objects: int = 0) -> None:
+        """Count requests and objects; raise if there are too many of either."""
+        self._requests += requests
+        self._objects += objects
+        if self._objects > MAX_LISTED_OBJECTS:
+            raise self._error(f"listing has more than {MAX_LISTED_OBJECTS:,} objects")
+        if self._requests > MAX_LISTING_REQUESTS:
+            raise self._error(f"listing needs more than {MAX_LISTING_REQUESTS:,} requests")
+
+    def _error(self, what: str) -> UnavailableError:
+        return UnavailableError(what, where=self._where, hint="pass the URL of a subdirectory, or a brace pattern")
 
 
 def split_url(url: str) -> tuple[str, str]:

@@ -5,16 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from stoker.core import json_io
+import msgspec
+
 from stoker.errors import InputError, UnavailableError
 from stoker.storage import open_store, redacted
+
+
+class _OriginRow(msgspec.Struct):
+    name: str
+    url: str
+
+
+class _Stats(msgspec.Struct):
+    budget: int
 
 
 def find_cache_url(url: str, cache: str) -> str:
     """Return the URL at which the cache serves `url`; raise InputError if `url` is below none of its origins."""
     with _require_stoker_cache(cache):
-        rows = json_io.parse(open_store(cache).get("-/origins"), cache)
-        origins = {str(row["url"]).rstrip("/"): str(row["name"]) for row in rows}
+        rows = msgspec.json.decode(open_store(cache).get("-/origins"), type=list[_OriginRow])
+        origins = {row.url.rstrip("/"): row.name for row in rows}
     return build_cache_url(url, cache, origins)
 
 
@@ -35,7 +45,7 @@ def build_cache_url(url: str, cache: str, origins: Mapping[str, str]) -> str:
 def read_cache_budget(cache: str) -> int:
     """Return the size limit of a cache in bytes."""
     with _require_stoker_cache(cache):
-        return int(json_io.parse(open_store(cache).get("-/stats"), cache)["budget"])
+        return msgspec.json.decode(open_store(cache).get("-/stats"), type=_Stats).budget
 
 
 @contextmanager
@@ -43,7 +53,7 @@ def _require_stoker_cache(cache: str) -> Iterator[None]:
     """Raise UnavailableError if the server's response is not one of a stoker cache."""
     try:
         yield
-    except (ValueError, TypeError, KeyError, InputError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, InputError) as error:
         raise UnavailableError(
             "not a stoker cache", where=redacted(cache), hint="start one: stoker data cache"
         ) from error

@@ -10,18 +10,31 @@ from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, TypeVar
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
-from stoker.core import json_io
+import msgspec
+
 from stoker.errors import AccessDeniedError, InputError, MissingExtraError, ObjectChangedError, UnavailableError
-from stoker.storage import Entry, FolderListing, ObjectMeta, check_name, join_url, prefix_folder
+from stoker.storage import (
+    MAX_GET_BYTES,
+    MAX_PAGE_BYTES,
+    Entry,
+    FolderListing,
+    ListingLimits,
+    ObjectMeta,
+    check_name,
+    join_url,
+    prefix_folder,
+)
 from stoker.storage.http_client import RETRIES, ByteRange, HttpClient, HttpResponse, exact_body, to_error
 from stoker.storage.local import translate_os_errors
 
 API_URL = "https://storage.googleapis.com"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _UPLOAD_CHUNK_BYTES = 8 << 20  # the API requires a multiple of 256 KiB
+
+T = TypeVar("T")
 
 
 def open_gcs(url: str) -> GcsStore:
@@ -47,9 +60,9 @@ class GcsStore:
         self._credentials = credentials
         self._client = HttpClient(api_url)
 
-    def get(self, name: str) -> bytes:
-        """Read a whole object."""
-        return self._request("GET", self._object_url(name, alt="media"), name).body
+    def get(self, name: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
+        """Read a whole object; raise UnavailableError if it is larger than `max_bytes`."""
+        return self._request("GET", self._object_url(name, alt="media"), name, max_bytes=max_bytes).body
 
     def range(self, name: str, start: int, length: int, *, etag: str = "") -> bytes:
         """Read exactly `length` bytes from `start`; with an `etag`, raise ObjectChangedError if the version differs."""
@@ -68,18 +81,18 @@ class GcsStore:
 
     def head(self, name: str) -> ObjectMeta:
         """Return an object's metadata; its generation serves as the ETag."""
-        body = self._request("GET", self._object_url(name, fields="size,generation"), name).body
-        response = json_io.parse(body, self.url)
-        return ObjectMeta(int(response["size"]), str(response.get("generation", "")))
+        response = self._request("GET", self._object_url(name, fields="size,generation"), name)
+        meta = self._decode(response, _ObjectFields, name)
+        return ObjectMeta(meta.size, meta.generation)
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """List the objects whose name starts with `prefix`, sorted by name."""
         prefix_folder(prefix)  # rejects the names that every store rejects, though names are flat here
         for page in self._list_pages(prefix=self._prefix + prefix, fields="items(name,size),nextPageToken"):
-            for item in page.get("items", ()):
-                name = item["name"].removeprefix(self._prefix)
+            for item in page.items:
+                name = item.name.removeprefix(self._prefix)
                 if name and not name.endswith("/"):  # the console's placeholder for an empty folder
-                    yield Entry(name, int(item["size"]))
+                    yield Entry(name, item.size)
 
     def list_folder(self, folder: str) -> FolderListing:
         """List one folder (empty, or ending with a slash)."""
@@ -87,20 +100,32 @@ class GcsStore:
         folders: list[str] = []
         files: list[tuple[str, int | None]] = []
         for page in self._list_pages(prefix=where, delimiter="/", fields="items(name,size),prefixes,nextPageToken"):
-            folders += [name.removeprefix(where).strip("/") for name in page.get("prefixes", ())]
-            names = [(item["name"].removeprefix(where), int(item["size"])) for item in page.get("items", ())]
-            files += [(name, size) for name, size in names if name]
+            folders += [name.removeprefix(where).strip("/") for name in page.prefixes]
+            files += [(item.name.removeprefix(where), item.size) for item in page.items if item.name != where]
         return folders, files
 
-    def _list_pages(self, **query: str) -> Iterator[dict[str, Any]]:
+    def _list_pages(self, **query: str) -> Iterator[_ListingPage]:
         """Yield the pages of a listing."""
+        limits = ListingLimits(self.url)
         while True:
             address = f"{self._api_url}{self._objects}?{urlencode(query)}"
-            page = json_io.parse(self._request("GET", address, missing="no such bucket").body, self.url)
+            response = self._request("GET", address, missing="no such bucket", max_bytes=MAX_PAGE_BYTES)
+            page = self._decode(response, _ListingPage)
+            limits.add(requests=1, objects=len(page.items) + len(page.prefixes))
             yield page
-            if not page.get("nextPageToken"):
+            if not page.next_page_token:
                 return
-            query["pageToken"] = page["nextPageToken"]
+            if page.next_page_token == query.get("pageToken"):
+                raise UnavailableError("server sent the same page of the listing twice", where=self.url)
+            query["pageToken"] = page.next_page_token
+
+    def _decode(self, response: HttpResponse, kind: type[T], name: str = "") -> T:
+        """Decode a JSON response."""
+        try:
+            return msgspec.json.decode(response.body, type=kind, strict=False)  # sizes are strings
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            where = join_url(self.url, name) if name else self.url
+            raise UnavailableError("server sent an invalid JSON response", where=where) from error
 
     def put(self, name: str, source: bytes | Path) -> None:
         """Upload an object, which appears once its last chunk has arrived; then delete a source file."""
@@ -166,13 +191,28 @@ class GcsStore:
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
         byte_range: ByteRange | None = None,
+        max_bytes: int = MAX_GET_BYTES,
     ) -> HttpResponse:
         where = join_url(self.url, name) if name else self.url
         sent = self._credentials.headers(method, address, where) | dict(headers or {})
-        response = self._client.request(method, address, where=where, headers=sent, body=body, byte_range=byte_range)
+        response = self._client.request(
+            method, address, where=where, headers=sent, body=body, byte_range=byte_range, max_bytes=max_bytes
+        )
         if response.status == 200 or response.status in also:
             return response
         raise to_error(response, where, missing=missing, tried=self._credentials.description)
+
+
+class _ObjectFields(msgspec.Struct):
+    size: Annotated[int, msgspec.Meta(ge=0)]
+    name: str = ""
+    generation: str = ""
+
+
+class _ListingPage(msgspec.Struct, rename="camel"):
+    items: list[_ObjectFields] = []
+    prefixes: list[str] = []
+    next_page_token: str = ""
 
 
 class GoogleCredentials:

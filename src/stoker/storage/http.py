@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
-import json
+import re
 from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import unquote, urljoin, urlsplit
 
+import msgspec
 from urllib3 import make_headers
 
 from stoker.errors import InputError, NotFoundError, ObjectChangedError, UnavailableError
 from stoker.storage import (
+    MAX_GET_BYTES,
+    MAX_PAGE_BYTES,
     Entry,
     FolderListing,
+    ListingLimits,
     ObjectMeta,
     check_name,
     join_url,
@@ -52,9 +57,9 @@ class HttpStore:
         self.supports_ranges = True
         """Whether every range request so far got a partial response (206), not the whole file."""
 
-    def get(self, name: str) -> bytes:
-        """Read a whole file."""
-        return self._request("GET", name).body
+    def get(self, name: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
+        """Read a whole file; raise UnavailableError if it is larger than `max_bytes`."""
+        return self._request("GET", name, max_bytes=max_bytes).body
 
     def range(self, name: str, start: int, length: int, *, etag: str = "") -> bytes:
         """Read exactly `length` bytes from `start`, even from a server without range support."""
@@ -76,9 +81,9 @@ class HttpStore:
     def head(self, name: str) -> ObjectMeta:
         """Return a file's metadata by a HEAD request; Last-Modified stands in for a missing ETag."""
         response = self._request("HEAD", name)
-        length = response.headers.get("Content-Length")
-        if length is None:
-            raise UnavailableError("server sent no Content-Length", where=self._where(name))
+        length = response.headers.get("Content-Length", "")
+        if not re.fullmatch("[0-9]{1,18}", length):
+            raise UnavailableError("server sent no valid Content-Length", where=self._where(name))
         return ObjectMeta(int(length), _validator(response))
 
     def bypassing_caches(self) -> HttpStore:
@@ -90,7 +95,7 @@ class HttpStore:
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """List the files whose name starts with `prefix`, sorted by name, from the server's index pages."""
         folder = prefix_folder(prefix)
-        return self._walk(f"{folder}/" if folder else "", prefix)
+        return self._walk(f"{folder}/" if folder else "", prefix, ListingLimits(self._root))
 
     def list_folder(self, folder: str) -> FolderListing:
         """List one folder (empty, or ending with a slash) from its index page."""
@@ -110,12 +115,19 @@ class HttpStore:
         return redacted(join_url(self._root, name))
 
     def _request(
-        self, method: str, name: str, byte_range: ByteRange | None = None, condition: Mapping[str, str] | None = None
+        self,
+        method: str,
+        name: str,
+        byte_range: ByteRange | None = None,
+        condition: Mapping[str, str] | None = None,
+        max_bytes: int = MAX_GET_BYTES,
     ) -> HttpResponse:
         url = join_url(self._root, check_name(name))
         where = redacted(url)
         headers = self._headers | dict(condition or {})
-        response = self._client.request(method, url, where=where, headers=headers, byte_range=byte_range)
+        response = self._client.request(
+            method, url, where=where, headers=headers, byte_range=byte_range, max_bytes=max_bytes
+        )
         if response.path.endswith("/") or (
             300 <= response.status < 400 and response.headers.get("Location", "").endswith("/")
         ):
@@ -128,8 +140,9 @@ class HttpStore:
             return response
         raise to_error(response, where, tried=self._tried)
 
-    def _walk(self, folder: str, prefix: str) -> Iterator[Entry]:
+    def _walk(self, folder: str, prefix: str, limits: ListingLimits) -> Iterator[Entry]:
         """List a folder (empty, or ending with a slash) recursively."""
+        limits.add(requests=1)
         if folder.count("/") > MAX_FOLDER_DEPTH:
             raise UnavailableError(f"directories are nested deeper than {MAX_FOLDER_DEPTH}", where=self._where(folder))
         for child, size in sorted(self._read_index(folder).items()):
@@ -137,20 +150,25 @@ class HttpStore:
             if not name.startswith(prefix):
                 continue
             if name.endswith("/"):
-                yield from self._walk(name, prefix)
+                yield from self._walk(name, prefix, limits)
             else:
+                limits.add(requests=int(size is None), objects=1)
                 yield Entry(name, self.size(name) if size is None else size)
 
     def _read_index(self, folder: str) -> dict[str, int | None]:
         """Read a folder's index page; return {name: size if listed}, with a trailing slash on folders."""
         url = join_url(self._root, folder)
-        response = self._client.request("GET", url, where=redacted(url), headers=self._headers)
+        response = self._client.request(
+            "GET", url, where=redacted(url), headers=self._headers, max_bytes=MAX_PAGE_BYTES
+        )
         if response.status == 404 and folder:
             return {}
         if response.status != 200:
             missing = "no such directory, or the server does not list it"
             tried = f"{self._tried}; the server must list directories (nginx: autoindex on), or use a brace pattern"
             raise to_error(response, redacted(url), missing=missing, tried=tried)
+        if response.headers.get("Content-Encoding", "identity") != "identity":
+            raise UnavailableError("server compressed the index page, which was not requested", where=redacted(url))
         if response.headers.get("Content-Type", "").startswith("application/json"):
             return _parse_json_index(response.body, redacted(url))
         return dict.fromkeys(_parse_html_index(response.body, url))
@@ -166,18 +184,21 @@ def _is_other_version(response: HttpResponse, version: str) -> bool:
     return current.removeprefix("W/") != version.removeprefix("W/")
 
 
+class _IndexRow(msgspec.Struct):
+    name: str
+    type: str
+    size: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
 def _parse_json_index(page: bytes, where: str) -> dict[str, int | None]:
     """Parse an index page of nginx with `autoindex_format json`."""
     try:
-        return {
-            row["name"] + "/" * (row["type"] == "directory"): row.get("size")
-            for row in json.loads(page)
-            if _is_file_name(row["name"])
-        }
-    except (ValueError, TypeError, KeyError) as error:
+        rows = msgspec.json.decode(page, type=list[_IndexRow])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise UnavailableError(
             "index page is not in nginx's JSON format", where=where, hint="set autoindex_format to json or html"
         ) from error
+    return {row.name + "/" * (row.type == "directory"): row.size for row in rows if _is_file_name(row.name)}
 
 
 def _parse_html_index(page: bytes, url: str) -> Iterator[str]:
@@ -186,7 +207,10 @@ def _parse_html_index(page: bytes, url: str) -> Iterator[str]:
     parser = _LinkParser()
     parser.feed(page.decode("utf-8", "replace"))
     for link in parser.links:
-        target = urlsplit(urljoin(url, link))
+        try:
+            target = urlsplit(urljoin(url, link))
+        except ValueError:  # an invalid host
+            continue
         if target[:2] != base[:2] or target.query or not unquote(target.path).startswith(unquote(base.path)):
             continue
         child = unquote(target.path).removeprefix(unquote(base.path))
@@ -195,7 +219,7 @@ def _parse_html_index(page: bytes, url: str) -> Iterator[str]:
 
 
 def _is_file_name(name: str) -> bool:
-    return "/" not in name and name not in ("", ".", "..")
+    return "/" not in name and "\0" not in name and name not in ("", ".", "..")
 
 
 class _LinkParser(HTMLParser):

@@ -6,12 +6,13 @@ import random
 import re
 import time
 from collections.abc import Mapping
+from http.client import HTTPException
 from itertools import count
 from typing import NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager, Retry, Timeout, make_headers
+from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager, Timeout, make_headers
 from urllib3.exceptions import (
     ConnectTimeoutError,
     HTTPError,
@@ -21,6 +22,7 @@ from urllib3.exceptions import (
     ReadTimeoutError,
     SSLError,
 )
+from urllib3.util import parse_url
 
 from stoker.core.units import pluralize
 from stoker.errors import (
@@ -30,19 +32,20 @@ from stoker.errors import (
     UnavailableError,
     VerificationError,
 )
+from stoker.storage import MAX_GET_BYTES
+from stoker.storage.http_limits import BODY_BYTES, ResponseTooLargeError, limit_responses
 
 CONNECT_TIMEOUT_S = 3.0
 READ_TIMEOUT_S = 30.0
 RETRIES = 4
+MAX_REDIRECTS = 5
 RETRY_DEADLINE_S = 15.0
 """No retry starts later than this after the first request."""
 
 _RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
-_READ_BYTES = 1 << 20
-_CONTENT_RANGE = re.compile(r"bytes ([0-9]+)-([0-9]+)/([0-9]+|\*)")
-# urllib3 only follows redirects; retries are decided here, because the body can break off too.
-_REDIRECTS = Retry(total=5, connect=0, read=0, status=0, other=0, redirect=5)
-_NO_REDIRECTS = Retry(total=0, connect=0, read=0, status=0, other=0, redirect=0, raise_on_redirect=False)
+_READ_BYTES = 8 << 20
+_MAX_DISCARDED_BYTES = 64 << 10
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 
 
 class HttpResponse(NamedTuple):
@@ -65,12 +68,19 @@ class _WrongRangeError(HTTPError):
     """A response with other bytes than requested; retried, because an intermediate cache may recover."""
 
 
+class _InvalidResponseError(HTTPError):
+    """A response that no retry would fix."""
+
+
+_PERMANENT = (_InvalidResponseError, ResponseTooLargeError)
+
+
 class HttpClient:
     """HTTP client for one server; safe to share between threads."""
 
     def __init__(self, url: str, *, redirects: bool = True) -> None:
         self.pool = _create_pool(url)
-        self._retries = _REDIRECTS if redirects else _NO_REDIRECTS
+        self._max_redirects = MAX_REDIRECTS if redirects else 0
 
     def request(
         self,
@@ -81,23 +91,27 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
         byte_range: ByteRange | None = None,
+        max_bytes: int = MAX_GET_BYTES,
     ) -> HttpResponse:
         """Send a request, retrying transient failures, and return the response whatever its status.
 
-        An unreachable server raises UnavailableError at `where`.
+        A server that is unreachable, or that sends more than the range or `max_bytes`, raises UnavailableError at
+        `where`. A body is read only with status 200 or 206, and is never decompressed.
         """
         sent = dict(headers or {})
         if byte_range:
             sent["Range"] = f"bytes={byte_range.start}-{byte_range.start + byte_range.length - 1}"
+        BODY_BYTES.set(byte_range.start + byte_range.length if byte_range else max_bytes)
         started = time.monotonic()
         for attempt in count():
             try:
-                response, error = self._request_once(method, url, sent, body, byte_range), None
+                response, error = self._request_once(method, url, sent, body, byte_range, max_bytes), None
                 if response.status not in _RETRYABLE_STATUSES:
                     break
             except HTTPError as failure:
                 error = failure
-            if attempt == RETRIES or time.monotonic() - started > RETRY_DEADLINE_S:
+            is_permanent = isinstance(error, _PERMANENT)
+            if is_permanent or attempt == RETRIES or time.monotonic() - started > RETRY_DEADLINE_S:
                 break
             time.sleep(0.2 * 2**attempt * random.uniform(0.5, 1.0))
         if error:
@@ -106,25 +120,71 @@ class HttpClient:
         return response
 
     def _request_once(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, byte_range: ByteRange | None
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        byte_range: ByteRange | None,
+        max_bytes: int,
     ) -> HttpResponse:
-        response = self.pool.urlopen(
-            method,
-            url,
-            body=body,
-            headers=headers,
-            retries=self._retries,
-            timeout=Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
-            preload_content=False,
-            decode_content=False,
-        )
         try:
-            data = _read_body(response, byte_range)
-        except BaseException:
-            response.close()
-            raise
+            response, path = self._follow_redirects(method, url, headers, body)
+            try:
+                data = _read_body(response, byte_range, max_bytes)
+            except BaseException:
+                response.close()
+                raise
+        except (ValueError, HTTPException) as error:  # http.client raises them for some malformed responses
+            if isinstance(error, HTTPError):
+                raise
+            raise _InvalidResponseError("server sent an invalid response") from error
         response.release_conn()
-        return HttpResponse(response.status, response.headers, data, urlsplit(response.geturl() or url).path)
+        return HttpResponse(response.status, response.headers, data, path)
+
+    def _follow_redirects(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None
+    ) -> tuple[BaseHTTPResponse, str]:
+        """Send a request; return the response and the URL path after redirects. urllib3 would read their bodies."""
+        for redirects in count():
+            response = self.pool.urlopen(
+                method,
+                url,
+                body=body,
+                headers=headers,
+                retries=False,
+                redirect=False,
+                timeout=Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
+                preload_content=False,
+                decode_content=False,
+            )
+            location = response.get_redirect_location()
+            if not location or not self._max_redirects or method not in ("GET", "HEAD"):
+                return response, urlsplit(url).path
+            _discard_body(response)
+            if redirects == self._max_redirects:
+                raise _InvalidResponseError(f"server redirected more than {self._max_redirects} times")
+            target = _join_redirect(url, location)
+            if _origin(target) != _origin(url):
+                headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
+            url = target
+        raise AssertionError("count() never ends")
+
+
+def _join_redirect(url: str, location: str) -> str:
+    """Return the URL that a redirect points to."""
+    try:
+        target = urljoin(url, location)
+        if urlsplit(target).scheme in ("http", "https") and urlsplit(target).hostname:
+            return parse_url(target).url
+    except ValueError:
+        pass
+    raise _InvalidResponseError("server redirected to an invalid URL")
+
+
+def _origin(url: str) -> tuple[str, str]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.netloc.rpartition("@")[2].lower()
 
 
 def to_error(response: HttpResponse, where: str, *, missing: str = "no such object", tried: str) -> StokerError:
@@ -153,23 +213,47 @@ def _create_pool(url: str) -> PoolManager:
     parts = urlsplit(url)
     proxy = getproxies().get(parts.scheme)
     if not proxy or (parts.hostname and proxy_bypass(parts.hostname)):
-        return PoolManager(maxsize=32)
+        return limit_responses(PoolManager(maxsize=32))
     auth = urlsplit(proxy)
     credentials = f"{auth.username}:{auth.password}" if auth.username else None
-    return ProxyManager(proxy, maxsize=32, proxy_headers=make_headers(proxy_basic_auth=credentials))
+    return limit_responses(ProxyManager(proxy, maxsize=32, proxy_headers=make_headers(proxy_basic_auth=credentials)))
 
 
-def _read_body(response: BaseHTTPResponse, byte_range: ByteRange | None) -> bytes:
+def _read_body(response: BaseHTTPResponse, byte_range: ByteRange | None, max_bytes: int) -> bytes:
     """Read a body; if the server ignored Range, skip to the range without keeping what precedes it."""
-    if byte_range is not None and response.status == 206:
+    if response.status not in (200, 206):
+        _discard_body(response)
+        return b""
+    if byte_range is None:
+        return _read_whole(response, max_bytes)
+    if response.status == 206:
         _check_content_range(response.headers.get("Content-Range", ""), byte_range)
-    if byte_range is None or response.status != 200:
-        return response.read()
+        return _read_whole(response, byte_range.length)
     for start in range(0, byte_range.start, _READ_BYTES):
         _read_up_to(response, min(_READ_BYTES, byte_range.start - start))
     data = _read_up_to(response, byte_range.length)
     response.close()
     return data
+
+
+def _read_whole(response: BaseHTTPResponse, max_bytes: int) -> bytes:
+    """Read a body to its end; raise as soon as it is known to exceed `max_bytes`."""
+    length = response.length_remaining
+    if length is not None and length <= max_bytes:
+        return response.read()
+    data = _read_up_to(response, max_bytes + 1) if length is None else b""
+    if length is not None or len(data) > max_bytes:
+        raise ResponseTooLargeError(f"response is longer than {max_bytes:,} bytes, the maximum for this request")
+    return data
+
+
+def _discard_body(response: BaseHTTPResponse) -> None:
+    """Read a short body, so that the connection can be used again; close the connection otherwise."""
+    if response.length_remaining is not None and response.length_remaining <= _MAX_DISCARDED_BYTES:
+        response.read()
+        response.release_conn()
+    else:
+        response.close()
 
 
 def _check_content_range(header: str, byte_range: ByteRange) -> None:
@@ -185,14 +269,15 @@ def _check_content_range(header: str, byte_range: ByteRange) -> None:
 
 
 def _read_up_to(response: BaseHTTPResponse, length: int) -> bytes:
-    data = response.read(length)
-    while len(data) < length and (more := response.read(length - len(data))):
-        data += more
-    return data
+    chunks = []
+    while length and (chunk := response.read(min(length, _READ_BYTES))):
+        chunks.append(chunk)
+        length -= len(chunk)
+    return b"".join(chunks)
 
 
 def _describe_failure(error: HTTPError) -> str:
-    if isinstance(error, _WrongRangeError):
+    if isinstance(error, (_WrongRangeError, *_PERMANENT)):
         return str(error)
     reason = getattr(error, "reason", None) or error
     if isinstance(reason, NameResolutionError):

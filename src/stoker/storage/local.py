@@ -22,7 +22,7 @@ from stoker.errors import (
     UnavailableError,
     VerificationError,
 )
-from stoker.storage import Entry, ObjectMeta, check_name, local_path, prefix_folder
+from stoker.storage import MAX_GET_BYTES, Entry, ObjectMeta, check_name, local_path, prefix_folder, too_large_error
 
 _TEMPORARY = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.tmp")
 
@@ -37,9 +37,11 @@ class LocalStore:
         self.url = url
         self.root = path
 
-    def get(self, name: str) -> bytes:
-        """Read a whole file."""
+    def get(self, name: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
+        """Read a whole file; raise UnavailableError if it is larger than `max_bytes`."""
         path = self._path(name)
+        if self.size(name) > max_bytes:
+            raise too_large_error(path, max_bytes)
         with translate_os_errors(path):
             return path.read_bytes()
 

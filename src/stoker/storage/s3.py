@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Awaitable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import obstore
 from obstore.exceptions import BaseError, PreconditionError
@@ -25,12 +27,25 @@ from stoker.errors import (
     UnavailableError,
     VerificationError,
 )
-from stoker.storage import Entry, FolderListing, ObjectMeta, check_name, join_url, prefix_folder
+from stoker.storage import (
+    MAX_GET_BYTES,
+    Entry,
+    FolderListing,
+    ListingLimits,
+    ObjectMeta,
+    check_name,
+    join_url,
+    prefix_folder,
+    too_large_error,
+)
 from stoker.storage.local import translate_os_errors
 
 if TYPE_CHECKING:
+    from obstore import GetOptions, GetResult
     from obstore.auth.boto3 import Boto3CredentialProvider
     from obstore.store import ClientConfig, RetryConfig
+
+T = TypeVar("T")
 
 _RETRY: RetryConfig = {
     "max_retries": 4,
@@ -45,8 +60,12 @@ _CLIENT: ClientConfig = {
     "allow_http": True,  # for endpoints that are set as http://
     "connect_timeout": timedelta(seconds=3),
     "read_timeout": timedelta(seconds=30),
-    "timeout": timedelta(hours=1),  # for a whole body, which may be large; read_timeout catches a stalled one
 }
+_BODY_TIMEOUT = timedelta(hours=1)  # of a whole body, which may be large; read_timeout catches a stalled one
+METADATA_TIMEOUT_S = 60.0
+"""How long the metadata of an object, the next objects of a listing, or the list of a folder may take."""
+_READ_BYTES = 8 << 20
+_LISTED_AT_ONCE = 1000
 _UPLOAD_PART_BYTES = 8 << 20
 _runtime_pid: int | None = None
 """The process in which obstore's runtime threads were started, once it was used."""
@@ -69,21 +88,29 @@ class S3Store:
             raise InputError("URL has no bucket", where=url, hint="write s3://bucket/folder")
         self.url = url
         self._tried, provider = _find_credentials(url)
-        try:
-            self._bucket = Bucket(
+
+        def open_bucket(timeout: timedelta) -> Bucket:
+            return Bucket(
                 bucket,
                 prefix=prefix.strip("/") or None,
-                client_options=_CLIENT,
+                client_options={**_CLIENT, "timeout": timeout},
                 retry_config=_RETRY,
                 credential_provider=provider,
             )
+
+        try:
+            self._bucket = open_bucket(_BODY_TIMEOUT)
+            self._metadata = open_bucket(timedelta(seconds=METADATA_TIMEOUT_S))
         except BaseError as error:
             raise InputError(_message(error), where=url, hint="check the AWS_* environment variables") from error
 
-    def get(self, name: str) -> bytes:
-        """Read a whole object."""
+    def get(self, name: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
+        """Read a whole object; raise UnavailableError if it is larger than `max_bytes`."""
         with self._translate_errors(name):
-            return obstore.get(self._bucket, check_name(name)).bytes().to_bytes()
+            response = obstore.get(self._bucket, check_name(name))
+            if response.meta["size"] > max_bytes:
+                raise too_large_error(join_url(self.url, name), max_bytes)
+            return self._read_body(name, response, max_bytes)
 
     def range(self, name: str, start: int, length: int, *, etag: str = "") -> bytes:
         """Read exactly `length` bytes from `start`; with an `etag`, raise ObjectChangedError if the version differs."""
@@ -104,12 +131,12 @@ class S3Store:
     def size(self, name: str) -> int:
         """Return an object's size in bytes."""
         with self._translate_errors(name):
-            return obstore.head(self._bucket, check_name(name))["size"]
+            return obstore.head(self._metadata, check_name(name))["size"]
 
     def head(self, name: str) -> ObjectMeta:
         """Return an object's metadata by a HEAD request."""
         with self._translate_errors(name):
-            meta = obstore.head(self._bucket, check_name(name))
+            meta = obstore.head(self._metadata, check_name(name))
         return ObjectMeta(meta["size"], meta["e_tag"] or "")
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
@@ -117,15 +144,13 @@ class S3Store:
         # obstore matches whole path segments only; our prefix may end within one.
         folder = prefix_folder(prefix)
         with self._translate_errors(folder):
-            for batch in obstore.list(self._bucket, folder or None):
-                for meta in batch:
-                    if meta["path"].startswith(prefix):
-                        yield Entry(meta["path"], meta["size"])
+            entries = _run(_list_objects(self._metadata, folder, ListingLimits(self.url)))
+        return (entry for entry in entries if entry.name.startswith(prefix))
 
     def list_folder(self, folder: str) -> FolderListing:
         """List one folder (empty, or ending with a slash)."""
         with self._translate_errors(folder):
-            listing = obstore.list_with_delimiter(self._bucket, folder or None)
+            listing = _run(_limit_time(obstore.list_with_delimiter_async(self._metadata, folder or None)))
         files = [(meta["path"].removeprefix(folder), meta["size"]) for meta in listing["objects"]]
         return [path.removeprefix(folder).strip("/") for path in listing["common_prefixes"]], list(files)
 
@@ -146,12 +171,21 @@ class S3Store:
             obstore.delete(self._bucket, check_name(name))
 
     def _get_range(self, name: str, start: int, length: int, etag: str) -> bytes:
-        if not etag:
-            return obstore.get_range(self._bucket, name, start=start, length=length).to_bytes()
-        response = obstore.get(self._bucket, name, options={"range": (start, start + length), "if_match": etag})
-        if (response.meta["e_tag"] or etag) != etag:
+        options: GetOptions = {"range": (start, start + length)}
+        response = obstore.get(self._bucket, name, options={**options, "if_match": etag} if etag else options)
+        if etag and (response.meta["e_tag"] or etag) != etag:
             raise ObjectChangedError(where=join_url(self.url, name))  # the server ignored If-Match
-        return response.bytes().to_bytes()
+        return self._read_body(name, response, length)
+
+    def _read_body(self, name: str, response: GetResult, max_bytes: int) -> bytes:
+        chunks, length = [], 0
+        for chunk in response.stream(min_chunk_size=min(max_bytes + 1, _READ_BYTES)):
+            chunks.append(chunk)
+            length += len(chunk)
+            if length > max_bytes:
+                what = f"response is longer than {max_bytes:,} bytes, the maximum for this request"
+                raise UnavailableError(what, where=join_url(self.url, name))
+        return b"".join(chunks)
 
     @contextmanager
     def _translate_errors(self, name: str) -> Iterator[None]:
@@ -160,6 +194,9 @@ class S3Store:
             yield
         except (BaseError, FileNotFoundError) as error:
             raise self._to_error(error, join_url(self.url, name) if name else self.url) from error
+        except TimeoutError as error:
+            what = f"no response within {METADATA_TIMEOUT_S:g} s"
+            raise UnavailableError(what, where=join_url(self.url, name) if name else self.url) from error
 
     def _to_error(self, error: Exception, where: str) -> StokerError:
         report = _message(error)
@@ -184,6 +221,30 @@ class S3Store:
             cause = next((cause for text, cause in _FAILURES if text in str(error)), "no response from the server")
             return UnavailableError(f"{cause} ({attempts})", where=where)
         return UnavailableError(report, where=where)
+
+
+async def _list_objects(bucket: Bucket, folder: str, limits: ListingLimits) -> list[Entry]:
+    """List all objects of a folder, as long as the server sends some in time."""
+    entries: list[Entry] = []
+    stream = obstore.list(bucket, folder or None, chunk_size=_LISTED_AT_ONCE)
+    while True:
+        try:
+            batch = await _limit_time(anext(stream))
+        except StopAsyncIteration:
+            return entries
+        limits.add(objects=len(batch))
+        entries += [Entry(meta["path"], meta["size"]) for meta in batch]
+
+
+async def _limit_time(operation: Awaitable[T]) -> T:
+    """Await an operation that may send any number of requests."""
+    return await asyncio.wait_for(operation, METADATA_TIMEOUT_S)
+
+
+def _run(operation: Coroutine[None, None, T]) -> T:
+    """Run a coroutine in another thread, because the caller may have an event loop."""
+    with ThreadPoolExecutor(1, "stoker-s3") as pool:
+        return pool.submit(asyncio.run, operation).result()
 
 
 def _message(error: Exception) -> str:

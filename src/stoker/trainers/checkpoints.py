@@ -28,6 +28,7 @@ from stoker.trainers.checkpoint_files import BEST_NAME, has_best, list_step_name
 
 VERSION = 1
 LOCK_NAME = ".lock"
+MAX_CHECKPOINT_BYTES = 64 << 30
 _MAGIC = b"stoker-sha256:"
 _TRAILER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
 
@@ -66,7 +67,9 @@ class CheckpointStore:
         names = list_step_names(self._store)
         for name in reversed(names):
             try:
-                return name, decode_checkpoint(self._store.get(name), where=join_url(self.url, name))
+                return name, decode_checkpoint(
+                    self._store.get(name, max_bytes=MAX_CHECKPOINT_BYTES), where=join_url(self.url, name)
+                )
             except VerificationError as error:
                 log.warning("%s; using the previous one", error)
                 self._on_damaged(name, error.what)
@@ -82,7 +85,9 @@ class CheckpointStore:
         """Read the checkpoint with the best validation; None if there is none."""
         if not has_best(self._store):
             return None
-        return BEST_NAME, decode_checkpoint(self._store.get(BEST_NAME), where=join_url(self.url, BEST_NAME))
+        return BEST_NAME, decode_checkpoint(
+            self._store.get(BEST_NAME, max_bytes=MAX_CHECKPOINT_BYTES), where=join_url(self.url, BEST_NAME)
+        )
 
     @property
     def is_writing(self) -> bool:

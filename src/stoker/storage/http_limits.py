@@ -1,0 +1,96 @@
+"""Connections of urllib3 whose responses are limited in bytes and time, whatever the server sends.
+
+The limits hold where bytes leave the socket, so they also cover what http.client reads without returning it: headers,
+interim responses, chunk sizes and trailers.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import socket
+import time
+from contextvars import ContextVar
+from typing import Any
+
+from urllib3 import HTTPConnectionPool, HTTPSConnectionPool, PoolManager
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import HTTPError
+
+MAX_HEADER_BYTES = 256 << 10
+MIN_BYTES_PER_S = 1 << 10
+"""The minimum rate of a response that takes longer than the read timeout."""
+BODY_BYTES: ContextVar[int] = ContextVar("BODY_BYTES", default=0)
+"""The bytes of the body that the current request asks for."""
+
+_OVERHEAD_BYTES = 1 << 20
+
+
+class ResponseTooLargeError(HTTPError):
+    """The server sent more than was requested."""
+
+
+class _LimitedReader(io.RawIOBase):
+    """The bytes of one response; raises when there are too many of them, or when they arrive too slowly."""
+
+    def __init__(self, raw: io.RawIOBase, timeout_s: float | None) -> None:
+        self._raw, self._timeout_s = raw, timeout_s
+        self._bytes, self._seconds = 0, 0.0
+        self._limit, self._part = MAX_HEADER_BYTES, "header"
+
+    def start_body(self, max_bytes: int) -> None:
+        """Allow the bytes of a body after those of the header."""
+        self._limit, self._part = self._limit + max_bytes, "body"
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        started = time.monotonic()
+        count = self._raw.readinto(buffer)
+        self._seconds += time.monotonic() - started
+        self._bytes += count or 0
+        if self._bytes > self._limit:
+            raise ResponseTooLargeError(f"response {self._part} is longer than {self._limit:,} bytes")
+        timeout_s = self._timeout_s
+        if timeout_s is not None and self._seconds > timeout_s and self._bytes < self._seconds * MIN_BYTES_PER_S:
+            raise TimeoutError("response is too slow")
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _LimitedResponse(http.client.HTTPResponse):
+    def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
+        super().__init__(sock, *args, **options)
+        self._reader = _LimitedReader(self.fp.detach(), sock.gettimeout())
+        self.fp = io.BufferedReader(self._reader)
+
+    def begin(self) -> None:
+        super().begin()
+        # Twice the body: a chunked one has a line before every chunk.
+        self._reader.start_body(2 * BODY_BYTES.get() + _OVERHEAD_BYTES)
+
+
+class _LimitedConnection(HTTPConnection):
+    response_class = _LimitedResponse
+
+
+class _LimitedTlsConnection(HTTPSConnection):
+    response_class = _LimitedResponse
+
+
+class _LimitedPool(HTTPConnectionPool):
+    ConnectionCls = _LimitedConnection
+
+
+class _LimitedTlsPool(HTTPSConnectionPool):
+    ConnectionCls = _LimitedTlsConnection
+
+
+def limit_responses(manager: PoolManager) -> PoolManager:
+    """Make a pool manager limit the responses of all its connections; BODY_BYTES sets the size of a body."""
+    manager.pool_classes_by_scheme = {"http": _LimitedPool, "https": _LimitedTlsPool}
+    return manager
