@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import http.client
 import itertools
@@ -187,6 +188,52 @@ class ServerContract:
             assert not (root.parent / "planted.txt").exists()
             assert send_request(url, "/new/b.tar", "DELETE").status in (200, 204)
             assert send_request(url, "/new/b.tar").status == 404
+
+    @pytest.mark.parametrize(
+        ("path", "status"),
+        [
+            ("/train/a.tar/below", 409),
+            ("/train/a.tar/far/below", 409),
+            ("/train", 409),
+            (f"/{'n' * 300}", 400),
+            (f"/train/{'n' * 300}/file", 400),
+            (f"/{'n/' * 2500}file", 400),
+        ],
+    )
+    def test_impossible_target_of_a_write_is_explained(self, root: Path, path: str, status: int) -> None:
+        with self.start(root, writable=True) as url:
+            for method in ("PUT", "DELETE"):
+                response = send_request(url, path, method, b"x" if method == "PUT" else None)
+                assert response.status == status, method
+                assert response.headers["content-type"].startswith("text/plain")
+                assert len(response.body.split()) >= 3
+            assert send_request(url, "/train/a.tar").body == DATA
+
+    def test_symlink_to_itself_does_not_break_the_listing(self, root: Path) -> None:
+        (root / "loop").symlink_to("loop")
+        with self.start(root, writable=True) as url:
+            listing = send_request(url, "/")
+            assert listing.status == 200
+            assert "train" in {row["name"] for row in json.loads(listing.body)}
+            for path in ("/loop", "/loop/", "/loop/a"):
+                assert send_request(url, path).status in (403, 404), path
+            assert send_request(url, "/loop/a", "PUT", b"x").status in (403, 404)
+
+    def test_auth_scheme_is_case_insensitive(self, root: Path) -> None:
+        basic = base64.b64encode(f"stoker:{TOKEN}".encode()).decode()
+        with self.start(root, token=TOKEN) as url:
+            for scheme in ("bearer", "BEARER", "Bearer "):
+                assert send_request(url, "/train/a.tar", Authorization=f"{scheme} {TOKEN}").body == DATA, scheme
+            assert send_request(url, "/train/a.tar", Authorization=f"basic {basic}").body == DATA
+            for wrong in (
+                f"bearer {TOKEN}x",
+                f"basic {TOKEN}",
+                f"bearer {TOKEN[:-1]}",
+                f"bearer{TOKEN}",
+                "bearer",
+                TOKEN,
+            ):
+                assert send_request(url, "/train/a.tar", Authorization=wrong).status == 401, wrong
 
     def test_token_is_required(self, root: Path) -> None:
         with self.start(root, token=TOKEN) as url:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 import signal
 import socket
@@ -74,6 +76,33 @@ def test_server_survives_a_failed_thread_start(tmp_path: Path, monkeypatch: pyte
         with pytest.raises((OSError, client.HTTPException)):
             send_request(url, "/-/healthy")
         assert send_request(url, "/-/healthy").status == 200
+
+
+def test_unexpected_error_of_a_handler_is_a_500(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(request: http.Request) -> http.Response:
+        if request.path == "/ok":
+            return http.Response.text(200, "ok")
+        raise RuntimeError("a fault of the handler")
+
+    server = http.HttpServer(fail, "127.0.0.1", 0)
+    server.start()
+    try:
+        url = f"http://127.0.0.1:{server.port}"
+        response = send_request(url, "/fails")
+        assert response.status == 500
+        assert b"fault of the handler" not in response.body
+        assert len(response.body.split()) >= 3
+        assert send_request(url, "/ok").status == 200
+        assert [record.exc_info for record in caplog.records if record.levelno >= logging.WARNING] == [None]
+    finally:
+        server.close()
+
+
+def test_listing_omits_names_that_no_request_can_contain(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").touch()
+    (tmp_path / os.fsdecode(b"\xff.tar")).touch()
+    with run_embedded(ServeSettings(root=tmp_path, port=0)) as url:
+        assert [row["name"] for row in json.loads(send_request(url, "/").body)] == ["a.tar"]
 
 
 def test_no_file_descriptor_leaks(tmp_path: Path) -> None:

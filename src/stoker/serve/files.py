@@ -78,10 +78,11 @@ class FileHandler:
             return Response.text(301, Location=quote(path) + "/")
         rows = []
         for name in sorted(os.listdir(folder.file)):
-            with suppress(OSError):  # deleted meanwhile, or a dangling symlink
+            with suppress(OSError, UnicodeEncodeError):  # deleted meanwhile, a dangling symlink, or not UTF-8
+                name.encode()
                 status = os.stat(name, dir_fd=folder.file, follow_symlinks=False)
                 if stat.S_ISLNK(status.st_mode):
-                    status = self._resolve_inside(self._root / path[1:] / name).stat()
+                    status = _resolve_inside(self._root, self._root / path[1:] / name).stat()
                 row: dict[str, object] = {"name": name, "type": "directory"}
                 if stat.S_ISREG(status.st_mode):
                     row |= {"type": "file", "size": status.st_size}
@@ -91,16 +92,9 @@ class FileHandler:
         data = json.dumps(rows).encode()
         return Response(200, {"Content-Type": "application/json"}, (data,), len(data))
 
-    def _resolve_inside(self, path: Path) -> Path:
-        """Resolve symlinks; raise FileNotFoundError if the path leaves the root."""
-        resolved = path.resolve()
-        if resolved != self._root and self._root not in resolved.parents:
-            raise FileNotFoundError
-        return resolved
-
     def _put(self, request: Request) -> Response:
         """Write a file atomically."""
-        target = self._resolve_target(request)
+        target = resolve_write_target(self._root, request.path)
         if "content-length" not in request.headers:
             raise HttpStatusError(411, "PUT needs a Content-Length")
         if "content-range" in request.headers:
@@ -113,22 +107,43 @@ class FileHandler:
         return Response(204 if exists else 201)
 
     def _delete(self, request: Request) -> Response:
-        target = self._resolve_target(request)
+        target = resolve_write_target(self._root, request.path)
         if not target.exists():
             raise HttpStatusError(404, "no such file")
         with _translate_write_errors():
             LocalStore(str(target.parent)).delete(target.name)
         return Response(204)
 
-    def _resolve_target(self, request: Request) -> Path:
-        """Return the path to write or delete, with its folder resolved within the root."""
-        target = self._root / request.path[1:]
-        if request.path.endswith("/") or target.is_dir():
+
+def resolve_write_target(root: Path, path: str) -> Path:
+    """Return the file that a path names, with its folder resolved; raise HttpStatusError if it cannot be written."""
+    target = root / path[1:]
+    try:
+        if path.endswith("/") or target.is_dir():
             raise HttpStatusError(409, "is a directory")
-        try:
-            return self._resolve_inside(target.parent) / target.name
-        except FileNotFoundError:
-            raise HttpStatusError(404, "no such file") from None
+        folder = _resolve_inside(root, target.parent)
+        if not next(parent for parent in (folder, *folder.parents) if parent.exists()).is_dir():
+            raise HttpStatusError(409, "a parent of this path is not a directory")
+    except FileNotFoundError:
+        raise HttpStatusError(404, "no such file") from None
+    except PermissionError:
+        raise HttpStatusError(403, "permission denied") from None
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise HttpStatusError(400, "path is too long for the file system") from None
+    return folder / target.name
+
+
+def _resolve_inside(root: Path, path: Path) -> Path:
+    """Resolve symlinks; raise FileNotFoundError if the path leaves the root or never ends."""
+    try:
+        resolved = path.resolve()
+    except RuntimeError:  # a symlink to itself
+        raise FileNotFoundError from None
+    if resolved != root and root not in resolved.parents:
+        raise FileNotFoundError
+    return resolved
 
 
 @contextmanager

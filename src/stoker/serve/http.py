@@ -205,8 +205,8 @@ class HttpServer:
         except OSError as error:
             if error.errno not in (errno.ENOTCONN, errno.EBADF):
                 log.warning("response broke off: %s", error)
-        except Exception:
-            log.exception("request failed")
+        except Exception as error:
+            _log_unexpected("response broke off", error)
         finally:
             with self._lock:
                 self._clients.discard(client)
@@ -239,6 +239,11 @@ class _HttpConnection:
         except OSError as error:
             log.warning("%s: %s", request.path, error)
             response = Response.text(503, "temporarily unavailable")
+        except _ClientGoneError:
+            raise
+        except Exception as error:
+            _log_unexpected(f"{request.method} {request.path}", error)
+            response = Response.text(500, "unexpected error; see the log of the server")
         keep_alive = keep_alive and body.remaining == 0  # an unread body would be parsed as the next request
         self._send(response, keep_alive=keep_alive, head_only=request.method == "HEAD")
         return keep_alive
@@ -422,6 +427,12 @@ def _parse_content_length(text: str) -> int:
     if length > MAX_BODY_BYTES:
         raise HttpStatusError(413, "body is too large")
     return length
+
+
+def _log_unexpected(what: str, error: Exception) -> None:
+    """Log an error in one line; its traceback is only logged for debugging."""
+    log.error("%s: %s: %s", what, type(error).__name__, error)
+    log.debug("%s", what, exc_info=error)
 
 
 def _address_family(host: str) -> socket.AddressFamily:

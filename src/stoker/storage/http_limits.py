@@ -18,6 +18,8 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import HTTPError
 
 MAX_HEADER_BYTES = 256 << 10
+MAX_CHUNKS = 100_000
+"""The limit of the chunks of a body with `Transfer-Encoding: chunked`, each of which takes time to parse."""
 MIN_BYTES_PER_S = 1 << 10
 """The minimum rate of a response that takes longer than the read timeout."""
 BODY_BYTES: ContextVar[int] = ContextVar("BODY_BYTES", default=0)
@@ -36,11 +38,11 @@ class _LimitedReader(io.RawIOBase):
     def __init__(self, raw: io.RawIOBase, timeout_s: float | None) -> None:
         self._raw, self._timeout_s = raw, timeout_s
         self._bytes, self._seconds = 0, 0.0
-        self._limit, self._part = MAX_HEADER_BYTES, "header"
+        self.start_part("header", MAX_HEADER_BYTES)
 
-    def start_body(self, max_bytes: int) -> None:
-        """Allow the bytes of a body after those of the header."""
-        self._limit, self._part = self._limit + max_bytes, "body"
+    def start_part(self, name: str, max_bytes: int) -> None:
+        """Allow this many bytes from here on."""
+        self._part, self._max_bytes, self._end = name, max_bytes, self._bytes + max_bytes
 
     def readable(self) -> bool:
         return True
@@ -50,8 +52,8 @@ class _LimitedReader(io.RawIOBase):
         count = self._raw.readinto(buffer)
         self._seconds += time.monotonic() - started
         self._bytes += count or 0
-        if self._bytes > self._limit:
-            raise ResponseTooLargeError(f"response {self._part} is longer than {self._limit:,} bytes")
+        if self._bytes > self._end:
+            raise ResponseTooLargeError(f"response {self._part} is longer than {self._max_bytes:,} bytes")
         timeout_s = self._timeout_s
         if timeout_s is not None and self._seconds > timeout_s and self._bytes < self._seconds * MIN_BYTES_PER_S:
             raise TimeoutError("response is too slow")
@@ -68,10 +70,22 @@ class _LimitedResponse(http.client.HTTPResponse):
         self._reader = _LimitedReader(self.fp.detach(), sock.gettimeout())
         self.fp = io.BufferedReader(self._reader)
 
+        self._chunks = 0
+
     def begin(self) -> None:
         super().begin()
         # Twice the body: a chunked one has a line before every chunk.
-        self._reader.start_body(2 * BODY_BYTES.get() + _OVERHEAD_BYTES)
+        self._reader.start_part("body", 2 * BODY_BYTES.get() + _OVERHEAD_BYTES)
+
+    def _read_next_chunk_size(self) -> int:
+        self._chunks += 1
+        if self._chunks > MAX_CHUNKS:
+            raise ResponseTooLargeError(f"response body has more than {MAX_CHUNKS:,} chunks")
+        return super()._read_next_chunk_size()  # type: ignore[misc,no-any-return]
+
+    def _read_and_discard_trailer(self) -> None:
+        self._reader.start_part("trailer", MAX_HEADER_BYTES)
+        super()._read_and_discard_trailer()  # type: ignore[misc]
 
 
 class _LimitedConnection(HTTPConnection):

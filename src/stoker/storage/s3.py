@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Awaitable, Coroutine, Iterator
+from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -41,7 +41,8 @@ from stoker.storage import (
 from stoker.storage.local import translate_os_errors
 
 if TYPE_CHECKING:
-    from obstore import GetOptions, GetResult
+    from obstore import GetOptions, GetResult, ListResult
+    from obstore import ObjectMeta as Meta
     from obstore.auth.boto3 import Boto3CredentialProvider
     from obstore.store import ClientConfig, RetryConfig
 
@@ -150,7 +151,7 @@ class S3Store:
     def list_folder(self, folder: str) -> FolderListing:
         """List one folder (empty, or ending with a slash)."""
         with self._translate_errors(folder):
-            listing = _run(_limit_time(obstore.list_with_delimiter_async(self._metadata, folder or None)))
+            listing = _run(_list_folder(self._metadata, folder))
         files = [(meta["path"].removeprefix(folder), meta["size"]) for meta in listing["objects"]]
         return [path.removeprefix(folder).strip("/") for path in listing["common_prefixes"]], list(files)
 
@@ -234,6 +235,10 @@ async def _list_objects(bucket: Bucket, folder: str, limits: ListingLimits) -> l
             return entries
         limits.add(objects=len(batch))
         entries += [Entry(meta["path"], meta["size"]) for meta in batch]
+
+
+async def _list_folder(bucket: Bucket, folder: str) -> ListResult[Sequence[Meta]]:
+    return await _limit_time(obstore.list_with_delimiter_async(bucket, folder or None))
 
 
 async def _limit_time(operation: Awaitable[T]) -> T:

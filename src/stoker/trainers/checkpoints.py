@@ -67,9 +67,7 @@ class CheckpointStore:
         names = list_step_names(self._store)
         for name in reversed(names):
             try:
-                return name, decode_checkpoint(
-                    self._store.get(name, max_bytes=MAX_CHECKPOINT_BYTES), where=join_url(self.url, name)
-                )
+                return name, self._read(name)
             except VerificationError as error:
                 log.warning("%s; using the previous one", error)
                 self._on_damaged(name, error.what)
@@ -85,9 +83,7 @@ class CheckpointStore:
         """Read the checkpoint with the best validation; None if there is none."""
         if not has_best(self._store):
             return None
-        return BEST_NAME, decode_checkpoint(
-            self._store.get(BEST_NAME, max_bytes=MAX_CHECKPOINT_BYTES), where=join_url(self.url, BEST_NAME)
-        )
+        return BEST_NAME, self._read(BEST_NAME)
 
     @property
     def is_writing(self) -> bool:
@@ -154,6 +150,10 @@ class CheckpointStore:
             path.unlink(missing_ok=True)
             raise
         _fsync_directory(self._directory)
+
+    def _read(self, name: str) -> Checkpoint:
+        data = self._store.get(name, max_bytes=MAX_CHECKPOINT_BYTES)
+        return decode_checkpoint(data, where=join_url(self.url, name))
 
 
 def decode_checkpoint(data: bytes, *, where: str) -> Checkpoint:

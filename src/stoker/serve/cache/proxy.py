@@ -228,7 +228,7 @@ class _CachedBody(Iterator[Chunk]):
                 self._prefetches.append(thread)
 
     def _prefetch(self, number: int) -> None:
-        with suppress(StokerError, CacheFullError, OSError):  # reported to whoever reads the slice
+        with suppress(Exception):  # reported to whoever reads the slice
             os.close(self._cache.open_slice(self._cached, number, self._fetch))
 
     def _update_digest(self, chunk: Chunk) -> None:

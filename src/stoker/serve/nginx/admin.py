@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import ThreadingUnixStreamServer
 
 from stoker.errors import InputError
+from stoker.serve.http import HttpStatusError
 from stoker.serve.nginx.stats import NginxStats
 
 log = logging.getLogger(__name__)
@@ -23,9 +24,9 @@ class _AdminServer(ThreadingUnixStreamServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, path: Path, stats: NginxStats, may_write: Callable[[str], bool]) -> None:
+    def __init__(self, path: Path, stats: NginxStats, check_write: Callable[[str], None]) -> None:
         self.stats = stats
-        self.may_write = may_write
+        self.check_write = check_write
         super().__init__(str(path), _AdminRequestHandler)
 
     def service_actions(self) -> None:
@@ -43,8 +44,7 @@ class _AdminRequestHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/-/guard":
-            target = self.headers.get("X-Stoker-Path", "").encode("latin-1").decode(errors="surrogateescape")
-            self._respond(200 if self.server.may_write(target) else 403, "")
+            self._check_write(self.headers.get("X-Stoker-Path", ""))
         elif path == "/-/stats":
             self._respond(200, json.dumps(self.server.stats.to_dict()), "application/json")
         elif path == "/-/origins":
@@ -54,9 +54,22 @@ class _AdminRequestHandler(BaseHTTPRequestHandler):
         else:
             self._respond(404, "no such page\n")
 
-    def _respond(self, status: int, text: str, kind: str = "text/plain") -> None:
+    def _check_write(self, target: str) -> None:
+        """Respond with 403 if a path may not be written, with the status and reason for the client as headers."""
+        try:
+            self.server.check_write(target.encode("latin-1").decode(errors="surrogateescape"))
+        except HttpStatusError as error:
+            self._respond(403, "", headers={"X-Stoker-Status": str(error.status), "X-Stoker-Reason": str(error)})
+        else:
+            self._respond(200, "")
+
+    def _respond(
+        self, status: int, text: str, kind: str = "text/plain", headers: Mapping[str, str] | None = None
+    ) -> None:
         data = text.encode()
         self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         with suppress(OSError):  # nginx or its client may have disconnected
@@ -71,10 +84,10 @@ class _AdminRequestHandler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def run_admin_server(path: Path, stats: NginxStats, may_write: Callable[[str], bool]) -> Iterator[None]:
+def run_admin_server(path: Path, stats: NginxStats, check_write: Callable[[str], None]) -> Iterator[None]:
     """Serve the admin endpoints on a Unix socket while the context is open."""
     try:
-        server = _AdminServer(path, stats, may_write)
+        server = _AdminServer(path, stats, check_write)
     except OSError as error:
         raise InputError(
             f"cannot create a Unix socket: {error.strerror or error}", where=path, hint="set TMPDIR to a short path"

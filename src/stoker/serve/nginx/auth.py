@@ -26,7 +26,13 @@ def token_map(token: str | None) -> str:
         raise InputError("a token must be 1 to 1024 printable ASCII characters without spaces")
     credentials = base64.b64encode(f"{BASIC_AUTH_USER}:{token}".encode()).decode()
     return f"""\
-map $http_authorization $stoker_digest {{
+# The scheme is case-insensitive, the credentials are not.
+map $http_authorization $stoker_credentials {{
+    default "";
+    "~*^bearer +(?<stoker_bearer>[^ ]+) *$" "Bearer $stoker_bearer";
+    "~*^basic +(?<stoker_basic>[^ ]+) *$" "Basic $stoker_basic";
+}}
+map $stoker_credentials $stoker_digest {{
     default "{_token_digest(token, f"Bearer {token}")}";
     "~^Basic " "{_token_digest(token, f"Basic {credentials}")}";
 }}
@@ -44,7 +50,7 @@ def token_check(token: str | None) -> str:
         return ""
     return f"""\
 secure_link $stoker_digest;
-secure_link_md5 "{_token_key(token)}$http_authorization";
+secure_link_md5 "{_token_key(token)}$stoker_credentials";
 if ($stoker_refused) {{
     return 401;
 }}

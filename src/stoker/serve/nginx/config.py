@@ -94,7 +94,7 @@ root {quote_word(config.root)};
 client_max_body_size {config.max_upload_bytes if config.writable else 1024};
 location / {{
 {indent(location, "    ")}}}
-{_write_guard_location(config) if config.writable else ""}""",
+{_write_guard_location(config) + _REFUSED_WRITES if config.writable else ""}""",
         methods=("GET", "HEAD", "PUT", "DELETE") if config.writable else ("GET", "HEAD"),
     )
 
@@ -273,7 +273,24 @@ create_full_put_path on;
 dav_access user:rw group:r all:r;
 # The dav module follows symlinks and deletes whole folders, so every write is checked first.
 auth_request /-/guard;
+auth_request_set $stoker_refusal $upstream_http_x_stoker_status;
+auth_request_set $stoker_reason $upstream_http_x_stoker_reason;
+error_page 403 = @refused;
 set $stoker_target $uri;
+"""
+
+# auth_request only knows 401 and 403.
+_REFUSED_WRITES = """\
+location @refused {
+    default_type text/plain;
+    if ($stoker_refusal = 400) {
+        return 400 "$stoker_reason\\n";
+    }
+    if ($stoker_refusal = 409) {
+        return 409 "$stoker_reason\\n";
+    }
+    return 403;
+}
 """
 
 _PROXY = """\

@@ -30,6 +30,8 @@ from urllib.parse import urlsplit
 from stoker.core.processes import Process, run
 from stoker.core.scratch import scratch_directory
 from stoker.errors import ConflictError, InputError, MissingProgramError, NotFoundError, StokerError, UnavailableError
+from stoker.serve.files import resolve_write_target
+from stoker.serve.http import HttpStatusError
 from stoker.serve.nginx.admin import run_admin_server
 from stoker.serve.nginx.config import (
     NginxCacheConfig,
@@ -104,7 +106,7 @@ class NginxEngine:
             self._config = self._resolve_config(self._requested)
             self._stats = NginxStats(self._config, self._home, reopen=lambda: self._signal(signal.SIGUSR1))
             stack.callback(self._stats.close)
-            stack.enter_context(run_admin_server(self._admin, self._stats, self._may_write))
+            stack.enter_context(run_admin_server(self._admin, self._stats, self._check_write))
             self._write_config(self._config)
             self._process = _spawn(self._program, self._home, listener)
             stack.callback(self._terminate)
@@ -185,13 +187,11 @@ class NginxEngine:
             raise InputError(f"nginx rejected the configuration: {_error_message(test.stderr)}")
         candidate.rename(self._home / "nginx.conf")
 
-    def _may_write(self, path: str) -> bool:
-        """Return whether a path may be written or deleted: a file whose resolved folder is below the root."""
+    def _check_write(self, path: str) -> None:
+        """Raise HttpStatusError if a path may not be written or deleted."""
         if not isinstance(self._config, NginxServeConfig) or path.endswith("/") or path.startswith("/-/"):
-            return False
-        root = self._config.root
-        folder = (root / path.lstrip("/")).parent.resolve()
-        return folder == root or root in folder.parents
+            raise HttpStatusError(403, "not the path of a file")
+        resolve_write_target(self._config.root, path)
 
     def _wait_until_healthy(self) -> None:
         host, port = self._address
