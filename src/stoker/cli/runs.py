@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from stoker.cli.log_view import LogView
 from stoker.cli.output import print_message
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ STOPPED_LINES = 3
 
 def follow_run(run: Run, *, first: int = 0, quiet: bool = False) -> None:
     """Print the logs of a run until it finishes, then a one-line summary if it succeeded."""
-    print_logs(run, None, follow=True, first=first, quiet=quiet)
+    print_logs(run, None, follow=True, first=first, quiet=quiet, fold=True)
     status = run.status()
     if status.state == "succeeded":
         events = run.events()
@@ -37,40 +37,45 @@ def print_logs(
     follow: bool,
     first: int = 0,
     quiet: bool = False,
+    fold: bool = False,
     tail: int | None = None,
     since: float = 0.0,
     timestamps: bool = False,
 ) -> None:
-    """Print the log lines of a run from attempt `first` on: the last `tail`, and of those the ones after `since`."""
+    """Print the log lines of a run from attempt `first` on: the last `tail`, and of those the ones after `since`.
+
+    On a terminal, or with `fold`, what torchrun itself writes is left out: it hides the error of the program.
+    """
     from stoker.core.units import pluralize
     from stoker.jobs.topology import list_slots
+    from stoker.launchers.torchrun_output import fold_torchrun_output
 
-    has_prefix = slot is None and len(list_slots(run.job.spec)) > 1
+    lines = run.logs(slot, follow=follow, tail=tail)
+    if fold or sys.stdout.isatty():
+        lines = fold_torchrun_output(lines)
+    view = LogView(slots=slot is None and len(list_slots(run.job.spec)) > 1, timestamps=timestamps)
     untimed = 0
-    for line in run.logs(slot, follow=follow, tail=tail):
+    for line in lines:
         untimed += bool(since and not line.time)
         if line.attempt >= first and line.time >= since and not quiet:
-            prefixes = [f"[{line.slot}] "] * has_prefix + [f"{_format_timestamp(line.time)} "] * timestamps
-            typer.echo("".join(prefixes) + line.text)
+            view.print(line)
+    view.clear()
     if untimed:
         print_message(f"Left out {pluralize(untimed, 'line')} without a time: logs of earlier versions have none")
-
-
-def _format_timestamp(timestamp: float) -> str:
-    """Return a timestamp as RFC 3339 in UTC, to the second; `-` if it is not known."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(timestamp)) if timestamp else "-"
 
 
 @contextmanager
 def stop_on_interrupt(run: Run) -> Iterator[None]:
     """Stop a run on Ctrl-C, also while it is being started."""
+    from stoker.launchers.torchrun_output import fold_torchrun_output
+
     try:
         yield
     except KeyboardInterrupt:
         if (run.folder / "handle").exists():
             print_message("\nStopping the job; press Ctrl-C again to kill it")
             run.stop()
-            for line in list(run.logs())[-STOPPED_LINES:]:
+            for line in list(fold_torchrun_output(run.logs()))[-STOPPED_LINES:]:
                 print_message(f"  {line.text}")
             print_message(f"Resume with: stoker job run --resume {run.id}")
         raise

@@ -37,6 +37,8 @@ class SlotLogLine(NamedTuple):
     attempt: int
     text: str
     time: float = 0.0
+    is_partial: bool = False
+    """Whether it is the current state of a progress bar, whose line is not finished; only when logs are followed."""
 
     def __str__(self) -> str:
         return f"[{self.slot}] {self.text}"

@@ -40,7 +40,7 @@ from stoker.launchers.plan import (
 from stoker.launchers.process_group import stop_leftovers
 from stoker.launchers.supervisor import supervisor_pid
 from stoker.telemetry import mpi_rank, profiler
-from stoker.telemetry.reader import RunTail
+from stoker.telemetry.reader import LogLine, RunTail
 
 POLL_S = 0.1
 START_TIMEOUT_S = 10.0
@@ -198,15 +198,18 @@ def read_run_logs(
     logs = RunTail(run.logs, slot=None if slot is None else str(slot))
     while True:
         over = is_over()  # before the last read, so that it misses nothing
-        lines = (
-            SlotLogLine(Slot.parse(line.log.slot), line.log.attempt, line.text, line.t)
-            for line in logs.lines(final=over)
-        )
+        lines = map(_to_slot_line, logs.lines(final=over))
         yield from lines if tail is None else deque(lines, maxlen=tail)
         tail = None
         if over:
             return
+        for line in logs.changed_bars():
+            yield _to_slot_line(line)._replace(is_partial=True)
         time.sleep(POLL_S)
+
+
+def _to_slot_line(line: LogLine) -> SlotLogLine:
+    return SlotLogLine(Slot.parse(line.log.slot), line.log.attempt, line.text, line.t)
 
 
 def _wrap_mpirun(plan: LocalPlan, run: Run) -> LocalPlan:

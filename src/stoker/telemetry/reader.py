@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from stoker.telemetry.events import PREFIX, Event, split_line
 from stoker.telemetry.log_times import LogTimes
+from stoker.telemetry.progress_bars import is_redrawn, last_state
 
 MAX_LINE_BYTES = 1 << 20
 """Size after which a line without a newline is returned as it is."""
@@ -84,6 +85,14 @@ class LogTail:
         self._rest = b""
         self.line_offset = 0
         """Where the line begins that was yielded last."""
+        self._bar = ""
+        """The last state of a progress bar whose line an event has ended, or that is very long."""
+
+    @property
+    def partial(self) -> str:
+        """The current state of a last line that is a progress bar; empty if there is none."""
+        text = self._bar + self._rest.decode(errors="replace")
+        return last_state(text) if is_redrawn(text) or self._bar else ""
 
     def read(self, *, final: bool = False) -> LogContent:
         """Return the new complete lines; with `final`, when the writer has exited, also a last incomplete one."""
@@ -96,16 +105,21 @@ class LogTail:
         return log
 
     def iter_parts(self, *, final: bool = False) -> Iterator[Event | str]:
-        """Yield the new text and events one by one, in the order of the log."""
+        """Yield the new text and events one by one, in the order of the log; of a progress bar, its last state."""
         for raw in self._new_lines(final):
-            line = raw.decode(errors="replace").rstrip("\r\n")
-            if PREFIX not in line:
-                yield line
-                continue
-            events, text = _split(line)
-            if text is not None:
-                yield text
+            line = raw.decode(errors="replace")
+            events, text = _split(line) if PREFIX in line else ([], line)
+            if events and text and is_redrawn(text):  # the newline is that of the event: the program draws on
+                self._bar = last_state(self._bar + text)
+            elif text is not None:
+                yield self._finish_line(text)
             yield from events
+        if final and self._bar:
+            yield self._finish_line("")
+
+    def _finish_line(self, text: str) -> str:
+        bar, self._bar = self._bar, ""
+        return last_state(bar + text)
 
     def seek_to_tail(self, size: int) -> None:
         """Continue at the first line that begins in the last `size` bytes."""
@@ -120,7 +134,7 @@ class LogTail:
         try:
             file = self.path.open("rb")
         except OSError:  # it does not exist yet, or no longer
-            self._offset, self._inode, self._rest = 0, 0, b""
+            self._offset, self._inode, self._rest, self._bar = 0, 0, b"", ""
             return
         with file:
             self._rewind_if_replaced(file.fileno())
@@ -132,10 +146,18 @@ class LogTail:
                 for line in lines:
                     self.line_offset, begin = begin, begin + len(line) + 1
                     yield line
+                self._shorten_bar()
                 if len(self._rest) > MAX_LINE_BYTES:
                     yield self._take_rest()
         if final and self._rest:
             yield self._take_rest()
+
+    def _shorten_bar(self) -> None:
+        """Keep only the last state of a progress bar that is too long for one line."""
+        if len(self._rest) > MAX_LINE_BYTES and b"\r" in self._rest:
+            drawn, _, rest = self._rest.rpartition(b"\r")
+            self._bar = last_state(self._bar + drawn.decode(errors="replace"))
+            self._rest = b"\r" + rest
 
     def _take_rest(self) -> bytes:
         rest, self._rest = self._rest, b""
@@ -146,7 +168,7 @@ class LogTail:
         """Start from the beginning if the file was replaced or truncated."""
         stat = os.fstat(fd)
         if (self._inode and stat.st_ino != self._inode) or stat.st_size < self._offset:
-            self._offset, self._rest = 0, b""
+            self._offset, self._rest, self._bar = 0, b"", ""
         self._inode = stat.st_ino
 
 
@@ -157,6 +179,7 @@ class RunTail:
         self.folder, self._slot = Path(folder), slot
         self._tails: dict[LogFile, LogTail] = {}
         self._clocks: dict[LogFile, _LineClock] = {}
+        self._bars: dict[LogFile, str] = {}
 
     def read(self, *, final: bool = False) -> RunLog:
         """Return the new content, merged: events and text by their times."""
@@ -181,6 +204,13 @@ class RunTail:
         """Return the new events, sorted by time, without the text."""
         events = (part for file in self._files() for part in self._parts(file, final) if isinstance(part, Event))
         return sorted(events, key=lambda event: event.t)
+
+    def changed_bars(self) -> list[LogLine]:
+        """Return the current states of progress bars that were redrawn since the last call."""
+        bars = {file: tail.partial for file, tail in self._tails.items()}
+        changed = [file for file, bar in bars.items() if bar and bar != self._bars.get(file)]
+        self._bars = bars
+        return [LogLine(time.time(), file, bars[file]) for file in changed]
 
     def _files(self) -> list[LogFile]:
         return [file for file in list_log_files(self.folder) if self._slot in (None, file.slot)]

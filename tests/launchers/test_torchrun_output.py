@@ -1,0 +1,81 @@
+"""Folding of torchrun's own output, as the installed torchrun writes it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from stoker.jobs.launcher import SlotLogLine
+from stoker.jobs.topology import Slot
+from stoker.launchers.torchrun_output import describe_folded, fold_torchrun_output
+
+FAILING = """
+import os, sys
+print("starting", flush=True)
+if os.environ["RANK"] == "1":
+    raise LookupError("no such thing")
+"""
+SLEEPING = """
+import sys, time
+print("starting", flush=True)
+time.sleep(60)
+"""
+
+
+def fold(texts: Iterable[str], slot: int = 0) -> list[str]:
+    lines = (SlotLogLine(Slot("worker", slot), 0, text) for text in texts)
+    return [line.text for line in fold_torchrun_output(lines)]
+
+
+def start_torchrun(folder: Path, script: str, ranks: int) -> subprocess.Popen[str]:
+    (folder / "train.py").write_text(script)
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.Popen(
+        [*argv, str(folder / "train.py")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def test_failure_report_is_folded_and_the_program_is_not(tmp_path: Path) -> None:
+    written = start_torchrun(tmp_path, FAILING, 2).communicate(timeout=120)[0].splitlines()
+    assert any("ChildFailedError" in line for line in written)
+    shown = fold(written)
+    assert shown.count("starting") == 2
+    traceback = shown.index("Traceback (most recent call last):")
+    assert shown[traceback + 1].startswith(f'  File "{tmp_path}/train.py"')
+    assert "LookupError: no such thing" in shown
+    folded = [line for line in shown if line not in written]
+    assert shown[-1] == folded[-1]
+    assert len(written) - (len(shown) - len(folded)) > 30
+    assert not any("torch/distributed" in line or "====" in line for line in shown)
+
+
+def test_stopped_torchrun_is_folded(tmp_path: Path) -> None:
+    with start_torchrun(tmp_path, SLEEPING, 1) as process:
+        assert process.stdout is not None
+        written = [process.stdout.readline().rstrip("\n")]
+        while written[-1] != "starting":
+            written.append(process.stdout.readline().rstrip("\n"))
+        process.send_signal(signal.SIGTERM)
+        written += process.stdout.read().splitlines()
+    assert any("SignalException" in line for line in written)
+    number = len(written) - 1 - written.index("starting")
+    assert fold(written)[-2:] == ["starting", describe_folded(number)]
+
+
+def test_tracebacks_of_the_program_are_shown_in_order() -> None:
+    entry = '  File "<frozen runpy>", line 198, in _run_module_as_main'
+    lines = ["a", "Traceback (most recent call last):", entry, "    exec(code)", "ValueError: mine", "b"]
+    assert fold(lines) == lines
+    assert fold(lines[:3]) == lines[:3]  # cut off
+    twice = [*lines[1:3], *lines[1:5]]
+    assert fold(twice) == twice
+
+
+def test_lines_of_slots_are_folded_separately() -> None:
+    logged = "W1116 10:00:08.935000 1 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 5"
+    lines = [SlotLogLine(Slot("worker", index), 0, text) for text in (logged, "out") for index in (0, 1)]
+    shown = [(line.slot.index, line.text) for line in fold_torchrun_output(lines)]
+    assert shown == [(0, describe_folded(1)), (0, "out"), (1, describe_folded(1)), (1, "out")]
