@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from stoker.telemetry.events import parse
+from stoker.telemetry.events import PREFIX, parse
 from tests.support.trees import stoker
 
 
@@ -20,12 +20,32 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_profiled_program_keeps_streams_and_exit_code() -> None:
-    done = run("--every", "500ms", "--", "sh", "-c", "cat; sleep 0.8; exit 7")
+    done = run("--json", "--every", "500ms", "--", "sh", "-c", "cat; sleep 0.8; exit 7")
     assert done.returncode == 7
     text, *lines = done.stdout.splitlines()
     assert text == "in"
     events = [parse(line) for line in lines]
     assert [event.kind for event in events if event] == ["profile", "profile", "mark"]
+
+
+def test_summary_follows_on_standard_error() -> None:
+    done = run("--every", "500ms", "--", "sh", "-c", "cat; sleep 0.8; echo mine >&2; exit 7")
+    assert (done.returncode, done.stdout) == (7, "in\n")
+    mine, sentence, columns, *rows = done.stderr.splitlines()
+    assert mine == "mine"
+    assert re.search(r" 7 after \S+s, .*\bMiB$", sentence)
+    assert columns.split() == ["metric", "mean", "peak"]
+    values = {metric: (mean, peak) for metric, mean, peak in (re.split(" {2,}", row) for row in rows)}
+    assert float(values["program CPU (cores)"][1]) < 1
+    assert all(value.endswith("%") for value in values["machine CPU"])
+    assert PREFIX not in done.stderr
+
+
+def test_job_gets_events_without_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_RUN", "x")
+    done = run("--every", "0", "--", "true")
+    assert [event.kind for line in done.stdout.splitlines() if (event := parse(line))] == ["mark"]
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("dashes", [[], ["--"]])

@@ -29,8 +29,8 @@ def print_json(value: Any) -> None:
     typer.echo(to_json(value).decode(), nl=False)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows under column headings; numeric columns are right-aligned."""
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, err: bool = False) -> None:
+    """Print rows under column headings, on standard error with `err`; numeric columns are right-aligned."""
     cells = [columns, *([_format_cell(value) for value in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
     is_numeric = [all(isinstance(row[i], int | None) for row in rows) for i in range(len(columns))]
@@ -39,7 +39,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
             text.rjust(width) if numeric else text.ljust(width)
             for text, width, numeric in zip(row, widths, is_numeric, strict=True)
         ]
-        typer.echo("  ".join(padded).rstrip())
+        typer.echo("  ".join(padded).rstrip(), err=err)
 
 
 def _format_cell(value: object) -> str:

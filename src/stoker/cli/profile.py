@@ -1,12 +1,14 @@
-"""`stoker profile`: sample what a machine does while a program runs."""
+"""`stoker profile`: run a program, sample what the machine does meanwhile, and summarize it."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
+
+from stoker.cli.output import print_message, print_table
 
 SETTINGS = {"allow_interspersed_args": False}
 """Everything after the program's name belongs to the program, options included."""
@@ -15,15 +17,40 @@ SETTINGS = {"allow_interspersed_args": False}
 def profile(
     command: Annotated[list[str], typer.Argument(metavar="CMD", help="Program to run, with its arguments.")],
     every: Annotated[str, typer.Option(metavar="DURATION", help="Sampling interval; 0 only runs the program.")] = "30s",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write every sample to standard output as an event line; no summary.")
+    ] = False,
 ) -> None:
     """Run a program and sample GPU, CPU, memory, network and disk.
 
-    Samples are event lines on standard output. The program keeps its standard streams, signals and exit code.
+    A summary follows on standard error. The program keeps its standard streams, signals and exit code.
     """
     from stoker.core.units import parse_duration
-    from stoker.telemetry import profiler
 
     seconds = parse_duration(every)
     sys.stdout.flush()
+    if as_json or "STOKER_RUN" in os.environ:
+        _replace_with_profiler(command, seconds)
+    raise typer.Exit(_run_with_summary(command, seconds))
+
+
+def _replace_with_profiler(command: list[str], every_s: float) -> NoReturn:
+    """Become the profiler, which writes events, as a job needs them."""
+    from stoker.telemetry import profiler
+
     # Started by path and without `site`: it needs only the standard library, and starts in milliseconds.
-    os.execv(sys.executable, [sys.executable, "-I", "-S", profiler.__file__, "--every", repr(seconds), "--", *command])
+    os.execv(sys.executable, [sys.executable, "-I", "-S", profiler.__file__, "--every", repr(every_s), "--", *command])
+
+
+def _run_with_summary(command: list[str], every_s: float) -> int:
+    """Run the program, print means and peaks of its samples, and return its exit code."""
+    from stoker.telemetry import profiler
+    from stoker.telemetry.profile_summary import ProfileSummary
+
+    summary = ProfileSummary()
+    code = profiler.run(command, every_s, summary)
+    if summary.sentence:
+        print_message(f"stoker profile: {summary.sentence}")
+    if summary.rows:
+        print_table(("metric", "mean", "peak"), summary.rows, err=True)
+    return code

@@ -59,14 +59,16 @@ def main(argv: list[str]) -> int:
     return run(command, every)
 
 
-def run(command: list[str], every: float) -> int:
+def run(command: list[str], every: float, events: EventWriter | None = None) -> int:
     """Run a program, take samples meanwhile, and return its exit code: 128 + n if signal n killed it."""
+    events = events or EventWriter()
     signals = {getattr(signal, "SIG" + name) for name in FORWARDED}
     # Ignored signals stay ignored, as with nohup.
     signals = {number for number in signals if signal.getsignal(number) != signal.SIG_IGN}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals | {signal.SIGCHLD})
-    events, started = EventWriter(), time.monotonic()
+    started = time.monotonic()
+    own_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     oom_kills_before, detector = oom_kills(), GroupSignalDetector()
     try:
         child = _start(command, old_mask)
@@ -94,9 +96,14 @@ def run(command: list[str], every: float) -> int:
         signal=_signal_name(number),
         oom=oom,
         seconds=round(time.monotonic() - started, 3),
-        max_rss=max(sampler.max_rss, usage.ru_maxrss * 1024),
+        max_rss=_peak_rss(sampler.max_rss, usage.ru_maxrss * 1024, own_rss * 1024),
     )
     return code
+
+
+def _peak_rss(sampled: int, reported: int, own: int) -> int:
+    """Return the peak memory; the kernel also reports that of the copy of us that became the program."""
+    return sampled if sampled and reported <= own else max(sampled, reported)
 
 
 def _parse_arguments(argv: list[str]) -> tuple[float, list[str]]:
