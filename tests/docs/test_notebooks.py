@@ -13,6 +13,8 @@ import pytest
 from nbclient import NotebookClient
 
 from stoker.jobs.run_folder import list_runs
+from stoker.telemetry.metrics import build_table
+from stoker.telemetry.reader import read_events
 from tests.support.hosts import Network, network
 from tests.support.paths import EXAMPLES
 from tests.support.ray import ray_cluster
@@ -59,6 +61,8 @@ def assert_demo(output: str, kind: str) -> None:
     assert sorted(states.values()) == ["stopped", *["succeeded"] * 4], output
     assert all(run_id.startswith(f"{kind}-demo-") and run_id in output for run_id in states)
     assert all(f"{mode} " in output for mode in ("exact", "join", "resampled"))
+    rest, interrupted = (build_table(read_events(run.logs)) for run in list_runs()[:2])
+    assert min(row["step"] for row in rest if "loss" in row) > interrupted[-1]["step"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -75,6 +79,7 @@ def test_on_ssh_hosts(here: Path, tmp_path_factory: pytest.TempPathFactory) -> N
         assert_demo(execute("ssh-demo.ipynb", here, settings), "ssh")
 
 
+@pytest.mark.slow
 def test_on_ray(here: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     with ray_cluster(tmp_path_factory.mktemp("net")) as cluster:
         address = f"{cluster.nodes[0].address.rpartition('.')[0]}.1"
