@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -181,3 +182,37 @@ def test_missing_program_has_a_hint() -> None:
 def test_missing_cwd_is_not_reported_as_a_missing_program(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="nowhere"):
         start([sys.executable, "-V"], cwd=tmp_path / "nowhere")
+
+
+EXIT_WITH = """
+import errno, os, sys, threading
+from stoker.core.processes import exit_with_process
+
+def forbidden(pid):
+    raise OSError(errno.EPERM, "not permitted")
+
+if sys.argv[2] == "forbidden":
+    os.pidfd_open = forbidden
+exit_with_process(int(sys.argv[1]))
+print("watching", flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("pidfd", ["allowed", "forbidden"])
+def test_process_exits_with_another_one(shell: Shell, pidfd: str) -> None:
+    """Also where `pidfd_open` is not permitted, and although nobody has reaped the other process yet."""
+    other = shell.start("exec sleep 600")
+    with subprocess.Popen([sys.executable, "-c", EXIT_WITH, str(other.pid), pidfd], stdout=subprocess.PIPE) as watching:
+        assert watching.stdout is not None
+        assert watching.stdout.readline() == b"watching\n"
+        assert watching.poll() is None
+        os.kill(other.pid, signal.SIGKILL)
+        assert watching.wait(60) == 128 + signal.SIGTERM
+
+
+def test_process_exits_at_once_if_the_other_one_is_gone(shell: Shell) -> None:
+    other = shell.start("exit 0")
+    other.stop()
+    program = [sys.executable, "-c", EXIT_WITH, str(other.pid), "allowed"]
+    assert subprocess.run(program, stdout=subprocess.DEVNULL, check=False).returncode == 128 + signal.SIGTERM

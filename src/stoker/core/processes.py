@@ -265,18 +265,36 @@ def exit_with_process(pid: int) -> None:
 
     A thread waits for it: a parent death signal would also be sent when only the thread that forked this process exits.
     """
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        os._exit(128 + signal.SIGTERM)
 
     def watch() -> None:
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)  # readable from the moment the process exits, even if nobody reaps it
-        poll.poll()
+        _wait_for_exit(pid)
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=watch, name="stoker-exit-with-process", daemon=True).start()
+
+
+def _wait_for_exit(pid: int) -> None:
+    """Wait until a process, which need not be a child of this one, exits or is killed."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except OSError:  # an old kernel, or a container that forbids the call
+        wait_until(lambda: not _is_running(pid), None, max_interval_s=1.0)
+        return
+    exited = select.poll()
+    exited.register(pidfd, select.POLLIN)  # readable from the moment the process exits, even if nobody reaps it
+    exited.poll()
+    os.close(pidfd)
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether a process exists and is not a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def handles_signal(pid: int, number: signal.Signals) -> bool:
