@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,26 @@ def test_options_for_another_target_are_refused(
     sentence = capsys.readouterr().err
     assert named in sentence
     assert sentence.count("\n") == 1
+
+
+def test_dry_run_prints_the_plan_and_starts_nothing(
+    stoker_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("open('started', 'w')")
+    (tmp_path / "job.yaml").write_text("name: small\ntopology: single\nprogram: {module: train}\nprofile: {every: 0}\n")
+    printed = []
+    for command in (["plan"], ["run", "--dry-run"]):
+        assert stoker("job", *command, "job.yaml") == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert "train" in printed[0]
+    assert stoker("job", "run", "job.yaml", "--dry-run", "--json", "--detach") == 0
+    assert "worker/0" in json.loads(capsys.readouterr().out)["slots"]
+    assert not stoker_home.exists()
+    assert not (tmp_path / "started").exists()
+    assert stoker("job", "run", "--resume", "small", "--dry-run") == 2
+    assert "--dry-run" in capsys.readouterr().err
 
 
 def test_list_of_runs_requires_a_target_that_lists_them(stoker_home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -239,7 +239,7 @@ class TestLocal(LauncherSuite):
         assert not_retried(NO_PROGRESS_AT_ALL) in status.message
 
     def test_port_in_use_is_replaced_before_an_attempt(self, launcher: Any) -> None:
-        plan = launcher.render(job_of(program={"module": "m"}, topology="torchrun"))
+        plan = launcher.render(job_of(program={"module": "this"}, topology="torchrun"))
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier test may have used it
             sock.bind(("127.0.0.1", plan.port))
@@ -275,11 +275,11 @@ class TestLocal(LauncherSuite):
         status = launcher.status(run.handle)
         assert status.state is JobState.SUCCEEDED, status.message
         assert [(attempt.number, attempt.cause) for attempt in status.attempts] == [(0, "stopped"), (1, "")]
-        assert sorted(path.name for path in run.logs.iterdir()) == ["worker-0.0.log", "worker-0.1.log"]
+        assert sorted(path.name for path in run.logs.glob("*.log")) == ["worker-0.0.log", "worker-0.1.log"]
 
     def test_workers_do_not_share_gpus(self, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
-        keys = {"program": {"module": "m"}, "topology": "torchrun", "resources": {"gpu": 2}}
+        keys = {"program": {"module": "this"}, "topology": "torchrun", "resources": {"gpu": 2}}
         plan = launcher.render(job_of(**keys, workers=2))
         visible = [command.env["CUDA_VISIBLE_DEVICES"] for command in plan.slots.values()]
         assert visible == ["2,3", "5,7"]

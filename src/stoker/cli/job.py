@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli import job_eval, job_exec, job_forward, job_status
+from stoker.cli import job_delete, job_eval, job_exec, job_forward, job_status
 from stoker.cli.options import LOCAL, Hosts, JobFile, Json, On, Sets
 from stoker.cli.output import print_json, print_message
 from stoker.cli.runs import describe_run, follow_run, stop_on_interrupt
@@ -64,12 +64,11 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Print what a job would start, without starting it."""
+    if rbac is not None:
+        _require_rbac(on)
     planned = _plan(file, on, hosts, sets, quiet=rbac is not None)
-    rendered = planned.rendered if rbac is None else _render_rbac(planned, rbac)
-    if as_json:
-        print_json(rendered)
-        return
-    typer.echo(rendered.to_text())
+    launcher: Any = planned.launcher
+    _print_plan(planned.rendered if rbac is None else launcher.render_rbac(planned.job, rbac), as_json)
 
 
 @app.command()
@@ -85,6 +84,9 @@ def run(
     resume: Annotated[
         str | None, typer.Option(metavar="RUN", help="Resume a run that failed, was stopped or was lost.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be started, as `job plan` does.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the run and its outcome as JSON.")] = False,
 ) -> None:
     """Start a job and follow it until it finishes.
@@ -101,6 +103,7 @@ def run(
                 "--hosts": hosts is not None,
                 "--set": sets,
                 "--tensorboard": tensorboard,
+                "--dry-run": dry_run,
             }
         )
         started = Run.find(resume)
@@ -108,6 +111,9 @@ def run(
         start: Callable[[], object] = partial(started.resume, detach=detach)
     else:
         planned = _plan(_require_file(file), on, hosts, [*(sets or []), *(["tensorboard=true"] if tensorboard else [])])
+        if dry_run:
+            _print_plan(planned.rendered, as_json)
+            return
         started, first = planned.create_run(), 0
         start = partial(planned.start, started, detach=detach)
     with stop_on_interrupt(started):
@@ -134,6 +140,7 @@ def schema() -> None:
 
 
 job_status.add_to(app)
+job_delete.add_to(app)
 job_eval.add_to(app)
 job_exec.add_to(app)
 job_forward.add_to(app)
@@ -149,14 +156,21 @@ def _plan(file: Path, on: str, hosts: str | None, sets: list[str] | None, *, qui
     return planned
 
 
-def _render_rbac(planned: Plan, subject: str) -> Any:
-    """Return the objects that allow a subject to run a job."""
-    from stoker.errors import InputError
+def _print_plan(rendered: Any, as_json: bool) -> None:
+    """Print what would be started: as shell commands or manifests, or as JSON."""
+    if as_json:
+        print_json(rendered)
+    else:
+        typer.echo(rendered.to_text())
 
-    launcher: Any = planned.launcher
-    if not hasattr(launcher, "render_rbac"):
+
+def _require_rbac(on: str) -> None:
+    """Raise InputError for a target without roles."""
+    from stoker.errors import InputError
+    from stoker.jobs.run_lookup import open_launcher
+
+    if not hasattr(open_launcher(on), "render_rbac"):
         raise InputError("--rbac requires --on k8s", hint="pass both or neither")
-    return launcher.render_rbac(planned.job, subject)
 
 
 def _require_file(file: Path | None) -> Path:

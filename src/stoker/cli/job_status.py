@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Collection
+from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stoker.cli.options import Json, RunName, RunTarget, parse_value
-from stoker.cli.output import print_json, print_message, print_table
+from stoker.cli.output import format_time, print_json, print_message, print_table
 from stoker.cli.runs import (
     describe_run,
     format_elapsed,
@@ -18,6 +19,9 @@ from stoker.cli.runs import (
     print_logs,
     status_to_dict,
 )
+
+if TYPE_CHECKING:
+    from stoker.jobs.status import JobState
 
 
 def add_to(app: typer.Typer) -> None:
@@ -29,6 +33,9 @@ def add_to(app: typer.Typer) -> None:
 
 def list_command(
     limit: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of runs.")] = 20,
+    state: Annotated[
+        str | None, typer.Option(metavar="STATES", help="List only runs in these states, for example running,failed.")
+    ] = None,
     on: RunTarget = None,
     as_json: Json = False,
 ) -> None:
@@ -36,11 +43,13 @@ def list_command(
     from stoker import api
     from stoker.core.units import pluralize
 
+    states = _parse_states(state)
     if on is not None:
-        _list_cluster_runs(on, limit, as_json)
+        _list_cluster_runs(on, limit, states, as_json)
         return
     known = api.runs()
-    rows = [(run, run.status()) for run in known[:limit]]
+    matching = ((run, status) for run in known if (status := run.status()).state in states)
+    rows = list(islice(matching, limit))
     if as_json:
         print_json([{"run": run.id, **status_to_dict(status)} for run, status in rows])
         return
@@ -50,7 +59,7 @@ def list_command(
             (
                 run.id,
                 str(status.state),
-                _format_time(status.began),
+                format_time(status.began),
                 format_elapsed(status),
                 status.attempt + 1,
                 _shorten(status.message),
@@ -58,16 +67,29 @@ def list_command(
             for run, status in rows
         ],
     )
-    if len(known) > limit:
-        print_message(f"… and {pluralize(len(known) - limit, 'older run')}; raise --limit to see more")
+    older = max(0, len(known) - limit) if state is None else sum(1 for _ in matching)
+    if older:
+        print_message(f"… and {pluralize(older, 'older run')}; raise --limit to see more")
 
 
-def _list_cluster_runs(target: str, limit: int, as_json: bool) -> None:
+def _parse_states(text: str | None) -> Collection[JobState]:
+    """Parse the value of --state; all states without one."""
+    from stoker.errors import InputError
+    from stoker.jobs.status import JobState
+
+    names = list(JobState) if text is None else [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in list(JobState)]:
+        what = f"--state: unknown state {', '.join(map(repr, unknown))}"
+        raise InputError(what, hint=f"states: {', '.join(JobState)}")
+    return [JobState(name) for name in names]
+
+
+def _list_cluster_runs(target: str, limit: int, states: Collection[JobState], as_json: bool) -> None:
     """List the runs that a cluster itself knows."""
     from stoker.core.units import format_duration
     from stoker.jobs.run_lookup import open_cluster_launcher
 
-    runs = open_cluster_launcher(target).runs()[:limit]
+    runs = [run for run in open_cluster_launcher(target).runs() if run["state"] in states][:limit]
     if as_json:
         print_json(runs)
         return
@@ -169,10 +191,6 @@ def report(
     lines += [f"attempt {attempt.number}: {attempt.cause or 'finished'}" for attempt in current.attempts]
     write_report(run.files, path, "".join(f"{line}\n" for line in lines if line))
     typer.echo(path)
-
-
-def _format_time(timestamp: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(timestamp)) if timestamp else "–"
 
 
 def _shorten(text: str, length: int = 60) -> str:

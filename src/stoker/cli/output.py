@@ -42,6 +42,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, err
         typer.echo("  ".join(padded).rstrip(), err=err)
 
 
+def format_time(timestamp: float) -> str:
+    """Return a timestamp in local time, to the minute; a dash for 0."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(timestamp)) if timestamp else "–"
+
+
 def _format_cell(value: object) -> str:
     if value is None:
         return "–"

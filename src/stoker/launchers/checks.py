@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from stoker.core.units import pluralize
 from stoker.errors import Fault
 from stoker.jobs.spec import Job
 from stoker.jobs.topology import list_slots
+from stoker.launchers.module_search import explain_missing_module
+from stoker.storage.cache_url import ORIGIN_SCHEMES
 
 
 def visible_gpus() -> list[str]:
@@ -48,3 +50,33 @@ def check_secret_files(job: Job) -> Iterator[Fault]:
     for path in job.secret_files:
         if not Path(path).exists():
             yield Fault(f"secret_files.{path}", "file not found; secret files must already exist on this machine")
+
+
+def check_module(key: str, module: str | None, folder: Path, env: Mapping[str, str]) -> Iterator[Fault]:
+    """Yield a fault if the Python that runs stoker would not find a module in this working directory."""
+    if module is None:
+        return
+    search_path = env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    paths = [str(folder / path) for path in search_path.split(os.pathsep) if path]
+    if reason := explain_missing_module(module, [str(folder), *paths]):
+        yield Fault(f"{key}.module", reason)
+
+
+def check_via(job: Job, *, has_cluster_cache: bool = False) -> Iterator[Fault]:
+    """Yield a fault for each dataset that the caching proxy in `data.via` cannot fetch."""
+    via = job.data.via
+    if via is None or (via == "cluster" and not has_cluster_cache):  # ignored there, as a note says
+        return
+    for key in ("train", "val"):
+        url = getattr(job.data, key)
+        if url is None:
+            continue
+        if not url.startswith(ORIGIN_SCHEMES):
+            schemes = ", ".join(ORIGIN_SCHEMES)
+            yield Fault(
+                f"data.{key}",
+                f"{url!r} cannot be read through data.via: a cache fetches from {schemes} only; "
+                "use a URL, or remove data.via (--set data.via=)",
+            )
+        elif url.startswith(f"{via.rstrip('/')}/"):
+            yield Fault(f"data.{key}", f"{url!r} is a URL of the cache in data.via; use the URL of its origin")

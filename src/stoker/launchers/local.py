@@ -28,7 +28,15 @@ from stoker.jobs.run_folder import Run
 from stoker.jobs.spec import Job
 from stoker.jobs.status import STOPPED_MESSAGE, JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, Standby, list_slots, render_commands
-from stoker.launchers.checks import check_gpu_roles, check_gpus, check_secret_env, check_secret_files, visible_gpus
+from stoker.launchers.checks import (
+    check_gpu_roles,
+    check_gpus,
+    check_module,
+    check_secret_env,
+    check_secret_files,
+    check_via,
+    visible_gpus,
+)
 from stoker.launchers.paths import programs_by_key, resolve_job_paths
 from stoker.launchers.plan import (
     LOOPBACK,
@@ -63,6 +71,7 @@ class LocalLauncher:
             check_gpu_roles,
             lambda job: _check_shards("data.train", job.data.train),
             lambda job: _check_shards("data.val", job.data.val),
+            check_via,
             lambda job: check_gpus(job, job.max_workers),
             check_secret_env,
             check_secret_files,
@@ -266,6 +275,8 @@ def _check_programs(job: Job) -> Iterator[Fault]:
             yield Fault(f"{where}.script", f"no such file or directory: {Path.cwd() / program.script}")
         elif program.command and shutil.which(program.command[0], path=_search_path(job, folder)) is None:
             yield Fault(f"{where}.command", f"program {program.command[0]!r} not found on the PATH")
+        else:
+            yield from check_module(where, program.module, folder, job.env)
 
 
 def _check_shards(key: str, url: str | None) -> Iterator[Fault]:

@@ -10,6 +10,9 @@ import msgspec
 from stoker.errors import InputError, UnavailableError
 from stoker.storage import open_store, redacted
 
+ORIGIN_SCHEMES = ("http://", "https://", "s3://", "gs://")
+"""URLs that a caching proxy can fetch from."""
+
 
 class _OriginRow(msgspec.Struct):
     name: str

@@ -387,7 +387,8 @@ def test_stop_cleans_up_a_lost_slot_of_a_failed_detached_run(
     run = create_run(job, rendered)
     launcher.start(rendered, run, detach=True)
     wait_until(
-        lambda: all("ready" in log.read_text() for log in run.logs.iterdir()) and len(remote_processes(run)) >= 7, 60
+        lambda: all("ready" in log.read_text() for log in run.logs.glob("*.log")) and len(remote_processes(run)) >= 7,
+        60,
     )
     net["node2"].disconnect()
     try:

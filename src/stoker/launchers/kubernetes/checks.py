@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from stoker.core.spec import run_checks
 from stoker.core.units import format_duration
 from stoker.errors import Fault
 from stoker.jobs.spec import Job
 from stoker.jobs.topology import Slot, get_topology
+from stoker.launchers.checks import check_via
 from stoker.launchers.kubernetes.addresses import slot_hostname
 from stoker.launchers.kubernetes.scripts import CODE_DIR
 
@@ -19,7 +21,15 @@ MIN_TTL_S = 30
 def check_kubernetes_settings(job: Job) -> Iterator[Fault]:
     """Yield every setting that cannot work on Kubernetes."""
     return run_checks(
-        job, _check_image, _check_name, _check_gpu_type, _check_workers, _check_observers, _check_paths, _check_ttl
+        job,
+        _check_image,
+        _check_name,
+        _check_gpu_type,
+        _check_workers,
+        _check_observers,
+        _check_paths,
+        _check_ttl,
+        partial(check_via, has_cluster_cache=True),
     )
 
 

@@ -28,7 +28,7 @@ from stoker.jobs.run_folder import Run, stoker_home
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, list_slots, render_commands
-from stoker.launchers.checks import check_gpus, check_secret_env, check_secret_files
+from stoker.launchers.checks import check_gpus, check_module, check_secret_env, check_secret_files, check_via
 from stoker.launchers.local import LocalLauncher
 from stoker.launchers.paths import relative_to_workdir, resolve_job_paths
 from stoker.launchers.plan import LocalPlan
@@ -109,10 +109,12 @@ class RayLauncher:
     def check(self, job: Job) -> Iterator[Fault]:
         """Yield the faults that can be found without asking the cluster."""
         yield from check_traits(job, self.traits)
-        checks = (_check_memory, check_secret_files) if self._address is None else (_check_checkpoint, _check_workdir)
+        local_checks = (_check_module, _check_memory, check_secret_files)
+        checks = local_checks if self._address is None else (_check_checkpoint, _check_workdir)
         yield from run_checks(
             job,
             check_secret_env,
+            check_via,
             lambda job: self._check_path("data.train", job.data.train),
             lambda job: self._check_path("data.val", job.data.val),
             lambda job: self._check_path("program.script", job.program.script),
@@ -277,6 +279,10 @@ def _bundle(job: Job) -> dict[str, float]:
     if resources.gpu_type:
         bundle[f"accelerator_type:{resources.gpu_type}"] = 0.001
     return bundle
+
+
+def _check_module(job: Job) -> Iterator[Fault]:
+    return check_module("program", job.program.module, Path.cwd() / (job.program.cwd or ""), job.env)
 
 
 def _check_checkpoint(job: Job) -> Iterator[Fault]:

@@ -24,7 +24,7 @@ from stoker.jobs.run_folder import Run, stoker_home
 from stoker.jobs.spec import Job, ProgramSpec
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, Standby, list_slots, render_command
-from stoker.launchers.checks import check_gpu_roles, check_secret_env
+from stoker.launchers.checks import check_gpu_roles, check_secret_env, check_via
 from stoker.launchers.diagnosis import LOST_EXIT_CODE
 from stoker.launchers.local import LocalLauncher
 from stoker.launchers.paths import map_programs, programs_by_key, relative_to_workdir, resolve_job_paths
@@ -81,7 +81,14 @@ class SshLauncher:
         """Yield what is wrong with a job on this machine, without connecting to any host."""
         yield from check_traits(job, self.traits)
         yield from run_checks(
-            job, _check_hosts, check_secret_env, check_gpu_roles, _check_programs, _check_config, _check_workdir
+            job,
+            _check_hosts,
+            check_secret_env,
+            check_gpu_roles,
+            _check_programs,
+            _check_config,
+            _check_workdir,
+            check_via,
         )
 
     def render(self, job: Job) -> SshPlan:

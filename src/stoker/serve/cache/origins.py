@@ -14,11 +14,11 @@ from stoker.errors import AccessDeniedError, InputError
 from stoker.serve.http import HttpStatusError, Response
 from stoker.shards.manifest import read_manifest
 from stoker.storage import FolderListing, Store, open_store, redacted
+from stoker.storage.cache_url import ORIGIN_SCHEMES
 from stoker.storage.http import HttpStore
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _INDEX_SUFFIX = "index"
-SCHEMES = ("http://", "https://", "s3://", "gs://")
 MANIFEST_FRESHNESS_S = 60.0
 
 
@@ -129,7 +129,7 @@ def parse_origins(texts: Sequence[str]) -> list[tuple[str, str]]:
         name, equals, url = text.partition("=")
         if not equals or "://" in name:
             name, url = "", text
-        if not url.startswith(SCHEMES) or not _has_host(url):
+        if not url.startswith(ORIGIN_SCHEMES) or not _has_host(url):
             raise InputError(f"--origin must be [NAME=]URL with http, https, s3 or gs, got {text!r}")
         if name and not _NAME.fullmatch(name):
             raise InputError(f"--origin: invalid name {name!r}: use at most 40 lowercase letters, digits and '-'")

@@ -1,0 +1,108 @@
+"""`stoker job delete`: delete the folders of finished runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stoker.cli.options import Json, parse_value
+from stoker.cli.output import format_time, print_json, print_message, print_table
+
+if TYPE_CHECKING:
+    from stoker.launchers.run_deletion import RunDeletion
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add this command to `stoker job`."""
+    app.command()(delete)
+
+
+def delete(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="RUN", help="Run ID, unique prefix of it, handle, or job name.")
+    ] = None,
+    older_than: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="Delete every run that finished longer ago, such as 30d.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete finished runs with their logs and checkpoints.
+
+    Running runs are never deleted. Checkpoints are deleted if they are in the run folder, which is the default; a
+    checkpoint.dir elsewhere is kept.
+    """
+    from dataclasses import asdict
+
+    from stoker.launchers.run_deletion import delete_run
+
+    deletions = _plan_deletions(names or [], older_than)
+    if not as_json:
+        _print_deletions(deletions)
+    for deletion in () if dry_run else deletions:
+        delete_run(deletion)
+    if as_json:
+        print_json([{**asdict(deletion), "deleted": not dry_run} for deletion in deletions])
+    print_message(_summarize(deletions, dry_run))
+
+
+def _plan_deletions(names: list[str], older_than: str | None) -> list[RunDeletion]:
+    """Return what to delete; raise ConflictError if a named run cannot be deleted, before any is."""
+    from stoker.core.units import parse_duration
+    from stoker.errors import ConflictError, InputError
+    from stoker.jobs.run_lookup import resolve_exact_run
+    from stoker.launchers.run_deletion import find_expired, plan_deletion
+
+    if bool(names) == (older_than is not None):
+        raise InputError("pass either RUN or --older-than", hint="list runs with: stoker job list")
+    if older_than is None:
+        runs = list(dict.fromkeys(map(resolve_exact_run, names)))
+    else:
+        runs = find_expired(parse_value("--older-than", parse_duration, older_than))
+    deletions, reasons = [], []
+    for run in runs:
+        try:
+            deletions.append(plan_deletion(run))
+        except ConflictError as error:
+            reasons.append(str(error))
+    if reasons and older_than is None:
+        raise ConflictError("; ".join(reasons))
+    for reason in reasons:
+        print_message(f"Skipped: {reason}")
+    return deletions
+
+
+def _print_deletions(deletions: Sequence[RunDeletion]) -> None:
+    from stoker.core.units import format_bytes
+
+    if not deletions:
+        return
+    print_table(
+        ("run", "state", "finished", "size", "checkpoints", "not deleted"),
+        [
+            (
+                deletion.run,
+                str(deletion.state),
+                format_time(deletion.ended),
+                format_bytes(deletion.bytes),
+                len(deletion.checkpoints),
+                "; ".join(deletion.kept) or "–",
+            )
+            for deletion in deletions
+        ],
+    )
+
+
+def _summarize(deletions: Sequence[RunDeletion], dry_run: bool) -> str:
+    from stoker.core.units import format_bytes, pluralize
+
+    if not deletions:
+        return "Nothing to delete"
+    checkpoints = sum(len(deletion.checkpoints) for deletion in deletions)
+    size = format_bytes(sum(deletion.bytes for deletion in deletions))
+    verb = "Would delete" if dry_run else "Deleted"
+    return f"{verb} {pluralize(len(deletions), 'run')} with {pluralize(checkpoints, 'checkpoint')} ({size})"
