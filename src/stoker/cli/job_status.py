@@ -152,7 +152,15 @@ def logs(
     print_logs(Run.find(name, on=on), slot, follow=follow, tail=tail, since=start, timestamps=timestamps)
 
 
-def stop(name: RunName = None, on: RunTarget = None) -> None:
+def stop(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN", help="Run ID, unique prefix of it, handle, or job name. Defaults to the only running run."
+        ),
+    ] = None,
+    on: RunTarget = None,
+) -> None:
     """Stop a run: SIGTERM, a grace period, then SIGKILL.
 
     With a job name, stops the run of that job that is running; if several are, lists them and stops none.
