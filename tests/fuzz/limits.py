@@ -97,8 +97,8 @@ def _run_limited(run: Callable[[bytes], object], data: bytes) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(used.ru_utime + used.ru_stime) + MAX_CPU_S + 1
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the resident memory
-    before = _peak_memory()
+    reset_peak_memory()
+    before = peak_memory()
     try:
         run(data)
     except StokerError:
@@ -106,12 +106,18 @@ def _run_limited(run: Callable[[bytes], object], data: bytes) -> None:
     except BaseException:
         traceback.print_exc()
         sys.exit(1)
-    grown = _peak_memory() - before
+    grown = peak_memory() - before
     if grown > MAX_MEMORY:
         sys.exit(f"memory grew by {grown >> 20} MiB, limit {MAX_MEMORY >> 20} MiB")
 
 
-def _peak_memory() -> int:
+def reset_peak_memory() -> None:
+    """Reset the peak of the resident memory to what is used now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory() -> int:
+    """Return the peak of the resident memory in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) << 10

@@ -24,8 +24,9 @@ import pytest
 from stoker import storage
 from stoker.errors import StokerError
 from stoker.storage import Store, http_client, open_store, s3
-from tests.fuzz.harness import fixed_seeds, fresh_seeds, limited_resources, mutate
 from tests.fuzz.hostile_origin import OriginRequest, Respond, run_hostile_origin
+from tests.fuzz.mutation import mutate
+from tests.fuzz.resources import fixed_seeds, fresh_seeds, limited_resources
 from tests.support.engines import run_cache
 from tests.support.http_requests import send_request
 from tests.support.servers import aws_environ
@@ -487,7 +488,7 @@ def check_random_responses_to_cache(folder: Path, seeds: Iterator[random.Random]
 
 
 def make_response(rng: random.Random) -> bytes:
-    return mutate(rng.choice(VALID_RESPONSES), rng, tokens=TOKENS)
+    return mutate(rng.choice(VALID_RESPONSES), rng, TOKENS)
 
 
 def logged_errors(caplog: pytest.LogCaptureFixture) -> list[str]:

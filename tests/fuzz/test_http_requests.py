@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from stoker.serve.settings import ServeSettings
-from tests.fuzz.harness import fixed_seeds, fresh_seeds, limited_resources, mutate
+from tests.fuzz.mutation import mutate
+from tests.fuzz.resources import fixed_seeds, fresh_seeds, limited_resources
 from tests.support.engines import run_embedded
 from tests.support.http_requests import send_request
 
@@ -108,7 +109,7 @@ def test_fresh_random_requests(url: str, caplog: pytest.LogCaptureFixture) -> No
 
 
 def make_request(rng: random.Random) -> bytes:
-    return mutate(rng.choice(VALID), rng, tokens=TOKENS)
+    return mutate(rng.choice(VALID), rng, TOKENS)
 
 
 def check_requests(url: str, requests: Iterable[bytes], caplog: pytest.LogCaptureFixture, *, cpu_s: float = 10) -> None:

@@ -23,8 +23,6 @@ PLAN = WORK + "plan.json"
 VERSION = 1
 """Increment when older readers would misread the manifest; they ignore keys that they do not know."""
 WINDOW = 2
-MAX_BYTES = 1 << 30
-"""Size of a manifest; a shard takes about 250 bytes in it."""
 MAX_COUNT = 2**53
 """Largest number of samples or bytes: sums stay exact in 64 bits, and in JSON of other tools."""
 MAX_LANES = 2**20
@@ -112,7 +110,6 @@ def read_manifest(store: Store, folder: str = "") -> Manifest:
     name = folder + MANIFEST
     where = f"{redacted(store.url).rstrip('/')}/{name}"
     data = store.get(name)
-    json_io.check_size(data, MAX_BYTES, where)
     try:
         document = json_io.parse_text(json_io.decode_text(data, where), where, object_pairs_hook=_to_unique_dict)
     except ValueError as error:

@@ -12,8 +12,8 @@ from stoker.core.registry import Registry
 from stoker.core.units import format_bytes
 from stoker.errors import InputError, UnavailableError
 
-MAX_GET_BYTES = 64 << 20
-"""The default limit of an object that is read as a whole: a manifest of 300,000 shards is smaller."""
+MAX_GET_BYTES = 128 << 20
+"""The default limit of an object that is read as a whole; a manifest has about 250 bytes per shard."""
 MAX_PAGE_BYTES = 32 << 20
 """The limit of one page of a listing: nginx lists 250,000 files in less."""
 MAX_LISTED_OBJECTS = 1_000_000

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Mapping
 from http.client import HTTPException
+from io import BytesIO
 from itertools import count
 from typing import NamedTuple
 from urllib.parse import urljoin, urlsplit
@@ -43,7 +44,7 @@ RETRY_DEADLINE_S = 15.0
 """No retry starts later than this after the first request."""
 
 _RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
-_READ_BYTES = 8 << 20
+_READ_BYTES = 1 << 20
 _MAX_DISCARDED_BYTES = 64 << 10
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 
@@ -241,10 +242,12 @@ def _read_whole(response: BaseHTTPResponse, max_bytes: int) -> bytes:
     length = response.length_remaining
     if length is not None and length <= max_bytes:
         return response.read()
-    data = _read_up_to(response, max_bytes + 1) if length is None else b""
-    if length is not None or len(data) > max_bytes:
-        raise ResponseTooLargeError(f"response is longer than {max_bytes:,} bytes, the maximum for this request")
-    return data
+    if length is None:
+        data = _read_up_to(response, max_bytes + 1)
+        if len(data) <= max_bytes:
+            return data
+        del data  # the traceback of the error would keep it in memory
+    raise ResponseTooLargeError(f"response is longer than {max_bytes:,} bytes, the maximum for this request")
 
 
 def _discard_body(response: BaseHTTPResponse) -> None:
@@ -269,11 +272,10 @@ def _check_content_range(header: str, byte_range: ByteRange) -> None:
 
 
 def _read_up_to(response: BaseHTTPResponse, length: int) -> bytes:
-    chunks = []
-    while length and (chunk := response.read(min(length, _READ_BYTES))):
-        chunks.append(chunk)
-        length -= len(chunk)
-    return b"".join(chunks)
+    with BytesIO() as data:  # unlike a list of chunks, it needs no copy at the end
+        while length and (chunk := response.read(min(length, _READ_BYTES))):
+            length -= data.write(chunk)
+        return data.getvalue()
 
 
 def _describe_failure(error: HTTPError) -> str:
