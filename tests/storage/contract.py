@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.errors import InputError, NotFoundError, ObjectChangedError, VerificationError
+from stoker.errors import InputError, NotFoundError, ObjectChangedError, UnavailableError, VerificationError
 from stoker.storage import Entry, Store, download, open_store, read_chunks
 
 Fill = Callable[[Mapping[str, bytes]], Store]
@@ -22,6 +22,12 @@ class ReadContract:
     def test_get_reads_the_whole_object(self, fill: Fill) -> None:
         store = fill({"a": TEN, "deep/er/b": b"x", "empty": b""})
         assert (store.get("a"), store.get("deep/er/b"), store.get("empty")) == (TEN, b"x", b"")
+
+    def test_get_reads_at_most_what_is_allowed(self, fill: Fill) -> None:
+        store = fill({"a": TEN})
+        assert store.get("a", max_bytes=10) == TEN
+        with pytest.raises(UnavailableError, match="a: "):
+            store.get("a", max_bytes=9)
 
     def test_size(self, fill: Fill) -> None:
         store = fill({"a": TEN, "deep/b": b"x", "empty": b""})

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from stoker import storage
 from stoker.errors import AccessDeniedError, InputError, NotFoundError, StokerError, UnavailableError
-from stoker.storage import Store, open_store
-from stoker.storage.http_client import RETRY_DEADLINE_S
-from tests.support.servers import RecordedRequest, Reply, aws_environ, free_port, scripted_server
+from stoker.storage import MAX_GET_BYTES, Store, http_client, open_store
+from stoker.storage.http_client import MAX_REDIRECTS, RETRY_DEADLINE_S
+from tests.fuzz.hostile_origin import OriginRequest, run_hostile_origin
+from tests.support.servers import RecordedRequest, Reply, aws_environ, free_port, json_reply, scripted_server
 
 Open = Callable[[str], Store]
 
@@ -85,3 +87,90 @@ def test_invalid_url_is_reported(url: str) -> None:
     with pytest.raises(InputError) as caught:
         open_store(url).get("a")
     assert caught.value.where == url
+
+
+@pytest.mark.parametrize("length", [100, 500 << 20])
+def test_body_longer_than_the_range_is_an_error_of_the_server(open_at: Open, length: int) -> None:
+    reply = Reply(206, bytes(100), {"Content-Range": "bytes 0-9/1000"}, length=length)
+    with scripted_server(lambda *_: reply) as server:
+        with pytest.raises(UnavailableError, match=r"bucket/a: response is longer than 10 bytes"):
+            open_at(server.url).range("a", 0, 10)
+        assert len(server.requests) == 1
+
+
+def test_object_larger_than_the_limit_is_not_read(open_at: Open) -> None:
+    with scripted_server(lambda *_: Reply(body=b"x", length=MAX_GET_BYTES + 1)) as server:
+        with pytest.raises(UnavailableError, match="bucket/a"):
+            open_at(server.url).get("a")
+        assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("location", ["http://[::bad", "file:///etc/passwd", "gopher://x/", "//[/"])
+def test_invalid_redirect_is_reported(location: str) -> None:
+    with scripted_server(lambda *_: Reply(302, headers={"Location": location})) as server:
+        with pytest.raises(UnavailableError, match="/a: server redirected to an invalid URL"):
+            open_store(f"{server.url}/bucket").get("a")
+        assert len(server.requests) == 1
+
+
+def test_redirects_are_limited() -> None:
+    with scripted_server(lambda *_: Reply(302, headers={"Location": "/bucket/a"})) as server:
+        with pytest.raises(UnavailableError, match="redirected"):
+            open_store(f"{server.url}/bucket").get("a")
+        assert len(server.requests) == MAX_REDIRECTS + 1
+
+
+def test_credentials_are_not_sent_to_the_target_of_a_redirect() -> None:
+    with scripted_server(lambda *_: Reply(body=b"data")) as other:
+        redirect = Reply(302, headers={"Location": f"{other.url}/a"})
+        with scripted_server(lambda request, _: Reply(body=b"own") if request.path == "/own" else redirect) as server:
+            url = server.url.replace("://", "://user:password@")
+            assert open_store(f"{url}/bucket").get("a") == b"data"
+            redirect.headers["Location"] = "/own"
+            assert open_store(f"{url}/bucket").get("a") == b"own"
+    assert "authorization" not in other.requests[0].headers
+    assert all("authorization" in request.headers for request in server.requests)
+
+
+@pytest.mark.parametrize("length", ["abc", "-1", "", "9" * 5000])
+def test_invalid_content_length_is_reported(length: str) -> None:
+    reply = Reply(headers={"Content-Length": length})
+    with scripted_server(lambda *_: reply) as server, pytest.raises(UnavailableError, match="Content-Length"):
+        open_store(f"{server.url}/bucket").head("a")
+
+
+def test_repeated_page_of_a_listing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    with scripted_server(lambda *_: json_reply({"nextPageToken": "same", "items": []})) as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        with pytest.raises(UnavailableError, match="gs://bucket"):
+            list(open_store("gs://bucket").list())
+        assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("size", [None, 7])
+def test_listing_that_never_ends_is_reported(monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
+    monkeypatch.setattr(storage, "MAX_LISTING_REQUESTS", 20)
+    monkeypatch.setattr(storage, "MAX_LISTED_OBJECTS", 50)
+    rows = [{"name": f"{number}.tar", "type": "file", "size": size} for number in range(9)]
+    with scripted_server(lambda *_: json_reply([*rows, {"name": "z", "type": "directory"}])) as server:
+        with pytest.raises(UnavailableError, match="listing") as caught:
+            list(open_store(f"{server.url}/bucket").list())
+        assert caught.value.where == f"{server.url}/bucket"
+        assert len(server.requests) <= 21
+
+
+def test_trickling_response_ends_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "READ_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(http_client, "RETRIES", 0)
+
+    def trickle(_: OriginRequest) -> Iterator[bytes]:
+        yield b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
+        for _ in range(1000):
+            time.sleep(0.1)
+            yield b"x"
+
+    with run_hostile_origin(trickle) as url:
+        started = time.monotonic()
+        with pytest.raises(UnavailableError, match=r"no response within 0\.5 s"):
+            open_store(f"{url}/bucket").get("a")
+        assert time.monotonic() - started < 30
