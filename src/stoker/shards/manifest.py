@@ -112,10 +112,11 @@ def read_manifest(store: Store, folder: str = "") -> Manifest:
     data = store.get(name)
     try:
         document = json_io.parse_text(json_io.decode_text(data, where), where, object_pairs_hook=_to_unique_dict)
+        if not isinstance(document, dict):
+            raise ValueError("not a JSON object")
     except ValueError as error:
         raise InputError(f"invalid manifest: {error}", where=where) from error
-    version = document.get("version") if isinstance(document, dict) else None
-    if version != VERSION:
+    if (version := document.get("version")) != VERSION:
         raise InputError(
             f"manifest version {version!r} is not supported; this stoker reads version {VERSION}",
             where=where,
