@@ -196,15 +196,19 @@ class Run:
         status.raise_for_state()
         return status
 
-    def logs(self, slot: str | None = None, *, follow: bool = False, tail: int | None = None) -> Iterator[SlotLogLine]:
+    def logs(
+        self, slot: str | None = None, *, follow: bool = False, tail: int | None = None, partial: bool = False
+    ) -> Iterator[SlotLogLine]:
         """Return an iterator over the log lines of a slot such as `worker/0`, or of all slots, or the last `tail`.
 
-        With `follow`, it ends when the run has finished. An interrupt does not stop the run.
+        With `follow`, it ends when the run has finished; with `partial`, it then includes the states of progress bars
+        that are not finished. An interrupt does not stop the run.
         """
         slots = list_slots(self.job.spec)
         if slot is not None and slot not in map(str, slots):
             raise InputError(f"run {self.id} has no slot {slot!r}", hint=f"slots: {', '.join(map(str, slots))}")
-        return self._iter_logs(None if slot is None else Slot.parse(slot), follow, tail)
+        lines = self._iter_logs(None if slot is None else Slot.parse(slot), follow, tail)
+        return (line for line in lines if partial or not line.is_partial)
 
     def _iter_logs(self, slot: Slot | None, follow: bool, tail: int | None) -> Iterator[SlotLogLine]:
         with self._survives_interrupt():

@@ -50,7 +50,7 @@ def print_logs(
     from stoker.jobs.topology import list_slots
     from stoker.launchers.torchrun_output import fold_torchrun_output
 
-    lines = run.logs(slot, follow=follow, tail=tail)
+    lines = run.logs(slot, follow=follow, tail=tail, partial=True)
     if fold or sys.stdout.isatty():
         lines = fold_torchrun_output(lines)
     view = LogView(slots=slot is None and len(list_slots(run.job.spec)) > 1, timestamps=timestamps)
