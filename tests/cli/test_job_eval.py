@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from stoker.cli.job_eval import choose_checkpoint
 from stoker.jobs.run_folder import list_runs
 from stoker.jobs.spec import to_yaml
 from stoker.testing import make_shards
 from stoker.trainers.checkpoint_files import BEST_NAME, find_checkpoint, step_name
+from stoker.trainers.flags import parse_flags
 from tests.launchers.contract import job_of
 from tests.support.runs import Runs
 from tests.support.trees import stoker
@@ -60,3 +62,13 @@ def test_best_checkpoint_comes_before_the_newest(tmp_path: Path) -> None:
     assert [find_checkpoint(str(tmp_path), which) for which in ("best", "newest")] == [step_name(10)] * 2
     (tmp_path / BEST_NAME).touch()
     assert [find_checkpoint(str(tmp_path), which) for which in ("best", "newest")] == [BEST_NAME, step_name(10)]
+
+
+def test_initial_weights_of_the_training_are_not_evaluated_instead(runs: Runs, stoker_home: Path) -> None:
+    run = runs.write(stoker_home, TRAINED)
+    Path(run.checkpoint_dir).mkdir()
+    (Path(run.checkpoint_dir) / BEST_NAME).touch()
+    where, flags = choose_checkpoint(run, run.checkpoint_dir, "best")
+    args = parse_flags(["--init-from", "pretrained.pt", "--val", "shards", *flags], {"STOKER_CHECKPOINT_DIR": "ck"})
+    assert (where, args.eval_only) == (str(Path(run.checkpoint_dir) / BEST_NAME), "best")
+    assert not args.init_from

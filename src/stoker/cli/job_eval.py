@@ -49,7 +49,7 @@ def evaluate(
             hint=f"evaluate it with your own program; `job eval` supports {TRAINER} only",
         )
     directory = job.checkpoint.dir or trained.checkpoint_dir
-    where, flags = _choose_checkpoint(trained, directory, checkpoint)
+    where, flags = choose_checkpoint(trained, directory, checkpoint)
     job = msgspec.structs.replace(
         job,
         name=f"{job.name[:35].rstrip('-')}-eval",
@@ -73,7 +73,7 @@ def _find_newest_training() -> Run:
     return next((run for run in list_runs() if "--eval-only" not in run.job.program.args), None) or find_run(None)
 
 
-def _choose_checkpoint(trained: Run, directory: str, which: str) -> tuple[str, tuple[str, ...]]:
+def choose_checkpoint(trained: Run, directory: str, which: str) -> tuple[str, tuple[str, ...]]:
     """Return the path or URL of the checkpoint and the trainer's flags for it; raise NotFoundError if there is none."""
     from stoker.errors import NotFoundError
     from stoker.storage import join_url, open_store, redacted, split_url

@@ -173,7 +173,7 @@ class KubernetesLauncher:
                 obj for obj in client.list_objects("ConfigMap", RUN_SELECTOR) if JOB_FILE in (obj.get("data") or {})
             ]
             jobs = {obj["metadata"]["labels"][RUN_LABEL]: obj["metadata"]["labels"][JOB_LABEL] for obj in config_maps}
-            run = Run(stoker_home() / "runs" / _choose_cluster_run(client, jobs, name))
+            run = Run(stoker_home() / "runs" / choose_cluster_run(client, jobs, name))
         if not (run.folder / "handle").exists():
             job_file = next(obj for obj in config_maps if obj["metadata"]["labels"][RUN_LABEL] == run.id)
             run.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ class KubernetesLauncher:
         )
 
 
-def _choose_cluster_run(client: KubeClient, jobs: Mapping[str, str], name: str) -> str:
+def choose_cluster_run(client: KubeClient, jobs: Mapping[str, str], name: str) -> str:
     """Return the ID of the run that a run ID or job name means; `jobs` has the job name of each run."""
     matches = [name] if name in jobs else [run_id for run_id, job in jobs.items() if job == name]
     if not matches:
