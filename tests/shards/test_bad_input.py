@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -13,10 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from stoker.errors import SourceError
 from stoker.shards.destination import RESUME_HINT
 from stoker.shards.formats import FORMATS
+from stoker.shards.images import BadImageError
 from stoker.shards.sample import Sample
-from tests.shards.test_convert import crash
+from stoker.shards.sources.folder import FolderSource
+from tests.shards.test_convert import crash, read_shard_set
 from tests.support.datasets import make_cifar10, make_imagenet
 from tests.support.trees import digests, image_bytes, make_dataset, make_tree, stoker
 
@@ -71,14 +75,6 @@ def add_image_outside_class(data: Path) -> None:
     (data / "train/loose.jpg").write_bytes(image_bytes(1))
 
 
-def add_broken_link(data: Path) -> None:
-    (data / "train/ant/gone.jpg").symlink_to("/nowhere/at/all.jpg")
-
-
-def add_link_loop(data: Path) -> None:
-    (data / "train/ant/again").symlink_to(data / "train/ant")
-
-
 def add_second_val(data: Path) -> None:
     shutil.copytree(data / "val", data / "validation")
 
@@ -98,8 +94,6 @@ def add_non_utf8_name(data: Path) -> None:
         (add_keys_equal_after_dots, ["ant/a.b.jpg", "ant/a_b.jpg", "key 'ant/a_b'", "; rename "]),
         (add_class_to_val, ["pets/val: ", "zebra", "pets/train"]),
         (add_image_outside_class, ["pets/train: ", "loose.jpg", "class folder", "; move "]),
-        (add_broken_link, ["train/ant/gone.jpg: ", "broken symbolic link"]),
-        (add_link_loop, ["train/ant/again", "symbolic link", "parent director", "; remove "]),
         (add_second_val, ["val/ and validation/", "'val' split"]),
         (add_non_utf8_name, ["train/ant: ", r"'\udcff.jpg'", "UTF-8", "; rename "]),
     ],
@@ -391,17 +385,92 @@ def test_full_disk_can_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert digests(disk / "out") == whole
 
 
-def test_image_that_changes_during_the_conversion_is_rejected(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from stoker.errors import SourceError
-    from stoker.shards.sources.folder import FolderSource
-
+def test_image_that_changes_during_the_conversion_is_rejected(tmp_path: Path) -> None:
     source = FolderSource(str(make_dataset(tmp_path / "pets")), scratch=tmp_path)
     item = next(iter(source.scan("train")))
     (tmp_path / "pets/train" / item.name).write_bytes(b"shorter")
     with pytest.raises(SourceError, match=rf"{item.name}: .*\b{item.size} bytes"):
         source.read("train", item)
-    (tmp_path / "pets/train" / item.name).unlink()
-    with pytest.raises(SourceError, match=rf"{item.name}: .*No such file"):
+
+
+# --- Images that cannot be read are quarantined; errors that affect many images are not
+
+
+def read_quarantine(out: Path, split: str = "train") -> dict[str, str]:
+    """Return the reason of each quarantined image by name."""
+    path = out / split / "quarantine.jsonl"
+    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return {line["name"]: line["reason"] for line in lines}
+
+
+def test_links_and_special_files_are_quarantined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, out = make_dataset(tmp_path / "pets"), tmp_path / "out"
+    assert stoker("data", "convert", data, tmp_path / "plain") == 0
+    (data / "train/ant/gone.jpg").symlink_to("/nowhere/at/all.jpg")
+    (data / "train/ant/self.jpg").symlink_to("self.jpg")
+    os.mkfifo(data / "train/bee/pipe.png")
+    (data / "train/bee/gone.txt").symlink_to("/nowhere/notes.txt")
+    (data / "train/cat/again").symlink_to(data / "train/cat")
+    (data / "train/cat/all").symlink_to(data)
+    (data / "train/dog").symlink_to("/nowhere/dog")
+    capsys.readouterr()
+    assert stoker("data", "convert", data, out) == 0
+    captured = capsys.readouterr()
+    assert "3 bad images" in captured.err
+    assert "2 × link to a parent directory" in captured.err
+    assert str(data / "train/dog") in captured.err
+    assert list(read_quarantine(out)) == ["ant/gone.jpg", "ant/self.jpg", "bee/pipe.png"]
+    assert "broken symbolic link" in read_quarantine(out)["ant/gone.jpg"]
+    assert read_shard_set(out / "train") == read_shard_set(tmp_path / "plain/train")
+    assert stoker("data", "verify", out) == 0
+    assert stoker("data", "convert", data, out) == 0  # the same source again
+
+
+def test_image_without_permission_is_quarantined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, out = make_dataset(tmp_path / "pets"), tmp_path / "out"
+    open_file = os.open
+
+    def open_unless_forbidden(path: str, *args: int) -> int:
+        if str(path).endswith("00003.jpg"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return open_file(path, *args)
+
+    monkeypatch.setattr(os, "open", open_unless_forbidden)  # the tests may run as root, who may read everything
+    assert stoker("data", "convert", data, out) == 0
+    assert read_quarantine(out) == {"ant/00003.jpg": f"cannot read: {os.strerror(errno.EACCES)}"}
+
+
+def test_deleted_image_is_quarantined_but_a_deleted_folder_is_an_error(tmp_path: Path) -> None:
+    source = FolderSource(str(make_dataset(tmp_path / "pets")), scratch=tmp_path)
+    first, second, *_ = source.scan("train")
+    (tmp_path / "pets/train" / first.name).unlink()
+    with pytest.raises(BadImageError, match="deleted"):
+        source.read("train", first)
+    shutil.rmtree(tmp_path / "pets/train/ant")
+    with pytest.raises(SourceError, match=second.name):
+        source.read("train", second)
+
+
+def test_link_whose_target_disappears_during_the_conversion_is_an_error(tmp_path: Path) -> None:
+    """The target may be on a share that was unmounted, with many others."""
+    data = make_dataset(tmp_path / "pets")
+    image = data / "train/ant/00000.jpg"
+    image.rename(tmp_path / "target.jpg")
+    image.symlink_to(tmp_path / "target.jpg")
+    source = FolderSource(str(data), scratch=tmp_path)
+    item = next(iter(source.scan("train")))
+    (tmp_path / "target.jpg").unlink()
+    with pytest.raises(SourceError, match=item.name):
+        source.read("train", item)
+
+
+def test_failing_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = FolderSource(str(make_dataset(tmp_path / "pets")), scratch=tmp_path)
+    item = next(iter(source.scan("train")))
+
+    def fail(fd: int, size: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "read", fail)
+    with pytest.raises(SourceError, match=item.name):
         source.read("train", item)

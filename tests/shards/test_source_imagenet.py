@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 from stoker.errors import MissingExtraError, NotFoundError, SourceError, StorageFullError
+from stoker.shards.images import BadImageError
 from stoker.shards.sources.files import DOWNLOAD_AGAIN
 from stoker.shards.sources.imagenet import ImagenetSource
 from tests.support.datasets import WNIDS_BY_ID, Expected, Imagenet, jpeg, make_imagenet, make_tar, meta_mat
@@ -389,7 +390,12 @@ def test_image_that_changes(tmp_path: Path, scratch: Path) -> None:
     with pytest.raises(SourceError, match=rf"{item.name}: .*\b{item.size} bytes"):
         source.read("train", item)
     (dataset.folder / "train" / item.name).unlink()
-    with pytest.raises(SourceError, match=rf"{item.name}: .*No such file"):
+    with pytest.raises(BadImageError, match="deleted"):
+        source.read("train", item)
+    (dataset.folder / "train" / item.name).symlink_to("/nowhere.JPEG")
+    item = next(iter(source.scan("train")))
+    assert item.size == 0
+    with pytest.raises(BadImageError, match="broken symbolic link"):
         source.read("train", item)
 
 

@@ -34,7 +34,7 @@ def convert(
         typer.Option(
             "--source",
             metavar="KIND",
-            help="Dataset format: auto, folder, imagenet, cifar10, mnist, shards or synthetic.",
+            help="Dataset format: auto, folder, folder-tar, imagenet, cifar10, mnist, shards or synthetic.",
         ),
     ] = "auto",
     shard_format: Annotated[

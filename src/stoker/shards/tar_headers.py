@@ -160,7 +160,11 @@ def _check_special(kind: bytes, path: str, where: str, offset: int, reject_speci
     if kind == _GNU_SPARSE:
         raise SourceError(f"member {path!r} at byte {offset} is a sparse file, which is not supported", where=where)
     if reject_special and kind not in (_DIRECTORY, b"\0"):
-        raise SourceError(f"member {path!r} at byte {offset} is neither a regular file nor a directory", where=where)
+        raise SourceError(
+            f"member {path!r} at byte {offset} is neither a regular file nor a directory",
+            where=where,
+            hint="create the archive again with: tar --dereference --hard-dereference",
+        )
 
 
 def _read_extended(tar: TarReader, where: str, offset: int, kind: bytes, size: int, extended: _Extended) -> _Extended:

@@ -46,7 +46,7 @@ class Source(Protocol):
         ...
 
     def read(self, split: str, item: Item) -> Content:
-        """Read one sample; thread-safe."""
+        """Read one sample; thread-safe. Raise BadImageError to quarantine it."""
         ...
 
     def close(self) -> None:
@@ -71,6 +71,7 @@ SOURCES: Registry[SourceType] = Registry(
     {
         "cifar10": "stoker.shards.sources.cifar10:Cifar10Source",
         "folder": "stoker.shards.sources.folder:FolderSource",
+        "folder-tar": "stoker.shards.sources.folder_tar:FolderTarSource",
         "imagenet": "stoker.shards.sources.imagenet:ImagenetSource",
         "mnist": "stoker.shards.sources.mnist:MnistSource",
         "shards": "stoker.shards.sources.shards:ShardsSource",
@@ -78,8 +79,8 @@ SOURCES: Registry[SourceType] = Registry(
     },
 )
 
-# Class folders are the least specific, so they come last.
-DETECTION_ORDER = ("synthetic", "imagenet", "cifar10", "mnist", "shards", "folder")
+# Class folders are the least specific, so they come last; any tar could be a shard, so class folders in a tar do not.
+DETECTION_ORDER = ("synthetic", "imagenet", "cifar10", "mnist", "folder-tar", "shards", "folder")
 
 
 def detect_source(where: str) -> str:

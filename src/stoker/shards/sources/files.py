@@ -6,6 +6,7 @@ import errno
 import gzip
 import os
 import shutil
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from stoker.core.text import printable
 from stoker.errors import SourceError, StorageFullError
+from stoker.shards.images import BadImageError
 
 GZIP_MAGIC = b"\x1f\x8b"
 CHUNK_BYTES = 1 << 20
@@ -66,6 +69,66 @@ class OpenFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def stat_image(entry: os.DirEntry[str]) -> tuple[int, int]:
+    """Return the size and modification time of an image file; the size is 0 if it is not readable as a file."""
+    try:
+        status = entry.stat()
+        if stat.S_ISREG(status.st_mode):
+            return status.st_size, status.st_mtime_ns
+    except OSError:  # a broken link, a loop of links, or a link into a folder without permission
+        pass
+    try:
+        return 0, entry.stat(follow_symlinks=False).st_mtime_ns
+    except OSError:  # deleted since the folder was listed
+        return 0, 0
+
+
+def read_image_file(path: str, size: int) -> bytes:
+    """Read an image file that had this size when it was scanned.
+
+    Raise BadImageError, which quarantines the image, if this one file cannot be read. Raise SourceError if the file
+    changed, and for any error that may affect every file, such as a disk or share that failed.
+    """
+    if size == 0:
+        _check_regular(path)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            data = os.read(fd, size + 1)
+            while len(data) < size and (more := os.read(fd, size + 1 - len(data))):
+                data += more  # network file systems may return fewer bytes than requested
+        finally:
+            os.close(fd)
+    except PermissionError as error:
+        raise BadImageError(f"cannot read: {error.strerror}") from error
+    except FileNotFoundError as error:
+        # Where the folder or the target of a link is gone too, a share was probably unmounted.
+        if Path(path).parent.is_dir() and not Path(path).is_symlink():
+            raise BadImageError("the file was deleted during the conversion") from error
+        raise SourceError("the file no longer exists", where=printable(path)) from error
+    except OSError as error:
+        raise SourceError(f"cannot read: {error.strerror}", where=printable(path)) from error
+    if len(data) != size:
+        raise SourceError(
+            f"the file changed during the conversion: it had {size} bytes",
+            where=printable(path),
+            hint="try again when nothing writes to it",
+        )
+    return data
+
+
+def _check_regular(path: str) -> None:
+    """Raise BadImageError for a path that was not readable as a file when it was scanned."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        is_broken_link = error.errno == errno.ENOENT and Path(path).is_symlink()
+        reason = "broken symbolic link" if is_broken_link else error.strerror
+        raise BadImageError(f"cannot read: {reason}") from error
+    if not stat.S_ISREG(mode):
+        raise BadImageError("not a regular file")
 
 
 def open_decompressed(path: Path, scratch: Path) -> OpenFile:

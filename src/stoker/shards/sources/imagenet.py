@@ -12,7 +12,7 @@ from stoker.errors import NotFoundError, SourceError
 from stoker.shards.images import EXTENSIONS
 from stoker.shards.sample import Content, Item
 from stoker.shards.sources.devkit import DEVKIT, DEVKIT_TAR, SOLUTION, VAL_IMAGE, WNID, GroundTruth, find_ground_truth
-from stoker.shards.sources.files import OpenFile, open_decompressed
+from stoker.shards.sources.files import OpenFile, open_decompressed, read_image_file, stat_image
 from stoker.shards.sources.tarfiles import ArchivedFile, iter_files
 
 TARS = {split: (f"ILSVRC2012_img_{split}.tar", f"ILSVRC2012_img_{split}.tar.gz") for split in ("train", "val")}
@@ -223,10 +223,10 @@ class _ClassFolders:
     def iter_files(self) -> Iterator[_SplitFile]:
         for wnid in self.wnids:
             for entry in sorted(_iter_entries(self._folder / wnid), key=lambda entry: entry.name):
-                yield _SplitFile(wnid, entry.name, entry.stat().st_size)
+                yield _SplitFile(wnid, entry.name, stat_image(entry)[0])
 
     def read(self, item: Item) -> bytes:
-        return _read_file(self._folder / item.name, item.size)
+        return read_image_file(f"{self._folder}/{item.name}", item.size)
 
     def close(self) -> None:
         pass
@@ -299,7 +299,7 @@ class _NumberedFolder:
             yield _SplitFile(self._truth.wnid(number), name, size)
 
     def read(self, item: Item) -> bytes:
-        return _read_file(self._folder / _basename(item.name), item.size)
+        return read_image_file(f"{self._folder}/{_basename(item.name)}", item.size)
 
     def close(self) -> None:
         pass
@@ -310,13 +310,6 @@ def _iter_class_tar(file: OpenFile, wnid: str, start: int, end: int) -> Iterator
         return
     for member in iter_files(file, start, end, within=f"{wnid}.tar"):
         yield _SplitFile(wnid, _basename(member.name), member.size, member.offset)
-
-
-def _read_file(path: Path, size: int) -> bytes:
-    with OpenFile(path) as file:
-        if file.size != size:
-            raise SourceError(f"the file changed after it was listed: it had {size} bytes", where=path)
-        return file.read(0, size)
 
 
 def _open_val(root: Path, path: Path, scratch: Path) -> _SplitLayout:
