@@ -145,3 +145,13 @@ def test_list_follows_symlinks_and_skips_special_files(folder: Path, tmp_path: P
     with pytest.raises(NotFoundError, match=r"/fifo: not a .*file") as caught:
         store.size("fifo")
     assert caught.value.where == str(folder / "fifo")
+
+
+def test_listing_ends_despite_symlinks_to_themselves_and_to_parents(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a").write_bytes(b"x")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("up", "also-up"):
+        (tmp_path / "deep" / name).symlink_to("..")
+    (tmp_path / "other").symlink_to("deep")
+    assert [entry.name for entry in LocalStore(str(tmp_path)).list()] == ["deep/a", "other/a"]

@@ -144,7 +144,6 @@ class _LoadClient(threading.Thread):
         connection.request("GET", f"{self._url.path.rstrip('/')}/{quote(file.name)}", headers=headers)
         response = connection.getresponse()
         if response.status not in (200, 206):
-            response.read()
             raise http.client.HTTPException(f"server responded with HTTP {response.status}")
         received = 0
         while count := response.readinto(self._buffer):

@@ -110,24 +110,37 @@ class LocalStore:
     def _path(self, name: str) -> Path:
         return self.root / check_name(name)
 
-    def _walk(self, folder: str) -> Iterator[Entry]:
+    def _walk(self, folder: str, parents: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Entry]:
         path = self.root / folder
         with translate_os_errors(path):
             try:
+                status = path.stat()
                 with os.scandir(path) as scan:
                     # Folders sort with their trailing slash, so that the recursive walk is in order of full names.
-                    children = sorted((file.name + "/" * file.is_dir(), file) for file in scan)
+                    children = sorted((file.name + "/" * file.is_dir(), file) for file in scan if not _is_loop(file))
             except FileNotFoundError:
                 return
+        if (status.st_dev, status.st_ino) in parents:  # a symlink to a parent
+            return
+        parents |= {(status.st_dev, status.st_ino)}
         for name, file in children:
             full = f"{folder}/{name}" if folder else name
             if name.endswith("/"):
-                yield from self._walk(full.removesuffix("/"))
+                yield from self._walk(full.removesuffix("/"), parents)
                 continue
             with translate_os_errors(path / name):
-                status = file.stat() if file.is_file() and not is_temporary(name) else None
-            if status:
-                yield Entry(full, status.st_size)
+                size = file.stat().st_size if file.is_file() and not is_temporary(name) else None
+            if size is not None:
+                yield Entry(full, size)
+
+
+def _is_loop(file: os.DirEntry[str]) -> bool:
+    """Return whether a file is a symlink to itself."""
+    try:
+        file.is_dir()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def is_temporary(name: str) -> bool:
