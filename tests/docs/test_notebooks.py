@@ -12,6 +12,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+import stoker
 from stoker.jobs.run_folder import list_runs
 from stoker.telemetry.metrics import build_table
 from stoker.telemetry.reader import read_events
@@ -42,7 +43,12 @@ def execute(name: str, here: Path, settings: Mapping[str, Any]) -> str:
     names = {line.partition(" = ")[0] for line in cell.source.splitlines() if " = " in line}
     assert names == set(settings)
     cell.source = "\n".join(f"{key} = {value!r}" for key, value in settings.items())
-    NotebookClient(notebook, timeout=CELL_TIMEOUT_S, resources={"metadata": {"path": str(here)}}).execute()
+    try:
+        NotebookClient(notebook, timeout=CELL_TIMEOUT_S, resources={"metadata": {"path": str(here)}}).execute()
+    finally:  # a run survives a kernel whose notebook failed
+        for run in stoker.runs():
+            if not run.files.read_status().state.is_final:
+                run.stop()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     return "".join(output.get("text", "") for output in outputs)
 
