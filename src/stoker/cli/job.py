@@ -1,4 +1,4 @@
-"""`stoker init` and `stoker job plan|run|schema`; registers the other job commands."""
+"""`stoker job plan|run|schema`; registers the other job commands."""
 
 from __future__ import annotations
 
@@ -18,34 +18,6 @@ if TYPE_CHECKING:
     from stoker.api import Plan
 
 app = typer.Typer(help="Plan, run, monitor and stop jobs.", no_args_is_help=True)
-
-
-def init(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="Job file to write.")] = Path("job.yaml"),
-    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the job.")] = "my-training",
-    train: Annotated[str, typer.Option(metavar="URL", help="Training set.")] = "shards/train",
-    val: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Validation set. Defaults to `val` beside the training set, if it exists."),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
-) -> None:
-    """Write a commented job file to start from."""
-    from stoker.errors import ConflictError
-    from stoker.jobs.spec import parse_job
-    from stoker.jobs.template import render_template
-
-    sibling = str(Path(train).with_name("val")) if "://" not in train else None
-    if val is None and sibling is not None and (Path(sibling).exists() or not Path(train).exists()):
-        val = sibling
-    text = render_template(name, train, val)
-    parse_job(text, path)  # an invalid name is refused before anything is written
-    try:
-        with open(path, "w" if force else "x") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise ConflictError("file already exists", where=path, hint="choose another name or pass --force") from error
-    print_message(f"Wrote {path}. Edit it, then run: stoker job run {path}")
 
 
 @app.command()

@@ -11,7 +11,7 @@ import tempfile
 import typer
 
 from stoker import __version__
-from stoker.cli import data, demo, doctor, job, profile, volume
+from stoker.cli import data, demo, doctor, init, job, profile, volume
 from stoker.cli.renamed import check_renamed_options
 from stoker.errors import InterruptError, StokerError, UnavailableError, redact_urls
 
@@ -27,7 +27,7 @@ app.add_typer(data.app, name="data")
 app.add_typer(job.app, name="job")
 app.add_typer(volume.app, name="volume")
 app.command("demo")(demo.demo)
-app.command("init")(job.init)
+app.command("init")(init.init)
 app.command("doctor")(doctor.doctor)
 app.command("profile", context_settings=profile.SETTINGS)(profile.profile)
 

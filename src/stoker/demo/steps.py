@@ -124,7 +124,7 @@ class Demo:
             f"stoker job eval {NAME} --set data.val=shards/val --set data.via=     # evaluate the best checkpoint",
             f"stoker job report {NAME}     # logs, plan and status of the run in one archive",
             "stoker data convert YOUR-IMAGES own",
-            "stoker init --train own/train --val own/val",
+            "stoker init own",
         ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from stoker.core.yaml_io import to_yaml
 
 _TEMPLATE = """\
@@ -9,12 +11,12 @@ _TEMPLATE = """\
 #               Run it:               stoker job run {file}
 # Override a key for one run:         stoker job run {file} --set resources.gpu=4
 # Every key is documented in docs/job-file.md.
-
+{about}
 name: {name}
 
 program:                      # your own program: script: train.py, or module: package.train
   module: stoker.trainers.torch_image
-  args: [--model, resnet18, --epochs, 10, --global-batch-size, 64]
+  args: [{args}]
 
 topology: torchrun            # single: one process
 workers: auto                 # machines: all of ssh.hosts, otherwise 1; {{min: 2, max: 8}}: elastic
@@ -56,10 +58,29 @@ data:                         # passed to the program as STOKER_DATA_TRAIN, STOK
 """
 
 
-def render_template(name: str, train: str, val: str | None = None, *, file: str = "job.yaml") -> str:
-    """Return a job file with the common keys and comments; optional keys are commented out."""
+DEFAULT_ARGS = ("--model", "resnet18", "--global-batch-size", "64", "--epochs", "10")
+
+
+def render_template(
+    name: str,
+    train: str,
+    val: str | None = None,
+    *,
+    file: str = "job.yaml",
+    args: Sequence[str] = DEFAULT_ARGS,
+    about: str = "",
+) -> str:
+    """Return a job file with the common keys and comments; optional keys are commented out.
+
+    `args` are the flags of the trainer, and `about` describes the dataset that they were chosen for.
+    """
     text = _TEMPLATE.format(
-        name=_scalar(name), train=_scalar(train), val="VAL" if val is None else _scalar(val), file=file
+        name=_scalar(name),
+        train=_scalar(train),
+        val="VAL" if val is None else _scalar(val),
+        file=file,
+        args=", ".join(args),
+        about=f"# The flags were chosen for the dataset: {about}.\n" if about else "",
     )
     return text if val is not None else text.replace("  val: VAL\n", "  # val: shards/val\n")
 
