@@ -187,6 +187,12 @@ def test_invalid_options_are_rejected(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("command", ["verify", "summary", "plan", "peek", "bench", "serve"])
+def test_missing_path_is_named(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = run_and_fail(capsys, 2, "data", command, tmp_path / "nowhere")
+    assert re.search(rf"{tmp_path}/nowhere: no such (file or )?directory$", sentence)
+
+
 # --- Destinations
 
 
