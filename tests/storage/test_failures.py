@@ -98,6 +98,12 @@ def test_body_longer_than_the_range_is_an_error_of_the_server(open_at: Open, len
         assert len(server.requests) == 1
 
 
+def test_part_of_an_object_is_not_taken_for_the_whole() -> None:
+    part = Reply(206, b"da", {"Content-Range": "bytes 0-1/4"})
+    with scripted_server(lambda _, number: part if number == 0 else Reply(body=b"data")) as server:
+        assert open_store(f"{server.url}/bucket").get("a") == b"data"
+
+
 def test_object_larger_than_the_limit_is_not_read(open_at: Open) -> None:
     with scripted_server(lambda *_: Reply(body=b"x", length=MAX_GET_BYTES + 1)) as server:
         with pytest.raises(UnavailableError, match="bucket/a"):

@@ -226,6 +226,8 @@ def _read_body(response: BaseHTTPResponse, byte_range: ByteRange | None, max_byt
         _discard_body(response)
         return b""
     if byte_range is None:
+        if response.status == 206 and response.length_remaining != 0:  # 0 is that of HEAD
+            raise _WrongRangeError("server sent a part of the object, requested the whole")
         return _read_whole(response, max_bytes)
     if response.status == 206:
         _check_content_range(response.headers.get("Content-Range", ""), byte_range)

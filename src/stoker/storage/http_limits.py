@@ -69,7 +69,6 @@ class _LimitedResponse(http.client.HTTPResponse):
         super().__init__(sock, *args, **options)
         self._reader = _LimitedReader(self.fp.detach(), sock.gettimeout())
         self.fp = io.BufferedReader(self._reader)
-
         self._chunks = 0
 
     def begin(self) -> None:
