@@ -90,15 +90,15 @@ def test_plan_from_a_cursor(shards: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("words", "reasons"),
     [
-        (["--world-size", "8", "--global-batch-size", "4"], ["global_batch:", r"world size \(8\), got 4"]),
-        (["--global-batch-size", "1000"], ["global_batch:", r"300 samples\), got 1,000"]),
+        (["--world-size", "8", "--global-batch-size", "4"], ["--global-batch-size must", r"world size \(8\), got 4"]),
+        (["--global-batch-size", "1000"], ["--global-batch-size must", r"\(300\), got 1,000"]),
         (
             ["--world-size", "31", "--global-batch-size", "31", "--sampling", "join"],
-            ["sampling: `join`", "30 shards", "31 ranks", "`exact`"],
+            ["--sampling must", "`join`", "30 shards", "31 ranks", "`exact`"],
         ),
         (
             ["--world-size", "3", "--nodes", "2", "--global-batch-size", "1"],
-            ["global_batch:", r"world size \(3\), got 1", "nodes: 3 ranks", "2 nodes"],
+            ["--global-batch-size must", r"world size \(3\), got 1", r"--nodes must", r"ranks \(3\)", "got 2"],
         ),
         (["--global-batch-size", "50", "--resume", "0:301"], ["301", "300 samples"]),
         (["--global-batch-size", "50", "--resume", "now"], ["'now'", "EPOCH:CONSUMED"]),
@@ -107,8 +107,10 @@ def test_plan_from_a_cursor(shards: Path, capsys: pytest.CaptureFixture[str]) ->
             ["`join`", "10 samples", "epoch"],
         ),
         (["--global-batch-size", "50", "--sampling", "random"], ["'random'", "exact, join, resampled"]),
-        (["--global-batch-size", "50", "--epoch-samples", "10"], ["epoch_samples", "resampled"]),
-        (["--world-size", "0"], ["0", "1"]),
+        (["--global-batch-size", "50", "--epoch-samples", "10"], ["--epoch-samples cannot", "resampled"]),
+        (["--world-size", "0"], ["--world-size must be >= 1, got 0"]),
+        (["--world-size", "400"], [r"--global-batch-size must\b.*\(400\), got 256 \(the default\)"]),
+        (["--world-size", "x"], ["--world-size must be an integer, got 'x'"]),
     ],
 )
 def test_plans_that_would_hang_or_starve_are_refused(
@@ -215,7 +217,7 @@ def test_bench_shows_the_share_of_the_figures_beside_it(
         (["bench", "--transform", "none"], "imagenet-train, imagenet-val"),
         (["bench", "--threads", "0"], r"--threads\b.*\b1024\b.*'0'"),
         (["bench", "--seconds", "0"], r"--seconds\b.*\b3600\b.* 0\b"),
-        (["bench", "--batch-size", "301"], r"\b300 samples\b.*\bgot 301\b"),
+        (["bench", "--batch-size", "301"], r"--batch-size must\b.*\(300\), got 301\b"),
         (["peek", "--count", "0"], r"--count\b.* 0\b"),
         (["peek", "--size", "0"], r"--size\b.* 0\b"),
     ],

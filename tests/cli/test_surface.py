@@ -148,3 +148,15 @@ def test_demo_runs_every_step_and_survives_a_killed_rank(tmp_path: Path) -> None
     assert again.returncode == 2
     assert str(tmp_path / "demo") in again.stderr
     assert "--dir" in again.stderr
+
+
+def test_arguments_are_shown_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, usage in [
+        (["doctor"], "Usage: stoker doctor [OPTIONS] [FILE]"),
+        (["job", "exec"], "Usage: stoker job exec [OPTIONS] RUN CMD..."),
+        (["data", "convert"], "Usage: stoker data convert [OPTIONS] SOURCE DEST"),
+    ]:
+        assert stoker(*words, "--help") == 0
+        text = capsys.readouterr().out
+        assert usage in text.splitlines()
+        assert not re.search(r"<(str|int|path|list\[str\])>", text)

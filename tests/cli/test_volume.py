@@ -15,9 +15,14 @@ from tests.support.trees import stoker
         (["inspect", "data", "shell", "--write"], ["shell: ", "terminal"]),
         (["list", "--on", "ssh"], ["--on ssh"]),
         (["create", "data", "--size", "10Gi", "--pv", "/nowhere.yaml"], ["/nowhere.yaml: "]),
+        (["create", "data", "--size", "lots"], ["--size must", "'lots'"]),
+        (["create", "data", "--size", "10Gi", "--access", "zz"], ["--access: ", "'zz'"]),
     ],
 )
-def test_invalid_arguments(words: list[str], named: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments(
+    words: list[str], named: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", "/nowhere/kubeconfig")
     assert stoker("volume", *words) == 2
     err = capsys.readouterr().err
     assert all(name in err for name in named), err

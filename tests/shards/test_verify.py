@@ -201,7 +201,7 @@ def test_table_output(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert stoker("data", "verify", shards) == 2
     captured = capsys.readouterr()
     assert "pets-train-000000.tar" in captured.out
-    assert captured.err.strip().endswith("1 fault found")
+    assert captured.err.strip().endswith("1 problem found")
 
 
 def test_verification_continues_after_an_invalid_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -396,7 +396,7 @@ def test_different_classes_of_the_validation_set_are_rejected(
         (["--device", "cuda"], 3, "--device cuda: CUDA is not available"),
         (["--device", "cuda:0"], 3, "--device cuda:0: CUDA is not available"),
         (["--precision", "fp16"], 2, "--precision fp16: fp16 needs a GPU"),
-        (["--global-batch-size", "5000"], 2, r"global_batch: must be <= .*\b203\b.*got 5,000"),
+        (["--global-batch-size", "5000"], 2, r"global_batch: must be at most .*\b203\b.*got 5,000"),
         (["--init-from", "none.pt"], 2, "none.pt: no"),
     ],
 )

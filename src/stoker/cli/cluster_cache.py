@@ -10,6 +10,7 @@ from urllib.parse import quote
 import typer
 
 from stoker.cli.kube_target import connect, parse_target
+from stoker.cli.options import is_given, parse_value
 from stoker.cli.output import print_json, print_message, print_table
 from stoker.core.units import format_bytes, parse_bytes, parse_duration, pluralize
 from stoker.errors import InputError
@@ -41,7 +42,7 @@ class CacheOptions(NamedTuple):
 def check_options(ctx: typer.Context, on: str | None, *, local: Mapping[str, str], cluster: Mapping[str, str]) -> None:
     """Raise InputError for options that do not apply with, or without, `--on`."""
     inapplicable = cluster if on is None else local
-    flags = [flag for name, flag in inapplicable.items() if _is_given(ctx, name)]
+    flags = [flag for name, flag in inapplicable.items() if is_given(ctx, name)]
     if flags:
         condition = "only valid with --on k8s" if on is None else "not valid with --on k8s"
         raise InputError(f"{', '.join(flags)}: {condition}")
@@ -53,11 +54,6 @@ def check_revalidation(seconds: float) -> None:
         raise InputError(f"--revalidate-after must be between 0 and {MAX_REVALIDATION_S} seconds, got {seconds:g}")
 
 
-def _is_given(ctx: typer.Context, name: str) -> bool:
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
-
-
 def cache(
     on: str, options: CacheOptions, *, timeout: str, dry_run: bool, status: bool, stop: bool, as_json: bool
 ) -> None:
@@ -65,7 +61,7 @@ def cache(
     actions = [flag for flag, is_set in (("--dry-run", dry_run), ("--status", status), ("--stop", stop)) if is_set]
     if len(actions) > 1:
         raise InputError(f"{' and '.join(actions)} are mutually exclusive", hint="pass only one of them")
-    wait_s = parse_duration(timeout)
+    wait_s = parse_value("--timeout", parse_duration, timeout)
     if dry_run:
         _print_objects(on, options, as_json)
         return
@@ -113,16 +109,18 @@ def _build_spec(options: CacheOptions, target: KubeTarget, cluster: KubeClient |
 
     check_revalidation(options.revalidate_after)
     origins = tuple(parse_origins(options.origins))
-    size = None if options.size is None else _size(options.size)
+    size = None if options.size is None else parse_value("--size", parse_bytes, options.size)
     if options.claim is not None and cluster is not None and options.replicas >= 1:
         available = claim_bytes_per_pod(cluster, options.claim, options.replicas)
         if size is not None and size > available:
             each = " per pod" if options.replicas > 1 else ""
             capacity = f"{format_bytes(available)}{each}"
-            raise InputError(f"--size is {format_bytes(size)}, but claim {options.claim} has {capacity}")
+            raise InputError(f"--size is {format_bytes(size)}, but claim {options.claim} provides only {capacity}")
         size = available if size is None else size
     if size is None:
-        raise InputError("--size required", hint="maximum size per pod, for example --size 200Gi")
+        raise InputError(
+            "--size is required", hint="set the maximum size of the cache per pod, for example --size 200Gi"
+        )
     return ClusterCache(
         origins=origins,
         size=size,
@@ -133,13 +131,6 @@ def _build_spec(options: CacheOptions, target: KubeTarget, cluster: KubeClient |
         revalidate_after_s=options.revalidate_after,
         namespace=target.namespace,
     )
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except InputError as error:
-        raise InputError(f"--size: {error.what}") from error
 
 
 def read_patches(files: Sequence[Path]) -> list[dict[str, Any]]:

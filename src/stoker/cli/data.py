@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.cli import data_cache, data_load, data_serve
-from stoker.cli.options import Jobs, Json, parse_threads
+from stoker.cli.options import Jobs, Json, parse_threads, parse_value
 from stoker.cli.output import print_json, print_message, print_table, show_byte_progress, show_counter
 from stoker.core.units import pluralize
 
@@ -28,7 +28,7 @@ app = typer.Typer(help="Convert, inspect, serve, cache and benchmark shard sets.
 @app.command()
 def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="Dataset: a directory, a file or a URL.")],
-    dest: Annotated[str, typer.Argument(metavar="DEST", help="New directory, s3:// or gs:// URL.")],
+    dest: Annotated[str, typer.Argument(metavar="DEST", help="New local directory, or an s3:// or gs:// URL.")],
     kind: Annotated[
         str,
         typer.Option(
@@ -41,7 +41,7 @@ def convert(
         str, typer.Option("--format", metavar="FORMAT", help="Shard format: tar or tfrecord.")
     ] = "tar",
     prefix: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Prefix of shard names. Defaults to the dataset's name for tar.")
+        str | None, typer.Option(metavar="NAME", help="Prefix of shard names. Defaults to the dataset name for tar.")
     ] = None,
     shard_size: Annotated[
         str | None,
@@ -50,23 +50,26 @@ def convert(
     shard_samples: Annotated[
         int | None, typer.Option(metavar="N", help="Maximum number of samples per shard, instead of a size.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Shuffle seed. The same seed gives the same bytes.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Shuffle seed. The same seed produces the same bytes.")] = 0,
     jobs: Jobs = "auto",
     limit: Annotated[
-        int | None, typer.Option(metavar="N", help="Convert only N samples of each split, drawn at random.")
+        int | None, typer.Option(metavar="N", help="Convert at most N samples of each split, drawn at random.")
     ] = None,
     val_fraction: Annotated[
         float | None, typer.Option(metavar="F", help="Move this fraction of each class from train to a val split.")
     ] = None,
     max_side: Annotated[
-        int | None, typer.Option(metavar="PX", help="Re-encode larger images as JPEG with this longer side.")
+        int | None,
+        typer.Option(metavar="PX", help="Downscale images whose longer side exceeds PX, and re-encode them as JPEG."),
     ] = None,
     quality: Annotated[
         int | None, typer.Option(metavar="Q", help="JPEG quality of re-encoded images. Defaults to 90.")
     ] = None,
     scratch: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Directory for temporary files. Defaults to the system's."),
+        typer.Option(
+            metavar="DIR", help="Directory for temporary files. Defaults to the system's temporary directory."
+        ),
     ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Discard an unfinished conversion at DEST.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Accept a --shard-size of less than 1 MiB.")] = False,
@@ -75,7 +78,7 @@ def convert(
 ) -> None:
     """Convert a dataset to shards.
 
-    Image bytes are copied unchanged, in an order shuffled by the seed. To resume an interrupted conversion, run the
+    Image bytes are copied unchanged, in an order shuffled with the seed. To resume an interrupted conversion, run the
     same command again. Bad images are skipped and listed in quarantine.jsonl.
     """
     from msgspec import UNSET
@@ -92,7 +95,7 @@ def convert(
     if quality is not None and max_side is None:
         raise InputError("--quality requires --max-side", hint="pass both or neither")
     if scratch is not None and not scratch.is_dir():
-        raise InputError("no such directory", where=f"--scratch {scratch}", hint="create it first")
+        raise InputError("no such directory", where=f"--scratch {scratch}", hint="create the directory first")
     options = ConversionOptions(
         format=shard_format,
         prefix=prefix,
@@ -129,7 +132,7 @@ def summary(
     ],
     as_json: Json = False,
 ) -> None:
-    """Show shard patterns, counts, bytes, classes and gaps."""
+    """Show shard patterns, counts, sizes, classes and missing shards."""
     from stoker.core.units import format_bytes
     from stoker.shards.shard_set import find_shard_sets
     from stoker.shards.summary import summarize_listing, summarize_shard_set
@@ -184,7 +187,7 @@ def verify(
         reports = [verify_set(each, check_image=check_image, jobs=threads, progress=advance) for each in sets]
     _print_reports(reports, as_json)
     if faults := sum(len(report.findings) for report in reports):
-        raise VerificationError(f"{pluralize(faults, 'fault')} found", where=url)
+        raise VerificationError(f"{pluralize(faults, 'problem')} found", where=url)
 
 
 for module in (data_load, data_serve, data_cache):
@@ -266,7 +269,7 @@ def _run_conversion(conversion: Conversion, dest: str, threads: int, restart: bo
         print_json([row | {"shards": len(m.shards)} for row, m in zip(rows, manifests, strict=True)])
         return
     print_table(
-        ("split", "samples", "classes", "shards", "bytes", "bad", "where"),
+        ("split", "samples", "classes", "shards", "bytes", "bad", "path"),
         [
             (
                 manifest.split,
@@ -286,7 +289,7 @@ def _run_conversion(conversion: Conversion, dest: str, threads: int, restart: bo
             print_message(f"skipped {pluralize(manifest.quarantined, 'bad image')}: see {where}")
         _warn_of_few_shards(manifest.split, len(manifest.shards), manifest.samples)
     if not written:
-        print_message("already complete, nothing written")
+        print_message("already complete; nothing was written")
         return
     total = sum(manifest.bytes for manifest in manifests)
     print_message(f"done in {seconds:.1f} s, {format_bytes(int(total / max(seconds, 1e-9)))}/s")
@@ -300,12 +303,12 @@ def _print_reports(reports: list[VerifyReport], as_json: bool) -> None:
         print_json(reports)
         return
     print_table(
-        ("split", "shards", "samples", "bytes", "faults", "where"),
+        ("split", "shards", "samples", "bytes", "problems", "path"),
         [(r.split, r.shards, r.samples, format_bytes(r.bytes), len(r.findings), r.url) for r in reports],
     )
     findings = [finding for report in reports for finding in report.findings]
     if findings:
         print_table(
-            ("shard", "offset", "key", "fault"),
+            ("shard", "offset", "key", "problem"),
             [(f.shard, f.offset, f.key, f.what) for f in findings],
         )

@@ -11,7 +11,7 @@ import typer
 
 from stoker.cli import cluster_cache
 from stoker.cli.data_serve import EngineName, Host, TokenFile, load_token, parse_folder, parse_port, run_engine
-from stoker.cli.options import Json
+from stoker.cli.options import Json, parse_value
 from stoker.cli.output import print_json, print_message, show_byte_progress
 from stoker.core.units import pluralize
 
@@ -38,15 +38,30 @@ CLUSTER_CACHE = {
     "stop": "--stop",
     "as_json": "--json",
 }
+CACHE_EXAMPLE = "for example: --origin https://data.example.com --dir /cache --size 200GiB"
 CLUSTER_WARM = {"read_from": "--read-from", "image": "--image", "patch": "--patch"}
 
-On = Annotated[
+DeployOn = Annotated[
     str | None,
     typer.Option(
-        "--on", metavar="TARGET", help="Use the cache of a namespace: k8s[://context/namespace].", show_default=False
+        "--on",
+        metavar="TARGET",
+        help="Deploy or manage the cache in a Kubernetes namespace: k8s[://context/namespace].",
+        show_default=False,
     ),
 ]
-Image = Annotated[str | None, typer.Option(metavar="NAME", help="With --on: image of the pods.", show_default=False)]
+WarmOn = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="TARGET",
+        help="Warm the cache in a Kubernetes namespace: k8s[://context/namespace].",
+        show_default=False,
+    ),
+]
+Image = Annotated[
+    str | None, typer.Option(metavar="NAME", help="With --on: container image for the pods.", show_default=False)
+]
 Patch = Annotated[
     list[Path] | None,
     typer.Option(metavar="FILE", help="With --on: YAML to merge into the objects. Repeatable."),
@@ -66,7 +81,7 @@ def cache(
         typer.Option(metavar="[NAME=]URL", help="Origin to cache: a web server or bucket. Repeatable."),
     ] = None,
     cache_dir: Annotated[
-        str | None, typer.Option("--dir", metavar="DIR", help="Directory of the cache.", show_default=False)
+        str | None, typer.Option("--dir", metavar="DIR", help="Directory to store the cache in.", show_default=False)
     ] = None,
     size: Annotated[
         str | None,
@@ -79,29 +94,39 @@ def cache(
     revalidate_after: Annotated[
         float, typer.Option(metavar="S", help="Revalidate a cached object with its origin after S seconds.")
     ] = 60.0,
-    on: On = None,
+    on: DeployOn = None,
     claim: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="With --on: store data on this existing claim.", show_default=False),
+        typer.Option(
+            metavar="NAME",
+            help="With --on: store the cache in this existing PersistentVolumeClaim.",
+            show_default=False,
+        ),
     ] = None,
     storage_class: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="With --on: create claims of this StorageClass.", show_default=False),
+        typer.Option(
+            metavar="NAME", help="With --on: create PersistentVolumeClaims with this StorageClass.", show_default=False
+        ),
     ] = None,
-    replicas: Annotated[int, typer.Option(metavar="N", help="With --on: number of pods, each with its own store.")] = 1,
+    replicas: Annotated[int, typer.Option(metavar="N", help="With --on: number of pods, each with its own cache.")] = 1,
     image: Image = None,
     patch: Patch = None,
-    timeout: Annotated[str, typer.Option(metavar="DURATION", help="With --on: time to wait until ready.")] = "3m",
+    timeout: Annotated[
+        str, typer.Option(metavar="DURATION", help="With --on: how long to wait for the cache to become ready.")
+    ] = "3m",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With --on: print the objects without creating them.")
     ] = False,
-    status: Annotated[bool, typer.Option("--status", help="With --on: show the cache of the namespace.")] = False,
-    stop: Annotated[bool, typer.Option("--stop", help="With --on: delete the cache of the namespace.")] = False,
+    status: Annotated[
+        bool, typer.Option("--status", help="With --on: show the status of the namespace's cache.")
+    ] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="With --on: delete the namespace's cache.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run a caching proxy in front of web servers and buckets.
 
-    Data that many machines read is fetched from its origin once.
+    Data read by many machines is fetched from its origin only once.
     """
     cluster_cache.check_options(ctx, on, local=LOCAL_CACHE, cluster=CLUSTER_CACHE)
     if on is not None:
@@ -124,6 +149,7 @@ def _cache_here(
     revalidate_after: float,
 ) -> None:
     """Run the cache on this machine until a signal."""
+    from stoker.core.text import join_all
     from stoker.core.units import parse_bytes
     from stoker.errors import InputError
     from stoker.serve.cache.origins import parse_origins
@@ -132,12 +158,12 @@ def _cache_here(
     from stoker.serve.settings import CacheSettings
 
     cluster_cache.check_revalidation(revalidate_after)
-    if cache_dir is None or size is None:
-        missing = [name for name, value in (("--dir", cache_dir), ("--size", size)) if value is None]
-        raise InputError(f"{' and '.join(missing)} required", hint="for example --dir /cache --size 200GiB")
+    if not origin or cache_dir is None or size is None:
+        missing = [name for name, value in (("--origin", origin), ("--dir", cache_dir), ("--size", size)) if not value]
+        raise InputError(f"{join_all(missing)} {'is' if len(missing) == 1 else 'are'} required", hint=CACHE_EXAMPLE)
     folder = parse_folder(cache_dir, "--dir")
     origins = parse_origins(origin)
-    budget = parse_bytes(size)
+    budget = parse_value("--size", parse_bytes, size)
     check_budget(folder, budget)
     settings = CacheSettings(
         origins=tuple(origins),
@@ -154,11 +180,13 @@ def _cache_here(
 
 def warm(
     ctx: typer.Context,
-    url: Annotated[str, typer.Argument(metavar="URL", help="Shard set at its origin.")],
-    via: Annotated[str | None, typer.Option(metavar="URL", help="Cache to warm.", show_default=False)] = None,
+    url: Annotated[str, typer.Argument(metavar="URL", help="URL of the shard set on its origin.")],
+    via: Annotated[
+        str | None, typer.Option(metavar="URL", help="URL of the cache to warm.", show_default=False)
+    ] = None,
     job: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Job file that sampling and seed are taken from.", show_default=False),
+        typer.Option(metavar="FILE", help="Job file to take the sampling mode and seed from.", show_default=False),
     ] = None,
     shards: Annotated[
         str | None, typer.Option(metavar="A..B", help="Warm only this range of shards, in order.")
@@ -169,16 +197,18 @@ def warm(
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the run. Defaults to 0.")] = None,
     epoch: Annotated[int, typer.Option(metavar="N", help="First epoch of the run.")] = 0,
     jobs: Annotated[int, typer.Option(metavar="N", help="Number of shards to fetch at a time.")] = 4,
-    on: On = None,
+    on: WarmOn = None,
     read_from: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="With --on: URL of the same set, readable from here.", show_default=False),
+        typer.Option(
+            metavar="URL", help="With --on: URL of the same shard set that this machine can read.", show_default=False
+        ),
     ] = None,
     image: Image = None,
     patch: Patch = None,
     as_json: Json = False,
 ) -> None:
-    """Fill a cache with shards in the order a run reads them."""
+    """Fill a cache with shards in the order in which a run reads them."""
     from stoker.errors import InputError
     from stoker.load.planning import find_shard_set, plan_sampling
     from stoker.serve.cache.warm import WarmPlan, order_shards, parse_shard_range, read_job_plan, select_fitting
@@ -190,7 +220,7 @@ def warm(
         raise InputError(f"--epoch must be >= 0, got {epoch}")
     cluster_cache.check_options(ctx, on, local={"via": "--via"}, cluster=CLUSTER_WARM)
     if via is None and on is None:
-        raise InputError("cache required", hint="pass --via http://cache:3128 or --on k8s")
+        raise InputError("no cache specified", hint="pass --via http://cache:3128 or --on k8s")
     order = WarmPlan("exact", 0) if job is None else read_job_plan(job)
     warmer: _Warmer = (
         cluster_cache.ClusterWarmer(on, url, read_from, image, patch or [])

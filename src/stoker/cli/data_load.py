@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.options import Json, Url, parse_threads
+from stoker.cli.options import Json, Url, is_given, name_options, parse_threads
 from stoker.cli.output import print_json, print_message, print_table, show_byte_progress, show_counter
 from stoker.core.units import pluralize
 
@@ -23,8 +23,19 @@ Transform = Annotated[
     str,
     typer.Option(metavar="NAME", help="Transform: imagenet-train, imagenet-val, small-train, digits-train or whole."),
 ]
-Size = Annotated[int, typer.Option(metavar="PX", help="Width and height of the model's input.")]
-Antialias = Annotated[bool, typer.Option(help="Antialias when shrinking images; without it, decoding is faster.")]
+Size = Annotated[int, typer.Option(metavar="PX", help="Width and height of the model input, in pixels.")]
+Antialias = Annotated[bool, typer.Option(help="Antialias when downscaling images; slightly slower.")]
+
+PLAN_OPTIONS = {
+    "world": "--world-size",
+    "nodes": "--nodes",
+    "workers": "--workers",
+    "global_batch": "--global-batch-size",
+    "sampling": "--sampling",
+    "epoch_samples": "--epoch-samples",
+    "seed": "--seed",
+}
+"""Options of `stoker data plan`, by the settings of the sampling plan that they set."""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -34,23 +45,24 @@ def add_to(app: typer.Typer) -> None:
 
 
 def plan(
+    ctx: typer.Context,
     url: Url,
     world_size: Annotated[int, typer.Option(metavar="N", help="Number of ranks.")] = 1,
     nodes: Annotated[int, typer.Option(metavar="N", help="Number of nodes that the ranks run on.")] = 1,
     workers: Annotated[int, typer.Option(metavar="N", help="DataLoader workers per rank; 0 for none.")] = 0,
-    global_batch_size: Annotated[int, typer.Option(metavar="N", help="Samples per step over all ranks.")] = 256,
+    global_batch_size: Annotated[int, typer.Option(metavar="N", help="Samples per step across all ranks.")] = 256,
     sampling: Annotated[str, typer.Option(metavar="MODE", help="Sampling mode: exact, join or resampled.")] = "exact",
     epoch_samples: Annotated[
         int | None,
         typer.Option(metavar="N", help="Samples per epoch with `resampled`. Defaults to the size of the dataset."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sample order.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sample order.")] = 0,
     resume: Annotated[str, typer.Option(metavar="EPOCH:CONSUMED", help="Cursor to resume from.")] = "0:0",
     as_json: Json = False,
 ) -> None:
-    """Show what each rank reads in an epoch, and how it ends.
+    """Show what each rank reads in an epoch, and how the epoch ends.
 
-    Also shows how much data a node holds at once. Plans that would hang or starve a rank are rejected.
+    Also shows how much data a node reads from at a time. Rejects settings with which a rank would hang or get no data.
     """
     import numpy as np
 
@@ -60,16 +72,18 @@ def plan(
     from stoker.shards.shuffle_check import measure_shuffle
 
     shard_set = _with_manifest(find_shard_set(url))
-    sampling_plan = plan_sampling(shard_set, sampling=sampling, seed=seed, epoch_samples=epoch_samples)
-    report = forecast(
-        sampling_plan,
-        shard_bytes=np.array([entry.size for entry in shard_set.shards], dtype=np.int64),
-        world=world_size,
-        nodes=nodes,
-        workers=workers,
-        global_batch=global_batch_size,
-        cursor=Cursor.parse(resume, sampling_plan.digest),
-    )
+    defaults = [] if is_given(ctx, "global_batch_size") else ["global_batch"]
+    with name_options(PLAN_OPTIONS, defaults):
+        sampling_plan = plan_sampling(shard_set, sampling=sampling, seed=seed, epoch_samples=epoch_samples)
+        report = forecast(
+            sampling_plan,
+            shard_bytes=np.array([entry.size for entry in shard_set.shards], dtype=np.int64),
+            world=world_size,
+            nodes=nodes,
+            workers=workers,
+            global_batch=global_batch_size,
+            cursor=Cursor.parse(resume, sampling_plan.digest),
+        )
     shuffle = measure_shuffle(shard_set)
     if as_json:
         print_json({**asdict(report), "mixing": _describe_shuffle(shuffle)})
@@ -93,10 +107,10 @@ def peek(
     transform: Transform = "imagenet-train",
     size: Size = 224,
     antialias: Antialias = True,
-    seed: Annotated[int, typer.Option(help="Augmentation seed.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Augmentation seed.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Show samples, and a contact sheet of augmented inputs."""
+    """Show samples and, with --png, a contact sheet of model inputs."""
     from stoker.core.units import format_bytes
     from stoker.errors import InputError
     from stoker.load.peek import peek as peek_at
@@ -108,20 +122,20 @@ def peek(
     if count < 1:
         raise InputError(f"--count must be >= 1, got {count}")
     if png is not None and (png.suffix.lower() != ".png" or png.is_dir()):
-        raise InputError("--png must be a file name ending in .png", where=png)
+        raise InputError("--png must be a file name that ends in .png", where=png)
     samples = list(peek_at(find_shard_set(url), count, transform=transform, size=size, antialias=antialias, seed=seed))
     if as_json:
         print_json([{name: value for name, value in each._asdict().items() if name != "pixels"} for each in samples])
     else:
         print_table(
-            ("key", "label", "class", "kind", "width", "height", "bytes", "fault"),
+            ("key", "label", "class", "kind", "width", "height", "bytes", "problem"),
             [(s.key, s.label, s.name, s.kind, s.width, s.height, format_bytes(s.bytes), s.fault) for s in samples],
         )
     if png is not None:
         tiles = [(each.pixels, _caption(each)) for each in samples if each.pixels is not None]
         if not tiles:
             raise InputError(
-                "no image could be decoded", where=url, hint="check the set with: stoker data verify --deep"
+                "no image could be decoded", where=url, hint="check the shard set with: stoker data verify --deep"
             )
         LocalStore(str(png.parent)).put(png.name, contact_sheet(tiles))
         bad = len(samples) - len(tiles)
@@ -138,7 +152,8 @@ def bench(
     decoder: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="Decoder: native, python, or auto (native where it is installed and the CPU has AVX2)."
+            metavar="NAME",
+            help="Decoder: native, python, or auto (native if it is installed and the CPU supports AVX2).",
         ),
     ] = "auto",
     threads: Annotated[str, typer.Option(metavar="N", help="Decoding threads; `auto` uses one per core.")] = "auto",
@@ -149,7 +164,10 @@ def bench(
     seconds: Annotated[float, typer.Option(metavar="S", help="Duration of the measurement.")] = 12.0,
     as_json: Json = False,
 ) -> None:
-    """Measure the loader, by stage and against its decoder alone."""
+    """Measure the loader stage by stage.
+
+    Compares its throughput with that of the decoder alone.
+    """
     from stoker.errors import InputError
     from stoker.load.bench import run_benchmark
     from stoker.load.native import DECODERS
@@ -161,7 +179,7 @@ def bench(
     if not 0 < seconds <= 3600:
         raise InputError(f"--seconds must be > 0 and <= 3600, got {seconds:g}")
     shard_set = _with_manifest(find_shard_set(url))
-    with show_counter("images") as advance:
+    with show_counter("images") as advance, name_options({"global_batch": "--batch-size"}):
         result = run_benchmark(
             shard_set,
             global_batch=batch_size,
@@ -224,14 +242,14 @@ def _print_forecast(report: Forecast) -> None:
     print_table(
         ("sampling", report.sampling),
         [
-            ("means", report.meaning),
+            ("meaning", report.meaning),
             ("epoch", f"{report.epoch}, {report.consumed:,} samples consumed, {report.samples:,} left"),
             ("steps", f"{report.batches:,}, the last with {report.tail:,} samples"),
             ("repeated", f"{report.duplicates:,} samples"),
             ("skipped", f"{report.unread:,} samples"),
             (
-                "held per node",
-                f"{pluralize(report.held_shards, 'shard')}, about {format_bytes(report.held_bytes)}, at once",
+                "kept per node",
+                f"{pluralize(report.held_shards, 'shard')} at a time (about {format_bytes(report.held_bytes)})",
             ),
             ("plan", report.plan),
         ],
@@ -267,4 +285,6 @@ def _print_benchmark(result: LoaderBenchmark, as_json: bool) -> None:
             "decoder handles only baseline JPEGs without EXIF rotation"
         )
     if result.bad:
-        print_message(f"{pluralize(result.bad, 'bad sample')} skipped: check the set with stoker data verify --deep")
+        print_message(
+            f"{pluralize(result.bad, 'bad sample')} skipped; to check the shard set, run: stoker data verify --deep URL"
+        )

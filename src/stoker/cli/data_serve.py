@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from stoker.cli.options import Json
+from stoker.cli.options import Json, parse_value
 from stoker.cli.output import print_json, print_message, print_table
 from stoker.core.units import pluralize
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stoker.serve.engines import Engine
     from stoker.serve.loadtest import LoadTestResult
 
-Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 listens on every interface.")]
+Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 listens on all interfaces.")]
 
 
 EngineName = Annotated[str, typer.Option("--engine", metavar="NAME", help="Server engine: auto, embedded or nginx.")]
@@ -26,7 +26,7 @@ EngineName = Annotated[str, typer.Option("--engine", metavar="NAME", help="Serve
 
 TokenFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Require the bearer token in this file from every client.", show_default=False),
+    typer.Option(metavar="FILE", help="File with the bearer token that clients must send.", show_default=False),
 ]
 
 
@@ -77,7 +77,7 @@ def loadtest(
         str | None,
         typer.Option("--range", metavar="BYTES", help="Read random ranges of this size instead of whole files."),
     ] = None,
-    remote: Annotated[bool, typer.Option("--remote", help="Allow a server on another machine.")] = False,
+    remote: Annotated[bool, typer.Option("--remote", help="Allow testing a server on another machine.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure the throughput and latency of a data server."""
@@ -98,7 +98,7 @@ def loadtest(
         raise InputError(f"--clients must be between 1 and 4096, got {clients}")
     if not 0 < seconds <= 3600:
         raise InputError(f"--seconds must be > 0 and <= 3600, got {seconds:g}")
-    range_bytes = None if size is None else parse_bytes(size)
+    range_bytes = None if size is None else parse_value("--range", parse_bytes, size)
     if range_bytes == 0:
         raise InputError("--range must be >= 1 byte, got 0")
     result = run_load_test(url, clients=clients, seconds=seconds, range_bytes=range_bytes)
@@ -114,7 +114,7 @@ def run_engine(engine: Engine, what: str, host: str, token_file: Path | None) ->
     engine.start()
     try:
         with suppress(KeyboardInterrupt):  # a signal that arrives before `wait` handles signals
-            print_message(f"{what} at {engine.url} with the {engine.name} engine; stop with Ctrl-C")
+            print_message(f"{what} at {engine.url} with the {engine.name} engine; to stop, press Ctrl-C")
             engine.wait()
     finally:
         engine.stop()

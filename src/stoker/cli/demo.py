@@ -15,7 +15,7 @@ def demo(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Dataset with class folders below train/ and val/. Defaults to handwritten digits.",
+            help="Dataset with class folders in train/ and val/. Defaults to handwritten digits.",
             show_default=False,
         ),
     ] = None,
@@ -24,7 +24,7 @@ def demo(
         typer.Option("--dir", metavar="DIR", help="Output directory. Defaults to a new temporary directory."),
     ] = None,
 ) -> None:
-    """Run the whole workflow here in about a minute.
+    """Run the whole workflow on this machine in about a minute.
 
     Converts a dataset, serves and caches it, trains on two ranks, kills one of them and resumes. Each command is
     printed before it runs.
@@ -41,11 +41,13 @@ def demo(
 
     started_at = time.monotonic()
     if data is not None and not ((data / "train").is_dir() and (data / "val").is_dir()):
-        raise NotFoundError("no train/ and val/ found", where=data, hint="put class folders of images into both")
+        raise NotFoundError(
+            "no train/ and val/ directories found", where=data, hint="create both, with one folder of images per class"
+        )
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="stoker-demo-"))
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConflictError("directory is not empty", where=folder, hint="pass a new one with --dir")
+        raise ConflictError("directory is not empty", where=folder, hint="pass a new directory with --dir")
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if data is None:

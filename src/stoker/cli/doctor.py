@@ -26,9 +26,7 @@ PRECEDENCE: tuple[type[StokerError], ...] = (UnavailableError, InputError, Missi
 
 
 def doctor(
-    file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="Job file. Defaults to a small test job.")
-    ] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Job file. Defaults to a small test job.")] = None,
     on: Annotated[
         str | None,
         typer.Option(
@@ -41,11 +39,12 @@ def doctor(
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Check what would fail or be slow, and how to fix it.
+    """Find problems that would make a job fail or run slowly.
 
-    Without options, checks this machine. With --on, checks all hosts of a job and the network between them, and runs a
-    small probe job there that reads the data and all-reduces tensors. On Kubernetes, checks permissions, capacity,
-    quota, claims and every object that the job names, and pulls its image with a small pod.
+    Suggests a fix for each problem. Without options, checks this machine. With --on, checks all hosts of a job and the
+    network between them, and runs a small probe job there that reads the data and performs an all-reduce. On
+    Kubernetes, checks permissions, capacity, quota, claims and every object that the job references, and pulls its
+    image in a small pod.
     """
     if file is None and on is None and hosts is None and not sets:
         _check_this_machine(as_json)
@@ -81,7 +80,7 @@ def _check_this_machine(as_json: bool) -> None:
     if as_json:
         print_json([_to_dict(check) for check in checks])
     else:
-        print_table(("", "what", "found", "fix"), [(MARKS[c.fine], c.what, c.found, c.fix) for c in checks])
+        print_table(("", "check", "result", "fix"), [(MARKS[c.fine], c.what, c.found, c.fix) for c in checks])
     if failed := [check.what for check in checks if check.fine is False]:
         raise MissingError(f"checks failed: {', '.join(failed)}")
 

@@ -49,7 +49,7 @@ def run(
     on: On = LOCAL,
     hosts: Hosts = None,
     sets: Sets = None,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once the job has started.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return as soon as the job has started.")] = False,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write TensorBoard event files to the run folder.")
     ] = False,
@@ -63,7 +63,8 @@ def run(
 ) -> None:
     """Start a job and follow it until it finishes.
 
-    Ctrl-C stops the job; closing the terminal does not. The last line is the outcome, and where the time went.
+    Ctrl-C stops the job; closing the terminal does not. The last line reports the outcome and where the
+    time went.
     """
     from stoker.api import Run
 
@@ -149,7 +150,7 @@ def _require_file(file: Path | None) -> Path:
     from stoker.errors import InputError
 
     if file is None:
-        raise InputError("job file required", hint="write one with: stoker init")
+        raise InputError("no job file specified", hint="to create one, run: stoker init")
     return file
 
 
@@ -160,6 +161,6 @@ def _reject_with_resume(arguments: Mapping[str, object]) -> None:
     if passed := [name for name, value in arguments.items() if value]:
         names = " and ".join(passed)
         raise InputError(
-            f"{names} cannot be combined with --resume: a run is resumed with its own job file on its own target",
+            f"{names} cannot be combined with --resume: a resumed run uses its original job file and target",
             hint=f"omit {names}, or start a new run",
         )

@@ -28,7 +28,7 @@ def evaluate(
         str,
         typer.Option(
             metavar="WHICH",
-            help="best (the newest if none was validated yet), newest, or the path or URL of a checkpoint.",
+            help="best (the newest if none has been validated yet), newest, or the path or URL of a checkpoint.",
         ),
     ] = "best",
     sets: Sets = None,
@@ -45,8 +45,8 @@ def evaluate(
     job = load_job(trained.folder / "job.yaml", sets or [])
     if job.program.module != TRAINER:
         raise InputError(
-            f"run {trained.id} does not use {TRAINER}",
-            hint=f"evaluate it with your own program; `job eval` supports {TRAINER} only",
+            f"`job eval` supports only runs of {TRAINER}",
+            hint=f"run {trained.id} uses another program, so evaluate its checkpoints with that program",
         )
     directory = job.checkpoint.dir or trained.checkpoint_dir
     where, flags = choose_checkpoint(trained, directory, checkpoint)

@@ -13,7 +13,7 @@ import typer
 
 from stoker.cli.job_pods import KUBERNETES, RequiredRun, SlotName, connect_to_run, get_running_pod, resolve_slot
 from stoker.cli.kube_target import parse_target
-from stoker.cli.options import JobFile, RunTarget, Sets
+from stoker.cli.options import JobFile, RunTarget, Sets, parse_value
 from stoker.cli.output import print_message
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ def exec_in(
 ) -> None:
     """Run a command in a pod of a running job.
 
-    On a terminal the command gets a terminal too; otherwise it reads this command's standard input. The exit code is
-    the command's.
+    If run from a terminal, allocates a terminal for the command; otherwise passes standard input through. Exits with
+    the command's exit code.
     """
     from stoker.jobs.run_lookup import resolve_run
     from stoker.kube import kubectl
@@ -69,20 +69,24 @@ def shell(
     role: Annotated[
         str | None,
         typer.Option(
-            "--role", metavar="ROLE", help="Role whose pod is copied. Defaults to worker, else the first role."
+            "--role",
+            metavar="ROLE",
+            help="Role whose pod is copied. Defaults to worker, or to the first role if there is no worker.",
         ),
     ] = None,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Request the GPUs of the job.")] = False,
-    wait: Annotated[str, typer.Option("--wait", metavar="DURATION", help="Time to wait for the pod to run.")] = "5m",
+    gpu: Annotated[bool, typer.Option("--gpu", help="Request the job's GPUs.")] = False,
+    wait: Annotated[
+        str, typer.Option("--wait", metavar="DURATION", help="How long to wait for the pod to start.")
+    ] = "5m",
     limit: Annotated[
-        str, typer.Option("--limit", metavar="DURATION", help="Deadline after which the pod is terminated.")
+        str, typer.Option("--limit", metavar="DURATION", help="How long the pod can run before it is terminated.")
     ] = "8h",
     sets: Sets = None,
 ) -> None:
     """Open a shell in a new pod with the job's environment.
 
     The pod has the job's image, environment variables, volumes and secrets, but does not run its program. It is deleted
-    when the shell exits. The exit code is the shell's.
+    when the shell exits. Exits with the shell's exit code.
     """
     from stoker.core.units import parse_duration
     from stoker.kube import kubectl
@@ -91,7 +95,7 @@ def shell(
     from stoker.kube.ephemeral_pod import delete_finished, ephemeral_pod
     from stoker.kube.objects import MAIN_CONTAINER, PART_LABEL
 
-    wait_s, limit_s = parse_duration(wait), parse_duration(limit)
+    wait_s, limit_s = parse_value("--wait", parse_duration, wait), parse_value("--limit", parse_duration, limit)
     target = parse_target(on)
     job, spec, config_maps = _render_pod_spec(file, on, role, sets, gpu=gpu)
     kubectl.require_kubectl("a shell in a pod")

@@ -35,12 +35,13 @@ def add_to(app: typer.Typer) -> None:
 def forward(
     name: RequiredRun,
     ports: Annotated[
-        list[str], typer.Argument(metavar="PORT[:LOCAL]", help="Port of the pod, and the local port if it differs.")
+        list[str],
+        typer.Argument(metavar="PORT[:LOCAL]", help="Port in the pod, and the local port if it is different."),
     ],
     slot: SlotName = None,
     on: RunTarget = None,
 ) -> None:
-    """Forward ports of a pod of a running job to this machine.
+    """Forward ports from a running job's pod to this machine.
 
     Listens on 127.0.0.1 until Ctrl-C. When the pod is replaced, the ports are forwarded to the new one.
     """
@@ -98,7 +99,7 @@ class _Forwarder:
     def _print_addresses(self, pod: str) -> None:
         for port in self._ports:
             typer.echo(f"http://127.0.0.1:{port.local_port}")
-            print_message(f"  forwards to port {port.pod_port} of {self._slot} (pod {pod}); stop with Ctrl-C")
+            print_message(f"  forwards to port {port.pod_port} of {self._slot} (pod {pod}); to stop, press Ctrl-C")
 
     def _is_running(self, pod: str) -> bool:
         """Return whether a pod is running; True while the API server does not answer."""
@@ -188,7 +189,7 @@ def reserve_ports(ports: Sequence[PortMapping]) -> list[PortMapping]:
                 free.append(PortMapping(port.pod_port, probe.getsockname()[1]))
     numbers = [port.local_port for port in free]
     repeated = [number for number in dict.fromkeys(numbers) if numbers.count(number) > 1]
-    faults += [f"local port {number} is given twice" for number in repeated]
+    faults += [f"local port {number} is specified twice" for number in repeated]
     if faults:
         hint = f"choose another, or use {ports[0].pod_port}:0 for any free port"
         raise ConflictError("; ".join(faults), hint=hint)

@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
 KUBERNETES = "k8s"
 
-RequiredRun = Annotated[str, typer.Argument(metavar="RUN", help="Run ID, unique prefix of it, or job name.")]
+RequiredRun = Annotated[str, typer.Argument(metavar="RUN", help="Run ID (or a unique prefix), handle, or job name.")]
 SlotName = Annotated[
     str | None,
-    typer.Option("--slot", metavar="SLOT", help="Slot, for example worker/0. Defaults to the first lead slot."),
+    typer.Option(
+        "--slot",
+        metavar="SLOT",
+        help="Slot, for example worker/0. Defaults to chief/0 or launcher/0 if the job has one, otherwise to worker/0.",
+    ),
 ]
 
 

@@ -39,7 +39,7 @@ def list_command(
     on: RunTarget = None,
     as_json: Json = False,
 ) -> None:
-    """List runs of this machine or of a cluster, newest first."""
+    """List the runs on this machine or in a cluster, newest first."""
     from stoker import api
     from stoker.core.units import pluralize
 
@@ -94,7 +94,7 @@ def _list_cluster_runs(target: str, limit: int, states: Collection[JobState], as
         print_json(runs)
         return
     if not runs:
-        print_message(f"No runs found in {target}; use k8s://context/namespace for another namespace")
+        print_message(f"No runs found in {target}; to look in another namespace, pass --on k8s://context/namespace")
     print_table(
         ("run", "state", "started", "elapsed", "pods"),
         [
@@ -111,15 +111,16 @@ def _list_cluster_runs(target: str, limit: int, states: Collection[JobState], as
 
 
 def status(name: RunName = None, on: RunTarget = None, as_json: Json = False) -> None:
-    """Show a run's slots, progress, and where its time goes."""
+    """Show a run's slots and progress, and where its time goes."""
     from stoker.api import Run
+    from stoker.core.units import pluralize
 
     run = Run.find(name, on=on)
     if as_json:
         print_json(describe_run(run))
         return
     current = run.status()
-    typer.echo(f"{run.id}: {current.state}, attempt {current.attempt}, {format_elapsed(current)}")
+    typer.echo(f"{run.id}: {current.state}, {pluralize(current.attempt + 1, 'attempt')}, {format_elapsed(current)}")
     print_table(
         ("slot", "state", "pid", "exit code"),
         [(slot.slot, str(slot.state), str(slot.pid or "–"), slot.code) for slot in current.slots],
@@ -137,10 +138,10 @@ def logs(
     tail: Annotated[int | None, typer.Option(metavar="N", min=0, help="Show only the last N lines.")] = None,
     since: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Show only lines since then: a duration (10m) or a time (2030-01-31T18:00)."),
+        typer.Option(metavar="TIME", help="Show only newer lines: a duration (10m) or a time (2030-01-31T18:00)."),
     ] = None,
     timestamps: Annotated[
-        bool, typer.Option("--timestamps", help="Print when each line was written, in UTC, to the second.")
+        bool, typer.Option("--timestamps", help="Prefix each line with the time it was written (UTC, to the second).")
     ] = False,
     on: RunTarget = None,
 ) -> None:
@@ -163,7 +164,7 @@ def stop(
 ) -> None:
     """Stop a run: SIGTERM, a grace period, then SIGKILL.
 
-    With a job name, stops the run of that job that is running; if several are, lists them and stops none.
+    With a job name, stops the job's running run. If several are running, lists them and stops none.
     """
     from stoker.api import Run
     from stoker.jobs.run_lookup import resolve_run_to_stop
@@ -185,9 +186,9 @@ def report(
         typer.Option("--out", "-o", metavar="FILE", help="Archive to write. Defaults to ./<run>.tar.gz."),
     ] = None,
 ) -> None:
-    """Write logs, plan and status of a run to one archive.
+    """Bundle a run's logs, plan and status into one archive.
 
-    Secrets are removed.
+    Secrets are redacted.
     """
     from stoker.api import Run
     from stoker.launchers.report import write_report

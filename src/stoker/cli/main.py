@@ -17,7 +17,7 @@ from stoker.errors import InterruptError, StokerError, UnavailableError, redact_
 
 app = typer.Typer(
     name="stoker",
-    help="Train image models at the speed of your accelerators: shard, serve, cache, launch, monitor.",
+    help="Train image models at the speed of your accelerators: convert and serve datasets, run and monitor jobs.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
     """Run one command line and return its exit code."""
     try:
         check_renamed_options(argv)
-        app(args=argv, prog_name="stoker")
+        build_command(app)(args=argv, prog_name="stoker")
     except SystemExit as done:  # typer has already printed usage errors
         if done.code == InterruptError.exit_code:
             typer.echo("stoker: interrupted", err=True)

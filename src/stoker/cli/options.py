@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -27,26 +28,28 @@ Hosts = Annotated[
     typer.Option(
         "--hosts",
         metavar="HOSTS",
-        help="With --on ssh: comma-separated hosts, all of which are used; b:2 runs two workers on b; or @FILE.",
+        help="With --on ssh: comma-separated hosts (HOST:N runs N workers on HOST), or @FILE to read them from a file.",
     ),
 ]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job file, for example resources.gpu=4."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a key of the job file, for example resources.gpu=4. Repeatable."
+    ),
 ]
 RunName = Annotated[
     str | None,
-    typer.Argument(metavar="RUN", help="Run ID, unique prefix of it, handle, or job name. Defaults to the latest run."),
+    typer.Argument(metavar="RUN", help="Run ID (or a unique prefix), handle, or job name. Defaults to the latest run."),
 ]
 RunTarget = Annotated[
     str | None,
     typer.Option(
         "--on",
         metavar="TARGET",
-        help="Cluster that holds the run: k8s[://context/namespace]. Finds runs of others too.",
+        help="Cluster that holds the run: k8s[://context/namespace]. Also finds other users' runs.",
     ),
 ]
-Url = Annotated[str, typer.Argument(metavar="URL", help="Shard set, or brace pattern of shards.")]
+Url = Annotated[str, typer.Argument(metavar="URL", help="Shard set, or brace pattern that matches shards.")]
 Jobs = Annotated[str, typer.Option(metavar="N", help="Number of threads; `auto` uses one per core.")]
 
 
@@ -58,6 +61,29 @@ def parse_value(option: str, parse: Callable[[str], T], text: str) -> T:
         return parse(text)
     except InputError as error:
         raise InputError(f"{option} {error.what}", hint=error.hint) from error
+
+
+@contextmanager
+def name_options(options: Mapping[str, str], defaults: Collection[str] = ()) -> Iterator[None]:
+    """Report the faults of settings as faults of the options that set them: `--world-size must be >= 1, got 0`."""
+    from stoker.errors import Fault, SpecError
+
+    try:
+        yield
+    except SpecError as error:
+        faults = [
+            Fault("", f"{options[path]} {what}{' (the default)' if path in defaults else ''}")
+            if path in options
+            else Fault(path, what)
+            for path, what in error.faults
+        ]
+        raise SpecError(faults, where=error.where, hint=error.hint) from error
+
+
+def is_given(ctx: typer.Context, name: str) -> bool:
+    """Return whether a parameter was passed on the command line, instead of its default."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def parse_threads(text: str, option: str = "--jobs") -> int:

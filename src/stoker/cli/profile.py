@@ -27,7 +27,7 @@ def profile(
     """
     from stoker.core.units import parse_duration
 
-    seconds = parse_duration(every)
+    seconds = parse_value("--every", parse_duration, every)
     sys.stdout.flush()
     if as_json or "STOKER_RUN" in os.environ:
         _replace_with_profiler(command, seconds)

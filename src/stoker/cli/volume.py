@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.cli.kube_target import connect
-from stoker.cli.options import Json
+from stoker.cli.options import Json, parse_value
 from stoker.cli.output import print_json, print_message, print_table, show_byte_progress
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Create, list, inspect and delete volumes in a cluster.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the volume's claim.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the volume, that is, of its PersistentVolumeClaim.")]
 On = Annotated[
     str,
     typer.Option(
@@ -45,11 +46,11 @@ def create(
     size: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Size, for example 10Gi. Defaults to that of the PersistentVolume with --pv."
+            metavar="SIZE", help="Size, for example 10Gi. With --pv, defaults to the size of the PersistentVolume."
         ),
     ] = None,
     storage_class: Annotated[
-        str | None, typer.Option(metavar="NAME", help="StorageClass. Defaults to the default class of the cluster.")
+        str | None, typer.Option(metavar="NAME", help="StorageClass. Defaults to the cluster's default class.")
     ] = None,
     access: Annotated[
         str | None,
@@ -57,32 +58,36 @@ def create(
     ] = None,
     on: On = "k8s",
     pv: Annotated[
-        Path | None, typer.Option("--pv", metavar="FILE", help="YAML file of PersistentVolumes to create and bind to.")
+        Path | None,
+        typer.Option(
+            "--pv", metavar="FILE", help="YAML file that defines the PersistentVolumes to create and bind to."
+        ),
     ] = None,
     host_path: Annotated[
-        str | None, typer.Option("--host-path", metavar="DIR", help="Directory on the nodes, for tests.")
+        str | None, typer.Option("--host-path", metavar="DIR", help="Use a directory on the nodes, for tests.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the objects without creating them.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Create a volume: a claim, optionally with its own PV.
+    """Create a volume, that is, a PersistentVolumeClaim.
 
-    Running the command again changes nothing; a larger --size expands the volume if its class allows that.
+    With --pv or --host-path, also creates its PersistentVolume. Running the command again changes nothing, except that
+    a larger --size expands the volume if its storage class allows it.
     """
     from stoker.core.units import parse_bytes
     from stoker.kube import claims, volumes
 
-    persistent_volumes = volumes.read_persistent_volumes(pv) if pv is not None else []
+    request = volumes.VolumeRequest(
+        name=name,
+        size=None if size is None else parse_value("--size", parse_bytes, size),
+        access=None if access is None else access.lower(),
+        storage_class=storage_class,
+        host_path=host_path,
+        volumes=volumes.read_persistent_volumes(pv) if pv is not None else [],
+    )
+    volumes.validate_request(request)  # before the cluster is contacted
     with connect(on) as cluster:
-        request = volumes.VolumeRequest(
-            name=name,
-            namespace=cluster.namespace,
-            size=None if size is None else parse_bytes(size),
-            access=None if access is None else access.lower(),
-            storage_class=storage_class,
-            host_path=host_path,
-            volumes=persistent_volumes,
-        )
+        request = replace(request, namespace=cluster.namespace)
         existing = volumes.find_existing_objects(cluster, request)
         plan = volumes.plan_volume(request, existing)
         for text in plan.remarks:
@@ -146,9 +151,14 @@ def list_volumes(on: On = "k8s", as_json: Json = False) -> None:
 @app.command()
 def inspect(
     name: Name,
-    action: Annotated[Action, typer.Argument(help="Action.")] = Action.ls,
+    action: Annotated[
+        Action,
+        typer.Argument(
+            metavar="ACTION", help="What to do: list (ls), print (cat) or copy (get) files, or open a shell (shell)."
+        ),
+    ] = Action.ls,
     path: Annotated[
-        str | None, typer.Argument(metavar="PATH", help="Path in the volume. Defaults to the root for ls.")
+        str | None, typer.Argument(metavar="PATH", help="Path in the volume. With ls, defaults to the root.")
     ] = None,
     to: Annotated[
         Path | None, typer.Argument(metavar="DEST", help="With get: destination. Defaults to the working directory.")
@@ -156,16 +166,18 @@ def inspect(
     on: On = "k8s",
     image: Annotated[
         str | None,
-        typer.Option(metavar="IMAGE", help="Image with sh, ls, cat, stat, sleep and tar. Defaults to busybox."),
+        typer.Option(
+            metavar="IMAGE", help="Image that contains sh, ls, cat, stat, sleep and tar. Defaults to busybox."
+        ),
     ] = None,
     write: Annotated[bool, typer.Option("--write", help="With shell: mount the volume read-write.")] = False,
     force: Annotated[bool, typer.Option("--force", help="With get: overwrite existing files.")] = False,
-    timeout: Annotated[str, typer.Option(metavar="DURATION", help="Time to wait for the pod to run.")] = "2m",
+    timeout: Annotated[str, typer.Option(metavar="DURATION", help="How long to wait for the pod to start.")] = "2m",
 ) -> None:
-    """List, print or copy files of a volume, or open a shell.
+    """List, print or copy files in a volume, or open a shell.
 
-    Starts a pod that mounts the volume read-only, and deletes it afterwards. Refuses a ReadWriteOnce volume that
-    another pod is using.
+    Starts a pod that mounts the volume read-only, and deletes it afterwards. Refuses to open a ReadWriteOnce
+    volume that another pod is using.
     """
     from stoker.core.units import parse_duration
     from stoker.kube.inspector import IMAGE, open_inspector, resolve_destination
@@ -173,7 +185,7 @@ def inspect(
     _check_arguments(action, path, to, write=write, force=force)
     if action is Action.get:
         resolve_destination(to or Path(), path or "/", name, force=force)
-    wait_s = parse_duration(timeout)
+    wait_s = parse_value("--timeout", parse_duration, timeout)
     code = 0
     with (
         connect(on) as cluster,
@@ -203,7 +215,7 @@ def _check_arguments(action: Action, path: str | None, to: Path | None, *, write
     if action in (Action.cat, Action.get) and path is None:
         faults.append(Fault("PATH", f"required by {action.value}"))
     if action is Action.shell and path is not None:
-        faults.append(Fault("PATH", "not valid with shell"))
+        faults.append(Fault("PATH", "cannot be combined with shell"))
     if to is not None and action is not Action.get:
         faults.append(Fault("DEST", "only valid with get"))
     if write and action is not Action.shell:
@@ -243,9 +255,9 @@ def delete(
     on: On = "k8s",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Skip the confirmation prompt.")] = False,
 ) -> None:
-    """Delete a volume and the PVs that were created for it.
+    """Delete a volume and the PersistentVolumes created for it.
 
-    Shows what happens to its data, and asks for confirmation.
+    Shows what will happen to its data, and asks for confirmation.
     """
     from stoker.errors import InputError, InterruptError
     from stoker.kube.volumes import delete_volume, find_deletion

@@ -28,8 +28,9 @@ class OptionalTarget:
 class Registry(Generic[T]):
     """Implementations by name: built-in ones from a table, others from the entry point group `stoker.<kind>`."""
 
-    def __init__(self, kind: str, table: Mapping[str, str | OptionalTarget]) -> None:
+    def __init__(self, kind: str, table: Mapping[str, str | OptionalTarget], *, option: str = "") -> None:
         self.kind = kind
+        self._option = option  # the command-line option that selects an implementation
         self._table = table
         self._group = f"stoker.{kind}"
 
@@ -64,7 +65,7 @@ class Registry(Generic[T]):
                 implementation: T = entry.load()
                 return implementation
         names = self.names()
-        known = f"known: {', '.join(names)}"
+        known = f"{self._option} must be one of {', '.join(names)}" if self._option else f"known: {', '.join(names)}"
         close = get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]!r}? {known}" if close else known
         raise InputError(f"unknown {self.kind} {name!r}", hint=hint)

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from stoker.core import yaml_io
+from stoker.core.units import pluralize
 from stoker.errors import Fault, InputError, SpecError
 
 _STEP = re.compile(r"""\.?(?P<name>[\w/-]+)|\[(?P<index>\d+)\]|\[(?P<quote>["'])(?P<key>.*?)(?P=quote)\]""")
@@ -42,7 +43,7 @@ def _assign(data: dict[Any, Any], assignment: str) -> str:
     try:
         value, duplicates = yaml_io.parse_verbatim(text, None)
     except SpecError as error:
-        raise InputError(f"{path}: {error} (values are YAML: quote it)") from error
+        raise InputError(f"{path}: {error} (values are parsed as YAML; quote this value)") from error
     if duplicates:
         raise InputError(f"{path}: {duplicates[0]}")
     container: Any = data
@@ -65,9 +66,9 @@ def _parse_assignment(assignment: str) -> tuple[list[str | int], str]:
         steps.append(int(match["index"]) if match["index"] else match["name"] or match["key"])
         end = match.end()
     if "=" not in assignment:
-        raise InputError(f"{assignment!r} has no value; write KEY=VALUE, for example resources.gpu=4")
+        raise InputError(f"{assignment!r} has no value; use KEY=VALUE, for example resources.gpu=4")
     if assignment[end : end + 1] != "=" or not steps or isinstance(steps[0], int) or assignment.startswith("."):
-        raise InputError(f"{assignment!r} has no valid key; write for example resources.gpu=4 or ssh.hosts[0]=node1")
+        raise InputError(f"{assignment!r} has no valid key; use, for example, resources.gpu=4 or ssh.hosts[0]=node1")
     return steps, assignment[end + 1 :]
 
 
@@ -79,7 +80,7 @@ def _get(container: Any, step: str | int, steps: Sequence[str | int]) -> Any:
             return container.get(step)
         case list(), int():
             if step > len(container):
-                raise InputError(f"{path}[{step}]: index out of range, {path} has {len(container)} items")
+                raise InputError(f"{path}[{step}]: index out of range: {path} has {pluralize(len(container), 'item')}")
             return container[step] if step < len(container) else None
         case dict(), int():
             raise InputError(f"{path}[{step}]: {path or 'the file'} is a mapping, not a list; use a key")

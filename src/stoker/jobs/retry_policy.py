@@ -10,10 +10,10 @@ from stoker.errors import InputError, MissingError
 from stoker.jobs.status import Attempt, signal_from_exit_code
 
 BACKOFF_S = (1.0, 5.0, 15.0, 30.0)
-NO_RETRIES = "the job has retries: 0"
-INVALID_INPUT = "exit codes 2 and 3 mean invalid input and a missing dependency"
-NO_PROGRESS_AT_ALL = "its heartbeats report no step before the failure"
-NO_PROGRESS = "its heartbeats report no more steps than an earlier attempt"
+NO_RETRIES = "retries is 0"
+INVALID_INPUT = "exit codes 2 and 3 mean invalid input or a missing dependency"
+NO_PROGRESS_AT_ALL = "the program failed before its heartbeats reported any progress"
+NO_PROGRESS = "the program did not get further than in an earlier attempt, according to its heartbeats"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def decide_retry(attempts: Sequence[Attempt], retries: int, *, is_elastic: bool 
         return GiveUp(INVALID_INPUT)
     has_failed_by_itself = not last.hung and not last.lost and not signal_from_exit_code(last.code)
     if has_failed_by_itself and is_elastic:
-        return GiveUp(f"torchrun reached its limit of {pluralize(retries, 'restart')}")
+        return GiveUp(f"torchrun has reached its limit of {pluralize(retries, 'restart')}")
     if has_failed_by_itself and not _has_progressed(attempts):
         return GiveUp(NO_PROGRESS if last.steps else NO_PROGRESS_AT_ALL)
     return Restart(backoff_s(retried))
@@ -57,12 +57,12 @@ def decide_retry(attempts: Sequence[Attempt], retries: int, *, is_elastic: bool 
 
 def attempts_exhausted(attempts: int) -> str:
     """Return the reason why a job is not retried after its last attempt."""
-    return f"all {attempts} attempts failed"
+    return f"no retries are left after {pluralize(attempts, 'attempt')}"
 
 
 def not_retried(reason: str) -> str:
     """Return the note on a failed job that is not retried."""
-    return f"not retried: {reason}"
+    return f"not retried because {reason}"
 
 
 def backoff_s(retried: int) -> float:

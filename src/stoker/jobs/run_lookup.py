@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stoker.core.text import join_all
 from stoker.errors import InputError, MissingError, UnavailableError
 from stoker.jobs.launcher import LAUNCHERS, Launcher
 from stoker.jobs.run_folder import Run, list_runs, match_runs
@@ -20,9 +21,11 @@ def open_launcher(target: str) -> Launcher[Any]:
     if kind not in LAUNCHERS.names() and (scheme := kind.partition(":")[0]) in LAUNCHERS.names():
         example = "context/namespace" if scheme == "k8s" else "host:port"
         raise InputError(f"--on {target} is not a valid target", hint=f"use {scheme}://{example}")
+    if kind not in LAUNCHERS.names():
+        raise InputError(f"unknown target {kind!r}", hint=f"--on must be {join_all(LAUNCHERS.names(), 'or')}")
     launcher: Any = LAUNCHERS.get(kind)
     if address and not launcher.traits.has_targets:
-        raise InputError(f"--on {kind} takes no address", hint=f"remove {address!r}")
+        raise InputError(f"--on {kind} does not take an address", hint=f"remove {address!r}")
     return launcher(address) if address else launcher()  # type: ignore[no-any-return]
 
 
@@ -31,7 +34,7 @@ def open_cluster_launcher(target: str) -> Any:
     launcher = open_launcher(target)
     if not hasattr(launcher, "runs"):
         raise InputError(
-            f"--on {target} does not support listing runs", hint="omit --on to see the runs started from here"
+            f"--on {target} does not support listing runs", hint="omit --on to list the runs started from this machine"
         )
     return launcher
 

@@ -26,8 +26,8 @@ def check_gpus(job: Job, workers: int) -> Iterator[Fault]:
     """Yield a fault if this machine has too few GPUs for the workers of a job."""
     available, needed = len(visible_gpus()), job.resources.gpu * workers
     if needed > available:
-        what = f"job needs {pluralize(needed, 'GPU')}, this machine has {available}"
-        yield Fault("resources.gpu", f"{what} (--set resources.gpu=0 runs it on CPUs)")
+        what = f"the job needs {pluralize(needed, 'GPU')}, but this machine has {available or 'none'}"
+        yield Fault("resources.gpu", f"{what} (to run on CPUs, pass --set resources.gpu=0)")
 
 
 def check_gpu_roles(job: Job) -> Iterator[Fault]:
@@ -35,14 +35,14 @@ def check_gpu_roles(job: Job) -> Iterator[Fault]:
     local_roles = {slot.role for slot in list_slots(job)} if job.topology.startswith("tf-") else set()
     for name, role in job.roles.items():
         if role.resources.gpu and name in local_roles:
-            yield Fault(f"roles.{name}.resources.gpu", "only workers can have GPUs here: remove this key")
+            yield Fault(f"roles.{name}.resources.gpu", "only workers can have GPUs here; remove this key")
 
 
 def check_secret_env(job: Job) -> Iterator[Fault]:
     """Yield a fault for each secret variable that is not set in this environment."""
     for name in job.secret_env:
         if name not in os.environ:
-            yield Fault(f"secret_env.{name}", f"environment variable {name} is not set; secrets are taken from it here")
+            yield Fault(f"secret_env.{name}", f"environment variable {name} is not set; set it, because its value is passed to the program")
 
 
 def check_secret_files(job: Job) -> Iterator[Fault]:

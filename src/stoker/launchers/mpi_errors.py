@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 from stoker.errors import InputError
 
-PEER_EXITED = "another rank exited"
+PEER_EXITED = "mpirun stopped all ranks because"
 """Text by which a failure is recognized as the consequence of another rank's."""
-STOPPED_BY_MPIRUN = f"mpirun stopped all ranks because {PEER_EXITED}"
+STOPPED_BY_MPIRUN = f"{PEER_EXITED} another rank exited"
 _RULE = re.compile(r"-{60,}$")
 _ERROR = re.compile(r"(?:\[[^\]]*\] )?mpirun: Error: (?P<error>.+)")
 _KILLED_RANK = re.compile(r"noticed that process rank (?P<rank>\d+) .*? on signal (?P<signal>\d+)", re.DOTALL)

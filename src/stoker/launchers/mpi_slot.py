@@ -22,7 +22,7 @@ from stoker.jobs.run_folder import Run
 from stoker.jobs.status import signal_from_exit_code
 from stoker.jobs.topology import Slot
 from stoker.launchers.monitor import SLOT_EXIT_MARK
-from stoker.launchers.mpi_errors import STOPPED_BY_MPIRUN, find_killed_rank, negate_signal
+from stoker.launchers.mpi_errors import PEER_EXITED, find_killed_rank, negate_signal
 from stoker.telemetry.events import PREFIX, Recorder, parse
 from stoker.telemetry.mpi_output import TaggedLine, TagParser
 from stoker.telemetry.mpi_rank import RANK_EXIT_MARK, prefix_rank
@@ -67,7 +67,7 @@ class RankLogWriter:
         failed = [rank for rank, rank_code in self._rank_codes.items() if rank_code]
         if failed:
             slot = self._slots[failed[0] // self._ranks_per_worker]
-            _write_all(STDOUT, f"stoker: {STOPPED_BY_MPIRUN}: rank {failed[0]}, {slot}\n".encode())
+            _write_all(STDOUT, f"stoker: {PEER_EXITED} rank {failed[0]} ({slot}) exited\n".encode())
         return code
 
     def _worker_code(self, worker: int, code: int) -> int:

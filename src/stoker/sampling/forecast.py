@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from stoker.core.units import pluralize
 from stoker.errors import Fault, SpecError
 from stoker.sampling.cursor import Cursor
 from stoker.sampling.order import Int64Array
@@ -103,7 +104,7 @@ def forecast(
         window=plan.window,
         held_shards=min(held, len(plan.sizes)),
         held_bytes=int(min(held * float(shard_bytes.mean()), float(shard_bytes.sum()))),
-        remarks=tuple(_list_remarks(plan, forecasts, world, workers)),
+        remarks=tuple(_list_remarks(plan, forecasts, world, nodes, workers)),
         ranks=tuple(forecasts),
     )
 
@@ -139,7 +140,7 @@ def _forecast_rank(
 
 def _layout_faults(world: int, nodes: int, workers: int) -> Iterator[Fault]:
     if nodes < 1 or (world >= 1 and world % nodes):
-        yield Fault("nodes", f"{world} ranks cannot be distributed evenly over {nodes} nodes")
+        yield Fault("nodes", f"must divide the number of ranks ({world}) evenly, got {nodes}")
     if workers < 0:
         yield Fault("workers", f"must be >= 0, got {workers}")
 
@@ -160,12 +161,14 @@ def _count_repeats(plan: SamplingPlan, epoch: Epoch) -> tuple[int, int]:
     return epoch.order.samples - distinct, int(plan.sizes.sum()) - distinct
 
 
-def _list_remarks(plan: SamplingPlan, forecasts: list[RankForecast], world: int, workers: int) -> Iterator[str]:
-    if plan.mode != "join" and world > 1 and plan.lanes % world:
+def _list_remarks(
+    plan: SamplingPlan, forecasts: list[RankForecast], world: int, nodes: int, workers: int
+) -> Iterator[str]:
+    if plan.mode != "join" and _lanes_per_node(plan, world, nodes) * nodes > plan.lanes:
         yield (
-            f"the world size, {world}, does not divide the number of lanes, {plan.lanes}: sampling stays correct, but "
-            "ranks on different nodes read the same shards, so each node downloads more than its part of the dataset; "
-            "for more lanes, convert the dataset to more and smaller shards"
+            f"the sample list is divided into {pluralize(plan.lanes, 'lane')}, which cannot be distributed evenly over "
+            f"{world} ranks on {nodes} nodes. Sampling is still correct, but nodes read overlapping shards and "
+            "download more than their share. To get more lanes, convert the dataset to more, smaller shards"
         )
     fewest, most = (select(each.batches for each in forecasts) for select in (min, max))
     if plan.mode == "join" and fewest != most:

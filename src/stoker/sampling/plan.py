@@ -25,10 +25,10 @@ from stoker.sampling.rank import Rank
 
 SAMPLING_MODES = {
     "exact": "every sample once; all ranks run the same number of steps, the last batch may be smaller; "
-    "resumes anywhere",
+    "can resume at any step",
     "join": "every sample once; ranks read whole shards and run different numbers of steps; "
-    "resumes at the start of an epoch",
-    "resampled": "shards drawn with replacement, so samples may repeat or be left out; resumes anywhere",
+    "can resume only at the start of an epoch",
+    "resampled": "shards drawn with replacement, so samples may repeat or be left out; can resume at any step",
 }
 ALGORITHM = 1
 """Increment when a change produces another order for the same inputs: cursors of older versions are then rejected."""
@@ -148,18 +148,18 @@ class SamplingPlan:
         yield from _fault_unless(
             global_batch >= world,
             "global_batch",
-            f"must be >= the world size ({world}), got {global_batch}",
+            f"must be at least the world size ({world}), got {global_batch}",
         )
         yield from _fault_unless(
             global_batch <= samples,
             "global_batch",
-            f"must be <= the epoch size ({samples:,} samples), got {global_batch:,}",
+            f"must be at most the number of samples per epoch ({samples:,}), got {global_batch:,}",
         )
         shards = int((self.sizes > 0).sum())
         yield from _fault_unless(
             self.mode != "join" or shards >= world,
             "sampling",
-            f"`join` needs at least one shard per rank, got {shards} shards for {world} ranks: "
+            f"must not be `join` with fewer shards than ranks ({shards} shards, {world} ranks): "
             "use `exact` or more shards",
         )
 

@@ -36,6 +36,6 @@ def read_token(path: Path) -> str:
         raise InputError(
             f"a token needs at least {MIN_TOKEN_LENGTH} printable characters without spaces",
             where=path,
-            hint="create one: openssl rand -hex 24",
+            hint="create one with: openssl rand -hex 24",
         )
     return token

@@ -98,9 +98,9 @@ class EmbeddedEngine:
 
 def listen_error(host: str, port: int, error: OSError) -> UnavailableError:
     """Return the error for an address that cannot be listened on."""
-    what = {
-        errno.EADDRINUSE: f"port {port} is already in use",
-        errno.EACCES: f"no permission to listen on port {port}",
-        errno.EADDRNOTAVAIL: "not an address of this machine",
-    }.get(error.errno or 0, (error.strerror or "cannot listen").lower())
-    return UnavailableError(what, where=f"{host}:{port}", hint="choose another --port or --host")
+    reason, hint = {
+        errno.EADDRINUSE: ("the port is already in use", "choose another --port"),
+        errno.EACCES: ("permission denied", "choose a --port of 1024 or higher"),
+        errno.EADDRNOTAVAIL: ("this machine has no such address", "choose another --host"),
+    }.get(error.errno or 0, ((error.strerror or "unknown error").lower(), "choose another --port or --host"))
+    return UnavailableError(f"cannot listen on {host}:{port}: {reason}", hint=hint)

@@ -132,7 +132,7 @@ def _check_bytes(file: MappedFile, shard: Shard) -> Iterator[Finding]:
         digest.update(data[start : start + CHUNK])
         file.release_before(start)
     if digest.hexdigest() != shard.sha256:
-        yield Finding(shard=shard.name, what=f"SHA-256 is {digest.hexdigest()}, but {shard.sha256} in the manifest")
+        yield Finding(shard=shard.name, what=f"SHA-256 is {digest.hexdigest()}, but the manifest has {shard.sha256}")
 
 
 def _check_sample(

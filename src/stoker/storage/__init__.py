@@ -87,7 +87,15 @@ STORES: Registry[Callable[[str], Store]] = Registry(
 
 def open_store(url: str) -> Store:
     """Open the store at a path or URL without sending a request yet."""
-    return STORES.get(_UrlParts.parse(url).scheme)(url)
+    scheme = _UrlParts.parse(url).scheme
+    try:
+        store = STORES.get(scheme)
+    except InputError as error:
+        schemes = ", ".join(f"{name}://" for name in STORES.names())
+        raise InputError(
+            f"unsupported URL scheme {scheme!r}", where=redacted(url), hint=f"supported schemes: {schemes}"
+        ) from error
+    return store(url)
 
 
 def open_writable(url: str) -> Store:
@@ -100,9 +108,9 @@ def open_writable(url: str) -> Store:
 def read_only_error(url: str) -> InputError:
     """Return the error for a write to a read-only store."""
     return InputError(
-        "http stores are read-only",
+        "web servers are read-only",
         where=redacted(url),
-        hint="write to a local directory, s3:// or gs://, and serve that over http",
+        hint="write to a local directory, an s3:// URL or a gs:// URL, and serve it over HTTP",
     )
 
 

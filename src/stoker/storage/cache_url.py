@@ -53,10 +53,10 @@ def read_cache_budget(cache: str) -> int:
 
 @contextmanager
 def _require_stoker_cache(cache: str) -> Iterator[None]:
-    """Raise UnavailableError if the server's response is not one of a stoker cache."""
+    """Raise UnavailableError if there is no response, or one that is not from a stoker cache."""
     try:
         yield
     except (msgspec.MsgspecError, UnicodeError, RecursionError, InputError) as error:
         raise UnavailableError(
-            "not a stoker cache", where=redacted(cache), hint="start one: stoker data cache"
+            "not a stoker cache", where=redacted(cache), hint="start one with: stoker data cache"
         ) from error

@@ -77,7 +77,7 @@ _FAILURES = (
     ("dns error", "could not resolve host name"),
     ("TimedOut", "request timed out"),
 )
-_PUBLIC_BUCKET_HINT = "a public bucket needs AWS_SKIP_SIGNATURE=true"
+_PUBLIC_BUCKET_HINT = "for a public bucket, set AWS_SKIP_SIGNATURE=true"
 
 
 class S3Store:

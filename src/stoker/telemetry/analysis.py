@@ -367,9 +367,9 @@ def _compute_sentence(shares: Mapping[str, float]) -> str:
 
 
 def _input_sentence(shares: Mapping[str, float], stage: str, stage_share: float, events: Sequence[Event]) -> str:
-    sentence = f"input-bound: {percent(shares['loader_wait'])} of step time is waiting for input"
+    sentence = f"input-bound: {percent(shares['loader_wait'])} of step time is spent waiting for input"
     if not stage:
-        return f"{sentence}; the loader reports no stages"
+        return f"{sentence}; the loader does not report its stages"
     advice = _ADVICE[stage]
     cpu = mean([number(event.fields.get("cpu_pct")) for event in events if event.kind == "profile"])
     if stage in ("decode", "transform") and cpu is not None and cpu < 60:
@@ -378,14 +378,14 @@ def _input_sentence(shares: Mapping[str, float], stage: str, stage_share: float,
 
 
 def _copy_sentence(shares: Mapping[str, float], *, on_cpu: bool) -> str:
-    share = f"{percent(shares['h2d'])} of step time is"
+    share = f"{percent(shares['h2d'])} of step time is spent"
     if on_cpu:
         return f"copy-bound: {share} creating tensors from batches; use more cores, or smaller images"
     return f"copy-bound: {share} copying batches to the device; pin memory, or copy uint8 instead of float32"
 
 
 def _ranks_sentence(shares: Mapping[str, float], slow: Sequence[Straggler], ranks: int, *, on_cpu: bool) -> str:
-    sentence = f"synchronization-bound: {percent(shares['collective_wait'])} of step time is waiting for other ranks"
+    sentence = f"synchronization-bound: {percent(shares['collective_wait'])} of step time is spent waiting for other ranks"
     if slow:
         first = slow[0]
         sentence += f"; {first.name} is a straggler with {first.ratio:.1f}× the median step time"
@@ -400,7 +400,7 @@ def _ranks_sentence(shares: Mapping[str, float], slow: Sequence[Straggler], rank
 
 def _rest_sentence(shares: Mapping[str, float], *, on_cpu: bool) -> str:
     copying = "creating tensors" if on_cpu else "copying"
-    sentence = f"{percent(shares['rest'])} of step time is outside loading, {copying}, compute and synchronization"
+    sentence = f"{percent(shares['rest'])} of step time is spent outside loading, {copying}, compute and synchronization"
     return f"overhead-bound: {sentence}, {percent(shares['compute'])} is compute; profile the code between steps"
 
 

@@ -319,7 +319,7 @@ class ValidationResult(NamedTuple):
     samples: int
 
     def __str__(self) -> str:
-        return f"validation loss {self.loss:.4f} top-1 {self.top1:.2%} top-5 {self.top5:.2%} of {self.samples:,}"
+        return f"validation loss {self.loss:.4f}, top-1 {self.top1:.2%}, top-5 {self.top5:.2%} ({pluralize(self.samples, 'sample')})"
 
 
 def validate(

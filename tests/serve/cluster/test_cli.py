@@ -24,9 +24,9 @@ ORIGIN = ["--origin", "http://origin:8000"]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([*ORIGIN, "--size", "much"], "--size: .*'much'"),
+        ([*ORIGIN, "--size", "much"], "--size must .*'much'"),
         ([*ORIGIN, "--size", "1MiB"], r"--size: .*\b32 MiB.*\b1 MiB"),
-        (ORIGIN, "--size required; .*--size 200Gi"),
+        (ORIGIN, "--size is required; .*--size 200Gi"),
         (["--size", "1Gi"], "--origin is missing; .*--origin imagenet=s3://"),
         ([*ORIGIN, "--size", "1Gi", "--replicas", "0"], r"--replicas: .*\b0\b"),
         ([*ORIGIN, "--size", "1Gi", "--dir", "x", "--port", "1"], r"--dir, --port\b.*--on k8s"),
@@ -52,7 +52,7 @@ def test_cluster_options_need_on_k8s(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert stoker("data", "warm", "http://x/train", "--read-from", "y") == 2
     assert re.search(r"--read-from\b.*--on k8s", capsys.readouterr().err)
     assert stoker("data", "warm", "http://x/train") == 2
-    assert re.search("cache required; .*--via .*--on k8s", capsys.readouterr().err)
+    assert re.search("no cache specified; .*--via .*--on k8s", capsys.readouterr().err)
     assert stoker("data", "cache", *ORIGIN, "--size", "1Gi", "--on", "slurm") == 2
     assert re.search(r"--on slurm\b.*; .*--on k8s", capsys.readouterr().err)
 

@@ -216,8 +216,8 @@ def _check_ssh_hosts(ssh: SshSpec) -> Iterator[Fault]:
         if not re.fullmatch("[0-9]{1,9}", count) or not 1 <= int(count) <= MAX_WORKERS_PER_HOST:
             yield Fault(
                 f"hosts[{index}]",
-                f"{host!r}: HOST:N sets the number of workers, 1 to {MAX_WORKERS_PER_HOST}; "
-                "set the ssh port in your ssh configuration",
+                f"{host!r}: in HOST:N, N is the number of workers and must be between 1 and {MAX_WORKERS_PER_HOST}; "
+                "to set a port, use your SSH config",
             )
 
 

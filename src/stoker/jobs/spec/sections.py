@@ -386,10 +386,10 @@ class Job(Section, frozen=True, kw_only=True):
     workers: Annotated[
         Annotated[
             PositiveInt | ElasticSpec | Literal["auto", "all"],
-            expect("an integer >= 1, {min: 2, max: 8}, auto, or all"),
+            expect("an integer >= 1, a range such as {min: 2, max: 8}, 'auto' or 'all'"),
         ],
         describe(
-            "Number of machines or pods. `auto`: with `--on ssh`, as many as the hosts have room for; otherwise 1. "
+            "Number of machines or pods. `auto`: with `--on ssh`, as many workers as the hosts have slots for; otherwise 1. "
             "`{min: 2, max: 8}`: an elastic job, in which torchrun adds and removes workers. `all`: as many workers as "
             "fit when the job starts."
         ),

@@ -11,7 +11,7 @@ from stoker.kube.volumes.persistent_volumes import (
     read_persistent_volumes,
 )
 from stoker.kube.volumes.plan import ExistingObjects, VolumePlan, apply_plan, find_existing_objects, plan_volume
-from stoker.kube.volumes.request import VolumeRequest
+from stoker.kube.volumes.request import VolumeRequest, validate_request
 
 __all__ = [
     "CLAIM_ANNOTATION",
@@ -27,4 +27,5 @@ __all__ = [
     "plan_deletion",
     "plan_volume",
     "read_persistent_volumes",
+    "validate_request",
 ]

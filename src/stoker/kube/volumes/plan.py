@@ -27,7 +27,7 @@ from stoker.kube.volumes.persistent_volumes import (
     get_claim_key,
     get_name,
 )
-from stoker.kube.volumes.request import VolumeRequest, check_request
+from stoker.kube.volumes.request import VolumeRequest, validate_request
 
 if TYPE_CHECKING:
     from stoker.kube.client import KubeClient
@@ -59,8 +59,7 @@ class VolumePlan:
 
 def plan_volume(request: VolumeRequest, existing: ExistingObjects) -> VolumePlan:
     """Plan the objects for a requested volume; raise SpecError with every fault of the request."""
-    if faults := list(check_request(request)):
-        raise SpecError(faults)
+    validate_request(request)
     if request.host_path is not None and request.access is None and existing.claim is not None:
         request = replace(request, access=_first_access_mode(existing.claim))
     volumes, live = _build_volumes(request), existing.volumes or {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from stoker.core.units import check_min_size
-from stoker.errors import Fault
+from stoker.errors import Fault, SpecError
 from stoker.kube.claims import NAME_RULE, is_object_name
 from stoker.kube.objects import ACCESS_MODES, Manifest
 from stoker.kube.volumes.persistent_volumes import check_persistent_volume, get_name
@@ -18,7 +18,8 @@ class VolumeRequest:
     """Options of `stoker volume create`; None: derived from the others."""
 
     name: str
-    namespace: str
+    namespace: str = ""
+    """Empty until the cluster is known."""
     size: int | None = None
     access: str | None = None
     storage_class: str | None = None
@@ -35,6 +36,12 @@ class VolumeRequest:
     def host_path_volume_name(self) -> str:
         """Name of the PersistentVolume for --host-path; unique, since a namespace contains no dots."""
         return f"stoker.{self.namespace}.{self.name}"
+
+
+def validate_request(request: VolumeRequest) -> None:
+    """Raise SpecError with every fault of the request."""
+    if faults := list(check_request(request)):
+        raise SpecError(faults)
 
 
 def check_request(request: VolumeRequest) -> Iterator[Fault]:
@@ -55,7 +62,7 @@ def _check_options(request: VolumeRequest) -> Iterator[Fault]:
     if request.volumes and request.host_path is not None:
         yield Fault("--host-path", "cannot be combined with --pv")
     if request.size is None and not request.volumes:
-        yield Fault("--size", "is required, for example --size 10Gi")
+        yield Fault("--size", "required, for example --size 10Gi")
     yield from check_min_size("--size", request.size)
     if request.access is not None and request.access not in ACCESS_MODES:
         yield Fault("--access", f"must be one of {', '.join(ACCESS_MODES)}, got {request.access!r}")

@@ -34,7 +34,10 @@ UNKNOWN_VERSION = "unknown"
 _FINAL_STATES = ("STOPPED", "SUCCEEDED", "FAILED")
 _USAGE = re.compile(r"^(\S+)/(\S+) (\S+)(?: \((\S+) used of (\S+) reserved)?", re.MULTILINE)
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_HINT = "pass the address of its dashboard (default port 8265); ray start --head --dashboard-host=0.0.0.0 exposes it"
+_HINT = (
+    "pass the address of the Ray dashboard (default port 8265). To expose the dashboard, start Ray with "
+    "`ray start --head --dashboard-host=0.0.0.0`"
+)
 
 
 def resolve_address(target: str | None, environ: Mapping[str, str]) -> str | None:

@@ -63,24 +63,29 @@ CONNECT_TRIES = 5
 
 # Text in ssh's stderr, what it means for the user, and how to fix it; the first match counts.
 _FAILURES: tuple[tuple[str, str, str], ...] = (
-    ("Could not resolve hostname", "could not resolve host name", "check DNS and your ssh config"),
+    ("Could not resolve hostname", "could not resolve host name", "check DNS and your SSH config"),
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
         "host key has changed",
-        "it was reinstalled, or the connection is intercepted; if you expected this, remove the old key: {forget}",
+        "the host was reinstalled, or the connection is being intercepted; if you expected this, remove the old key with: "
+        "{forget}",
     ),
     (
         "Host key verification failed",
         "host key is unknown",
-        "connect once to accept it: {ssh}",
+        "to accept it, connect once with: {ssh}",
     ),
     ("Permission denied", "public key rejected", "run: {copy}"),
     (
         "Too many authentication failures",
         "too many authentication failures",
-        "set the right key as IdentityFile in your ssh config",
+        "set the right key as IdentityFile in your SSH config",
     ),
-    ("Connection refused", "connection refused: no SSH server is listening", ""),
+    (
+        "Connection refused",
+        "connection refused",
+        "check that sshd is running there and that the port in your SSH config is correct",
+    ),
     ("No route to host", "no route to host", ""),
     ("Network is unreachable", "network is unreachable", ""),
     ("timed out", "connection timed out", ""),
@@ -181,7 +186,7 @@ def explain_failure(client: SshClient, host: str, stderr: str, code: int | None)
     # The name may be that of a jump host, or the HostName of the host.
     if (unresolved := _UNRESOLVED.search(stderr)) and unresolved["name"] != host:
         name = unresolved["name"]
-        return f"could not resolve host name {name} (a jump host, or its HostName)", "check DNS and your ssh config"
+        return f"could not resolve host name {name} (a jump host, or its HostName)", "check DNS and your SSH config"
     for text, what, fix in _FAILURES:
         if text in stderr:
             forget = _KEYGEN_COMMAND.search(stderr)

@@ -214,7 +214,7 @@ def describe_unused_hosts(job: Job) -> str:
 def _check_hosts(job: Job) -> Iterator[Fault]:
     capacity = len(expand_slots(expand_hosts(job.ssh.hosts)))
     if not job.ssh.hosts:
-        yield Fault("ssh.hosts", "is empty: list the hosts there, or pass --hosts a,b")
+        yield Fault("ssh.hosts", "no SSH hosts specified; set ssh.hosts in the job file or pass --hosts a,b")
     elif capacity < job.max_workers:
         what = f"job needs {job.max_workers} workers, the hosts have slots for {capacity}"
         yield Fault("ssh.hosts", f"{what}: add hosts, or set more slots per host (node1:2)")
@@ -263,7 +263,7 @@ def _raise_issues(job: Job, hosts: Mapping[str, HostFacts], issues: Mapping[str,
         return
     sentences = [f"{', '.join(names)}: {sentence}" for sentence, names in by_sentence.items()]
     ready = sum(not issues[host] for host in hosts)
-    summary = f"{ready} of {len(hosts)} hosts are ready; " if len(hosts) > 1 else ""
+    summary = f"{ready} of {len(hosts)} hosts {'is' if ready == 1 else 'are'} ready; " if len(hosts) > 1 else ""
     error = InputError if all(facts.issue is None for facts in hosts.values()) else UnavailableError
     raise error(summary + "; ".join(sentences), where=f"job {job.name!r} on ssh")
 

@@ -29,8 +29,8 @@ FULL_MESH_HOSTS = 32
 """Up to this many hosts, each dials all others; beyond, each dials the next one and the first."""
 
 MPI_PROGRAMS = ("mpirun", "orted")
-_PORT_FIX = "set another with --set port=N"
-_PYTHON_FIX = "set ssh.python to another one"
+_PORT_FIX = "set another port with --set port=N"
+_PYTHON_FIX = "set ssh.python to another interpreter"
 
 T = TypeVar("T")
 
@@ -148,10 +148,10 @@ def check_host(job: Job, host: HostFacts, slots: int) -> Iterator[Issue]:
         yield from check_python(job.ssh.python, facts, required_modules(job))
     if facts["workdir_error"]:
         what = f"cannot use the directory {facts['workdir']}: {facts['workdir_error']}"
-        yield Issue("folder", what, "set ssh.workdir to another one")
+        yield Issue("folder", what, "set ssh.workdir to another directory")
     if (needed := job.resources.gpu * slots) > facts["gpus"]:
         yield Issue(
-            "gpus", f"job needs {needed} GPUs, the host has {facts['gpus']}", "to run on CPUs: --set resources.gpu=0"
+            "gpus", f"job needs {needed} GPUs, but the host has {facts['gpus']}", "to run on CPUs: --set resources.gpu=0"
         )
     if not job.ssh.setup:
         yield from _check_programs(job, facts["programs"])
@@ -178,11 +178,11 @@ def check_python(name: str, facts: Mapping[str, Any], modules: Iterable[str]) ->
         yield Issue("python", f"Python {name!r} does not work: {facts['python_error']}", _PYTHON_FIX)
         return
     if tuple(map(int, facts["version"].split(".")[:2])) < MIN_PYTHON:
-        what = f"{name!r} is Python {facts['version']}, the job needs 3.8 or later"
+        what = f"{name!r} is Python {facts['version']}, but the job needs 3.8 or later"
         yield Issue("python", what, _PYTHON_FIX)
     for module in modules:
         if facts["modules"][module] is None:
-            fix = "install it, for example with ssh.setup, or set ssh.python to another one"
+            fix = "install it, for example with ssh.setup, or set ssh.python to another interpreter"
             yield Issue(module, f"{module} is not installed for {facts['python']}", fix)
 
 

@@ -106,7 +106,7 @@ def _find_shared_workdirs(plan: SshPlan, sessions: Mapping[str, Session]) -> tup
         request = {"op": "markers", "workdir": workdir, "create": [], "find": [], "remove": [], **lists}
         response = sessions[host].request(request)
         if "error" in response:
-            raise InputError(response["error"], where=host, hint="set ssh.workdir to another one")
+            raise InputError(response["error"], where=host, hint="set ssh.workdir to another directory")
         existing: list[str] = response["found"]
         return existing
 

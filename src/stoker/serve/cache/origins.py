@@ -135,13 +135,13 @@ def parse_origins(texts: Sequence[str]) -> list[tuple[str, str]]:
             raise InputError(f"--origin: invalid name {name!r}: use at most 40 lowercase letters, digits and '-'")
         if name in origins:
             raise InputError(
-                f"--origin: duplicate {name or 'origin without a name'}", hint="write NAME=URL with distinct names"
+                f"--origin: duplicate {name or 'origin without a name'}", hint="pass --origin NAME=URL with a different name for each"
             )
         origins[name] = url.rstrip("/")
     if not origins:
-        raise InputError("--origin is missing", hint="for example --origin imagenet=s3://bucket/imagenet")
+        raise InputError("--origin is required", hint="for example: --origin imagenet=s3://bucket/imagenet")
     if "" in origins and len(origins) > 1:
-        raise InputError("multiple origins need names", hint="write --origin NAME=URL")
+        raise InputError("multiple origins must be named", hint="pass --origin NAME=URL with a different name for each")
     return list(origins.items())
 
 

@@ -49,7 +49,7 @@ def claim_bytes_per_pod(cluster: KubeClient, name: str, replicas: int) -> int:
     claim = cluster.get("PersistentVolumeClaim", name)
     if claim is None:
         names = ", ".join(other["metadata"]["name"] for other in cluster.list_objects("PersistentVolumeClaim"))
-        hint = f"claims are {names}" if names else f"create it: stoker volume create {name} --size 200Gi"
+        hint = f"claims are {names}" if names else f"create it with: stoker volume create {name} --size 200Gi"
         raise NotFoundError(f"claim {name} not found", where=cluster, hint=hint)
     check_claim_writable(claim, replicas)
     requested = claim["spec"]["resources"]["requests"]["storage"]
@@ -76,7 +76,7 @@ def _dry_run(cluster: KubeClient, manifest: Manifest) -> None:
     except InputError as error:
         if manifest["kind"] != "StatefulSet" or not re.search("are forbidden|field is immutable", error.what):
             raise
-        hint = "remove it first: stoker data cache --on k8s --stop"
+        hint = "remove the cache first with: stoker data cache --on k8s --stop"
         raise InputError("the claims of a deployed cache cannot be changed", where=cluster, hint=hint) from error
 
 
@@ -102,7 +102,7 @@ def wait_ready(
             why = _explain_unready(cluster, owner)
             state = f"{ready} of {expected} pods are ready{f': {why}' if why else ''}"
             if late or _has_failed_permanently(cluster, owner):
-                hint = "run: stoker data cache --on k8s --status; --stop removes it"
+                hint = "for details, run: stoker data cache --on k8s --status; to remove the cache, pass --stop"
                 raise UnavailableError(f"the cache is not ready: {state}", where=cluster, hint=hint)
             if state != reported:
                 on_progress(reported := state)
@@ -268,7 +268,7 @@ def _get_deployed(cluster: KubeClient) -> tuple[Manifest, Manifest]:
     config = cluster.get("ConfigMap", CACHE_SERVICE)
     owner = cluster.get("Deployment", CACHE_SERVICE) or cluster.get("StatefulSet", CACHE_SERVICE)
     if config is None or owner is None:
-        hint = "create one: stoker data cache --on k8s --origin URL --size 200Gi"
+        hint = "create one with: stoker data cache --on k8s --origin URL --size 200Gi"
         raise NotFoundError("no cache in this namespace", where=cluster, hint=hint)
     return config, owner
 
@@ -415,7 +415,7 @@ def _check_outcome(outcome: str, read: int, failed: dict[int, str], warm_job: Wa
         number, text = min(failed.items())
         what = f"{warm_job.paths[number - 1]}: {text.strip() or 'read failed'}" if number else text
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        hint = "check that the origin has it and the cluster reaches the origin: stoker data cache --on k8s --status"
+        hint = "check that the origin has it and that the cluster can reach the origin; to see the cache, run: stoker data cache --on k8s --status"
         raise JobFailedError(f"{read:,} of {len(warm_job.paths):,} objects read; {what}{more}", where=where, hint=hint)
     raise JobFailedError(f"{read:,} of {len(warm_job.paths):,} objects read; {outcome}", where=where)
 

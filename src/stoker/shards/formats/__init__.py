@@ -95,6 +95,7 @@ FORMATS: Registry[Format] = Registry(
         "tar": "stoker.shards.formats.tar:FORMAT",
         "tfrecord": "stoker.shards.formats.tfrecord:FORMAT",
     },
+    option="--format",
 )
 
 _TFRECORD_NAME = re.compile(r"(-[0-9]{5,}-of-[0-9]{5,}|\.tfrecords?)$")

@@ -77,6 +77,7 @@ SOURCES: Registry[SourceType] = Registry(
         "shards": "stoker.shards.sources.shards:ShardsSource",
         "synthetic": "stoker.shards.sources.synthetic:SyntheticSource",
     },
+    option="--source",
 )
 
 # Class folders are the least specific, so they come last; any tar could be a shard, so class folders in a tar do not.

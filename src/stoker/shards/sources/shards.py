@@ -102,7 +102,7 @@ def _check_against_manifest(
         yield located
     digest.update(file.view[hashed:])
     if digest.hexdigest() != shard.sha256:
-        raise _damaged_error(f"SHA-256 is {digest.hexdigest()}, but {shard.sha256} in the manifest", where)
+        raise _damaged_error(f"SHA-256 is {digest.hexdigest()}, but the manifest has {shard.sha256}", where)
     if count != shard.samples:
         raise _damaged_error(f"{count:,} samples, but {shard.samples:,} in the manifest", where)
 
