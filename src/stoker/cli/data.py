@@ -199,7 +199,7 @@ def _parse_shard_size(text: str, force: bool) -> int:
     from stoker.core.units import MIN_SIZE_BYTES, format_bytes, parse_bytes
     from stoker.errors import InputError
 
-    size = parse_bytes(text)
+    size = parse_value("--shard-size", parse_bytes, text)
     if size < MIN_SIZE_BYTES and not force:
         raise InputError(
             f"--shard-size must be >= 1 MiB, got {format_bytes(size)}",
