@@ -42,7 +42,7 @@ def test_exec_refuses_a_local_run(make_run: Any, capsys: pytest.CaptureFixture[s
     make_run("local:///runs/digits")
     assert stoker(["job", "exec", "digits", "--", "nvidia-smi"]) == 2
     sentence = read_error(capsys)
-    assert sentence.startswith(f"stoker: {RUN}: runs on local, ")
+    assert re.match(rf"stoker: `job \w+` works only for Kubernetes runs; run {RUN} is local, ", sentence)
     assert "this machine" in sentence
 
 
@@ -59,7 +59,7 @@ def test_exec_and_forward_print_the_ssh_command_for_an_ssh_run(
 def test_exec_refuses_a_ray_run(make_run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     make_run("ray://head:8265/digits")
     assert stoker(["job", "exec", "digits", "--", "ls"]) == 2
-    assert re.match(f"stoker: {RUN}: runs on ray, .*; log in ", read_error(capsys))
+    assert re.search(f"run {RUN} runs on ray, so log in ", read_error(capsys))
 
 
 def test_every_invalid_port_is_reported(make_run: Any, capsys: pytest.CaptureFixture[str]) -> None:

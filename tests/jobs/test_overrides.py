@@ -67,7 +67,7 @@ EXAMPLES = ("resources.gpu=4", "ssh.hosts[0]=node1")
         ("ssh.hosts[5]=x", ("", "--set ssh.hosts[5]:", "ssh.hosts has 2 items")),
         ("ssh.hosts.a=x", ("", "--set ssh.hosts.a: ssh.hosts is a list", "ssh.hosts[0]")),
         ("ssh[0]=x", ("", "--set ssh[0]: ssh is a mapping", "key")),
-        ("image=@x", ("", "--set image: not valid YAML:", "line 1, column 1", "quote it")),
+        ("image=@x", ("", "--set image: not valid YAML:", "line 1, column 1", "quote this")),
         ("env={A: 1, A: 2}", ("", "--set env: A: duplicate key", "lines 1 and 1")),
         ("resources.gpu=lots", ("resources.gpu", ">= 0", "'lots'", "(from --set resources.gpu)")),
         ("resources.gpus=1", ("resources.gpus", "unknown key (did you mean 'gpu'?)", "(from --set resources.gpus)")),

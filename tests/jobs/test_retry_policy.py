@@ -28,10 +28,10 @@ def attempts_of(*rows: tuple[int, int, float] | tuple[int, int, float, bool]) ->
     ("attempts", "retries", "reason"),
     [
         (attempts_of((-9, 5, 9)), 0, NO_RETRIES),
-        (attempts_of((-9, 5, 9), (-9, 6, 9)), 1, "all 2 attempts failed"),
+        (attempts_of((-9, 5, 9), (-9, 6, 9)), 1, "no retries are left after 2 attempts"),
         (attempts_of((2, 5, 999)), 3, INVALID_INPUT),
         (attempts_of((3, -1, 999)), 3, INVALID_INPUT),
-        (attempts_of((1, -1, 2), (1, -1, 2)), 1, "all 2 attempts failed"),
+        (attempts_of((1, -1, 2), (1, -1, 2)), 1, "no retries are left after 2 attempts"),
         (attempts_of((1, 0, 2)), 3, NO_PROGRESS_AT_ALL),
         (attempts_of((255, 0, 2)), 3, NO_PROGRESS_AT_ALL),
         (attempts_of((1, -1, 2), (1, 0, 2)), 3, NO_PROGRESS_AT_ALL),

@@ -90,7 +90,7 @@ def test_invalid_job_names(name: str) -> None:
 @pytest.mark.parametrize(
     ("program", "fault"),
     [
-        ({}, ("program", "exactly one of script, module, command")),
+        ({}, ("program", "exactly one of script, module and command")),
         ({"script": "a.py", "module": "b"}, ("program", "exactly one of", "script and module")),
         ({"script": "a.py --lr 1"}, ("program.script", "'a.py --lr 1'", "args")),
         ({"script": "run.sh"}, ("program.script", "'run.sh'", "command: [bash, run.sh]")),
@@ -161,7 +161,7 @@ def test_invalid_programs(program: object, fault: tuple[str, ...]) -> None:
         ),
         (
             {"topology": "tf-ps", "roles": {"evaluator": {"program": {"args": ["--eval"]}}}},
-            ("roles.evaluator.program", "exactly one of script, module, command"),
+            ("roles.evaluator.program", "exactly one of script, module and command"),
         ),
         ({"checkpoint": {"claim": "c"}}, ("checkpoint.dir", "missing", "/checkpoint")),
         ({"checkpoint": {"claim": "c", "dir": "s3://b/c"}}, ("checkpoint.claim", "s3://", "claim, dir")),
@@ -192,7 +192,7 @@ def test_invalid_programs(program: object, fault: tuple[str, ...]) -> None:
         ({"profile": {"every": 0.01}}, ("profile.every", "1s", "0", "10ms")),
         ({"ssh": {"lost_after": "2s"}}, ("ssh.lost_after", "5s", "2s")),
         ({"ray": {"lost_after": "2s"}}, ("ray.lost_after", "5s", "2s")),
-        ({"ssh": {"hosts": ["a:2", "node1:2222"]}}, ("ssh.hosts[1]", "'node1:2222'", "1000", "ssh configuration")),
+        ({"ssh": {"hosts": ["a:2", "node1:2222"]}}, ("ssh.hosts[1]", "'node1:2222'", "1000", "SSH config")),
         ({"env": {"A": "1"}, "secret_env": {"A": {"secret": "s", "key": "k"}}}, ("secret_env.A", "env")),
         ({"topology": "tf-ps", "env": {"TF_CONFIG": "{}"}}, ("env.TF_CONFIG", "reserved")),
         ({"tensorboard": "~/events"}, ("tensorboard", "'~/events'", "full path")),

@@ -16,7 +16,7 @@ import pytest
 from stoker.core.spec import decode
 from stoker.errors import InputError
 from stoker.jobs.launcher import LAUNCHERS
-from stoker.jobs.retry_policy import INVALID_INPUT
+from stoker.jobs.retry_policy import INVALID_INPUT, not_retried
 from stoker.jobs.run_folder import Run, create_run, find_run
 from stoker.jobs.spec import Job
 from stoker.jobs.status import JobState, JobStatus
@@ -157,7 +157,7 @@ class LauncherSuite(LauncherTests):
     def test_bad_input_is_not_retried(self, launcher: Any) -> None:
         run, status = self.run_to_end(launcher, self.job("exit 2", retries=3))
         assert (status.state, len(status.attempts)) == (JobState.FAILED, 1)
-        assert f"; not retried: {INVALID_INPUT}; " in status.message
+        assert f"; {not_retried(INVALID_INPUT)}; " in status.message
         assert status.message.endswith(f"log: {run.log_path(Slot('worker', 0), 0)}")
 
     def test_stop_waits_for_a_last_checkpoint(self, launcher: Any, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_input_bound_without_stages() -> None:
 
 def test_compute_bound() -> None:
     found = verdict(spans(loader_wait=0.2, h2d=0.1, compute=9.4, collective_wait=0.3))
-    assert found.sentence == "compute-bound: 94% of step time is compute, 2% waiting for input"
+    assert found.sentence == "compute-bound: 94% of step time is spent on compute and 2% waiting for input"
     assert verdict(spans(loader_wait=0.02, compute=9.98)).sentence.endswith("under 1% waiting for input")
     nothing_else = verdict(spans(loader_wait=0.0, compute=9.0)).sentence
     assert re.findall(r"\d+%", nothing_else) == ["100%", "0%"]

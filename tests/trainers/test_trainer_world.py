@@ -50,7 +50,7 @@ def test_empty_shares_do_not_change_batchnorm_statistics(flags: list[object], tm
     trained = weights(tmp_path / "3")
     assert trained["body.1.num_batches_tracked"] == 4
     assert all(value.isfinite().all() for value in trained.values())
-    assert re.search(r"top-1 .* of 2\n", done.text)
+    assert re.search(r"top-1 .*\(2 samples\)\n", done.text)
 
 
 SPY = """

@@ -271,8 +271,11 @@ class _LocalWarmer:
     """Warmer of a cache that this machine can reach."""
 
     def __init__(self, url: str, via: str) -> None:
+        from stoker.errors import InputError
         from stoker.storage.cache_url import find_cache_url, read_cache_budget
 
+        if not via.startswith(("http://", "https://")):
+            raise InputError(f"--via must be an http:// or https:// URL, got {via!r}")
         self.url, self.readable, self.budget = via, find_cache_url(url, via), read_cache_budget(via)
 
     def fill(self, shard_set: ShardSet, entries: list[Entry], jobs: int, progress: Callable[[int], None]) -> int:

@@ -47,7 +47,13 @@ def exec_in(
     from stoker.kube.objects import MAIN_CONTAINER
 
     run = resolve_run(name, on)
-    with connect_to_run(run, slot, lambda host: f"ssh {host} -- {shlex.quote(shlex.join(command))}") as cluster:
+    with connect_to_run(
+        run,
+        slot,
+        "exec",
+        local="run the command in a shell",
+        ssh=lambda host: f"ssh {host} -- {shlex.quote(shlex.join(command))}",
+    ) as cluster:
         pod = get_running_pod(cluster, run, resolve_slot(run, slot))["metadata"]["name"]
         if kubectl.is_installed():
             raise typer.Exit(kubectl.exec_interactive(cluster, pod, MAIN_CONTAINER, command))

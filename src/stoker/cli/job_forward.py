@@ -50,7 +50,9 @@ def forward(
 
     run, mappings = resolve_run(name, on), _parse_ports(ports)
     flags = " ".join(f"-L {port.local_port or port.pod_port}:localhost:{port.pod_port}" for port in mappings)
-    with connect_to_run(run, slot, lambda host: f"ssh -N {flags} {host}") as cluster:
+    with connect_to_run(
+        run, slot, "forward", local="connect to its ports directly", ssh=lambda host: f"ssh -N {flags} {host}"
+    ) as cluster:
         kubectl.require_kubectl("a tunnel to a pod")
         _Forwarder(cluster, run, resolve_slot(run, slot), reserve_ports(mappings)).run()
 

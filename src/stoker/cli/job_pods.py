@@ -28,8 +28,10 @@ SlotName = Annotated[
 
 
 @contextmanager
-def connect_to_run(run: Run, slot: str | None, ssh_command: Callable[[str], str]) -> Iterator[KubeClient]:
-    """Yield a client of the cluster of a run; for an SSH run, raise InputError with the ssh command to use instead."""
+def connect_to_run(
+    run: Run, slot: str | None, command: str, *, local: str, ssh: Callable[[str], str]
+) -> Iterator[KubeClient]:
+    """Yield a client of the cluster of a run; for other runs, raise InputError with what to do instead."""
     from stoker.errors import InputError
     from stoker.kube.client import KubeClient
     from stoker.kube.config import parse_handle
@@ -42,12 +44,12 @@ def connect_to_run(run: Run, slot: str | None, ssh_command: Callable[[str], str]
         return
     host = _find_host(run, resolve_slot(run, slot)) if kind == "ssh" else None
     if host is not None:
-        hint = f"use: {ssh_command(host)}"
+        hint = f"runs on SSH hosts, so use: {ssh(host)}"
     elif kind == "local":
-        hint = "it runs on this machine: use its processes directly"
+        hint = f"is local, so {local} on this machine"
     else:
-        hint = "log in to the machine that it runs on"
-    raise InputError(f"runs on {kind}, not on Kubernetes", where=run.id, hint=hint)
+        hint = f"runs on {kind}, so log in to its machines instead"
+    raise InputError(f"`job {command}` works only for Kubernetes runs", hint=f"run {run.id} {hint}")
 
 
 def _find_host(run: Run, slot: str) -> str | None:

@@ -94,8 +94,8 @@ def load_config(context: str | None, environ: Mapping[str, str] | None = None) -
         raise NotFoundError(
             "no kubeconfig found",
             where=where,
-            hint="set KUBECONFIG, or create a kubeconfig, for example with `gcloud container clusters get-credentials` or "
-            "`aws eks update-kubeconfig`",
+            hint="set KUBECONFIG, or create a kubeconfig, for example with "
+            "`gcloud container clusters get-credentials` or `aws eks update-kubeconfig`",
         )
     merged = _merge_files(existing)
     known = context_names(merged)

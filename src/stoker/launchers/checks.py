@@ -42,7 +42,10 @@ def check_secret_env(job: Job) -> Iterator[Fault]:
     """Yield a fault for each secret variable that is not set in this environment."""
     for name in job.secret_env:
         if name not in os.environ:
-            yield Fault(f"secret_env.{name}", f"environment variable {name} is not set; set it, because its value is passed to the program")
+            yield Fault(
+                f"secret_env.{name}",
+                f"environment variable {name} is not set; set it, because its value is passed to the program",
+            )
 
 
 def check_secret_files(job: Job) -> Iterator[Fault]:

@@ -16,7 +16,7 @@ import msgspec
 from stoker.core import json_io
 from stoker.core.spec import to_json
 from stoker.core.yaml_io import to_yaml
-from stoker.errors import SpecError, redact_urls
+from stoker.errors import NotFoundError, SpecError, UnavailableError, redact_urls
 from stoker.jobs.run_folder import Run, is_secret_name
 from stoker.jobs.spec import parse_job, to_plain
 from stoker.telemetry.reader import read_events
@@ -29,6 +29,8 @@ EXCLUDED = ("checkpoints", "tensorboard", "lock")
 def write_report(run: Run, path: Path, summary: str, environ: Mapping[str, str] | None = None) -> None:
     """Write the archive: every file of the run except checkpoints, its events as JSON lines, and a summary."""
     secrets = _secret_values(run, os.environ if environ is None else environ)
+    if not path.parent.is_dir():
+        raise NotFoundError(f"cannot write the report: directory {path.parent} does not exist", where=path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with tarfile.open(temporary, "w:gz") as archive:
@@ -38,6 +40,11 @@ def write_report(run: Run, path: Path, summary: str, environ: Mapping[str, str] 
             _add(archive, f"{run.id}/events.jsonl", (_redact(line, secrets) for line in _events(run)))
         temporary.chmod(0o600)
         temporary.replace(path)
+    except OSError as error:
+        if error.filename != str(temporary):
+            raise
+        reason = (error.strerror or "").lower()
+        raise UnavailableError(f"cannot write the report: {reason}", where=path) from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -281,7 +281,10 @@ def build_manifests(plan: ConversionPlan, tasks: list[ShardTask], receipts: Mapp
         if manifest.samples == 0:
             bad = next(image for receipt in split_receipts for image in receipt.bad)
             count = manifest.quarantined
-            raise SourceError(f"all {count:,} images are unusable: {bad.reason}", where=bad.name)
+            raise SourceError(
+                f"split {split.split!r} has no usable images ({count:,} rejected)",
+                hint=f"for example, {bad.name}: {bad.reason}",
+            )
         manifests.append(manifest)
     return manifests
 

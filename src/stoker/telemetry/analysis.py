@@ -360,10 +360,12 @@ def _unknown_sentence(steps: int) -> str:
 
 
 def _compute_sentence(shares: Mapping[str, float]) -> str:
-    sentence = f"compute-bound: {percent(shares['compute'])} of step time is compute"
-    sentence += f", {percent(shares['loader_wait'])} waiting for input"
+    sentence = f"compute-bound: {percent(shares['compute'])} of step time is spent on compute"
+    waiting = f"{percent(shares['loader_wait'])} waiting for input"
     ranks = shares["collective_wait"]
-    return f"{sentence}, {percent(ranks)} waiting for other ranks" if ranks >= NOTABLE_SHARE else sentence
+    if ranks < NOTABLE_SHARE:
+        return f"{sentence} and {waiting}"
+    return f"{sentence}, {waiting} and {percent(ranks)} waiting for other ranks"
 
 
 def _input_sentence(shares: Mapping[str, float], stage: str, stage_share: float, events: Sequence[Event]) -> str:
@@ -385,7 +387,9 @@ def _copy_sentence(shares: Mapping[str, float], *, on_cpu: bool) -> str:
 
 
 def _ranks_sentence(shares: Mapping[str, float], slow: Sequence[Straggler], ranks: int, *, on_cpu: bool) -> str:
-    sentence = f"synchronization-bound: {percent(shares['collective_wait'])} of step time is spent waiting for other ranks"
+    sentence = (
+        f"synchronization-bound: {percent(shares['collective_wait'])} of step time is spent waiting for other ranks"
+    )
     if slow:
         first = slow[0]
         sentence += f"; {first.name} is a straggler with {first.ratio:.1f}× the median step time"
@@ -400,8 +404,10 @@ def _ranks_sentence(shares: Mapping[str, float], slow: Sequence[Straggler], rank
 
 def _rest_sentence(shares: Mapping[str, float], *, on_cpu: bool) -> str:
     copying = "creating tensors" if on_cpu else "copying"
-    sentence = f"{percent(shares['rest'])} of step time is spent outside loading, {copying}, compute and synchronization"
-    return f"overhead-bound: {sentence}, {percent(shares['compute'])} is compute; profile the code between steps"
+    sentence = (
+        f"{percent(shares['rest'])} of step time is spent outside loading, {copying}, compute and synchronization"
+    )
+    return f"overhead-bound: {sentence}, and {percent(shares['compute'])} on compute; profile the code between steps"
 
 
 # --- Segments

@@ -41,6 +41,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from stoker.core.permutations import seed_key
+from stoker.core.units import pluralize
 from stoker.errors import InputError, StokerError
 from stoker.load.torch import Dataset, TorchBatch, normalize
 from stoker.sampling.plan import Epoch
@@ -319,7 +320,8 @@ class ValidationResult(NamedTuple):
     samples: int
 
     def __str__(self) -> str:
-        return f"validation loss {self.loss:.4f}, top-1 {self.top1:.2%}, top-5 {self.top5:.2%} ({pluralize(self.samples, 'sample')})"
+        accuracy = f"top-1 {self.top1:.2%}, top-5 {self.top5:.2%}"
+        return f"validation loss {self.loss:.4f}, {accuracy} ({pluralize(self.samples, 'sample')})"
 
 
 def validate(

@@ -375,7 +375,10 @@ class Job(Section, frozen=True, kw_only=True):
     """A training job."""
 
     name: Annotated[Name, describe("Name of the job, used in the names of runs, logs and Kubernetes objects.")]
-    program: Annotated[ProgramSpec, describe("The program that every worker runs.")]
+    program: Annotated[
+        Annotated[ProgramSpec, expect("a mapping with script, module or command")],
+        describe("The program that every worker runs."),
+    ]
     topology: Annotated[
         TopologyName,
         describe(
@@ -389,9 +392,9 @@ class Job(Section, frozen=True, kw_only=True):
             expect("an integer >= 1, a range such as {min: 2, max: 8}, 'auto' or 'all'"),
         ],
         describe(
-            "Number of machines or pods. `auto`: with `--on ssh`, as many workers as the hosts have slots for; otherwise 1. "
-            "`{min: 2, max: 8}`: an elastic job, in which torchrun adds and removes workers. `all`: as many workers as "
-            "fit when the job starts."
+            "Number of machines or pods. `auto`: with `--on ssh`, as many workers as the hosts have slots for; "
+            "otherwise 1. `{min: 2, max: 8}`: an elastic job, in which torchrun adds and removes workers. "
+            "`all`: as many workers as fit when the job starts."
         ),
     ] = "auto"
     processes_per_worker: Annotated[

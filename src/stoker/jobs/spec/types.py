@@ -57,7 +57,9 @@ _DNS_NAME = matches(
 
 Name = Annotated[
     str,
-    matches(LABEL_PATTERN, "a name of at most 40 lowercase letters, digits and '-' that does not start or end with '-'"),
+    matches(
+        LABEL_PATTERN, "a name of at most 40 lowercase letters, digits and '-' that does not start or end with '-'"
+    ),
     Meta(max_length=40),
 ]
 ObjectName = Annotated[str, _DNS_NAME, Meta(max_length=253)]

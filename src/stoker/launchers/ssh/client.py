@@ -67,8 +67,8 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
         "host key has changed",
-        "the host was reinstalled, or the connection is being intercepted; if you expected this, remove the old key with: "
-        "{forget}",
+        "the host was reinstalled, or the connection is being intercepted; if you expected this, remove the old key "
+        "with: {forget}",
     ),
     (
         "Host key verification failed",
@@ -95,6 +95,7 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
     ("Broken pipe", "connection closed by the remote host", ""),
 )
 _UNRESOLVED = re.compile(r"Could not resolve hostname (?P<name>[^:\s]+)")
+_ADDRESS = re.compile(r"connect to (?:host|address) (?P<host>\S+) port (?P<port>\d+)")
 _KEYGEN_COMMAND = re.compile(r"ssh-keygen -f \S+ -R \S+")
 _PYTHON_FIX = "install Python 3.8 or later there, or set ssh.python"
 # In ssh's stderr when a server is overloaded for a moment.
@@ -190,7 +191,9 @@ def explain_failure(client: SshClient, host: str, stderr: str, code: int | None)
     for text, what, fix in _FAILURES:
         if text in stderr:
             forget = _KEYGEN_COMMAND.search(stderr)
-            return what, fix.format(
+            address = _ADDRESS.search(stderr) if text == "Connection refused" else None
+            where = f" on {address['host']} port {address['port']}" if address else ""
+            return what + where, fix.format(
                 ssh=client.command_line(host),
                 copy=client.command_line(host, "ssh-copy-id"),
                 forget=forget[0] if forget else f"ssh-keygen -R {host}",

@@ -151,7 +151,9 @@ def check_host(job: Job, host: HostFacts, slots: int) -> Iterator[Issue]:
         yield Issue("folder", what, "set ssh.workdir to another directory")
     if (needed := job.resources.gpu * slots) > facts["gpus"]:
         yield Issue(
-            "gpus", f"job needs {needed} GPUs, but the host has {facts['gpus']}", "to run on CPUs: --set resources.gpu=0"
+            "gpus",
+            f"job needs {needed} GPUs, but the host has {facts['gpus']}",
+            "to run on CPUs: --set resources.gpu=0",
         )
     if not job.ssh.setup:
         yield from _check_programs(job, facts["programs"])

@@ -135,7 +135,8 @@ def parse_origins(texts: Sequence[str]) -> list[tuple[str, str]]:
             raise InputError(f"--origin: invalid name {name!r}: use at most 40 lowercase letters, digits and '-'")
         if name in origins:
             raise InputError(
-                f"--origin: duplicate {name or 'origin without a name'}", hint="pass --origin NAME=URL with a different name for each"
+                f"--origin: duplicate {name or 'origin without a name'}",
+                hint="pass --origin NAME=URL with a different name for each",
             )
         origins[name] = url.rstrip("/")
     if not origins:

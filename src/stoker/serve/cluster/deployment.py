@@ -415,7 +415,7 @@ def _check_outcome(outcome: str, read: int, failed: dict[int, str], warm_job: Wa
         number, text = min(failed.items())
         what = f"{warm_job.paths[number - 1]}: {text.strip() or 'read failed'}" if number else text
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        hint = "check that the origin has it and that the cluster can reach the origin; to see the cache, run: stoker data cache --on k8s --status"
+        hint = "check that the origin has it and that the cluster can reach the origin"
         raise JobFailedError(f"{read:,} of {len(warm_job.paths):,} objects read; {what}{more}", where=where, hint=hint)
     raise JobFailedError(f"{read:,} of {len(warm_job.paths):,} objects read; {outcome}", where=where)
 

@@ -5,7 +5,6 @@ nginx keeps its files in one folder. This process only supervises it, counts its
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import http.client
 import logging
@@ -309,9 +308,9 @@ def _listen(host: str, port: int) -> socket.socket:
         sock.setblocking(False)  # nginx assumes it; otherwise a worker could block in accept
     except (OSError, OverflowError) as error:
         sock.close()
-        in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        what = "address already in use" if in_use else f"cannot listen: {error}"
-        raise UnavailableError(what, where=where, hint="choose another --port or --host") from error
+        if isinstance(error, OverflowError):
+            raise InputError("invalid listen address", where=where) from error
+        raise listen_error(host, port, error) from error
     return sock
 
 

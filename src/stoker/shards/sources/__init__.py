@@ -94,10 +94,13 @@ def detect_source(where: str) -> str:
     for name in DETECTION_ORDER:
         if SOURCES.get(name).can_read(where):
             return name
+    if path is not None and path.is_dir() and not any(path.iterdir()):
+        raise SourceError("the directory is empty", where=where)
     raise SourceError(
-        "dataset format not recognized",
+        "cannot detect the dataset format",
         where=where,
-        hint="expected train/<class>/<image> or <class>/<image>; or set --source " + "|".join(SOURCES.names()),
+        hint="arrange the images as train/<class>/<image> or <class>/<image>, or pass "
+        f"--source {'|'.join(SOURCES.names())}",
     )
 
 

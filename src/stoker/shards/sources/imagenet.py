@@ -81,7 +81,7 @@ class ImagenetSource:
         if empty:
             raise SourceError(f"class {min(empty)} has no images", where=f"{self._where} ({split})")
         if skipped:
-            self._add_note(f"{split}: skipped {skipped:,} files that are not images")
+            self._add_note(f"{split}: {describe_skipped(skipped)}")
 
     def read(self, split: str, item: Item) -> Content:
         """Read the bytes of one image."""
@@ -102,8 +102,9 @@ class ImagenetSource:
             self._layouts["val"] = _open_val(root, val, scratch)
         if not self._layouts:
             raise SourceError(
-                f"none of {TARS['train'][0]}, train/<wnid>/, {TARS['val'][0]} and val/ found",
+                f"found none of {TARS['train'][0]}, train/<wnid>/, {TARS['val'][0]} or val/",
                 where=root,
+                hint="--source imagenet requires at least one",
             )
         if len(self._layouts) == 2:
             _check_same_classes(self._layouts["train"], self._layouts["val"], root)
