@@ -110,7 +110,7 @@ def test_host_without_issues() -> None:
         ({}, {"topology": "mpi"}, "program", ("mpirun", "PATH"), "openmpi-bin"),
         ({"programs": ["mpirun"]}, {"topology": "mpi"}, "program", ("mpirun", "orted"), "openmpi-bin"),
         ({}, {"data": {"train": "/none"}}, "data.train", ("no such file or directory: /none",), "use a URL"),
-        ({"clock_skew_s": 4000.0}, {}, "clock", ("1h7m ahead of here", "S3"), "set-ntp"),
+        ({"clock_skew_s": 4000.0}, {}, "clock", ("1h7m ahead of this machine", "S3"), "set-ntp"),
     ],
 )
 def test_host_with_an_issue(
@@ -154,9 +154,9 @@ def test_versions() -> None:
 
 
 def test_clocks() -> None:
-    passed, warning, failed = check_clocks({"a": 0.4, "b": -3.0, "c": 901.0}, "here")
+    passed, warning, failed = check_clocks({"a": 0.4, "b": -3.0, "c": 901.0}, "this machine")
     assert [passed.fine, warning.fine, failed.fine] == [True, None, False]
-    assert warning.found == "3.0 s behind here"
+    assert warning.found == "3.0 s behind this machine"
     assert "timedatectl set-ntp true" in warning.fix
 
 
@@ -282,7 +282,7 @@ def test_gpus() -> None:
     job = make_job(resources={"gpu": 2})
     two = {"GPU-1": "H100", "GPU-2": "H100"}
     too_few = checks_of_reports(job, make_report("gpus", names={"GPU-1": "H100"}))["gpus"]
-    assert (too_few.fine, too_few.found) == (False, "job needs 2 GPUs, this host has 1")
+    assert (too_few.fine, too_few.found) == (False, "the job needs 2 GPUs, but this host has 1")
     invisible = checks_of_reports(
         job, make_report("gpus", names=two), make_report("torch", gpus=2), make_report("torch", gpus=0)
     )["gpus"]

@@ -268,7 +268,7 @@ def test_on_this_machine(here: Path, capsys: pytest.CaptureFixture[str]) -> None
         "resources.gpu": ("job needs 1 GPU", "--set resources.gpu=0"),
         "data.val": (f"{Path.cwd() / 'none'}", rules.LOCAL_DATA_FIX),
         "port": (f"{port} is in use", "--set port=…"),
-        "gpus": ("job needs 1 GPUs, this host has 0", "nvidia-smi, or: --set resources.gpu=0"),
+        "gpus": ("the job needs 1 GPU, but this host has 0", "nvidia-smi, or: --set resources.gpu=0"),
     }
     assert failed.keys() == expected.keys()
     for what, (found, fix) in expected.items():

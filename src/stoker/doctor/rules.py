@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from stoker.core.units import format_bytes, format_duration
+from stoker.core.units import format_bytes, format_duration, pluralize
 from stoker.doctor.checks import Check, format_names
 from stoker.doctor.probe import NOT_SERVED
 from stoker.errors import (
@@ -79,7 +79,7 @@ def check_hosts(job: Job, facts_by_host: Mapping[str, HostFacts], slots: Mapping
     checks += check_versions("python", {host: facts.get("version") for host, facts in reachable.items()})
     torches = {host: (facts.get("modules") or {}).get("torch") for host, facts in reachable.items()}
     checks += check_versions("torch", torches) if "torch" in required_modules(job) else []
-    checks += check_clocks({host: facts["clock_skew_s"] for host, facts in reachable.items()}, "here")
+    checks += check_clocks({host: facts["clock_skew_s"] for host, facts in reachable.items()}, "this machine")
     return checks
 
 
@@ -135,7 +135,7 @@ def check_port(port: int, *, is_free: bool) -> Check:
     """Check a port of this machine."""
     if is_free:
         return Check("port", True, f"{port} is free")
-    return Check("port", False, f"{port} is in use", "set another port: --set port=…", code=_INVALID)
+    return Check("port", False, f"{port} is in use", "set another port with --set port=…", code=_INVALID)
 
 
 # --- Versions and clocks
@@ -313,7 +313,14 @@ def _check_gpus(job: Job, host: str, slots: int, reports: Sequence[ProbeReport])
     needed = job.resources.gpu * slots
     if len(names) < needed:
         fix = "check the driver with nvidia-smi, or: --set resources.gpu=0"
-        yield Check("gpus", False, f"job needs {needed} GPUs, this host has {len(names)}", fix, host, _INVALID)
+        yield Check(
+            "gpus",
+            False,
+            f"the job needs {pluralize(needed, 'GPU')}, but this host has {len(names)}",
+            fix,
+            host,
+            _INVALID,
+        )
     elif needed and fewest < job.resources.gpu:
         fix = "check what sets CUDA_VISIBLE_DEVICES there: env or a scheduler"
         yield Check("gpus", False, f"a worker can use only {fewest} of {len(names)} GPUs", fix, host, _INVALID)
@@ -439,7 +446,7 @@ def _check_all_reduce(result: ProbeResult) -> Iterator[Check]:
     yield Check("all-reduce", None if is_slow else True, detail, _SLOW_FIX if is_slow else "")
 
 
-_PROBE_FIX = "a job would fail the same way: fix this first"
+_PROBE_FIX = "a job would fail in the same way; fix this first"
 _REDUCE_FIX = "open all ports between the hosts, or set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME in env"
 _SLOW_FIX = "check the network interface: set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME in env"
 

@@ -105,7 +105,7 @@ def check_mountable(client: KubeClient, specs: Iterable[Manifest], *, created: C
             hint = f"create it with: stoker volume create {name} --size 10Gi --on {client.url}"
             raise NotFoundError(f"claim {name} not found", where=client, hint=hint)
         if not is_shared(claim) and (holders := find_mounting_pods(pods, name)):
-            what = f"claim {name} can be mounted on one node only, and {format_pod_names(holders)} mounts it"
+            what = f"claim {name} can be mounted on only one node, and {format_pod_names(holders)} is using it"
             raise ConflictError(what, where=client, hint=get_release_hint(holders))
 
 

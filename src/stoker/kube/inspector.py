@@ -108,7 +108,7 @@ def check_inspectable(claim: Manifest, pods: Sequence[Manifest], *, write: bool)
         raise ConflictError(f"volume {name} is being deleted")
     if holders := [] if is_shared(claim) else find_mounting_pods(pods, name):
         raise ConflictError(
-            f"volume {name} can be mounted on one node only, and {holders[0]} mounts it",
+            f"volume {name} can be mounted on only one node, and {holders[0]} is using it",
             hint=get_release_hint(holders),
         )
     if phase == "Lost":

@@ -316,7 +316,7 @@ def describe_mount_failure(message: str, pod: Manifest) -> str:
     if "Multi-Attach" in message:
         users = re.search(r"used by pod\(s\) (.+)", message)
         used_by = f" for {first_sentence(users[1])}" if users else ""
-        return f"{name} is attached to another node{used_by}, and can be attached to one node only"
+        return f"{name} is attached to another node{used_by}, and can be attached to only one node"
     if re.search(r'(secret|configmap) "[^"]+" not found|references non-existent', message, re.IGNORECASE):
         return f"cannot mount {name}: {_describe_config_error(message)}"
     if unmounted := re.search(r"unmounted volumes=\[([^\]]*)\]", message):

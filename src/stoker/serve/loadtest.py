@@ -47,7 +47,11 @@ def run_load_test(
     progress: Callable[[int], None] = lambda _: None,
 ) -> LoadTestResult:
     """Read the files below a URL with many concurrent clients, whole or by random ranges."""
-    files = [entry for entry in open_store(url).list() if entry.size]
+    try:
+        files = [entry for entry in open_store(url).list() if entry.size]
+    except UnavailableError as error:
+        error.hint = error.hint or "check that the server is running and that the URL is correct"
+        raise
     if not files:
         raise InputError("no files found", where=redacted(url), hint="pass the URL of a directory with shards")
     start, stop = threading.Barrier(clients + 1), threading.Event()

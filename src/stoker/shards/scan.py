@@ -152,7 +152,7 @@ def _index_shard(shard_set: ShardSet, entry: Entry) -> IndexBuilder:
                 rows.add(located.image_offset, len(located.sample.image), located.sample.label)
                 file.release_before(located.end)
         except SourceError as error:
-            hint = "fix or leave out this shard; run stoker data verify to list every fault"
+            hint = "fix or leave out this shard; run stoker data verify to list every problem"
             raise VerificationError(error.what, where=where, hint=hint) from error
     return rows
 

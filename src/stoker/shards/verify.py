@@ -184,7 +184,7 @@ def _check_quarantine(shard_set: ShardSet, manifest: Manifest) -> Iterator[Findi
         yield Finding(shard=QUARANTINE, what=f"cannot read the quarantine list: {error.what}")
         return
     if lines != manifest.quarantined:
-        what = f"{lines:,} images, but {manifest.quarantined:,} in the manifest"
+        what = f"{lines:,} images, but the manifest has {manifest.quarantined:,}"
         yield Finding(shard=QUARANTINE, what=what)
 
 

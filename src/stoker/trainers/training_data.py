@@ -143,7 +143,7 @@ def count_classes(
         raise _unknown_classes(where)
     if number < in_data:
         raise InputError(
-            f"dataset has {in_data} classes, model has {number}",
+            f"the dataset has {in_data} classes, but the model has {number}",
             where=where,
             hint=f"set --num-classes to {in_data} or more, or remove it" if args.num_classes else None,
         )

@@ -63,7 +63,7 @@ from tests.doctor.kubernetes.clusters import (
             {"volumes": SHARED_VOLUME, "workers": 4},
             {"claims": {"c": claim()}},
             False,
-            "one node can mount it, the job has 4 pods",
+            "only one node can mount it, but 4 pods",
         ),
         (
             {"volumes": SHARED_VOLUME, "workers": 4},
@@ -75,7 +75,7 @@ from tests.doctor.kubernetes.clusters import (
             {"volumes": SHARED_VOLUME, "workers": 2},
             {"claims": {"c": claim("ReadWriteOncePod")}},
             False,
-            "one pod can mount it, the job has 2 pods",
+            "only one pod can mount it, but 2 pods",
         ),
         ({"volumes": SHARED_VOLUME, "workers": 2}, {"claims": {"c": claim("ReadOnlyMany")}}, None, "2 pods"),
         (
@@ -93,7 +93,7 @@ from tests.doctor.kubernetes.clusters import (
             {"checkpoint": {**NEW_CLAIM, "access": "rwx"}},
             {"classes": [storage_class("gp3", default=True, provisioner="ebs.csi.aws.com")]},
             False,
-            "is rwx, but volumes of class gp3 can be mounted on one node only",
+            "is rwx, but volumes of class gp3 can be mounted on only one node",
         ),
         ({"checkpoint": NEW_CLAIM}, {"classes": DENIED}, None, DENIED.what),
         ({"checkpoint": NEW_CLAIM}, {"claims": {"c": claim()}}, True, "10 GiB, rwo"),

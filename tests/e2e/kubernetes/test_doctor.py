@@ -154,7 +154,7 @@ def test_claims(doctor: Doctor, cluster: KubeClient) -> None:
     cluster.create({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "one"}, "spec": spec})
     many = {"topology": "torchrun", "program": {"module": "this"}, "workers": 2}
     _, checks = doctor(volumes=[{"claim": "one", "path": "/d"}], **many)
-    assert "one node can mount it, the job has 2 pods" in checks["claim one"][0]["found"]
+    assert "only one node can mount it, but 2 pods" in checks["claim one"][0]["found"]
     assert checks["claim one"][0]["fine"] is False
     _, checks = doctor(volumes=[{"claim": "one", "path": "/d"}])
     assert checks["claim one"][0]["found"].startswith("is pending: ")

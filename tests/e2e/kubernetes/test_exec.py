@@ -411,7 +411,7 @@ def test_shell_does_not_take_a_claim_from_a_pod(cluster: KubeClient, job_file: P
         create_running(cluster, build_pod("holder", volumes=[mount]))
         completed = run_stoker(*argv, "--", "cat", "/data/hello")
         assert completed.returncode == 2
-        assert re.search(rb"claim data .*one node only.*pod holder", completed.stderr), completed.stderr
+        assert re.search(rb"claim data .*only one node.*pod holder", completed.stderr), completed.stderr
         assert b"kubectl delete pod holder" in completed.stderr
         assert not list_shells(cluster)
     finally:

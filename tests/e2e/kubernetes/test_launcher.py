@@ -140,7 +140,7 @@ class TestJobs(OnCluster):
         volumes = [{"claim": "data", "path": "/data"}]
         self.start(launcher, self.job("sleep 60", volumes=volumes))
         wait_until(lambda: bool(self.cluster.list_objects("Pod")))
-        with pytest.raises(ConflictError, match=r"claim data .*one node only.*pod small-0-.* of job small"):
+        with pytest.raises(ConflictError, match=r"claim data .*only one node.*pod small-0-.* of job small"):
             self.start(launcher, self.job("true", name="second", volumes=volumes))
 
     def test_out_of_memory(self, launcher: Any) -> None:

@@ -275,7 +275,7 @@ def test_volume_of_others_is_used_and_not_deleted(
         assert stoker("volume", "create", "data", *words) == 0
         assert "is bound" in capfd.readouterr().out
         assert stoker("volume", "delete", "data", "--yes", "--on", on(client)) == 0
-        assert f"PersistentVolume {name} is kept; so is its data" in capfd.readouterr().err
+        assert f"PersistentVolume {name} and its data are kept" in capfd.readouterr().err
         assert client.get("PersistentVolume", name) is not None
         wait_until(lambda: (client.get("PersistentVolume", name) or {})["status"]["phase"] == "Released")
         assert stoker("volume", "create", "data", *words) == 2
@@ -508,5 +508,5 @@ def test_missing_permissions(
     assert f"{NOT_ALLOWED} get persistentvolumes" in capfd.readouterr().err
     assert stoker("volume", "delete", "data", "--yes", "--on", on(client)) == 5
     err = capfd.readouterr().err
-    assert "whether the data is kept is unknown" in err
+    assert "it is not known whether its data" in err
     assert f"{NOT_ALLOWED} delete persistentvolumeclaims" in err

@@ -39,7 +39,7 @@ def test_data_of_a_volume_of_others_by_reclaim_policy(policy: str, is_deleted: b
     deletion = plan_deletion("data", "ns", build_claim(volumeName="pv"), [bound], [])
     assert list(deletion.volumes) == []
     assert f"(reclaim policy {policy})" in deletion.data_note
-    assert bool(re.search("its data is deleted|deleted too; so is its data", deletion.data_note)) is is_deleted
+    assert bool(re.search("its data is deleted|its data are deleted", deletion.data_note)) is is_deleted
     assert ("kept" in deletion.data_note) is is_kept
 
 
@@ -47,13 +47,13 @@ def test_cluster_deletes_an_own_volume_with_policy_delete() -> None:
     volumes = [build_own_volume(policy="Delete")]
     deletion = plan_deletion("data", "ns", build_claim(volumeName="pv"), volumes, [])
     assert list(deletion.volumes) == []
-    assert "deleted too; so is its data (reclaim policy Delete)" in deletion.data_note
+    assert "and its data are deleted too (reclaim policy Delete)" in deletion.data_note
 
 
 @pytest.mark.parametrize("policy", ["Delete", "Recycle"])
 def test_data_of_an_own_volume_is_not_reported_as_kept(policy: str) -> None:
     note = plan_deletion("data", "ns", None, [build_own_volume(policy=policy)], []).data_note
-    assert "PersistentVolume pv is deleted too; so is its data" in note
+    assert "PersistentVolume pv and its data are deleted too" in note
     assert f"reclaim policy {policy}" in note
     assert "kept" not in note
 
@@ -68,7 +68,7 @@ def test_own_volume_taken_by_another_claim_is_kept() -> None:
 def test_volumes_that_cannot_be_listed() -> None:
     note = plan_deletion("data", "ns", build_claim(volumeName="pv"), None, []).data_note
     assert "PersistentVolume pv" in note
-    assert "whether the data is kept is unknown" in note
+    assert "it is not known whether its data" in note
     assert "no data" in plan_deletion("data", "ns", build_claim(), None, []).data_note
 
 

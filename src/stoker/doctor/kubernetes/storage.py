@@ -87,7 +87,7 @@ def _check_new_claim(
         fix = (
             "use a class with shared storage (EFS, Filestore, NFS): stoker volume create --storage-class … --access rwx"
         )
-        return failed_check(what, f"is rwx, but volumes of class {name} can be mounted on one node only", fix)
+        return failed_check(what, f"is rwx, but volumes of class {name} can be mounted on only one node", fix)
     return Check(what, True, f"{detail}, of class {storage_class['metadata']['name']}")
 
 
@@ -166,6 +166,8 @@ def _check_access_mode(what: str, modes: Sequence[str], mounting: Sequence[tuple
         return None
     roles = ", ".join(f"{group.count} × {group.role}" for group, _ in mounting)
     unit = "pod" if modes == [ACCESS_MODES["rwop"]] else "node"
-    detail = f"is {format_access_modes(modes)}: one {unit} can mount it, the job has {pods} pods that do ({roles})"
+    detail = (
+        f"is {format_access_modes(modes)}: only one {unit} can mount it, but {pods} pods of the job mount it ({roles})"
+    )
     fix = "use an rwx claim (stoker volume create --access rwx), or a bucket"
     return failed_check(what, detail, fix)

@@ -331,7 +331,7 @@ def _check_claim_access(job: Job) -> Iterator[Fault]:
         remedy = "a fixed number of workers" if job.is_elastic else "one worker"
         yield Fault(
             "checkpoint.access",
-            f"an rwo claim can be mounted on one node only, and {reason}; use rwx, a bucket, or {remedy}",
+            f"an rwo claim can be mounted on only one node, and {reason}; use rwx, a bucket, or {remedy}",
         )
 
 

@@ -86,27 +86,27 @@ def _describe_data(bound_name: str | None, bound: Manifest | None, own: Sequence
         return "It was never bound, so it contains no data."
     if bound is None and not own:
         if is_known:
-            return f"PersistentVolume {bound_name} was deleted: whether the data is kept is unknown."
-        return f"PersistentVolume {bound_name} cannot be read: whether the data is kept is unknown."
+            return f"PersistentVolume {bound_name} was deleted; it is not known whether its data was kept."
+        return f"PersistentVolume {bound_name} cannot be read; it is not known whether its data will be kept."
     sentences = []
     if bound is not None and bound not in own:
         sentences.append(f"PersistentVolume {bound_name} {_POLICY_EFFECTS[get_reclaim_policy(bound)]}.")
     for volume in own:
         policy = get_reclaim_policy(volume)
         is_kept = policy == "Retain"
-        data = (
-            f"the data is kept {_describe_location(volume['spec'])}"
+        effect = (
+            f"is deleted too; its data is kept {_describe_location(volume['spec'])}"
             if is_kept
-            else f"so is its data (reclaim policy {policy})"
+            else f"and its data are deleted too (reclaim policy {policy})"
         )
-        sentences.append(f"PersistentVolume {volume['metadata']['name']} is deleted too; {data}.")
+        sentences.append(f"PersistentVolume {volume['metadata']['name']} {effect}.")
     return " ".join(sentences)
 
 
 _POLICY_EFFECTS = {
-    "Delete": "is deleted too; so is its data (reclaim policy Delete)",
+    "Delete": "and its data are deleted too (reclaim policy Delete)",
     "Recycle": "is kept, but its data is deleted (reclaim policy Recycle)",
-    "Retain": "is kept; so is its data (reclaim policy Retain)",
+    "Retain": "and its data are kept (reclaim policy Retain)",
 }
 
 

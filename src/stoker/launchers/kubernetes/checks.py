@@ -66,7 +66,8 @@ def _check_name(job: Job) -> Iterator[Fault]:
 def _check_observers(job: Job) -> Iterator[Fault]:
     observers = [role.name for role in get_topology(job).roles(job) if role.is_observer]
     if observers and job.checkpoint.claim is not None and job.checkpoint.access == "rwo":
-        what = f"rwo allows one node only, but {' and '.join(observers)} must read the claim too: use rwx or a bucket"
+        readers = " and ".join(observers)
+        what = f"with rwo, only one node can mount the claim, but {readers} must read it too; use rwx or a bucket"
         yield Fault("checkpoint.access", what)
 
 

@@ -3,7 +3,7 @@
 | topology | objects |
 |---|---|
 | single | one Job |
-| torchrun | one Indexed Job, one headless Service; a separate Job for worker 0 if one node only can mount the claim |
+| torchrun | one Indexed Job, one headless Service; a separate Job for worker 0 if only one node can mount the claim |
 | mpi | one MPIJob, for the MPI operator |
 | tf-ps, tf-mirrored | a Job and a Service for each task |
 
