@@ -26,21 +26,21 @@ def init(
         Path | None, typer.Argument(metavar="FILE", help="Job file to write, .yaml or .yml. Defaults to job.yaml.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the job. Defaults to that of the dataset.")
+        str | None, typer.Option(metavar="NAME", help="Name of the job. Defaults to the name of the dataset.")
     ] = None,
     train: Annotated[
-        str | None, typer.Option(metavar="URL", help="Training set, if the job reads it by another URL than SHARDS.")
+        str | None, typer.Option(metavar="URL", help="Training set, if the job reads it from a URL other than SHARDS.")
     ] = None,
     val: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Validation set. Defaults to `val` or `test` beside the training set."),
+        typer.Option(metavar="URL", help="Validation set. Defaults to `val` or `test` next to the training set."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write a commented job file to start from.
+    """Write a commented job file as a starting point.
 
-    Model, image size and batch size are chosen for the shard set. SHARDS may be omitted: an only argument that ends in
-    .yaml or .yml is FILE.
+    Model, image size and batch size are chosen for the shard set. You can omit SHARDS: a single argument that
+    ends in .yaml or .yml is taken as FILE.
     """
     from stoker.errors import ConflictError
     from stoker.jobs.spec import parse_job

@@ -21,19 +21,20 @@ def add_to(app: typer.Typer) -> None:
 
 def delete(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="RUN", help="Run ID, unique prefix of it, handle, or job name.")
+        list[str] | None, typer.Argument(metavar="RUN", help="Run ID (or a unique prefix), handle, or job name.")
     ] = None,
     older_than: Annotated[
-        str | None, typer.Option(metavar="DURATION", help="Delete every run that finished longer ago, such as 30d.")
+        str | None,
+        typer.Option(metavar="DURATION", help="Delete all runs that finished longer ago than this, for example 30d."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")
+        bool, typer.Option("--dry-run", help="Print what would be deleted without deleting it.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Delete finished runs with their logs and checkpoints.
 
-    Running runs are never deleted. Checkpoints are deleted if they are in the run folder, which is the default; a
+    Runs that are still running are never deleted. Checkpoints in the run folder (the default) are deleted with it; a
     checkpoint.dir elsewhere is kept.
     """
     from dataclasses import asdict

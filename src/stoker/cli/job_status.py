@@ -157,12 +157,12 @@ def stop(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="RUN", help="Run ID, unique prefix of it, handle, or job name. Defaults to the only running run."
+            metavar="RUN", help="Run ID (or a unique prefix), handle, or job name. Defaults to the only running run."
         ),
     ] = None,
     on: RunTarget = None,
 ) -> None:
-    """Stop a run: SIGTERM, a grace period, then SIGKILL.
+    """Stop a run with SIGTERM, then SIGKILL after a grace period.
 
     With a job name, stops the job's running run. If several are running, lists them and stops none.
     """

@@ -12,6 +12,7 @@ import typer
 
 from stoker import __version__
 from stoker.cli import data, demo, doctor, init, job, profile, volume
+from stoker.cli.parameters import build_command
 from stoker.cli.renamed import check_renamed_options
 from stoker.errors import InterruptError, StokerError, UnavailableError, redact_urls
 

@@ -72,10 +72,10 @@ def name_options(options: Mapping[str, str], defaults: Collection[str] = ()) -> 
         yield
     except SpecError as error:
         faults = [
-            Fault("", f"{options[path]} {what}{' (the default)' if path in defaults else ''}")
-            if path in options
-            else Fault(path, what)
-            for path, what in error.faults
+            Fault("", f"{options[fault.path]} {fault.what}{' (the default)' if fault.path in defaults else ''}")
+            if fault.path in options
+            else fault
+            for fault in error.faults
         ]
         raise SpecError(faults, where=error.where, hint=error.hint) from error
 

@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from stoker.cli.options import parse_value
 from stoker.cli.output import print_message, print_table
 
 SETTINGS = {"allow_interspersed_args": False}
@@ -15,15 +16,16 @@ SETTINGS = {"allow_interspersed_args": False}
 
 
 def profile(
-    command: Annotated[list[str], typer.Argument(metavar="CMD", help="Program to run, with its arguments.")],
-    every: Annotated[str, typer.Option(metavar="DURATION", help="Sampling interval; 0 only runs the program.")] = "30s",
+    command: Annotated[list[str], typer.Argument(metavar="CMD", help="Program to run, and its arguments.")],
+    every: Annotated[str, typer.Option(metavar="DURATION", help="Sampling interval; 0 disables sampling.")] = "30s",
     as_json: Annotated[
-        bool, typer.Option("--json", help="Write every sample to standard output as an event line; no summary.")
+        bool, typer.Option("--json", help="Write each sample to standard output as an event line, without a summary.")
     ] = False,
 ) -> None:
     """Run a program and sample GPU, CPU, memory, network and disk.
 
-    A summary follows on standard error. The program keeps its standard streams, signals and exit code.
+    Prints a summary to standard error at the end. The program's standard streams, signals and exit code are passed
+    through.
     """
     from stoker.core.units import parse_duration
 

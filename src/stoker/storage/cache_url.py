@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from stoker.errors import InputError, UnavailableError
+from stoker.errors import AccessDeniedError, InputError, UnavailableError
 from stoker.storage import open_store, redacted
 
 ORIGIN_SCHEMES = ("http://", "https://", "s3://", "gs://")
@@ -56,6 +56,14 @@ def _require_stoker_cache(cache: str) -> Iterator[None]:
     """Raise UnavailableError if there is no response, or one that is not from a stoker cache."""
     try:
         yield
+    except AccessDeniedError:
+        raise
+    except UnavailableError as error:
+        raise UnavailableError(
+            f"cannot connect to the cache: {error.what}",
+            where=redacted(cache),
+            hint="check that it is running and that the URL is correct",
+        ) from error
     except (msgspec.MsgspecError, UnicodeError, RecursionError, InputError) as error:
         raise UnavailableError(
             "not a stoker cache", where=redacted(cache), hint="start one with: stoker data cache"

@@ -70,7 +70,7 @@ def _check_entry_point(program: ProgramSpec) -> Iterator[Fault]:
     entry_points = [name for name in ("script", "module", "command") if getattr(program, name) is not None]
     if len(entry_points) != 1:
         current = f" ({' and '.join(entry_points)} are set)" if entry_points else ""
-        yield Fault("", f"set exactly one of script, module, command{current}")
+        yield Fault("", f"set exactly one of script, module and command{current}")
 
 
 def _check_script(program: ProgramSpec) -> Iterator[Fault]:
@@ -360,7 +360,13 @@ def _find_reserved(job: Job, reserved: re.Pattern[str]) -> Iterator[Fault]:
     for section in ("env", "secret_env"):
         for name in getattr(job, section):
             if reserved.fullmatch(name):
-                yield Fault(f"{section}.{name}", "reserved: stoker sets it for every process; remove it")
+                is_own = name.startswith("STOKER_")
+                reason = (
+                    "names that start with STOKER_ are reserved"
+                    if is_own
+                    else "reserved, because Stoker sets this variable"
+                )
+                yield Fault(f"{section}.{name}", f"{reason}; remove or rename it")
 
 
 def _check_secret_env(job: Job) -> Iterator[Fault]:

@@ -35,17 +35,17 @@ def check_kubernetes_settings(job: Job) -> Iterator[Fault]:
 
 def _check_image(job: Job) -> Iterator[Fault]:
     if job.image is None:
-        yield Fault("image", "is required on Kubernetes, for example image: ghcr.io/acme/trainer:v1")
+        yield Fault("image", "required on Kubernetes; set it, for example image: ghcr.io/acme/trainer:v1")
 
 
 def _check_gpu_type(job: Job) -> Iterator[Fault]:
     if job.resources.gpu_type is not None and not job.resources.gpu:
-        yield Fault("resources.gpu", f"is required with gpu_type {job.resources.gpu_type}")
+        yield Fault("resources.gpu", f"required with gpu_type {job.resources.gpu_type}")
 
 
 def _check_workers(job: Job) -> Iterator[Fault]:
     if job.workers == "all":
-        yield Fault("workers", "`all` is not supported on Kubernetes, because clusters can scale: set a number")
+        yield Fault("workers", "`all` is not supported on Kubernetes, because clusters can scale; set a number")
 
 
 def _check_ttl(job: Job) -> Iterator[Fault]:

@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 from stoker.core.processes import Process, run
 from stoker.core.scratch import scratch_directory
 from stoker.errors import ConflictError, InputError, MissingProgramError, NotFoundError, StokerError, UnavailableError
+from stoker.serve.embedded import listen_error
 from stoker.serve.files import resolve_write_target
 from stoker.serve.http import HttpStatusError
 from stoker.serve.nginx.admin import run_admin_server

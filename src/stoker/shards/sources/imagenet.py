@@ -12,7 +12,7 @@ from stoker.errors import NotFoundError, SourceError
 from stoker.shards.images import EXTENSIONS
 from stoker.shards.sample import Content, Item
 from stoker.shards.sources.devkit import DEVKIT, DEVKIT_TAR, SOLUTION, VAL_IMAGE, WNID, GroundTruth, find_ground_truth
-from stoker.shards.sources.files import OpenFile, open_decompressed, read_image_file, stat_image
+from stoker.shards.sources.files import OpenFile, describe_skipped, open_decompressed, read_image_file, stat_image
 from stoker.shards.sources.tarfiles import ArchivedFile, iter_files
 
 TARS = {split: (f"ILSVRC2012_img_{split}.tar", f"ILSVRC2012_img_{split}.tar.gz") for split in ("train", "val")}
