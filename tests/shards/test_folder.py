@@ -40,7 +40,7 @@ def test_folders_next_to_the_splits_are_noted(tmp_path: Path) -> None:
     assert len(list(source.scan("train"))) == 30
     folders, files = source.notes
     assert re.search(r"^skipped .* dev, extra .*\btrain$", folders)
-    assert re.search(r"^skipped 1 files\b.*not images: 1 × \.txt$", files)
+    assert re.search(r"^skipped 1 file\b.*not an image: 1 × \.txt$", files)
 
 
 def test_class_named_train(tmp_path: Path) -> None:

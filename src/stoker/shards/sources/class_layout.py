@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from stoker.core.text import join_some, printable
 from stoker.errors import SourceError
 from stoker.shards.images import EXTENSIONS, sniff
+from stoker.shards.sources.files import describe_skipped
 
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 SNIFF_BYTES = 16
@@ -74,7 +75,7 @@ class SkippedFiles:
         if not self._counts:
             return ()
         kinds = ", ".join(f"{count:,} × {kind}" for kind, count in self._counts.most_common(8))
-        return (f"skipped {self._counts.total():,} files that are not images: {kinds}",)
+        return (f"{describe_skipped(self._counts.total())}: {kinds}",)
 
     def add(self, kind: str) -> None:
         """Count a file of this kind."""

@@ -71,6 +71,11 @@ class OpenFile:
         self.close()
 
 
+def describe_skipped(count: int) -> str:
+    """Return the note on files that a source skipped."""
+    return "skipped 1 file that is not an image" if count == 1 else f"skipped {count:,} files that are not images"
+
+
 def stat_image(entry: os.DirEntry[str]) -> tuple[int, int]:
     """Return the size and modification time of an image file; the size is 0 if it is not readable as a file."""
     try:
