@@ -150,14 +150,16 @@ def _ssh_implementations(folder: Path, home: Path, net: Network) -> list[Impleme
 def _time_planning_ms(folder: Path) -> float:
     """Return the time to plan the commands of many slots when the facts of all hosts are known."""
     from stoker.core.spec import decode
-    from stoker.jobs.spec import Job
+    from stoker.jobs.spec import JobSpec
     from stoker.jobs.topology import list_slots
     from stoker.launchers.ssh.client import SshClient
     from stoker.launchers.ssh.launcher import build_plan
     from stoker.launchers.ssh.preflight import HostFacts, Route
 
     hosts = [f"node{number}" for number in range(SLOTS)]
-    job = decode({"name": "many", "program": {"script": "nothing.py"}, "workers": SLOTS, "ssh": {"hosts": hosts}}, Job)
+    job = decode(
+        {"name": "many", "program": {"script": "nothing.py"}, "workers": SLOTS, "ssh": {"hosts": hosts}}, JobSpec
+    )
     facts = {host: HostFacts(host, _host_facts(host)) for host in hosts}
     routes = {host: Route(f"10.0.0.{number + 1}", f"eth{number}") for number, host in enumerate(hosts)}
     placement = dict(zip(list_slots(job), hosts, strict=True))
@@ -187,9 +189,9 @@ def _host_facts(host: str) -> dict[str, object]:
 def _time_rendering_ms(topology: str) -> float:
     """Return the time to render all Kubernetes objects of a large job."""
     from stoker.core.spec import decode
-    from stoker.jobs.spec import Job
+    from stoker.jobs.spec import JobSpec
     from stoker.launchers.kubernetes.launcher import KubernetesLauncher
 
     keys = {"name": "bench", "image": "trainer:v1", "program": {"module": "train"}, "workers": PODS}
-    job = decode({**keys, "topology": topology}, Job)
+    job = decode({**keys, "topology": topology}, JobSpec)
     return 1000 * time_call(lambda: KubernetesLauncher().render(job)).seconds

@@ -16,7 +16,7 @@ import pytest
 
 import stoker
 from stoker.errors import ConflictError, InputError, InterruptError, JobFailedError, NotFoundError, SpecError
-from stoker.jobs.run_folder import Run as RunFolder
+from stoker.jobs.run_folder import RunFolder as RunFolder
 from stoker.jobs.status import JobState
 from stoker.launchers.supervisor import supervisor_pid
 from tests.support.waiting import wait_until

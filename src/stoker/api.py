@@ -19,8 +19,7 @@ from stoker.core.processes import wait_until
 from stoker.errors import ConflictError, InputError, RunTimeoutError
 from stoker.jobs import spec as job_spec
 from stoker.jobs.launcher import Launcher, SlotLogLine
-from stoker.jobs.run_folder import Run as RunFolder
-from stoker.jobs.run_folder import create_run, list_runs
+from stoker.jobs.run_folder import RunFolder, create_run, list_runs
 from stoker.jobs.run_lookup import launcher_of, open_launcher, resolve_run
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import Slot, list_slots
@@ -40,7 +39,7 @@ Overrides = Mapping[str, object] | Iterable[str]
 class Job:
     """A job: what a job file says, valid and independent of where it runs."""
 
-    spec: job_spec.Job
+    spec: job_spec.JobSpec
     """Every key of the job file as an attribute, for example `job.spec.resources.gpu`."""
 
     @classmethod
@@ -90,7 +89,7 @@ class Job:
 class Plan:
     """What a job would start on one target: commands, or Kubernetes objects."""
 
-    job: job_spec.Job
+    job: job_spec.JobSpec
     """The job with its paths and its number of workers resolved for the target."""
     launcher: Launcher[Any]
     rendered: Any

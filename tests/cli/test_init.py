@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.jobs.spec import Job, parse_job
+from stoker.jobs.spec import JobSpec, parse_job
 from stoker.trainers.flags import parse_flags
 from tests.support.servers import nginx
 from tests.support.trees import make_dataset, make_tree, stoker
@@ -20,11 +20,11 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def read_job(path: str = "job.yaml") -> Job:
+def read_job(path: str = "job.yaml") -> JobSpec:
     return parse_job(Path(path).read_text(), path)
 
 
-def flags_of(job: Job) -> dict[str, object]:
+def flags_of(job: JobSpec) -> dict[str, object]:
     """Return the flags as the trainer parses them."""
     args = parse_flags([str(arg) for arg in job.program.args], {"STOKER_DATA_TRAIN": "train"})
     return {name: getattr(args, name) for name in ("model", "size", "global_batch_size")}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stoker.errors import ConflictError
-from stoker.jobs.run_folder import Run, list_runs
+from stoker.jobs.run_folder import RunFolder, list_runs
 from stoker.jobs.status import JobState
 from stoker.launchers.run_deletion import delete_run, plan_deletion
 from stoker.launchers.supervisor import supervisor_lock
@@ -30,7 +30,7 @@ def delete(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def add_checkpoint(run: Run) -> None:
+def add_checkpoint(run: RunFolder) -> None:
     (run.folder / "checkpoints").mkdir()
     (run.folder / "checkpoints/step-0000000001.pt").write_bytes(b"x" * 5000)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from stoker.telemetry.log_times import index_path
 from tests.support.runs import Runs
 from tests.support.trees import stoker
@@ -21,7 +21,7 @@ LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ) (.*)")
 
 
 @pytest.fixture
-def written(runs: Runs, stoker_home: Path) -> Run:
+def written(runs: Runs, stoker_home: Path) -> RunFolder:
     """A run of two attempts; the lines of its second attempt are two hours, one hour and no time old."""
     run, now = runs.write(stoker_home, RUN_ID), time.time()
     (run.logs / "worker-0.0.log").write_text("first\n")
@@ -46,20 +46,20 @@ def written(runs: Runs, stoker_home: Path) -> Run:
     ],
 )
 def test_selected_lines(
-    written: Run, words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
+    written: RunFolder, words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert stoker("job", "logs", written.id, *words) == 0
     assert capsys.readouterr().out.splitlines() == expected
 
 
-def test_timestamps_are_those_of_the_index(written: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_timestamps_are_those_of_the_index(written: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert stoker("job", "logs", written.id, "--timestamps") == 0
     found = [LINE.fullmatch(line) for line in capsys.readouterr().out.splitlines()]
     ages = [time.time() - datetime.fromisoformat(match[1]).timestamp() for match in found if match]
     assert [round(age / HOUR) for age in ages] == [5, 2, 2, 1, 0]
 
 
-def test_lines_without_a_known_time_are_reported(written: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_without_a_known_time_are_reported(written: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     index_path(written.logs / "worker-0.0.log").unlink()
     assert stoker("job", "logs", written.id, "--since", "90m") == 0
     out, err = capsys.readouterr()
@@ -70,7 +70,7 @@ def test_lines_without_a_known_time_are_reported(written: Run, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("words", [["--since", "yesterday"], ["--since", ""], ["--tail", "-1"]])
-def test_invalid_selection_is_refused(written: Run, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_selection_is_refused(written: RunFolder, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert stoker("job", "logs", written.id, *words) == 2
     assert words[0] in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stoker.jobs.launcher import LAUNCHERS
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.run_lookup import choose_run, resolve_run, resolve_run_to_stop
 from stoker.jobs.status import JobState
 from tests.launchers.contract import is_ready
@@ -19,7 +19,7 @@ from tests.support.waiting import wait_until
 OLD, NEW, NEWEST = (f"small-{year}0101-000000-abcd" for year in (2020, 2098, 2099))
 
 
-def state_of(run: Run) -> JobState:
+def state_of(run: RunFolder) -> JobState:
     return LAUNCHERS.get("local")().status(run.handle).state
 
 

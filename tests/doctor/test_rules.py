@@ -34,7 +34,7 @@ from stoker.doctor.rules import (
     checks_from_faults,
 )
 from stoker.errors import Fault, InputError, JobFailedError, UnavailableError
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.launchers.ssh.preflight import FULL_MESH_HOSTS, HostFacts, Issue, Route, Routes, dial_targets
 from stoker.storage import open_store, split_url
 from tests.support.engines import run_cache
@@ -44,8 +44,8 @@ from tests.support.servers import aws_environ
 GIB = 1 << 30
 
 
-def make_job(**keys: Any) -> Job:
-    return decode({"name": "pets", "program": {"module": "this"}, **keys}, Job)
+def make_job(**keys: Any) -> JobSpec:
+    return decode({"name": "pets", "program": {"module": "this"}, **keys}, JobSpec)
 
 
 def make_facts(host: str = "a", **changes: Any) -> HostFacts:
@@ -63,7 +63,7 @@ def make_facts(host: str = "a", **changes: Any) -> HostFacts:
     return HostFacts(host, {**facts, **changes})
 
 
-def checks_of_host(job: Job, **changes: Any) -> dict[str, Check]:
+def checks_of_host(job: JobSpec, **changes: Any) -> dict[str, Check]:
     return {check.what: check for check in check_hosts(job, {"a": make_facts(**changes)}, {"a": 1})}
 
 
@@ -71,7 +71,7 @@ def make_report(subject: str, host: str = "a", slot: str = "worker/0", **fields:
     return ProbeReport(host, slot, 0, subject, fields)
 
 
-def checks_of_reports(job: Job, *reports: ProbeReport) -> dict[str, Check]:
+def checks_of_reports(job: JobSpec, *reports: ProbeReport) -> dict[str, Check]:
     result = ProbeResult({"worker/0": "a"}, reports)
     return {check.what: check for check in check_probe(job, [result], knows_hosts=True)}
 

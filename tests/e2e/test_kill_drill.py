@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stoker.core.processes import find_processes_by_env
-from stoker.jobs.run_folder import Run, find_run
+from stoker.jobs.run_folder import RunFolder, find_run
 from stoker.launchers.supervisor import supervisor_pid
 from stoker.telemetry.reader import read_run
 from stoker.testing import make_shards
@@ -66,7 +66,7 @@ def check_ledger(folder: Path, name: str) -> None:
         assert len(samples) == len(set(samples)) == SAMPLES
 
 
-def rank_pids(run: Run) -> dict[int, int]:
+def rank_pids(run: RunFolder) -> dict[int, int]:
     """The process id of each rank of the newest attempt."""
     heartbeats = [event for event in read_run(run.logs).events if event.kind == "heartbeat"]
     newest = max((event.attempt for event in heartbeats), default=0)
@@ -103,7 +103,7 @@ def test_random_kills_do_not_change_the_weights(shards: Path, workspace: Path) -
     assert find_processes_by_env({"STOKER_RUN": run.id}) == []
 
 
-def kill(victim: str, run: Run, draw: random.Random) -> bool:
+def kill(victim: str, run: RunFolder, draw: random.Random) -> bool:
     """Kill one rank, all ranks, their torchrun agent or the supervisor; return whether there was such a process."""
     ranks = rank_pids(run)
     if len(ranks) < 3:
@@ -126,7 +126,7 @@ def kill(victim: str, run: Run, draw: random.Random) -> bool:
     return bool(alive)
 
 
-def has_resumed(run: Run, ledger: Path, sessions: int) -> bool:
+def has_resumed(run: RunFolder, ledger: Path, sessions: int) -> bool:
     return len(session_starts(ledger)) > sessions or run.read_status().state.is_final
 
 
@@ -149,9 +149,9 @@ def test_ledger_is_exact_across_changes_of_the_world_size(shards: Path, workspac
     assert any(consumed for _, consumed in starts)
 
 
-def has_reached(run: Run, step: int) -> bool:
+def has_reached(run: RunFolder, step: int) -> bool:
     return any(event.fields.get("step", 0) >= step for event in read_run(run.logs).events)
 
 
-def is_over(run: Run) -> bool:
+def is_over(run: RunFolder) -> bool:
     return run.read_status().state.is_final

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import Fault, SpecError
 from stoker.jobs.launcher import LAUNCHERS
-from stoker.jobs.spec import Job, parse_job
+from stoker.jobs.spec import JobSpec, parse_job
 from tests.jobs.job_files import MINIMAL, parse_faults
 
 
@@ -91,7 +91,7 @@ def test_misspelled_topology_does_not_hide_missing_paths(tmp_path: Path, monkeyp
 
 
 def test_a_key_that_is_already_reported_is_not_checked_again() -> None:
-    def check(_: Job) -> Iterator[Fault]:
+    def check(_: JobSpec) -> Iterator[Fault]:
         yield Fault("retries", "second")
 
     with pytest.raises(SpecError) as caught:

@@ -20,7 +20,7 @@ from stoker.jobs.spec import (
     CheckpointSpec,
     DataSpec,
     ElasticSpec,
-    Job,
+    JobSpec,
     KubernetesSpec,
     ProfileSpec,
     ProgramSpec,
@@ -277,16 +277,16 @@ SECTIONS: dict[str, st.SearchStrategy[Any]] = {
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> Job:
+def jobs(draw: st.DrawFn) -> JobSpec:
     """Draw a job with a few sections; all of them at once would be slow and rarely valid."""
     sections = draw(st.lists(st.sampled_from(sorted(SECTIONS)), max_size=3, unique=True))
     keys = {"program": ProgramSpec(module="a"), **{name: draw(SECTIONS[name]) for name in sections}}
-    return Job(name=draw(names), **keys)
+    return JobSpec(name=draw(names), **keys)
 
 
 @settings(max_examples=150, deadline=None)
 @given(job=jobs())
-def test_yaml_round_trip(job: Job) -> None:
+def test_yaml_round_trip(job: JobSpec) -> None:
     text = to_yaml(job)
     try:
         again = parse_job(text, "job.yaml")
@@ -358,7 +358,7 @@ def test_reference_page_is_up_to_date(request: pytest.FixtureRequest) -> None:
 
 
 def test_example_of_the_reference_page_is_valid() -> None:
-    _, faults = decode_partial({"name": "x"}, Job)
+    _, faults = decode_partial({"name": "x"}, JobSpec)
     assert [fault.path for fault in faults] == ["program"]
     assert parse_job(EXAMPLE, "example").name == "pets"
     assert EXAMPLE in render_page()

@@ -9,17 +9,17 @@ import pytest
 
 from stoker.core.spec import decode
 from stoker.errors import SpecError
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.topologies.tensorflow import replace_ports
 from stoker.jobs.topology import AddressBook, Command, Slot, lead_slots, list_slots, observer_slots, render_commands
 
 
-def make_job(**keys: Any) -> Job:
+def make_job(**keys: Any) -> JobSpec:
     base = {"name": "j", "topology": "tf-ps", "program": {"script": "train.py"}, "profile": {"every": 0}}
-    return decode({**base, **keys}, Job)
+    return decode({**base, **keys}, JobSpec)
 
 
-def render(job: Job, **book: Any) -> dict[Slot, Command]:
+def render(job: JobSpec, **book: Any) -> dict[Slot, Command]:
     hosts = {slot: f"j-{slot.filename}" for slot in list_slots(job)}
     commands = render_commands(job, AddressBook(**{"hosts": hosts, "port": 5000, "python": "py", **book}))
     return {slot: command for slot, command in commands.items() if isinstance(command, Command)}

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from stoker.core.spec import decode
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.topology import AddressBook, Command, Slot, Standby, lead_slots, list_slots, render_commands
 from stoker.telemetry.mpi_rank import load_secrets
 
 RUN = ["py", "-m", "torch.distributed.run"]
 
 
-def make_job(**keys: Any) -> Job:
+def make_job(**keys: Any) -> JobSpec:
     base = {"name": "j", "program": {"script": "train.py", "args": ["--lr", "0.1"]}, "profile": {"every": 0}}
-    return decode({**base, **keys}, Job)
+    return decode({**base, **keys}, JobSpec)
 
 
-def render(job: Job, cores: int = 8) -> dict[Slot, Command]:
+def render(job: JobSpec, cores: int = 8) -> dict[Slot, Command]:
     hosts = {slot: f"host-{slot.index}" for slot in list_slots(job)}
     book = AddressBook(hosts=hosts, port=29500, python="py", cores=cores, env={"GLOO_SOCKET_IFNAME": "eth0"})
     commands = {slot: command for slot, command in render_commands(job, book).items() if isinstance(command, Command)}
@@ -101,7 +101,7 @@ def test_all_slots_lead_without_a_lead_role() -> None:
 # --- mpi
 
 
-def render_mpirun(job: Job, *addresses: str, **keys: Any) -> tuple[Command, list[Standby]]:
+def render_mpirun(job: JobSpec, *addresses: str, **keys: Any) -> tuple[Command, list[Standby]]:
     workers = addresses or ("10.0.0.1", "10.0.0.2")
     hosts = {Slot("launcher", 0): workers[0]} | {Slot("worker", index): host for index, host in enumerate(workers)}
     book = AddressBook(hosts=hosts, port=29500, python="py", cores=8, env={"GLOO_SOCKET_IFNAME": "eth0"}, **keys)

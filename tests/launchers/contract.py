@@ -17,8 +17,8 @@ from stoker.core.spec import decode
 from stoker.errors import InputError
 from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.retry_policy import INVALID_INPUT, not_retried
-from stoker.jobs.run_folder import Run, create_run, find_run
-from stoker.jobs.spec import Job
+from stoker.jobs.run_folder import RunFolder, create_run, find_run
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import Slot, list_slots
 from tests.support.waiting import wait_until
@@ -27,16 +27,16 @@ from tests.support.waiting import wait_until
 DEAF = "setsid bash -c 'trap \"\" TERM HUP; while :; do sleep 0.2; done' & echo ready; while :; do sleep 0.1; done"
 
 
-def job_of(command: str | None = None, **keys: Any) -> Job:
+def job_of(command: str | None = None, **keys: Any) -> JobSpec:
     """Return a small job that runs a shell command, with other keys of the job file."""
     base: dict[str, Any] = {"name": "small", "topology": "single", "profile": {"every": 0}, "retries": 0, "grace": 5}
     if command is not None:
         base["program"] = {"command": ["bash", "-c", command]}
-    return decode({**base, **keys}, Job)
+    return decode({**base, **keys}, JobSpec)
 
 
 @contextmanager
-def launched(job: Path, on: str) -> Iterator[tuple[Run, subprocess.Popen[str]]]:
+def launched(job: Path, on: str) -> Iterator[tuple[RunFolder, subprocess.Popen[str]]]:
     """Run `stoker job run` in a process namespace of its own; killing it kills everything that it started."""
     namespace = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     argv = [*namespace, sys.executable, "-m", "stoker", "job", "run", str(job), "--on", on]
@@ -53,7 +53,7 @@ def launched(job: Path, on: str) -> Iterator[tuple[Run, subprocess.Popen[str]]]:
             process.kill()
 
 
-def is_ready(run: Run, attempt: int = 0) -> bool:
+def is_ready(run: RunFolder, attempt: int = 0) -> bool:
     log = run.log_path(Slot("worker", 0), attempt)
     return log.exists() and "ready" in log.read_text()
 
@@ -66,7 +66,7 @@ class LauncherTests:
     FAILED_SLOT: ClassVar[str] = "worker/0"
     """How a diagnosis names the slot that failed."""
 
-    def job(self, command: str | None = None, **keys: Any) -> Job:
+    def job(self, command: str | None = None, **keys: Any) -> JobSpec:
         return job_of(command, **{"topology": self.TOPOLOGY, **keys})
 
     @pytest.fixture
@@ -76,24 +76,24 @@ class LauncherTests:
     @pytest.fixture(autouse=True)
     def _stop_runs(self, tmp_path: Path, stoker_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.chdir(tmp_path)
-        self.started: list[tuple[Any, Run]] = []
+        self.started: list[tuple[Any, RunFolder]] = []
         yield
         for launcher, run in self.started:
             launcher.stop(run.handle)
 
-    def start(self, launcher: Any, job: Job) -> Run:
+    def start(self, launcher: Any, job: JobSpec) -> RunFolder:
         rendered = launcher.render(job)
         run = create_run(job, rendered)
         launcher.start(rendered, run)
         self.started.append((launcher, run))
         return run
 
-    def run_to_end(self, launcher: Any, job: Job, timeout_s: float = 60) -> tuple[Run, JobStatus]:
+    def run_to_end(self, launcher: Any, job: JobSpec, timeout_s: float = 60) -> tuple[RunFolder, JobStatus]:
         run = self.start(launcher, job)
         wait_until(lambda: launcher.status(run.handle).state.is_final, timeout_s)
         return run, launcher.status(run.handle)
 
-    def text(self, launcher: Any, run: Run, slot: Slot | None = None) -> list[str]:
+    def text(self, launcher: Any, run: RunFolder, slot: Slot | None = None) -> list[str]:
         return [line.text for line in launcher.logs(run.handle, slot, follow=False)]
 
 

@@ -20,7 +20,7 @@ import pytest
 from stoker.core.processes import find_processes_by_env
 from stoker.errors import SpecError
 from stoker.jobs.retry_policy import NO_PROGRESS_AT_ALL, not_retried
-from stoker.jobs.run_folder import Run, find_run
+from stoker.jobs.run_folder import RunFolder, find_run
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.launchers.supervisor import supervisor_pid
@@ -101,7 +101,7 @@ while not is_done.item():
 """
 
 
-def processes_of(run: Run) -> list[int]:
+def processes_of(run: RunFolder) -> list[int]:
     """The live processes of a run."""
     return find_processes_by_env({"STOKER_RUN": run.id})
 
@@ -445,8 +445,8 @@ def test_ctrl_c_during_the_start_leaves_no_process(workspace: Path) -> None:
     process.communicate(timeout=60)
     assert process.returncode == 130
     (folder,) = (workspace / "stoker/runs").iterdir()
-    assert processes_of(Run(folder)) == []
-    assert supervisor_pid(Run(folder)) is None
+    assert processes_of(RunFolder(folder)) == []
+    assert supervisor_pid(RunFolder(folder)) is None
 
 
 def test_exit_codes_with_inherited_ignored_sigchld(workspace: Path) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from stoker.core.units import Seconds
-from stoker.jobs.run_folder import Run, create_run
+from stoker.jobs.run_folder import RunFolder, create_run
 from stoker.jobs.topology import Command, Slot
 from stoker.launchers.hangs import SilentRank
 from stoker.launchers.monitor import PENDING_MARK, AttemptMonitor
@@ -26,11 +26,11 @@ FIRST, SECOND = Slot("worker", 0), Slot("worker", 1)
 
 
 @pytest.fixture
-def run(stoker_home: Path) -> Run:
+def run(stoker_home: Path) -> RunFolder:
     return create_run(job_of("true"), PLAN)
 
 
-def monitor_with_silent_ranks(run: Run, *slots: Slot) -> AttemptMonitor:
+def monitor_with_silent_ranks(run: RunFolder, *slots: Slot) -> AttemptMonitor:
     """Return a monitor of slots whose ranks sent one heartbeat, longer ago than `hang_after`."""
     job = msgspec.structs.replace(run.job, hang_after=Seconds("0.01s"))
     monitor = AttemptMonitor(run, 0, PLAN, job)
@@ -43,12 +43,12 @@ def monitor_with_silent_ranks(run: Run, *slots: Slot) -> AttemptMonitor:
 
 
 @contextmanager
-def record_events(run: Run, slot: Slot) -> Iterator[Recorder]:
+def record_events(run: RunFolder, slot: Slot) -> Iterator[Recorder]:
     with run.log_path(slot, 0).open("ab") as log:
         yield Recorder(slot=str(slot), rank=slot.index, fd=log.fileno())
 
 
-def test_slots_are_pending_until_placement_is_reported(run: Run) -> None:
+def test_slots_are_pending_until_placement_is_reported(run: RunFolder) -> None:
     manager = {"driver/0": Command(("true",))}
     plan = LocalPlan(slots=manager, hosts={"worker/0": "ray"}, delegated=("worker/0",))
     assert not LocalPlan(slots=manager, delegated=("worker/0",)).waits_for_placement  # mpirun's workers start at once
@@ -63,7 +63,7 @@ def test_slots_are_pending_until_placement_is_reported(run: Run) -> None:
     assert states == [(False, ""), (False, "no capacity"), (True, "")]
 
 
-def test_exited_remote_slot_is_not_a_hang(run: Run) -> None:
+def test_exited_remote_slot_is_not_a_hang(run: RunFolder) -> None:
     processes = ProcessGroup(run, 0, {})
     monitor = monitor_with_silent_ranks(run, FIRST)
     assert monitor.find_silent_ranks(processes, {FIRST: None, SECOND: None}) == [SilentRank(FIRST, 0, 5)]
@@ -71,7 +71,7 @@ def test_exited_remote_slot_is_not_a_hang(run: Run) -> None:
     assert monitor.last_step == 5
 
 
-def test_rank_with_an_exit_mark_is_not_a_hang(run: Run) -> None:
+def test_rank_with_an_exit_mark_is_not_a_hang(run: RunFolder) -> None:
     monitor = monitor_with_silent_ranks(run, FIRST, SECOND)
     with record_events(run, FIRST) as events:
         events.mark(RANK_EXIT_MARK, code=0)
@@ -80,7 +80,7 @@ def test_rank_with_an_exit_mark_is_not_a_hang(run: Run) -> None:
     assert silent == [SilentRank(SECOND, 1, 5)]
 
 
-def test_every_silent_rank_is_found(run: Run) -> None:
+def test_every_silent_rank_is_found(run: RunFolder) -> None:
     monitor = monitor_with_silent_ranks(run, FIRST, SECOND)
     silent = monitor.find_silent_ranks(ProcessGroup(run, 0, {}), {FIRST: None, SECOND: None})
     assert silent == [SilentRank(FIRST, 0, 5), SilentRank(SECOND, 1, 5)]

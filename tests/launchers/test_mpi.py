@@ -14,7 +14,7 @@ import pytest
 
 from stoker.core.processes import child_pids, find_processes_by_env
 from stoker.errors import MissingProgramError, SpecError
-from stoker.jobs.run_folder import Run, find_run
+from stoker.jobs.run_folder import RunFolder, find_run
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.launchers.local import LocalLauncher
@@ -52,12 +52,12 @@ class TestMpi(LauncherSuite):
         Path("train.py").write_text(text)
         return mpi_job(program={"script": "train.py"}, **keys)
 
-    def start_ready(self, launcher: Any, count: int, script: str = READY, **keys: Any) -> Run:
+    def start_ready(self, launcher: Any, count: int, script: str = READY, **keys: Any) -> RunFolder:
         run = self.start(launcher, mpi_job(script, **keys))
         wait_until(lambda: self.text(launcher, run).count("ready") == count)
         return run
 
-    def ranks(self, run: Run) -> list[int]:
+    def ranks(self, run: RunFolder) -> list[int]:
         """The processes between mpirun and the programs, by rank."""
         (slot,) = child_pids(supervisor_pid(run) or 0)
         (mpirun,) = child_pids(slot)

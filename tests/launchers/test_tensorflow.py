@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stoker.errors import SpecError
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from tests.launchers.contract import LauncherTests, job_of
@@ -27,7 +27,7 @@ NO_CHIEF = {"topology": "tf-ps", "workers": 2, "roles": {"ps": {"count": 1}, "ch
 MIRRORED = {"topology": "tf-mirrored", "workers": 3}
 
 
-def read_cluster(run: Run, slot: str = "worker/0") -> dict[str, list[str]]:
+def read_cluster(run: RunFolder, slot: str = "worker/0") -> dict[str, list[str]]:
     plan = json.loads((run.folder / "plan.json").read_text())
     cluster: dict[str, list[str]] = json.loads(plan["slots"][slot]["env"]["TF_CONFIG"])["cluster"]
     return cluster

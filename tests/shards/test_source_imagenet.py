@@ -130,7 +130,7 @@ def test_other_files_are_skipped_and_counted(tmp_path: Path, scratch: Path) -> N
         (dataset.folder / stray).write_text("x")
     source = check(dataset.folder, scratch, dataset)
     assert [note.partition(":")[0] for note in source.notes] == ["train", "val"]
-    assert all(" 1 files" in note for note in source.notes)
+    assert all(" 1 file " in note for note in source.notes)
 
 
 def test_other_files_inside_tars_are_skipped(tmp_path: Path, scratch: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from stoker.core.processes import Process, child_pids, find_processes_by_env, start
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from tests.support.hosts import Host, network
 from tests.support.waiting import eventually
 
@@ -165,7 +165,7 @@ def ray_cluster(folder: Path) -> Iterator[RayTestCluster]:
                 node.down()
 
 
-def slot_processes(run: Run, slot: str = "worker/0") -> list[int]:
+def slot_processes(run: RunFolder, slot: str = "worker/0") -> list[int]:
     """The processes of a slot, on any node."""
     return find_processes_by_env({"STOKER_RUN": run.id, "STOKER_SLOT": slot})
 

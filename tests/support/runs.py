@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stoker.jobs.run_folder import Run, create_run
+from stoker.jobs.run_folder import RunFolder, create_run
 from stoker.jobs.status import JobState, JobStatus, SlotStatus
 from stoker.launchers.local import LocalLauncher
 from tests.launchers.contract import job_of
@@ -19,9 +19,9 @@ class Runs:
 
     def __init__(self) -> None:
         self.launcher = LocalLauncher()
-        self.started: list[Run] = []
+        self.started: list[RunFolder] = []
 
-    def start(self, command: str = SLEEP, **keys: Any) -> Run:
+    def start(self, command: str = SLEEP, **keys: Any) -> RunFolder:
         """Start a job; return its run."""
         job = job_of(command, **keys)
         rendered = self.launcher.render(job)
@@ -32,12 +32,12 @@ class Runs:
 
     def write(
         self, home: Path, run_id: str, state: JobState = JobState.SUCCEEDED, *, ended: float | None = None, **keys: Any
-    ) -> Run:
+    ) -> RunFolder:
         """Write the folder of a run that this state was recorded for."""
         run = create_run(job_of("true", name=run_id.rsplit("-", 3)[0], **keys), {})
         folder = home / "runs" / run_id
         run.folder.rename(folder)
-        run = Run(folder)
+        run = RunFolder(folder)
         run.write("handle", f"local://{folder}\n".encode())
         now = time.time()
         slots = (SlotStatus(slot="worker/0", state=state),)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.core.processes import find_processes_by_env
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from tests.support.hosts import Network
 from tests.support.waiting import wait_until
 
@@ -57,13 +57,13 @@ def count_lines(lines: list[str]) -> list[str]:
 # --- Processes
 
 
-def slot_processes(run: Run, *hosts: str) -> list[int]:
+def slot_processes(run: RunFolder, *hosts: str) -> list[int]:
     """The processes of a run's slots on these hosts, or on all."""
     pids = (find_processes_by_env({"STOKER_RUN": run.id, "STOKER_HOST": host}) for host in hosts or ("node1", "node2"))
     return [pid for found in pids for pid in found]
 
 
-def remote_processes(run: Run) -> list[int]:
+def remote_processes(run: RunFolder) -> list[int]:
     """All processes of a run on its hosts: slots, slot daemons and attach sessions."""
     return [*slot_processes(run), *find_by_command(f"stoker-agent-{run.id}", "python")]
 
@@ -82,22 +82,22 @@ def find_by_command(word: str, program: str) -> list[int]:
     return pids
 
 
-def local_processes(run: Run, module: str) -> list[int]:
+def local_processes(run: RunFolder, module: str) -> list[int]:
     """The local processes that run a module for a run."""
     return sorted(set(find_by_command(module, "python")) & set(find_by_command(str(run.folder), "python")))
 
 
-def slot_daemons(run: Run) -> list[int]:
+def slot_daemons(run: RunFolder) -> list[int]:
     """The slot daemons of a run."""
     return [pid for pid, is_daemon in _agents(run) if is_daemon]
 
 
-def attach_sessions(run: Run) -> list[int]:
+def attach_sessions(run: RunFolder) -> list[int]:
     """The attach sessions of a run: the far ends of its ssh connections."""
     return [pid for pid, is_daemon in _agents(run) if not is_daemon]
 
 
-def _agents(run: Run) -> Iterator[tuple[int, bool]]:
+def _agents(run: RunFolder) -> Iterator[tuple[int, bool]]:
     for pid in find_by_command(f"stoker-agent-{run.id}", "python"):
         with suppress(FileNotFoundError):  # it has just exited
             yield pid, Path(f"/proc/{pid}/fd/0").readlink() == Path("/dev/null")

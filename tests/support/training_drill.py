@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from stoker.telemetry.reader import read_run
 from stoker.testing import make_shards, run_job
 from stoker.trainers.checkpoints import decode_checkpoint
@@ -52,5 +52,5 @@ def final_state(folder: Path) -> dict[str, Any]:
     return {**checkpoint["model"], **momentum}
 
 
-def has_reached_step(run: Run, step: int) -> bool:
+def has_reached_step(run: RunFolder, step: int) -> bool:
     return any(event.fields.get("step", 0) >= step for event in read_run(run.logs).events)

@@ -13,7 +13,7 @@ import pytest
 
 import stoker.testing
 from stoker.core.processes import find_processes_by_env
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import JobState
 from stoker.launchers.local import LocalLauncher
 from stoker.shards.shard_set import find_shard_sets
@@ -92,7 +92,7 @@ def test_timeout_stops_the_job(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match="'small'"):
         run_job(job("sleep 1000", grace=1), home=tmp_path, timeout_s=1)
     (folder,) = (tmp_path / "runs").iterdir()
-    run = Run(folder)
+    run = RunFolder(folder)
     assert LocalLauncher().status(run.handle).state is JobState.STOPPED
     assert find_processes_by_env({"STOKER_RUN": run.id}) == []
 

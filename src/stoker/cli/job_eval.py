@@ -12,7 +12,7 @@ from stoker.cli.output import print_message
 from stoker.cli.runs import follow_run, stop_on_interrupt
 
 if TYPE_CHECKING:
-    from stoker.jobs.run_folder import Run
+    from stoker.jobs.run_folder import RunFolder
 
 TRAINER = "stoker.trainers.torch_image"
 
@@ -66,14 +66,14 @@ def evaluate(
     started.status().raise_for_state()
 
 
-def _find_newest_training() -> Run:
+def _find_newest_training() -> RunFolder:
     """Return the newest run that is not itself an evaluation."""
     from stoker.jobs.run_folder import find_run, list_runs
 
     return next((run for run in list_runs() if "--eval-only" not in run.job.program.args), None) or find_run(None)
 
 
-def choose_checkpoint(trained: Run, directory: str, which: str) -> tuple[str, tuple[str, ...]]:
+def choose_checkpoint(trained: RunFolder, directory: str, which: str) -> tuple[str, tuple[str, ...]]:
     """Return the path or URL of the checkpoint and the trainer's flags for it; raise NotFoundError if there is none."""
     from stoker.errors import NotFoundError
     from stoker.storage import join_url, open_store, redacted, split_url

@@ -17,7 +17,7 @@ from stoker.cli.options import JobFile, RunTarget, Sets, parse_value
 from stoker.cli.output import print_message
 
 if TYPE_CHECKING:
-    from stoker.jobs.spec import Job
+    from stoker.jobs.spec import JobSpec
     from stoker.kube.objects import Manifest
 
 JOB_NAME_LENGTH = 45
@@ -152,7 +152,7 @@ def _rename_config_map(volume: Manifest, names: dict[str, str]) -> Manifest:
 
 def _render_pod_spec(
     file: Path, on: str, role: str | None, sets: list[str] | None, *, gpu: bool
-) -> tuple[Job, Manifest, list[Manifest]]:
+) -> tuple[JobSpec, Manifest, list[Manifest]]:
     """Return the job, the pod spec of a role without its program, and the ConfigMaps that it mounts."""
     from stoker.errors import InputError
     from stoker.jobs.run_lookup import open_launcher

@@ -14,7 +14,7 @@ from stoker.cli.options import RunTarget
 from stoker.cli.output import print_message
 
 if TYPE_CHECKING:
-    from stoker.jobs.run_folder import Run
+    from stoker.jobs.run_folder import RunFolder
     from stoker.kube.client import KubeClient
     from stoker.kube.kubectl import PortMapping
     from stoker.kube.objects import Manifest
@@ -60,7 +60,7 @@ def forward(
 class _Forwarder:
     """Port forwarding to the current pod of a slot."""
 
-    def __init__(self, cluster: KubeClient, run: Run, slot: str, ports: Sequence[PortMapping]) -> None:
+    def __init__(self, cluster: KubeClient, run: RunFolder, slot: str, ports: Sequence[PortMapping]) -> None:
         self._cluster, self._run, self._slot, self._ports = cluster, run, slot, ports
         self._failures = 0
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from stoker.jobs.run_folder import Run
+    from stoker.jobs.run_folder import RunFolder
     from stoker.kube.client import KubeClient
     from stoker.kube.objects import Manifest
 
@@ -29,7 +29,7 @@ SlotName = Annotated[
 
 @contextmanager
 def connect_to_run(
-    run: Run, slot: str | None, command: str, *, local: str, ssh: Callable[[str], str]
+    run: RunFolder, slot: str | None, command: str, *, local: str, ssh: Callable[[str], str]
 ) -> Iterator[KubeClient]:
     """Yield a client of the cluster of a run; for other runs, raise InputError with what to do instead."""
     from stoker.errors import InputError
@@ -52,14 +52,14 @@ def connect_to_run(
     raise InputError(f"`job {command}` works only for Kubernetes runs", hint=f"run {run.id} {hint}")
 
 
-def _find_host(run: Run, slot: str) -> str | None:
+def _find_host(run: RunFolder, slot: str) -> str | None:
     """Return the host of a slot of an SSH run."""
     hosts = json.loads((run.folder / "plan.json").read_bytes()).get("hosts") or {}
     host = hosts.get(slot)
     return str(host) if host else None
 
 
-def resolve_slot(run: Run, slot: str | None) -> str:
+def resolve_slot(run: RunFolder, slot: str | None) -> str:
     """Return the given slot, or the first lead slot; raise InputError if the run has no such slot."""
     from stoker.errors import InputError
     from stoker.jobs.topology import lead_slots, list_slots
@@ -73,7 +73,7 @@ def resolve_slot(run: Run, slot: str | None) -> str:
     return slot
 
 
-def find_slot_pod(cluster: KubeClient, run: Run, slot: str) -> Manifest | None:
+def find_slot_pod(cluster: KubeClient, run: RunFolder, slot: str) -> Manifest | None:
     """Return the newest pod of a slot, in whatever state."""
     from stoker.kube.objects import ROLE_LABEL, RUN_LABEL
     from stoker.kube.pods import find_pod
@@ -81,7 +81,7 @@ def find_slot_pod(cluster: KubeClient, run: Run, slot: str) -> Manifest | None:
     return find_pod(cluster.list_objects("Pod", {RUN_LABEL: run.id, ROLE_LABEL: slot.partition("/")[0]}), slot)
 
 
-def get_running_pod(cluster: KubeClient, run: Run, slot: str) -> Manifest:
+def get_running_pod(cluster: KubeClient, run: RunFolder, slot: str) -> Manifest:
     """Return the running pod of a slot; raise with the reason if there is none."""
     from stoker.errors import NotFoundError, UnavailableError
     from stoker.kube.ephemeral_pod import list_events

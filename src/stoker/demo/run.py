@@ -16,7 +16,7 @@ from pathlib import Path
 from stoker.core.processes import Process, start
 from stoker.demo.steps import EPOCHS, NAME, Demo, DemoStep
 from stoker.errors import JobFailedError, UnavailableError
-from stoker.jobs.run_folder import Run, find_run
+from stoker.jobs.run_folder import RunFolder, find_run
 from stoker.launchers.local import LocalLauncher
 from stoker.telemetry.events import Event
 from stoker.telemetry.reader import RunTail
@@ -25,7 +25,7 @@ Print = Callable[[str], None]
 SERVICE_TIMEOUT_S = 60.0
 
 
-def run_demo(demo: Demo, folder: Path, echo: Print) -> Run:
+def run_demo(demo: Demo, folder: Path, echo: Print) -> RunFolder:
     """Run all steps in `folder` and return the run; raise JobFailedError for the first command that fails."""
     for step in demo.conversion_steps():
         _run_step(step, folder, echo)
@@ -85,7 +85,7 @@ def _accepts_connections(host: str, port: int) -> bool:
         return client.connect_ex((host, port)) == 0
 
 
-def _kill_rank_1(run: Run, echo: Print) -> None:
+def _kill_rank_1(run: RunFolder, echo: Print) -> None:
     """Kill rank 1 in the middle of an epoch, once there is a checkpoint to resume from."""
     follower = RunTail(run.logs)
     events: list[Event] = []

@@ -18,7 +18,7 @@ from stoker.errors import (
     UnavailableError,
     redact_urls,
 )
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.launchers.ssh.client import SshClient
 from stoker.launchers.ssh.preflight import (
     FULL_MESH_HOSTS,
@@ -70,7 +70,7 @@ class ProbeResult(NamedTuple):
 # --- SSH hosts
 
 
-def check_hosts(job: Job, facts_by_host: Mapping[str, HostFacts], slots: Mapping[str, int]) -> list[Check]:
+def check_hosts(job: JobSpec, facts_by_host: Mapping[str, HostFacts], slots: Mapping[str, int]) -> list[Check]:
     """Check the facts of each SSH host."""
     reachable = {host: host_facts.facts for host, host_facts in facts_by_host.items() if host_facts.issue is None}
     checks = [_check_connection(host_facts, make_client(job)) for host_facts in facts_by_host.values()]
@@ -90,7 +90,7 @@ def _check_connection(host_facts: HostFacts, client: SshClient) -> Check:
     return Check("host", False, host_facts.issue.what, fix, host_facts.host, _UNAVAILABLE)
 
 
-def _check_host(job: Job, host: str, facts: Mapping[str, Any], issues: Sequence[Issue]) -> Iterator[Check]:
+def _check_host(job: JobSpec, host: str, facts: Mapping[str, Any], issues: Sequence[Issue]) -> Iterator[Check]:
     note = "ssh.setup may install it" if job.ssh.setup else "not required by the job"
     modules = facts.get("modules") or {}
     versions = {"python": facts.get("version"), "torch": modules.get("torch")}
@@ -112,7 +112,7 @@ def _check_from_issue(host: str, issue: Issue) -> Check:
     return Check(issue.about, False, issue.what, fix, host, _INVALID)
 
 
-def check_routes(job: Job, routes: Routes, hosts: Sequence[str]) -> list[Check]:
+def check_routes(job: JobSpec, routes: Routes, hosts: Sequence[str]) -> list[Check]:
     """Check the ports of the hosts and the routes between them."""
     first = hosts[0]
     issues = [(host, issue) for host, host_issues in routes.issues.items() for issue in host_issues]
@@ -246,7 +246,7 @@ def checks_from_faults(faults: Iterable[Fault]) -> list[Check]:
 # --- Reports of the probe
 
 
-def check_probe(job: Job, results: Sequence[ProbeResult], *, knows_hosts: bool) -> list[Check]:
+def check_probe(job: JobSpec, results: Sequence[ProbeResult], *, knows_hosts: bool) -> list[Check]:
     """Check the results of all probe jobs; `knows_hosts`: the hosts themselves have been checked already."""
     reports = [report for result in results for report in result.reports]
     hosts = list(dict.fromkeys(report.host for report in reports))
@@ -300,7 +300,7 @@ def _check_machines(reports: Sequence[ProbeReport]) -> list[Check]:
     return checks
 
 
-def _check_gpus(job: Job, host: str, slots: int, reports: Sequence[ProbeReport]) -> Iterator[Check]:
+def _check_gpus(job: JobSpec, host: str, slots: int, reports: Sequence[ProbeReport]) -> Iterator[Check]:
     host_reports = [report for report in reports if report.host == host]
     gpus_by_slot = [dict(report.fields["names"]) for report in host_reports if report.subject == "gpus"]
     if not gpus_by_slot:
@@ -332,7 +332,7 @@ def _check_gpus(job: Job, host: str, slots: int, reports: Sequence[ProbeReport])
         yield Check("gpus", True, f"{gpu_types}; job needs {needed}", host=host)
 
 
-def _check_disk(job: Job, report: ProbeReport, *, by_ssh: bool) -> Check:
+def _check_disk(job: JobSpec, report: ProbeReport, *, by_ssh: bool) -> Check:
     path, free, what = str(report.fields["place"]), int(report.fields["free"]), str(report.fields["what"])
     name, other = f"disk: {what}", _other_directory_fix(what, report.host, by_ssh=by_ssh)
     if report.fields["fault"]:

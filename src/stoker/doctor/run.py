@@ -41,8 +41,8 @@ from stoker.doctor.rules import (
 )
 from stoker.errors import SpecError, StokerError, UnavailableError
 from stoker.jobs.launcher import Launcher, check_traits
-from stoker.jobs.run_folder import Run, create_run, stoker_home
-from stoker.jobs.spec import CheckpointSpec, DataSpec, Job, ProfileSpec, ProgramSpec, RoleSpec, parse_job
+from stoker.jobs.run_folder import RunFolder, create_run, stoker_home
+from stoker.jobs.spec import CheckpointSpec, DataSpec, JobSpec, ProfileSpec, ProgramSpec, RoleSpec, parse_job
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import list_slots
 from stoker.launchers.plan import LocalPlan
@@ -82,7 +82,7 @@ Notify = Callable[[str], None]
 class ProbeJob(NamedTuple):
     """One probe job, with the settings of the probe."""
 
-    job: Job
+    job: JobSpec
     settings: dict[str, Any]
     hosts: tuple[str, ...] = ()
     """The hosts that it leaves a directory on, which must be removed."""
@@ -96,7 +96,7 @@ class ProbePlan(NamedTuple):
     client: SshClient | None = None
 
 
-def default_job(on: str, target: str, overrides: Sequence[str]) -> Job:
+def default_job(on: str, target: str, overrides: Sequence[str]) -> JobSpec:
     """Return the job to check if the user passes none: one worker per host or node, or two ranks on this machine."""
     base: dict[str, Any] = {"name": "doctor", "program": {"module": "this"}}
     if on == "local":
@@ -120,7 +120,7 @@ def _count_ray_nodes(target: str) -> int:
     return 0
 
 
-def run_doctor(job: Job, launcher: Launcher[Any], target: str, notify: Notify) -> list[Check]:
+def run_doctor(job: JobSpec, launcher: Launcher[Any], target: str, notify: Notify) -> list[Check]:
     """Check a job on a target and return all checks; `target` follows the launcher's name, `notify` prints progress."""
     name = launcher.traits.name
     if faults := [fault for fault in check_traits(job, launcher.traits) if fault.path == "topology"]:
@@ -149,7 +149,7 @@ def _deduplicate(checks: list[Check]) -> Iterator[Check]:
 # --- Before the probe
 
 
-def _prepare_by_rendering(job: Job, launcher: Launcher[Any], target: str, notify: Notify) -> ProbePlan:  # noqa: ARG001
+def _prepare_by_rendering(job: JobSpec, launcher: Launcher[Any], target: str, notify: Notify) -> ProbePlan:  # noqa: ARG001
     """Render the job with its launcher, and report the faults."""
     try:
         launcher.render(job)
@@ -164,7 +164,7 @@ def _prepare_by_rendering(job: Job, launcher: Launcher[Any], target: str, notify
     )
 
 
-def _prepare_local(job: Job, launcher: Launcher[Any], target: str, notify: Notify) -> ProbePlan:
+def _prepare_local(job: JobSpec, launcher: Launcher[Any], target: str, notify: Notify) -> ProbePlan:
     """Check this machine; without a free port or torch, the probe runs without them."""
     checks, (probe_job,), _ = _prepare_by_rendering(job, launcher, target, notify)
     if job.port:
@@ -176,7 +176,7 @@ def _prepare_local(job: Job, launcher: Launcher[Any], target: str, notify: Notif
     return ProbePlan(checks, [probe_job])
 
 
-def _prepare_ray(job: Job, launcher: Launcher[Any], target: str, notify: Notify) -> ProbePlan:
+def _prepare_ray(job: JobSpec, launcher: Launcher[Any], target: str, notify: Notify) -> ProbePlan:
     """Check a Ray cluster, or this machine if the cluster is started for the run."""
     from stoker.launchers.ray import cluster as ray
 
@@ -210,7 +210,7 @@ def _prepare_ray(job: Job, launcher: Launcher[Any], target: str, notify: Notify)
     return ProbePlan(checks, [probe_job])
 
 
-def _prepare_ssh(job: Job, launcher: Launcher[Any], target: str, notify: Notify) -> ProbePlan:  # noqa: ARG001
+def _prepare_ssh(job: JobSpec, launcher: Launcher[Any], target: str, notify: Notify) -> ProbePlan:  # noqa: ARG001
     """Check all SSH hosts and the routes between those of the job; probe those that are able to run it."""
     hosts = expand_slots(job.ssh.hosts)
     used = hosts[: job.max_workers]
@@ -248,7 +248,9 @@ class _SshProbes(NamedTuple):
     skipped_hosts: int = 0
 
 
-def _plan_ssh_probes(job: Job, facts: Mapping[str, HostFacts], hosts: list[str], routes: Routes | None) -> _SshProbes:
+def _plan_ssh_probes(
+    job: JobSpec, facts: Mapping[str, HostFacts], hosts: list[str], routes: Routes | None
+) -> _SshProbes:
     """Plan one probe job for the hosts that can all-reduce, and one for each other reachable host."""
     slots_by_host = Counter(hosts)
     issues = {
@@ -288,7 +290,7 @@ def _plan_ssh_probes(job: Job, facts: Mapping[str, HostFacts], hosts: list[str],
     return _SshProbes(probe_jobs, reason, len(alone[MAX_SINGLE_HOST_PROBES:]))
 
 
-def _probe_python(job: Job, facts: Mapping[str, HostFacts], hosts: list[str]) -> str:
+def _probe_python(job: JobSpec, facts: Mapping[str, HostFacts], hosts: list[str]) -> str:
     """Return the full path of Python on the hosts, since the probe runs in another directory."""
     (python, *others) = {facts[host].facts["python"] for host in hosts}
     if others:
@@ -306,12 +308,12 @@ class _ProbeHosts(NamedTuple):
     has_first_host: bool
 
 
-def _check_uploaded_datasets(job: Job, *, copies: bool = True) -> list[Check]:
+def _check_uploaded_datasets(job: JobSpec, *, copies: bool = True) -> list[Check]:
     datasets = _uploaded_datasets(job) if copies else {}
     return [Check(key, None, f"{path} is uploaded with the working directory") for key, path in datasets.items()]
 
 
-def _uploaded_datasets(job: Job) -> dict[str, str]:
+def _uploaded_datasets(job: JobSpec) -> dict[str, str]:
     """Return the datasets that are uploaded with the working directory, and so cannot be read there yet."""
     datasets = {"data.train": job.data.train, "data.val": job.data.val}
     relative = {key: url for key, url in datasets.items() if url and "://" not in url and not Path(url).is_absolute()}
@@ -328,7 +330,7 @@ def _probe_roles(roles: Mapping[str, RoleSpec]) -> dict[str, RoleSpec]:
 
 
 def _make_probe_job(
-    job: Job,
+    job: JobSpec,
     *,
     topology: str,
     workers: int,
@@ -383,7 +385,7 @@ def _make_probe_job(
     return ProbeJob(change(probe_job, ssh=ssh), settings, hosts.hosts)
 
 
-PREPARERS: dict[str, Callable[[Job, Launcher[Any], str, Notify], ProbePlan]] = {
+PREPARERS: dict[str, Callable[[JobSpec, Launcher[Any], str, Notify], ProbePlan]] = {
     "local": _prepare_local,
     "ray": _prepare_ray,
     "ssh": _prepare_ssh,
@@ -397,7 +399,7 @@ PREPARERS: dict[str, Callable[[Job, Launcher[Any], str, Notify], ProbePlan]] = {
 def _run_probes(launcher: Launcher[Any], plan: ProbePlan) -> list[ProbeResult]:
     """Start all probe jobs, wait for them up to a timeout, and remove everything they leave."""
     with TemporaryDirectory(prefix="stoker-doctor-", ignore_cleanup_errors=True) as directory:
-        started: list[tuple[ProbeJob, Run | None, Any, str]] = []
+        started: list[tuple[ProbeJob, RunFolder | None, Any, str]] = []
         try:
             for number, probe_job in enumerate(plan.probe_jobs):
                 started.append((probe_job, *_start(launcher, probe_job, Path(directory, str(number)))))
@@ -410,7 +412,7 @@ def _run_probes(launcher: Launcher[Any], plan: ProbePlan) -> list[ProbeResult]:
     return [result._replace(stop_error=error) for result, error in zip(results, errors, strict=True)]
 
 
-def _stop(launcher: Launcher[Any], run: Run | None) -> StokerError | None:
+def _stop(launcher: Launcher[Any], run: RunFolder | None) -> StokerError | None:
     """Stop one probe job; return the error instead of raising it, so that the others are stopped, too."""
     if run is None:
         return None
@@ -422,7 +424,7 @@ def _stop(launcher: Launcher[Any], run: Run | None) -> StokerError | None:
     return None
 
 
-def _start(launcher: Launcher[Any], probe_job: ProbeJob, directory: Path) -> tuple[Run | None, Any, str]:
+def _start(launcher: Launcher[Any], probe_job: ProbeJob, directory: Path) -> tuple[RunFolder | None, Any, str]:
     """Start one probe job in its own directory; return the run, the rendered plan and the error, if any."""
     workdir = directory / "work"
     workdir.mkdir(parents=True)
@@ -444,7 +446,7 @@ def _start(launcher: Launcher[Any], probe_job: ProbeJob, directory: Path) -> tup
 
 
 def _collect_result(
-    launcher: Launcher[Any], probe_job: ProbeJob, run: Run | None, rendered: Any, fault: str, deadline: float
+    launcher: Launcher[Any], probe_job: ProbeJob, run: RunFolder | None, rendered: Any, fault: str, deadline: float
 ) -> ProbeResult:
     """Wait for a probe job to finish, and read its reports."""
     workers = [str(slot) for slot in list_slots(probe_job.job) if slot.role == "worker"]

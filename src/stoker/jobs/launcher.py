@@ -9,8 +9,8 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar
 from stoker.core.registry import Registry
 from stoker.core.spec import run_checks
 from stoker.errors import Fault, SpecError
-from stoker.jobs.run_folder import Run
-from stoker.jobs.spec import Job
+from stoker.jobs.run_folder import RunFolder
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import JobStatus
 from stoker.jobs.topology import Slot
 
@@ -49,26 +49,26 @@ class Launcher(Protocol[Rendered]):
 
     traits: ClassVar[LauncherTraits]
 
-    def resolve_paths(self, job: Job) -> Job:
+    def resolve_paths(self, job: JobSpec) -> JobSpec:
         """Return the job with absolute paths, so that it does not depend on the current directory."""
         ...
 
-    def check(self, job: Job) -> Iterable[Fault]:
+    def check(self, job: JobSpec) -> Iterable[Fault]:
         """Yield what is wrong with a job here, without contacting the target. The job may be partial."""
         ...
 
-    def render(self, job: Job) -> Rendered:
+    def render(self, job: JobSpec) -> Rendered:
         """Return what would be started; raise SpecError for a job that cannot run here. No side effects."""
         ...
 
-    def start(self, rendered: Rendered, run: Run, *, detach: bool = False) -> str:
+    def start(self, rendered: Rendered, run: RunFolder, *, detach: bool = False) -> str:
         """Start a job and return its handle, a URL that identifies the run.
 
         With `detach`, slots on other machines keep running when this machine is gone, if the launcher supports it.
         """
         ...
 
-    def restart(self, run: Run, *, detach: bool = False) -> None:
+    def restart(self, run: RunFolder, *, detach: bool = False) -> None:
         """Restart a finished run in its own run folder, and so from its own checkpoints."""
         ...
 
@@ -96,19 +96,19 @@ LAUNCHERS: Registry[type[Launcher[object]]] = Registry(
 )
 
 
-def check_traits(job: Job, traits: LauncherTraits) -> Iterator[Fault]:
+def check_traits(job: JobSpec, traits: LauncherTraits) -> Iterator[Fault]:
     """Yield everything in a job that a launcher does not support."""
 
-    def check_topology(job: Job) -> Iterator[Fault]:
+    def check_topology(job: JobSpec) -> Iterator[Fault]:
         if job.topology not in traits.topologies:
             supported = ", ".join(sorted(traits.topologies))
             yield Fault("topology", f"{job.topology!r} is not supported on {traits.name} (supported: {supported})")
 
-    def check_elastic(job: Job) -> Iterator[Fault]:
+    def check_elastic(job: JobSpec) -> Iterator[Fault]:
         if job.is_elastic and not traits.supports_elastic:
             yield Fault("workers", f"elastic jobs are not supported on {traits.name}; set a fixed number of workers")
 
-    def check_claims(job: Job) -> Iterator[Fault]:
+    def check_claims(job: JobSpec) -> Iterator[Fault]:
         for index, _ in enumerate(() if traits.supports_claims else job.volumes):
             what = f"PersistentVolumeClaims are not supported on {traits.name}; remove the volume"
             yield Fault(f"volumes[{index}].claim", what)

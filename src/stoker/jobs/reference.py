@@ -15,7 +15,7 @@ from stoker.core import spec, yaml_io
 from stoker.core.json_io import MAX_DEPTH
 from stoker.core.type_hints import default_of, unwrap
 from stoker.core.units import Bytes, Seconds, format_bytes
-from stoker.jobs.spec import EXTRA_ROLES, Job, to_plain
+from stoker.jobs.spec import EXTRA_ROLES, JobSpec, to_plain
 
 EXAMPLE = """\
 name: pets
@@ -104,7 +104,7 @@ def render_page() -> str:
 def _section_paths() -> dict[type[msgspec.Struct], str]:
     """Map each struct to the key path of its section: the shortest path that leads to it."""
     paths: dict[type[msgspec.Struct], str] = {}
-    for path, struct in _structs(Job, ""):
+    for path, struct in _structs(JobSpec, ""):
         paths[struct] = min(paths.get(struct, path), path, key=len)
     return paths
 

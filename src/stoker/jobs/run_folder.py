@@ -21,7 +21,7 @@ from pathlib import Path
 
 from stoker.core.spec import load, to_json
 from stoker.errors import ConflictError, InputError, NotFoundError, redact_urls
-from stoker.jobs.spec import Job, load_job, to_yaml
+from stoker.jobs.spec import JobSpec, load_job, to_yaml
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import Slot
 
@@ -31,7 +31,7 @@ _SECRET_NAME = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunFolder:
     """One run of a job, identified by its run folder."""
 
     folder: Path
@@ -57,7 +57,7 @@ class Run:
         return self._read_text("handle").strip()
 
     @property
-    def job(self) -> Job:
+    def job(self) -> JobSpec:
         """The job that was started."""
         return load_job(self.folder / "job.yaml")
 
@@ -110,10 +110,10 @@ def stoker_home(environ: Mapping[str, str] | None = None) -> Path:
     return Path(env.get("XDG_DATA_HOME") or Path.home() / ".local/share") / "stoker"
 
 
-def create_run(job: Job, plan: object, *, home: Path | None = None) -> Run:
+def create_run(job: JobSpec, plan: object, *, home: Path | None = None) -> RunFolder:
     """Create the folder of a new run in `home` (default: `stoker_home()`), with its job and its rendered plan."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    run = Run((home or stoker_home()) / "runs" / f"{job.name}-{stamp}-{secrets.token_hex(2)}")
+    run = RunFolder((home or stoker_home()) / "runs" / f"{job.name}-{stamp}-{secrets.token_hex(2)}")
     try:
         run.folder.mkdir(mode=0o700, parents=True)  # private: the plan contains the environment variables of the job
         run.logs.mkdir()
@@ -127,12 +127,12 @@ def create_run(job: Job, plan: object, *, home: Path | None = None) -> Run:
     return run
 
 
-def list_runs() -> list[Run]:
+def list_runs() -> list[RunFolder]:
     """List all runs, newest first."""
     folder = stoker_home() / "runs"
     paths = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
     ids = [path.name for path in paths if (path / "handle").is_file()]
-    return [Run(folder / run_id) for run_id in sorted(ids, key=sort_key, reverse=True)]
+    return [RunFolder(folder / run_id) for run_id in sorted(ids, key=sort_key, reverse=True)]
 
 
 def sort_key(run_id: str) -> tuple[list[str], str]:
@@ -140,12 +140,12 @@ def sort_key(run_id: str) -> tuple[list[str], str]:
     return run_id.rsplit("-", 3)[1:], run_id
 
 
-def find_run(name: str | None) -> Run:
+def find_run(name: str | None) -> RunFolder:
     """Return the newest run that a name matches, whether it is running or not; see `run_lookup` for commands."""
     return match_runs(name)[0]
 
 
-def match_runs(name: str | None) -> list[Run]:
+def match_runs(name: str | None) -> list[RunFolder]:
     """Return the run with this ID or unique prefix, or all runs of the job with this name, newest first.
 
     Without a name, return all runs. Raise NotFoundError rather than return an empty list.

@@ -8,7 +8,7 @@ from typing import Any
 from stoker.core.text import join_all
 from stoker.errors import InputError, MissingError, UnavailableError
 from stoker.jobs.launcher import LAUNCHERS, Launcher
-from stoker.jobs.run_folder import Run, list_runs, match_runs
+from stoker.jobs.run_folder import RunFolder, list_runs, match_runs
 from stoker.jobs.status import JobState, JobStatus
 
 MAX_LISTED = 10
@@ -39,17 +39,17 @@ def open_cluster_launcher(target: str) -> Any:
     return launcher
 
 
-def launcher_of(run: Run) -> Launcher[Any]:
+def launcher_of(run: RunFolder) -> Launcher[Any]:
     """Return the launcher that started a run."""
     return open_launcher(run.handle.partition("://")[0])
 
 
-def get_status(run: Run) -> JobStatus:
+def get_status(run: RunFolder) -> JobStatus:
     """Return the current status of a run."""
     return launcher_of(run).status(run.handle)
 
 
-def resolve_run(name: str | None, target: str | None = None) -> Run:
+def resolve_run(name: str | None, target: str | None = None) -> RunFolder:
     """Return the run that a command reads: the running one of that job name, else the newest.
 
     Raise InputError if several of that name are running. Without a name, return the newest run.
@@ -60,7 +60,7 @@ def resolve_run(name: str | None, target: str | None = None) -> Run:
     return _choose(matches, {run.id: get_known_state(run) for run in matches}, name)
 
 
-def resolve_run_to_stop(name: str | None, target: str | None = None) -> Run:
+def resolve_run_to_stop(name: str | None, target: str | None = None) -> RunFolder:
     """Return the run that `stop` acts on: the only running one, else a lost one, else the newest."""
     matches = _match(name, target)
     if len(matches) == 1:
@@ -72,7 +72,7 @@ def resolve_run_to_stop(name: str | None, target: str | None = None) -> Run:
     return _choose(matches, states, name)
 
 
-def resolve_exact_run(name: str) -> Run:
+def resolve_exact_run(name: str) -> RunFolder:
     """Return the run with this ID, prefix or handle, or the only run of a job; raise InputError for several."""
     matches = _match(name, None)
     if len(matches) > 1:
@@ -89,7 +89,7 @@ def choose_run(states: Mapping[str, JobState], name: str | None) -> str:
     return running[0] if running else next(iter(states))
 
 
-def get_known_state(run: Run) -> JobState:
+def get_known_state(run: RunFolder) -> JobState:
     """Return the state of a run; the last known one if the target of an unfinished run cannot be asked."""
     state = run.read_status().state
     if state.is_final:
@@ -100,7 +100,7 @@ def get_known_state(run: Run) -> JobState:
         return state
 
 
-def _choose(matches: Sequence[Run], states: Mapping[str, JobState], name: str | None) -> Run:
+def _choose(matches: Sequence[RunFolder], states: Mapping[str, JobState], name: str | None) -> RunFolder:
     chosen = choose_run(states, name)
     return next(run for run in matches if run.id == chosen)
 
@@ -110,7 +110,7 @@ def _ambiguous(what: str, run_ids: Sequence[str]) -> InputError:
     return InputError(f"{what}: {', '.join(run_ids[:MAX_LISTED])}{more}", hint="use the ID of one of them")
 
 
-def _match(name: str | None, target: str | None) -> list[Run]:
+def _match(name: str | None, target: str | None) -> list[RunFolder]:
     """Return the runs that a name may mean, newest first; a run of a cluster gets a run folder here."""
     if target is None and name is not None and "://" in name:
         if known := [run for run in list_runs() if run.handle == name]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from stoker.core.registry import Registry
-from stoker.jobs.spec import Job, ProgramSpec
+from stoker.jobs.spec import JobSpec, ProgramSpec
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -112,11 +112,11 @@ class Role:
 class Topology(Protocol):
     """The processes of a job, and the command of each."""
 
-    def roles(self, job: Job) -> tuple[Role, ...]:
+    def roles(self, job: JobSpec) -> tuple[Role, ...]:
         """List the roles, each with its number of slots."""
         ...
 
-    def command(self, job: Job, slot: Slot, book: AddressBook) -> Command | Standby:
+    def command(self, job: JobSpec, slot: Slot, book: AddressBook) -> Command | Standby:
         """Return the command of a slot: argv, and the environment variables for the rendezvous."""
         ...
 
@@ -133,24 +133,24 @@ TOPOLOGIES: Registry[type[Topology]] = Registry(
 )
 
 
-def get_topology(job: Job) -> Topology:
+def get_topology(job: JobSpec) -> Topology:
     """Return the topology of a job."""
     return TOPOLOGIES.get(job.topology)()
 
 
-def list_slots(job: Job) -> list[Slot]:
+def list_slots(job: JobSpec) -> list[Slot]:
     """List all slots of a job."""
     return [Slot(role.name, index) for role in get_topology(job).roles(job) for index in range(role.count)]
 
 
-def lead_slots(job: Job) -> frozenset[Slot]:
+def lead_slots(job: JobSpec) -> frozenset[Slot]:
     """Return the slots whose success is the success of the job: those of the lead role, or all without one."""
     roles = get_topology(job).roles(job)
     lead_roles = [role for role in roles if role.is_lead] or roles
     return frozenset(Slot(role.name, index) for role in lead_roles for index in range(role.count))
 
 
-def observer_slots(job: Job) -> frozenset[Slot]:
+def observer_slots(job: JobSpec) -> frozenset[Slot]:
     """Return the slots of observer roles, whose failure does not fail the job."""
     roles = [role for role in get_topology(job).roles(job) if role.is_observer]
     return frozenset(Slot(role.name, index) for role in roles for index in range(role.count))
@@ -169,12 +169,12 @@ def _entry_point(program: ProgramSpec, python: str) -> list[str]:
     return [python, str(program.script)]
 
 
-def render_commands(job: Job, book: AddressBook) -> dict[Slot, Command | Standby]:
+def render_commands(job: JobSpec, book: AddressBook) -> dict[Slot, Command | Standby]:
     """Return the complete command of every slot: with environment variables, and under the profiler."""
     return {slot: render_command(job, slot, book) for slot in list_slots(job)}
 
 
-def render_command(job: Job, slot: Slot, book: AddressBook) -> Command | Standby:
+def render_command(job: JobSpec, slot: Slot, book: AddressBook) -> Command | Standby:
     """Return the complete command of one slot."""
     topology = get_topology(job)
     command = topology.command(job, slot, book)
@@ -186,7 +186,7 @@ def render_command(job: Job, slot: Slot, book: AddressBook) -> Command | Standby
     return replace(command, argv=(*profiler, *command.argv), env=env, cwd=job.program_of(slot.role).cwd)
 
 
-def profiler_argv(job: Job, book: AddressBook) -> tuple[str, ...]:
+def profiler_argv(job: JobSpec, book: AddressBook) -> tuple[str, ...]:
     """Return the arguments that run a program under the profiler; empty if the job disables it."""
     if job.profile.every <= 0:
         return ()
@@ -194,7 +194,7 @@ def profiler_argv(job: Job, book: AddressBook) -> tuple[str, ...]:
     return (*argv, "--every", f"{float(job.profile.every):g}", "--")
 
 
-def slot_env(job: Job, slot: Slot, book: AddressBook) -> dict[str, str]:
+def slot_env(job: JobSpec, slot: Slot, book: AddressBook) -> dict[str, str]:
     """Return the environment variables of a slot, without empty ones."""
     cores = math.ceil(job.resources.cpu) if job.resources.cpu else book.cores
     cache = job.data.cache

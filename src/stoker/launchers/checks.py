@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stoker.core.units import pluralize
 from stoker.errors import Fault
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.topology import list_slots
 from stoker.launchers.module_search import explain_missing_module
 from stoker.storage.cache_url import ORIGIN_SCHEMES
@@ -22,7 +22,7 @@ def visible_gpus() -> list[str]:
     return sorted((path.name[6:] for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()), key=int)
 
 
-def check_gpus(job: Job, workers: int) -> Iterator[Fault]:
+def check_gpus(job: JobSpec, workers: int) -> Iterator[Fault]:
     """Yield a fault if this machine has too few GPUs for the workers of a job."""
     available, needed = len(visible_gpus()), job.resources.gpu * workers
     if needed > available:
@@ -30,7 +30,7 @@ def check_gpus(job: Job, workers: int) -> Iterator[Fault]:
         yield Fault("resources.gpu", f"{what} (to run on CPUs, pass --set resources.gpu=0)")
 
 
-def check_gpu_roles(job: Job) -> Iterator[Fault]:
+def check_gpu_roles(job: JobSpec) -> Iterator[Fault]:
     """Yield a fault for each role other than the workers that requests GPUs where slots share a machine."""
     local_roles = {slot.role for slot in list_slots(job)} if job.topology.startswith("tf-") else set()
     for name, role in job.roles.items():
@@ -38,7 +38,7 @@ def check_gpu_roles(job: Job) -> Iterator[Fault]:
             yield Fault(f"roles.{name}.resources.gpu", "only workers can have GPUs here; remove this key")
 
 
-def check_secret_env(job: Job) -> Iterator[Fault]:
+def check_secret_env(job: JobSpec) -> Iterator[Fault]:
     """Yield a fault for each secret variable that is not set in this environment."""
     for name in job.secret_env:
         if name not in os.environ:
@@ -48,7 +48,7 @@ def check_secret_env(job: Job) -> Iterator[Fault]:
             )
 
 
-def check_secret_files(job: Job) -> Iterator[Fault]:
+def check_secret_files(job: JobSpec) -> Iterator[Fault]:
     """Yield a fault for each secret file that does not exist on this machine."""
     for path in job.secret_files:
         if not Path(path).exists():
@@ -65,7 +65,7 @@ def check_module(key: str, module: str | None, folder: Path, env: Mapping[str, s
         yield Fault(f"{key}.module", reason)
 
 
-def check_via(job: Job, *, has_cluster_cache: bool = False) -> Iterator[Fault]:
+def check_via(job: JobSpec, *, has_cluster_cache: bool = False) -> Iterator[Fault]:
     """Yield a fault for each dataset that the caching proxy in `data.via` cannot fetch."""
     via = job.data.via
     if via is None or (via == "cluster" and not has_cluster_cache):  # ignored there, as a note says

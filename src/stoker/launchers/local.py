@@ -24,8 +24,8 @@ from stoker.core.processes import wait_until
 from stoker.core.spec import run_checks, to_json
 from stoker.errors import ConflictError, Fault, MissingExtraError, MissingProgramError, UnavailableError
 from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, raise_faults
-from stoker.jobs.run_folder import Run
-from stoker.jobs.spec import Job
+from stoker.jobs.run_folder import RunFolder
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import STOPPED_MESSAGE, JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, Standby, list_slots, render_commands
 from stoker.launchers.checks import (
@@ -62,7 +62,7 @@ class LocalLauncher:
         name="local", topologies=frozenset({"mpi", "single", "tf-mirrored", "tf-ps", "torchrun"}), supports_elastic=True
     )
 
-    def check(self, job: Job) -> Iterator[Fault]:
+    def check(self, job: JobSpec) -> Iterator[Fault]:
         """Yield everything that the job needs and this machine lacks."""
         yield from check_traits(job, self.traits)
         yield from run_checks(
@@ -77,7 +77,7 @@ class LocalLauncher:
             check_secret_files,
         )
 
-    def render(self, job: Job) -> LocalPlan:
+    def render(self, job: JobSpec) -> LocalPlan:
         """Return the command of every slot, with ports that are free now."""
         raise_faults(self.check(job))
         if job.topology == "torchrun" and find_spec("torch") is None:
@@ -101,7 +101,7 @@ class LocalLauncher:
             delegated=tuple(str(slot) for slot, command in rendered.items() if isinstance(command, Standby)),
         )
 
-    def resolve_paths(self, job: Job) -> Job:
+    def resolve_paths(self, job: JobSpec) -> JobSpec:
         """Resolve relative paths against the current directory, whatever directory the program runs in."""
         return msgspec.structs.replace(
             resolve_job_paths(job, str(Path.cwd())),
@@ -109,7 +109,7 @@ class LocalLauncher:
             tensorboard=_absolute(job.tensorboard) if isinstance(job.tensorboard, str) else job.tensorboard,
         )
 
-    def start(self, rendered: LocalPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
+    def start(self, rendered: LocalPlan, run: RunFolder, *, detach: bool = False) -> str:  # noqa: ARG002
         """Start the supervisor, which starts the slots of the run's plan."""
         handle = f"local://{run.folder}"
         if rendered.delegated:
@@ -118,7 +118,7 @@ class LocalLauncher:
         self.restart(run)
         return handle
 
-    def restart(self, run: Run, *, detach: bool = False) -> None:  # noqa: ARG002
+    def restart(self, run: RunFolder, *, detach: bool = False) -> None:  # noqa: ARG002
         """Start a finished run again in its own run folder, and so from its own checkpoints."""
         if supervisor_pid(run) is not None:
             raise ConflictError("a supervisor is already running", where=run.id)
@@ -126,7 +126,7 @@ class LocalLauncher:
         # A new start time is the first thing that the supervisor writes.
         start_background_process(run, lambda: run.read_status().began != before.began)
 
-    def reattach(self, run: Run) -> None:
+    def reattach(self, run: RunFolder) -> None:
         """Start a supervisor for a run whose remote slots kept running without one."""
         start_background_process(
             run, lambda: supervisor_pid(run) is not None or run.read_status().state.is_final, "--continue"
@@ -176,7 +176,7 @@ class LocalLauncher:
             run.write_status(_with_final_state(status, JobState.STOPPED, STOPPED_MESSAGE, time.time()))
 
 
-def _address_book(job: Job, port: int, ports: dict[Slot, int]) -> AddressBook:
+def _address_book(job: JobSpec, port: int, ports: dict[Slot, int]) -> AddressBook:
     return AddressBook(
         hosts=dict.fromkeys(list_slots(job), LOOPBACK),
         port=port,
@@ -191,7 +191,7 @@ def _address_book(job: Job, port: int, ports: dict[Slot, int]) -> AddressBook:
     )
 
 
-def _assign_ports(job: Job) -> tuple[dict[Slot, int], dict[Slot, int]]:
+def _assign_ports(job: JobSpec) -> tuple[dict[Slot, int], dict[Slot, int]]:
     """Return the ports of slots that listen: those that the job file sets, and free ones for the others."""
     slots = listening_slots(job)
     requested = requested_ports(job, slots)
@@ -201,7 +201,7 @@ def _assign_ports(job: Job) -> tuple[dict[Slot, int], dict[Slot, int]]:
 
 
 def read_run_logs(
-    run: Run, slot: Slot | None, *, is_over: Callable[[], bool], tail: int | None = None
+    run: RunFolder, slot: Slot | None, *, is_over: Callable[[], bool], tail: int | None = None
 ) -> Iterator[SlotLogLine]:
     """Yield the log lines in a run folder, or the last `tail` of them, and new ones until the run is over."""
     logs = RunTail(run.logs, slot=None if slot is None else str(slot))
@@ -221,14 +221,14 @@ def _to_slot_line(line: LogLine) -> SlotLogLine:
     return SlotLogLine(Slot.parse(line.log.slot), line.log.attempt, line.text, line.t)
 
 
-def _wrap_mpirun(plan: LocalPlan, run: Run) -> LocalPlan:
+def _wrap_mpirun(plan: LocalPlan, run: RunFolder) -> LocalPlan:
     """Run mpirun inside the MPI slot process, which writes the logs of the workers."""
     wrapper = (sys.executable, "-P", "-m", "stoker.launchers.mpi_slot", str(run.folder), "--")
     slots = {name: replace(command, argv=(*wrapper, *command.argv)) for name, command in plan.slots.items()}
     return msgspec.structs.replace(plan, slots=slots)
 
 
-def _check_mpirun(job: Job) -> None:
+def _check_mpirun(job: JobSpec) -> None:
     """Raise unless Open MPI 4 is installed, whose options we use."""
     hint = "install it: apt-get install openmpi-bin"
     program = shutil.which("mpirun", path=_search_path(job, Path.cwd()))
@@ -240,7 +240,9 @@ def _check_mpirun(job: Job) -> None:
         raise MissingProgramError(f"{program} is {version}; topology 'mpi' needs Open MPI 4", hint=hint)
 
 
-def start_background_process(run: Run, has_started: Callable[[], bool], *args: str, module: str = SUPERVISOR) -> None:
+def start_background_process(
+    run: RunFolder, has_started: Callable[[], bool], *args: str, module: str = SUPERVISOR
+) -> None:
     """Start a run's background process (the supervisor, or a log follower) and wait until it has taken over."""
     with open(run.folder / "supervisor.log", "a+b") as log:
         offset = log.seek(0, os.SEEK_END)
@@ -257,7 +259,7 @@ def start_background_process(run: Run, has_started: Callable[[], bool], *args: s
             time.sleep(0.01)
 
 
-def _count_workers(job: Job) -> int:
+def _count_workers(job: JobSpec) -> int:
     """Return how many workers fit on this machine: by GPUs where workers have some, else one."""
     return max(1, len(visible_gpus()) // job.resources.gpu) if job.resources.gpu else 1
 
@@ -266,7 +268,7 @@ def _absolute(path: str | None) -> str | None:
     return path if path is None or "://" in path else str(Path.cwd() / path)
 
 
-def _check_programs(job: Job) -> Iterator[Fault]:
+def _check_programs(job: JobSpec) -> Iterator[Fault]:
     for where, program in programs_by_key(job).items():
         folder = Path.cwd() / (program.cwd or "")
         if not folder.is_dir():
@@ -292,12 +294,12 @@ def _looks_like_shards(path: Path) -> bool:
     return path.name == "manifest.json" or ".tar" in path.suffixes or "tfrecord" in path.name or "-of-" in path.name
 
 
-def _search_path(job: Job, folder: Path) -> str:
+def _search_path(job: JobSpec, folder: Path) -> str:
     """Return the PATH of the program; a name with a slash is searched in its working directory."""
     return os.pathsep.join((job.env.get("PATH") or os.environ.get("PATH", os.defpath), str(folder)))
 
 
-def _gpu_env(job: Job, slot: Slot) -> dict[str, str]:
+def _gpu_env(job: JobSpec, slot: Slot) -> dict[str, str]:
     """Return CUDA_VISIBLE_DEVICES for a slot, so that workers do not share GPUs."""
     per_worker = job.resources.gpu
     if slot.role != "worker" and job.topology != "mpi":  # TensorFlow would allocate the memory of every visible GPU
@@ -310,7 +312,7 @@ def _gpu_env(job: Job, slot: Slot) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[first : first + per_worker])}
 
 
-def _ignored_settings(job: Job) -> Iterator[str]:
+def _ignored_settings(job: JobSpec) -> Iterator[str]:
     """Yield a note for each setting of the job file that has no effect on this machine."""
     if job.image:
         yield "image is ignored: the local launcher uses this Python environment, not containers"
@@ -321,8 +323,8 @@ def _ignored_settings(job: Job) -> Iterator[str]:
         yield "data.via: cluster is ignored: the local launcher reads data without the cluster's cache"
 
 
-def _parse_handle(handle: str) -> Run:
-    return Run(Path(handle.partition("://")[2]))
+def _parse_handle(handle: str) -> RunFolder:
+    return RunFolder(Path(handle.partition("://")[2]))
 
 
 def _with_final_state(status: JobStatus, state: JobState, message: str, ended: float) -> JobStatus:
@@ -333,12 +335,12 @@ def _with_final_state(status: JobStatus, state: JobState, message: str, ended: f
     return msgspec.structs.replace(status, state=state, slots=slots, message=message, ended=ended)
 
 
-def _signal_supervisor(run: Run, pid: int | None, number: signal.Signals) -> None:
+def _signal_supervisor(run: RunFolder, pid: int | None, number: signal.Signals) -> None:
     """Signal the supervisor of a run if it still is that process."""
     if pid and supervisor_pid(run) == pid:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
-def _is_starting(run: Run) -> bool:
+def _is_starting(run: RunFolder) -> bool:
     return time.time() - run.folder.stat().st_mtime < START_TIMEOUT_S

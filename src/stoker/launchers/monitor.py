@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stoker.core.processes import find_processes_by_env, handles_signal, parent_pid, read_env
-from stoker.jobs.run_folder import Run
-from stoker.jobs.spec import Job
+from stoker.jobs.run_folder import RunFolder
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.topology import Slot
 from stoker.launchers.diagnosis import LOST_MARK
 from stoker.launchers.hangs import RankKey, SilentRank, StackDump, describe_hang
@@ -48,7 +48,7 @@ class Heartbeat:
 class AttemptMonitor:
     """Monitor for one attempt: follows the logs of its slots."""
 
-    def __init__(self, run: Run, attempt: int, plan: LocalPlan, job: Job) -> None:
+    def __init__(self, run: RunFolder, attempt: int, plan: LocalPlan, job: JobSpec) -> None:
         self._run, self._attempt, self._hang_after_s = run, attempt, float(job.hang_after)
         self._is_remote, self._delegated = plan.is_remote, frozenset(map(Slot.parse, plan.delegated))
         self._logs = {slot: LogTail(run.log_path(slot, attempt)) for slot in (*plan.commands, *self._delegated)}
@@ -213,7 +213,7 @@ def _to_int(value: object, default: int) -> int:
     return int(value) if isinstance(value, int | float) and value == value and abs(value) < 2**63 else default
 
 
-def _make_scalar_writer(run: Run, job: Job) -> ScalarWriter | None:
+def _make_scalar_writer(run: RunFolder, job: JobSpec) -> ScalarWriter | None:
     if not job.tensorboard:
         return None
     from stoker.launchers.tensorboard import ScalarWriter

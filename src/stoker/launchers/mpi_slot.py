@@ -18,7 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from stoker.core.processes import Process, child_pids, start, terminate_by_env
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import signal_from_exit_code
 from stoker.jobs.topology import Slot
 from stoker.launchers.monitor import SLOT_EXIT_MARK
@@ -39,7 +39,7 @@ STDOUT = 1
 class RankLogWriter:
     """Writer for mpirun's output: lines of ranks to the logs of their workers, its own lines to the launcher's log."""
 
-    def __init__(self, run: Run, attempt: int, workers: int, ranks_per_worker: int) -> None:
+    def __init__(self, run: RunFolder, attempt: int, workers: int, ranks_per_worker: int) -> None:
         self._ranks_per_worker, self._attempt = ranks_per_worker, attempt
         self._slots = [Slot("worker", index) for index in range(workers)]
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -109,7 +109,7 @@ class RankLogWriter:
 class MpiSlot:
     """The mpirun process of an attempt, run until it exits or is stopped."""
 
-    def __init__(self, run: Run, argv: list[str], writer: RankLogWriter, workers: int, grace_s: float) -> None:
+    def __init__(self, run: RunFolder, argv: list[str], writer: RankLogWriter, workers: int, grace_s: float) -> None:
         self._run, self._argv, self._writer, self._grace_s = run, argv, writer, grace_s
         self._workers = workers
         self._stop_requests = 0
@@ -175,7 +175,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 def main() -> NoReturn:
     """Run `mpi_slot RUN_FOLDER -- mpirun …`."""
-    run, argv = Run(Path(sys.argv[1])), sys.argv[3:]
+    run, argv = RunFolder(Path(sys.argv[1])), sys.argv[3:]
     job = run.job
     attempt = int(os.environ.get("STOKER_ATTEMPT", "0"))
     writer = RankLogWriter(run, attempt, job.max_workers, job.ranks_per_worker)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.jobs.spec import Job, ProgramSpec
+from stoker.jobs.spec import JobSpec, ProgramSpec
 
 
 def relative_to_workdir(path: str | None) -> str | None:
@@ -17,7 +17,7 @@ def relative_to_workdir(path: str | None) -> str | None:
     return str(Path(path).relative_to(Path.cwd()))
 
 
-def map_programs(job: Job, change: Callable[[ProgramSpec], ProgramSpec]) -> Job:
+def map_programs(job: JobSpec, change: Callable[[ProgramSpec], ProgramSpec]) -> JobSpec:
     """Return the job with `change` applied to the program of the workers and of every other role."""
     replace = msgspec.structs.replace
     roles = {
@@ -27,13 +27,13 @@ def map_programs(job: Job, change: Callable[[ProgramSpec], ProgramSpec]) -> Job:
     return replace(job, program=change(job.program), roles=roles)
 
 
-def programs_by_key(job: Job) -> dict[str, ProgramSpec]:
+def programs_by_key(job: JobSpec) -> dict[str, ProgramSpec]:
     """Return every program of a job by its key in the job file."""
     of_roles = {f"roles.{name}.program": role.program for name, role in job.roles.items() if role.program is not None}
     return {"program": job.program, **of_roles}
 
 
-def resolve_job_paths(job: Job, workdir: str) -> Job:
+def resolve_job_paths(job: JobSpec, workdir: str) -> JobSpec:
     """Return the job with relative paths resolved against `workdir`."""
 
     def absolute(path: str | None) -> str | None:

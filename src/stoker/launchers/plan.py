@@ -12,8 +12,8 @@ import msgspec
 
 from stoker.core.spec import load
 from stoker.errors import Fault, SpecError
-from stoker.jobs.run_folder import Run
-from stoker.jobs.spec import Job
+from stoker.jobs.run_folder import RunFolder
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.topologies.tensorflow import replace_ports
 from stoker.jobs.topology import Command, Slot, list_slots
 
@@ -82,14 +82,14 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, slots=slots, ports=named)
 
 
-def read_plan(run: Run) -> LocalPlan:
+def read_plan(run: RunFolder) -> LocalPlan:
     """Read the local processes of a run: those of its plan, or those that represent its remote slots."""
     path = run.folder / "processes.json"
     path = path if path.exists() else run.folder / "plan.json"
     return load(path.read_bytes(), LocalPlan, path)
 
 
-def requested_ports(job: Job, slots: Sequence[Slot]) -> dict[Slot, int]:
+def requested_ports(job: JobSpec, slots: Sequence[Slot]) -> dict[Slot, int]:
     """Return the ports that the job file sets for slots on one host; slots with the same port get consecutive ones."""
     taken: dict[int, Slot] = {}
     for slot in slots:
@@ -107,7 +107,7 @@ def requested_ports(job: Job, slots: Sequence[Slot]) -> dict[Slot, int]:
     return {slot: port for port, slot in taken.items()}
 
 
-def listening_slots(job: Job) -> list[Slot]:
+def listening_slots(job: JobSpec) -> list[Slot]:
     """List the slots that each need a port of their own; none where one rendezvous port serves all."""
     return [slot for slot in list_slots(job) if slot.role != "evaluator"] if job.topology.startswith("tf-") else []
 

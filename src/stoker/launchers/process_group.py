@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from stoker.core.processes import Process, find_processes_by_env, start, terminate_by_env, wait_until
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import RESERVED_ENV
 from stoker.jobs.status import signal_from_exit_code
 from stoker.jobs.topology import Command, Slot, list_slots
@@ -23,7 +23,7 @@ class ProcessGroup:
 
     def __init__(
         self,
-        run: Run,
+        run: RunFolder,
         attempt: int,
         commands: Mapping[Slot, Command],
         *,
@@ -105,7 +105,7 @@ class ProcessGroup:
         self.log_times.sample()
 
 
-def stop_leftovers(run: Run, grace_s: float, *, only_remote_slots: bool = False) -> None:
+def stop_leftovers(run: RunFolder, grace_s: float, *, only_remote_slots: bool = False) -> None:
     """Stop all processes of a run, also those of an earlier supervisor; or only the local ones of remote slots."""
     terminate_by_env({"STOKER_RUN": run.id, **(REMOTE_SLOT_ENV if only_remote_slots else {})}, grace_s)
 

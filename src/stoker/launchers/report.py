@@ -17,7 +17,7 @@ from stoker.core import json_io
 from stoker.core.spec import to_json
 from stoker.core.yaml_io import to_yaml
 from stoker.errors import NotFoundError, SpecError, UnavailableError, redact_urls
-from stoker.jobs.run_folder import Run, is_secret_name
+from stoker.jobs.run_folder import RunFolder, is_secret_name
 from stoker.jobs.spec import parse_job, to_plain
 from stoker.telemetry.reader import read_events
 
@@ -26,7 +26,7 @@ MIN_SECRET_LENGTH = 6
 EXCLUDED = ("checkpoints", "tensorboard", "lock")
 
 
-def write_report(run: Run, path: Path, summary: str, environ: Mapping[str, str] | None = None) -> None:
+def write_report(run: RunFolder, path: Path, summary: str, environ: Mapping[str, str] | None = None) -> None:
     """Write the archive: every file of the run except checkpoints, its events as JSON lines, and a summary."""
     secrets = _secret_values(run, os.environ if environ is None else environ)
     if not path.parent.is_dir():
@@ -49,14 +49,14 @@ def write_report(run: Run, path: Path, summary: str, environ: Mapping[str, str] 
         temporary.unlink(missing_ok=True)
 
 
-def _files(run: Run) -> Iterator[Path]:
+def _files(run: RunFolder) -> Iterator[Path]:
     for path in sorted(run.folder.rglob("*")):
         name = path.relative_to(run.folder)
         if path.is_file() and name.parts[0] not in EXCLUDED and not path.name.startswith("."):
             yield path
 
 
-def _events(run: Run) -> Iterator[str]:
+def _events(run: RunFolder) -> Iterator[str]:
     return (f"{msgspec.json.encode(event).decode()}\n" for event in read_events(run.logs))
 
 
@@ -105,7 +105,7 @@ def _mask_argument(previous: Any, value: Any) -> Any:
     return "…" if is_flag and is_secret_name(previous) else value
 
 
-def _secret_values(run: Run, environ: Mapping[str, str]) -> list[str]:
+def _secret_values(run: RunFolder, environ: Mapping[str, str]) -> list[str]:
     """Return the values of secret variables of this environment and of the job, longest first."""
     job = run.job
     variables = {**environ, **job.env}

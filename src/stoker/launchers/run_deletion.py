@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stoker.errors import ConflictError
-from stoker.jobs.run_folder import Run, list_runs, stoker_home
+from stoker.jobs.run_folder import RunFolder, list_runs, stoker_home
 from stoker.jobs.run_lookup import get_known_state
 from stoker.jobs.status import JobState
 from stoker.storage import redacted
@@ -34,13 +34,13 @@ class RunDeletion:
     kept: tuple[str, ...]
 
 
-def find_expired(age_s: float) -> list[Run]:
+def find_expired(age_s: float) -> list[RunFolder]:
     """Return the runs that finished, or were lost, longer ago."""
     limit = time.time() - age_s
     return [run for run in list_runs() if get_known_state(run).is_final and _end_time(run) <= limit]
 
 
-def plan_deletion(run: Run) -> RunDeletion:
+def plan_deletion(run: RunFolder) -> RunDeletion:
     """Return what deleting a run removes; raise ConflictError if it is running or its checkpoints are in use."""
     state = get_known_state(run)
     if state is JobState.LOST:
@@ -83,11 +83,11 @@ def remove_leftovers() -> None:
             shutil.rmtree(path)
 
 
-def _end_time(run: Run) -> float:
+def _end_time(run: RunFolder) -> float:
     return run.read_status().ended or (run.folder / "handle").stat().st_mtime
 
 
-def _running_users(run: Run) -> Iterator[Run]:
+def _running_users(run: RunFolder) -> Iterator[RunFolder]:
     """Yield running runs whose checkpoints are in the folder of this run."""
     for other in list_runs():
         if other != run and not other.read_status().state.is_final:
@@ -96,7 +96,7 @@ def _running_users(run: Run) -> Iterator[Run]:
                 yield other
 
 
-def _list_kept(run: Run) -> Iterator[str]:
+def _list_kept(run: RunFolder) -> Iterator[str]:
     """Yield what a run has written elsewhere, which is not deleted."""
     job, kind = run.job, run.handle.partition("://")[0]
     directory = job.checkpoint.dir
@@ -112,6 +112,6 @@ def _list_kept(run: Run) -> Iterator[str]:
         yield f"objects in {run.handle.rpartition('/')[0]}, which expire"
 
 
-def _read_plan(run: Run) -> dict[str, object]:
+def _read_plan(run: RunFolder) -> dict[str, object]:
     plan: dict[str, object] = json.loads((run.folder / "plan.json").read_bytes())
     return plan

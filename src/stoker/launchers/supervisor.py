@@ -24,8 +24,8 @@ from stoker.core.processes import become_subreaper, kill_children, wait_until
 from stoker.core.spec import to_json
 from stoker.errors import StokerError
 from stoker.jobs.retry_policy import Restart, backoff_s, decide_retry, not_retried
-from stoker.jobs.run_folder import Run, list_packages
-from stoker.jobs.spec import Job
+from stoker.jobs.run_folder import RunFolder, list_packages
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import STOPPED_MESSAGE, Attempt, JobState, JobStatus, SlotStatus, signal_from_exit_code
 from stoker.jobs.topology import Slot, lead_slots, list_slots, observer_slots
 from stoker.launchers.diagnosis import Diagnosis, diagnose_slot, insert_note
@@ -74,10 +74,10 @@ class AttemptOutcome:
 class Supervisor:
     """Supervisor of one run, from its first attempt to its final state."""
 
-    def __init__(self, run: Run, stop_flag: StopFlag, *, reattach: bool = False) -> None:
+    def __init__(self, run: RunFolder, stop_flag: StopFlag, *, reattach: bool = False) -> None:
         """Supervise a run; with `reattach`, one whose remote slots kept running without a supervisor."""
         self._run, self._stop_flag = run, stop_flag
-        self._job: Job = run.job
+        self._job: JobSpec = run.job
         self._plan: LocalPlan = read_plan(run)
         self._slots = frozenset(list_slots(self._job))
         self._status = run.read_status()
@@ -355,7 +355,7 @@ def _lost_slots(codes: ExitCodes, reported: Collection[Slot]) -> list[Slot]:
 
 
 @contextmanager
-def supervisor_lock(run: Run) -> Iterator[None]:
+def supervisor_lock(run: RunFolder) -> Iterator[None]:
     """Hold the lock of a run's supervisor, with our process id in it; exit if another process holds it."""
     with open(run.folder / "lock", "a") as lock:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
@@ -376,7 +376,7 @@ def supervisor_lock(run: Run) -> Iterator[None]:
             lock.truncate(0)
 
 
-def supervisor_pid(run: Run) -> int | None:
+def supervisor_pid(run: RunFolder) -> int | None:
     """Return the process id of a run's supervisor; None when none is running."""
     try:
         with open(run.folder / "lock") as lock:
@@ -391,7 +391,7 @@ def supervisor_pid(run: Run) -> int | None:
 
 def main() -> None:
     """Supervise the run in the given folder, as a daemon."""
-    run = Run(Path(sys.argv[1]))
+    run = RunFolder(Path(sys.argv[1]))
     if os.fork():  # so that the process that started us need not wait for us
         os._exit(0)
     os.setsid()

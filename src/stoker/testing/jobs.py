@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from stoker.core.processes import wait_until
-from stoker.jobs.run_folder import Run, create_run
-from stoker.jobs.spec import Job, load_job, parse_job
+from stoker.jobs.run_folder import RunFolder, create_run
+from stoker.jobs.spec import JobSpec, load_job, parse_job
 from stoker.jobs.status import JobState, JobStatus
 from stoker.launchers.local import LocalLauncher
 from stoker.telemetry import reader
@@ -22,7 +22,7 @@ from stoker.telemetry.events import Event
 class FinishedRun:
     """A run that has finished: succeeded, failed or stopped."""
 
-    run: Run
+    run: RunFolder
     status: JobStatus
 
     @property
@@ -56,7 +56,7 @@ class FinishedRun:
 
 
 def run_job(
-    job: Job | Mapping[str, Any] | str | Path,
+    job: JobSpec | Mapping[str, Any] | str | Path,
     *,
     home: str | Path,
     overrides: Sequence[str] = (),
@@ -86,22 +86,24 @@ def run_job(
     return FinishedRun(run, launcher.status(handle))
 
 
-def read_events(run: FinishedRun | Run | str | Path, kind: str | None = None, name: str | None = None) -> list[Event]:
+def read_events(
+    run: FinishedRun | RunFolder | str | Path, kind: str | None = None, name: str | None = None
+) -> list[Event]:
     """Return the events of a run or run folder in order of time, optionally of one kind and name."""
     match run:
         case FinishedRun():
             logs = run.run.logs
-        case Run():
+        case RunFolder():
             logs = run.logs
         case _:
-            logs = Run(Path(run)).logs
+            logs = RunFolder(Path(run)).logs
     events = reader.read_events(logs)
     return [
         event for event in events if kind in (None, event.kind) and (name is None or event.fields.get("name") == name)
     ]
 
 
-def _load(job: Job | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> Job:
+def _load(job: JobSpec | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> JobSpec:
     match job:
         case str() | Path():
             return load_job(job, overrides)

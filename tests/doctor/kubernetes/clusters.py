@@ -10,7 +10,7 @@ from stoker.doctor.kubernetes.collect import render_objects
 from stoker.doctor.kubernetes.findings import ClusterFacts, find_requirements
 from stoker.doctor.kubernetes.rules import check_cluster
 from stoker.errors import AccessDeniedError
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.kube.client import ServerInfo
 
 GPU = "nvidia.com/gpu"
@@ -18,14 +18,14 @@ DENIED = AccessDeniedError("user bob may not list nodes")
 GIB = 1 << 30
 
 
-def make_job(**keys: Any) -> Job:
+def make_job(**keys: Any) -> JobSpec:
     base = {
         "name": "pets",
         "image": "acme/trainer:v1",
         "program": {"module": "this"},
         "kubernetes": {"namespace": "team"},
     }
-    return decode({**base, **keys}, Job)
+    return decode({**base, **keys}, JobSpec)
 
 
 def node(
@@ -52,7 +52,7 @@ TWO_NODES = (node("n1"), node("n2"))
 NAMESPACE = {"metadata": {"name": "team", "labels": {}}, "status": {"phase": "Active"}}
 
 
-def check_job_with(job: Job, **facts: Any) -> dict[str, Check]:
+def check_job_with(job: JobSpec, **facts: Any) -> dict[str, Check]:
     """Check a job on a cluster without issues except for the given facts; return the worst check of each name."""
     objects, checks = render_objects(job)
     defaults = {"nodes": TWO_NODES, "namespace_object": NAMESPACE, "server_info": ServerInfo("v1.37.0", 0.01, 0.0)}

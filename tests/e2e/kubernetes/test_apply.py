@@ -10,7 +10,7 @@ import yaml
 from stoker.core.spec import decode
 from stoker.errors import InputError, MissingError
 from stoker.jobs.run_folder import create_run
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.kube.client import KubeClient
 from stoker.kube.objects import RUN_LABEL, strategic_merge
 from stoker.launchers.kubernetes.launcher import KubernetesLauncher
@@ -72,11 +72,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def build_job(cluster: KubeClient, *parts: dict[str, Any]) -> Job:
+def build_job(cluster: KubeClient, *parts: dict[str, Any]) -> JobSpec:
     keys: dict[str, Any] = {"name": "small", "image": BUSYBOX, "program": {"module": "train"}}
     for part in (*parts, {"kubernetes": {"namespace": cluster.namespace}}):
         keys = strategic_merge(keys, part)
-    return decode(keys, Job)
+    return decode(keys, JobSpec)
 
 
 @pytest.mark.parametrize("option", list(OPTIONS))

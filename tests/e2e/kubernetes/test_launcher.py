@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stoker.errors import ConflictError, NotFoundError
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import JobState
 from stoker.kube.client import KubeClient
 from stoker.kube.objects import RUN_LABEL, build_claim
@@ -33,7 +33,7 @@ class OnCluster(LauncherTests):
     def _setup(self, cluster: KubeClient, tmp_path: Path) -> None:
         self.cluster, self.folder = cluster, tmp_path
 
-    def job(self, command: str | None = None, **more: Any) -> Job:
+    def job(self, command: str | None = None, **more: Any) -> JobSpec:
         keys = build_job_keys(self.cluster.namespace, str(self.folder), **more.pop("kubernetes", {}))
         env = {**keys.pop("env"), **more.pop("env", {})}
         return super().job(command, **{**keys, "env": env, **more})

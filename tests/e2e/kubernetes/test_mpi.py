@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.kube.client import KubeClient
@@ -55,7 +55,7 @@ class TestMpi(LauncherTests):
         yield
         operator.stop()
 
-    def build_job(self, *args: str, **more: Any) -> Job:
+    def build_job(self, *args: str, **more: Any) -> JobSpec:
         keys = build_job_keys(self.cluster.namespace)
         mounts = build_host_mounts("/etc/passwd", "/etc/openmpi")
         mounts["volumes"] += [{"name": "etc-ssh", "emptyDir": {}}]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.kube.client import KubeClient
@@ -34,7 +34,7 @@ class TestTasks(LauncherTests):
         self.cluster = cluster
         shutil.copy(TASK, tmp_path / "task.py")  # copied with the job
 
-    def build_job(self, **more: Any) -> Job:
+    def build_job(self, **more: Any) -> JobSpec:
         return self.job(program={"script": "task.py"}, **build_job_keys(self.cluster.namespace), **more)
 
     @pytest.mark.parametrize("keys", [PS, NO_CHIEF, MIRRORED], ids=["ps", "no chief", "mirrored"])

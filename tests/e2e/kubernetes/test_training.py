@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.jobs.run_folder import Run, find_run
+from stoker.jobs.run_folder import RunFolder, find_run
 from stoker.jobs.status import JobState
 from stoker.kube.client import KubeClient
 from stoker.kube.objects import RUN_LABEL, build_claim, build_object
@@ -85,7 +85,7 @@ def test_weights_are_bit_identical(
     assert sorted(effective_samples(folder / "ledger")) == list(range(EPOCHS))
 
 
-def kill_ranks(cluster: KubeClient, run: Run, victim: str) -> None:
+def kill_ranks(cluster: KubeClient, run: RunFolder, victim: str) -> None:
     """Kill the ranks of a pod with SIGKILL, as the OOM killer would."""
     kind = {"worker-0": "chief", "worker-1": "rest"}[victim]
     (pod,) = [pod for pod in cluster.list_objects("Pod", {RUN_LABEL: run.id}) if f"-{kind}-" in pod["metadata"]["name"]]
@@ -95,6 +95,6 @@ def kill_ranks(cluster: KubeClient, run: Run, victim: str) -> None:
     assert cluster.exec_in_pod(pod["metadata"]["name"], ["sh", "-c", script]).exit_code in (0, 137)
 
 
-def is_finished(run: Run) -> bool:
+def is_finished(run: RunFolder) -> bool:
     assert stoker("job", "status", run.id) == 0
     return run.read_status().state.is_final

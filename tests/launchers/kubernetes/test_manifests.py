@@ -18,7 +18,7 @@ from stoker.core.spec import decode
 from stoker.core.yaml_io import to_yaml_stream
 from stoker.errors import SpecError
 from stoker.jobs.launcher import LAUNCHERS
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.topology import AddressBook, Command, Slot, list_slots, render_command
 from stoker.kube.objects import GPU_RESOURCE, INDEX_LABEL, JOB_LABEL, ROLE_LABEL, Manifest
 from stoker.launchers.kubernetes.addresses import get_role_port, slot_hostname
@@ -86,8 +86,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def job_of(**keys: Any) -> Job:
-    return decode({**BASE, **MODULE, **keys}, Job)
+def job_of(**keys: Any) -> JobSpec:
+    return decode({**BASE, **MODULE, **keys}, JobSpec)
 
 
 def is_possible(topology: str, option: str) -> bool:
@@ -122,7 +122,7 @@ CASES = [
 ]
 
 
-def render(job: Job) -> list[Manifest]:
+def render(job: JobSpec) -> list[Manifest]:
     objects: list[Manifest] = LAUNCHERS.get("k8s")().render(job).objects
     return objects
 
@@ -191,7 +191,7 @@ def test_referenced_objects_exist(keys: dict[str, Any]) -> None:
             assert any(selector <= pod["labels"].items() for pod in pods)
 
 
-def _check_pod(job: Job, pod: Manifest, config: Manifest) -> None:
+def _check_pod(job: JobSpec, pod: Manifest, config: Manifest) -> None:
     (main,) = pod["containers"]
     assert main["name"] == "main"
     names = [volume["name"] for volume in pod["volumes"]]
@@ -446,7 +446,7 @@ def test_patches_are_merged() -> None:
 class Container:
     """Runs a role's command as the kubelet would, with its variables and files, and fake programs that report them."""
 
-    def __init__(self, job: Job, role: str, folder: Path, code: dict[str, bytes] | None = None) -> None:
+    def __init__(self, job: JobSpec, role: str, folder: Path, code: dict[str, bytes] | None = None) -> None:
         objects = build_manifests(job, code)
         self._template = next(
             template
@@ -570,7 +570,7 @@ def test_no_field_is_interpreted_by_the_shell(
         assert environ["POD_NAME"] == f"worker-{index}"
 
 
-def _build_book(job: Job) -> AddressBook:
+def _build_book(job: JobSpec) -> AddressBook:
     hosts = {slot: slot_hostname(job, slot.role, slot.index) for slot in list_slots(job)}
     return AddressBook(hosts=hosts, port=get_role_port(job, "worker"))
 

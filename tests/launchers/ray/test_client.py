@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 from stoker.errors import UnavailableError
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.topology import Command, Slot
 from stoker.launchers.ray import client, connection
 from stoker.launchers.ray.client import RayClient
@@ -26,7 +26,7 @@ from tests.support.waiting import wait_until
 
 def test_folder_of_a_killed_ray_is_removed(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else is removed; the folder is in RAY_TMPDIR if that is usable and short enough."""
-    run = Run(workspace)
+    run = RunFolder(workspace)
     connection.remove_ray_folder(run)
     for where, parent in (("", "/tmp"), ("/dev/shm", "/dev/shm"), (f"/tmp{'/' * 90}", "/tmp"), ("/none", "/tmp")):
         monkeypatch.setenv("RAY_TMPDIR", where)
@@ -162,7 +162,7 @@ def make_client(workspace: Path) -> RayClient:
         grace_s=1,
         lost_after_s=0.5,
     )
-    return RayClient(Run(workspace / "run"), plan, 0)
+    return RayClient(RunFolder(workspace / "run"), plan, 0)
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def signals() -> Iterator[None]:
 
 
 def read_worker_log(workspace: Path) -> str:
-    return Run(workspace / "run").log_path(Slot("worker", 0), 0).read_text()
+    return RunFolder(workspace / "run").log_path(Slot("worker", 0), 0).read_text()
 
 
 @pytest.mark.usefixtures("signals")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stoker.jobs.run_folder import Run, find_run
+from stoker.jobs.run_folder import RunFolder, find_run
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.trainers.checkpoints import decode_checkpoint
@@ -34,7 +34,7 @@ def kill_all(*pids: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def find_victims(victim: str, run: Run, cluster: RayTestCluster) -> list[int]:
+def find_victims(victim: str, run: RunFolder, cluster: RayTestCluster) -> list[int]:
     """The processes of one part of a run, and of no other."""
     match victim:
         case "supervisor":
@@ -140,7 +140,7 @@ def test_weights_equal_those_of_a_local_run(cluster: RayTestCluster, workspace: 
     assert [name for name in expected if not expected[name].equal(actual[name])] == []
 
 
-def is_training(run: Run, attempt: int) -> bool:
+def is_training(run: RunFolder, attempt: int) -> bool:
     log = run.log_path(Slot("worker", 1), attempt)
     return log.exists() and '"heartbeat"' in log.read_text()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.jobs.run_folder import Run, find_run
+from stoker.jobs.run_folder import RunFolder, find_run
 from stoker.jobs.status import JobState
 from stoker.launchers.supervisor import supervisor_pid
 from stoker.trainers.ledger import effective_samples
@@ -42,7 +42,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_reference(tmp_path_factory.mktemp("reference"))
 
 
-def inject(fault: str, run: Run, net: Network, launching: Machine) -> None:
+def inject(fault: str, run: RunFolder, net: Network, launching: Machine) -> None:
     host = net["node2"]
     match fault:
         case "rank killed":

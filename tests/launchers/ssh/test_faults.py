@@ -18,7 +18,7 @@ import pytest
 from stoker.core.processes import find_processes_by_env
 from stoker.errors import UnavailableError
 from stoker.jobs.launcher import LAUNCHERS
-from stoker.jobs.run_folder import Run, create_run, find_run
+from stoker.jobs.run_folder import RunFolder, create_run, find_run
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.launchers.ssh.remote_slot import DISCONNECTED_NOTICE, RECONNECTED_NOTICE
@@ -48,7 +48,7 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.timeout(180)
 
 
-def inject(fault: str, run: Run, net: Network) -> None:
+def inject(fault: str, run: RunFolder, net: Network) -> None:
     match fault:
         case "supervisor killed":
             kill_all(*local_processes(run, "stoker.launchers.supervisor"))
@@ -363,7 +363,7 @@ def test_elastic_job_replaces_a_lost_worker(net: Network, workspace: Path) -> No
     wait_until(lambda: not remote_processes(run))
 
 
-def find_ranks(run: Run, host: str) -> list[int]:
+def find_ranks(run: RunFolder, host: str) -> list[int]:
     """The training processes of a run on a host, without torchrun and the profiler around them."""
     pids = []
     for pid in slot_processes(run, host):

@@ -16,8 +16,8 @@ import pytest
 from stoker.core.spec import decode
 from stoker.errors import InputError, SpecError, UnavailableError
 from stoker.jobs.launcher import LAUNCHERS
-from stoker.jobs.run_folder import Run, create_run, find_run
-from stoker.jobs.spec import Job, SshSpec
+from stoker.jobs.run_folder import RunFolder, create_run, find_run
+from stoker.jobs.spec import JobSpec, SshSpec
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.launchers.ssh.client import NO_PYTHON_CODE, SshClient, explain_failure, format_failure
@@ -45,12 +45,12 @@ class TestSsh(LauncherSuite):
     def _net(self, net: Network, tmp_path: Path) -> None:
         self.net, self.workdir = net, tmp_path / "there"
 
-    def start(self, launcher: Any, job: Job) -> Run:
+    def start(self, launcher: Any, job: JobSpec) -> RunFolder:
         if not job.ssh.hosts:
             job = msgspec.structs.replace(job, ssh=decode(ssh_section(self.net, self.workdir), SshSpec))
         return super().start(launcher, job)
 
-    def start_rendered(self, launcher: Any, job: Job, rendered: Any) -> Run:
+    def start_rendered(self, launcher: Any, job: JobSpec, rendered: Any) -> RunFolder:
         run = create_run(job, rendered)
         launcher.start(rendered, run)
         self.started.append((launcher, run))

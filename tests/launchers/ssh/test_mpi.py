@@ -13,8 +13,8 @@ import pytest
 
 from stoker.core.processes import find_processes_by_env
 from stoker.errors import InputError
-from stoker.jobs.run_folder import Run, create_run, find_run
-from stoker.jobs.spec import Job
+from stoker.jobs.run_folder import RunFolder, create_run, find_run
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.launchers.ssh.launcher import check_same_paths
@@ -41,11 +41,11 @@ class MpiTests(LauncherTests):
     def _net(self, net: Network, tmp_path: Path) -> None:
         self.net, self.folder = net, tmp_path
 
-    def job(self, command: str | None = None, **keys: Any) -> Job:
+    def job(self, command: str | None = None, **keys: Any) -> JobSpec:
         ssh = ssh_section(self.net, self.folder / "there", lost_after=5)
         return job_of(command, **{"topology": "mpi", "ssh": ssh, **keys})
 
-    def start_two_workers(self, launcher: Any, script: str = READY, **keys: Any) -> Run:
+    def start_two_workers(self, launcher: Any, script: str = READY, **keys: Any) -> RunFolder:
         """Start a job with two workers, and wait until both are ready."""
         run = self.start(launcher, self.job(script, workers=2, **keys))
         wait_until(lambda: self.text(launcher, run).count("ready") == 2)

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from stoker.jobs.launcher import LAUNCHERS
-from stoker.jobs.run_folder import Run, create_run, find_run
+from stoker.jobs.run_folder import RunFolder, create_run, find_run
 from stoker.jobs.status import Attempt, JobState, JobStatus, SlotStatus
 from stoker.jobs.topology import Command, Slot
 from stoker.launchers.monitor import AttemptMonitor
@@ -227,7 +227,7 @@ def test_notices_start_a_line_and_records_survive_kills(workspace: Path) -> None
 
 
 def test_requests_cancelled_while_disconnected(workspace: Path) -> None:
-    requests = RequestFolder(Run(workspace), 0)
+    requests = RequestFolder(RunFolder(workspace), 0)
     forwarder = ExecForwarder(requests, ["worker/1"])
     for name in ("a", "b"):
         forwarder.handle({"id": name, "slot": "worker/1", "command": "true"})
@@ -236,7 +236,7 @@ def test_requests_cancelled_while_disconnected(workspace: Path) -> None:
 
 
 def test_half_written_request_is_not_pending(workspace: Path) -> None:
-    requests = RequestFolder(Run(workspace), 0)
+    requests = RequestFolder(RunFolder(workspace), 0)
     ExecForwarder(requests, ["worker/1"]).handle({"id": "a", "slot": "worker/1", "command": "true"})
     (requests.slot_folder("worker/1") / ".b.json").touch()
     assert requests.list_pending("worker/1") == ["a"]

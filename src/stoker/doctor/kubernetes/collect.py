@@ -23,7 +23,7 @@ from stoker.doctor.kubernetes.probe import ImageProbe, build_probe_pod, check_im
 from stoker.doctor.kubernetes.rules import check_cluster, check_unreachable
 from stoker.doctor.rules import checks_from_faults
 from stoker.errors import ConflictError, SpecError, StokerError, UnavailableError
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.kube.client import API_RESOURCES, KubeClient
 from stoker.kube.config import KubeTarget
 from stoker.kube.ephemeral_pod import REJECTION_ERRORS, sighup_as_keyboard_interrupt
@@ -44,7 +44,7 @@ T = TypeVar("T")
 Notify = Callable[[str], None]
 
 
-def check_kubernetes_job(job: Job, target: KubeTarget, notify: Notify, *, is_given: bool = True) -> list[Check]:
+def check_kubernetes_job(job: JobSpec, target: KubeTarget, notify: Notify, *, is_given: bool = True) -> list[Check]:
     """Check a job on a cluster and return all checks; `is_given`: the job is the user's, not the default one."""
     try:
         with KubeClient.for_target(target, job.kubernetes.namespace) as cluster:
@@ -53,7 +53,7 @@ def check_kubernetes_job(job: Job, target: KubeTarget, notify: Notify, *, is_giv
         return check_unreachable(error)
 
 
-def _check_with_client(cluster: KubeClient, job: Job, notify: Notify, *, is_given: bool) -> list[Check]:
+def _check_with_client(cluster: KubeClient, job: JobSpec, notify: Notify, *, is_given: bool) -> list[Check]:
     server_info = cluster.server_info()
     notify(f"Checking {cluster}")
     job = _with_namespace(job, cluster.namespace, is_given=is_given)
@@ -74,14 +74,14 @@ def _check_with_client(cluster: KubeClient, job: Job, notify: Notify, *, is_give
     return checks
 
 
-def _with_namespace(job: Job, namespace: str, *, is_given: bool) -> Job:
+def _with_namespace(job: JobSpec, namespace: str, *, is_given: bool) -> JobSpec:
     """Return the job with its namespace set, and with a placeholder image if it is the default job."""
     change = msgspec.structs.replace
     job = change(job, kubernetes=change(job.kubernetes, namespace=namespace))
     return job if is_given else change(job, image=job.image or PLACEHOLDER_IMAGE)
 
 
-def render_objects(job: Job) -> tuple[list[Manifest], list[Check]]:
+def render_objects(job: JobSpec) -> tuple[list[Manifest], list[Check]]:
     """Render the objects of a job as far as possible; return them with a check for each fault."""
     from stoker.launchers.kubernetes.launcher import KubernetesLauncher
     from stoker.launchers.kubernetes.manifests import build_manifests
@@ -100,7 +100,7 @@ def render_objects(job: Job) -> tuple[list[Manifest], list[Check]]:
 
 
 def collect_facts(
-    cluster: KubeClient, job: Job, requirements: JobRequirements, objects: Sequence[Manifest]
+    cluster: KubeClient, job: JobSpec, requirements: JobRequirements, objects: Sequence[Manifest]
 ) -> ClusterFacts:
     """Query the API server in parallel; a value that cannot be read is replaced by its error."""
     names = dict.fromkeys([*requirements.mounts, *requirements.new_claims])
@@ -167,7 +167,7 @@ def _results(pending: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     return {name: result() for name, result in pending.items()}
 
 
-def _required_permissions(job: Job, namespace: OrError[Manifest | None]) -> list[Permission]:
+def _required_permissions(job: JobSpec, namespace: OrError[Manifest | None]) -> list[Permission]:
     """List the permissions to check."""
     ingress = any(role.ingress for role in job.roles.values())
     features = select_features(mpi=job.topology == "mpi", queue=bool(job.kubernetes.queue), ingress=ingress)

@@ -36,7 +36,7 @@ from stoker.doctor.kubernetes.findings import (
 )
 from stoker.doctor.kubernetes.storage import check_claims, check_storage_classes
 from stoker.errors import ConflictError, MissingError, StokerError, StorageFullError
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.kube.client import API_RESOURCES, ServerInfo
 from stoker.kube.conditions import get_condition, get_phase
 from stoker.kube.errors import RbacDeniedError
@@ -65,7 +65,7 @@ _RBAC_FIX = "an administrator can grant them: stoker job plan FILE --on k8s --rb
 _POD_SECURITY_LABEL = "pod-security.kubernetes.io/enforce"
 
 
-def check_cluster(job: Job, requirements: JobRequirements, facts: ClusterFacts) -> list[Check]:
+def check_cluster(job: JobSpec, requirements: JobRequirements, facts: ClusterFacts) -> list[Check]:
     """Check all facts except for the image probes."""
     return [
         *check_server(facts.server, facts.server_info),
@@ -112,7 +112,7 @@ def check_server(server: str, info: ServerInfo) -> Iterator[Check]:
             )
 
 
-def check_namespace(job: Job, facts: ClusterFacts) -> Iterator[Check]:
+def check_namespace(job: JobSpec, facts: ClusterFacts) -> Iterator[Check]:
     """Check whether the namespace exists, and which Pod Security level it enforces."""
     name, namespace = facts.namespace, facts.namespace_object
     if isinstance(namespace, StokerError):
@@ -184,14 +184,14 @@ def check_permissions(allowed: Mapping[tuple[Permission, str], OrError[bool]]) -
 # --- Operators
 
 
-def check_operators(job: Job, facts: ClusterFacts) -> Iterator[Check]:
+def check_operators(job: JobSpec, facts: ClusterFacts) -> Iterator[Check]:
     """Check the MPI operator and Kueue."""
     yield _check_mpi_operator(job, facts.kubeflow_versions)
     if job.kubernetes.queue:
         yield _check_queue(job.kubernetes.queue, facts)
 
 
-def _check_mpi_operator(job: Job, served: OrError[Mapping[str, frozenset[str]]]) -> Check:
+def _check_mpi_operator(job: JobSpec, served: OrError[Mapping[str, frozenset[str]]]) -> Check:
     kind, what = API_RESOURCES["MPIJob"], "MPI operator"
     if isinstance(served, StokerError):
         return unknown_check(what, served)
@@ -233,7 +233,7 @@ def _check_queue(name: str, facts: ClusterFacts) -> Check:
 # --- Nodes
 
 
-def check_nodes(job: Job, requirements: JobRequirements, facts: ClusterFacts) -> Iterator[Check]:
+def check_nodes(job: JobSpec, requirements: JobRequirements, facts: ClusterFacts) -> Iterator[Check]:
     """Count the GPUs by type, and check whether the pods of the job fit."""
     if isinstance(facts.nodes, StokerError):
         yield from (unknown_check(what, facts.nodes) for what in ("gpus", "capacity"))
@@ -264,7 +264,7 @@ def _check_gpus(nodes: Sequence[NodeCapacity], free: Sequence[NodeCapacity] | No
 
 
 def check_capacity(
-    job: Job, groups: Sequence[PodGroup], nodes: Sequence[NodeCapacity], free: Sequence[NodeCapacity] | None
+    job: JobSpec, groups: Sequence[PodGroup], nodes: Sequence[NodeCapacity], free: Sequence[NodeCapacity] | None
 ) -> Iterator[Check]:
     """Check whether the pods fit: each on some node, all on empty nodes, and all on the nodes as they are now."""
     failed = list(dict.fromkeys(check for group in groups for check in _check_unschedulable(group, nodes)))
@@ -425,7 +425,7 @@ def _quota_usage(requirements: JobRequirements, existing: Collection[str]) -> Re
 # --- References
 
 
-def check_references(job: Job, requirements: JobRequirements, facts: ClusterFacts) -> Iterator[Check]:
+def check_references(job: JobSpec, requirements: JobRequirements, facts: ClusterFacts) -> Iterator[Check]:
     """Check Secrets, service accounts, priority classes and the cache that the job refers to."""
     for name, keys in requirements.secrets.items():
         what, secret_keys = f"secret {name}", facts.secrets.get(name)

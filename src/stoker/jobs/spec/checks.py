@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         CheckpointSpec,
         DataSpec,
         ElasticSpec,
-        Job,
+        JobSpec,
         KubernetesSpec,
         MpiSpec,
         ProfileSpec,
@@ -241,7 +241,7 @@ def check_mpi(mpi: MpiSpec) -> Iterator[Fault]:
 # --- Combinations across sections
 
 
-def check_job(job: Job) -> Iterator[Fault]:
+def check_job(job: JobSpec) -> Iterator[Fault]:
     """Reject combinations of sections that no launcher can run."""
     if isinstance(job.tensorboard, str):
         yield from check_path("tensorboard", job.tensorboard)
@@ -259,20 +259,20 @@ def check_job(job: Job) -> Iterator[Fault]:
     )
 
 
-def _check_workers(job: Job) -> Iterator[Fault]:
+def _check_workers(job: JobSpec) -> Iterator[Fault]:
     if job.topology == "single" and job.max_workers > 1:
         yield Fault("workers", f"topology single runs 1 worker, not {job.max_workers}; use topology: torchrun")
     elif job.is_elastic and job.topology != "torchrun":
         yield Fault("workers", f"only torchrun is elastic; set a fixed number of workers for {job.topology}")
 
 
-def _check_processes_per_worker(job: Job) -> Iterator[Fault]:
+def _check_processes_per_worker(job: JobSpec) -> Iterator[Fault]:
     if job.topology not in ("torchrun", "mpi") and job.processes_per_worker not in ("auto", 1):
         reason = "runs one process" if job.topology == "single" else "runs one process per worker, with all its GPUs"
         yield Fault("processes_per_worker", f"topology {job.topology} {reason}; remove this key")
 
 
-def _check_command_topology(job: Job) -> Iterator[Fault]:
+def _check_command_topology(job: JobSpec) -> Iterator[Fault]:
     if job.topology == "torchrun" and job.program.command is not None:
         yield Fault(
             "program.command",
@@ -280,13 +280,13 @@ def _check_command_topology(job: Job) -> Iterator[Fault]:
         )
 
 
-def _check_roles(job: Job) -> Iterator[Fault]:
+def _check_roles(job: JobSpec) -> Iterator[Fault]:
     for name in job.roles:
         checks = (_check_role, _check_role_keys, _check_logdir)
         yield from run_checks(job, *(partial(check, name=name) for check in checks))
 
 
-def _check_role(job: Job, name: str) -> Iterator[Fault]:
+def _check_role(job: JobSpec, name: str) -> Iterator[Fault]:
     role = job.roles[name]
     if name in ("worker", "workers"):
         yield Fault(f"roles.{name}", "workers are configured by the top-level keys workers, image, resources, port")
@@ -304,13 +304,13 @@ def _check_role(job: Job, name: str) -> Iterator[Fault]:
         yield Fault("roles.launcher.resources.gpu", "the launcher gets no GPUs; remove this key")
 
 
-def _check_logdir(job: Job, name: str) -> Iterator[Fault]:
+def _check_logdir(job: JobSpec, name: str) -> Iterator[Fault]:
     role = job.roles[name]
     if name == "tensorboard" and role.count and not (role.program or role.logdir or job.checkpoint.dir):
         yield Fault("roles.tensorboard.logdir", "missing: set it, or set checkpoint.dir")
 
 
-def _check_role_keys(job: Job, name: str) -> Iterator[Fault]:
+def _check_role_keys(job: JobSpec, name: str) -> Iterator[Fault]:
     """Reject keys that have no effect for a role."""
     role = job.roles[name]
     if name == "launcher" and role.program is not None:
@@ -324,7 +324,7 @@ def _check_role_keys(job: Job, name: str) -> Iterator[Fault]:
             yield Fault(f"roles.{name}.{key}", "applies only to the role tensorboard; remove it")
 
 
-def _check_claim_access(job: Job) -> Iterator[Fault]:
+def _check_claim_access(job: JobSpec) -> Iterator[Fault]:
     is_shared = job.max_workers > 1 and (job.is_elastic or job.topology == "mpi")
     if job.checkpoint.claim is not None and job.checkpoint.access == "rwo" and is_shared:
         reason = "rank 0 may run on any worker" if job.is_elastic else "all workers of an MPIJob mount the same volumes"
@@ -335,7 +335,7 @@ def _check_claim_access(job: Job) -> Iterator[Fault]:
         )
 
 
-def _check_mount_paths(job: Job) -> Iterator[Fault]:
+def _check_mount_paths(job: JobSpec) -> Iterator[Fault]:
     mounts = [(f"volumes[{index}].path", volume.path) for index, volume in enumerate(job.volumes)]
     mounts += [(f'secret_files["{path}"]', path) for path in job.secret_files]
     keys_by_path: dict[str, str] = {}
@@ -347,16 +347,16 @@ def _check_mount_paths(job: Job) -> Iterator[Fault]:
             yield Fault(key, f"{path!r} is already the mount path of {other}")
 
 
-def _check_env(job: Job) -> Iterator[Fault]:
+def _check_env(job: JobSpec) -> Iterator[Fault]:
     return _find_reserved(job, RESERVED_ENV)
 
 
-def _check_tensorflow_env(job: Job) -> Iterator[Fault]:
+def _check_tensorflow_env(job: JobSpec) -> Iterator[Fault]:
     if job.topology.startswith("tf-"):
         yield from _find_reserved(job, RESERVED_ENV_TENSORFLOW)
 
 
-def _find_reserved(job: Job, reserved: re.Pattern[str]) -> Iterator[Fault]:
+def _find_reserved(job: JobSpec, reserved: re.Pattern[str]) -> Iterator[Fault]:
     for section in ("env", "secret_env"):
         for name in getattr(job, section):
             if reserved.fullmatch(name):
@@ -369,7 +369,7 @@ def _find_reserved(job: Job, reserved: re.Pattern[str]) -> Iterator[Fault]:
                 yield Fault(f"{section}.{name}", f"{reason}; remove or rename it")
 
 
-def _check_secret_env(job: Job) -> Iterator[Fault]:
+def _check_secret_env(job: JobSpec) -> Iterator[Fault]:
     for name in job.secret_env:
         if name in job.env:
             yield Fault(f"secret_env.{name}", "also set in env; remove one of them")

@@ -15,15 +15,15 @@ from stoker.core.type_hints import default_of, field_types, origin_of, unwrap
 from stoker.core.units import Bytes, Seconds
 from stoker.errors import Fault, InputError, NotFoundError, SpecError
 from stoker.jobs.overrides import apply_overrides
-from stoker.jobs.spec.sections import Job, Section
+from stoker.jobs.spec.sections import JobSpec, Section
 
-Check = Callable[[Job], Iterable[Fault]]
+Check = Callable[[JobSpec], Iterable[Fault]]
 """A check of a job, which may be partial: see `spec.run_checks`."""
 
 # --- Reading
 
 
-def load_job(path: Path | str, overrides: Sequence[str] = (), check: Check | None = None) -> Job:
+def load_job(path: Path | str, overrides: Sequence[str] = (), check: Check | None = None) -> JobSpec:
     """Read a job file (`-`: standard input); overrides such as `resources.gpu=4` replace its keys.
 
     `check` yields further faults, which are reported together with those of the file.
@@ -38,7 +38,7 @@ def load_job(path: Path | str, overrides: Sequence[str] = (), check: Check | Non
     return parse_job(text, path, overrides, check)
 
 
-def parse_job(text: str | bytes, where: object, overrides: Sequence[str] = (), check: Check | None = None) -> Job:
+def parse_job(text: str | bytes, where: object, overrides: Sequence[str] = (), check: Check | None = None) -> JobSpec:
     """Parse the text of a job file; `where` names it in the error."""
     data, faults = yaml_io.parse_verbatim(text, where)
     data = {} if data is None else data
@@ -46,8 +46,8 @@ def parse_job(text: str | bytes, where: object, overrides: Sequence[str] = (), c
     if isinstance(data, dict):
         data, keys, override_faults = apply_overrides(data, overrides)
         faults += override_faults
-    data = _drop_nulls(spec.resolve_verbatim(data, Job), Job)
-    job, job_faults = spec.decode_partial(data, Job)
+    data = _drop_nulls(spec.resolve_verbatim(data, JobSpec), JobSpec)
+    job, job_faults = spec.decode_partial(data, JobSpec)
     if job is not None and check is not None:
         known = {fault.path for fault in job_faults}
         job_faults += [fault for fault in spec.run_checks(job, check) if fault.path not in known]
@@ -95,7 +95,7 @@ def _with_origin(fault: Fault, keys: Sequence[str], lines: Mapping[str, int]) ->
 # --- Writing
 
 
-def to_yaml(job: Job) -> str:
+def to_yaml(job: JobSpec) -> str:
     """Write a job as YAML that parses back to an equal job; defaults are omitted."""
     return yaml_io.to_yaml(to_plain(job))
 
@@ -130,7 +130,7 @@ def _to_quantity(value: float, units: Mapping[str, int]) -> str | float:
 
 def job_schema() -> dict[str, Any]:
     """Return the JSON Schema of the job file, for editors."""
-    schema = json_schema(Job)
+    schema = json_schema(JobSpec)
     entry_points = ("script", "module", "command")
     schema["$defs"]["ProgramSpec"]["oneOf"] = [
         {"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in entry_points

@@ -371,7 +371,7 @@ class RaySpec(Section, frozen=True, kw_only=True):
         return checks.check_ray(self)
 
 
-class Job(Section, frozen=True, kw_only=True):
+class JobSpec(Section, frozen=True, kw_only=True):
     """A training job."""
 
     name: Annotated[Name, describe("Name of the job, used in the names of runs, logs and Kubernetes objects.")]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from stoker.jobs.mpirun import parse_mpirun_flags
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.topology import (
     AddressBook,
     Command,
@@ -39,11 +39,11 @@ _LOCAL_INTERFACES = "lo,docker0"
 class Mpi:
     """One `mpirun`, which starts the program in every rank."""
 
-    def roles(self, job: Job) -> tuple[Role, ...]:
+    def roles(self, job: JobSpec) -> tuple[Role, ...]:
         """List the launcher, which is the lead role, and the workers."""
         return Role("launcher", 1, is_lead=True, is_profiled=False), Role("worker", job.max_workers)
 
-    def command(self, job: Job, slot: Slot, book: AddressBook) -> Command | Standby:
+    def command(self, job: JobSpec, slot: Slot, book: AddressBook) -> Command | Standby:
         """Return the mpirun command for the launcher; workers are on standby."""
         if slot.role != LAUNCHER.role:
             return Standby()
@@ -89,7 +89,7 @@ def _agent_flags(book: AddressBook) -> list[str]:
     ]
 
 
-def _rank_argv(job: Job, book: AddressBook) -> tuple[str, ...]:
+def _rank_argv(job: JobSpec, book: AddressBook) -> tuple[str, ...]:
     """Return the command that mpirun starts for each rank; only the first rank of a worker runs the profiler."""
     profiler = profiler_argv(job, book)
     gpus = ("--gpus", str(job.resources.gpu)) if job.resources.gpu else ()
@@ -97,11 +97,11 @@ def _rank_argv(job: Job, book: AddressBook) -> tuple[str, ...]:
     return (*_mpi_rank_argv(book), *options, *profiler, *program_argv(job.program, book.python))
 
 
-def _host_list(workers: Sequence[str], job: Job) -> str:
+def _host_list(workers: Sequence[str], job: JobSpec) -> str:
     return ",".join(f"{host}:{count * job.ranks_per_worker}" for host, count in Counter(workers).items())
 
 
-def _default_flags(job: Job, book: AddressBook, workers: Sequence[str]) -> list[str]:
+def _default_flags(job: JobSpec, book: AddressBook, workers: Sequence[str]) -> list[str]:
     """Return the default flags that the job does not set itself: mpirun accepts each only once."""
     defaults = [
         ("--tag-output",),

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.topology import AddressBook, Command, Role, Slot, program_argv
 
 
 class Single:
     """The program itself, once per worker."""
 
-    def roles(self, job: Job) -> tuple[Role, ...]:
+    def roles(self, job: JobSpec) -> tuple[Role, ...]:
         """List the workers."""
         return (Role("worker", job.max_workers),)
 
-    def command(self, job: Job, slot: Slot, book: AddressBook) -> Command:  # noqa: ARG002
+    def command(self, job: JobSpec, slot: Slot, book: AddressBook) -> Command:  # noqa: ARG002
         """Return the command of the program."""
         return Command(tuple(program_argv(job.program, book.python)))

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.topology import OBSERVER_ROLES, AddressBook, Command, Role, Slot, program_argv
 
 TENSORBOARD_PORT = 6006
@@ -20,11 +20,11 @@ LOOPBACK = "127.0.0.1"
 class TfMirrored:
     """MultiWorkerMirroredStrategy: workers only; the first one is the chief."""
 
-    def roles(self, job: Job) -> tuple[Role, ...]:
+    def roles(self, job: JobSpec) -> tuple[Role, ...]:
         """List the workers, which are the lead role, and the observers."""
         return Role("worker", job.max_workers, is_lead=True), *_observer_roles(job)
 
-    def command(self, job: Job, slot: Slot, book: AddressBook) -> Command:
+    def command(self, job: JobSpec, slot: Slot, book: AddressBook) -> Command:
         """Return the command, with the cluster in `TF_CONFIG`."""
         return _command(job, slot, book, {"worker": _addresses(job, "worker", job.max_workers, book)})
 
@@ -35,7 +35,7 @@ class TfPs:
     Without a chief (`roles: {chief: {count: 0}}`) each worker trains by itself, and the workers are the lead role.
     """
 
-    def roles(self, job: Job) -> tuple[Role, ...]:
+    def roles(self, job: JobSpec) -> tuple[Role, ...]:
         """List the chief, workers, parameter servers and observers."""
         chiefs = _count(job, "chief", 1)
         roles = (
@@ -45,7 +45,7 @@ class TfPs:
         )
         return *(role for role in roles if role.count), *_observer_roles(job)
 
-    def command(self, job: Job, slot: Slot, book: AddressBook) -> Command:
+    def command(self, job: JobSpec, slot: Slot, book: AddressBook) -> Command:
         """Return the command, with the cluster in `TF_CONFIG` and `CLUSTER_CONFIG`."""
         roles = {"chief": _count(job, "chief", 1), "worker": job.max_workers, "ps": _count(job, "ps", 1)}
         return _command(
@@ -53,27 +53,27 @@ class TfPs:
         )
 
 
-def _count(job: Job, role: str, default: int) -> int:
+def _count(job: JobSpec, role: str, default: int) -> int:
     count = job.roles[role].count if role in job.roles else None
     return default if count is None else count
 
 
-def _observer_roles(job: Job) -> tuple[Role, ...]:
+def _observer_roles(job: JobSpec) -> tuple[Role, ...]:
     roles = (Role(name, _count(job, name, 0), is_profiled=False) for name in OBSERVER_ROLES)
     return tuple(role for role in roles if role.count)
 
 
-def _port(job: Job, role: str, book: AddressBook, slot: Slot) -> int | str:
+def _port(job: JobSpec, role: str, book: AddressBook, slot: Slot) -> int | str:
     role_port = job.roles[role].port if role in job.roles else None
     return book.ports.get(slot) or role_port or (TENSORBOARD_PORT if role == "tensorboard" else book.port)
 
 
-def _addresses(job: Job, role: str, count: int, book: AddressBook) -> list[str]:
+def _addresses(job: JobSpec, role: str, count: int, book: AddressBook) -> list[str]:
     slots = [Slot(role, index) for index in range(count)]
     return [f"{book.hosts[slot]}:{_port(job, role, book, slot)}" for slot in slots]
 
 
-def _command(job: Job, slot: Slot, book: AddressBook, cluster: dict[str, list[str]]) -> Command:
+def _command(job: JobSpec, slot: Slot, book: AddressBook, cluster: dict[str, list[str]]) -> Command:
     program = job.program_of(slot.role)
     if slot.role == "tensorboard" and program is job.program:
         return _tensorboard(job, slot, book)
@@ -87,7 +87,7 @@ def _command(job: Job, slot: Slot, book: AddressBook, cluster: dict[str, list[st
     return Command(tuple(program_argv(program, book.python)), env)
 
 
-def _tensorboard(job: Job, slot: Slot, book: AddressBook) -> Command:
+def _tensorboard(job: JobSpec, slot: Slot, book: AddressBook) -> Command:
     """Return the command of TensorBoard; it listens on loopback only if the whole job runs on this machine."""
     logdir = job.roles[slot.role].logdir or str(job.checkpoint.dir)
     host = book.hosts[slot]

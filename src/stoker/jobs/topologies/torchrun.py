@@ -6,18 +6,18 @@ restarts the whole gang. An elastic world uses the c10d rendezvous at worker 0, 
 
 from __future__ import annotations
 
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.topology import AddressBook, Command, Role, Slot
 
 
 class Torchrun:
     """`torch.distributed.run` on every worker."""
 
-    def roles(self, job: Job) -> tuple[Role, ...]:
+    def roles(self, job: JobSpec) -> tuple[Role, ...]:
         """List the workers; the maximum number for an elastic job."""
         return (Role("worker", job.max_workers),)
 
-    def command(self, job: Job, slot: Slot, book: AddressBook) -> Command:
+    def command(self, job: JobSpec, slot: Slot, book: AddressBook) -> Command:
         """Return the command that runs the script or module under torchrun."""
         head = book.hosts[Slot("worker", 0)]
         env = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stoker.jobs.spec import DEFAULT_PORT, Job, RoleSpec
+from stoker.jobs.spec import DEFAULT_PORT, JobSpec, RoleSpec
 from stoker.jobs.topologies.tensorflow import TENSORBOARD_PORT
 from stoker.jobs.topology import AddressBook, Role, Slot
 from stoker.launchers.kubernetes.mpijob import OUTPUT_FIFO, PASSED_ENV, SECRETS_DIR, build_ssh_options
@@ -13,7 +13,7 @@ from stoker.launchers.kubernetes.scripts import ANY_INDEX, SCRIPTS_DIR
 PROFILER, MPI_RANK = "profiler.py", "mpi_rank.py"
 
 
-def slot_hostname(job: Job, role: str, index: int) -> str:
+def slot_hostname(job: JobSpec, role: str, index: int) -> str:
     """Return the DNS name of a slot within its namespace."""
     if job.topology.startswith("tf-"):
         return f"{job.name}-{role}-{index}"
@@ -24,7 +24,7 @@ def slot_hostname(job: Job, role: str, index: int) -> str:
     return f"{job.name}-chief-0.{job.name}" if index == 0 else f"{job.name}-rest-{index - 1}.{job.name}"
 
 
-def has_separate_chief(job: Job) -> bool:
+def has_separate_chief(job: JobSpec) -> bool:
     """Whether worker 0 has a Job of its own, because only one node can mount the checkpoint claim."""
     checkpoint = job.checkpoint
     return (
@@ -36,13 +36,13 @@ def has_separate_chief(job: Job) -> bool:
     )
 
 
-def get_role_port(job: Job, role: str) -> int:
+def get_role_port(job: JobSpec, role: str) -> int:
     """Return the port that the slots of a role listen on."""
     port = job.roles.get(role, RoleSpec()).port
     return port or (TENSORBOARD_PORT if role == "tensorboard" else job.port or DEFAULT_PORT)
 
 
-def build_address_book(job: Job, roles: Sequence[Role]) -> AddressBook:
+def build_address_book(job: JobSpec, roles: Sequence[Role]) -> AddressBook:
     """Build the address book of all slots, and of the placeholder index that stands for any slot of a role."""
     slots = [Slot(role.name, index) for role in roles for index in (*range(role.count), ANY_INDEX)]
     return AddressBook(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import Attempt
 from stoker.launchers.diagnosis import Diagnosis, diagnose_slot
 from stoker.launchers.kubernetes.status import SlotPod
@@ -14,7 +14,7 @@ from stoker.launchers.kubernetes.status import SlotPod
 class AttemptHistory:
     """The attempts of a run and why each failed; `is_log_complete` takes the uid of a pod."""
 
-    def __init__(self, run: Run, attempts: Sequence[Attempt], is_log_complete: Callable[[str], bool]) -> None:
+    def __init__(self, run: RunFolder, attempts: Sequence[Attempt], is_log_complete: Callable[[str], bool]) -> None:
         self._run, self._is_log_complete = run, is_log_complete
         self._attempts = {attempt.number: attempt for attempt in attempts}
         self._diagnoses: dict[str, Diagnosis] = {}

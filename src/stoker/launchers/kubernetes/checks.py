@@ -8,7 +8,7 @@ from functools import partial
 from stoker.core.spec import run_checks
 from stoker.core.units import format_duration
 from stoker.errors import Fault
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.topology import Slot, get_topology
 from stoker.launchers.checks import check_via
 from stoker.launchers.kubernetes.addresses import slot_hostname
@@ -18,7 +18,7 @@ MAX_NAME_LENGTH = 63
 MIN_TTL_S = 30
 
 
-def check_kubernetes_settings(job: Job) -> Iterator[Fault]:
+def check_kubernetes_settings(job: JobSpec) -> Iterator[Fault]:
     """Yield every setting that cannot work on Kubernetes."""
     return run_checks(
         job,
@@ -33,28 +33,28 @@ def check_kubernetes_settings(job: Job) -> Iterator[Fault]:
     )
 
 
-def _check_image(job: Job) -> Iterator[Fault]:
+def _check_image(job: JobSpec) -> Iterator[Fault]:
     if job.image is None:
         yield Fault("image", "required on Kubernetes; set it, for example image: ghcr.io/acme/trainer:v1")
 
 
-def _check_gpu_type(job: Job) -> Iterator[Fault]:
+def _check_gpu_type(job: JobSpec) -> Iterator[Fault]:
     if job.resources.gpu_type is not None and not job.resources.gpu:
         yield Fault("resources.gpu", f"required with gpu_type {job.resources.gpu_type}")
 
 
-def _check_workers(job: Job) -> Iterator[Fault]:
+def _check_workers(job: JobSpec) -> Iterator[Fault]:
     if job.workers == "all":
         yield Fault("workers", "`all` is not supported on Kubernetes, because clusters can scale; set a number")
 
 
-def _check_ttl(job: Job) -> Iterator[Fault]:
+def _check_ttl(job: JobSpec) -> Iterator[Fault]:
     if job.kubernetes.ttl < MIN_TTL_S:
         what = f"must be >= {MIN_TTL_S}s to fetch logs of finished pods, got {format_duration(job.kubernetes.ttl)}"
         yield Fault("kubernetes.ttl", what)
 
 
-def _check_name(job: Job) -> Iterator[Fault]:
+def _check_name(job: JobSpec) -> Iterator[Fault]:
     slots = [Slot(role.name, max(role.count - 1, 0)) for role in get_topology(job).roles(job)]
     longest = max((slot_hostname(job, slot.role, slot.index).partition(".")[0] for slot in slots), key=len)
     if len(longest) > MAX_NAME_LENGTH:
@@ -63,7 +63,7 @@ def _check_name(job: Job) -> Iterator[Fault]:
         )
 
 
-def _check_observers(job: Job) -> Iterator[Fault]:
+def _check_observers(job: JobSpec) -> Iterator[Fault]:
     observers = [role.name for role in get_topology(job).roles(job) if role.is_observer]
     if observers and job.checkpoint.claim is not None and job.checkpoint.access == "rwo":
         readers = " and ".join(observers)
@@ -71,7 +71,7 @@ def _check_observers(job: Job) -> Iterator[Fault]:
         yield Fault("checkpoint.access", what)
 
 
-def _check_paths(job: Job) -> Iterator[Fault]:
+def _check_paths(job: JobSpec) -> Iterator[Fault]:
     folder = job.checkpoint.dir
     if folder is not None and "://" not in folder and not folder.startswith("/"):
         yield Fault("checkpoint.dir", f"{folder!r} must be an absolute path in the container, or a bucket URL")

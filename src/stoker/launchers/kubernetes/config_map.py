@@ -9,7 +9,7 @@ from importlib.resources import files
 
 from stoker.core.units import format_bytes
 from stoker.errors import InputError
-from stoker.jobs.spec import Job, to_yaml
+from stoker.jobs.spec import JobSpec, to_yaml
 from stoker.kube.objects import Manifest
 from stoker.launchers.kubernetes.addresses import MPI_RANK, PROFILER
 from stoker.launchers.kubernetes.labels import build_job_object
@@ -31,7 +31,7 @@ class JobFiles:
     """The user's files, by path."""
 
 
-def collect_files(job: Job, scripts: Mapping[str, Script], code: Mapping[str, bytes]) -> JobFiles:
+def collect_files(job: JobSpec, scripts: Mapping[str, Script], code: Mapping[str, bytes]) -> JobFiles:
     """Collect the files of a job; `scripts` are by role."""
     texts = {f"{role}.sh": script.text for role, script in scripts.items()}
     for script in scripts.values():
@@ -49,7 +49,7 @@ def get_code_key(index: int) -> str:
     return f"code-{index}"
 
 
-def build_config_map(job: Job, job_files: JobFiles) -> Manifest:
+def build_config_map(job: JobSpec, job_files: JobFiles) -> Manifest:
     """Build the ConfigMap; raise InputError if it would be larger than the API server accepts."""
     texts = {**job_files.texts, JOB_FILE: to_yaml(job)}
     binary = {get_code_key(index): b64encode(data).decode() for index, data in enumerate(job_files.code.values())}

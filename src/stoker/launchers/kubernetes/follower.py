@@ -20,7 +20,7 @@ import msgspec
 
 from stoker.core.spec import load, to_json
 from stoker.errors import AccessDeniedError, MissingError, StokerError
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import STOPPED_MESSAGE, JobState, JobStatus
 from stoker.jobs.topology import Slot, list_slots
 from stoker.kube.client import STREAM_TIMEOUT_S, KubeClient
@@ -68,7 +68,7 @@ INCOMPLETE_NOTICE = "log incomplete: the rest could not be fetched"
 class LogFollower:
     """Follower of one run in its cluster."""
 
-    run: Run
+    run: RunFolder
     client: KubeClient
     kind: str
     """Kind of the objects that hold the job's status: Job or MPIJob."""
@@ -339,7 +339,7 @@ class LogFollower:
 
 def main() -> None:
     """Follow the run whose folder is the first argument."""
-    run = Run(Path(sys.argv[1]))
+    run = RunFolder(Path(sys.argv[1]))
     if os.fork():  # detach from the starting process
         os._exit(0)
     os.setsid()

@@ -18,9 +18,9 @@ from stoker.core.spec import run_checks
 from stoker.core.units import format_bytes, pluralize
 from stoker.errors import ConflictError, Fault, InputError, NotFoundError, UnavailableError
 from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, raise_faults
-from stoker.jobs.run_folder import Run, sort_key, stoker_home
+from stoker.jobs.run_folder import RunFolder, sort_key, stoker_home
 from stoker.jobs.run_lookup import choose_run
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import STOPPED_MESSAGE, JobState, JobStatus
 from stoker.jobs.topology import Slot
 from stoker.kube.client import KubeClient
@@ -60,18 +60,18 @@ class KubernetesLauncher:
     def __init__(self, target: str | None = None) -> None:
         self._target = resolve_target(KubeTarget.parse(target))
 
-    def resolve_paths(self, job: Job) -> Job:
+    def resolve_paths(self, job: JobSpec) -> JobSpec:
         """Return the job with the target's namespace; its paths are paths of the image."""
         namespace = self._target.namespace or job.kubernetes.namespace
         return msgspec.structs.replace(job, kubernetes=msgspec.structs.replace(job.kubernetes, namespace=namespace))
 
-    def check(self, job: Job) -> Iterator[Fault]:
+    def check(self, job: JobSpec) -> Iterator[Fault]:
         """Yield what no cluster can run, and code files that do not exist."""
         yield from check_traits(job, self.traits)
         yield from check_kubernetes_settings(job)
         yield from run_checks(job, lambda job: resolve_code_files(job)[2])
 
-    def render(self, job: Job) -> KubernetesPlan:
+    def render(self, job: JobSpec) -> KubernetesPlan:
         """Render every object; read the code files, but do not contact a cluster."""
         job = self.resolve_paths(job)
         raise_faults(self.check(job))
@@ -84,7 +84,7 @@ class KubernetesLauncher:
             notes=tuple(_list_notes(job, code)),
         )
 
-    def render_rbac(self, job: Job, who: str) -> KubernetesPlan:
+    def render_rbac(self, job: JobSpec, who: str) -> KubernetesPlan:
         """Render the Role and RoleBinding that a user needs to run such a job."""
         features = select_features(
             mpi=job.topology == "mpi",
@@ -95,7 +95,7 @@ class KubernetesLauncher:
         create_namespace = job.kubernetes.create_namespace
         return KubernetesPlan(objects=build_rbac(namespace, who, features=features, create_namespace=create_namespace))
 
-    def start(self, rendered: KubernetesPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
+    def start(self, rendered: KubernetesPlan, run: RunFolder, *, detach: bool = False) -> str:  # noqa: ARG002
         """Create the objects and start a follower; return the handle."""
         with KubeClient.for_target(KubeTarget(rendered.context, rendered.namespace)) as client:
             handle = f"{client.url}/{run.id}"
@@ -104,7 +104,7 @@ class KubernetesLauncher:
         self._follow(run)
         return handle
 
-    def restart(self, run: Run, *, detach: bool = False) -> None:  # noqa: ARG002
+    def restart(self, run: RunFolder, *, detach: bool = False) -> None:  # noqa: ARG002
         """Create the objects of a finished run again; attempt numbers continue."""
         if not wait_until(lambda: supervisor_pid(run) is None, DELETE_TIMEOUT_S):
             raise ConflictError("another process still follows the run", where=run.id)
@@ -166,14 +166,14 @@ class KubernetesLauncher:
         with KubeClient.for_target(self._target) as client:
             return list_cluster_runs(client)
 
-    def adopt(self, name: str) -> Run:
+    def adopt(self, name: str) -> RunFolder:
         """Find a run in the cluster by run id or job name, and create its run folder here if there is none."""
         with KubeClient.for_target(self._target) as client:
             config_maps = [
                 obj for obj in client.list_objects("ConfigMap", RUN_SELECTOR) if JOB_FILE in (obj.get("data") or {})
             ]
             jobs = {obj["metadata"]["labels"][RUN_LABEL]: obj["metadata"]["labels"][JOB_LABEL] for obj in config_maps}
-            run = Run(stoker_home() / "runs" / choose_cluster_run(client, jobs, name))
+            run = RunFolder(stoker_home() / "runs" / choose_cluster_run(client, jobs, name))
         if not (run.folder / "handle").exists():
             job_file = next(obj for obj in config_maps if obj["metadata"]["labels"][RUN_LABEL] == run.id)
             run.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -181,10 +181,10 @@ class KubernetesLauncher:
             run.write("handle", f"{client.url}/{run.id}\n".encode())
         return run
 
-    def _get_run(self, handle: str) -> Run:
-        return Run(stoker_home() / "runs" / parse_handle(handle)[1])
+    def _get_run(self, handle: str) -> RunFolder:
+        return RunFolder(stoker_home() / "runs" / parse_handle(handle)[1])
 
-    def _follow(self, run: Run) -> None:
+    def _follow(self, run: RunFolder) -> None:
         start_background_process(
             run, lambda: supervisor_pid(run) is not None or _is_finished(run), module=FOLLOWER_MODULE
         )
@@ -203,11 +203,11 @@ def choose_cluster_run(client: KubeClient, jobs: Mapping[str, str], name: str) -
     return choose_run({run_id: states.get(run_id, JobState.LOST) for run_id in newest_first}, name)
 
 
-def _is_finished(run: Run) -> bool:
+def _is_finished(run: RunFolder) -> bool:
     return run.read_status().state.is_final
 
 
-def _wait_for_copied_logs(run: Run) -> None:
+def _wait_for_copied_logs(run: RunFolder) -> None:
     """Wait until the follower has copied the existing logs: their sizes no longer change."""
     deadline = time.monotonic() + LOG_COPY_TIMEOUT_S
     sizes: dict[Path, int] = {}
@@ -218,7 +218,7 @@ def _wait_for_copied_logs(run: Run) -> None:
         time.sleep(2 * POLL_S)
 
 
-def _resolve_cache_url(job: Job) -> Job:
+def _resolve_cache_url(job: JobSpec) -> JobSpec:
     """Replace `data.via: cluster` by the URL of the namespace's caching proxy."""
     if job.data.via != "cluster":
         return job
@@ -226,14 +226,14 @@ def _resolve_cache_url(job: Job) -> Job:
     return msgspec.structs.replace(job, data=msgspec.structs.replace(job.data, via=via))
 
 
-def _read_objects(run: Run) -> list[Manifest]:
+def _read_objects(run: RunFolder) -> list[Manifest]:
     if not (run.folder / "plan.json").exists():
         hint = "start it again from its job file: stoker job run FILE --on k8s"
         raise InputError("was started on another machine and cannot be restarted here", where=run.id, hint=hint)
     return read_kubernetes_plan(run).objects
 
 
-def _list_notes(job: Job, code: dict[str, bytes]) -> Iterator[str]:
+def _list_notes(job: JobSpec, code: dict[str, bytes]) -> Iterator[str]:
     """Yield which files are copied, and warnings."""
     if code:
         size = sum(map(len, code.values()))
@@ -253,6 +253,6 @@ def _list_notes(job: Job, code: dict[str, bytes]) -> Iterator[str]:
         yield "the profiler needs python3 in the image; without it, the program runs unprofiled"
 
 
-def _is_on_volume(job: Job) -> bool:
+def _is_on_volume(job: JobSpec) -> bool:
     folder = Path(job.checkpoint.dir or "/")
     return any(folder.is_relative_to(volume.path) for volume in job.volumes)

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from stoker.core.processes import wait_until
 from stoker.errors import ConflictError, MissingError, StokerError, UnavailableError
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from stoker.kube.claims import check_mountable
 from stoker.kube.client import KubeClient
 from stoker.kube.conditions import is_terminating, true_conditions
@@ -106,7 +106,7 @@ def _build_suspend_patch(kind: str, suspend: bool) -> Manifest:
     return {"spec": {"runPolicy": {"suspend": suspend}}} if kind == "MPIJob" else {"spec": {"suspend": suspend}}
 
 
-def delete_objects(client: KubeClient, run: Run) -> list[str]:
+def delete_objects(client: KubeClient, run: RunFolder) -> list[str]:
     """Delete the objects of a run and wait for its pods; return the pods that remain after the grace period."""
     labels = {RUN_LABEL: run.id}
     # The lead owns the others, unless creation was interrupted.

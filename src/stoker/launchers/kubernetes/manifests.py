@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stoker.errors import Fault, InputError, MissingError, SpecError
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.topology import Role, Slot, get_topology
 from stoker.kube.objects import (
     FIRST_INDEX_ANNOTATION,
@@ -48,7 +48,7 @@ NON_RETRYABLE_EXIT_CODES = [InputError.exit_code, MissingError.exit_code, 126, 1
 """Exit codes that a retry would only repeat: bad input, missing package, program not executable, program not found."""
 
 
-def build_manifests(job: Job, code: Mapping[str, bytes] | None = None) -> list[Manifest]:
+def build_manifests(job: JobSpec, code: Mapping[str, bytes] | None = None) -> list[Manifest]:
     """Render every object of a job, in creation order; `code` are the files to copy into the pods, by path."""
     roles = get_topology(job).roles(job)
     scripts = _build_scripts(job, roles, has_code=bool(code))
@@ -62,7 +62,7 @@ def build_manifests(job: Job, code: Mapping[str, bytes] | None = None) -> list[M
     return [_apply_patches(obj, job) for obj in objects]
 
 
-def _build_scripts(job: Job, roles: Sequence[Role], *, has_code: bool) -> dict[str, Script]:
+def _build_scripts(job: JobSpec, roles: Sequence[Role], *, has_code: bool) -> dict[str, Script]:
     """Build the script of each role; MPI workers run sshd instead."""
     book = build_address_book(job, roles)
     if job.topology != "mpi":
@@ -77,7 +77,7 @@ def _build_scripts(job: Job, roles: Sequence[Role], *, has_code: bool) -> dict[s
 class _ManifestBuilder:
     """Builder of the objects of one job."""
 
-    job: Job
+    job: JobSpec
     roles: Sequence[Role]
     scripts: Mapping[str, Script]
     """By role."""
@@ -169,12 +169,12 @@ class _ManifestBuilder:
         return build_pod_spec(self.job, role, self.files, env, first=first, mounts_claim=mounts_claim)
 
 
-def _is_gang(job: Job) -> bool:
+def _is_gang(job: JobSpec) -> bool:
     """Whether all pods must run at the same time."""
     return job.topology == "torchrun" and job.max_workers > 1 and not job.is_elastic
 
 
-def _build_failure_policy(job: Job) -> Manifest:
+def _build_failure_policy(job: JobSpec) -> Manifest:
     """Build the retry settings of a Job: an index that exceeds its retries fails the Job, a disrupted pod does not.
 
     In a gang, a pod that is retried may meet the other pods before they have noticed the failure, and fail with them:
@@ -202,13 +202,13 @@ def _build_failure_policy(job: Job) -> Manifest:
 # --- Namespace, claim, Service, Ingress
 
 
-def _build_namespace(job: Job) -> list[Manifest]:
+def _build_namespace(job: JobSpec) -> list[Manifest]:
     if not job.kubernetes.create_namespace or not job.kubernetes.namespace:
         return []
     return [build_object("v1", "Namespace", job.kubernetes.namespace, {})]
 
 
-def _build_checkpoint_claim(job: Job) -> list[Manifest]:
+def _build_checkpoint_claim(job: JobSpec) -> list[Manifest]:
     checkpoint = job.checkpoint
     if checkpoint.claim is None or not checkpoint.create:
         return []
@@ -224,7 +224,7 @@ def _build_checkpoint_claim(job: Job) -> list[Manifest]:
     ]
 
 
-def _build_service(job: Job, name: str, labels: Mapping[str, str], ports: Sequence[int]) -> Manifest:
+def _build_service(job: JobSpec, name: str, labels: Mapping[str, str], ports: Sequence[int]) -> Manifest:
     """Build a headless Service, or an exposed one; it resolves pods before they are ready."""
     role = labels.get(ROLE_LABEL, "")
     expose = job.roles[role].expose if role in job.roles else "cluster"
@@ -236,7 +236,7 @@ def _build_service(job: Job, name: str, labels: Mapping[str, str], ports: Sequen
     return build_job_object("v1", "Service", name, job, labels, spec=spec)
 
 
-def _build_ingress(job: Job, role: str, service: str) -> list[Manifest]:
+def _build_ingress(job: JobSpec, role: str, service: str) -> list[Manifest]:
     """Build an Ingress that routes a host name to a role's Service, if the role has one."""
     hostname = job.roles[role].ingress if role in job.roles else None
     if hostname is None:
@@ -251,7 +251,7 @@ def _build_ingress(job: Job, role: str, service: str) -> list[Manifest]:
 # --- Patches
 
 
-def _apply_patches(obj: Manifest, job: Job) -> Manifest:
+def _apply_patches(obj: Manifest, job: JobSpec) -> Manifest:
     for patch in job.kubernetes.patch:
         if patch_matches(patch, obj):
             obj = strategic_merge(obj, patch)

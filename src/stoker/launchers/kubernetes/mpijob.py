@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.kube.objects import JOB_LABEL, Manifest, build_object
 
 OUTPUT_FIFO = "/dev/shm/stoker-output"
@@ -28,7 +28,7 @@ SSHD_CAPABILITIES = ["AUDIT_WRITE", "SETGID", "SETUID", "SYS_CHROOT"]
 
 
 def build_mpijob(
-    job: Job,
+    job: JobSpec,
     pods: Mapping[str, Manifest],
     labels: Mapping[str, Mapping[str, str]],
     queue_labels: Mapping[str, str],
@@ -67,7 +67,7 @@ def _build_replicas(count: int, pod: Manifest, labels: Mapping[str, str]) -> Man
     }
 
 
-def _add_sshd(job: Job, pod: Manifest) -> Manifest:
+def _add_sshd(job: JobSpec, pod: Manifest) -> Manifest:
     """Add the port, the probes and the capabilities of sshd to a worker's pod."""
     main, *sidecars = pod["containers"]
     port = job.mpi.sshd_port
@@ -86,13 +86,13 @@ def _add_sshd(job: Job, pod: Manifest) -> Manifest:
     return {**pod, "containers": [{**main, **fields}, *sidecars]}
 
 
-def build_ssh_options(job: Job) -> tuple[str, ...]:
+def build_ssh_options(job: JobSpec) -> tuple[str, ...]:
     """Build the ssh options of mpirun; host keys are not checked, since every pod generates new ones."""
     options = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR")
     return (*options, "-o", "BatchMode=yes", "-o", "ConnectionAttempts=10", "-p", str(job.mpi.sshd_port))
 
 
-def build_worker_script(job: Job) -> str:
+def build_worker_script(job: JobSpec) -> str:
     """Build the script of a worker: sshd, and a process that copies the output of ranks to the pod's log."""
     sshd = [*job.mpi.sshd, *(["-p", str(job.mpi.sshd_port)] if job.mpi.sshd_port != 22 else [])]
     lines = [

@@ -12,8 +12,8 @@ import msgspec
 from stoker.core.spec import load
 from stoker.core.yaml_io import to_yaml_stream
 from stoker.errors import Fault
-from stoker.jobs.run_folder import Run
-from stoker.jobs.spec import Job, ProgramSpec
+from stoker.jobs.run_folder import RunFolder
+from stoker.jobs.spec import JobSpec, ProgramSpec
 from stoker.launchers.kubernetes.scripts import CODE_DIR
 from stoker.launchers.upload import DEFAULT_PATTERNS, IgnorePatterns
 
@@ -32,7 +32,7 @@ class KubernetesPlan(msgspec.Struct, frozen=True, kw_only=True):
         return to_yaml_stream(self.objects)
 
 
-def read_kubernetes_plan(run: Run) -> KubernetesPlan:
+def read_kubernetes_plan(run: RunFolder) -> KubernetesPlan:
     """Read the plan that a run was started with."""
     path = run.folder / "plan.json"
     return load(path.read_bytes(), KubernetesPlan, path)
@@ -41,7 +41,7 @@ def read_kubernetes_plan(run: Run) -> KubernetesPlan:
 # --- Code files
 
 
-def resolve_code_files(job: Job) -> tuple[Job, dict[str, Path], list[Fault]]:
+def resolve_code_files(job: JobSpec) -> tuple[JobSpec, dict[str, Path], list[Fault]]:
     """Find the files to copy into pods, by their path below CODE_DIR.
 
     Return the job with its scripts' paths in the pod, the local files, and the faults.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from stoker.jobs.spec import Job, ResourcesSpec, RoleSpec
+from stoker.jobs.spec import JobSpec, ResourcesSpec, RoleSpec
 from stoker.jobs.topology import Role
 from stoker.kube.objects import (
     GPU_RESOURCE,
@@ -25,7 +25,7 @@ from stoker.launchers.kubernetes.scripts import CODE_DIR, SCRIPTS_DIR
 
 
 def build_pod_spec(
-    job: Job, role: Role, files: JobFiles, env: Mapping[str, str], *, first: int = 0, mounts_claim: bool
+    job: JobSpec, role: Role, files: JobFiles, env: Mapping[str, str], *, first: int = 0, mounts_claim: bool
 ) -> Manifest:
     """Build the pod spec of a role.
 
@@ -70,7 +70,7 @@ def build_pod_spec(
     return {key: value for key, value in pod.items() if value not in (None, [], {})}
 
 
-def _build_volumes(job: Job, files: JobFiles, *, mounts_claim: bool) -> tuple[list[Manifest], list[Manifest]]:
+def _build_volumes(job: JobSpec, files: JobFiles, *, mounts_claim: bool) -> tuple[list[Manifest], list[Manifest]]:
     """Build the volumes of a pod and the mounts of its container."""
     checkpoint = job.checkpoint
     volumes: list[Manifest] = []
@@ -100,7 +100,7 @@ def _build_volumes(job: Job, files: JobFiles, *, mounts_claim: bool) -> tuple[li
     return volumes, mounts
 
 
-def _build_security_context(job: Job) -> Manifest:
+def _build_security_context(job: JobSpec) -> Manifest:
     """Build the pod security context; without kubernetes.user the image's user is used."""
     user, group = job.kubernetes.user, job.kubernetes.group
     context = {
@@ -150,7 +150,7 @@ def _escape(value: str) -> str:
     return value.replace("$", "$$")
 
 
-def _build_secret_env(job: Job) -> list[Manifest]:
+def _build_secret_env(job: JobSpec) -> list[Manifest]:
     return [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": secret.secret, "key": secret.key}}}
         for name, secret in job.secret_env.items()

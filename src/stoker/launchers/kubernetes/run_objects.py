@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.kube.objects import GPU_RESOURCE, ROLE_LABEL, RUN_LABEL, Manifest, strategic_merge
 
 PERSISTENT_KINDS = ("Namespace", "PersistentVolumeClaim")
@@ -17,7 +17,7 @@ FAILURE_COUNT_ANNOTATION, IGNORED_FAILURE_COUNT_ANNOTATION = (
 """Pod annotations in which the Job controller counts the failures of an index."""
 
 
-def get_lead_kind(job: Job) -> str:
+def get_lead_kind(job: JobSpec) -> str:
     """Return the kind of the objects that hold the job's status; the first of them is the lead."""
     return "MPIJob" if job.topology == "mpi" else "Job"
 

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.topology import AddressBook, Command, Slot, profiler_argv, render_command
 
 SCRIPTS_DIR = "/stoker"
@@ -40,7 +40,7 @@ class Script:
 
 
 def build_script(
-    job: Job, role: str, book: AddressBook, *, has_code: bool = False, setup: Sequence[str] = ()
+    job: JobSpec, role: str, book: AddressBook, *, has_code: bool = False, setup: Sequence[str] = ()
 ) -> Script:
     """Build the script of a role; `setup` are lines to run before the program.
 
@@ -70,7 +70,7 @@ def build_script(
     return Script("\n".join([*lines, ""]), env, shared)
 
 
-def _render_command(job: Job, slot: Slot, book: AddressBook) -> Command:
+def _render_command(job: JobSpec, slot: Slot, book: AddressBook) -> Command:
     command = render_command(job, slot, book)
     if not isinstance(command, Command):
         raise TypeError(f"{slot} has no command of its own")

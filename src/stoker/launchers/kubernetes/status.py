@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from stoker.jobs.retry_policy import INVALID_INPUT, NO_RETRIES, attempts_exhausted, not_retried
-from stoker.jobs.spec import Job
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import JobState, SlotStatus, signal_from_exit_code
 from stoker.jobs.topology import OBSERVER_ROLES, Slot, lead_slots, list_slots
 from stoker.kube.conditions import FINISHED_PHASES, get_condition, get_phase, is_terminating, true_conditions
@@ -128,7 +128,7 @@ def latest_by_slot(pods: Iterable[SlotPod]) -> dict[Slot, SlotPod]:
 
 
 def derive_status(
-    job: Job, jobs: Sequence[Manifest], pods: Sequence[SlotPod], events: Sequence[Manifest] = ()
+    job: JobSpec, jobs: Sequence[Manifest], pods: Sequence[SlotPod], events: Sequence[Manifest] = ()
 ) -> DerivedStatus:
     """Derive the state of a job from its Jobs (or its MPIJob, owner first), pods and events."""
     if not jobs:
@@ -150,7 +150,7 @@ def derive_status(
     return DerivedStatus(JobState.RUNNING if is_running else JobState.PENDING, reason)
 
 
-def derive_slot_statuses(job: Job, pods: Sequence[SlotPod], state: JobState) -> tuple[SlotStatus, ...]:
+def derive_slot_statuses(job: JobSpec, pods: Sequence[SlotPod], state: JobState) -> tuple[SlotStatus, ...]:
     """Derive the status of each slot; a slot that had not finished when the job did counts as stopped."""
     latest = latest_by_slot(pods)
     return tuple(_derive_slot_status(slot, latest.get(slot), state) for slot in list_slots(job))
@@ -169,7 +169,7 @@ def _derive_slot_status(slot: Slot, pod: SlotPod | None, state: JobState) -> Slo
     return SlotStatus(slot=str(slot), state=slot_state, code=code)
 
 
-def _get_deciding_jobs(job: Job, jobs: Sequence[Manifest]) -> list[Manifest]:
+def _get_deciding_jobs(job: JobSpec, jobs: Sequence[Manifest]) -> list[Manifest]:
     """Return the Jobs whose success is the job's: the owner, or with a Job per task those of the lead slots."""
     if not job.topology.startswith("tf-"):
         return [jobs[0]]

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from stoker.core import json_io
 from stoker.errors import SpecError, StokerError
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.topology import Slot
 from stoker.launchers.diagnosis import LOST_EXIT_CODE, LOST_MARK, TAIL_BYTES
 from stoker.launchers.monitor import PENDING_MARK, SLOT_EXIT_MARK
@@ -38,7 +38,7 @@ from stoker.telemetry.reader import read_log
 class RayClient:
     """Client of the driver: writes the output in its frames to the logs of the slots, and forwards stop signals."""
 
-    def __init__(self, run: Run, plan: RayPlan, attempt: int) -> None:
+    def __init__(self, run: RunFolder, plan: RayPlan, attempt: int) -> None:
         self._run, self._plan, self._attempt = run, plan, attempt
         self._slots = [Slot.parse(name) for name in plan.slots]
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -214,7 +214,7 @@ def read_daemon_files() -> dict[str, str]:
 
 def main() -> NoReturn:
     """Run the client of the run in the given folder."""
-    run = Run(Path(sys.argv[1]))
+    run = RunFolder(Path(sys.argv[1]))
     code = RayClient(run, read_ray_plan(run), int(os.environ.get("STOKER_ATTEMPT", "0"))).run()
     os._exit(abs(code) + 128 if code < 0 else code)  # threads may still wait for the network
 

@@ -22,7 +22,7 @@ from tempfile import mkdtemp
 from typing import Any, Protocol
 
 from stoker.core.processes import Process, start, wait_until
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import RESERVED_ENV
 from stoker.launchers.ray.cluster import RayCluster
 from stoker.launchers.ray.plan import RayPlan
@@ -82,7 +82,7 @@ class LocalDriver:
 
     exit_reason = "the driver of the run's own Ray exited early"
 
-    def __init__(self, plan: RayPlan, run: Run, attempt: int) -> None:
+    def __init__(self, plan: RayPlan, run: RunFolder, attempt: int) -> None:
         self._run, log = run, run.logs / f"ray.{attempt}.log"
         stdin, self._to_driver = os.pipe()
         self._from_driver, stdout = os.pipe()
@@ -130,7 +130,7 @@ class LocalDriver:
         remove_ray_folder(self._run)
 
 
-def make_ray_folder(run: Run) -> str:
+def make_ray_folder(run: RunFolder) -> str:
     """Create the temporary directory of a run's own Ray; its path must be short because Ray puts sockets in it."""
     requested = os.environ.get("RAY_TMPDIR", "")
     is_short = len(requested) <= MAX_SOCKET_PATH - RAY_SOCKET_SUFFIX - len("/stoker-ray-12345678")
@@ -140,7 +140,7 @@ def make_ray_folder(run: Run) -> str:
     return folder
 
 
-def remove_ray_folder(run: Run) -> None:
+def remove_ray_folder(run: RunFolder) -> None:
     """Remove the temporary directory of a run's own Ray, also of one that was killed together with its client."""
     record = run.folder / FOLDER_FILE
     if record.exists():
@@ -151,7 +151,7 @@ def remove_ray_folder(run: Run) -> None:
 class SubmittedDriver:
     """Connection to a driver that was submitted to a cluster as a Ray job."""
 
-    def __init__(self, plan: RayPlan, run: Run, attempt: int) -> None:
+    def __init__(self, plan: RayPlan, run: RunFolder, attempt: int) -> None:
         assert plan.address is not None
         stop_submissions(run, plan.address, plan.grace_s)
         self._plan, self._run, self._timeout_s = plan, run, plan.lost_after_s
@@ -283,7 +283,7 @@ def _drain(lines: LineQueue) -> Iterator[str | None]:
         yield line
 
 
-def stop_submissions(run: Run, address: str, grace_s: float) -> None:
+def stop_submissions(run: RunFolder, address: str, grace_s: float) -> None:
     """Stop submitted drivers that have not reported their end and may still be running."""
     names = _list_submissions(run)
     if not names:
@@ -298,16 +298,16 @@ def stop_submissions(run: Run, address: str, grace_s: float) -> None:
                 _remove_submission(run, name)
 
 
-def _list_submissions(run: Run) -> list[str]:
+def _list_submissions(run: RunFolder) -> list[str]:
     path = run.folder / SUBMISSIONS
     return path.read_text().split() if path.exists() else []
 
 
-def _add_submission(run: Run, name: str) -> None:
+def _add_submission(run: RunFolder, name: str) -> None:
     run.write(SUBMISSIONS, "".join(f"{submission}\n" for submission in [*_list_submissions(run), name]).encode())
 
 
-def _remove_submission(run: Run, name: str) -> None:
+def _remove_submission(run: RunFolder, name: str) -> None:
     others = [submission for submission in _list_submissions(run) if submission != name]
     run.write(SUBMISSIONS, "".join(f"{submission}\n" for submission in others).encode())
 

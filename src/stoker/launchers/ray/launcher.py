@@ -24,8 +24,8 @@ from stoker.core.spec import run_checks, to_json
 from stoker.core.units import format_bytes, pluralize
 from stoker.errors import Fault, InputError, StokerError
 from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, raise_faults
-from stoker.jobs.run_folder import Run, stoker_home
-from stoker.jobs.spec import Job
+from stoker.jobs.run_folder import RunFolder, stoker_home
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, list_slots, render_commands
 from stoker.launchers.checks import check_gpus, check_module, check_secret_env, check_secret_files, check_via
@@ -78,7 +78,7 @@ class RayLauncher:
             self._resolved = (resolve_address(self._target, os.environ),)
         return self._resolved[0]
 
-    def resolve_paths(self, job: Job) -> Job:
+    def resolve_paths(self, job: JobSpec) -> JobSpec:
         """Resolve `workers: all`; paths stay relative to the working directory, which Ray copies to every node."""
         if self._address is None:
             return self._local.resolve_paths(job)
@@ -90,7 +90,7 @@ class RayLauncher:
         workers = self._count_workers(job) if job.workers == "all" else job.workers
         return change(job, program=program, tensorboard=tensorboard, workers=workers)
 
-    def _count_workers(self, job: Job) -> int:
+    def _count_workers(self, job: JobSpec) -> int:
         """Return how many workers fit into the free resources of the nodes."""
         assert self._address is not None
         require_ray()
@@ -106,7 +106,7 @@ class RayLauncher:
             raise InputError(what, where=self._address, hint=f"{_WORKERS_HINT} to wait for free resources")
         return count
 
-    def check(self, job: Job) -> Iterator[Fault]:
+    def check(self, job: JobSpec) -> Iterator[Fault]:
         """Yield the faults that can be found without asking the cluster."""
         yield from check_traits(job, self.traits)
         local_checks = (_check_module, _check_memory, check_secret_files)
@@ -128,12 +128,12 @@ class RayLauncher:
         if _is_local(path, self._address) and not Path(path).exists():
             yield Fault(key, f"no such file or directory: {Path.cwd() / path}")
 
-    def _check_cwd(self, job: Job) -> Iterator[Fault]:
+    def _check_cwd(self, job: JobSpec) -> Iterator[Fault]:
         cwd = job.program.cwd
         if cwd is not None and _is_local(cwd, self._address) and not Path(cwd).is_dir():
             yield Fault("program.cwd", f"no such directory: {Path.cwd() / cwd}")
 
-    def render(self, job: Job) -> RayPlan:
+    def render(self, job: JobSpec) -> RayPlan:
         """Return the command of every slot, with placeholders for what Ray decides; no side effects."""
         require_ray()
         raise_faults(self.check(job))
@@ -154,7 +154,7 @@ class RayLauncher:
             notes=tuple(self._notes(job, len(slots), version)),
         )
 
-    def _commands(self, job: Job, slots: list[Slot]) -> dict[Slot, Command]:
+    def _commands(self, job: JobSpec, slots: list[Slot]) -> dict[Slot, Command]:
         is_remote = self._address is not None
         python = PYTHON if is_remote else sys.executable
         profiler_path = f"{WORKDIR}/.stoker/profiler.py" if is_remote else profiler.__file__
@@ -169,7 +169,7 @@ class RayLauncher:
         rendered = render_commands(resolve_job_paths(job, WORKDIR) if is_remote else job, book)
         return {slot: command for slot, command in rendered.items() if isinstance(command, Command)}
 
-    def _notes(self, job: Job, count: int, version: str | None) -> Iterator[str]:
+    def _notes(self, job: JobSpec, count: int, version: str | None) -> Iterator[str]:
         """Yield notes on what will be done and what to look out for."""
         resources = ", ".join(f"{amount:g} {name}" for name, amount in _bundle(job).items() if name != "memory")
         memory = f", {format_bytes(int(job.resources.memory))} memory" if job.resources.memory else ""
@@ -186,7 +186,7 @@ class RayLauncher:
         if job.data.via == "cluster":
             yield "data.via: cluster is ignored: the Ray launcher reads data without the cluster's cache"
 
-    def _upload_notes(self, job: Job, version: str) -> Iterator[str]:
+    def _upload_notes(self, job: JobSpec, version: str) -> Iterator[str]:
         uploads = dict(_list_uploads(Path.cwd(), job.ray.exclude))
         size = sum(path.stat().st_size for path in uploads.values())
         yield f"uploads {pluralize(len(uploads), 'file')} ({format_bytes(size)}) of {Path.cwd()} to {self._address}"
@@ -205,7 +205,7 @@ class RayLauncher:
                 "node: set checkpoint.dir to a bucket or to a directory shared by all nodes"
             )
 
-    def _capacity_notes(self, job: Job, count: int) -> Iterator[str]:
+    def _capacity_notes(self, job: JobSpec, count: int) -> Iterator[str]:
         """Yield a note if the cluster is currently too small for the job; it may scale up."""
         assert self._address is not None
         nodes = list[dict[str, float]]()
@@ -220,7 +220,7 @@ class RayLauncher:
                 f"{fitting} of {pluralize(count, 'worker')}; the job will wait until the cluster scales up"
             )
 
-    def start(self, rendered: RayPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
+    def start(self, rendered: RayPlan, run: RunFolder, *, detach: bool = False) -> str:  # noqa: ARG002
         """Pack the working directory and start the supervisor on this machine."""
         handle = f"ray://{run.folder}"
         if rendered.address is not None:
@@ -230,7 +230,7 @@ class RayLauncher:
         self.restart(run)
         return handle
 
-    def restart(self, run: Run, *, detach: bool = False) -> None:  # noqa: ARG002
+    def restart(self, run: RunFolder, *, detach: bool = False) -> None:  # noqa: ARG002
         """Start a finished run again, with the archive that was packed before."""
         self._local.restart(run)
 
@@ -244,7 +244,7 @@ class RayLauncher:
 
     def stop(self, handle: str) -> None:
         """Stop the run through its supervisor, then any driver on the cluster that has not reported its end."""
-        run = Run(Path(handle.partition("://")[2]))
+        run = RunFolder(Path(handle.partition("://")[2]))
         self._local.stop(handle)
         plan = read_ray_plan(run)
         if not self.status(handle).state.is_final:  # the run was restarted meanwhile
@@ -268,7 +268,7 @@ def count_fitting(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, flo
     return sum(count > 0 for count in fitting) if strategy == "strict_spread" else sum(fitting)
 
 
-def _bundle(job: Job) -> dict[str, float]:
+def _bundle(job: JobSpec) -> dict[str, float]:
     """Return the resources that Ray reserves for a slot; without `resources.cpu`, one CPU per rank."""
     resources = job.resources
     bundle: dict[str, float] = {"CPU": resources.cpu or float(job.ranks_per_worker)}
@@ -281,18 +281,18 @@ def _bundle(job: Job) -> dict[str, float]:
     return bundle
 
 
-def _check_module(job: Job) -> Iterator[Fault]:
+def _check_module(job: JobSpec) -> Iterator[Fault]:
     return check_module("program", job.program.module, Path.cwd() / (job.program.cwd or ""), job.env)
 
 
-def _check_checkpoint(job: Job) -> Iterator[Fault]:
+def _check_checkpoint(job: JobSpec) -> Iterator[Fault]:
     folder = job.checkpoint.dir
     if folder is not None and "://" not in folder and not Path(folder).is_absolute():
         what = f"{folder!r} would be inside Ray's temporary copy of the working directory"
         yield Fault("checkpoint.dir", f"{what}: set a bucket, or an absolute path shared by all nodes")
 
 
-def _check_workdir(_: Job) -> Iterator[Fault]:
+def _check_workdir(_: JobSpec) -> Iterator[Fault]:
     if Path.cwd() in (Path.home(), Path("/")):
         yield Fault("", f"the working directory is {Path.cwd()}: run the command in the directory of your project")
 
@@ -302,7 +302,7 @@ def _is_local(path: str, address: str | None) -> bool:
     return address is None or not Path(relative_to_workdir(path) or "").is_absolute()
 
 
-def _check_memory(job: Job) -> Iterator[Fault]:
+def _check_memory(job: JobSpec) -> Iterator[Fault]:
     """Yield a fault for GPUs and memory that a run with its own Ray needs and this machine lacks."""
     workers = 1 if job.workers == "all" else job.max_workers
     yield from check_gpus(job, workers)
@@ -358,7 +358,7 @@ def pack_working_dir(plan: RayPlan, path: Path) -> None:
         raise InputError(what, where=folder, hint=_UPLOAD_HINT) from None
 
 
-def _client_plan(plan: RayPlan, run: Run) -> LocalPlan:
+def _client_plan(plan: RayPlan, run: RunFolder) -> LocalPlan:
     """Return the plan with the client, the local process that manages all slots."""
     argv = (sys.executable, "-m", "stoker.launchers.ray.client", str(run.folder))
     command = Command(argv, {"STOKER_SLOT": "driver/0", "STOKER_ROLE": "driver"}, str(run.folder))

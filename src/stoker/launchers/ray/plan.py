@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stoker.core.spec import load
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from stoker.launchers.plan import LocalPlan
 
 
@@ -22,7 +22,7 @@ class RayPlan(LocalPlan, frozen=True, kw_only=True):
     lost_after_s: float = 30.0
 
 
-def read_ray_plan(run: Run) -> RayPlan:
+def read_ray_plan(run: RunFolder) -> RayPlan:
     """Read the plan of a run."""
     path = run.folder / "plan.json"
     return load(path.read_bytes(), RayPlan, path)

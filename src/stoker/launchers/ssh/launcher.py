@@ -20,8 +20,8 @@ from stoker.core.spec import run_checks, to_json
 from stoker.core.units import format_bytes, pluralize
 from stoker.errors import Fault, InputError, UnavailableError
 from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, raise_faults
-from stoker.jobs.run_folder import Run, stoker_home
-from stoker.jobs.spec import Job, ProgramSpec
+from stoker.jobs.run_folder import RunFolder, stoker_home
+from stoker.jobs.spec import JobSpec, ProgramSpec
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, Standby, list_slots, render_command
 from stoker.launchers.checks import check_gpu_roles, check_secret_env, check_via
@@ -63,7 +63,7 @@ class SshLauncher:
     def __init__(self) -> None:
         self._local = LocalLauncher()
 
-    def resolve_paths(self, job: Job) -> Job:
+    def resolve_paths(self, job: JobSpec) -> JobSpec:
         """Expand host files, and make paths relative to the working directory, which is the same on the hosts."""
         change = msgspec.structs.replace
 
@@ -77,7 +77,7 @@ class SshLauncher:
         job = change(job, tensorboard=tensorboard, ssh=ssh)
         return change(job, workers=_count_workers(job)) if isinstance(job.workers, str) else job
 
-    def check(self, job: Job) -> Iterator[Fault]:
+    def check(self, job: JobSpec) -> Iterator[Fault]:
         """Yield what is wrong with a job on this machine, without connecting to any host."""
         yield from check_traits(job, self.traits)
         yield from run_checks(
@@ -91,7 +91,7 @@ class SshLauncher:
             check_via,
         )
 
-    def render(self, job: Job) -> SshPlan:
+    def render(self, job: JobSpec) -> SshPlan:
         """Probe all hosts and return the command of every slot; raise all issues of all hosts at once."""
         job = self.resolve_paths(job)
         raise_faults(self.check(job))
@@ -111,14 +111,14 @@ class SshLauncher:
         check_same_paths(job, hosts)
         return build_plan(job, make_client(job), slot_hosts, hosts, routes.routes, routes.port, ports)
 
-    def start(self, rendered: SshPlan, run: Run, *, detach: bool = False) -> str:  # noqa: ARG002
+    def start(self, rendered: SshPlan, run: RunFolder, *, detach: bool = False) -> str:  # noqa: ARG002
         """Upload, prepare the hosts, and start the local supervisor."""
         handle = f"ssh://{run.folder}"
         run.write("handle", f"{handle}\n".encode())
         self.restart(run, detach=detach)
         return handle
 
-    def restart(self, run: Run, *, detach: bool = False) -> None:
+    def restart(self, run: RunFolder, *, detach: bool = False) -> None:
         """Start a finished run again; upload and prepare only if that was not done before."""
         (run.folder / STOP_REQUEST_FILE).unlink(missing_ok=True)
         run.write("processes.json", to_json(_plan_local_processes(read_ssh_plan(run), run, detach=detach)))
@@ -166,18 +166,18 @@ class SshLauncher:
             self._local.reattach(run)
 
 
-def _is_attempt_over(run: Run) -> bool:
+def _is_attempt_over(run: RunFolder) -> bool:
     """Whether the last attempt is over and recorded."""
     status = run.read_status()
     return any(attempt.number == status.attempt for attempt in status.attempts)
 
 
-def _has_unknown_exits(run: Run) -> bool:
+def _has_unknown_exits(run: RunFolder) -> bool:
     """Whether the exit of any slot of the last attempt is unknown."""
     return any(code in (None, LOST_EXIT_CODE) for code in read_exit_codes(run, run.read_status().attempt))
 
 
-def _may_still_run(run: Run) -> bool:
+def _may_still_run(run: RunFolder) -> bool:
     """Whether slots of a finished detached run may still be running on their hosts."""
     return (run.folder / "processes.json").exists() and read_plan(run).detached and _has_unknown_exits(run)
 
@@ -185,12 +185,12 @@ def _may_still_run(run: Run) -> bool:
 # --- Checks
 
 
-def _count_workers(job: Job) -> int:
+def _count_workers(job: JobSpec) -> int:
     """Return how many workers the hosts have room for; topology `single` runs one."""
     return 1 if job.topology == "single" else max(1, len(expand_slots(job.ssh.hosts)))
 
 
-def _assign_hosts(job: Job) -> dict[Slot, str]:
+def _assign_hosts(job: JobSpec) -> dict[Slot, str]:
     """Assign workers to hosts in the order of the list, parameter servers round-robin, all others to the first."""
     names = expand_slots(job.ssh.hosts)[: job.max_workers]
     workers = {Slot("worker", index): host for index, host in enumerate(names)}
@@ -202,7 +202,7 @@ def _assign_hosts(job: Job) -> dict[Slot, str]:
     return {slot: choose_host(slot) for slot in list_slots(job)}
 
 
-def describe_unused_hosts(job: Job) -> str:
+def describe_unused_hosts(job: JobSpec) -> str:
     """Return which hosts a job uses if it has fewer workers than the hosts have room for; empty if it uses all."""
     hosts = expand_slots(job.ssh.hosts)
     used = list(dict.fromkeys(hosts[: job.max_workers]))
@@ -211,7 +211,7 @@ def describe_unused_hosts(job: Job) -> str:
     return f"{why} uses only {', '.join(used)}, not {', '.join(unused)}" if unused else ""
 
 
-def _check_hosts(job: Job) -> Iterator[Fault]:
+def _check_hosts(job: JobSpec) -> Iterator[Fault]:
     capacity = len(expand_slots(expand_hosts(job.ssh.hosts)))
     if not job.ssh.hosts:
         yield Fault("ssh.hosts", "no SSH hosts specified; set ssh.hosts in the job file or pass --hosts a,b")
@@ -220,7 +220,7 @@ def _check_hosts(job: Job) -> Iterator[Fault]:
         yield Fault("ssh.hosts", f"{what}: add hosts, or set more slots per host (node1:2)")
 
 
-def _check_programs(job: Job) -> Iterator[Fault]:
+def _check_programs(job: JobSpec) -> Iterator[Fault]:
     for key, program in programs_by_key(job).items() if job.ssh.copy else ():
         script, folder = program.script, program.cwd
         if script is not None and not Path(script).is_absolute() and not Path(script).is_file():
@@ -229,18 +229,18 @@ def _check_programs(job: Job) -> Iterator[Fault]:
             yield Fault(f"{key}.cwd", f"no such directory: {Path.cwd() / folder}")
 
 
-def _check_config(job: Job) -> Iterator[Fault]:
+def _check_config(job: JobSpec) -> Iterator[Fault]:
     if job.ssh.config is not None and not Path(job.ssh.config).is_file():
         yield Fault("ssh.config", f"no such file or directory: {job.ssh.config}")
 
 
-def _check_workdir(job: Job) -> Iterator[Fault]:
+def _check_workdir(job: JobSpec) -> Iterator[Fault]:
     if job.ssh.copy and Path.cwd() in (Path.home(), Path("/")):
         what = f"the working directory is {Path.cwd()}, which is not uploaded"
         yield Fault("ssh.copy", f"{what}: run the command in the directory of your project")
 
 
-def check_same_paths(job: Job, hosts: Mapping[str, HostFacts]) -> None:
+def check_same_paths(job: JobSpec, hosts: Mapping[str, HostFacts]) -> None:
     """Raise InputError if a path differs between hosts and the topology needs one command for all: mpirun does."""
     for what, key in (("the working directory", "workdir"), ("Python", "python")):
         paths = {host: facts.facts[key] for host, facts in hosts.items()}
@@ -253,7 +253,7 @@ def check_same_paths(job: Job, hosts: Mapping[str, HostFacts]) -> None:
             )
 
 
-def _raise_issues(job: Job, hosts: Mapping[str, HostFacts], issues: Mapping[str, list[Issue]]) -> None:
+def _raise_issues(job: JobSpec, hosts: Mapping[str, HostFacts], issues: Mapping[str, list[Issue]]) -> None:
     """Raise all issues of all hosts as one error."""
     by_sentence: dict[str, list[str]] = {}
     for host, host_issues in issues.items():
@@ -272,7 +272,7 @@ def _raise_issues(job: Job, hosts: Mapping[str, HostFacts], issues: Mapping[str,
 
 
 def build_plan(
-    job: Job,
+    job: JobSpec,
     client: SshClient,
     slot_hosts: Mapping[Slot, str],
     hosts: Mapping[str, HostFacts],
@@ -307,7 +307,7 @@ def build_plan(
     )
 
 
-def _host_config(job: Job, facts: Mapping[str, Any]) -> HostConfig:
+def _host_config(job: JobSpec, facts: Mapping[str, Any]) -> HostConfig:
     return HostConfig(
         workdir=facts["workdir"],
         python=_python_path(job, facts),
@@ -318,14 +318,14 @@ def _host_config(job: Job, facts: Mapping[str, Any]) -> HostConfig:
     )
 
 
-def _python_path(job: Job, facts: Mapping[str, Any]) -> str:
+def _python_path(job: JobSpec, facts: Mapping[str, Any]) -> str:
     """Return the absolute path of the Python on a host, if it exists already."""
     python = job.ssh.python
     return str(facts["python"] or (str(Path(facts["workdir"], python)) if "/" in python else python))
 
 
 def _render_commands(
-    job: Job,
+    job: JobSpec,
     slot_hosts: Mapping[Slot, str],
     facts: Mapping[str, Mapping[str, Any]],
     configs: Mapping[str, HostConfig],
@@ -362,13 +362,15 @@ def _render_commands(
     return commands
 
 
-def _gpu_env(job: Job, worker: int) -> dict[str, str]:
+def _gpu_env(job: JobSpec, worker: int) -> dict[str, str]:
     """Return the variable by which each worker of a host sees only its own GPUs."""
     count = job.resources.gpu
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(worker * count, (worker + 1) * count)))} if count else {}
 
 
-def _upload_notes(job: Job, facts: Mapping[str, Mapping[str, Any]], configs: Mapping[str, HostConfig]) -> Iterator[str]:
+def _upload_notes(
+    job: JobSpec, facts: Mapping[str, Mapping[str, Any]], configs: Mapping[str, HostConfig]
+) -> Iterator[str]:
     """Yield what will be uploaded."""
     folder = Path.cwd()
     stat = folder.stat()
@@ -385,7 +387,7 @@ def _upload_notes(job: Job, facts: Mapping[str, Mapping[str, Any]], configs: Map
 
 
 def _host_notes(
-    job: Job,
+    job: JobSpec,
     slot_hosts: Mapping[Slot, str],
     facts: Mapping[str, Mapping[str, Any]],
     configs: Mapping[str, HostConfig],
@@ -412,7 +414,7 @@ def _host_notes(
         yield "data.via: cluster is ignored: the SSH launcher reads data without the cluster's cache"
 
 
-def _plan_local_processes(plan: SshPlan, run: Run, *, detach: bool) -> LocalPlan:
+def _plan_local_processes(plan: SshPlan, run: RunFolder, *, detach: bool) -> LocalPlan:
     """Return the local processes, one for each remote slot."""
     argv = (sys.executable, "-m", "stoker.launchers.ssh.remote_slot", str(run.folder))
     slots = {}
@@ -425,11 +427,11 @@ def _plan_local_processes(plan: SshPlan, run: Run, *, detach: bool) -> LocalPlan
 # --- Stopping
 
 
-def _to_run(handle: str) -> Run:
-    return Run(Path(handle.partition("://")[2]))
+def _to_run(handle: str) -> RunFolder:
+    return RunFolder(Path(handle.partition("://")[2]))
 
 
-def _clean_up_hosts(run: Run) -> None:
+def _clean_up_hosts(run: RunFolder) -> None:
     """Kill what is left of a run on its hosts; raise UnavailableError if a host cannot be reached."""
     plan = read_ssh_plan(run)
 

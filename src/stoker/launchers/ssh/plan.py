@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from stoker.core.spec import load
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.topologies.tensorflow import replace_ports
 from stoker.jobs.topology import Command, Slot
 from stoker.launchers.plan import LocalPlan, with_rendezvous_port
@@ -89,19 +89,19 @@ class SlotRecord(msgspec.Struct, kw_only=True):
     """The exit code, once it is known."""
 
 
-def records_folder(run: Run) -> Path:
+def records_folder(run: RunFolder) -> Path:
     """Return the folder with the records of the run's remote slots."""
     return run.folder / "remote"
 
 
-def read_exit_codes(run: Run, attempt: int) -> list[int | None]:
+def read_exit_codes(run: RunFolder, attempt: int) -> list[int | None]:
     """Return the exit codes of the slots of an attempt, None where a host has not reported one."""
     folder = records_folder(run)
     paths = [*folder.glob(f"*.{attempt}.json"), *folder.glob(f"*.{attempt}.*.json")]
     return [load(path.read_bytes(), SlotRecord, path).code for path in paths]
 
 
-def read_ssh_plan(run: Run) -> SshPlan:
+def read_ssh_plan(run: RunFolder) -> SshPlan:
     """Read the plan of a run."""
     path = run.folder / "plan.json"
     return load(path.read_bytes(), SshPlan, path)

@@ -15,7 +15,7 @@ from threading import Event
 from typing import Any, NamedTuple, TypeVar
 
 from stoker.errors import StokerError, UnavailableError
-from stoker.jobs.spec import DEFAULT_PORT, Job
+from stoker.jobs.spec import DEFAULT_PORT, JobSpec
 from stoker.jobs.topology import Slot
 from stoker.launchers.paths import programs_by_key
 from stoker.launchers.plan import listening_slots, requested_ports
@@ -74,7 +74,7 @@ class Routes(NamedTuple):
 # --- What the job requires of a host
 
 
-def required_paths(job: Job) -> dict[str, str]:
+def required_paths(job: JobSpec) -> dict[str, str]:
     """Return the paths that must exist on a host, by their keys in the job file."""
     candidates = {"data.train": job.data.train, "data.val": job.data.val}
     candidates |= {f"{key}.script": program.script for key, program in programs_by_key(job).items()}
@@ -82,14 +82,14 @@ def required_paths(job: Job) -> dict[str, str]:
     return {**paths, **{f"secret_files.{path}": path for path in job.secret_files}}
 
 
-def required_modules(job: Job) -> tuple[str, ...]:
+def required_modules(job: JobSpec) -> tuple[str, ...]:
     """Return the modules that the job's Python must have."""
     needs_torch = job.topology == "torchrun"
     needs_stoker = (job.program.module or "").startswith("stoker.")
     return (*(("torch",) if needs_torch else ()), *(("stoker",) if needs_stoker else ()))
 
 
-def remote_workdir(job: Job) -> str:
+def remote_workdir(job: JobSpec) -> str:
     """Return the working directory on a host; a relative one is relative to the home directory."""
     return job.ssh.workdir or f"stoker/{job.name}"
 
@@ -97,25 +97,25 @@ def remote_workdir(job: Job) -> str:
 # --- Facts about hosts
 
 
-def make_client(job: Job) -> SshClient:
+def make_client(job: JobSpec) -> SshClient:
     """Return the ssh client with the settings of a job."""
     return SshClient(config=job.ssh.config, user=job.ssh.user, lost_after_s=float(job.ssh.lost_after))
 
 
 @contextmanager
-def open_sessions(job: Job, hosts: Iterable[str]) -> Iterator[dict[str, Session]]:
+def open_sessions(job: JobSpec, hosts: Iterable[str]) -> Iterator[dict[str, Session]]:
     """Yield one session for each distinct host; close all of them at the end."""
     client, python = make_client(job), job.ssh.python
     with ExitStack() as stack:
         yield {host: stack.enter_context(Session(client, host, python, attempts=2)) for host in dict.fromkeys(hosts)}
 
 
-def probe_hosts(sessions: Mapping[str, Session], job: Job) -> dict[str, HostFacts]:
+def probe_hosts(sessions: Mapping[str, Session], job: JobSpec) -> dict[str, HostFacts]:
     """Probe all hosts in parallel."""
     return {facts.host: facts for facts in run_parallel(lambda session: _probe(session, job), sessions.values())}
 
 
-def _probe(session: Session, job: Job) -> HostFacts:
+def _probe(session: Session, job: JobSpec) -> HostFacts:
     try:
         before = time.time()
         facts = session.request(facts_request(job, python=job.ssh.python))
@@ -126,7 +126,7 @@ def _probe(session: Session, job: Job) -> HostFacts:
     return HostFacts(session.host, {**facts, "clock_skew_s": skew_s})
 
 
-def facts_request(job: Job, *, python: str) -> dict[str, Any]:
+def facts_request(job: JobSpec, *, python: str) -> dict[str, Any]:
     """Return the request for the facts about a host."""
     return {
         "op": "facts",
@@ -138,7 +138,7 @@ def facts_request(job: Job, *, python: str) -> dict[str, Any]:
     }
 
 
-def check_host(job: Job, host: HostFacts, slots: int) -> Iterator[Issue]:
+def check_host(job: JobSpec, host: HostFacts, slots: int) -> Iterator[Issue]:
     """Yield what prevents a host from running this many slots."""
     facts = host.facts
     if host.issue is not None:
@@ -163,7 +163,7 @@ def check_host(job: Job, host: HostFacts, slots: int) -> Iterator[Issue]:
             yield Issue(key, f"no such file or directory: {Path(facts['workdir'], path)} ({key})")
 
 
-def _check_programs(job: Job, programs: Iterable[str]) -> Iterator[Issue]:
+def _check_programs(job: JobSpec, programs: Iterable[str]) -> Iterator[Issue]:
     command = job.program.command
     if command and "/" not in command[0] and command[0] not in programs:
         yield Issue("program", f"program {command[0]!r} not found on the PATH")
@@ -208,7 +208,7 @@ class _Listening(NamedTuple):
     error: str
 
 
-def find_routes(job: Job, sessions: Mapping[str, Session], hosts: Mapping[str, HostFacts]) -> Routes:
+def find_routes(job: JobSpec, sessions: Mapping[str, Session], hosts: Mapping[str, HostFacts]) -> Routes:
     """Test the connections between all hosts; return the rendezvous port and the addresses that are reachable."""
     first, *others = sessions
     ports = [job.port or 0] if job.port or not others else list(range(DEFAULT_PORT, DEFAULT_PORT + PORT_TRIES))
@@ -267,7 +267,7 @@ def _listen(session: Session, ports: Iterable[int], token: str) -> _Listening:
 
 
 def find_ports(
-    job: Job, sessions: Mapping[str, Session], hosts: Mapping[Slot, str], routes: Routes
+    job: JobSpec, sessions: Mapping[str, Session], hosts: Mapping[Slot, str], routes: Routes
 ) -> tuple[dict[Slot, int], dict[str, list[Issue]]]:
     """Find a port for every slot that listens on one of its own: the job's, or the first free ones on its host."""
     if not listening_slots(job):

@@ -16,7 +16,7 @@ from threading import Event
 import msgspec
 
 from stoker.errors import InputError, StokerError
-from stoker.jobs.run_folder import Run, stoker_home
+from stoker.jobs.run_folder import RunFolder, stoker_home
 from stoker.jobs.status import JobState, JobStatus
 from stoker.launchers.ssh.client import Session, SshClient
 from stoker.launchers.ssh.plan import HostConfig, SshPlan, read_ssh_plan
@@ -33,12 +33,12 @@ MPI_RANK_FILE = ".stoker/mpi_rank.py"
 _PREPARED_FILE = "prepared"
 
 
-def is_prepared(run: Run) -> bool:
+def is_prepared(run: RunFolder) -> bool:
     """Whether the hosts of a run are prepared."""
     return (run.folder / _PREPARED_FILE).exists()
 
 
-def prepare_hosts(run: Run) -> None:
+def prepare_hosts(run: RunFolder) -> None:
     """Upload the working directory to all hosts and set them up; a failure becomes the status of the run."""
     plan = read_ssh_plan(run)
     try:
@@ -69,7 +69,7 @@ def _share_connections(client: SshClient) -> Iterator[SshClient]:
                 )
 
 
-def _prepare(plan: SshPlan, run: Run, client: SshClient) -> None:
+def _prepare(plan: SshPlan, run: RunFolder, client: SshClient) -> None:
     """Prepare each working directory once, also if several hosts share it."""
     source, stop = Path(plan.source), Event()
     with ExitStack() as stack:
@@ -147,11 +147,11 @@ def _extra_files(configs: Collection[HostConfig]) -> ExtraFiles:
     return tuple((name, sources.joinpath(Path(name).name).read_bytes()) for name, needed in is_needed.items() if needed)
 
 
-def _setup_log(run: Run, host: str) -> Path:
+def _setup_log(run: RunFolder, host: str) -> Path:
     return run.folder / f"setup.{host}.log"
 
 
-def _run_setup(run: Run, host: str, stop: Event, grace_s: float) -> None:
+def _run_setup(run: RunFolder, host: str, stop: Event, grace_s: float) -> None:
     """Run `ssh.setup` on a host."""
     log = _setup_log(run, host)
     argv = [sys.executable, "-m", "stoker.launchers.ssh.remote_slot", str(run.folder), f"setup@{host}"]
@@ -163,7 +163,7 @@ def _run_setup(run: Run, host: str, stop: Event, grace_s: float) -> None:
         raise InputError(f"ssh.setup failed with exit code {code}: {last_line}", where=host, hint=f"see its log: {log}")
 
 
-def _check_python_again(plan: SshPlan, run: Run, session: Session, prepared_by: str) -> None:
+def _check_python_again(plan: SshPlan, run: RunFolder, session: Session, prepared_by: str) -> None:
     """Raise InputError if the Python of a host still has issues after setup."""
     config = plan.host_configs[session.host]
     request = {"op": "python", "workdir": config.workdir, "python": config.python, "modules": ["torch", "stoker"]}

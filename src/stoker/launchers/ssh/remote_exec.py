@@ -20,7 +20,7 @@ import msgspec
 from stoker.core.processes import Process, defer_signal, start, wait_until
 from stoker.core.spec import load, to_json
 from stoker.errors import InputError
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.topology import Slot
 
 EXIT_REPORT_S = 5.0
@@ -37,7 +37,7 @@ class ExecRequest(msgspec.Struct, frozen=True, kw_only=True):
 class RequestFolder:
     """The exec requests of one attempt, as files in the run folder."""
 
-    def __init__(self, run: Run, attempt: int) -> None:
+    def __init__(self, run: RunFolder, attempt: int) -> None:
         self._folder = run.folder / "exec" / str(attempt)
 
     def mark_ready(self, slot: str) -> None:
@@ -130,7 +130,7 @@ class ExecForwarder:
 class ExecRunner:
     """Runner of the exec requests for one standby slot, each by a process on this machine."""
 
-    def __init__(self, run: Run, requests: RequestFolder, slot: str, has_started: Callable[[str], bool]) -> None:
+    def __init__(self, run: RunFolder, requests: RequestFolder, slot: str, has_started: Callable[[str], bool]) -> None:
         """Create the runner of a slot; `has_started` returns whether an earlier process has started a request.
 
         Those are picked up even while stopping: there may be output left to read.

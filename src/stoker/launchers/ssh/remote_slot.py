@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from stoker.core.processes import start, wait_until
 from stoker.errors import InputError, MissingError
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.topology import Slot
 from stoker.launchers.diagnosis import LOST_EXIT_CODE, LOST_MARK, OOM_NOTICE, TAIL_BYTES
 from stoker.launchers.ssh import slot_daemon
@@ -385,7 +385,7 @@ def _exit_as(code: int) -> NoReturn:
 
 def main() -> NoReturn:
     """Run the named slot of the run whose folder is given."""
-    run = Run(Path(sys.argv[1]))
+    run = RunFolder(Path(sys.argv[1]))
     slot = RemoteSlot(SlotTask(run, sys.argv[2], read_ssh_plan(run), *sys.argv[3:]))
     slot.install_signal_handlers()
     _exit_as(slot.run())

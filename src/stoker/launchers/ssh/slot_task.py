@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stoker.jobs.run_folder import Run
+from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.topology import Command, Slot
 from stoker.launchers.plan import read_plan
 from stoker.launchers.ssh.plan import SshPlan, command_for_attempt, records_folder
@@ -21,7 +21,7 @@ RESPONSE_RECORD_INTERVAL_S = 1.0
 class SlotTask:
     """One command on one host, with its identity there."""
 
-    def __init__(self, run: Run, name: str, plan: SshPlan, exec_id: str | None = None) -> None:
+    def __init__(self, run: RunFolder, name: str, plan: SshPlan, exec_id: str | None = None) -> None:
         """Take the name of a slot, or `setup@host`; with `exec_id`, run that exec request on the slot's host."""
         self.run, self.name, self.plan, self.exec_id = run, name, plan, exec_id
         _, _, setup_host = name.partition("@")
