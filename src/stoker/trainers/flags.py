@@ -86,7 +86,7 @@ def _data(group: argparse._ArgumentGroup, environ: Mapping[str, str]) -> None:
         metavar="FRACTION",
         type=float,
         default=0.001,
-        help="maximum fraction of samples that fail to decode",
+        help="maximum fraction of samples that may fail to decode",
     )
     group.add_argument(
         "--synthetic", action="store_true", help="train on generated batches to measure throughput without data loading"
