@@ -80,7 +80,10 @@ class _LimitedResponse(http.client.HTTPResponse):
         self._chunks += 1
         if self._chunks > MAX_CHUNKS:
             raise ResponseTooLargeError(f"response body has more than {MAX_CHUNKS:,} chunks")
-        return super()._read_next_chunk_size()  # type: ignore[misc,no-any-return]
+        size: int = super()._read_next_chunk_size()  # type: ignore[misc]
+        if size < 0:
+            raise ValueError("chunk size is negative")
+        return size
 
     def _read_and_discard_trailer(self) -> None:
         self._reader.start_part("trailer", MAX_HEADER_BYTES)

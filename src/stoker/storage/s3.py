@@ -67,6 +67,7 @@ METADATA_TIMEOUT_S = 60.0
 """How long the metadata of an object, the next objects of a listing, or the list of a folder may take."""
 _READ_BYTES = 8 << 20
 _LISTED_AT_ONCE = 1000
+_MAX_MESSAGE_LENGTH = 300
 _UPLOAD_PART_BYTES = 8 << 20
 _runtime_pid: int | None = None
 """The process in which obstore's runtime threads were started, once it was used."""
@@ -214,14 +215,14 @@ class S3Store:
             return AccessDeniedError("no credentials", where=where, hint=self._tried)
         if status:
             message = re.search(r"<Message>(.*?)</Message>", report, re.DOTALL)
-            reason = f": {message[1].strip()}" if message else ""
+            reason = f": {_one_line(message[1])}" if message else ""
             return UnavailableError(f"server responded with HTTP {status}{reason}", where=where)
         if "HTTP error" in report:
             retries = re.search(r"after (\d+) retries", report)
             attempts = pluralize(int(retries[1]) + 1 if retries else 1, "attempt")
             cause = next((cause for text, cause in _FAILURES if text in str(error)), "no response from the server")
             return UnavailableError(f"{cause} ({attempts})", where=where)
-        return UnavailableError(report, where=where)
+        return UnavailableError(_one_line(report), where=where)
 
 
 async def _list_objects(bucket: Bucket, folder: str, limits: ListingLimits) -> list[Entry]:
@@ -255,6 +256,12 @@ def _run(operation: Coroutine[None, None, T]) -> T:
 def _message(error: Exception) -> str:
     """Return obstore's error message without its debug output."""
     return str(error).partition("\n\nDebug source:")[0].removeprefix("Generic S3 error: ")
+
+
+def _one_line(text: str) -> str:
+    """Return text that a server sent as it may be printed: short, in one line, without control characters."""
+    line = "".join(letter for letter in " ".join(text.split()) if letter.isprintable())
+    return line if len(line) <= _MAX_MESSAGE_LENGTH else f"{line[:_MAX_MESSAGE_LENGTH]}…"
 
 
 def _status_code(error: Exception) -> int | None:
