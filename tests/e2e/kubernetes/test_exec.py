@@ -26,6 +26,7 @@ from stoker.kube.objects import MAIN_CONTAINER, PART_LABEL, RUN_LABEL, Manifest,
 from stoker.kube.pending import explain_pending
 from stoker.kube.pods import get_exit_status, is_running
 from tests.support.kubernetes import NO_KUBERNETES, PATH
+from tests.support.signals import restore_signals
 from tests.support.waiting import eventually
 
 IMAGE = "docker.io/library/busybox:local"
@@ -161,6 +162,7 @@ class Terminal:
     def __init__(self, *argv: str) -> None:
         self.pid, self._end = pty.fork()
         if self.pid == 0:
+            restore_signals()
             os.execv(sys.executable, [sys.executable, *argv])
         self.text = ""
 
