@@ -311,7 +311,7 @@ def test_yaml_pitfalls(text: str, faults: dict[str, str]) -> None:
         ("a: é\nb: \x07", "at line 2, column 4"),
         ("name: a\nrate: !moon 1", "at line 2, column 7"),
         ("name: a\nrate: 2024-13-45", "at line 2, column 7"),
-        ("name: a\nenv: &e {A: *e}", "at line 2, column 6"),
+        ("name: a\nenv: &e {A: *e}", "at line 2, column 13"),
         ("? [1]\n: 2", "at line 1, column 3"),
         ("name: a\n---\nname: b", "at line 2, column 1"),
         (b"name: \xff", "not UTF-8 text, at byte 6"),

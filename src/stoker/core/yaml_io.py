@@ -243,6 +243,9 @@ def _check_limits(text: str, where: object) -> None:
             case yaml.ScalarEvent():
                 inner = _Extent(event.anchor)
             case yaml.AliasEvent():
+                if any(node.anchor == event.anchor for node in open_nodes):
+                    what = f"alias *{event.anchor} is inside its own value, at line {line}, column {column}"
+                    raise SpecError([Fault("", what)], where=where)
                 inner = anchors.get(str(event.anchor)) or _Extent(None)
                 alias_nodes += inner.nodes
             case _:
