@@ -187,6 +187,11 @@ def two_lengths(request: OriginRequest) -> Iterator[bytes]:
     yield start(request, "Content-Length: 5", "Content-Length: 7") + b"\r\nhello"
 
 
+def date_in_the_far_future(request: OriginRequest) -> Iterator[bytes]:
+    header = start(request, f"Content-Length: {body_length(request)}").replace(b"2026", b"20026")
+    yield header + b"\r\n" + bytes(body_length(request))
+
+
 def short_body(request: OriginRequest) -> Iterator[bytes]:
     yield start(request, f"Content-Length: {body_length(request)}") + b"\r\nshort"
 
@@ -327,6 +332,7 @@ ATTACKS: dict[str, Respond] = {
         negative_length,
         long_length,
         two_lengths,
+        date_in_the_far_future,
         short_body,
         no_content_range,
         long_content_range,

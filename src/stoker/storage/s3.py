@@ -196,8 +196,9 @@ class S3Store:
             yield
         except (BaseError, FileNotFoundError) as error:
             raise self._to_error(error, join_url(self.url, name) if name else self.url) from error
-        except TimeoutError as error:
-            what = f"no response within {METADATA_TIMEOUT_S:g} s"
+        except (TimeoutError, ValueError) as error:  # obstore raises ValueError for a date in the year 20026
+            is_timeout = isinstance(error, TimeoutError)
+            what = f"no response within {METADATA_TIMEOUT_S:g} s" if is_timeout else "server sent an invalid response"
             raise UnavailableError(what, where=join_url(self.url, name) if name else self.url) from error
 
     def _to_error(self, error: Exception, where: str) -> StokerError:
