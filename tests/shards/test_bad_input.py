@@ -152,7 +152,7 @@ def test_truncated_shard_as_source_is_rejected(tmp_path: Path, capsys: pytest.Ca
     shard.write_bytes(shard.read_bytes()[:-cut])
     sentence = run_and_fail(capsys, 2, "data", "convert", tmp_path / "first", tmp_path / "out")
     assert shard.name in sentence
-    assert re.search(rf"\b{size - cut:,} bytes\b.*\b{size:,} in the manifest", sentence)
+    assert re.search(rf"\b{size - cut:,} bytes\b.*manifest has {size:,}", sentence)
     assert sentence.endswith("stoker data verify")
     (tmp_path / "first/train/manifest.json").unlink()
     sentence = run_and_fail(capsys, 2, "data", "convert", tmp_path / "first/train", tmp_path / "out")

@@ -167,7 +167,7 @@ def test_only_bad_images_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtu
     for path in data.rglob("*.jpg"):
         path.write_bytes(b"no")
     assert stoker("data", "convert", data, tmp_path / "out") == 2
-    assert re.search(r"\.jpg: all 2 images .*: not an image", capsys.readouterr().err)
+    assert re.search(r"no usable images \(2 rejected\); .*\.jpg: not an image", capsys.readouterr().err)
     assert not list((tmp_path / "out").rglob("manifest.json"))
 
 

@@ -85,7 +85,7 @@ def test_set_with_the_earlier_default_is_complete(tmp_path: Path, capsys: pytest
     expected = digests(out)
     assert len(read_manifest(out)["shards"]) == 1
     assert stoker("data", "convert", data, out) == 0
-    assert "nothing written" in capsys.readouterr().err
+    assert "nothing was written" in capsys.readouterr().err
     assert stoker("data", "convert", data, out, "--dry-run", "--json") == 0
     assert json.loads(capsys.readouterr().out)["digest"] == read_manifest(out)["plan"]
     (out / "val/pets-val-000000.tar").unlink()

@@ -63,7 +63,7 @@ def test_local_path_rejects_another_host() -> None:
 
 
 def test_unknown_scheme_lists_the_supported_ones() -> None:
-    with pytest.raises(InputError, match=r"'ftp'.*file, gs, http, https, s3"):
+    with pytest.raises(InputError, match=r"'ftp'.*file://, gs://, http://, https://, s3://"):
         open_store("ftp://host/a")
 
 

@@ -117,7 +117,7 @@ def _check_shard(shard_set: ShardSet, name: str, shard: Shard | None, check_imag
     findings += [Finding(shard=name, what=fault.what) for fault in errors]
     if shard is not None:
         if len(keys) != shard.samples:
-            findings.append(Finding(shard=name, what=f"{len(keys):,} samples, but {shard.samples:,} in the manifest"))
+            findings.append(Finding(shard=name, what=f"{len(keys):,} samples, but the manifest has {shard.samples:,}"))
         findings += _check_index(shard_set, shard, rows)
     return _ShardResult(len(keys), keys, findings)
 
@@ -125,7 +125,7 @@ def _check_shard(shard_set: ShardSet, name: str, shard: Shard | None, check_imag
 def _check_bytes(file: MappedFile, shard: Shard) -> Iterator[Finding]:
     data = file.view
     if len(data) != shard.bytes:
-        yield Finding(shard=shard.name, what=f"{len(data):,} bytes, but {shard.bytes:,} in the manifest")
+        yield Finding(shard=shard.name, what=f"{len(data):,} bytes, but the manifest has {shard.bytes:,}")
         return
     digest = hashlib.sha256()
     for start in range(0, len(data), CHUNK):

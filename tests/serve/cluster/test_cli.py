@@ -27,7 +27,7 @@ ORIGIN = ["--origin", "http://origin:8000"]
         ([*ORIGIN, "--size", "much"], "--size must .*'much'"),
         ([*ORIGIN, "--size", "1MiB"], r"--size: .*\b32 MiB.*\b1 MiB"),
         (ORIGIN, "--size is required; .*--size 200Gi"),
-        (["--size", "1Gi"], "--origin is missing; .*--origin imagenet=s3://"),
+        (["--size", "1Gi"], "--origin is required; .*--origin imagenet=s3://"),
         ([*ORIGIN, "--size", "1Gi", "--replicas", "0"], r"--replicas: .*\b0\b"),
         ([*ORIGIN, "--size", "1Gi", "--dir", "x", "--port", "1"], r"--dir, --port\b.*--on k8s"),
         (["--dry-run", "--stop"], "--dry-run.* --stop"),

@@ -92,7 +92,7 @@ def _check_against_manifest(
 ) -> Iterator[LocatedSample]:
     """Yield the samples of a shard; raise SourceError if its size, digest or count does not match the manifest."""
     if len(file.view) != shard.bytes:
-        raise _damaged_error(f"{len(file.view):,} bytes, but {shard.bytes:,} in the manifest", where)
+        raise _damaged_error(f"{len(file.view):,} bytes, but the manifest has {shard.bytes:,}", where)
     digest = hashlib.sha256()
     count = hashed = 0
     for located in samples:
@@ -104,7 +104,7 @@ def _check_against_manifest(
     if digest.hexdigest() != shard.sha256:
         raise _damaged_error(f"SHA-256 is {digest.hexdigest()}, but the manifest has {shard.sha256}", where)
     if count != shard.samples:
-        raise _damaged_error(f"{count:,} samples, but {shard.samples:,} in the manifest", where)
+        raise _damaged_error(f"{count:,} samples, but the manifest has {shard.samples:,}", where)
 
 
 def _damaged_error(what: str, where: str) -> SourceError:
