@@ -21,7 +21,7 @@ from tests.support.trees import make_tree
 from tests.support.waiting import eventually
 
 SECTION = (
-    (ROOT / "README.md").read_text().partition("## From a folder of images to two machines\n")[2].partition("\n## ")[0]
+    (ROOT / "README.md").read_text().partition("## Train on two machines, starting from a folder of images\n")[2].partition("\n## ")[0]
 )
 COMMANDS = re.findall(r"^ *\$ (stoker .*)$", SECTION, re.MULTILINE)
 JOB_KEYS = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", SECTION, re.DOTALL)[0])
