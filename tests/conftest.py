@@ -8,11 +8,17 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from stoker.testing import make_shards
 from tests.support.disks import NOT_ALLOWED
 from tests.support.kubernetes import NO_KUBERNETES
 from tests.support.servers import free_port, gcs_emulator, moto
+
+
+# A busy machine is no reason to fail.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 def pytest_configure() -> None:

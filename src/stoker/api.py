@@ -205,7 +205,9 @@ class Run:
         """
         slots = list_slots(self.job.spec)
         if slot is not None and slot not in map(str, slots):
-            raise InputError(f"run {self.id} has no slot {slot!r}", hint=f"slots: {', '.join(map(str, slots))}")
+            raise InputError(
+                f"run {self.id} has no slot {slot!r}", hint=f"available slots: {', '.join(map(str, slots))}"
+            )
         lines = self._iter_logs(None if slot is None else Slot.parse(slot), follow, tail)
         return (line for line in lines if partial or not line.is_partial)
 

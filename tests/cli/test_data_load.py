@@ -107,7 +107,7 @@ def test_plan_from_a_cursor(shards: Path, capsys: pytest.CaptureFixture[str]) ->
             ["`join`", "10 samples", "epoch"],
         ),
         (["--global-batch-size", "50", "--sampling", "random"], ["'random'", "exact, join, resampled"]),
-        (["--global-batch-size", "50", "--epoch-samples", "10"], ["--epoch-samples cannot", "resampled"]),
+        (["--global-batch-size", "50", "--epoch-samples", "10"], ["--epoch-samples", "'resampled'", "'exact'"]),
         (["--world-size", "0"], ["--world-size must be >= 1, got 0"]),
         (["--world-size", "400"], [r"--global-batch-size must\b.*\(400\), got 256 \(the default\)"]),
         (["--world-size", "x"], ["--world-size must be an integer, got 'x'"]),

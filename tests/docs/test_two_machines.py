@@ -20,9 +20,8 @@ from tests.support.servers import free_port
 from tests.support.trees import make_tree
 from tests.support.waiting import eventually
 
-SECTION = (
-    (ROOT / "README.md").read_text().partition("## Train on two machines, starting from a folder of images\n")[2].partition("\n## ")[0]
-)
+HEADING = "## Train on two machines, starting from a folder of images\n"
+SECTION = (ROOT / "README.md").read_text().partition(HEADING)[2].partition("\n## ")[0]
 COMMANDS = re.findall(r"^ *\$ (stoker .*)$", SECTION, re.MULTILINE)
 JOB_KEYS = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", SECTION, re.DOTALL)[0])
 SMALL_MODEL = "program.args=[--model, small, --size, 32, --epochs, 2, --global-batch-size, 32]"

@@ -44,7 +44,7 @@ def check_options(ctx: typer.Context, on: str | None, *, local: Mapping[str, str
     inapplicable = cluster if on is None else local
     flags = [flag for name, flag in inapplicable.items() if is_given(ctx, name)]
     if flags:
-        condition = "only valid with --on k8s" if on is None else "not valid with --on k8s"
+        condition = "requires --on k8s" if on is None else "not valid with --on k8s"
         raise InputError(f"{', '.join(flags)}: {condition}")
 
 

@@ -41,11 +41,15 @@ def convert(
         str, typer.Option("--format", metavar="FORMAT", help="Shard format: tar or tfrecord.")
     ] = "tar",
     prefix: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Prefix of shard names. Defaults to the dataset name for tar.")
+        str | None,
+        typer.Option(metavar="NAME", help="Prefix of shard names. For tar shards, defaults to the dataset name."),
     ] = None,
     shard_size: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Approximate size of a shard. Defaults to 256MiB, or less for 32 shards."),
+        typer.Option(
+            metavar="SIZE",
+            help="Approximate shard size. Defaults to 256MiB, or to a smaller size that yields at least 32 shards.",
+        ),
     ] = None,
     shard_samples: Annotated[
         int | None, typer.Option(metavar="N", help="Maximum number of samples per shard, instead of a size.")
@@ -78,7 +82,7 @@ def convert(
 ) -> None:
     """Convert a dataset to shards.
 
-    Image bytes are copied unchanged, in an order shuffled with the seed. To resume an interrupted conversion, run the
+    Image bytes are copied unchanged, shuffled with --seed. To resume an interrupted conversion, run the
     same command again. Bad images are skipped and listed in quarantine.jsonl.
     """
     from msgspec import UNSET

@@ -194,14 +194,16 @@ def warm(
     sampling: Annotated[
         str | None, typer.Option(metavar="MODE", help="Sampling mode: exact (default), join or resampled.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the run. Defaults to 0.")] = None,
-    epoch: Annotated[int, typer.Option(metavar="N", help="First epoch of the run.")] = 0,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed used by the run. Defaults to 0.")] = None,
+    epoch: Annotated[int, typer.Option(metavar="N", help="Epoch that the run starts with.")] = 0,
     jobs: Annotated[int, typer.Option(metavar="N", help="Number of shards to fetch at a time.")] = 4,
     on: WarmOn = None,
     read_from: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="With --on: URL of the same shard set that this machine can read.", show_default=False
+            metavar="URL",
+            help="With --on: URL from which this machine can read the same shard set.",
+            show_default=False,
         ),
     ] = None,
     image: Image = None,

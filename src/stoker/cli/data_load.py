@@ -56,13 +56,14 @@ def plan(
         int | None,
         typer.Option(metavar="N", help="Samples per epoch with `resampled`. Defaults to the size of the dataset."),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sample order.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed for the sample order.")] = 0,
     resume: Annotated[str, typer.Option(metavar="EPOCH:CONSUMED", help="Cursor to resume from.")] = "0:0",
     as_json: Json = False,
 ) -> None:
     """Show what each rank reads in an epoch, and how the epoch ends.
 
-    Also shows how much data a node reads from at a time. Rejects settings with which a rank would hang or get no data.
+    Also shows how much shard data each node has open at a time. Rejects settings that would cause a rank to hang or
+    receive no data.
     """
     import numpy as np
 
@@ -140,7 +141,7 @@ def peek(
         LocalStore(str(png.parent)).put(png.name, contact_sheet(tiles))
         bad = len(samples) - len(tiles)
         skipped = f", {bad} bad" if bad else ""
-        print_message(f"{png}: {pluralize(len(tiles), 'image')} transformed by {transform}{skipped}")
+        print_message(f"Wrote a contact sheet of {pluralize(len(tiles), 'image')} ({transform}) to {png}{skipped}")
 
 
 def bench(
@@ -244,11 +245,11 @@ def _print_forecast(report: Forecast) -> None:
         [
             ("meaning", report.meaning),
             ("epoch", f"{report.epoch}, {report.consumed:,} samples consumed, {report.samples:,} left"),
-            ("steps", f"{report.batches:,}, the last with {report.tail:,} samples"),
+            ("steps", f"{report.batches:,} ({pluralize(report.tail, 'sample')} in the last step)"),
             ("repeated", f"{report.duplicates:,} samples"),
             ("skipped", f"{report.unread:,} samples"),
             (
-                "kept per node",
+                "open shards per node",
                 f"{pluralize(report.held_shards, 'shard')} at a time (about {format_bytes(report.held_bytes)})",
             ),
             ("plan", report.plan),

@@ -46,7 +46,7 @@ def serve(
 ) -> None:
     """Serve a directory of shards over HTTP.
 
-    Runs until Ctrl-C or SIGTERM; SIGHUP reloads the token.
+    Runs until you press Ctrl-C or it receives SIGTERM; SIGHUP reloads the token.
     """
     from stoker.errors import InputError, NotFoundError
     from stoker.serve.engines import create_server

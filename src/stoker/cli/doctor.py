@@ -100,8 +100,8 @@ def raise_for_checks(checks: Sequence[Check]) -> None:
         hosts.setdefault(check.what, []).extend([check.host] if check.host else [])
     names = [f"{what} ({', '.join(dict.fromkeys(where))})" if where else what for what, where in hosts.items()]
     skipped = sum(check.fine is None and not check.fix for check in checks)
-    count = f"{len(failed)} of {len(checks) - skipped} checks failed" + (f", {skipped} skipped" if skipped else "")
-    raise kind(f"{count}: {', '.join(names)}")
+    note = f" ({skipped} skipped)" if skipped else ""
+    raise kind(f"{len(failed)} of {len(checks) - skipped} checks failed{note}: {', '.join(names)}")
 
 
 def format_checks(checks: Sequence[Check], width: int) -> Iterator[str]:

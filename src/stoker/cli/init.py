@@ -40,7 +40,7 @@ def init(
     """Write a commented job file as a starting point.
 
     Model, image size and batch size are chosen for the shard set. You can omit SHARDS: a single argument that
-    ends in .yaml or .yml is taken as FILE.
+    ends in .yaml or .yml is treated as FILE.
     """
     from stoker.errors import ConflictError
     from stoker.jobs.spec import parse_job

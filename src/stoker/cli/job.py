@@ -91,7 +91,7 @@ def run(
         start = partial(planned.start, started, detach=detach)
     with stop_on_interrupt(started):
         start()
-        print_message(f"Run {started.id}; logs in {started.folder / 'logs'}")
+        print_message(f"Started run {started.id}; logs: {started.folder / 'logs'}")
         if not detach:
             follow_run(started, first=first, quiet=as_json)
     if detach and as_json:

@@ -25,7 +25,9 @@ def delete(
     ] = None,
     older_than: Annotated[
         str | None,
-        typer.Option(metavar="DURATION", help="Delete all runs that finished longer ago than this, for example 30d."),
+        typer.Option(
+            metavar="DURATION", help="Delete all runs that finished more than this long ago, for example 30d."
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be deleted without deleting it.")
@@ -58,8 +60,10 @@ def _plan_deletions(names: list[str], older_than: str | None) -> list[RunDeletio
     from stoker.jobs.run_lookup import resolve_exact_run
     from stoker.launchers.run_deletion import find_expired, plan_deletion
 
-    if bool(names) == (older_than is not None):
-        raise InputError("pass either RUN or --older-than", hint="list runs with: stoker job list")
+    if names and older_than is not None:
+        raise InputError("RUN cannot be combined with --older-than", hint="pass one of them")
+    if not names and older_than is None:
+        raise InputError("specify a RUN or --older-than", hint="list runs with: stoker job list")
     if older_than is None:
         runs = list(dict.fromkeys(map(resolve_exact_run, names)))
     else:
@@ -83,7 +87,7 @@ def _print_deletions(deletions: Sequence[RunDeletion]) -> None:
     if not deletions:
         return
     print_table(
-        ("run", "state", "finished", "size", "checkpoints", "not deleted"),
+        ("run", "state", "finished", "size", "checkpoints", "reason kept"),
         [
             (
                 deletion.run,

@@ -77,7 +77,7 @@ def shell(
         typer.Option(
             "--role",
             metavar="ROLE",
-            help="Role whose pod is copied. Defaults to worker, or to the first role if there is no worker.",
+            help="Role whose pod specification to use. Defaults to worker, or to the first role if there is no worker.",
         ),
     ] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="Request the job's GPUs.")] = False,

@@ -69,7 +69,7 @@ def resolve_slot(run: RunFolder, slot: str | None) -> str:
         return str(min(lead_slots(run.job)))
     if slot not in known:
         names = ", ".join(known[:10]) + (", …" if len(known) > 10 else "")
-        raise InputError(f"run {run.id} has no slot {slot!r}", hint=f"slots: {names}")
+        raise InputError(f"run {run.id} has no slot {slot!r}", hint=f"available slots: {names}")
     return slot
 
 

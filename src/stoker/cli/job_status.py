@@ -164,7 +164,7 @@ def stop(
 ) -> None:
     """Stop a run with SIGTERM, then SIGKILL after a grace period.
 
-    With a job name, stops the job's running run. If several are running, lists them and stops none.
+    With a job name, stops the job's active run. If several are running, lists them and stops none.
     """
     from stoker.api import Run
     from stoker.jobs.run_lookup import resolve_run_to_stop

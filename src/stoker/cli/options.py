@@ -13,7 +13,7 @@ import typer
 LOCAL = "local"
 T = TypeVar("T")
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the output as JSON.")]
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="Job file; `-` reads standard input.")]
 On = Annotated[
     str,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Create, list, inspect and delete volumes in a cluster.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the volume, that is, of its PersistentVolumeClaim.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the volume (its PersistentVolumeClaim).")]
 On = Annotated[
     str,
     typer.Option(
@@ -64,12 +64,12 @@ def create(
         ),
     ] = None,
     host_path: Annotated[
-        str | None, typer.Option("--host-path", metavar="DIR", help="Use a directory on the nodes, for tests.")
+        str | None, typer.Option("--host-path", metavar="DIR", help="Use a directory on the nodes (for testing only).")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the objects without creating them.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Create a volume, that is, a PersistentVolumeClaim.
+    """Create a volume (a PersistentVolumeClaim).
 
     With --pv or --host-path, also creates its PersistentVolume. Running the command again changes nothing, except that
     a larger --size expands the volume if its storage class allows it.

@@ -74,7 +74,7 @@ RAY_CAPACITY_TIMEOUT_S = 6.0
 COLLECTIVE_TOPOLOGIES = ("torchrun", "mpi")
 """Topologies whose ranks can all-reduce."""
 
-_DEFAULT_JOB = "the default job of the doctor"
+_DEFAULT_JOB = "stoker doctor's default job"
 
 Notify = Callable[[str], None]
 
@@ -128,7 +128,7 @@ def run_doctor(job: JobSpec, launcher: Launcher[Any], target: str, notify: Notif
     plan = PREPARERS.get(name, _prepare_by_rendering)(launcher.resolve_paths(job), launcher, target, notify)
     results = []
     if plan.probe_jobs:
-        notify("Running a probe job there")
+        notify("Running a probe job")
         results = _run_probes(launcher, plan)
     return list(_deduplicate(plan.checks + check_probe(job, results, knows_hosts=name == "ssh")))
 

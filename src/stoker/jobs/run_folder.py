@@ -152,8 +152,10 @@ def match_runs(name: str | None) -> list[RunFolder]:
     """
     runs = list_runs()
     if not runs:
-        what = "no runs found" if name is None else f"no run matches {name!r}"
-        raise NotFoundError(what, where=stoker_home() / "runs", hint="start one with: stoker job run")
+        what = f"no runs found in {stoker_home() / 'runs'}"
+        if name is not None:
+            what = f"no run matches {name!r}: {what}"
+        raise NotFoundError(what, hint="start one with: stoker job run")
     matches = [run for run in runs if run.id == name] or [run for run in runs if name in (None, run.name)]
     if matches:
         return matches

@@ -373,7 +373,7 @@ class KubeClient:
         except (httpx2.TransportError, httpx2.InvalidURL, OSError) as error:
             why = str(error) or type(error).__name__
             what = f"cannot reach the API server at {self.server}: {why}"
-            hint = "check that the cluster is up and reachable from here: kubectl version"
+            hint = "to check that the cluster is reachable, run: kubectl version"
             raise UnavailableError(what, where=self._where, hint=hint) from error
 
 

@@ -101,7 +101,7 @@ def load_config(context: str | None, environ: Mapping[str, str] | None = None) -
     known = context_names(merged)
     if context is not None and context not in known:
         raise NotFoundError(
-            f"context {context!r} not found in kubeconfig", where=where, hint=f"known: {', '.join(known) or 'none'}"
+            f"context {context!r} not found in the kubeconfig", where=where, hint=f"known: {', '.join(known) or 'none'}"
         )
     try:
         config = KubeConfig.from_dict(merged, fname=existing[0]).get(context)

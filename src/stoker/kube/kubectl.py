@@ -163,7 +163,9 @@ class PortMapping(NamedTuple):
         fields = (pod_port, local_port if colon else pod_port)
         numbers = [int(field) if field.isascii() and field.isdigit() else -1 for field in fields]
         if not 0 < numbers[0] < 65536 or not 0 <= numbers[1] < 65536:
-            raise InputError(f"{text!r} is not a port", hint="use PORT, or PORT:LOCAL for another local port")
+            raise InputError(
+                f"invalid port {text!r}", hint="use PORT (1-65535), or PORT:LOCAL for a different local port"
+            )
         return cls(*numbers)
 
 

@@ -78,7 +78,7 @@ def check_via(job: JobSpec, *, has_cluster_cache: bool = False) -> Iterator[Faul
             schemes = ", ".join(ORIGIN_SCHEMES)
             yield Fault(
                 f"data.{key}",
-                f"{url!r} cannot be read through data.via: a cache fetches from {schemes} only; "
+                f"{url!r} cannot be read through data.via: a cache can fetch only from {schemes} URLs; "
                 "use a URL, or remove data.via (--set data.via=)",
             )
         elif url.startswith(f"{via.rstrip('/')}/"):

@@ -69,7 +69,7 @@ class SamplingPlan:
             *_fault_unless(
                 self.mode == "resampled" or not self.epoch_samples,
                 "epoch_samples",
-                f"cannot be set with sampling {self.mode!r}, whose epoch is the whole dataset; use `resampled`",
+                f"requires sampling 'resampled'; with {self.mode!r}, an epoch is the whole dataset",
             ),
             *_fault_unless(self.sizes.sum() > 0, "data", "the dataset has no samples"),
         ]

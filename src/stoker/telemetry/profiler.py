@@ -76,6 +76,8 @@ def run(command: list[str], every: float, events: EventWriter | None = None) -> 
         detector.close()
         reason = (error.strerror or str(error)).lower()
         hint = "install it, or add its directory to PATH"
+        if isinstance(error, PermissionError):
+            hint = "make it executable (chmod +x), or run it with its interpreter"
         sys.stderr.write(f"stoker profile: cannot start the program {command[0]!r}: {reason}; {hint}\n")
         return 3
     early = signal.sigpending()  # these may have come before the program was started

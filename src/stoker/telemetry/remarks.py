@@ -131,7 +131,7 @@ def _busy_remark(profiles: _Profiles, busy: float, job_cpu_pct: float | None) ->
     if job_cpu_pct is not None and cpus:
         own = min(busy, job_cpu_pct / cpus)
         if busy - own >= OTHERS_PCT:
-            return f"other processes take {busy - own:.0f}% of the CPU time {profiles.where}, this job {own:.0f}%"
+            return f"other processes are using {busy - own:.0f}% of the CPU time {profiles.where}, this job {own:.0f}%"
     return f"all CPUs {profiles.where} are busy ({busy:.0f}%)"
 
 

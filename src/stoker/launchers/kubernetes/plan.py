@@ -51,7 +51,7 @@ def resolve_code_files(job: JobSpec) -> tuple[JobSpec, dict[str, Path], list[Fau
     for index, pattern in enumerate(job.kubernetes.copy):
         key, matches = f"kubernetes.copy[{index}]", dict(_find_files(pattern))
         if not matches:
-            faults.append(Fault(key, f"no such file or directory, or nothing to copy: {Path.cwd() / pattern}"))
+            faults.append(Fault(key, f"no such file or directory, or an empty directory: {Path.cwd() / pattern}"))
         for name, path in matches.items():
             if files.setdefault(name, path) != path:
                 faults.append(Fault(key, f"{path} and {files[name]} would both be copied to {name}: rename one"))

@@ -175,7 +175,7 @@ class RayLauncher:
         memory = f", {format_bytes(int(job.resources.memory))} memory" if job.resources.memory else ""
         yield f"placement group: {count} × ({resources}{memory}), strategy {job.ray.strategy}"
         if version is None:
-            yield "no Ray cluster given or found: Ray is started on this machine for the duration of the run"
+            yield "no Ray cluster was specified or found; Ray will run on this machine for the duration of the run"
         else:
             yield from self._upload_notes(job, version)
             yield from self._capacity_notes(job, count)
