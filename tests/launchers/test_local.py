@@ -374,7 +374,7 @@ def test_run_follows_logs_and_returns_the_exit_code(workspace: Path, capsys: pyt
     [
         ("name: x\nprogram: {script: nope.py}\n", r"job.yaml:2: program\.script: no such .*/nope\.py", 1),
         ("name: x\nprogramm: {script: a.py}\n", r"job.yaml:2: programm: .*did you mean 'program'\?", 3),
-        ("name: x\nprogram: {script: a.py, module: b}\n", r"job.yaml:2: program: .*script, module, command", 3),
+        ("name: x\nprogram: {script: a.py, module: b}\n", r"job.yaml:2: program: .*script, module and command", 3),
         ("", "a mapping", 3),
     ],
 )

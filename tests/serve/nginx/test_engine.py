@@ -394,7 +394,7 @@ def test_no_worker_blocks_in_accept(url: str) -> None:
 
 
 def test_port_in_use_is_reported(url: str, root: Path) -> None:
-    with pytest.raises(UnavailableError, match=rf"^127\.0\.0\.1:{urlsplit(url).port}: .*--port"):
+    with pytest.raises(UnavailableError, match=rf"^cannot listen on 127\.0\.0\.1:{urlsplit(url).port}: .*--port"):
         NginxEngine(NginxServeConfig(root=root, host="127.0.0.1", port=urlsplit(url).port or 0)).start()
 
 
