@@ -15,7 +15,6 @@ from tests.support.disks import NOT_ALLOWED
 from tests.support.kubernetes import NO_KUBERNETES
 from tests.support.servers import free_port, gcs_emulator, moto
 
-
 # A busy machine is no reason to fail.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
