@@ -19,6 +19,7 @@ MAX_DEPTH = 100
 MAX_BYTES = 64 << 20
 """Size of a JSON document, unless the caller sets another limit."""
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|([\[{])|[\]}]')
 
 
@@ -44,6 +45,8 @@ def parse_text(text: str, where: object, **hooks: Any) -> Any:
         is_too_deep = True
     if is_too_deep:
         raise too_deep(where, *_find_excess_depth(text))
+    if _SURROGATE.search(text) and _has_lone_surrogate(data):
+        raise SpecError([Fault("", "contains half of a surrogate pair, which is not valid Unicode")], where=where)
     return data
 
 
@@ -93,6 +96,20 @@ def _exceeds_depth(data: Any) -> bool:
         if not level:
             return False
     return True
+
+
+def _has_lone_surrogate(data: Any) -> bool:
+    """Return whether a key or value cannot be encoded as UTF-8; JSON can escape half of a surrogate pair."""
+    rest = [data]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, dict):
+            rest += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            rest += value
+        elif isinstance(value, str) and not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
+            return True
+    return False
 
 
 def _find_excess_depth(text: str) -> tuple[int, int]:

@@ -43,7 +43,7 @@ class MpiTests(LauncherTests):
 
     def job(self, command: str | None = None, **keys: Any) -> JobSpec:
         ssh = ssh_section(self.net, self.folder / "there", lost_after=5)
-        return job_of(command, **{"topology": "mpi", "ssh": ssh, **keys})
+        return job_of(command, **{"topology": "mpi", "workers": 1, "ssh": ssh, **keys})
 
     def start_two_workers(self, launcher: Any, script: str = READY, **keys: Any) -> RunFolder:
         """Start a job with two workers, and wait until both are ready."""
