@@ -67,6 +67,13 @@ def render(**keys: Any) -> None:
     LAUNCHERS.get("local")().render(job_of(**keys))
 
 
+def test_folder_with_the_name_of_an_installed_package_does_not_hide_it(project: Path) -> None:
+    (project / "stoker").mkdir()
+    assert explain_missing_module("stoker.trainers.torch_image", [str(project)]) is None
+    (project / "stoker/__init__.py").touch()
+    assert explain_missing_module("stoker.trainers.torch_image", [str(project)]) is not None
+
+
 def test_plan_refuses_a_module_that_does_not_exist(project: Path) -> None:
     render(program={"module": "train"})
     render(program={"module": "task", "cwd": "package"})

@@ -17,7 +17,7 @@ def explain_missing_module(name: str, folders: Sequence[str]) -> str | None:
     importlib.invalidate_caches()
     top, *rest = name.split(".")
     try:
-        spec = PathFinder.find_spec(top, folders) or find_spec(top)
+        spec = _find_top(top, folders)
         for part in rest:
             if spec is None or _may_extend_its_path(spec):
                 break
@@ -32,6 +32,14 @@ def explain_missing_module(name: str, folders: Sequence[str]) -> str | None:
         has_main = _find_submodule(spec, "__main__") is not None
         return None if has_main else f"{name!r} is a package without __main__.py; name one of its modules"
     return None
+
+
+def _find_top(name: str, folders: Sequence[str]) -> ModuleSpec | None:
+    """Find a top-level module; a folder without `__init__.py` counts only if there is no module anywhere."""
+    found = PathFinder.find_spec(name, folders)
+    if found is not None and found.origin is not None:
+        return found
+    return find_spec(name) or found
 
 
 def _find_submodule(package: ModuleSpec, name: str) -> ModuleSpec | None:

@@ -32,6 +32,7 @@ from stoker.launchers.ssh.slot_log import REATTACH_ENV
 from stoker.launchers.ssh.slot_task import SlotTask
 from stoker.launchers.supervisor import STOP_REQUEST_FILE, Supervisor, supervisor_pid
 from stoker.telemetry.events import Recorder
+from stoker.telemetry.log_times import LogTimesSampler
 from tests.launchers.contract import DEAF, is_ready, job_of
 from tests.support.disks import small_disk
 from tests.support.hosts import Network
@@ -102,6 +103,7 @@ class FakeProcessGroup:
     def __init__(self) -> None:
         self.pids: dict[Slot, int] = {}
         self.restarts: list[float] = []
+        self.log_times = LogTimesSampler(())
 
     def exit_codes(self) -> dict[Slot, int | None]:
         return {Slot("worker", 0): None, Slot("worker", 1): -signal.SIGKILL}
