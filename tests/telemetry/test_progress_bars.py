@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stoker.telemetry.events import Recorder
-from stoker.telemetry.progress_bars import last_state
+from stoker.telemetry.progress_bars import last_state, strip_colours
 from stoker.telemetry.reader import MAX_LINE_BYTES, LogTail, read_log
 
 KERAS = """
@@ -38,6 +38,7 @@ TQDM = (
         ("a longer line\r             \rshort", "short"),
         ("50%\b\b\b60%\b\b\b\b\b\b70%", "70%"),
         ("\x1b[32mok\x1b[0m 1\r\x1b[32mok\x1b[0m 2", "\x1b[32mok\x1b[0m 2"),
+        ("\x1b[1m\x1b[32mok\x1b[32m!\r", "\x1b[1m\x1b[32mok!\x1b[0m"),
         ("old text\r\x1b[2Knew", "new"),
         ("old text\rnew\x1b[K", "new"),
         ("inner: 100%\x1b[A\r           \x1b[A\router: 50%", "outer: 50%"),
@@ -46,6 +47,14 @@ TQDM = (
 )
 def test_last_state(written: str, shown: str) -> None:
     assert last_state(written) == shown
+
+
+@pytest.mark.parametrize("colours", [1, 200])
+def test_colours_that_are_never_reset_do_not_accumulate(colours: int) -> None:
+    line = "".join(f"\x1b[38;5;{number % colours}mx" for number in range(2_000)) + "\r"
+    shown = last_state(line)
+    assert strip_colours(shown) == "x" * 2_000
+    assert len(shown) < 10 * len(line)
 
 
 def test_keras_bar_ends_with_its_last_step() -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 
+COLOUR = r"\x1b\[[0-9;]*m"
+"""Pattern of an escape sequence that sets a colour or style."""
+_COLOUR = re.compile(COLOUR)
 _CONTROL = re.compile(r"[\r\b]|\x1b\[[0-9;?]*[A-Za-ln-z]")
 _TOKEN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|.", re.DOTALL)
 _SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _ERASE = re.compile(r"\x1b\[[02]?K")
 _RESET = re.compile(r"\x1b\[0?m")
+_MAX_STYLES = 4
+"""Colours and styles that a cell keeps, such as bold, a foreground and a background; a program may never reset them."""
 
 Cell = tuple[str, str]
 """The colour and the character in one column of a terminal."""
@@ -17,6 +22,11 @@ Cell = tuple[str, str]
 def is_redrawn(text: str) -> bool:
     """Whether a text moves the cursor of a terminal, by a carriage return, a backspace or an escape sequence."""
     return _CONTROL.search(text) is not None
+
+
+def strip_colours(text: str) -> str:
+    """Return a text without the escape sequences that set colours and styles."""
+    return _COLOUR.sub("", text)
 
 
 def last_state(line: str) -> str:
@@ -37,6 +47,7 @@ def _draw(text: str) -> list[Cell]:
     """Return the cells that a text without a carriage return draws."""
     cells: list[Cell] = []
     column, colour = 0, ""
+    styles: list[str] = []
     for token in _TOKEN.findall(text):
         if token == "\b":
             column = max(0, column - 1)
@@ -44,7 +55,9 @@ def _draw(text: str) -> list[Cell]:
             cells[column : column + 1] = [(colour, token)]
             column += 1
         elif token[-1] == "m":
-            colour = "" if _RESET.fullmatch(token) else colour + token
+            kept = [] if _RESET.fullmatch(token) else [*(style for style in styles if style != token), token]
+            styles = kept[-_MAX_STYLES:]
+            colour = "".join(styles)
         elif _ERASE.fullmatch(token):
             del cells[column:]
     return cells

@@ -11,14 +11,13 @@ from stoker.telemetry.events import split_line
 from stoker.telemetry.reader import read_run
 from tests.fuzz.limits import Target
 
-LOGS = Path(tempfile.mkdtemp(prefix="stoker-fuzz-")) / "logs"
-LOGS.mkdir()
+LOGS = Path(tempfile.mkdtemp(prefix="stoker-fuzz-"))
 
 
 def run(data: bytes) -> None:
     """Read the log of a run and analyze its events as `job status` does."""
     (LOGS / "worker-0.0.log").write_bytes(data)
-    events = read_run(LOGS.parent).events
+    events = read_run(LOGS).events
     analysis.verdict(events)
     analysis.stragglers(events)
     analysis.progress(events)
@@ -55,6 +54,8 @@ TARGET = Target(
         b"@stoker " + b'{"a":' * 100_000 + b"\n",
         b"@stoker {} " * 50_000,
         b"\r" * 1_000_000,
+        b"\x1b[32mx" * 8_000 + b"\r\n",
+        b"".join(b"\x1b[38;5;%dmx" % (number % 256) for number in range(8_000)) + b"\r\n",
         b"x" * 5_000_000,
         b"\xff\xfe\n" * 1000,
         _event("heartbeat", step=10**400),
