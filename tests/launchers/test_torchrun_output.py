@@ -8,13 +8,15 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+
 from stoker.jobs.launcher import SlotLogLine
 from stoker.jobs.topology import Slot
 from stoker.launchers.torchrun_output import describe_folded, fold_torchrun_output
 
 FAILING = """
-import os, sys
-print("starting", flush=True)
+import os
+os.write(1, b"starting\\n")
 if os.environ["RANK"] == "1":
     raise LookupError("no such thing")
 """
@@ -72,6 +74,41 @@ def test_tracebacks_of_the_program_are_shown_in_order() -> None:
     assert fold(lines[:3]) == lines[:3]  # cut off
     twice = [*lines[1:3], *lines[1:5]]
     assert fold(twice) == twice
+
+
+REPORT = [
+    "Traceback (most recent call last):",
+    '  File "<frozen runpy>", line 198, in _run_module_as_main',
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+    "=" * 60,
+    "train.py FAILED",
+    "-" * 60,
+    "Failures:",
+    "  <NO_OTHER_FAILURES>",
+    "-" * 60,
+    "Root Cause (first observed failure):",
+    "[0]:",
+    "  time      : 2026-01-01_10:00:00",
+    "  rank      : 1 (local_rank: 1)",
+]
+
+
+@pytest.mark.parametrize("length", range(3, len(REPORT) + 1))
+def test_report_that_is_cut_short_does_not_hide_what_follows(length: int) -> None:
+    assert fold([*REPORT[:length], "resumed", "=" * 60, "done"]) == [
+        describe_folded(length),
+        "resumed",
+        "=" * 60,
+        "done",
+    ]
+
+
+def test_report_with_a_traceback_is_folded_up_to_a_limit() -> None:
+    quoted = [*REPORT, "  traceback : Traceback (most recent call last):", '    File "train.py"', "  ValueError: bad"]
+    assert fold([*quoted, "=" * 60, "end"]) == [describe_folded(len(quoted) + 1), "end"]
+    shown = fold([*quoted, *(f"line {number}" for number in range(1_000))])
+    assert shown[-1] == "line 999"
+    assert len(shown) > 700
 
 
 def test_lines_of_slots_are_folded_separately() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 import time
@@ -15,7 +14,6 @@ from stoker.cli.output import LOG_EVERY_S
 if TYPE_CHECKING:
     from stoker.jobs.launcher import SlotLogLine
 
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _CLEAR_LINE = "\r\x1b[K"
 
 
@@ -36,8 +34,10 @@ class LogView:
             self.clear()
             typer.echo(text)
         elif self._is_terminal:
+            from stoker.telemetry.progress_bars import strip_colours
+
             width = shutil.get_terminal_size().columns - 1
-            typer.echo(_CLEAR_LINE + _COLOUR.sub("", text)[:width], nl=False)
+            typer.echo(_CLEAR_LINE + strip_colours(text)[:width], nl=False)
             self._has_partial = True
         elif time.monotonic() >= self._next_partial_at:
             self._next_partial_at = time.monotonic() + LOG_EVERY_S

@@ -7,15 +7,21 @@ from collections.abc import Iterable, Iterator
 
 from stoker.core.units import pluralize
 from stoker.jobs.launcher import SlotLogLine
+from stoker.launchers.error_lines import TORCHRUN_ERRORS, TRACEBACK
 
 _LOGGED = re.compile(
     r"[IWE]\d{4} [\d:.]+ \d+ \S*torch/distributed/(?:elastic/|run\.py|launch)"
     r"|(?:\[[^\]]*\] |(?:INFO|WARNING|ERROR):)torch\.distributed\.(?:elastic|run)\b"
 )
-_TRACEBACK = "Traceback (most recent call last):"
 _ENTRY = re.compile(r'\s+File "(?:<frozen runpy>|.*/torchrun|.*torch/distributed/(?:run|launch)\.py)"')
-_EXCEPTION = re.compile(r"torch\.distributed\.elastic\.\S+\.(?P<name>ChildFailedError|SignalException):")
+_EXCEPTION = re.compile(rf"torch\.distributed\.elastic\.\S+\.(?P<name>{'|'.join(TORCHRUN_ERRORS)}):")
 _RULE = re.compile(r"={20,}\s*")
+_REPORT_LINE = re.compile(
+    r"={20,}|-{20,}|.* FAILED|Failures:|Root Cause .*|\[\d+\]:|  (?:time|host|rank|exitcode|error_file|traceback) *:.*"
+    r"|\s*<NO_OTHER_FAILURES>|"
+)
+_ERROR_FILE_TRACEBACK = re.compile(r"  traceback *: (?!To enable traceback)")
+_MAX_REPORT_LINES = 200
 
 
 def fold_torchrun_output(lines: Iterable[SlotLogLine]) -> Iterator[SlotLogLine]:
@@ -39,22 +45,37 @@ class _Fold:
         self._folded: list[SlotLogLine] = []
         self._rules_left = 0
         """The number of horizontal rules until the end of the failure report."""
+        self._report_lines = 0
+        self._has_traceback = False
+        """Whether the failure report quotes a traceback, whose lines have no known form."""
 
     def add(self, line: SlotLogLine) -> list[SlotLogLine]:
         """Return the lines that can be shown now."""
-        if self._rules_left:
-            self._rules_left -= bool(_RULE.fullmatch(line.text))
+        if self._is_in_report(line.text):
             self._folded.append(line)
             return []
         if self._held:
             return self._continue_traceback(line)
-        if line.text.endswith(_TRACEBACK):
+        if line.text.endswith(TRACEBACK):
             self._held = [line]
             return []
         if _LOGGED.match(line.text):
             self._folded.append(line)
             return []
         return [*self._summary(), line]
+
+    def _is_in_report(self, text: str) -> bool:
+        """Whether a line belongs to the failure report, which is cut short if torchrun is killed meanwhile."""
+        if not self._rules_left:
+            return False
+        self._report_lines += 1
+        self._has_traceback = self._has_traceback or bool(_ERROR_FILE_TRACEBACK.match(text))
+        is_known = self._has_traceback or _REPORT_LINE.fullmatch(text.rstrip())
+        if not is_known or self._report_lines > _MAX_REPORT_LINES:
+            self._rules_left = 0
+            return False
+        self._rules_left -= bool(_RULE.fullmatch(text))
+        return True
 
     def finish(self) -> list[SlotLogLine]:
         """Return what is left at the end of the log."""
@@ -68,6 +89,7 @@ class _Fold:
         if exception := _EXCEPTION.match(line.text):
             self._folded += [*self._take_held(), line]
             self._rules_left = 2 * (exception["name"] == "ChildFailedError")
+            self._report_lines, self._has_traceback = 0, False
             return []
         held = self._take_held()
         return [*self._summary(), *held, *self.add(line)]

@@ -15,17 +15,16 @@ from typing import NamedTuple
 
 from stoker.telemetry.events import PREFIX, Event, split_line
 from stoker.telemetry.log_times import LogTimes
-from stoker.telemetry.progress_bars import is_redrawn, last_state
+from stoker.telemetry.progress_bars import COLOUR, is_redrawn, last_state
 
 MAX_LINE_BYTES = 1 << 20
 """Size after which a line without a newline is returned as it is."""
 
 _BLOCK = 1 << 20
 _NAME = re.compile(r"(?P<role>.+)-(?P<index>\d{1,9})\.(?P<attempt>\d{1,9})\.log")
-_COLOUR = r"\x1b\[[0-9;]*m"
 # Prefixes that mpirun, torchrun and Ray add to a line: [1,0]<stdout>: or [default0]: or (worker pid=12, ip=10.0.0.1).
 _TAG = re.compile(
-    rf"(?:\s|{_COLOUR}|\[[A-Za-z]*\d[\w.,/:-]*\](?:<std\w+>)?:?|\([^()]*\bpid=\d+[^()]*\))*", re.ASCII | re.DOTALL
+    rf"(?:\s|{COLOUR}|\[[A-Za-z]*\d[\w.,/:-]*\](?:<std\w+>)?:?|\([^()]*\bpid=\d+[^()]*\))*", re.ASCII | re.DOTALL
 )
 
 
