@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from stoker.api import Run
+from stoker.cli.runs import print_logs
+from stoker.jobs.launcher import SlotLogLine
 from stoker.jobs.run_folder import RunFolder
+from stoker.jobs.topology import Slot
+from stoker.launchers.torchrun_output import describe_folded
 from stoker.telemetry.log_times import index_path
 from tests.support.runs import Runs
 from tests.support.trees import stoker
@@ -17,6 +24,10 @@ from tests.support.waiting import wait_until
 
 RUN_ID = "small-20260101-000000-abcd"
 HOUR = 3600
+TORCHRUN_LINES = [
+    f"E0101 10:00:00.{number:06d} 1 torch/distributed/elastic/multiprocessing/api.py:1028] failed"
+    for number in range(20)
+]
 LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ) (.*)")
 
 
@@ -50,6 +61,44 @@ def test_selected_lines(
 ) -> None:
     assert stoker("job", "logs", written.id, *words) == 0
     assert capsys.readouterr().out.splitlines() == expected
+
+
+@pytest.fixture
+def failed(runs: Runs, stoker_home: Path) -> RunFolder:
+    """A run whose program failed, with torchrun's report after the error."""
+    run = runs.write(stoker_home, RUN_ID)
+    (run.logs / "worker-0.0.log").write_text("\n".join(["starting", "ValueError: mine", *TORCHRUN_LINES]) + "\n")
+    return run
+
+
+@pytest.mark.parametrize("words", [[], ["--follow"]])
+def test_last_lines_on_a_terminal_are_those_of_the_program(
+    failed: RunFolder, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    folded = describe_folded(len(TORCHRUN_LINES))
+    for tail, expected in ((2, ["ValueError: mine", folded]), (9, ["starting", "ValueError: mine", folded]), (0, [])):
+        assert stoker("job", "logs", failed.id, "--tail", str(tail), *words) == 0
+        assert capsys.readouterr().out.splitlines() == expected
+
+
+def test_last_lines_elsewhere_are_those_of_the_log(failed: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stoker("job", "logs", failed.id, "--tail", "3") == 0
+    assert capsys.readouterr().out.splitlines() == TORCHRUN_LINES[-3:]
+
+
+def test_interrupt_clears_a_progress_bar(
+    written: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_args: object, **_options: object) -> Iterator[SlotLogLine]:
+        yield SlotLogLine(Slot("worker", 0), 0, "10%", is_partial=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(Run, "logs", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        print_logs(Run.find(written.id), None, follow=True)
+    assert capsys.readouterr().out.endswith("10%\r\x1b[K")
 
 
 def test_timestamps_are_those_of_the_index(written: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from stoker.cli.log_view import LogView
@@ -13,6 +15,7 @@ from stoker.cli.output import print_message
 
 if TYPE_CHECKING:
     from stoker.api import Run
+    from stoker.jobs.launcher import SlotLogLine
     from stoker.jobs.status import JobStatus
     from stoker.telemetry.events import Event
 
@@ -48,20 +51,35 @@ def print_logs(
     """
     from stoker.core.units import pluralize
     from stoker.jobs.topology import list_slots
-    from stoker.launchers.torchrun_output import fold_torchrun_output
 
-    lines = run.logs(slot, follow=follow, tail=tail, partial=True)
     if fold or sys.stdout.isatty():
-        lines = fold_torchrun_output(lines)
+        lines = _read_folded(run, slot, follow=follow, tail=tail)
+    else:
+        lines = run.logs(slot, follow=follow, tail=tail, partial=True)
     view = LogView(slots=slot is None and len(list_slots(run.job.spec)) > 1, timestamps=timestamps)
     untimed = 0
-    for line in lines:
-        untimed += bool(since and not line.time)
-        if line.attempt >= first and line.time >= since and not quiet:
-            view.print(line)
-    view.clear()
+    try:
+        for line in lines:
+            untimed += bool(since and not line.time)
+            if line.attempt >= first and line.time >= since and not quiet:
+                view.print(line)
+    finally:
+        view.clear()
     if untimed:
         print_message(f"Left out {pluralize(untimed, 'line')} without a time: logs of earlier versions have none")
+
+
+def _read_folded(run: Run, slot: str | None, *, follow: bool, tail: int | None) -> Iterator[SlotLogLine]:
+    """Yield the log lines without those of torchrun, or the last `tail` of what is left of them."""
+    from stoker.launchers.torchrun_output import fold_torchrun_output
+
+    lines = fold_torchrun_output(run.logs(slot, follow=follow, partial=True))
+    if tail is None:
+        return lines
+    if not follow:
+        return iter(deque(lines, maxlen=tail))
+    count = sum(1 for _ in fold_torchrun_output(run.logs(slot)))
+    return islice(lines, max(0, count - tail), None)
 
 
 @contextmanager
