@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,28 @@ def test_log_without_an_index_has_no_times(log: Path) -> None:
     assert find_all(log, 0) == [None]
     index_path(log).write_text("garbage\n12\n")
     assert find_all(log, 0) == [None]
+
+
+def test_index_of_a_long_run_takes_little_memory(log: Path) -> None:
+    index_path(log).write_text("".join(f"{number * 1000} {1e9 + number:.3f}\n" for number in range(50_000)))
+    times = LogTimes(log)
+    tracemalloc.start()
+    times.refresh()
+    used, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 50_000 * 24
+    assert peak < 50_000 * 48
+    assert times.find(49_999 * 1000) == 1e9 + 49_999
+
+
+def test_index_is_read_up_to_its_last_complete_line(log: Path) -> None:
+    times = LogTimes(log)
+    index_path(log).write_text("0 1.000\n10 2.0")
+    times.refresh()
+    assert times.find(10) == 1.0
+    index_path(log).write_text(f"0 1.000\n10 2.000\n{2**64} 3.000\n")
+    times.refresh()
+    assert times.find(2**62) == 2.0
 
 
 def test_sampler_continues_after_what_was_recorded(log: Path) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stoker.telemetry import reader
 from stoker.telemetry.events import PREFIX, Event, Recorder
+from stoker.telemetry.log_times import LogTimes
+from stoker.telemetry.progress_bars import last_state
 from stoker.telemetry.reader import Gap, LogTail, RunTail, find_gaps, list_log_files, read_log, read_run, strip_events
 
 TAGS = ["[1,0]<stdout>:", "[default3]:", "(worker pid=12, ip=10.0.0.1) ", "\x1b[36m(f pid=7)\x1b[0m ", " "]
@@ -127,6 +131,42 @@ def test_growing_run_finds_new_slots(tmp_path: Path) -> None:
     ]
 
 
+def test_plain_text_is_not_searched_for_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "log"
+    path.write_text(f"one\n{event_line()}\ntwo\n")
+    search = Mock(wraps=last_state)
+    monkeypatch.setattr(reader, "last_state", search)
+    assert read_log(path).lines == ["one", "two"]
+    search.assert_not_called()
+
+
+def test_events_are_read_without_the_times_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker-0.0.log").write_text(f"one\n{event_line(0, 5.0)}\ntwo\n")
+    monkeypatch.delattr(LogTimes, "refresh")
+    tail = RunTail(tmp_path)
+    assert [event.t for event in tail.events()] == [5.0]
+    monkeypatch.undo()
+    with (tmp_path / "worker-0.0.log").open("a") as file:
+        file.write("three\n")
+    assert [(line.t, line.text) for line in tail.lines()] == [(5.0, "three")]
+
+
+def test_bars_of_unchanged_logs_are_not_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "worker-0.0.log"
+    path.write_bytes(b"\r10%\r20%")
+    draw = Mock(wraps=last_state)
+    monkeypatch.setattr(reader, "last_state", draw)
+    tail = RunTail(tmp_path)
+    states = []
+    for written in (b"", b"", b"\r30%", b"", b"\n"):
+        with path.open("ab") as file:
+            file.write(written)
+        lines = [line.text for line in tail.lines()]
+        states.append([bar.text for bar in tail.changed_bars()] + lines)
+    assert states == [["20%"], [], ["30%"], [], ["30%"]]
+    assert draw.call_count == 3
+
+
 def test_find_gaps() -> None:
     assert find_gaps([]) == []
     assert find_gaps([event(0), event(1), event(2)]) == []
@@ -140,7 +180,10 @@ def test_find_gaps() -> None:
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.binary(max_size=30) | st.sampled_from([event_line().encode() + b"\n", PREFIX.encode(), b"\n"])),
+    st.lists(
+        st.binary(max_size=30)
+        | st.sampled_from([event_line().encode() + b"\n", PREFIX.encode(), b"\n", b"\r5%", b"\x1b[K"])
+    ),
     st.data(),
 )
 def test_any_bytes_in_any_pieces_give_the_same_content(pieces: list[bytes], data: st.DataObject) -> None:

@@ -8,9 +8,11 @@ times come from whoever took the lines from the program.
 from __future__ import annotations
 
 import time
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterable
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 
 RESOLUTION_S = 1.0
@@ -61,27 +63,32 @@ class LogTimes:
 
     def __init__(self, log: Path) -> None:
         self._path, self._position, self.is_sampled = index_path(log), 0, False
-        self._offsets: list[int] = []
-        self._times: list[float] = []
+        # Arrays, because the log of a week has more than half a million records.
+        self._offsets, self._times = array("q"), array("d")
 
     def refresh(self) -> None:
         """Read what was added to the index."""
         with suppress(OSError), open(self._path, "rb") as file:
             file.seek(self._position)
-            data = file.read()
-            data = data[: data.rfind(b"\n") + 1]
-            self._position += len(data)
-            for line in data.decode(errors="replace").splitlines():
-                self._add(line)
+            for line in file:
+                if not line.endswith(b"\n"):  # the rest is still to come
+                    break
+                self._position += len(line)
+                self._add(line.decode(errors="replace").rstrip())
 
     def find(self, offset: int) -> float | None:
         """Return when the line at this offset was written; None if the index does not say."""
         number = bisect_right(self._offsets, offset)
         return self._times[number - 1] if number else None
 
+    def next_offset(self, offset: int) -> float:
+        """Return the first offset after this one with a time of its own; infinity if there is none."""
+        number = bisect_right(self._offsets, offset)
+        return self._offsets[number] if number < len(self._offsets) else inf
+
     def _add(self, line: str) -> None:
         self.is_sampled = self.is_sampled or line == SAMPLED
-        with suppress(ValueError):  # the header, or a line that a full disk has cut
+        with suppress(ValueError, OverflowError):  # the header, or a line that a full disk has cut
             offset, when = line.split()
             start, written = int(offset), float(when)
             while self._offsets and self._offsets[-1] >= start:  # the log was truncated and copied again

@@ -24,6 +24,11 @@ def is_redrawn(text: str) -> bool:
     return _CONTROL.search(text) is not None
 
 
+def may_be_redrawn(data: bytes) -> bool:
+    """Whether a log has a character that `is_redrawn` looks for; much faster than looking at every line."""
+    return b"\r" in data or b"\b" in data or b"\x1b" in data
+
+
 def strip_colours(text: str) -> str:
     """Return a text without the escape sequences that set colours and styles."""
     return _COLOUR.sub("", text)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from stoker.telemetry.events import PREFIX, Event, split_line
 from stoker.telemetry.log_times import LogTimes
-from stoker.telemetry.progress_bars import COLOUR, is_redrawn, last_state
+from stoker.telemetry.progress_bars import COLOUR, is_redrawn, last_state, may_be_redrawn
 
 MAX_LINE_BYTES = 1 << 20
 """Size after which a line without a newline is returned as it is."""
@@ -86,12 +86,19 @@ class LogTail:
         """Where the line begins that was yielded last."""
         self._bar = ""
         """The last state of a progress bar whose line an event has ended, or that is very long."""
+        self._is_plain = False
+        """Whether the lines of the current block need not be searched for progress bars."""
+        self._partial, self._partial_at = "", (0, 0, 0, "")
 
     @property
     def partial(self) -> str:
         """The current state of a last line that is a progress bar; empty if there is none."""
-        text = self._bar + self._rest.decode(errors="replace")
-        return last_state(text) if is_redrawn(text) or self._bar else ""
+        position = (self._inode, self._offset, len(self._rest), self._bar)
+        if position != self._partial_at:  # otherwise nothing was written: this is asked for at every poll
+            text = self._bar + self._rest.decode(errors="replace")
+            self._partial = last_state(text) if is_redrawn(text) or self._bar else ""
+            self._partial_at = position
+        return self._partial
 
     def read(self, *, final: bool = False) -> LogContent:
         """Return the new complete lines; with `final`, when the writer has exited, also a last incomplete one."""
@@ -107,7 +114,11 @@ class LogTail:
         """Yield the new text and events one by one, in the order of the log; of a progress bar, its last state."""
         for raw in self._new_lines(final):
             line = raw.decode(errors="replace")
-            events, text = _split(line) if PREFIX in line else ([], line)
+            has_events = PREFIX in line
+            if self._is_plain and not has_events:
+                yield line
+                continue
+            events, text = _split(line) if has_events else ([], line)
             if events and text and is_redrawn(text):  # the newline is that of the event: the program draws on
                 self._bar = last_state(self._bar + text)
             elif text is not None:
@@ -141,7 +152,9 @@ class LogTail:
             while block := file.read(_BLOCK):
                 begin = self._offset - len(self._rest)
                 self._offset += len(block)
-                *lines, self._rest = (self._rest + block).split(b"\n")
+                data = self._rest + block
+                self._is_plain = not self._bar and not may_be_redrawn(data)
+                *lines, self._rest = data.split(b"\n")
                 for line in lines:
                     self.line_offset, begin = begin, begin + len(line) + 1
                     yield line
@@ -201,7 +214,7 @@ class RunTail:
 
     def events(self, *, final: bool = False) -> list[Event]:
         """Return the new events, sorted by time, without the text."""
-        events = (part for file in self._files() for part in self._parts(file, final) if isinstance(part, Event))
+        events = (event for file in self._files() for event in self._events(file, final))
         return sorted(events, key=lambda event: event.t)
 
     def changed_bars(self) -> list[LogLine]:
@@ -217,10 +230,23 @@ class RunTail:
     def _lines(self, file: LogFile, final: bool) -> Iterator[LogLine]:
         return (part for part in self._parts(file, final) if isinstance(part, LogLine))
 
-    def _parts(self, file: LogFile, final: bool) -> Iterator[Event | LogLine]:
+    def _events(self, file: LogFile, final: bool) -> Iterator[Event]:
+        """Yield the new events of a log; when its text was written need not be found out."""
+        tail, clock = self._open(file)
+        for part in tail.iter_parts(final=final):
+            if isinstance(part, Event):
+                clock.last_event = max(part.t, clock.last_event)
+                yield _with_slot(part, file)
+
+    def _open(self, file: LogFile) -> tuple[LogTail, _LineClock]:
+        """Return the reader of a log and its clock, for a new pass."""
         tail = self._tails.setdefault(file, LogTail(file.path))
         clock = self._clocks.setdefault(file, _LineClock(file.path))
         clock.start_pass()
+        return tail, clock
+
+    def _parts(self, file: LogFile, final: bool) -> Iterator[Event | LogLine]:
+        tail, clock = self._open(file)
         for part in tail.iter_parts(final=final):
             if isinstance(part, Event):
                 clock.last_event = max(part.t, clock.last_event)
@@ -236,23 +262,29 @@ class _LineClock:
         self._index = LogTimes(log)
         self._read_at, self._previous_read_at, self._last = 0.0, 0.0, 0.0
         self._is_fresh = False
+        self._same_until = 0.0
+        """The offset up to which lines have the same time as the last one."""
         self.last_event = 0.0
 
     def start_pass(self) -> None:
         """Begin to read what was added to the log since the last pass."""
         self._previous_read_at, self._read_at = self._read_at, time.time()
-        self._is_fresh = False
+        self._is_fresh, self._same_until = False, 0.0
 
     def time_of(self, offset: int) -> float:
-        """Return when the line at this offset was written; 0 if that is not known."""
+        """Return when the line at this offset was written; 0 if that is not known. Offsets ascend in a pass."""
+        if offset < self._same_until:
+            return self._last
         if not self._is_fresh:
             self._index.refresh()
             self._is_fresh = True
         written = self._index.find(offset)
         if written is None:
             written = self.last_event
-        elif self._index.is_sampled:  # the sample may still be missing, but the line was not there in the last pass
-            written = max(written, self._previous_read_at)
+        else:
+            self._same_until = self._index.next_offset(offset)
+            if self._index.is_sampled:  # the sample may still be missing, but the line was not there in the last pass
+                written = max(written, self._previous_read_at)
         self._last = max(written, self._last)
         return self._last
 
