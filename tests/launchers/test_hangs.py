@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import linecache
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from stoker.jobs.topology import Slot
-from stoker.launchers.hangs import SilentRank, StackDump, describe_hang, find_collective, main_stacks
+from stoker.launchers.hangs import Frame, RankPosition, StackDump, describe_hang, find_collective, main_stacks
+from tests.support.waiting import wait_until
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 ALL_REDUCE = f"""\
@@ -37,11 +42,11 @@ Current thread 0x00007f13a2bd9b80 (most recent call first):
 FIRST, SECOND = Slot("worker", 0), Slot("worker", 1)
 
 
-def rank(number: int, slot: Slot = FIRST, step: int = 7, shard: str = "") -> SilentRank:
-    return SilentRank(slot, number, step, shard)
+def rank(number: int, slot: Slot = FIRST, step: int = 7, shard: str = "") -> RankPosition:
+    return RankPosition(slot, number, step, shard)
 
 
-def describe(silent: Sequence[SilentRank], *stacks: Sequence[str]) -> tuple[str, Slot]:
+def describe(silent: Sequence[RankPosition], *stacks: Sequence[str]) -> tuple[str, Slot]:
     """Describe the hang of ranks with these stacks."""
     dumps = [StackDump((one,), lines) for one, lines in zip(silent, stacks, strict=False)]
     return describe_hang(silent, dumps, 60, lambda *_: "")
@@ -74,9 +79,25 @@ def test_waiting_for_a_rank_that_is_not_known() -> None:
 
 
 def test_rank_without_a_heartbeat_can_be_the_one() -> None:
-    dumps = [StackDump((rank(0),), ALL_REDUCE), StackDump((SilentRank(FIRST, 1),), SLEEP)]
+    dumps = [StackDump((rank(0),), ALL_REDUCE), StackDump((RankPosition(FIRST, 1),), SLEEP)]
     message, _ = describe_hang([rank(0)], dumps, 60, lambda *_: "")
     assert message.startswith("worker/0 (rank 1) hung before its first heartbeat: ")
+
+
+def test_rank_that_sends_heartbeats_is_waited_for_but_has_not_hung() -> None:
+    """Rank 1 waits in a barrier while rank 0 validates."""
+    dumps = [StackDump((rank(0, step=8),), SLEEP), StackDump((rank(1, SECOND),), ALL_REDUCE)]
+    message, slot = describe_hang([rank(1, SECOND)], dumps, 60, lambda *_: "")
+    assert message.startswith("worker/1 (rank 1) hung at step 7: ")
+    assert "all_reduce for rank 0" in message
+    assert "data.py:20 in load" in message
+    assert slot == SECOND
+
+
+def test_place_of_a_rank_that_sends_heartbeats_is_not_that_of_the_hang() -> None:
+    message, _ = describe_hang([rank(1)], [StackDump((rank(0),), SLEEP)], 60, lambda *_: "")
+    assert message.startswith("worker/0 (rank 1) hung at step 7: ")
+    assert "data.py" not in message
 
 
 def test_ranks_of_a_remote_slot_share_a_dump() -> None:
@@ -84,6 +105,29 @@ def test_ranks_of_a_remote_slot_share_a_dump() -> None:
     dumps = [StackDump(tuple(silent[:2]), [*ALL_REDUCE, *ALL_REDUCE]), StackDump(tuple(silent[2:]), ALL_REDUCE + SLEEP)]
     message, _ = describe_hang(silent, dumps, 60, lambda *_: "")
     assert message.startswith("worker/1 (ranks 2-3) hung at step 7: ")
+
+
+def test_rank_in_a_download_does_not_wait_for_other_ranks(tmp_path: Path) -> None:
+    """The stack ends in the standard library, in a line that calls `recv_into`."""
+    program = "import faulthandler, signal, sys, urllib.request; faulthandler.register(signal.SIGUSR1)\n"
+    program += "urllib.request.urlopen(sys.argv[1])"
+    dump = tmp_path / "stderr"
+
+    def innermost_frame() -> Frame:
+        process.send_signal(signal.SIGUSR1)
+        stacks = main_stacks(dump.read_text().splitlines())
+        return stacks[-1][0] if stacks else Frame("", 0, "")
+
+    with socket.create_server(("127.0.0.1", 0)) as server, dump.open("w") as stderr:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/"
+        with subprocess.Popen([sys.executable, "-c", program, url], stderr=stderr) as process:
+            connection, _ = server.accept()  # its handler of SIGUSR1 is in place
+            with connection:
+                wait_until(lambda: innermost_frame().function == "readinto")
+                process.kill()
+    stack = main_stacks(dump.read_text().splitlines())[-1]
+    assert "recv_into(" in linecache.getline(stack[0].file, stack[0].line)
+    assert find_collective(stack, linecache.getline) == ""
 
 
 def test_position_is_named_as_far_as_ranks_agree() -> None:
@@ -104,7 +148,16 @@ def test_main_thread_without_a_current_thread_is_the_last() -> None:
     [
         ("comm.Allreduce(a, b)", "Allreduce"),
         ("MPI.COMM_WORLD.Barrier()", "Barrier"),
+        ("total = self.comm.allreduce(loss, op=MPI.SUM)", "allreduce"),
+        ("node_comm.Bcast(weights, root=0)", "Bcast"),
         ("work.wait()", "wait"),
+        ("MPI.Request.Waitall(requests)", "Waitall"),
+        ("data = sock.recv(1 << 20)", ""),
+        ("total = functools.reduce(operator.add, losses)", ""),
+        ("picked = logits.gather(1, labels)", ""),
+        ("target.scatter_(1, labels, 1.0)", ""),
+        ("await asyncio.gather(*downloads)", ""),
+        ("process.wait()", ""),
         ("time.sleep(1000)", ""),
         ("batch = next(batches)", ""),
     ],

@@ -13,7 +13,7 @@ import pytest
 from stoker.core.units import Seconds
 from stoker.jobs.run_folder import RunFolder, create_run
 from stoker.jobs.topology import Command, Slot
-from stoker.launchers.hangs import SilentRank
+from stoker.launchers.hangs import RankPosition
 from stoker.launchers.monitor import PENDING_MARK, AttemptMonitor
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.process_group import ProcessGroup
@@ -66,7 +66,7 @@ def test_slots_are_pending_until_placement_is_reported(run: RunFolder) -> None:
 def test_exited_remote_slot_is_not_a_hang(run: RunFolder) -> None:
     processes = ProcessGroup(run, 0, {})
     monitor = monitor_with_silent_ranks(run, FIRST)
-    assert monitor.find_silent_ranks(processes, {FIRST: None, SECOND: None}) == [SilentRank(FIRST, 0, 5)]
+    assert monitor.find_silent_ranks(processes, {FIRST: None, SECOND: None}) == [RankPosition(FIRST, 0, 5)]
     assert monitor.find_silent_ranks(processes, {FIRST: 0, SECOND: None}) == []
     assert monitor.last_step == 5
 
@@ -77,10 +77,10 @@ def test_rank_with_an_exit_mark_is_not_a_hang(run: RunFolder) -> None:
         events.mark(RANK_EXIT_MARK, code=0)
     monitor.read_events()
     silent = monitor.find_silent_ranks(ProcessGroup(run, 0, {}), {FIRST: None, SECOND: None})
-    assert silent == [SilentRank(SECOND, 1, 5)]
+    assert silent == [RankPosition(SECOND, 1, 5)]
 
 
 def test_every_silent_rank_is_found(run: RunFolder) -> None:
     monitor = monitor_with_silent_ranks(run, FIRST, SECOND)
     silent = monitor.find_silent_ranks(ProcessGroup(run, 0, {}), {FIRST: None, SECOND: None})
-    assert silent == [SilentRank(FIRST, 0, 5), SilentRank(SECOND, 1, 5)]
+    assert silent == [RankPosition(FIRST, 0, 5), RankPosition(SECOND, 1, 5)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,9 +17,14 @@ _FRAME = re.compile(r'\s*File "(?P<file>.+)", line (?P<line>\d+) in (?P<function
 _COLLECTIVE_FILE = re.compile(
     r"(?:^|/)(?:torch/distributed/(?!elastic/)|torch/nn/parallel/distributed\.py|horovod/|deepspeed/comm/)"
 )
-# A call into C that may wait for other ranks: the innermost Python frame is that of the caller.
+# Files whose calls into C wait for something else than ranks: a socket, a lock, a child process.
+_STANDARD_LIBRARY_FILE = re.compile(r"^<frozen |/lib(?:64)?/python3\.\d+t?/(?!(?:site|dist)-packages/)")
+# A call into C that waits for other ranks: the innermost Python frame is that of the caller. These are calls of a
+# communicator of mpi4py, and of what a non-blocking operation returns, by the names that its documentation uses.
 _COLLECTIVE_CALL = re.compile(
-    r"\b(?P<name>(?:i?all_?)?(?:reduce|gather|scatter|to_?all)\w*|i?(?:barrier|bcast|broadcast|recv)\w*|wait|synchronize)\(",
+    r"\b(?:\w+_)?(?:inter|intra)?comm(?:_\w+)?\.(?P<operation>"
+    r"(?:all)?(?:reduce|gather|scatter|toall)\w*|barrier|bcast|(?:ex)?scan|s?send|(?:m|send)?recv\w*|m?probe|split|dup)\("
+    r"|\b(?:work|handle|req|request)s?\.(?P<wait>wait(?:all|any|some)?)\(",
     re.IGNORECASE,
 )
 _BACKWARD = "_engine_run_backward"
@@ -43,8 +48,8 @@ class Frame(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SilentRank:
-    """A rank without a recent heartbeat: its last step, -1 if it never sent one, and the shard that it was reading."""
+class RankPosition:
+    """Where a rank is in the training: its last step, -1 before its first heartbeat, and the shard it was reading."""
 
     slot: Slot
     rank: int
@@ -61,7 +66,7 @@ class SilentRank:
 class StackDump:
     """What processes printed on SIGUSR1: one rank, or all ranks of a remote slot, which share a log."""
 
-    ranks: tuple[SilentRank, ...]
+    ranks: tuple[RankPosition, ...]
     lines: Sequence[str]
 
 
@@ -73,11 +78,11 @@ class Hang(NamedTuple):
 
 
 def describe_hang(
-    silent: Sequence[SilentRank], dumps: Iterable[StackDump], hang_after_s: float, read_source: SourceReader
+    silent: Sequence[RankPosition], dumps: Iterable[StackDump], hang_after_s: float, read_source: SourceReader
 ) -> Hang:
     """Return which ranks hang: those outside a collective if others wait in one, otherwise all silent ranks."""
     waiting: dict[RankKey, str] = {}
-    elsewhere: dict[RankKey, tuple[SilentRank, Frame]] = {}
+    elsewhere: list[tuple[RankPosition, Frame]] = []
     for dump in dumps:
         stacks = main_stacks(dump.lines)
         operations = [find_collective(stack, read_source) for stack in stacks]
@@ -86,21 +91,31 @@ def describe_hang(
             if all(operations):
                 waiting[rank.key] = operations[0]
             else:
-                elsewhere[rank.key] = rank, stacks[operations.index("")][0]
-    details = ""
-    hung = list(silent)
-    if elsewhere and waiting:
-        hung = [rank for rank, _ in elsewhere.values()]
-        frame = next(iter(elsewhere.values()))[1]
-        others = _format_ranks([rank for _, rank in waiting])
-        verb = "waits" if len(waiting) == 1 else "wait"
-        details = f"; at {frame}, while {others} {verb} in {_join_names(waiting.values())}"
-    elif waiting:
-        details = f"; waiting for another rank in {_join_names(waiting.values())}"
-    elif len(elsewhere) == 1:
-        details = f"; at {next(iter(elsewhere.values()))[1]}"
+                elsewhere.append((rank, stacks[operations.index("")][0]))
+    silent_keys = {rank.key for rank in silent}
+    stuck = [(rank, frame) for rank, frame in elsewhere if rank.key in silent_keys or rank.step < 0]
+    hung = [rank for rank, _ in stuck] if stuck and waiting else list(silent)
+    details = _format_details(waiting, stuck, elsewhere)
     reason = f"no heartbeat for {format_duration(hang_after_s)}{details}"
     return Hang(f"{_format_subjects(hung)} hung {_format_position(hung)}: {reason}", hung[0].slot)
+
+
+def _format_details(
+    waiting: Mapping[RankKey, str],
+    stuck: Sequence[tuple[RankPosition, Frame]],
+    elsewhere: Sequence[tuple[RankPosition, Frame]],
+) -> str:
+    """Return where the hung ranks are: `stuck` are the silent ones of those that are not in a collective."""
+    if not waiting:
+        return f"; at {stuck[0][1]}" if len(stuck) == 1 else ""
+    operations = " and ".join(dict.fromkeys(waiting.values()))
+    if stuck:
+        verb = "waits" if len(waiting) == 1 else "wait"
+        return f"; at {stuck[0][1]}, while {_format_ranks([rank for _, rank in waiting])} {verb} in {operations}"
+    if elsewhere:
+        awaited = _format_ranks([rank.rank for rank, _ in elsewhere])
+        return f"; waiting in {operations} for {awaited}, still sending heartbeats, at {elsewhere[0][1]}"
+    return f"; waiting for another rank in {operations}"
 
 
 def main_stacks(lines: Iterable[str]) -> list[list[Frame]]:
@@ -127,15 +142,13 @@ def find_collective(stack: Sequence[Frame], read_source: SourceReader) -> str:
         names.append(frame.function)
     if names:
         return next((name for name in reversed(names) if name != _WRAPPER), names[-1])
+    if _STANDARD_LIBRARY_FILE.search(stack[0].file):
+        return ""
     call = _COLLECTIVE_CALL.search(read_source(stack[0].file, stack[0].line))
-    return call["name"] if call else ""
+    return call["operation"] or call["wait"] if call else ""
 
 
-def _join_names(names: Iterable[str]) -> str:
-    return " and ".join(dict.fromkeys(names))
-
-
-def _format_subjects(ranks: Sequence[SilentRank]) -> str:
+def _format_subjects(ranks: Sequence[RankPosition]) -> str:
     """Return the ranks by slot: `worker/0 (ranks 0-3), worker/1 (rank 4)`."""
     by_slot: dict[Slot, list[int]] = {}
     for rank in sorted(ranks, key=lambda rank: rank.key):
@@ -155,7 +168,7 @@ def _format_ranks(numbers: Iterable[int]) -> str:
     return f"rank {texts[0]}" if texts and spans[0][0] == spans[-1][1] else f"ranks {join_some(texts)}"
 
 
-def _format_position(ranks: Sequence[SilentRank]) -> str:
+def _format_position(ranks: Sequence[RankPosition]) -> str:
     """Return where the ranks are in the training, as far as they agree."""
     steps = sorted({rank.step for rank in ranks})
     if steps[-1] < 0:

@@ -17,7 +17,7 @@ from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.topology import Slot
 from stoker.launchers.diagnosis import LOST_MARK
-from stoker.launchers.hangs import RankKey, SilentRank, StackDump, describe_hang
+from stoker.launchers.hangs import RankKey, RankPosition, StackDump, describe_hang
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.process_group import ProcessGroup
 from stoker.telemetry.events import Event
@@ -114,7 +114,7 @@ class AttemptMonitor:
         self._heartbeats = {key: heartbeat for key, heartbeat in self._heartbeats.items() if key[0] != slot}
         self.lost_slots.discard(slot)
 
-    def find_silent_ranks(self, processes: ProcessGroup, exit_codes: Mapping[Slot, int | None]) -> list[SilentRank]:
+    def find_silent_ranks(self, processes: ProcessGroup, exit_codes: Mapping[Slot, int | None]) -> list[RankPosition]:
         """Return the live ranks that hang: one without a heartbeat for `hang_after`, others for half of that."""
         now = time.monotonic()
         if self._hang_after_s <= 0 or all(beat.at >= now - self._hang_after_s for beat in self._heartbeats.values()):
@@ -127,13 +127,13 @@ class AttemptMonitor:
                 del self._heartbeats[key]  # it exited normally, or the rank has a new process
         if all(beat.at >= now - self._hang_after_s for beat in self._heartbeats.values()):
             return []
-        return [self._silent_rank(key) for key, beat in sorted(self._heartbeats.items()) if beat.at < limit]
+        return [self._rank_position(key) for key, beat in sorted(self._heartbeats.items()) if beat.at < limit]
 
-    def _silent_rank(self, key: RankKey) -> SilentRank:
+    def _rank_position(self, key: RankKey) -> RankPosition:
         heartbeat = self._heartbeats[key]
-        return SilentRank(*key, step=heartbeat.step, shard=heartbeat.shard)
+        return RankPosition(*key, step=heartbeat.step, shard=heartbeat.shard)
 
-    def explain_hang(self, silent: Sequence[SilentRank], processes: ProcessGroup) -> str:
+    def explain_hang(self, silent: Sequence[RankPosition], processes: ProcessGroup) -> str:
         """Save the stacks of all ranks beside the logs, and return which rank hangs, in one sentence."""
         dumps = self._dump_stacks(processes)
         # The files of another machine may differ from those here.
@@ -159,7 +159,7 @@ class AttemptMonitor:
                 lines += self._read_until_quiet()
             text += [f"{slot}: {line}" for slot, line in lines]
             for slot in dict.fromkeys(slot for slot, _ in lines):
-                ranks = tuple(self._silent_rank(key) for key in sorted(self._heartbeats) if key[0] == slot)
+                ranks = tuple(self._rank_position(key) for key in sorted(self._heartbeats) if key[0] == slot)
                 dumps.append(StackDump(ranks, [line for source, line in lines if source == slot]))
         # Not the leaders: the profiler would forward the signal to a program without a handler.
         candidates = sorted(set(find_processes_by_env({"STOKER_RUN": self._run.id})) - set(leaders))
@@ -176,17 +176,17 @@ class AttemptMonitor:
         self._run.write(self._stacks_file.name, "".join(f"{line}\n" for line in text).encode())
         return dumps
 
-    def _ranks_of(self, pid: int, pids: Collection[int]) -> tuple[SilentRank, ...]:
+    def _ranks_of(self, pid: int, pids: Collection[int]) -> tuple[RankPosition, ...]:
         """Return the rank that a process is, from its heartbeats or else its environment; none for its descendants."""
         keys = [key for key, heartbeat in self._heartbeats.items() if heartbeat.pid == pid]
         if keys:
-            return tuple(map(self._silent_rank, keys))
+            return tuple(map(self._rank_position, keys))
         env = read_env(pid)
         slot, rank = env.get("STOKER_SLOT", ""), env.get("RANK", "")
         is_unknown = rank.isdigit() and all(known != int(rank) for _, known in self._heartbeats)
         if not slot or not is_unknown or parent_pid(pid) in pids:
             return ()
-        return (SilentRank(Slot.parse(slot), int(rank)),)
+        return (RankPosition(Slot.parse(slot), int(rank)),)
 
     def _read_until_quiet(self) -> list[tuple[Slot, str]]:
         """Read new lines until none arrive for a moment, for at most `STACK_DUMP_S`."""
