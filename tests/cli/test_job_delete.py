@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stoker.core.spec import to_json
 from stoker.errors import ConflictError
+from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.run_folder import RunFolder, list_runs
 from stoker.jobs.status import JobState
+from stoker.launchers.plan import LocalPlan
 from stoker.launchers.run_deletion import delete_run, plan_deletion
+from stoker.launchers.ssh.client import SshClient
+from stoker.launchers.ssh.plan import SlotRecord, SshPlan, records_folder
 from stoker.launchers.supervisor import supervisor_lock
 from tests.launchers.contract import is_ready
 from tests.support.runs import Runs
@@ -107,6 +113,44 @@ def test_checkpoints_that_a_running_run_uses_are_not_deleted(
     assert trained.folder.exists()
 
 
+def test_checkpoints_that_a_lost_run_uses_are_not_deleted(
+    runs: Runs, stoker_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = runs.write(stoker_home, OLD)
+    add_checkpoint(trained)
+    folder = {"dir": str(trained.folder / "checkpoints")}
+    user = runs.write(stoker_home, "eval-20250101-000000-abcd", JobState.LOST, checkpoint=folder)
+    assert stoker("job", "delete", trained.id) == 2
+    assert user.id in capsys.readouterr().err
+    assert trained.folder.exists()
+
+
+def test_finished_runs_that_use_the_checkpoints_are_listed(
+    runs: Runs, stoker_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = runs.write(stoker_home, OLD)
+    folder = {"dir": str(trained.folder / "checkpoints")}
+    user = runs.write(stoker_home, "eval-20250101-000000-abcd", checkpoint=folder)
+    (row,) = delete(capsys, trained.id, "--dry-run")
+    assert row["users"] == [user.id]
+    assert stoker("job", "delete", trained.id) == 0
+    assert user.id in capsys.readouterr().err
+    assert list_runs() == [user]
+
+
+def test_ssh_run_with_a_slot_of_unknown_exit_is_refused_until_it_is_stopped(runs: Runs, stoker_home: Path) -> None:
+    run = runs.write(stoker_home, OLD, JobState.FAILED)
+    run.write("handle", f"ssh://{run.folder}\n".encode())
+    run.write("processes.json", to_json(LocalPlan(slots={}, detached=True)))
+    records_folder(run).mkdir()
+    (records_folder(run) / "worker-0.0.json").write_bytes(to_json(SlotRecord(key="k")))
+    run.write("plan.json", to_json(SshPlan(slots={}, host_configs={}, client=SshClient(), source="")))
+    with pytest.raises(ConflictError, match="may still be running"):
+        plan_deletion(run)
+    LAUNCHERS.get("ssh")().stop(run.handle)
+    assert plan_deletion(run).state is JobState.FAILED
+
+
 def test_what_is_elsewhere_is_kept_and_named(
     runs: Runs, stoker_home: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +180,26 @@ def test_interrupted_deletion_is_completed_by_the_next(runs: Runs, stoker_home: 
     half.folder.rename(half.folder.with_name(f".{OLD}.deleted"))
     assert list_runs() == [run]
     delete_run(plan_deletion(run))
+    assert list((stoker_home / "runs").iterdir()) == []
+
+
+def test_run_that_another_process_has_deleted_is_no_error(runs: Runs, stoker_home: Path) -> None:
+    deletion = plan_deletion(runs.write(stoker_home, OLD))
+    delete_run(deletion)
+    delete_run(deletion)
+    assert list((stoker_home / "runs").iterdir()) == []
+
+
+def test_concurrent_deletions_do_not_break_each_other(runs: Runs, stoker_home: Path) -> None:
+    """Each of them also finds the folder that the other is removing."""
+    deletions = []
+    for number in range(12):
+        run = runs.write(stoker_home, f"small-20250101-0000{number:02}-abcd")
+        for name in range(200):
+            (run.folder / f"logs/{name}").touch()
+        deletions.append(plan_deletion(run))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(delete_run, deletions))
     assert list((stoker_home / "runs").iterdir()) == []
 
 

@@ -56,9 +56,9 @@ def delete(
 def _plan_deletions(names: list[str], older_than: str | None) -> list[RunDeletion]:
     """Return what to delete; raise ConflictError if a named run cannot be deleted, before any is."""
     from stoker.core.units import parse_duration
-    from stoker.errors import ConflictError, InputError
+    from stoker.errors import ConflictError, InputError, NotFoundError
     from stoker.jobs.run_lookup import resolve_exact_run
-    from stoker.launchers.run_deletion import find_expired, plan_deletion
+    from stoker.launchers.run_deletion import find_checkpoint_users, find_expired, plan_deletion
 
     if names and older_than is not None:
         raise InputError("RUN cannot be combined with --older-than", hint="pass one of them")
@@ -68,12 +68,15 @@ def _plan_deletions(names: list[str], older_than: str | None) -> list[RunDeletio
         runs = list(dict.fromkeys(map(resolve_exact_run, names)))
     else:
         runs = find_expired(parse_value("--older-than", parse_duration, older_than))
-    deletions, reasons = [], []
+    deletions, reasons, users = [], [], find_checkpoint_users()
     for run in runs:
         try:
-            deletions.append(plan_deletion(run))
+            deletions.append(plan_deletion(run, users))
         except ConflictError as error:
             reasons.append(str(error))
+        except NotFoundError:  # another process has deleted it meanwhile
+            if older_than is None:
+                raise
     if reasons and older_than is None:
         raise ConflictError("; ".join(reasons))
     for reason in reasons:
@@ -82,6 +85,7 @@ def _plan_deletions(names: list[str], older_than: str | None) -> list[RunDeletio
 
 
 def _print_deletions(deletions: Sequence[RunDeletion]) -> None:
+    from stoker.core.text import join_some
     from stoker.core.units import format_bytes
 
     if not deletions:
@@ -100,6 +104,9 @@ def _print_deletions(deletions: Sequence[RunDeletion]) -> None:
             for deletion in deletions
         ],
     )
+    for deletion in deletions:
+        if deletion.users:
+            print_message(f"The checkpoints of {deletion.run} are also those of {join_some(deletion.users)}")
 
 
 def _summarize(deletions: Sequence[RunDeletion], dry_run: bool) -> str:

@@ -400,9 +400,11 @@ def test_stop_cleans_up_a_lost_slot_of_a_failed_detached_run(
     message = run.read_status().message
     assert all(word in message for word in ("node2", "5 s", f"stoker job stop {run.id}")), message
     assert remote_processes(run)
+    assert stoker("job", "delete", run.id) == 2
     capsys.readouterr()
     assert stoker("job", "stop") == 0
     err = capsys.readouterr().err
     assert run.id in err
     assert "failed" in err
     wait_until(lambda: not remote_processes(run))
+    assert stoker("job", "delete", run.id) == 0

@@ -31,7 +31,7 @@ from stoker.launchers.paths import map_programs, programs_by_key, relative_to_wo
 from stoker.launchers.plan import LocalPlan, read_plan, requested_ports
 from stoker.launchers.process_group import REMOTE_SLOT_ENV
 from stoker.launchers.ssh.client import RESPONSE_TIMEOUT_S, Session, SshClient, expand_hosts, expand_slots
-from stoker.launchers.ssh.plan import HostConfig, SshPlan, read_exit_codes, read_ssh_plan
+from stoker.launchers.ssh.plan import HostConfig, SshPlan, read_exit_codes, read_ssh_plan, records_folder
 from stoker.launchers.ssh.preflight import (
     HostFacts,
     Issue,
@@ -141,7 +141,7 @@ class SshLauncher:
         """Stop the run through its supervisor; clean up the hosts if there is none, or if it could not reach a host."""
         run = _to_run(handle)
         if run.read_status().state in (JobState.FAILED, JobState.STOPPED, JobState.SUCCEEDED):
-            if _may_still_run(run):
+            if may_still_run(run):
                 _clean_up_hosts(run)
             return
         if not _is_attempt_over(run):  # a supervisor that reattaches would start another attempt
@@ -177,9 +177,16 @@ def _has_unknown_exits(run: RunFolder) -> bool:
     return any(code in (None, LOST_EXIT_CODE) for code in read_exit_codes(run, run.read_status().attempt))
 
 
-def _may_still_run(run: RunFolder) -> bool:
+def may_still_run(run: RunFolder) -> bool:
     """Whether slots of a finished detached run may still be running on their hosts."""
-    return (run.folder / "processes.json").exists() and read_plan(run).detached and _has_unknown_exits(run)
+    if not (run.folder / "processes.json").exists() or _clean_marker(run).exists():
+        return False
+    return read_plan(run).detached and _has_unknown_exits(run)
+
+
+def _clean_marker(run: RunFolder) -> Path:
+    """Return the file that exists once nothing of the last attempt is left on any host."""
+    return records_folder(run) / f"clean.{run.read_status().attempt}"
 
 
 # --- Checks
@@ -460,3 +467,5 @@ def _clean_up_hosts(run: RunFolder) -> None:
         if (status := run.read_status()).state is JobState.STOPPED:
             run.write_status(msgspec.structs.replace(status, state=JobState.LOST, message=message))
         raise UnavailableError(message, where=run.id)
+    records_folder(run).mkdir(exist_ok=True)
+    _clean_marker(run).touch()
