@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,28 @@ def test_ssh_run_with_a_slot_of_unknown_exit_is_refused_until_it_is_stopped(runs
         plan_deletion(run)
     LAUNCHERS.get("ssh")().stop(run.handle)
     assert plan_deletion(run).state is JobState.FAILED
+
+
+@pytest.mark.parametrize(("pods", "code", "state"), [([], 0, "stopped"), (["small-0"], 5, "lost")])
+def test_lost_kubernetes_run_can_be_deleted_once_its_pods_are_gone(
+    runs: Runs, stoker_home: Path, monkeypatch: pytest.MonkeyPatch, pods: list[str], code: int, state: str
+) -> None:
+    run = runs.write(stoker_home, OLD, JobState.LOST, grace=0)
+    run.write("handle", f"k8s://context/team/{OLD}\n".encode())
+
+    class Cluster(nullcontext[Any]):
+        def __enter__(self) -> Any:
+            return self
+
+        def list_objects(self, kind: str, labels: object) -> list[Any]:
+            return [{"metadata": {"name": name}} for name in pods] if kind == "Pod" else []
+
+    monkeypatch.setattr("stoker.launchers.kubernetes.launcher.KubeClient.for_target", lambda _: Cluster())
+    monkeypatch.setattr("stoker.launchers.kubernetes.lifecycle.DELETE_TIMEOUT_S", 0.1)
+    assert stoker("job", "stop", run.id) == code
+    assert run.read_status().state == state
+    assert stoker("job", "delete", run.id) == (2 if pods else 0)
+    assert run.folder.exists() == bool(pods)
 
 
 def test_what_is_elsewhere_is_kept_and_named(

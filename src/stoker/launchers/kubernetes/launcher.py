@@ -151,9 +151,10 @@ class KubernetesLauncher:
             remaining = delete_objects(client, run)
         if supervisor_pid(run) is not None:
             wait_until(lambda: supervisor_pid(run) is None, DELETE_TIMEOUT_S)
-        if not run.read_status().state.is_final:
+        status = run.read_status()
+        if not status.state.is_final or (status.state is JobState.LOST and not remaining):
             changes = {"state": JobState.STOPPED, "message": STOPPED_MESSAGE, "ended": time.time()}
-            run.write_status(msgspec.structs.replace(run.read_status(), **changes))
+            run.write_status(msgspec.structs.replace(status, **changes))
         if remaining:
             what = f"pods are still terminating: {', '.join(remaining[:3])}"
             hint = "their node may be unreachable; they are deleted when it returns"
