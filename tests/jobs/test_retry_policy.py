@@ -36,6 +36,10 @@ def attempts_of(*rows: tuple[int, int, float] | tuple[int, int, float, bool]) ->
         (attempts_of((255, 0, 2)), 3, NO_PROGRESS_AT_ALL),
         (attempts_of((1, -1, 2), (1, 0, 2)), 3, NO_PROGRESS_AT_ALL),
         (attempts_of((1, 100, 9), (1, 100, 9)), 3, NO_PROGRESS),
+        (attempts_of((1, 100, 9), (1, -1, 2)), 3, NO_PROGRESS),
+        (attempts_of((1, 100, 9), (-9, -1, 2), (1, -1, 2)), 3, NO_PROGRESS),
+        (attempts_of((1, 100, 9), (1, 0, 2)), 3, NO_PROGRESS),
+        (attempts_of((1, 0, 9), (1, -1, 2)), 3, NO_PROGRESS_AT_ALL),
     ],
 )
 def test_not_retried(attempts: list[Attempt], retries: int, reason: str) -> None:
@@ -53,7 +57,8 @@ def test_not_retried(attempts: list[Attempt], retries: int, reason: str) -> None
         attempts_of((1, 100, 9), (1, 101, 9)),
         attempts_of((1, -1, 2)),
         attempts_of((255, -1, 2), (255, -1, 2)),
-        attempts_of((1, 100, 9), (1, -1, 2)),
+        attempts_of((1, -1, 2), (1, 5, 9)),
+        attempts_of((1, 100, 9), (-9, -1, 2)),
         attempts_of((0, 5, 600, True)),
         attempts_of((1, 7, 9), (-9, 7, 9)),
     ],

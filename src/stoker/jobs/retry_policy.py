@@ -38,8 +38,8 @@ def decide_retry(attempts: Sequence[Attempt], retries: int, *, is_elastic: bool 
 
     In an elastic job torchrun restarts failed ranks itself, so only a lost rendezvous or hang is handled here. Invalid
     input and missing dependencies are never retried. A program that failed by itself is retried only if its heartbeats
-    report more steps than in the attempts before. One that sends no heartbeats, was killed, hung, or was lost with its
-    machine is always retried.
+    report more steps than in the attempts before. One that has sent no heartbeat in any attempt, was killed, hung, or
+    was lost with its machine is always retried.
     """
     last = attempts[-1]
     retried = len(attempts) - 1
@@ -51,7 +51,8 @@ def decide_retry(attempts: Sequence[Attempt], retries: int, *, is_elastic: bool 
     if has_failed_by_itself and is_elastic:
         return GiveUp(f"torchrun has reached its limit of {pluralize(retries, 'restart')}")
     if has_failed_by_itself and not _has_progressed(attempts):
-        return GiveUp(NO_PROGRESS if last.steps else NO_PROGRESS_AT_ALL)
+        has_ever_progressed = any(attempt.steps > 0 for attempt in attempts)
+        return GiveUp(NO_PROGRESS if has_ever_progressed else NO_PROGRESS_AT_ALL)
     return Restart(backoff_s(retried))
 
 
@@ -71,7 +72,6 @@ def backoff_s(retried: int) -> float:
 
 
 def _has_progressed(attempts: Sequence[Attempt]) -> bool:
-    """Whether the last attempt got further than all others; without heartbeats nothing speaks against it."""
-    last = attempts[-1]
-    best_before = max([0, *(attempt.steps for attempt in attempts[:-1])])
-    return last.steps < 0 or last.steps > best_before
+    """Whether the last attempt got further than all others; nothing speaks against it if none reported a step."""
+    steps = [attempt.steps for attempt in attempts]
+    return max(steps) < 0 or steps[-1] > max([0, *steps[:-1]])
