@@ -8,15 +8,19 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import stoker
+from stoker.api import HOSTS_NEED_SSH
 from stoker.errors import ConflictError, InputError, InterruptError, JobFailedError, NotFoundError, SpecError
-from stoker.jobs.run_folder import RunFolder as RunFolder
+from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import JobState
 from stoker.launchers.supervisor import supervisor_pid
 from tests.support.waiting import wait_until
@@ -81,6 +85,50 @@ def test_overrides_replace_keys(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("resources.gpu", np.int64(3), 3),
+        ("resources.gpu", np.array(3), 3),
+        ("ssh.copy", np.bool_(False), False),
+        ("env", {"RATE": np.float32(0.5), "EXACT": Decimal("0.25")}, {"RATE": "0.5", "EXACT": "0.25"}),
+        ("program.command", [Path("a"), np.int8(2)], ("a", "2")),
+    ],
+)
+def test_overrides_accept_numbers_of_other_libraries(key: str, value: object, expected: object) -> None:
+    found: Any = job_of("true").replace({key: value}).spec
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert found == expected
+
+
+@pytest.mark.parametrize("value", [object(), {1}, b"a", 1j, np.zeros(2), [object()]])
+def test_overrides_refuse_other_objects(value: object) -> None:
+    with pytest.raises(TypeError):
+        job_of("true").replace({"name": value})
+    with pytest.raises(TypeError):
+        job_of("true", env={"A": value})
+
+
+def test_load_checks_the_job_on_its_hosts(workspace: Path) -> None:
+    path = workspace / "job.yaml"
+    path.write_text(job_of("true").to_yaml())
+    with pytest.raises(SpecError) as caught:
+        stoker.Job.load(path, on="ssh")
+    assert [fault.path for fault in caught.value.faults] == ["ssh.hosts"]
+    assert stoker.Job.load(path, on="ssh", hosts=["node1", "node2:2"]).spec.ssh.hosts == ("node1", "node2:2")
+    assert stoker.Job.load(path, on="ssh", hosts="node1,node2").spec.ssh.hosts == ("node1", "node2")
+    for on in (None, "local"):
+        with pytest.raises(InputError, match=HOSTS_NEED_SSH):
+            stoker.Job.load(path, on=on, hosts=["node1"])
+
+
+def test_missing_job_file_is_one_exception() -> None:
+    with pytest.raises(NotFoundError) as caught:
+        stoker.Job.load("no-such.yaml")
+    assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
+
+
 def test_every_fault_is_raised_at_once() -> None:
     with pytest.raises(SpecError) as caught:
         job_of("true").replace({"workers": 0, "no_such_key": 1})
@@ -130,6 +178,8 @@ def test_successful_run() -> None:
         run.resume()
     with pytest.raises(InputError):
         run.logs("worker/1")
+    with pytest.raises(InputError, match="tail"):
+        run.logs(tail=-1)
 
 
 def test_runs_are_found_by_name() -> None:

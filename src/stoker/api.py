@@ -7,29 +7,34 @@ the process that started it exits, and any process can find it.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral, Number
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat, cast
 
 from stoker.core.processes import wait_until
 from stoker.errors import ConflictError, InputError, RunTimeoutError
 from stoker.jobs import spec as job_spec
 from stoker.jobs.launcher import Launcher, SlotLogLine
+from stoker.jobs.overrides import OptionAssignment
 from stoker.jobs.run_folder import RunFolder, create_run, list_runs
 from stoker.jobs.run_lookup import launcher_of, open_launcher, resolve_run
 from stoker.jobs.status import JobState, JobStatus
+from stoker.jobs.targets import LOCAL, SSH
 from stoker.jobs.topology import Slot, list_slots
 from stoker.telemetry import analysis
 from stoker.telemetry.events import Event
 from stoker.telemetry.metrics import MetricsRow, build_table
 from stoker.telemetry.reader import read_events
 
-LOCAL = "local"
 MAX_POLL_S = 0.5
+HOSTS_NEED_SSH = "hosts can be set only for target ssh"
+NO_HOSTS = "the list of hosts is empty"
 
 Overrides = Mapping[str, object] | Iterable[str]
 """Keys of a job file and their new values: `{"resources.gpu": 4}`, or `["resources.gpu=4"]` as for `--set`."""
@@ -43,10 +48,20 @@ class Job:
     """Every key of the job file as an attribute, for example `job.spec.resources.gpu`."""
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Overrides = (), *, on: str | None = None) -> Job:
-        """Read a job file; raise SpecError with every fault if it is invalid or cannot run on the target `on`."""
+    def load(
+        cls,
+        path: str | Path,
+        overrides: Overrides = (),
+        *,
+        on: str | None = None,
+        hosts: str | Sequence[str] | None = None,
+    ) -> Job:
+        """Read a job file; raise SpecError with every fault if it is invalid or cannot run on the target `on`.
+
+        `on` and `hosts` are those of `plan`. The job keeps the hosts, so that `plan` and `run` need only `on`.
+        """
         check = None if on is None else open_launcher(on).check
-        return cls(job_spec.load_job(path, to_assignments(overrides), check))
+        return cls(job_spec.load_job(path, [*to_assignments(overrides), *host_overrides(on, hosts)], check))
 
     @classmethod
     def from_dict(cls, keys: Mapping[str, Any], overrides: Overrides = ()) -> Job:
@@ -203,6 +218,8 @@ class Run:
         With `follow`, it ends when the run has finished; with `partial`, it then includes the states of progress bars
         that are not finished. An interrupt does not stop the run.
         """
+        if tail is not None and tail < 0:
+            raise InputError(f"tail must be >= 0, got {tail}")
         slots = list_slots(self.job.spec)
         if slot is not None and slot not in map(str, slots):
             raise InputError(
@@ -280,22 +297,35 @@ def to_assignments(overrides: Overrides) -> list[str]:
     return [f"{key}={'' if value is None else _to_json(value)}" for key, value in overrides.items()]
 
 
-def host_overrides(on: str, hosts: str | Sequence[str] | None) -> list[str]:
+def host_overrides(on: str | None, hosts: str | Sequence[str] | None) -> list[str]:
     """Return the overrides that select the hosts of a job; a string has commas between them."""
     if hosts is None:
         return []
-    if on.partition("://")[0] != "ssh":
-        raise InputError("--hosts requires --on ssh", hint="pass both or neither")
+    if on is None or open_launcher(on).traits.name != SSH:
+        raise InputError(HOSTS_NEED_SSH, hint="use target ssh, or omit the hosts")
     listed = hosts.split(",") if isinstance(hosts, str) else hosts
     names = [name.strip() for name in listed if name.strip()]
     if not names:
-        raise InputError("--hosts is empty", hint="use --hosts a,b or --hosts @FILE")
-    return [f"ssh.hosts={_to_json(names)}"]
+        raise InputError(NO_HOSTS, hint="for example: node1,node2 or @FILE")
+    return [OptionAssignment(f"ssh.hosts={_to_json(names)}", "--hosts")]
 
 
 def _to_json(value: object) -> str:
-    """Write a value as JSON, which is valid YAML; paths become strings."""
-    return json.dumps(value, ensure_ascii=False, default=str)
+    """Write a value as JSON, which is valid YAML; paths become strings, numbers of other libraries plain numbers."""
+    return json.dumps(value, ensure_ascii=False, default=_to_plain)
+
+
+def _to_plain(value: object) -> object:
+    """Return what JSON can write for a path, a number or a scalar of numpy or torch; raise TypeError for the rest."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Number):
+        return int(value) if isinstance(value, Integral) else float(cast("SupportsFloat", value))
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    raise TypeError(
+        f"a key of a job cannot be set to {value!r}: use a string, number, boolean, path, list, dictionary or None"
+    )
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from stoker.api import HOSTS_NEED_SSH, NO_HOSTS
 from stoker.cli.main import run
 
 JOB = "name: small\nprogram: {command: [sleep, '1']}\ntopology: single\n"
@@ -14,8 +15,9 @@ JOB = "name: small\nprogram: {command: [sleep, '1']}\ntopology: single\n"
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (("--on", "local", "--hosts", "a"), "--hosts requires --on ssh"),
-        (("--on", "ssh", "--hosts", ""), "--hosts is empty; use --hosts a,b or --hosts @FILE"),
+        (("--on", "local", "--hosts", "a"), HOSTS_NEED_SSH),
+        (("--on", "shh", "--hosts", "a"), "unknown target 'shh'"),
+        (("--on", "ssh", "--hosts", ""), NO_HOSTS),
         (("--on", "ssh", "--hosts", "a:x"), "'a:x'"),
         (("--on", "ssh", "--hosts", "a:0"), "'a:0'"),
         (("--on", "ssh", "--hosts", "a:2222"), "2222"),
@@ -36,6 +38,22 @@ def test_invalid_target_exits_2(
     (tmp_path / "job.yaml").write_text(JOB)
     assert run(["job", "plan", "job.yaml", *options]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_all_faults_are_reported_with_their_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(f"{JOB}colour: red\n")
+    options = ("--on", "ssh", "--set", "retries=many", "--set", "program.cwd=missing", "--hosts", "@no-file")
+    assert run(["job", "plan", "job.yaml", *options]) == 2
+    head, *lines = capsys.readouterr().err.splitlines()
+    assert "4 errors" in head
+    faults = {line.split(": ")[1]: line for line in lines}
+    assert set(faults) == {"colour", "retries", "ssh.hosts", "program.cwd"}
+    assert "no-file" in faults["ssh.hosts"]
+    assert faults["ssh.hosts"].endswith("(from --hosts)")
+    assert faults["retries"].endswith("(from --set retries)")
 
 
 @pytest.mark.parametrize("options", [("--on", "ssh"), ("--hosts", "a"), ("--set", "retries=1")])

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.options import LOCAL, Hosts, Json, Sets
+from stoker.cli.options import Hosts, Json, Sets
 from stoker.cli.output import print_json, print_message, print_table
 from stoker.errors import InputError, JobFailedError, MissingError, StokerError, UnavailableError
+from stoker.jobs.targets import LOCAL
 
 if TYPE_CHECKING:
     from stoker.doctor.checks import Check

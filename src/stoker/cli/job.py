@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.cli import job_delete, job_eval, job_exec, job_forward, job_status
-from stoker.cli.options import LOCAL, Hosts, JobFile, Json, On, Sets
+from stoker.cli.options import Hosts, JobFile, Json, On, Sets
 from stoker.cli.output import print_json, print_message
 from stoker.cli.runs import describe_run, follow_run, stop_on_interrupt
+from stoker.jobs.targets import LOCAL
 
 if TYPE_CHECKING:
     from stoker.api import Plan
@@ -121,9 +122,9 @@ job_forward.add_to(app)
 
 def _plan(file: Path, on: str, hosts: str | None, sets: list[str] | None, *, quiet: bool = False) -> Plan:
     """Return the plan of a job, and print its notes."""
-    from stoker.api import Job, host_overrides
+    from stoker.api import Job
 
-    planned = Job.load(file, [*(sets or []), *host_overrides(on, hosts)], on=on).plan(on)
+    planned = Job.load(file, sets or [], on=on, hosts=hosts).plan(on)
     for note in () if quiet else planned.notes:
         print_message(note)
     return planned

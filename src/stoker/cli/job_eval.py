@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.options import LOCAL, RunName, Sets
+from stoker.cli.options import RunName, Sets
 from stoker.cli.output import print_message
 from stoker.cli.runs import follow_run, stop_on_interrupt
+from stoker.jobs.targets import LOCAL
 
 if TYPE_CHECKING:
     from stoker.jobs.run_folder import RunFolder

@@ -10,7 +10,6 @@ from typing import Annotated, TypeVar
 
 import typer
 
-LOCAL = "local"
 T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="Print the output as JSON.")]

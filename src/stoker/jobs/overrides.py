@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from stoker.core import yaml_io
 from stoker.core.units import pluralize
@@ -14,15 +14,39 @@ from stoker.errors import Fault, InputError, SpecError
 _STEP = re.compile(r"""\.?(?P<name>[\w/-]+)|\[(?P<index>\d+)\]|\[(?P<quote>["'])(?P<key>.*?)(?P=quote)\]""")
 
 
-def apply_overrides(data: dict[Any, Any], assignments: Iterable[str]) -> tuple[dict[Any, Any], list[str], list[Fault]]:
-    """Set keys in a copy of a document; return the copy, the paths that were set, and the faults."""
-    data, paths, faults = _copy(data), [], []
+class OptionAssignment(str):
+    """`KEY=VALUE` from an option of its own, such as `--hosts`, which errors name instead of `--set KEY`."""
+
+    option: str
+
+    def __new__(cls, text: str, option: str) -> Self:
+        """Return the assignment with the option that it comes from."""
+        assignment = super().__new__(cls, text)
+        assignment.option = option
+        return assignment
+
+
+class SetKey(NamedTuple):
+    """A key that was set, and the option that set it, as errors name it."""
+
+    path: str
+    origin: str
+
+
+def apply_overrides(
+    data: dict[Any, Any], assignments: Iterable[str]
+) -> tuple[dict[Any, Any], list[SetKey], list[Fault]]:
+    """Set keys in a copy of a document; return the copy, the keys that were set, and the faults."""
+    data, keys, faults = _copy(data), [], []
     for assignment in assignments:
         try:
-            paths.append(_assign(data, assignment))
+            path = _assign(data, assignment)
         except InputError as error:
             faults.append(Fault("", f"--set {error}"))
-    return data, paths, faults
+        else:
+            origin = assignment.option if isinstance(assignment, OptionAssignment) else f"--set {path}"
+            keys.append(SetKey(path, origin))
+    return data, keys, faults
 
 
 def _copy(data: Any) -> Any:

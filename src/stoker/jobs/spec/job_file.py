@@ -14,7 +14,7 @@ from stoker.core.json_schema import json_schema
 from stoker.core.type_hints import default_of, field_types, origin_of, unwrap
 from stoker.core.units import Bytes, Seconds
 from stoker.errors import Fault, InputError, NotFoundError, SpecError
-from stoker.jobs.overrides import apply_overrides
+from stoker.jobs.overrides import SetKey, apply_overrides
 from stoker.jobs.spec.sections import JobSpec, Section
 
 Check = Callable[[JobSpec], Iterable[Fault]]
@@ -34,7 +34,7 @@ def load_job(path: Path | str, overrides: Sequence[str] = (), check: Check | Non
         text = json_io.read_file(Path(path))
     except OSError as error:
         error_class = NotFoundError if isinstance(error, FileNotFoundError) else InputError
-        raise error_class(f"cannot read file: {(error.strerror or '').lower()}", where=path) from error
+        raise error_class(f"cannot read file: {(error.strerror or '').lower()}", where=path) from None
     return parse_job(text, path, overrides, check)
 
 
@@ -42,7 +42,7 @@ def parse_job(text: str | bytes, where: object, overrides: Sequence[str] = (), c
     """Parse the text of a job file; `where` names it in the error."""
     data, faults = yaml_io.parse_verbatim(text, where)
     data = {} if data is None else data
-    keys: list[str] = []
+    keys: list[SetKey] = []
     if isinstance(data, dict):
         data, keys, override_faults = apply_overrides(data, overrides)
         faults += override_faults
@@ -79,13 +79,13 @@ def _is_section(into: Any) -> bool:
     return isinstance(into, type) and issubclass(into, Section)
 
 
-def _with_origin(fault: Fault, keys: Sequence[str], lines: Mapping[str, int]) -> Fault:
-    """Add the origin of a fault: `--set` for a key that was set, inside or around it; else the line in the file."""
-    for key in reversed(keys):
+def _with_origin(fault: Fault, keys: Sequence[SetKey], lines: Mapping[str, int]) -> Fault:
+    """Add the origin of a fault: the option that set a key inside or around it; else the line in the file."""
+    for key, origin in reversed(keys):
         inside, around = fault.path.removeprefix(key), key.removeprefix(fault.path)
         is_inside = fault.path == key or (inside != fault.path and inside[0] in ".[")
         if is_inside or (fault.path and around != key and around[0] in ".["):
-            return Fault(fault.path, f"{fault.what} (from --set {key})")
+            return Fault(fault.path, f"{fault.what} (from {origin})")
     path = fault.path
     while path and path not in lines:  # a missing key: the line of its section
         path = yaml_io.parent_path(path)

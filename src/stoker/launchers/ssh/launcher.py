@@ -18,7 +18,7 @@ import msgspec
 
 from stoker.core.spec import run_checks, to_json
 from stoker.core.units import format_bytes, pluralize
-from stoker.errors import Fault, InputError, UnavailableError
+from stoker.errors import Fault, InputError, SpecError, UnavailableError
 from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, raise_faults
 from stoker.jobs.run_folder import RunFolder, stoker_home
 from stoker.jobs.spec import JobSpec, ProgramSpec
@@ -219,7 +219,11 @@ def describe_unused_hosts(job: JobSpec) -> str:
 
 
 def _check_hosts(job: JobSpec) -> Iterator[Fault]:
-    capacity = len(expand_slots(expand_hosts(job.ssh.hosts)))
+    try:
+        capacity = len(expand_slots(expand_hosts(job.ssh.hosts)))
+    except SpecError as error:  # of a host file; as a fault, it does not hide those of the other checks
+        yield Fault("ssh.hosts", f"{error.what} ({error.hint})")
+        return
     if not job.ssh.hosts:
         yield Fault("ssh.hosts", "no SSH hosts specified; set ssh.hosts in the job file or pass --hosts a,b")
     elif capacity < job.max_workers:
