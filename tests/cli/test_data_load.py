@@ -167,6 +167,16 @@ def test_peek_writes_a_contact_sheet(shards: Path, tmp_path: Path) -> None:
     assert Image.open(io.BytesIO(sheets[0])).width >= 3 * 40
 
 
+def test_peek_refuses_a_missing_directory_before_it_reads_anything(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("stoker.load.peek.peek", lambda *_args, **_settings: pytest.fail("samples were read"))
+    folder = tmp_path / "none"
+    assert stoker("data", "peek", shards / "train", "--png", folder / "sheet.png") == 2
+    assert str(folder) in capsys.readouterr().err
+    assert not folder.exists()
+
+
 def test_peek_without_a_decodable_image_writes_no_sheet(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

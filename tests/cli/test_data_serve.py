@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from stoker.launchers.ssh.host_probe import list_addresses
 from stoker.serve.cache.slices import SliceCache
 from stoker.serve.embedded import EmbeddedEngine
 from stoker.serve.http import STALL_TIMEOUT_S
@@ -192,6 +193,18 @@ def test_public_address_without_a_token_causes_a_warning(
     with run_server(tmp_path, "serve", root, "--host", host, "--port", 0, "--engine", engine, *words) as server:
         assert ("warning: 0.0.0.0" in server.output) == warned
         assert TOKEN not in server.output
+        server.process.terminate()
+        server.process.wait(60)
+
+
+@pytest.mark.skipif(not list_addresses(), reason="this machine has only a loopback address")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_url_of_all_interfaces_can_be_used_by_other_machines(tmp_path: Path, root: Path, engine: str) -> None:
+    with run_server(tmp_path, "serve", root, "--host", "0.0.0.0", "--port", 0, "--engine", engine) as server:
+        urls = [word for word in server.output.split() if word.startswith("http://")]
+        assert server.url in urls
+        assert not {urlsplit(url).hostname for url in urls} & {"127.0.0.1", "0.0.0.0"}
+        assert send_request(server.url, "/a.tar").body == DATA
         server.process.terminate()
         server.process.wait(60)
 

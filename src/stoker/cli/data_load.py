@@ -113,7 +113,7 @@ def peek(
 ) -> None:
     """Show samples and, with --png, a contact sheet of model inputs."""
     from stoker.core.units import format_bytes
-    from stoker.errors import InputError
+    from stoker.errors import InputError, NotFoundError
     from stoker.load.peek import peek as peek_at
     from stoker.load.planning import find_shard_set
     from stoker.shards.contact_sheet import contact_sheet
@@ -124,6 +124,8 @@ def peek(
         raise InputError(f"--count must be >= 1, got {count}")
     if png is not None and (png.suffix.lower() != ".png" or png.is_dir()):
         raise InputError("--png must be a file name that ends in .png", where=png)
+    if png is not None and not png.parent.is_dir():
+        raise NotFoundError("no such directory", where=png.parent, hint="create it, or pass another --png")
     samples = list(peek_at(find_shard_set(url), count, transform=transform, size=size, antialias=antialias, seed=seed))
     if as_json:
         print_json([{name: value for name, value in each._asdict().items() if name != "pixels"} for each in samples])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -114,10 +115,23 @@ def run_engine(engine: Engine, what: str, host: str, token_file: Path | None) ->
     engine.start()
     try:
         with suppress(KeyboardInterrupt):  # a signal that arrives before `wait` handles signals
-            print_message(f"{what} at {engine.url} with the {engine.name} engine; to stop, press Ctrl-C")
+            urls = " or ".join(_reachable_urls(engine.url, host))
+            print_message(f"{what} at {urls} with the {engine.name} engine; to stop, press Ctrl-C")
             engine.wait()
     finally:
         engine.stop()
+
+
+def _reachable_urls(url: str, host: str) -> list[str]:
+    """Return the URLs that clients can use: with a host that stands for all interfaces, one per address."""
+    from stoker.launchers.ssh.host_probe import list_addresses
+
+    names: list[str] = []
+    if host == "0.0.0.0":
+        names = [address for _, address in list_addresses()]
+    elif host == "::":
+        names = [socket.gethostname()]
+    return [f"http://{name}:{urlsplit(url).port}" for name in names] or [url]
 
 
 def parse_folder(text: str, what: str) -> Path:
