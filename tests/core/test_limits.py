@@ -17,6 +17,7 @@ from stoker.errors import InputError, SpecError
 from stoker.jobs.spec import load_job
 from stoker.kube.config import KubeTarget, resolve_target
 from stoker.kube.manifest_files import load_documents
+from tests.fuzz.resources import limited_resources
 
 DEEP = 100_000
 
@@ -58,6 +59,24 @@ def test_deep_json_is_rejected_with_the_position_of_the_first_excessive_level() 
     brackets_in_text = '["[[", '
     with pytest.raises(SpecError, match=rf"line 1, column {len(brackets_in_text) + MAX_DEPTH}$"):
         json_io.parse(brackets_in_text + nest(MAX_DEPTH) + "]", "x")
+
+
+@pytest.mark.parametrize("content", ["x" * 8_000_000, r"\"" * 4_000_000], ids=["plain", "escaped"])
+def test_a_long_string_in_a_deep_document_takes_little_memory(content: str) -> None:
+    document = f'["{content}", {nest(MAX_DEPTH)}]'
+    with limited_resources(), pytest.raises(SpecError, match=rf"column {len(content) + 5 + MAX_DEPTH}$"):
+        json_io.parse(document, "x")
+
+
+def test_a_shallow_document_at_the_end_of_the_stack_is_an_error_of_the_document(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def overflow(*_: object, **__: object) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr(json, "loads", overflow)
+    with pytest.raises(SpecError, match=r"^x: nested too deeply"):
+        json_io.parse("[[]]", "x")
 
 
 def test_the_allowed_depth_parses() -> None:

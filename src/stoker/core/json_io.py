@@ -20,7 +20,8 @@ MAX_BYTES = 64 << 20
 """Size of a JSON document, unless the caller sets another limit."""
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|([\[{])|[\]}]')
+_TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|([\[{])|[\]}]', re.DOTALL)
+"""A string or a bracket. The quantifiers are possessive: the others keep a state for each repetition."""
 
 
 def parse(text: str | bytes, where: object, *, max_bytes: int = MAX_BYTES) -> Any:
@@ -44,7 +45,7 @@ def parse_text(text: str, where: object, **hooks: Any) -> Any:
     except RecursionError:
         is_too_deep = True
     if is_too_deep:
-        raise too_deep(where, *_find_excess_depth(text))
+        raise too_deep(where, _find_excess_depth(text))
     if _SURROGATE.search(text) and _has_lone_surrogate(data):
         raise SpecError([Fault("", "contains half of a surrogate pair, which is not valid Unicode")], where=where)
     return data
@@ -77,9 +78,11 @@ def decode_text(text: str | bytes, where: object) -> str:
         raise SpecError([Fault("", f"not UTF-8 text, at byte {error.start}")], where=where) from error
 
 
-def too_deep(where: object, line: int, column: int) -> SpecError:
-    """Return the error for a document that is nested too deeply, with the position of the excessive level."""
-    what = f"nested too deeply: more than {MAX_DEPTH} levels, at line {line}, column {column}"
+def too_deep(where: object, position: tuple[int, int] | None) -> SpecError:
+    """Return the error for a document that is nested too deeply, with line and column of the excessive level."""
+    if position is None:
+        return SpecError([Fault("", "nested too deeply to be parsed here")], where=where)
+    what = f"nested too deeply: more than {MAX_DEPTH} levels, at line {position[0]}, column {position[1]}"
     return SpecError([Fault("", what)], where=where)
 
 
@@ -112,8 +115,11 @@ def _has_lone_surrogate(data: Any) -> bool:
     return False
 
 
-def _find_excess_depth(text: str) -> tuple[int, int]:
-    """Return the line and column of the first bracket that exceeds MAX_DEPTH."""
+def _find_excess_depth(text: str) -> tuple[int, int] | None:
+    """Return the line and column of the first bracket that exceeds MAX_DEPTH.
+
+    There is none if the caller's own stack left too little of Python's recursion limit.
+    """
     depth = 0
     for token in _TOKEN.finditer(text):
         if token[0][0] != '"':
@@ -121,4 +127,4 @@ def _find_excess_depth(text: str) -> tuple[int, int]:
         if depth > MAX_DEPTH:
             start = token.start()
             return text.count("\n", 0, start) + 1, start - text.rfind("\n", 0, start)
-    raise AssertionError("document is not too deep")
+    return None

@@ -251,7 +251,7 @@ def _check_limits(text: str, where: object) -> None:
             case _:
                 continue
         if len(open_nodes) - 1 + inner.levels > MAX_DEPTH:
-            raise too_deep(where, line, column)
+            raise too_deep(where, (line, column))
         if alias_nodes > MAX_ALIAS_NODES:
             what = f"aliases expand to more than {MAX_ALIAS_NODES:,} values, at line {line}, column {column}"
             raise SpecError([Fault("", what)], where=where)

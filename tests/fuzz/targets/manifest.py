@@ -45,6 +45,7 @@ TARGET = Target(
         b"null",
         b"[" * 100_000,
         b'{"version": 1, "shards": ' + b"[" * 100_000,
+        b'{"name": "' + b"x" * (8 << 20) + b'", "shards": ' + b"[" * 200 + b"]" * 200 + b"}",
         b'{"version": ' + b"9" * 100_000 + b"}",
         *(_with(**{key: number}) for key in ("lanes", "window") for number in (0, -1, 10**8, 10**12, 2**63, 1e308)),
         *(_with(**{key: -1}) for key in ("samples", "bytes", "quarantined")),
