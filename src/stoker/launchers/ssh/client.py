@@ -84,7 +84,7 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
     (
         "Connection refused",
         "connection refused",
-        "check that sshd is running there and that the port in your SSH config is correct",
+        "check that sshd is running there and that the port in your SSH config is correct; then try: {ssh}",
     ),
     ("No route to host", "no route to host", ""),
     ("Network is unreachable", "network is unreachable", ""),
