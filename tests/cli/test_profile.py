@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from stoker.telemetry.events import PREFIX, parse
+from stoker.telemetry.profile_summary import ProfileSummary
 from tests.support.trees import stoker
 
 
@@ -39,6 +40,21 @@ def test_summary_follows_on_standard_error() -> None:
     assert float(values["program CPU (cores)"][1]) < 1
     assert all(value.endswith("%") for value in values["machine CPU"])
     assert PREFIX not in done.stderr
+
+
+def test_program_without_a_sample_has_no_peak_memory() -> None:
+    done = run("--every", "0", "--", "false")
+    assert done.returncode == 1
+    (sentence,) = done.stderr.splitlines()
+    assert "memory" not in sentence
+
+
+def test_samples_over_no_time_are_not_summarized() -> None:
+    summary = ProfileSummary()
+    summary.write("profile", interval_s=0.0, cpu_pct=100.0)
+    assert summary.rows == []
+    summary.write("profile", interval_s=1.0, cpu_pct=10.0)
+    assert summary.rows == [("machine CPU", "10%", "10%")]
 
 
 def test_job_gets_events_without_an_option(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from stoker.core.units import format_bytes, format_duration
 from stoker.telemetry.event_values import number
-from stoker.telemetry.profiler import EventWriter
+from stoker.telemetry.profiler import MIN_INTERVAL_S, EventWriter
 
 
 class Row(NamedTuple):
@@ -78,6 +78,8 @@ class ProfileSummary(EventWriter):
             self._exit = fields
             return
         interval_s = number(fields.get("interval_s")) or 0.0
+        if interval_s < MIN_INTERVAL_S:  # a program that exits at once: rates over a few milliseconds say nothing
+            return
         self._add("", fields, _METRICS, interval_s)
         for gpu in fields.get("gpu") or ():
             self._add(f"GPU {gpu.get('i')} ", gpu, _GPU_METRICS, interval_s)
@@ -89,11 +91,11 @@ class ProfileSummary(EventWriter):
 
     @property
     def sentence(self) -> str:
-        """How the program exited, its duration and its peak memory; empty if it was never started."""
+        """How the program exited, its duration and, if known, its peak memory; empty if it was never started."""
         if not self._exit:
             return ""
-        took, memory = format_duration(self._exit["seconds"]), format_bytes(self._exit["max_rss"])
-        return f"{self._exit['detail']} after {took}, peak memory {memory}"
+        memory = f", peak memory {format_bytes(self._exit['max_rss'])}" if "max_rss" in self._exit else ""
+        return f"{self._exit['detail']} after {format_duration(self._exit['seconds'])}{memory}"
 
     @property
     def rows(self) -> list[Row]:

@@ -36,7 +36,7 @@ MAX_LINE_BYTES = 4096
 FIRST_SAMPLE_S = 2.0
 """When the first sample is taken, so that users soon see that it works."""
 MIN_INTERVAL_S = 0.2
-"""A last sample over a shorter interval is omitted."""
+"""A last sample over a shorter interval is omitted, unless it is the only one."""
 SCAN_CPU_SHARE = 0.0005
 """The share of a core that full scans of /proc may use."""
 GROUP_SIGNAL_S = 0.01
@@ -68,7 +68,6 @@ def run(command: list[str], every: float, events: EventWriter | None = None) -> 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals | {signal.SIGCHLD})
     started = time.monotonic()
-    own_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     oom_kills_before, detector = oom_kills(), GroupSignalDetector()
     try:
         child = _start(command, old_mask)
@@ -80,6 +79,7 @@ def run(command: list[str], every: float, events: EventWriter | None = None) -> 
             hint = "make it executable (chmod +x), or run it with its interpreter"
         sys.stderr.write(f"stoker profile: cannot start the program {command[0]!r}: {reason}; {hint}\n")
         return 3
+    own_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     early = signal.sigpending()  # these may have come before the program was started
     sampler = Sampler(child.pid, every, events)
     sampler.start()
@@ -98,14 +98,15 @@ def run(command: list[str], every: float, events: EventWriter | None = None) -> 
         signal=_signal_name(number),
         oom=oom,
         seconds=round(time.monotonic() - started, 3),
-        max_rss=_peak_rss(sampler.max_rss, usage.ru_maxrss * 1024, own_rss * 1024),
+        **_peak_memory(sampler.max_rss, usage.ru_maxrss * 1024, own_rss),
     )
     return code
 
 
-def _peak_rss(sampled: int, reported: int, own: int) -> int:
-    """Return the peak memory; the kernel also reports that of the copy of us that became the program."""
-    return sampled if sampled and reported <= own else max(sampled, reported)
+def _peak_memory(sampled: int, reported: int, own: int) -> dict[str, int]:
+    """Return the peak memory, if known; the kernel also reports that of the copy of us that became the program."""
+    peak = max(sampled, reported if reported > own else 0)
+    return {"max_rss": peak} if peak else {}
 
 
 def _parse_arguments(argv: list[str]) -> tuple[float, list[str]]:
