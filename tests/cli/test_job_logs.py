@@ -87,6 +87,18 @@ def test_last_lines_elsewhere_are_those_of_the_log(failed: RunFolder, capsys: py
     assert capsys.readouterr().out.splitlines() == TORCHRUN_LINES[-3:]
 
 
+def test_lines_after_the_last_ones_are_followed(
+    written: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def grow(_run: Run, _slot: str | None, *, follow: bool = False, **_options: object) -> Iterator[SlotLogLine]:
+        lines = ["first", *TORCHRUN_LINES, "second", *(["third", "fourth"] if follow else [])]
+        return (SlotLogLine(Slot("worker", 0), 0, text) for text in lines)
+
+    monkeypatch.setattr(Run, "logs", grow)
+    print_logs(Run.find(written.id), None, follow=True, fold=True, tail=2)
+    assert capsys.readouterr().out.splitlines() == [describe_folded(len(TORCHRUN_LINES)), "second", "third", "fourth"]
+
+
 def test_interrupt_clears_a_progress_bar(
     written: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
