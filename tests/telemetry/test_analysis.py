@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from stoker.telemetry.analysis import (
     CAUSES,
     CAUSES_ON_CPU,
+    Restarts,
     eta,
     progress,
     remarks,
@@ -174,8 +175,8 @@ def heartbeats(begin: float, steps: Sequence[int], attempt: int = 0, pid: int = 
     return [event("heartbeat", begin + i, rank, attempt, pid, step=step) for i, step in enumerate(steps)]
 
 
-def scalar(name: str, value: float, t: float, attempt: int = 0) -> Event:
-    return event("scalar", t, 0, attempt, name=name, value=value, step=1)
+def scalar(name: str, value: float, t: float, attempt: int = 0, step: int = 1) -> Event:
+    return event("scalar", t, 0, attempt, name=name, value=value, step=step)
 
 
 def test_progress() -> None:
@@ -203,6 +204,19 @@ def test_progress_is_that_of_the_newest_attempt() -> None:
     found = progress([*events, event("mark", 200, name="end")])
     assert (found.attempt, found.step, found.ended) == (1, 40, False)
     assert progress([*events, *heartbeats(52, [41], attempt=1)]).step == 41
+
+
+def test_progress_of_an_attempt_that_has_not_made_a_step() -> None:
+    """A trainer sends a heartbeat of step 0 before it loads its checkpoint."""
+    losses = [scalar("loss", 2.0, 30, step=30), scalar("loss", 1.5, 60, step=60)]
+    before = [start(0), *heartbeats(0, range(100)), *losses]
+    loading = [*before, *heartbeats(200, [0], attempt=1)]
+    assert (progress(loading).attempt, progress(loading).step, progress(loading).loss) == (1, None, None)
+    resumed = [*loading, start(201, 1), event("mark", 202, 0, 1, name="resume", step=40)]
+    assert (progress(resumed).step, progress(resumed).loss) == (40, 2.0)
+    stepping = [*resumed, *heartbeats(203, [41], attempt=1), scalar("loss", 1.9, 204, 1, step=41)]
+    assert (progress(stepping).step, progress(stepping).loss) == (41, 1.9)
+    assert progress(heartbeats(0, [0])).step == 0
 
 
 def test_eta() -> None:
@@ -252,6 +266,14 @@ def test_cost_of_restarts() -> None:
     more = restarts([*first, *again, *heartbeats(139, range(63, 150), attempt=1, pid=6)])
     assert more.repeated_steps == 40
     assert all(word in more.sentence for word in ("1 restart", "37s", "40 steps"))
+
+
+def test_time_in_which_a_run_was_stopped_is_no_cost_of_a_restart() -> None:
+    events = [*heartbeats(0, range(101), pid=5), *heartbeats(500, range(100, 201), attempt=1, pid=6)]
+    assert restarts(events).idle_s == 401.0
+    assert restarts(events, stopped={0}) == Restarts(0, 0.0, 0)
+    events += heartbeats(610, range(190, 300), attempt=2, pid=7)
+    assert restarts(events, stopped={0}) == Restarts(1, 11.0, 10)
 
 
 def test_restarts_within_an_attempt_are_found_by_pids() -> None:

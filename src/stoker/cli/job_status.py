@@ -126,7 +126,7 @@ def status(name: RunName = None, on: RunTarget = None, as_json: Json = False) ->
         [(slot.slot, str(slot.state), str(slot.pid or "–"), slot.code) for slot in current.slots],
     )
     events = run.events()
-    for text in (format_progress(events), current.message, *list_insights(events)):
+    for text in (format_progress(events, current), current.message, *list_insights(events, current)):
         if text:
             typer.echo(text)
 
@@ -196,7 +196,12 @@ def report(
     run = Run.find(name)
     path = out or Path(f"{run.id}.tar.gz")
     current, events = run.status(), run.events()
-    lines = [f"{run.id}: {current.state}", format_progress(events), current.message, *list_insights(events)]
+    lines = [
+        f"{run.id}: {current.state}",
+        format_progress(events, current),
+        current.message,
+        *list_insights(events, current),
+    ]
     lines += [f"attempt {attempt.number}: {attempt.cause or 'finished'}" for attempt in current.attempts]
     write_report(run.files, path, "".join(f"{line}\n" for line in lines if line))
     typer.echo(path)

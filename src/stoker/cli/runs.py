@@ -29,7 +29,11 @@ def follow_run(run: Run, *, first: int = 0, quiet: bool = False) -> None:
     status = run.status()
     if status.state == "succeeded":
         events = run.events()
-        parts = [f"succeeded in {format_elapsed(status)}", format_progress(events), *list_insights(events)]
+        parts = [
+            f"succeeded in {format_elapsed(status)}",
+            format_progress(events, status),
+            *list_insights(events, status),
+        ]
         print_message("; ".join(part for part in parts if part))
 
 
@@ -99,12 +103,12 @@ def stop_on_interrupt(run: Run) -> Iterator[None]:
         raise
 
 
-def format_progress(events: Sequence[Event]) -> str:
+def format_progress(events: Sequence[Event], status: JobStatus) -> str:
     """Return step, loss, throughput, accuracy and time left as one line; empty if the program reports none."""
     from stoker.core.units import format_duration
     from stoker.telemetry import analysis
 
-    progress, left_s = analysis.progress(events), analysis.eta(events)
+    progress, left_s = analysis.progress(events), _estimate_time_left(events, status)
     total = f" of {progress.total_steps:,}" if progress.total_steps else ""
     parts = [
         f"step {progress.step:,}{total}" if progress.step is not None else "",
@@ -116,11 +120,18 @@ def format_progress(events: Sequence[Event]) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def list_insights(events: Sequence[Event]) -> list[str]:
+def _estimate_time_left(events: Sequence[Event], status: JobStatus) -> float | None:
+    """Return the remaining seconds of a run; None if it is not running."""
+    from stoker.telemetry import analysis
+
+    return analysis.eta(events) if status.state == "running" else None
+
+
+def list_insights(events: Sequence[Event], status: JobStatus) -> list[str]:
     """Return the verdict, the cost of restarts, and warnings about the machine."""
     from stoker.telemetry import analysis
 
-    verdict, restarts = analysis.verdict(events), analysis.restarts(events)
+    verdict, restarts = analysis.verdict(events), analysis.restarts(events, stopped=status.stopped_attempts)
     verdicts = [verdict.sentence] if verdict.bound_by != "unknown" else []
     return [*verdicts, *([restarts.sentence] if restarts.count else []), *analysis.remarks(events)]
 
@@ -136,16 +147,16 @@ def describe_run(run: Run) -> dict[str, Any]:
     """Return everything known about a run as plain values, for `--json`."""
     from stoker.telemetry import analysis
 
-    events = run.events()
+    events, status = run.events(), run.status()
     return {
         "run": run.id,
         "handle": run.handle,
         "folder": str(run.folder),
-        **status_to_dict(run.status()),
+        **status_to_dict(status),
         "progress": analysis.progress(events),
-        "eta_s": analysis.eta(events),
+        "eta_s": _estimate_time_left(events, status),
         "verdict": analysis.verdict(events),
-        "restarts": analysis.restarts(events),
+        "restarts": analysis.restarts(events, stopped=status.stopped_attempts),
         "remarks": analysis.remarks(events),
     }
 

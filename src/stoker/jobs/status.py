@@ -78,6 +78,11 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
         """The number of the next attempt."""
         return self.attempt + 1 if self.slots else 0
 
+    @property
+    def stopped_attempts(self) -> frozenset[int]:
+        """The numbers of the attempts that were stopped on purpose."""
+        return frozenset(attempt.number for attempt in self.attempts if attempt.cause == STOPPED_MESSAGE)
+
     def raise_for_state(self) -> None:
         """Raise JobFailedError or InterruptError if the job did not succeed."""
         if self.state in (JobState.FAILED, JobState.LOST):

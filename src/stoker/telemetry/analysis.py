@@ -6,7 +6,7 @@ Pure functions of a list of events, in any order and of any slots and attempts; 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import NamedTuple
@@ -149,7 +149,7 @@ class _Segment:
     @property
     def last_step(self) -> float | None:
         """The last step that was reported or resumed from."""
-        return self.points[-1][1] if self.points else max(self.resumed_steps, default=None)
+        return max([*self.resumed_steps, *(step for _, step in self.points[-1:])], default=None)
 
     @property
     def first_progress(self) -> float | None:
@@ -196,16 +196,25 @@ def stragglers(events: Iterable[Event], *, last_s: float | None = None) -> tuple
 
 
 def progress(events: Iterable[Event]) -> TrainingProgress:
-    """Return the progress of the newest attempt, with the last value of each scalar."""
+    """Return the progress of the newest attempt, with the last value of each scalar up to its step."""
     ordered = sort_events(events)
     segments = _segments(ordered)
     start, end = _last_mark(ordered, "start"), _last_mark(ordered, "end")
-    scalars = {e.fields.get("name"): e for e in ordered if e.kind == "scalar" and isinstance(e.fields.get("name"), str)}
+    step = segments[-1].last_step if segments else None
+    scalars = {
+        event.fields.get("name"): event
+        for event in ordered
+        if event.kind == "scalar"
+        and isinstance(event.fields.get("name"), str)
+        # After a restart, a value of a later step is that of an earlier attempt.
+        and (step is None or (_get_step(event) or 0.0) <= step)
+    }
+    if step == 0 and len(segments) > 1:
+        step = None  # it has not loaded its checkpoint yet
 
     def last(name: str) -> float | None:
         return number_or_nan(scalars[name].fields.get("value")) if name in scalars else None
 
-    step = segments[-1].last_step if segments else None
     total = number(start.fields.get("total_steps")) if start else None
     newest = segments[-1].attempt if segments else max((event.attempt for event in ordered), default=0)
     top1 = last("val_top1")
@@ -252,13 +261,20 @@ def _points_at_pace(segments: Sequence[_Segment]) -> list[tuple[float, float]]:
     return made[1:] if made and made[0][1] == 0 and may_have_resumed else made
 
 
-def restarts(events: Iterable[Event]) -> Restarts:
-    """Return the cost of restarts: those of whole attempts, and those by torchrun within one."""
+def restarts(events: Iterable[Event], *, stopped: Collection[int] = ()) -> Restarts:
+    """Return the cost of restarts: those of whole attempts, and those by torchrun within one.
+
+    Resuming after one of the `stopped` attempts, which were stopped on purpose, is not a restart.
+    """
     segments = _segments(sort_events(events))
     idle_s = repeated = 0.0
     furthest = -math.inf
     last_progress: float | None = None
-    for segment in segments:
+    resumptions = 0
+    for before, segment in zip([None, *segments], segments, strict=False):
+        if before and before.attempt in stopped and segment.attempt != before.attempt:
+            resumptions += 1
+            furthest, last_progress = -math.inf, None
         if last_progress is not None and segment.first_progress is not None:
             idle_s += max(0.0, segment.first_progress - last_progress)
         # A rank may send a heartbeat with step 0 before it knows where it resumes.
@@ -269,7 +285,7 @@ def restarts(events: Iterable[Event]) -> Restarts:
             furthest = max(furthest, last_step)
         if segment.points:
             last_progress = max(last_progress or segment.points[-1][0], segment.points[-1][0])
-    return Restarts(max(0, len(segments) - 1), idle_s, int(repeated))
+    return Restarts(max(0, len(segments) - 1 - resumptions), idle_s, int(repeated))
 
 
 # --- Step times
