@@ -24,6 +24,7 @@ from stoker.telemetry.analysis import (
     verdict,
 )
 from stoker.telemetry.events import KINDS, Event
+from stoker.telemetry.remarks import NETWORK_LOSS
 
 numbers = itertools.count()
 
@@ -349,6 +350,16 @@ def test_busy_machine_is_blamed_on_the_job_only_if_the_job_is_busy(
     assert len(found) == len(tree_cpu_pct)
     for index, remark in enumerate(found):
         assert all(word in remark for word in (*words, f"worker/{index}")), remark
+
+
+def test_network_of_a_job_on_one_machine_is_not_blamed() -> None:
+    """The counters are those of the machine: the packets may be of other processes."""
+    fields = {"tcp_sent_per_s": 1000.0, "tcp_retransmits_per_s": 30.0}
+    for machines, is_blamed in (("a", False), ("aa", False), ("ab", True)):
+        events = [event("profile", rank=2 * i, machine=machine, **fields) for i, machine in enumerate(machines)]
+        found = remarks(events)
+        assert len(found) == len(machines)
+        assert all("3%" in remark and (NETWORK_LOSS in remark) == is_blamed for remark in found)
 
 
 def test_healthy_machine_has_no_remarks() -> None:

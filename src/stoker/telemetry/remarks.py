@@ -12,6 +12,8 @@ from stoker.telemetry.events import Event
 OTHERS_PCT = 25
 """From this share of a busy machine, processes outside the job are reported instead of the job."""
 
+NETWORK_LOSS = "the network loses packets"
+
 
 def remarks(events: Iterable[Event], *, last_s: float | None = None) -> list[str]:
     """Return what is unusual on the machines, and in the loss."""
@@ -22,7 +24,17 @@ def remarks(events: Iterable[Event], *, last_s: float | None = None) -> list[str
             by_slot.setdefault(event.slot, []).append(event)
     profiles = [_Profiles(slot, samples) for slot, samples in sorted(by_slot.items())]
     job_cpu = _job_cpu_by_machine(profiles)
-    machines = [text for slot in profiles for text in _machine_remarks(slot, job_cpu.get(slot.machine))]
+    uses_network = len({slot.machine for slot in profiles if slot.machine}) > 1
+    machines = [
+        text
+        for slot in profiles
+        for text in (
+            *_gpu_remarks(slot),
+            *_memory_remarks(slot),
+            *_network_remarks(slot, uses_network=uses_network),
+            *_cpu_remarks(slot, job_cpu.get(slot.machine)),
+        )
+    ]
     return [*machines, *_loss_remarks(chosen)]
 
 
@@ -52,15 +64,6 @@ def _job_cpu_by_machine(slots: Sequence[_Profiles]) -> dict[str, float]:
         if slot.machine and (tree := slot.mean("tree_cpu_pct")) is not None:
             usage[slot.machine] = usage.get(slot.machine, 0.0) + tree
     return usage
-
-
-def _machine_remarks(profiles: _Profiles, job_cpu_pct: float | None) -> list[str]:
-    return [
-        *_gpu_remarks(profiles),
-        *_memory_remarks(profiles),
-        *_network_remarks(profiles),
-        *_cpu_remarks(profiles, job_cpu_pct),
-    ]
 
 
 def _gpu_remarks(profiles: _Profiles) -> list[str]:
@@ -102,12 +105,14 @@ def _memory_remarks(profiles: _Profiles) -> list[str]:
     return remarks
 
 
-def _network_remarks(profiles: _Profiles) -> list[str]:
+def _network_remarks(profiles: _Profiles, *, uses_network: bool) -> list[str]:
+    """Return the share of lost packets; those of a job on one machine may be of other processes only."""
     sent, retransmitted = profiles.mean("tcp_sent_per_s"), profiles.mean("tcp_retransmits_per_s")
     if not sent or not retransmitted or retransmitted < 1 or retransmitted < 0.01 * sent:
         return []
     share = percent(min(1.0, retransmitted / sent))
-    return [f"{share} of TCP segments are retransmitted {profiles.where}: the network loses packets"]
+    reason = f": {NETWORK_LOSS}" if uses_network else ", counting all processes of the machine"
+    return [f"{share} of TCP segments are retransmitted {profiles.where}{reason}"]
 
 
 def _cpu_remarks(profiles: _Profiles, job_cpu_pct: float | None) -> list[str]:
