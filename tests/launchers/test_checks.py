@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 
@@ -61,6 +62,14 @@ def test_modules_that_python_finds(project: Path, name: str) -> None:
 def test_modules_that_python_does_not_find(project: Path, name: str) -> None:
     assert repr(name) in str(explain_missing_module(name, [str(project)]))
     assert "package" not in sys.modules
+
+
+def test_package_in_a_zip_file_is_found(project: Path) -> None:
+    with ZipFile(project / "code.zip", "w") as archive:
+        archive.writestr("zipped/__init__.py", "")
+        archive.writestr("zipped/task.py", "")
+    for name in ("zipped.task", "zipped"):
+        assert explain_missing_module(name, [str(project / "code.zip")]) is None
 
 
 def render(**keys: Any) -> None:

@@ -50,4 +50,7 @@ def _may_extend_its_path(spec: ModuleSpec) -> bool:
     """Return whether a package sets its own search path when it is imported."""
     if spec.submodule_search_locations is None or not spec.origin or not spec.origin.endswith(".py"):
         return False
-    return b"__path__" in Path(spec.origin).read_bytes()
+    try:
+        return b"__path__" in Path(spec.origin).read_bytes()
+    except OSError:  # in a zip file, or not readable: only importing could tell
+        return True
