@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from stoker.errors import MissingError, StokerError, UnavailableError
 from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.run_lookup import choose_run, resolve_run, resolve_run_to_stop
@@ -113,14 +115,16 @@ def test_handle_of_a_finished_cluster_run_needs_no_cluster(runs: Runs, stoker_ho
         assert resolve_run(handle) == run
 
 
+@pytest.mark.parametrize("error", [UnavailableError("unreachable"), MissingError("not installed")])
 def test_unreachable_target_counts_by_its_last_known_state(
-    runs: Runs, stoker_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    runs: Runs, stoker_home: Path, monkeypatch: pytest.MonkeyPatch, error: StokerError
 ) -> None:
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    run = runs.write(stoker_home, OLD, JobState.LOST)
+    run = runs.write(stoker_home, OLD, JobState.RUNNING)
     run.write("handle", f"k8s://context/team/{OLD}\n".encode())
-    running = runs.start()
-    assert resolve_run("small") == running
+    runs.write(stoker_home, NEWEST)
+    monkeypatch.setattr(LAUNCHERS.get("k8s"), "status", Mock(side_effect=error))
+    assert resolve_run("small") == run
+    assert resolve_run_to_stop("small") == run
 
 
 def test_choice_among_the_runs_of_a_cluster() -> None:
