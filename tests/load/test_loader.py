@@ -516,6 +516,26 @@ def test_batches_are_printed_on_one_line(shards: str) -> None:
             assert repr(next(iter(loader))) == f"Batch({text}, epoch 0, consumed 16)"
 
 
+def test_loader_is_printed_on_one_line(shards: str) -> None:
+    with Loader(shards, global_batch=16, size=24, rank=(1, 2)) as loader:
+        next(iter(loader))
+        text = repr(loader)
+        assert "\n" not in text
+        for part in (shards, f"{loader.plan.samples} samples", "batch 16", "exact", "rank 1 of 2", "consumed 16"):
+            assert part in text
+
+
+def test_outputs_of_different_shapes_are_an_error_that_names_samples_and_shapes(shards: str) -> None:
+    def crop(pixels: Pixels, generator: np.random.Generator) -> Pixels:
+        height = int(generator.integers(2, 9))
+        return pixels[:height, :4]
+
+    with Loader(shards, global_batch=16, transform=crop) as loader, pytest.raises(InputError) as caught:
+        next(iter(loader))
+    found = re.findall(r"\((\d), 4, 3\) for sample (\d+)", str(caught.value))
+    assert len({height for height, _ in found}) == len({sample for _, sample in found}) == 2
+
+
 @pytest.mark.parametrize(
     "name", ["missing", "missing/train", "missing/a.tar", "missing/{0..1}.tar", "empty", "file", "a\0"]
 )

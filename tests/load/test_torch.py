@@ -461,3 +461,18 @@ def test_examples_of_the_docs_page_work(shards: str, tmp_path: Path, monkeypatch
     assert seen == [(64, 3, 224, 224, 64), (26, 3, 224, 224, 26)] * 2
     assert torch.load("checkpoint.pt")["data"]["epoch"] == 2
     assert names["checkpoint"]["data"]["epoch"] == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch_size": 4}, {"num_workers": 1}])
+def test_dataloader_that_batches_batches_is_an_error(shards: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="batch_size=None"):
+        next(iter(DataLoader(Dataset(shards, **SETTINGS), **settings)))
+
+
+def test_dataset_is_printed_on_one_line_without_being_opened() -> None:
+    dataset = Dataset("http://user:secret@host/no-such-set", **SETTINGS)
+    text = repr(dataset)
+    assert "host/no-such-set" in text
+    assert "global_batch=8" in text
+    assert "\n" not in text
+    assert "secret" not in text

@@ -166,6 +166,14 @@ class _ThreadDecoders:
         return sorted(bad.items()), native_count
 
 
+class _Output(NamedTuple):
+    """What a user transform returned for a sample, whose number names it in errors."""
+
+    array: npt.NDArray[Any]
+    sample: int
+    epoch: int
+
+
 class UserCollator:
     """Collator for a user transform: a function of upright RGB pixels and a random generator seeded per sample."""
 
@@ -175,13 +183,13 @@ class UserCollator:
         self._last_output: npt.NDArray[Any] = np.empty(0)
         """An empty batch has the shape and dtype of the last output."""
 
-    def allocate(self, count: int) -> list[npt.NDArray[Any] | None]:
+    def allocate(self, count: int) -> list[_Output | None]:
         """Allocate a batch of `count` rows."""
         return [None] * count
 
     def fill(
         self,
-        rows: list[npt.NDArray[Any] | None],
+        rows: list[_Output | None],
         first: int,
         images: Sequence[Buffer],
         epoch: int,
@@ -205,14 +213,22 @@ class UserCollator:
             output = self._transform(pixels, np.random.Generator(stream))
             if output is None:
                 raise InputError("transform returned None", where=f"sample {random_id} of epoch {epoch}")
-            rows[row] = output
+            rows[row] = _Output(np.asarray(output), random_id, epoch)
             transform_s += time.perf_counter() - decoded
         return FillResult(bad, decode_s, transform_s)
 
-    def collect(self, rows: list[npt.NDArray[Any] | None], good: Sequence[int] | None) -> npt.NDArray[Any]:
-        """Return the stacked outputs."""
+    def collect(self, rows: list[_Output | None], good: Sequence[int] | None) -> npt.NDArray[Any]:
+        """Return the stacked outputs; raise InputError if they have different shapes."""
         numbers = range(len(rows)) if good is None else good
-        if outputs := [np.asarray(rows[row]) for row in numbers]:
-            self._last_output = outputs[0]
-            return np.stack(outputs)
-        return np.empty((0, *self._last_output.shape), dtype=self._last_output.dtype)
+        outputs = [output for row in numbers if (output := rows[row]) is not None]
+        if not outputs:
+            return np.empty((0, *self._last_output.shape), dtype=self._last_output.dtype)
+        first = outputs[0]
+        if other := next((output for output in outputs if output.array.shape != first.array.shape), None):
+            raise InputError(
+                f"transform returned shape {first.array.shape} for sample {first.sample} and {other.array.shape} for "
+                f"sample {other.sample} of epoch {first.epoch}, which cannot be stacked to a batch",
+                hint="return arrays of the same shape, for example crop or resize every image to one size",
+            )
+        self._last_output = first.array
+        return np.stack([output.array for output in outputs])

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from stoker.core.threads import ThreadPool
+from stoker.core.units import pluralize
 from stoker.errors import InputError, SpecError, VerificationError
 from stoker.load.buffers import Allocator, BufferPool
 from stoker.load.collate import Collator, EncodedCollator, FillResult, PixelCollator, UserCollator, UserTransform
@@ -31,6 +32,7 @@ from stoker.sampling.plan import Epoch, Step
 from stoker.sampling.rank import Rank
 from stoker.shards.scan import ensure_manifest
 from stoker.shards.shard_set import ShardSet
+from stoker.storage import redacted
 from stoker.storage.cache import DiskCache
 
 ROWS_PER_TASK = 32
@@ -219,6 +221,13 @@ class Loader:
         """Stop all threads and close all shards. A loader can be used again after that and reopens them."""
         self._stop()
         self._reader.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"<stoker.Loader {redacted(self.shard_set.url)!r}: {pluralize(self.plan.samples, 'sample')}, "
+            f"global batch {self.global_batch:,}, {self.plan.mode}, rank {self.rank.number} of {self.rank.world_size}, "
+            f"epoch {self._cursor.epoch}, consumed {self._cursor.consumed}>"
+        )
 
     def __enter__(self) -> Self:
         return self

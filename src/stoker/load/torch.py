@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from stoker.core.processes import exit_with_process
 from stoker.errors import InputError, MissingExtraError, SpecError
@@ -22,10 +22,12 @@ from stoker.load.shared_cursor import ConsumerState, SharedCursor
 from stoker.sampling.cursor import Cursor
 from stoker.sampling.order import Int64Array
 from stoker.shards.shard_set import ShardSet
+from stoker.storage import redacted
 
 try:
     import torch
     from torch.utils.data import IterableDataset, get_worker_info
+    from torch.utils.data._utils.collate import default_collate_fn_map
 except ImportError as error:
     raise MissingExtraError("torch", "torch", purpose="stoker.load.torch") from error
 
@@ -153,6 +155,11 @@ class Dataset(IterableDataset[TorchBatch]):
         """The loader of this process, with its plan, shard set, times and rank; opened on first use."""
         return self._loader()
 
+    def __repr__(self) -> str:
+        url = self._url.url if isinstance(self._url, ShardSet) else str(self._url)
+        settings = [f"{name}={value!r}" for name, value in self._settings.items() if name != "allocate"]
+        return f"<stoker.load.torch.Dataset {redacted(url)!r}: {', '.join(settings)}>"
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_loaders": {}}
 
@@ -204,6 +211,14 @@ class Dataset(IterableDataset[TorchBatch]):
                 images = images.permute(0, 3, 1, 2)
         labels = torch.from_numpy(batch.labels)
         return TorchBatch(images, labels, batch.count, batch.cursor, batch.positions)
+
+
+def _reject_batching(batches: list[TorchBatch], **_: object) -> NoReturn:  # noqa: ARG001
+    """Raise InputError for a DataLoader that combines batches to batches."""
+    raise InputError("the dataset already yields batches", hint="pass batch_size=None to the DataLoader")
+
+
+default_collate_fn_map[TorchBatch] = _reject_batching
 
 
 def _count_batches(url: str, settings: dict[str, Any], epoch: int) -> int:
