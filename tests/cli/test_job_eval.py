@@ -64,6 +64,16 @@ def test_best_checkpoint_comes_before_the_newest(tmp_path: Path) -> None:
     assert [find_checkpoint(str(tmp_path), which) for which in ("best", "newest")] == [BEST_NAME, step_name(10)]
 
 
+def test_newest_checkpoint_is_passed_by_name(runs: Runs, stoker_home: Path) -> None:
+    """A training that is still running may write another one before the trainer reads it."""
+    run = runs.write(stoker_home, TRAINED)
+    Path(run.checkpoint_dir).mkdir()
+    (Path(run.checkpoint_dir) / step_name(7)).touch()
+    where, flags = choose_checkpoint(run, run.checkpoint_dir, "newest")
+    args = parse_flags(["--val", "shards", *flags], {"STOKER_CHECKPOINT_DIR": "ck"})
+    assert (where, args.eval_only) == (str(Path(run.checkpoint_dir) / step_name(7)), step_name(7))
+
+
 def test_initial_weights_of_the_training_are_not_evaluated_instead(runs: Runs, stoker_home: Path) -> None:
     run = runs.write(stoker_home, TRAINED)
     Path(run.checkpoint_dir).mkdir()

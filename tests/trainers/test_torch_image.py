@@ -63,6 +63,9 @@ def test_eval_only_reproduces_the_results_of_the_training(flags: list[object], t
     assert evaluated.code == 0, evaluated.text
     assert [evaluated.scalars(name)[-1] for name in ("val_loss", "val_top1", "val_top5", "ema_top1")] == results
     assert "step-0000000026.pt: validation loss" in evaluated.text
+    earlier = train(*own, "--eval-only", "step-0000000013.pt")
+    assert "step-0000000013.pt: validation loss" in earlier.text
+    assert earlier.scalars("val_loss")[-1] == trained.scalars("val_loss")[0]
     best = train(*own, "--eval-only", "best")
     assert best.scalars("ema_top1")[-1] == max(trained.scalars("ema_top1"))
     # Without the training set, from a file.

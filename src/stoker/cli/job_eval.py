@@ -96,9 +96,7 @@ def choose_checkpoint(trained: RunFolder, directory: str, which: str) -> tuple[s
         )
     if which == "best" and found != BEST_NAME:
         print_message(f"No checkpoint was validated yet ({BEST_NAME} does not exist): using the newest")
-    # An empty --init-from overrides that of a training which began with other weights.
-    return redacted(join_url(directory, found)), (
-        "--eval-only",
-        "best" if found == BEST_NAME else "newest",
-        "--init-from=",
-    )
+    # By name, because a training that is still running may write a newer one before the trainer reads it. An empty
+    # --init-from overrides that of a training which began with other weights.
+    name = "best" if found == BEST_NAME else found
+    return redacted(join_url(directory, found)), ("--eval-only", name, "--init-from=")

@@ -15,9 +15,14 @@ def step_name(step: int) -> str:
     return f"step-{step:010d}.pt"
 
 
+def is_step_name(name: str) -> bool:
+    """Return whether a file name is that of the checkpoint of a step."""
+    return _STEP_NAME.fullmatch(name) is not None
+
+
 def list_step_names(store: Store) -> list[str]:
     """List the checkpoints by step, oldest first; without the best one."""
-    return sorted(entry.name for entry in store.list("step-") if _STEP_NAME.fullmatch(entry.name))
+    return sorted(entry.name for entry in store.list("step-") if is_step_name(entry.name))
 
 
 def has_best(store: Store) -> bool:

@@ -85,6 +85,10 @@ class CheckpointStore:
             return None
         return BEST_NAME, self._read(BEST_NAME)
 
+    def load(self, name: str) -> tuple[str, Checkpoint]:
+        """Read the checkpoint with this name; raise NotFoundError if there is none."""
+        return name, self._read(name)
+
     @property
     def is_writing(self) -> bool:
         """Whether a checkpoint is being written."""

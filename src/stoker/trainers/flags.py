@@ -17,6 +17,7 @@ from stoker.errors import Fault, InputError, MissingExtraError, SpecError, Stoke
 from stoker.load.native import DECODERS
 from stoker.load.transforms import TRANSFORMS
 from stoker.sampling.plan import SAMPLING_MODES
+from stoker.trainers.checkpoint_files import is_step_name, step_name
 from stoker.trainers.schedule import SCHEDULES
 
 LR_PER_256 = 0.1
@@ -161,9 +162,11 @@ def _training(group: argparse._ArgumentGroup) -> None:
     add(
         "--eval-only",
         nargs="?",
-        choices=("newest", "best"),
+        metavar="WHICH",
+        type=_checkpoint,
         const="newest",
-        help="only validate the latest (newest) or best checkpoint, or the weights from --init-from",
+        help="only validate a checkpoint (newest, best, or a name such as step-0000000100.pt), or the weights from "
+        "--init-from",
     )
     add(
         "--validate-every",
@@ -342,6 +345,12 @@ def _faults(args: argparse.Namespace) -> Any:
         yield "eval_only", "requires --init-from or --checkpoint-dir"
     if not args.train and not args.synthetic and not args.eval_only:
         yield "train", "required: set --train or STOKER_DATA_TRAIN to a shard set, or use --synthetic"
+
+
+def _checkpoint(text: str) -> str:
+    if text not in ("newest", "best") and not is_step_name(text):
+        raise argparse.ArgumentTypeError(f"must be newest, best or a name like {step_name(100)}, got {text!r}")
+    return text
 
 
 def _device(text: str) -> str:

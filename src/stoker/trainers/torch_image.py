@@ -405,6 +405,8 @@ def _load_checkpoint(
 
     def read() -> tuple[str, Checkpoint] | None:
         assert store is not None
+        if args.eval_only not in (None, "best", "newest"):
+            return store.load(args.eval_only)
         loaded = store.load_best() if args.eval_only == "best" else store.load_newest()
         if loaded is None and args.eval_only:
             raise InputError("no checkpoint to evaluate", where=store.url)
