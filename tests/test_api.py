@@ -260,6 +260,13 @@ def test_interrupted_stop_kills_and_leaves_interrupts_enabled() -> None:
     assert run.status().state is JobState.STOPPED
 
 
+def test_stop_in_a_process_whose_interrupt_handler_is_not_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = job_of(UNTIL_STOPPED).run()
+    monkeypatch.setattr(signal, "getsignal", lambda _number: None)
+    run.stop()
+    assert run.status().state is JobState.STOPPED
+
+
 def test_run_survives_the_process_and_the_process_group_that_started_it(workspace: Path) -> None:
     """As when a notebook kernel is restarted: the whole group is killed."""
     (workspace / "job.yaml").write_text(job_of(UNTIL_STOPPED).to_yaml())

@@ -249,8 +249,9 @@ class Run:
         return analysis.verdict(self.events())
 
     def stop(self) -> None:
-        """Stop the run: SIGTERM, a grace period, then SIGKILL; an interrupt skips the grace period.
+        """Stop the run: SIGTERM, a grace period, then SIGKILL.
 
+        An interrupt skips the grace period, except on a Ray cluster, which cannot shorten it once it has begun.
         Do nothing if it was never started; clean up what a finished run may have left on other machines.
         """
         if not (self.folder / "handle").exists():
@@ -330,11 +331,14 @@ def _to_plain(value: object) -> object:
 
 @contextmanager
 def _restored_sigint() -> Iterator[None]:
-    """Restore the SIGINT handler afterwards: launchers ignore the signal once it has interrupted a stop."""
-    if threading.current_thread() is not threading.main_thread():
+    """Restore the SIGINT handler afterwards: launchers ignore the signal once it has interrupted a stop.
+
+    Only the main thread can do so, and only for a handler that was installed by Python.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = signal.getsignal(signal.SIGINT)
     try:
         yield
     finally:

@@ -33,7 +33,7 @@ def test_newest_checkpoint_is_evaluated_if_none_was_validated(
     (trained,) = list_runs()
     names = [path.name for path in Path(trained.checkpoint_dir).glob("*.pt")]
     assert names == [newest := step_name(1)]
-    capfd.readouterr()
+    assert "32 samples × 1 epoch," in capfd.readouterr().out
     assert stoker("job", "eval", "digits") == 0
     out, err = capfd.readouterr()
     assert f"{newest}: validation loss" in out

@@ -56,6 +56,14 @@ def test_exec_and_forward_print_the_ssh_command_for_an_ssh_run(
     assert read_error(capsys).endswith("use: ssh -N -L 6006:localhost:6006 -L 8080:localhost:80 gpu-a")
 
 
+def test_damaged_plan_is_one_sentence(make_run: Any, stoker_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run("ssh:///runs/digits")
+    path = stoker_home / "runs" / RUN / "plan.json"
+    path.write_text("{")
+    assert stoker(["job", "exec", "digits", "--", "ls"]) == 2
+    assert str(path) in read_error(capsys)
+
+
 def test_exec_refuses_a_ray_run(make_run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     make_run("ray://head:8265/digits")
     assert stoker(["job", "exec", "digits", "--", "ls"]) == 2

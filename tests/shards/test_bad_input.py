@@ -187,6 +187,15 @@ def test_invalid_options_are_rejected(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("size", "is_advised"), [("10", True), ("10KB", False)])
+def test_unit_is_advised_only_for_a_size_without_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str, is_advised: bool
+) -> None:
+    data = make_dataset(tmp_path / "pets")
+    sentence = run_and_fail(capsys, 2, "data", "convert", data, tmp_path / "out", "--shard-size", size)
+    assert ("add a unit" in sentence) == is_advised
+
+
 @pytest.mark.parametrize("command", ["verify", "summary", "plan", "peek", "bench", "serve"])
 def test_missing_path_is_named(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sentence = run_and_fail(capsys, 2, "data", command, tmp_path / "nowhere")

@@ -205,9 +205,10 @@ def _parse_shard_size(text: str, force: bool) -> int:
 
     size = parse_value("--shard-size", parse_bytes, text)
     if size < MIN_SIZE_BYTES and not force:
+        add_unit = "add a unit, for example" if text.strip().isdecimal() else "use, for example,"
         raise InputError(
             f"--shard-size must be >= 1 MiB, got {format_bytes(size)}",
-            hint="add a unit, for example --shard-size 64MiB, or pass --force",
+            hint=f"{add_unit} --shard-size 64MiB, or pass --force",
         )
     return size
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -54,7 +53,10 @@ def connect_to_run(
 
 def _find_host(run: RunFolder, slot: str) -> str | None:
     """Return the host of a slot of an SSH run."""
-    hosts = json.loads((run.folder / "plan.json").read_bytes()).get("hosts") or {}
+    from stoker.core import json_io
+
+    path = run.folder / "plan.json"
+    hosts = json_io.parse(json_io.read_file(path), path).get("hosts") or {}
     host = hosts.get(slot)
     return str(host) if host else None
 

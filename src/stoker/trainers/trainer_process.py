@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from stoker.core.units import pluralize
 from stoker.load.torch import Dataset
 from stoker.telemetry import Recorder
 from stoker.trainers.checkpoints import CheckpointStore
@@ -77,14 +78,14 @@ class TrainerProcess:
         ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
         what = (
             f"{args.model} ({parameters:,} parameters) on {ranks} ({world.device.type}), "
-            f"{plan.samples:,} samples × {args.epochs}"
+            f"{pluralize(plan.samples, 'sample')} × {pluralize(args.epochs, 'epoch')}"
         )
         if world.rank == 0:
             numbers = {"epochs": args.epochs, "total_steps": self.total_steps, "world": world.size}
             numbers |= {"global_batch": state.global_batch, "parameters": parameters, "samples": plan.samples}
             self.record.mark("start", what, model=args.model, **numbers)
         self.print_line(
-            f"{what} epochs, global batch {state.global_batch:,}, learning rate {state.peak_lr:g} ({args.schedule})"
+            f"{what}, global batch {state.global_batch:,}, learning rate {state.peak_lr:g} ({args.schedule})"
         )
         if resumed_from:
             detail = f"resuming at epoch {cursor.epoch}, {cursor.consumed:,} of {plan.samples:,} samples, "
@@ -133,7 +134,8 @@ class TrainerProcess:
             self.record.mark("end", "already finished", val_top1=top1)
         result = f", validation top-1 {top1:.2%}" if top1 is not None else ""
         self.print_line(
-            f"training is already finished: {state.cursor.epoch} epochs{result}; increase --epochs to continue"
+            f"training is already finished: {pluralize(state.cursor.epoch, 'epoch')}{result}; "
+            "increase --epochs to continue"
         )
         return 0
 
