@@ -18,6 +18,7 @@ from stoker.errors import SourceError
 from stoker.shards.destination import RESUME_HINT
 from stoker.shards.formats import FORMATS
 from stoker.shards.images import BadImageError
+from stoker.shards.pack import MAX_UNREADABLE
 from stoker.shards.sample import Sample
 from stoker.shards.sources.folder import FolderSource
 from tests.shards.test_convert import crash, read_shard_set
@@ -450,16 +451,77 @@ def test_image_without_permission_is_quarantined(tmp_path: Path, monkeypatch: py
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         return open_file(path, *args)
 
+    (data / "train/ant/00003.jpg").chmod(0)
     monkeypatch.setattr(os, "open", open_unless_forbidden)  # the tests may run as root, who may read everything
     assert stoker("data", "convert", data, out) == 0
     assert read_quarantine(out) == {"ant/00003.jpg": f"cannot read: {os.strerror(errno.EACCES)}"}
 
 
-def test_deleted_image_is_quarantined_but_a_deleted_folder_is_an_error(tmp_path: Path) -> None:
+def test_share_that_denies_access_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files whose own mode permits reading are denied: the share is at fault, not the file."""
+    data, out = make_dataset(tmp_path / "pets"), tmp_path / "out"
+    open_file, opened = os.open, set[str]()
+
+    def open_first_files(path: str, *args: int) -> int:
+        if str(path).endswith(".jpg"):
+            if len(opened) >= 10:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            opened.add(path)
+        return open_file(path, *args)
+
+    monkeypatch.setattr(os, "open", open_first_files)
+    assert os.strerror(errno.EACCES) in run_and_fail(capsys, 2, "data", "convert", data, out, "--jobs", 1)
+    assert not (out / "train/manifest.json").exists()
+
+
+@pytest.mark.parametrize("siblings", [True, False])
+def test_forbidden_file_is_quarantined_only_if_a_sibling_can_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, siblings: bool
+) -> None:
+    data = make_dataset(tmp_path / "pets")
+    source = FolderSource(str(data), scratch=tmp_path)
+    item = next(iter(source.scan("train")))
+    (data / "train" / item.name).chmod(0)
+    open_file = os.open
+
+    def deny(path: str, *args: int) -> int:
+        if not siblings or str(path).endswith(item.name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return open_file(path, *args)
+
+    monkeypatch.setattr(os, "open", deny)
+    with pytest.raises(BadImageError if siblings else SourceError):
+        source.read("train", item)
+
+
+@pytest.mark.parametrize("count", [MAX_UNREADABLE, MAX_UNREADABLE + 1])
+def test_many_unreadable_images_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int) -> None:
+    data, out = make_dataset(tmp_path / "pets", train=60), tmp_path / "out"
+    for number in range(count):
+        (data / f"train/ant/link{number}.jpg").symlink_to("/nowhere.jpg")
+    if count <= MAX_UNREADABLE:
+        assert stoker("data", "convert", data, out) == 0
+        assert len(read_quarantine(out)) == count
+        return
+    sentence = run_and_fail(capsys, 2, "data", "convert", data, out, "--shard-samples", 16, "--jobs", 1)
+    assert str(count) in sentence
+    assert "ant/link" in sentence
+    again = run_and_fail(capsys, 2, "data", "convert", data, out, "--shard-samples", 16, "--jobs", 1)
+    assert str(count) in again  # finished shards of the first run count too
+    for number in range(count):
+        (data / f"train/ant/link{number}.jpg").unlink()
+        (data / f"train/ant/link{number}.jpg").write_bytes(b"no image")
+    assert stoker("data", "convert", data, out, "--restart") == 0  # any number of damaged images is quarantined
+    assert len(read_quarantine(out)) == count
+
+
+def test_deleted_image_is_an_error(tmp_path: Path) -> None:
     source = FolderSource(str(make_dataset(tmp_path / "pets")), scratch=tmp_path)
     first, second, *_ = source.scan("train")
     (tmp_path / "pets/train" / first.name).unlink()
-    with pytest.raises(BadImageError, match="deleted"):
+    with pytest.raises(SourceError, match=first.name):
         source.read("train", first)
     shutil.rmtree(tmp_path / "pets/train/ant")
     with pytest.raises(SourceError, match=second.name):

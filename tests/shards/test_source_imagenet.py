@@ -390,7 +390,7 @@ def test_image_that_changes(tmp_path: Path, scratch: Path) -> None:
     with pytest.raises(SourceError, match=rf"{item.name}: .*\b{item.size} bytes"):
         source.read("train", item)
     (dataset.folder / "train" / item.name).unlink()
-    with pytest.raises(BadImageError, match="deleted"):
+    with pytest.raises(SourceError, match=item.name):
         source.read("train", item)
     (dataset.folder / "train" / item.name).symlink_to("/nowhere.JPEG")
     item = next(iter(source.scan("train")))

@@ -6,7 +6,8 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stoker.core import permutations, spec
+from stoker.core.text import printable
 from stoker.errors import SourceError
 from stoker.shards import index
 from stoker.shards.catalog import Catalog
@@ -25,9 +27,14 @@ from stoker.shards.options import ConversionOptions
 from stoker.shards.plan import ConversionPlan, SplitPlan
 from stoker.shards.sample import Buffer, Content, Item, Sample, sample_key
 from stoker.shards.sources import Source
+from stoker.shards.sources.files import UNREADABLE
 
 # Bytes that are hashed and written at once: enough to release the GIL for long, few enough for the CPU cache.
 WRITE_BYTES = 1 << 20
+
+# Images of a split whose files may be unreadable; if there are more, the storage or its permissions are at fault.
+MAX_UNREADABLE = 16
+MAX_UNREADABLE_FRACTION = 0.01
 
 
 class ConversionProgress(NamedTuple):
@@ -82,7 +89,11 @@ def pack_shards(
         for receipt in receipts.values():
             progress(ConversionProgress(receipt.shard.samples + len(receipt.bad), receipt.shard.bytes))
         try:
-            receipts |= Packer(plan, kind, source, catalogs, destination, progress).run(remaining, jobs)
+            packer = Packer(plan, kind, source, catalogs, destination, progress)
+            for task in tasks:
+                if task.path in receipts:
+                    packer.unreadable.add(task.split, receipts[task.path].bad)
+            receipts |= packer.run(remaining, jobs)
         except BaseException:
             if not destination.read_receipts(tasks):
                 destination.discard_unfinished()  # nothing to resume, so allow any other conversion here
@@ -116,6 +127,7 @@ class Packer:
         self._destination = destination
         self._progress = progress
         self._stop = threading.Event()
+        self.unreadable = _UnreadableLimit()
 
     def run(self, tasks: list[ShardTask], jobs: int) -> dict[str, Receipt]:
         """Write all shards; on the first error cancel the others and raise it."""
@@ -163,6 +175,7 @@ class Packer:
                     bad.append(
                         QuarantinedImage(key=sample_key(item.name), name=item.name, bytes=item.size, reason=str(error))
                     )
+                    self.unreadable.add(task.split, bad[-1:])
                     reporter.add(0)
                     continue
                 sample = Sample(sample_key(item.name), image, info.extension, item.label, content.extras)
@@ -196,6 +209,28 @@ class Packer:
         if item.size > MAX_BYTES:
             raise BadImageError(too_large_reason(item.size))
         return self._source.read(self._options.source_split(split), item)
+
+
+class _UnreadableLimit:
+    """Count of the unreadable images of each split, over all threads and earlier runs of a conversion."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, split: SplitPlan, bad: Sequence[QuarantinedImage]) -> None:
+        """Count those of the quarantined images that are unreadable; raise SourceError above the limit."""
+        unreadable = [image for image in bad if image.reason.startswith(UNREADABLE)]
+        with self._lock:
+            self._counts[split.split] += len(unreadable)
+            count = self._counts[split.split]
+        if unreadable and count > max(MAX_UNREADABLE, MAX_UNREADABLE_FRACTION * split.samples):
+            example = unreadable[-1]
+            raise SourceError(
+                f"at least {count:,} of {split.samples:,} images of split {split.split!r} cannot be read, for example "
+                f"{printable(example.name)} ({example.reason})",
+                hint="check that the storage is available and that you may read the files",
+            )
 
 
 class ShardWriter:

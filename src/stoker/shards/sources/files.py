@@ -10,6 +10,7 @@ import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,6 +22,9 @@ from stoker.shards.images import BadImageError
 GZIP_MAGIC = b"\x1f\x8b"
 CHUNK_BYTES = 1 << 20
 DOWNLOAD_AGAIN = "download it again"
+UNREADABLE = "cannot read"
+"""How the reason starts for which an image is quarantined whose file, as opposed to its content, cannot be read."""
+MAX_SIBLINGS = 16
 
 
 class OpenFile:
@@ -93,8 +97,8 @@ def stat_image(entry: os.DirEntry[str]) -> tuple[int, int]:
 def read_image_file(path: str, size: int) -> bytes:
     """Read an image file that had this size when it was scanned.
 
-    Raise BadImageError, which quarantines the image, if this one file cannot be read. Raise SourceError if the file
-    changed, and for any error that may affect every file, such as a disk or share that failed.
+    Raise BadImageError, which quarantines the image, if only this file cannot be read. Raise SourceError if the file
+    changed, and for any error that may affect many files, such as that of a disk or share that failed.
     """
     if size == 0:
         _check_regular(path)
@@ -106,14 +110,9 @@ def read_image_file(path: str, size: int) -> bytes:
                 data += more  # network file systems may return fewer bytes than requested
         finally:
             os.close(fd)
-    except PermissionError as error:
-        raise BadImageError(f"cannot read: {error.strerror}") from error
-    except FileNotFoundError as error:
-        # Where the folder or the target of a link is gone too, a share was probably unmounted.
-        if Path(path).parent.is_dir() and not Path(path).is_symlink():
-            raise BadImageError("the file was deleted during the conversion") from error
-        raise SourceError("the file no longer exists", where=printable(path)) from error
     except OSError as error:
+        if error.errno == errno.EACCES and _has_forbidding_mode(path) and _can_open_sibling(path):
+            raise BadImageError(f"{UNREADABLE}: {error.strerror}") from error
         raise SourceError(f"cannot read: {error.strerror}", where=printable(path)) from error
     if len(data) != size:
         raise SourceError(
@@ -129,11 +128,49 @@ def _check_regular(path: str) -> None:
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        is_broken_link = error.errno == errno.ENOENT and Path(path).is_symlink()
-        reason = "broken symbolic link" if is_broken_link else error.strerror
-        raise BadImageError(f"cannot read: {reason}") from error
+        is_link = os.path.islink(path)
+        if error.errno == errno.ENOENT and not is_link:
+            raise SourceError(f"cannot read: {error.strerror}", where=printable(path)) from error
+        reason = "broken symbolic link" if error.errno == errno.ENOENT else error.strerror
+        raise BadImageError(f"{UNREADABLE}: {reason}") from error
     if not stat.S_ISREG(mode):
-        raise BadImageError("not a regular file")
+        raise BadImageError(f"{UNREADABLE}: not a regular file")
+
+
+def _has_forbidding_mode(path: str) -> bool:
+    """Return whether the owner and mode of a file deny this process read access."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return False
+    user = os.geteuid()
+    if user == 0:  # a local file system denies root nothing; a network file system may map root to another user
+        return not status.st_mode & stat.S_IROTH
+    if status.st_uid == user:
+        return not status.st_mode & stat.S_IRUSR
+    if status.st_gid in (os.getegid(), *os.getgroups()):
+        return not status.st_mode & stat.S_IRGRP
+    return not status.st_mode & stat.S_IROTH
+
+
+def _can_open_sibling(path: str) -> bool:
+    """Return whether one of the first other files in the folder can be opened, or there is no other file."""
+    folder, name = os.path.split(path)
+    try:
+        with os.scandir(folder) as entries:
+            files = (entry for entry in entries if entry.name != name and entry.is_file(follow_symlinks=False))
+            siblings = [entry.path for entry in islice(files, MAX_SIBLINGS)]
+    except OSError:
+        return False
+    return not siblings or any(map(_can_open, siblings))
+
+
+def _can_open(path: str) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
 
 
 def open_decompressed(path: Path, scratch: Path) -> OpenFile:
