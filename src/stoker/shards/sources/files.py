@@ -80,17 +80,54 @@ def describe_skipped(count: int) -> str:
     return "skipped 1 file that is not an image" if count == 1 else f"skipped {count:,} files that are not images"
 
 
+def check_affects_one_file(error: OSError, path: str) -> None:
+    """Raise SourceError for an error that may affect many files, such as that of a disk or share that failed."""
+    if error.errno not in (errno.ENOENT, errno.ELOOP, errno.EACCES):
+        raise SourceError(f"cannot read: {error.strerror}", where=printable(path)) from error
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether this is a folder or a link to one; false for a link that cannot be followed."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        check_affects_one_file(error, entry.path)
+        return False
+
+
+def is_class_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether this is a folder or a link to one.
+
+    Raise SourceError for a link that cannot be followed, unless its target does not exist: without its class, the
+    labels of others would change.
+    """
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        raise SourceError(f"cannot follow the link: {error.strerror}", where=printable(entry.path)) from error
+
+
+def is_file(entry: os.DirEntry[str]) -> bool:
+    """Return whether this is a regular file or a link to one; false for a link that cannot be followed."""
+    try:
+        return entry.is_file()
+    except OSError as error:
+        check_affects_one_file(error, entry.path)
+        return False
+
+
 def stat_image(entry: os.DirEntry[str]) -> tuple[int, int]:
     """Return the size and modification time of an image file; the size is 0 if it is not readable as a file."""
     try:
         status = entry.stat()
         if stat.S_ISREG(status.st_mode):
             return status.st_size, status.st_mtime_ns
-    except OSError:  # a broken link, a loop of links, or a link into a folder without permission
-        pass
+    except OSError as error:  # a broken link, a loop of links, or a link into a folder without permission
+        check_affects_one_file(error, entry.path)
     try:
         return 0, entry.stat(follow_symlinks=False).st_mtime_ns
-    except OSError:  # deleted since the folder was listed
+    except OSError as error:  # deleted since the folder was listed
+        check_affects_one_file(error, entry.path)
         return 0, 0
 
 
@@ -128,9 +165,9 @@ def _check_regular(path: str) -> None:
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        is_link = os.path.islink(path)
-        if error.errno == errno.ENOENT and not is_link:
-            raise SourceError(f"cannot read: {error.strerror}", where=printable(path)) from error
+        check_affects_one_file(error, path)
+        if error.errno == errno.ENOENT and not Path(path).is_symlink():
+            raise SourceError("the file was deleted during the conversion", where=printable(path)) from error
         reason = "broken symbolic link" if error.errno == errno.ENOENT else error.strerror
         raise BadImageError(f"{UNREADABLE}: {reason}") from error
     if not stat.S_ISREG(mode):

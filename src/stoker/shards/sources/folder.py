@@ -17,7 +17,14 @@ from stoker.shards.sources.class_layout import (
     find_class_layout,
     has_image_extension,
 )
-from stoker.shards.sources.files import read_image_file, stat_image
+from stoker.shards.sources.files import (
+    check_affects_one_file,
+    is_class_folder,
+    is_file,
+    is_folder,
+    read_image_file,
+    stat_image,
+)
 from stoker.storage import local_path
 
 
@@ -42,10 +49,12 @@ class FolderSource:
 
     @staticmethod
     def can_read(where: str) -> bool:
-        """Return whether this is a folder with subfolders."""
+        """Return whether this is a folder with subfolders, or with what may be one; opening it reports the error."""
         try:
             root = local_path(where)
-            return root is not None and bool(DirectoryTree(root).list_folders(""))
+            return root is not None and root.is_dir() and bool(DirectoryTree(root).list_folders(""))
+        except SourceError:
+            return True
         except (OSError, ValueError, InputError):
             return False
 
@@ -92,11 +101,11 @@ class FolderSource:
             check_utf8(entry.name, printable(current))
             if entry.name.startswith("."):
                 self._skipped.add("hidden")
-            elif _is_dir(entry):
+            elif is_folder(entry):
                 yield from self._iter_images(folder, path + "/", above | {identity})
             elif has_image_extension(entry.name):
                 yield path, *stat_image(entry)
-            elif _is_file(entry):
+            elif is_file(entry):
                 self._skip_file(entry)
             else:
                 self._skipped.add("broken link or special file")
@@ -105,7 +114,8 @@ class FolderSource:
         try:
             with open(entry.path, "rb") as file:
                 head = file.read(SNIFF_BYTES)
-        except OSError:
+        except OSError as error:
+            check_affects_one_file(error, entry.path)
             self._skipped.add("unreadable file")
         else:
             self._skipped.add_unnamed(entry.name, head, printable(entry.path))
@@ -119,13 +129,13 @@ class DirectoryTree:
 
     def list_folders(self, path: str) -> tuple[str, ...]:
         """Return the names of the folders in a folder, sorted, without hidden ones."""
-        with os.scandir(self._root / path) as entries:
-            return tuple(sorted(e.name for e in entries if _is_dir(e) and not e.name.startswith(".")))
+        entries = _list_entries(self._root / path)
+        return tuple(e.name for e in entries if not e.name.startswith(".") and is_class_folder(e))
 
     def list_images(self, path: str) -> tuple[str, ...]:
         """Return the names of the images directly in a folder, sorted."""
-        with os.scandir(self._root / path) as entries:
-            return tuple(sorted(e.name for e in entries if _is_file(e) and has_image_extension(e.name)))
+        entries = _list_entries(self._root / path)
+        return tuple(e.name for e in entries if has_image_extension(e.name) and is_file(e))
 
     def locate(self, path: str) -> str:
         """Return the path of a folder, as it may be printed."""
@@ -133,7 +143,10 @@ class DirectoryTree:
 
 
 def _identify(folder: Path) -> tuple[int, int]:
-    status = folder.stat()
+    try:
+        status = folder.stat()
+    except OSError as error:
+        raise SourceError(f"cannot read the folder: {error.strerror}", where=printable(folder)) from error
     return status.st_dev, status.st_ino
 
 
@@ -149,18 +162,4 @@ def _list_entries(folder: Path) -> list[os.DirEntry[str]]:
 def _list_broken_links(folder: Path) -> list[str]:
     """List links that could be class folders, but point nowhere."""
     entries = _list_entries(folder)
-    return [printable(e.path) for e in entries if e.is_symlink() and not _is_dir(e) and not _is_file(e)]
-
-
-def _is_dir(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link that cannot be followed
-        return False
-
-
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_file()
-    except OSError:
-        return False
+    return [printable(e.path) for e in entries if e.is_symlink() and not is_folder(e) and not is_file(e)]
