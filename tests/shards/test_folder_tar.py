@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 
 from stoker.errors import SourceError
 from stoker.shards.sources import detect_source
-from stoker.shards.sources.folder_tar import FolderTarSource
+from stoker.shards.sources.folder import FolderSource
+from stoker.shards.sources.folder_tar import PEEKED_FILES, FolderTarSource
 from tests.shards.test_bad_input import run_and_fail
 from tests.shards.test_convert import read_shard_set
 from tests.support.trees import digests, image_bytes, make_dataset, make_tree, stoker
@@ -83,10 +85,8 @@ def test_webdataset_shards_are_not_class_folders(tmp_path: Path) -> None:
     assert stoker("data", "convert", make_dataset(tmp_path / "pets"), tmp_path / "shards") == 0
     shard = tmp_path / "shards/train/pets-train-000000.tar"
     assert detect_source(str(shard)) == "shards"
-    with_json = {
-        f"a/{i}.{kind}": content for i in range(3) for kind, content in (("jpg", image_bytes(i)), ("json", b"{}"))
-    }
-    assert not FolderTarSource.can_read(str(archive_files(tmp_path / "x.tar", with_json)))
+    late = {f"a/{i}.txt": b"text" for i in range(PEEKED_FILES)} | {"a/z.jpg": image_bytes(1), "a/z.cls": b"0"}
+    assert not FolderTarSource.can_read(str(archive_files(tmp_path / "x.tar", late)))
     with pytest.raises(SourceError, match=r"\.cls"):
         FolderTarSource(str(shard), scratch=tmp_path)
 
@@ -119,3 +119,84 @@ def test_links_and_truncated_archives_are_rejected(tmp_path: Path, capsys: pytes
         tar.write_bytes(tar.read_bytes()[:-12_000])
         assert "truncated" in run_and_fail(capsys, 2, "data", "convert", tar, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["xml", "json"])
+def test_annotations_next_to_images_are_not_labels(tmp_path: Path, kind: str) -> None:
+    files = {
+        f"pets/{name}/{i}.{extension}": content
+        for name in ("cat", "dog")
+        for i in range(3)
+        for extension, content in (("jpg", image_bytes(i)), (kind, b"annotation"))
+    }
+    tar = archive_files(tmp_path / "pets.tar", files)
+    assert detect_source(str(tar)) == "folder-tar"
+    assert read_source(FolderTarSource(str(tar), scratch=tmp_path))[0] == ["cat", "dog"]
+
+
+def test_many_other_files_before_the_first_image(tmp_path: Path) -> None:
+    files = {f"pets/docs{i}.md": b"text" for i in range(PEEKED_FILES + 1)} | {"pets/cat/1.jpg": image_bytes(1)}
+    assert detect_source(str(archive_files(tmp_path / "pets.tar", files))) == "folder-tar"
+
+
+def test_tar_without_labels_suggests_class_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tar = archive_files(tmp_path / "pets.tar", {"1.jpg": image_bytes(1), "cat/2.jpg": image_bytes(2)})
+    sentence = run_and_fail(capsys, 2, "data", "convert", tar, tmp_path / "out", "--source", "shards")
+    assert "--source folder-tar" in sentence
+
+
+def read_source(source: FolderSource | FolderTarSource) -> tuple[list[str], dict[str, list[tuple[str, int, bytes]]]]:
+    """Return the classes of a source, and its items by split."""
+    items = {
+        split: sorted((item.name, item.label, bytes(source.read(split, item).image)) for item in source.scan(split))
+        for split in source.splits
+    }
+    source.close()
+    return list(source.classes), items
+
+
+LAYOUTS = {
+    "classes": ["ant/1.jpg", "bee/2.jpg"],
+    "one class": ["ant/1.jpg", "ant/2.jpg"],
+    "one class with subfolders": ["cat/a/1.jpg", "cat/b/2.jpg"],
+    "one class with images and subfolders": ["cat/1.jpg", "cat/b/2.jpg"],
+    "one class with deep subfolders": ["cat/a/b/1.jpg", "cat/a/c/2.jpg"],
+    "class with the name of a split": ["bus/1.jpg", "car/2.jpg", "train/3.jpg"],
+    "splits": ["train/ant/1.jpg", "train/bee/2.jpg", "val/bee/3.jpg"],
+    "one split": ["train/ant/1.jpg", "train/bee/2.jpg"],
+    "one class in splits": ["train/ant/1.jpg", "val/ant/2.jpg"],
+    "splits with subfolders": ["train/ant/x/1.jpg", "train/ant/y/2.jpg"],
+    "splits and other files": ["README.md", "docs/a.txt", "train/ant/1.jpg", "val/ant/2.jpg"],
+}
+
+
+@pytest.mark.parametrize("top", ["pets/", "./pets/", "."])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_folder_and_tar_have_the_same_classes_and_items(tmp_path: Path, layout: str, top: str) -> None:
+    """As `tar cf pets.tar pets/`, `./pets/` and, in the folder, `.` write it."""
+    data = tmp_path / "pets"
+    for number, name in enumerate(LAYOUTS[layout]):
+        (data / name).parent.mkdir(parents=True, exist_ok=True)
+        (data / name).write_bytes(image_bytes(number) if name.endswith(".jpg") else b"text")
+    with tarfile.open(tmp_path / "pets.tar", "w") as tar:
+        tar.add(data, top)
+    folder = read_source(FolderSource(str(data), scratch=tmp_path))
+    assert read_source(FolderTarSource(str(tmp_path / "pets.tar"), scratch=tmp_path)) == folder
+
+
+@pytest.mark.parametrize("top", ["pets/", "."])
+@pytest.mark.parametrize("empty", ["train/bat", "val/bat", "train/ant2/sub"])
+def test_empty_class_is_rejected_as_in_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], empty: str, top: str
+) -> None:
+    data = make_dataset(tmp_path / "pets")
+    (data / "train/bat").mkdir()
+    if not empty.startswith("train/bat"):
+        (data / "train/bat/1.jpg").write_bytes(image_bytes(1))
+    (data / empty).mkdir(parents=True, exist_ok=True)
+    with tarfile.open(tmp_path / "pets.tar", "w") as tar:
+        tar.add(data, top)
+    class_folder = "/".join(empty.split("/")[:2])
+    for source in (data, tmp_path / "pets.tar"):
+        sentence = run_and_fail(capsys, 2, "data", "convert", source, tmp_path / "out")
+        assert re.search(rf"{class_folder}\)?: .*no images", sentence)

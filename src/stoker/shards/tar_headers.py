@@ -89,9 +89,12 @@ def iter_members(
     require_end: bool = True,
     reject_trailing: bool = False,
     reject_special: bool = False,
+    with_directories: bool = False,
     truncated_hint: str | None = None,
 ) -> Iterator[TarMember]:
     """Yield every regular file; its extended headers count as its first bytes.
+
+    `with_directories` yields directories too, with a path that ends in a slash.
 
     `verify` checks the checksum of every header. `require_end` demands the block of zeros at the end of an archive:
     without it, a cut between two members would go unnoticed. `reject_trailing` demands that only zeros follow it, and
@@ -133,6 +136,8 @@ def iter_members(
             yield first, path, data, size, end
         else:
             _check_special(kind, path, where, offset, reject_special)
+            if with_directories and kind in (_DIRECTORY, b"\0"):
+                yield first, path.rstrip("/") + "/", data, 0, end
         offset = first = end
         extended = _Extended()
     if extended != _Extended():

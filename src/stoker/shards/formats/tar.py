@@ -28,6 +28,10 @@ _FIXED_SUM = sum(_MODE_UID_GID + _MTIME + _LINK_TO_END) + 8 * ord(" ")
 _META = re.compile(r"__[^/]*__($|/)")
 
 
+class MissingLabelError(SourceError):
+    """A sample has no label: perhaps the tar is not a shard."""
+
+
 class Tar:
     """The tar format."""
 
@@ -154,7 +158,7 @@ def _build_sample(
     else:
         raise SourceError(f"sample {key!r} at byte {start} has no image", where=where)
     if "cls" not in spans:
-        raise SourceError(f"sample {key!r} at byte {start} has no label (.cls)", where=where)
+        raise MissingLabelError(f"sample {key!r} at byte {start} has no label (.cls)", where=where)
     offset, size = spans["cls"]
     text = bytes(view[offset : offset + min(size, MAX_LABEL_BYTES + 1)])
     try:

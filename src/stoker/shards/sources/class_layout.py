@@ -93,6 +93,11 @@ class SkippedFiles:
         self.add(printable(os.path.splitext(name)[1].lower()) or "no extension")
 
 
+def empty_class_error(where: str) -> SourceError:
+    """Return the error for a class without images, which would have a label but no samples."""
+    return SourceError("the class folder has no images", where=where, hint="remove the folder or add images")
+
+
 def has_image_extension(name: str) -> bool:
     """Return whether a file name ends like that of an image."""
     return os.path.splitext(name)[1].lower() in EXTENSIONS

@@ -14,6 +14,7 @@ from stoker.shards.sources.class_layout import (
     SNIFF_BYTES,
     SkippedFiles,
     check_utf8,
+    empty_class_error,
     find_class_layout,
     has_image_extension,
 )
@@ -73,9 +74,7 @@ class FolderSource:
                 empty = False
                 yield Item(f"{name}/{path}", label, size, stamp=stamp)
             if empty:
-                raise SourceError(
-                    "the class folder has no images", where=printable(folder), hint="remove the folder or add images"
-                )
+                raise empty_class_error(printable(folder))
 
     def read(self, split: str, item: Item) -> Content:
         """Read one image file."""

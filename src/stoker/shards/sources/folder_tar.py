@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 from stoker.core.text import printable
 from stoker.errors import NotFoundError, SourceError, StokerError
-from stoker.shards.sample import Content, Item, sample_key
+from stoker.shards.sample import Content, Item
 from stoker.shards.sources.class_layout import (
     SNIFF_BYTES,
     SPLITS,
     SkippedFiles,
     check_utf8,
+    empty_class_error,
     find_class_layout,
     has_image_extension,
 )
@@ -26,7 +27,7 @@ from stoker.storage import local_path
 COMPRESSED = (".tar.gz", ".tgz")
 LABEL = ".cls"
 PEEKED_FILES = 64
-"""Files at the start of a tar that tell class folders from WebDataset shards, where several files have the same key."""
+"""Files after the first image of a tar that tell class folders from WebDataset shards, which have labels."""
 
 
 class FolderTarSource:
@@ -46,7 +47,7 @@ class FolderTarSource:
         self._file = open_decompressed(path, scratch)
         try:
             self._skipped = SkippedFiles()
-            tree = ArchiveTree(self._file.path, self._list_image_folders())
+            tree = ArchiveTree(self._file.path, self._list_folders())
             self._prefix = tree.prefix
             self._layout = find_class_layout(tree)
         except BaseException:
@@ -70,7 +71,7 @@ class FolderTarSource:
         except (StokerError, OSError, ValueError):
             return False
         in_folder = any(has_image_extension(name) and "/" in name.removeprefix("./") for name in names)
-        return in_folder and len({sample_key(name) for name in names}) == len(names)
+        return in_folder and not any(name.endswith(LABEL) for name in names)
 
     @property
     def notes(self) -> Sequence[str]:
@@ -81,11 +82,16 @@ class FolderTarSource:
     def scan(self, split: str) -> Iterator[Item]:
         """List the images of a split in the order of the archive."""
         root = self._prefix + self._layout.path_in(split, "")
+        empty = set(self._layout.folders[split])
         for path, member in self._iter_paths():
             name = path.removeprefix(root)
-            label = self._labels.get(name.partition("/")[0])
+            class_name = name.partition("/")[0]
+            label = self._labels.get(class_name)
             if path.startswith(root) and label is not None and has_image_extension(name):
+                empty.discard(class_name)
                 yield Item(name, label, member.size, offset=member.offset, stamp=self._stamp)
+        if empty:
+            raise empty_class_error(f"{self._file.path} ({printable(root + min(empty))})")
 
     def read(self, split: str, item: Item) -> Content:  # noqa: ARG002 - the offset implies the split
         """Read one image."""
@@ -95,10 +101,13 @@ class FolderTarSource:
         """Close the archive."""
         self._file.close()
 
-    def _list_image_folders(self) -> dict[str, str]:
-        """Return every folder with images, and the first image in it; count all other files."""
+    def _list_folders(self) -> dict[str, str]:
+        """Return every folder, and the first image in it, or an empty name; count all other files."""
         folders: dict[str, str] = {}
-        for path, member in self._iter_paths(count_hidden=True):
+        for path, member in self._iter_paths(listing=True):
+            if member.name.endswith("/"):
+                folders.setdefault(path, "")
+                continue
             folder, _, name = path.rpartition("/")
             if name.endswith(LABEL):
                 raise SourceError(
@@ -107,47 +116,47 @@ class FolderTarSource:
                     hint="decompress it and pass --source shards",
                 )
             if has_image_extension(name):
-                folders.setdefault(folder, name)
+                folders[folder] = folders.get(folder) or name
             else:
+                if folder:
+                    folders.setdefault(folder, "")
                 head = self._file.read(member.offset, min(member.size, SNIFF_BYTES))
                 self._skipped.add_unnamed(name, head, f"{self._file.path} ({printable(path)})")
         return folders
 
-    def _iter_paths(self, *, count_hidden: bool = False) -> Iterator[tuple[str, ArchivedFile]]:
-        """Yield the files of the archive with their normalized paths, without hidden files."""
-        for member in iter_files(self._file):
+    def _iter_paths(self, *, listing: bool = False) -> Iterator[tuple[str, ArchivedFile]]:
+        """Yield the files of the archive, without hidden ones, with their normalized paths.
+
+        `listing` yields folders too, and counts the hidden files.
+        """
+        for member in iter_files(self._file, with_directories=listing):
             parts = [part for part in member.name.split("/") if part not in ("", ".")]
             check_utf8(member.name, str(self._file.path))
             if ".." in parts:
                 raise SourceError(f"the path {printable(member.name)} contains '..'", where=self._file.path)
             if not any(part.startswith(".") for part in parts):
                 yield "/".join(parts), member
-            elif count_hidden:
+            elif listing and not member.name.endswith("/"):
                 self._skipped.add("hidden")
 
 
 class ArchiveTree:
-    """The folders of an archive that contain images, below `prefix`, the folder around all of them."""
+    """The folders of an archive below `prefix`, the folder around all of them; `images` has an image of each folder."""
 
-    def __init__(self, archive: Path, folders: dict[str, str]) -> None:
+    def __init__(self, archive: Path, images: Mapping[str, str]) -> None:
         self._archive = archive
-        self.prefix = _find_prefix(folders)
-        self._images: dict[str, str] = {}
-        self._folders: defaultdict[str, set[str]] = defaultdict(set)
-        for folder, image in folders.items():
-            path = f"{folder}/".removeprefix(self.prefix).rstrip("/")
-            self._images[path] = image
-            while path:
-                path, _, name = path.rpartition("/")
-                self._folders[path].add(name)
+        self._images = images
+        self._children = _list_children(images)
+        self.prefix = _find_prefix(images, self._children)
 
     def list_folders(self, path: str) -> tuple[str, ...]:
         """Return the names of the folders in a folder, sorted."""
-        return tuple(sorted(self._folders.get(path, ())))
+        return tuple(sorted(self._children.get((self.prefix + path).rstrip("/"), ())))
 
     def list_images(self, path: str) -> tuple[str, ...]:
         """Return the name of an image directly in a folder, if there is one."""
-        return (self._images[path],) if path in self._images else ()
+        image = self._images.get((self.prefix + path).rstrip("/"))
+        return (image,) if image else ()
 
     def locate(self, path: str) -> str:
         """Return the archive and the folder in it."""
@@ -155,24 +164,52 @@ class ArchiveTree:
 
 
 def _peek_names(file: OpenFile) -> list[str]:
-    """Return the names of the first files of a tar, up to a fault, which is reported when the tar is read."""
-    names = []
+    """Return the names of the files up to the first image and some more; a fault is reported when the tar is read."""
+    names: list[str] = []
     with suppress(SourceError):
-        for member in islice(iter_files(file), PEEKED_FILES):
+        files = iter_files(file)
+        for member in files:
             names.append(member.name)
+            if has_image_extension(member.name):
+                names.extend(member.name for member in islice(files, PEEKED_FILES))
+                break
     return names
 
 
-def _find_prefix(folders: dict[str, str]) -> str:
-    """Return the path, with a slash, of the folder around all class and split folders; often it is the dataset's."""
-    prefix: list[str] = []
-    paths = [folder.split("/") if folder else [] for folder in folders]
-    while paths and all(len(path) > 1 for path in paths) and len({path[0] for path in paths}) == 1:
-        if paths[0][0].lower() in SPLITS:
+def _find_prefix(folders: Mapping[str, str], children: Mapping[str, Collection[str]]) -> str:
+    """Return the path, with a slash, of the folder around all class or split folders, as archiving a folder adds it.
+
+    Splits may be at any depth. Around classes it is at most one folder, since deeper ones may be subfolders of a class;
+    it is none if the archive contains its root, as `tar -C pets -cf pets.tar .` writes it.
+    """
+    around: list[str] = []
+    path = ""
+    while not folders.get(path):
+        names = children.get(path, ())
+        if any(name.lower() in SPLITS and _join(path, name) in children for name in names):
+            return f"{path}/" if path else ""
+        if len(names) != 1:
             break
-        prefix.append(paths[0][0])
-        paths = [path[1:] for path in paths]
-    return "".join(f"{name}/" for name in prefix)
+        (name,) = names
+        path = _join(path, name)
+        around.append(path)
+    if around and path not in children:
+        around.pop()  # a class
+    return f"{around[0]}/" if around and "" not in folders else ""
+
+
+def _list_children(folders: Iterable[str]) -> dict[str, set[str]]:
+    """Return the names of the folders in every folder that has any."""
+    children: defaultdict[str, set[str]] = defaultdict(set)
+    for path in folders:
+        while path:
+            path, _, name = path.rpartition("/")
+            children[path].add(name)
+    return dict(children)
+
+
+def _join(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
 
 
 def _remove_suffix(name: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stoker.errors import SourceError, StokerError
 from stoker.shards.formats import FORMATS, LocatedSample, guess_format
+from stoker.shards.formats.tar import MissingLabelError
 from stoker.shards.manifest import MANIFEST, Shard
 from stoker.shards.sample import Content, Item
 from stoker.shards.shard_set import MappedFile, ShardSet, find_shard_sets, group_by_split
@@ -59,7 +60,7 @@ class ShardsSource:
         for number, entry in enumerate(shard_set.shards):
             where = shard_set.url_of(entry.name)
             with shard_set.map_shard(entry.name, self._scratch) as file:
-                samples = shard_format.iter_samples(file.view, where, check=True)
+                samples = _suggest_folder_tar(shard_format.iter_samples(file.view, where, check=True))
                 if entry.name in manifest_shards:
                     samples = _check_against_manifest(samples, file, manifest_shards[entry.name], where)
                 for located in samples:
@@ -85,6 +86,15 @@ class ShardsSource:
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
+
+
+def _suggest_folder_tar(samples: Iterable[LocatedSample]) -> Iterator[LocatedSample]:
+    """Yield the samples of a shard; if one has no label, raise SourceError with the option to read class folders."""
+    try:
+        yield from samples
+    except MissingLabelError as error:
+        hint = "if the tar contains class folders, pass --source folder-tar"
+        raise SourceError(error.what, where=error.where, hint=hint) from error
 
 
 def _check_against_manifest(

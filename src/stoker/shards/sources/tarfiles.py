@@ -10,7 +10,10 @@ from stoker.shards.sources.files import DOWNLOAD_AGAIN, OpenFile
 
 
 class ArchivedFile(NamedTuple):
-    """A regular file in a tar; its bytes start at `offset` of the file that holds the tar."""
+    """A regular file in a tar; its bytes start at `offset` of the file that holds the tar.
+
+    The name of a directory ends in a slash.
+    """
 
     name: str
     offset: int
@@ -29,7 +32,9 @@ class _FileReader:
         return name, size, kind, magic, prefix
 
 
-def iter_files(file: OpenFile, start: int = 0, end: int | None = None, *, within: str = "") -> Iterator[ArchivedFile]:
+def iter_files(
+    file: OpenFile, start: int = 0, end: int | None = None, *, within: str = "", with_directories: bool = False
+) -> Iterator[ArchivedFile]:
     """Yield the regular files of the tar between `start` and `end`; `within` names a tar inside another tar.
 
     Only headers are read. Raise SourceError for links and devices, and for a tar without its end-of-archive block, as
@@ -40,6 +45,7 @@ def iter_files(file: OpenFile, start: int = 0, end: int | None = None, *, within
         f"{file.path} ({within})" if within else str(file.path),
         verify=True,
         reject_special=True,
+        with_directories=with_directories,
         truncated_hint=DOWNLOAD_AGAIN,
     )
     for _, path, offset, size, _ in members:
