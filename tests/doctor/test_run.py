@@ -315,7 +315,8 @@ def test_unreachable_ray_cluster(here: Path, capsys: pytest.CaptureFixture[str])
     code, checks, stderr = run_doctor(capsys, "--on", f"ray://127.0.0.1:{port}")
     assert code == 5
     assert re.search(
-        rf"127\.0\.0\.1:{port}: .*(no Ray cluster|no response|does not|cannot|not reach)", checks["cluster", ""]["found"]
+        rf"127\.0\.0\.1:{port}: .*(no Ray cluster|no response|does not|cannot|not reach)",
+        checks["cluster", ""]["found"],
     )
     assert "ray start --head" in checks["cluster", ""]["fix"]
     assert "1 of 1 checks failed: cluster" in stderr
