@@ -399,6 +399,31 @@ def test_image_that_changes(tmp_path: Path, scratch: Path) -> None:
         source.read("train", item)
 
 
+@pytest.mark.parametrize("target", ["/nowhere.JPEG", "ILSVRC2012_val_00000004.JPEG"])
+def test_broken_links_among_the_numbered_images(tmp_path: Path, scratch: Path, target: str) -> None:
+    """A link to nowhere, and one to itself."""
+    dataset = make_imagenet(tmp_path / "data", layout="folders")
+    name = "ILSVRC2012_val_00000004.JPEG"
+    (dataset.folder / "val" / name).unlink()
+    (dataset.folder / "val" / name).symlink_to(target)
+    source = ImagenetSource(str(dataset.folder), scratch=scratch)
+    items = list(source.scan("val"))
+    assert len(items) == 10
+    (broken,) = (item for item in items if item.size == 0)
+    assert broken.name.endswith(f"/{name}")
+    with pytest.raises(BadImageError):
+        source.read("val", broken)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_class_folder_that_is_a_loop_of_links(tmp_path: Path, scratch: Path, split: str) -> None:
+    dataset = make_imagenet(tmp_path / "data", layout="val by class")
+    wnid = dataset.classes[0]
+    shutil.rmtree(dataset.folder / split / wnid)
+    (dataset.folder / split / wnid).symlink_to(wnid)
+    assert_rejected(ImagenetSource, dataset.folder, scratch, f"{split}/{wnid}: ")
+
+
 def test_tar_that_shrinks(tmp_path: Path, scratch: Path) -> None:
     dataset = make_imagenet(tmp_path / "data")
     source = ImagenetSource(str(dataset.folder), scratch=scratch)

@@ -12,7 +12,14 @@ from stoker.errors import NotFoundError, SourceError
 from stoker.shards.images import EXTENSIONS
 from stoker.shards.sample import Content, Item
 from stoker.shards.sources.devkit import DEVKIT, DEVKIT_TAR, SOLUTION, VAL_IMAGE, WNID, GroundTruth, find_ground_truth
-from stoker.shards.sources.files import OpenFile, describe_skipped, open_decompressed, read_image_file, stat_image
+from stoker.shards.sources.files import (
+    OpenFile,
+    describe_skipped,
+    is_class_folder,
+    open_decompressed,
+    read_image_file,
+    stat_image,
+)
 from stoker.shards.sources.tarfiles import ArchivedFile, iter_files
 
 TARS = {split: (f"ILSVRC2012_img_{split}.tar", f"ILSVRC2012_img_{split}.tar.gz") for split in ("train", "val")}
@@ -284,20 +291,18 @@ class _NumberedFolder:
         return self._truth.used_wnids()
 
     def iter_files(self) -> Iterator[_SplitFile]:
-        count = 0
+        sizes: dict[str, int] = {}
         for entry in _iter_entries(self._folder):
             if VAL_IMAGE.fullmatch(entry.name):
-                count += 1
+                sizes[entry.name] = stat_image(entry)[0]
             else:
                 yield _SplitFile("", entry.name, 0)
-        _check_count(count, self._truth, self._folder)
-        for number in range(1, count + 1):
+        _check_count(len(sizes), self._truth, self._folder)
+        for number in range(1, len(sizes) + 1):
             name = f"ILSVRC2012_val_{number:08d}.JPEG"
-            try:
-                size = (self._folder / name).stat().st_size
-            except FileNotFoundError as error:
-                raise SourceError(f"{name} not found", where=self._folder) from error
-            yield _SplitFile(self._truth.wnid(number), name, size)
+            if name not in sizes:
+                raise SourceError(f"{name} not found", where=self._folder)
+            yield _SplitFile(self._truth.wnid(number), name, sizes[name])
 
     def read(self, item: Item) -> bytes:
         return read_image_file(f"{self._folder}/{_basename(item.name)}", item.size)
@@ -344,9 +349,9 @@ def _list_wnids(folder: Path) -> list[str]:
     """List the class folders and class tars, sorted; raise SourceError for other folders and for images."""
     names = []
     for entry in _iter_entries(folder):
-        if WNID.fullmatch(entry.name.removesuffix(".tar")) and entry.is_dir() != entry.name.endswith(".tar"):
+        if WNID.fullmatch(entry.name.removesuffix(".tar")) and is_class_folder(entry) != entry.name.endswith(".tar"):
             names.append(entry.name)
-        elif entry.is_dir() or _is_image(entry.name):
+        elif is_class_folder(entry) or _is_image(entry.name):
             raise SourceError(f"{entry.name} is neither a class folder nor a class tar", where=folder)
     if not names:
         raise SourceError("no class folders like n01234567/ found", where=folder)
@@ -372,7 +377,7 @@ def _has_numbered_images(folder: Path) -> bool:
     numbered = classed = False
     for entry in _iter_entries(folder):
         numbered = numbered or VAL_IMAGE.fullmatch(entry.name) is not None
-        classed = classed or (WNID.fullmatch(entry.name) is not None and entry.is_dir())
+        classed = classed or (WNID.fullmatch(entry.name) is not None and is_class_folder(entry))
         if numbered and classed:
             raise SourceError(
                 "found numbered images as well as class folders",
