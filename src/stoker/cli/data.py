@@ -244,10 +244,11 @@ def _print_plan(plan: ConversionPlan, as_json: bool) -> None:
 
 def _warn_of_few_shards(split: str, shards: int, samples: int) -> None:
     """Warn if the training split has too few shards for each of several ranks to read its own."""
-    from stoker.shards.options import MIN_SHARDS
+    from stoker.shards.options import MIN_SHARD_SAMPLES, MIN_SHARDS
 
     if split == "train" and shards < MIN_SHARDS:
-        more = f"; for more shards, pass --shard-samples {samples // MIN_SHARDS}" if samples >= MIN_SHARDS else ""
+        fitting = samples // MIN_SHARDS
+        more = f"; for more shards, pass --shard-samples {fitting}" if fitting >= MIN_SHARD_SAMPLES else ""
         print_message(
             f"warning: split 'train' has {pluralize(shards, 'shard')}: with fewer than {MIN_SHARDS}, ranks on "
             f"different nodes read the same shards{more}"
