@@ -229,7 +229,7 @@ class _UnreadableLimit:
             raise SourceError(
                 f"at least {count:,} of {split.samples:,} images of split {split.split!r} cannot be read, for example "
                 f"{printable(example.name)} ({example.reason})",
-                hint="check that the storage is available and that you may read the files",
+                hint="check the storage, the links and the permissions, then convert again with --restart",
             )
 
 
