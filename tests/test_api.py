@@ -45,12 +45,18 @@ def is_ready(run: stoker.Run) -> bool:
     return any(line.text == "ready" for line in run.logs())
 
 
-def interrupt_once_ready(run: stoker.Run) -> threading.Thread:
-    """Send SIGINT to this process when the run has started, as a notebook does."""
+def interrupt_once_ready(run: stoker.Run, function: str) -> threading.Thread:
+    """Send SIGINT to this process, as a notebook does, when the run is ready and the main thread is in a function."""
+
+    def is_in_function() -> bool:
+        stack = traceback.walk_stack(sys._current_frames()[main])
+        return function in {frame.f_code.co_name for frame, _ in stack}
 
     def interrupt() -> None:
-        wait_until(lambda: is_ready(run))
+        wait_until(lambda: is_ready(run) and is_in_function())
         os.kill(os.getpid(), signal.SIGINT)
+
+    main = threading.main_thread().ident or 0
 
     thread = threading.Thread(target=interrupt)
     thread.start()
@@ -222,10 +228,10 @@ def test_stop_and_resume() -> None:
     assert run.status().state is JobState.STOPPED
 
 
-@pytest.mark.parametrize("method", ["wait", "logs"])
-def test_interrupt_does_not_stop_the_run_and_says_so(method: str) -> None:
+@pytest.mark.parametrize(("method", "function"), [("wait", "wait_until"), ("logs", "read_run_logs")])
+def test_interrupt_does_not_stop_the_run_and_says_so(method: str, function: str) -> None:
     run = job_of(UNTIL_STOPPED).run()
-    thread = interrupt_once_ready(run)
+    thread = interrupt_once_ready(run, function)
     with pytest.raises(KeyboardInterrupt) as caught:
         run.wait() if method == "wait" else list(run.logs(follow=True))
     thread.join()
@@ -253,7 +259,7 @@ def test_interrupted_stop_kills_and_leaves_interrupts_enabled() -> None:
     handler = signal.getsignal(signal.SIGINT)
     run = job_of("trap 'echo ready' TERM; echo started; while :; do sleep 0.05; done", grace="1h").run()
     wait_until(lambda: any(line.text == "started" for line in run.logs()))
-    thread = interrupt_once_ready(run)
+    thread = interrupt_once_ready(run, "stop")
     run.stop()
     thread.join()
     assert signal.getsignal(signal.SIGINT) is handler

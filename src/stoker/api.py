@@ -225,12 +225,13 @@ class Run:
             raise InputError(
                 f"run {self.id} has no slot {slot!r}", hint=f"available slots: {', '.join(map(str, slots))}"
             )
-        lines = self._iter_logs(None if slot is None else Slot.parse(slot), follow, tail)
-        return (line for line in lines if partial or not line.is_partial)
+        return self._iter_logs(None if slot is None else Slot.parse(slot), follow, tail, partial)
 
-    def _iter_logs(self, slot: Slot | None, follow: bool, tail: int | None) -> Iterator[SlotLogLine]:
+    def _iter_logs(self, slot: Slot | None, follow: bool, tail: int | None, partial: bool) -> Iterator[SlotLogLine]:
         with self._survives_interrupt():
-            yield from launcher_of(self.files).logs(self.handle, slot, follow=follow, tail=tail)
+            for line in launcher_of(self.files).logs(self.handle, slot, follow=follow, tail=tail):
+                if partial or not line.is_partial:
+                    yield line
 
     def events(self) -> list[Event]:
         """Return the events in its logs so far, in order of time."""

@@ -141,28 +141,31 @@ class LogTail:
                 self._offset += len(file.readline()) - 1
 
     def _new_lines(self, final: bool) -> Iterator[bytes]:
-        try:
-            file = self.path.open("rb")
-        except OSError:  # it does not exist yet, or no longer
-            self._offset, self._inode, self._rest, self._bar = 0, 0, b"", ""
-            return
-        with file:
-            self._rewind_if_replaced(file.fileno())
-            file.seek(self._offset)
-            while block := file.read(_BLOCK):
-                begin = self._offset - len(self._rest)
-                self._offset += len(block)
-                data = self._rest + block
-                self._is_plain = not self._bar and not may_be_redrawn(data)
-                *lines, self._rest = data.split(b"\n")
-                for line in lines:
-                    self.line_offset, begin = begin, begin + len(line) + 1
-                    yield line
-                self._shorten_bar()
-                if len(self._rest) > MAX_LINE_BYTES:
-                    yield self._take_rest()
+        while block := self._read_block():
+            begin = self._offset - len(self._rest)
+            self._offset += len(block)
+            data = self._rest + block
+            self._is_plain = not self._bar and not may_be_redrawn(data)
+            *lines, self._rest = data.split(b"\n")
+            for line in lines:
+                self.line_offset, begin = begin, begin + len(line) + 1
+                yield line
+            self._shorten_bar()
+            if len(self._rest) > MAX_LINE_BYTES:
+                yield self._take_rest()
         if final and self._rest:
             yield self._take_rest()
+
+    def _read_block(self) -> bytes:
+        """Read the next bytes. The file is not kept open between lines: an iterator may be abandoned at any of them."""
+        try:
+            with self.path.open("rb") as file:
+                self._rewind_if_replaced(file.fileno())
+                file.seek(self._offset)
+                return file.read(_BLOCK)
+        except OSError:  # it does not exist yet, or no longer
+            self._offset, self._inode, self._rest, self._bar = 0, 0, b"", ""
+            return b""
 
     def _shorten_bar(self) -> None:
         """Keep only the last state of a progress bar that is too long for one line."""
