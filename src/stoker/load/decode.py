@@ -1,7 +1,8 @@
 """The general image decoder: decode, crop and resize images with simplejpeg and OpenCV, which release the GIL.
 
 Images that simplejpeg does not support are decoded by Pillow. A decoder may raise anything (simplejpeg raises KeyError
-for a subsampling that it does not know): the next one is tried then, and the failure of the last is a BadImageError.
+for a subsampling that it does not know): the next one is tried then, and the failure of the last is a BadImageError,
+unless memory ran out, which says nothing about the image.
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ def _translate_errors() -> Iterator[None]:
     """Raise BadImageError for whatever a decoder raised: one image must not end an epoch."""
     try:
         yield
-    except BadImageError:
+    except (BadImageError, MemoryError):
         raise
     except Exception as error:
         raise BadImageError(f"cannot be decoded: {str(error) or type(error).__name__}") from error
