@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
+from urllib3 import HTTPResponse
 
 from stoker import storage
 from stoker.errors import AccessDeniedError, InputError, NotFoundError, StokerError, UnavailableError
@@ -138,6 +139,33 @@ def test_credentials_are_not_sent_to_the_target_of_a_redirect() -> None:
     assert all("authorization" in request.headers for request in server.requests)
 
 
+@pytest.mark.parametrize(
+    ("url", "target", "is_same"),
+    [
+        ("http://host/a", "http://HOST:80/b", True),
+        ("https://host:443/a", "https://host/b", True),
+        ("http://[::1]/a", "http://[::1]:80/b", True),
+        ("http://host/a", "http://host:443/b", False),
+        ("http://host/a", "https://host/b", False),
+        ("http://host/a", "http://host.example/b", False),
+    ],
+)
+def test_credentials_are_kept_if_only_the_spelling_of_the_port_differs(
+    url: str, target: str, is_same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Mapping[str, str]] = []
+
+    def respond(_: str, url: str, *, headers: Mapping[str, str], **__: object) -> HTTPResponse:
+        sent.append(headers)
+        location = {"Location": target} if len(sent) == 1 else {}
+        return HTTPResponse(b"", location, 302 if location else 200, request_url=url)
+
+    client = http_client.HttpClient(url)
+    monkeypatch.setattr(client.pool, "urlopen", respond)
+    client.request("GET", url, where=url, headers={"Authorization": "Basic x"})
+    assert ["Authorization" in headers for headers in sent] == [True, is_same]
+
+
 @pytest.mark.parametrize("length", ["abc", "-1", "", "9" * 5000])
 def test_invalid_content_length_is_reported(length: str) -> None:
     reply = Reply(headers={"Content-Length": length})
@@ -177,6 +205,19 @@ def test_trickling_response_ends_after_the_timeout(monkeypatch: pytest.MonkeyPat
 
     with run_hostile_origin(trickle) as url:
         started = time.monotonic()
-        with pytest.raises(UnavailableError, match=r"no response within 0\.5 s"):
+        with pytest.raises(UnavailableError, match=r"/bucket/a: response body is slower than 1 KiB/s"):
             open_store(f"{url}/bucket").get("a")
         assert time.monotonic() - started < 30
+
+
+def test_slow_header_does_not_count_against_the_rate_of_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "READ_TIMEOUT_S", 2.0)
+
+    def respond(_: OriginRequest) -> Iterator[bytes]:
+        time.sleep(1.2)
+        yield b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n"
+        time.sleep(1.2)
+        yield b"data"
+
+    with run_hostile_origin(respond) as url:
+        assert open_store(f"{url}/bucket").get("a") == b"data"

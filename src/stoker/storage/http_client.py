@@ -34,7 +34,7 @@ from stoker.errors import (
     VerificationError,
 )
 from stoker.storage import MAX_GET_BYTES
-from stoker.storage.http_limits import BODY_BYTES, ResponseTooLargeError, limit_responses
+from stoker.storage.http_limits import BODY_BYTES, ResponseTooLargeError, SlowResponseError, limit_responses
 
 CONNECT_TIMEOUT_S = 3.0
 READ_TIMEOUT_S = 30.0
@@ -44,6 +44,7 @@ RETRY_DEADLINE_S = 15.0
 """No retry starts later than this after the first request."""
 
 _RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 _READ_BYTES = 1 << 20
 _MAX_DISCARDED_BYTES = 64 << 10
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
@@ -183,9 +184,9 @@ def _join_redirect(url: str, location: str) -> str:
     raise _InvalidResponseError("server redirected to an invalid URL")
 
 
-def _origin(url: str) -> tuple[str, str]:
+def _origin(url: str) -> tuple[str, str | None, int]:
     parts = urlsplit(url)
-    return parts.scheme, parts.netloc.rpartition("@")[2].lower()
+    return parts.scheme, parts.hostname, parts.port or _DEFAULT_PORTS[parts.scheme]
 
 
 def to_error(response: HttpResponse, where: str, *, missing: str = "no such object", tried: str) -> StokerError:
@@ -281,7 +282,7 @@ def _read_up_to(response: BaseHTTPResponse, length: int) -> bytes:
 
 
 def _describe_failure(error: HTTPError) -> str:
-    if isinstance(error, (_WrongRangeError, *_PERMANENT)):
+    if isinstance(error, (_WrongRangeError, SlowResponseError, *_PERMANENT)):
         return str(error)
     reason = getattr(error, "reason", None) or error
     if isinstance(reason, NameResolutionError):

@@ -17,6 +17,8 @@ from urllib3 import HTTPConnectionPool, HTTPSConnectionPool, PoolManager
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import HTTPError
 
+from stoker.core.units import format_bytes
+
 MAX_HEADER_BYTES = 256 << 10
 MAX_CHUNKS = 100_000
 """The limit of the chunks of a body with `Transfer-Encoding: chunked`, each of which takes time to parse."""
@@ -32,17 +34,21 @@ class ResponseTooLargeError(HTTPError):
     """The server sent more than was requested."""
 
 
+class SlowResponseError(HTTPError):
+    """The server sent bytes too slowly, though never so slowly that the read timeout expired."""
+
+
 class _LimitedReader(io.RawIOBase):
     """The bytes of one response; raises when there are too many of them, or when they arrive too slowly."""
 
     def __init__(self, raw: io.RawIOBase, timeout_s: float | None) -> None:
         self._raw, self._timeout_s = raw, timeout_s
-        self._bytes, self._seconds = 0, 0.0
         self.start_part("header", MAX_HEADER_BYTES)
 
     def start_part(self, name: str, max_bytes: int) -> None:
-        """Allow this many bytes from here on."""
-        self._part, self._max_bytes, self._end = name, max_bytes, self._bytes + max_bytes
+        """Allow this many bytes from here on, and measure the rate anew: a server may take long to start a body."""
+        self._part, self._max_bytes = name, max_bytes
+        self._bytes, self._seconds = 0, 0.0
 
     def readable(self) -> bool:
         return True
@@ -52,11 +58,11 @@ class _LimitedReader(io.RawIOBase):
         count = self._raw.readinto(buffer)
         self._seconds += time.monotonic() - started
         self._bytes += count or 0
-        if self._bytes > self._end:
+        if self._bytes > self._max_bytes:
             raise ResponseTooLargeError(f"response {self._part} is longer than {self._max_bytes:,} bytes")
         timeout_s = self._timeout_s
         if timeout_s is not None and self._seconds > timeout_s and self._bytes < self._seconds * MIN_BYTES_PER_S:
-            raise TimeoutError("response is too slow")
+            raise SlowResponseError(f"response {self._part} is slower than {format_bytes(MIN_BYTES_PER_S)}/s")
         return count
 
     def close(self) -> None:
