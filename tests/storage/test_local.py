@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.errors import AccessDeniedError, NotFoundError, StorageFullError
+from stoker.errors import AccessDeniedError, NotFoundError, StorageFullError, UnavailableError
 from stoker.storage import Entry, Store, open_store
 from stoker.storage.local import LocalStore
 from tests.storage.contract import StorageContract
@@ -155,3 +155,32 @@ def test_listing_ends_despite_symlinks_to_themselves_and_to_parents(tmp_path: Pa
         (tmp_path / "deep" / name).symlink_to("..")
     (tmp_path / "other").symlink_to("deep")
     assert [entry.name for entry in LocalStore(str(tmp_path)).list()] == ["deep/a", "other/a"]
+
+
+def test_listing_of_directories_that_link_to_each_other_ends(tmp_path: Path) -> None:
+    names = [f"{number:02}" for number in range(12)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        for other in names:
+            (tmp_path / name / other).symlink_to(f"../{other}")
+    with pytest.raises(UnavailableError, match="symbolic links") as caught:
+        list(LocalStore(str(tmp_path)).list())
+    assert caught.value.where == str(tmp_path)
+
+
+def test_get_reads_no_more_than_the_limit_of_a_file_that_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(str(tmp_path))
+    (tmp_path / "log").write_bytes(b"x" * 10)
+    monkeypatch.setattr(LocalStore, "size", lambda *_: 5)  # before it grew
+    assert store.get("log", max_bytes=10) == b"x" * 10
+    for limit in (0, 4, 5, 9):
+        with pytest.raises(UnavailableError, match="larger than"):
+            store.get("log", max_bytes=limit)
+
+
+def test_get_limits_a_file_without_a_size() -> None:
+    store = LocalStore("/proc/self")
+    assert store.size("status") == 0
+    assert store.get("status").startswith(b"Name:")
+    with pytest.raises(UnavailableError, match="larger than"):
+        store.get("status", max_bytes=20)

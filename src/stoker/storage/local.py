@@ -24,6 +24,9 @@ from stoker.errors import (
 )
 from stoker.storage import MAX_GET_BYTES, Entry, ObjectMeta, check_name, local_path, prefix_folder, too_large_error
 
+MAX_REPEATED_FOLDERS = 10_000
+"""The limit of visits of one listing to folders that it has already visited by another path."""
+
 _TEMPORARY = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.tmp")
 
 
@@ -40,10 +43,14 @@ class LocalStore:
     def get(self, name: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
         """Read a whole file; raise UnavailableError if it is larger than `max_bytes`."""
         path = self._path(name)
-        if self.size(name) > max_bytes:
+        size = self.size(name)
+        with translate_os_errors(path), path.open("rb") as file:
+            data = file.read(min(size, max_bytes) + 1)
+            if len(data) > size:  # it grew, or it has no size (in /proc)
+                data += file.read(max_bytes + 1 - len(data))
+        if len(data) > max_bytes:
             raise too_large_error(path, max_bytes)
-        with translate_os_errors(path):
-            return path.read_bytes()
+        return data
 
     def range(self, name: str, start: int, length: int, *, etag: str = "") -> bytes:
         """Read exactly `length` bytes from `start`; with an `etag`, raise ObjectChangedError if the version differs."""
@@ -74,7 +81,8 @@ class LocalStore:
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """List the files whose name starts with `prefix`, sorted by name; none if the folder does not exist."""
-        return (entry for entry in self._walk(prefix_folder(prefix)) if entry.name.startswith(prefix))
+        entries = self._walk(prefix_folder(prefix), _FolderVisits(self.root))
+        return (entry for entry in entries if entry.name.startswith(prefix))
 
     def put(self, name: str, source: bytes | Path) -> None:
         """Write bytes to a file, or move a file in (by a rename within one file system)."""
@@ -110,7 +118,9 @@ class LocalStore:
     def _path(self, name: str) -> Path:
         return self.root / check_name(name)
 
-    def _walk(self, folder: str, parents: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Entry]:
+    def _walk(
+        self, folder: str, visits: _FolderVisits, parents: frozenset[tuple[int, int]] = frozenset()
+    ) -> Iterator[Entry]:
         path = self.root / folder
         with translate_os_errors(path):
             try:
@@ -120,18 +130,40 @@ class LocalStore:
                     children = sorted((file.name + "/" * file.is_dir(), file) for file in scan if not _is_loop(file))
             except FileNotFoundError:
                 return
-        if (status.st_dev, status.st_ino) in parents:  # a symlink to a parent
+        identity = status.st_dev, status.st_ino
+        if identity in parents:  # a symlink to a parent
             return
-        parents |= {(status.st_dev, status.st_ino)}
+        parents |= {identity}
+        visits.add(identity)
         for name, file in children:
             full = f"{folder}/{name}" if folder else name
             if name.endswith("/"):
-                yield from self._walk(full.removesuffix("/"), parents)
+                yield from self._walk(full.removesuffix("/"), visits, parents)
                 continue
             with translate_os_errors(path / name):
                 size = file.stat().st_size if file.is_file() and not is_temporary(name) else None
             if size is not None:
                 yield Entry(full, size)
+
+
+class _FolderVisits:
+    """The folders of one listing; raises when links lead to the same ones so often that the listing would not end."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._seen: set[tuple[int, int]] = set()
+        self._repeated = 0
+
+    def add(self, identity: tuple[int, int]) -> None:
+        """Count a visit to a folder, identified by device and inode."""
+        self._repeated += identity in self._seen
+        self._seen.add(identity)
+        if self._repeated > MAX_REPEATED_FOLDERS:
+            raise UnavailableError(
+                f"symbolic links lead to directories listed before, more than {MAX_REPEATED_FOLDERS:,} times",
+                where=self._root,
+                hint="remove links between directories, or pass the path of a subdirectory",
+            )
 
 
 def _is_loop(file: os.DirEntry[str]) -> bool:
