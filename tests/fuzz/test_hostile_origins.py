@@ -48,6 +48,7 @@ def _short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "MAX_LISTING_REQUESTS", 100)
     monkeypatch.setattr(storage, "MAX_LISTED_OBJECTS", 20_000)
     monkeypatch.setattr(s3, "METADATA_TIMEOUT_S", 3 * TIMEOUT_S)
+    monkeypatch.setattr(s3, "FOLDER_TIMEOUT_S", 3 * TIMEOUT_S)
     monkeypatch.setattr(s3, "_BODY_TIMEOUT", timedelta(seconds=4 * TIMEOUT_S))
     monkeypatch.setitem(s3._CLIENT, "read_timeout", timedelta(seconds=TIMEOUT_S))
     monkeypatch.setitem(s3._RETRY, "max_retries", 0)

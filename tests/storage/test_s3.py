@@ -12,9 +12,11 @@ from pathlib import Path
 import boto3
 import pytest
 
-from stoker.errors import AccessDeniedError, InputError, MissingExtraError, NotFoundError
+from stoker import storage
+from stoker.errors import AccessDeniedError, InputError, MissingExtraError, NotFoundError, UnavailableError
 from stoker.storage import Store, open_store
-from stoker.storage.s3 import _find_credentials
+from stoker.storage import s3 as s3_module
+from stoker.storage.s3 import S3Store, _find_credentials
 from tests.storage.contract import StorageContract
 from tests.support.servers import RecordedRequest, Reply, aws_environ, scripted_server
 
@@ -150,6 +152,40 @@ def test_error_message_of_the_server_is_included(monkeypatch: pytest.MonkeyPatch
             monkeypatch.setenv(key, value)
         with pytest.raises(Exception, match=r"^s3://bucket/a: .*\b400: Something odd\.$"):
             open_store("s3://bucket").get("a")
+
+
+def list_page(objects: int, token: str = "") -> Reply:
+    rows = "".join(
+        f"<Contents><Key>{n}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified><Size>1</Size></Contents>"
+        for n in range(objects)
+    )
+    more = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{token}</NextContinuationToken>" if token else ""
+    return Reply(body=f"<ListBucketResult>{more}{rows}</ListBucketResult>".encode())
+
+
+def test_objects_of_a_folder_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "MAX_LISTED_OBJECTS", 10)
+    with scripted_server(lambda *_: list_page(objects.pop())) as server:
+        for key, value in aws_environ(server.url).items():
+            monkeypatch.setenv(key, value)
+        store = S3Store("s3://bucket")
+        objects = [11, 10]
+        assert len(store.list_folder("")[1]) == 10
+        with pytest.raises(UnavailableError, match="more than 10 objects"):
+            store.list_folder("")
+
+
+@pytest.mark.parametrize(("use", "limit"), [("list_folder", "FOLDER_TIMEOUT_S"), ("list", "METADATA_TIMEOUT_S")])
+def test_listing_that_never_ends_is_reported_with_its_time_limit(
+    use: str, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_module, limit, 0.5)
+    with scripted_server(lambda _, number: list_page(0, token=str(number))) as server:
+        for key, value in aws_environ(server.url).items():
+            monkeypatch.setenv(key, value)
+        with pytest.raises(UnavailableError, match=r"^s3://bucket: .* within 0\.5 s$") as caught:
+            getattr(S3Store("s3://bucket"), use)("")
+    assert "no response" not in str(caught.value)  # there were many
 
 
 def test_failed_multipart_upload_is_aborted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -64,7 +64,9 @@ _CLIENT: ClientConfig = {
 }
 _BODY_TIMEOUT = timedelta(hours=1)  # of a whole body, which may be large; read_timeout catches a stalled one
 METADATA_TIMEOUT_S = 60.0
-"""How long the metadata of an object, the next objects of a listing, or the list of a folder may take."""
+"""How long the metadata of an object, or the next objects of a listing, may take."""
+FOLDER_TIMEOUT_S = 180.0
+"""How long the list of one folder may take: obstore requests its pages, of 1,000 objects, in a single call."""
 _READ_BYTES = 8 << 20
 _LISTED_AT_ONCE = 1000
 _MAX_MESSAGE_LENGTH = 300
@@ -153,6 +155,7 @@ class S3Store:
         """List one folder (empty, or ending with a slash)."""
         with self._translate_errors(folder):
             listing = _run(_list_folder(self._metadata, folder))
+        ListingLimits(self.url).add(objects=len(listing["objects"]) + len(listing["common_prefixes"]))
         files = [(meta["path"].removeprefix(folder), meta["size"]) for meta in listing["objects"]]
         return [path.removeprefix(folder).strip("/") for path in listing["common_prefixes"]], list(files)
 
@@ -197,8 +200,7 @@ class S3Store:
         except (BaseError, FileNotFoundError) as error:
             raise self._to_error(error, join_url(self.url, name) if name else self.url) from error
         except (TimeoutError, ValueError) as error:  # obstore raises ValueError for a date in the year 20026
-            is_timeout = isinstance(error, TimeoutError)
-            what = f"no response within {METADATA_TIMEOUT_S:g} s" if is_timeout else "server sent an invalid response"
+            what = str(error) if isinstance(error, TimeoutError) else "server sent an invalid response"
             raise UnavailableError(what, where=join_url(self.url, name) if name else self.url) from error
 
     def _to_error(self, error: Exception, where: str) -> StokerError:
@@ -232,7 +234,7 @@ async def _list_objects(bucket: Bucket, folder: str, limits: ListingLimits) -> l
     stream = obstore.list(bucket, folder or None, chunk_size=_LISTED_AT_ONCE)
     while True:
         try:
-            batch = await _limit_time(anext(stream))
+            batch = await _limit_time(anext(stream), METADATA_TIMEOUT_S, "server sent no more objects")
         except StopAsyncIteration:
             return entries
         limits.add(objects=len(batch))
@@ -240,12 +242,16 @@ async def _list_objects(bucket: Bucket, folder: str, limits: ListingLimits) -> l
 
 
 async def _list_folder(bucket: Bucket, folder: str) -> ListResult[Sequence[Meta]]:
-    return await _limit_time(obstore.list_with_delimiter_async(bucket, folder or None))
+    pages = obstore.list_with_delimiter_async(bucket, folder or None)
+    return await _limit_time(pages, FOLDER_TIMEOUT_S, "listing of the directory was not complete")
 
 
-async def _limit_time(operation: Awaitable[T]) -> T:
-    """Await an operation that may send any number of requests."""
-    return await asyncio.wait_for(operation, METADATA_TIMEOUT_S)
+async def _limit_time(operation: Awaitable[T], seconds: float, failure: str) -> T:
+    """Await an operation that may send any number of requests; raise TimeoutError with what it failed to do."""
+    try:
+        return await asyncio.wait_for(operation, seconds)
+    except TimeoutError as error:
+        raise TimeoutError(f"{failure} within {seconds:g} s") from error
 
 
 def _run(operation: Coroutine[None, None, T]) -> T:
