@@ -14,8 +14,12 @@ import pytest
 from PIL import Image
 
 from stoker import Loader
+from stoker.shards import index
 from stoker.shards.formats import FORMATS
 from stoker.shards.sample import Sample
+from stoker.shards.shard_set import find_shard_sets
+from stoker.shards.verify import verify
+from stoker.storage.local import LocalStore
 from tests.load.jpegs import encode_441
 from tests.support.trees import image_bytes, make_dataset, stoker
 
@@ -256,3 +260,13 @@ def test_deep_verification_decodes_as_training_does(tmp_path: Path, capsys: pyte
     assert [finding["key"] for finding in findings] == ["floats"]
     with Loader(tmp_path / "x-train-0.tar", global_batch=3, size=8, max_bad=1) as loader:
         assert [batch.count for batch in loader] == [2]
+
+
+def test_the_manifest_sets_the_limit_of_an_index(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (shard_set,) = find_shard_sets(str(shards))
+    name = first_shard(shards).name
+    limit = (shards / index.index_name(name)).stat().st_size - 1
+    monkeypatch.setitem(LocalStore.get.__kwdefaults__, "max_bytes", limit)
+    monkeypatch.setattr(index, "MAX_GET_BYTES", limit, raising=False)
+    assert len(shard_set.read_index(name)) == 10
+    assert verify(shard_set).findings == ()

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.errors import VerificationError
+from stoker.storage import MAX_GET_BYTES
 
 MAX_LABEL = 2**31 - 1
 INDEX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("label", "<i4")])
@@ -19,6 +20,7 @@ Index = npt.NDArray[np.void]
 
 # The start of a NumPy file of version 1.0, and its header as NumPy writes it.
 _MAGIC = b"\x93NUMPY\x01\x00"
+_MAX_HEADER_BYTES = 4096
 _HEADER_LENGTH = struct.Struct("<H")
 _HEADER_START = len(_MAGIC) + _HEADER_LENGTH.size
 _HEADER = re.compile(
@@ -31,6 +33,11 @@ _HEADER = re.compile(
 def index_name(shard: str) -> str:
     """Return the path of a shard's index: in a separate folder, because readers glob `train-*`."""
     return f"index/{shard}.npy"
+
+
+def max_index_bytes(samples: int) -> int:
+    """Return the limit of an index to read: not less than that of other objects, so that a stale one is parsed."""
+    return max(MAX_GET_BYTES, _MAX_HEADER_BYTES + samples * INDEX_DTYPE.itemsize)
 
 
 class IndexBuilder:

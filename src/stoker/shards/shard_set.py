@@ -16,7 +16,7 @@ from stoker.core.scratch import scratch_directory
 from stoker.errors import InputError, NotFoundError, StokerError, UnavailableError, VerificationError
 from stoker.shards.braces import expand_braces, has_braces
 from stoker.shards.formats import guess_format
-from stoker.shards.index import Index, index_name, parse_index
+from stoker.shards.index import Index, index_name, max_index_bytes, parse_index
 from stoker.shards.manifest import MANIFEST, PLAN, Manifest, Shard, read_manifest
 from stoker.storage import Entry, Store, check_name, download, local_path, open_store, redacted, split_url
 from stoker.storage.local import translate_os_errors
@@ -95,8 +95,9 @@ class ShardSet:
         hint = "run: stoker data verify" if index_set is self else f"remove {index_set.url} to scan the shard set again"
         if name not in self._sizes:
             raise NotFoundError("the shard set has no such shard", where=self.url_of(name))
-        data = index_set.store.get(index_set.folder + index_name(name))
         shard = self.manifest_shards.get(name)
+        limit = max_index_bytes(shard.samples if shard else 0)
+        data = index_set.store.get(index_set.folder + index_name(name), max_bytes=limit)
         if shard and shard.index_sha256 and hashlib.sha256(data).hexdigest() != shard.index_sha256:
             raise VerificationError("the SHA-256 of this index does not match the manifest", where=where, hint=hint)
         rows = parse_index(data, where)

@@ -157,7 +157,7 @@ def _check_index(shard_set: ShardSet, shard: Shard, rows: index.IndexBuilder) ->
     """Compare the index of a shard with its samples."""
     name = index.index_name(shard.name)
     try:
-        data = shard_set.store.get(shard_set.folder + name)
+        data = shard_set.store.get(shard_set.folder + name, max_bytes=index.max_index_bytes(shard.samples))
     except StokerError as error:
         yield Finding(shard=shard.name, what=f"cannot read its index {name}: {error.what}")
         return
