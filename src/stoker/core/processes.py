@@ -279,7 +279,7 @@ def _wait_for_exit(pid: int) -> None:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    except OSError:  # an old kernel, or a container that forbids the call
+    except (AttributeError, OSError):  # an old C library or kernel, or a container that forbids the call
         wait_until(lambda: not _is_running(pid), None, max_interval_s=1.0)
         return
     exited = select.poll()
