@@ -199,6 +199,19 @@ def test_invalid_manifest_is_one_sentence(
     assert "manifest.json" in err
 
 
+@pytest.mark.parametrize("key", ["samples", "k" * 1_000_000])
+def test_only_the_duplicate_key_of_a_manifest_is_named(
+    shards: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    pairs = [*(f'"key-{number}": 1' for number in range(1000)), *[f'"{key}": 1'] * 2]
+    (shards / "manifest.json").write_text("{" + ", ".join(pairs) + "}")
+    assert stoker("data", "verify", shards) == 2
+    err = capsys.readouterr().err
+    assert key[:20] in err
+    assert "key-7" not in err
+    assert len(err) < 1000
+
+
 def test_table_output(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip_bit(shards)
     capsys.readouterr()

@@ -28,6 +28,7 @@ MAX_COUNT = 2**53
 MAX_LANES = 2**20
 """Largest number of lanes, and of shard pieces in a window: both cost time and memory whatever the number of shards."""
 
+_MAX_KEY_LENGTH = 80
 _PLAIN_NAME = re.compile(r"(?!\.)[^/\\\x00-\x1f\x7f\ud800-\udfff]+")
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -128,5 +129,7 @@ def read_manifest(store: Store, folder: str = "") -> Manifest:
 def _to_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = dict(pairs)
     if len(keys) != len(pairs):
-        raise ValueError(f"duplicate key among {', '.join(key for key, _ in pairs)}")
+        (key, count), *_ = Counter(key for key, _ in pairs).most_common(1)
+        shown = key if len(key) <= _MAX_KEY_LENGTH else f"{key[:_MAX_KEY_LENGTH]}…"
+        raise ValueError(f"key {shown!r} occurs {count} times")
     return keys
