@@ -54,10 +54,10 @@ def check_fresh_inputs(module: str, tmp_path: Path, *, seed: int, seconds: float
 def _run_child(module: str, tmp_path: Path, *, seed: int, seconds: float) -> None:
     current = tmp_path / "input"
     command = [sys.executable, "-m", "tests.fuzz.limits", module, str(current), str(seed), str(seconds)]
-    root = Path(__file__).parents[2]
-    child = subprocess.run(
-        command, cwd=root, env={**os.environ, "PYTHONFAULTHANDLER": "1"}, capture_output=True, text=True, check=False
-    )
+    env = {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    work = tmp_path / "work"  # for the files of the target
+    work.mkdir()
+    child = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, check=False)
     if child.returncode == 0:
         outcome = json.loads(child.stdout.splitlines()[-1])
         assert outcome["inputs"] > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 
 from stoker.telemetry import analysis
@@ -11,7 +10,8 @@ from stoker.telemetry.events import split_line
 from stoker.telemetry.reader import read_run
 from tests.fuzz.limits import Target
 
-LOGS = Path(tempfile.mkdtemp(prefix="stoker-fuzz-"))
+LOGS = Path("logs").absolute()
+LOGS.mkdir()
 
 
 def run(data: bytes) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from stoker.kube.config import load_config
 from tests.fuzz.limits import Target
 
-PATH = Path(tempfile.mkdtemp(prefix="stoker-fuzz-")) / "config"
+PATH = Path("config").absolute()
 VALID = b"""\
 apiVersion: v1
 kind: Config

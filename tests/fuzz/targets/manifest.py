@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ from stoker.sampling.rank import Rank
 from stoker.testing import make_shards
 from tests.fuzz.limits import Target
 
-FOLDER = Path(tempfile.mkdtemp(prefix="stoker-fuzz-"))
-MANIFEST = make_shards(FOLDER, samples=40, classes=2, size=(8, 8)) / "train" / "manifest.json"
+MANIFEST = make_shards(Path("shards").absolute(), samples=40, classes=2, size=(8, 8)) / "train" / "manifest.json"
 VALID = MANIFEST.read_bytes()
 
 
