@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import logging
 import multiprocessing
 import os
 import pickle
@@ -25,6 +26,7 @@ import pytest
 
 from stoker import Loader
 from stoker.errors import InputError
+from stoker.load import native
 from tests.support.paths import DOCS
 from tests.support.servers import aws_environ
 from tests.support.trees import import_without, make_dataset, stoker
@@ -304,6 +306,57 @@ def test_length_does_not_prevent_forked_workers_from_reading_s3(
     subprocess.run([sys.executable, "-m", "stoker", "data", "convert", Path(shards).parent, url], check=True)
     command = [sys.executable, "-c", LENGTH_ON_S3, f"{url}/train"]
     assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == f"{STEPS} 90\n"
+
+
+def test_length_on_s3_is_determined_once_per_epoch() -> None:
+    with mock.patch.object(under_test, "ProcessPoolExecutor") as pool:
+        pool.return_value.__enter__.return_value.submit.return_value.result.return_value = 7
+        dataset = Dataset("s3://bucket/train", **SETTINGS)
+        assert [len(dataset), len(dataset)] == [7, 7]
+        assert pool.call_count == 1
+        dataset.load_state_dict({"epoch": 1, "consumed": 0, "plan": ""})
+        assert [len(dataset), len(dataset)] == [7, 7]
+        assert pool.call_count == 2
+
+
+def test_truth_value_opens_nothing() -> None:
+    assert Dataset("/absent", **SETTINGS)
+
+
+class FailingNative:
+    API, SIMD = native.API, 1
+
+    def read_headers(self, images: list[bytes]) -> list[None]:  # noqa: ARG002
+        raise RuntimeError("cannot read headers")
+
+    def Decoder(self, *, simd: bool) -> FailingNative:  # noqa: ARG002, N802
+        return self
+
+
+def test_workers_log_failures_of_the_native_decoder_but_not_the_selection(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "import_native", FailingNative)
+    monkeypatch.setattr(native, "why_unavailable", lambda: "")
+    handler = logging.FileHandler(tmp_path / "log")
+    handler.setFormatter(logging.Formatter("%(process)d %(message)s"))
+    native.log.addHandler(handler)
+    level = native.log.level
+    native.log.setLevel(logging.INFO)
+    native._log_once.cache_clear()
+    try:
+        dataset = Dataset(shards, **SETTINGS)
+        assert sum(batch.count for batch in workers(dataset, 1, multiprocessing_context="fork")) == 90
+    finally:
+        native.log.removeHandler(handler)
+        handler.close()
+        native.log.setLevel(level)
+        native._log_once.cache_clear()
+    selected, *failed = (line.split(" ", 1) for line in (tmp_path / "log").read_text().splitlines())
+    assert selected[0] == str(os.getpid())
+    assert "stoker-native" in selected[1]
+    assert failed
+    assert all(process != str(os.getpid()) and what.startswith(native.FAILED) for process, what in failed)
 
 
 def test_images_are_not_copied(shards: str) -> None:

@@ -29,6 +29,8 @@ API = 2
 """Version of the interface of stoker_native; module.c has the same."""
 
 log = logging.getLogger(__name__)
+selection_log = log.getChild("selection")
+"""The logger of what "auto" selects, which worker processes disable: the main process has logged it."""
 
 
 class _Module(Protocol):
@@ -60,7 +62,7 @@ class NativeDecoder:
         try:
             headers = self._module.read_headers(list(images))
         except Exception as error:
-            _log_once(logging.WARNING, f"{FAILED}: {error!r}")
+            _log_once(log, logging.WARNING, f"{FAILED}: {error!r}")
             return [None] * len(images)
         return [_to_header(data, header) for data, header in zip(images, headers, strict=True)]
 
@@ -74,7 +76,7 @@ class NativeDecoder:
         try:
             statuses: bytes = self._decoder.fill(images, boxes, flips, out, out.shape[1], self._antialias)
         except Exception as error:
-            _log_once(logging.WARNING, f"{FAILED}: {error!r}")
+            _log_once(log, logging.WARNING, f"{FAILED}: {error!r}")
             return list(tasks)
         return [task for task in tasks if statuses[task.row]]
 
@@ -88,9 +90,10 @@ def select_decoder(decoder: str) -> str:
             raise MissingError(f"native decoder {reason}", hint=INSTALL_HINT)
         return decoder
     if reason := why_not_preferred():
-        _log_once(logging.WARNING, f"decoding images with simplejpeg and OpenCV: native decoder {reason}")
+        what = f"decoding images with simplejpeg and OpenCV: native decoder {reason}"
+        _log_once(selection_log, logging.WARNING, what)
         return "python"
-    _log_once(logging.INFO, "decoding images with stoker-native")
+    _log_once(selection_log, logging.INFO, "decoding images with stoker-native")
     return "native"
 
 
@@ -112,8 +115,8 @@ def why_unavailable() -> str:
 
 
 @functools.cache
-def _log_once(level: int, message: str) -> None:
-    log.log(level, message)
+def _log_once(logger: logging.Logger, level: int, message: str) -> None:
+    logger.log(level, message)
 
 
 def import_native() -> _Module:

@@ -93,6 +93,7 @@ class Dataset(IterableDataset[TorchBatch]):
             self._settings = {"allocate": _allocate_pinned, **settings}
         self._cursor = SharedCursor(ConsumerState(Cursor(0, 0, "")))
         self._iterations = 0
+        self._lengths: dict[int, int] = {}
         # By process id: a forked worker must not use the loader it inherited, whose threads do not exist there.
         self._loaders: dict[int, Loader] = {}
 
@@ -113,13 +114,20 @@ class Dataset(IterableDataset[TorchBatch]):
         It does not depend on the cursor: the loop that resumes in the middle of an epoch has fewer batches.
         """
         epoch = self._cursor.get().next_start.epoch
+        if epoch in self._lengths:
+            return self._lengths[epoch]
         if str(self._url).startswith("s3://") and os.getpid() not in self._loaders:
             # Not in this process, which could then not fork workers that read from S3.
             context = multiprocessing.get_context("fork")
             with ProcessPoolExecutor(max_workers=1, mp_context=context) as child:
                 settings = {name: self._settings[name] for name in PLAN_SETTINGS if name in self._settings}
-                return child.submit(_count_batches, str(self._url), settings, epoch).result()
+                self._lengths[epoch] = child.submit(_count_batches, str(self._url), settings, epoch).result()
+            return self._lengths[epoch]
         return _count_epoch(self._loader(), epoch)
+
+    def __bool__(self) -> bool:
+        """Return True: `if dataset` must not open the dataset to determine its length."""
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor as plain values, for a checkpoint."""
@@ -178,7 +186,7 @@ class Dataset(IterableDataset[TorchBatch]):
                 f"DataLoader workers cannot copy batches to {self._copier.device}",
                 hint="remove `device` here, pass pin_memory=True to the DataLoader and call batch.to(device)",
             )
-        native.log.disabled = True  # every new worker would repeat the message of the main process
+        native.selection_log.disabled = True  # every new worker would repeat the message of the main process
         try:
             loader = self._loader()
         except SpecError as error:  # torch recreates an error from its message, and SpecError takes faults
