@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from stoker.core.processes import handles_signal
 from stoker.serve import http
 from stoker.serve.embedded import EmbeddedEngine
-from stoker.serve.files import FileHandler
+from stoker.serve.files import FileHandler, resolve_write_target
+from stoker.serve.http import HttpStatusError
 from stoker.serve.settings import ServeSettings
 from tests.serve.contract import CacheContract, ServerContract
 from tests.support.engines import run_embedded
@@ -132,6 +133,31 @@ def test_listing_omits_symlinks_outside_the_root(tmp_path: Path) -> None:
     (root / "outside").symlink_to("/etc/passwd")
     with run_embedded(ServeSettings(root=root, port=0)) as url:
         assert {row["name"] for row in json.loads(send_request(url, "/").body)} == {"in.tar", "inside"}
+
+
+@pytest.mark.parametrize("python", ["this", "3.14"])
+def test_paths_that_cannot_be_written(python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if python == "3.14":  # these hide all errors there
+        monkeypatch.setattr(Path, "is_dir", os.path.isdir)
+        monkeypatch.setattr(Path, "exists", os.path.exists)
+        monkeypatch.setattr(Path, "resolve", lambda path, *, strict=False: Path(os.path.realpath(path, strict=strict)))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "outside").symlink_to("..")
+    for path, status in {
+        "/folder": 409,
+        "/new/": 409,
+        "/file/a/b": 409,
+        "/" + "x" * 300: 400,
+        "/loop/a": 404,
+        "/outside/a": 404,
+    }.items():
+        with pytest.raises(HttpStatusError) as caught:
+            resolve_write_target(tmp_path, path)
+        assert caught.value.status == status, path
+    assert resolve_write_target(tmp_path, "/new/a/b") == tmp_path / "new/a/b"
+    assert resolve_write_target(tmp_path, "/loop") == tmp_path / "loop"
 
 
 def test_conditional_put(tmp_path: Path) -> None:

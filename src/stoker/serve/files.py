@@ -119,10 +119,10 @@ def resolve_write_target(root: Path, path: str) -> Path:
     """Return the file that a path names, with its folder resolved; raise HttpStatusError if it cannot be written."""
     target = root / path[1:]
     try:
-        if path.endswith("/") or target.is_dir():
+        if path.endswith("/") or stat.S_ISDIR(_stat_mode(target)):
             raise HttpStatusError(409, "is a directory")
         folder = _resolve_inside(root, target.parent)
-        if not next(parent for parent in (folder, *folder.parents) if parent.exists()).is_dir():
+        if not stat.S_ISDIR(next(mode for parent in (folder, *folder.parents) if (mode := _stat_mode(parent)))):
             raise HttpStatusError(409, "a parent of this path is not a directory")
     except FileNotFoundError:
         raise HttpStatusError(404, "no such file") from None
@@ -135,12 +135,26 @@ def resolve_write_target(root: Path, path: str) -> Path:
     return folder / target.name
 
 
+def _stat_mode(path: Path) -> int:
+    """Return the mode of a file, 0 if it does not exist. `Path.is_dir` hides other errors since Python 3.14."""
+    try:
+        return path.stat().st_mode
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return 0
+        raise
+
+
 def _resolve_inside(root: Path, path: Path) -> Path:
     """Resolve symlinks; raise FileNotFoundError if the path leaves the root or never ends."""
     try:
         resolved = path.resolve()
-    except RuntimeError:  # a symlink to itself
+        resolved.stat()
+    except RuntimeError:  # a symlink to itself, before Python 3.13
         raise FileNotFoundError from None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise FileNotFoundError from None
     if resolved != root and root not in resolved.parents:
         raise FileNotFoundError
     return resolved
