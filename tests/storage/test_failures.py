@@ -190,7 +190,22 @@ def test_listing_that_never_ends_is_reported(monkeypatch: pytest.MonkeyPatch, si
         with pytest.raises(UnavailableError, match="listing") as caught:
             list(open_store(f"{server.url}/bucket").list())
         assert caught.value.where == f"{server.url}/bucket"
-        assert len(server.requests) <= 21
+        assert sum(request.method == "GET" for request in server.requests) <= 21
+        assert sum(request.method == "HEAD" for request in server.requests) <= 50
+
+
+def test_requests_for_sizes_count_as_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "MAX_LISTING_REQUESTS", 2)
+    page = "".join(f'<a href="{number}.tar">x</a>' for number in range(5)).encode()
+
+    def respond(request: RecordedRequest, _: int) -> Reply:
+        return Reply(body=b"data") if request.path.endswith(".tar") else Reply(body=page)
+
+    with scripted_server(respond) as server:
+        assert [entry.size for entry in open_store(f"{server.url}/bucket").list()] == [4] * 5
+        monkeypatch.setattr(storage, "MAX_LISTED_OBJECTS", 4)
+        with pytest.raises(UnavailableError, match="more than 4 objects"):
+            list(open_store(f"{server.url}/bucket").list())
 
 
 def test_trickling_response_ends_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

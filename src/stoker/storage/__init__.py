@@ -18,7 +18,7 @@ MAX_PAGE_BYTES = 32 << 20
 """The limit of one page of a listing: nginx lists 250,000 files in less."""
 MAX_LISTED_OBJECTS = 1_000_000
 MAX_LISTING_REQUESTS = 10_000
-"""The limit of the pages of one listing; an HTML page without sizes also needs a request for each file."""
+"""The limit of the pages of one listing. The requests for sizes that an HTML page lacks count as objects."""
 
 
 class Entry(NamedTuple):

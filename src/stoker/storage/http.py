@@ -152,7 +152,7 @@ class HttpStore:
             if name.endswith("/"):
                 yield from self._walk(name, prefix, limits)
             else:
-                limits.add(requests=int(size is None), objects=1)
+                limits.add(objects=1)  # also limits the requests for sizes
                 yield Entry(name, self.size(name) if size is None else size)
 
     def _read_index(self, folder: str) -> dict[str, int | None]:
