@@ -107,6 +107,16 @@ def test_invalid_json_index_page_is_reported(page: bytes) -> None:
         assert caught.value.where == f"{server.url}/"
 
 
+@pytest.mark.parametrize("suffix", [".tar", "/"])
+def test_error_for_a_listed_file_is_short_however_long_its_name(suffix: str) -> None:
+    page = f'<a href="{"[" * 5000}{suffix}">x</a>'.encode()
+    with scripted_server(lambda request, _: Reply(body=page) if request.path == "/bucket/" else Reply(418)) as server:
+        with pytest.raises(UnavailableError, match="418") as caught:
+            list(open_store(f"{server.url}/bucket/").list())
+        assert caught.value.where.startswith(f"{server.url}/bucket/%5B")
+        assert len(str(caught.value)) < 500
+
+
 def test_missing_index_page_hints_at_autoindex(folder: Path) -> None:
     with nginx(folder, directives="location / { autoindex off; }") as url:
         with pytest.raises(AccessDeniedError, match="autoindex on"):

@@ -33,6 +33,8 @@ MAX_FOLDER_DEPTH = 16
 BYPASS_CACHES_HEADERS = {"X-Stoker-Bypass": "1", "Cache-Control": "no-cache"}
 """Request headers that make stoker's caches and any other cache on the way revalidate with the origin."""
 
+_MAX_SHOWN_LENGTH = 300
+
 
 class HttpStore:
     """The files below a URL; its user and password are sent as Basic auth, its query goes with every request."""
@@ -112,7 +114,7 @@ class HttpStore:
         raise read_only_error(self.url)
 
     def _where(self, name: str) -> str:
-        return redacted(join_url(self._root, name))
+        return _shown(join_url(self._root, name))
 
     def _request(
         self,
@@ -123,7 +125,7 @@ class HttpStore:
         max_bytes: int = MAX_GET_BYTES,
     ) -> HttpResponse:
         url = join_url(self._root, check_name(name))
-        where = redacted(url)
+        where = _shown(url)
         headers = self._headers | dict(condition or {})
         response = self._client.request(
             method, url, where=where, headers=headers, byte_range=byte_range, max_bytes=max_bytes
@@ -159,19 +161,25 @@ class HttpStore:
         """Read a folder's index page; return {name: size if listed}, with a trailing slash on folders."""
         url = join_url(self._root, folder)
         response = self._client.request(
-            "GET", url, where=redacted(url), headers=self._headers, max_bytes=MAX_PAGE_BYTES
+            "GET", url, where=_shown(url), headers=self._headers, max_bytes=MAX_PAGE_BYTES
         )
         if response.status == 404 and folder:
             return {}
         if response.status != 200:
             missing = "no such directory, or the server does not list it"
             tried = f"{self._tried}; the server must list directories (nginx: autoindex on), or use a brace pattern"
-            raise to_error(response, redacted(url), missing=missing, tried=tried)
+            raise to_error(response, _shown(url), missing=missing, tried=tried)
         if response.headers.get("Content-Encoding", "identity") != "identity":
-            raise UnavailableError("server compressed the index page, which was not requested", where=redacted(url))
+            raise UnavailableError("server compressed the index page, which was not requested", where=_shown(url))
         if response.headers.get("Content-Type", "").startswith("application/json"):
-            return _parse_json_index(response.body, redacted(url))
+            return _parse_json_index(response.body, _shown(url))
         return dict.fromkeys(_parse_html_index(response.body, url))
+
+
+def _shown(url: str) -> str:
+    """Return a URL as it may be printed: without credentials, and short even if a server lists endless names."""
+    text, half = redacted(url), _MAX_SHOWN_LENGTH // 2
+    return text if len(text) <= _MAX_SHOWN_LENGTH else f"{text[:half]}…{text[-half:]}"
 
 
 def _validator(response: HttpResponse) -> str:
