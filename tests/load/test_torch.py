@@ -326,10 +326,10 @@ def test_truth_value_opens_nothing() -> None:
 class FailingNative:
     API, SIMD = native.API, 1
 
-    def read_headers(self, images: list[bytes]) -> list[None]:  # noqa: ARG002
+    def read_headers(self, images: list[bytes]) -> list[None]:
         raise RuntimeError("cannot read headers")
 
-    def Decoder(self, *, simd: bool) -> FailingNative:  # noqa: ARG002, N802
+    def Decoder(self, *, simd: bool) -> FailingNative:  # noqa: N802
         return self
 
 

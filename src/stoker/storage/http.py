@@ -160,9 +160,7 @@ class HttpStore:
     def _read_index(self, folder: str) -> dict[str, int | None]:
         """Read a folder's index page; return {name: size if listed}, with a trailing slash on folders."""
         url = join_url(self._root, folder)
-        response = self._client.request(
-            "GET", url, where=_shown(url), headers=self._headers, max_bytes=MAX_PAGE_BYTES
-        )
+        response = self._client.request("GET", url, where=_shown(url), headers=self._headers, max_bytes=MAX_PAGE_BYTES)
         if response.status == 404 and folder:
             return {}
         if response.status != 200:
