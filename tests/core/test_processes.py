@@ -203,7 +203,7 @@ threading.Event().wait()
 
 @pytest.mark.parametrize("pidfd", ["allowed", "forbidden", "missing"])
 def test_process_exits_with_another_one(shell: Shell, pidfd: str) -> None:
-    """Also where `pidfd_open` is not permitted or does not exist, and although nobody has reaped the other process yet."""
+    """Also where `pidfd_open` is forbidden or missing, and although nobody has reaped the other process yet."""
     other = shell.start("exec sleep 600")
     with subprocess.Popen([sys.executable, "-c", EXIT_WITH, str(other.pid), pidfd], stdout=subprocess.PIPE) as watching:
         assert watching.stdout is not None
