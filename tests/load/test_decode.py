@@ -459,7 +459,7 @@ def test_such_a_jpeg_is_a_sample_like_any_other(kind: str, decoder: str, tmp_pat
     assert difference(one, other) < 6
 
 
-@pytest.mark.parametrize("failure", [KeyError(6), RuntimeError("of the library"), cv2.error("resize")])
+@pytest.mark.parametrize("failure", [KeyError(6), MemoryError(), RuntimeError("of the library"), cv2.error("resize")])
 def test_whatever_a_decoder_raises_is_a_fallback_or_a_bad_sample(
     failure: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -481,24 +481,7 @@ def test_whatever_a_decoder_raises_is_a_fallback_or_a_bad_sample(
             assert [batch.count for batch in loader] == [0]
             reasons = {bad.reason for bad in loader.bad}
         assert len(reasons) == 1
-        assert str(failure) in reasons.pop()
-
-
-def test_running_out_of_memory_is_not_a_bad_sample(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise MemoryError
-
-    image = encode(picture(60, 40))
-    expected = decode(image)
-    url = write_shards(tmp_path / "set", [image] * 4)
-    monkeypatch.setattr(simplejpeg, "decode_jpeg", fail)
-    assert difference(decode(image), expected) < 1  # Pillow may need less
-    monkeypatch.setattr("stoker.shards.images.Image.open", fail)
-    for transform in ("whole", lambda pixels, _: pixels):
-        with Loader(url, global_batch=4, transform=transform, decoder="python", max_bad=1) as loader:
-            with pytest.raises(MemoryError):
-                list(loader)
-            assert loader.bad == []
+        assert (str(failure) or "MemoryError") in reasons.pop()
 
 
 def test_failure_to_resize_is_a_bad_sample(monkeypatch: pytest.MonkeyPatch) -> None:

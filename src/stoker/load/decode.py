@@ -1,8 +1,7 @@
 """The general image decoder: decode, crop and resize images with simplejpeg and OpenCV, which release the GIL.
 
 Images that simplejpeg does not support are decoded by Pillow. A decoder may raise anything (simplejpeg raises KeyError
-for a subsampling that it does not know): the next one is tried then, and the failure of the last is a BadImageError,
-unless memory ran out, which says nothing about the image.
+for a subsampling that it does not know): the next one is tried then, and the failure of the last is a BadImageError.
 """
 
 from __future__ import annotations
@@ -242,7 +241,7 @@ def _translate_errors() -> Iterator[None]:
     """Raise BadImageError for whatever a decoder raised: one image must not end an epoch."""
     try:
         yield
-    except (BadImageError, MemoryError):
+    except BadImageError:
         raise
     except Exception as error:
         raise BadImageError(f"cannot be decoded: {str(error) or type(error).__name__}") from error

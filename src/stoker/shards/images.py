@@ -256,10 +256,10 @@ class _NonconformingImageError(BadImageError):
 
 @contextmanager
 def _translate_pillow_errors(failure: str) -> Iterator[None]:
-    """Translate any exception of Pillow's plugins into BadImageError, unless memory ran out."""
+    """Translate any exception of Pillow's plugins into BadImageError."""
     try:
         yield
-    except (BadImageError, MemoryError):
+    except BadImageError:
         raise
     except UnidentifiedImageError as error:  # its message contains the address of an object
         raise BadImageError(f"{failure}: unknown image format") from error
@@ -332,8 +332,6 @@ def _size_by_decoding(data: Buffer, violation: _NonconformingImageError) -> tupl
         with _decode_budget.reserve(memory):
             image.load()
             return image.size
-    except MemoryError:
-        raise
     except Exception:  # Pillow's plugins may raise anything
         raise violation from None
 
