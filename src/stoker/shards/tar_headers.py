@@ -94,11 +94,10 @@ def iter_members(
 ) -> Iterator[TarMember]:
     """Yield every regular file; its extended headers count as its first bytes.
 
-    `with_directories` yields directories too, with a path that ends in a slash.
-
     `verify` checks the checksum of every header. `require_end` demands the block of zeros at the end of an archive:
     without it, a cut between two members would go unnoticed. `reject_trailing` demands that only zeros follow it, and
-    `reject_special` that every member is a regular file or a directory.
+    `reject_special` that every member is a regular file or a directory. `with_directories` yields directories too,
+    with a path that ends in a slash.
     """
 
     def truncated(what: str) -> SourceError:
@@ -134,18 +133,20 @@ def iter_members(
             continue
         if kind in _REGULAR and not (kind == b"\0" and path.endswith("/")):  # an old directory
             yield first, path, data, size, end
-        else:
-            _check_special(kind, path, where, offset, reject_special)
-            if with_directories and kind in (_DIRECTORY, b"\0"):
-                yield first, path.rstrip("/") + "/", data, 0, end
-        offset = first = end
-        extended = _Extended()
-    if extended != _Extended():
-        raise SourceError(f"the extended header at byte {first} is not followed by a member", where=where)
+        elif _is_directory(kind, path, where, offset, reject_special) and with_directories:
+            yield first, path.rstrip("/") + "/", data, 0, end
+        offset, first, extended = end, end, _Extended()
+    _check_complete(extended, where, first)
     if require_end and offset >= total:
         raise truncated("the end-of-archive block is missing")
     if reject_trailing:
         _check_trailing(tar, where, offset)
+
+
+def _check_complete(extended: _Extended, where: str, offset: int) -> None:
+    """Raise SourceError if an extended header is the last member of an archive."""
+    if extended != _Extended():
+        raise SourceError(f"the extended header at byte {offset} is not followed by a member", where=where)
 
 
 def _path_and_size(fields: _HeaderFields, extended: _Extended, where: str, offset: int) -> tuple[str, int]:
@@ -161,15 +162,18 @@ def _path_and_size(fields: _HeaderFields, extended: _Extended, where: str, offse
     return raw.decode("utf-8", "surrogateescape"), size
 
 
-def _check_special(kind: bytes, path: str, where: str, offset: int, reject_special: bool) -> None:
+def _is_directory(kind: bytes, path: str, where: str, offset: int, reject_special: bool) -> bool:
+    """Return whether a member that is not a regular file is a directory; raise SourceError if it is not accepted."""
     if kind == _GNU_SPARSE:
         raise SourceError(f"member {path!r} at byte {offset} is a sparse file, which is not supported", where=where)
-    if reject_special and kind not in (_DIRECTORY, b"\0"):
+    is_directory = kind in (_DIRECTORY, b"\0")
+    if reject_special and not is_directory:
         raise SourceError(
             f"member {path!r} at byte {offset} is neither a regular file nor a directory",
             where=where,
             hint="create the archive again with: tar --dereference --hard-dereference",
         )
+    return is_directory
 
 
 def _read_extended(tar: TarReader, where: str, offset: int, kind: bytes, size: int, extended: _Extended) -> _Extended:
