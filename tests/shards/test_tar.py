@@ -19,24 +19,13 @@ from stoker.shards.formats.tar import FORMAT, split_path
 from stoker.shards.sample import Sample
 from stoker.shards.tar_headers import BLOCK_BYTES
 from tests.shards.format_contract import MAGIC, SAMPLES, FormatContract, make_shard, read_samples, relaxed
+from tests.support.tars import make_tar
 
 JPEG = MAGIC["jpg"] + b"a picture"
 
 
 class TestContract(FormatContract):
     format = FORMAT
-
-
-def make_tar(*members: tuple[str, bytes], form: int = tarfile.PAX_FORMAT, **fields: object) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=form) as tar:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            for field, value in fields.items():
-                setattr(info, field, value)
-            tar.addfile(info, io.BytesIO(data))
-    return out.getvalue()
 
 
 def with_checksum(header: bytes | bytearray) -> bytes:

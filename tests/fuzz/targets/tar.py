@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import tarfile
 
 from stoker.shards.formats.tar import FORMAT
 from tests.fuzz.limits import Target
 from tests.shards.format_contract import SAMPLES, make_shard
+from tests.support.tars import make_tar
 
 
 def run(data: bytes) -> None:
@@ -18,20 +18,8 @@ def run(data: bytes) -> None:
         FORMAT.parse_sample(data[located.start : located.end], "shard", check=True)
 
 
-def _make_tar(*members: tuple[str, bytes], form: int = tarfile.PAX_FORMAT, **fields: object) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=form) as tar:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            for field, value in fields.items():
-                setattr(info, field, value)
-            tar.addfile(info, io.BytesIO(data))
-    return out.getvalue()
-
-
 def _with_label(label: bytes) -> bytes:
-    return _make_tar(("a.jpg", b"\xff\xd8\xff"), ("a.cls", label))
+    return make_tar(("a.jpg", b"\xff\xd8\xff"), ("a.cls", label))
 
 
 VALID = make_shard(FORMAT, SAMPLES)
@@ -46,13 +34,13 @@ TARGET = Target(
         VALID[:700],
         VALID[:-1024],
         *(_with_label(label) for label in (b"", b"-1", b"9" * 20, b"9" * 10_000, b"0x10", b"1.5", b"\xff", b" 3 \n")),
-        _make_tar(("a.jpg", b""), ("a.cls", b"1"), form=tarfile.GNU_FORMAT, mode=0o7777777),
-        _make_tar(("x" * 5000 + ".jpg", b"a"), ("x" * 5000 + ".cls", b"1")),
-        _make_tar(("../../a.jpg", b"a"), ("../../a.cls", b"1")),
-        _make_tar(("a.jpg", b"a"), ("a.cls", b"1"), pax_headers={"size": "99999999999999999999"}),
-        _make_tar(("a.jpg", b"a"), ("a.cls", b"1"), pax_headers={"path": "\udcff" * 3}),
-        _make_tar(*((f"{i}.jpg", b"a") for i in range(20_000))),
-        _make_tar(("a.jpg", b"a"), ("a.jpg", b"b"), ("a.cls", b"1"), ("a.cls", b"2")),
+        make_tar(("a.jpg", b""), ("a.cls", b"1"), form=tarfile.GNU_FORMAT, mode=0o7777777),
+        make_tar(("x" * 5000 + ".jpg", b"a"), ("x" * 5000 + ".cls", b"1")),
+        make_tar(("../../a.jpg", b"a"), ("../../a.cls", b"1")),
+        make_tar(("a.jpg", b"a"), ("a.cls", b"1"), pax_headers={"size": "99999999999999999999"}),
+        make_tar(("a.jpg", b"a"), ("a.cls", b"1"), pax_headers={"path": "\udcff" * 3}),
+        make_tar(*((f"{i}.jpg", b"a") for i in range(20_000))),
+        make_tar(("a.jpg", b"a"), ("a.jpg", b"b"), ("a.cls", b"1"), ("a.cls", b"2")),
     ],
     tokens=[
         b"ustar\x0000",
