@@ -541,7 +541,7 @@ def test_report_redacts_values_of_secret_flags(workspace: Path) -> None:
 
 def test_unknown_runs_and_slots(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert stoker("job", "status") == 2
-    assert re.search(rf"{workspace}/stoker/runs: no runs .*; .*stoker job run$", capsys.readouterr().err.strip())
+    assert re.search(rf"no runs .*{workspace}/stoker/runs; .*stoker job run$", capsys.readouterr().err.strip())
     assert stoker("job", "status", "nonsense") == 2
     assert "no run matches 'nonsense'" in capsys.readouterr().err
     assert stoker("job", "run", write_job(workspace / "job.yaml", "true")) == 0

@@ -136,7 +136,6 @@ def test_program_keeps_its_streams_and_exit_code() -> None:
 def test_peak_memory_is_that_of_the_program() -> None:
     large = exit_mark(profile(sys.executable, "-c", "data = b'x' * (200 << 20)").stdout)
     assert 200 << 20 < large["max_rss"] < 300 << 20
-    assert "max_rss" not in exit_mark(profile("false").stdout)  # smaller than the profiler, and never sampled
 
 
 @pytest.mark.parametrize(("name", "code"), [("KILL", 137), ("TERM", 143), ("SEGV", 139)])

@@ -172,7 +172,7 @@ def test_life_cycle_of_a_host_path_volume(
     assert stoker("volume", "delete", "data", "--on", on(client)) == 2
     assert "--yes" in capfd.readouterr().err
     assert stoker("volume", "delete", "data", "--on", on(client), "--yes") == 0
-    assert f"the data is kept in {tmp_path / 'disk'} on the nodes" in capfd.readouterr().err
+    assert f" data is kept in {tmp_path / 'disk'} on the nodes" in capfd.readouterr().err
     assert client.list_objects("PersistentVolumeClaim") == []
     assert list_own_volumes(client) == []
     assert model.exists()
