@@ -33,7 +33,7 @@ from stoker.telemetry.metrics import MetricsRow, build_table
 from stoker.telemetry.reader import read_events
 
 MAX_POLL_S = 0.5
-HOSTS_NEED_SSH = "hosts can be set only for target ssh"
+HOSTS_NEED_SSH = "hosts can be set only for the target ssh"
 NO_HOSTS = "the list of hosts is empty"
 
 Overrides = Mapping[str, object] | Iterable[str]
@@ -304,11 +304,11 @@ def host_overrides(on: str | None, hosts: str | Sequence[str] | None) -> list[st
     if hosts is None:
         return []
     if on is None or open_launcher(on).traits.name != SSH:
-        raise InputError(HOSTS_NEED_SSH, hint="use target ssh, or omit the hosts")
+        raise InputError(HOSTS_NEED_SSH, hint="use --on ssh, or omit the hosts")
     listed = hosts.split(",") if isinstance(hosts, str) else hosts
     names = [name.strip() for name in listed if name.strip()]
     if not names:
-        raise InputError(NO_HOSTS, hint="for example: node1,node2 or @FILE")
+        raise InputError(NO_HOSTS, hint="for example: --hosts node1,node2 or --hosts @FILE")
     return [OptionAssignment(f"ssh.hosts={_to_json(names)}", "--hosts")]
 
 
