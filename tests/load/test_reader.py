@@ -30,6 +30,7 @@ from stoker.shards.formats import FORMATS
 from stoker.shards.sample import Sample
 from stoker.shards.scan import ensure_manifest
 from stoker.shards.shard_set import ShardSet
+from stoker.storage import MAX_GET_BYTES
 from stoker.storage.cache import DiskCache
 from stoker.storage.local import LocalStore
 from tests.support.loaders import loader_threads
@@ -189,12 +190,12 @@ class FakeRemoteStore(LocalStore):
         self.offline = False
         self._lock = threading.Lock()
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
         if name.startswith("index/"):
             self.indexes.append(name)
             if name in self.index_gates:
                 self.index_gates[name].wait(TIMEOUT_S)
-        return super().get(name)
+        return super().get(name, max_bytes=max_bytes)
 
     def range(self, name: str, start: int, length: int, *, etag: str = "") -> bytes:
         self.chunks += length > 1 << 20

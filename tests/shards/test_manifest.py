@@ -73,7 +73,6 @@ def change(**values: object) -> Callable[[dict[str, Any]], dict[str, Any]]:
                 "a\0.tar",
                 "a\n.tar",
                 "\x1b[2J.tar",
-                "\ud800.tar",
             )
         ),
         (lambda manifest: manifest | {"shards": manifest["shards"] * 2}, "shards"),
