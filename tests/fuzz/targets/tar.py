@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import tarfile
+from functools import partial
 
 from stoker.shards.formats.tar import FORMAT
 from tests.fuzz.limits import Target
+from tests.fuzz.shards import read_twice
 from tests.shards.format_contract import SAMPLES, make_shard
 from tests.support.tars import make_tar
-
-
-def run(data: bytes) -> None:
-    """Read a shard twice: to collect the errors of its samples, then to stop at the first one."""
-    for _ in FORMAT.iter_samples(data, "shard", errors=[]):
-        pass
-    for located in FORMAT.iter_samples(data, "shard", check=True):
-        FORMAT.parse_sample(data[located.start : located.end], "shard", check=True)
 
 
 def _with_label(label: bytes) -> bytes:
@@ -24,7 +18,7 @@ def _with_label(label: bytes) -> bytes:
 
 VALID = make_shard(FORMAT, SAMPLES)
 TARGET = Target(
-    run,
+    partial(read_twice, FORMAT),
     valid=[VALID],
     hostile=[
         b"",

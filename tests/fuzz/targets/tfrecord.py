@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from stoker.shards.formats.tfrecord import FORMAT, record, varint
 from tests.fuzz.limits import Target
+from tests.fuzz.shards import read_twice
 from tests.shards.format_contract import SAMPLES, make_shard
-
-
-def run(data: bytes) -> None:
-    """Read a shard twice: to collect the errors of its samples, then to stop at the first one."""
-    for _ in FORMAT.iter_samples(data, "shard", errors=[]):
-        pass
-    for located in FORMAT.iter_samples(data, "shard", check=True):
-        FORMAT.parse_sample(data[located.start : located.end], "shard", check=True)
-
 
 VALID = make_shard(FORMAT, SAMPLES)
 TARGET = Target(
-    run,
+    partial(read_twice, FORMAT),
     valid=[VALID],
     hostile=[
         b"",
