@@ -79,7 +79,7 @@ def run(command: list[str], every: float, events: EventWriter | None = None) -> 
             hint = "make it executable (chmod +x), or run it with its interpreter"
         sys.stderr.write(f"stoker profile: cannot start the program {command[0]!r}: {reason}; {hint}\n")
         return 3
-    own_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    own_peak = _own_peak_memory()
     early = signal.sigpending()  # these may have come before the program was started
     sampler = Sampler(child.pid, every, events)
     sampler.start()
@@ -98,7 +98,7 @@ def run(command: list[str], every: float, events: EventWriter | None = None) -> 
         signal=_signal_name(number),
         oom=oom,
         seconds=round(time.monotonic() - started, 3),
-        **_peak_memory(sampler.max_rss, usage.ru_maxrss * 1024, own_rss),
+        **_peak_memory(sampler.max_rss, usage.ru_maxrss * 1024, own_peak),
     )
     return code
 
@@ -107,6 +107,15 @@ def _peak_memory(sampled: int, reported: int, own: int) -> dict[str, int]:
     """Return the peak memory, if known; the kernel also reports that of the copy of us that became the program."""
     peak = max(sampled, reported if reported > own else 0)
     return {"max_rss": peak} if peak else {}
+
+
+def _own_peak_memory() -> int:
+    """Return the peak memory of this program alone; `getrusage` includes that of the process which executed it."""
+    with contextlib.suppress(OSError):
+        for line in _read_text("/proc/self/status").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _parse_arguments(argv: list[str]) -> tuple[float, list[str]]:
