@@ -106,7 +106,7 @@ def _notes(samples: int, timed: int) -> list[str]:
         "idles. tf.data: the same images as TFRecord, AUTOTUNE, a private pool of 2 threads, also repeated. stoker: "
         "one epoch to its end.",
         "Only tf.data draws different crops, with `sample_distorted_bounding_box` as its users do: with the same "
-        "bounds they cover 37 % of a 500 × 375 image on average, those of torchvision 43 %, and it decodes only the "
+        "bounds they cover 37% of a 500 × 375 image on average, those of torchvision 43%, and it decodes only the "
         "crop. It uses the fast DCT, its default; stoker uses the accurate one.",
         "Antialiased: a triangle filter in PIL and tf.data; in stoker, a Gaussian blur of about the same width "
         "followed by bilinear sampling. Not antialiased: bilinear only.",

@@ -33,7 +33,7 @@ from stoker.telemetry.metrics import MetricsRow, build_table
 from stoker.telemetry.reader import read_events
 
 MAX_POLL_S = 0.5
-HOSTS_NEED_SSH = "hosts can be set only for the target ssh"
+HOSTS_NEED_SSH = "hosts can be set only for the ssh target"
 NO_HOSTS = "the list of hosts is empty"
 
 Overrides = Mapping[str, object] | Iterable[str]

@@ -150,7 +150,7 @@ def test_truncated_shard_as_source_is_rejected(tmp_path: Path, capsys: pytest.Ca
     shard.write_bytes(shard.read_bytes()[:-cut])
     sentence = run_and_fail(capsys, 2, "data", "convert", tmp_path / "first", tmp_path / "out")
     assert shard.name in sentence
-    assert re.search(rf"\b{size - cut:,} bytes\b.*manifest has {size:,}", sentence)
+    assert re.search(rf"\b{size - cut:,} bytes\b.*manifest lists {size:,}", sentence)
     assert sentence.endswith("stoker data verify")
     (tmp_path / "first/train/manifest.json").unlink()
     sentence = run_and_fail(capsys, 2, "data", "convert", tmp_path / "first/train", tmp_path / "out")
@@ -209,9 +209,9 @@ def test_destination_with_another_dataset_is_rejected(tmp_path: Path, capsys: py
     before = digests(out)
     other = make_tree(tmp_path / "other", {"x": 3})
     sentence = run_and_fail(capsys, 2, "data", "convert", other, out)
-    assert re.search(rf"{out}: .*\bpets, 30 samples of train\b", sentence)
+    assert re.search(rf"{out}: .*\bpets \(30 train samples\b", sentence)
     sentence = run_and_fail(capsys, 2, "data", "convert", tmp_path / "pets", out, "--seed", 1)
-    assert re.search(rf"{out}: .*\bpets, 30 samples of train\b", sentence)
+    assert re.search(rf"{out}: .*\bpets \(30 train samples\b", sentence)
     assert digests(out) == before
 
 
@@ -244,7 +244,7 @@ def test_other_options_for_an_unfinished_conversion_are_named(
     assert all(part in sentence for part in ("--shard-samples 4", "--shard-samples 9", "--restart")), sentence
     (data / "train/ant/00000.jpg").unlink()
     sentence = run_and_fail(capsys, 2, "data", "convert", data, out, "--shard-samples", 4)
-    assert "other samples" in sentence
+    assert "from samples that differ" in sentence
     assert "--shard-samples" not in sentence
 
 

@@ -84,7 +84,7 @@ def test_bucket_with_another_dataset_is_not_changed(
     assert stoker("data", "convert", make_dataset(tmp_path / "pets"), bucket) == 0
     before = download_all(bucket, tmp_path / "before")
     assert stoker("data", "convert", make_tree(tmp_path / "other", {"x": 2}), bucket) == 2
-    assert re.search(rf"{bucket}: .*\bpets, 30 samples of train\b", capsys.readouterr().err)
+    assert re.search(rf"{bucket}: .*\bpets \(30 train samples\b", capsys.readouterr().err)
     assert download_all(bucket, tmp_path / "after") == before
 
 

@@ -95,7 +95,7 @@ def test_shard_of_another_size_than_in_the_manifest_is_rejected(tmp_path: Path, 
     _, path = write_shards(tmp_path, shard_format)
     size, end = path.stat().st_size, sample_ends(shard_format, path)[0]
     path.write_bytes(path.read_bytes()[:end])
-    with pytest.raises(SourceError, match=rf"{path.name}: .*\b{end:,} bytes\b.*manifest has {size:,}"):
+    with pytest.raises(SourceError, match=rf"{path.name}: .*\b{end:,} bytes\b.*manifest lists {size:,}"):
         scan_items(tmp_path)
 
 
@@ -103,7 +103,7 @@ def test_shard_with_another_count_than_in_the_manifest_is_rejected(tmp_path: Pat
     write_shards(tmp_path, "tar")
     path = tmp_path / "manifest.json"
     path.write_text(path.read_text().replace('"samples": 2', '"samples": 3'))
-    with pytest.raises(SourceError, match=r"x-train-000000.tar: .*\b2 samples\b.*manifest has 3"):
+    with pytest.raises(SourceError, match=r"x-train-000000.tar: .*\b2 samples\b.*manifest lists 3"):
         scan_items(tmp_path)
 
 

@@ -165,7 +165,7 @@ def test_truncated_train_tar(tmp_path: Path, scratch: Path) -> None:
         TRAIN,
         f"truncated at byte {512 + inner // 2}",
         "'n01000000.tar'",
-        f"{inner} bytes at byte 512",
+        f"{inner} bytes at offset 512",
         DOWNLOAD_AGAIN,
     )
     end = 4 * (512 + inner)

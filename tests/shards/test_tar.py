@@ -229,7 +229,7 @@ def damage(change: Callable[[bytearray], None]) -> bytes:
         ),
         (
             make_tar(("a.jpg", JPEG * 99))[:1000],
-            ["truncated at byte 1000", "'a.jpg'", "1287 bytes at byte 512"],
+            ["truncated at byte 1000", "'a.jpg'", "1287 bytes at offset 512"],
         ),
         (make_tar(("a.jpg", JPEG))[:300], ["truncated at byte 300", "header at byte 0 ", "512 bytes"]),
         (make_tar(("é.jpg", JPEG))[:1024], ["extended header at byte 0 ", "followed by a member"]),

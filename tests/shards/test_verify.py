@@ -118,12 +118,12 @@ def list_too_few_quarantined(shards: Path) -> None:
         (remove_shard, [(SHARD, "no such file")]),
         (add_shard, [("pets-train-000009.tar", "not listed in the manifest")]),
         (remove_index, [(SHARD, f"index/{SHARD}.npy: no such file")]),
-        (change_index, [(SHARD, f"SHA-256 of its index index/{SHARD}.npy")]),
-        (change_count, [(SHARD, "10 samples"), (SHARD, "the manifest has 11"), (MANIFEST, "samples is not the sum")]),
+        (change_index, [(SHARD, f"SHA-256 of the index index/{SHARD}.npy")]),
+        (change_count, [(SHARD, "10 samples"), (SHARD, "the manifest lists 11"), (MANIFEST, "samples is not the sum")]),
         (change_bytes, [(MANIFEST, "bytes is not the sum")]),
         (empty_manifest, [(URL, "no samples"), (SHARD, "not listed in the manifest")]),
         (claim_quarantined, [(QUARANTINE, "no such file")]),
-        (list_too_few_quarantined, [(QUARANTINE, "1 images"), (QUARANTINE, "the manifest has 2")]),
+        (list_too_few_quarantined, [(QUARANTINE, "1 images"), (QUARANTINE, "the manifest lists 2")]),
     ],
 )
 def test_damage_is_reported_with_its_file(

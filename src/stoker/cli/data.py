@@ -57,7 +57,7 @@ def convert(
     seed: Annotated[int, typer.Option(metavar="N", help="Shuffle seed. The same seed produces the same bytes.")] = 0,
     jobs: Jobs = "auto",
     limit: Annotated[
-        int | None, typer.Option(metavar="N", help="Convert at most N samples of each split, drawn at random.")
+        int | None, typer.Option(metavar="N", help="Convert at most N samples from each split, drawn at random.")
     ] = None,
     val_fraction: Annotated[
         float | None, typer.Option(metavar="F", help="Move this fraction of each class from train to a val split.")
@@ -82,8 +82,8 @@ def convert(
 ) -> None:
     """Convert a dataset to shards.
 
-    Image bytes are copied unchanged, shuffled with --seed. To resume an interrupted conversion, run the
-    same command again. Bad images are skipped and listed in quarantine.jsonl.
+    Images are copied byte for byte, in an order shuffled with --seed. To resume an interrupted conversion, run
+    the same command again. Bad images are skipped and listed in quarantine.jsonl.
     """
     from msgspec import UNSET
 

@@ -77,7 +77,9 @@ def init(
         raise ConflictError("file already exists", where=path, hint="choose another name or pass --force") from error
     print_message(f"Wrote {path}. Edit it, then run: stoker job run {path}")
     if data is not None and val is None:
-        print_message("note: there is no validation split; to take one from train: stoker data convert --val-fraction")
+        print_message(
+            "note: there is no validation split; to create one from train: stoker data convert --val-fraction"
+        )
     elif data is not None and data.val is not None and data.val.split == "test":
         print_message("note: there is no val split, so the job validates on test")
 

@@ -175,7 +175,7 @@ def stop(
     if not before.is_final or before == "lost":
         print_message(f"{run.id}: {run.status().state}")
     else:
-        which = "the newest run" if name in (None, run.name) else "run"
+        which = "the latest run" if name in (None, run.name) else "run"
         print_message(f"nothing to stop: {which} {run.id} is not running (state: {before})")
 
 

@@ -33,7 +33,7 @@ Hosts = Annotated[
 Sets = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a key of the job file, for example resources.gpu=4. Repeatable."
+        "--set", metavar="KEY=VALUE", help="Override a key in the job file, for example resources.gpu=4. Repeatable."
     ),
 ]
 RunName = Annotated[

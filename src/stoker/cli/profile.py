@@ -22,7 +22,7 @@ def profile(
         bool, typer.Option("--json", help="Write each sample to standard output as an event line, without a summary.")
     ] = False,
 ) -> None:
-    """Run a program and sample its use of GPU, CPU, memory and I/O.
+    """Run a program and sample its GPU, CPU, memory and I/O usage.
 
     Prints a summary to standard error at the end. The program's standard streams, signals and exit code are passed
     through.

@@ -133,7 +133,7 @@ def start(
         is_missing = isinstance(error, FileNotFoundError)
         raise MissingProgramError(
             f"cannot start the program {argv[0]!r}: {reason}",
-            hint="install it, or add its directory to the PATH" if is_missing else None,
+            hint="install it, or add its directory to PATH" if is_missing else None,
         ) from error
     return Process(popen)
 

@@ -50,7 +50,9 @@ def to_error(status: Mapping[str, Any], where: str) -> StokerError:
     code, message = int(status.get("code") or 0), str(status.get("message") or "no message").strip()
     details = status.get("details") or {}
     if what := describe_quota_error(message):
-        return StorageFullError(what, where=where, hint="request less, stop other jobs, or have the quota raised")
+        return StorageFullError(
+            what, where=where, hint="request less, stop other jobs, or ask the cluster administrator to raise the quota"
+        )
     if match := _NAMESPACE.search(message):
         hint = "choose another namespace, or set kubernetes.create_namespace: true"
         return NotFoundError(f"namespace {match[1]!r} not found", where=where, hint=hint)

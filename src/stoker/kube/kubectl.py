@@ -40,7 +40,7 @@ def require_kubectl(purpose: str, hint: str = "") -> str:
     """Return the path of kubectl; raise MissingProgramError if it is not installed."""
     if path := shutil.which(PROGRAM):
         return path
-    install = "install it (kubernetes.io/docs/tasks/tools), or add its directory to the PATH"
+    install = "install it (kubernetes.io/docs/tasks/tools), or add its directory to PATH"
     raise MissingProgramError(
         f"{purpose} needs the program {PROGRAM!r}, which is not on the PATH",
         hint=f"{install}{f'; {hint}' if hint else ''}",

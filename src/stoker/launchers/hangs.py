@@ -110,11 +110,13 @@ def _format_details(
         return f"; at {stuck[0][1]}" if len(stuck) == 1 else ""
     operations = " and ".join(dict.fromkeys(waiting.values()))
     if stuck:
-        verb = "waits" if len(waiting) == 1 else "wait"
+        verb = "is waiting" if len(waiting) == 1 else "are waiting"
         return f"; at {stuck[0][1]}, while {_format_ranks([rank for _, rank in waiting])} {verb} in {operations}"
     if elsewhere:
         awaited = _format_ranks([rank.rank for rank, _ in elsewhere])
-        return f"; waiting in {operations} for {awaited}, still sending heartbeats, at {elsewhere[0][1]}"
+        verb = "is" if len(elsewhere) == 1 else "are"
+        where = f"which {verb} still sending heartbeats and {verb} at {elsewhere[0][1]}"
+        return f"; waiting in {operations} for {awaited}, {where}"
     return f"; waiting for another rank in {operations}"
 
 

@@ -39,7 +39,7 @@ class IgnorePatterns:
             # like a file, against the patterns without it.
             self._folders = GitIgnoreSpec.from_lines(re.sub(r"/\s*$", "", line) for line in lines)
         except ValueError as error:
-            raise InputError(f"invalid ignore pattern: {error}", hint="write patterns as in .gitignore") from error
+            raise InputError(f"invalid ignore pattern: {error}", hint="use .gitignore syntax") from error
 
     def __call__(self, path: str, *, is_folder: bool) -> bool:
         """Whether a path, relative to the working directory, is excluded; its parent folders are not."""

@@ -21,7 +21,7 @@ class Cursor(NamedTuple):
         """Parse `EPOCH:CONSUMED`, the form used on the command line."""
         epoch, colon, consumed = text.partition(":")
         if not (colon and epoch.isdecimal() and consumed.isdecimal()):
-            raise InputError(f"invalid cursor {text!r}", hint="write EPOCH:CONSUMED, for example 3:512000")
+            raise InputError(f"invalid cursor {text!r}", hint="use EPOCH:CONSUMED, for example 3:512000")
         return cls(int(epoch), int(consumed), plan)
 
     @classmethod

@@ -36,7 +36,7 @@ def expand_braces(pattern: str) -> Iterator[str]:
     *parts, tail = _GROUP.split(pattern)  # text, group, text, group, …, text
     texts, groups = parts[::2], []
     if any(brace in text for text in (*texts, tail) for brace in "{}"):
-        raise InputError(f"unbalanced braces in {pattern!r}", hint="write ranges as {000000..000127}")
+        raise InputError(f"unbalanced braces in {pattern!r}", hint="specify ranges as {000000..000127}")
     count = 1
     for inside in parts[1::2]:
         groups.append(_expand_group(inside, pattern))
@@ -68,7 +68,7 @@ def _expand_group(inside: str, pattern: str) -> list[str]:
         if "," not in inside:
             raise InputError(
                 f"{{{inside}}} in {pattern!r} is neither a range nor a list",
-                hint="write {000000..000127} or {train,val}",
+                hint="use {000000..000127} or {train,val}",
             )
         return inside.split(",")
     first, last = int(span[1]), int(span[2])

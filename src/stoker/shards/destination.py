@@ -276,11 +276,11 @@ def _is_complete(manifest: Manifest, sizes: Mapping[str, int]) -> bool:
 
 def _conflict_error(manifest: Manifest, plan: ConversionPlan, where: str) -> ConflictError:
     """Return the error for a finished shard set of another plan, with the difference if it is recorded."""
-    found = f"{manifest.name}, {manifest.samples:,} samples of {manifest.split} in {manifest.format} shards"
+    found = f"{manifest.name} ({manifest.samples:,} {manifest.split} samples in {manifest.format} shards)"
     digests = {manifest.split: manifest.source.digest}
     difference = manifest.options and plan.explain_difference(manifest.name, manifest.options, digests)
     if difference:
-        what = f"the destination already contains {found}, converted {difference}"
+        what = f"the destination already contains the dataset {found}, converted {difference}"
         return ConflictError(what, where=where, hint="choose another destination, or delete this one to convert again")
     return ConflictError(
         f"the destination already contains another dataset: {found}",
@@ -290,7 +290,7 @@ def _conflict_error(manifest: Manifest, plan: ConversionPlan, where: str) -> Con
 
 
 def _explain_record(record: PlanRecord, plan: ConversionPlan) -> str:
-    other = "of another dataset or with other options"
+    other = "of another dataset or with different options"
     if record.details is None:
         return other
     digests = {split.split: split.digest for split in record.details.splits}

@@ -102,7 +102,7 @@ class ShardSet:
             raise VerificationError("the SHA-256 of this index does not match the manifest", where=where, hint=hint)
         rows = parse_index(data, where)
         if shard and len(rows) != shard.samples:
-            what = f"the index has {len(rows):,} samples, but the manifest has {shard.samples:,}"
+            what = f"the index has {len(rows):,} samples, but the manifest lists {shard.samples:,}"
             raise VerificationError(what, where=where, hint=hint)
         _check_bounds(rows, self._sizes[name], where, hint)
         return rows

@@ -126,7 +126,7 @@ def iter_members(
         path, size = _path_and_size(fields, extended, where, offset)
         end = data if kind in _WITHOUT_DATA else data + -(-size // BLOCK_BYTES) * BLOCK_BYTES
         if end > total:
-            raise truncated(f"member {path!r} needs {size} bytes at byte {data}")
+            raise truncated(f"member {path!r} needs {size} bytes at offset {data}")
         if kind in _EXTENDED:
             extended = _read_extended(tar, where, offset, kind, size, extended)
             offset = end

@@ -117,7 +117,9 @@ def _check_shard(shard_set: ShardSet, name: str, shard: Shard | None, check_imag
     findings += [Finding(shard=name, what=fault.what) for fault in errors]
     if shard is not None:
         if len(keys) != shard.samples:
-            findings.append(Finding(shard=name, what=f"{len(keys):,} samples, but the manifest has {shard.samples:,}"))
+            findings.append(
+                Finding(shard=name, what=f"{len(keys):,} samples, but the manifest lists {shard.samples:,}")
+            )
         findings += _check_index(shard_set, shard, rows)
     return _ShardResult(len(keys), keys, findings)
 
@@ -125,14 +127,14 @@ def _check_shard(shard_set: ShardSet, name: str, shard: Shard | None, check_imag
 def _check_bytes(file: MappedFile, shard: Shard) -> Iterator[Finding]:
     data = file.view
     if len(data) != shard.bytes:
-        yield Finding(shard=shard.name, what=f"{len(data):,} bytes, but the manifest has {shard.bytes:,}")
+        yield Finding(shard=shard.name, what=f"{len(data):,} bytes, but the manifest lists {shard.bytes:,}")
         return
     digest = hashlib.sha256()
     for start in range(0, len(data), CHUNK):
         digest.update(data[start : start + CHUNK])
         file.release_before(start)
     if digest.hexdigest() != shard.sha256:
-        yield Finding(shard=shard.name, what=f"SHA-256 is {digest.hexdigest()}, but the manifest has {shard.sha256}")
+        yield Finding(shard=shard.name, what=f"SHA-256 is {digest.hexdigest()}, but the manifest lists {shard.sha256}")
 
 
 def _check_sample(
@@ -159,19 +161,19 @@ def _check_index(shard_set: ShardSet, shard: Shard, rows: index.IndexBuilder) ->
     try:
         data = shard_set.store.get(shard_set.folder + name, max_bytes=index.max_index_bytes(shard.samples))
     except StokerError as error:
-        yield Finding(shard=shard.name, what=f"cannot read its index {name}: {error.what}")
+        yield Finding(shard=shard.name, what=f"cannot read the index {name}: {error.what}")
         return
     if hashlib.sha256(data).hexdigest() != shard.index_sha256:
-        yield Finding(shard=shard.name, what=f"the SHA-256 of its index {name} does not match the manifest")
+        yield Finding(shard=shard.name, what=f"the SHA-256 of the index {name} does not match the manifest")
     elif data != rows.to_bytes():
-        yield Finding(shard=shard.name, what=f"its index {name} does not match its samples")
+        yield Finding(shard=shard.name, what=f"the index {name} does not match the samples in the shard")
 
 
 def _check_sums(manifest: Manifest) -> Iterator[Finding]:
     if manifest.samples != sum(shard.samples for shard in manifest.shards):
-        yield Finding(shard=MANIFEST, what="its number of samples is not the sum over its shards")
+        yield Finding(shard=MANIFEST, what="the number of samples is not the sum over all shards")
     if manifest.bytes != sum(shard.bytes for shard in manifest.shards):
-        yield Finding(shard=MANIFEST, what="its number of bytes is not the sum over its shards")
+        yield Finding(shard=MANIFEST, what="the number of bytes is not the sum over all shards")
 
 
 def _check_quarantine(shard_set: ShardSet, manifest: Manifest) -> Iterator[Finding]:
@@ -184,7 +186,7 @@ def _check_quarantine(shard_set: ShardSet, manifest: Manifest) -> Iterator[Findi
         yield Finding(shard=QUARANTINE, what=f"cannot read the quarantine list: {error.what}")
         return
     if lines != manifest.quarantined:
-        what = f"{lines:,} images, but the manifest has {manifest.quarantined:,}"
+        what = f"{lines:,} images, but the manifest lists {manifest.quarantined:,}"
         yield Finding(shard=QUARANTINE, what=what)
 
 

@@ -174,7 +174,7 @@ def local_path(url: str) -> Path | None:
         return Path(parts.path)
     path = parts.path.removeprefix("localhost")
     if not path.startswith("/"):
-        raise InputError("file:// URL names another host", where=url, hint="write file:///absolute/path")
+        raise InputError("file:// URL names another host", where=url, hint="use file:///absolute/path")
     return Path(unquote(path))
 
 

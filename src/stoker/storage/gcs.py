@@ -52,7 +52,7 @@ class GcsStore:
     def __init__(self, url: str, api_url: str, credentials: GoogleCredentials) -> None:
         bucket, _, prefix = url.removeprefix("gs://").partition("/")
         if not bucket:
-            raise InputError("URL has no bucket", where=url, hint="write gs://bucket/folder")
+            raise InputError("URL has no bucket", where=url, hint="use gs://bucket/folder")
         self.url = url
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._api_url = api_url.rstrip("/")

@@ -89,7 +89,7 @@ class S3Store:
     def __init__(self, url: str) -> None:
         bucket, _, prefix = url.removeprefix("s3://").partition("/")
         if not bucket:
-            raise InputError("URL has no bucket", where=url, hint="write s3://bucket/folder")
+            raise InputError("URL has no bucket", where=url, hint="use s3://bucket/folder")
         self.url = url
         self._tried, provider = _find_credentials(url)
 

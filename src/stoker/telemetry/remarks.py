@@ -111,7 +111,7 @@ def _network_remarks(profiles: _Profiles, *, uses_network: bool) -> list[str]:
     if not sent or not retransmitted or retransmitted < 1 or retransmitted < 0.01 * sent:
         return []
     share = percent(min(1.0, retransmitted / sent))
-    reason = f": {NETWORK_LOSS}" if uses_network else ", counting all processes of the machine"
+    reason = f": {NETWORK_LOSS}" if uses_network else ", counting all processes on the machine"
     return [f"{share} of TCP segments are retransmitted {profiles.where}{reason}"]
 
 

@@ -50,7 +50,7 @@ def check_path(key: str, path: str | None) -> Iterator[Fault]:
     if scheme := re.match(r"(s3|gs|gcs|https?|file)(:/?(?!/)|//)", path):
         yield Fault(key, f"{path!r} is neither a path nor a URL; URLs start with {scheme[1]}://")
     if path.startswith(("~", "$")):
-        yield Fault(key, f"{path!r} starts with {path[0]}, which is not expanded; write the full path")
+        yield Fault(key, f"{path!r} starts with {path[0]}, which is not expanded; use the full path")
 
 
 def check_lost_after(lost_after: float) -> Iterator[Fault]:
@@ -98,16 +98,16 @@ def _check_command(program: ProgramSpec) -> Iterator[Fault]:
         yield Fault("command", "must not be empty")
     elif program.command is not None and len(program.command) == 1 and " " in program.command[0]:
         arguments = ", ".join(program.command[0].split())
-        yield Fault("command", f"{program.command[0]!r} contains spaces; write one argument per item: [{arguments}]")
+        yield Fault(
+            "command", f"{program.command[0]!r} contains spaces; list each argument as a separate item: [{arguments}]"
+        )
 
 
 def _check_args(program: ProgramSpec) -> Iterator[Fault]:
     for index, argument in enumerate(program.args):
         if match := re.fullmatch(r"(--?[A-Za-z][\w-]*) +(\S+)", argument):
             option, value = match.groups()
-            yield Fault(
-                f"args[{index}]", f"{argument!r} is two arguments; write [{option}, {value}] or {option}={value}"
-            )
+            yield Fault(f"args[{index}]", f"{argument!r} is two arguments; use [{option}, {value}] or {option}={value}")
 
 
 def check_elastic(elastic: ElasticSpec) -> Iterator[Fault]:
@@ -263,7 +263,10 @@ def _check_workers(job: JobSpec) -> Iterator[Fault]:
     if job.topology == "single" and job.max_workers > 1:
         yield Fault("workers", f"topology single runs 1 worker, not {job.max_workers}; use topology: torchrun")
     elif job.is_elastic and job.topology != "torchrun":
-        yield Fault("workers", f"only torchrun is elastic; set a fixed number of workers for {job.topology}")
+        yield Fault(
+            "workers",
+            f"a range is supported only with topology torchrun; set a fixed number of workers for {job.topology}",
+        )
 
 
 def _check_processes_per_worker(job: JobSpec) -> Iterator[Fault]:

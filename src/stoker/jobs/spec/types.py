@@ -58,7 +58,8 @@ _DNS_NAME = matches(
 Name = Annotated[
     str,
     matches(
-        LABEL_PATTERN, "a name of at most 40 lowercase letters, digits and '-' that does not start or end with '-'"
+        LABEL_PATTERN,
+        "a name with at most 40 characters (lowercase letters, digits and '-') that does not start or end with '-'",
     ),
     Meta(max_length=40),
 ]

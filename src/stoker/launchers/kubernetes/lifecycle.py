@@ -47,7 +47,9 @@ def create_objects(client: KubeClient, objects: Sequence[Manifest]) -> None:
     check_mountable(client, specs, created=[obj["metadata"]["name"] for obj in missing])
     if queue and not client.list_api_versions("kueue.x-k8s.io"):
         what = f"queue {queue} cannot admit the job: Kueue is not installed in the cluster"
-        raise MissingError(what, where=client, hint="remove kubernetes.queue, or have Kueue installed")
+        raise MissingError(
+            what, where=client, hint="remove kubernetes.queue, or ask the cluster administrator to install Kueue"
+        )
     for obj in missing:
         client.create(obj)
     owner = client.create(strategic_merge(lead, _build_suspend_patch(lead["kind"], True)))

@@ -60,7 +60,7 @@ def resolve_address(target: str | None, environ: Mapping[str, str]) -> str | Non
 def _with_port(target: str) -> str:
     host, _, port = target.rpartition(":")
     if host and not port.isdigit():
-        raise InputError(f"{target!r} is not the address of a Ray cluster", hint="write ray://host or ray://host:8265")
+        raise InputError(f"{target!r} is not the address of a Ray cluster", hint="use ray://host or ray://host:8265")
     return target if host else f"{target}:{PORT}"
 
 

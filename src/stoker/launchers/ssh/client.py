@@ -145,7 +145,7 @@ def expand_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
         name for host in hosts for name in (_read_host_file(host[1:], faults) if host.startswith("@") else (host,))
     )
     if faults:
-        raise SpecError(faults, hint="write one host per line: node1, or node1 slots=2")
+        raise SpecError(faults, hint="list one host per line: node1, or node1 slots=2")
     return expanded
 
 

@@ -273,7 +273,7 @@ def _lookup(origin: Origin, name: str) -> ObjectInfo:
         origin.forget_digests(name)
         digest = origin.digest(name)
     if digest is not None and digest.size != size:
-        raise HttpStatusError(502, f"{name} has {size:,} bytes on the origin, but its manifest has {digest.size:,}")
+        raise HttpStatusError(502, f"{name} has {size:,} bytes on the origin, but its manifest lists {digest.size:,}")
     sha256 = "" if digest is None else digest.sha256
     etag = f'"{hashlib.blake2b(f"{size} {sha256} {origin_etag}".encode(), digest_size=12).hexdigest()}"'
     return ObjectInfo(

@@ -122,7 +122,7 @@ def render_cache_config(config: NginxCacheConfig, prefix: Path) -> str:
 def _check_cache(config: NginxCacheConfig, origins: list[OriginLocations]) -> None:
     names = [origin.name for origin in origins]
     if not names or len(set(names)) < len(names) or ("" in names and len(names) > 1):
-        raise InputError("a cache needs one origin, or several with distinct names", hint="write NAME=URL")
+        raise InputError("a cache needs one origin, or several with distinct names", hint="use NAME=URL")
     if config.slice_bytes <= 0 or config.size < 4 * config.slice_bytes:
         raise InputError("the cache is smaller than four slices", where=config.dir, hint="set a larger size")
     if config.ca_file is None and config.container is None and any(origin.is_https for origin in origins):

@@ -76,7 +76,7 @@ class FolderTarSource:
     @property
     def notes(self) -> Sequence[str]:
         """The folder around the classes, and what was skipped."""
-        around = (f"reading the folder {printable(self._prefix)} of the archive",) if self._prefix else ()
+        around = (f"reading the folder {printable(self._prefix)} in the archive",) if self._prefix else ()
         return (*around, *self._layout.notes, *self._skipped.notes)
 
     def scan(self, split: str) -> Iterator[Item]:

@@ -102,7 +102,7 @@ def _check_against_manifest(
 ) -> Iterator[LocatedSample]:
     """Yield the samples of a shard; raise SourceError if its size, digest or count does not match the manifest."""
     if len(file.view) != shard.bytes:
-        raise _damaged_error(f"{len(file.view):,} bytes, but the manifest has {shard.bytes:,}", where)
+        raise _damaged_error(f"{len(file.view):,} bytes, but the manifest lists {shard.bytes:,}", where)
     digest = hashlib.sha256()
     count = hashed = 0
     for located in samples:
@@ -112,9 +112,9 @@ def _check_against_manifest(
         yield located
     digest.update(file.view[hashed:])
     if digest.hexdigest() != shard.sha256:
-        raise _damaged_error(f"SHA-256 is {digest.hexdigest()}, but the manifest has {shard.sha256}", where)
+        raise _damaged_error(f"SHA-256 is {digest.hexdigest()}, but the manifest lists {shard.sha256}", where)
     if count != shard.samples:
-        raise _damaged_error(f"{count:,} samples, but the manifest has {shard.samples:,}", where)
+        raise _damaged_error(f"{count:,} samples, but the manifest lists {shard.samples:,}", where)
 
 
 def _damaged_error(what: str, where: str) -> SourceError:
