@@ -19,7 +19,7 @@ from tests.support.trees import stoker
 
 
 def record_steps(run: RunFolder, attempt: int, first: int) -> None:
-    """Write the events of an attempt that made ten steps."""
+    """Write the events of an attempt that ran ten steps."""
     fd = os.open(run.log_path(Slot("worker", 0), attempt), os.O_WRONLY | os.O_CREAT)
     recorder = Recorder(slot="worker/0", attempt=attempt, fd=fd)
     recorder.mark("start", total_steps=100)

@@ -39,7 +39,7 @@ def option_faults(
             layout in LAYOUTS and not (layout != LAYOUTS[0] and not isinstance(transform, str)),
             f"must be one of {', '.join(LAYOUTS)}, got {layout!r}"
             if layout not in LAYOUTS
-            else "applies to built-in transforms only: the results of a function are stacked as they are",
+            else "applies to built-in transforms only: the results of a function are stacked as is",
         ),
         "decoder": (
             decoder in DECODERS and not (decoder == "native" and not isinstance(transform, str)),

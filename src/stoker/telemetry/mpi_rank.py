@@ -40,7 +40,7 @@ RANK_EXIT_MARK = "rank_exit"
 ESCAPE, NEWLINE, NOTHING = b"\x10", b"n", b"-"
 """After the escape: an escaped newline, and nothing; a real newline after the escape is not part of the output."""
 MAX_LINE_BYTES = 1 << 20
-"""Size after which a line without a newline is written as it is."""
+"""Size after which a line without a newline is written as is."""
 MIN_NEWLINE_DISTANCE_BYTES = 64
 """Bytes between two newlines that mpirun sees: its buffer has room for about one newline in 14 bytes."""
 FLUSH_AFTER_S = 0.1

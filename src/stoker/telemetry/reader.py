@@ -18,7 +18,7 @@ from stoker.telemetry.log_times import LogTimes
 from stoker.telemetry.progress_bars import COLOUR, is_redrawn, last_state, may_be_redrawn
 
 MAX_LINE_BYTES = 1 << 20
-"""Size after which a line without a newline is returned as it is."""
+"""Size after which a line without a newline is returned as is."""
 
 _BLOCK = 1 << 20
 _NAME = re.compile(r"(?P<role>.+)-(?P<index>\d{1,9})\.(?P<attempt>\d{1,9})\.log")

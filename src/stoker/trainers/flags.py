@@ -158,7 +158,7 @@ def _training(group: argparse._ArgumentGroup) -> None:
     )
     add("--clip-grad", metavar="NORM", type=float, default=0.0, help="maximum gradient norm; 0: off")
     add("--seed", type=int, default=0, help="seed for the sample order, the augmentation and the initial weights")
-    add("--num-batches", metavar="N", type=int, help="stop when this total number of steps is reached")
+    add("--num-batches", metavar="N", type=int, help="stop after this many steps in total")
     add(
         "--eval-only",
         nargs="?",
@@ -331,7 +331,7 @@ def _faults(args: argparse.Namespace) -> Any:
         if not milestone >= 0:
             yield "milestones", f"must not be negative, got {milestone:g}"
     if args.sampling == "join" and args.num_batches and not args.eval_only:
-        yield "num_batches", "cannot be combined with --sampling join, where ranks make different numbers of steps"
+        yield "num_batches", "cannot be combined with --sampling join, where ranks run different numbers of steps"
     for name in ("label_smoothing", "ema"):
         if not 0 <= getattr(args, name) < 1:
             yield name, f"must be at least 0 and less than 1, got {getattr(args, name)}"
