@@ -1,0 +1,1 @@
+"""Supervision of a run from this machine: attempts, retries, hangs and diagnosis, wherever its slots run."""
