@@ -22,7 +22,7 @@ from stoker.api import HOSTS_NEED_SSH
 from stoker.errors import ConflictError, InputError, InterruptError, JobFailedError, NotFoundError, SpecError
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import JobState
-from stoker.launchers.supervisor import supervisor_pid
+from stoker.launchers.supervise.supervisor import supervisor_pid
 from tests.support.waiting import wait_until
 
 UNTIL_STOPPED = "echo ready; trap 'echo saved; exit 143' TERM; while :; do sleep 0.05; done"

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from stoker.launchers.ssh.host_probe import list_addresses
+from stoker.remote.host_probe import list_addresses
 from stoker.serve.cache.slices import SliceCache
 from stoker.serve.embedded import EmbeddedEngine
 from stoker.serve.http import STALL_TIMEOUT_S

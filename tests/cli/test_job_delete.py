@@ -20,7 +20,7 @@ from stoker.launchers.plan import LocalPlan
 from stoker.launchers.run_deletion import delete_run, plan_deletion
 from stoker.launchers.ssh.client import SshClient
 from stoker.launchers.ssh.plan import SlotRecord, SshPlan, records_folder
-from stoker.launchers.supervisor import supervisor_lock
+from stoker.launchers.supervise.supervisor import supervisor_lock
 from tests.launchers.contract import is_ready
 from tests.support.runs import Runs
 from tests.support.trees import stoker

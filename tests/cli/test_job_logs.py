@@ -16,7 +16,7 @@ from stoker.cli.runs import print_logs
 from stoker.jobs.launcher import SlotLogLine
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.topology import Slot
-from stoker.launchers.torchrun_output import describe_folded
+from stoker.launchers.supervise.torchrun_output import describe_folded
 from stoker.telemetry.log_times import index_path
 from tests.support.runs import Runs
 from tests.support.trees import stoker

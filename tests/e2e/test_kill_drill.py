@@ -15,7 +15,7 @@ import pytest
 
 from stoker.core.processes import find_processes_by_env
 from stoker.jobs.run_folder import RunFolder, find_run
-from stoker.launchers.supervisor import supervisor_pid
+from stoker.launchers.supervise.supervisor import supervisor_pid
 from stoker.telemetry.reader import read_run
 from stoker.testing import make_shards
 from stoker.trainers.checkpoints import decode_checkpoint

@@ -11,7 +11,7 @@ import pytest
 from stoker.core.spec import decode
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.topology import AddressBook, Command, Slot, Standby, lead_slots, list_slots, render_commands
-from stoker.telemetry.mpi_rank import load_secrets
+from stoker.remote.mpi_rank import load_secrets
 
 RUN = ["py", "-m", "torch.distributed.run"]
 
@@ -78,7 +78,7 @@ def test_auto_is_one_rank_per_gpu() -> None:
 
 def test_profiler_wraps_the_whole_command() -> None:
     plain, profiled = (render(make_job(profile={"every": every}))[Slot("worker", 0)].argv for every in (0, "1m"))
-    assert profiled == ("py", "-m", "stoker.telemetry.profiler", "--every", "60", "--", *plain)
+    assert profiled == ("py", "-m", "stoker.remote.profiler", "--every", "60", "--", *plain)
 
 
 def test_env_of_the_job_takes_precedence() -> None:
@@ -138,7 +138,7 @@ def test_mpirun_starts_the_ranks_in_standby_workers() -> None:
     assert (
         argv[-11:]
         == (
-            *("py", "-m", "stoker.telemetry.mpi_rank", "--ranks", "4", "--first", "0", "--"),
+            *("py", "-m", "stoker.remote.mpi_rank", "--ranks", "4", "--first", "0", "--"),
             *("py", "train.py", "--lr", "0.1"),
         )[-11:]
     )
@@ -148,7 +148,7 @@ def test_mpirun_starts_the_ranks_in_standby_workers() -> None:
 def test_profiler_wraps_ranks_and_not_mpirun() -> None:
     command, _ = render_mpirun(make_job(topology="mpi", workers=2, profile={"every": 30}))
     assert command.argv[0] == "mpirun"
-    profiler = ("py", "-m", "stoker.telemetry.profiler", "--every", "30", "--")
+    profiler = ("py", "-m", "stoker.remote.profiler", "--every", "30", "--")
     assert (
         command.argv[-len(profiler) - 6 :] == ("--first", "6", "--", *profiler, "py", "train.py", "--lr", "0.1")[-12:]
     )

@@ -23,7 +23,7 @@ from stoker.jobs.retry_policy import NO_PROGRESS_AT_ALL, not_retried
 from stoker.jobs.run_folder import RunFolder, find_run
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
-from stoker.launchers.supervisor import supervisor_pid
+from stoker.launchers.supervise.supervisor import supervisor_pid
 from tests.launchers.contract import LauncherSuite, job_of
 from tests.support.disks import NOT_ALLOWED
 from tests.support.signals import restore_signals

@@ -18,7 +18,7 @@ from stoker.jobs.run_folder import RunFolder, find_run
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.launchers.local import LocalLauncher
-from stoker.launchers.supervisor import supervisor_pid
+from stoker.launchers.supervise.supervisor import supervisor_pid
 from stoker.telemetry.reader import find_gaps, read_log
 from tests.launchers.contract import LauncherSuite, job_of
 from tests.support.trainings import weights

@@ -124,7 +124,7 @@ def run_engine(engine: Engine, what: str, host: str, token_file: Path | None) ->
 
 def _reachable_urls(url: str, host: str) -> list[str]:
     """Return the URLs that clients can use: with a host that stands for all interfaces, one per address."""
-    from stoker.launchers.ssh.host_probe import list_addresses
+    from stoker.remote.host_probe import list_addresses
 
     names: list[str] = []
     if host == "0.0.0.0":

@@ -38,7 +38,7 @@ def profile(
 
 def _replace_with_profiler(command: list[str], every_s: float) -> NoReturn:
     """Become the profiler, which writes events, as a job needs them."""
-    from stoker.telemetry import profiler
+    from stoker.remote import profiler
 
     # Started by path and without `site`: it needs only the standard library, and starts in milliseconds.
     os.execv(sys.executable, [sys.executable, "-I", "-S", profiler.__file__, "--every", repr(every_s), "--", *command])
@@ -46,7 +46,7 @@ def _replace_with_profiler(command: list[str], every_s: float) -> NoReturn:
 
 def _run_with_summary(command: list[str], every_s: float) -> int:
     """Run the program, print means and peaks of its samples, and return its exit code."""
-    from stoker.telemetry import profiler
+    from stoker.remote import profiler
     from stoker.telemetry.profile_summary import ProfileSummary
 
     summary = ProfileSummary()

@@ -75,7 +75,7 @@ def print_logs(
 
 def _read_folded(run: Run, slot: str | None, *, follow: bool, tail: int | None) -> Iterator[SlotLogLine]:
     """Yield the log lines without those of torchrun, or the last `tail` of what is left of them."""
-    from stoker.launchers.torchrun_output import fold_torchrun_output
+    from stoker.launchers.supervise.torchrun_output import fold_torchrun_output
 
     lines = fold_torchrun_output(run.logs(slot, follow=follow, partial=True))
     if tail is None:
@@ -89,7 +89,7 @@ def _read_folded(run: Run, slot: str | None, *, follow: bool, tail: int | None) 
 @contextmanager
 def stop_on_interrupt(run: Run) -> Iterator[None]:
     """Stop a run on Ctrl-C, also while it is being started."""
-    from stoker.launchers.torchrun_output import fold_torchrun_output
+    from stoker.launchers.supervise.torchrun_output import fold_torchrun_output
 
     try:
         yield

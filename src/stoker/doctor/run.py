@@ -59,7 +59,7 @@ from stoker.launchers.ssh.preflight import (
     remote_workdir,
     run_parallel,
 )
-from stoker.launchers.supervisor import supervisor_pid
+from stoker.launchers.supervise.supervisor import supervisor_pid
 from stoker.telemetry.reader import read_events
 
 PROBE_TIMEOUT_S = 120.0

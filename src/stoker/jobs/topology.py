@@ -190,7 +190,7 @@ def profiler_argv(job: JobSpec, book: AddressBook) -> tuple[str, ...]:
     """Return the arguments that run a program under the profiler; empty if the job disables it."""
     if job.profile.every <= 0:
         return ()
-    argv = book.profiler or (book.python, "-m", "stoker.telemetry.profiler")
+    argv = book.profiler or (book.python, "-m", "stoker.remote.profiler")
     return (*argv, "--every", f"{float(job.profile.every):g}", "--")
 
 

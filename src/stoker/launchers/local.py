@@ -45,14 +45,14 @@ from stoker.launchers.plan import (
     listening_slots,
     requested_ports,
 )
-from stoker.launchers.process_group import stop_leftovers
-from stoker.launchers.supervisor import supervisor_pid
-from stoker.telemetry import mpi_rank, profiler
+from stoker.launchers.supervise.process_group import stop_leftovers
+from stoker.launchers.supervise.supervisor import supervisor_pid
+from stoker.remote import mpi_rank, profiler
 from stoker.telemetry.reader import LogLine, RunTail
 
 POLL_S = 0.1
 START_TIMEOUT_S = 10.0
-SUPERVISOR = "stoker.launchers.supervisor"
+SUPERVISOR = "stoker.launchers.supervise.supervisor"
 
 
 class LocalLauncher:
@@ -223,7 +223,7 @@ def _to_slot_line(line: LogLine) -> SlotLogLine:
 
 def _wrap_mpirun(plan: LocalPlan, run: RunFolder) -> LocalPlan:
     """Run mpirun inside the MPI slot process, which writes the logs of the workers."""
-    wrapper = (sys.executable, "-P", "-m", "stoker.launchers.mpi_slot", str(run.folder), "--")
+    wrapper = (sys.executable, "-P", "-m", "stoker.launchers.mpi.mpirun_slot", str(run.folder), "--")
     slots = {name: replace(command, argv=(*wrapper, *command.argv)) for name, command in plan.slots.items()}
     return msgspec.structs.replace(plan, slots=slots)
 

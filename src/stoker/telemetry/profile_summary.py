@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from stoker.core.units import format_bytes, format_duration
+from stoker.remote.profiler import MIN_INTERVAL_S, EventWriter
 from stoker.telemetry.event_values import number
-from stoker.telemetry.profiler import MIN_INTERVAL_S, EventWriter
 
 
 class Row(NamedTuple):

@@ -19,7 +19,7 @@ from stoker.kube.client import KubeClient
 from stoker.kube.objects import RUN_LABEL, build_claim
 from stoker.launchers.kubernetes.launcher import KubernetesLauncher
 from stoker.launchers.kubernetes.status import DELETED_MESSAGE, LOST_MESSAGE
-from stoker.launchers.supervisor import supervisor_pid
+from stoker.launchers.supervise.supervisor import supervisor_pid
 from tests.e2e.kubernetes.pods import build_job_keys
 from tests.launchers.contract import LauncherSuite, LauncherTests
 from tests.support.kubernetes import NO_KUBERNETES, PATH

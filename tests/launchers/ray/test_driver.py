@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from stoker.launchers.diagnosis import LOST_EXIT_CODE
 from stoker.launchers.ray import client, connection
 from stoker.launchers.ray import launcher as ray_launcher
+from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE
 
 
 def test_slot_that_cannot_be_started_is_lost(

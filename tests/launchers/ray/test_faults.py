@@ -38,7 +38,7 @@ def find_victims(victim: str, run: RunFolder, cluster: RayTestCluster) -> list[i
     """The processes of one part of a run, and of no other."""
     match victim:
         case "supervisor":
-            return processes_matching("stoker.launchers.supervisor", run.id)
+            return processes_matching("stoker.launchers.supervise.supervisor", run.id)
         case "client":
             return processes_matching("stoker.launchers.ray.client", run.id)
         case "driver":

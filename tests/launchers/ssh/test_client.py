@@ -9,7 +9,7 @@ import pytest
 
 from stoker.errors import SpecError
 from stoker.launchers.ssh.client import FrameParser, SshClient, expand_hosts, expand_slots, format_failure
-from stoker.launchers.ssh.host_probe import MAGIC
+from stoker.remote.host_probe import MAGIC
 
 
 def test_hosts_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from stoker.jobs.run_folder import RunFolder, find_run
 from stoker.jobs.status import JobState
-from stoker.launchers.supervisor import supervisor_pid
+from stoker.launchers.supervise.supervisor import supervisor_pid
 from stoker.trainers.ledger import effective_samples
 from tests.launchers.ssh.test_faults import find_ranks
 from tests.support.hosts import Network
@@ -64,13 +64,13 @@ def inject(fault: str, run: RunFolder, net: Network, launching: Machine) -> None
             wait_until(lambda: not slot_processes(run, "node2"), 60)
             host.reconnect()  # for the next attempt
         case "supervisor killed":
-            kill_all(*local_processes(run, "stoker.launchers.supervisor"))
+            kill_all(*local_processes(run, "stoker.launchers.supervise.supervisor"))
             wait_until(lambda: supervisor_pid(run) is None)
             wait_until(lambda: not remote_processes(run), 60)
             done = launching.run("job", "run", "--resume", run.id, "--detach")
             assert done.returncode == 0, done.stderr
         case "supervisor of a detached run killed":
-            kill_all(*local_processes(run, "stoker.launchers.supervisor"))
+            kill_all(*local_processes(run, "stoker.launchers.supervise.supervisor"))
             wait_until(lambda: supervisor_pid(run) is None)
             assert json.loads(launching.run("job", "status", "--json").stdout)["state"] == "running"
 

@@ -22,8 +22,8 @@ from stoker.jobs.run_folder import RunFolder, create_run, find_run
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.launchers.ssh.remote_slot import DISCONNECTED_NOTICE, RECONNECTED_NOTICE
-from stoker.launchers.ssh.slot_daemon import DAEMON_GONE
-from stoker.launchers.supervisor import supervisor_pid
+from stoker.launchers.supervise.supervisor import supervisor_pid
+from stoker.remote.slot_daemon import DAEMON_GONE
 from stoker.trainers.checkpoints import decode_checkpoint
 from tests.launchers.contract import DEAF, is_ready, job_of, launched
 from tests.launchers.test_local import ELASTIC, HANGING
@@ -51,7 +51,7 @@ pytestmark = pytest.mark.timeout(180)
 def inject(fault: str, run: RunFolder, net: Network) -> None:
     match fault:
         case "supervisor killed":
-            kill_all(*local_processes(run, "stoker.launchers.supervisor"))
+            kill_all(*local_processes(run, "stoker.launchers.supervise.supervisor"))
         case "local process killed":
             kill_all(*local_processes(run, "stoker.launchers.ssh.remote_slot"))
         case "ssh killed":
@@ -369,7 +369,7 @@ def find_ranks(run: RunFolder, host: str) -> list[int]:
     for pid in slot_processes(run, host):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
         is_training = any(word.endswith(("train.py", "stoker.trainers.torch_image")) for word in words)
-        if is_training and not {"torch.distributed.run", "stoker.telemetry.profiler"} & set(words):
+        if is_training and not {"torch.distributed.run", "stoker.remote.profiler"} & set(words):
             pids.append(pid)
     return pids
 

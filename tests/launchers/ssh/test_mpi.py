@@ -19,7 +19,7 @@ from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.launchers.ssh.launcher import check_same_paths
 from stoker.launchers.ssh.preflight import HostFacts
-from stoker.launchers.supervisor import supervisor_pid
+from stoker.launchers.supervise.supervisor import supervisor_pid
 from stoker.telemetry.reader import find_gaps, read_log
 from tests.launchers.contract import LauncherSuite, LauncherTests, job_of
 from tests.support.hosts import Network

@@ -30,9 +30,9 @@ from stoker.launchers.ssh.client import (
     agent_argv,
     python_command,
 )
-from stoker.launchers.ssh.host_probe import HostProbe
 from stoker.launchers.ssh.upload import UNPACK_CODE, write_archive
 from stoker.launchers.upload import list_files, total_size
+from stoker.remote.host_probe import HostProbe
 from tests.launchers.contract import LauncherTests, job_of
 from tests.launchers.ssh.test_launcher import without_rsync
 from tests.support.hosts import Host, Network

@@ -22,15 +22,16 @@ from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.run_folder import RunFolder, create_run, find_run
 from stoker.jobs.status import Attempt, JobState, JobStatus, SlotStatus
 from stoker.jobs.topology import Command, Slot
-from stoker.launchers.monitor import AttemptMonitor
 from stoker.launchers.plan import LocalPlan
-from stoker.launchers.ssh import remote_slot, slot_daemon
+from stoker.launchers.ssh import remote_slot
 from stoker.launchers.ssh.client import FrameParser, SshClient
 from stoker.launchers.ssh.plan import RETRY_PORTS, HostConfig, SshPlan, records_folder
 from stoker.launchers.ssh.remote_exec import ExecForwarder, RequestFolder
 from stoker.launchers.ssh.slot_log import REATTACH_ENV
 from stoker.launchers.ssh.slot_task import SlotTask
-from stoker.launchers.supervisor import STOP_REQUEST_FILE, Supervisor, supervisor_pid
+from stoker.launchers.supervise.monitor import AttemptMonitor
+from stoker.launchers.supervise.supervisor import STOP_REQUEST_FILE, Supervisor, supervisor_pid
+from stoker.remote import slot_daemon
 from stoker.telemetry.events import Recorder
 from stoker.telemetry.log_times import LogTimesSampler
 from tests.launchers.contract import DEAF, is_ready, job_of
@@ -62,7 +63,7 @@ def test_finished_or_stopping_run_is_not_reattached(reason: str, workspace: Path
     run.write_status(status)
     if reason == STOP_REQUEST_FILE:
         run.write(STOP_REQUEST_FILE, b"")
-    argv = [sys.executable, "-P", "-m", "stoker.launchers.supervisor", str(run.folder), "--continue"]
+    argv = [sys.executable, "-P", "-m", "stoker.launchers.supervise.supervisor", str(run.folder), "--continue"]
     subprocess.run(argv, check=True)
     wait_until(lambda: (run.folder / "lock").exists() and supervisor_pid(run) is None)
     assert run.read_status() == status
@@ -286,7 +287,7 @@ class Attached:
 def attached(folder: Path, script: str, *, lease_check_s: float = slot_daemon.LEASE_CHECK_S) -> Iterator[Attached]:
     """Run a script as a slot of this machine."""
     code = (
-        "from stoker.launchers.ssh import host_probe, slot_daemon\n"
+        "from stoker.remote import host_probe, slot_daemon\n"
         f"slot_daemon.LEASE_CHECK_S = {lease_check_s}; host_probe.main()"
     )
     argv = [sys.executable, "-c", code, f"stoker-agent-{folder}"]

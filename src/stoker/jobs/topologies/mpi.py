@@ -72,7 +72,7 @@ class Mpi:
 
 
 def _mpi_rank_argv(book: AddressBook) -> tuple[str, ...]:
-    return book.mpi_rank or (book.python, "-m", "stoker.telemetry.mpi_rank")
+    return book.mpi_rank or (book.python, "-m", "stoker.remote.mpi_rank")
 
 
 def _wrapper(book: AddressBook) -> tuple[str, ...]:

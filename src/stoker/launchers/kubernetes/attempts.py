@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import Attempt
-from stoker.launchers.diagnosis import Diagnosis, diagnose_slot
 from stoker.launchers.kubernetes.status import SlotPod
+from stoker.launchers.supervise.diagnosis import Diagnosis, diagnose_slot
 
 
 class AttemptHistory:

@@ -37,9 +37,9 @@ def collect_files(job: JobSpec, scripts: Mapping[str, Script], code: Mapping[str
     for script in scripts.values():
         texts |= script.files
     if job.profile.every > 0:
-        texts[PROFILER] = files("stoker.telemetry").joinpath(PROFILER).read_text()
+        texts[PROFILER] = files("stoker.remote").joinpath(PROFILER).read_text()
     if job.topology == "mpi":
-        texts[MPI_RANK] = files("stoker.telemetry").joinpath(MPI_RANK).read_text()
+        texts[MPI_RANK] = files("stoker.remote").joinpath(MPI_RANK).read_text()
         texts["worker.sh"] = build_worker_script(job)
     return JobFiles(texts, code)
 

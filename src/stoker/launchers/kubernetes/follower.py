@@ -27,7 +27,6 @@ from stoker.kube.client import STREAM_TIMEOUT_S, KubeClient
 from stoker.kube.conditions import true_conditions
 from stoker.kube.config import parse_handle
 from stoker.kube.objects import RUN_LABEL, Manifest
-from stoker.launchers.diagnosis import insert_note
 from stoker.launchers.kubernetes.attempts import AttemptHistory
 from stoker.launchers.kubernetes.log_stream import LogPosition, LogStream
 from stoker.launchers.kubernetes.run_objects import get_lead_kind
@@ -44,7 +43,8 @@ from stoker.launchers.kubernetes.status import (
     to_slot_pods,
 )
 from stoker.launchers.kubernetes.watch import ObjectWatch, WatchUpdate
-from stoker.launchers.supervisor import supervisor_lock
+from stoker.launchers.supervise.diagnosis import insert_note
+from stoker.launchers.supervise.supervisor import supervisor_lock
 
 POSITIONS_FILE = "streams.json"
 STOP_FILE = "stopping"

@@ -37,7 +37,7 @@ from stoker.launchers.kubernetes.plan import KubernetesPlan, read_code_files, re
 from stoker.launchers.kubernetes.run_list import RUN_SELECTOR, list_cluster_runs
 from stoker.launchers.kubernetes.run_objects import label_run
 from stoker.launchers.local import read_run_logs, start_background_process
-from stoker.launchers.supervisor import supervisor_pid
+from stoker.launchers.supervise.supervisor import supervisor_pid
 
 FOLLOWER_MODULE = "stoker.launchers.kubernetes.follower"
 FIRST_STATUS_TIMEOUT_S = 5.0

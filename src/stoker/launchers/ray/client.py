@@ -21,8 +21,6 @@ from stoker.core import json_io
 from stoker.errors import SpecError, StokerError
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.topology import Slot
-from stoker.launchers.diagnosis import LOST_EXIT_CODE, LOST_MARK, TAIL_BYTES
-from stoker.launchers.monitor import PENDING_MARK, SLOT_EXIT_MARK
 from stoker.launchers.ray.connection import (
     EXIT_TIMEOUT_S,
     FRAME_PREFIX,
@@ -31,6 +29,8 @@ from stoker.launchers.ray.connection import (
     SubmittedDriver,
 )
 from stoker.launchers.ray.plan import RayPlan, read_ray_plan
+from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE, LOST_MARK, TAIL_BYTES
+from stoker.launchers.supervise.monitor import PENDING_MARK, SLOT_EXIT_MARK
 from stoker.telemetry.events import Recorder
 from stoker.telemetry.reader import read_log
 

@@ -44,7 +44,7 @@ from stoker.launchers.ray.cluster import (
 from stoker.launchers.ray.connection import ARCHIVE, DRIVER, remove_ray_folder, stop_submissions
 from stoker.launchers.ray.plan import RayPlan, read_ray_plan
 from stoker.launchers.upload import list_files
-from stoker.telemetry import profiler
+from stoker.remote import profiler
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -55,7 +55,7 @@ _UPLOAD_HINT = "exclude what the job does not need in .stokerignore; refer to sh
 _WORKERS_HINT = "set a number of workers"
 _RUNTIME_FILES = {
     DRIVER: ("stoker.launchers.ray", "driver.py"),
-    ".stoker/profiler.py": ("stoker.telemetry", "profiler.py"),
+    ".stoker/profiler.py": ("stoker.remote", "profiler.py"),
 }
 
 

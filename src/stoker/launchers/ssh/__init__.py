@@ -1,1 +1,1 @@
-"""Jobs on hosts reached by ssh. `slot_daemon`, `host_probe` and `rsh_agent` run on the hosts, the rest runs here."""
+"""Jobs on hosts reached by ssh; what runs on the hosts themselves is in `stoker.remote`."""

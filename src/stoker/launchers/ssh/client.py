@@ -23,7 +23,7 @@ import msgspec
 from stoker.core import json_io
 from stoker.core.processes import Process, start
 from stoker.errors import Fault, SpecError, UnavailableError
-from stoker.launchers.ssh import slot_daemon
+from stoker.remote import slot_daemon
 
 _TOKEN = "stoker-agent"
 _HOST_LINE = re.compile(r"(?P<host>\S+?)(?::(?P<short>\d+)|\s+slots\s*=\s*(?P<long>\d+))?(?:\s+max.slots\s*=\s*\d+)?")
@@ -38,8 +38,8 @@ module.main()
 """
 _REMOTE_MODULES = (
     "stoker.remote.tagged_processes",
-    "stoker.launchers.ssh.slot_daemon",
-    "stoker.launchers.ssh.host_probe",
+    "stoker.remote.slot_daemon",
+    "stoker.remote.host_probe",
 )
 NO_PYTHON_CODE, OLD_PYTHON_CODE = 127, 125
 # -I and -S: starts faster, and no module of the user shadows one of the standard library.

@@ -25,11 +25,9 @@ from stoker.jobs.spec import JobSpec, ProgramSpec
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, Standby, list_slots, render_command
 from stoker.launchers.checks import check_gpu_roles, check_secret_env, check_via
-from stoker.launchers.diagnosis import LOST_EXIT_CODE
 from stoker.launchers.local import LocalLauncher
 from stoker.launchers.paths import map_programs, programs_by_key, relative_to_workdir, resolve_job_paths
 from stoker.launchers.plan import LocalPlan, read_plan, requested_ports
-from stoker.launchers.process_group import REMOTE_SLOT_ENV
 from stoker.launchers.ssh.client import RESPONSE_TIMEOUT_S, Session, SshClient, expand_hosts, expand_slots
 from stoker.launchers.ssh.plan import HostConfig, SshPlan, read_exit_codes, read_ssh_plan, records_folder
 from stoker.launchers.ssh.preflight import (
@@ -46,7 +44,9 @@ from stoker.launchers.ssh.preflight import (
     run_parallel,
 )
 from stoker.launchers.ssh.prepare import MPI_RANK_FILE, PROFILER_FILE, is_prepared, prepare_hosts
-from stoker.launchers.supervisor import STOP_REQUEST_FILE
+from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE
+from stoker.launchers.supervise.process_group import REMOTE_SLOT_ENV
+from stoker.launchers.supervise.supervisor import STOP_REQUEST_FILE
 from stoker.launchers.upload import list_files, total_size
 
 LARGE_UPLOAD_BYTES = 2**30

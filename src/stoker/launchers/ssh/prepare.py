@@ -22,7 +22,7 @@ from stoker.launchers.ssh.client import Session, SshClient
 from stoker.launchers.ssh.plan import HostConfig, SshPlan, read_ssh_plan
 from stoker.launchers.ssh.preflight import check_python, run_parallel
 from stoker.launchers.ssh.upload import CodeUpload, ExtraFiles, run_until_stopped
-from stoker.launchers.supervisor import supervisor_lock
+from stoker.launchers.supervise.supervisor import supervisor_lock
 from stoker.launchers.upload import list_files
 from stoker.telemetry.events import PREFIX
 
@@ -143,7 +143,7 @@ def _extra_files(configs: Collection[HostConfig]) -> ExtraFiles:
         PROFILER_FILE: any(config.profiler for config in configs),
         MPI_RANK_FILE: any(config.mpi for config in configs),
     }
-    sources = files("stoker.telemetry")
+    sources = files("stoker.remote")
     return tuple((name, sources.joinpath(Path(name).name).read_bytes()) for name, needed in is_needed.items() if needed)
 
 

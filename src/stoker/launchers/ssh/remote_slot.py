@@ -23,8 +23,6 @@ from stoker.core.processes import start, wait_until
 from stoker.errors import InputError, MissingError
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.topology import Slot
-from stoker.launchers.diagnosis import LOST_EXIT_CODE, LOST_MARK, OOM_NOTICE, TAIL_BYTES
-from stoker.launchers.ssh import slot_daemon
 from stoker.launchers.ssh.client import (
     RESPONSE_TIMEOUT_S,
     FrameParser,
@@ -41,6 +39,8 @@ from stoker.launchers.ssh.plan import read_ssh_plan
 from stoker.launchers.ssh.remote_exec import ExecForwarder, ExecRunner
 from stoker.launchers.ssh.slot_log import SlotLog
 from stoker.launchers.ssh.slot_task import HostContact, SlotTask
+from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE, LOST_MARK, OOM_NOTICE, TAIL_BYTES
+from stoker.remote import slot_daemon
 from stoker.telemetry.events import Recorder
 from stoker.telemetry.reader import read_log
 
@@ -288,7 +288,7 @@ class RemoteSlot:
             key=self._log.record.key,
             offset=self._log.offset,
             can_start=not self._has_started,
-            rsh_agent=module_source("stoker.launchers.ssh.rsh_agent") if self._forwarder is not None else "",
+            rsh_agent=module_source("stoker.remote.rsh_agent") if self._forwarder is not None else "",
         )
 
     def _send_requests(self, stdin_fd: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stoker.jobs.run_folder import find_run
-from stoker.launchers.tensorboard import ScalarWriter
+from stoker.launchers.supervise.tensorboard import ScalarWriter
 from stoker.telemetry.events import Event
 from tests.support.trees import stoker
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from stoker.telemetry import profiler
+from stoker.remote import profiler
 from stoker.telemetry.events import MAX_LINE_BYTES, PREFIX, Event, parse
 from stoker.telemetry.reader import find_gaps
 from tests.support.disks import NOT_ALLOWED

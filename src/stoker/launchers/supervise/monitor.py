@@ -16,16 +16,16 @@ from stoker.core.processes import find_processes_by_env, handles_signal, parent_
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.topology import Slot
-from stoker.launchers.diagnosis import LOST_MARK
-from stoker.launchers.hangs import RankKey, RankPosition, StackDump, describe_hang
 from stoker.launchers.plan import LocalPlan
-from stoker.launchers.process_group import ProcessGroup
+from stoker.launchers.supervise.diagnosis import LOST_MARK
+from stoker.launchers.supervise.hangs import RankKey, RankPosition, StackDump, describe_hang
+from stoker.launchers.supervise.process_group import ProcessGroup
+from stoker.remote.mpi_rank import RANK_EXIT_MARK
 from stoker.telemetry.events import Event
-from stoker.telemetry.mpi_rank import RANK_EXIT_MARK
 from stoker.telemetry.reader import LogTail
 
 if TYPE_CHECKING:
-    from stoker.launchers.tensorboard import ScalarWriter
+    from stoker.launchers.supervise.tensorboard import ScalarWriter
 
 POLL_S = 0.2
 STACK_DUMP_S = 2.0
@@ -216,6 +216,6 @@ def _to_int(value: object, default: int) -> int:
 def _make_scalar_writer(run: RunFolder, job: JobSpec) -> ScalarWriter | None:
     if not job.tensorboard:
         return None
-    from stoker.launchers.tensorboard import ScalarWriter
+    from stoker.launchers.supervise.tensorboard import ScalarWriter
 
     return ScalarWriter(run.folder / "tensorboard" if job.tensorboard is True else Path(job.tensorboard))

@@ -13,12 +13,12 @@ import pytest
 from stoker.core.units import Seconds
 from stoker.jobs.run_folder import RunFolder, create_run
 from stoker.jobs.topology import Command, Slot
-from stoker.launchers.hangs import RankPosition
-from stoker.launchers.monitor import PENDING_MARK, AttemptMonitor
 from stoker.launchers.plan import LocalPlan
-from stoker.launchers.process_group import ProcessGroup
+from stoker.launchers.supervise.hangs import RankPosition
+from stoker.launchers.supervise.monitor import PENDING_MARK, AttemptMonitor
+from stoker.launchers.supervise.process_group import ProcessGroup
+from stoker.remote.mpi_rank import RANK_EXIT_MARK
 from stoker.telemetry.events import Recorder
-from stoker.telemetry.mpi_rank import RANK_EXIT_MARK
 from tests.launchers.contract import job_of
 
 PLAN = LocalPlan(slots={f"worker/{index}": Command(("true",)) for index in range(2)}, hosts={"worker/0": "a"})

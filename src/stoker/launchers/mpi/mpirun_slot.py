@@ -21,11 +21,11 @@ from stoker.core.processes import Process, child_pids, start, terminate_by_env
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import signal_from_exit_code
 from stoker.jobs.topology import Slot
-from stoker.launchers.monitor import SLOT_EXIT_MARK
-from stoker.launchers.mpi_errors import PEER_EXITED, find_killed_rank, negate_signal
+from stoker.launchers.mpi.mpirun_errors import PEER_EXITED, find_killed_rank, negate_signal
+from stoker.launchers.mpi.mpirun_output import TaggedLine, TagParser
+from stoker.launchers.supervise.monitor import SLOT_EXIT_MARK
+from stoker.remote.mpi_rank import RANK_EXIT_MARK, prefix_rank
 from stoker.telemetry.events import PREFIX, Recorder, parse
-from stoker.telemetry.mpi_output import TaggedLine, TagParser
-from stoker.telemetry.mpi_rank import RANK_EXIT_MARK, prefix_rank
 
 POLL_S = 0.1
 LEFTOVER_GRACE_S = 2.0

@@ -12,7 +12,7 @@ import pytest
 
 from stoker.jobs.launcher import SlotLogLine
 from stoker.jobs.topology import Slot
-from stoker.launchers.torchrun_output import describe_folded, fold_torchrun_output
+from stoker.launchers.supervise.torchrun_output import describe_folded, fold_torchrun_output
 
 FAILING = """
 import os

@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from typing import NamedTuple
 
-from stoker.telemetry.mpi_rank import ESCAPE, MAX_LINE_BYTES, NEWLINE, NOTHING
+from stoker.remote.mpi_rank import ESCAPE, MAX_LINE_BYTES, NEWLINE, NOTHING
 
 _TAG = re.compile(rb"\[\d+,(?P<rank>\d+)\]<std(?P<stream>out|err|diag)>:")
 # An incomplete tag at the end of the data.

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stoker.launchers.ssh.slot_daemon import MAGIC, RESPONSE, AttachSession, FrameWriter, clean_up_run, read_requests
+from stoker.remote.slot_daemon import MAGIC, RESPONSE, AttachSession, FrameWriter, clean_up_run, read_requests
 
 DIAL_TIMEOUT_S = 3.0
 PYTHON_TIMEOUT_S = 60.0

@@ -9,7 +9,7 @@ import pytest
 
 from stoker.errors import InputError
 from stoker.jobs.topology import Slot
-from stoker.launchers.diagnosis import LOST_EXIT_CODE, LOST_MARK, diagnose_slot
+from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE, LOST_MARK, diagnose_slot
 from stoker.telemetry.events import Recorder
 
 TABLE = """\

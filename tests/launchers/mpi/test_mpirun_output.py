@@ -11,10 +11,10 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.telemetry import mpi_rank
+from stoker.launchers.mpi.mpirun_output import TaggedLine, TagParser
+from stoker.remote import mpi_rank
+from stoker.remote.mpi_rank import MAX_LINE_BYTES, EscapingEncoder, LineEncoder
 from stoker.telemetry.events import parse
-from stoker.telemetry.mpi_output import TaggedLine, TagParser
-from stoker.telemetry.mpi_rank import MAX_LINE_BYTES, EscapingEncoder, LineEncoder
 
 CHUNK_BYTES, BUFFER_BYTES = 4096, 8192
 

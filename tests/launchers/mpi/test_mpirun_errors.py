@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stoker.launchers.mpi_errors import (
+from stoker.launchers.mpi.mpirun_errors import (
     PEER_EXITED,
     STOPPED_BY_MPIRUN,
     classify_exit_code,

@@ -11,10 +11,10 @@ from pathlib import Path
 from stoker.errors import InputError, MissingError
 from stoker.jobs.status import signal_from_exit_code
 from stoker.jobs.topology import Slot
-from stoker.launchers.error_lines import find_last_error
-from stoker.launchers.mpi_errors import PEER_EXITED, classify_exit_code, explain_exit
+from stoker.launchers.mpi.mpirun_errors import PEER_EXITED, classify_exit_code, explain_exit
+from stoker.launchers.supervise.error_lines import find_last_error
+from stoker.remote.mpi_rank import RANK_EXIT_MARK
 from stoker.telemetry.events import PEER_LOST, Event
-from stoker.telemetry.mpi_rank import RANK_EXIT_MARK
 from stoker.telemetry.reader import read_log
 
 TAIL_LINES, TAIL_BYTES = 400, 4 << 20

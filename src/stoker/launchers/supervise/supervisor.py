@@ -28,11 +28,11 @@ from stoker.jobs.run_folder import RunFolder, list_packages
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import STOPPED_MESSAGE, Attempt, JobState, JobStatus, SlotStatus, signal_from_exit_code
 from stoker.jobs.topology import Slot, lead_slots, list_slots, observer_slots
-from stoker.launchers.diagnosis import Diagnosis, diagnose_slot, insert_note
-from stoker.launchers.monitor import AttemptMonitor
 from stoker.launchers.plan import LocalPlan, read_plan
-from stoker.launchers.process_group import ProcessGroup, stop_leftovers
-from stoker.telemetry.profiler import machine_oom_kills
+from stoker.launchers.supervise.diagnosis import Diagnosis, diagnose_slot, insert_note
+from stoker.launchers.supervise.monitor import AttemptMonitor
+from stoker.launchers.supervise.process_group import ProcessGroup, stop_leftovers
+from stoker.remote.profiler import machine_oom_kills
 
 POLL_S = 0.05
 SETTLE_S = 0.3

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stoker.jobs.topology import Slot
-from stoker.launchers.hangs import Frame, RankPosition, StackDump, describe_hang, find_collective, main_stacks
+from stoker.launchers.supervise.hangs import Frame, RankPosition, StackDump, describe_hang, find_collective, main_stacks
 from tests.support.waiting import wait_until
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from stoker.core.units import pluralize
 from stoker.jobs.launcher import SlotLogLine
-from stoker.launchers.error_lines import TORCHRUN_ERRORS, TRACEBACK
+from stoker.launchers.supervise.error_lines import TORCHRUN_ERRORS, TRACEBACK
 
 _LOGGED = re.compile(
     r"[IWE]\d{4} [\d:.]+ \d+ \S*torch/distributed/(?:elastic/|run\.py|launch)"
