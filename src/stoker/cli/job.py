@@ -143,7 +143,7 @@ def _require_rbac(on: str) -> None:
     from stoker.errors import InputError
     from stoker.jobs.run_lookup import open_launcher
 
-    if not hasattr(open_launcher(on), "render_rbac"):
+    if not open_launcher(on).traits.has_rbac:
         raise InputError("--rbac requires --on k8s", hint="pass both or neither")
 
 

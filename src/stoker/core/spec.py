@@ -83,6 +83,12 @@ def describe_type(into: Any) -> str:
     return _describe(inspect.type_info(into))
 
 
+def describe_wrong_choice(value: object, choices: Iterable[object]) -> str:
+    """Describe a value that is not among the choices, and suggest a similar one."""
+    choices = list(choices)
+    return f"must be {_describe_choices(choices)}, got {_describe_value(value)}{_suggest(value, choices)}"
+
+
 def to_json(value: object) -> bytes:
     """Encode as deterministic JSON: sorted keys, indented."""
     return msgspec.json.format(msgspec.json.encode(value, enc_hook=to_number, order="sorted"), indent=2) + b"\n"
@@ -189,9 +195,11 @@ def _decode_union(raw: object, members: Iterable[Any], path: str) -> tuple[Any, 
         field = str(struct_config(candidates[0]).tag_field)
         tag = raw.get(field)
         if not isinstance(tag, str | int) or tag not in by_tag:
-            expected = _describe_choices(by_tag)
-            what = f"must be {expected}, got {_describe_value(tag)}{_suggest(tag, by_tag)}"
-            return _INVALID, [Fault(join_path(path, field), what if field in raw else f"missing (must be {expected})")]
+            is_missing = field not in raw
+            what = (
+                f"missing (must be {_describe_choices(by_tag)})" if is_missing else describe_wrong_choice(tag, by_tag)
+            )
+            return _INVALID, [Fault(join_path(path, field), what)]
         candidates = [by_tag[tag]]
     return _decode(raw, candidates[0], path) if candidates else (_INVALID, [])
 

@@ -45,6 +45,7 @@ from stoker.jobs.run_folder import RunFolder, create_run, stoker_home
 from stoker.jobs.spec import CheckpointSpec, DataSpec, JobSpec, ProfileSpec, ProgramSpec, RoleSpec, parse_job
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import list_slots
+from stoker.jobs.topology_traits import find_topology
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.ssh.client import SshClient, expand_slots
 from stoker.launchers.ssh.launcher import describe_unused_hosts
@@ -71,8 +72,6 @@ REMOTE_DIR_PREFIX = "/tmp/stoker-doctor-"
 POLL_S = 0.1
 RAY_CAPACITY_TIMEOUT_S = 6.0
 """How long a Ray cluster may take to report that resources have become free."""
-COLLECTIVE_TOPOLOGIES = ("torchrun", "mpi")
-"""Topologies whose ranks can all-reduce."""
 
 _DEFAULT_JOB = "stoker doctor's default job"
 
@@ -171,7 +170,7 @@ def _prepare_local(job: JobSpec, launcher: Launcher[Any], target: str, notify: N
         is_free = LocalPlan(slots={}, port=job.port).with_free_ports().port == job.port
         checks.append(check_port(job.port, is_free=is_free))
         probe_job = probe_job if is_free else probe_job._replace(job=msgspec.structs.replace(probe_job.job, port=None))
-    if job.topology in COLLECTIVE_TOPOLOGIES and find_spec("torch") is None:
+    if job.traits.runs_ranks and find_spec("torch") is None:
         probe_job = _make_probe_job(job, topology="single", workers=1, port=None)
     return ProbePlan(checks, [probe_job])
 
@@ -261,7 +260,7 @@ def _plan_ssh_probes(
     reachable = [host for host in slots_by_host if "host" not in issues[host]]
     with_torch = [host for host in reachable if (facts[host].facts.get("modules") or {}).get("torch") is not None]
     collective, reason = list[str](), ""
-    if job.topology in COLLECTIVE_TOPOLOGIES:
+    if job.traits.runs_ranks:
         used = hosts[: job.max_workers]
         with_torch = [host for host in with_torch if host in used]
         collective = [] if "network" in route_issues else with_torch
@@ -341,6 +340,7 @@ def _make_probe_job(
 ) -> ProbeJob:
     """Build a probe job: like the job, but with the probe as its program, and no retries."""
     change = msgspec.structs.replace
+    runs_ranks = find_topology(topology).traits.runs_ranks
     job = job if gpus else change(job, resources=change(job.resources, gpu=0))
     is_remote = is_remote or hosts is not None
     uploaded = _uploaded_datasets(job) if is_remote and (hosts is None or job.ssh.copy) else {}
@@ -354,7 +354,7 @@ def _make_probe_job(
         "checkpoints_on": "worker/0" if hosts is None or hosts.has_first_host else "nowhere",
         "data": {key: url for key, url in data.items() if url and key not in uploaded},
         "via": None if job.data.via == "cluster" else job.data.via,
-        "reduce": topology in COLLECTIVE_TOPOLOGIES,
+        "reduce": runs_ranks,
         "gpus": job.resources.gpu > 0,
     }
     probe_job = change(
@@ -363,7 +363,7 @@ def _make_probe_job(
         program=ProgramSpec(script="probe.py"),
         topology=topology,
         workers=workers,
-        processes_per_worker=job.ranks_per_worker if topology in COLLECTIVE_TOPOLOGIES else "auto",
+        processes_per_worker=job.ranks_per_worker if runs_ranks else "auto",
         port=port,
         env={**job.env, probe.SETTINGS_ENV: json.dumps(settings)},
         data=DataSpec(),

@@ -13,6 +13,7 @@ from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import JobStatus
 from stoker.jobs.topology import Slot
+from stoker.jobs.topology_traits import TopologyTraits, list_traits
 
 Rendered = TypeVar("Rendered")
 
@@ -22,12 +23,25 @@ class LauncherTraits:
     """What a launcher supports, as data."""
 
     name: str
-    topologies: frozenset[str]
+    supports_standby_workers: bool = False
+    """Whether one slot can start processes in others, as mpirun does."""
+    supports_address_per_slot: bool = False
+    """Whether every slot can have a role and an address of its own, as TensorFlow needs."""
     supports_elastic: bool = False
     supports_claims: bool = False
     """Whether PersistentVolumeClaims can be mounted."""
     has_targets: bool = False
     """Whether `--on NAME://TARGET` selects one of several clusters."""
+    lists_runs: bool = False
+    """Whether the target itself knows its runs: the launcher has the methods `runs` and `adopt`."""
+    has_rbac: bool = False
+    """Whether users need permissions on the target: the launcher has the method `render_rbac`."""
+
+    def supports(self, topology: TopologyTraits) -> bool:
+        """Return whether a topology can run here."""
+        return (self.supports_standby_workers or not topology.has_standby_workers) and (
+            self.supports_address_per_slot or not topology.has_address_per_slot
+        )
 
 
 class SlotLogLine(NamedTuple):
@@ -100,8 +114,8 @@ def check_traits(job: JobSpec, traits: LauncherTraits) -> Iterator[Fault]:
     """Yield everything in a job that a launcher does not support."""
 
     def check_topology(job: JobSpec) -> Iterator[Fault]:
-        if job.topology not in traits.topologies:
-            supported = ", ".join(sorted(traits.topologies))
+        if not traits.supports(job.traits):
+            supported = ", ".join(name for name, topology in list_traits().items() if traits.supports(topology))
             yield Fault("topology", f"{job.topology!r} is not supported on {traits.name} (supported: {supported})")
 
     def check_elastic(job: JobSpec) -> Iterator[Fault]:

@@ -15,7 +15,8 @@ from stoker.core import spec, yaml_io
 from stoker.core.json_io import MAX_DEPTH
 from stoker.core.type_hints import default_of, unwrap
 from stoker.core.units import Bytes, Seconds, format_bytes
-from stoker.jobs.spec import EXTRA_ROLES, JobSpec, to_plain
+from stoker.jobs.spec import JobSpec, to_plain
+from stoker.jobs.topology_traits import list_traits
 
 EXAMPLE = """\
 name: pets
@@ -96,7 +97,8 @@ _RULES = """\
 
 def render_page() -> str:
     """Return the page as Markdown."""
-    roles = "; ".join(f"`{topology}` has {_join(names)}" for topology, names in EXTRA_ROLES.items() if names)
+    extra_roles = {name: tuple(traits.extra_roles) for name, traits in list_traits().items()}
+    roles = "; ".join(f"`{topology}` has {_join(names)}" for topology, names in extra_roles.items() if names)
     sections = [f"## {_title(path)}\n\n{_section(struct, path)}" for struct, path in _section_paths().items()]
     return "\n".join([_HEAD, *sections, _RULES.replace("{roles}", roles)])
 

@@ -32,7 +32,7 @@ def open_launcher(target: str) -> Launcher[Any]:
 def open_cluster_launcher(target: str) -> Any:
     """Return the launcher of a cluster that lists its own runs; raise InputError for other targets."""
     launcher = open_launcher(target)
-    if not hasattr(launcher, "runs"):
+    if not launcher.traits.lists_runs:
         raise InputError(
             f"--on {target} does not support listing runs", hint="omit --on to list the runs started from this machine"
         )

@@ -10,10 +10,10 @@ import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import ClassVar, Literal, Protocol
 
-from stoker.core.registry import Registry
 from stoker.jobs.spec import JobSpec, ProgramSpec
+from stoker.jobs.topology_traits import TopologyTraits, find_topology
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -102,6 +102,10 @@ class Role:
     is_lead: bool = False
     is_profiled: bool = True
     """Whether its slots run under the profiler; otherwise the topology starts the profiler elsewhere."""
+    listens: bool = False
+    """Whether its slots listen on ports of their own, which differ on a shared host."""
+    restart: Literal["gang", "slot"] = "gang"
+    """What a failed slot takes with it: the whole gang, or nothing, if it can join the others again."""
 
     @property
     def is_observer(self) -> bool:
@@ -112,6 +116,8 @@ class Role:
 class Topology(Protocol):
     """The processes of a job, and the command of each."""
 
+    traits: ClassVar[TopologyTraits]
+
     def roles(self, job: JobSpec) -> tuple[Role, ...]:
         """List the roles, each with its number of slots."""
         ...
@@ -121,21 +127,9 @@ class Topology(Protocol):
         ...
 
 
-TOPOLOGIES: Registry[type[Topology]] = Registry(
-    "topology",
-    {
-        "mpi": "stoker.jobs.topologies.mpi:Mpi",
-        "single": "stoker.jobs.topologies.single:Single",
-        "torchrun": "stoker.jobs.topologies.torchrun:Torchrun",
-        "tf-ps": "stoker.jobs.topologies.tensorflow:TfPs",
-        "tf-mirrored": "stoker.jobs.topologies.tensorflow:TfMirrored",
-    },
-)
-
-
 def get_topology(job: JobSpec) -> Topology:
     """Return the topology of a job."""
-    return TOPOLOGIES.get(job.topology)()
+    return find_topology(job.topology)()
 
 
 def list_slots(job: JobSpec) -> list[Slot]:

@@ -32,7 +32,7 @@ def check_gpus(job: JobSpec, workers: int) -> Iterator[Fault]:
 
 def check_gpu_roles(job: JobSpec) -> Iterator[Fault]:
     """Yield a fault for each role other than the workers that requests GPUs where slots share a machine."""
-    local_roles = {slot.role for slot in list_slots(job)} if job.topology.startswith("tf-") else set()
+    local_roles = {slot.role for slot in list_slots(job)}
     for name, role in job.roles.items():
         if role.resources.gpu and name in local_roles:
             yield Fault(f"roles.{name}.resources.gpu", "only workers can have GPUs here; remove this key")

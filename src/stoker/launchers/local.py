@@ -59,7 +59,7 @@ class LocalLauncher:
     """Launcher for this machine: slots are processes, started and watched by a supervisor."""
 
     traits: ClassVar[LauncherTraits] = LauncherTraits(
-        name="local", topologies=frozenset({"mpi", "single", "tf-mirrored", "tf-ps", "torchrun"}), supports_elastic=True
+        name="local", supports_standby_workers=True, supports_address_per_slot=True, supports_elastic=True
     )
 
     def check(self, job: JobSpec) -> Iterator[Fault]:
@@ -80,9 +80,10 @@ class LocalLauncher:
     def render(self, job: JobSpec) -> LocalPlan:
         """Return the command of every slot, with ports that are free now."""
         raise_faults(self.check(job))
-        if job.topology == "torchrun" and find_spec("torch") is None:
-            raise MissingExtraError("torch", "torch", purpose="topology 'torchrun'")
-        if job.topology == "mpi":
+        for module in job.traits.required_modules:
+            if find_spec(module) is None:
+                raise MissingExtraError(module, module, purpose=f"topology {job.topology!r}")
+        if job.traits.needs_open_mpi:
             _check_mpirun(job)
         notes = tuple(_ignored_settings(job))
         job = self.resolve_paths(job)
@@ -302,7 +303,9 @@ def _search_path(job: JobSpec, folder: Path) -> str:
 def _gpu_env(job: JobSpec, slot: Slot) -> dict[str, str]:
     """Return CUDA_VISIBLE_DEVICES for a slot, so that workers do not share GPUs."""
     per_worker = job.resources.gpu
-    if slot.role != "worker" and job.topology != "mpi":  # TensorFlow would allocate the memory of every visible GPU
+    if (
+        slot.role != "worker" and not job.traits.has_standby_workers
+    ):  # TensorFlow would allocate the memory of every visible GPU
         return {"CUDA_VISIBLE_DEVICES": ""}
     if not per_worker or job.max_workers == 1:
         return {}

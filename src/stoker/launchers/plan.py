@@ -15,7 +15,7 @@ from stoker.errors import Fault, SpecError
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.topologies.tensorflow import replace_ports
-from stoker.jobs.topology import Command, Slot, list_slots
+from stoker.jobs.topology import Command, Slot, get_topology, list_slots
 
 LOOPBACK = "127.0.0.1"
 # Below the ephemeral ports of the kernel, so that no client takes one between two attempts.
@@ -109,7 +109,8 @@ def requested_ports(job: JobSpec, slots: Sequence[Slot]) -> dict[Slot, int]:
 
 def listening_slots(job: JobSpec) -> list[Slot]:
     """List the slots that each need a port of their own; none where one rendezvous port serves all."""
-    return [slot for slot in list_slots(job) if slot.role != "evaluator"] if job.topology.startswith("tf-") else []
+    listening_roles = {role.name for role in get_topology(job).roles(job) if role.listens}
+    return [slot for slot in list_slots(job) if slot.role in listening_roles]
 
 
 def find_free_ports(count: int) -> list[int]:

@@ -170,7 +170,7 @@ def _results(pending: Mapping[str, Callable[[], T]]) -> dict[str, T]:
 def _required_permissions(job: JobSpec, namespace: OrError[Manifest | None]) -> list[Permission]:
     """List the permissions to check."""
     ingress = any(role.ingress for role in job.roles.values())
-    features = select_features(mpi=job.topology == "mpi", queue=bool(job.kubernetes.queue), ingress=ingress)
+    features = select_features(mpi=job.traits.has_standby_workers, queue=bool(job.kubernetes.queue), ingress=ingress)
     is_new = namespace is None and job.kubernetes.create_namespace
     return [*list_permissions(features | {Feature.CLUSTER_CHECKS}), *([CREATE_NAMESPACE] if is_new else [])]
 

@@ -200,10 +200,10 @@ def _check_mpi_operator(job: JobSpec, served: OrError[Mapping[str, frozenset[str
     if is_served:
         return Check(what, True, f"MPIJob is served as {kind.group}/{kind.version}")
     detail = f"MPIJob is served only as {', '.join(others)}" if others else "MPIJob is not installed"
-    if job.topology != "mpi":
+    if not job.traits.has_standby_workers:
         return Check(what, None, f"{detail}; needed only by topology mpi")
     fix = f"install the MPI operator (github.com/kubeflow/mpi-operator), which serves {kind.group}/{kind.version}"
-    return failed_check(what, f"{detail}, and topology mpi needs {kind.group}/{kind.version}", fix)
+    return failed_check(what, f"{detail}, and topology {job.topology} needs {kind.group}/{kind.version}", fix)
 
 
 def _check_queue(name: str, facts: ClusterFacts) -> Check:

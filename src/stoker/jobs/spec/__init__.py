@@ -23,11 +23,10 @@ from stoker.jobs.spec.sections import (
     SshSpec,
     VolumeSpec,
 )
-from stoker.jobs.spec.types import DEFAULT_PORT, EXTRA_ROLES, RESERVED_ENV
+from stoker.jobs.spec.types import DEFAULT_PORT, RESERVED_ENV
 
 __all__ = [
     "DEFAULT_PORT",
-    "EXTRA_ROLES",
     "RESERVED_ENV",
     "CacheSpec",
     "CheckpointSpec",

@@ -7,23 +7,17 @@ different keys are separate functions, because an invalid key stops the checks t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.core.spec import run_checks
-from stoker.core.units import check_min_size, format_duration
-from stoker.errors import Fault
+from stoker.core.spec import describe_wrong_choice, run_checks
+from stoker.core.units import check_min_size, format_duration, pluralize
+from stoker.errors import Fault, InputError
 from stoker.jobs.mpirun import parse_mpirun_flags
-from stoker.jobs.spec.types import (
-    EXTRA_ROLES,
-    MAX_WORKERS_PER_HOST,
-    RESERVED_ENV,
-    RESERVED_ENV_TENSORFLOW,
-    SINGLETON_ROLES,
-)
+from stoker.jobs.spec.types import MAX_WORKERS_PER_HOST, RESERVED_ENV
+from stoker.jobs.topology_traits import TOPOLOGIES, list_traits
 
 if TYPE_CHECKING:
     from stoker.jobs.spec.sections import (
@@ -247,6 +241,7 @@ def check_job(job: JobSpec) -> Iterator[Fault]:
         yield from check_path("tensorboard", job.tensorboard)
     yield from run_checks(
         job,
+        _check_topology,
         _check_workers,
         _check_processes_per_worker,
         _check_command_topology,
@@ -254,33 +249,42 @@ def check_job(job: JobSpec) -> Iterator[Fault]:
         _check_claim_access,
         _check_mount_paths,
         _check_env,
-        _check_tensorflow_env,
+        _check_topology_env,
         _check_secret_env,
     )
 
 
+def _check_topology(job: JobSpec) -> Iterator[Fault]:
+    """Reject an unknown topology; the other checks stop when they read its traits."""
+    name = job.topology
+    try:
+        TOPOLOGIES.get(name)
+    except InputError:
+        yield Fault("topology", describe_wrong_choice(name, TOPOLOGIES.names()))
+
+
 def _check_workers(job: JobSpec) -> Iterator[Fault]:
-    if job.topology == "single" and job.max_workers > 1:
-        yield Fault("workers", f"topology single runs 1 worker, not {job.max_workers}; use topology: torchrun")
-    elif job.is_elastic and job.topology != "torchrun":
-        yield Fault(
-            "workers",
-            f"a range is supported only with topology torchrun; set a fixed number of workers for {job.topology}",
-        )
+    limit = job.traits.max_workers
+    if limit is not None and job.max_workers > limit:
+        what = f"topology {job.topology} runs {pluralize(limit, 'worker')}, not {job.max_workers}"
+        yield Fault("workers", f"{what}; use topology: torchrun")
+    elif job.is_elastic and not job.traits.supports_elastic:
+        elastic = " and ".join(name for name, traits in list_traits().items() if traits.supports_elastic)
+        what = f"a range is supported only with topology {elastic}"
+        yield Fault("workers", f"{what}; set a fixed number of workers for {job.topology}")
 
 
 def _check_processes_per_worker(job: JobSpec) -> Iterator[Fault]:
-    if job.topology not in ("torchrun", "mpi") and job.processes_per_worker not in ("auto", 1):
-        reason = "runs one process" if job.topology == "single" else "runs one process per worker, with all its GPUs"
+    if not job.traits.runs_ranks and job.processes_per_worker not in ("auto", 1):
+        is_alone = job.traits.max_workers == 1
+        reason = "runs one process" if is_alone else "runs one process per worker, with all its GPUs"
         yield Fault("processes_per_worker", f"topology {job.topology} {reason}; remove this key")
 
 
 def _check_command_topology(job: JobSpec) -> Iterator[Fault]:
-    if job.topology == "torchrun" and job.program.command is not None:
-        yield Fault(
-            "program.command",
-            "not supported with topology torchrun; set program.script or program.module, or use topology: single",
-        )
+    if not job.traits.supports_commands and job.program.command is not None:
+        what = f"not supported with topology {job.topology}"
+        yield Fault("program.command", f"{what}; set program.script or program.module, or use topology: single")
 
 
 def _check_roles(job: JobSpec) -> Iterator[Fault]:
@@ -293,18 +297,20 @@ def _check_role(job: JobSpec, name: str) -> Iterator[Fault]:
     role = job.roles[name]
     if name in ("worker", "workers"):
         yield Fault(f"roles.{name}", "workers are configured by the top-level keys workers, image, resources, port")
-    elif name not in set(chain(*EXTRA_ROLES.values())) or (name not in EXTRA_ROLES[job.topology] and role.count != 0):
-        known = ", ".join(EXTRA_ROLES[job.topology]) or "none besides workers"
-        yield Fault(f"roles.{name}", f"not a role of topology {job.topology} (its roles: {known})")
-    elif name in SINGLETON_ROLES and (role.count or 0) > 1:
-        yield Fault(f"roles.{name}.count", f"must be 0 or 1 for role {name}, got {role.count}")
-    elif name == "ps" and job.topology == "tf-ps":
-        if role.count == 0:
-            yield Fault("roles.ps.count", "must be >= 1, got 0: topology tf-ps needs a parameter server")
-        if role.resources.gpu:
-            yield Fault("roles.ps.resources.gpu", "parameter servers get no GPUs; remove this key")
-    elif name == "launcher" and role.resources.gpu:
-        yield Fault("roles.launcher.resources.gpu", "the launcher gets no GPUs; remove this key")
+    elif (traits := job.traits.extra_roles.get(name)) is None:
+        is_known = any(name in topology.extra_roles for topology in list_traits().values())
+        if not is_known or role.count != 0:
+            known = ", ".join(job.traits.extra_roles) or "none besides workers"
+            yield Fault(f"roles.{name}", f"not a role of topology {job.topology} (its roles: {known})")
+    else:
+        count = traits.min_count if role.count is None else role.count
+        if count < traits.min_count:
+            what = f"must be >= {traits.min_count}, got {count}"
+            yield Fault(f"roles.{name}.count", f"{what}: topology {job.topology} needs the role {name}")
+        if traits.max_count is not None and count > traits.max_count:
+            yield Fault(f"roles.{name}.count", f"must be 0 or {traits.max_count} for role {name}, got {count}")
+        if role.resources.gpu and not traits.has_gpus:
+            yield Fault(f"roles.{name}.resources.gpu", f"the role {name} gets no GPUs; remove this key")
 
 
 def _check_logdir(job: JobSpec, name: str) -> Iterator[Fault]:
@@ -316,8 +322,10 @@ def _check_logdir(job: JobSpec, name: str) -> Iterator[Fault]:
 def _check_role_keys(job: JobSpec, name: str) -> Iterator[Fault]:
     """Reject keys that have no effect for a role."""
     role = job.roles[name]
-    if name == "launcher" and role.program is not None:
-        yield Fault("roles.launcher.program", "the launcher runs mpirun, which starts the top-level program; remove it")
+    traits = job.traits.extra_roles.get(name)
+    if traits is not None and traits.program and role.program is not None:
+        what = f"the {name} runs {traits.program}, which starts the top-level program"
+        yield Fault(f"roles.{name}.program", f"{what}; remove it")
     if name == "tensorboard":
         if role.program is not None and role.logdir is not None:
             yield Fault("roles.tensorboard.logdir", "has no effect if program is set; remove one of logdir, program")
@@ -328,7 +336,7 @@ def _check_role_keys(job: JobSpec, name: str) -> Iterator[Fault]:
 
 
 def _check_claim_access(job: JobSpec) -> Iterator[Fault]:
-    is_shared = job.max_workers > 1 and (job.is_elastic or job.topology == "mpi")
+    is_shared = job.max_workers > 1 and (job.is_elastic or job.traits.has_standby_workers)
     if job.checkpoint.claim is not None and job.checkpoint.access == "rwo" and is_shared:
         reason = "rank 0 may run on any worker" if job.is_elastic else "all workers of an MPIJob mount the same volumes"
         remedy = "a fixed number of workers" if job.is_elastic else "one worker"
@@ -351,18 +359,17 @@ def _check_mount_paths(job: JobSpec) -> Iterator[Fault]:
 
 
 def _check_env(job: JobSpec) -> Iterator[Fault]:
-    return _find_reserved(job, RESERVED_ENV)
+    return _find_reserved(job, lambda name: RESERVED_ENV.fullmatch(name) is not None)
 
 
-def _check_tensorflow_env(job: JobSpec) -> Iterator[Fault]:
-    if job.topology.startswith("tf-"):
-        yield from _find_reserved(job, RESERVED_ENV_TENSORFLOW)
+def _check_topology_env(job: JobSpec) -> Iterator[Fault]:
+    return _find_reserved(job, job.traits.reserved_env.__contains__)
 
 
-def _find_reserved(job: JobSpec, reserved: re.Pattern[str]) -> Iterator[Fault]:
+def _find_reserved(job: JobSpec, is_reserved: Callable[[str], bool]) -> Iterator[Fault]:
     for section in ("env", "secret_env"):
         for name in getattr(job, section):
-            if reserved.fullmatch(name):
+            if is_reserved(name):
                 is_own = name.startswith("STOKER_")
                 reason = (
                     "names that start with STOKER_ are reserved"

@@ -16,6 +16,7 @@ from stoker.core.units import Bytes, Seconds
 from stoker.errors import Fault, InputError, NotFoundError, SpecError
 from stoker.jobs.overrides import SetKey, apply_overrides
 from stoker.jobs.spec.sections import JobSpec, Section
+from stoker.jobs.topology_traits import TOPOLOGIES
 
 Check = Callable[[JobSpec], Iterable[Fault]]
 """A check of a job, which may be partial: see `spec.run_checks`."""
@@ -135,4 +136,5 @@ def job_schema() -> dict[str, Any]:
     schema["$defs"]["ProgramSpec"]["oneOf"] = [
         {"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in entry_points
     ]
+    schema["$defs"]["JobSpec"]["properties"]["topology"]["enum"] = list(TOPOLOGIES.names())
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Stoker job file", **schema}

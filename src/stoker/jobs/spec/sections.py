@@ -34,6 +34,7 @@ from stoker.jobs.spec.types import (
     describe,
     expect,
 )
+from stoker.jobs.topology_traits import TopologyTraits, find_topology
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -448,6 +449,11 @@ class JobSpec(Section, frozen=True, kw_only=True):
     ray: Annotated[RaySpec, describe("Settings for `--on ray`.")] = RaySpec()
 
     @property
+    def traits(self) -> TopologyTraits:
+        """The traits of the topology."""
+        return find_topology(self.topology).traits
+
+    @property
     def is_elastic(self) -> bool:
         """Whether the number of workers may change."""
         return isinstance(self.workers, ElasticSpec)
@@ -469,7 +475,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
         """The number of ranks per worker; 1 for topologies where one process uses all GPUs of its machine."""
         if self.processes_per_worker != "auto":
             return self.processes_per_worker
-        return max(self.resources.gpu, 1) if self.topology in ("torchrun", "mpi") else 1
+        return max(self.resources.gpu, 1) if self.traits.runs_ranks else 1
 
     def program_of(self, role: str) -> ProgramSpec:
         """Return the program of a role: its own, or that of the workers."""

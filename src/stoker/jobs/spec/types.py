@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta
-
-TopologyName = Literal["single", "torchrun", "mpi", "tf-ps", "tf-mirrored"]
-
-EXTRA_ROLES: dict[str, tuple[str, ...]] = {
-    "single": (),
-    "torchrun": (),
-    "mpi": ("launcher",),
-    "tf-ps": ("ps", "chief", "evaluator", "tensorboard"),
-    "tf-mirrored": ("evaluator", "tensorboard"),
-}
-"""The roles of each topology in addition to its workers."""
-
-SINGLETON_ROLES = ("launcher", "chief", "evaluator", "tensorboard")
-"""Roles that have at most one slot."""
 
 RESERVED_ENV = re.compile(
     "STOKER_.*|PET_.*|TORCHELASTIC_.*|OMPI_.*|PMIX?_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
 )
 """Environment variables that stoker, torchrun or mpirun set."""
-RESERVED_ENV_TENSORFLOW = re.compile("TF_CONFIG|CLUSTER_CONFIG|POD_NAME")
-"""Environment variables that are also reserved for the TensorFlow topologies."""
 
 MAX_WORKERS_PER_HOST = 1000
 """A larger number after `host:` is almost certainly a port."""
@@ -88,6 +72,7 @@ ImageRef = Annotated[str, matches(r"\S+", "an image such as ghcr.io/acme/trainer
 HostName = Annotated[str, matches(r"[^-\s][^\s]*", "a host name without spaces")]
 UserName = Annotated[str, matches(r"[^-\s@][^\s@]*", "a user name without spaces")]
 CacheUrl = Annotated[str, matches("cluster|https?://.+", "a URL such as http://cache:3128, or 'cluster'")]
+TopologyName = Annotated[str, expect("a topology name")]
 NonEmpty = Annotated[str, matches(r"[^\x00]+", "a non-empty string")]
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 from collections import Counter
 from collections.abc import Sequence
+from typing import ClassVar
 
 from stoker.jobs.mpirun import parse_mpirun_flags
 from stoker.jobs.spec import JobSpec
@@ -22,6 +23,7 @@ from stoker.jobs.topology import (
     program_argv,
     slot_env,
 )
+from stoker.jobs.topology_traits import RoleTraits, TopologyTraits
 
 LAUNCHER = Slot("launcher", 0)
 _ATTEMPT_ENV = ("STOKER_RUN", "STOKER_ATTEMPT", "STOKER_CHECKPOINT_DIR")
@@ -38,6 +40,13 @@ _LOCAL_INTERFACES = "lo,docker0"
 
 class Mpi:
     """One `mpirun`, which starts the program in every rank."""
+
+    traits: ClassVar[TopologyTraits] = TopologyTraits(
+        runs_ranks=True,
+        has_standby_workers=True,
+        extra_roles={LAUNCHER.role: RoleTraits(has_gpus=False, program="mpirun")},
+        needs_open_mpi=True,
+    )
 
     def roles(self, job: JobSpec) -> tuple[Role, ...]:
         """List the launcher, which is the lead role, and the workers."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.topology import AddressBook, Command, Role, Slot, program_argv
+from stoker.jobs.topology_traits import TopologyTraits
 
 
 class Single:
-    """The program itself, once per worker."""
+    """The program itself, in one worker."""
+
+    traits: ClassVar[TopologyTraits] = TopologyTraits(max_workers=1)
 
     def roles(self, job: JobSpec) -> tuple[Role, ...]:
         """List the workers."""

@@ -9,20 +9,28 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.topology import OBSERVER_ROLES, AddressBook, Command, Role, Slot, program_argv
+from stoker.jobs.topology_traits import RoleTraits, TopologyTraits
 
 TENSORBOARD_PORT = 6006
 LOOPBACK = "127.0.0.1"
+_OBSERVERS = dict.fromkeys(OBSERVER_ROLES, RoleTraits())
+_CLUSTER_ENV = ("TF_CONFIG", "CLUSTER_CONFIG", "POD_NAME")
 
 
 class TfMirrored:
     """MultiWorkerMirroredStrategy: workers only; the first one is the chief."""
 
+    traits: ClassVar[TopologyTraits] = TopologyTraits(
+        has_address_per_slot=True, extra_roles=_OBSERVERS, reserved_env=_CLUSTER_ENV
+    )
+
     def roles(self, job: JobSpec) -> tuple[Role, ...]:
         """List the workers, which are the lead role, and the observers."""
-        return Role("worker", job.max_workers, is_lead=True), *_observer_roles(job)
+        return Role("worker", job.max_workers, is_lead=True, listens=True), *_observer_roles(job)
 
     def command(self, job: JobSpec, slot: Slot, book: AddressBook) -> Command:
         """Return the command, with the cluster in `TF_CONFIG`."""
@@ -32,16 +40,27 @@ class TfMirrored:
 class TfPs:
     """ParameterServerStrategy: a chief that coordinates, workers, and parameter servers, which never exit.
 
-    Without a chief (`roles: {chief: {count: 0}}`) each worker trains by itself, and the workers are the lead role.
+    Without a chief (`roles: {chief: {count: 0}}`) each worker trains by itself, and the workers are the lead role. A
+    worker has no state that the others need, and so can be restarted alone.
     """
+
+    traits: ClassVar[TopologyTraits] = TopologyTraits(
+        has_address_per_slot=True,
+        extra_roles={
+            "ps": RoleTraits(min_count=1, max_count=None, has_gpus=False),
+            "chief": RoleTraits(),
+            **_OBSERVERS,
+        },
+        reserved_env=_CLUSTER_ENV,
+    )
 
     def roles(self, job: JobSpec) -> tuple[Role, ...]:
         """List the chief, workers, parameter servers and observers."""
         chiefs = _count(job, "chief", 1)
         roles = (
-            Role("chief", chiefs, is_lead=True),
-            Role("worker", job.max_workers, is_lead=not chiefs),
-            Role("ps", _count(job, "ps", 1)),
+            Role("chief", chiefs, is_lead=True, listens=True),
+            Role("worker", job.max_workers, is_lead=not chiefs, listens=True, restart="slot"),
+            Role("ps", _count(job, "ps", 1), listens=True),
         )
         return *(role for role in roles if role.count), *_observer_roles(job)
 
@@ -59,7 +78,9 @@ def _count(job: JobSpec, role: str, default: int) -> int:
 
 
 def _observer_roles(job: JobSpec) -> tuple[Role, ...]:
-    roles = (Role(name, _count(job, name, 0), is_profiled=False) for name in OBSERVER_ROLES)
+    roles = (
+        Role(name, _count(job, name, 0), is_profiled=False, listens=name == "tensorboard") for name in OBSERVER_ROLES
+    )
     return tuple(role for role in roles if role.count)
 
 

@@ -6,12 +6,23 @@ restarts the whole gang. An elastic world uses the c10d rendezvous at worker 0, 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.topology import AddressBook, Command, Role, Slot
+from stoker.jobs.topology_traits import TopologyTraits
 
 
 class Torchrun:
     """`torch.distributed.run` on every worker."""
+
+    traits: ClassVar[TopologyTraits] = TopologyTraits(
+        runs_ranks=True,
+        supports_elastic=True,
+        supports_commands=False,
+        has_rendezvous=True,
+        required_modules=("torch",),
+    )
 
     def roles(self, job: JobSpec) -> tuple[Role, ...]:
         """List the workers; the maximum number for an elastic job."""

@@ -15,9 +15,9 @@ PROFILER, MPI_RANK = "profiler.py", "mpi_rank.py"
 
 def slot_hostname(job: JobSpec, role: str, index: int) -> str:
     """Return the DNS name of a slot within its namespace."""
-    if job.topology.startswith("tf-"):
+    if job.traits.has_address_per_slot:
         return f"{job.name}-{role}-{index}"
-    if job.topology == "mpi":
+    if job.traits.has_standby_workers:
         return f"{job.name}-worker-{index}.{job.name}" if role == "worker" else f"{job.name}-launcher"
     if not has_separate_chief(job):
         return f"{job.name}-{index}.{job.name}"
@@ -28,7 +28,7 @@ def has_separate_chief(job: JobSpec) -> bool:
     """Whether worker 0 has a Job of its own, because only one node can mount the checkpoint claim."""
     checkpoint = job.checkpoint
     return (
-        job.topology == "torchrun"
+        job.traits.has_rendezvous
         and checkpoint.claim is not None
         and checkpoint.access == "rwo"
         and not job.is_elastic

@@ -38,7 +38,7 @@ def collect_files(job: JobSpec, scripts: Mapping[str, Script], code: Mapping[str
         texts |= script.files
     if job.profile.every > 0:
         texts[PROFILER] = files("stoker.remote").joinpath(PROFILER).read_text()
-    if job.topology == "mpi":
+    if job.traits.has_standby_workers:
         texts[MPI_RANK] = files("stoker.remote").joinpath(MPI_RANK).read_text()
         texts["worker.sh"] = build_worker_script(job)
     return JobFiles(texts, code)

@@ -51,10 +51,13 @@ class KubernetesLauncher:
 
     traits: ClassVar[LauncherTraits] = LauncherTraits(
         name="k8s",
-        topologies=frozenset({"mpi", "single", "tf-mirrored", "tf-ps", "torchrun"}),
+        supports_standby_workers=True,
+        supports_address_per_slot=True,
         supports_elastic=True,
         supports_claims=True,
         has_targets=True,
+        lists_runs=True,
+        has_rbac=True,
     )
 
     def __init__(self, target: str | None = None) -> None:
@@ -87,7 +90,7 @@ class KubernetesLauncher:
     def render_rbac(self, job: JobSpec, who: str) -> KubernetesPlan:
         """Render the Role and RoleBinding that a user needs to run such a job."""
         features = select_features(
-            mpi=job.topology == "mpi",
+            mpi=job.traits.has_standby_workers,
             queue=job.kubernetes.queue is not None,
             ingress=any(role.ingress for role in job.roles.values()),
         )
@@ -244,7 +247,7 @@ def _list_notes(job: JobSpec, code: dict[str, bytes]) -> Iterator[str]:
         yield "checkpoint.dir is not set: checkpoints are lost with their pod, and a retry starts from scratch"
     elif folder and job.checkpoint.claim is None and "://" not in folder and not _is_on_volume(job):
         yield f"no volume is mounted at {folder}: checkpoints are lost with their pod; set checkpoint.claim"
-    has_several_jobs = job.topology.startswith("tf-") or has_separate_chief(job)
+    has_several_jobs = job.traits.has_address_per_slot or has_separate_chief(job)
     if job.kubernetes.queue and has_several_jobs:
         queue = job.kubernetes.queue
         yield f"queue {queue} admits each Kubernetes Job separately: some pods may wait while others run"

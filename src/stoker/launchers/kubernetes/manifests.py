@@ -1,11 +1,11 @@
 """Render a job as Kubernetes objects: plain dicts, built by pure functions.
 
-| topology | objects |
+| trait of the topology | objects |
 |---|---|
-| single | one Job |
-| torchrun | one Indexed Job, one headless Service; a separate Job for worker 0 if only one node can mount the claim |
-| mpi | one MPIJob, for the MPI operator |
-| tf-ps, tf-mirrored | a Job and a Service for each task |
+| has_rendezvous | one Indexed Job, one headless Service; a Job of its own for worker 0 if one node mounts the claim |
+| has_standby_workers | one MPIJob, for the MPI operator |
+| has_address_per_slot | a Job and a Service for each task |
+| none of these | one Job |
 
 All share a ConfigMap of scripts, and labels by which they are found and deleted together. The first Job is the lead: it
 owns the other objects, so that they are garbage collected with it.
@@ -65,7 +65,7 @@ def build_manifests(job: JobSpec, code: Mapping[str, bytes] | None = None) -> li
 def _build_scripts(job: JobSpec, roles: Sequence[Role], *, has_code: bool) -> dict[str, Script]:
     """Build the script of each role; MPI workers run sshd instead."""
     book = build_address_book(job, roles)
-    if job.topology != "mpi":
+    if not job.traits.has_standby_workers:
         return {role.name: build_script(job, role.name, book, has_code=has_code) for role in roles}
     hostname_pattern = slot_hostname(job, "worker", ANY_INDEX).replace(str(ANY_INDEX), "{}")
     setup = wait_for_workers_script(job.max_workers, hostname_pattern)
@@ -87,19 +87,19 @@ class _ManifestBuilder:
         """Build all objects in creation order."""
         job, first = self.job, self.roles[0]
         shared = [*_build_namespace(job), *_build_checkpoint_claim(job), build_config_map(job, self.files)]
-        match job.topology:
-            case "single":
-                return [*shared, self._build_job(job.name, first, mounts_claim=True)]
-            case "torchrun":
-                return [*shared, *self._build_torchrun(first)]
-            case "mpi":
-                pods = {role.name: self._build_pod_spec(role, mounts_claim=True) for role in self.roles}
-                labels = {role.name: build_labels(job, {ROLE_LABEL: role.name}) for role in self.roles}
-                return [*shared, *build_mpijob(job, pods, labels, build_queue_labels(job))]
-        tasks = [(role, index) for role in self.roles for index in range(role.count)]
-        return [*shared, *(obj for role, index in tasks for obj in self._build_task(role, index))]
+        if job.traits.has_rendezvous:
+            return [*shared, *self._build_gang(first)]
+        if job.traits.has_standby_workers:
+            pods = {role.name: self._build_pod_spec(role, mounts_claim=True) for role in self.roles}
+            labels = {role.name: build_labels(job, {ROLE_LABEL: role.name}) for role in self.roles}
+            return [*shared, *build_mpijob(job, pods, labels, build_queue_labels(job))]
+        if job.traits.has_address_per_slot:
+            tasks = [(role, index) for role in self.roles for index in range(role.count)]
+            return [*shared, *(obj for role, index in tasks for obj in self._build_task(role, index))]
+        return [*shared, self._build_job(job.name, first, count=first.count, mounts_claim=True)]
 
-    def _build_torchrun(self, role: Role) -> list[Manifest]:
+    def _build_gang(self, role: Role) -> list[Manifest]:
+        """Build the Service and the Jobs of workers that meet at the first one."""
         name = self.job.name
         service = _build_service(self.job, name, {}, [])
         if not has_separate_chief(self.job):
@@ -109,7 +109,7 @@ class _ManifestBuilder:
         return [service, chief, others]
 
     def _build_task(self, role: Role, index: int) -> list[Manifest]:
-        """Build the Service, Ingress and Job of one TensorFlow task."""
+        """Build the Service, Ingress and Job of one slot."""
         name = f"{self.job.name}-{role.name}-{index}"
         labels = {ROLE_LABEL: role.name, INDEX_LABEL: str(index)}
         mounts_claim = Slot(role.name, index) == self._chief
@@ -155,7 +155,7 @@ class _ManifestBuilder:
             spec["ttlSecondsAfterFinished"] = int(job.kubernetes.ttl)
         if job.kubernetes.deadline is not None:
             spec["activeDeadlineSeconds"] = int(job.kubernetes.deadline)
-        if job.topology == "torchrun" and not first:  # without rank 0, a Job is complete when all its pods are
+        if job.traits.has_rendezvous and not first:  # without rank 0, a Job is complete when all its pods are
             rule = {"succeededCount": 1} if job.is_elastic else {"succeededIndexes": "0"}
             spec["successPolicy"] = {"rules": [rule]}
         return build_job_object("batch/v1", "Job", name, job, {**(labels or {}), **build_queue_labels(job)}, spec=spec)
@@ -171,7 +171,7 @@ class _ManifestBuilder:
 
 def _is_gang(job: JobSpec) -> bool:
     """Whether all pods must run at the same time."""
-    return job.topology == "torchrun" and job.max_workers > 1 and not job.is_elastic
+    return job.traits.has_rendezvous and job.max_workers > 1 and not job.is_elastic
 
 
 def _build_failure_policy(job: JobSpec) -> Manifest:

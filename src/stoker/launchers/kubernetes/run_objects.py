@@ -19,7 +19,7 @@ FAILURE_COUNT_ANNOTATION, IGNORED_FAILURE_COUNT_ANNOTATION = (
 
 def get_lead_kind(job: JobSpec) -> str:
     """Return the kind of the objects that hold the job's status; the first of them is the lead."""
-    return "MPIJob" if job.topology == "mpi" else "Job"
+    return "MPIJob" if job.traits.has_standby_workers else "Job"
 
 
 def find_lead(objects: Sequence[Manifest]) -> Manifest:

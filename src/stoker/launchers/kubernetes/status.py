@@ -144,7 +144,7 @@ def derive_status(
     pending = [pod for _, pod in sorted(latest.items()) if pod.phase == "Pending"]
     is_incomplete = len(latest) < len(list_slots(job))
     reason = _explain_pending_pods(pending, events) or (_explain_missing_pods(jobs, events) if is_incomplete else "")
-    if job.topology == "mpi" and not pods and not reason and not true_conditions(jobs[0]):
+    if job.traits.has_standby_workers and not pods and not reason and not true_conditions(jobs[0]):
         reason = "the MPIJob has no status: check that the MPI operator is running"
     is_running = any(pod.phase == "Running" for pod in latest.values())
     return DerivedStatus(JobState.RUNNING if is_running else JobState.PENDING, reason)
@@ -171,7 +171,7 @@ def _derive_slot_status(slot: Slot, pod: SlotPod | None, state: JobState) -> Slo
 
 def _get_deciding_jobs(job: JobSpec, jobs: Sequence[Manifest]) -> list[Manifest]:
     """Return the Jobs whose success is the job's: the owner, or with a Job per task those of the lead slots."""
-    if not job.topology.startswith("tf-"):
+    if not job.traits.has_address_per_slot:
         return [jobs[0]]
     slots = lead_slots(job)
     return [obj for obj in jobs if _get_job_slot(obj) in slots] or [jobs[0]]

@@ -57,7 +57,7 @@ class SshLauncher:
     """Launcher for hosts reached by ssh."""
 
     traits: ClassVar[LauncherTraits] = LauncherTraits(
-        name="ssh", topologies=frozenset({"mpi", "single", "tf-mirrored", "tf-ps", "torchrun"}), supports_elastic=True
+        name="ssh", supports_standby_workers=True, supports_address_per_slot=True, supports_elastic=True
     )
 
     def __init__(self) -> None:
@@ -193,8 +193,9 @@ def _clean_marker(run: RunFolder) -> Path:
 
 
 def _count_workers(job: JobSpec) -> int:
-    """Return how many workers the hosts have room for; topology `single` runs one."""
-    return 1 if job.topology == "single" else max(1, len(expand_slots(job.ssh.hosts)))
+    """Return how many workers the hosts have room for, up to the maximum of the topology."""
+    capacity = max(1, len(expand_slots(job.ssh.hosts)))
+    return min(capacity, job.traits.max_workers or capacity)
 
 
 def _assign_hosts(job: JobSpec) -> dict[Slot, str]:
@@ -214,7 +215,8 @@ def describe_unused_hosts(job: JobSpec) -> str:
     hosts = expand_slots(job.ssh.hosts)
     used = list(dict.fromkeys(hosts[: job.max_workers]))
     unused = [host for host in dict.fromkeys(hosts) if host not in used]
-    why = "topology single" if job.topology == "single" else f"workers: {job.max_workers}"
+    is_limit = job.max_workers == job.traits.max_workers
+    why = f"topology {job.topology}" if is_limit else f"workers: {job.max_workers}"
     return f"{why} uses only {', '.join(used)}, not {', '.join(unused)}" if unused else ""
 
 
@@ -255,7 +257,7 @@ def check_same_paths(job: JobSpec, hosts: Mapping[str, HostFacts]) -> None:
     """Raise InputError if a path differs between hosts and the topology needs one command for all: mpirun does."""
     for what, key in (("the working directory", "workdir"), ("Python", "python")):
         paths = {host: facts.facts[key] for host, facts in hosts.items()}
-        if job.topology == "mpi" and len(set(paths.values())) > 1:
+        if job.traits.has_standby_workers and len(set(paths.values())) > 1:
             listing = ", ".join(f"{path} on {host}" for host, path in paths.items())
             raise InputError(
                 f"mpirun needs {what} at the same path on all hosts, it is {listing}",
@@ -325,7 +327,7 @@ def _host_config(job: JobSpec, facts: Mapping[str, Any]) -> HostConfig:
         copies=job.ssh.copy,
         rsync=facts["rsync"],
         profiler=job.profile.every > 0 and (facts.get("modules") or {}).get("stoker") is None,
-        mpi=job.topology == "mpi",
+        mpi=job.traits.has_standby_workers,
     )
 
 
@@ -367,7 +369,7 @@ def _render_commands(
             if workers[host] > 1:
                 command = replace(command, env={**_gpu_env(job, assigned[host]), **command.env})
             assigned[host] += 1
-        elif job.topology.startswith("tf-"):  # TensorFlow allocates the memory of all GPUs that it sees
+        elif not job.traits.has_standby_workers:  # TensorFlow allocates the memory of all GPUs that it sees
             command = replace(command, env={"CUDA_VISIBLE_DEVICES": "", **command.env})
         commands[slot] = command
     return commands

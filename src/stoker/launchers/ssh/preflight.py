@@ -84,9 +84,8 @@ def required_paths(job: JobSpec) -> dict[str, str]:
 
 def required_modules(job: JobSpec) -> tuple[str, ...]:
     """Return the modules that the job's Python must have."""
-    needs_torch = job.topology == "torchrun"
     needs_stoker = (job.program.module or "").startswith("stoker.")
-    return (*(("torch",) if needs_torch else ()), *(("stoker",) if needs_stoker else ()))
+    return (*job.traits.required_modules, *(("stoker",) if needs_stoker else ()))
 
 
 def remote_workdir(job: JobSpec) -> str:
@@ -132,7 +131,7 @@ def facts_request(job: JobSpec, *, python: str) -> dict[str, Any]:
         "op": "facts",
         "workdir": remote_workdir(job),
         "python": python,
-        "modules": ["torch", "stoker"],
+        "modules": list(dict.fromkeys(("torch", "stoker", *required_modules(job)))),
         "paths": list(required_paths(job).values()),
         "programs": [*([job.program.command[0]] if job.program.command else []), *MPI_PROGRAMS],
     }
@@ -167,7 +166,7 @@ def _check_programs(job: JobSpec, programs: Iterable[str]) -> Iterator[Issue]:
     command = job.program.command
     if command and "/" not in command[0] and command[0] not in programs:
         yield Issue("program", f"program {command[0]!r} not found on the PATH")
-    if job.topology == "mpi" and set(MPI_PROGRAMS) - set(programs):
+    if job.traits.needs_open_mpi and set(MPI_PROGRAMS) - set(programs):
         what = "mpirun not found on the PATH; topology 'mpi' needs Open MPI 4"
         if "mpirun" in programs:
             what = "mpirun has no orted (Open MPI 5 or another MPI); topology 'mpi' needs Open MPI 4"
