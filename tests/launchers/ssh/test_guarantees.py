@@ -1,0 +1,270 @@
+"""Guarantees of ssh runs: exact logs, slots that do not delay each other, full disks, unreachable hosts, no overlap."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stoker.errors import UnavailableError
+from stoker.jobs.launcher import LAUNCHERS
+from stoker.jobs.run_folder import RunFolder, create_run, find_run
+from stoker.jobs.status import JobState
+from stoker.jobs.topology import Slot
+from stoker.launchers.ssh.remote_slot import RECONNECTED_NOTICE
+from stoker.launchers.supervisor import supervisor_pid
+from tests.launchers.contract import DEAF, is_ready, job_of, launched
+from tests.launchers.test_local import start_cli
+from tests.support.attempts import OVERLAP, with_attempt_lock
+from tests.support.hosts import Network
+from tests.support.outputs import write_program
+from tests.support.ssh_runs import (
+    attach_sessions,
+    find_by_command,
+    kill_all,
+    local_processes,
+    remote_processes,
+    slot_daemons,
+    slot_processes,
+    ssh_section,
+    write_ssh_job,
+)
+from tests.support.trees import stoker
+from tests.support.waiting import eventually, wait_until
+
+pytestmark = pytest.mark.timeout(180)
+LAUNCHER = LAUNCHERS.get("ssh")()
+
+
+@contextmanager
+def started(net: Network, workspace: Path, scripts: Mapping[str, str], *hosts: str, **keys: Any) -> Iterator[RunFolder]:
+    """Start a run whose workers run these shell scripts, and stop it at the end."""
+    section = ssh_section(net, workspace / "there", *hosts, lost_after=keys.pop("lost_after", 5))
+    job = job_of(program={"module": "this"}, topology="torchrun", workers=len(scripts), ssh=section, **keys)
+    rendered = LAUNCHER.render(job)
+    slots = {name: replace(rendered.slots[name], argv=("bash", "-c", script)) for name, script in scripts.items()}
+    rendered = msgspec.structs.replace(rendered, slots=slots)
+    run = create_run(job, rendered)
+    LAUNCHER.start(rendered, run)
+    try:
+        yield run
+    finally:
+        for host in net.hosts:
+            host.reconnect()
+        LAUNCHER.stop(run.handle)
+
+
+def read_log(run: RunFolder, worker: int, attempt: int = 0) -> str:
+    log = run.log_path(Slot("worker", worker), attempt)
+    return log.read_text() if log.exists() else ""
+
+
+# --- Logs
+
+
+@pytest.mark.slow  # two runs with three reconnects each
+@pytest.mark.parametrize(
+    "notices",
+    [
+        "ignored",
+        pytest.param(
+            "absent",
+            marks=pytest.mark.xfail(strict=True, reason="notices about the connection are written to the slot's log"),
+        ),
+    ],
+)
+def test_log_has_the_bytes_that_the_slot_wrote(notices: str, net: Network, workspace: Path) -> None:
+    """Binary output with unfinished lines, over connections that break in the middle of it."""
+    (workspace / "work" / "write.py").write_text(write_program(workspace / "copy"))
+    job = write_ssh_job(net, workspace, f"exec {sys.executable} write.py", lost_after=30)
+    with launched(job, "ssh") as (run, process):
+        log = run.log_path(Slot("worker", 0), 0)
+        for _ in range(3):
+            size = log.stat().st_size if log.exists() else 0
+            wait_until(lambda size=size: log.exists() and log.stat().st_size > size + 100_000)
+            sessions = attach_sessions(run)
+            net["node2"].kill_sessions()
+            wait_until(lambda sessions=sessions: set(attach_sessions(run)) - set(sessions))
+        (workspace / "go").touch()
+        assert process.wait(60) == 0, (workspace / "output").read_text()
+    content = log.read_bytes()
+    if notices == "ignored":
+        assert RECONNECTED_NOTICE.encode() in content
+        content = b"".join(line for line in content.splitlines(keepends=True) if not line.startswith(b"--- node2: "))
+    assert content == (workspace / "copy").read_bytes()
+
+
+FLOOD_BYTES = 256 << 20
+
+
+def test_flood_of_one_slot_does_not_delay_another(net: Network, workspace: Path) -> None:
+    """Output and stop of a slot on the same host overtake the output that another slot has written before."""
+    flood = f"head -c {FLOOD_BYTES} /dev/zero; touch {workspace}/flooded; while :; do sleep 0.1; done"
+    quiet = f"trap 'touch {workspace}/saved; exit 143' TERM; echo ready\n"
+    quiet += f"while ! test -e {workspace}/flooded; do sleep 0.05; done; echo after; while :; do sleep 0.05; done"
+    scripts = {"worker/0": flood, "worker/1": quiet}
+    with started(net, workspace, scripts, "node2:2", grace=60, lost_after=60) as run:
+        log = run.log_path(Slot("worker", 0), 0)
+        wait_until(lambda: "after" in read_log(run, 1))
+        assert log.stat().st_size < FLOOD_BYTES
+        os.kill(supervisor_pid(run) or 0, signal.SIGTERM)
+        wait_until((workspace / "saved").exists)
+        assert log.stat().st_size < FLOOD_BYTES
+        wait_until(lambda: run.read_status().state.is_final)
+        assert log.stat().st_size == FLOOD_BYTES
+    assert run.read_status().state is JobState.STOPPED
+    log.unlink()
+
+
+# --- The disk
+
+
+@contextmanager
+def small_disk_of(net: Network, host: str, folder: Path, size: int) -> Iterator[None]:
+    """Mount a small file system on a host only: each host of the tests has its own mounts."""
+    ssh = ["ssh", "-F", str(net.config), host]
+    subprocess.run([*ssh, f"mkdir -p {folder} && mount -t tmpfs -o size={size} none {folder}"], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*ssh, f"umount -l {folder}"], check=True)
+
+
+@pytest.mark.parametrize("end", ["exit", "stop"])
+def test_full_disk_of_a_host_yields_the_exit_code(end: str, net: Network, workspace: Path) -> None:
+    there = workspace / "there"
+    script = f"trap 'exit 7' TERM; echo ready; dd if=/dev/zero of={there}/all bs=4096 2>/dev/null\n"
+    script += f"touch {workspace}/full; " + ("exit 7" if end == "exit" else "while :; do sleep 0.05; done")
+    with (
+        small_disk_of(net, "node2", there, 1 << 20),
+        launched(write_ssh_job(net, workspace, script), "ssh") as (run, process),
+    ):
+        wait_until((workspace / "full").exists)
+        if end == "stop":
+            process.send_signal(signal.SIGINT)
+            LAUNCHER.stop(run.handle)
+        assert process.wait(60) == (130 if end == "stop" else 4), (workspace / "output").read_text()
+        assert [slot.code for slot in run.read_status().slots] == [7]
+        assert remote_processes(run) == []
+
+
+# --- Kills
+
+
+@pytest.mark.slow  # waits for processes that do not exit
+@pytest.mark.xfail(strict=True, reason="nothing watches a slot daemon: processes that ignore SIGTERM outlive its SIGKILL")
+def test_kill_of_everything_at_once_leaves_no_process(net: Network, workspace: Path) -> None:
+    job = write_ssh_job(net, workspace, DEAF)
+    assert stoker("job", "run", job, "--on", "ssh", "--detach", "--set", "grace=1s") == 0
+    run = find_run(None)
+    try:
+        wait_until(lambda: is_ready(run) and len(slot_processes(run)) >= 3)
+        kill_everything(run, net)
+        assert eventually(lambda: not remote_processes(run), 20)
+    finally:
+        assert stoker("job", "stop", run.id) == 0
+        assert remote_processes(run) == []
+
+
+def kill_everything(run: RunFolder, net: Network) -> None:
+    """Kill the supervisor, the local processes, ssh, sshd's sessions, attach sessions and slot daemons."""
+    daemons, attached = slot_daemons(run), attach_sessions(run)
+    modules = ("stoker.launchers.supervisor", "stoker.launchers.ssh.remote_slot")
+    local = [pid for module in modules for pid in local_processes(run, module)]
+    ssh = find_by_command(f"stoker-agent-{run.id}", "ssh")
+    assert daemons
+    assert local
+    for pid in {*local, *ssh, *net["node2"].sessions(), *attached, *daemons}:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has exited with another one
+            continue
+
+
+# --- Attempts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["slot daemon killed", "cable cut", "supervisor killed"])
+def test_attempt_starts_after_all_processes_of_the_last_are_gone(fault: str, net: Network, workspace: Path) -> None:
+    script = with_attempt_lock(workspace, f"if test $STOKER_ATTEMPT = 1; then echo over; exit 0; fi; {DEAF}")
+    with launched(write_ssh_job(net, workspace, script, retries=1), "ssh") as (run, process):
+        wait_until(lambda: is_ready(run) and len(slot_processes(run)) >= 3)
+        if fault == "slot daemon killed":
+            kill_all(*slot_daemons(run))
+        elif fault == "supervisor killed":
+            kill_all(*local_processes(run, "stoker.launchers.supervisor"))
+            wait_until(lambda: supervisor_pid(run) is None)
+            assert stoker("job", "run", "--resume", run.id) == 0
+        else:
+            net["node2"].disconnect()
+            try:
+                wait_until(lambda: bool(run.read_status().attempts))
+            finally:
+                net["node2"].reconnect()
+        wait_until(lambda: run.read_status().state.is_final)
+        assert run.read_status().state is JobState.SUCCEEDED, run.read_status().message
+        process.wait(60)
+    assert OVERLAP not in read_log(run, 0, 1)
+    assert remote_processes(run) == []
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="a retry does not wait for the lease of an unreachable host to expire")
+def test_attempt_does_not_start_while_an_unreachable_host_runs_the_last(net: Network, workspace: Path) -> None:
+    """The other host responds, and starts the next attempt."""
+    first = with_attempt_lock(workspace, "trap 'exit 143' TERM; echo ready; while :; do sleep 0.05; done")
+    scripts = {"worker/0": first, "worker/1": with_attempt_lock(workspace, DEAF)}
+    with started(net, workspace, scripts, grace=15, retries=1) as run:
+        wait_until(lambda: all("ready" in read_log(run, worker) for worker in (0, 1)))
+        net["node2"].disconnect()
+        wait_until(lambda: "ready" in read_log(run, 0, 1) or run.read_status().state.is_final, 90)
+        assert OVERLAP not in read_log(run, 0, 1)
+
+
+# --- Stop, and the terminal
+
+
+@pytest.mark.slow  # waits for a host that cannot be reached
+def test_stop_while_a_host_is_unreachable(
+    net: Network, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other host is stopped with its grace period; the unreachable one stops by itself, and stop says so."""
+    saves = f"trap 'touch {workspace}/saved; exit 143' TERM; echo ready; while :; do sleep 0.05; done"
+    with started(net, workspace, {"worker/0": saves, "worker/1": DEAF}, grace=2, lost_after=20) as run:
+        wait_until(lambda: all("ready" in read_log(run, worker) for worker in (0, 1)))
+        net["node2"].disconnect()
+        assert stoker("job", "stop", run.id) == UnavailableError.exit_code
+        err = capsys.readouterr().err
+        assert "node2" in err
+        assert f"stoker job stop {run.id}" in err
+        assert (workspace / "saved").exists()
+        assert slot_processes(run, "node1") == []
+        assert supervisor_pid(run) is None
+        wait_until(lambda: not remote_processes(run))  # by the lease, while the host cannot be reached
+        net["node2"].reconnect()
+        assert stoker("job", "stop", run.id) == 0
+        assert run.read_status().state is JobState.STOPPED
+
+
+def test_closed_terminal_does_not_stop_the_job(net: Network, workspace: Path) -> None:
+    script = f"echo ready; while ! test -e {workspace}/go; do sleep 0.05; done; echo done"
+    job = write_ssh_job(net, workspace, script)
+    process = start_cli("job", "run", job, "--on", "ssh", start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGHUP)  # as a terminal does when it closes
+    process.communicate(timeout=60)
+    (workspace / "go").touch()
+    run = find_run("small")
+    wait_until(lambda: run.read_status().state is JobState.SUCCEEDED)
+    assert remote_processes(run) == []

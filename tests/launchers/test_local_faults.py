@@ -1,0 +1,132 @@
+"""Faults of local runs: a killed supervisor, leftovers of an attempt, full disks; and the exact bytes of a log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.jobs.run_folder import RunFolder
+from stoker.jobs.status import JobState
+from stoker.jobs.topology import Slot
+from stoker.launchers.supervisor import supervisor_pid
+from tests.launchers.contract import DEAF, LauncherTests, is_ready, job_of
+from tests.launchers.test_local import processes_of
+from tests.support.attempts import OVERLAP, with_attempt_lock
+from tests.support.disks import small_disk
+from tests.support.outputs import write_program
+from tests.support.waiting import eventually, wait_until
+
+pytestmark = pytest.mark.timeout(180)
+
+SURVIVORS = {
+    "in the background": "sleep 1000 & echo ready; wait",
+    "re-parented": "(sleep 1000 &); echo ready; while :; do sleep 0.1; done",
+    "in its own session": "setsid sleep 1000 & echo ready; wait",
+    "ignoring SIGTERM": "trap '' TERM; echo ready; while :; do sleep 0.1; done",
+}
+"""Programs of which a process survives the supervisor."""
+NO_GUARD = pytest.mark.xfail(
+    strict=True, reason="only the first process of a local slot is signalled, by SIGTERM, if the supervisor is killed"
+)
+
+
+def kill_supervisor(run: RunFolder) -> None:
+    pid = supervisor_pid(run)
+    assert pid
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: supervisor_pid(run) is None)
+
+
+class TestLocalFaults(LauncherTests):
+    ON = "local"
+
+    @pytest.mark.slow  # waits for processes that do not exit
+    @NO_GUARD
+    @pytest.mark.parametrize("script", SURVIVORS.values(), ids=SURVIVORS)
+    def test_killed_supervisor_leaves_no_process(self, launcher: Any, script: str) -> None:
+        run = self.start(launcher, job_of(script, grace=1))
+        wait_until(lambda: is_ready(run))
+        kill_supervisor(run)
+        assert eventually(lambda: not processes_of(run), 15)
+
+    @pytest.mark.parametrize("command", ["stop", "resume"])
+    def test_leftovers_of_a_killed_supervisor_are_stopped(self, launcher: Any, command: str, tmp_path: Path) -> None:
+        script = with_attempt_lock(tmp_path, f"if test $STOKER_ATTEMPT = 1; then exit 0; fi; trap '' TERM; {DEAF}")
+        run = self.start(launcher, job_of(script, grace=1))
+        wait_until(lambda: is_ready(run) and len(processes_of(run)) >= 3)
+        kill_supervisor(run)
+        if command == "stop":
+            launcher.stop(run.handle)
+        else:
+            launcher.restart(run)
+            wait_until(lambda: launcher.status(run.handle).state.is_final)
+        expected = JobState.STOPPED if command == "stop" else JobState.SUCCEEDED
+        assert launcher.status(run.handle).state is expected, launcher.status(run.handle).message
+        assert OVERLAP not in self.text(launcher, run)
+        assert processes_of(run) == []
+
+    def test_retry_starts_after_all_processes_of_the_attempt_are_gone(self, launcher: Any, tmp_path: Path) -> None:
+        leave_behind = DEAF.partition("echo ready")[0] + "(trap '' TERM; sleep 1000 &); sleep 0.5; kill -9 $$"
+        script = with_attempt_lock(tmp_path, f"test $STOKER_ATTEMPT = 2 && exit 0; {leave_behind}")
+        run, status = self.run_to_end(launcher, job_of(script, retries=3, grace=1))
+        assert [attempt.code for attempt in status.attempts] == [-9, -9, 0]
+        assert OVERLAP not in self.text(launcher, run)
+
+    def test_a_run_has_one_supervisor(self, launcher: Any) -> None:
+        run = self.start(launcher, job_of("echo ready; while :; do sleep 0.1; done"))
+        wait_until(lambda: is_ready(run))
+        pid, status = supervisor_pid(run), run.read_status()
+        argv = [sys.executable, "-P", "-m", "stoker.launchers.supervisor", str(run.folder)]
+        second = subprocess.run(argv, stderr=subprocess.PIPE, text=True, check=True)  # waits for the daemon's stderr
+        assert str(run.folder) in second.stderr
+        assert (supervisor_pid(run), run.read_status()) == (pid, status)
+
+    def test_log_has_the_bytes_that_the_slot_wrote(self, launcher: Any, tmp_path: Path) -> None:
+        (tmp_path / "write.py").write_text(write_program(tmp_path / "copy"))
+        job = job_of(f"exec {sys.executable} write.py")
+        (tmp_path / "go").touch()
+        run, status = self.run_to_end(launcher, job)
+        assert status.state is JobState.SUCCEEDED, status.message
+        assert run.log_path(Slot("worker", 0), 0).read_bytes() == (tmp_path / "copy").read_bytes()
+
+    @pytest.mark.xfail(strict=True, reason="the log of the first slot of a retry begins with the reason for the retry")
+    def test_log_of_a_retry_has_the_bytes_that_the_slot_wrote(self, launcher: Any) -> None:
+        run, status = self.run_to_end(launcher, job_of("test $STOKER_ATTEMPT = 1 || kill -9 $$; echo ran", retries=1))
+        assert len(status.attempts) == 2
+        assert run.log_path(Slot("worker", 0), 1).read_bytes() == b"ran\n"
+
+    @pytest.mark.parametrize(
+        "exit_code",
+        [
+            0,
+            pytest.param(
+                7, marks=pytest.mark.xfail(strict=True, reason="the final status is not written while the disk is full")
+            ),
+        ],
+    )
+    def test_full_disk_of_the_run_folder_does_not_stop_the_job(
+        self, launcher: Any, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The job succeeds after the disk has space again, or fails on the full disk, and its exit code is known."""
+        with small_disk(tmp_path / "disk", 1 << 20) as disk:
+            monkeypatch.setenv("STOKER_HOME", str(disk))
+            script = f"while ! test -e {disk}/runs/*/packages.json; do sleep 0.05; done\n"
+            script += f"dd if=/dev/zero of={disk}/all bs=4096 2>/dev/null; touch {tmp_path}/full\n"
+            script += f"while ! test -e {tmp_path}/go; do sleep 0.05; done\n"
+            script += f"exit {exit_code}" if exit_code else f"rm {disk}/all"
+            run = self.start(launcher, job_of(script))
+            self.started.clear()  # its folder is unmounted before the runs of a test are stopped
+            wait_until((tmp_path / "full").exists)
+            assert launcher.status(run.handle).state is JobState.RUNNING
+            (tmp_path / "go").touch()
+            wait_until(lambda: supervisor_pid(run) is None)
+            (disk / "all").unlink(missing_ok=True)
+            status = launcher.status(run.handle)
+            assert status.state is (JobState.FAILED if exit_code else JobState.SUCCEEDED), status.message
+            assert [attempt.code for attempt in status.attempts] == [exit_code]
