@@ -31,9 +31,6 @@ SURVIVORS = {
     "ignoring SIGTERM": "trap '' TERM; echo ready; while :; do sleep 0.1; done",
 }
 """Programs of which a process survives the supervisor."""
-NO_GUARD = pytest.mark.xfail(
-    strict=True, reason="only the first process of a local slot is signalled, by SIGTERM, if the supervisor is killed"
-)
 
 
 def kill_supervisor(run: RunFolder) -> None:
@@ -47,7 +44,7 @@ class TestLocalFaults(LauncherTests):
     ON = "local"
 
     @pytest.mark.slow  # waits for processes that do not exit
-    @NO_GUARD
+    @pytest.mark.xfail(strict=True, reason="if the supervisor is killed, only the first process of a slot gets SIGTERM")
     @pytest.mark.parametrize("script", SURVIVORS.values(), ids=SURVIVORS)
     def test_killed_supervisor_leaves_no_process(self, launcher: Any, script: str) -> None:
         run = self.start(launcher, job_of(script, grace=1))

@@ -10,8 +10,8 @@ OVERLAP = "overlap with the previous attempt"
 def with_attempt_lock(folder: Path, script: str) -> str:
     """Return a shell script that prints `OVERLAP` if any process of the previous attempt of any slot is alive.
 
-    All processes of a slot inherit the descriptor of its lock, so the lock is free once the last one has exited, wherever
-    it was moved. The hosts of the tests share the file system, and so the locks.
+    All processes of a slot inherit the descriptor of its lock, so the lock is free once the last of them has exited.
+    The hosts of the tests share the file system, and so the locks.
     """
     return (
         f"exec 9> {folder}/lock.$STOKER_ATTEMPT.$STOKER_INDEX; flock 9\n"

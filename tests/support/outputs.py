@@ -25,5 +25,5 @@ with open(copy, "wb", buffering=0) as file:
 
 
 def write_program(copy: Path) -> str:
-    """Return a Python program that writes binary output until the file `go` exists, and the same bytes to `copy`; `go` is beside it."""
+    """Return a program that writes binary output, and the same bytes to `copy`, until `go` exists beside `copy`."""
     return _PROGRAM.format(copy=str(copy))

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,22 @@ def test_kill_leaves_no_process_on_a_node(victim: str, cluster: RayTestCluster, 
             assert process.wait(60) == 4, (workspace / "output").read_text()
             assert re.search(DIAGNOSES[victim], run.read_status().message)
     wait_until(lambda: not find_victims("slot daemon", run, cluster))
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="nothing watches a slot daemon whose actor is killed at the same time")
+def test_kill_of_everything_at_once_leaves_no_process(cluster: RayTestCluster, workspace: Path) -> None:
+    with launched(write_job(workspace, DEAF, grace="1s"), f"ray://{cluster.target}") as (run, process):
+        wait_until(lambda: is_ready(run) and len(slot_processes(run)) >= 3)
+        victims = [find_victims(victim, run, cluster) for victim in ("supervisor", *DIAGNOSES)]
+        try:
+            kill_all(*(pid for pids in victims for pid in pids))
+            assert eventually(lambda: not slot_processes(run), 20)
+        finally:
+            for pid in slot_processes(run):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.kill()
 
 
 @pytest.mark.slow

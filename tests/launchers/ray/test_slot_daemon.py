@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.launchers.ray import client
+from stoker.remote.tagged_processes import list_tagged
 
 
 @contextmanager
@@ -69,6 +70,14 @@ def test_leftover_of_a_killed_daemon_is_killed(tmp_path: Path) -> None:
     ):
         assert read_result(process) == {"lost": ""}
         assert process_left.wait(60) == -signal.SIGKILL
+
+
+def test_leftovers_of_a_slot_are_stopped(tmp_path: Path) -> None:
+    script = f"setsid bash -c 'trap \"\" TERM; touch {tmp_path}/deaf; while :; do sleep 0.1; done' &"
+    script += f" while ! test -e {tmp_path}/deaf; do sleep 0.05; done; exit 7"
+    with slot_daemon(tmp_path / "a", argv=["bash", "-c", script], grace_s=1) as process:
+        assert read_result(process) == {"code": 7}
+        assert list_tagged(make_tags(tmp_path / "a")) == []
 
 
 def test_missing_directory_is_distinguished_from_a_missing_program(tmp_path: Path) -> None:

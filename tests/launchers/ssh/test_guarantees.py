@@ -6,66 +6,64 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from stoker.errors import UnavailableError
-from stoker.jobs.launcher import LAUNCHERS
-from stoker.jobs.run_folder import RunFolder, create_run, find_run
+from stoker.jobs.run_folder import RunFolder, find_run
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.launchers.ssh.remote_slot import RECONNECTED_NOTICE
 from stoker.launchers.supervisor import supervisor_pid
-from tests.launchers.contract import DEAF, is_ready, job_of, launched
+from tests.launchers.contract import DEAF, is_ready, launched
 from tests.launchers.test_local import start_cli
 from tests.support.attempts import OVERLAP, with_attempt_lock
 from tests.support.hosts import Network
 from tests.support.outputs import write_program
 from tests.support.ssh_runs import (
+    Machine,
     attach_sessions,
     find_by_command,
     kill_all,
     local_processes,
+    machine,
     remote_processes,
     slot_daemons,
     slot_processes,
-    ssh_section,
     write_ssh_job,
 )
-from tests.support.trees import stoker
 from tests.support.waiting import eventually, wait_until
 
 pytestmark = pytest.mark.timeout(180)
-LAUNCHER = LAUNCHERS.get("ssh")()
 
 
-@contextmanager
-def started(net: Network, workspace: Path, scripts: Mapping[str, str], *hosts: str, **keys: Any) -> Iterator[RunFolder]:
-    """Start a run whose workers run these shell scripts, and stop it at the end."""
-    section = ssh_section(net, workspace / "there", *hosts, lost_after=keys.pop("lost_after", 5))
-    job = job_of(program={"module": "this"}, topology="torchrun", workers=len(scripts), ssh=section, **keys)
-    rendered = LAUNCHER.render(job)
-    slots = {name: replace(rendered.slots[name], argv=("bash", "-c", script)) for name, script in scripts.items()}
-    rendered = msgspec.structs.replace(rendered, slots=slots)
-    run = create_run(job, rendered)
-    LAUNCHER.start(rendered, run)
-    try:
-        yield run
-    finally:
-        for host in net.hosts:
-            host.reconnect()
-        LAUNCHER.stop(run.handle)
+def start_workers(
+    launching: Machine, net: Network, workspace: Path, scripts: list[str], *hosts: str, **keys: Any
+) -> RunFolder:
+    """Start a job whose workers run one shell script each, attached, on a machine with its own process table.
+
+    In the process table of the tests, the supervisor would find and stop the processes of the hosts by itself.
+    """
+    for index, script in enumerate(scripts):
+        (workspace / f"{index}.sh").write_text(script)
+    topology = {"topology": "tf-mirrored", "workers": len(scripts)} if len(scripts) > 1 else {}
+    job = write_ssh_job(net, workspace, f"exec bash {workspace}/$STOKER_INDEX.sh", *hosts, **topology, **keys)
+    launching.start("job", "run", job, "--on", "ssh")
+    wait_until(lambda: any(workspace.glob("stoker/runs/*/handle")))
+    return find_run(None)
 
 
-def read_log(run: RunFolder, worker: int, attempt: int = 0) -> str:
+def read_log(run: RunFolder, worker: int = 0, attempt: int = 0) -> str:
     log = run.log_path(Slot("worker", worker), attempt)
     return log.read_text() if log.exists() else ""
+
+
+def supervisors(run: RunFolder) -> list[int]:
+    return local_processes(run, "stoker.launchers.supervisor")
 
 
 # --- Logs
@@ -111,17 +109,18 @@ def test_flood_of_one_slot_does_not_delay_another(net: Network, workspace: Path)
     flood = f"head -c {FLOOD_BYTES} /dev/zero; touch {workspace}/flooded; while :; do sleep 0.1; done"
     quiet = f"trap 'touch {workspace}/saved; exit 143' TERM; echo ready\n"
     quiet += f"while ! test -e {workspace}/flooded; do sleep 0.05; done; echo after; while :; do sleep 0.05; done"
-    scripts = {"worker/0": flood, "worker/1": quiet}
-    with started(net, workspace, scripts, "node2:2", grace=60, lost_after=60) as run:
+    with machine() as launching:
+        run = start_workers(launching, net, workspace, [flood, quiet], "node2:2", grace="60s", lost_after=60)
         log = run.log_path(Slot("worker", 0), 0)
         wait_until(lambda: "after" in read_log(run, 1))
         assert log.stat().st_size < FLOOD_BYTES
-        os.kill(supervisor_pid(run) or 0, signal.SIGTERM)
+        for pid in supervisors(run):
+            os.kill(pid, signal.SIGTERM)
         wait_until((workspace / "saved").exists)
         assert log.stat().st_size < FLOOD_BYTES
         wait_until(lambda: run.read_status().state.is_final)
-        assert log.stat().st_size == FLOOD_BYTES
     assert run.read_status().state is JobState.STOPPED
+    assert log.stat().st_size == FLOOD_BYTES
     log.unlink()
 
 
@@ -144,42 +143,54 @@ def test_full_disk_of_a_host_yields_the_exit_code(end: str, net: Network, worksp
     there = workspace / "there"
     script = f"trap 'exit 7' TERM; echo ready; dd if=/dev/zero of={there}/all bs=4096 2>/dev/null\n"
     script += f"touch {workspace}/full; " + ("exit 7" if end == "exit" else "while :; do sleep 0.05; done")
-    with (
-        small_disk_of(net, "node2", there, 1 << 20),
-        launched(write_ssh_job(net, workspace, script), "ssh") as (run, process),
-    ):
+    with small_disk_of(net, "node2", there, 1 << 20), machine() as launching:
+        run = start_workers(launching, net, workspace, [script])
         wait_until((workspace / "full").exists)
         if end == "stop":
-            process.send_signal(signal.SIGINT)
-            LAUNCHER.stop(run.handle)
-        assert process.wait(60) == (130 if end == "stop" else 4), (workspace / "output").read_text()
-        assert [slot.code for slot in run.read_status().slots] == [7]
+            assert launching.run("job", "stop").returncode == 0
+        wait_until(lambda: run.read_status().state.is_final)
+        status = run.read_status()
+        assert status.state is (JobState.STOPPED if end == "stop" else JobState.FAILED), status.message
+        assert [slot.code for slot in status.slots] == [7]
         assert remote_processes(run) == []
 
 
-# --- Kills
+# --- Processes
+
+
+def test_leftovers_of_a_slot_are_stopped(net: Network, workspace: Path) -> None:
+    script = (
+        f"(sleep 1000 &); {DEAF.partition('echo ready')[0]} while ! test -e {workspace}/go; do sleep 0.05; done; exit 7"
+    )
+    with machine() as launching:
+        run = start_workers(launching, net, workspace, [script])
+        wait_until(lambda: len(slot_processes(run)) >= 4)
+        (workspace / "go").touch()
+        wait_until(lambda: run.read_status().state.is_final)
+    assert [slot.code for slot in run.read_status().slots] == [7]
+    assert remote_processes(run) == []
 
 
 @pytest.mark.slow  # waits for processes that do not exit
-@pytest.mark.xfail(strict=True, reason="nothing watches a slot daemon: processes that ignore SIGTERM outlive its SIGKILL")
+@pytest.mark.xfail(
+    strict=True, reason="nothing watches a slot daemon: processes that ignore SIGTERM outlive its SIGKILL"
+)
 def test_kill_of_everything_at_once_leaves_no_process(net: Network, workspace: Path) -> None:
-    job = write_ssh_job(net, workspace, DEAF)
-    assert stoker("job", "run", job, "--on", "ssh", "--detach", "--set", "grace=1s") == 0
-    run = find_run(None)
-    try:
+    with machine() as launching:
+        run = start_workers(launching, net, workspace, [DEAF])
         wait_until(lambda: is_ready(run) and len(slot_processes(run)) >= 3)
-        kill_everything(run, net)
-        assert eventually(lambda: not remote_processes(run), 20)
-    finally:
-        assert stoker("job", "stop", run.id) == 0
-        assert remote_processes(run) == []
+        try:
+            kill_everything(run, net)
+            assert eventually(lambda: not remote_processes(run), 20)
+        finally:
+            assert launching.run("job", "stop").returncode == 0
+            assert remote_processes(run) == []
 
 
 def kill_everything(run: RunFolder, net: Network) -> None:
     """Kill the supervisor, the local processes, ssh, sshd's sessions, attach sessions and slot daemons."""
     daemons, attached = slot_daemons(run), attach_sessions(run)
-    modules = ("stoker.launchers.supervisor", "stoker.launchers.ssh.remote_slot")
-    local = [pid for module in modules for pid in local_processes(run, module)]
+    local = [*supervisors(run), *local_processes(run, "stoker.launchers.ssh.remote_slot")]
     ssh = find_by_command(f"stoker-agent-{run.id}", "ssh")
     assert daemons
     assert local
@@ -197,14 +208,16 @@ def kill_everything(run: RunFolder, net: Network) -> None:
 @pytest.mark.parametrize("fault", ["slot daemon killed", "cable cut", "supervisor killed"])
 def test_attempt_starts_after_all_processes_of_the_last_are_gone(fault: str, net: Network, workspace: Path) -> None:
     script = with_attempt_lock(workspace, f"if test $STOKER_ATTEMPT = 1; then echo over; exit 0; fi; {DEAF}")
-    with launched(write_ssh_job(net, workspace, script, retries=1), "ssh") as (run, process):
+    with machine() as launching:
+        run = start_workers(launching, net, workspace, [script], retries=1)
         wait_until(lambda: is_ready(run) and len(slot_processes(run)) >= 3)
         if fault == "slot daemon killed":
             kill_all(*slot_daemons(run))
         elif fault == "supervisor killed":
-            kill_all(*local_processes(run, "stoker.launchers.supervisor"))
+            kill_all(*supervisors(run))
             wait_until(lambda: supervisor_pid(run) is None)
-            assert stoker("job", "run", "--resume", run.id) == 0
+            done = launching.run("job", "run", "--resume", run.id)
+            assert done.returncode == 0, done.stderr
         else:
             net["node2"].disconnect()
             try:
@@ -212,8 +225,8 @@ def test_attempt_starts_after_all_processes_of_the_last_are_gone(fault: str, net
             finally:
                 net["node2"].reconnect()
         wait_until(lambda: run.read_status().state.is_final)
-        assert run.read_status().state is JobState.SUCCEEDED, run.read_status().message
-        process.wait(60)
+    assert run.read_status().state is JobState.SUCCEEDED, run.read_status().message
+    assert "over" in read_log(run, 0, 1)
     assert OVERLAP not in read_log(run, 0, 1)
     assert remote_processes(run) == []
 
@@ -223,37 +236,44 @@ def test_attempt_starts_after_all_processes_of_the_last_are_gone(fault: str, net
 def test_attempt_does_not_start_while_an_unreachable_host_runs_the_last(net: Network, workspace: Path) -> None:
     """The other host responds, and starts the next attempt."""
     first = with_attempt_lock(workspace, "trap 'exit 143' TERM; echo ready; while :; do sleep 0.05; done")
-    scripts = {"worker/0": first, "worker/1": with_attempt_lock(workspace, DEAF)}
-    with started(net, workspace, scripts, grace=15, retries=1) as run:
+    second = with_attempt_lock(workspace, f"trap '' TERM; {DEAF}")
+    with machine() as launching:
+        run = start_workers(launching, net, workspace, [first, second], "node1", "node2", grace="15s", retries=1)
         wait_until(lambda: all("ready" in read_log(run, worker) for worker in (0, 1)))
         net["node2"].disconnect()
-        wait_until(lambda: "ready" in read_log(run, 0, 1) or run.read_status().state.is_final, 90)
-        assert OVERLAP not in read_log(run, 0, 1)
+        try:
+            wait_until(lambda: "ready" in read_log(run, 0, 1) or run.read_status().state.is_final, 90)
+        finally:
+            net["node2"].reconnect()
+            launching.run("job", "stop")
+    assert "ready" in read_log(run, 0, 1)
+    assert OVERLAP not in read_log(run, 0, 1)
 
 
 # --- Stop, and the terminal
 
 
 @pytest.mark.slow  # waits for a host that cannot be reached
-def test_stop_while_a_host_is_unreachable(
-    net: Network, workspace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The other host is stopped with its grace period; the unreachable one stops by itself, and stop says so."""
+def test_stop_while_a_host_is_unreachable(net: Network, workspace: Path) -> None:
+    """The other host is stopped with its grace period; the unreachable one stops by itself, and `stop` names it."""
     saves = f"trap 'touch {workspace}/saved; exit 143' TERM; echo ready; while :; do sleep 0.05; done"
-    with started(net, workspace, {"worker/0": saves, "worker/1": DEAF}, grace=2, lost_after=20) as run:
+    with machine() as launching:
+        run = start_workers(launching, net, workspace, [saves, DEAF], "node1", "node2", lost_after=20)
         wait_until(lambda: all("ready" in read_log(run, worker) for worker in (0, 1)))
         net["node2"].disconnect()
-        assert stoker("job", "stop", run.id) == UnavailableError.exit_code
-        err = capsys.readouterr().err
-        assert "node2" in err
-        assert f"stoker job stop {run.id}" in err
-        assert (workspace / "saved").exists()
-        assert slot_processes(run, "node1") == []
-        assert supervisor_pid(run) is None
-        wait_until(lambda: not remote_processes(run))  # by the lease, while the host cannot be reached
-        net["node2"].reconnect()
-        assert stoker("job", "stop", run.id) == 0
-        assert run.read_status().state is JobState.STOPPED
+        try:
+            done = launching.run("job", "stop")
+            assert done.returncode == UnavailableError.exit_code, done.stderr
+            assert "node2" in done.stderr
+            assert f"stoker job stop {run.id}" in done.stderr
+            assert (workspace / "saved").exists()
+            assert slot_processes(run, "node1") == []
+            assert supervisor_pid(run) is None
+            wait_until(lambda: not remote_processes(run))  # without a connection, by its lease
+        finally:
+            net["node2"].reconnect()
+        assert launching.run("job", "stop").returncode == 0
+    assert run.read_status().state is JobState.STOPPED
 
 
 def test_closed_terminal_does_not_stop_the_job(net: Network, workspace: Path) -> None:

@@ -328,6 +328,17 @@ def test_slot_stops_on_a_full_disk(tmp_path: Path) -> None:
         wait_until(lambda: not (folder / "run").exists())
 
 
+def test_terminated_daemon_gives_the_slot_its_grace_period(tmp_path: Path) -> None:
+    """As when its host is shut down."""
+    script = f"trap 'sleep 1; touch {tmp_path}/saved; exit 7' TERM; echo ready; while :; do sleep 0.05; done"
+    with attached(tmp_path, script) as client:
+        client.wait_for(slot_daemon.OUTPUT)
+        os.kill(int((tmp_path / "run/worker-0.0/pid").read_text()), signal.SIGTERM)
+        assert json.loads(client.wait_for(slot_daemon.EXIT))["code"] == 7
+        assert (tmp_path / "saved").exists()
+        client.send(op="acknowledge")
+
+
 def test_exit_wakes_up_the_daemon(tmp_path: Path) -> None:
     """It does not wait for the next check of the lease."""
     script = f"echo a; while ! test -e {tmp_path}/go; do sleep 0.01; done; echo b; exit 3"
