@@ -14,7 +14,7 @@ import pytest
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
-from stoker.launchers.supervisor import supervisor_pid
+from stoker.launchers.supervise.supervisor import supervisor_pid
 from tests.launchers.contract import DEAF, LauncherTests, is_ready, job_of
 from tests.launchers.test_local import processes_of
 from tests.support.attempts import OVERLAP, with_attempt_lock
@@ -79,7 +79,7 @@ class TestLocalFaults(LauncherTests):
         run = self.start(launcher, job_of("echo ready; while :; do sleep 0.1; done"))
         wait_until(lambda: is_ready(run))
         pid, status = supervisor_pid(run), run.read_status()
-        argv = [sys.executable, "-P", "-m", "stoker.launchers.supervisor", str(run.folder)]
+        argv = [sys.executable, "-P", "-m", "stoker.launchers.supervise.supervisor", str(run.folder)]
         second = subprocess.run(argv, stderr=subprocess.PIPE, text=True, check=True)  # waits for the daemon's stderr
         assert str(run.folder) in second.stderr
         assert (supervisor_pid(run), run.read_status()) == (pid, status)

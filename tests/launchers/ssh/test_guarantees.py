@@ -18,7 +18,7 @@ from stoker.jobs.run_folder import RunFolder, find_run
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.launchers.ssh.remote_slot import RECONNECTED_NOTICE
-from stoker.launchers.supervisor import supervisor_pid
+from stoker.launchers.supervise.supervisor import supervisor_pid
 from tests.launchers.contract import DEAF, is_ready, launched
 from tests.launchers.test_local import start_cli
 from tests.support.attempts import OVERLAP, with_attempt_lock
@@ -63,7 +63,7 @@ def read_log(run: RunFolder, worker: int = 0, attempt: int = 0) -> str:
 
 
 def supervisors(run: RunFolder) -> list[int]:
-    return local_processes(run, "stoker.launchers.supervisor")
+    return local_processes(run, "stoker.launchers.supervise.supervisor")
 
 
 # --- Logs
