@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -113,13 +114,14 @@ class TestLocalFaults(LauncherTests):
         """The job succeeds after the disk has space again, or fails on the full disk, and its exit code is known."""
         with small_disk(tmp_path / "disk", 1 << 20) as disk:
             monkeypatch.setenv("STOKER_HOME", str(disk))
-            script = f"while ! test -e {disk}/runs/*/packages.json; do sleep 0.05; done\n"
-            script += f"dd if=/dev/zero of={disk}/all bs=4096 2>/dev/null; touch {tmp_path}/full\n"
-            script += f"while ! test -e {tmp_path}/go; do sleep 0.05; done\n"
-            script += f"exit {exit_code}" if exit_code else f"rm {disk}/all"
-            run = self.start(launcher, job_of(script))
+            script = f"while ! test -e {tmp_path}/go; do sleep 0.05; done; test $STOKER_INDEX = 1 && exit 0\n"
+            # Long enough for the supervisor to see that the other worker has exited, and to fail to record it.
+            script += f"sleep 1; {f'exit {exit_code}' if exit_code else f'rm {disk}/all'}"
+            run = self.start(launcher, job_of(script, topology="tf-mirrored", workers=2))
             self.started.clear()  # its folder is unmounted before the runs of a test are stopped
-            wait_until((tmp_path / "full").exists)
+            wait_until((run.folder / "packages.json").exists)  # the last file of the start
+            with suppress(OSError):
+                (disk / "all").write_bytes(bytes(1 << 20))
             assert launcher.status(run.handle).state is JobState.RUNNING
             (tmp_path / "go").touch()
             wait_until(lambda: supervisor_pid(run) is None)
