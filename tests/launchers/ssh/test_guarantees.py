@@ -205,9 +205,9 @@ def kill_everything(run: RunFolder, net: Network) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["slot daemon killed", "cable cut", "supervisor killed"])
 def test_attempt_starts_after_all_processes_of_the_last_are_gone(fault: str, net: Network, workspace: Path) -> None:
-    script = with_attempt_lock(workspace, f"if test $STOKER_ATTEMPT = 1; then echo over; exit 0; fi; {DEAF}")
+    script = f"if test $STOKER_ATTEMPT = 1; then echo over; exit 0; fi; trap '' TERM; {DEAF}"
     with machine() as launching:
-        run = start_workers(launching, net, workspace, [script], retries=1)
+        run = start_workers(launching, net, workspace, [with_attempt_lock(workspace, script)], retries=1, grace="10s")
         wait_until(lambda: is_ready(run) and len(slot_processes(run)) >= 3)
         if fault == "slot daemon killed":
             kill_all(*slot_daemons(run))
