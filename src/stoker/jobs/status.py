@@ -25,7 +25,7 @@ class JobState(StrEnum):
     FAILED = "failed"
     STOPPED = "stopped"
     LOST = "lost"
-    """Its supervisor is gone."""
+    """Its supervisor is gone; of a slot: its machine cannot be reached."""
 
     @property
     def is_final(self) -> bool:
@@ -60,6 +60,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its machine was lost or unreachable."""
     steps: int = -1
     """The highest step reported; -1 if the program reports none."""
+    is_retried: bool = False
+    """Whether the next attempt was started because this one failed."""
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):

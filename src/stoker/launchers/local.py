@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +20,7 @@ import msgspec
 
 from stoker.core.processes import run as run_program
 from stoker.core.processes import wait_until
-from stoker.core.spec import run_checks, to_json
+from stoker.core.spec import run_checks
 from stoker.errors import ConflictError, Fault, MissingExtraError, MissingProgramError, UnavailableError
 from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, raise_faults
 from stoker.jobs.run_folder import RunFolder
@@ -45,12 +44,11 @@ from stoker.launchers.plan import (
     listening_slots,
     requested_ports,
 )
+from stoker.launchers.run_logs import read_run_logs
 from stoker.launchers.supervise.process_group import stop_leftovers
 from stoker.launchers.supervise.supervisor import supervisor_pid
 from stoker.remote import mpi_rank, profiler
-from stoker.telemetry.reader import LogLine, RunTail
 
-POLL_S = 0.1
 START_TIMEOUT_S = 10.0
 SUPERVISOR = "stoker.launchers.supervise.supervisor"
 
@@ -113,8 +111,6 @@ class LocalLauncher:
     def start(self, rendered: LocalPlan, run: RunFolder, *, detach: bool = False) -> str:  # noqa: ARG002
         """Start the supervisor, which starts the slots of the run's plan."""
         handle = f"local://{run.folder}"
-        if rendered.delegated:
-            run.write("processes.json", to_json(_wrap_mpirun(rendered, run)))
         run.write("handle", f"{handle}\n".encode())
         self.restart(run)
         return handle
@@ -199,34 +195,6 @@ def _assign_ports(job: JobSpec) -> tuple[dict[Slot, int], dict[Slot, int]]:
     others = [slot for slot in slots if slot not in requested]
     free = (port for port in find_free_ports(len(slots)) if port not in requested.values())
     return requested, dict(zip(others, free, strict=False))
-
-
-def read_run_logs(
-    run: RunFolder, slot: Slot | None, *, is_over: Callable[[], bool], tail: int | None = None
-) -> Iterator[SlotLogLine]:
-    """Yield the log lines in a run folder, or the last `tail` of them, and new ones until the run is over."""
-    logs = RunTail(run.logs, slot=None if slot is None else str(slot))
-    while True:
-        over = is_over()  # before the last read, so that it misses nothing
-        lines = map(_to_slot_line, logs.lines(final=over))
-        yield from lines if tail is None else deque(lines, maxlen=tail)
-        tail = None
-        if over:
-            return
-        for line in logs.changed_bars():
-            yield _to_slot_line(line)._replace(is_partial=True)
-        time.sleep(POLL_S)
-
-
-def _to_slot_line(line: LogLine) -> SlotLogLine:
-    return SlotLogLine(Slot.parse(line.log.slot), line.log.attempt, line.text, line.t)
-
-
-def _wrap_mpirun(plan: LocalPlan, run: RunFolder) -> LocalPlan:
-    """Run mpirun inside the MPI slot process, which writes the logs of the workers."""
-    wrapper = (sys.executable, "-P", "-m", "stoker.launchers.mpi.mpirun_slot", str(run.folder), "--")
-    slots = {name: replace(command, argv=(*wrapper, *command.argv)) for name, command in plan.slots.items()}
-    return msgspec.structs.replace(plan, slots=slots)
 
 
 def _check_mpirun(job: JobSpec) -> None:

@@ -57,11 +57,6 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
             parts.append(f"# {name}{f' on {host}' if host else ''}\n{command.to_shell()}\n")
         return "\n".join(parts)
 
-    @property
-    def waits_for_placement(self) -> bool:
-        """Whether a remote scheduler places the slots later; the process that manages them reports it."""
-        return self.is_remote and bool(self.delegated)
-
     def with_free_ports(self) -> LocalPlan:
         """Return the plan with new ports if any of its ports is in use."""
         if self.ports:

@@ -310,6 +310,11 @@ def read_events(folder: str | Path) -> list[Event]:
     return RunTail(folder).events(final=True)
 
 
+def find_marks(events: Iterable[Event], name: str) -> list[Event]:
+    """Return the marks with this name among the events."""
+    return [event for event in events if event.kind == "mark" and event.fields.get("name") == name]
+
+
 def list_log_files(folder: str | Path) -> list[LogFile]:
     """List the logs in a folder, sorted by attempt, role and index; ignore other files."""
     files = []

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,20 +18,16 @@ import pytest
 
 from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.run_folder import RunFolder, create_run, find_run
-from stoker.jobs.status import Attempt, JobState, JobStatus, SlotStatus
-from stoker.jobs.topology import Command, Slot
-from stoker.launchers.plan import LocalPlan
+from stoker.jobs.status import JobState
+from stoker.jobs.topology import Command
 from stoker.launchers.ssh import remote_slot
 from stoker.launchers.ssh.client import FrameParser, SshClient
 from stoker.launchers.ssh.plan import RETRY_PORTS, HostConfig, SshPlan, records_folder
 from stoker.launchers.ssh.remote_exec import ExecForwarder, RequestFolder
 from stoker.launchers.ssh.slot_log import REATTACH_ENV
 from stoker.launchers.ssh.slot_task import SlotTask
-from stoker.launchers.supervise.monitor import AttemptMonitor
-from stoker.launchers.supervise.supervisor import STOP_REQUEST_FILE, Supervisor, supervisor_pid
+from stoker.launchers.supervise.supervisor import supervisor_pid
 from stoker.remote import slot_daemon
-from stoker.telemetry.events import Recorder
-from stoker.telemetry.log_times import LogTimesSampler
 from tests.launchers.contract import DEAF, is_ready, job_of
 from tests.support.disks import small_disk
 from tests.support.hosts import Network
@@ -49,92 +43,6 @@ from tests.support.trees import stoker
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
-
-
-# --- The supervisor
-
-
-@pytest.mark.parametrize("reason", ["failed", STOP_REQUEST_FILE])
-def test_finished_or_stopping_run_is_not_reattached(reason: str, workspace: Path) -> None:
-    job = job_of("echo ran", retries=3)
-    run = create_run(job, LAUNCHERS.get("local")().render(job))
-    state = JobState.FAILED if reason == "failed" else JobState.RUNNING
-    status = JobStatus(state=state, slots=(SlotStatus(slot="worker/0", state=state),), began=1.0)
-    run.write_status(status)
-    if reason == STOP_REQUEST_FILE:
-        run.write(STOP_REQUEST_FILE, b"")
-    argv = [sys.executable, "-P", "-m", "stoker.launchers.supervise.supervisor", str(run.folder), "--continue"]
-    subprocess.run(argv, check=True)
-    wait_until(lambda: (run.folder / "lock").exists() and supervisor_pid(run) is None)
-    assert run.read_status() == status
-    assert not list(run.logs.iterdir())
-
-
-def test_reattached_supervisor_counts_only_attempts_since_the_last_start(workspace: Path) -> None:
-    job = job_of("true", retries=2)
-    run = create_run(job, LAUNCHERS.get("local")().render(job))
-    before = [Attempt(number=number, began=10.0 * number, ended=10.0 * number + 5) for number in range(3)]
-    status = JobStatus(state=JobState.RUNNING, attempt=3, attempts=tuple(before), began=20.0)
-    run.write_status(status)
-    supervisor = Supervisor(run, SimpleNamespace(is_set=False), reattach=True)  # type: ignore[arg-type]
-    assert [attempt.number for attempt in supervisor._attempts] == [2]
-    assert [attempt.number for attempt in supervisor._previous_attempts] == [0, 1]
-    assert (supervisor._first_number, supervisor._attempt_start()) == (2, 25.0)
-
-
-def test_scalars_are_written_to_tensorboard_once(workspace: Path) -> None:
-    job = job_of("true", tensorboard=True)
-    run = create_run(job, LAUNCHERS.get("local")().render(job))
-    plan = LocalPlan(slots={"worker/0": Command(("true",))})
-    with open(run.log_path(Slot("worker", 0), 0), "ab") as log:
-        recorder = Recorder(slot="worker/0", fd=log.fileno())
-        recorder.scalar("loss", 1.0, step=1)
-        monitor = AttemptMonitor(run, 0, plan, job)
-        monitor.catch_up()
-        assert not list(run.folder.glob("tensorboard/*"))
-        recorder.scalar("loss", 0.5, step=2)
-        monitor.read_events()
-    (events,) = run.folder.glob("tensorboard/*")
-    assert events.read_bytes().count(b"loss") == 1
-
-
-class FakeProcessGroup:
-    """Two workers, the second of which is lost again and again."""
-
-    def __init__(self) -> None:
-        self.pids: dict[Slot, int] = {}
-        self.restarts: list[float] = []
-        self.log_times = LogTimesSampler(())
-
-    def exit_codes(self) -> dict[Slot, int | None]:
-        return {Slot("worker", 0): None, Slot("worker", 1): -signal.SIGKILL}
-
-    def restart_slot(self, slot: Slot) -> None:
-        assert slot == Slot("worker", 1)
-        self.restarts.append(time.monotonic())
-
-
-def test_elastic_job_backs_off_before_it_replaces_a_worker(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.jobs.retry_policy.BACKOFF_S", (0.1, 0.3))
-    workers = {"min": 1, "max": 2}
-    job = job_of(program={"module": "this"}, topology="torchrun", workers=workers, retries=2)
-    run = create_run(job, LAUNCHERS.get("local")().render(job))
-    supervisor = Supervisor(run, SimpleNamespace(is_set=False))  # type: ignore[arg-type]
-    group, began = FakeProcessGroup(), time.monotonic()
-    monitor = AttemptMonitor(run, 0, supervisor._plan, job)
-
-    def poll_until_two_restarts() -> bool:
-        assert supervisor._poll(group, monitor, 0) is None  # type: ignore[arg-type]
-        return len(group.restarts) == 2
-
-    wait_until(poll_until_two_restarts)
-    end = time.monotonic() + 0.4
-    while time.monotonic() < end:  # then the worker is left out, while enough others are running
-        assert supervisor._poll(group, monitor, 0) is None  # type: ignore[arg-type]
-        time.sleep(0.01)
-    first, second = (at - began for at in group.restarts)
-    assert first >= 0.1
-    assert second - first >= 0.3
 
 
 # --- The local process of a remote slot

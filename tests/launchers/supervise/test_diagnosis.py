@@ -9,7 +9,8 @@ import pytest
 
 from stoker.errors import InputError
 from stoker.jobs.topology import Slot
-from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE, LOST_MARK, diagnose_slot
+from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE, diagnose_slot
+from stoker.launchers.supervise.slot_handle import Exited
 from stoker.telemetry.events import Recorder
 
 TABLE = """\
@@ -119,7 +120,7 @@ CLOSED = "[rank0]: RuntimeError: [gloo/pair.cc:553] Connection closed by peer [1
 def test_diagnosis_from_a_log(text: str, code: int, expected: str, tmp_path: Path) -> None:
     log = tmp_path / "worker-0.0.log"
     log.write_text(text)
-    message = diagnose_slot(Slot("worker", 0), code, log).message
+    message = diagnose_slot(Slot("worker", 0), Exited(code), log).message
     assert expected in message
     assert message.endswith(f"; log: {log}")
 
@@ -130,7 +131,7 @@ def test_error_mark_takes_precedence_over_the_log(tmp_path: Path) -> None:
         Recorder(rank=0, fd=file.fileno()).mark("error", "RuntimeError: Connection closed by peer")
         Recorder(rank=1, fd=file.fileno()).mark("error", "VerificationError: shard 7 is damaged (loader.py:10)")
         file.write(TABLE.format(code=1, other=1).encode())
-    diagnosis = diagnose_slot(Slot("worker", 0), 1, log)
+    diagnosis = diagnose_slot(Slot("worker", 0), Exited(1), log)
     assert (diagnosis.rank, diagnosis.error) == (1, "VerificationError: shard 7 is damaged (loader.py:10)")
 
 
@@ -138,17 +139,20 @@ def test_mpirun_usage_error_is_bad_input(tmp_path: Path) -> None:
     """Its exit code prevents a retry; horizontal rules in the output of a worker are not mpirun's."""
     log = tmp_path / "log"
     log.write_text("mpirun: Error: unknown option \"--nosuch\"\nType 'mpirun --help' for usage.\n")
-    diagnosis = diagnose_slot(Slot("launcher", 0), 1, log)
+    diagnosis = diagnose_slot(Slot("launcher", 0), Exited(1), log)
     assert re.fullmatch(rf'launcher/0 .*: mpirun: unknown option "--nosuch"; log: {log}', diagnosis.message)
     assert diagnosis.error == 'mpirun: unknown option "--nosuch"'
     assert diagnosis.code == InputError.exit_code
     log.write_text(f"{'-' * 60}\nan invalid table\n{'-' * 60}\n")
-    assert (diagnose_slot(Slot("worker", 0), 1, log).code, diagnose_slot(Slot("worker", 0), 1, log).error) == (1, None)
+    diagnosis = diagnose_slot(Slot("worker", 0), Exited(1), log)
+    assert (diagnosis.code, diagnosis.error) == (1, None)
 
 
 def test_out_of_memory_explains_only_sigkill(tmp_path: Path) -> None:
-    assert "out of memory" in diagnose_slot(Slot("worker", 0), -9, tmp_path / "none", out_of_memory=True).message
-    message = diagnose_slot(Slot("worker", 0), -15, tmp_path / "none", out_of_memory=True).message
+    assert (
+        "out of memory" in diagnose_slot(Slot("worker", 0), Exited(-9, out_of_memory=True), tmp_path / "none").message
+    )
+    message = diagnose_slot(Slot("worker", 0), Exited(-15, out_of_memory=True), tmp_path / "none").message
     assert "SIGTERM" in message
     assert "out of memory" not in message
 
@@ -156,18 +160,18 @@ def test_out_of_memory_explains_only_sigkill(tmp_path: Path) -> None:
 def test_program_exiting_with_255_is_not_lost(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("Traceback (most recent call last):\nValueError: bad data\n")
-    diagnosis = diagnose_slot(Slot("worker", 0), 255, log)
+    diagnosis = diagnose_slot(Slot("worker", 0), Exited(255), log)
     assert not diagnosis.lost
     assert "exited with code 255: ValueError: bad data" in diagnosis.message
 
 
-def test_lost_mark_takes_precedence_over_the_log(tmp_path: Path) -> None:
+def test_exit_record_takes_precedence_over_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with log.open("wb") as file:
-        file.write(b"RuntimeError: Connection reset by peer\n")
-        file.flush()
-        Recorder(slot="worker/1", fd=file.fileno()).mark(LOST_MARK, "node2 has not responded for 30 s")
-    diagnosis = diagnose_slot(Slot("worker", 1), LOST_EXIT_CODE, log)
+    log.write_text("RuntimeError: Connection reset by peer\n")
+    lost = Exited(LOST_EXIT_CODE, "node2 has not responded for 30 s", is_lost=True)
+    diagnosis = diagnose_slot(Slot("worker", 1), lost, log)
     assert diagnosis.lost
     assert not diagnosis.is_secondary
     assert "worker/1 was lost: node2 has not responded for 30 s" in diagnosis.message
+    message = diagnose_slot(Slot("worker", 1), Exited(3, "node2: cannot start 'train'"), log).message
+    assert "worker/1 could not start: node2: cannot start 'train'" in message

@@ -9,6 +9,7 @@ from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import Attempt
 from stoker.launchers.kubernetes.status import SlotPod
 from stoker.launchers.supervise.diagnosis import Diagnosis, diagnose_slot
+from stoker.launchers.supervise.slot_handle import Exited
 
 
 class AttemptHistory:
@@ -29,7 +30,8 @@ class AttemptHistory:
         if pod.uid in self._diagnoses:
             return self._diagnoses[pod.uid]
         log = self._run.log_path(pod.slot, pod.attempt)
-        diagnosis = diagnose_slot(pod.slot, pod.exit_code or 1, log, out_of_memory=pod.reason == "OOMKilled")
+        exited = Exited(pod.exit_code or 1, out_of_memory=pod.reason == "OOMKilled")
+        diagnosis = diagnose_slot(pod.slot, exited, log)
         if self._is_log_complete(pod.uid):
             self._diagnoses[pod.uid] = diagnosis
         return diagnosis

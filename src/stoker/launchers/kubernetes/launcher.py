@@ -36,7 +36,8 @@ from stoker.launchers.kubernetes.manifests import build_manifests
 from stoker.launchers.kubernetes.plan import KubernetesPlan, read_code_files, read_kubernetes_plan, resolve_code_files
 from stoker.launchers.kubernetes.run_list import RUN_SELECTOR, list_cluster_runs
 from stoker.launchers.kubernetes.run_objects import label_run
-from stoker.launchers.local import read_run_logs, start_background_process
+from stoker.launchers.local import start_background_process
+from stoker.launchers.run_logs import read_run_logs
 from stoker.launchers.supervise.supervisor import supervisor_pid
 
 FOLLOWER_MODULE = "stoker.launchers.kubernetes.follower"

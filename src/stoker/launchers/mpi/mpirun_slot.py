@@ -23,7 +23,6 @@ from stoker.jobs.status import signal_from_exit_code
 from stoker.jobs.topology import Slot
 from stoker.launchers.mpi.mpirun_errors import PEER_EXITED, find_killed_rank, negate_signal
 from stoker.launchers.mpi.mpirun_output import TaggedLine, TagParser
-from stoker.launchers.supervise.monitor import SLOT_EXIT_MARK
 from stoker.remote.mpi_rank import RANK_EXIT_MARK, prefix_rank
 from stoker.telemetry.events import PREFIX, Recorder, parse
 
@@ -34,6 +33,8 @@ DRAIN_S = 1.0
 MAX_LINES = 400
 READ_BYTES = 1 << 20
 STDOUT = 1
+SLOT_EXIT_MARK = "slot_exit"
+"""Mark at the end of a worker's log with the exit code of the worker."""
 
 
 class RankLogWriter:

@@ -29,8 +29,8 @@ from stoker.launchers.ray.connection import (
     SubmittedDriver,
 )
 from stoker.launchers.ray.plan import RayPlan, read_ray_plan
-from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE, LOST_MARK, TAIL_BYTES
-from stoker.launchers.supervise.monitor import PENDING_MARK, SLOT_EXIT_MARK
+from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE, TAIL_BYTES
+from stoker.launchers.supervise.proxy_slots import LOST_MARK, PENDING_MARK, SLOT_EXIT_MARK
 from stoker.telemetry.events import Recorder
 from stoker.telemetry.reader import read_log
 

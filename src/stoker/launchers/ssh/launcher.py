@@ -45,7 +45,7 @@ from stoker.launchers.ssh.preflight import (
 )
 from stoker.launchers.ssh.prepare import MPI_RANK_FILE, PROFILER_FILE, is_prepared, prepare_hosts
 from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE
-from stoker.launchers.supervise.process_group import REMOTE_SLOT_ENV
+from stoker.launchers.supervise.proxy_slots import PROXY_ENV
 from stoker.launchers.supervise.supervisor import STOP_REQUEST_FILE
 from stoker.launchers.upload import list_files, total_size
 
@@ -432,7 +432,7 @@ def _plan_local_processes(plan: SshPlan, run: RunFolder, *, detach: bool) -> Loc
     argv = (sys.executable, "-m", "stoker.launchers.ssh.remote_slot", str(run.folder))
     slots = {}
     for name in (*plan.slots, *plan.standby):
-        env = {"STOKER_SLOT": name, "STOKER_ROLE": Slot.parse(name).role, **REMOTE_SLOT_ENV}
+        env = {"STOKER_SLOT": name, "STOKER_ROLE": Slot.parse(name).role, **PROXY_ENV}
         slots[name] = Command((*argv, name), env, str(run.folder))
     return LocalPlan(slots=slots, hosts=plan.hosts, detached=detach)
 

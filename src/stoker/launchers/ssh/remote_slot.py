@@ -39,7 +39,8 @@ from stoker.launchers.ssh.plan import read_ssh_plan
 from stoker.launchers.ssh.remote_exec import ExecForwarder, ExecRunner
 from stoker.launchers.ssh.slot_log import SlotLog
 from stoker.launchers.ssh.slot_task import HostContact, SlotTask
-from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE, LOST_MARK, OOM_NOTICE, TAIL_BYTES
+from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE, TAIL_BYTES
+from stoker.launchers.supervise.proxy_slots import LOST_MARK, OOM_NOTICE
 from stoker.remote import slot_daemon
 from stoker.telemetry.events import Recorder
 from stoker.telemetry.reader import read_log

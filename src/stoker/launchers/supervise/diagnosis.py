@@ -13,17 +13,14 @@ from stoker.jobs.status import signal_from_exit_code
 from stoker.jobs.topology import Slot
 from stoker.launchers.mpi.mpirun_errors import PEER_EXITED, classify_exit_code, explain_exit
 from stoker.launchers.supervise.error_lines import find_last_error
+from stoker.launchers.supervise.slot_handle import Exited
 from stoker.remote.mpi_rank import RANK_EXIT_MARK
 from stoker.telemetry.events import PEER_LOST, Event
-from stoker.telemetry.reader import read_log
+from stoker.telemetry.reader import find_marks, read_log
 
 TAIL_LINES, TAIL_BYTES = 400, 4 << 20
 LOST_EXIT_CODE = 255
-"""Exit code of a slot whose host is lost, as `ssh` uses it; a program may exit with it too, hence the mark."""
-LOST_MARK = "slot_lost"
-"""Mark in the log of a remote slot that it was lost, with the reason."""
-OOM_NOTICE = "out of memory: the kernel killed processes"
-"""Text in the log of a remote slot whose host reported OOM kills."""
+"""Exit code of a slot whose host is lost, as `ssh` uses it; a program may exit with it too."""
 # One failure in torchrun's table; the root cause comes last.
 _FAILURE = re.compile(r"rank\s*:\s*(?P<rank>\d+) \(local_rank.*?exitcode\s*:\s*(?P<code>-?\d+) ", re.DOTALL)
 _CLASS = re.compile(r"^\w+Error: ")
@@ -95,14 +92,14 @@ class Diagnosis:
         return f"exited with code {self.code}" + (f": {self.error}" if self.error else "")
 
 
-def diagnose_slot(slot: Slot, code: int, log: Path, *, out_of_memory: bool = False) -> Diagnosis:
+def diagnose_slot(slot: Slot, exited: Exited, log: Path) -> Diagnosis:
     """Return why a slot failed; of several failed ranks, the one that failed first by itself."""
+    code, out_of_memory = exited.code, exited.out_of_memory
+    if exited.is_lost or exited.reason:
+        return Diagnosis(slot, None, code, exited.reason, log, out_of_memory, lost=exited.is_lost)
     content = read_log(log, last=TAIL_BYTES)
     lines = content.lines[-TAIL_LINES:]
-    if lost_marks := _find_marks(content.events, LOST_MARK):
-        return Diagnosis(slot, None, code, str(lost_marks[-1].fields.get("detail")), log, lost=True)
-    errors = _find_marks(content.events, "error")
-    out_of_memory = out_of_memory or any(line.startswith("---") and OOM_NOTICE in line for line in lines)
+    errors = find_marks(content.events, "error")
     ranks = [(int(match["rank"]), int(match["code"])) for match in _FAILURE.finditer("\n".join(lines))]
     ranks += _failed_ranks(content.events)
     diagnoses = [
@@ -122,12 +119,8 @@ def diagnose_slot(slot: Slot, code: int, log: Path, *, out_of_memory: bool = Fal
 
 def _failed_ranks(events: Sequence[Event]) -> list[tuple[int, int]]:
     """Return rank and exit code of ranks that reported a failure, the first to fail last, as in torchrun's table."""
-    exits = _find_marks(events, RANK_EXIT_MARK)
+    exits = find_marks(events, RANK_EXIT_MARK)
     return [(event.rank, code) for event in reversed(exits) if (code := int(event.fields.get("code", 0)))]
-
-
-def _find_marks(events: Sequence[Event], name: str) -> list[Event]:
-    return [event for event in events if event.kind == "mark" and event.fields.get("name") == name]
 
 
 def _reported_error(errors: Sequence[Event], rank: int | None) -> str | None:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import linecache
-import os
-import signal
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.core.processes import find_processes_by_env, handles_signal, parent_pid, read_env
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import JobSpec
-from stoker.jobs.topology import Slot
-from stoker.launchers.plan import LocalPlan
-from stoker.launchers.supervise.diagnosis import LOST_MARK
+from stoker.jobs.topology import Slot, list_slots
 from stoker.launchers.supervise.hangs import RankKey, RankPosition, StackDump, describe_hang
-from stoker.launchers.supervise.process_group import ProcessGroup
+from stoker.launchers.supervise.slot_handle import SlotHandle, StackRequest
+from stoker.launchers.supervise.status_writer import log_remark
 from stoker.remote.mpi_rank import RANK_EXIT_MARK
 from stoker.telemetry.events import Event
 from stoker.telemetry.reader import LogTail
@@ -29,10 +24,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 STACK_DUMP_S = 2.0
-SLOT_EXIT_MARK = "slot_exit"
-"""Mark in the log of a delegated slot with its exit code, written by the process that manages the slot."""
-PENDING_MARK = "waiting"
-"""Mark with the reason why slots are not placed yet; a mark without a reason means that they are."""
+
+Handles = Mapping[Slot, SlotHandle]
 
 
 @dataclass(slots=True)
@@ -48,19 +41,13 @@ class Heartbeat:
 class AttemptMonitor:
     """Monitor for one attempt: follows the logs of its slots."""
 
-    def __init__(self, run: RunFolder, attempt: int, plan: LocalPlan, job: JobSpec) -> None:
+    def __init__(self, run: RunFolder, attempt: int, job: JobSpec) -> None:
         self._run, self._attempt, self._hang_after_s = run, attempt, float(job.hang_after)
-        self._is_remote, self._delegated = plan.is_remote, frozenset(map(Slot.parse, plan.delegated))
-        self._logs = {slot: LogTail(run.log_path(slot, attempt)) for slot in (*plan.commands, *self._delegated)}
+        self._logs = {slot: LogTail(run.log_path(slot, attempt)) for slot in list_slots(job)}
         self.last_step = -1
         """The highest step reported by any rank; -1 before the first heartbeat."""
-        self.exit_codes: dict[Slot, int] = {}
-        """Exit codes of delegated slots."""
-        self.lost_slots: set[Slot] = set()
         self.rank_failures: dict[Slot, int] = {}
         """The exit code of the first failed rank of each slot whose ranks report their exit."""
-        self.is_placed = not plan.waits_for_placement
-        self.pending_reason = ""
         self._heartbeats: dict[RankKey, Heartbeat] = {}
         self._scalar_writer = _make_scalar_writer(run, job)
 
@@ -80,8 +67,8 @@ class AttemptMonitor:
             for event in events:
                 if event.kind == "heartbeat":
                     self._record_heartbeat(slot, event)
-                elif event.kind == "mark":
-                    self._handle_mark(slot, event)
+                elif event.kind == "mark" and event.fields.get("name") == RANK_EXIT_MARK:
+                    self._record_rank_exit(slot, event)
         return text
 
     def _record_heartbeat(self, slot: Slot, event: Event) -> None:
@@ -94,37 +81,24 @@ class AttemptMonitor:
         self._heartbeats[slot, event.rank] = heartbeat
         self.last_step = max(self.last_step, heartbeat.step)
 
-    def _handle_mark(self, slot: Slot, event: Event) -> None:
-        """Record the exit of a rank or slot, a lost slot, or the reason why slots wait for placement."""
-        name, is_delegated = event.fields.get("name"), slot in self._delegated
-        if name == RANK_EXIT_MARK:
-            self._heartbeats.pop((slot, event.rank), None)
-            if code := _to_int(event.fields.get("code"), 1):
-                self.rank_failures.setdefault(slot, code)
-        elif name == LOST_MARK and self._is_remote:
-            self.lost_slots.add(slot)
-        elif name == SLOT_EXIT_MARK and is_delegated:
-            self.exit_codes[slot] = _to_int(event.fields.get("code"), 1)
-        elif name == PENDING_MARK and self._delegated and not is_delegated:
-            self.pending_reason = str(event.fields.get("detail") or "")
-            self.is_placed = not self.pending_reason
+    def _record_rank_exit(self, slot: Slot, event: Event) -> None:
+        self._heartbeats.pop((slot, event.rank), None)
+        if code := _to_int(event.fields.get("code"), 1):
+            self.rank_failures.setdefault(slot, code)
 
     def reset_slot(self, slot: Slot) -> None:
         """Forget the heartbeats of a slot that is about to be restarted."""
         self._heartbeats = {key: heartbeat for key, heartbeat in self._heartbeats.items() if key[0] != slot}
-        self.lost_slots.discard(slot)
 
-    def find_silent_ranks(self, processes: ProcessGroup, exit_codes: Mapping[Slot, int | None]) -> list[RankPosition]:
+    def find_silent_ranks(self, handles: Handles) -> list[RankPosition]:
         """Return the live ranks that hang: one without a heartbeat for `hang_after`, others for half of that."""
         now = time.monotonic()
         if self._hang_after_s <= 0 or all(beat.at >= now - self._hang_after_s for beat in self._heartbeats.values()):
             return []
         limit = now - self._hang_after_s / 2
-        for key in [key for key, heartbeat in self._heartbeats.items() if heartbeat.at < limit]:
-            # Of a remote rank we know only whether its slot has exited.
-            pid = self._heartbeats[key].pid
-            if not (exit_codes.get(key[0]) is None if self._is_remote else processes.is_alive(pid)):
-                del self._heartbeats[key]  # it exited normally, or the rank has a new process
+        for slot, rank in [key for key, heartbeat in self._heartbeats.items() if heartbeat.at < limit]:
+            if not handles[slot].has_process(self._heartbeats[slot, rank].pid):
+                del self._heartbeats[slot, rank]  # it exited normally, or the rank has a new process
         if all(beat.at >= now - self._hang_after_s for beat in self._heartbeats.values()):
             return []
         return [self._rank_position(key) for key, beat in sorted(self._heartbeats.items()) if beat.at < limit]
@@ -133,12 +107,12 @@ class AttemptMonitor:
         heartbeat = self._heartbeats[key]
         return RankPosition(*key, step=heartbeat.step, shard=heartbeat.shard)
 
-    def explain_hang(self, silent: Sequence[RankPosition], processes: ProcessGroup) -> str:
+    def explain_hang(self, silent: Sequence[RankPosition], handles: Handles) -> str:
         """Save the stacks of all ranks beside the logs, and return which rank hangs, in one sentence."""
-        dumps = self._dump_stacks(processes)
+        dumps = self._dump_stacks(handles)
         # The files of another machine may differ from those here.
-        read_source = (lambda *_: "") if self._is_remote else linecache.getline
-        hang = describe_hang(silent, dumps, self._hang_after_s, read_source)
+        has_sources = all(handle.reads_local_sources for handle in handles.values())
+        hang = describe_hang(silent, dumps, self._hang_after_s, linecache.getline if has_sources else lambda *_: "")
         log = self._run.log_path(hang.slot, self._attempt)
         return f"{hang.message}; stack traces of all ranks: {self._stacks_file}; log: {log}"
 
@@ -146,47 +120,42 @@ class AttemptMonitor:
     def _stacks_file(self) -> Path:
         return self._run.folder / f"stacks.{self._attempt}.txt"
 
-    def _dump_stacks(self, processes: ProcessGroup) -> list[StackDump]:
-        """Signal every process with a stack dump handler, and save and return the dumps."""
+    def _dump_stacks(self, handles: Handles) -> list[StackDump]:
+        """Ask every slot for the stacks of its processes, and save and return them."""
         text = [f"{slot}: {line}" for slot, line in self.read_events()]
         dumps = list[StackDump]()
-        leaders = processes.pids.values()
-        if self._is_remote:  # the local process of a remote slot forwards the signal to its ranks
-            lines = list[tuple[Slot, str]]()
-            for pid in leaders:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGUSR1)
-                lines += self._read_until_quiet()
-            text += [f"{slot}: {line}" for slot, line in lines]
-            for slot in dict.fromkeys(slot for slot, _ in lines):
-                ranks = tuple(self._rank_position(key) for key in sorted(self._heartbeats) if key[0] == slot)
-                dumps.append(StackDump(ranks, [line for source, line in lines if source == slot]))
-        # Not the leaders: the profiler would forward the signal to a program without a handler.
-        candidates = sorted(set(find_processes_by_env({"STOKER_RUN": self._run.id})) - set(leaders))
-        pids = [pid for pid in candidates if handles_signal(pid, signal.SIGUSR1)]
-        for pid in pids:
-            ranks = self._ranks_of(pid, pids)
-            names = [f"{rank.slot} (rank {rank.rank})" for rank in ranks]
-            text.append(f"--- {', '.join(names) or 'a process without a heartbeat'}, pid {pid}")
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
-            lines = self._read_until_quiet()  # one process at a time, because ranks share a log
-            text += [f"{slot}: {line}" for slot, line in lines]
-            dumps.append(StackDump(ranks, [line for _, line in lines]))
+        for slot, handle in handles.items():
+            for request in handle.dump_stacks():
+                lines = self._read_until_quiet()
+                if request.pid is not None:
+                    ranks = self._ranks_of(slot, request)
+                    names = [f"{rank.slot} (rank {rank.rank})" for rank in ranks]
+                    text.append(f"--- {', '.join(names) or 'a process without a heartbeat'}, pid {request.pid}")
+                    dumps.append(StackDump(ranks, [line for _, line in lines]))
+                else:
+                    dumps += self._split_by_slot(lines)
+                text += [f"{source}: {line}" for source, line in lines]
         self._run.write(self._stacks_file.name, "".join(f"{line}\n" for line in text).encode())
         return dumps
 
-    def _ranks_of(self, pid: int, pids: Collection[int]) -> tuple[RankPosition, ...]:
+    def _split_by_slot(self, lines: Sequence[tuple[Slot, str]]) -> list[StackDump]:
+        """Return the stacks in each log, for ranks that cannot be asked one by one."""
+        return [
+            StackDump(
+                tuple(self._rank_position(key) for key in sorted(self._heartbeats) if key[0] == slot),
+                [line for source, line in lines if source == slot],
+            )
+            for slot in dict.fromkeys(source for source, _ in lines)
+        ]
+
+    def _ranks_of(self, slot: Slot, request: StackRequest) -> tuple[RankPosition, ...]:
         """Return the rank that a process is, from its heartbeats or else its environment; none for its descendants."""
-        keys = [key for key, heartbeat in self._heartbeats.items() if heartbeat.pid == pid]
+        keys = [key for key, heartbeat in self._heartbeats.items() if key[0] == slot and heartbeat.pid == request.pid]
         if keys:
             return tuple(map(self._rank_position, keys))
-        env = read_env(pid)
-        slot, rank = env.get("STOKER_SLOT", ""), env.get("RANK", "")
-        is_unknown = rank.isdigit() and all(known != int(rank) for _, known in self._heartbeats)
-        if not slot or not is_unknown or parent_pid(pid) in pids:
+        if request.rank is None or any(rank == request.rank for _, rank in self._heartbeats):
             return ()
-        return (RankPosition(Slot.parse(slot), int(rank)),)
+        return (RankPosition(slot, request.rank),)
 
     def _read_until_quiet(self) -> list[tuple[Slot, str]]:
         """Read new lines until none arrive for a moment, for at most `STACK_DUMP_S`."""
@@ -205,7 +174,7 @@ class AttemptMonitor:
             try:
                 self._scalar_writer.write(events)
             except OSError as error:
-                print(f"cannot write TensorBoard event files: {error}")  # noqa: T201 (into supervisor.log)
+                log_remark(f"cannot write TensorBoard event files: {error}")
                 self._scalar_writer = None
 
 

@@ -1,115 +1,179 @@
-"""Process group of one attempt: start all slots of this machine together, poll them, stop them together."""
+"""Slots that are processes of this machine: start them together, poll them, stop them with all their descendants."""
 
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
-from stoker.core.processes import Process, find_processes_by_env, start, terminate_by_env, wait_until
+from stoker.core.processes import (
+    Process,
+    find_processes_by_env,
+    handles_signal,
+    kill_children,
+    parent_pid,
+    read_env,
+    start,
+    terminate_by_env,
+)
+from stoker.core.spec import load
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import RESERVED_ENV
 from stoker.jobs.status import signal_from_exit_code
-from stoker.jobs.topology import Command, Slot, list_slots
-from stoker.telemetry.log_times import LogTimesSampler
+from stoker.jobs.topology import Command, Slot
+from stoker.launchers.plan import LocalPlan
+from stoker.launchers.supervise.slot_handle import Exited, Running, SlotBackend, SlotHandle, StackRequest
+from stoker.remote.profiler import machine_oom_kills
 
 LEFTOVER_GRACE_S = 5.0
-REMOTE_SLOT_ENV = {"STOKER_STANDS_IN": "1"}
-"""Environment that identifies the local process of a remote slot, which has no processes of the slot below it."""
 
 
-class ProcessGroup:
-    """The processes of one attempt; each writes its own log, so that no output is lost with the supervisor."""
+class OomMonitor:
+    """Counter of OOM kills on this machine during the last seconds."""
 
-    def __init__(
-        self,
-        run: RunFolder,
-        attempt: int,
-        commands: Mapping[Slot, Command],
-        *,
-        final_grace_s: float = 0.0,
-        reattach: bool = False,
-    ) -> None:
-        """Start all slots.
+    def __init__(self) -> None:
+        self._counts = [(time.monotonic(), machine_oom_kills())]
 
-        `final_grace_s` is how long the local processes of remote slots have to see those killed. With `reattach` they
-        connect to slots that are running already.
-        """
-        self._final_grace_s = final_grace_s
-        self._run, self._attempt, self._commands = run, attempt, commands
-        self._processes: dict[Slot, Process] = {}
-        logs = {run.log_path(slot, attempt) for slot in (*commands, *list_slots(run.job))}
-        self.log_times = LogTimesSampler(logs)
-        """Writer of the times of log lines; `sample` is called while the slots run."""
+    def sample(self) -> None:
+        """Record the count, at most once per second."""
+        now = time.monotonic()
+        if now - self._counts[-1][0] >= 1.0:
+            self._counts = [*self._counts[-5:], (now, machine_oom_kills())]
+
+    def has_recent_kills(self) -> bool:
+        """Whether the kernel has killed a process since the oldest sample."""
+        return machine_oom_kills() > self._counts[0][1]
+
+
+class TaggedSlot:
+    """A slot on this machine, whose processes are found by their environment variables."""
+
+    reads_local_sources = True
+
+    def __init__(self, run: RunFolder, slot: Slot, leader: int | None = None) -> None:
+        """Take the process that the slot was started as: it may be the profiler, which forwards all signals."""
+        self._tags, self._leader = {"STOKER_RUN": run.id, "STOKER_SLOT": str(slot)}, leader
+
+    def has_process(self, pid: int) -> bool:
+        """Whether a process id belongs to a live process of the slot."""
+        return pid in find_processes_by_env(self._tags)
+
+    def dump_stacks(self) -> Iterator[StackRequest]:
+        """Signal one process after the other, because the ranks of a slot share a log."""
+        candidates = sorted(set(find_processes_by_env(self._tags)) - {self._leader})
+        pids = [pid for pid in candidates if handles_signal(pid, signal.SIGUSR1)]
+        for pid in pids:
+            rank = read_env(pid).get("RANK", "")
+            is_rank = rank.isdigit() and parent_pid(pid) not in pids
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+            yield StackRequest(pid, int(rank) if is_rank else None)
+
+
+class LocalSlot(TaggedSlot):
+    """A slot that is a process which we have started."""
+
+    def __init__(self, run: RunFolder, slot: Slot, process: Process, oom: OomMonitor) -> None:
+        super().__init__(run, slot, leader=process.pid)
+        self.process, self._oom = process, oom
+        self._exit: Exited | None = None
+
+    def poll(self) -> Running | Exited:
+        """Return the exit record once the process has exited; its descendants are stopped with the attempt."""
+        self._oom.sample()
+        if self._exit is None and (code := self.process.poll()) is not None:
+            self._exit = Exited(normalize_exit_code(code), out_of_memory=self._oom.has_recent_kills())
+        return self._exit or Running(pid=self.process.pid)
+
+    def terminate(self, *, force: bool = False) -> None:
+        """Send SIGTERM to the process, which stops its own children, or SIGKILL to its process group."""
+        if not force:
+            self.process.terminate()
+        elif self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+class LocalBackend:
+    """Backend for processes of this machine; each writes its own log, so that no output is lost with the supervisor."""
+
+    report_delay_s = 0.0
+    is_detached = False
+
+    def __init__(self, run: RunFolder, plan: LocalPlan) -> None:
+        self._run, self._plan = run, plan
+        self._keeps_port = bool(run.job.port)
+        self._oom = OomMonitor()
+        self._commands: Mapping[Slot, Command] = {}
+        self._env: dict[str, str] = {}
+        self._attempt = 0
+        self._slots: dict[Slot, LocalSlot] = {}
+
+    def prepare(self, grace_s: float, *, reattach: bool = False) -> None:  # noqa: ARG002
+        """Stop all processes that an earlier supervisor left behind."""
+        stop_leftovers(self._run, grace_s)
+
+    def start(self, attempt: int, *, reattach: bool = False) -> Mapping[Slot, SlotHandle]:  # noqa: ARG002
+        """Start all slots, with other ports if those of the plan are in use."""
+        plan = self._plan if self._keeps_port else self._plan.with_free_ports()
+        self._start_all(attempt, plan.commands)
+        return dict(self._slots)
+
+    def _start_all(self, attempt: int, commands: Mapping[Slot, Command], env: Mapping[str, str] | None = None) -> None:
+        self._attempt, self._commands, self._slots = attempt, commands, {}
         self._env = {
-            "STOKER_RUN": run.id,
+            "STOKER_RUN": self._run.id,
             "STOKER_ATTEMPT": str(attempt),
-            "STOKER_CHECKPOINT_DIR": str(run.folder / "checkpoints"),
-            **({"STOKER_CONTINUES": "1"} if reattach else {}),
+            "STOKER_CHECKPOINT_DIR": str(self._run.folder / "checkpoints"),
+            **(env or {}),
         }
         try:
             for slot in commands:
-                self._processes[slot] = self._start(slot)
+                self._slots[slot] = self._start(slot)
         except BaseException:
-            self.stop(0)
+            self.close(0)
             raise
 
-    def _start(self, slot: Slot) -> Process:
+    def _start(self, slot: Slot) -> LocalSlot:
         command = self._commands[slot]
         inherited = {name: value for name, value in os.environ.items() if not RESERVED_ENV.fullmatch(name)}
         env = {**inherited, **self._env, **command.env}
         with open(self._run.log_path(slot, self._attempt), "ab", buffering=0) as log:
-            return start(command.argv, env=env, cwd=command.cwd, stdout=log, stderr=log, terminate_with_parent=True)
+            process = start(command.argv, env=env, cwd=command.cwd, stdout=log, stderr=log, terminate_with_parent=True)
+        return LocalSlot(self._run, slot, process, self._oom)
 
-    @property
-    def pids(self) -> dict[Slot, int]:
-        """The process id of each slot."""
-        return {slot: process.pid for slot, process in self._processes.items()}
-
-    def exit_codes(self) -> dict[Slot, int | None]:
-        """Return the exit code of each slot (negative: the signal that killed it), None while it runs."""
-        return {slot: _normalize_exit_code(process.poll()) for slot, process in self._processes.items()}
-
-    def is_alive(self, pid: int) -> bool:
-        """Whether a process id belongs to a live process of this run."""
-        return pid in find_processes_by_env({"STOKER_RUN": self._run.id})
-
-    def restart_slot(self, slot: Slot) -> None:
-        """Start a lost slot again while the others keep running; its leftover processes are stopped first."""
-        self._processes[slot].stop(0)
+    def restart_slot(self, slot: Slot) -> SlotHandle:
+        """Start a slot again while the others keep running; its leftover processes are stopped first."""
+        self._slots[slot].process.stop(0)
         terminate_by_env({"STOKER_RUN": self._run.id, "STOKER_SLOT": str(slot)}, LEFTOVER_GRACE_S)
-        self._env.pop("STOKER_CONTINUES", None)
-        self._processes[slot] = self._start(slot)
+        self._slots[slot] = self._start(slot)
+        return self._slots[slot]
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until all slots have exited by themselves, for at most `timeout_s`."""
-        wait_until(self._have_exited, timeout_s)
-
-    def _have_exited(self) -> bool:
-        self.log_times.sample()
-        return None not in self.exit_codes().values()
-
-    def stop(self, grace_s: float) -> None:
-        """Stop every slot: SIGTERM to each and to its leftover processes, SIGKILL after `grace_s` in all."""
+    def close(self, grace_s: float) -> None:
+        """Stop every process group, every other process of the run, and every orphan that this process adopted."""
         deadline = time.monotonic() + grace_s
-        for process in self._processes.values():
-            process.terminate()
-        self.wait(grace_s)
-        if self._final_grace_s:  # the local process of a remote slot kills the slot on its second SIGTERM
-            for process in self._processes.values():
-                process.terminate()
-            self.wait(self._final_grace_s)
-        for process in self._processes.values():
-            process.stop(max(0.0, deadline - time.monotonic()))
+        for slot in self._slots.values():
+            slot.process.stop(max(0.0, deadline - time.monotonic()))
         stop_leftovers(self._run, max(0.0, deadline - time.monotonic()))
-        self.log_times.sample()
+        kill_children()
 
 
-def stop_leftovers(run: RunFolder, grace_s: float, *, only_remote_slots: bool = False) -> None:
-    """Stop all processes of a run, also those of an earlier supervisor; or only the local ones of remote slots."""
-    terminate_by_env({"STOKER_RUN": run.id, **(REMOTE_SLOT_ENV if only_remote_slots else {})}, grace_s)
+def open_local_backend(run: RunFolder) -> SlotBackend:
+    """Return the backend of a run on this machine: for its processes, or for mpirun, which starts the workers."""
+    plan = load((run.folder / "plan.json").read_bytes(), LocalPlan, run.folder / "plan.json")
+    if not plan.delegated:
+        return LocalBackend(run, plan)
+    from stoker.launchers.mpi.local_mpirun import LocalMpiBackend
+
+    return LocalMpiBackend(run, plan)
 
 
-def _normalize_exit_code(code: int | None) -> int | None:
+def stop_leftovers(run: RunFolder, grace_s: float) -> None:
+    """Stop all processes of a run on this machine, also those of an earlier supervisor."""
+    terminate_by_env({"STOKER_RUN": run.id}, grace_s)
+
+
+def normalize_exit_code(code: int) -> int:
     """Return death by a signal as the negative signal, also where a shell or the profiler reports 128 + signal."""
-    return code if code is None or not signal_from_exit_code(code) else -signal_from_exit_code(code)
+    return -signal_from_exit_code(code) or code

@@ -105,7 +105,7 @@ class SlotBackend(Protocol):
     report_delay_s: float
     """How much later than the failure of one slot the failures of its peers may be reported."""
     is_detached: bool
-    """Whether the slots keep running when this machine goes away; a shutdown then does not stop the run."""
+    """Whether the slots keep running without a supervisor, so that a shutdown of this machine does not stop the run."""
 
     def prepare(self, grace_s: float, *, reattach: bool = False) -> None:
         """Stop what an earlier supervisor left behind on this machine; with `reattach`, not the slots themselves."""
@@ -123,5 +123,8 @@ class SlotBackend(Protocol):
         ...
 
     def close(self, grace_s: float) -> None:
-        """End the attempt: stop leftovers of its slots, SIGTERM first, and release what was opened for it."""
+        """End the attempt: stop what its slots have left behind where it can be reached, SIGTERM first.
+
+        Its handles can be polled until the next start: a slot that was unreachable may report its exit later.
+        """
         ...
