@@ -61,6 +61,7 @@ def main() -> None:
             torch.save({**state, "data": dataset.state_dict(), "step": step}, path.with_suffix(".new"))
             path.with_suffix(".new").replace(path)  # atomic: a kill leaves the old or the new checkpoint
     dataset.close()
+    dist.barrier()  # Gloo may abort a rank that exits right after its last all-reduce
     dist.destroy_process_group()
 
 
