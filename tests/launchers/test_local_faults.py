@@ -93,7 +93,6 @@ class TestLocalFaults(LauncherTests):
         assert status.state is JobState.SUCCEEDED, status.message
         assert run.log_path(Slot("worker", 0), 0).read_bytes() == (tmp_path / "copy").read_bytes()
 
-    @pytest.mark.xfail(strict=True, reason="the log of the first slot of a retry begins with the reason for the retry")
     def test_log_of_a_retry_has_the_bytes_that_the_slot_wrote(self, launcher: Any) -> None:
         run, status = self.run_to_end(launcher, job_of("test $STOKER_ATTEMPT = 1 || kill -9 $$; echo ran", retries=1))
         assert len(status.attempts) == 2

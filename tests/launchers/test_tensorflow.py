@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from stoker.errors import SpecError
+from stoker.jobs.retry_policy import INVALID_INPUT, attempts_exhausted, not_retried
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
@@ -63,6 +64,28 @@ class TestLocal(LauncherTests):
         states = {slot.slot: (slot.state, slot.code) for slot in status.slots}
         assert states["evaluator/0"] == (JobState.FAILED, 3)
         assert states["ps/0"][0] is JobState.STOPPED
+
+    def test_failed_worker_is_restarted_alone(self, launcher: Any, tmp_path: Path) -> None:
+        fail_once = (
+            f"test $POD_NAME != worker-1 || {{ test -e {tmp_path}/tried || {{ touch {tmp_path}/tried; exit 7; }}; }}"
+        )
+        wait = f"test $POD_NAME != worker-1 || touch {tmp_path}/go; while ! test -e {tmp_path}/go; do sleep 0.05; done"
+        keep = "while test ${POD_NAME%-*} = ps; do sleep 0.1; done"
+        job = job_of(f"echo started $$; {fail_once}; {wait}; {keep}", **NO_CHIEF, retries=1)
+        run, status = self.run_to_end(launcher, job)
+        assert status.state is JobState.SUCCEEDED, status.message
+        assert [(attempt.number, attempt.code) for attempt in status.attempts] == [(0, 0)]
+        starts = {slot.slot: len(self.text(launcher, run, Slot.parse(slot.slot))) for slot in status.slots}
+        assert starts == {"worker/0": 1, "worker/1": 2, "ps/0": 1}
+
+    def test_restarts_of_a_worker_count_as_retries(self, launcher: Any) -> None:
+        script = "echo started; test $POD_NAME != worker-1 || exit 7; sleep 60"
+        run, status = self.run_to_end(launcher, job_of(script, **NO_CHIEF, retries=1))
+        assert (status.state, len(status.attempts)) == (JobState.FAILED, 1)
+        assert not_retried(attempts_exhausted(1, 1)) in status.message
+        assert self.text(launcher, run, Slot("worker", 1)) == ["started", "started"]
+        _, status = self.run_to_end(launcher, job_of(script.replace("exit 7", "exit 2"), **NO_CHIEF, retries=1))
+        assert not_retried(INVALID_INPUT) in status.message
 
     def test_failed_parameter_server_fails_the_job(self, launcher: Any) -> None:
         script = "test $POD_NAME != ps-1 || exit 7; sleep 60"

@@ -33,18 +33,20 @@ class GiveUp:
 Decision = Restart | GiveUp
 
 
-def decide_retry(attempts: Sequence[Attempt], retries: int, *, is_elastic: bool = False) -> Decision:
+def decide_retry(
+    attempts: Sequence[Attempt], retries: int, *, is_elastic: bool = False, slot_restarts: int = 0
+) -> Decision:
     """Decide whether to restart the gang after a failed attempt.
 
     In an elastic job torchrun restarts failed ranks itself, so only a lost rendezvous or hang is handled here. Invalid
     input and missing dependencies are never retried. A program that failed by itself is retried only if its heartbeats
     report more steps than in the attempts before. One that has sent no heartbeat in any attempt, was killed, hung, or
-    was lost with its machine is always retried.
+    was lost with its machine is always retried. Restarts of single slots count as retries.
     """
     last = attempts[-1]
-    retried = len(attempts) - 1
+    retried = len(attempts) - 1 + slot_restarts
     if retried >= retries:
-        return GiveUp(attempts_exhausted(retries + 1) if retries else NO_RETRIES)
+        return GiveUp(attempts_exhausted(len(attempts), slot_restarts) if retries else NO_RETRIES)
     if last.code in (InputError.exit_code, MissingError.exit_code):
         return GiveUp(INVALID_INPUT)
     has_failed_by_itself = not last.hung and not last.lost and not signal_from_exit_code(last.code)
@@ -56,9 +58,10 @@ def decide_retry(attempts: Sequence[Attempt], retries: int, *, is_elastic: bool 
     return Restart(backoff_s(retried))
 
 
-def attempts_exhausted(attempts: int) -> str:
+def attempts_exhausted(attempts: int, slot_restarts: int = 0) -> str:
     """Return the reason why a job is not retried after its last attempt."""
-    return f"no retries are left after {pluralize(attempts, 'attempt')}"
+    restarts = f" and {pluralize(slot_restarts, 'restart')} of single slots" if slot_restarts else ""
+    return f"no retries are left after {pluralize(attempts, 'attempt')}{restarts}"
 
 
 def not_retried(reason: str) -> str:

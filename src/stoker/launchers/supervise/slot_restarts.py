@@ -6,11 +6,13 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from stoker.errors import InputError, MissingError
 from stoker.jobs.retry_policy import backoff_s
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import signal_from_exit_code
-from stoker.jobs.topology import Slot
-from stoker.launchers.supervise.slot_handle import Exited, SlotState, Unreachable
+from stoker.jobs.topology import Slot, get_topology
+from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE
+from stoker.launchers.supervise.slot_handle import Exited, Running, SlotState, Unreachable
 
 
 class RestartChoice(NamedTuple):
@@ -25,8 +27,14 @@ class SlotRestarts:
 
     def __init__(self, job: JobSpec) -> None:
         self._job = job
+        self._slot_roles = {role.name for role in get_topology(job).roles(job) if role.restart == "slot"}
         self.count = 0
         self._next_at: float | None = None
+
+    @property
+    def charged(self) -> int:
+        """How many of the job's retries are used up; an elastic job has the same number of each kind."""
+        return 0 if self._job.is_elastic else self.count
 
     def begin_attempt(self) -> None:
         """Forget a restart that was planned in the previous attempt."""
@@ -54,15 +62,14 @@ class SlotRestarts:
 
     def _may_restart(self, slot: Slot, state: SlotState) -> bool:
         """Whether a slot has failed in a way that a restart of it alone may help."""
-        if isinstance(state, Unreachable):
-            return state.is_lost and self._is_replaceable(slot)
-        if not isinstance(state, Exited) or not state.code:
+        if isinstance(state, Running) or (isinstance(state, Unreachable) and not state.is_lost):
             return False
-        return self._is_replaceable(slot) and bool(state.is_lost or signal_from_exit_code(state.code))
-
-    def _is_replaceable(self, slot: Slot) -> bool:
-        # Not the first worker of an elastic job, which hosts the rendezvous.
-        return self._job.is_elastic and slot.index > 0
+        code = state.code if isinstance(state, Exited) else LOST_EXIT_CODE
+        if slot.role in self._slot_roles:
+            return code not in (0, InputError.exit_code, MissingError.exit_code)
+        # Not the first worker of an elastic job, which hosts the rendezvous; torchrun itself restarts failed ranks.
+        is_replaceable = self._job.is_elastic and slot.index > 0
+        return is_replaceable and bool(state.is_lost or signal_from_exit_code(code))
 
 
 def _is_gone(state: SlotState) -> bool:

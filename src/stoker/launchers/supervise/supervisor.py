@@ -112,7 +112,12 @@ class Supervisor:
                 return JobState.STOPPED, STOPPED_MESSAGE
             if attempt.code == 0 and not attempt.hung:
                 return JobState.SUCCEEDED, ""
-            decision = decide_retry(self._attempts, self._job.retries, is_elastic=self._job.is_elastic)
+            decision = decide_retry(
+                self._attempts,
+                self._job.retries,
+                is_elastic=self._job.is_elastic,
+                slot_restarts=self._restarts.charged,
+            )
             survivors = runner.find_survivors()
             if has_no_lease(survivors):
                 return JobState.FAILED, insert_note(attempt.cause, _how_to_stop(self._run, survivors))
