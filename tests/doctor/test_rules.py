@@ -64,7 +64,7 @@ def make_facts(host: str = "a", **changes: Any) -> HostFacts:
 
 
 def checks_of_host(job: JobSpec, **changes: Any) -> dict[str, Check]:
-    return {check.what: check for check in check_hosts(job, {"a": make_facts(**changes)}, {"a": 1})}
+    return {check.what: check for check in check_hosts(job, {"a": make_facts(**changes)}, {"a": job.resources.gpus})}
 
 
 def make_report(subject: str, host: str = "a", slot: str = "worker/0", **fields: Any) -> ProbeReport:
@@ -72,7 +72,8 @@ def make_report(subject: str, host: str = "a", slot: str = "worker/0", **fields:
 
 
 def checks_of_reports(job: JobSpec, *reports: ProbeReport) -> dict[str, Check]:
-    result = ProbeResult({"worker/0": "a"}, reports)
+    gpus = {report.slot: job.resources.gpus for report in reports}
+    result = ProbeResult({"worker/0": "a"}, reports, gpus=gpus)
     return {check.what: check for check in check_probe(job, [result], knows_hosts=True)}
 
 
@@ -129,7 +130,7 @@ def test_unreachable_host_has_no_other_checks() -> None:
         "b": HostFacts("b", {}, Issue("host", "does not answer")),
     }
     job = make_job(ssh={"user": "me", "config": "/c"})
-    assert check_hosts(job, facts, {"a": 1, "b": 1}) == [
+    assert check_hosts(job, facts, {"a": 0, "b": 0}) == [
         Check("host", False, "refuses your key", "ssh-copy-id a", "a", 5),
         Check("host", False, "does not answer", "try: ssh -F /c me@b", "b", 5),
     ]
@@ -188,10 +189,10 @@ def test_dial_targets() -> None:
 
 def test_ray_cluster() -> None:
     nodes, free = {"10.0.0.1": "alive", "10.0.0.2": "alive"}, {"CPU": 8.0}
-    cluster = RayFacts("http://h:8265", "2.1", "2.1", nodes, free, {"CPU": 2.0}, 4)
+    cluster = RayFacts("http://h:8265", "2.1", "2.1", nodes, free, {"CPU": 8.0})
     assert [check.fine for check in check_ray_cluster(cluster)] == [True] * 4
     nodes = {**nodes, "10.0.0.2": "dead"}
-    changed = cluster._replace(cluster_version="2.2", nodes=nodes, bundle={"CPU": 1.0, "GPU": 1.0})
+    changed = cluster._replace(cluster_version="2.2", nodes=nodes, needed={"CPU": 4.0, "GPU": 4.0})
     _, version, dead, capacity = check_ray_cluster(changed)
     assert (version.fine, version.found) == (None, "2.1 here, 2.2 there")
     assert (dead.fine, dead.found) == (None, "1 alive; dead: 10.0.0.2")
@@ -307,7 +308,7 @@ def test_worst_slot_of_a_host_is_reported() -> None:
 
 def test_every_missing_program_of_a_host_is_reported() -> None:
     job = make_job(topology="mpi", program={"command": ["train"]})
-    checks = [check for check in check_hosts(job, {"a": make_facts()}, {"a": 1}) if check.what == "program"]
+    checks = [check for check in check_hosts(job, {"a": make_facts()}, {"a": 0}) if check.what == "program"]
     train, mpirun = [check.found for check in checks]
     assert re.search(r"'train'.*PATH", train)
     assert re.search(r"\bmpirun\b.*PATH", mpirun)

@@ -47,7 +47,7 @@ def test_last_override_wins_and_list_items_can_be_removed() -> None:
 def test_override_changes_one_of_two_aliases() -> None:
     text = MINIMAL + "topology: tf-ps\nresources: &r {cpu: 2}\nroles: {ps: {resources: *r}}"
     job = parse_job(text, "job.yaml", ["resources.gpu=1"])
-    assert (job.resources.gpu, job.roles["ps"].resources.gpu) == (1, 0)
+    assert (job.resources.gpu, job.roles["ps"].resources.gpu) == (1, None)
 
 
 EXAMPLES = ("resources.gpu=4", "ssh.hosts[0]=node1")

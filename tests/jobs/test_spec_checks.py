@@ -247,8 +247,8 @@ def test_valid_combinations(keys: dict[str, Any]) -> None:
 def test_number_of_workers_and_ranks() -> None:
     elastic = parse_job(minimal(workers={"min": 2, "max": 8}, resources={"gpu": 4}), "job.yaml")
     assert (elastic.is_elastic, elastic.min_workers, elastic.max_workers) == (True, 2, 8)
-    assert elastic.ranks_per_worker == 4
+    assert elastic.ranks_of(0) == 4
     fixed = parse_job(minimal(workers=3, processes_per_worker=2, resources={"gpu": 4}), "job.yaml")
-    assert (fixed.is_elastic, fixed.min_workers, fixed.max_workers, fixed.ranks_per_worker) == (False, 3, 3, 2)
-    assert parse_job(minimal(topology="single", resources={"gpu": 4}), "job.yaml").ranks_per_worker == 1
-    assert parse_job(MINIMAL, "job.yaml").ranks_per_worker == 1
+    assert (fixed.is_elastic, fixed.min_workers, fixed.max_workers, fixed.ranks) == (False, 3, 3, (2, 2, 2))
+    assert parse_job(minimal(topology="single", resources={"gpu": 4}), "job.yaml").ranks == (1,)
+    assert parse_job(MINIMAL, "job.yaml").ranks == (1,)

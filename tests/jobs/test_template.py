@@ -13,7 +13,7 @@ COMMENTED_OUT = re.compile(r"^( *)# ( *(?:[a-z_]+|OMP_NUM_THREADS): *(?=\S|$))",
 def test_template_is_a_valid_job_file() -> None:
     job = parse_job(render_template("pets", "shards/train", "shards/val"), "job.yaml")
     assert (job.name, job.data.train, job.data.val) == ("pets", "shards/train", "shards/val")
-    assert (job.topology, job.workers, job.resources.gpu) == ("torchrun", "auto", 0)
+    assert (job.topology, job.workers, job.resources.gpu) == ("torchrun", "auto", None)
 
 
 def test_template_is_valid_with_every_line_uncommented() -> None:

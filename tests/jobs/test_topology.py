@@ -23,7 +23,10 @@ def make_job(**keys: Any) -> JobSpec:
 
 def render(job: JobSpec, cores: int = 8) -> dict[Slot, Command]:
     hosts = {slot: f"host-{slot.index}" for slot in list_slots(job)}
-    book = AddressBook(hosts=hosts, port=29500, python="py", cores=cores, env={"GLOO_SOCKET_IFNAME": "eth0"})
+    cores_per_rank = cores // job.world_size
+    book = AddressBook(
+        hosts=hosts, port=29500, python="py", cores_per_rank=cores_per_rank, env={"GLOO_SOCKET_IFNAME": "eth0"}
+    )
     commands = {slot: command for slot, command in render_commands(job, book).items() if isinstance(command, Command)}
     assert commands.keys() == hosts.keys()
     return commands
@@ -104,7 +107,7 @@ def test_all_slots_lead_without_a_lead_role() -> None:
 def render_mpirun(job: JobSpec, *addresses: str, **keys: Any) -> tuple[Command, list[Standby]]:
     workers = addresses or ("10.0.0.1", "10.0.0.2")
     hosts = {Slot("launcher", 0): workers[0]} | {Slot("worker", index): host for index, host in enumerate(workers)}
-    book = AddressBook(hosts=hosts, port=29500, python="py", cores=8, env={"GLOO_SOCKET_IFNAME": "eth0"}, **keys)
+    book = AddressBook(hosts=hosts, port=29500, python="py", env={"GLOO_SOCKET_IFNAME": "eth0"}, **keys)
     command, *workers_standby = render_commands(job, book).values()
     assert isinstance(command, Command)
     assert all(isinstance(standby, Standby) for standby in workers_standby)

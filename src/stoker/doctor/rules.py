@@ -65,17 +65,19 @@ class ProbeResult(NamedTuple):
     """Why it was still pending at the end."""
     stop_error: StokerError | None = None
     """Why it could not be stopped."""
+    gpus: Mapping[str, int] = {}
+    """The number of GPUs that each slot needs."""
 
 
 # --- SSH hosts
 
 
-def check_hosts(job: JobSpec, facts_by_host: Mapping[str, HostFacts], slots: Mapping[str, int]) -> list[Check]:
-    """Check the facts of each SSH host."""
+def check_hosts(job: JobSpec, facts_by_host: Mapping[str, HostFacts], gpus: Mapping[str, int]) -> list[Check]:
+    """Check the facts of each SSH host; `gpus` is the number of GPUs that the job needs on it."""
     reachable = {host: host_facts.facts for host, host_facts in facts_by_host.items() if host_facts.issue is None}
     checks = [_check_connection(host_facts, make_client(job)) for host_facts in facts_by_host.values()]
     for host, facts in reachable.items():
-        checks += _check_host(job, host, facts, list(check_host(job, facts_by_host[host], slots[host])))
+        checks += _check_host(job, host, facts, list(check_host(job, facts_by_host[host], gpus[host])))
     checks += check_versions("python", {host: facts.get("version") for host, facts in reachable.items()})
     torches = {host: (facts.get("modules") or {}).get("torch") for host, facts in reachable.items()}
     checks += check_versions("torch", torches) if "torch" in required_modules(job) else []
@@ -187,8 +189,8 @@ class RayFacts(NamedTuple):
     cluster_version: str
     nodes: Mapping[str, str]
     free: Mapping[str, float]
-    bundle: Mapping[str, float]
-    workers: int
+    needed: Mapping[str, float]
+    """The resources of all workers of the job."""
 
 
 def check_ray_cluster(cluster: RayFacts) -> list[Check]:
@@ -212,12 +214,12 @@ def check_ray_cluster(cluster: RayFacts) -> list[Check]:
 
 def missing_resources(cluster: RayFacts) -> dict[str, float]:
     """Return the resources of which the job needs more than are free, with the amount it needs."""
-    needed = {name: each * cluster.workers for name, each in cluster.bundle.items() if name in ("CPU", "GPU")}
+    needed = {name: amount for name, amount in cluster.needed.items() if name in ("CPU", "GPU")}
     return {name: many for name, many in needed.items() if cluster.free and many > cluster.free.get(name, 0.0)}
 
 
 def _check_capacity(cluster: RayFacts) -> Check:
-    names = [name for name in ("CPU", "GPU") if name in cluster.free or name in cluster.bundle]
+    names = [name for name in ("CPU", "GPU") if name in cluster.free or name in cluster.needed]
     free = ", ".join(f"{cluster.free.get(name, 0.0):g} {name}s" for name in names)
     if missing := missing_resources(cluster):
         needed = ", ".join(f"{many:g} {name}s" for name, many in missing.items())
@@ -250,11 +252,17 @@ def check_probe(job: JobSpec, results: Sequence[ProbeResult], *, knows_hosts: bo
     """Check the results of all probe jobs; `knows_hosts`: the hosts themselves have been checked already."""
     reports = [report for result in results for report in result.reports]
     hosts = list(dict.fromkeys(report.host for report in reports))
-    slots = {host: len({report.slot for report in reports if report.host == host}) for host in hosts}
     checks = [check for result in results for check in _check_missing_slots(result)]
     if not knows_hosts:
         checks += _check_machines(reports)
-    checks += [check for host in hosts for check in _check_gpus(job, host, slots[host], reports)]
+    for host in hosts:
+        slots = {
+            (number, report.slot): result.gpus.get(report.slot, 0)
+            for number, result in enumerate(results)
+            for report in result.reports
+            if report.host == host
+        }
+        checks += _check_gpus(host, list(slots.values()), reports)
     disks = (_check_disk(job, report, by_ssh=knows_hosts) for report in reports if report.subject == "disk")
     checks += list(dict.fromkeys(disks))
     if "://" in (job.checkpoint.dir or ""):
@@ -300,7 +308,8 @@ def _check_machines(reports: Sequence[ProbeReport]) -> list[Check]:
     return checks
 
 
-def _check_gpus(job: JobSpec, host: str, slots: int, reports: Sequence[ProbeReport]) -> Iterator[Check]:
+def _check_gpus(host: str, gpus: Sequence[int], reports: Sequence[ProbeReport]) -> Iterator[Check]:
+    """Check the GPUs of a host; `gpus` is the number that each of its slots needs."""
     host_reports = [report for report in reports if report.host == host]
     gpus_by_slot = [dict(report.fields["names"]) for report in host_reports if report.subject == "gpus"]
     if not gpus_by_slot:
@@ -310,7 +319,7 @@ def _check_gpus(job: JobSpec, host: str, slots: int, reports: Sequence[ProbeRepo
     torch_counts = [
         int(report.fields["gpus"]) for report in host_reports if report.subject == "torch" and "gpus" in report.fields
     ]
-    needed = job.resources.gpu * slots
+    needed, smallest = sum(gpus), min(gpus)
     if len(names) < needed:
         fix = "check the driver with nvidia-smi, or: --set resources.gpu=0"
         yield Check(
@@ -321,10 +330,10 @@ def _check_gpus(job: JobSpec, host: str, slots: int, reports: Sequence[ProbeRepo
             host,
             _INVALID,
         )
-    elif needed and fewest < job.resources.gpu:
+    elif needed and fewest < smallest:
         fix = "check what sets CUDA_VISIBLE_DEVICES there: env or a scheduler"
         yield Check("gpus", False, f"a worker can use only {fewest} of {len(names)} GPUs", fix, host, _INVALID)
-    elif needed and torch_counts and min(torch_counts) < job.resources.gpu:
+    elif needed and torch_counts and min(torch_counts) < smallest:
         fix = "install a torch build for CUDA that matches the driver shown by nvidia-smi"
         yield Check("gpus", False, f"torch sees {min(torch_counts)} of {len(names)} GPUs", fix, host, _INVALID)
     else:

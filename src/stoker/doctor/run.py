@@ -42,12 +42,22 @@ from stoker.doctor.rules import (
 from stoker.errors import SpecError, StokerError, UnavailableError
 from stoker.jobs.launcher import Launcher, check_traits
 from stoker.jobs.run_folder import RunFolder, create_run, stoker_home
-from stoker.jobs.spec import CheckpointSpec, DataSpec, JobSpec, ProfileSpec, ProgramSpec, RoleSpec, parse_job
+from stoker.jobs.spec import (
+    CheckpointSpec,
+    DataSpec,
+    JobSpec,
+    ProfileSpec,
+    ProgramSpec,
+    RoleSpec,
+    WorkerGroupSpec,
+    parse_job,
+)
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import list_slots
 from stoker.jobs.topology_traits import find_topology
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.ssh.client import SshClient, expand_slots
+from stoker.launchers.ssh.gpus import count_needed_gpus, share_gpus
 from stoker.launchers.ssh.launcher import describe_unused_hosts
 from stoker.launchers.ssh.preflight import (
     HostFacts,
@@ -83,6 +93,8 @@ class ProbeJob(NamedTuple):
 
     job: JobSpec
     settings: dict[str, Any]
+    gpus: tuple[int, ...]
+    """The number of GPUs that each of its workers needs."""
     hosts: tuple[str, ...] = ()
     """The hosts that it leaves a directory on, which must be removed."""
 
@@ -157,10 +169,8 @@ def _prepare_by_rendering(job: JobSpec, launcher: Launcher[Any], target: str, no
         checks = checks_from_faults(error.faults)
     except StokerError as error:
         checks = [Check("job", False, error.what, error.hint or "", error.where or "", error.exit_code)]
-    gpus = not any(check.what == "resources.gpu" for check in checks)
-    return ProbePlan(
-        checks, [_make_probe_job(job, topology=job.topology, workers=job.max_workers, port=job.port, gpus=gpus)]
-    )
+    gpus = not any(check.what in ("resources.gpu", "workers") for check in checks)
+    return ProbePlan(checks, [_make_probe_job(job, topology=job.topology, port=job.port, gpus=gpus)])
 
 
 def _prepare_local(job: JobSpec, launcher: Launcher[Any], target: str, notify: Notify) -> ProbePlan:
@@ -171,7 +181,7 @@ def _prepare_local(job: JobSpec, launcher: Launcher[Any], target: str, notify: N
         checks.append(check_port(job.port, is_free=is_free))
         probe_job = probe_job if is_free else probe_job._replace(job=msgspec.structs.replace(probe_job.job, port=None))
     if job.traits.runs_ranks and find_spec("torch") is None:
-        probe_job = _make_probe_job(job, topology="single", workers=1, port=None)
+        probe_job = _make_probe_job(job, topology="single", workers=[0], port=None)
     return ProbePlan(checks, [probe_job])
 
 
@@ -192,12 +202,14 @@ def _prepare_ray(job: JobSpec, launcher: Launcher[Any], target: str, notify: Not
     except UnavailableError as error:
         check = Check("cluster", False, f"{error.where}: {error.what}", error.hint or "", code=error.exit_code)
         return ProbePlan([check], [])
-    checks, bundle = list[Check](), dict[str, float]()
+    checks, needed = list[Check](), Counter[str]()
     try:
-        bundle = launcher.render(job).bundle
+        rendered = launcher.render(job)
+        for slot in rendered.slots:
+            needed.update(rendered.bundle_of(slot))
     except SpecError as error:
         checks = checks_from_faults(error.faults)
-    cluster = RayFacts(address, ray.local_version(), version, nodes, free, bundle, job.max_workers)
+    cluster = RayFacts(address, ray.local_version(), version, nodes, free, needed)
     deadline = time.monotonic() + RAY_CAPACITY_TIMEOUT_S
     while missing_resources(cluster) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -205,8 +217,7 @@ def _prepare_ray(job: JobSpec, launcher: Launcher[Any], target: str, notify: Not
     checks = [*check_ray_cluster(cluster), *checks, *_check_uploaded_datasets(job)]
     if missing_resources(cluster):
         return ProbePlan([*checks, Check("probe", None, "skipped: the cluster has too few free resources")], [])
-    probe_job = _make_probe_job(job, topology=job.topology, workers=job.max_workers, port=job.port, is_remote=True)
-    return ProbePlan(checks, [probe_job])
+    return ProbePlan(checks, [_make_probe_job(job, topology=job.topology, port=job.port, is_remote=True)])
 
 
 def _prepare_ssh(job: JobSpec, launcher: Launcher[Any], target: str, notify: Notify) -> ProbePlan:  # noqa: ARG001
@@ -217,16 +228,16 @@ def _prepare_ssh(job: JobSpec, launcher: Launcher[Any], target: str, notify: Not
     faults = list(launcher.check(job))
     if any(fault.path == "ssh.hosts" for fault in faults):
         raise SpecError(faults)
-    slots_by_host = Counter(hosts)
-    notify(f"Checking {pluralize(len(slots_by_host), 'host')}")
+    notify(f"Checking {pluralize(len(set(hosts)), 'host')}")
     with open_sessions(job, hosts) as sessions:
         facts = probe_hosts(sessions, job)
-        reachable = [host for host in slots_by_host if facts[host].issue is None]
+        reachable = [host for host in dict.fromkeys(hosts) if facts[host].issue is None]
         connected = {host: sessions[host] for host in reachable if host in used}
         routes = find_routes(job, connected, facts) if connected else None
+    job = share_gpus(job, used, {host: host_facts.facts.get("gpus", 0) for host, host_facts in facts.items()})
     checks = [
         *checks_from_faults(faults),
-        *check_hosts(job, facts, slots_by_host),
+        *check_hosts(job, facts, count_needed_gpus(job, hosts)),
         *(check_routes(job, routes, list(connected)) if routes else []),
         *([Check("ssh.hosts", None, note)] if (note := describe_unused_hosts(job)) else []),
     ]
@@ -251,13 +262,12 @@ def _plan_ssh_probes(
     job: JobSpec, facts: Mapping[str, HostFacts], hosts: list[str], routes: Routes | None
 ) -> _SshProbes:
     """Plan one probe job for the hosts that can all-reduce, and one for each other reachable host."""
-    slots_by_host = Counter(hosts)
+    needed = count_needed_gpus(job, hosts)
     issues = {
-        host: {issue.about for issue in check_host(job, host_facts, slots_by_host[host])}
-        for host, host_facts in facts.items()
+        host: {issue.about for issue in check_host(job, host_facts, needed[host])} for host, host_facts in facts.items()
     }
     route_issues = {issue.about for host_issues in (routes.issues if routes else {}).values() for issue in host_issues}
-    reachable = [host for host in slots_by_host if "host" not in issues[host]]
+    reachable = [host for host in dict.fromkeys(hosts) if "host" not in issues[host]]
     with_torch = [host for host in reachable if (facts[host].facts.get("modules") or {}).get("torch") is not None]
     collective, reason = list[str](), ""
     if job.traits.runs_ranks:
@@ -272,20 +282,26 @@ def _plan_ssh_probes(
     gpus = not any("gpus" in host_issues for host_issues in issues.values())
     probe_jobs = []
     if collective:
-        slots = tuple(host for host in hosts if host in collective)
+        workers = [index for index, host in enumerate(hosts) if host in collective]
         placement = _ProbeHosts(
-            slots, directory, _probe_python(job, facts, collective), has_first_host=hosts[0] in collective
+            tuple(hosts[index] for index in workers),
+            directory,
+            _probe_python(job, facts, collective),
+            has_first_host=hosts[0] in collective,
         )
         port = routes.port if routes and "port" in route_issues else job.port
         probe_jobs.append(
-            _make_probe_job(job, topology=job.topology, workers=len(slots), port=port, gpus=gpus, hosts=placement)
+            _make_probe_job(job, topology=job.topology, workers=workers, port=port, gpus=gpus, hosts=placement)
         )
     alone = [host for host in reachable if host not in collective]
     for number, host in enumerate(alone[:MAX_SINGLE_HOST_PROBES]):
         placement = _ProbeHosts(
             (host,), f"{directory}-{number}", _probe_python(job, facts, [host]), has_first_host=host == hosts[0]
         )
-        probe_jobs.append(_make_probe_job(job, topology="single", workers=1, port=None, gpus=gpus, hosts=placement))
+        workers = [min(hosts.index(host), job.max_workers - 1)]
+        probe_jobs.append(
+            _make_probe_job(job, topology="single", workers=workers, port=None, gpus=gpus, hosts=placement)
+        )
     return _SshProbes(probe_jobs, reason, len(alone[MAX_SINGLE_HOST_PROBES:]))
 
 
@@ -332,16 +348,19 @@ def _make_probe_job(
     job: JobSpec,
     *,
     topology: str,
-    workers: int,
     port: int | None,
+    workers: Sequence[int] | None = None,
     gpus: bool = True,
     hosts: _ProbeHosts | None = None,
     is_remote: bool = False,
 ) -> ProbeJob:
-    """Build a probe job: like the job, but with the probe as its program, and no retries."""
+    """Build a probe job: like the job, but with the probe as its program, and no retries.
+
+    `workers` are the workers of the job that it has; default: all. Without `gpus`, it requests none.
+    """
     change = msgspec.structs.replace
     runs_ranks = find_topology(topology).traits.runs_ranks
-    job = job if gpus else change(job, resources=change(job.resources, gpu=0))
+    resources = [job.resources_of(worker) for worker in (range(job.max_workers) if workers is None else workers)]
     is_remote = is_remote or hosts is not None
     uploaded = _uploaded_datasets(job) if is_remote and (hosts is None or job.ssh.copy) else {}
     data = {"data.train": job.data.train, "data.val": job.data.val}
@@ -355,15 +374,16 @@ def _make_probe_job(
         "data": {key: url for key, url in data.items() if url and key not in uploaded},
         "via": None if job.data.via == "cluster" else job.data.via,
         "reduce": runs_ranks,
-        "gpus": job.resources.gpu > 0,
+        "gpus": gpus and any(each.gpus for each in resources),
     }
     probe_job = change(
         job,
         name="doctor",
         program=ProgramSpec(script="probe.py"),
         topology=topology,
-        workers=workers,
-        processes_per_worker=job.ranks_per_worker if runs_ranks else "auto",
+        workers=_select_workers(job, workers, gpus=gpus, runs_ranks=runs_ranks),
+        processes_per_worker=job.processes_per_worker if runs_ranks else "auto",
+        resources=job.resources if gpus else change(job.resources, gpu=0),
         port=port,
         env={**job.env, probe.SETTINGS_ENV: json.dumps(settings)},
         data=DataSpec(),
@@ -378,11 +398,27 @@ def _make_probe_job(
         tensorboard=False,
     )
     if hosts is None:
-        return ProbeJob(probe_job, settings)
+        return ProbeJob(probe_job, settings, tuple(each.gpus for each in resources))
     ssh = change(
         job.ssh, hosts=hosts.hosts, workdir=hosts.directory, copy=True, exclude=(), setup=None, python=hosts.python
     )
-    return ProbeJob(change(probe_job, ssh=ssh), settings, hosts.hosts)
+    return ProbeJob(change(probe_job, ssh=ssh), settings, tuple(each.gpus for each in resources), hosts.hosts)
+
+
+def _select_workers(
+    job: JobSpec, workers: Sequence[int] | None, *, gpus: bool, runs_ranks: bool
+) -> int | tuple[WorkerGroupSpec, ...]:
+    """Return some workers of a job, or all of them, as the probe job has them."""
+    workers = range(job.max_workers) if workers is None else workers
+    if not isinstance(job.workers, tuple):
+        return len(workers)
+    groups = []
+    for worker in workers:
+        resources = job.resources_of(worker)
+        resources = resources if gpus else msgspec.structs.replace(resources, gpu=0)
+        ranks = job.ranks_of(worker) if runs_ranks else None
+        groups.append(WorkerGroupSpec(resources=resources, processes_per_worker=ranks))
+    return tuple(groups)
 
 
 PREPARERS: dict[str, Callable[[JobSpec, Launcher[Any], str, Notify], ProbePlan]] = {
@@ -451,8 +487,9 @@ def _collect_result(
     """Wait for a probe job to finish, and read its reports."""
     workers = [str(slot) for slot in list_slots(probe_job.job) if slot.role == "worker"]
     hosts = dict(zip(workers, probe_job.hosts or [""] * len(workers), strict=True))
+    gpus = dict(zip(workers, probe_job.gpus, strict=True))
     if run is None:
-        return ProbeResult(hosts, (), fault, probe_job.settings["reduce"])
+        return ProbeResult(hosts, (), fault, probe_job.settings["reduce"], gpus=gpus)
     while not launcher.status(run.handle).state.is_final and time.monotonic() < deadline:
         time.sleep(POLL_S)
     status = launcher.status(run.handle)
@@ -469,7 +506,7 @@ def _collect_result(
         for event in read_events(run.logs)
         if event.fields.get("name") == probe.MARK_NAME and (subject := str(event.fields.get("subject", "")))
     )
-    return ProbeResult(hosts, reports, fault, probe_job.settings["reduce"], pending_reason)
+    return ProbeResult(hosts, reports, fault, probe_job.settings["reduce"], pending_reason, gpus=gpus)
 
 
 def _host_name(rendered: Any, fields: Mapping[str, Any]) -> str:

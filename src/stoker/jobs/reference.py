@@ -115,19 +115,18 @@ def _structs(struct: type[msgspec.Struct], path: str) -> Iterator[tuple[str, typ
     """Yield a struct and all structs inside it, each with the path of its key."""
     yield path, struct
     for field in msgspec.structs.fields(struct):
-        inner, suffix = _struct_in(field.type)
-        if inner is not None:
+        for inner, suffix in _structs_in(field.type):
             yield from _structs(inner, f"{path}.{field.encode_name}{suffix}".removeprefix("."))
 
 
-def _struct_in(into: Any) -> tuple[type[msgspec.Struct] | None, str]:
-    """Return the struct of a field, whether alone, in a list or in a mapping, and the suffix of its path."""
+def _structs_in(into: Any) -> Iterator[tuple[type[msgspec.Struct], str]]:
+    """Yield the structs of a field, whether alone, in a list or in a mapping, each with the suffix of its path."""
     bare = unwrap(into)
     if isinstance(bare, type) and issubclass(bare, msgspec.Struct):
-        return bare, ""
+        yield bare, ""
     suffix = {dict: ".NAME", tuple: "[]"}.get(get_origin(bare), "")
-    structs = (_struct_in(member)[0] for member in get_args(bare))
-    return next((struct for struct in structs if struct is not None), None), suffix
+    for member in get_args(bare):
+        yield from ((struct, f"{inner}{suffix}") for struct, inner in _structs_in(member))
 
 
 def _section(struct: type[msgspec.Struct], path: str) -> str:
@@ -147,10 +146,10 @@ def _type_cell(into: Any) -> str:
     """Describe a type in a table cell."""
     bare = unwrap(into)
     origin, arguments = get_origin(bare), get_args(bare)
-    struct = _struct_in(into)[0]
+    struct = next((struct for struct, _ in _structs_in(into)), None)
     if struct is not None and origin not in (Union, UnionType):
         text = {dict: "mapping of mappings", tuple: "list of mappings"}.get(origin, "mapping")
-        return f"[{text}](#{re.sub(r'[^a-z0-9_]', '', _section_paths()[struct].lower())})"
+        return f"[{text}](#{_anchors()[struct]})"
     match origin:
         case _ if bare in (Bytes, Seconds):
             return "size" if bare is Bytes else "duration"
@@ -164,6 +163,17 @@ def _type_cell(into: Any) -> str:
             return "list of mappings" if get_origin(unwrap(arguments[0])) is dict else "list of strings"
         case _:
             return re.sub("^an? (non-empty )?", "", spec.describe_type(into))
+
+
+def _anchors() -> dict[type[msgspec.Struct], str]:
+    """Return the anchor of each section, as GitHub derives it from the title; it numbers those that are the same."""
+    anchors: dict[type[msgspec.Struct], str] = {}
+    slugs: list[str] = []
+    for struct, path in _section_paths().items():
+        slug = re.sub(r"[^a-z0-9_]", "", path.lower())
+        anchors[struct] = f"{slug}-{slugs.count(slug)}" if slug in slugs else slug
+        slugs.append(slug)
+    return anchors
 
 
 def _description(into: Any) -> str:

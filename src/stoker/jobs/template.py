@@ -22,10 +22,10 @@ topology: torchrun            # single: one process
 workers: auto                 # machines: all of ssh.hosts, otherwise 1; {{min: 2, max: 8}}: elastic
 processes_per_worker: auto    # ranks per worker: one per GPU, at least 1
 
-resources:                    # of one worker
-  gpu: 0
-  # cpu: 8
-  # memory: 32Gi
+# resources:                  # of one worker
+#   gpu: 8                    # default: with --on ssh all GPUs of the hosts, otherwise none
+#   cpu: 8
+#   memory: 32Gi
 
 data:                         # passed to the program as STOKER_DATA_TRAIN, STOKER_DATA_VAL, …
   train: {train}

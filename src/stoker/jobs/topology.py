@@ -51,8 +51,8 @@ class AddressBook:
     """Command of the profiler; default: its module."""
     mpi_rank: tuple[str, ...] = ()
     """Command of the wrapper between mpirun and a rank; default: its module."""
-    cores: int = 1
-    """CPU cores of one worker, for jobs that do not set `resources.cpu`."""
+    cores_per_rank: int = 1
+    """CPU cores of one rank, for workers without `resources.cpu`."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that depend on the machine, such as the network interface."""
     has_rsh_agent: bool = False
@@ -188,9 +188,15 @@ def profiler_argv(job: JobSpec, book: AddressBook) -> tuple[str, ...]:
     return (*argv, "--every", f"{float(job.profile.every):g}", "--")
 
 
+def threads_per_rank(job: JobSpec, worker: int, book: AddressBook) -> int:
+    """Return the number of threads of a rank: its share of the CPU cores of its worker."""
+    cpu = job.resources_of(worker).cpu
+    return max(1, math.ceil(cpu) // job.ranks_of(worker) if cpu else book.cores_per_rank)
+
+
 def slot_env(job: JobSpec, slot: Slot, book: AddressBook) -> dict[str, str]:
     """Return the environment variables of a slot, without empty ones."""
-    cores = math.ceil(job.resources.cpu) if job.resources.cpu else book.cores
+    worker = slot.index if slot.role == "worker" else 0
     cache = job.data.cache
     env = {
         "STOKER_JOB": job.name,
@@ -206,7 +212,7 @@ def slot_env(job: JobSpec, slot: Slot, book: AddressBook) -> dict[str, str]:
         "STOKER_CHECKPOINT_DIR": job.checkpoint.dir,
         "STOKER_CHECKPOINT_KEEP": str(job.checkpoint.keep),
         "STOKER_GRACE_S": f"{float(job.grace):g}",
-        "OMP_NUM_THREADS": str(max(1, cores // job.ranks_per_worker)),
+        "OMP_NUM_THREADS": str(threads_per_rank(job, worker, book)),
         "PYTHONUNBUFFERED": "1",
     }
     return {name: value for name, value in env.items() if value}

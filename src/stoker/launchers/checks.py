@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from stoker.core.units import pluralize
@@ -22,19 +22,27 @@ def visible_gpus() -> list[str]:
     return sorted((path.name[6:] for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()), key=int)
 
 
-def check_gpus(job: JobSpec, workers: int) -> Iterator[Fault]:
+def check_gpus(job: JobSpec) -> Iterator[Fault]:
     """Yield a fault if this machine has too few GPUs for the workers of a job."""
-    available, needed = len(visible_gpus()), job.resources.gpu * workers
+    available, needed = len(visible_gpus()), sum_gpus(job, range(job.max_workers))
     if needed > available:
         what = f"the job needs {pluralize(needed, 'GPU')}, but this machine has {available or 'none'}"
-        yield Fault("resources.gpu", f"{what} (to run on CPUs, pass --set resources.gpu=0)")
+        if isinstance(job.workers, tuple):
+            yield Fault("workers", f"{what} (use fewer workers, or fewer GPUs)")
+        else:
+            yield Fault("resources.gpu", f"{what} (to run on CPUs, pass --set resources.gpu=0)")
+
+
+def sum_gpus(job: JobSpec, workers: Iterable[int]) -> int:
+    """Return how many GPUs some workers of a job need."""
+    return sum(job.resources_of(worker).gpus for worker in workers)
 
 
 def check_gpu_roles(job: JobSpec) -> Iterator[Fault]:
     """Yield a fault for each role other than the workers that requests GPUs where slots share a machine."""
     local_roles = {slot.role for slot in list_slots(job)}
     for name, role in job.roles.items():
-        if role.resources.gpu and name in local_roles:
+        if role.resources.gpus and name in local_roles:
             yield Fault(f"roles.{name}.resources.gpu", "only workers can have GPUs here; remove this key")
 
 

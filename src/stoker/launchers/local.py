@@ -34,6 +34,7 @@ from stoker.launchers.checks import (
     check_secret_env,
     check_secret_files,
     check_via,
+    sum_gpus,
     visible_gpus,
 )
 from stoker.launchers.paths import programs_by_key, resolve_job_paths
@@ -70,7 +71,7 @@ class LocalLauncher:
             lambda job: _check_shards("data.train", job.data.train),
             lambda job: _check_shards("data.val", job.data.val),
             check_via,
-            lambda job: check_gpus(job, job.max_workers),
+            check_gpus,
             check_secret_env,
             check_secret_files,
         )
@@ -182,7 +183,7 @@ def _address_book(job: JobSpec, port: int, ports: dict[Slot, int]) -> AddressBoo
         # By path and without site-packages, so that no module of the user can shadow them.
         profiler=(sys.executable, "-I", "-S", profiler.__file__),
         mpi_rank=(sys.executable, "-I", "-S", mpi_rank.__file__),
-        cores=max(1, len(os.sched_getaffinity(0)) // job.max_workers),
+        cores_per_rank=len(os.sched_getaffinity(0)) // job.world_size,
         # The host name of a laptop often does not resolve.
         env={"GLOO_SOCKET_IFNAME": "lo"},
     )
@@ -230,7 +231,7 @@ def start_background_process(
 
 def _count_workers(job: JobSpec) -> int:
     """Return how many workers fit on this machine: by GPUs where workers have some, else one."""
-    return max(1, len(visible_gpus()) // job.resources.gpu) if job.resources.gpu else 1
+    return max(1, len(visible_gpus()) // job.resources.gpus) if job.resources.gpus else 1
 
 
 def _absolute(path: str | None) -> str | None:
@@ -270,17 +271,15 @@ def _search_path(job: JobSpec, folder: Path) -> str:
 
 def _gpu_env(job: JobSpec, slot: Slot) -> dict[str, str]:
     """Return CUDA_VISIBLE_DEVICES for a slot, so that workers do not share GPUs."""
-    per_worker = job.resources.gpu
-    if (
-        slot.role != "worker" and not job.traits.has_standby_workers
-    ):  # TensorFlow would allocate the memory of every visible GPU
-        return {"CUDA_VISIBLE_DEVICES": ""}
-    if not per_worker or job.max_workers == 1:
+    if slot.role != "worker" and not job.traits.has_standby_workers:
+        return {"CUDA_VISIBLE_DEVICES": ""}  # TensorFlow would allocate the memory of every visible GPU
+    needed = sum_gpus(job, range(job.max_workers))
+    if not needed or job.max_workers == 1:
         return {}
     if slot.role != "worker":  # mpirun, for all workers
-        return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[: job.max_workers * per_worker])}
-    first = slot.index * per_worker
-    return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[first : first + per_worker])}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[:needed])}
+    first = sum_gpus(job, range(slot.index))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[first : first + job.resources_of(slot.index).gpus])}
 
 
 def _ignored_settings(job: JobSpec) -> Iterator[str]:

@@ -177,10 +177,11 @@ def main(argv: list[str]) -> int:
     if argv[0] == AGENT_FLAG:
         return start_daemon(argv[1], argv[2:])
     load_secrets(os.environ)
-    ranks, gpus, first, command = _parse_arguments(argv)
-    rank = set_rank_env(os.environ, ranks, gpus)
-    if rank % ranks:
-        command = command[first:]
+    options, command = _parse_arguments(argv)
+    rank = set_rank_env(os.environ, options)
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if int(os.environ["LOCAL_RANK"]):
+        command = command[options["--first"][0] :]
     stop = StopRequest(float(os.environ.get("STOKER_GRACE_S", "30")))
     output_file = os.environ.get(OUTPUT_ENV)
     if output_file:
@@ -212,30 +213,53 @@ def load_secrets(environ: Any) -> None:
             environ[name] = file.read()
 
 
-def set_rank_env(environ: Any, ranks: int, gpus: int = 0) -> int:
+def set_rank_env(environ: Any, options: dict[str, list[int]]) -> int:
     """Set the variables of a rank and its slot from those of mpirun, as torchrun would; return the rank."""
     rank = _number(environ, "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-    worker, local = divmod(rank, ranks)
+    worker, local = find_worker(options["--ranks"], rank)
+    ranks = _of_worker(options["--ranks"], worker)
     environ["RANK"] = str(rank)
     environ["WORLD_SIZE"] = str(_number(environ, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
     environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"] = str(local), str(ranks)
     environ["STOKER_SLOT"], environ["STOKER_ROLE"], environ["STOKER_INDEX"] = f"worker/{worker}", "worker", str(worker)
-    workers_before = _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID") // ranks  # on the same node
-    own_gpus = environ.get(GPUS_ENV, "").split(",")[workers_before * gpus : (workers_before + 1) * gpus]
-    if gpus and len(own_gpus) == gpus:  # otherwise the job has set the variable itself
-        environ[GPUS_ENV] = ",".join(own_gpus)
+    if "--threads" in options:
+        environ["OMP_NUM_THREADS"] = str(_of_worker(options["--threads"], worker))
+    if "--gpus" in options:
+        # The workers of a node share its GPUs in their order.
+        first_rank = rank - _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+        first_worker = find_worker(options["--ranks"], first_rank)[0]
+        start = sum(_of_worker(options["--gpus"], other) for other in range(first_worker, worker))
+        gpus = _of_worker(options["--gpus"], worker)
+        own_gpus = [gpu for gpu in environ.get(GPUS_ENV, "").split(",") if gpu][start : start + gpus]
+        if len(own_gpus) == gpus:  # otherwise the job has set the variable itself
+            environ[GPUS_ENV] = ",".join(own_gpus)
     return rank
+
+
+def find_worker(ranks: list[int], rank: int) -> tuple[int, int]:
+    """Return the worker of a rank and the rank's number in it; `ranks` has the count of each worker, or one for all."""
+    if len(ranks) == 1:
+        return divmod(rank, ranks[0])
+    worker = 0
+    while rank >= ranks[worker]:
+        rank -= ranks[worker]
+        worker += 1
+    return worker, rank
+
+
+def _of_worker(numbers: list[int], worker: int) -> int:
+    return numbers[worker if len(numbers) > 1 else 0]
 
 
 def _number(environ: Any, *names: str) -> int:
     return int(next((environ[name] for name in names if name in environ), 0))
 
 
-def _parse_arguments(argv: list[str]) -> tuple[int, int, int, list[str]]:
-    """Parse `--ranks 2 --gpus 2 --first 6 -- COMMAND`, as the MPI topology writes it."""
+def _parse_arguments(argv: list[str]) -> tuple[dict[str, list[int]], list[str]]:
+    """Parse `--ranks 2,1 --gpus 2,1 --first 6 -- COMMAND`, as the MPI topology writes it: numbers by worker."""
     at = argv.index("--")
-    options = dict(zip(argv[:at:2], argv[1:at:2]))  # noqa: B905 (Python 3.8 has no strict)
-    return int(options["--ranks"]), int(options.get("--gpus", "0")), int(options.get("--first", "0")), argv[at + 1 :]
+    texts = {"--first": "0", **dict(zip(argv[:at:2], argv[1:at:2]))}  # noqa: B905 (Python 3.8 has no strict)
+    return {name: [int(number) for number in text.split(",")] for name, text in texts.items()}, argv[at + 1 :]
 
 
 def _start(command: list[str], output: int) -> subprocess.Popen[bytes]:

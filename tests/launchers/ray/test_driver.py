@@ -28,7 +28,7 @@ def test_slot_that_cannot_be_started_is_lost(
     monkeypatch.setattr(driver.ray, "get", fail)
     monkeypatch.setattr(driver, "NODE_FAILURE_S", 0)
     command = {"argv": ["true"], "env": {}, "cwd": None}
-    request = {"slots": {"worker/0": command}, "bundle": {}, "strategy": "PACK", "tags": {}, "grace_s": 1}
+    request = {"slots": {"worker/0": command}, "bundles": [{}], "strategy": "PACK", "tags": {}, "grace_s": 1}
     control: Any = SimpleNamespace(stop_requests=0)
     attempt = driver.Driver(request, control, driver.JsonFrameWriter(), can_scale=True)
     node = dict.fromkeys(("address", "python", "workdir", "home", "interface", "port"), "node1")
@@ -56,7 +56,7 @@ def test_placement_obstacles() -> None:
         ({"CPU": 1}, 3, "STRICT_SPREAD", {"CPU": 4}, "strict_spread needs 3 nodes, 2 are", True),
         ({"CPU": 1}, 3, "STRICT_PACK", {"CPU": 4}, "strict_pack needs one node", True),
     ):
-        obstacle = placement_obstacle(bundle, count, strategy, nodes, free)  # type: ignore[arg-type]
+        obstacle = placement_obstacle([bundle] * count, strategy, nodes, free)  # type: ignore[arg-type]
         assert expected in obstacle[0]
         assert obstacle[1] is is_too_small
 

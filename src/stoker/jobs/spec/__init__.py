@@ -22,6 +22,7 @@ from stoker.jobs.spec.sections import (
     SecretKeySpec,
     SshSpec,
     VolumeSpec,
+    WorkerGroupSpec,
 )
 from stoker.jobs.spec.types import DEFAULT_PORT, RESERVED_ENV
 
@@ -44,6 +45,7 @@ __all__ = [
     "SecretKeySpec",
     "SshSpec",
     "VolumeSpec",
+    "WorkerGroupSpec",
     "job_schema",
     "load_job",
     "parse_job",

@@ -243,6 +243,7 @@ def check_job(job: JobSpec) -> Iterator[Fault]:
         job,
         _check_topology,
         _check_workers,
+        _check_equal_workers,
         _check_processes_per_worker,
         _check_command_topology,
         _check_roles,
@@ -274,11 +275,24 @@ def _check_workers(job: JobSpec) -> Iterator[Fault]:
         yield Fault("workers", f"{what}; set a fixed number of workers for {job.topology}")
 
 
+def _check_equal_workers(job: JobSpec) -> Iterator[Fault]:
+    if not job.traits.runs_ranks and not job.has_equal_workers:
+        unequal = " and ".join(name for name, traits in list_traits().items() if traits.runs_ranks)
+        what = f"topology {job.topology} runs one process per worker and needs equal workers"
+        yield Fault("workers", f"{what}; use equal resources, or a topology that runs one rank per GPU: {unequal}")
+
+
 def _check_processes_per_worker(job: JobSpec) -> Iterator[Fault]:
-    if not job.traits.runs_ranks and job.processes_per_worker not in ("auto", 1):
-        is_alone = job.traits.max_workers == 1
-        reason = "runs one process" if is_alone else "runs one process per worker, with all its GPUs"
-        yield Fault("processes_per_worker", f"topology {job.topology} {reason}; remove this key")
+    if job.traits.runs_ranks:
+        return
+    processes = {"processes_per_worker": job.processes_per_worker}
+    for index, group in enumerate(job.workers if isinstance(job.workers, tuple) else ()):
+        processes[f"workers[{index}].processes_per_worker"] = group.processes_per_worker or "auto"
+    is_alone = job.traits.max_workers == 1
+    reason = "runs one process" if is_alone else "runs one process per worker, with all its GPUs"
+    for key, count in processes.items():
+        if count not in ("auto", 1):
+            yield Fault(key, f"topology {job.topology} {reason}; remove this key")
 
 
 def _check_command_topology(job: JobSpec) -> Iterator[Fault]:
@@ -309,7 +323,7 @@ def _check_role(job: JobSpec, name: str) -> Iterator[Fault]:
             yield Fault(f"roles.{name}.count", f"{what}: topology {job.topology} needs the role {name}")
         if traits.max_count is not None and count > traits.max_count:
             yield Fault(f"roles.{name}.count", f"must be 0 or {traits.max_count} for role {name}, got {count}")
-        if role.resources.gpu and not traits.has_gpus:
+        if role.resources.gpus and not traits.has_gpus:
             yield Fault(f"roles.{name}.resources.gpu", f"the role {name} gets no GPUs; remove this key")
 
 

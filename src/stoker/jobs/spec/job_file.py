@@ -11,7 +11,7 @@ import msgspec
 
 from stoker.core import json_io, spec, yaml_io
 from stoker.core.json_schema import json_schema
-from stoker.core.type_hints import default_of, field_types, origin_of, unwrap
+from stoker.core.type_hints import default_of, field_types, origin_of, union_members, unwrap
 from stoker.core.units import Bytes, Seconds
 from stoker.errors import Fault, InputError, NotFoundError, SpecError
 from stoker.jobs.overrides import SetKey, apply_overrides
@@ -71,8 +71,9 @@ def _drop_nulls(data: Any, into: Any) -> Any:
         }
     if origin_of(into) is dict and isinstance(data, Mapping):
         return {key: _drop_nulls(value, unwrap(get_args(into)[1])) for key, value in data.items()}
-    if origin_of(into) is tuple and isinstance(data, list):
-        return [_drop_nulls(value, unwrap(get_args(into)[0])) for value in data]
+    sequence = next((member for member in union_members(into) if origin_of(member) is tuple), None)
+    if sequence is not None and isinstance(data, list):
+        return [_drop_nulls(value, unwrap(get_args(unwrap(sequence))[0])) for value in data]
     return data
 
 

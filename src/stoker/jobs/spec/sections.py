@@ -87,12 +87,36 @@ class ResourcesSpec(Section, frozen=True, kw_only=True):
         describe("Number of CPU cores."),
     ] = None
     memory: Annotated[Bytes | None, describe("Memory.")] = None
-    gpu: Annotated[NonNegativeInt, describe("Number of GPUs.")] = 0
+    gpu: Annotated[
+        NonNegativeInt | None,
+        describe(
+            "Number of GPUs. Default: with `--on ssh` and `torchrun` or `mpi`, the worker's share of the GPUs of its "
+            "host; otherwise 0."
+        ),
+    ] = None
     gpu_type: Annotated[NonEmpty | None, describe("GPU model, using the cloud provider's name for it.")] = None
 
     def faults(self) -> Iterator[Fault]:
         """Yield invalid combinations."""
         return check_min_size("memory", self.memory)
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs; 0 if it is not set."""
+        return self.gpu or 0
+
+
+class WorkerGroupSpec(Section, frozen=True, kw_only=True):
+    """Equal workers of a job whose workers differ."""
+
+    count: Annotated[PositiveInt, describe("Number of workers.")] = 1
+    resources: Annotated[
+        ResourcesSpec | None, describe("Resources for one of these workers; default: the top-level `resources`.")
+    ] = None
+    processes_per_worker: Annotated[
+        Literal["auto"] | PositiveInt | None,
+        describe("Number of ranks per worker; default: the top-level `processes_per_worker`."),
+    ] = None
 
 
 class RoleSpec(Section, frozen=True, kw_only=True):
@@ -389,13 +413,17 @@ class JobSpec(Section, frozen=True, kw_only=True):
     ] = "torchrun"
     workers: Annotated[
         Annotated[
-            PositiveInt | ElasticSpec | Literal["auto", "all"],
-            expect("an integer >= 1, a range such as {min: 2, max: 8}, 'auto' or 'all'"),
+            PositiveInt
+            | ElasticSpec
+            | Annotated[tuple[WorkerGroupSpec, ...], msgspec.Meta(min_length=1)]
+            | Literal["auto", "all"],
+            expect("an integer >= 1, a range such as {min: 2, max: 8}, a list of groups of workers, 'auto' or 'all'"),
         ],
         describe(
             "Number of machines or pods. `auto`: with `--on ssh`, as many workers as the hosts have slots for; "
             "otherwise 1. `{min: 2, max: 8}`: an elastic job, in which torchrun adds and removes workers. "
-            "`all`: as many workers as fit when the job starts."
+            "`all`: as many workers as fit when the job starts. `[{count: 2, resources: {gpu: 8}}, {count: 1, "
+            "resources: {gpu: 1}}]`: workers that differ."
         ),
     ] = "auto"
     processes_per_worker: Annotated[
@@ -463,6 +491,8 @@ class JobSpec(Section, frozen=True, kw_only=True):
         """The maximum number of workers; 1 for `auto` and `all`, until the launcher has counted them."""
         if isinstance(self.workers, ElasticSpec):
             return self.workers.max
+        if isinstance(self.workers, tuple):
+            return sum(group.count for group in self.workers)
         return 1 if isinstance(self.workers, str) else self.workers
 
     @property
@@ -471,11 +501,63 @@ class JobSpec(Section, frozen=True, kw_only=True):
         return self.workers.min if isinstance(self.workers, ElasticSpec) else self.max_workers
 
     @property
-    def ranks_per_worker(self) -> int:
-        """The number of ranks per worker; 1 for topologies where one process uses all GPUs of its machine."""
-        if self.processes_per_worker != "auto":
-            return self.processes_per_worker
-        return max(self.resources.gpu, 1) if self.traits.runs_ranks else 1
+    def worker_groups(self) -> tuple[WorkerGroupSpec, ...]:
+        """The workers as groups of equal ones, in order; a single group unless `workers` is a list."""
+        if isinstance(self.workers, tuple):
+            return self.workers
+        return (WorkerGroupSpec(count=self.max_workers),)
+
+    @property
+    def has_equal_workers(self) -> bool:
+        """Whether all workers have the same resources and number of ranks."""
+        first, *others = self._worker_kinds()
+        return all(kind == first for kind in others)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The number of ranks of each worker."""
+        kinds = zip(self.worker_groups, self._worker_kinds(), strict=True)
+        return tuple(count for group, (_, count) in kinds for _ in range(group.count))
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of all workers."""
+        return sum(self.ranks)
+
+    def ranks_of(self, worker: int) -> int:
+        """Return the number of ranks of a worker; 1 for topologies where one process uses all GPUs of its machine."""
+        return self._kind_of(worker)[1]
+
+    def resources_of(self, worker: int) -> ResourcesSpec:
+        """Return the resources of a worker."""
+        return self._kind_of(worker)[0]
+
+    def with_workers_like(self, worker: int) -> JobSpec:
+        """Return the job with the same number of workers, all of which are like this one."""
+        if not isinstance(self.workers, tuple):
+            return self
+        resources, ranks = self._kind_of(worker)
+        processes = ranks if self.traits.runs_ranks else "auto"
+        change = msgspec.structs.replace
+        return change(self, workers=self.max_workers, resources=resources, processes_per_worker=processes)
+
+    def _kind_of(self, worker: int) -> tuple[ResourcesSpec, int]:
+        """Return the resources and the number of ranks of a worker."""
+        for group, kind in zip(self.worker_groups, self._worker_kinds(), strict=True):
+            if worker < group.count or len(self.worker_groups) == 1:
+                return kind
+            worker -= group.count
+        raise IndexError(f"the job has {self.max_workers} workers")
+
+    def _worker_kinds(self) -> list[tuple[ResourcesSpec, int]]:
+        """Return the resources and the number of ranks of the workers of each group."""
+        kinds = []
+        for group in self.worker_groups:
+            resources = self.resources if group.resources is None else group.resources
+            ranks = group.processes_per_worker or self.processes_per_worker
+            auto = max(resources.gpus, 1) if self.traits.runs_ranks else 1
+            kinds.append((resources, auto if ranks == "auto" else ranks))
+        return kinds
 
     def program_of(self, role: str) -> ProgramSpec:
         """Return the program of a role: its own, or that of the workers."""

@@ -22,6 +22,7 @@ from stoker.jobs.topology import (
     profiler_argv,
     program_argv,
     slot_env,
+    threads_per_rank,
 )
 from stoker.jobs.topology_traits import RoleTraits, TopologyTraits
 
@@ -32,7 +33,8 @@ _ATTEMPT_ENV_KUBERNETES = ("STOKER_RUN", "STOKER_ATTEMPT")
 """The same on Kubernetes, where there is no run folder."""
 _SLOT_ENV = ("STOKER_SLOT", "STOKER_ROLE", "STOKER_INDEX")
 """Variables that differ between ranks and are set for each of them."""
-_HOST_ENV = ("OMP_NUM_THREADS",)
+THREADS_ENV = "OMP_NUM_THREADS"
+_HOST_ENV = (THREADS_ENV,)
 """Variables that differ between hosts: a standby worker has its own values."""
 _LOCAL_INTERFACES = "lo,docker0"
 """Network interfaces that do not reach other hosts."""
@@ -73,8 +75,7 @@ class Mpi:
         # Names only: mpirun takes the values from its environment, so that none is on a command line.
         names = [name for name in dict.fromkeys(forwarded) if not name.startswith("OMPI_") and name not in excluded]
         nodes = [worker.filename for worker in workers] if book.has_rsh_agent else list(workers.values())
-        ranks = len(nodes) * job.ranks_per_worker
-        argv = [*_wrapper(book), "mpirun", "-np", str(ranks), "--host", _host_list(nodes, job)]
+        argv = [*_wrapper(book), "mpirun", "-np", str(job.world_size), "--host", _host_list(nodes, job.ranks)]
         argv += _default_flags(job, book, list(workers.values())) + (_agent_flags(book) if book.has_rsh_agent else [])
         argv += [argument for name in names for argument in ("-x", name)]
         return Command((*argv, *job.mpi.args, *_rank_argv(job, book)), env)
@@ -101,13 +102,28 @@ def _agent_flags(book: AddressBook) -> list[str]:
 def _rank_argv(job: JobSpec, book: AddressBook) -> tuple[str, ...]:
     """Return the command that mpirun starts for each rank; only the first rank of a worker runs the profiler."""
     profiler = profiler_argv(job, book)
-    gpus = ("--gpus", str(job.resources.gpu)) if job.resources.gpu else ()
-    options = ("--ranks", str(job.ranks_per_worker), *gpus, "--first", str(len(profiler)), "--")
+    workers = range(job.max_workers)
+    options = ["--ranks", _per_worker(job.ranks)]
+    if any(gpus := [job.resources_of(worker).gpus for worker in workers]):
+        options += ["--gpus", _per_worker(gpus)]
+    # Where the workers have environments of their own, they have the right number there.
+    threads = [threads_per_rank(job, worker, book) for worker in workers]
+    if len(set(threads)) > 1 and not book.has_rsh_agent and THREADS_ENV not in job.env:
+        options += ["--threads", _per_worker(threads)]
+    options += ["--first", str(len(profiler)), "--"]
     return (*_mpi_rank_argv(book), *options, *profiler, *program_argv(job.program, book.python))
 
 
-def _host_list(workers: Sequence[str], job: JobSpec) -> str:
-    return ",".join(f"{host}:{count * job.ranks_per_worker}" for host, count in Counter(workers).items())
+def _per_worker(numbers: Sequence[int]) -> str:
+    """Write a number for each worker: `2`, or `2,1` if they differ."""
+    return ",".join(map(str, numbers)) if len(set(numbers)) > 1 else str(numbers[0])
+
+
+def _host_list(workers: Sequence[str], ranks: Sequence[int]) -> str:
+    slots = Counter[str]()
+    for host, count in zip(workers, ranks, strict=True):
+        slots[host] += count
+    return ",".join(f"{host}:{count}" for host, count in slots.items())
 
 
 def _default_flags(job: JobSpec, book: AddressBook, workers: Sequence[str]) -> list[str]:

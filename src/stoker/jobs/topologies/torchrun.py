@@ -44,7 +44,7 @@ class Torchrun:
             rendezvous += ["--local-addr", book.hosts[slot]]
             # Otherwise a second restart connects to the store of a lost worker, and hangs.
             env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        ranks = ["--nproc-per-node", str(job.ranks_per_worker)]
+        ranks = ["--nproc-per-node", str(job.ranks_of(slot.index))]
         program = job.program
         entry_point = ["-m", program.module] if program.module is not None else [str(program.script)]
         argv = [book.python, "-m", "torch.distributed.run", *world, *ranks, *rendezvous, *entry_point, *program.args]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from stoker.jobs.spec import DEFAULT_PORT, JobSpec, RoleSpec
 from stoker.jobs.topologies.tensorflow import TENSORBOARD_PORT
@@ -19,9 +20,37 @@ def slot_hostname(job: JobSpec, role: str, index: int) -> str:
         return f"{job.name}-{role}-{index}"
     if job.traits.has_standby_workers:
         return f"{job.name}-worker-{index}.{job.name}" if role == "worker" else f"{job.name}-launcher"
-    if not has_separate_chief(job):
-        return f"{job.name}-{index}.{job.name}"
-    return f"{job.name}-chief-0.{job.name}" if index == 0 else f"{job.name}-rest-{index - 1}.{job.name}"
+    part = next(part for part in reversed(list_worker_jobs(job)) if index >= part.first)
+    return f"{part.name}-{index - part.first}.{job.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJob:
+    """A Kubernetes Job for equal workers with consecutive indexes."""
+
+    name: str
+    first: int
+    count: int
+    script: str
+    """The script of its pods, without `.sh`."""
+
+
+def list_worker_jobs(job: JobSpec) -> list[WorkerJob]:
+    """List the Jobs for the workers: one for each group of equal workers, and one for worker 0 with a claim of its own.
+
+    The pods of a Job are equal, and so are all its mounts.
+    """
+    groups, is_split = job.worker_groups, has_separate_chief(job)
+    parts = [WorkerJob(f"{job.name}-chief", 0, 1, "worker")] if is_split else []
+    first = 0
+    for number, group in enumerate(groups):
+        suffix = f"-group-{number}" if len(groups) > 1 else "-rest" if is_split else ""
+        script = f"worker-{number}" if number else "worker"
+        skipped = 1 if is_split and not number else 0
+        if group.count > skipped:
+            parts.append(WorkerJob(f"{job.name}{suffix}", first + skipped, group.count - skipped, script))
+        first += group.count
+    return parts
 
 
 def has_separate_chief(job: JobSpec) -> bool:

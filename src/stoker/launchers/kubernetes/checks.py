@@ -9,7 +9,7 @@ from stoker.core.spec import run_checks
 from stoker.core.units import format_duration
 from stoker.errors import Fault
 from stoker.jobs.spec import JobSpec
-from stoker.jobs.topology import Slot, get_topology
+from stoker.jobs.topology import get_topology, list_slots
 from stoker.launchers.checks import check_via
 from stoker.launchers.kubernetes.addresses import slot_hostname
 from stoker.launchers.kubernetes.scripts import CODE_DIR
@@ -39,13 +39,22 @@ def _check_image(job: JobSpec) -> Iterator[Fault]:
 
 
 def _check_gpu_type(job: JobSpec) -> Iterator[Fault]:
-    if job.resources.gpu_type is not None and not job.resources.gpu:
-        yield Fault("resources.gpu", f"required with gpu_type {job.resources.gpu_type}")
+    groups = job.workers if isinstance(job.workers, tuple) else ()
+    sections = {
+        "resources": job.resources,
+        **{f"workers[{n}].resources": group.resources for n, group in enumerate(groups)},
+    }
+    for key, resources in sections.items():
+        if resources is not None and resources.gpu_type is not None and not resources.gpus:
+            yield Fault(f"{key}.gpu", f"required with gpu_type {resources.gpu_type}")
 
 
 def _check_workers(job: JobSpec) -> Iterator[Fault]:
     if job.workers == "all":
         yield Fault("workers", "`all` is not supported on Kubernetes, because clusters can scale; set a number")
+    elif job.traits.has_standby_workers and not job.has_equal_workers:
+        what = "an MPIJob has one pod template for all workers, so they cannot differ"
+        yield Fault("workers", f"{what}; use equal workers, or topology: torchrun")
 
 
 def _check_ttl(job: JobSpec) -> Iterator[Fault]:
@@ -55,8 +64,8 @@ def _check_ttl(job: JobSpec) -> Iterator[Fault]:
 
 
 def _check_name(job: JobSpec) -> Iterator[Fault]:
-    slots = [Slot(role.name, max(role.count - 1, 0)) for role in get_topology(job).roles(job)]
-    longest = max((slot_hostname(job, slot.role, slot.index).partition(".")[0] for slot in slots), key=len)
+    names = [slot_hostname(job, slot.role, slot.index).partition(".")[0] for slot in list_slots(job)]
+    longest = max(names, key=len)
     if len(longest) > MAX_NAME_LENGTH:
         yield Fault(
             "name", f"is too long: host name {longest} has {len(longest)} characters, at most {MAX_NAME_LENGTH} allowed"

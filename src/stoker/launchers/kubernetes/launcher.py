@@ -27,7 +27,7 @@ from stoker.kube.client import KubeClient
 from stoker.kube.config import KubeTarget, load_config, parse_handle, resolve_target
 from stoker.kube.objects import JOB_LABEL, RUN_LABEL, Manifest, cache_url
 from stoker.kube.rbac import build_rbac, select_features
-from stoker.launchers.kubernetes.addresses import has_separate_chief
+from stoker.launchers.kubernetes.addresses import list_worker_jobs
 from stoker.launchers.kubernetes.checks import check_kubernetes_settings
 from stoker.launchers.kubernetes.config_map import JOB_FILE
 from stoker.launchers.kubernetes.follower import STOP_FILE
@@ -248,7 +248,7 @@ def _list_notes(job: JobSpec, code: dict[str, bytes]) -> Iterator[str]:
         yield "checkpoint.dir is not set: checkpoints are lost with their pod, and a retry starts from scratch"
     elif folder and job.checkpoint.claim is None and "://" not in folder and not _is_on_volume(job):
         yield f"no volume is mounted at {folder}: checkpoints are lost with their pod; set checkpoint.claim"
-    has_several_jobs = job.traits.has_address_per_slot or has_separate_chief(job)
+    has_several_jobs = job.traits.has_address_per_slot or (job.traits.has_rendezvous and len(list_worker_jobs(job)) > 1)
     if job.kubernetes.queue and has_several_jobs:
         queue = job.kubernetes.queue
         yield f"queue {queue} admits each Kubernetes Job separately: some pods may wait while others run"

@@ -2,10 +2,12 @@
 
 | trait of the topology | objects |
 |---|---|
-| has_rendezvous | one Indexed Job, one headless Service; a Job of its own for worker 0 if one node mounts the claim |
+| has_rendezvous | one headless Service, one Indexed Job for each group of equal workers |
 | has_standby_workers | one MPIJob, for the MPI operator |
 | has_address_per_slot | a Job and a Service for each task |
 | none of these | one Job |
+
+Where workers meet at the first one, and only one node can mount the claim, that worker has a Job of its own.
 
 All share a ConfigMap of scripts, and labels by which they are found and deleted together. The first Job is the lead: it
 owns the other objects, so that they are garbage collected with it.
@@ -14,7 +16,7 @@ owns the other objects, so that they are garbage collected with it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stoker.errors import Fault, InputError, MissingError, SpecError
@@ -33,9 +35,11 @@ from stoker.kube.objects import (
     strategic_merge,
 )
 from stoker.launchers.kubernetes.addresses import (
+    WorkerJob,
     build_address_book,
     get_role_port,
     has_separate_chief,
+    list_worker_jobs,
     slot_hostname,
 )
 from stoker.launchers.kubernetes.config_map import JobFiles, build_config_map, collect_files
@@ -63,8 +67,13 @@ def build_manifests(job: JobSpec, code: Mapping[str, bytes] | None = None) -> li
 
 
 def _build_scripts(job: JobSpec, roles: Sequence[Role], *, has_code: bool) -> dict[str, Script]:
-    """Build the script of each role; MPI workers run sshd instead."""
+    """Build the script of each role, or of each group of workers; MPI workers run sshd instead."""
     book = build_address_book(job, roles)
+    if job.traits.has_rendezvous:
+        return {
+            part.script: build_script(job.with_workers_like(part.first), roles[0].name, book, has_code=has_code)
+            for part in list_worker_jobs(job)
+        }
     if not job.traits.has_standby_workers:
         return {role.name: build_script(job, role.name, book, has_code=has_code) for role in roles}
     hostname_pattern = slot_hostname(job, "worker", ANY_INDEX).replace(str(ANY_INDEX), "{}")
@@ -80,7 +89,7 @@ class _ManifestBuilder:
     job: JobSpec
     roles: Sequence[Role]
     scripts: Mapping[str, Script]
-    """By role."""
+    """By file name, without `.sh`."""
     files: JobFiles
 
     def build_all(self) -> list[Manifest]:
@@ -100,13 +109,24 @@ class _ManifestBuilder:
 
     def _build_gang(self, role: Role) -> list[Manifest]:
         """Build the Service and the Jobs of workers that meet at the first one."""
-        name = self.job.name
-        service = _build_service(self.job, name, {}, [])
-        if not has_separate_chief(self.job):
-            return [service, self._build_job(name, role, count=role.count, mounts_claim=True, subdomain=name)]
-        chief = self._build_job(f"{name}-chief", role, mounts_claim=True, subdomain=name)
-        others = self._build_job(f"{name}-rest", role, count=role.count - 1, first=1, subdomain=name)
-        return [service, chief, others]
+        job = self.job
+        objects = [_build_service(job, job.name, {}, [])]
+        for part in list_worker_jobs(job):
+            builder = replace(self, job=job.with_workers_like(part.first))
+            mounts_claim = not part.first or not has_separate_chief(job)
+            objects.append(builder._build_worker_job(part, role, mounts_claim=mounts_claim))
+        return objects
+
+    def _build_worker_job(self, part: WorkerJob, role: Role, *, mounts_claim: bool) -> Manifest:
+        return self._build_job(
+            part.name,
+            role,
+            count=part.count,
+            first=part.first,
+            script=part.script,
+            mounts_claim=mounts_claim,
+            subdomain=self.job.name,
+        )
 
     def _build_task(self, role: Role, index: int) -> list[Manifest]:
         """Build the Service, Ingress and Job of one slot."""
@@ -132,13 +152,14 @@ class _ManifestBuilder:
         count: int = 1,
         first: int = 0,
         index: int | None = None,
+        script: str = "",
         mounts_claim: bool = False,
         labels: Mapping[str, str] | None = None,
         subdomain: str = "",
     ) -> Manifest:
         """Build an Indexed Job of `count` pods for the slots from `first` on, or for the one slot `index`."""
         job = self.job
-        pod = self._build_pod_spec(role, first=index or first, mounts_claim=mounts_claim)
+        pod = self._build_pod_spec(role, first=index or first, script=script, mounts_claim=mounts_claim)
         metadata: Manifest = {"labels": build_labels(job, labels or {ROLE_LABEL: role.name})}
         if first:
             metadata["annotations"] = {FIRST_INDEX_ANNOTATION: str(first)}
@@ -164,9 +185,10 @@ class _ManifestBuilder:
         """Whether a Job owns other lead slots' Jobs and must not expire before them; the follower sets its TTL."""
         return index == 0 and role is self.roles[0] and role.is_lead and role.count > 1
 
-    def _build_pod_spec(self, role: Role, *, first: int = 0, mounts_claim: bool) -> Manifest:
-        env = self.scripts[role.name].env if role.name in self.scripts else {}
-        return build_pod_spec(self.job, role, self.files, env, first=first, mounts_claim=mounts_claim)
+    def _build_pod_spec(self, role: Role, *, first: int = 0, script: str = "", mounts_claim: bool) -> Manifest:
+        script = script or role.name
+        env = self.scripts[script].env if script in self.scripts else {}
+        return build_pod_spec(self.job, role, self.files, env, script=script, first=first, mounts_claim=mounts_claim)
 
 
 def _is_gang(job: JobSpec) -> bool:

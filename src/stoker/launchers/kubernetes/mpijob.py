@@ -42,7 +42,7 @@ def build_mpijob(
     if job.kubernetes.deadline is not None:
         policy["activeDeadlineSeconds"] = int(job.kubernetes.deadline)
     spec: Manifest = {
-        "slotsPerWorker": job.ranks_per_worker,
+        "slotsPerWorker": job.ranks_of(0),
         "sshAuthMountPath": job.mpi.ssh_dir,
         "mpiImplementation": "OpenMPI",
         "launcherCreationPolicy": "WaitForWorkersReady",

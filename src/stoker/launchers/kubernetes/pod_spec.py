@@ -25,22 +25,29 @@ from stoker.launchers.kubernetes.scripts import CODE_DIR, SCRIPTS_DIR
 
 
 def build_pod_spec(
-    job: JobSpec, role: Role, files: JobFiles, env: Mapping[str, str], *, first: int = 0, mounts_claim: bool
+    job: JobSpec,
+    role: Role,
+    files: JobFiles,
+    env: Mapping[str, str],
+    *,
+    script: str,
+    first: int = 0,
+    mounts_claim: bool,
 ) -> Manifest:
-    """Build the pod spec of a role.
+    """Build the pod spec of a role, whose workers are equal.
 
     `env` are the variables that all its slots share, `first` the slot index of the pod with completion index 0,
     `mounts_claim` whether it mounts a checkpoint claim that only one node can mount.
     """
     settings = job.kubernetes
     role_spec = job.roles.get(role.name, RoleSpec())
-    resources = job.resources if role.name == "worker" else role_spec.resources
+    resources = job.resources_of(0) if role.name == "worker" else role_spec.resources
     volumes, mounts = _build_volumes(job, files, mounts_claim=mounts_claim)
     container: Manifest = {
         "name": MAIN_CONTAINER,
         "image": role_spec.image or job.image,
         "imagePullPolicy": settings.image_pull_policy,
-        "command": ["/bin/sh", f"{SCRIPTS_DIR}/{role.name}.sh"],
+        "command": ["/bin/sh", f"{SCRIPTS_DIR}/{script}.sh"],
         "env": [*_build_env(env, first), *_build_secret_env(job)],
         "resources": _build_resources(resources),
         "volumeMounts": mounts,
@@ -48,7 +55,7 @@ def build_pod_spec(
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     tolerations = [dict(toleration) for toleration in settings.tolerations]
-    if resources.gpu:
+    if resources.gpus:
         tolerations += [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}]
     pod: Manifest = {
         "restartPolicy": "Never",
@@ -62,7 +69,7 @@ def build_pod_spec(
         "enableServiceLinks": False,
         "imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets],
         "nodeSelector": {**settings.node_selector, **role_spec.node_selector},
-        "affinity": _build_gpu_affinity(resources.gpu_type) if resources.gpu and resources.gpu_type else None,
+        "affinity": _build_gpu_affinity(resources.gpu_type) if resources.gpus and resources.gpu_type else None,
         "tolerations": tolerations,
         "containers": [{key: value for key, value in container.items() if value not in ({}, [])}],
         "volumes": volumes,
@@ -126,7 +133,7 @@ def _build_resources(resources: ResourcesSpec) -> Manifest:
     quantities = {
         "cpu": None if resources.cpu is None else f"{math.ceil(resources.cpu * 1000)}m",
         "memory": None if resources.memory is None else str(int(resources.memory)),
-        GPU_RESOURCE: str(resources.gpu) if resources.gpu else None,
+        GPU_RESOURCE: str(resources.gpus) if resources.gpus else None,
     }
     amounts = {name: amount for name, amount in quantities.items() if amount is not None}
     return {"requests": amounts, "limits": dict(amounts)} if amounts else {}

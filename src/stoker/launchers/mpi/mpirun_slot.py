@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -40,9 +41,11 @@ SLOT_EXIT_MARK = "slot_exit"
 class RankLogWriter:
     """Writer for mpirun's output: lines of ranks to the logs of their workers, its own lines to the launcher's log."""
 
-    def __init__(self, run: RunFolder, attempt: int, workers: int, ranks_per_worker: int) -> None:
-        self._ranks_per_worker, self._attempt = ranks_per_worker, attempt
-        self._slots = [Slot("worker", index) for index in range(workers)]
+    def __init__(self, run: RunFolder, attempt: int, ranks: Sequence[int]) -> None:
+        """Open the logs; `ranks` is the number of ranks of each worker."""
+        self._ranks, self._attempt = ranks, attempt
+        self._worker_of = [worker for worker, count in enumerate(ranks) for _ in range(count)]
+        self._slots = [Slot("worker", index) for index in range(len(ranks))]
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._logs = [os.open(run.log_path(slot, attempt), flags, 0o644) for slot in self._slots]
         self._parsers: defaultdict[int, TagParser] = defaultdict(TagParser)
@@ -59,7 +62,7 @@ class RankLogWriter:
             self._write(parser.finish())
         if (killed := find_killed_rank(self._mpirun_lines)) and killed[0] not in self._rank_codes:
             rank, rank_code = killed
-            self._recorder(rank // self._ranks_per_worker, rank).mark(RANK_EXIT_MARK, code=rank_code)
+            self._recorder(self._worker_of[rank], rank).mark(RANK_EXIT_MARK, code=rank_code)
             self._rank_codes[rank] = rank_code
         for index in range(len(self._slots)):
             self._recorder(index).mark(SLOT_EXIT_MARK, code=self._worker_code(index, code))
@@ -67,13 +70,13 @@ class RankLogWriter:
             return 128 + signal.SIGTERM
         failed = [rank for rank, rank_code in self._rank_codes.items() if rank_code]
         if failed:
-            slot = self._slots[failed[0] // self._ranks_per_worker]
+            slot = self._slots[self._worker_of[failed[0]]]
             _write_all(STDOUT, f"stoker: {PEER_EXITED} rank {failed[0]} ({slot}) exited\n".encode())
         return code
 
     def _worker_code(self, worker: int, code: int) -> int:
         """Return a worker's exit code: that of its first rank that failed by itself, else of one that was stopped."""
-        ranks = range(worker * self._ranks_per_worker, (worker + 1) * self._ranks_per_worker)
+        ranks = [rank for rank, other in enumerate(self._worker_of) if other == worker]
         failed = [rank_code for rank, rank_code in self._rank_codes.items() if rank in ranks and rank_code]
         if failed:
             return next(
@@ -91,10 +94,11 @@ class RankLogWriter:
                 self._mpirun_lines = [*self._mpirun_lines[-MAX_LINES:], text.decode(errors="replace")]
                 texts[STDOUT].append(text)
                 continue
-            log = self._logs[min(rank // self._ranks_per_worker, len(self._logs) - 1)]
+            worker = self._worker_of[min(rank, len(self._worker_of) - 1)]
+            log = self._logs[worker]
             if PREFIX.encode() in text and RANK_EXIT_MARK.encode() in text:
                 self._record_rank_exit(text)
-            texts[log].append(prefix_rank(text, rank, self._ranks_per_worker))
+            texts[log].append(prefix_rank(text, rank, self._ranks[worker]))
         for log, texts_of_log in texts.items():
             _write_all(log, b"".join(text + b"\n" for text in texts_of_log))
 
@@ -179,7 +183,7 @@ def main() -> NoReturn:
     run, argv = RunFolder(Path(sys.argv[1])), sys.argv[3:]
     job = run.job
     attempt = int(os.environ.get("STOKER_ATTEMPT", "0"))
-    writer = RankLogWriter(run, attempt, job.max_workers, job.ranks_per_worker)
+    writer = RankLogWriter(run, attempt, job.ranks)
     slot = MpiSlot(run, argv, writer, job.max_workers, float(job.grace))
     slot.install_signal_handlers()
     code = slot.run()

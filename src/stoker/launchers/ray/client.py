@@ -173,7 +173,7 @@ class RayClient:
                 name: {"argv": command.argv, "env": {**env, **command.env}, "cwd": command.cwd}
                 for name, command in self._plan.slots.items()
             },
-            "bundle": self._plan.bundle,
+            "bundles": [self._plan.bundle_of(name) for name in self._plan.slots],
             "strategy": self._plan.strategy,
             "tags": {"STOKER_RUN": self._run.id},
             "grace_s": self._plan.grace_s,

@@ -317,7 +317,7 @@ class Driver:
 
     def run(self) -> int:
         """Run the gang to its end; return 0 if every slot succeeded."""
-        group = placement_group([self._request["bundle"]] * len(self._slots), strategy=self._request["strategy"])
+        group = placement_group(self._request["bundles"], strategy=self._request["strategy"])
         try:
             if self._wait_for_placement(group) and self._create_actors(group):
                 self._start_slots()
@@ -335,7 +335,7 @@ class Driver:
                 return False
             if time.monotonic() - checked_at >= CAPACITY_CHECK_S:
                 checked_at = time.monotonic()
-                reason, is_too_small = explain_no_capacity(self._request, len(self._slots))
+                reason, is_too_small = explain_no_capacity(self._request["bundles"], self._request["strategy"])
                 if is_too_small and not self._can_scale:
                     self._report_rejected(f"Ray cannot place {reason}")
                     return False
@@ -348,22 +348,11 @@ class Driver:
 
     def _create_actors(self, group: Any) -> bool:
         """Create the actors and inspect their nodes; False when one does not start, or on a stop request."""
-        bundle = dict(self._request["bundle"])
-        options = {
-            "num_cpus": bundle.pop("CPU", 0),
-            "num_gpus": bundle.pop("GPU", 0),
-            **({"memory": bundle.pop("memory")} if "memory" in bundle else {}),
-            "resources": bundle,
-            "max_restarts": 0,
-            "max_concurrency": 8,
-            # Ray workers run at a lower priority by default, which slots would inherit.
-            "runtime_env": {"env_vars": {"RAY_worker_niceness": "0"}},
-        }
         actor: Any = ray.remote(SlotActor)
         pending = {}
         for index, name in enumerate(self._slots):
             strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
-            bound = actor.options(**options, scheduling_strategy=strategy)
+            bound = actor.options(**_actor_options(self._request["bundles"][index]), scheduling_strategy=strategy)
             self._actors[name] = bound.remote(self._request["daemon_files"])
             pending[self._actors[name].inspect_node.remote()] = name
         while pending:
@@ -497,43 +486,79 @@ def _fill_in(text: str, values: dict[str, str]) -> str:
     return text
 
 
+def _actor_options(bundle: dict[str, float]) -> dict[str, Any]:
+    """Return the options of the actor that occupies a bundle."""
+    others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU", "memory")}
+    return {
+        "num_cpus": bundle.get("CPU", 0),
+        "num_gpus": bundle.get("GPU", 0),
+        **({"memory": bundle["memory"]} if "memory" in bundle else {}),
+        "resources": others,
+        "max_restarts": 0,
+        "max_concurrency": 8,
+        # Ray workers run at a lower priority by default, which slots would inherit.
+        "runtime_env": {"env_vars": {"RAY_worker_niceness": "0"}},
+    }
+
+
 def list_nodes() -> list[dict[str, Any]]:
     """List all nodes of the cluster, including dead ones."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return nodes
 
 
-def explain_no_capacity(request: dict[str, Any], count: int) -> tuple[str, bool]:
+def explain_no_capacity(bundles: list[dict[str, float]], strategy: str) -> tuple[str, bool]:
     """Return why a gang is not placed, with needed and free amounts, and whether the cluster is too small for it."""
-    bundle: dict[str, float] = request["bundle"]
+    needed = sum_bundles(bundles)
     alive = [node["Resources"] for node in list_nodes() if node["Alive"]]
-    total = {name: sum(node.get(name, 0) for node in alive) for name in bundle}
+    total = {name: sum(node.get(name, 0) for node in alive) for name in needed}
     free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
     amounts = "; ".join(
-        f"needs {_format_amount(name, count * amount)}, "
+        f"needs {_format_amount(name, amount)}, "
         f"{_format_amount(name, free.get(name, 0))} of {_format_amount(name, total[name])} free"
-        for name, amount in bundle.items()
+        for name, amount in needed.items()
     )
-    reason, is_too_small = placement_obstacle(bundle, count, request["strategy"], alive, free)
-    bundles = f"{count} × ({', '.join(_format_amount(name, amount) for name, amount in bundle.items())})"
-    return f"{bundles}: {reason} ({amounts})", is_too_small
+    reason, is_too_small = placement_obstacle(bundles, strategy, alive, free)
+    kinds = [bundle for index, bundle in enumerate(bundles) if bundle not in bundles[:index]]
+    gang = " + ".join(
+        f"{bundles.count(kind)} × ({', '.join(_format_amount(name, amount) for name, amount in kind.items())})"
+        for kind in kinds
+    )
+    return f"{gang}: {reason} ({amounts})", is_too_small
+
+
+def sum_bundles(bundles: list[dict[str, float]]) -> dict[str, float]:
+    """Return the resources of several bundles together."""
+    total: dict[str, float] = {}
+    for bundle in bundles:
+        for name, amount in bundle.items():
+            total[name] = total.get(name, 0) + amount
+    return total
 
 
 def placement_obstacle(
-    bundle: dict[str, float], count: int, strategy: str, alive: list[dict[str, float]], free: dict[str, float]
+    bundles: list[dict[str, float]], strategy: str, alive: list[dict[str, float]], free: dict[str, float]
 ) -> tuple[str, bool]:
-    """Return what prevents the placement of `count` bundles, and whether the whole cluster is too small."""
-    fitting = [min(int(node.get(name, 0) / amount + 1e-6) for name, amount in bundle.items()) for node in alive]
-    large_enough = sum(fits > 0 for fits in fitting)
+    """Return what prevents the placement of the bundles, and whether the whole cluster is surely too small."""
+
+    def count_fitting(bundle: dict[str, float]) -> list[int]:
+        """Return how often a bundle fits on each node."""
+        return [min(int(node.get(name, 0) / amount + 1e-6) for name, amount in bundle.items()) for node in alive]
+
+    fitting = [(bundles.count(bundle), count_fitting(bundle)) for bundle in bundles]
+    count, large_enough = len(bundles), min(sum(fits > 0 for fits in nodes) for _, nodes in fitting)
     if not large_enough:
         return "no node is large enough for one worker", True
-    if strategy == "STRICT_SPREAD" and large_enough < count:
+    has_enough_nodes = len(alive) >= count and all(sum(fits > 0 for fits in nodes) >= many for many, nodes in fitting)
+    if strategy == "STRICT_SPREAD" and not has_enough_nodes:
         return f"strict_spread needs {count} nodes, {large_enough} are large enough", True
-    if strategy == "STRICT_PACK" and max(fitting) < count:
+    if strategy == "STRICT_PACK" and max(count_fitting(sum_bundles(bundles))) < 1:
         return "strict_pack needs one node for all workers, none is large enough", True
-    if sum(fitting) < count:
+    total, needed = sum_bundles(alive), sum_bundles(bundles)
+    is_enough = all(total.get(name, 0) + 1e-6 >= amount for name, amount in needed.items())
+    if not is_enough or any(sum(nodes) < many for many, nodes in fitting):
         return "the cluster is too small", True
-    if all(free.get(name, 0) >= count * amount for name, amount in bundle.items()):
+    if all(free.get(name, 0) >= amount for name, amount in needed.items()):
         return f"the free resources are on nodes where {strategy.lower()} does not fit", False
     return "resources are in use by other jobs", False
 
@@ -557,7 +582,7 @@ def main() -> int:
         request, control = receive_from_store(key, client_timeout_s)
     else:
         request, control = receive_from_stdin()
-        cpus = max(os.cpu_count() or 1, int(request["bundle"].get("CPU", 0) * len(request["slots"]) + 0.999))
+        cpus = max(os.cpu_count() or 1, int(sum_bundles(request["bundles"]).get("CPU", 0) + 0.999))
         ray.init(
             address="local",
             num_cpus=cpus,

@@ -8,7 +8,6 @@ a cluster, that process starts Ray on this machine for the duration of the run.
 from __future__ import annotations
 
 import io
-import math
 import os
 import sys
 import zipfile
@@ -92,7 +91,7 @@ class RayLauncher:
         """Return how many workers fit into the free resources of the nodes."""
         assert self._address is not None
         require_ray()
-        nodes, bundle = RayCluster(self._address).free_by_node(), _bundle(job)
+        nodes, bundle = RayCluster(self._address).free_by_node(), _bundle(job, 0)
         if not nodes:
             raise InputError(
                 "workers: all: the cluster does not report its free resources", where=self._address, hint=_WORKERS_HINT
@@ -142,14 +141,15 @@ class RayLauncher:
             slots={str(slot): command for slot, command in self._commands(job, slots).items()},
             hosts=dict.fromkeys(map(str, slots), "ray" if self._address is None else self._address),
             address=self._address,
-            bundle=_bundle(job),
+            bundle=_bundle(job, 0),
+            bundles={str(slot): bundle for slot in slots if (bundle := _bundle(job, slot.index)) != _bundle(job, 0)},
             strategy=job.ray.strategy.upper(),
             source=str(Path.cwd()),
             exclude=job.ray.exclude,
             secrets=tuple(job.secret_env),
             grace_s=float(job.grace),
             lost_after_s=float(job.ray.lost_after),
-            notes=tuple(self._notes(job, len(slots), version)),
+            notes=tuple(self._notes(job, version)),
         )
 
     def _commands(self, job: JobSpec, slots: list[Slot]) -> dict[Slot, Command]:
@@ -161,22 +161,21 @@ class RayLauncher:
             port=job.port or PORT,
             python=python,
             profiler=(python, "-I", "-S", profiler_path),
-            cores=math.ceil(_bundle(job)["CPU"]),
+            # Without resources.cpu, a bundle has one CPU for each rank.
+            cores_per_rank=1,
             env=dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), INTERFACE),
         )
         rendered = render_commands(resolve_job_paths(job, WORKDIR) if is_remote else job, book)
         return {slot: command for slot, command in rendered.items() if isinstance(command, Command)}
 
-    def _notes(self, job: JobSpec, count: int, version: str | None) -> Iterator[str]:
+    def _notes(self, job: JobSpec, version: str | None) -> Iterator[str]:
         """Yield notes on what will be done and what to look out for."""
-        resources = ", ".join(f"{amount:g} {name}" for name, amount in _bundle(job).items() if name != "memory")
-        memory = f", {format_bytes(int(job.resources.memory))} memory" if job.resources.memory else ""
-        yield f"placement group: {count} × ({resources}{memory}), strategy {job.ray.strategy}"
+        yield f"placement group: {_describe_bundles(job)}, strategy {job.ray.strategy}"
         if version is None:
             yield "no Ray cluster was specified or found; Ray will run on this machine for the duration of the run"
         else:
             yield from self._upload_notes(job, version)
-            yield from self._capacity_notes(job, count)
+            yield from self._capacity_notes(job)
         if job.image:
             yield "image is ignored: the Ray launcher uses the Python environment of Ray, not containers"
         if job.checkpoint.claim:
@@ -203,20 +202,21 @@ class RayLauncher:
                 "node: set checkpoint.dir to a bucket or to a directory shared by all nodes"
             )
 
-    def _capacity_notes(self, job: JobSpec, count: int) -> Iterator[str]:
+    def _capacity_notes(self, job: JobSpec) -> Iterator[str]:
         """Yield a note if the cluster is currently too small for the job; it may scale up."""
         assert self._address is not None
         nodes = list[dict[str, float]]()
         with suppress(StokerError, ValueError):
             nodes = RayCluster(self._address).total_by_node()
-        # Not every version of Ray reports other resources.
-        bundle = {name: amount for name, amount in _bundle(job).items() if name in ("CPU", "GPU")}
-        if nodes and (fitting := count_fitting(nodes, bundle, job.ray.strategy)) < count:
-            total = ", ".join(f"{sum(node.get(name, 0) for node in nodes):g} {name}" for name in bundle)
-            yield (
-                f"the cluster is too small now: {pluralize(len(nodes), 'node')} with {total} in total can run "
-                f"{fitting} of {pluralize(count, 'worker')}; the job will wait until the cluster scales up"
-            )
+        for amounts, count in _count_bundles(job) if nodes else ():
+            # Not every version of Ray reports other resources.
+            bundle = {name: amount for name, amount in amounts.items() if name in ("CPU", "GPU")}
+            if (fitting := count_fitting(nodes, bundle, job.ray.strategy)) < count:
+                total = ", ".join(f"{sum(node.get(name, 0) for node in nodes):g} {name}" for name in bundle)
+                yield (
+                    f"the cluster is too small now: {pluralize(len(nodes), 'node')} with {total} in total can run "
+                    f"{fitting} of {pluralize(count, 'worker')}; the job will wait until the cluster scales up"
+                )
 
     def start(self, rendered: RayPlan, run: RunFolder, *, detach: bool = False) -> str:  # noqa: ARG002
         """Pack the working directory and start the supervisor on this machine."""
@@ -266,17 +266,37 @@ def count_fitting(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, flo
     return sum(count > 0 for count in fitting) if strategy == "strict_spread" else sum(fitting)
 
 
-def _bundle(job: JobSpec) -> dict[str, float]:
-    """Return the resources that Ray reserves for a slot; without `resources.cpu`, one CPU per rank."""
-    resources = job.resources
-    bundle: dict[str, float] = {"CPU": resources.cpu or float(job.ranks_per_worker)}
-    if resources.gpu:
-        bundle["GPU"] = resources.gpu
+def _bundle(job: JobSpec, worker: int) -> dict[str, float]:
+    """Return the resources that Ray reserves for a worker; without `resources.cpu`, one CPU per rank."""
+    resources = job.resources_of(worker)
+    bundle: dict[str, float] = {"CPU": resources.cpu or float(job.ranks_of(worker))}
+    if resources.gpus:
+        bundle["GPU"] = resources.gpus
     if resources.memory:
         bundle["memory"] = float(resources.memory)
     if resources.gpu_type:
         bundle[f"accelerator_type:{resources.gpu_type}"] = 0.001
     return bundle
+
+
+def _count_bundles(job: JobSpec) -> list[tuple[dict[str, float], int]]:
+    """Return each different bundle of a job, and how many workers have it."""
+    counts: list[tuple[dict[str, float], int]] = []
+    for bundle in (_bundle(job, worker) for worker in range(job.max_workers)):
+        if counts and counts[-1][0] == bundle:
+            counts[-1] = (bundle, counts[-1][1] + 1)
+        else:
+            counts.append((bundle, 1))
+    return counts
+
+
+def _describe_bundles(job: JobSpec) -> str:
+    return " + ".join(f"{count} × ({_describe_bundle(bundle)})" for bundle, count in _count_bundles(job))
+
+
+def _describe_bundle(bundle: Mapping[str, float]) -> str:
+    amounts = [f"{amount:g} {name}" for name, amount in bundle.items() if name != "memory"]
+    return ", ".join([*amounts, *([f"{format_bytes(int(bundle['memory']))} memory"] if "memory" in bundle else [])])
 
 
 def _check_module(job: JobSpec) -> Iterator[Fault]:
@@ -302,10 +322,9 @@ def _is_local(path: str, address: str | None) -> bool:
 
 def _check_memory(job: JobSpec) -> Iterator[Fault]:
     """Yield a fault for GPUs and memory that a run with its own Ray needs and this machine lacks."""
-    workers = 1 if job.workers == "all" else job.max_workers
-    yield from check_gpus(job, workers)
+    yield from check_gpus(job)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if (size := int(job.resources.memory or 0) * workers) > memory:
+    if (size := sum(int(job.resources_of(worker).memory or 0) for worker in range(job.max_workers))) > memory:
         yield Fault("resources.memory", f"job needs {format_bytes(size)}, this machine has {format_bytes(memory)}")
 
 

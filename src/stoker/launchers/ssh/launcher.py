@@ -29,6 +29,7 @@ from stoker.launchers.local import LocalLauncher
 from stoker.launchers.paths import map_programs, programs_by_key, relative_to_workdir, resolve_job_paths
 from stoker.launchers.plan import LocalPlan, read_plan, requested_ports
 from stoker.launchers.ssh.client import RESPONSE_TIMEOUT_S, Session, SshClient, expand_hosts, expand_slots
+from stoker.launchers.ssh.gpus import count_needed_gpus, describe_ranks, share_gpus
 from stoker.launchers.ssh.plan import HostConfig, SshPlan, read_exit_codes, read_ssh_plan, records_folder
 from stoker.launchers.ssh.preflight import (
     HostFacts,
@@ -98,8 +99,10 @@ class SshLauncher:
         slot_hosts = _assign_hosts(job)
         with open_sessions(job, slot_hosts.values()) as sessions:
             hosts = probe_hosts(sessions, job)
-            workers = Counter(host for slot, host in slot_hosts.items() if slot.role == "worker")
-            issues = {host: list(check_host(job, facts, workers[host])) for host, facts in hosts.items()}
+            worker_hosts = [host for slot, host in slot_hosts.items() if slot.role == "worker"]
+            job = share_gpus(job, worker_hosts, {host: facts.facts.get("gpus", 0) for host, facts in hosts.items()})
+            gpus = count_needed_gpus(job, worker_hosts)
+            issues = {host: list(check_host(job, facts, gpus[host])) for host, facts in hosts.items()}
             up = {host: session for host, session in sessions.items() if hosts[host].issue is None}
             # The rendezvous port is on the host of the first slot.
             routes = find_routes(job, up, hosts) if slot_hosts[min(slot_hosts)] in up else None
@@ -349,8 +352,11 @@ def _render_commands(
     """Return the command of each slot, with the paths and interfaces of its host."""
     addresses = {slot: routes[host].address for slot, host in slot_hosts.items()}
     commands: dict[Slot, Command | Standby] = {}
-    workers = Counter(host for slot, host in slot_hosts.items() if slot.role == "worker")
-    assigned = Counter[str]()
+    workers, ranks, gpus = Counter[str](), Counter[str](), Counter[str]()
+    for slot, host in slot_hosts.items():
+        if slot.role == "worker":
+            workers[host] += 1
+            ranks[host] += job.ranks_of(slot.index)
     for slot, host in slot_hosts.items():
         config, interface = configs[host], routes[host].interface
         book = AddressBook(
@@ -360,25 +366,25 @@ def _render_commands(
             python=config.python,
             profiler=(config.python, f"{config.workdir}/{PROFILER_FILE}") if config.profiler else (),
             mpi_rank=(config.python, "-I", "-S", f"{config.workdir}/{MPI_RANK_FILE}"),
-            cores=max(1, facts[host]["cores"] // max(1, workers[host])),
+            cores_per_rank=facts[host]["cores"] // max(1, ranks[host]),
             env=dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else (), interface),
             has_rsh_agent=True,
         )
         command = render_command(resolve_job_paths(job, config.workdir), slot, book)
         if slot.role == "worker":
             if workers[host] > 1:
-                command = replace(command, env={**_gpu_env(job, assigned[host]), **command.env})
-            assigned[host] += 1
+                command = replace(command, env={**_gpu_env(job, slot.index, gpus[host]), **command.env})
+            gpus[host] += job.resources_of(slot.index).gpus
         elif not job.traits.has_standby_workers:  # TensorFlow allocates the memory of all GPUs that it sees
             command = replace(command, env={"CUDA_VISIBLE_DEVICES": "", **command.env})
         commands[slot] = command
     return commands
 
 
-def _gpu_env(job: JobSpec, worker: int) -> dict[str, str]:
-    """Return the variable by which each worker of a host sees only its own GPUs."""
-    count = job.resources.gpu
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(worker * count, (worker + 1) * count)))} if count else {}
+def _gpu_env(job: JobSpec, worker: int, first: int) -> dict[str, str]:
+    """Return the variable by which each worker of a host sees only its own GPUs, which start at the number `first`."""
+    count = job.resources_of(worker).gpus
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + count)))} if count else {}
 
 
 def _upload_notes(
@@ -408,6 +414,8 @@ def _host_notes(
     """Yield what the user should know about the hosts, and which settings are ignored."""
     if note := describe_unused_hosts(job):
         yield note
+    if ranks := describe_ranks(job, [host for slot, host in slot_hosts.items() if slot.role == "worker"]):
+        yield f"the hosts run different numbers of ranks: {ranks}"
     if job.checkpoint.dir is None:
         host = slot_hosts[min(slot_hosts)]
         folder = f"{configs[host].workdir}/.stoker/<run>/checkpoints"

@@ -137,8 +137,8 @@ def facts_request(job: JobSpec, *, python: str) -> dict[str, Any]:
     }
 
 
-def check_host(job: JobSpec, host: HostFacts, slots: int) -> Iterator[Issue]:
-    """Yield what prevents a host from running this many slots."""
+def check_host(job: JobSpec, host: HostFacts, gpus: int) -> Iterator[Issue]:
+    """Yield what prevents a host from running its slots, which need this many GPUs."""
     facts = host.facts
     if host.issue is not None:
         yield host.issue
@@ -148,10 +148,10 @@ def check_host(job: JobSpec, host: HostFacts, slots: int) -> Iterator[Issue]:
     if facts["workdir_error"]:
         what = f"cannot use the directory {facts['workdir']}: {facts['workdir_error']}"
         yield Issue("folder", what, "set ssh.workdir to another directory")
-    if (needed := job.resources.gpu * slots) > facts["gpus"]:
+    if gpus > facts["gpus"]:
         yield Issue(
             "gpus",
-            f"job needs {needed} GPUs, but the host has {facts['gpus']}",
+            f"job needs {gpus} GPUs, but the host has {facts['gpus']}",
             "to run on CPUs: --set resources.gpu=0",
         )
     if not job.ssh.setup:
