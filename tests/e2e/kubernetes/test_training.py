@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tests.support.training_drill import (
     write_training_job,
 )
 from tests.support.trees import stoker
+from tests.support.unequal_training import UNEQUAL, check_training, train_equal, training_keys
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -83,6 +85,26 @@ def test_weights_are_bit_identical(
     for samples in effective_samples(folder / "ledger").values():
         assert len(samples) == len(set(samples)) == SAMPLES
     assert sorted(effective_samples(folder / "ledger")) == list(range(EPOCHS))
+
+
+@pytest.mark.usefixtures("stoker_home")
+def test_unequal_workers_train_as_equal_ones(
+    cluster: KubeClient, checkpoints: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    equal = train_equal(tmp_path_factory.mktemp("equal"))
+    folder = tmp_path / "job"
+    folder.mkdir()
+    keys = build_job_keys(cluster.namespace, str(equal / "shards"), str(folder))
+    keys["env"]["OMP_NUM_THREADS"] = "1"
+    claim = {"dir": "/checkpoint", "claim": "ckpt", "access": "rwo"}
+    job = training_keys(folder, equal / "shards", **{**keys, "workers": UNEQUAL, "checkpoint": claim})
+    (folder / "job.yaml").write_text(json.dumps(job))
+    assert stoker("job", "run", folder / "job.yaml", "--on", "k8s", "--detach") == 0
+    run = find_run(None)
+    wait_until(lambda: is_finished(run), 240)
+    status = run.read_status()
+    assert status.state is JobState.SUCCEEDED, status.message
+    check_training(folder, equal, checkpoints)
 
 
 def kill_ranks(cluster: KubeClient, run: RunFolder, victim: str) -> None:

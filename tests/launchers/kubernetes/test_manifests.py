@@ -37,6 +37,10 @@ ROLES = {"ps": {"count": 2}, "evaluator": {"count": 1}, "tensorboard": {"count":
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "single": {"topology": "single"},
     "torchrun": {"topology": "torchrun", "workers": 3},
+    "torchrun-groups": {
+        "topology": "torchrun",
+        "workers": [{"count": 2, "resources": {"gpu": 2, "cpu": 4}}, {"count": 1, "resources": {"gpu": 1}}],
+    },
     "torchrun-elastic": {"topology": "torchrun", "workers": {"min": 2, "max": 4}},
     "mpi": {"topology": "mpi", "workers": 2},
     "tf-ps": {"topology": "tf-ps", "workers": 2, "roles": ROLES},
@@ -229,6 +233,7 @@ def test_only_workers_request_gpus() -> None:
     [
         ("single", {"worker"}),
         ("torchrun", {"worker of pets-chief"}),
+        ("torchrun-groups", {"worker of pets-chief"}),
         ("tf-mirrored", {"worker of pets-worker-0"}),
         ("tf-ps", {"chief of pets-chief-0"}),
         ("tf-ps-no-chief", {"worker of pets-worker-0"}),
@@ -446,13 +451,16 @@ def test_patches_are_merged() -> None:
 class Container:
     """Runs a role's command as the kubelet would, with its variables and files, and fake programs that report them."""
 
-    def __init__(self, job: JobSpec, role: str, folder: Path, code: dict[str, bytes] | None = None) -> None:
+    def __init__(
+        self, job: JobSpec, role: str, folder: Path, code: dict[str, bytes] | None = None, *, of: str | None = None
+    ) -> None:
+        """Prepare the container of a role, of the object named `of` if there are several."""
         objects = build_manifests(job, code)
         self._template = next(
             template
             for obj in objects
             for template in get_pod_templates(obj)
-            if template["metadata"]["labels"][ROLE_LABEL] == role
+            if template["metadata"]["labels"][ROLE_LABEL] == role and of in (None, obj["metadata"]["name"])
         )
         (config,) = [obj for obj in objects if obj["kind"] == "ConfigMap"]
         self._folder, self._bin = folder, folder / "bin"

@@ -61,6 +61,27 @@ def test_placement_obstacles() -> None:
         assert obstacle[1] is is_too_small
 
 
+def test_placement_obstacles_of_unequal_bundles() -> None:
+    pytest.importorskip("ray")
+    from stoker.launchers.ray.driver import placement_obstacle
+
+    nodes = [{"CPU": 4.0}, {"CPU": 1.0}]
+    for sizes, strategy, expected, is_too_small in (
+        ((4, 1), "STRICT_SPREAD", "where strict_spread does not fit", False),
+        ((4, 4), "PACK", "cluster is too small", True),
+        ((3, 1, 2), "PACK", "cluster is too small", True),
+        ((5, 1), "PACK", "no node is large enough", True),
+        ((1, 1, 1), "STRICT_SPREAD", "strict_spread needs 3 nodes", True),
+        ((2, 2), "STRICT_SPREAD", "strict_spread needs 2 nodes, 1 are", True),
+        ((4, 1), "STRICT_PACK", "strict_pack needs one node", True),
+        ((3, 1), "STRICT_PACK", "where strict_pack does not fit", False),
+    ):
+        bundles = [{"CPU": float(size)} for size in sizes]
+        obstacle = placement_obstacle(bundles, strategy, nodes, {"CPU": 5.0})
+        assert expected in obstacle[0], (sizes, strategy, obstacle)
+        assert obstacle[1] is is_too_small, (sizes, strategy)
+
+
 def test_constants_repeated_in_standalone_files_agree() -> None:
     def constants(name: str) -> dict[str, Any]:
         values_by_name = {}

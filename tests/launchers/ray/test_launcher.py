@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from stoker.core.spec import decode
 from stoker.errors import InputError, SpecError
 from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.run_folder import find_run
+from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.launchers.ray.launcher import RayLauncher
+from stoker.launchers.ray.plan import read_ray_plan
 from tests.launchers.contract import LauncherSuite, is_ready, job_of
 from tests.launchers.test_local import HANGING
 from tests.support.ray import (
@@ -24,6 +27,7 @@ from tests.support.ray import (
     write_job,
 )
 from tests.support.trees import stoker
+from tests.support.unequal_training import UNEQUAL, check_training, train_equal, training_keys
 from tests.support.waiting import is_alive, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -80,6 +84,18 @@ class TestRay(LauncherSuite):
             expected = f"sum 3.0 of 2 {places['worker/0']} {interfaces[address]} reduce.py"
             assert expected in self.text(launcher, run, Slot.parse(name))
             assert slot_processes(run, name) == []
+
+    @pytest.mark.slow
+    def test_unequal_workers_train_as_equal_ones(
+        self, launcher: Any, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        equal = train_equal(tmp_path_factory.mktemp("equal"))
+        keys = training_keys(tmp_path, equal / "shards", workers=UNEQUAL, ray={"strategy": "strict_spread"})
+        run, status = self.run_to_end(launcher, decode(keys, JobSpec), 200)
+        assert status.state is JobState.SUCCEEDED, status.message
+        plan = read_ray_plan(run)
+        assert [plan.bundle_of(f"worker/{index}") for index in range(2)] == [{"CPU": 2}, {"CPU": 1}]
+        check_training(tmp_path, equal)
 
     def test_missing_capacity_is_reported_until_the_run_is_stopped(self, launcher: Any) -> None:
         run = self.start(launcher, job_of("true", resources={"cpu": CPUS + 1}))

@@ -32,8 +32,12 @@ def host_facts(host: str, **more: Any) -> HostFacts:
 
 
 def plan_for(count: int, **keys: Any) -> SshPlan:
-    hosts = [f"node{number}" for number in range(count)]
-    job = job_of(program={"script": "a.py"}, topology="torchrun", workers=count, ssh={"hosts": hosts}, **keys)
+    return plan_on([f"node{number}" for number in range(count)], workers=count, **keys)
+
+
+def plan_on(hosts: list[str], **keys: Any) -> SshPlan:
+    """Plan a job whose workers run on these hosts."""
+    job = job_of(program={"script": "a.py"}, topology="torchrun", ssh={"hosts": hosts}, **keys)
     routes = {host: Route(f"10.0.0.{number + 1}", f"eth{number}") for number, host in enumerate(hosts)}
     slot_hosts = dict(zip(list_slots(job), hosts, strict=True))
     return build_plan(job, SshClient(), slot_hosts, {host: host_facts(host) for host in hosts}, routes, 29500)

@@ -6,6 +6,7 @@ Nothing is left behind: objects are only submitted as a server-side dry run, and
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -189,13 +190,15 @@ def _secret_keys(cluster: KubeClient, name: str) -> frozenset[str] | None:
 
 
 def _sample_objects(objects: Sequence[Manifest]) -> Iterator[tuple[str, Manifest]]:
-    """Yield one object of each kind and role, and one pod of each role; the others are identical."""
+    """Yield one object of each kind, role and resources, and one pod of each; the others are identical."""
     from stoker.launchers.kubernetes.run_objects import get_pod_templates
 
     seen = set()
     for manifest in objects:
         name = manifest["metadata"]["name"]
-        key = (manifest["kind"], (manifest["metadata"].get("labels") or {}).get(ROLE_LABEL))
+        containers = [each for template in get_pod_templates(manifest) for each in template["spec"]["containers"]]
+        resources = json.dumps([container.get("resources") for container in containers])
+        key = (manifest["kind"], (manifest["metadata"].get("labels") or {}).get(ROLE_LABEL), resources)
         if key in seen or manifest["kind"] == "Namespace":
             continue
         seen.add(key)
