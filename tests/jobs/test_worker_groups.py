@@ -10,7 +10,7 @@ from stoker.core.spec import decode
 from stoker.errors import SpecError
 from stoker.jobs.spec import JobSpec, ResourcesSpec, job_schema, parse_job, to_yaml
 from stoker.jobs.topology import AddressBook, Command, list_slots, render_commands
-from stoker.telemetry.mpi_rank import find_worker, set_rank_env
+from stoker.remote.mpi_rank import find_worker, set_rank_env
 from tests.jobs.job_files import MINIMAL
 
 GROUPS = [{"count": 2, "resources": {"gpu": 2}}, {"resources": {"gpu": 1, "cpu": 4}}]
