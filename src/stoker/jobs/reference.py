@@ -77,6 +77,8 @@ _RULES = """\
 - `topology: single` supports only one worker with one process. With the TensorFlow topologies, each worker is one
   process that uses all GPUs.
 - `workers: {min, max}` requires `topology: torchrun`, and `min` must not exceed `max`.
+- Groups of workers can differ only with `topology: torchrun`, and with `topology: mpi` except on Kubernetes. A group's
+  `resources` replace the top-level `resources` as a whole. In an elastic job, all workers are equal.
 - `roles` can contain only roles of the topology: {roles}. Except for `ps`, a role can have at most one slot. A role of
   another topology is allowed with `count: 0`. Parameter servers and the launcher cannot have GPUs. `logdir`, `expose`
   and `ingress` apply only to `tensorboard`. `launcher` does not accept `program`.

@@ -174,6 +174,7 @@ class RayClient:
                 for name, command in self._plan.slots.items()
             },
             "bundles": [self._plan.bundle_of(name) for name in self._plan.slots],
+            "gang": self._plan.gang,
             "strategy": self._plan.strategy,
             "tags": {"STOKER_RUN": self._run.id},
             "grace_s": self._plan.grace_s,

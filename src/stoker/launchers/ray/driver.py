@@ -335,7 +335,7 @@ class Driver:
                 return False
             if time.monotonic() - checked_at >= CAPACITY_CHECK_S:
                 checked_at = time.monotonic()
-                reason, is_too_small = explain_no_capacity(self._request["bundles"], self._request["strategy"])
+                reason, is_too_small = explain_no_capacity(self._request)
                 if is_too_small and not self._can_scale:
                     self._report_rejected(f"Ray cannot place {reason}")
                     return False
@@ -488,17 +488,12 @@ def _fill_in(text: str, values: dict[str, str]) -> str:
 
 def _actor_options(bundle: dict[str, float]) -> dict[str, Any]:
     """Return the options of the actor that occupies a bundle."""
-    others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU", "memory")}
-    return {
-        "num_cpus": bundle.get("CPU", 0),
-        "num_gpus": bundle.get("GPU", 0),
-        **({"memory": bundle["memory"]} if "memory" in bundle else {}),
-        "resources": others,
-        "max_restarts": 0,
-        "max_concurrency": 8,
-        # Ray workers run at a lower priority by default, which slots would inherit.
-        "runtime_env": {"env_vars": {"RAY_worker_niceness": "0"}},
-    }
+    names = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    options = {option: bundle[name] for name, option in names.items() if name in bundle}
+    resources = {name: amount for name, amount in bundle.items() if name not in names}
+    options = {"num_cpus": 0, **options, "max_restarts": 0, "max_concurrency": 8}
+    # Ray workers run at a lower priority by default, which slots would inherit.
+    return {**options, "resources": resources, "runtime_env": {"env_vars": {"RAY_worker_niceness": "0"}}}
 
 
 def list_nodes() -> list[dict[str, Any]]:
@@ -507,33 +502,22 @@ def list_nodes() -> list[dict[str, Any]]:
     return nodes
 
 
-def explain_no_capacity(bundles: list[dict[str, float]], strategy: str) -> tuple[str, bool]:
+def explain_no_capacity(request: dict[str, Any]) -> tuple[str, bool]:
     """Return why a gang is not placed, with needed and free amounts, and whether the cluster is too small for it."""
-    needed = sum_bundles(bundles)
     alive = [node["Resources"] for node in list_nodes() if node["Alive"]]
-    total = {name: sum(node.get(name, 0) for node in alive) for name in needed}
     free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
     amounts = "; ".join(
         f"needs {_format_amount(name, amount)}, "
-        f"{_format_amount(name, free.get(name, 0))} of {_format_amount(name, total[name])} free"
-        for name, amount in needed.items()
+        f"{_format_amount(name, free.get(name, 0))} of {_format_amount(name, sum_bundles(alive).get(name, 0))} free"
+        for name, amount in sum_bundles(request["bundles"]).items()
     )
-    reason, is_too_small = placement_obstacle(bundles, strategy, alive, free)
-    kinds = [bundle for index, bundle in enumerate(bundles) if bundle not in bundles[:index]]
-    gang = " + ".join(
-        f"{bundles.count(kind)} × ({', '.join(_format_amount(name, amount) for name, amount in kind.items())})"
-        for kind in kinds
-    )
-    return f"{gang}: {reason} ({amounts})", is_too_small
+    reason, is_too_small = placement_obstacle(request["bundles"], request["strategy"], alive, free)
+    return f"{request['gang']}: {reason} ({amounts})", is_too_small
 
 
 def sum_bundles(bundles: list[dict[str, float]]) -> dict[str, float]:
     """Return the resources of several bundles together."""
-    total: dict[str, float] = {}
-    for bundle in bundles:
-        for name, amount in bundle.items():
-            total[name] = total.get(name, 0) + amount
-    return total
+    return {name: sum(bundle.get(name, 0) for bundle in bundles) for name in sorted(frozenset().union(*bundles))}
 
 
 def placement_obstacle(
@@ -542,21 +526,19 @@ def placement_obstacle(
     """Return what prevents the placement of the bundles, and whether the whole cluster is surely too small."""
 
     def count_fitting(bundle: dict[str, float]) -> list[int]:
-        """Return how often a bundle fits on each node."""
         return [min(int(node.get(name, 0) / amount + 1e-6) for name, amount in bundle.items()) for node in alive]
 
-    fitting = [(bundles.count(bundle), count_fitting(bundle)) for bundle in bundles]
-    count, large_enough = len(bundles), min(sum(fits > 0 for fits in nodes) for _, nodes in fitting)
+    fitting, needed = [(bundles.count(bundle), count_fitting(bundle)) for bundle in bundles], sum_bundles(bundles)
+    large_enough = min(sum(fits > 0 for fits in nodes) for _, nodes in fitting)
     if not large_enough:
         return "no node is large enough for one worker", True
-    has_enough_nodes = len(alive) >= count and all(sum(fits > 0 for fits in nodes) >= many for many, nodes in fitting)
-    if strategy == "STRICT_SPREAD" and not has_enough_nodes:
-        return f"strict_spread needs {count} nodes, {large_enough} are large enough", True
-    if strategy == "STRICT_PACK" and max(count_fitting(sum_bundles(bundles))) < 1:
+    is_spread = len(alive) >= len(bundles) and all(sum(fits > 0 for fits in nodes) >= count for count, nodes in fitting)
+    if strategy == "STRICT_SPREAD" and not is_spread:
+        return f"strict_spread needs {len(bundles)} nodes, {large_enough} are large enough", True
+    if strategy == "STRICT_PACK" and not max(count_fitting(needed)):
         return "strict_pack needs one node for all workers, none is large enough", True
-    total, needed = sum_bundles(alive), sum_bundles(bundles)
-    is_enough = all(total.get(name, 0) + 1e-6 >= amount for name, amount in needed.items())
-    if not is_enough or any(sum(nodes) < many for many, nodes in fitting):
+    is_short = any(sum_bundles(alive).get(name, 0) + 1e-6 < amount for name, amount in needed.items())
+    if is_short or any(sum(nodes) < count for count, nodes in fitting):
         return "the cluster is too small", True
     if all(free.get(name, 0) >= amount for name, amount in needed.items()):
         return f"the free resources are on nodes where {strategy.lower()} does not fit", False

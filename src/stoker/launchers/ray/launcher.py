@@ -137,7 +137,7 @@ class RayLauncher:
         version = None if self._address is None else cluster_version(self._address)
         job = self.resolve_paths(job)
         slots = list_slots(job)
-        return RayPlan(
+        plan = RayPlan(
             slots={str(slot): command for slot, command in self._commands(job, slots).items()},
             hosts=dict.fromkeys(map(str, slots), "ray" if self._address is None else self._address),
             address=self._address,
@@ -149,8 +149,8 @@ class RayLauncher:
             secrets=tuple(job.secret_env),
             grace_s=float(job.grace),
             lost_after_s=float(job.ray.lost_after),
-            notes=tuple(self._notes(job, version)),
         )
+        return msgspec.structs.replace(plan, notes=tuple(self._notes(job, plan, version)))
 
     def _commands(self, job: JobSpec, slots: list[Slot]) -> dict[Slot, Command]:
         is_remote = self._address is not None
@@ -168,14 +168,14 @@ class RayLauncher:
         rendered = render_commands(resolve_job_paths(job, WORKDIR) if is_remote else job, book)
         return {slot: command for slot, command in rendered.items() if isinstance(command, Command)}
 
-    def _notes(self, job: JobSpec, version: str | None) -> Iterator[str]:
+    def _notes(self, job: JobSpec, plan: RayPlan, version: str | None) -> Iterator[str]:
         """Yield notes on what will be done and what to look out for."""
-        yield f"placement group: {_describe_bundles(job)}, strategy {job.ray.strategy}"
+        yield f"placement group: {plan.gang}, strategy {job.ray.strategy}"
         if version is None:
             yield "no Ray cluster was specified or found; Ray will run on this machine for the duration of the run"
         else:
             yield from self._upload_notes(job, version)
-            yield from self._capacity_notes(job)
+            yield from self._capacity_notes(plan)
         if job.image:
             yield "image is ignored: the Ray launcher uses the Python environment of Ray, not containers"
         if job.checkpoint.claim:
@@ -202,16 +202,16 @@ class RayLauncher:
                 "node: set checkpoint.dir to a bucket or to a directory shared by all nodes"
             )
 
-    def _capacity_notes(self, job: JobSpec) -> Iterator[str]:
+    def _capacity_notes(self, plan: RayPlan) -> Iterator[str]:
         """Yield a note if the cluster is currently too small for the job; it may scale up."""
         assert self._address is not None
         nodes = list[dict[str, float]]()
         with suppress(StokerError, ValueError):
             nodes = RayCluster(self._address).total_by_node()
-        for amounts, count in _count_bundles(job) if nodes else ():
+        for amounts, count in plan.count_bundles() if nodes else ():
             # Not every version of Ray reports other resources.
             bundle = {name: amount for name, amount in amounts.items() if name in ("CPU", "GPU")}
-            if (fitting := count_fitting(nodes, bundle, job.ray.strategy)) < count:
+            if (fitting := count_fitting(nodes, bundle, plan.strategy.lower())) < count:
                 total = ", ".join(f"{sum(node.get(name, 0) for node in nodes):g} {name}" for name in bundle)
                 yield (
                     f"the cluster is too small now: {pluralize(len(nodes), 'node')} with {total} in total can run "
@@ -277,26 +277,6 @@ def _bundle(job: JobSpec, worker: int) -> dict[str, float]:
     if resources.gpu_type:
         bundle[f"accelerator_type:{resources.gpu_type}"] = 0.001
     return bundle
-
-
-def _count_bundles(job: JobSpec) -> list[tuple[dict[str, float], int]]:
-    """Return each different bundle of a job, and how many workers have it."""
-    counts: list[tuple[dict[str, float], int]] = []
-    for bundle in (_bundle(job, worker) for worker in range(job.max_workers)):
-        if counts and counts[-1][0] == bundle:
-            counts[-1] = (bundle, counts[-1][1] + 1)
-        else:
-            counts.append((bundle, 1))
-    return counts
-
-
-def _describe_bundles(job: JobSpec) -> str:
-    return " + ".join(f"{count} × ({_describe_bundle(bundle)})" for bundle, count in _count_bundles(job))
-
-
-def _describe_bundle(bundle: Mapping[str, float]) -> str:
-    amounts = [f"{amount:g} {name}" for name, amount in bundle.items() if name != "memory"]
-    return ", ".join([*amounts, *([f"{format_bytes(int(bundle['memory']))} memory"] if "memory" in bundle else [])])
 
 
 def _check_module(job: JobSpec) -> Iterator[Fault]:

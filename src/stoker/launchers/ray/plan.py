@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import groupby
+
 import msgspec
 
 from stoker.core.spec import load
+from stoker.core.units import format_bytes
 from stoker.jobs.run_folder import RunFolder
 from stoker.launchers.plan import LocalPlan
 
@@ -25,9 +29,24 @@ class RayPlan(LocalPlan, frozen=True, kw_only=True):
     grace_s: float = 30.0
     lost_after_s: float = 30.0
 
+    @property
+    def gang(self) -> str:
+        """All bundles as text: `2 × (8 CPU) + 1 × (1 CPU)`."""
+        return " + ".join(f"{count} × ({_describe_bundle(bundle)})" for bundle, count in self.count_bundles())
+
+    def count_bundles(self) -> list[tuple[dict[str, float], int]]:
+        """Return each different bundle, and how many slots have it."""
+        return [(bundle, len(list(same))) for bundle, same in groupby(map(self.bundle_of, self.slots))]
+
     def bundle_of(self, slot: str) -> dict[str, float]:
         """Return the resources that Ray reserves for a slot."""
         return self.bundles.get(slot, self.bundle)
+
+
+def _describe_bundle(bundle: Mapping[str, float]) -> str:
+    """Return the resources of a bundle as text, memory last."""
+    amounts = [f"{amount:g} {name}" for name, amount in bundle.items() if name != "memory"]
+    return ", ".join([*amounts, *([f"{format_bytes(int(bundle['memory']))} memory"] if "memory" in bundle else [])])
 
 
 def read_ray_plan(run: RunFolder) -> RayPlan:
