@@ -309,6 +309,15 @@ def test_all_reduce_on_this_machine(here: Path, capsys: pytest.CaptureFixture[st
     assert_nothing_is_left(here)
 
 
+@pytest.mark.slow
+def test_all_reduce_of_workers_that_differ(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("--set", "processes_per_worker=1", "--set", "workers=[{processes_per_worker: 2}, {}]")
+    code, checks, _ = run_doctor(capsys, "--on", "local", *args)
+    assert code == 0
+    assert checks["all-reduce", ""]["found"].startswith("3 ranks, gloo")
+    assert_nothing_is_left(here)
+
+
 def test_unreachable_ray_cluster(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ray", reason="no package 'ray'")
     port = free_port()

@@ -8,6 +8,7 @@ import pytest
 
 from stoker.core.spec import decode
 from stoker.errors import SpecError
+from stoker.jobs.launcher import LAUNCHERS, LauncherTraits, check_traits
 from stoker.jobs.spec import JobSpec, ResourcesSpec, job_schema, parse_job, to_yaml
 from stoker.jobs.topology import AddressBook, Command, list_slots, render_commands
 from stoker.remote.mpi_rank import find_worker, set_rank_env
@@ -86,6 +87,14 @@ def test_faults_of_groups(keys: dict[str, Any], paths: list[str]) -> None:
 def test_equal_groups_are_allowed_for_every_topology(topology: str) -> None:
     job = make_job([{"count": 2, "resources": {"gpu": 2}}], topology=topology)
     assert (job.ranks, job.resources_of(1).gpus) == ((1, 1), 2)
+
+
+def test_launchers_refuse_workers_that_differ_unless_they_support_them() -> None:
+    traits = LauncherTraits(name="there")
+    assert [fault.path for fault in check_traits(make_job(GROUPS), traits)] == ["workers"]
+    assert list(check_traits(make_job([{"count": 2}, {}]), traits)) == []
+    for name in ("k8s", "local", "ray", "ssh"):
+        assert list(check_traits(make_job(GROUPS), LAUNCHERS.get(name).traits)) == []
 
 
 # --- Commands

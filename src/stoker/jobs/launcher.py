@@ -28,6 +28,8 @@ class LauncherTraits:
     supports_address_per_slot: bool = False
     """Whether every slot can have a role and an address of its own, as TensorFlow needs."""
     supports_elastic: bool = False
+    supports_unequal_workers: bool = False
+    """Whether workers can differ in their resources and number of ranks."""
     supports_claims: bool = False
     """Whether PersistentVolumeClaims can be mounted."""
     has_targets: bool = False
@@ -122,12 +124,17 @@ def check_traits(job: JobSpec, traits: LauncherTraits) -> Iterator[Fault]:
         if job.is_elastic and not traits.supports_elastic:
             yield Fault("workers", f"elastic jobs are not supported on {traits.name}; set a fixed number of workers")
 
+    def check_equal_workers(job: JobSpec) -> Iterator[Fault]:
+        if not job.has_equal_workers and not traits.supports_unequal_workers:
+            what = f"workers that differ are not supported on {traits.name}"
+            yield Fault("workers", f"{what}; set a number of workers and their resources")
+
     def check_claims(job: JobSpec) -> Iterator[Fault]:
         for index, _ in enumerate(() if traits.supports_claims else job.volumes):
             what = f"PersistentVolumeClaims are not supported on {traits.name}; remove the volume"
             yield Fault(f"volumes[{index}].claim", what)
 
-    return run_checks(job, check_topology, check_elastic, check_claims)
+    return run_checks(job, check_topology, check_elastic, check_equal_workers, check_claims)
 
 
 def raise_faults(faults: Iterable[Fault]) -> None:

@@ -58,7 +58,11 @@ class LocalLauncher:
     """Launcher for this machine: slots are processes, started and watched by a supervisor."""
 
     traits: ClassVar[LauncherTraits] = LauncherTraits(
-        name="local", supports_standby_workers=True, supports_address_per_slot=True, supports_elastic=True
+        name="local",
+        supports_standby_workers=True,
+        supports_address_per_slot=True,
+        supports_elastic=True,
+        supports_unequal_workers=True,
     )
 
     def check(self, job: JobSpec) -> Iterator[Fault]:

@@ -212,6 +212,14 @@ def test_nodes_and_pods_that_cannot_be_listed() -> None:
         ({"workers": {"min": 2, "max": 4}, "resources": {"gpu": 8}}, TWO_NODES, None, "2 of 4 pods fit", "workers="),
         ({"resources": {"gpu": 16}}, TWO_NODES, False, "requests 16 GPUs, the largest node it can use has 8 GPUs", ""),
         ({"resources": {"cpu": 32}}, TWO_NODES, False, "requests 32 CPUs", ""),
+        (
+            {"workers": [{"resources": {"gpu": 8}}, {"count": 2, "resources": {"gpu": 4}}]},
+            TWO_NODES,
+            True,
+            ": fits",
+            "",
+        ),
+        ({"workers": [{"resources": {"gpu": 1}}, {"resources": {"gpu": 16}}]}, TWO_NODES, False, "16 GPUs", ""),
         ({"resources": {"memory": "1Ti"}}, TWO_NODES, False, "has 64 GiB of memory", ""),
         (
             {"resources": {"gpu": 1, "gpu_type": "h100"}},

@@ -55,6 +55,7 @@ class KubernetesLauncher:
         supports_standby_workers=True,
         supports_address_per_slot=True,
         supports_elastic=True,
+        supports_unequal_workers=True,
         supports_claims=True,
         has_targets=True,
         lists_runs=True,

@@ -61,7 +61,7 @@ _RUNTIME_FILES = {
 class RayLauncher:
     """Launcher for Ray: slots are actors of one placement group."""
 
-    traits: ClassVar[LauncherTraits] = LauncherTraits(name="ray", has_targets=True)
+    traits: ClassVar[LauncherTraits] = LauncherTraits(name="ray", supports_unequal_workers=True, has_targets=True)
 
     def __init__(self, target: str | None = None) -> None:
         self._target = target

@@ -58,7 +58,11 @@ class SshLauncher:
     """Launcher for hosts reached by ssh."""
 
     traits: ClassVar[LauncherTraits] = LauncherTraits(
-        name="ssh", supports_standby_workers=True, supports_address_per_slot=True, supports_elastic=True
+        name="ssh",
+        supports_standby_workers=True,
+        supports_address_per_slot=True,
+        supports_elastic=True,
+        supports_unequal_workers=True,
     )
 
     def __init__(self) -> None:
