@@ -107,6 +107,7 @@ LAUNCHERS: Registry[type[Launcher[object]]] = Registry(
         "k8s": "stoker.launchers.kubernetes.launcher:KubernetesLauncher",
         "local": "stoker.launchers.local:LocalLauncher",
         "ray": "stoker.launchers.ray.launcher:RayLauncher",
+        "slurm": "stoker.launchers.slurm.launcher:SlurmLauncher",
         "ssh": "stoker.launchers.ssh.launcher:SshLauncher",
     },
 )

@@ -31,10 +31,21 @@ if TYPE_CHECKING:
         ProfileSpec,
         ProgramSpec,
         RaySpec,
+        SlurmSpec,
         SshSpec,
     )
 
 MIN_LOST_AFTER_S = 5
+MIN_SLURM_TIME_S = 60
+"""Slurm counts time limits in minutes."""
+_SBATCH_CONFLICTS = {
+    **dict.fromkeys(("array", "wrap"), "a run is one Slurm job with one script"),
+    **dict.fromkeys(("job-name", "output", "error", "open-mode", "signal", "requeue", "no-requeue"), "Stoker sets it"),
+    **dict.fromkeys(("ntasks", "ntasks-per-node"), "set workers and slurm.nodes"),
+    **dict.fromkeys(("cpus-per-task", "mem", "mem-per-cpu", "gres", "gpus", "gpus-per-task"), "set resources"),
+    **{name: f"set slurm.{name}" for name in ("partition", "account", "qos", "time", "nodes", "constraint", "exclude")},
+}
+"""Options of sbatch that other keys of the job file set, and what to do instead."""
 
 
 def check_path(key: str, path: str | None) -> Iterator[Fault]:
@@ -218,6 +229,23 @@ def _check_ssh_hosts(ssh: SshSpec) -> Iterator[Fault]:
 def check_ray(ray: RaySpec) -> Iterator[Fault]:
     """Check the timeout."""
     yield from check_lost_after(ray.lost_after)
+
+
+def check_slurm(slurm: SlurmSpec) -> Iterator[Fault]:
+    """Require a time limit that Slurm can count, and reject sbatch options that other keys set."""
+    return run_checks(slurm, _check_slurm_time, _check_sbatch_options)
+
+
+def _check_slurm_time(slurm: SlurmSpec) -> Iterator[Fault]:
+    if slurm.time is not None and slurm.time < MIN_SLURM_TIME_S:
+        yield Fault("time", f"must be >= {MIN_SLURM_TIME_S}s, got {format_duration(slurm.time)}")
+
+
+def _check_sbatch_options(slurm: SlurmSpec) -> Iterator[Fault]:
+    for index, option in enumerate(slurm.options):
+        name = option.removeprefix("--").partition("=")[0].partition(" ")[0]
+        if conflict := _SBATCH_CONFLICTS.get(name):
+            yield Fault(f"options[{index}]", f"--{name} is not allowed here: {conflict}")
 
 
 def check_mpi(mpi: MpiSpec) -> Iterator[Fault]:

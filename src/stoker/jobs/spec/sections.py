@@ -28,6 +28,8 @@ from stoker.jobs.spec.types import (
     Port,
     PositiveInt,
     QueueName,
+    SbatchOption,
+    SlurmName,
     TopologyName,
     UserName,
     Verbatim,
@@ -396,6 +398,49 @@ class RaySpec(Section, frozen=True, kw_only=True):
         return checks.check_ray(self)
 
 
+class SlurmSpec(Section, frozen=True, kw_only=True):
+    """Settings for `--on slurm`."""
+
+    partition: Annotated[SlurmName | None, describe("Partition; default: the cluster's default partition.")] = None
+    account: Annotated[SlurmName | None, describe("Account that is charged; default: your default account.")] = None
+    qos: Annotated[SlurmName | None, describe("Quality of service; default: that of the account or partition.")] = None
+    time: Annotated[
+        Seconds | None,
+        describe(
+            "Time limit of one Slurm job; default: that of the partition. Before it is reached, the programs get "
+            "SIGTERM and the `grace` period, and the job is requeued and resumes."
+        ),
+    ] = None
+    nodes: Annotated[
+        PositiveInt | None, describe("Number of nodes that the slots are spread over; default: one node per slot.")
+    ] = None
+    constraint: Annotated[NonEmpty | None, describe("Required node features, such as `a100&ib`.")] = None
+    exclude: Annotated[tuple[SlurmName, ...], describe("Nodes not to use, such as `node[03-05]`.")] = ()
+    gpu_request: Annotated[
+        Literal["gpus-per-task", "gres"],
+        describe("How GPUs are requested. `gres`: for clusters that do not support `--gpus-per-task`."),
+    ] = "gpus-per-task"
+    setup: Annotated[
+        NonEmpty | None,
+        describe(
+            "Shell commands that the batch script runs on the first node before the program starts, such as "
+            "`module load cuda/12.4`. All slots get the environment that they set."
+        ),
+    ] = None
+    python: Annotated[
+        NonEmpty | None,
+        describe("Python interpreter on the nodes; default: the one that runs Stoker, if the file system is shared."),
+    ] = None
+    options: Annotated[
+        tuple[SbatchOption, ...],
+        describe("Additional sbatch options, such as `--reservation=exam`. Options that Stoker sets are rejected."),
+    ] = ()
+
+    def faults(self) -> Iterator[Fault]:
+        """Yield invalid combinations."""
+        return checks.check_slurm(self)
+
+
 class JobSpec(Section, frozen=True, kw_only=True):
     """A training job."""
 
@@ -475,6 +520,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
     mpi: Annotated[MpiSpec, describe("Settings for `topology: mpi`.")] = MpiSpec()
     ssh: Annotated[SshSpec, describe("Settings for `--on ssh`.")] = SshSpec()
     ray: Annotated[RaySpec, describe("Settings for `--on ray`.")] = RaySpec()
+    slurm: Annotated[SlurmSpec, describe("Settings for `--on slurm`.")] = SlurmSpec()
 
     @property
     def traits(self) -> TopologyTraits:

@@ -71,6 +71,8 @@ MountPath = Annotated[str, matches(r"/[^\x00:]+", "an absolute path such as /dat
 ImageRef = Annotated[str, matches(r"\S+", "an image such as ghcr.io/acme/trainer:v1")]
 HostName = Annotated[str, matches(r"[^-\s][^\s]*", "a host name without spaces")]
 UserName = Annotated[str, matches(r"[^-\s@][^\s@]*", "a user name without spaces")]
+SlurmName = Annotated[str, matches(r"[^-\s]\S*", "a name without spaces")]
+SbatchOption = Annotated[str, matches(r"--[a-z][^\x00\n]*", "an option such as --reservation=exam")]
 CacheUrl = Annotated[str, matches("cluster|https?://.+", "a URL such as http://cache:3128, or 'cluster'")]
 TopologyName = Annotated[str, expect("a topology name")]
 NonEmpty = Annotated[str, matches(r"[^\x00]+", "a non-empty string")]

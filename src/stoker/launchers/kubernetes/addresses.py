@@ -9,7 +9,8 @@ from stoker.jobs.spec import DEFAULT_PORT, JobSpec, RoleSpec
 from stoker.jobs.topologies.tensorflow import TENSORBOARD_PORT
 from stoker.jobs.topology import AddressBook, Role, Slot
 from stoker.launchers.kubernetes.mpijob import OUTPUT_FIFO, PASSED_ENV, SECRETS_DIR, build_ssh_options
-from stoker.launchers.kubernetes.scripts import ANY_INDEX, SCRIPTS_DIR
+from stoker.launchers.kubernetes.scripts import SCRIPTS_DIR
+from stoker.launchers.shell_words import ANY_INDEX
 
 PROFILER, MPI_RANK = "profiler.py", "mpi_rank.py"
 

@@ -46,7 +46,8 @@ from stoker.launchers.kubernetes.config_map import JobFiles, build_config_map, c
 from stoker.launchers.kubernetes.labels import build_job_object, build_labels, build_queue_labels
 from stoker.launchers.kubernetes.mpijob import build_mpijob, wait_for_workers_script
 from stoker.launchers.kubernetes.pod_spec import build_pod_spec
-from stoker.launchers.kubernetes.scripts import ANY_INDEX, Script, build_script
+from stoker.launchers.kubernetes.scripts import Script, build_script
+from stoker.launchers.shell_words import ANY_INDEX
 
 NON_RETRYABLE_EXIT_CODES = [InputError.exit_code, MissingError.exit_code, 126, 127]
 """Exit codes that a retry would only repeat: bad input, missing package, program not executable, program not found."""

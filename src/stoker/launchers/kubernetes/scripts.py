@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.topology import AddressBook, Command, Slot, profiler_argv, render_command
+from stoker.launchers.shell_words import ANY_INDEX, quote_word
 
 SCRIPTS_DIR = "/stoker"
 """Mount path of the ConfigMap's scripts."""
 CODE_DIR = "/stoker-code"
 """Mount path of the user's copied files."""
-ANY_INDEX = 2_305_843_009_213_693_951
-"""Placeholder for a slot index; larger than any number in a job."""
 _HEADER = [
     "#!/bin/sh",
     "set -eu",
@@ -89,24 +88,7 @@ def _variable_name(file: str) -> str:
     return file.removesuffix(".json")
 
 
-class _Variable(str):
-    """A reference to a shell variable, which must not be quoted again."""
-
-
 def _quote(text: str, shared: Mapping[str, str]) -> str:
     """Quote a word for `sh`, with references to shell variables for the index and for shared files."""
-    parts = [text]
-    variables = [(value, _variable_name(file)) for file, value in shared.items()]
-    for value, name in [*variables, (str(ANY_INDEX), "STOKER_INDEX")]:
-        parts = [piece for part in parts for piece in _substitute(part, value, name)]
-    return "".join(part if isinstance(part, _Variable) else shlex.quote(part) for part in parts) or "''"
-
-
-def _substitute(part: str, value: str, name: str) -> list[str]:
-    """Split a text at a value and put a reference to the variable in its place."""
-    if isinstance(part, _Variable) or value not in part:
-        return [part]
-    pieces: list[str] = []
-    for piece in part.split(value):
-        pieces += [_Variable(f'"${name}"'), piece]
-    return [piece for piece in pieces[1:] if piece]
+    variables = {value: f'"${_variable_name(file)}"' for file, value in shared.items()}
+    return quote_word(text, {**variables, str(ANY_INDEX): '"$STOKER_INDEX"'})

@@ -1,0 +1,1 @@
+"""Slurm launcher: one batch job per run, rendered from the topology."""

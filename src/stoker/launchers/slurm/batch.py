@@ -1,0 +1,143 @@
+"""The constant parts of the batch script: run a slot as a task, and restart the gang while retries are left.
+
+Slurm sends a signal to every process of a task, so the function that runs a slot only has to outlive the program. The
+batch shell gets USR1 before the time limit, USR2 from `stoker job stop`, and TERM when Slurm itself ends the job. A
+SIGTERM to srun would kill its tasks at once; `scancel --signal` reaches the programs instead.
+"""
+
+from __future__ import annotations
+
+RECORDS = "slurm.records"
+"""Records of the script in the run folder; see `records`."""
+NOT_RETRIED_CODES = (2, 3, 126, 127)
+"""Exit codes of invalid input, of missing dependencies, and of programs that a shell cannot start."""
+LIMIT_REASON = "the time limit was reached"
+REQUEUE_REASON = "Slurm requeued the job: it was preempted, or a node failed"
+
+RUN_SLOT = """\
+  unset -f run_slot
+  log=$run/logs/$STOKER_ROLE-$STOKER_INDEX.$STOKER_ATTEMPT.log
+  trap '{ sleep "$STOKER_GRACE_S"; kill -KILL "$pid"; } >/dev/null 2>&1 &' TERM
+  (cd -- "$directory" && exec "${command[@]}") >>"$log" 2>&1 &
+  pid=$!
+  while kill -0 "$pid" 2>/dev/null; do wait "$pid" 2>/dev/null; done # a signal interrupts wait
+  wait "$pid" 2>/dev/null
+  code=$?
+  local record=exit.$STOKER_ATTEMPT.$STOKER_ROLE-$STOKER_INDEX
+  echo "$code" >"$run/.$record" && mv "$run/.$record" "$run/$record"
+  if [ -n "$is_observer" ]; then exit 0; fi # its failure does not end the gang
+  exit "$code"
+}
+"""
+
+BATCH = f"""\
+run=$(realpath -- "${{1:?usage: sbatch SCRIPT RUN_FOLDER}}") || exit
+mkdir -p "$run/logs" && cd "$run" || exit
+export STOKER_RUN=${{run##*/}} STOKER_CHECKPOINT_DIR=${{STOKER_CHECKPOINT_DIR:-$run/checkpoints}}
+export -f run_slot
+reason='' signalled='' step=''
+trap 'reason=limit' USR1
+trap 'reason=stopped' USR2
+trap 'reason=interrupted signalled=1' TERM
+
+record() {{ echo "$(date +%s.%N) $*" >>{RECORDS}; }}
+
+finish() {{ # STATE CODE
+  record finished "$1" "$SLURM_JOB_ID"
+  exit "$2"
+}}
+
+list_hosts() {{ # the node of every task, in the order of --distribution=block
+  local names=($(scontrol show hostnames "$SLURM_JOB_NODELIST")) counts=(${{SLURM_TASKS_PER_NODE//,/ }})
+  local node=0 item count repeats
+  hosts=()
+  for item in "${{counts[@]}}"; do # 2(x3) means two tasks on each of three nodes
+    count=${{item%%(*}} repeats=1
+    [[ $item != *x* ]] || {{ repeats=${{item##*x}} && repeats=${{repeats%)}}; }}
+    for ((; repeats > 0; repeats--, node++)); do
+      for ((i = 0; i < count; i++)); do hosts+=("${{names[node]}}"); done
+    done
+  done
+}}
+
+is_lead_done() {{ # whether the slots of the lead role have succeeded, while others may still run
+  [ -n "$lead" ] && [ "$(cat exit."$attempt.$lead"-* 2>/dev/null | grep -cx 0)" = "$lead_slots" ]
+}}
+
+has_step() {{ squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -q '\\.[0-9]'; }}
+
+watch_step() {{
+  while kill -0 "$step" 2>/dev/null; do
+    if [ -z "$reason" ] && ! is_lead_done; then
+      if ((lead_slots && lead_slots < slots)); then sleep 1 & wait $!; else wait "$step"; fi
+    elif [ -z "$signalled" ] && has_step; then
+      scancel --signal=TERM "$SLURM_JOB_ID"
+      signalled=1
+    else
+      sleep 0.2 & wait $!
+    fi
+  done
+  wait "$step"
+}}
+
+find_failure() {{ # the slot that failed first, and how
+  local file slot name
+  for file in $(ls -tr exit."$attempt".* 2>/dev/null); do
+    slot=${{file##*.}} failed_code=$(cat "$file")
+    if [ "$failed_code" != 0 ] && [[ " $observers " != *" ${{slot%-*}} "* ]]; then
+      slot=${{slot%-*}}/${{slot##*-}} cause="$slot exited with code $failed_code"
+      if ((failed_code > 128)) && name=$(kill -l $((failed_code - 128)) 2>/dev/null); then
+        cause="$slot was killed by SIG$name"
+      fi
+      return
+    fi
+  done
+  failed_code=$code cause="srun exited with code $code"
+}}
+
+cause=''
+if [ "${{SLURM_RESTART_COUNT:-0}}" != 0 ]; then
+  cause='{REQUEUE_REASON}'
+  tail -n 1 {RECORDS} 2>/dev/null | grep -q ' limit ' && cause='{LIMIT_REASON}'
+fi
+list_hosts
+while :; do
+  attempt=$(grep -c ' began ' {RECORDS} 2>/dev/null)
+  attempt=${{attempt:-0}}
+  export STOKER_ATTEMPT=$attempt
+  port=${{fixed_port:-$((20000 + (SLURM_JOB_ID * 32 + attempt * slots) % 10000))}}
+  record began "$attempt" "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST"
+  if [ -n "$cause" ]; then
+    echo "--- attempt $attempt: retrying because $cause" >>"logs/${{first_slot/\\//-}}.$attempt.log"
+  fi
+  srun --kill-on-bad-exit=1 --wait=0 --distribution=block --input=none \\
+    ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} \\
+    bash -c 'run_slot "$@"' stoker "$run" "$port" "${{hosts[@]}}" &
+  step=$!
+  watch_step
+  code=$?
+  if [ -n "$reason" ]; then
+    record ended "$attempt" "$reason" 0 "$SLURM_JOB_ID"
+  elif [ "$code" = 0 ] || is_lead_done; then
+    record ended "$attempt" succeeded 0 "$SLURM_JOB_ID"
+    finish succeeded 0
+  else
+    sleep 0.5 # a slot with the root cause may still be writing its record
+    find_failure
+    record ended "$attempt" failed "$failed_code" "$SLURM_JOB_ID"
+    case $failed_code in {"|".join(map(str, NOT_RETRIED_CODES))}) finish failed "$failed_code" ;; esac
+    failures=$(grep -c " failed [0-9]* $SLURM_JOB_ID\\$" {RECORDS})
+    if ((failures > retries)); then finish failed "$failed_code"; fi
+    pause=$((failures > ${{#backoff[@]}} ? ${{#backoff[@]}} : failures))
+    for ((i = 0; i < backoff[pause - 1] * 5; i++)); do
+      if [ -n "$reason" ]; then break; fi
+      sleep 0.2 & wait $!
+    done
+  fi
+  case $reason in
+    stopped) finish stopped 143 ;;
+    limit) scontrol requeue "$SLURM_JOB_ID" && exit 143 || finish limit 143 ;;
+    interrupted) exit 143 ;;
+  esac
+done
+"""
