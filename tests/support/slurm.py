@@ -24,7 +24,9 @@ from tests.support.waiting import eventually, wait_until
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"
 NODES = ("127.0.0.1", "127.0.0.2")
 """Their names are addresses of this machine, so that programs can connect to them without a name service."""
-CPUS, GPUS = 4, 2
+CPUS = 4
+GPU_DEVICES = ("/dev/null", "/dev/zero")
+"""Slurm requires that the devices exist."""
 CONFIG = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -131,16 +133,14 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmTestCluster]:
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o600)
     (folder / "state").mkdir()
-    for number in range(GPUS):
-        (folder / f"gpu{number}").touch()
     host = socket.gethostname().partition(".")[0]
     text = CONFIG.format(host=host, port=free_port(), user=getpass.getuser(), folder=folder)
     gres = ""
     for name in NODES:
         (folder / f"spool-{name}").mkdir()
-        settings = f"Port={free_port()} CPUs={CPUS} RealMemory=4096 Gres=gpu:{GPUS} State=UNKNOWN"
+        settings = f"Port={free_port()} CPUs={CPUS} RealMemory=4096 Gres=gpu:{len(GPU_DEVICES)} State=UNKNOWN"
         text += f"NodeName={name} NodeHostname={host} NodeAddr={name} {settings}\n"
-        gres += f"NodeName={name} Name=gpu File={folder}/gpu[0-{GPUS - 1}]\n"
+        gres += f"NodeName={name} Name=gpu File={",".join(GPU_DEVICES)}\n"
     cluster = SlurmTestCluster(folder)
     cluster.config.write_text(text)
     (folder / "gres.conf").write_text(gres)

@@ -7,25 +7,32 @@ SIGTERM to srun would kill its tasks at once; `scancel --signal` reaches the pro
 
 from __future__ import annotations
 
+from stoker.errors import InputError, MissingError
+
 RECORDS = "slurm.records"
 """Records of the script in the run folder; see `records`."""
-NOT_RETRIED_CODES = (2, 3, 126, 127)
-"""Exit codes of invalid input, of missing dependencies, and of programs that a shell cannot start."""
+NOT_RETRIED_CODES = (InputError.exit_code, MissingError.exit_code)
 LIMIT_REASON = "the time limit was reached"
 REQUEUE_REASON = "Slurm requeued the job: it was preempted, or a node failed"
 
 RUN_SLOT = """\
   unset -f run_slot
   log=$run/logs/$STOKER_ROLE-$STOKER_INDEX.$STOKER_ATTEMPT.log
-  trap '{ sleep "$STOKER_GRACE_S"; kill -KILL "$pid"; } >/dev/null 2>&1 &' TERM
-  (cd -- "$directory" && exec "${command[@]}") >>"$log" 2>&1 &
+  trap 'is_stopping=1; { sleep "$STOKER_GRACE_S"; kill -KILL "$pid"; } >/dev/null 2>&1 &' TERM
+  {
+    cd -- "$directory" || exit
+    if type -P -- "${command[0]}" >/dev/null; then exec "${command[@]}"; fi
+    echo "stoker: cannot start the program '${command[0]}': no such file or directory"
+    exit 3
+  } >>"$log" 2>&1 &
   pid=$!
   while kill -0 "$pid" 2>/dev/null; do wait "$pid" 2>/dev/null; done # a signal interrupts wait
   wait "$pid" 2>/dev/null
   code=$?
   local record=exit.$STOKER_ATTEMPT.$STOKER_ROLE-$STOKER_INDEX
   echo "$code" >"$run/.$record" && mv "$run/.$record" "$run/$record"
-  if [ -n "$is_observer" ]; then exit 0; fi # its failure does not end the gang
+  # With another exit code srun kills the gang: not for an observer, nor while others write a last checkpoint.
+  if [ -n "$is_observer$is_stopping" ]; then exit 0; fi
   exit "$code"
 }
 """
@@ -35,7 +42,7 @@ run=$(realpath -- "${{1:?usage: sbatch SCRIPT RUN_FOLDER}}") || exit
 mkdir -p "$run/logs" && cd "$run" || exit
 export STOKER_RUN=${{run##*/}} STOKER_CHECKPOINT_DIR=${{STOKER_CHECKPOINT_DIR:-$run/checkpoints}}
 export -f run_slot
-reason='' signalled='' step=''
+reason='' signalled=''
 trap 'reason=limit' USR1
 trap 'reason=stopped' USR2
 trap 'reason=interrupted signalled=1' TERM
@@ -78,9 +85,10 @@ watch_step() {{
     fi
   done
   wait "$step"
+  code=$?
 }}
 
-find_failure() {{ # the slot that failed first, and how
+find_failure() {{ # the slot that failed first, and how; failed_code is 0 if none has
   local file slot name
   for file in $(ls -tr exit."$attempt".* 2>/dev/null); do
     slot=${{file##*.}} failed_code=$(cat "$file")
@@ -113,17 +121,14 @@ while :; do
   srun --kill-on-bad-exit=1 --wait=0 --distribution=block --input=none \\
     ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} \\
     bash -c 'run_slot "$@"' stoker "$run" "$port" "${{hosts[@]}}" &
-  step=$!
+  step=$! signalled=''
   watch_step
-  code=$?
   if [ -n "$reason" ]; then
     record ended "$attempt" "$reason" 0 "$SLURM_JOB_ID"
-  elif [ "$code" = 0 ] || is_lead_done; then
+  elif is_lead_done || {{ find_failure && [ "$failed_code" = 0 ]; }}; then
     record ended "$attempt" succeeded 0 "$SLURM_JOB_ID"
     finish succeeded 0
   else
-    sleep 0.5 # a slot with the root cause may still be writing its record
-    find_failure
     record ended "$attempt" failed "$failed_code" "$SLURM_JOB_ID"
     case $failed_code in {"|".join(map(str, NOT_RETRIED_CODES))}) finish failed "$failed_code" ;; esac
     failures=$(grep -c " failed [0-9]* $SLURM_JOB_ID\\$" {RECORDS})

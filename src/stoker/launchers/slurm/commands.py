@@ -137,10 +137,9 @@ def _run(argv: Sequence[str]) -> CompletedProcess:
 
 def _explain_rejection(stderr: str) -> StokerError:
     """Return the error for a rejected submission, with the key of the job file that it is about."""
-    lines = [line.partition("error: ")[2] or line for line in stderr.splitlines() if line.strip()]
-    what = lines[-1].removeprefix("Batch job submission failed: ") if lines else "sbatch failed"
     if _UNREACHABLE.search(stderr):
         return _unreachable(stderr)
+    what = _last_message(stderr).removeprefix("Batch job submission failed: ")
     if re.search("permission denied|not permitted", what, re.IGNORECASE):
         return AccessDeniedError(f"Slurm rejected the job: {what}")
     keys = [key for pattern, key in _FAULTY_KEYS.items() if re.search(pattern, what)]
@@ -148,8 +147,11 @@ def _explain_rejection(stderr: str) -> StokerError:
 
 
 def _unreachable(stderr: str) -> UnavailableError:
-    lines = [line.partition("error: ")[2] or line for line in stderr.splitlines() if line.strip()]
-    what = lines[-1].strip() if lines else "no response"
-    return UnavailableError(
-        f"cannot reach the Slurm controller: {what}", hint="check it with: scontrol ping; the job continues without it"
-    )
+    hint = "check it with: scontrol ping; submitted jobs continue without it"
+    return UnavailableError(f"cannot reach the Slurm controller: {_last_message(stderr)}", hint=hint)
+
+
+def _last_message(stderr: str) -> str:
+    """Return the last line that a program of Slurm wrote, without its own name."""
+    lines = [line for line in stderr.splitlines() if line.strip() and not line.startswith("Try ")]
+    return re.sub(r"^\w+: ((error|fatal): )?", "", lines[-1]) if lines else "no response"

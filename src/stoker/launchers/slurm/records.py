@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from stoker.errors import InputError, MissingError
 from stoker.jobs.retry_policy import INVALID_INPUT, attempts_exhausted, not_retried
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import JobSpec
@@ -30,7 +29,6 @@ STOP_FILE = "stopping"
 """File in the run folder: the user has requested a stop."""
 BATCH_LOG = "slurm.log"
 """Output of the batch script and of srun."""
-CANNOT_START = "the program cannot be started"
 CANCELLED_MESSAGE = "was cancelled, but not by `stoker job stop`"
 _END_REASONS = {
     "BOOT_FAIL": "failed because a node did not boot",
@@ -195,10 +193,7 @@ def _with_retry_note(job: JobSpec, attempts: Sequence[Attempt]) -> str:
     last = attempts[-1]
     if not job.retries:
         return last.cause
-    if last.code in (InputError.exit_code, MissingError.exit_code):
-        reason = INVALID_INPUT
-    else:
-        reason = CANNOT_START if last.code in NOT_RETRIED_CODES else attempts_exhausted(job.retries + 1)
+    reason = INVALID_INPUT if last.code in NOT_RETRIED_CODES else attempts_exhausted(job.retries + 1)
     return insert_note(last.cause, not_retried(reason))
 
 
