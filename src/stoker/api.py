@@ -81,8 +81,8 @@ class Job:
     def plan(self, on: str = LOCAL, *, hosts: str | Sequence[str] | None = None) -> Plan:
         """Return what the job would start on a target, after all checks; start nothing.
 
-        `on` is a target as for `--on`: local, ssh, ray[://host:port] or k8s[://context/namespace]. `hosts` are the
-        hosts for ssh, for example `["node1", "node2:2"]`.
+        `on` is a target as for `--on`: local, ssh, slurm, ray[://host:port] or k8s[://context/namespace]. `hosts` are
+        the hosts for ssh, for example `["node1", "node2:2"]`.
         """
         launcher = open_launcher(on)
         job = launcher.resolve_paths(self.replace(host_overrides(on, hosts)).spec)

@@ -25,8 +25,8 @@ PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"
 NODES = ("127.0.0.1", "127.0.0.2")
 """Their names are addresses of this machine, so that programs can connect to them without a name service."""
 CPUS = 4
-GPU_DEVICES = ("/dev/null", "/dev/zero")
-"""Slurm requires that the devices exist."""
+GPUS, GPU_DEVICES = 2, "/dev/null,/dev/zero"
+"""Of each node; Slurm requires that the devices exist."""
 CONFIG = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -138,9 +138,9 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmTestCluster]:
     gres = ""
     for name in NODES:
         (folder / f"spool-{name}").mkdir()
-        settings = f"Port={free_port()} CPUs={CPUS} RealMemory=4096 Gres=gpu:{len(GPU_DEVICES)} State=UNKNOWN"
+        settings = f"Port={free_port()} CPUs={CPUS} RealMemory=4096 Gres=gpu:{GPUS} State=UNKNOWN"
         text += f"NodeName={name} NodeHostname={host} NodeAddr={name} {settings}\n"
-        gres += f"NodeName={name} Name=gpu File={",".join(GPU_DEVICES)}\n"
+        gres += f"NodeName={name} Name=gpu File={GPU_DEVICES}\n"
     cluster = SlurmTestCluster(folder)
     cluster.config.write_text(text)
     (folder / "gres.conf").write_text(gres)

@@ -33,7 +33,7 @@ def doctor(
         typer.Option(
             "--on",
             metavar="TARGET",
-            help="Where the job will run: local, ssh, ray[://host:port] or k8s[://context/namespace].",
+            help="Where the job will run: local, ssh, slurm, ray[://host:port] or k8s[://context/namespace].",
         ),
     ] = None,
     hosts: Hosts = None,

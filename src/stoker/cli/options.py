@@ -19,7 +19,7 @@ On = Annotated[
     typer.Option(
         "--on",
         metavar="TARGET",
-        help="Where to run the job: local, ssh, ray[://host:port] or k8s[://context/namespace].",
+        help="Where to run the job: local, ssh, slurm, ray[://host:port] or k8s[://context/namespace].",
     ),
 ]
 Hosts = Annotated[

@@ -87,6 +87,7 @@ _RULES = """\
 - An elastic job, or an `mpi` job with more than one worker, cannot use a `checkpoint.claim` with `access: rwo`: the
   node of rank 0 must mount the PersistentVolumeClaim, and only one node can.
 - `data.cache.size` requires `data.cache.dir`. `checkpoint.dir` must be a directory, `s3://…` or `gs://…`.
+- `slurm.time` must be at least 60 s. `slurm.options` cannot contain options that other keys set.
 - `ssh.lost_after` and `ray.lost_after` must be at least 5 s, so that a short network interruption does not stop a job.
 - Sizes below 1 MiB are rejected, because the unit is probably missing. `profile.every` must be 0 or at least 1 s.
 - Paths must not start with `~` or `$`, because these are not expanded.

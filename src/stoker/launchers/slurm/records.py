@@ -155,9 +155,9 @@ def _describe_attempts(
     attempts = list(known)
     for position, record in enumerate(records.attempts):
         is_last = position == len(records.attempts) - 1
-        if position < len(attempts) or (not record.outcome and is_last and not is_over):
+        lost = record.outcome in ("", "interrupted")  # it may be running, and Slurm may requeue it
+        if position < len(attempts) or (lost and is_last and not is_over):
             continue
-        lost = record.outcome in ("", "interrupted")
         successor = None if is_last else records.attempts[position + 1]
         cause = (last_cause if is_last else REQUEUE_REASON) if lost else _explain(run, job, record)
         attempts.append(
