@@ -49,9 +49,7 @@ class TestSlurm(LauncherSuite):
 
     def test_lead_role_ends_the_job(self, launcher: Any) -> None:
         roles = {"ps": {"count": 1}, "evaluator": {"count": 1}}
-        job = job_of(
-            program={"script": str(TASK)}, topology="tf-ps", workers=2, roles=roles, slurm={"nodes": 2}
-        )
+        job = job_of(program={"script": str(TASK)}, topology="tf-ps", workers=2, roles=roles, slurm={"nodes": 2})
         run, status = self.run_to_end(launcher, job, 100)
         assert status.state is JobState.SUCCEEDED, status.message
         states = {slot.slot: slot.state for slot in status.slots}
@@ -71,7 +69,9 @@ class TestSlurm(LauncherSuite):
 
     def test_tasks_have_their_own_gpus(self, launcher: Any) -> None:
         keys = {"topology": "tf-mirrored", "workers": 2, "slurm": {"nodes": 1}, "resources": {"gpu": 1, "cpu": 2}}
-        run, status = self.run_to_end(launcher, job_of("echo gpu $CUDA_VISIBLE_DEVICES of $SLURM_CPUS_PER_TASK", **keys))
+        run, status = self.run_to_end(
+            launcher, job_of("echo gpu $CUDA_VISIBLE_DEVICES of $SLURM_CPUS_PER_TASK", **keys)
+        )
         assert status.state is JobState.SUCCEEDED, status.message
         assert sorted(self.text(launcher, run)) == ["gpu 0 of 2", "gpu 1 of 2"]
 

@@ -143,7 +143,7 @@ def _select_slot(
     roles: Sequence[Role], commands: Sequence[Command], shared: Mapping[str, str], expressions: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield the part of `run_slot` that sets the variables and the command of a slot from the number of its task."""
-    yield '  local run=$1 port=$2 hosts=("${@:3}") command directory is_observer is_stopping='' log pid code'
+    yield '  local run=$1 port=$2 hosts=("${@:3}") command directory is_observer is_stopping= log pid code'
     ends = [sum(role.count for role in roles[:number]) for number in range(len(roles) + 1)]
     for (first, end), role, command in zip(pairwise(ends), roles, commands, strict=True):
         yield f"  {'elif' if first else 'if'} ((SLURM_PROCID < {end})); then"

@@ -1,0 +1,183 @@
+#!/bin/bash
+#SBATCH --job-name=small
+#SBATCH --nodes=2
+#SBATCH --ntasks=5
+#SBATCH --ntasks-per-node=3
+#SBATCH --mem=6144M
+#SBATCH --signal=B:USR1@20
+#SBATCH --open-mode=append
+#SBATCH --requeue
+
+export STOKER_JOB=small
+export STOKER_SAMPLING=exact
+export STOKER_CHECKPOINT_KEEP=3
+export STOKER_GRACE_S=5
+export OMP_NUM_THREADS=1
+export PYTHONUNBUFFERED=1
+
+retries=0 backoff=(1 5 15 30)
+slots=5 first_slot=chief/0 lead=chief lead_slots=1
+fixed_port= observers='evaluator'
+
+run_slot() {
+  local run=$1 port=$2 hosts=("${@:3}") command directory is_observer is_stopping= log pid code
+  if ((SLURM_PROCID < 1)); then
+    export STOKER_ROLE=chief STOKER_INDEX=$((SLURM_PROCID - 0))
+    export STOKER_SLOT=chief/"$STOKER_INDEX"
+    export TF_CONFIG='{"cluster": {"chief": ["'"${hosts[0]}":"$port"'"], "worker": ["'"${hosts[1]}":"$((port + 1))"'", "'"${hosts[2]}":"$((port + 2))"'"], "ps": ["'"${hosts[3]}":"$((port + 3))"'"]}, "task": {"type": "chief", "index": '"$STOKER_INDEX"'}}'
+    export CLUSTER_CONFIG='{"ps": ["'"${hosts[3]}":"$((port + 3))"'"], "worker": ["'"${hosts[1]}":"$((port + 1))"'", "'"${hosts[2]}":"$((port + 2))"'"]}'
+    export POD_NAME=chief-"$STOKER_INDEX"
+    directory=/code is_observer=
+    command=(/env/bin/python /code/train.py)
+  elif ((SLURM_PROCID < 3)); then
+    export STOKER_ROLE=worker STOKER_INDEX=$((SLURM_PROCID - 1))
+    export STOKER_SLOT=worker/"$STOKER_INDEX"
+    export TF_CONFIG='{"cluster": {"chief": ["'"${hosts[0]}":"$port"'"], "worker": ["'"${hosts[1]}":"$((port + 1))"'", "'"${hosts[2]}":"$((port + 2))"'"], "ps": ["'"${hosts[3]}":"$((port + 3))"'"]}, "task": {"type": "worker", "index": '"$STOKER_INDEX"'}}'
+    export CLUSTER_CONFIG='{"ps": ["'"${hosts[3]}":"$((port + 3))"'"], "worker": ["'"${hosts[1]}":"$((port + 1))"'", "'"${hosts[2]}":"$((port + 2))"'"]}'
+    export POD_NAME=worker-"$STOKER_INDEX"
+    directory=/code is_observer=
+    command=(/env/bin/python /code/train.py)
+  elif ((SLURM_PROCID < 4)); then
+    export STOKER_ROLE=ps STOKER_INDEX=$((SLURM_PROCID - 3))
+    export STOKER_SLOT=ps/"$STOKER_INDEX"
+    export TF_CONFIG='{"cluster": {"chief": ["'"${hosts[0]}":"$port"'"], "worker": ["'"${hosts[1]}":"$((port + 1))"'", "'"${hosts[2]}":"$((port + 2))"'"], "ps": ["'"${hosts[3]}":"$((port + 3))"'"]}, "task": {"type": "ps", "index": '"$STOKER_INDEX"'}}'
+    export CLUSTER_CONFIG='{"ps": ["'"${hosts[3]}":"$((port + 3))"'"], "worker": ["'"${hosts[1]}":"$((port + 1))"'", "'"${hosts[2]}":"$((port + 2))"'"]}'
+    export POD_NAME=ps-"$STOKER_INDEX"
+    directory=/code is_observer=
+    command=(/env/bin/python /code/train.py)
+  elif ((SLURM_PROCID < 5)); then
+    export STOKER_ROLE=evaluator STOKER_INDEX=$((SLURM_PROCID - 4))
+    export STOKER_SLOT=evaluator/"$STOKER_INDEX"
+    export TF_CONFIG='{"cluster": {"chief": ["'"${hosts[0]}":"$port"'"], "worker": ["'"${hosts[1]}":"$((port + 1))"'", "'"${hosts[2]}":"$((port + 2))"'"], "ps": ["'"${hosts[3]}":"$((port + 3))"'"]}, "task": {"type": "evaluator", "index": '"$STOKER_INDEX"'}}'
+    export CLUSTER_CONFIG='{"ps": ["'"${hosts[3]}":"$((port + 3))"'"], "worker": ["'"${hosts[1]}":"$((port + 1))"'", "'"${hosts[2]}":"$((port + 2))"'"]}'
+    export POD_NAME=evaluator-"$STOKER_INDEX"
+    directory=/code is_observer=1
+    command=(/env/bin/python /code/train.py)
+  fi
+  unset -f run_slot
+  log=$run/logs/$STOKER_ROLE-$STOKER_INDEX.$STOKER_ATTEMPT.log
+  trap 'is_stopping=1; { sleep "$STOKER_GRACE_S"; kill -KILL "$pid"; } >/dev/null 2>&1 &' TERM
+  {
+    cd -- "$directory" || exit
+    if type -P -- "${command[0]}" >/dev/null; then exec "${command[@]}"; fi
+    echo "stoker: cannot start the program '${command[0]}': no such file or directory"
+    exit 3
+  } >>"$log" 2>&1 &
+  pid=$!
+  while kill -0 "$pid" 2>/dev/null; do wait "$pid" 2>/dev/null; done # a signal interrupts wait
+  wait "$pid" 2>/dev/null
+  code=$?
+  local record=exit.$STOKER_ATTEMPT.$STOKER_ROLE-$STOKER_INDEX
+  echo "$code" >"$run/.$record" && mv "$run/.$record" "$run/$record"
+  # With another exit code srun kills the gang: not for an observer, nor while others write a last checkpoint.
+  if [ -n "$is_observer$is_stopping" ]; then exit 0; fi
+  exit "$code"
+}
+
+run=$(realpath -- "${1:?usage: sbatch SCRIPT RUN_FOLDER}") || exit
+mkdir -p "$run/logs" && cd "$run" || exit
+export STOKER_RUN=${run##*/} STOKER_CHECKPOINT_DIR=${STOKER_CHECKPOINT_DIR:-$run/checkpoints}
+export -f run_slot
+reason='' signalled=''
+trap 'reason=limit' USR1
+trap 'reason=stopped' USR2
+trap 'reason=interrupted signalled=1' TERM
+
+record() { echo "$(date +%s.%N) $*" >>slurm.records; }
+
+finish() { # STATE CODE
+  record finished "$1" "$SLURM_JOB_ID"
+  exit "$2"
+}
+
+list_hosts() { # the node of every task, in the order of --distribution=block
+  local names=($(scontrol show hostnames "$SLURM_JOB_NODELIST")) counts=(${SLURM_TASKS_PER_NODE//,/ })
+  local node=0 item count repeats
+  hosts=()
+  for item in "${counts[@]}"; do # 2(x3) means two tasks on each of three nodes
+    count=${item%%(*} repeats=1
+    [[ $item != *x* ]] || { repeats=${item##*x} && repeats=${repeats%)}; }
+    for ((; repeats > 0; repeats--, node++)); do
+      for ((i = 0; i < count; i++)); do hosts+=("${names[node]}"); done
+    done
+  done
+}
+
+is_lead_done() { # whether the slots of the lead role have succeeded, while others may still run
+  [ -n "$lead" ] && [ "$(cat exit."$attempt.$lead"-* 2>/dev/null | grep -cx 0)" = "$lead_slots" ]
+}
+
+has_step() { squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -q '\.[0-9]'; }
+
+watch_step() {
+  while kill -0 "$step" 2>/dev/null; do
+    if [ -z "$reason" ] && ! is_lead_done; then
+      if ((lead_slots && lead_slots < slots)); then sleep 1 & wait $!; else wait "$step"; fi
+    elif [ -z "$signalled" ] && has_step; then
+      scancel --signal=TERM "$SLURM_JOB_ID"
+      signalled=1
+    else
+      sleep 0.2 & wait $!
+    fi
+  done
+  wait "$step"
+  code=$?
+}
+
+find_failure() { # the slot that failed first, and how; failed_code is 0 if none has
+  local file slot name
+  for file in $(ls -tr exit."$attempt".* 2>/dev/null); do
+    slot=${file##*.} failed_code=$(cat "$file")
+    if [ "$failed_code" != 0 ] && [[ " $observers " != *" ${slot%-*} "* ]]; then
+      slot=${slot%-*}/${slot##*-} cause="$slot exited with code $failed_code"
+      if ((failed_code > 128)) && name=$(kill -l $((failed_code - 128)) 2>/dev/null); then
+        cause="$slot was killed by SIG$name"
+      fi
+      return
+    fi
+  done
+  failed_code=$code cause="srun exited with code $code"
+}
+
+cause=''
+if [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then
+  cause='Slurm requeued the job: it was preempted, or a node failed'
+  tail -n 1 slurm.records 2>/dev/null | grep -q ' limit ' && cause='the time limit was reached'
+fi
+list_hosts
+while :; do
+  attempt=$(grep -c ' began ' slurm.records 2>/dev/null)
+  attempt=${attempt:-0}
+  export STOKER_ATTEMPT=$attempt
+  port=${fixed_port:-$((20000 + (SLURM_JOB_ID * 32 + attempt * slots) % 10000))}
+  record began "$attempt" "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST"
+  if [ -n "$cause" ]; then
+    echo "--- attempt $attempt: retrying because $cause" >>"logs/${first_slot/\//-}.$attempt.log"
+  fi
+  srun --kill-on-bad-exit=1 --wait=0 --distribution=block --input=none \
+    ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
+    bash -c 'run_slot "$@"' stoker "$run" "$port" "${hosts[@]}" &
+  step=$! signalled=''
+  watch_step
+  if [ -n "$reason" ]; then
+    record ended "$attempt" "$reason" 0 "$SLURM_JOB_ID"
+  elif is_lead_done || { find_failure && [ "$failed_code" = 0 ]; }; then
+    record ended "$attempt" succeeded 0 "$SLURM_JOB_ID"
+    finish succeeded 0
+  else
+    record ended "$attempt" failed "$failed_code" "$SLURM_JOB_ID"
+    case $failed_code in 2|3) finish failed "$failed_code" ;; esac
+    failures=$(grep -c " failed [0-9]* $SLURM_JOB_ID\$" slurm.records)
+    if ((failures > retries)); then finish failed "$failed_code"; fi
+    pause=$((failures > ${#backoff[@]} ? ${#backoff[@]} : failures))
+    for ((i = 0; i < backoff[pause - 1] * 5; i++)); do
+      if [ -n "$reason" ]; then break; fi
+      sleep 0.2 & wait $!
+    done
+  fi
+  case $reason in
+    stopped) finish stopped 143 ;;
+    limit) scontrol requeue "$SLURM_JOB_ID" && exit 143 || finish limit 143 ;;
+    interrupted) exit 143 ;;
+  esac
+done
