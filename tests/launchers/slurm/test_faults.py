@@ -122,7 +122,7 @@ class TestSlurmFaults(LauncherTests):
     def test_checkpoint_before_the_time_limit(self, launcher: SlurmLauncher, tmp_path: Path) -> None:
         """Slow slots finish their checkpoint although the others have exited."""
         saved = tmp_path / "saved"
-        slow = "test $STOKER_INDEX = 0 && sleep 3; echo saved $STOKER_INDEX >> {}; exit 143".format(saved)
+        slow = f"test $STOKER_INDEX = 0 && sleep 3; echo saved $STOKER_INDEX >> {saved}; exit 143"
         script = f"test -e {saved} && exit 0; trap '{slow}' TERM; echo ready; while :; do sleep 0.05; done"
         keys = {"topology": "tf-mirrored", "workers": 2, "slurm": {"time": 60}}
         run = self.start(launcher, self.job(script, **keys))

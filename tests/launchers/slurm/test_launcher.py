@@ -50,7 +50,7 @@ class TestSlurm(LauncherSuite):
     def test_lead_role_ends_the_job(self, launcher: Any) -> None:
         roles = {"ps": {"count": 1}, "evaluator": {"count": 1}}
         job = job_of(program={"script": str(TASK)}, topology="tf-ps", workers=2, roles=roles, slurm={"nodes": 2})
-        run, status = self.run_to_end(launcher, job, 100)
+        _, status = self.run_to_end(launcher, job, 100)
         assert status.state is JobState.SUCCEEDED, status.message
         states = {slot.slot: slot.state for slot in status.slots}
         assert states["chief/0"] is JobState.SUCCEEDED
