@@ -469,6 +469,25 @@ def test_closed_terminal_does_not_stop_the_job(workspace: Path) -> None:
     wait_until(lambda: run.read_status().state is JobState.SUCCEEDED)
 
 
+def test_command_forks_a_supervisor_that_keeps_nothing_of_it_open(workspace: Path) -> None:
+    job = write_job(workspace / "job.yaml", "while :; do sleep 0.05; done")
+    read_fd, write_fd = os.pipe()
+    done = start_cli("job", "run", job, "--detach", pass_fds=[write_fd], start_new_session=True)
+    os.close(write_fd)
+    assert done.wait(60) == 0
+    assert os.read(read_fd, 1) == b""  # the end of the file: no process has the other end open
+    os.close(read_fd)
+    run = find_run("small")
+    pid = supervisor_pid(run)
+    assert pid
+    assert b"supervise" not in Path(f"/proc/{pid}/cmdline").read_bytes()  # not an interpreter of its own
+    assert os.getsid(pid) not in (os.getsid(0), done.pid)
+    assert Path(f"/proc/{pid}/fd/0").readlink() == Path("/dev/null")
+    assert Path(f"/proc/{pid}/fd/2").readlink() == run.folder / "supervisor.log"
+    assert stoker("job", "stop", run.id) == 0
+    assert processes_of(run) == []
+
+
 def test_failed_run_resumes(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = write_job(workspace / "job.yaml", f"echo attempt $STOKER_ATTEMPT; test -e {workspace}/fixed")
     assert stoker("job", "run", job) == 4

@@ -15,6 +15,7 @@ from typing import Any
 from stoker.core.processes import find_processes_by_env
 from stoker.jobs.run_folder import RunFolder
 from tests.support.hosts import Network
+from tests.support.open_files import processes_with_open_file
 from tests.support.waiting import wait_until
 
 COUNT_UNTIL = "echo ready; i=0; while ! test -e {go}; do echo $i; i=$((i+1)); sleep 0.05; done; printf over"
@@ -85,6 +86,11 @@ def find_by_command(word: str, program: str) -> list[int]:
 def local_processes(run: RunFolder, module: str) -> list[int]:
     """The local processes that run a module for a run."""
     return sorted(set(find_by_command(module, "python")) & set(find_by_command(str(run.folder), "python")))
+
+
+def supervisors(run: RunFolder) -> list[int]:
+    """The supervisor of a run, by its lock: its process id in the lock is that of its own namespace."""
+    return processes_with_open_file(run.folder / "lock")
 
 
 def slot_daemons(run: RunFolder) -> list[int]:

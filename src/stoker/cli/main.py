@@ -14,6 +14,7 @@ from stoker import __version__
 from stoker.cli import data, demo, doctor, init, job, profile, volume
 from stoker.cli.parameters import build_command
 from stoker.cli.renamed import check_renamed_options
+from stoker.core import command_process
 from stoker.errors import InterruptError, StokerError, UnavailableError, redact_urls
 
 app = typer.Typer(
@@ -50,6 +51,7 @@ def options(
 
 def main() -> None:
     """Run the command line of this process and exit with its exit code."""
+    command_process.is_command = True
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored, exit codes of children would be lost
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # unwinds, so that temporary files are removed
     for stream in (sys.stdout, sys.stderr):

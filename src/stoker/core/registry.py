@@ -38,6 +38,10 @@ class Registry(Generic[T]):
         """List all names, including those of entry points, without importing anything."""
         return tuple(sorted({*self._table, *(entry.name for entry in self._entry_points())}))
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is an implementation of this name; entry points are searched only if it is not built in."""
+        return name in self._table or name in self.names()
+
     def get(self, name: str) -> T:
         """Import and return the implementation called `name`."""
         entry = self._table.get(name)

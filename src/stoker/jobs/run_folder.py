@@ -197,7 +197,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def list_packages() -> dict[str, str]:
-    """Return the versions of all installed Python packages; slow."""
-    from importlib.metadata import distributions
-
-    return {package.name: package.version for package in distributions()}
+    """Return the versions of all installed Python packages, from the names of their metadata folders, which is fast."""
+    folders = (name for path in sys.path if Path(path).is_dir() for name in os.listdir(path))
+    found = (re.fullmatch(r"(?P<name>.+?)-(?P<version>\d[^-]*)(?:-.*)?\.(?:dist|egg)-info", name) for name in folders)
+    return dict(sorted((match["name"].replace("_", "-"), match["version"]) for match in found if match))

@@ -18,10 +18,10 @@ MAX_LISTED = 10
 def open_launcher(target: str) -> Launcher[Any]:
     """Return the launcher that `--on` names, for example `local` or `ray://host:8265`."""
     kind, _, address = target.partition("://")
-    if kind not in LAUNCHERS.names() and (scheme := kind.partition(":")[0]) in LAUNCHERS.names():
+    if kind not in LAUNCHERS and (scheme := kind.partition(":")[0]) in LAUNCHERS:
         example = "context/namespace" if scheme == "k8s" else "host:port"
         raise InputError(f"--on {target} is not a valid target", hint=f"use {scheme}://{example}")
-    if kind not in LAUNCHERS.names():
+    if kind not in LAUNCHERS:
         raise InputError(f"unknown target {kind!r}", hint=f"--on must be {join_all(LAUNCHERS.names(), 'or')}")
     launcher: Any = LAUNCHERS.get(kind)
     if address and not launcher.traits.has_targets:

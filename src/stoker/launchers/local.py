@@ -6,10 +6,9 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -21,7 +20,7 @@ import msgspec
 from stoker.core.processes import run as run_program
 from stoker.core.processes import wait_until
 from stoker.core.spec import run_checks
-from stoker.errors import ConflictError, Fault, MissingExtraError, MissingProgramError, UnavailableError
+from stoker.errors import ConflictError, Fault, MissingExtraError, MissingProgramError
 from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, raise_faults
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import JobSpec
@@ -46,12 +45,10 @@ from stoker.launchers.plan import (
     requested_ports,
 )
 from stoker.launchers.run_logs import read_run_logs
+from stoker.launchers.supervise.background import START_TIMEOUT_S, start_supervisor
 from stoker.launchers.supervise.process_group import stop_leftovers
 from stoker.launchers.supervise.supervisor import supervisor_pid
 from stoker.remote import mpi_rank, profiler
-
-START_TIMEOUT_S = 10.0
-SUPERVISOR = "stoker.launchers.supervise.supervisor"
 
 
 class LocalLauncher:
@@ -126,12 +123,12 @@ class LocalLauncher:
             raise ConflictError("a supervisor is already running", where=run.id)
         before = run.read_status()
         # A new start time is the first thing that the supervisor writes.
-        start_background_process(run, lambda: run.read_status().began != before.began)
+        start_supervisor(run, lambda: run.read_status().began != before.began)
 
     def reattach(self, run: RunFolder) -> None:
         """Start a supervisor for a run whose remote slots kept running without one."""
-        start_background_process(
-            run, lambda: supervisor_pid(run) is not None or run.read_status().state.is_final, "--continue"
+        start_supervisor(
+            run, lambda: supervisor_pid(run) is not None or run.read_status().state.is_final, reattach=True
         )
 
     def status(self, handle: str) -> JobStatus:
@@ -212,25 +209,6 @@ def _check_mpirun(job: JobSpec) -> None:
     if re.match(r"mpirun \(Open MPI\) (4\.\S+)", output) is None:
         version = output.splitlines()[0] if output else "of unknown version"
         raise MissingProgramError(f"{program} is {version}; topology 'mpi' needs Open MPI 4", hint=hint)
-
-
-def start_background_process(
-    run: RunFolder, has_started: Callable[[], bool], *args: str, module: str = SUPERVISOR
-) -> None:
-    """Start a run's background process (the supervisor, or a log follower) and wait until it has taken over."""
-    with open(run.folder / "supervisor.log", "a+b") as log:
-        offset = log.seek(0, os.SEEK_END)
-        argv = [sys.executable, "-P", "-m", module, str(run.folder), *args]
-        # In its own session from the start: a Ctrl-C in this terminal must not reach it.
-        subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, check=False)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not has_started():
-            log.seek(offset)
-            lines = log.read().decode(errors="replace").strip().splitlines()
-            if lines or time.monotonic() > deadline:
-                reason = lines[-1] if lines else f"no response within {START_TIMEOUT_S:g} s"
-                raise UnavailableError(f"the supervisor did not start: {reason}", where=run.folder / "supervisor.log")
-            time.sleep(0.01)
 
 
 def _count_workers(job: JobSpec) -> int:

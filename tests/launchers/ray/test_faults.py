@@ -17,6 +17,7 @@ from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.trainers.checkpoints import decode_checkpoint
 from tests.launchers.contract import DEAF, is_ready, launched
+from tests.support.open_files import processes_with_open_file
 from tests.support.ray import (
     RayTestCluster,
     processes_matching,
@@ -39,7 +40,7 @@ def find_victims(victim: str, run: RunFolder, cluster: RayTestCluster) -> list[i
     """The processes of one part of a run, and of no other."""
     match victim:
         case "supervisor":
-            return processes_matching("stoker.launchers.supervise.supervisor", run.id)
+            return processes_with_open_file(run.folder / "lock")
         case "client":
             return processes_matching("stoker.launchers.ray.client", run.id)
         case "driver":

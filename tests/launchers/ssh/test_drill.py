@@ -17,12 +17,12 @@ from tests.support.hosts import Network
 from tests.support.ssh_runs import (
     Machine,
     kill_all,
-    local_processes,
     machine,
     remote_processes,
     slot_daemons,
     slot_processes,
     ssh_section,
+    supervisors,
 )
 from tests.support.training_drill import (
     EPOCHS,
@@ -64,13 +64,13 @@ def inject(fault: str, run: RunFolder, net: Network, launching: Machine) -> None
             wait_until(lambda: not slot_processes(run, "node2"), 60)
             host.reconnect()  # for the next attempt
         case "supervisor killed":
-            kill_all(*local_processes(run, "stoker.launchers.supervise.supervisor"))
+            kill_all(*supervisors(run))
             wait_until(lambda: supervisor_pid(run) is None)
             wait_until(lambda: not remote_processes(run), 60)
             done = launching.run("job", "run", "--resume", run.id, "--detach")
             assert done.returncode == 0, done.stderr
         case "supervisor of a detached run killed":
-            kill_all(*local_processes(run, "stoker.launchers.supervise.supervisor"))
+            kill_all(*supervisors(run))
             wait_until(lambda: supervisor_pid(run) is None)
             assert json.loads(launching.run("job", "status", "--json").stdout)["state"] == "running"
 

@@ -40,6 +40,7 @@ from tests.support.ssh_runs import (
     slot_daemons,
     slot_processes,
     ssh_section,
+    supervisors,
     write_ssh_job,
 )
 from tests.support.trees import stoker
@@ -51,7 +52,7 @@ pytestmark = pytest.mark.timeout(180)
 def inject(fault: str, run: RunFolder, net: Network) -> None:
     match fault:
         case "supervisor killed":
-            kill_all(*local_processes(run, "stoker.launchers.supervise.supervisor"))
+            kill_all(*supervisors(run))
         case "local process killed":
             kill_all(*local_processes(run, "stoker.launchers.ssh.remote_slot"))
         case "ssh killed":

@@ -33,6 +33,7 @@ from tests.support.ssh_runs import (
     remote_processes,
     slot_daemons,
     slot_processes,
+    supervisors,
     write_ssh_job,
 )
 from tests.support.waiting import eventually, wait_until
@@ -59,10 +60,6 @@ def start_workers(
 def read_log(run: RunFolder, worker: int = 0, attempt: int = 0) -> str:
     log = run.log_path(Slot("worker", worker), attempt)
     return log.read_text() if log.exists() else ""
-
-
-def supervisors(run: RunFolder) -> list[int]:
-    return local_processes(run, "stoker.launchers.supervise.supervisor")
 
 
 # --- Logs

@@ -36,8 +36,8 @@ from stoker.launchers.kubernetes.manifests import build_manifests
 from stoker.launchers.kubernetes.plan import KubernetesPlan, read_code_files, read_kubernetes_plan, resolve_code_files
 from stoker.launchers.kubernetes.run_list import RUN_SELECTOR, list_cluster_runs
 from stoker.launchers.kubernetes.run_objects import label_run
-from stoker.launchers.local import start_background_process
 from stoker.launchers.run_logs import read_run_logs
+from stoker.launchers.supervise.background import start_follower
 from stoker.launchers.supervise.supervisor import supervisor_pid
 
 FOLLOWER_MODULE = "stoker.launchers.kubernetes.follower"
@@ -191,9 +191,7 @@ class KubernetesLauncher:
         return RunFolder(stoker_home() / "runs" / parse_handle(handle)[1])
 
     def _follow(self, run: RunFolder) -> None:
-        start_background_process(
-            run, lambda: supervisor_pid(run) is not None or _is_finished(run), module=FOLLOWER_MODULE
-        )
+        start_follower(run, lambda: supervisor_pid(run) is not None or _is_finished(run), FOLLOWER_MODULE)
 
 
 def choose_cluster_run(client: KubeClient, jobs: Mapping[str, str], name: str) -> str:

@@ -222,27 +222,26 @@ def supervisor_pid(run: RunFolder) -> int | None:
     return None
 
 
-def supervise(run: RunFolder, stop_flag: StopFlag, *, reattach: bool) -> None:
-    """Supervise a run to its end with the backend for its slots."""
-    backend = BACKENDS.get(run.handle.partition("://")[0])(run)
-    Supervisor(run, backend, stop_flag, reattach=reattach).run()
+def run_supervisor(run: RunFolder, *, reattach: bool) -> None:
+    """Supervise a run to its end in this process, which has a session of its own."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if inherited as ignored, exit codes would be lost
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop_flag = StopFlag()  # before the lock publishes our process id
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    with supervisor_lock(run):
+        if reattach and (run.read_status().state.is_final or (run.folder / STOP_REQUEST_FILE).exists()):
+            return  # another process has finished it while we waited for the lock
+        become_subreaper()
+        backend = BACKENDS.get(run.handle.partition("://")[0])(run)
+        Supervisor(run, backend, stop_flag, reattach=reattach).run()
 
 
 def main() -> None:
     """Supervise the run in the given folder, as a daemon."""
-    run = RunFolder(Path(sys.argv[1]))
     if os.fork():  # so that the process that started us need not wait for us
         os._exit(0)
     os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if inherited as ignored, exit codes would be lost
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    stop_flag = StopFlag()  # before the lock publishes our process id
-    become_subreaper()
-    reattach = "--continue" in sys.argv
-    with supervisor_lock(run):
-        if reattach and (run.read_status().state.is_final or (run.folder / STOP_REQUEST_FILE).exists()):
-            return  # another process has finished it while we waited for the lock
-        supervise(run, stop_flag, reattach=reattach)
+    run_supervisor(RunFolder(Path(sys.argv[1])), reattach="--continue" in sys.argv)
 
 
 if __name__ == "__main__":
