@@ -6,32 +6,55 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterable
 
 POLL_S = 0.02
+KILL_TIMEOUT_S = 20.0
+"""How long a killed process may take to disappear: it survives SIGKILL while it waits for a disk or a driver."""
 
 
-def terminate_tagged(tags: dict[str, str], grace_s: float, kill_timeout_s: float = 20.0) -> list[int]:
-    """Send SIGTERM, after the grace period SIGKILL, to all processes with these tags; return the survivors.
+class Termination:
+    """Termination of all processes with some tags, in steps that do not block: SIGTERM, grace period, SIGKILL."""
 
-    A process survives SIGKILL while it waits for a disk or a driver; it is given up after `kill_timeout_s`.
-    """
-    for pid in list_tagged(tags):
-        signal_tagged(pid, tags, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    while pids := list_tagged(tags):
-        overdue_s = time.monotonic() - deadline
-        if overdue_s > kill_timeout_s:
-            break
-        if overdue_s >= 0:
-            for pid in pids:
-                signal_tagged(pid, tags, signal.SIGKILL)
+    def __init__(self, tags: dict[str, str], grace_s: float, kill_timeout_s: float = KILL_TIMEOUT_S) -> None:
+        self._tags = tags
+        self._kill_at = time.monotonic() + grace_s
+        self._give_up_at = self._kill_at + kill_timeout_s
+        self._signalled: set[int] = set()
+        self.survivors: list[int] = []
+        """The processes that are left; once `poll` has returned True, those that cannot be killed."""
+
+    def expedite(self) -> None:
+        """End the grace period."""
+        now = time.monotonic()
+        if now < self._kill_at:
+            self._kill_at, self._give_up_at = now, now + self._give_up_at - self._kill_at
+
+    def poll(self, among: Iterable[int] | None = None) -> bool:
+        """Signal the processes that are due, and return whether it is over; `among` is as in `list_tagged`."""
+        self.survivors = list_tagged(self._tags, among)
+        now = time.monotonic()
+        for pid in self.survivors:
+            if now >= self._kill_at:
+                signal_tagged(pid, self._tags, signal.SIGKILL)
+            elif pid not in self._signalled:
+                self._signalled.add(pid)
+                signal_tagged(pid, self._tags, signal.SIGTERM)
+        return not self.survivors or now > self._give_up_at
+
+
+def terminate_tagged(tags: dict[str, str], grace_s: float, kill_timeout_s: float = KILL_TIMEOUT_S) -> list[int]:
+    """Send SIGTERM, after the grace period SIGKILL, to all processes with these tags; return the survivors."""
+    termination = Termination(tags, grace_s, kill_timeout_s)
+    while not termination.poll():
         time.sleep(POLL_S)
-    return pids
+    return termination.survivors
 
 
-def list_tagged(tags: dict[str, str]) -> list[int]:
-    """List the processes with these tags."""
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and _has_tags(int(name), tags)]
+def list_tagged(tags: dict[str, str], among: Iterable[int] | None = None) -> list[int]:
+    """List the processes with these tags: of all on this machine, or of those that are `among` some."""
+    pids = (int(name) for name in os.listdir("/proc") if name.isdigit()) if among is None else among
+    return [pid for pid in pids if _has_tags(pid, tags)]
 
 
 def signal_tagged(pid: int, tags: dict[str, str], number: int) -> None:
