@@ -207,12 +207,25 @@ def test_no_byte_is_lost_or_repeated_over_connections(tmp_path: Path) -> None:
     assert lines == [str(number) for number in range(len(lines))]
 
 
+def test_slots_that_a_client_does_not_know_are_stopped_first(tmp_path: Path) -> None:
+    """They are of an attempt whose supervisor was killed."""
+    with daemon_client(tmp_path, grace_s=0.5) as client:
+        start_all(client, STUBBORN)
+        before = client.slot_pids()
+        with daemon_client(tmp_path, grace_s=0.5) as second:
+            second.attach()
+            second.start("worker/0", "echo another; exit 4", slot="worker-0.1")
+            assert json.loads(second.wait_for(EXIT, "worker-0.1"))["code"] == 4
+            assert not [pid for pid in before if is_alive(pid)]
+            assert [path.name for path in client.folder.glob("worker-*")] == ["worker-0.1"]
+
+
 def test_start_that_was_requested_before_is_not_repeated(tmp_path: Path) -> None:
     with daemon_client(tmp_path) as client:
         start_all(client, {"worker/0": f"echo ready; {LOOP}"})
         (leader,) = list_tagged(client.tags, client.slot_pids()[:1])
         with daemon_client(tmp_path) as second:
-            second.attach()
+            second.attach(starting=["worker-0.0"])
             second.start("worker/0", "echo another")
             wait_until(lambda: second.output["worker-0.0"] == b"ready\n")
             assert is_alive(leader)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,11 @@ class DaemonClient:
             with suppress(BrokenPipeError):
                 pipe.close()
 
-    def attach(self, **offsets: int) -> None:
-        """Attach, with slots whose output is known up to an offset; an underscore in a name stands for a hyphen."""
+    def attach(self, *, starting: Sequence[str] = (), **offsets: int) -> None:
+        """Attach, with slots whose output is known up to an offset; an underscore in a name stands for a hyphen.
+
+        Slots that are `starting` may have started, for all that the client knows.
+        """
         slots = {f"{name.replace('_', '-')}.0": offset for name, offset in offsets.items()}
         self.send(
             op="attach",
@@ -66,6 +69,7 @@ class DaemonClient:
             grace_s=self._grace_s,
             lost_after_s=self._lost_after_s,
             slots=slots,
+            starting=list(starting),
         )
         self.wait_for(ATTACHED)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from stoker.remote.frames import ALIVE, ALIVE_INTERVAL_S, FAILED, FrameWriter, pack_frame
-from stoker.remote.run_daemon import SlotDaemon, address_of, peer_uid
+from stoker.remote.run_daemon import SlotDaemon, address_of, peer_uid, set_process_name
 from stoker.remote.slot_process import remove_folder
 from stoker.remote.tagged_processes import KILL_TIMEOUT_S, terminate_tagged
 
@@ -119,6 +119,7 @@ def _start_daemon(request: dict[str, Any]) -> None:
 
 def _run_daemon(request: dict[str, Any]) -> None:
     """Run a daemon once no other daemon and no guard of one is left; the lock is an address that both keep."""
+    set_process_name("stoker-daemon")
     address = f"\0{address_of(request['tags'])}"
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     while True:

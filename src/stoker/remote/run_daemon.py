@@ -14,6 +14,7 @@ the daemon stops all slots, and starts no more. A detached run has no lease.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import selectors
 import signal
@@ -57,6 +58,7 @@ LEASE_EXPIRED = "slot stopped: no client was connected"
 NO_SLOT_CODE = 255
 """Exit code of a command for a slot that is not here."""
 _DONE = b"d"
+_PR_SET_NAME = 15
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """Not set by anyone, and also counts while the machine sleeps."""
 
@@ -167,12 +169,21 @@ class SlotDaemon:
         tagged = list_tagged(self._tags) if is_ending or self._leftovers is not None else None
         if self._leftovers is not None and self._leftovers.poll(tagged):
             self._unkillable, self._leftovers = self._leftovers.survivors, None
-            deferred, self._deferred = self._deferred, []
-            for request in deferred:
-                self._handle(request)
-        for slot in self._slots.values():
+        for slot in list(self._slots.values()):
             for exec_id, code in slot.poll(tagged):
                 self._send(pack_json(EXEC_EXIT, {"id": exec_id, "code": code}, slot.name))
+            if slot.is_lost and not slot.is_running and not slot.is_followed and self._client is not None:
+                self._forget(slot)
+        while self._deferred and not self._is_blocked():
+            self._handle(self._deferred.pop(0))
+
+    def _is_blocked(self) -> bool:
+        """Whether processes are left of an earlier daemon, or of slots that the client does not know."""
+        return self._leftovers is not None or any(slot.is_lost and slot.is_running for slot in self._slots.values())
+
+    def _forget(self, slot: DaemonSlot) -> None:
+        del self._slots[slot.name]
+        slot.remove()
 
     def _check_lease(self) -> None:
         """Stop all slots when the lease has expired; a client that comes later must first see them gone."""
@@ -233,7 +244,7 @@ class SlotDaemon:
         if self._client is not None and self._client is not connection:
             self._drop(self._client)
         self._client, self._last_alive, self._exit_at = connection, float("-inf"), 0.0
-        self._is_closing = False
+        self._is_closing, self._deferred = False, []
         for slot in self._slots.values():
             slot.is_followed = slot.is_reported = False
 
@@ -295,10 +306,21 @@ class SlotDaemon:
         if request["op"] == "attach":
             self._lost_after_s = request["lost_after_s"]
             self._send(pack_json(ATTACHED, _now()))
-        if self._leftovers is None:
-            self._handle(request)
-        else:
+            self._abandon_others(request)
+            if self._leftovers is None:
+                self._handle(request)
+                return
+        if self._deferred or self._is_blocked():
             self._deferred.append(request)
+        else:
+            self._handle(request)
+
+    def _abandon_others(self, request: dict[str, Any]) -> None:
+        """Stop the slots that the client does not know: they are those of an earlier attempt."""
+        known = {*request["slots"], *request["starting"]}
+        for slot in self._slots.values():
+            if slot.name not in known:
+                slot.stop(1, is_lost=True)
 
     def _handle(self, request: dict[str, Any]) -> None:
         handlers: dict[str, Callable[[dict[str, Any]], None]] = {
@@ -320,12 +342,9 @@ class SlotDaemon:
         elif request["op"] == "signal":
             signal_tagged(request["pid"], {**self._tags, "STOKER_SLOT": request["name"]}, request["number"])
         elif request["op"] == "acknowledge" and not slot.is_running:
-            del self._slots[slot.name]
-            slot.remove()
+            self._forget(slot)
         elif request["op"] == "exec_cancel" and request["id"] in slot.execs:
             slot.execs[request["id"]].stop(1, CANCEL_GRACE_S)
-        elif request["op"] == "exec_acknowledge":
-            slot.exec_codes.pop(request["id"], None)
 
     def _attach(self, request: dict[str, Any]) -> None:
         """Resume the output of the slots that the client knows; report those that are gone."""
@@ -360,7 +379,7 @@ class SlotDaemon:
         if slot is not None and slot.is_running:
             self._send(pack_frame(GONE, b"an earlier start of the slot is still running", name))
             return
-        if self._is_expired or self._has_expired():
+        if self._has_expired():
             self._send(pack_frame(GONE, LEASE_EXPIRED.encode(), name))
             return
         tags = {**self._tags, "STOKER_SLOT": request["name"]}
@@ -422,6 +441,11 @@ def _exit_frame(slot: DaemonSlot) -> bytes:
     return pack_json(EXIT, slot.record, slot.name)
 
 
+def set_process_name(name: str) -> None:
+    """Set the name of this process in `ps` and `top`, of at most 15 characters."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+
+
 class _Guard:
     """The guard process, as its daemon sees it."""
 
@@ -434,6 +458,7 @@ class _Guard:
             return
         try:
             os.close(self._write_fd)
+            set_process_name("stoker-guard")
             os.setsid()  # a signal to the process group of the daemon must not reach both
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)

@@ -122,7 +122,7 @@ class DaemonSlot:
         """Whether the record was sent over the current connection."""
         self.execs: dict[str, SlotProcess] = {}
         self.exec_codes: dict[str, int] = {}
-        """Exit codes of commands that the client has not acknowledged."""
+        """Exit codes of all commands that are over: a client may ask for one again."""
         self._process: SlotProcess | None = None
         self._log: io.FileIO | None = None
         self._is_standby = self._is_lost = False
