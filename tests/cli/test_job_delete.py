@@ -9,17 +9,18 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from stoker.core.spec import to_json
 from stoker.errors import ConflictError
 from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.run_folder import RunFolder, list_runs
-from stoker.jobs.status import JobState
+from stoker.jobs.status import JobState, SlotStatus
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.run_deletion import delete_run, plan_deletion
 from stoker.launchers.ssh.client import SshClient
-from stoker.launchers.ssh.plan import SlotRecord, SshPlan, records_folder
+from stoker.launchers.ssh.plan import SshPlan, set_detached
 from stoker.launchers.supervise.supervisor import supervisor_lock
 from tests.launchers.contract import is_ready
 from tests.support.runs import Runs
@@ -139,12 +140,18 @@ def test_finished_runs_that_use_the_checkpoints_are_listed(
     assert list_runs() == [user]
 
 
-def test_ssh_run_with_a_slot_of_unknown_exit_is_refused_until_it_is_stopped(runs: Runs, stoker_home: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_ssh_run_with_a_slot_of_unknown_exit_is_refused_until_it_is_stopped(
+    version: int, runs: Runs, stoker_home: Path
+) -> None:
     run = runs.write(stoker_home, OLD, JobState.FAILED)
     run.write("handle", f"ssh://{run.folder}\n".encode())
-    run.write("processes.json", to_json(LocalPlan(slots={}, detached=True)))
-    records_folder(run).mkdir()
-    (records_folder(run) / "worker-0.0.json").write_bytes(to_json(SlotRecord(key="k")))
+    if version == 1:
+        run.write("processes.json", to_json(LocalPlan(slots={}, detached=True)))
+    else:
+        set_detached(run, is_detached=True)
+    slots = (SlotStatus(slot="worker/0", state=JobState.LOST),)
+    run.write_status(msgspec.structs.replace(run.read_status(), slots=slots))
     run.write("plan.json", to_json(SshPlan(slots={}, host_configs={}, client=SshClient(), source="")))
     with pytest.raises(ConflictError, match="may still be running"):
         plan_deletion(run)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from stoker.remote.frames import ALIVE, ATTACHED, EXEC_EXIT, EXIT, GONE, STARTED, FrameParser, pack_frame
-from stoker.remote.run_daemon import DAEMON_GONE, LEASE_EXPIRED
+from stoker.remote.slot_daemon import DAEMON_GONE, LEASE_EXPIRED
 from stoker.remote.tagged_processes import list_tagged
 from tests.support.disks import small_disk
 from tests.support.slot_daemons import DaemonClient, daemon_client
@@ -322,7 +322,7 @@ def test_command_that_cannot_be_started(tmp_path: Path) -> None:
 
 # --- Commands that slots run in others
 
-AGENT = files("stoker.remote").joinpath("exec_agent.py").read_text()
+AGENT = files("stoker.remote").joinpath("rsh_agent.py").read_text()
 
 
 def start_caller(client: DaemonClient, script: str) -> None:

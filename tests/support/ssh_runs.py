@@ -95,18 +95,27 @@ def supervisors(run: RunFolder) -> list[int]:
 
 def slot_daemons(run: RunFolder) -> list[int]:
     """The slot daemons of a run."""
-    return [pid for pid, is_daemon in _agents(run) if is_daemon]
+    return _agents(run, "stoker-daemon")
+
+
+def guards(run: RunFolder) -> list[int]:
+    """The guards of the slot daemons of a run."""
+    return _agents(run, "stoker-guard")
 
 
 def attach_sessions(run: RunFolder) -> list[int]:
     """The attach sessions of a run: the far ends of its ssh connections."""
-    return [pid for pid, is_daemon in _agents(run) if not is_daemon]
+    return [pid for pid in _agents(run, "") if pid not in (*slot_daemons(run), *guards(run))]
 
 
-def _agents(run: RunFolder) -> Iterator[tuple[int, bool]]:
+def _agents(run: RunFolder, name: str) -> list[int]:
+    """The processes of ours on the hosts of a run whose name begins like this."""
+    found = []
     for pid in find_by_command(f"stoker-agent-{run.id}", "python"):
-        with suppress(FileNotFoundError):  # it has just exited
-            yield pid, Path(f"/proc/{pid}/fd/0").readlink() == Path("/dev/null")
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just exited
+            if Path(f"/proc/{pid}/comm").read_text().startswith(name):
+                found.append(pid)
+    return found
 
 
 def kill_all(*pids: int) -> None:

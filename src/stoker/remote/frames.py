@@ -61,16 +61,15 @@ class FrameParser:
             if not magic:
                 return
             self._data, self.has_started = rest, True
-        begin, view = 0, self._data
-        while len(view) - begin >= _HEADER.size:
-            kind, name_size, size = _HEADER.unpack_from(view, begin)
-            name_begin = begin + _HEADER.size
-            end = name_begin + name_size + size
-            if len(view) < end:
-                break
-            yield kind, view[name_begin : name_begin + name_size].decode(), view[name_begin + name_size : end]
-            begin = end
-        self._data = view[begin:]
+        while len(self._data) >= _HEADER.size:
+            kind, name_size, size = _HEADER.unpack_from(self._data)
+            begin = _HEADER.size + name_size
+            end = begin + size
+            if len(self._data) < end:
+                return
+            name, payload = self._data[_HEADER.size : begin].decode(), self._data[begin:end]
+            self._data = self._data[end:]  # before the frame is handled: the caller may stop here
+            yield kind, name, payload
 
 
 class Connection:

@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stoker.remote.slot_daemon import MAGIC, RESPONSE, AttachSession, FrameWriter, clean_up_run, read_requests
+from stoker.remote.attach_session import attach, clean_up_run
+from stoker.remote.frames import MAGIC, RESPONSE, FrameWriter, pack_json
 
 DIAL_TIMEOUT_S = 3.0
 PYTHON_TIMEOUT_S = 60.0
@@ -225,9 +226,10 @@ def main() -> None:
     os.write(1, MAGIC)
     probe = HostProbe()
     handlers = {"cleanup": clean_up_run, "markers": exchange_markers}
-    for request in read_requests(requests):
+    for line in iter(requests.readline, b""):
+        request = json.loads(line)
         if request["op"] == "attach":
-            AttachSession(request, frames).run(requests)
+            attach(request, requests, frames)
             break
-        frames.send_json(RESPONSE, handlers.get(request["op"], probe.handle)(request))
+        frames.write(pack_json(RESPONSE, handlers.get(request["op"], probe.handle)(request)))
     os._exit(0)  # without waiting for threads that wait for an unreachable network

@@ -1,480 +1,501 @@
-"""Slot daemon: runs one slot on a remote host and keeps it running while the ssh connection is down.
+"""Slot daemon: owns all slots of a run on one host, and keeps them running while no client is connected.
 
-Standard library only, Python 3.8 or later: the source is sent over `ssh`, together with `remote.tagged_processes`, and
-needs no stoker on the host.
+Standard library only, Python 3.8 or later: the sources are sent to the host, which needs no stoker.
 
-There are two processes. The slot daemon owns the slot and outlives connections. An attach session is the remote process
-of one `ssh` connection and exits with it. They share the folder of the slot:
+There are two processes. The daemon serves its client, which is the supervisor of the run, over a connection that may
+break and be replaced, and the remote shell agents of its slots. The guard does nothing while the daemon lives. When
+either of the two dies, the other terminates every process of the run on this host.
 
-    key     identifies the slot; a request with another key starts the slot again
-    pid     of the daemon
-    log     the slot's output, written by the slot itself
-    lease   touched while a client is connected; the daemon stops the slot when it expires (never for a detached run)
-    exit    the exit record; its disk space is allocated before the slot starts
-    rsh-agent, exec/   run commands on the hosts of other slots
-
-The attach session asks the daemon to stop the slot by signals, because the disk may be full.
+The lease: each frame `ALIVE` carries the time of the daemon's clock, and the client sends it back. The lease counts
+from the latest time that has come back, so that it does not matter how long a request was on its way. When it expires,
+the daemon stops all slots, and starts no more. A detached run has no lease.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
-import json
 import os
-import select
-import shutil
+import selectors
 import signal
+import socket
 import struct
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from stoker.remote.tagged_processes import format_survivors, signal_tagged, terminate_tagged
+from stoker.remote.frames import (
+    ALIVE,
+    ALIVE_INTERVAL_S,
+    ATTACHED,
+    EXEC,
+    EXEC_EXIT,
+    EXIT,
+    GONE,
+    OUTPUT,
+    STARTED,
+    Connection,
+    pack_frame,
+    pack_json,
+)
+from stoker.remote.slot_process import DaemonSlot, remove_folder
+from stoker.remote.tagged_processes import Termination, format_survivors, list_tagged, signal_tagged, terminate_tagged
 
-MAGIC = b"\0stoker agent\n"
-"""Precedes the first frame; a login shell may print anything before it."""
-RESPONSE, OUTPUT, ALIVE, EXIT, GONE, ATTACHED, EXEC = b"a", b"o", b"k", b"x", b"g", b"h", b"q"
-ALIVE_INTERVAL_S = 2.0
-LEFTOVER_GRACE_S = 0.5
 POLL_S = 0.02
 MAX_POLL_S = 0.25
-"""Poll interval of an idle attach session: the folder may be on a file system that many hosts share."""
+"""Poll interval while the logs do not grow: they may be on a file system that many hosts share."""
 LEASE_CHECK_S = 0.5
-START_TIMEOUT_S = 10.0
-EXIT_RECORD_BYTES = 4096
-STOP_SIGNAL, KILL_SIGNAL = signal.SIGUSR1, signal.SIGUSR2
-CHUNK_BYTES = 1 << 16
+FIRST_CLIENT_S = 10.0
+"""How long a new daemon waits for its first client."""
+CANCEL_GRACE_S = 5.0
+"""Grace period of a command whose caller has gone away."""
+CHUNKS_PER_TURN = 16
+"""How many chunks of output are sent before requests are read again."""
 DAEMON_GONE = "the slot daemon was killed, or the host was rebooted"
-_PR_SET_PDEATHSIG = 1
-
-
-class FrameWriter:
-    """Thread-safe writer of frames: one byte for the kind, the payload length, the payload."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd, self._lock = fd, threading.Lock()
-
-    def send(self, kind: bytes, data: bytes = b"") -> None:
-        """Send one frame."""
-        rest = memoryview(kind + struct.pack(">I", len(data)) + data)
-        with self._lock:
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
-
-    def send_json(self, kind: bytes, data: Any) -> None:
-        """Send a frame with a JSON payload."""
-        self.send(kind, json.dumps(data).encode())
-
-
-# --- The slot daemon
+LEASE_EXPIRED = "slot stopped: no client was connected"
+NO_SLOT_CODE = 255
+"""Exit code of a command for a slot that is not here."""
+_DONE = b"d"
+_PR_SET_NAME = 15
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+"""Not set by anyone, and also counts while the machine sleeps."""
 
 
 class SlotDaemon:
-    """Daemon of one slot, until the slot exits, is stopped, or its lease expires."""
+    """Daemon of all slots of a run on one host."""
 
-    def __init__(self, request: dict[str, Any]) -> None:
-        self._request, self._folder = request, Path(request["folder"])
-        self._tags = dict(request["tags"])
-        self._lease_mtime_ns, self._lease_renewed = 0, time.monotonic()
-        self._is_abandoned = self._is_terminated = False
-        self._stop_level = 0
-        """How the slot was asked to stop: 0 not at all, 1 by SIGTERM, 2 by SIGKILL."""
+    def __init__(
+        self,
+        request: dict[str, Any],
+        *,
+        listener: socket.socket | None = None,
+        client: Connection | None = None,
+        previous_error: str = "",
+    ) -> None:
+        """Serve a request `attach`: for clients that connect to `listener`, or only for the client given.
+
+        `previous_error` is why the previous daemon of the run failed, if it has left an error.
+        """
+        self._folder, self._tags = Path(request["folder"]), dict(request["tags"])
+        self._grace_s: float = request["grace_s"]
+        self._lost_after_s: float | None = request["lost_after_s"]
+        self._gone_reason = f"the slot daemon failed: {previous_error}" if previous_error else DAEMON_GONE
+        self._listener = listener
+        self._client: Connection | None = None
+        self._connections: set[Connection] = set()
+        self._is_closing = False
+        self._slots: dict[str, DaemonSlot] = {}
+        self._callers: dict[str, tuple[Connection, dict[str, Any]]] = {}
+        """Open exec requests of our own slots, by id, and the agents that wait for the exit code."""
+        self._deferred: list[dict[str, Any]] = []
+        """Requests that wait until nothing of an earlier daemon is left."""
+        self._leftovers: Termination | None = Termination(self._tags, self._grace_s)
+        self._unkillable: list[int] = []
+        self._renewed_at, self._last_alive = _now(), float("-inf")
+        self._is_expired = False
+        self._turn, self._pause_s = 0, POLL_S
+        self._selector = selectors.DefaultSelector()
+        self._guard = _Guard(self._tags, self._grace_s, listener)
+        self._exit_at = _now() + FIRST_CLIENT_S
+        if client is not None:
+            self._serve(client)
+            self._replace_client(client)
+            self._handle_or_defer(request)
 
     def run(self) -> None:
-        """Run the slot, terminate its remaining processes, and publish its exit record."""
+        """Run until no slot is left that a client may ask for."""
         self._install_signal_handlers()
-        write_atomic(self._folder / ".exit", " " * EXIT_RECORD_BYTES)
-        write_atomic(self._folder / "pid", str(os.getpid()))
-        oom_kills_before = oom_kills()
-        try:
-            child = self._start()
-        except OSError as error:
-            self._publish_exit({"start_error": str(error.strerror or error)})
-            return
-        code = self._wait(child)
-        survivors = terminate_tagged(self._tags, 0 if self._stop_level > 1 else LEFTOVER_GRACE_S)
-        if self._is_abandoned:
-            remove_slot_folder(self._folder)
-        else:
-            self._publish_exit({"code": code, "oom": oom_kills() > oom_kills_before, "survivors": survivors})
+        if self._listener is not None:
+            self._listener.setblocking(False)
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        while not self._is_over():
+            for key, _ in self._selector.select(self._timeout_s()):
+                key.data()
+            if self._guard.has_exited():
+                self._terminate_all()
+            self._poll_slots()
+            self._check_lease()
+            self._serve_client()
+        for slot in self._slots.values() if self._lost_after_s is not None else ():
+            slot.remove()
+        self._guard.dismiss()
+
+    def _is_over(self) -> bool:
+        if self._leftovers is not None or self._deferred:
+            return False
+        if self._client is not None:
+            return self._is_closing and not self._slots
+        if not self._slots:
+            return _now() > self._exit_at
+        is_kept = self._lost_after_s is not None and not self._is_expired  # a client may come for the exit records
+        return not is_kept and not any(slot.is_running for slot in self._slots.values())
+
+    def _timeout_s(self) -> float:
+        if self._leftovers is not None or any(slot.list_ending() for slot in self._slots.values()):
+            return POLL_S
+        return self._pause_s if self._client is not None and self._slots else LEASE_CHECK_S
 
     def _install_signal_handlers(self) -> None:
-        """Handle stop requests; any signal, SIGCHLD included, wakes up `_sleep`."""
-        self._wakeup_fd, write_fd = os.pipe()
-        os.set_blocking(self._wakeup_fd, False)
-        os.set_blocking(write_fd, False)
+        """Stop all slots on SIGTERM; any signal, SIGCHLD included, wakes up the selector."""
+        wakeup_fd, write_fd = os.pipe()
+        for fd in (wakeup_fd, write_fd):
+            os.set_blocking(fd, False)
         signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, STOP_SIGNAL, KILL_SIGNAL):
-            signal.signal(number, self._on_signal)
+        self._selector.register(wakeup_fd, selectors.EVENT_READ, lambda: os.read(wakeup_fd, 1 << 16))
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_terminate)
 
-    def _sleep(self) -> None:
-        select.select([self._wakeup_fd], [], [], LEASE_CHECK_S)
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wakeup_fd, CHUNK_BYTES)
+    def _on_terminate(self, *_: Any) -> None:
+        for slot in self._slots.values():
+            slot.stop(1)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        libc, daemon_pid = ctypes.CDLL(None), os.getpid()
+    def _terminate_all(self) -> None:
+        """Stop all slots at once, because nobody would do it after us: the guard is gone."""
+        if self._client is not None:
+            self._drop(self._client)
+        if self._listener is not None:
+            self._listener.close()
+        terminate_tagged(self._tags, self._grace_s)
+        os._exit(1)
 
-        def set_parent_death_signal() -> None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != daemon_pid:
-                os._exit(128 + signal.SIGTERM)
+    # --- Slots
 
-        request = self._request
-        with open(self._folder / "log", "ab", buffering=0) as log:
-            return subprocess.Popen(
-                request["argv"],
-                env={**os.environ, **request["env"], **self._tags},
-                cwd=request["cwd"],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=set_parent_death_signal,
-            )
+    def _poll_slots(self) -> None:
+        """Advance the end of leftovers, slots and their commands, with one look at the processes of the host."""
+        is_ending = any(slot.list_ending() for slot in self._slots.values())
+        tagged = list_tagged(self._tags) if is_ending or self._leftovers is not None else None
+        if self._leftovers is not None and self._leftovers.poll(tagged):
+            self._unkillable, self._leftovers = self._leftovers.survivors, None
+        for slot in list(self._slots.values()):
+            for exec_id, code in slot.poll(tagged):
+                self._send(pack_json(EXEC_EXIT, {"id": exec_id, "code": code}, slot.name))
+            if slot.is_lost and not slot.is_running and not slot.is_followed and self._client is not None:
+                self._forget(slot)
+        while self._deferred and not self._is_blocked():
+            self._handle(self._deferred.pop(0))
 
-    def _wait(self, child: subprocess.Popen[bytes]) -> int:
-        """Wait until the slot exits, and return its exit code; stop it by SIGTERM, a grace period and SIGKILL."""
-        signalled_level, deadline = 0, float("inf")
-        while True:
-            code = child.poll()
-            if code is not None:
-                return code
-            now = time.monotonic()
-            self._is_abandoned = self._is_abandoned or self._has_lease_expired()
-            if (self._is_abandoned or self._is_terminated) and deadline == float("inf"):
-                # A slot that was already asked to stop has had its grace period.
-                self._stop_level = 2 if self._stop_level else 1
-                deadline = now + self._request["grace_s"]
-            if now > deadline:
-                self._stop_level = 2
-            if self._stop_level > signalled_level:
-                signalled_level = self._stop_level
-                child.send_signal(signal.SIGTERM if signalled_level == 1 else signal.SIGKILL)
-            self._sleep()
+    def _is_blocked(self) -> bool:
+        """Whether processes are left of an earlier daemon, or of slots that the client does not know."""
+        return self._leftovers is not None or any(slot.is_lost and slot.is_running for slot in self._slots.values())
 
-    def _has_lease_expired(self) -> bool:
-        """Whether the lease has expired. Only changes of its mtime count, so that the clock may be set."""
-        limit_s = self._request["lost_after_s"]
-        if limit_s is None:
+    def _forget(self, slot: DaemonSlot) -> None:
+        del self._slots[slot.name]
+        slot.remove()
+
+    def _check_lease(self) -> None:
+        """Stop all slots when the lease has expired; a client that comes later must first see them gone."""
+        has_expired = self._has_expired()
+        if has_expired and not self._is_expired:
+            for slot in self._slots.values():
+                slot.stop(1, is_lost=True)
+        self._is_expired = has_expired or (self._is_expired and any(slot.is_running for slot in self._slots.values()))
+
+    def _has_expired(self) -> bool:
+        if self._lost_after_s is None:
             return False
+        if self._listener is None:  # the client cannot come back
+            return self._client is None
+        return _now() - self._renewed_at > self._lost_after_s
+
+    # --- Connections
+
+    def _accept(self) -> None:
+        assert self._listener is not None
         with contextlib.suppress(OSError):
-            mtime_ns = os.stat(self._folder / "lease").st_mtime_ns
-            if mtime_ns != self._lease_mtime_ns:
-                self._lease_mtime_ns, self._lease_renewed = mtime_ns, time.monotonic()
-        return time.monotonic() - self._lease_renewed > float(limit_s)
-
-    def _publish_exit(self, record: dict[str, Any]) -> None:
-        """Publish the exit record until it is acknowledged; that of a detached run stays without waiting."""
-        with open(self._folder / ".exit", "r+") as file:
-            file.write(json.dumps(record)[:EXIT_RECORD_BYTES])
-        (self._folder / ".exit").rename(self._folder / "exit")
-        if self._request["lost_after_s"] is None:
-            return
-        while self._folder.exists():
-            if self._has_lease_expired():
-                remove_slot_folder(self._folder)
-            self._sleep()
-
-    def _on_signal(self, number: int, frame: Any) -> None:  # noqa: ARG002
-        if number in (STOP_SIGNAL, KILL_SIGNAL):
-            self._stop_level = max(self._stop_level, 1 if number == STOP_SIGNAL else 2)
-        elif number != signal.SIGCHLD:
-            self._is_terminated = True
-
-
-def _start_daemon(request: dict[str, Any]) -> None:
-    """Start a slot daemon that survives the end of `ssh` and of its session."""
-    child = os.fork()
-    if child:
-        os.waitpid(child, 0)
-        return
-    status = 1
-    try:
-        os.setsid()
-        if os.fork():
-            os._exit(0)
-        null = os.open(os.devnull, os.O_RDWR)
-        errors = os.open(str(Path(request["folder"], "daemon.log")), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        for fd, source in ((0, null), (1, errors), (2, errors)):
-            os.dup2(source, fd)
-        os.closerange(3, max(errors, null, 64) + 1)
-        SlotDaemon(request).run()
-        status = 0
-    finally:
-        os._exit(status)
-
-
-# --- The attach session
-
-
-class SlotGoneError(Exception):
-    """The slot is no longer on this host, or could not be started."""
-
-
-class AttachSession:
-    """Session of one `ssh` connection to a slot: starts or finds its daemon, streams output, passes on requests."""
-
-    def __init__(self, request: dict[str, Any], frames: FrameWriter) -> None:
-        self._request, self._frames = request, frames
-        self._folder = Path(request["folder"])
-        self._offset = int(request["offset"])
-        self._log: BinaryIO | None = None
-        self._reported: set[str] = set()
-        self._has_listed = False
-        self._is_done = threading.Event()
-
-    def run(self, requests: BinaryIO) -> None:
-        """Stream until the exit record is acknowledged or the connection ends."""
-        try:
-            self._find_or_start_daemon()
-            self._frames.send(ATTACHED)
-            threading.Thread(target=self._handle_requests, args=(requests,), daemon=True).start()
-            self._stream()
-            while not self._is_done.wait(MAX_POLL_S) and self._folder.exists():
-                pass  # until the exit record is acknowledged, or the daemon has given up waiting for that
-        except SlotGoneError as error:
-            self._frames.send(GONE, str(error).encode())
-        except (OSError, ValueError) as error:
-            self._frames.send(GONE, f"could not run the slot: {error}".encode())
-
-    def _find_or_start_daemon(self) -> None:
-        """Find the daemon with the key of the request, or stop those of earlier attempts and start one."""
-        lock = _lock_folder(self._folder.parent)
-        try:
-            if read_text(self._folder / "key") == self._request["key"]:
+            sock, _ = self._listener.accept()
+            if peer_uid(sock) != os.getuid():
+                sock.close()
                 return
-            if not self._request["can_start"]:
-                raise SlotGoneError("slot stopped: no client was connected")
-            self._clear_previous()
-            self._folder.mkdir(mode=0o700, parents=True)
-            write_atomic(self._folder / "key", self._request["key"])
-            write_atomic(self._folder / "lease", "")
-            if self._request.get("rsh_agent"):
-                self._install_rsh_agent(self._request["rsh_agent"])
-            _start_daemon(self._request)
-            self._wait_for_pid()
-        finally:
-            os.close(lock)
+            fd = sock.detach()
+            self._serve(Connection(fd, fd))
 
-    def _wait_for_pid(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not read_text(self._folder / "pid"):
-            if time.monotonic() > deadline:
-                reason = read_text(self._folder / "daemon.log") or f"no pid after {START_TIMEOUT_S:g} s"
-                raise SlotGoneError(f"could not start the slot daemon: {reason}")
-            time.sleep(POLL_S)
-
-    def _clear_previous(self) -> None:
-        """Kill what is left of earlier attempts of the slot."""
-        if not self._request["clear_previous"]:
-            return
-        for folder in self._folder.parent.glob(f"{self._folder.name.split('.')[0]}.*"):
-            _signal_daemon(folder, signal.SIGKILL)
-            remove_slot_folder(folder)
-        if survivors := terminate_tagged(self._request["tags"], LEFTOVER_GRACE_S):
-            raise SlotGoneError(f"cannot kill {format_survivors(survivors)} of an earlier attempt")
-
-    def _install_rsh_agent(self, source: str) -> None:
-        """Write the program by which the slot runs commands on the hosts of other slots."""
-        (self._folder / "exec").mkdir()
-        path = self._folder / "rsh-agent"
-        write_atomic(path, f"#!{sys.executable}\n{source}", mode=0o700)
-        self._request["env"]["STOKER_ASK"] = str(path)
-
-    def _stream(self) -> None:
-        """Send output, exec requests and, at last, the exit record."""
-        last_alive, pause_s, pid = float("-inf"), POLL_S, _read_pid(self._folder)
-        while not self._is_done.is_set():
-            now = time.monotonic()
-            if now - last_alive >= ALIVE_INTERVAL_S:
-                last_alive = now
-                self._frames.send(ALIVE)
-            is_running = _is_daemon(pid)
-            exit_record = read_text(self._folder / "exit")  # before the last of the log, so that nothing is missed
-            is_busy = self._send_output() | self._send_exec_requests()
-            if exit_record:
-                self._frames.send(EXIT, exit_record.strip().encode())
+    def _serve(self, connection: Connection) -> None:
+        def receive() -> None:
+            if connection not in self._connections:  # dropped a moment ago
                 return
-            if not is_running and not (self._folder / "exit").exists():
-                self._raise_daemon_gone()
-            pause_s = POLL_S if is_busy else min(2 * pause_s, MAX_POLL_S)
-            self._is_done.wait(pause_s)
+            for request in connection.receive():
+                if request["op"] == "attach":
+                    self._replace_client(connection)
+                if connection is self._client:
+                    self._handle_or_defer(request)
+                elif request["op"] == "exec":
+                    self._add_caller(connection, request)
+            if not connection.is_open:
+                self._drop(connection)
 
-    def _raise_daemon_gone(self) -> None:
-        """Kill what the daemon left behind, and report that it is gone."""
-        survivors = terminate_tagged(self._request["tags"], LEFTOVER_GRACE_S)
-        remove_slot_folder(self._folder)
-        note = f"; {format_survivors(survivors)} cannot be killed" if survivors else ""
-        raise SlotGoneError(f"{DAEMON_GONE}{note}")
+        self._connections.add(connection)
+        self._selector.register(connection.read_fd, selectors.EVENT_READ, receive)
 
-    def _send_output(self) -> bool:
-        """Send new output; return whether there was any."""
-        if self._log is None:
-            try:
-                self._log = open(self._folder / "log", "rb")  # noqa: SIM115 (stays open for the whole session)
-            except FileNotFoundError:
-                return False
-        begin = self._offset
-        while os.fstat(self._log.fileno()).st_size > self._offset:
-            self._log.seek(self._offset)
-            data = self._log.read(CHUNK_BYTES)
-            if not data:
+    def _await_writable(self, connection: Connection) -> None:
+        """Wake up as soon as more can be sent, if that is not possible now."""
+        if connection.read_fd == connection.write_fd:
+            key = self._selector.get_key(connection.read_fd)
+            events = selectors.EVENT_READ | (0 if connection.is_idle else selectors.EVENT_WRITE)
+            if key.events != events:
+                self._selector.modify(connection.read_fd, events, key.data)
+        elif not connection.is_idle:
+            self._pause_s = POLL_S
+
+    def _replace_client(self, connection: Connection) -> None:
+        """Serve another client, which is the same after a reconnect: the old connection is surely broken."""
+        if self._client is not None and self._client is not connection:
+            self._drop(self._client)
+        self._client, self._last_alive, self._exit_at = connection, float("-inf"), 0.0
+        self._is_closing, self._deferred = False, []
+        for slot in self._slots.values():
+            slot.is_followed = slot.is_reported = False
+
+    def _drop(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._selector.unregister(connection.read_fd)
+        for fd in {connection.read_fd, connection.write_fd}:
+            os.close(fd)
+        connection.is_open = False
+        if connection is self._client:
+            self._client = None
+        for exec_id, (caller, _) in list(self._callers.items()):
+            if caller is connection:
+                del self._callers[exec_id]
+                self._send(pack_json(EXEC, {"id": exec_id, "is_cancelled": True}))
+
+    def _send(self, frame: bytes) -> None:
+        if self._client is not None:
+            self._client.send(frame)
+
+    def _serve_client(self) -> None:
+        """Send a sign of life when it is due, output of all slots in turn, and exit records after their output."""
+        client, now = self._client, _now()
+        if client is None:
+            return
+        client.flush()
+        if now - self._last_alive >= ALIVE_INTERVAL_S:
+            self._last_alive = now
+            self._send(pack_json(ALIVE, now))
+        slots = [slot for slot in self._slots.values() if slot.is_followed]
+        self._pause_s = min(2 * self._pause_s, MAX_POLL_S)
+        for _ in range(CHUNKS_PER_TURN if slots else 0):
+            if not client.is_idle or not self._send_output(slots):
                 break
-            self._frames.send(OUTPUT, data)
-            self._offset += len(data)
-        return self._offset > begin
+        if not client.is_open:
+            self._drop(client)
+        else:
+            self._await_writable(client)
 
-    def _send_exec_requests(self) -> bool:
-        """Send new and cancelled exec requests; return whether there were any."""
-        if not self._request.get("rsh_agent"):
-            return False
-        pending = {path.name[:-5]: path for path in (self._folder / "exec").glob("*.json")}
-        has_sent = False
-        if not self._has_listed:  # requests that were cancelled while no client was connected are not in the list
-            self._has_listed = True
-            self._frames.send_json(EXEC, {"pending": list(pending)})
-        for name, path in pending.items():
-            if name not in self._reported and not path.with_suffix(".exit").exists():
-                if text := read_text(path):  # empty: cancelled a moment ago
-                    self._reported.add(name)
-                    has_sent = True
-                    self._frames.send_json(EXEC, {"id": name, **json.loads(text)})
-            elif name in self._reported and not _is_requester_alive(path):
-                with contextlib.suppress(OSError):
-                    path.unlink()
-        for name in self._reported - set(pending):
-            self._reported.discard(name)
-            self._frames.send_json(EXEC, {"id": name, "cancelled": True})
-            has_sent = True
-        return has_sent
+    def _send_output(self, slots: list[DaemonSlot]) -> bool:
+        """Send one chunk of the next slot that has any; return whether there was one."""
+        for _ in slots:
+            self._turn = (self._turn + 1) % len(slots)
+            slot = slots[self._turn]
+            is_over = not slot.is_running  # before the last of the log, so that nothing is missed
+            if data := slot.read_output():
+                self._pause_s = POLL_S
+                self._send(pack_frame(OUTPUT, data, slot.name))
+                return True
+            if is_over and not slot.is_reported:
+                slot.is_reported = True
+                self._send(_exit_frame(slot))
+        return False
 
-    def _handle_requests(self, requests: BinaryIO) -> None:
-        """Renew the lease with every line and handle its request; at EOF, exit and leave the slot running."""
-        for line in iter(requests.readline, b""):
-            with contextlib.suppress(OSError):
-                os.utime(self._folder / "lease")
-            with contextlib.suppress(OSError):
-                if line.strip():
-                    self._handle(json.loads(line))
-        os._exit(0)
+    # --- Requests of the client
+
+    def _handle_or_defer(self, request: dict[str, Any]) -> None:
+        self._renewed_at = max(self._renewed_at, min(_now(), request.get("heard", 0.0)))
+        if request["op"] == "attach":
+            self._lost_after_s = request["lost_after_s"]
+            self._send(pack_json(ATTACHED, _now()))
+            self._abandon_others(request)
+            if self._leftovers is None:
+                self._handle(request)
+                return
+        if self._deferred or self._is_blocked():
+            self._deferred.append(request)
+        else:
+            self._handle(request)
+
+    def _abandon_others(self, request: dict[str, Any]) -> None:
+        """Stop the slots that the client does not know: they are those of an earlier attempt."""
+        known = {*request["slots"], *request["starting"]}
+        for slot in self._slots.values():
+            if slot.name not in known:
+                slot.stop(1, is_lost=True)
 
     def _handle(self, request: dict[str, Any]) -> None:
+        handlers: dict[str, Callable[[dict[str, Any]], None]] = {
+            "attach": self._attach,
+            "start": self._start,
+            "exec": self._exec,
+            "exec_pending": self._cancel_others,
+            "exec_exit": self._answer_caller,
+            "close": self._close,
+        }
+        if request["op"] in handlers:
+            handlers[request["op"]](request)
+        elif (slot := self._slots.get(request.get("slot", ""))) is not None:
+            self._handle_for_slot(slot, request)
+
+    def _handle_for_slot(self, slot: DaemonSlot, request: dict[str, Any]) -> None:
         if request["op"] == "stop":
-            _signal_daemon(self._folder, STOP_SIGNAL if request["level"] == 1 else KILL_SIGNAL)
+            slot.stop(request["level"])
         elif request["op"] == "signal":
-            signal_tagged(request["pid"], self._request["tags"], request["number"])
-        elif request["op"] == "exec_exit":
-            write_atomic(self._folder / "exec" / f"{request['id']}.exit", str(request["code"]))
-            self._reported.discard(request["id"])
-        elif request["op"] == "acknowledge":
-            pid = _read_pid(self._folder)
-            remove_slot_folder(self._folder)
-            if _is_daemon(pid):  # wake it up, so that it sees that its folder is gone
-                os.kill(pid, signal.SIGCHLD)
-            self._is_done.set()
+            signal_tagged(request["pid"], {**self._tags, "STOKER_SLOT": request["name"]}, request["number"])
+        elif request["op"] == "acknowledge" and not slot.is_running:
+            self._forget(slot)
+        elif request["op"] == "exec_cancel" and request["id"] in slot.execs:
+            slot.execs[request["id"]].stop(1, CANCEL_GRACE_S)
+
+    def _attach(self, request: dict[str, Any]) -> None:
+        """Resume the output of the slots that the client knows; report those that are gone."""
+        for name, offset in request["slots"].items():
+            slot = self._slots.get(name)
+            if slot is not None:
+                slot.follow(offset)
+                self._send(pack_frame(STARTED, slot=name))
+                for exec_id, code in slot.exec_codes.items():
+                    self._send(pack_json(EXEC_EXIT, {"id": exec_id, "code": code}, name))
+                continue
+            slot = DaemonSlot(self._folder / name)
+            if slot.load(offset):
+                self._slots[name] = slot
+                continue
+            has_folder = slot.folder.exists()
+            remove_folder(slot.folder)
+            note = f"; {format_survivors(self._unkillable)} cannot be killed" if self._unkillable else ""
+            self._send(pack_frame(GONE, f"{self._gone_reason if has_folder else LEASE_EXPIRED}{note}".encode(), name))
+        self._send(pack_json(EXEC, {"pending": list(self._callers)}))
+        for exec_id, (_, fields) in self._callers.items():
+            self._send(pack_json(EXEC, {**fields, "id": exec_id}))
+
+    def _start(self, request: dict[str, Any]) -> None:
+        """Start a slot, unless this very start was requested over an earlier connection."""
+        name, key = request["slot"], request["key"]
+        slot = self._slots.get(name)
+        if slot is not None and slot.key == key:
+            slot.follow(request["log_size"])
+            self._send(pack_frame(STARTED, slot=name))
+            return
+        if slot is not None and slot.is_running:
+            self._send(pack_frame(GONE, b"an earlier start of the slot is still running", name))
+            return
+        if self._has_expired():
+            self._send(pack_frame(GONE, LEASE_EXPIRED.encode(), name))
+            return
+        tags = {**self._tags, "STOKER_SLOT": request["name"]}
+        if survivors := list_tagged(tags, self._unkillable):
+            text = f"cannot kill {format_survivors(survivors)} of an earlier attempt"
+            self._send(pack_frame(GONE, text.encode(), name))
+            return
+        if slot is not None:
+            slot.close()
+        slot = DaemonSlot(self._folder / name, key)
+        agent = (request["rsh_agent"], address_of(self._tags)) if request.get("rsh_agent") else None
+        try:
+            slot.start(request, tags, agent)
+        except OSError as error:
+            remove_folder(slot.folder)
+            self._send(pack_frame(GONE, f"could not run the slot: {error}".encode(), name))
+            return
+        self._slots[name] = slot
+        self._send(pack_frame(STARTED, slot=name))
+
+    def _close(self, _: dict[str, Any]) -> None:
+        """Exit as soon as no slot is left: the client waits for that."""
+        self._is_closing = True
+
+    # --- Commands that slots run on the hosts of others
+
+    def _add_caller(self, caller: Connection, request: dict[str, Any]) -> None:
+        exec_id = f"{time.time_ns():x}-{os.getpid()}"
+        fields = {name: request[name] for name in ("slot", "command", "cwd")}
+        self._callers[exec_id] = (caller, fields)
+        self._send(pack_json(EXEC, {**fields, "id": exec_id}))
+
+    def _answer_caller(self, request: dict[str, Any]) -> None:
+        if request["id"] in self._callers:
+            caller, _ = self._callers.pop(request["id"])
+            caller.send(f"{request['code']}\n".encode())
+
+    def _exec(self, request: dict[str, Any]) -> None:
+        slot, code = self._slots.get(request["slot"]), NO_SLOT_CODE
+        if slot is not None:
+            tags = {**self._tags, "STOKER_SLOT": request["name"], "STOKER_ASKED": request["id"]}
+            slot.exec(request, request["env"], tags)
+            if request["id"] not in slot.exec_codes:
+                return
+            code = slot.exec_codes[request["id"]]
+        self._send(pack_json(EXEC_EXIT, {"id": request["id"], "code": code}, request["slot"]))
+
+    def _cancel_others(self, request: dict[str, Any]) -> None:
+        """Cancel the commands whose callers have gone away while no client was connected."""
+        for slot in self._slots.values():
+            for exec_id, command in slot.execs.items():
+                if exec_id not in request["ids"]:
+                    command.stop(1, CANCEL_GRACE_S)
 
 
-def _lock_folder(folder: Path) -> int:
-    """Return an exclusive lock on the folder of a run; another slot that exits may be removing the folder."""
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            lock = os.open(str(folder), os.O_RDONLY)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if folder.exists():
-                return lock
-            os.close(lock)
+def _exit_frame(slot: DaemonSlot) -> bytes:
+    if slot.is_lost:
+        return pack_frame(GONE, LEASE_EXPIRED.encode(), slot.name)
+    return pack_json(EXIT, slot.record, slot.name)
 
 
-def clean_up_run(request: dict[str, Any]) -> dict[str, Any]:
-    """Kill all daemons and processes of a run on this host; return the pids that could not be killed."""
-    # Only the folders of this host's slots: others may be on the same shared disk.
-    folders = [folder for name in request["slots"] for folder in Path(request["folder"]).glob(f"{name}.*")]
-    for folder in folders:
-        _signal_daemon(folder, signal.SIGKILL)
-    survivors = terminate_tagged(request["tags"], request["grace_s"])
-    for folder in folders:
-        remove_slot_folder(folder)
-    return {"survivors": survivors}
+def set_process_name(name: str) -> None:
+    """Set the name of this process in `ps` and `top`, of at most 15 characters."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 
 
-def _signal_daemon(folder: Path, number: int) -> None:
-    pid = _read_pid(folder)
-    if _is_daemon(pid):
-        with contextlib.suppress(OSError):
-            os.kill(pid, number)
+class _Guard:
+    """The guard process, as its daemon sees it."""
+
+    def __init__(self, tags: dict[str, str], grace_s: float, listener: socket.socket | None) -> None:
+        """Fork the guard, which holds the lock of the daemon until no process of the run is left."""
+        read_fd, self._write_fd = os.pipe()
+        self._pid = os.fork()
+        if self._pid:
+            os.close(read_fd)
+            return
+        try:
+            os.close(self._write_fd)
+            set_process_name("stoker-guard")
+            os.setsid()  # a signal to the process group of the daemon must not reach both
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+            if listener is not None:
+                listener.close()
+            if os.read(read_fd, 1) != _DONE:
+                terminate_tagged(tags, grace_s)
+        finally:
+            os._exit(0)
+
+    def has_exited(self) -> bool:
+        """Whether it was killed."""
+        with contextlib.suppress(ChildProcessError):
+            return os.waitpid(self._pid, os.WNOHANG)[0] != 0
+        return True
+
+    def dismiss(self) -> None:
+        """Let it exit: no process of the run is left."""
+        os.write(self._write_fd, _DONE)
+        os.waitpid(self._pid, 0)
 
 
-def _read_pid(folder: Path) -> int:
-    return int(read_text(folder / "pid") or 0)
+# --- The address
 
 
-def _is_daemon(pid: int) -> bool:
-    """Whether a process is a slot daemon of this run on this host; after a reboot the pid may be any process's."""
-    try:
-        if pid == os.getpid():
-            return False
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return sys.argv[-1].encode() in file.read().split(b"\0")
-    except OSError:
-        return False
+def address_of(tags: dict[str, str]) -> str:
+    """Return the address of a run's daemon on this host: an abstract socket, so that no file system matters."""
+    names = "\0".join(f"{name}={value}" for name, value in sorted(tags.items()))
+    return f"stoker-{os.getuid()}-{tags['STOKER_RUN'][-60:]}-{zlib.crc32(names.encode()):08x}"
 
 
-def _is_requester_alive(path: Path) -> bool:
-    """Whether the process that wrote an exec request still waits for its exit code."""
-    try:
-        pid = json.loads(read_text(path) or "{}").get("pid", 0)
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return b"rsh-agent" in file.read()
-    except (OSError, ValueError):
-        return False
+def peer_uid(sock: socket.socket) -> int:
+    """Return the user at the other end of a local connection: anyone may use the name of an abstract socket."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    uid: int = struct.unpack("3i", credentials)[1]
+    return uid
 
 
-def oom_kills() -> int:
-    """Return how many processes the OOM killer of this host has killed."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
-
-
-# --- Files
-
-
-def read_text(path: Path) -> str:
-    """Read a small file; return an empty string if there is none."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
-def write_atomic(path: Path, text: str, mode: int = 0o600) -> None:
-    """Write a small file atomically: a reader sees the old content or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(str(temporary), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
-        file.write(text)
-    temporary.replace(path)
-
-
-def remove_slot_folder(folder: Path) -> None:
-    """Remove the folder of a slot and its parents if they are empty then; checkpoints stay."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        folder.parent.rmdir()
-        folder.parent.parent.rmdir()
-
-
-def read_requests(requests: BinaryIO) -> Iterator[dict[str, Any]]:
-    """Yield requests, one line of JSON each; empty lines are keep-alives."""
-    for line in iter(requests.readline, b""):
-        if line.strip():
-            yield json.loads(line)
+def _now() -> float:
+    return time.clock_gettime(_CLOCK)

@@ -21,7 +21,7 @@ from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.run_folder import RunFolder, create_run, find_run
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
-from stoker.launchers.ssh.remote_slot import DISCONNECTED_NOTICE, RECONNECTED_NOTICE
+from stoker.launchers.ssh.host_connection import DISCONNECTED_REMARK, RECONNECTED_REMARK
 from stoker.launchers.supervise.supervisor import supervisor_pid
 from stoker.remote.slot_daemon import DAEMON_GONE
 from stoker.trainers.checkpoints import decode_checkpoint
@@ -33,6 +33,7 @@ from tests.support.ssh_runs import (
     attach_sessions,
     count_lines,
     find_by_command,
+    guards,
     kill_all,
     local_processes,
     machine,
@@ -53,8 +54,8 @@ def inject(fault: str, run: RunFolder, net: Network) -> None:
     match fault:
         case "supervisor killed":
             kill_all(*supervisors(run))
-        case "local process killed":
-            kill_all(*local_processes(run, "stoker.launchers.ssh.remote_slot"))
+        case "guard killed":
+            kill_all(*guards(run))
         case "ssh killed":
             kill_all(*find_by_command(f"stoker-agent-{run.id}", "ssh"))
         case "attach session killed":
@@ -70,7 +71,7 @@ def inject(fault: str, run: RunFolder, net: Network) -> None:
 # Words in the message of the run; a killed supervisor writes none.
 FATAL_FAULTS = {
     "supervisor killed": (),
-    "local process killed": ("worker/0 was killed by SIGKILL",),
+    "guard killed": ("worker/0 was lost: ", "node2", DAEMON_GONE),
     "slot daemon killed": ("worker/0 was lost: ", "node2", DAEMON_GONE),
     "cable cut": ("worker/0 was lost: ", "node2", "5 s"),
 }
@@ -110,25 +111,23 @@ FAST_CONNECTION_FAULT = "sshd session killed"
 )
 def test_broken_connection_is_reconnected(fault: str, net: Network, workspace: Path) -> None:
     """The slot keeps running, and none of its output is lost or duplicated."""
-    go = workspace / "go"
-    reconnected = f"--- node2: {RECONNECTED_NOTICE}"
+    go, reconnected = workspace / "go", RECONNECTED_REMARK.format(host="node2")
     with launched(write_ssh_job(net, workspace, COUNT_UNTIL.format(go=go), lost_after=30), "ssh") as (run, process):
-        log = run.log_path(Slot("worker", 0), 0)
+        log, remarks = run.log_path(Slot("worker", 0), 0), run.folder / "supervisor.log"
         wait_until(lambda: is_ready(run), 60)
         for times in (1, 2):
             inject(fault, run, net)
-            wait_until(lambda times=times: log.read_text().count(f"{reconnected}\n") == times)
+            wait_until(lambda times=times: remarks.read_text().count(f"{reconnected}\n") == times)
         go.touch()
         assert process.wait(60) == 0, (workspace / "output").read_text()
-    lines = log.read_text().splitlines()
-    notices = [line for line in lines if line.startswith("--- ")]
+    notices = [line.partition(" ")[2] for line in remarks.read_text().splitlines()]
     assert notices[1::2] == [reconnected] * 2
-    start, end = DISCONNECTED_NOTICE.split("{reason}")
+    start, end = DISCONNECTED_REMARK.format(host="node2", reason="|").split("|")
     for notice in notices[::2]:
-        assert notice.startswith(f"--- node2: {start}")
+        assert notice.startswith(start)
         assert notice.endswith(end)
         assert CONNECTION_FAULTS[fault] in notice
-    output = [line for line in lines if not line.startswith("--- ")]
+    output = log.read_text().splitlines()
     assert output == count_lines(output)
     assert len(run.read_status().attempts) == 1
     assert remote_processes(run) == []
@@ -297,8 +296,7 @@ def test_cable_replugged_in_time(seconds: int, lost_after: int, net: Network, wo
             net["node2"].reconnect()
         (workspace / "go").touch()
         assert process.wait(60) == 0, (workspace / "output").read_text()
-    lines = run.log_path(Slot("worker", 0), 0).read_text().splitlines()
-    output = [line for line in lines if not line.startswith("--- node2")]
+    output = run.log_path(Slot("worker", 0), 0).read_text().splitlines()
     assert output == count_lines(output)
     assert len(run.read_status().attempts) == 1
 

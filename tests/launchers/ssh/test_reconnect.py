@@ -1,34 +1,32 @@
-"""Reattaching and reconnecting in rare cases: supervisors, remote slots, exec requests, slot daemons, detached runs."""
+"""Reconnecting in rare cases: silent hosts, full disks here, commands of slots, and detached runs."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import pytest
 
 from stoker.jobs.launcher import LAUNCHERS
-from stoker.jobs.run_folder import RunFolder, create_run, find_run
+from stoker.jobs.run_folder import create_run, find_run
 from stoker.jobs.status import JobState
-from stoker.jobs.topology import Command
-from stoker.launchers.ssh import remote_slot
-from stoker.launchers.ssh.client import FrameParser, SshClient
-from stoker.launchers.ssh.plan import RETRY_PORTS, HostConfig, SshPlan, records_folder
-from stoker.launchers.ssh.remote_exec import ExecForwarder, RequestFolder
-from stoker.launchers.ssh.slot_log import REATTACH_ENV
-from stoker.launchers.ssh.slot_task import SlotTask
+from stoker.jobs.topology import Command, Slot
+from stoker.launchers.ssh import host_connection
+from stoker.launchers.ssh.client import SshClient
+from stoker.launchers.ssh.exec_router import ExecRouter, StandbyTarget
+from stoker.launchers.ssh.host_connection import GONE_MARGIN_S, HostConnection, HostTarget, SlotChannel, connect_peers
+from stoker.launchers.ssh.plan import RETRY_PORTS, HostConfig, SshPlan
+from stoker.launchers.ssh.slots import SshBackend
+from stoker.launchers.supervise.slot_handle import Exited, Running, Unreachable
 from stoker.launchers.supervise.supervisor import supervisor_pid
-from stoker.remote import slot_daemon
+from stoker.remote.frames import EXEC, EXEC_EXIT
 from tests.launchers.contract import DEAF, is_ready, job_of
 from tests.support.disks import small_disk
 from tests.support.hosts import Network
@@ -46,218 +44,205 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
-# --- The local process of a remote slot
+# --- Connections, without ssh
 
 
-def remote_slot_of(workspace: Path, lost_after: float = 30.0, attempt: int = 0, **keys: Any) -> remote_slot.RemoteSlot:
-    """The only remote slot of a new run, not connected."""
-    port = 29500
-    plan = SshPlan(
-        slots={"worker/0": Command(("true",), {"MASTER_PORT": str(port)})},
-        hosts={"worker/0": "node1"},
-        host_configs={"node1": HostConfig(workdir=str(workspace / "there"), python="python3", copies=False)},
-        client=SshClient(lost_after_s=lost_after),
-        source=".",
-        port=port,
-        **keys,
-    )
-    run = create_run(job_of("true"), plan)
-    os.environ["STOKER_ATTEMPT"] = str(attempt)
-    try:
-        return remote_slot.RemoteSlot(SlotTask(run, "worker/0", plan))
-    finally:
-        del os.environ["STOKER_ATTEMPT"]
+def connection_of(lost_after: float = 30.0, host: str = "node1", *, is_detached: bool = False) -> HostConnection:
+    """A connection to a host, not connected."""
+    config = HostConfig(workdir="/there", python="python3", copies=False)
+    client = SshClient(lost_after_s=lost_after)
+    return HostConnection(HostTarget(host, "run", config, client, grace_s=3.0, is_detached=is_detached))
 
 
-def test_silent_host_times_out(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_slot, "RESPONSE_TIMEOUT_S", 0.3)
-    slot = remote_slot_of(workspace)
+def channel_of(folder: Path, **keys: Any) -> SlotChannel:
+    return SlotChannel("worker/0", "worker-0.0", {"argv": ["true"], "cwd": "/"}, folder / "log", **keys)
+
+
+def test_silent_host_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_connection, "RESPONSE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(host_connection, "agent_code", lambda: b"")
     (_, stdin_fd), (stdout_fd, _) = os.pipe(), os.pipe()
-    monkeypatch.setattr(remote_slot, "agent_code", lambda: b"")
-    with pytest.raises(remote_slot._Disconnected, match="no response"):
-        slot._stream(stdin_fd, stdout_fd)
+    ssh: Any = SimpleNamespace(stdin_fd=stdin_fd, stdout_fd=stdout_fd)
+    with pytest.raises(host_connection._Disconnected, match="no response"):
+        connection_of()._exchange(ssh)
 
 
 @pytest.mark.parametrize("lost_after", [5, 30, 600])
-def test_silent_connection_is_replaced_before_the_host_is_lost(lost_after: int, workspace: Path) -> None:
-    assert remote_slot_of(workspace, lost_after)._silence_limit_s <= lost_after - 1
+def test_silent_connection_is_replaced_before_the_host_is_lost(lost_after: int) -> None:
+    assert connection_of(lost_after).silence_limit_s <= lost_after - 1
 
 
-def test_reconnect_never_uses_a_shared_connection(workspace: Path) -> None:
-    slot = remote_slot_of(workspace)
-    assert "ControlPath=none" not in slot._ssh_argv()
-    slot._has_started = True
-    assert "ControlPath=none" in slot._ssh_argv()
+def test_reconnect_never_uses_a_shared_connection() -> None:
+    connection = connection_of()
+    assert "ControlPath=none" not in connection.ssh_argv()
+    connection._has_attached = True
+    assert "ControlPath=none" in connection.ssh_argv()
 
 
-def test_each_attempt_has_its_own_rendezvous_port(workspace: Path) -> None:
-    slots = [remote_slot_of(workspace, attempt=number) for number in range(4)]
-    first, *others = (int(slot._task.command.env["MASTER_PORT"]) for slot in slots)
-    assert first == 29500
-    assert all(port in RETRY_PORTS for port in others)
-    assert len({*others}) == 3
-
-
-def test_reconnects_back_off(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(remote_slot, "wait_until", lambda _, pause_s: pauses.append(pause_s))
-    slot = remote_slot_of(workspace, 10.0)
-    slot._back_off()
-    slot._back_off()
+def test_reconnects_back_off() -> None:
+    connection, pauses = connection_of(10.0), list[float]()
+    connection._wakeup = SimpleNamespace(wait=pauses.append, clear=lambda: None)  # type: ignore[assignment]
+    connection._back_off()
+    connection._back_off()
     assert pauses == [0.5, 1.0]
-    slot._contact.last_response -= 100  # only in a detached run: others are lost by then
+    connection.last_heard -= 100  # only in a detached run: others are lost by then
     for _ in range(8):
-        slot._back_off()
+        connection._back_off()
     assert pauses[2:] == [2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0]
 
 
-def test_contact_with_a_host_is_shared_by_a_file(workspace: Path) -> None:
-    slot = remote_slot_of(workspace)
-    slot._contact._is_shared = True
-    slot._contact.update()
-    assert (records_folder(slot._task.run) / "heard@node1").exists()
+def test_unreachable_slot_is_gone_when_its_lease_has_expired(tmp_path: Path) -> None:
+    """It counts from the last sign of life that carried the time of the host, not from the last output."""
+    connection, channel = connection_of(10.0), channel_of(tmp_path, has_started=True)
+    connection._is_attached = True
+    assert connection.poll(channel) == Running()
+    connection._handle_disconnect("broken")
+    now = time.monotonic()
+    connection.last_heard, connection._last_renewal = now - 5, now - 8
+    state = connection.poll(channel)
+    assert isinstance(state, Unreachable)
+    assert (state.since, state.gone_by, state.is_lost) == (now - 5, now - 8 + 10.0 + 3.0 + GONE_MARGIN_S, False)
+    assert "broken" in state.reason
+    connection.last_heard = now - 11
+    state = connection.poll(channel)
+    assert isinstance(state, Unreachable)
+    assert state.is_lost
+    assert "10 s" in state.reason
 
 
-def test_notices_start_a_line_and_records_survive_kills(workspace: Path) -> None:
-    """Also if an earlier process wrote half a line; the record is saved before the notice is written."""
-    code = (
-        "import sys; from pathlib import Path; from stoker.launchers.ssh.slot_log import SlotLog\n"
-        "log = SlotLog(Path(sys.argv[1]), 'node1'); log.add_notice('notice'); log.write_output(b' a line\\n')"
+def test_detached_slot_is_lost_only_if_another_host_responds(tmp_path: Path) -> None:
+    """If none does, it may be this machine that is disconnected."""
+    first, second = (connection_of(5.0, host, is_detached=True) for host in ("node1", "node2"))
+    connect_peers([first, second])
+    channel = channel_of(tmp_path, has_started=True)
+    first.last_heard = second.last_heard = time.monotonic() - 60
+    state = first.poll(channel)
+    assert isinstance(state, Unreachable)
+    assert (state.gone_by, state.is_lost) == (None, False)
+    second.last_heard = time.monotonic()
+    state = first.poll(channel)
+    assert isinstance(state, Unreachable)
+    assert state.is_lost
+
+
+def test_slot_whose_host_was_never_reached_has_exited(tmp_path: Path) -> None:
+    """It cannot be running: its start was never requested."""
+    connection, channel = connection_of(5.0), channel_of(tmp_path)
+    connection._handle_disconnect("connection refused")
+    assert connection.poll(channel) == Running()
+    channel.created_at = connection.last_heard = time.monotonic() - 6
+    assert connection.poll(channel) == Exited(255, "node1: connection refused", is_lost=True)
+
+
+def test_each_attempt_has_its_own_rendezvous_port(workspace: Path) -> None:
+    plan = SshPlan(
+        slots={"worker/0": Command(("true",), {"MASTER_PORT": "29500"})},
+        hosts={"worker/0": "node1"},
+        host_configs={"node1": HostConfig(workdir="/there", python="python3", copies=False)},
+        client=SshClient(),
+        source=".",
+        port=29500,
     )
-    record, log = workspace / "record.json", workspace / "log"
-    record.write_text(json.dumps({"key": "k", "log": 100, "offset": 7}))
-    log.write_text("half")
-    env = {**os.environ, REATTACH_ENV: "1"}
-    for _ in range(2):
-        with open(log, "ab") as output:
-            subprocess.run([sys.executable, "-c", code, str(record)], stdout=output, env=env, check=True)
-    assert log.read_text() == "half a line\n--- node1: notice\n--- node1: notice\n a line\n"
-    assert json.loads(record.read_text())["offset"] == 7 + len(" a line\n")
+    backend = SshBackend(create_run(job_of("true"), plan))
+    backend._connections = {"node1": connection_of()}
+    ports = []
+    for backend._attempt in range(4):
+        ports.append(int(backend._make_slot("worker/0").channel.request["env"]["MASTER_PORT"]))
+    assert ports[0] == 29500
+    assert all(port in RETRY_PORTS for port in ports[1:])
+    assert len(set(ports)) == 4
 
 
-# --- Exec requests
+# --- Commands of slots
 
 
-def test_requests_cancelled_while_disconnected(workspace: Path) -> None:
-    requests = RequestFolder(RunFolder(workspace), 0)
-    forwarder = ExecForwarder(requests, ["worker/1"])
-    for name in ("a", "b"):
-        forwarder.handle({"id": name, "slot": "worker/1", "command": "true"})
-    ExecForwarder(requests, ["worker/1"]).handle({"pending": ["b"]})  # another process, which never saw `a`
-    assert {name: requests.is_cancelled("worker/1", name) for name in ("a", "b")} == {"a": True, "b": False}
+class FakeConnection:
+    """A connection that remembers what was sent."""
+
+    def __init__(self, host: str) -> None:
+        self.target = SimpleNamespace(host=host, grace_s=3.0)
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, request: dict[str, Any]) -> None:
+        self.sent.append(request)
+
+    def take(self) -> list[tuple[str, Any]]:
+        """What was sent since the last call: the kind of each request, and its id or ids."""
+        taken = [(request["op"], request.get("id", request.get("ids"))) for request in self.sent]
+        self.sent.clear()
+        return taken
 
 
-def test_half_written_request_is_not_pending(workspace: Path) -> None:
-    requests = RequestFolder(RunFolder(workspace), 0)
-    ExecForwarder(requests, ["worker/1"]).handle({"id": "a", "slot": "worker/1", "command": "true"})
-    (requests.slot_folder("worker/1") / ".b.json").touch()
-    assert requests.list_pending("worker/1") == ["a"]
+def routed() -> tuple[Any, Any, ExecRouter]:
+    """The connections to the host of a caller and to that of worker/1, and the router between them."""
+    caller, standby = FakeConnection("a"), FakeConnection("b")
+    target = StandbyTarget(standby, "worker-1.0", {})  # type: ignore[arg-type]
+    return caller, standby, ExecRouter({"worker/1": target}, {"a"})
 
 
-def test_request_cancelled_before_it_is_read(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (workspace / "slot/exec").mkdir(parents=True)
-    (workspace / "slot/exec/a.json").write_text("{}")
-    sent: list[Any] = []
-    frames: Any = SimpleNamespace(send_json=lambda _, data: sent.append(data))
-    request = {"folder": str(workspace / "slot"), "offset": 0, "rsh_agent": "x"}
-    session = slot_daemon.AttachSession(request, frames)
-    monkeypatch.setattr(slot_daemon, "read_text", lambda _: "")
-    session._send_exec_requests()
-    assert sent == [{"pending": ["a"]}]
+def call(exec_id: str, slot: str = "worker/1") -> dict[str, Any]:
+    return {"id": exec_id, "slot": slot, "command": "true", "cwd": "/"}
 
 
-# --- The slot daemon, without ssh
+def test_commands_cancelled_while_disconnected() -> None:
+    caller, standby, router = routed()
+    for name in ("x", "y"):
+        router.handle(caller, EXEC, call(name))
+    assert standby.take() == [("exec", "x"), ("exec", "y")]
+    router.handle(caller, EXEC, {"pending": ["y"]})  # after a reconnect
+    assert standby.take() == [("exec_cancel", "x"), ("exec_pending", ["y", "y"])]
 
 
-class Attached:
-    """The client's end of an attach session on this machine."""
-
-    def __init__(self, stdin: IO[bytes], stdout: IO[bytes]) -> None:
-        self._stdin, self._stdout, self._frames = stdin, stdout, FrameParser()
-        self.output = b""
-        self._payloads: dict[bytes, bytes] = {}
-
-    def send(self, **request: Any) -> None:
-        self._stdin.write(json.dumps(request).encode() + b"\n")
-        self._stdin.flush()
-
-    def wait_for(self, wanted: bytes) -> bytes:
-        """Wait for a frame of a kind; return its payload."""
-        while wanted not in self._payloads:
-            data = os.read(self._stdout.fileno(), 1 << 16)
-            assert data, "the attach session has exited"
-            for kind, payload in self._frames.feed(data):
-                self._payloads[kind] = payload
-                self.output += payload if kind == slot_daemon.OUTPUT else b""
-        return self._payloads[wanted]
+def test_commands_survive_new_connections_and_supervisors() -> None:
+    """What a host missed is sent again; the daemon ignores what it knows."""
+    caller, standby, router = routed()
+    router.handle(caller, EXEC, {"pending": []})
+    router.handle(caller, EXEC, call("x"))
+    standby.take()
+    router.resend(standby)
+    assert standby.take() == [("exec_pending", ["x"]), ("exec", "x")]
+    router.handle(standby, EXEC_EXIT, {"id": "x", "code": 3})
+    assert caller.take() == [("exec_exit", "x")]
+    router.handle(caller, EXEC, call("x"))  # the caller's host has missed the exit code
+    assert (caller.take(), standby.take()) == ([("exec_exit", "x")], [])
+    caller, standby, router = routed()  # of another supervisor
+    router.handle(standby, EXEC_EXIT, {"id": "x", "code": 3})
+    router.handle(caller, EXEC, call("x"))
+    assert (caller.take(), standby.take()) == ([("exec_exit", "x")], [])
 
 
-@contextmanager
-def attached(folder: Path, script: str, *, lease_check_s: float = slot_daemon.LEASE_CHECK_S) -> Iterator[Attached]:
-    """Run a script as a slot of this machine."""
-    code = (
-        "from stoker.remote import host_probe, slot_daemon\n"
-        f"slot_daemon.LEASE_CHECK_S = {lease_check_s}; host_probe.main()"
-    )
-    argv = [sys.executable, "-c", code, f"stoker-agent-{folder}"]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        client = Attached(process.stdin, process.stdout)
-        client.send(
-            op="attach",
-            folder=str(folder / "run/worker-0.0"),
-            key="k",
-            can_start=True,
-            clear_previous=True,
-            offset=0,
-            argv=["bash", "-c", script],
-            env={},
-            cwd="/",
-            tags={"STOKER_RUN": str(folder), "STOKER_SLOT": "worker/0"},
-            rsh_agent="",
-            grace_s=5,
-            lost_after_s=30,
-        )
-        try:
-            yield client
-        finally:
-            process.kill()
+def test_command_for_no_standby_slot_is_bad_input() -> None:
+    caller, standby, router = routed()
+    router.handle(caller, EXEC, call("x", "node2"))
+    assert caller.sent == [{"op": "exec_exit", "id": "x", "code": 2}]
+    assert standby.sent == []
 
 
-def test_slot_stops_on_a_full_disk(tmp_path: Path) -> None:
-    """The stop request and the exit record both get through."""
-    with small_disk(tmp_path / "disk", 1 << 20) as folder:
-        script = f"trap 'exit 7' TERM; dd if=/dev/zero of={folder}/all bs=4096 2>/dev/null; echo full >&2\n"
-        with attached(folder, script + f"touch {tmp_path}/ready; while :; do sleep 0.05; done") as client:
-            wait_until(lambda: (tmp_path / "ready").exists())
-            client.send(op="stop", level=1)
-            assert json.loads(client.wait_for(slot_daemon.EXIT))["code"] == 7
-            client.send(op="acknowledge")
-        wait_until(lambda: not (folder / "run").exists())
+# --- The disk of this machine
 
 
-def test_terminated_daemon_gives_the_slot_its_grace_period(tmp_path: Path) -> None:
-    """As when its host is shut down."""
-    script = f"trap 'sleep 1; touch {tmp_path}/saved; exit 7' TERM; echo ready; while :; do sleep 0.05; done"
-    with attached(tmp_path, script) as client:
-        client.wait_for(slot_daemon.OUTPUT)
-        os.kill(int((tmp_path / "run/worker-0.0/pid").read_text()), signal.SIGTERM)
-        assert json.loads(client.wait_for(slot_daemon.EXIT))["code"] == 7
-        assert (tmp_path / "saved").exists()
-        client.send(op="acknowledge")
-
-
-def test_exit_wakes_up_the_daemon(tmp_path: Path) -> None:
-    """It does not wait for the next check of the lease."""
-    script = f"echo a; while ! test -e {tmp_path}/go; do sleep 0.01; done; echo b; exit 3"
-    with attached(tmp_path, script, lease_check_s=1000) as client:
-        client.wait_for(slot_daemon.OUTPUT)
-        (tmp_path / "go").touch()
-        assert json.loads(client.wait_for(slot_daemon.EXIT)) == {"code": 3, "oom": False, "survivors": []}
-        assert client.output == b"a\nb\n"
-        client.send(op="acknowledge")
-        wait_until(lambda: not (tmp_path / "run").exists())
+def test_output_waits_on_the_host_while_the_disk_here_is_full(
+    net: Network, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = 20000
+    with small_disk(workspace / "small", 1 << 20) as home:
+        monkeypatch.setenv("STOKER_HOME", str(home))
+        script = f"while ! test -e {workspace}/go; do sleep 0.05; done; seq {lines}; touch {workspace}/written"
+        job = write_ssh_job(net, workspace, f"echo ready; {script}", lost_after=30)
+        assert stoker("job", "run", job, "--on", "ssh", "--detach") == 0
+        run = find_run(None)
+        wait_until(lambda: is_ready(run))
+        with open(home / "filler", "wb", buffering=0) as filler, suppress(OSError):
+            while True:  # until no space is left
+                filler.write(bytes(4096))
+        (workspace / "go").touch()
+        wait_until((workspace / "written").exists)
+        time.sleep(2)  # several connections break over this
+        (home / "filler").unlink()
+        wait_until(lambda: run.read_status().state.is_final)
+        assert run.read_status().state is JobState.SUCCEEDED
+        output = run.log_path(Slot("worker", 0), 0).read_text().splitlines()
+    assert output == ["ready", *map(str, range(1, lines + 1))]
 
 
 # --- Detached runs

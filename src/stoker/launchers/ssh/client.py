@@ -23,7 +23,7 @@ import msgspec
 from stoker.core import json_io
 from stoker.core.processes import Process, start
 from stoker.errors import Fault, SpecError, UnavailableError
-from stoker.remote import slot_daemon
+from stoker.remote.frames import RESPONSE, FrameParser
 
 _TOKEN = "stoker-agent"
 _HOST_LINE = re.compile(r"(?P<host>\S+?)(?::(?P<short>\d+)|\s+slots\s*=\s*(?P<long>\d+))?(?:\s+max.slots\s*=\s*\d+)?")
@@ -36,10 +36,9 @@ for name, code in json.loads(given.read(int(given.readline()))):
     exec(compile(code, name, "exec"), module.__dict__)
 module.main()
 """
-_REMOTE_MODULES = (
-    "stoker.remote.tagged_processes",
-    "stoker.remote.slot_daemon",
-    "stoker.remote.host_probe",
+_REMOTE_MODULES = tuple(
+    f"stoker.remote.{name}"
+    for name in ("tagged_processes", "frames", "slot_process", "slot_daemon", "attach_session", "host_probe")
 )
 NO_PYTHON_CODE, OLD_PYTHON_CODE = 127, 125
 # -I and -S: starts faster, and no module of the user shadows one of the standard library.
@@ -240,36 +239,6 @@ def module_source(module: str) -> str:
     return files(package).joinpath(f"{name}.py").read_text()
 
 
-class FrameParser:
-    """Parser of the frames of the remote agent, which follow whatever the login shell printed first."""
-
-    def __init__(self) -> None:
-        self._data = b""
-        self.has_started = False
-        """Whether the agent has started."""
-        self.preamble = b""
-        """What the login shell printed."""
-
-    def add_preamble(self, stderr: str) -> str:
-        """Append to ssh's stderr what the login shell printed, if no agent has started."""
-        return stderr if self.has_started else f"{stderr}\n{self.preamble.decode(errors='replace')}"
-
-    def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the kind and payload of each frame that is complete now."""
-        self._data += data
-        if not self.has_started:
-            self.preamble, magic, rest = self._data.partition(slot_daemon.MAGIC)
-            if not magic:
-                return
-            self._data, self.has_started = rest, True
-        while len(self._data) >= 5:
-            end = 5 + int.from_bytes(self._data[1:5], "big")
-            if len(self._data) < end:
-                return
-            kind, payload, self._data = self._data[:1], self._data[5:end], self._data[end:]
-            yield kind, payload
-
-
 class Session:
     """Requests to the remote agent of one host; connects with the first request."""
 
@@ -281,7 +250,7 @@ class Session:
         self.host = host
         self._client = client
         self._argv = agent_argv(client.argv(attempts=attempts), host, python, token)
-        self._connection: _Connection | None = None
+        self._connection: SshProcess | None = None
         self._is_closed = False
 
     def request(self, request: Mapping[str, Any], timeout_s: float = RESPONSE_TIMEOUT_S) -> dict[str, Any]:
@@ -291,7 +260,7 @@ class Session:
             self._connect_with_retries(deadline)
         assert self._connection is not None
         write_all(self._connection.stdin_fd, json.dumps(request).encode() + b"\n")
-        response: dict[str, Any] = json.loads(self._wait_for(self._connection, slot_daemon.RESPONSE, deadline))
+        response: dict[str, Any] = json.loads(self._wait_for(self._connection, RESPONSE, deadline))
         return response
 
     def _connect_with_retries(self, deadline: float) -> None:
@@ -312,7 +281,7 @@ class Session:
     def _connect(self, deadline: float) -> None:
         if self._is_closed:
             raise UnavailableError("the connection was closed", where=self.host)
-        self._connection = connection = _Connection(self._argv)
+        self._connection = connection = SshProcess(self._argv)
         try:
             write_all(connection.stdin_fd, agent_code())
             self._wait_for(connection, None, deadline)
@@ -321,7 +290,7 @@ class Session:
             connection.close()
             raise
 
-    def _wait_for(self, connection: _Connection, expected_kind: bytes | None, deadline: float) -> bytes:
+    def _wait_for(self, connection: SshProcess, expected_kind: bytes | None, deadline: float) -> bytes:
         """Wait for a frame of a kind and return its payload; with None, wait until the agent has started."""
         while (left_s := deadline - time.monotonic()) > 0:
             if not select.select([connection.stdout_fd], [], [], min(left_s, 1.0))[0]:
@@ -329,17 +298,19 @@ class Session:
             data = os.read(connection.stdout_fd, 1 << 16)
             if not data:
                 raise self._to_error(connection)
-            for kind, payload in connection.frames.feed(data):
+            for kind, _, payload in connection.frames.feed(data):
                 if kind == expected_kind:
                     return payload
             if expected_kind is None and connection.frames.has_started:
                 return b""
         raise UnavailableError("no response", where=self.host)
 
-    def _to_error(self, connection: _Connection) -> UnavailableError:
-        code, stderr = wait_exit_code(connection.ssh, 5), read_text(connection.stderr)
-        what, fix = explain_failure(self._client, self.host, connection.frames.add_preamble(stderr), code)
+    def _to_error(self, connection: SshProcess) -> UnavailableError:
+        code, stderr = wait_exit_code(connection.process, 5), read_text(connection.stderr)
         is_dropped = is_retryable(stderr) and not connection.frames.has_started
+        if not connection.frames.has_started:  # the login shell may have printed the reason
+            stderr += "\n" + connection.frames.preamble.decode(errors="replace")
+        what, fix = explain_failure(self._client, self.host, stderr, code)
         return (_RetryableError if is_dropped else UnavailableError)(what, where=self.host, hint=fix or None)
 
     def close(self) -> None:
@@ -361,27 +332,32 @@ class _RetryableError(UnavailableError):
     """The server dropped the connection because it is overloaded."""
 
 
-class _Connection:
+class SshProcess:
     """One `ssh` process and the pipes to it."""
 
-    def __init__(self, argv: list[str]) -> None:
+    def __init__(self, argv: list[str], *, terminate_with_parent: bool = False) -> None:
+        """Start `ssh`, which exits when its standard input is closed; see `start` for `terminate_with_parent`."""
         self.stderr: IO[bytes] = TemporaryFile()  # noqa: SIM115 (closed with the connection)
         self.frames = FrameParser()
         child_stdin, self.stdin_fd = os.pipe()
         self.stdout_fd, child_stdout = os.pipe()
         try:
-            # ssh exits when its standard input is closed; `terminate_with_parent` would follow the starting thread.
-            self.ssh = start(
-                argv, stdin=child_stdin, stdout=child_stdout, stderr=self.stderr, terminate_with_parent=False
+            self.process = start(
+                argv,
+                stdin=child_stdin,
+                stdout=child_stdout,
+                stderr=self.stderr,
+                terminate_with_parent=terminate_with_parent,
             )
         finally:
             os.close(child_stdin)
             os.close(child_stdout)
 
-    def close(self) -> None:
+    def close(self, grace_s: float = 2.0) -> None:
+        """Close the pipes, and stop the process."""
         os.close(self.stdin_fd)
         os.close(self.stdout_fd)
-        self.ssh.stop(2)
+        self.process.stop(grace_s)
         self.stderr.close()
 
 

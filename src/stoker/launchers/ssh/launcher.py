@@ -1,13 +1,11 @@
 """ssh launcher: run a job on hosts reached by ssh, watched by the same supervisor as on this machine.
 
 `render` probes all hosts in parallel and changes nothing on them. `start` uploads the working directory, prepares the
-hosts, and starts the local supervisor. One local process represents each slot: `remote_slot` here, `host_probe` and
-`slot_daemon` on the host.
+hosts, and starts the local supervisor, which has one connection to the slot daemon of each host.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,7 +14,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from stoker.core.spec import run_checks, to_json
+from stoker.core.spec import run_checks
 from stoker.core.units import format_bytes, pluralize
 from stoker.errors import Fault, InputError, SpecError, UnavailableError
 from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, raise_faults
@@ -27,10 +25,10 @@ from stoker.jobs.topology import AddressBook, Command, Slot, Standby, list_slots
 from stoker.launchers.checks import check_gpu_roles, check_secret_env, check_via
 from stoker.launchers.local import LocalLauncher
 from stoker.launchers.paths import map_programs, programs_by_key, relative_to_workdir, resolve_job_paths
-from stoker.launchers.plan import LocalPlan, read_plan, requested_ports
+from stoker.launchers.plan import requested_ports
 from stoker.launchers.ssh.client import RESPONSE_TIMEOUT_S, Session, SshClient, expand_hosts, expand_slots
 from stoker.launchers.ssh.gpus import count_needed_gpus, describe_ranks, share_gpus
-from stoker.launchers.ssh.plan import HostConfig, SshPlan, read_exit_codes, read_ssh_plan, records_folder
+from stoker.launchers.ssh.plan import HostConfig, SshPlan, is_detached, is_first_version, read_ssh_plan, set_detached
 from stoker.launchers.ssh.preflight import (
     HostFacts,
     Issue,
@@ -46,7 +44,6 @@ from stoker.launchers.ssh.preflight import (
 )
 from stoker.launchers.ssh.prepare import MPI_RANK_FILE, PROFILER_FILE, is_prepared, prepare_hosts
 from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE
-from stoker.launchers.supervise.proxy_slots import PROXY_ENV
 from stoker.launchers.supervise.supervisor import STOP_REQUEST_FILE
 from stoker.launchers.upload import list_files, total_size
 
@@ -128,7 +125,7 @@ class SshLauncher:
     def restart(self, run: RunFolder, *, detach: bool = False) -> None:
         """Start a finished run again; upload and prepare only if that was not done before."""
         (run.folder / STOP_REQUEST_FILE).unlink(missing_ok=True)
-        run.write("processes.json", to_json(_plan_local_processes(read_ssh_plan(run), run, detach=detach)))
+        set_detached(run, is_detached=detach)
         if not is_prepared(run):
             prepare_hosts(run)
         self._local.restart(run)
@@ -167,7 +164,8 @@ class SshLauncher:
             not run.read_status().state.is_final
             and is_prepared(run)
             and not (run.folder / STOP_REQUEST_FILE).exists()
-            and read_plan(run).detached
+            and is_detached(run)
+            and not is_first_version(run)
             and self._local.status(handle).state is JobState.LOST
         ):
             self._local.reattach(run)
@@ -181,19 +179,17 @@ def _is_attempt_over(run: RunFolder) -> bool:
 
 def _has_unknown_exits(run: RunFolder) -> bool:
     """Whether the exit of any slot of the last attempt is unknown."""
-    return any(code in (None, LOST_EXIT_CODE) for code in read_exit_codes(run, run.read_status().attempt))
+    return any(slot.code in (None, LOST_EXIT_CODE) for slot in run.read_status().slots)
 
 
 def may_still_run(run: RunFolder) -> bool:
     """Whether slots of a finished detached run may still be running on their hosts."""
-    if not (run.folder / "processes.json").exists() or _clean_marker(run).exists():
-        return False
-    return read_plan(run).detached and _has_unknown_exits(run)
+    return is_detached(run) and not _clean_marker(run).exists() and _has_unknown_exits(run)
 
 
 def _clean_marker(run: RunFolder) -> Path:
     """Return the file that exists once nothing of the last attempt is left on any host."""
-    return records_folder(run) / f"clean.{run.read_status().attempt}"
+    return run.folder / f"clean.{run.read_status().attempt}"
 
 
 # --- Checks
@@ -439,16 +435,6 @@ def _host_notes(
         yield "data.via: cluster is ignored: the SSH launcher reads data without the cluster's cache"
 
 
-def _plan_local_processes(plan: SshPlan, run: RunFolder, *, detach: bool) -> LocalPlan:
-    """Return the local processes, one for each remote slot."""
-    argv = (sys.executable, "-m", "stoker.launchers.ssh.remote_slot", str(run.folder))
-    slots = {}
-    for name in (*plan.slots, *plan.standby):
-        env = {"STOKER_SLOT": name, "STOKER_ROLE": Slot.parse(name).role, **PROXY_ENV}
-        slots[name] = Command((*argv, name), env, str(run.folder))
-    return LocalPlan(slots=slots, hosts=plan.hosts, detached=detach)
-
-
 # --- Stopping
 
 
@@ -485,5 +471,4 @@ def _clean_up_hosts(run: RunFolder) -> None:
         if (status := run.read_status()).state is JobState.STOPPED:
             run.write_status(msgspec.structs.replace(status, state=JobState.LOST, message=message))
         raise UnavailableError(message, where=run.id)
-    records_folder(run).mkdir(exist_ok=True)
     _clean_marker(run).touch()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -13,11 +12,13 @@ from stoker.core.spec import load
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.topologies.tensorflow import replace_ports
 from stoker.jobs.topology import Command, Slot
-from stoker.launchers.plan import LocalPlan, with_rendezvous_port
+from stoker.launchers.plan import LocalPlan, read_plan, with_rendezvous_port
 from stoker.launchers.ssh.client import SshClient
 
 RETRY_PORTS = range(20000, 29500)
 """Rendezvous ports of all attempts but the first: below the default port of jobs and the kernel's ephemeral ports."""
+_DETACHED_FILE = "detached"
+_FIRST_VERSION_FILE = "processes.json"
 
 
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,30 +76,25 @@ def _assign_ports(ports: Mapping[str, int], hosts: Mapping[str, str], start: int
     return assigned
 
 
-class SlotRecord(msgspec.Struct, kw_only=True):
-    """How much of a remote slot's output is in the local log, and the key of its daemon.
-
-    The first `log_size` bytes of the local log hold the first `offset` bytes of the remote log, and lines of our own;
-    everything after them is output of the slot. So no byte is lost or duplicated, whenever the local process is killed.
-    """
-
-    key: str
-    log_size: int = msgspec.field(default=0, name="log")
-    offset: int = 0
-    code: int | None = None
-    """The exit code, once it is known."""
+def set_detached(run: RunFolder, *, is_detached: bool) -> None:
+    """Record whether the slots of a run, which is of this version from now on, keep running without a supervisor."""
+    (run.folder / _FIRST_VERSION_FILE).unlink(missing_ok=True)
+    if is_detached:
+        run.write(_DETACHED_FILE, b"")
+    else:
+        (run.folder / _DETACHED_FILE).unlink(missing_ok=True)
 
 
-def records_folder(run: RunFolder) -> Path:
-    """Return the folder with the records of the run's remote slots."""
-    return run.folder / "remote"
+def is_detached(run: RunFolder) -> bool:
+    """Whether the slots of a run keep running without a supervisor."""
+    if is_first_version(run):
+        return read_plan(run).detached
+    return (run.folder / _DETACHED_FILE).exists()
 
 
-def read_exit_codes(run: RunFolder, attempt: int) -> list[int | None]:
-    """Return the exit codes of the slots of an attempt, None where a host has not reported one."""
-    folder = records_folder(run)
-    paths = [*folder.glob(f"*.{attempt}.json"), *folder.glob(f"*.{attempt}.*.json")]
-    return [load(path.read_bytes(), SlotRecord, path).code for path in paths]
+def is_first_version(run: RunFolder) -> bool:
+    """Whether a run was started when each slot had a local process and a daemon of its own."""
+    return (run.folder / _FIRST_VERSION_FILE).exists()
 
 
 def read_ssh_plan(run: RunFolder) -> SshPlan:

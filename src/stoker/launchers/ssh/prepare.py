@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import subprocess
-import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,13 +20,11 @@ from stoker.jobs.status import JobState, JobStatus
 from stoker.launchers.ssh.client import Session, SshClient
 from stoker.launchers.ssh.plan import HostConfig, SshPlan, read_ssh_plan
 from stoker.launchers.ssh.preflight import check_python, run_parallel
-from stoker.launchers.ssh.upload import CodeUpload, ExtraFiles, run_until_stopped
+from stoker.launchers.ssh.slots import run_setup
+from stoker.launchers.ssh.upload import CodeUpload, ExtraFiles
 from stoker.launchers.supervise.supervisor import supervisor_lock
 from stoker.launchers.upload import list_files
-from stoker.telemetry.events import PREFIX
 
-EXIT_REPORT_S = 5.0
-"""How long a host may take to report the exit of a setup, after its grace period."""
 PROFILER_FILE = ".stoker/profiler.py"
 MPI_RANK_FILE = ".stoker/mpi_rank.py"
 _PREPARED_FILE = "prepared"
@@ -88,7 +85,7 @@ def _prepare(plan: SshPlan, run: RunFolder, client: SshClient) -> None:
             include_workdir = config.copies and host not in unchanged
             upload.send(extra, client=client, host=host, config=config, include_workdir=include_workdir)
             if plan.setup:
-                _run_setup(run, host, stop, plan.grace_s)
+                _run_setup(plan, run, host, client, stop)
 
         run_parallel(prepare, sharing, stop)
         if plan.setup:
@@ -151,16 +148,15 @@ def _setup_log(run: RunFolder, host: str) -> Path:
     return run.folder / f"setup.{host}.log"
 
 
-def _run_setup(run: RunFolder, host: str, stop: Event, grace_s: float) -> None:
+def _run_setup(plan: SshPlan, run: RunFolder, host: str, client: SshClient, stop: Event) -> None:
     """Run `ssh.setup` on a host."""
     log = _setup_log(run, host)
-    argv = [sys.executable, "-m", "stoker.launchers.ssh.remote_slot", str(run.folder), f"setup@{host}"]
-    with open(log, "wb") as output:
-        code = run_until_stopped(argv, stop, stdout=output, stderr=output, grace_s=grace_s + EXIT_REPORT_S)
-    if code:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith(PREFIX)]
-        last_line = ("\n".join(lines).strip().splitlines() or ["no output"])[-1]
-        raise InputError(f"ssh.setup failed with exit code {code}: {last_line}", where=host, hint=f"see its log: {log}")
+    exited = run_setup(plan, run, host, client, log, stop)
+    if exited.code:
+        lines = log.read_text(errors="replace").strip().splitlines()
+        last_line = exited.reason or (lines or ["no output"])[-1]
+        what = f"ssh.setup failed with exit code {exited.code}: {last_line}"
+        raise InputError(what, where=host, hint=f"see its log: {log}")
 
 
 def _check_python_again(plan: SshPlan, run: RunFolder, session: Session, prepared_by: str) -> None:

@@ -42,7 +42,7 @@ BACKENDS: Registry[Callable[[RunFolder], SlotBackend]] = Registry(
     {
         "local": "stoker.launchers.supervise.process_group:open_local_backend",
         "ray": "stoker.launchers.supervise.proxy_slots:ProxyBackend",
-        "ssh": "stoker.launchers.supervise.proxy_slots:ProxyBackend",
+        "ssh": "stoker.launchers.ssh.slots:SshBackend",
     },
 )
 """What starts the slots of a run, by the scheme of its handle."""
