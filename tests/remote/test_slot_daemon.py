@@ -44,6 +44,11 @@ def slot_id(name: str) -> str:
     return f"{name.replace('/', '-')}.0"
 
 
+def now() -> float:
+    """The time of the daemon's clock."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def exit_code(client: DaemonClient, name: str) -> Any:
     return json.loads(client.wait_for(EXIT, slot_id(name)))["code"]
 
@@ -124,16 +129,28 @@ def test_slots_stop_when_the_lease_expires(tmp_path: Path) -> None:
         start_all(client, STUBBORN)
         client.renews = False
         assert client.wait_for(GONE, "worker-0.0").decode() == LEASE_EXPIRED
-        wait_until(lambda: not client.slot_pids())
-        client.renews = True
-        client.wait_for(GONE, "worker-2.0")
-        for name in STUBBORN:
-            client.send(op="acknowledge", slot=slot_id(name))
-        count = len(client.frames)
-        wait_until(lambda: ALIVE in [kind for kind, _, _ in client.frames[count:]])
-        client.start("worker/0", "exit 5", key="next")  # the next attempt
-        assert exit_code(client, "worker/0") == 5
-    wait_until(client.is_everything_gone)
+        wait_until(client.is_everything_gone)
+        assert client.session.wait(60) == 0
+        with daemon_client(tmp_path, lost_after_s=3, grace_s=0.5) as second:
+            second.attach(worker_0=0)
+            assert second.wait_for(GONE, "worker-0.0").decode() == LEASE_EXPIRED
+            second.start("worker/0", "exit 5", key="next")  # the next attempt
+            assert exit_code(second, "worker/0") == 5
+
+
+def test_client_that_comes_back_too_late_waits_until_all_slots_are_stopped(tmp_path: Path) -> None:
+    with daemon_client(tmp_path, lost_after_s=2, grace_s=4) as client:
+        start_all(client, STUBBORN)
+        client.close()
+        before = client.slot_pids()
+        heard = max(json.loads(data) for kind, _, data in client.frames if kind in (ALIVE, ATTACHED))
+        wait_until(lambda: now() > heard + 3)
+        with daemon_client(tmp_path, lost_after_s=2, grace_s=4) as second:
+            second.attach(worker_0=0)
+            second.start("worker/0", "exit 5", slot="worker-0.1")
+            assert json.loads(second.wait_for(EXIT, "worker-0.1"))["code"] == 5
+            assert second.wait_for(GONE, "worker-0.0").decode() == LEASE_EXPIRED
+            assert not [pid for pid in before if is_alive(pid)]
 
 
 def test_old_renewals_do_not_count(tmp_path: Path) -> None:
@@ -147,9 +164,17 @@ def test_old_renewals_do_not_count(tmp_path: Path) -> None:
             client.send(op="renew", heard=heard)
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        count = len(client.frames)
+
+
+def test_slot_is_not_started_without_a_lease(tmp_path: Path) -> None:
+    """A request to start it may arrive long after it was sent."""
+    with daemon_client(tmp_path, lost_after_s=3) as client:
+        start_all(client, {"worker/0": f"trap '' TERM; echo ready; {LOOP}"})
+        client.renews = False
+        heard = json.loads(client.wait_for(ATTACHED))
+        wait_until(lambda: now() > heard + 3.5)
         client.start("worker/1", "true")
-        wait_until(lambda: (GONE, "worker-1.0", LEASE_EXPIRED.encode()) in client.frames[count:])
+        assert client.wait_for(GONE, "worker-1.0").decode() == LEASE_EXPIRED
 
 
 @pytest.mark.parametrize("is_session_killed", [True, False])

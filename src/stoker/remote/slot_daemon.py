@@ -125,12 +125,15 @@ class SlotDaemon:
     def _is_over(self) -> bool:
         if self._leftovers is not None or self._deferred:
             return False
+        if any(slot.is_running for slot in self._slots.values()):
+            return False
+        if self._is_expired:  # whoever is connected does not respond
+            return True
         if self._client is not None:
             return self._is_closing and not self._slots
         if not self._slots:
             return _now() > self._exit_at
-        is_kept = self._lost_after_s is not None and not self._is_expired  # a client may come for the exit records
-        return not is_kept and not any(slot.is_running for slot in self._slots.values())
+        return self._lost_after_s is None  # the exit records stay on disk; otherwise a client must come for them
 
     def _timeout_s(self) -> float:
         if self._leftovers is not None or any(slot.list_ending() for slot in self._slots.values()):

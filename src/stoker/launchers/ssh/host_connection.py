@@ -12,6 +12,7 @@ import select
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -267,6 +268,9 @@ class HostConnection:
                 self._serve_connection()
             except _Disconnected as error:
                 self._handle_disconnect(str(error))
+            except Exception as error:  # a bug of ours: the slots must not be left alone
+                log_remark(traceback.format_exc())
+                self._handle_disconnect(f"{type(error).__name__}: {error}")
             if not self._is_closing:
                 self._back_off()
 

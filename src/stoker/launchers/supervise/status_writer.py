@@ -27,5 +27,6 @@ class StatusWriter:
 
 
 def log_remark(text: str) -> None:
-    """Write a remark to `supervisor.log`, which is the standard output of the supervisor."""
-    print(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}", flush=True)  # noqa: T201
+    """Write a remark to `supervisor.log`, which is the standard output of the supervisor; the disk may be full."""
+    with suppress(OSError):
+        print(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}", flush=True)  # noqa: T201
