@@ -25,7 +25,7 @@ export PYTHONUNBUFFERED=1
 module load cuda/12.4
 
 retries=3 backoff=(1 5 15 30)
-slots=2 first_slot=worker/0 lead= lead_slots=0
+slots=2 lead= lead_slots=0
 fixed_port= observers=''
 
 run_slot() {
@@ -106,26 +106,15 @@ watch_step() {
   code=$?
 }
 
-find_failure() { # the slot that failed first, and how; failed_code is 0 if none has
-  local file slot name
+find_failure() { # the exit code of the slot that failed first; 0 if none has
+  local file slot
   for file in $(ls -tr exit."$attempt".* 2>/dev/null); do
     slot=${file##*.} failed_code=$(cat "$file")
-    if [ "$failed_code" != 0 ] && [[ " $observers " != *" ${slot%-*} "* ]]; then
-      slot=${slot%-*}/${slot##*-} cause="$slot exited with code $failed_code"
-      if ((failed_code > 128)) && name=$(kill -l $((failed_code - 128)) 2>/dev/null); then
-        cause="$slot was killed by SIG$name"
-      fi
-      return
-    fi
+    if [ "$failed_code" != 0 ] && [[ " $observers " != *" ${slot%-*} "* ]]; then return; fi
   done
-  failed_code=$code cause="srun exited with code $code"
+  failed_code=$code # srun has killed the task that failed, or could not start one
 }
 
-cause=''
-if [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then
-  cause='Slurm requeued the job: it was preempted, or a node failed'
-  tail -n 1 slurm.records 2>/dev/null | grep -q ' limit ' && cause='the time limit was reached'
-fi
 list_hosts
 while :; do
   attempt=$(grep -c ' began ' slurm.records 2>/dev/null)
@@ -133,9 +122,6 @@ while :; do
   export STOKER_ATTEMPT=$attempt
   port=${fixed_port:-$((20000 + (SLURM_JOB_ID * 32 + attempt * slots) % 10000))}
   record began "$attempt" "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST"
-  if [ -n "$cause" ]; then
-    echo "--- attempt $attempt: retrying because $cause" >>"logs/${first_slot/\//-}.$attempt.log"
-  fi
   srun --kill-on-bad-exit=1 --wait=0 --distribution=block --input=none \
     ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
     bash -c 'run_slot "$@"' stoker "$run" "$port" "${hosts[@]}" &

@@ -26,13 +26,13 @@ from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import STOPPED_MESSAGE, JobState, JobStatus
 from stoker.jobs.topology import Slot, get_topology
 from stoker.launchers.checks import check_module, check_secret_env, check_secret_files, check_via
-from stoker.launchers.local import read_run_logs
 from stoker.launchers.paths import programs_by_key, resolve_job_paths
+from stoker.launchers.run_logs import read_run_logs
 from stoker.launchers.slurm.commands import JobQuery, cancel, require_slurm, submit
 from stoker.launchers.slurm.plan import SlurmPlan, read_slurm_plan
 from stoker.launchers.slurm.records import BATCH_LOG, JOB_ID_FILE, STOP_FILE, derive_status, read_records
 from stoker.launchers.slurm.script import PROFILER, build_script
-from stoker.telemetry import profiler
+from stoker.remote import profiler
 
 SCRIPT = "slurm.sh"
 STOP_MARGIN_S = 15.0
@@ -46,9 +46,7 @@ _NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 class SlurmLauncher:
     """Launcher for Slurm: slots are the tasks of one job step."""
 
-    traits: ClassVar[LauncherTraits] = LauncherTraits(
-        name="slurm", topologies=frozenset({"single", "tf-mirrored", "tf-ps", "torchrun"})
-    )
+    traits: ClassVar[LauncherTraits] = LauncherTraits(name="slurm", supports_address_per_slot=True)
 
     def __init__(self) -> None:
         self._query = JobQuery()
@@ -133,11 +131,9 @@ class SlurmLauncher:
         run = _parse_handle(handle)
 
         def is_over() -> bool:
-            if not follow:
-                return True
             with suppress(UnavailableError):  # the run continues while the controller is restarted
-                return self._update_status(run).state.is_final
-            return False
+                return self._update_status(run).state.is_final or not follow
+            return not follow
 
         return read_run_logs(run, slot, is_over=is_over, tail=tail)
 
@@ -192,11 +188,11 @@ def _check_workers(job: JobSpec) -> Iterator[Fault]:
 def _check_gpu_roles(job: JobSpec) -> Iterator[Fault]:
     """Reject GPUs where some slots have none: all tasks of a Slurm job get the same resources."""
     others = [role.name for role in get_topology(job).roles(job) if role.name != "worker"]
-    if job.resources.gpu and others:
+    if job.resources_of(0).gpus and others:
         what = f"all slots of a job on slurm get the same resources, but {', '.join(others)} cannot use GPUs"
         yield Fault("resources.gpu", f"{what}; remove the roles or the GPUs")
     for name, role in job.roles.items():
-        if role.resources.gpu:
+        if role.resources.gpus:
             yield Fault(f"roles.{name}.resources.gpu", "only workers can have GPUs here; remove this key")
 
 

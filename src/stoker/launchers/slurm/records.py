@@ -11,18 +11,23 @@ exit.<attempt>.<role>-<index> has the exit code of a slot, as a shell reports it
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import msgspec
 
 from stoker.jobs.retry_policy import INVALID_INPUT, attempts_exhausted, not_retried
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import STOPPED_MESSAGE, Attempt, JobState, JobStatus, SlotStatus, signal_from_exit_code
 from stoker.jobs.topology import Slot, list_slots, observer_slots
-from stoker.launchers.diagnosis import LOG_SEPARATOR, diagnose_slot, insert_note
 from stoker.launchers.slurm.batch import LIMIT_REASON, NOT_RETRIED_CODES, RECORDS, REQUEUE_REASON
 from stoker.launchers.slurm.commands import QueuedJob
+from stoker.launchers.supervise.diagnosis import LOG_SEPARATOR, diagnose_slot, insert_note
+from stoker.launchers.supervise.slot_handle import Exited
 
 JOB_ID_FILE = "slurm.job"
 STOP_FILE = "stopping"
@@ -152,24 +157,21 @@ def _describe_attempts(
     run: RunFolder, job: JobSpec, records: Records, known: Sequence[Attempt], *, is_over: bool, last_cause: str
 ) -> tuple[Attempt, ...]:
     """Return the finished attempts; those that are known already are not diagnosed again."""
-    attempts = list(known)
-    for position, record in enumerate(records.attempts):
-        is_last = position == len(records.attempts) - 1
-        lost = record.outcome in ("", "interrupted")  # it may be running, and Slurm may requeue it
-        if position < len(attempts) or (lost and is_last and not is_over):
-            continue
-        successor = None if is_last else records.attempts[position + 1]
-        cause = (last_cause if is_last else REQUEUE_REASON) if lost else _explain(run, job, record)
-        attempts.append(
-            Attempt(
-                number=record.number,
-                began=record.began,
-                ended=record.ended or (successor.began if successor else record.began),
-                code=record.code,
-                cause=cause,
-                lost=lost,
+    attempts: list[Attempt] = []
+    for record, successor in zip_longest(records.attempts, records.attempts[1:]):
+        lost = record.outcome in ("", "interrupted")
+        if lost and successor is None and not is_over:  # it is running, or Slurm may requeue it
+            break
+        if len(attempts) < len(known):
+            attempt = known[len(attempts)]
+        else:
+            cause = (REQUEUE_REASON if successor else last_cause) if lost else _explain(run, job, record)
+            ended = record.ended or (successor.began if successor else time.time())
+            attempt = Attempt(
+                number=record.number, began=record.began, ended=ended, code=record.code, cause=cause, lost=lost
             )
-        )
+        is_retried = successor is not None and successor.job_id == record.job_id
+        attempts.append(msgspec.structs.replace(attempt, is_retried=is_retried))
     return tuple(attempts)
 
 
@@ -179,7 +181,7 @@ def _explain(run: RunFolder, job: JobSpec, record: AttemptRecord) -> str:
         return {"stopped": STOPPED_MESSAGE, "limit": LIMIT_REASON}.get(record.outcome, "")
     tolerated = observer_slots(job)
     diagnoses = [
-        diagnose_slot(slot, code, run.log_path(slot, record.number))
+        diagnose_slot(slot, Exited(code), run.log_path(slot, record.number))
         for slot, code in read_exit_codes(run, job, record.number).items()
         if code and slot not in tolerated
     ]

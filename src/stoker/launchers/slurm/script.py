@@ -53,9 +53,9 @@ def sbatch_lines(job: JobSpec, roles: Sequence[Role]) -> Iterator[str]:
     tasks = sum(role.count for role in roles)
     nodes = min(job.slurm.nodes or tasks, tasks)
     tasks_per_node = math.ceil(tasks / nodes)
-    resources = [job.resources, *(role.resources for role in job.roles.values())]
-    cpu = max((item.cpu or 0 for item in resources), default=0)
-    memory = max((item.memory or 0 for item in resources), default=0)
+    resources = [job.resources_of(0), *(role.resources for role in job.roles.values())]
+    cpu = max(item.cpu or 0 for item in resources)
+    memory = max(item.memory or 0 for item in resources)
     settings = job.slurm
     options: dict[str, object] = {
         "job-name": job.name,
@@ -64,7 +64,7 @@ def sbatch_lines(job: JobSpec, roles: Sequence[Role]) -> Iterator[str]:
         "ntasks-per-node": tasks_per_node,
         "cpus-per-task": math.ceil(cpu) or None,
         "mem": f"{math.ceil(memory * tasks_per_node / 2**20)}M" if memory else None,
-        **_gpu_option(job.resources, settings.gpu_request, tasks_per_node),
+        **_gpu_option(job.resources_of(0), settings.gpu_request, tasks_per_node),
         "partition": settings.partition,
         "account": settings.account,
         "qos": settings.qos,
@@ -88,12 +88,12 @@ def format_time_limit(seconds: float) -> str:
 
 def _gpu_option(resources: ResourcesSpec, style: str, tasks_per_node: int) -> dict[str, str]:
     """Return the option that requests GPUs; with `gpus-per-task`, each task sees only its own."""
-    if not resources.gpu:
+    if not resources.gpus:
         return {}
     kind = f"{resources.gpu_type}:" if resources.gpu_type else ""
     if style == "gres":
-        return {"gres": f"gpu:{kind}{resources.gpu * tasks_per_node}"}
-    return {"gpus-per-task": f"{kind}{resources.gpu}"}
+        return {"gres": f"gpu:{kind}{resources.gpus * tasks_per_node}"}
+    return {"gpus-per-task": f"{kind}{resources.gpus}"}
 
 
 def _address_book(job: JobSpec, slots: Sequence[Slot], python: str) -> AddressBook:
@@ -135,7 +135,7 @@ def _settings(job: JobSpec, roles: Sequence[Role]) -> Iterator[str]:
     lead_count = sum(role.count for role in roles if role.is_lead)
     backoff = " ".join(f"{pause:g}" for pause in BACKOFF_S)
     yield f"retries={job.retries} backoff=({backoff})"
-    yield f"slots={len(slots)} first_slot={min(slots)} lead={lead[0] if lead else ''} lead_slots={lead_count}"
+    yield f"slots={len(slots)} lead={lead[0] if lead else ''} lead_slots={lead_count}"
     yield f"fixed_port={job.port or ''} observers='{observers}'"
 
 
