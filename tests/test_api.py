@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import stoker
-from stoker.api import HOSTS_NEED_SSH
+from stoker.api import HOSTS_NEED_TARGET
 from stoker.errors import ConflictError, InputError, InterruptError, JobFailedError, NotFoundError, SpecError
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import JobState
@@ -124,8 +124,9 @@ def test_load_checks_the_job_on_its_hosts(workspace: Path) -> None:
     assert [fault.path for fault in caught.value.faults] == ["ssh.hosts"]
     assert stoker.Job.load(path, on="ssh", hosts=["node1", "node2:2"]).spec.ssh.hosts == ("node1", "node2:2")
     assert stoker.Job.load(path, on="ssh", hosts="node1,node2").spec.ssh.hosts == ("node1", "node2")
+    assert stoker.Job.load(path, on="ray", hosts=["node1", "node2:2"]).spec.ray.hosts == ("node1", "node2:2")
     for on in (None, "local"):
-        with pytest.raises(InputError, match=HOSTS_NEED_SSH):
+        with pytest.raises(InputError, match=HOSTS_NEED_TARGET):
             stoker.Job.load(path, on=on, hosts=["node1"])
 
 

@@ -25,7 +25,7 @@ from stoker.jobs.overrides import OptionAssignment
 from stoker.jobs.run_folder import RunFolder, create_run, list_runs
 from stoker.jobs.run_lookup import launcher_of, open_launcher, resolve_run
 from stoker.jobs.status import JobState, JobStatus
-from stoker.jobs.targets import LOCAL, SSH
+from stoker.jobs.targets import LOCAL
 from stoker.jobs.topology import Slot, list_slots
 from stoker.telemetry import analysis
 from stoker.telemetry.events import Event
@@ -33,7 +33,8 @@ from stoker.telemetry.metrics import MetricsRow, build_table
 from stoker.telemetry.reader import read_events
 
 MAX_POLL_S = 0.5
-HOSTS_NEED_SSH = "hosts can be set only for the ssh target"
+HOSTS_NEED_TARGET = "hosts can be set only for the targets ssh and ray"
+HOSTS_WITH_ADDRESS = "hosts cannot be combined with the address of a cluster"
 NO_HOSTS = "the list of hosts is empty"
 
 Overrides = Mapping[str, object] | Iterable[str]
@@ -82,7 +83,7 @@ class Job:
         """Return what the job would start on a target, after all checks; start nothing.
 
         `on` is a target as for `--on`: local, ssh, slurm, ray[://host:port] or k8s[://context/namespace]. `hosts` are
-        the hosts for ssh, for example `["node1", "node2:2"]`.
+        the hosts for ssh, or those on which ray starts a cluster, for example `["node1", "node2:2"]`.
         """
         launcher = open_launcher(on)
         job = launcher.resolve_paths(self.replace(host_overrides(on, hosts)).spec)
@@ -303,13 +304,18 @@ def host_overrides(on: str | None, hosts: str | Sequence[str] | None) -> list[st
     """Return the overrides that select the hosts of a job; a string has commas between them."""
     if hosts is None:
         return []
-    if on is None or open_launcher(on).traits.name != SSH:
-        raise InputError(HOSTS_NEED_SSH, hint="use --on ssh, or omit the hosts")
+    key = "" if on is None else open_launcher(on).traits.hosts_key
+    if on is None or not key:
+        raise InputError(HOSTS_NEED_TARGET, hint="use --on ssh or --on ray, or omit the hosts")
+    kind, _, address = on.partition("://")
+    if address:
+        hint = f"use --on {kind} to start a cluster on the hosts, or omit the hosts"
+        raise InputError(HOSTS_WITH_ADDRESS, where=f"--on {on}", hint=hint)
     listed = hosts.split(",") if isinstance(hosts, str) else hosts
     names = [name.strip() for name in listed if name.strip()]
     if not names:
         raise InputError(NO_HOSTS, hint="for example: --hosts node1,node2 or --hosts @FILE")
-    return [OptionAssignment(f"ssh.hosts={_to_json(names)}", "--hosts")]
+    return [OptionAssignment(f"{key}={_to_json(names)}", "--hosts")]
 
 
 def _to_json(value: object) -> str:

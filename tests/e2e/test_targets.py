@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.api import HOSTS_NEED_SSH, NO_HOSTS
+from stoker.api import HOSTS_NEED_TARGET, HOSTS_WITH_ADDRESS, NO_HOSTS
 from stoker.cli.main import run
 
 JOB = "name: small\nprogram: {command: [sleep, '1']}\ntopology: single\n"
@@ -15,7 +15,13 @@ JOB = "name: small\nprogram: {command: [sleep, '1']}\ntopology: single\n"
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (("--on", "local", "--hosts", "a"), HOSTS_NEED_SSH),
+        (("--on", "local", "--hosts", "a"), HOSTS_NEED_TARGET),
+        (("--on", "k8s", "--hosts", "a"), HOSTS_NEED_TARGET),
+        (("--on", "ray://10.0.0.1", "--hosts", "a"), HOSTS_WITH_ADDRESS),
+        (("--on", "ray", "--hosts", "a:0"), "'a:0'"),
+        (("--on", "ray", "--hosts", "a", "--set", "workers=2"), "ray.hosts: "),
+        (("--on", "ray", "--hosts", "a", "--set", "ssh.config=missing"), "ssh.config: "),
+        (("--on", "ray", "--set", "ray.keep=true"), "ray.keep: "),
         (("--on", "shh", "--hosts", "a"), "unknown target 'shh'"),
         (("--on", "ssh", "--hosts", ""), NO_HOSTS),
         (("--on", "ssh", "--hosts", "a:x"), "'a:x'"),

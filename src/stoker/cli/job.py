@@ -54,6 +54,9 @@ def run(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write TensorBoard event files to the run folder.")
     ] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="With --on ray --hosts: leave the Ray cluster running after the run.")
+    ] = False,
     resume: Annotated[
         str | None, typer.Option(metavar="RUN", help="Resume a run that failed, was stopped or was lost.")
     ] = None,
@@ -77,6 +80,7 @@ def run(
                 "--hosts": hosts is not None,
                 "--set": sets,
                 "--tensorboard": tensorboard,
+                "--keep": keep,
                 "--dry-run": dry_run,
             }
         )
@@ -84,7 +88,7 @@ def run(
         first = started.status().next_attempt  # earlier attempts are not printed again
         start: Callable[[], object] = partial(started.resume, detach=detach)
     else:
-        planned = _plan(_require_file(file), on, hosts, [*(sets or []), *(["tensorboard=true"] if tensorboard else [])])
+        planned = _plan(_require_file(file), on, hosts, [*(sets or []), *_option_assignments(tensorboard, keep)])
         if dry_run:
             _print_plan(planned.rendered, as_json)
             return
@@ -95,6 +99,8 @@ def run(
         print_message(f"Started run {started.id}; logs: {started.folder / 'logs'}")
         if not detach:
             follow_run(started, first=first, quiet=as_json)
+            if started.files.kept:
+                print_message(started.files.kept)
     if detach and as_json:
         print_json({"run": started.id, "handle": started.handle, "folder": str(started.folder)})
     elif detach:
@@ -145,6 +151,14 @@ def _require_rbac(on: str) -> None:
 
     if not open_launcher(on).traits.has_rbac:
         raise InputError("--rbac requires --on k8s", hint="pass both or neither")
+
+
+def _option_assignments(tensorboard: bool, keep: bool) -> list[str]:
+    """Return the keys of the job file that options of their own set."""
+    from stoker.jobs.overrides import OptionAssignment
+
+    keys = {"tensorboard": ("--tensorboard", tensorboard), "ray.keep": ("--keep", keep)}
+    return [OptionAssignment(f"{key}=true", option) for key, (option, is_set) in keys.items() if is_set]
 
 
 def _require_file(file: Path | None) -> Path:

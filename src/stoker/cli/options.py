@@ -27,7 +27,8 @@ Hosts = Annotated[
     typer.Option(
         "--hosts",
         metavar="HOSTS",
-        help="With --on ssh: comma-separated hosts (HOST:N runs N workers on HOST), or @FILE to read them from a file.",
+        help="With --on ssh or --on ray: comma-separated hosts (HOST:N runs N workers on HOST), or @FILE to read them "
+        "from a file. With --on ray, a Ray cluster is started on them for the run.",
     ),
 ]
 Sets = Annotated[

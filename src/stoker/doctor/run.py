@@ -114,7 +114,7 @@ def default_job(on: str, target: str, overrides: Sequence[str]) -> JobSpec:
         base["processes_per_worker"] = 2
     elif on == "ssh":
         base["ssh"] = {"copy": False}
-    elif on == "ray":
+    elif on == "ray" and not any(override.startswith("ray.hosts=") for override in overrides):
         nodes = _count_ray_nodes(target)
         base |= {"workers": nodes, "ray": {"strategy": "spread"}} if nodes else {"processes_per_worker": 2}
     return parse_job(json.dumps(base), _DEFAULT_JOB, overrides)
@@ -186,10 +186,12 @@ def _prepare_local(job: JobSpec, launcher: Launcher[Any], target: str, notify: N
 
 
 def _prepare_ray(job: JobSpec, launcher: Launcher[Any], target: str, notify: Notify) -> ProbePlan:
-    """Check a Ray cluster, or this machine if the cluster is started for the run."""
+    """Check a Ray cluster, or the machines on which one is started for the run."""
     from stoker.launchers.ray import cluster as ray
 
     ray.require_ray()
+    if job.ray.hosts and not target:
+        return _prepare_by_rendering(job, launcher, target, notify)
     address = ray.resolve_address(target or None, os.environ)
     if address is None:
         plan = _prepare_local(job, launcher, target, notify)

@@ -34,6 +34,8 @@ class LauncherTraits:
     """Whether PersistentVolumeClaims can be mounted."""
     has_targets: bool = False
     """Whether `--on NAME://TARGET` selects one of several clusters."""
+    hosts_key: str = ""
+    """The key of the job file that `--hosts` sets; empty if the launcher takes no hosts."""
     lists_runs: bool = False
     """Whether the target itself knows its runs: the launcher has the methods `runs` and `adopt`."""
     has_rbac: bool = False

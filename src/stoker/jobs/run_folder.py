@@ -5,6 +5,8 @@ environment.json                   of the process that started it, secrets redac
 logs/<role>-<index>.<attempt>.log  output and events of each slot
 state.json                         the last known status
 checkpoints/                       unless the job sets checkpoint.dir
+kept                               what a finished run has left running, and how to use and stop it
+ray-<run>/                         the Ray nodes of a run with `ray.hosts`: plan and logs as of a run on ssh hosts
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from stoker.jobs.spec import JobSpec, load_job, to_yaml
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import Slot
 
+KEPT_FILE = "kept"
 _SECRET_NAME = re.compile(
     r"key|token|secret|pass(w|$|_)|pwd|credential|auth|cookie|session|private|webhook|(^|[_-])pat($|_)", re.IGNORECASE
 )
@@ -65,6 +68,12 @@ class RunFolder:
     def checkpoint_dir(self) -> str:
         """Where its checkpoints are stored."""
         return self.job.checkpoint.dir or str(self.folder / "checkpoints")
+
+    @property
+    def kept(self) -> str:
+        """What the finished run has left running, and how to use and stop it; empty if nothing."""
+        path = self.folder / KEPT_FILE
+        return path.read_text() if path.exists() else ""
 
     def log_path(self, slot: Slot, attempt: int) -> Path:
         """Return the path of the log of a slot in an attempt."""

@@ -3,4 +3,3 @@
 from __future__ import annotations
 
 LOCAL = "local"
-SSH = "ssh"

@@ -110,6 +110,8 @@ def _check_unused(run: RunFolder, state: JobState, users: Mapping[str, JobState]
         raise ConflictError(f"run {run.id} is {state}", hint=hint)
     if run.handle.startswith("ssh://") and may_still_run(run):
         raise ConflictError(f"run {run.id} is {state}, but its slots may still be running on a host", hint=hint)
+    if run.kept:
+        raise ConflictError(f"run {run.id} has left processes running", hint=hint)
     for user, user_state in users.items():
         if _may_be_running(user_state):
             what = f"run {user}, which is {user_state}, uses the checkpoints of {run.id}"
@@ -134,7 +136,7 @@ def _list_kept(run: RunFolder) -> Iterator[str]:
         yield f"event files in {job.tensorboard}"
     if kind == "ssh":
         yield f"files on its hosts in .stoker/{run.id} of the working directory"
-    elif kind == "ray" and _read_plan(run).get("address"):
+    elif kind == "ray" and (_read_plan(run).get("address") or _read_plan(run).get("nodes")):
         yield f"files on its nodes in ~/stoker/{run.id}"
     elif kind == "k8s":
         yield f"objects in {run.handle.rpartition('/')[0]}, which expire"

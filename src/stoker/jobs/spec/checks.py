@@ -205,7 +205,7 @@ def _check_queue(kubernetes: KubernetesSpec) -> Iterator[Fault]:
 
 def check_ssh(ssh: SshSpec) -> Iterator[Fault]:
     """Check paths on the hosts, worker counts after `host:` and the timeout."""
-    return run_checks(ssh, _check_ssh_paths, _check_ssh_hosts, lambda ssh: check_lost_after(ssh.lost_after))
+    return run_checks(ssh, _check_ssh_paths, _check_hosts, lambda ssh: check_lost_after(ssh.lost_after))
 
 
 def _check_ssh_paths(ssh: SshSpec) -> Iterator[Fault]:
@@ -213,8 +213,8 @@ def _check_ssh_paths(ssh: SshSpec) -> Iterator[Fault]:
         yield from check_path(key, getattr(ssh, key))
 
 
-def _check_ssh_hosts(ssh: SshSpec) -> Iterator[Fault]:
-    for index, host in enumerate(ssh.hosts):
+def _check_hosts(section: SshSpec | RaySpec) -> Iterator[Fault]:
+    for index, host in enumerate(section.hosts):
         name, colon, count = host.rpartition(":")
         if not colon or ":" in name or host.startswith("@"):  # more than one colon: an IPv6 address
             continue
@@ -227,8 +227,13 @@ def _check_ssh_hosts(ssh: SshSpec) -> Iterator[Fault]:
 
 
 def check_ray(ray: RaySpec) -> Iterator[Fault]:
-    """Check the timeout."""
-    yield from check_lost_after(ray.lost_after)
+    """Check worker counts after `host:`, require hosts for `keep`, and check the timeout."""
+    return run_checks(ray, _check_hosts, _check_keep, lambda ray: check_lost_after(ray.lost_after))
+
+
+def _check_keep(ray: RaySpec) -> Iterator[Fault]:
+    if ray.keep and not ray.hosts:
+        yield Fault("keep", "requires ray.hosts, which is not set; set it, or pass --on ray --hosts a,b")
 
 
 def check_slurm(slurm: SlurmSpec) -> Iterator[Fault]:

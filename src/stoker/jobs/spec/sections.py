@@ -374,12 +374,23 @@ class MpiSpec(Section, frozen=True, kw_only=True):
 class RaySpec(Section, frozen=True, kw_only=True):
     """Settings for `--on ray`."""
 
+    hosts: Annotated[
+        tuple[HostName, ...],
+        describe(
+            "Hosts on which a Ray cluster is started over SSH for the run, as in `ssh.hosts`; the head is on the first "
+            "one. The keys `ssh.user`, `ssh.config`, `ssh.python`, `ssh.workdir` and `ssh.setup` apply. Also set by "
+            "`--hosts`; ignored if `--on` has the address of a cluster."
+        ),
+    ] = ()
+    keep: Annotated[
+        bool, describe("Leave the Ray cluster on `hosts` running after the run, until `stoker job stop`.")
+    ] = False
     strategy: Annotated[
         Literal["pack", "spread", "strict_pack", "strict_spread"],
         describe(
             "Placement of workers on nodes. `pack`: on as few nodes as possible. `spread`: on as many nodes as "
             "possible. `strict_pack`: all on one node; the job waits if this is not possible. `strict_spread`: each on "
-            "a different node; the job waits if this is not possible."
+            "a different node; the job waits if this is not possible. Ignored with `hosts`."
         ),
     ] = "pack"
     exclude: Annotated[
@@ -465,8 +476,8 @@ class JobSpec(Section, frozen=True, kw_only=True):
             expect("an integer >= 1, a range such as {min: 2, max: 8}, a list of groups of workers, 'auto' or 'all'"),
         ],
         describe(
-            "Number of machines or pods. `auto`: with `--on ssh`, as many workers as the hosts have slots for; "
-            "otherwise 1. `{min: 2, max: 8}`: an elastic job, in which torchrun adds and removes workers. "
+            "Number of machines or pods. `auto`: with `--on ssh` or `ray.hosts`, as many workers as the hosts have "
+            "slots for; otherwise 1. `{min: 2, max: 8}`: an elastic job, in which torchrun adds and removes workers. "
             "`all`: as many workers as fit when the job starts. `[{count: 2, resources: {gpu: 8}}, {count: 1, "
             "resources: {gpu: 1}}]`: workers that differ."
         ),

@@ -12,10 +12,14 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
+
+import msgspec
 
 from stoker.core import json_io
 from stoker.errors import SpecError, StokerError
@@ -28,6 +32,7 @@ from stoker.launchers.ray.connection import (
     LocalDriver,
     SubmittedDriver,
 )
+from stoker.launchers.ray.host_cluster import HostCluster
 from stoker.launchers.ray.plan import RayPlan, read_ray_plan
 from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE, TAIL_BYTES
 from stoker.launchers.supervise.proxy_slots import LOST_MARK, PENDING_MARK, SLOT_EXIT_MARK
@@ -48,6 +53,7 @@ class RayClient:
         self._codes: dict[str, int] = {}
         self._last_frame = 0
         self._is_over = False
+        self._cluster: HostCluster | None = None
         self._state: dict[str, Any] = {"stop_level": 0, "stacks": 0}
         self._stop_requests = self._stack_requests = 0
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -57,24 +63,44 @@ class RayClient:
     def run(self) -> int:
         """Run the attempt to its end; return 0 if every slot succeeded, else the first other exit code."""
         try:
-            connection = self._connect()
-            try:
-                if self._stop_requests:  # nothing has been started yet
-                    return self._finish()
-                connection.begin(self._make_request())
-                return self._process_output(connection)
-            finally:
-                connection.close(is_over=self._is_over)
+            with self._open_cluster() as plan:
+                return self._run_driver(plan)
         except StokerError as error:
             return self._report_all_lost(str(error))
         except Exception as error:
             traceback.print_exc()  # into the driver's log
             return self._report_all_lost(f"the Ray client failed: {type(error).__name__}: {error}")
 
-    def _connect(self) -> DriverConnection:
-        if self._plan.address is None:
-            return LocalDriver(self._plan, self._run, self._attempt)
-        return SubmittedDriver(self._plan, self._run, self._attempt)
+    @contextmanager
+    def _open_cluster(self) -> Iterator[RayPlan]:
+        """Yield the plan with the address of the cluster, which is started first and removed afterwards if need be."""
+        if self._plan.nodes is None:
+            yield self._plan
+            return
+        self._cluster = HostCluster(self._plan, self._run, self._attempt)
+        try:
+            self._report_pending(f"starting Ray on {', '.join(self._plan.node_addresses)}")
+            self._cluster.start(lambda: bool(self._stop_requests))
+            yield msgspec.structs.replace(self._plan, address=self._cluster.address)
+        finally:
+            self._cluster.close()
+
+    def _run_driver(self, plan: RayPlan) -> int:
+        if self._cluster is not None and self._stop_requests:  # it may not have started completely
+            return self._finish()
+        connection = self._connect(plan)
+        try:
+            if self._stop_requests:  # nothing has been started yet
+                return self._finish()
+            connection.begin(self._make_request())
+            return self._process_output(connection)
+        finally:
+            connection.close(is_over=self._is_over)
+
+    def _connect(self, plan: RayPlan) -> DriverConnection:
+        if plan.address is None:
+            return LocalDriver(plan, self._run, self._attempt)
+        return SubmittedDriver(plan, self._run, self._attempt)
 
     def _process_output(self, connection: DriverConnection) -> int:
         deadline = float("inf")
@@ -90,6 +116,8 @@ class RayClient:
                     deadline = time.monotonic() + EXIT_TIMEOUT_S * 2 + grace_s
             if time.monotonic() > deadline:
                 return self._report_all_lost("the Ray driver did not report its end in time")
+            if self._cluster is not None and (reason := self._cluster.failure()):
+                return self._report_all_lost(reason)
         return self._report_all_lost(connection.exit_reason)
 
     def _process_line(self, line: str) -> bool:
@@ -108,9 +136,7 @@ class RayClient:
         if "slot" in frame:
             self._process_slot_frame(frame)
         elif "pending" in frame:
-            self._events.mark(PENDING_MARK, frame["pending"])
-            if frame["pending"]:
-                print(f"pending: {frame['pending']}", flush=True)  # noqa: T201 (into the driver's log)
+            self._report_pending(frame["pending"])
         elif "addresses" in frame:
             self._events.mark(PENDING_MARK)
             self._run.write("places.json", json.dumps(frame["addresses"]).encode())
@@ -118,6 +144,12 @@ class RayClient:
             self._report_all_lost(f"the driver on Ray failed: {frame['failed']}")
             return True
         return "finished" in frame
+
+    def _report_pending(self, reason: str) -> None:
+        """Report why the slots are not placed; an empty reason means that they are."""
+        self._events.mark(PENDING_MARK, reason)
+        if reason:
+            print(f"pending: {reason}", flush=True)  # noqa: T201 (into the driver's log)
 
     def _process_slot_frame(self, frame: dict[str, Any]) -> None:
         name = frame["slot"]
@@ -166,7 +198,7 @@ class RayClient:
     def _make_request(self) -> dict[str, Any]:
         """Return what the driver is to start; secrets travel only here, on no command line and in no file."""
         secrets = {name: os.environ[name] for name in self._plan.secrets if name in os.environ}
-        folder = str(self._run.folder) if self._plan.address is None else f"@ray:home@/stoker/{self._run.id}"
+        folder = str(self._run.folder) if self._plan.runs_here else f"@ray:home@/stoker/{self._run.id}"
         env = {"STOKER_ATTEMPT": str(self._attempt), "STOKER_CHECKPOINT_DIR": f"{folder}/checkpoints", **secrets}
         return {
             "slots": {
@@ -176,6 +208,7 @@ class RayClient:
             "bundles": [self._plan.bundle_of(name) for name in self._plan.slots],
             "gang": self._plan.gang,
             "strategy": self._plan.strategy,
+            "can_scale": self._plan.address is not None,
             "tags": {"STOKER_RUN": self._run.id},
             "grace_s": self._plan.grace_s,
             "daemon_files": read_daemon_files(),

@@ -224,6 +224,9 @@ class SlotActor:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # Without the variables by which a cluster that was started for the run finds its own processes: the daemon
+            # must outlive them to stop its slot.
+            env={name: value for name, value in os.environ.items() if not name.startswith("STOKER_")},
         )
         self._daemon.wait()  # only for the process that forks; the daemon itself is no child of ours
         self.send(request)
@@ -576,7 +579,7 @@ def main() -> int:
     code = 1
     try:
         if request is not None:
-            code = Driver(request, control, out, can_scale=bool(key)).run()
+            code = Driver(request, control, out, can_scale=request["can_scale"]).run()
         out.write(finished=True)
     except Exception as error:
         out.write(failed=_last_line(error))

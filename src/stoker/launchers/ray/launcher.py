@@ -2,7 +2,7 @@
 
 `render` asks the cluster at most for its version and free resources. `start` packs the working directory and starts the
 supervisor on this machine; one local process, the client, manages all slots through a driver on the cluster. Without
-a cluster, that process starts Ray on this machine for the duration of the run.
+a cluster, that process starts Ray on the hosts of the job, or on this machine, for the duration of the run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from stoker.core.spec import run_checks, to_json
+from stoker.core.text import join_all
 from stoker.core.units import format_bytes, pluralize
 from stoker.errors import Fault, InputError, StokerError
 from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, raise_faults
@@ -41,7 +42,11 @@ from stoker.launchers.ray.cluster import (
     resolve_address,
 )
 from stoker.launchers.ray.connection import ARCHIVE, DRIVER, remove_ray_folder, stop_submissions
-from stoker.launchers.ray.plan import RayPlan, read_ray_plan
+from stoker.launchers.ray.host_cluster import prepare_nodes, stop_nodes
+from stoker.launchers.ray.hosts import NodePlan, assign_hosts, check_hosts, plan_nodes
+from stoker.launchers.ray.plan import RayPlan, read_ray_plan, worker_bundle
+from stoker.launchers.ssh.client import expand_hosts, expand_slots
+from stoker.launchers.ssh.gpus import describe_ranks
 from stoker.launchers.upload import list_files
 from stoker.remote import profiler
 
@@ -61,7 +66,9 @@ _RUNTIME_FILES = {
 class RayLauncher:
     """Launcher for Ray: slots are actors of one placement group."""
 
-    traits: ClassVar[LauncherTraits] = LauncherTraits(name="ray", supports_unequal_workers=True, has_targets=True)
+    traits: ClassVar[LauncherTraits] = LauncherTraits(
+        name="ray", supports_unequal_workers=True, has_targets=True, hosts_key="ray.hosts"
+    )
 
     def __init__(self, target: str | None = None) -> None:
         self._target = target
@@ -75,11 +82,26 @@ class RayLauncher:
             self._resolved = (resolve_address(self._target, os.environ),)
         return self._resolved[0]
 
+    def _uses_hosts(self, job: JobSpec) -> bool:
+        """Whether a cluster is started on the hosts of the job."""
+        return self._target is None and bool(job.ray.hosts)
+
+    def _is_remote(self, job: JobSpec) -> bool:
+        """Whether Ray runs on other machines."""
+        return self._uses_hosts(job) or self._address is not None
+
     def resolve_paths(self, job: JobSpec) -> JobSpec:
-        """Resolve `workers: all`; paths stay relative to the working directory, which Ray copies to every node."""
-        if self._address is None:
+        """Resolve hosts and `workers: all`; paths stay relative to the working directory, which Ray copies to nodes."""
+        if not self._is_remote(job):
             return self._local.resolve_paths(job)
         change = msgspec.structs.replace
+        if self._uses_hosts(job):
+            config = None if job.ssh.config is None else str(Path.cwd() / job.ssh.config)
+            hosts = expand_hosts(job.ray.hosts)
+            job = change(job, ssh=change(job.ssh, config=config), ray=change(job.ray, hosts=hosts))
+            if isinstance(job.workers, str):
+                capacity = max(1, len(expand_slots(hosts)))
+                job = change(job, workers=min(capacity, job.traits.max_workers or capacity))
         program = change(
             job.program, script=relative_to_workdir(job.program.script), cwd=relative_to_workdir(job.program.cwd)
         )
@@ -91,7 +113,7 @@ class RayLauncher:
         """Return how many workers fit into the free resources of the nodes."""
         assert self._address is not None
         require_ray()
-        nodes, bundle = RayCluster(self._address).free_by_node(), _bundle(job, 0)
+        nodes, bundle = RayCluster(self._address).free_by_node(), worker_bundle(job, 0)
         if not nodes:
             raise InputError(
                 "workers: all: the cluster does not report its free resources", where=self._address, hint=_WORKERS_HINT
@@ -106,54 +128,77 @@ class RayLauncher:
     def check(self, job: JobSpec) -> Iterator[Fault]:
         """Yield the faults that can be found without asking the cluster."""
         yield from check_traits(job, self.traits)
-        local_checks = (_check_module, _check_memory, check_secret_files)
-        checks = local_checks if self._address is None else (_check_checkpoint, _check_workdir)
         yield from run_checks(
             job,
             check_secret_env,
             check_via,
-            lambda job: self._check_path("data.train", job.data.train),
-            lambda job: self._check_path("data.val", job.data.val),
-            lambda job: self._check_path("program.script", job.program.script),
+            lambda job: self._check_path(job, "data.train", job.data.train),
+            lambda job: self._check_path(job, "data.val", job.data.val),
+            lambda job: self._check_path(job, "program.script", job.program.script),
             self._check_cwd,
-            *checks,
+            self._check_place,
         )
 
-    def _check_path(self, key: str, path: str | None) -> Iterator[Fault]:
+    def _check_place(self, job: JobSpec) -> Iterator[Fault]:
+        if not self._is_remote(job):
+            return run_checks(job, _check_module, _check_memory, check_secret_files)
+        checks = (check_hosts,) if self._uses_hosts(job) else (_check_keep,)
+        return run_checks(job, *checks, _check_checkpoint, _check_workdir)
+
+    def _check_path(self, job: JobSpec, key: str, path: str | None) -> Iterator[Fault]:
         if path is None or "://" in path or "{" in path:
             return
-        if _is_local(path, self._address) and not Path(path).exists():
+        if self._is_local(job, path) and not Path(path).exists():
             yield Fault(key, f"no such file or directory: {Path.cwd() / path}")
 
     def _check_cwd(self, job: JobSpec) -> Iterator[Fault]:
         cwd = job.program.cwd
-        if cwd is not None and _is_local(cwd, self._address) and not Path(cwd).is_dir():
+        if cwd is not None and self._is_local(job, cwd) and not Path(cwd).is_dir():
             yield Fault("program.cwd", f"no such directory: {Path.cwd() / cwd}")
+
+    def _is_local(self, job: JobSpec, path: str) -> bool:
+        """Whether a path must exist on this machine: it is uploaded to the cluster, or Ray runs here."""
+        return not Path(relative_to_workdir(path) or "").is_absolute() or not self._is_remote(job)
 
     def render(self, job: JobSpec) -> RayPlan:
         """Return the command of every slot, with placeholders for what Ray decides; no side effects."""
         require_ray()
         raise_faults(self.check(job))
+        if self._uses_hosts(job):
+            nodes = plan_nodes(self.resolve_paths(job))
+            plan = self._build_plan(nodes.job, assign_hosts(nodes.job), nodes)
+            return msgspec.structs.replace(plan, notes=tuple(self._host_notes(nodes)))
         version = None if self._address is None else cluster_version(self._address)
         job = self.resolve_paths(job)
-        slots = list_slots(job)
-        plan = RayPlan(
-            slots={str(slot): command for slot, command in self._commands(job, slots).items()},
-            hosts=dict.fromkeys(map(str, slots), "ray" if self._address is None else self._address),
-            address=self._address,
-            bundle=_bundle(job, 0),
-            bundles={str(slot): bundle for slot in slots if (bundle := _bundle(job, slot.index)) != _bundle(job, 0)},
-            strategy=job.ray.strategy.upper(),
+        plan = self._build_plan(job, dict.fromkeys(list_slots(job), self._address or "ray"))
+        return msgspec.structs.replace(plan, notes=tuple(self._notes(job, plan, version)))
+
+    def _build_plan(self, job: JobSpec, hosts: Mapping[Slot, str], nodes: NodePlan | None = None) -> RayPlan:
+        """Return the plan without notes; `hosts` is where each slot runs."""
+        bundle = worker_bundle(job, 0)
+        bundles = {
+            slot: {**worker_bundle(job, slot.index), **(nodes.pin(host) if nodes else {})}
+            for slot, host in hosts.items()
+        }
+        return RayPlan(
+            slots={str(slot): command for slot, command in self._commands(job, list(hosts)).items()},
+            hosts={str(slot): host for slot, host in hosts.items()},
+            address=None if nodes else self._address,
+            nodes=nodes.ssh if nodes else None,
+            node_addresses=nodes.addresses if nodes else {},
+            keep=job.ray.keep,
+            bundle=bundle,
+            bundles={str(slot): other for slot, other in bundles.items() if other != bundle},
+            strategy="PACK" if nodes else job.ray.strategy.upper(),
             source=str(Path.cwd()),
             exclude=job.ray.exclude,
             secrets=tuple(job.secret_env),
             grace_s=float(job.grace),
             lost_after_s=float(job.ray.lost_after),
         )
-        return msgspec.structs.replace(plan, notes=tuple(self._notes(job, plan, version)))
 
     def _commands(self, job: JobSpec, slots: list[Slot]) -> dict[Slot, Command]:
-        is_remote = self._address is not None
+        is_remote = self._is_remote(job)
         python = PYTHON if is_remote else sys.executable
         profiler_path = f"{WORKDIR}/.stoker/profiler.py" if is_remote else profiler.__file__
         book = AddressBook(
@@ -174,32 +219,43 @@ class RayLauncher:
         if version is None:
             yield "no Ray cluster was specified or found; Ray will run on this machine for the duration of the run"
         else:
-            yield from self._upload_notes(job, version)
+            yield from self._upload_notes(job, f"to {self._address}")
+            yield from self._version_notes(version)
+            if job.checkpoint.dir is None:
+                yield (
+                    "checkpoints stay on the node of worker/0, in ~/stoker/<run>/checkpoints; a retry may run on "
+                    "another node: set checkpoint.dir to a bucket or to a directory shared by all nodes"
+                )
             yield from self._capacity_notes(plan)
-        if job.image:
-            yield "image is ignored: the Ray launcher uses the Python environment of Ray, not containers"
-        if job.checkpoint.claim:
-            yield "checkpoint.claim is ignored: checkpoints are written to a directory on the node of worker/0"
-        if job.data.via == "cluster":
-            yield "data.via: cluster is ignored: the Ray launcher reads data without the cluster's cache"
+        yield from _ignored_notes(job)
 
-    def _upload_notes(self, job: JobSpec, version: str) -> Iterator[str]:
+    def _host_notes(self, nodes: NodePlan) -> Iterator[str]:
+        """Yield notes on a cluster that is started on hosts."""
+        job, (head, *others) = nodes.job, nodes.addresses
+        workers = f", workers on {join_all(others)}" if others else ""
+        end = "until `stoker job stop`" if job.ray.keep else "for the duration of the run"
+        yield f"starts Ray over ssh {end}: head on {head}{workers}"
+        if ranks := describe_ranks(job, list(assign_hosts(job).values())):
+            yield f"the hosts run different numbers of ranks: {ranks}"
+        yield from self._upload_notes(job, "through Ray")
+        if job.checkpoint.dir is None:
+            yield f"checkpoints are written to ~/stoker/<run>/checkpoints on {head}; set checkpoint.dir for elsewhere"
+        yield from _ignored_notes(job)
+
+    def _upload_notes(self, job: JobSpec, where: str) -> Iterator[str]:
         uploads = dict(_list_uploads(Path.cwd(), job.ray.exclude))
         size = sum(path.stat().st_size for path in uploads.values())
-        yield f"uploads {pluralize(len(uploads), 'file')} ({format_bytes(size)}) of {Path.cwd()} to {self._address}"
+        yield f"uploads {pluralize(len(uploads), 'file')} ({format_bytes(size)}) of {Path.cwd()} {where}"
         if size > MAX_UPLOAD_BYTES:
             yield f"Ray accepts at most {format_bytes(MAX_UPLOAD_BYTES)}, compressed; {_UPLOAD_HINT}"
+        if job.secret_files:
+            yield f"secret_files are not distributed by Ray: every node must have {', '.join(job.secret_files)}"
+
+    def _version_notes(self, version: str) -> Iterator[str]:
         if version not in (UNKNOWN_VERSION, local_version()):
             yield (
                 f"Ray is {local_version()} on this machine and {version} on the cluster; the job API is the same in "
                 f"all of 2.x, but if the cluster rejects the job: pip install 'ray[default]=={version}'"
-            )
-        if job.secret_files:
-            yield f"secret_files are not distributed by Ray: every node must have {', '.join(job.secret_files)}"
-        if job.checkpoint.dir is None:
-            yield (
-                "checkpoints stay on the node of worker/0, in ~/stoker/<run>/checkpoints; a retry may run on another "
-                "node: set checkpoint.dir to a bucket or to a directory shared by all nodes"
             )
 
     def _capacity_notes(self, plan: RayPlan) -> Iterator[str]:
@@ -219,9 +275,9 @@ class RayLauncher:
                 )
 
     def start(self, rendered: RayPlan, run: RunFolder, *, detach: bool = False) -> str:  # noqa: ARG002
-        """Pack the working directory and start the supervisor on this machine."""
+        """Pack the working directory, prepare the hosts if there are any, and start the supervisor here."""
         handle = f"ray://{run.folder}"
-        if rendered.address is not None:
+        if not rendered.runs_here:
             pack_working_dir(rendered, run.folder / ARCHIVE)
         run.write("handle", f"{handle}\n".encode())
         run.write("processes.json", to_json(_client_plan(rendered, run)))
@@ -230,6 +286,8 @@ class RayLauncher:
 
     def restart(self, run: RunFolder, *, detach: bool = False) -> None:  # noqa: ARG002
         """Start a finished run again, with the archive that was packed before."""
+        if (nodes := read_ray_plan(run).nodes) is not None:
+            prepare_nodes(run, nodes)
         self._local.restart(run)
 
     def status(self, handle: str) -> JobStatus:
@@ -247,7 +305,9 @@ class RayLauncher:
         plan = read_ray_plan(run)
         if not self.status(handle).state.is_final:  # the run was restarted meanwhile
             return
-        if plan.address is None:
+        if plan.nodes is not None:
+            stop_nodes(run)
+        elif plan.address is None:
             remove_ray_folder(run)
         else:
             try:
@@ -266,17 +326,19 @@ def count_fitting(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, flo
     return sum(count > 0 for count in fitting) if strategy == "strict_spread" else sum(fitting)
 
 
-def _bundle(job: JobSpec, worker: int) -> dict[str, float]:
-    """Return the resources that Ray reserves for a worker; without `resources.cpu`, one CPU per rank."""
-    resources = job.resources_of(worker)
-    bundle: dict[str, float] = {"CPU": resources.cpu or float(job.ranks_of(worker))}
-    if resources.gpus:
-        bundle["GPU"] = resources.gpus
-    if resources.memory:
-        bundle["memory"] = float(resources.memory)
-    if resources.gpu_type:
-        bundle[f"accelerator_type:{resources.gpu_type}"] = 0.001
-    return bundle
+def _ignored_notes(job: JobSpec) -> Iterator[str]:
+    """Yield a note for each setting of the job file that has no effect on Ray."""
+    if job.image:
+        yield "image is ignored: the Ray launcher uses the Python environment of Ray, not containers"
+    if job.checkpoint.claim:
+        yield "checkpoint.claim is ignored: checkpoints are written to a directory on the node of worker/0"
+    if job.data.via == "cluster":
+        yield "data.via: cluster is ignored: the Ray launcher reads data without the cluster's cache"
+
+
+def _check_keep(job: JobSpec) -> Iterator[Fault]:
+    if job.ray.keep:
+        yield Fault("ray.keep", "applies only to a cluster that is started on hosts, not to one with an address")
 
 
 def _check_module(job: JobSpec) -> Iterator[Fault]:
@@ -293,11 +355,6 @@ def _check_checkpoint(job: JobSpec) -> Iterator[Fault]:
 def _check_workdir(_: JobSpec) -> Iterator[Fault]:
     if Path.cwd() in (Path.home(), Path("/")):
         yield Fault("", f"the working directory is {Path.cwd()}: run the command in the directory of your project")
-
-
-def _is_local(path: str, address: str | None) -> bool:
-    """Whether a path must exist on this machine: it is uploaded to the cluster, or there is no cluster."""
-    return address is None or not Path(relative_to_workdir(path) or "").is_absolute()
 
 
 def _check_memory(job: JobSpec) -> Iterator[Fault]:

@@ -10,14 +10,22 @@ import msgspec
 from stoker.core.spec import load
 from stoker.core.units import format_bytes
 from stoker.jobs.run_folder import RunFolder
+from stoker.jobs.spec import JobSpec
 from stoker.launchers.plan import LocalPlan
+from stoker.launchers.ssh.plan import SshPlan
 
 
 class RayPlan(LocalPlan, frozen=True, kw_only=True):
     """The command of every slot, with placeholders such as `@ray:port@` for what is known only after placement."""
 
     address: str | None
-    """URL of the cluster's dashboard; None: a Ray of the run's own, on this machine."""
+    """URL of the cluster's dashboard; None: a Ray of the run's own, on this machine or on `nodes`."""
+    nodes: SshPlan | None = None
+    """The Ray nodes that are started over ssh for the run."""
+    node_addresses: dict[str, str] = msgspec.field(default_factory=dict)
+    """The address of each of them, by host."""
+    keep: bool = False
+    """Whether these nodes are left running after the run."""
     bundle: dict[str, float]
     """Resources that Ray reserves for each slot."""
     bundles: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
@@ -28,6 +36,11 @@ class RayPlan(LocalPlan, frozen=True, kw_only=True):
     secrets: tuple[str, ...] = ()
     grace_s: float = 30.0
     lost_after_s: float = 30.0
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether Ray runs on this machine for the duration of the run."""
+        return self.address is None and self.nodes is None
 
     @property
     def gang(self) -> str:
@@ -41,6 +54,23 @@ class RayPlan(LocalPlan, frozen=True, kw_only=True):
     def bundle_of(self, slot: str) -> dict[str, float]:
         """Return the resources that Ray reserves for a slot."""
         return self.bundles.get(slot, self.bundle)
+
+    def to_text(self) -> str:
+        """Return the commands as shell text: first those that start Ray on the hosts, if any."""
+        return "\n".join([*([self.nodes.to_text()] if self.nodes else []), super().to_text()])
+
+
+def worker_bundle(job: JobSpec, worker: int) -> dict[str, float]:
+    """Return the resources that Ray reserves for a worker; without `resources.cpu`, one CPU per rank."""
+    resources = job.resources_of(worker)
+    bundle: dict[str, float] = {"CPU": resources.cpu or float(job.ranks_of(worker))}
+    if resources.gpus:
+        bundle["GPU"] = resources.gpus
+    if resources.memory:
+        bundle["memory"] = float(resources.memory)
+    if resources.gpu_type:
+        bundle[f"accelerator_type:{resources.gpu_type}"] = 0.001
+    return bundle
 
 
 def _describe_bundle(bundle: Mapping[str, float]) -> str:

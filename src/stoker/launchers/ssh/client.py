@@ -53,6 +53,8 @@ CONNECT_TIMEOUT_S = 10
 CONNECTION_ATTEMPTS = 3
 """The default of ssh's option `ConnectionAttempts`."""
 
+FORWARD_ALIVE_S = 2
+"""Interval of keep-alives of a port forward; after three without a response, it is replaced."""
 MAX_CONNECTING = 8
 """How many connections are opened at a time: sshd, or the jump host in front of it, drops those beyond ten."""
 CONNECT_QUEUE_S = 3.0
@@ -135,6 +137,13 @@ class SshClient(msgspec.Struct, frozen=True, kw_only=True):
         argv = ["ssh", "-T", *(() if self.config is None else ("-F", self.config))]
         argv += [argument for name, value in options.items() for argument in ("-o", f"{name}={value}")]
         return [*argv, *(() if self.user is None else ("-l", self.user)), *more]
+
+    def forward_argv(self, host: str, local_port: int, remote_port: int) -> list[str]:
+        """Return the command that forwards a port of this machine to one of a host, loopback interfaces only."""
+        program, *options = self.argv("-N", "-L", f"127.0.0.1:{local_port}:127.0.0.1:{remote_port}", attempts=1)
+        # Before the others: ssh uses the first value of an option. A shared connection would outlive this command.
+        first = ("ClearAllForwardings=no", f"ServerAliveInterval={FORWARD_ALIVE_S}", "ControlPath=none")
+        return [program, *(argument for option in first for argument in ("-o", option)), *options, "--", host]
 
 
 def expand_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:

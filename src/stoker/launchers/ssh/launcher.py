@@ -31,7 +31,6 @@ from stoker.launchers.ssh.gpus import count_needed_gpus, describe_ranks, share_g
 from stoker.launchers.ssh.plan import HostConfig, SshPlan, is_detached, is_first_version, read_ssh_plan, set_detached
 from stoker.launchers.ssh.preflight import (
     HostFacts,
-    Issue,
     Route,
     check_host,
     find_ports,
@@ -39,6 +38,8 @@ from stoker.launchers.ssh.preflight import (
     make_client,
     open_sessions,
     probe_hosts,
+    python_path,
+    raise_issues,
     required_modules,
     run_parallel,
 )
@@ -60,6 +61,7 @@ class SshLauncher:
         supports_address_per_slot=True,
         supports_elastic=True,
         supports_unequal_workers=True,
+        hosts_key="ssh.hosts",
     )
 
     def __init__(self) -> None:
@@ -110,7 +112,7 @@ class SshLauncher:
             ports, port_issues = find_ports(job, up, slot_hosts, routes) if routes else ({}, {})
         for host, network_issues in (*(routes.issues if routes else {}).items(), *port_issues.items()):
             issues[host] += network_issues
-        _raise_issues(job, hosts, issues)
+        raise_issues(f"job {job.name!r} on ssh", hosts, issues)
         assert routes is not None
         check_same_paths(job, hosts)
         return build_plan(job, make_client(job), slot_hosts, hosts, routes.routes, routes.port, ports)
@@ -146,7 +148,7 @@ class SshLauncher:
         run = _to_run(handle)
         if run.read_status().state in (JobState.FAILED, JobState.STOPPED, JobState.SUCCEEDED):
             if may_still_run(run):
-                _clean_up_hosts(run)
+                _clean_up_or_raise(run)
             return
         if not _is_attempt_over(run):  # a supervisor that reattaches would start another attempt
             self._reattach(handle)
@@ -155,7 +157,7 @@ class SshLauncher:
         is_lost = self._local.status(handle).state is JobState.LOST
         self._local.stop(handle)
         if is_lost or not is_prepared(run) or _has_unknown_exits(run):
-            _clean_up_hosts(run)
+            _clean_up_or_raise(run)
 
     def _reattach(self, handle: str) -> None:
         """Start a supervisor again for a detached run that has none."""
@@ -269,21 +271,6 @@ def check_same_paths(job: JobSpec, hosts: Mapping[str, HostFacts]) -> None:
             )
 
 
-def _raise_issues(job: JobSpec, hosts: Mapping[str, HostFacts], issues: Mapping[str, list[Issue]]) -> None:
-    """Raise all issues of all hosts as one error."""
-    by_sentence: dict[str, list[str]] = {}
-    for host, host_issues in issues.items():
-        for issue in host_issues:
-            by_sentence.setdefault(issue.sentence, []).append(host)
-    if not by_sentence:
-        return
-    sentences = [f"{', '.join(names)}: {sentence}" for sentence, names in by_sentence.items()]
-    ready = sum(not issues[host] for host in hosts)
-    summary = f"{ready} of {len(hosts)} hosts {'is' if ready == 1 else 'are'} ready; " if len(hosts) > 1 else ""
-    error = InputError if all(facts.issue is None for facts in hosts.values()) else UnavailableError
-    raise error(summary + "; ".join(sentences), where=f"job {job.name!r} on ssh")
-
-
 # --- The plan
 
 
@@ -326,18 +313,12 @@ def build_plan(
 def _host_config(job: JobSpec, facts: Mapping[str, Any]) -> HostConfig:
     return HostConfig(
         workdir=facts["workdir"],
-        python=_python_path(job, facts),
+        python=python_path(job, facts),
         copies=job.ssh.copy,
         rsync=facts["rsync"],
         profiler=job.profile.every > 0 and (facts.get("modules") or {}).get("stoker") is None,
         mpi=job.traits.has_standby_workers,
     )
-
-
-def _python_path(job: JobSpec, facts: Mapping[str, Any]) -> str:
-    """Return the absolute path of the Python on a host, if it exists already."""
-    python = job.ssh.python
-    return str(facts["python"] or (str(Path(facts["workdir"], python)) if "/" in python else python))
 
 
 def _render_commands(
@@ -442,8 +423,8 @@ def _to_run(handle: str) -> RunFolder:
     return RunFolder(Path(handle.partition("://")[2]))
 
 
-def _clean_up_hosts(run: RunFolder) -> None:
-    """Kill what is left of a run on its hosts; raise UnavailableError if a host cannot be reached."""
+def clean_up_hosts(run: RunFolder) -> list[str]:
+    """Kill what is left of a run on its hosts; return what went wrong on which host."""
     plan = read_ssh_plan(run)
 
     def clean_up(host: str) -> str:
@@ -466,7 +447,12 @@ def _clean_up_hosts(run: RunFolder) -> None:
             return f"{host}: {error.what}"
         return f"{host}: cannot kill process {', '.join(map(str, survivors))}" if survivors else ""
 
-    if failures := [failure for failure in run_parallel(clean_up, plan.host_configs) if failure]:
+    return [failure for failure in run_parallel(clean_up, plan.host_configs) if failure]
+
+
+def _clean_up_or_raise(run: RunFolder) -> None:
+    """Kill what is left of a run on its hosts; raise UnavailableError if a host cannot be reached."""
+    if failures := clean_up_hosts(run):
         message = f"{'; '.join(failures)}; slots may still be running there; try again: stoker job stop {run.id}"
         if (status := run.read_status()).state is JobState.STOPPED:
             run.write_status(msgspec.structs.replace(status, state=JobState.LOST, message=message))

@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple, TypeVar
 
-from stoker.errors import StokerError, UnavailableError
+from stoker.errors import InputError, StokerError, UnavailableError
 from stoker.jobs.spec import DEFAULT_PORT, JobSpec
 from stoker.jobs.topology import Slot
 from stoker.launchers.paths import programs_by_key
@@ -93,6 +93,12 @@ def remote_workdir(job: JobSpec) -> str:
     return job.ssh.workdir or f"stoker/{job.name}"
 
 
+def python_path(job: JobSpec, facts: Mapping[str, Any]) -> str:
+    """Return the absolute path of the Python on a host, if it exists already."""
+    python = job.ssh.python
+    return str(facts["python"] or (str(Path(facts["workdir"], python)) if "/" in python else python))
+
+
 # --- Facts about hosts
 
 
@@ -109,15 +115,17 @@ def open_sessions(job: JobSpec, hosts: Iterable[str]) -> Iterator[dict[str, Sess
         yield {host: stack.enter_context(Session(client, host, python, attempts=2)) for host in dict.fromkeys(hosts)}
 
 
-def probe_hosts(sessions: Mapping[str, Session], job: JobSpec) -> dict[str, HostFacts]:
-    """Probe all hosts in parallel."""
-    return {facts.host: facts for facts in run_parallel(lambda session: _probe(session, job), sessions.values())}
+def probe_hosts(sessions: Mapping[str, Session], job: JobSpec, modules: Iterable[str] = ()) -> dict[str, HostFacts]:
+    """Probe all hosts in parallel; `modules` are those whose versions are asked for besides the usual ones."""
+    request = facts_request(job, python=job.ssh.python)
+    request["modules"] += modules
+    return {facts.host: facts for facts in run_parallel(lambda session: _probe(session, request), sessions.values())}
 
 
-def _probe(session: Session, job: JobSpec) -> HostFacts:
+def _probe(session: Session, request: Mapping[str, Any]) -> HostFacts:
     try:
         before = time.time()
-        facts = session.request(facts_request(job, python=job.ssh.python))
+        facts = session.request(request)
     except UnavailableError as error:
         return HostFacts(session.host, {}, Issue("host", error.what, error.hint or ""))
     # The clock was read on the host between `before` and now: within that interval there is no skew.
@@ -185,6 +193,21 @@ def check_python(name: str, facts: Mapping[str, Any], modules: Iterable[str]) ->
         if facts["modules"][module] is None:
             fix = "install it, for example with ssh.setup, or set ssh.python to another interpreter"
             yield Issue(module, f"{module} is not installed for {facts['python']}", fix)
+
+
+def raise_issues(where: str, hosts: Mapping[str, HostFacts], issues: Mapping[str, list[Issue]]) -> None:
+    """Raise all issues of all hosts as one error."""
+    by_sentence: dict[str, list[str]] = {}
+    for host, host_issues in issues.items():
+        for issue in host_issues:
+            by_sentence.setdefault(issue.sentence, []).append(host)
+    if not by_sentence:
+        return
+    sentences = [f"{', '.join(names)}: {sentence}" for sentence, names in by_sentence.items()]
+    ready = sum(not issues[host] for host in hosts)
+    summary = f"{ready} of {len(hosts)} hosts {'is' if ready == 1 else 'are'} ready; " if len(hosts) > 1 else ""
+    error = InputError if all(facts.issue is None for facts in hosts.values()) else UnavailableError
+    raise error(summary + "; ".join(sentences), where=where)
 
 
 # --- The network between hosts
