@@ -35,7 +35,6 @@ from tests.support.ssh_runs import (
     find_by_command,
     guards,
     kill_all,
-    local_processes,
     machine,
     remote_processes,
     slot_daemons,

@@ -28,7 +28,6 @@ from tests.support.ssh_runs import (
     attach_sessions,
     find_by_command,
     kill_all,
-    local_processes,
     machine,
     remote_processes,
     slot_daemons,
