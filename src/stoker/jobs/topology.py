@@ -62,7 +62,8 @@ class AddressBook:
     forward_env: tuple[str, ...] = ()
     """Names of variables that mpirun forwards from its own environment to the ranks, such as PATH."""
     output_file: str = ""
-    """File that ranks write their output to instead of passing it through mpirun; empty: through mpirun."""
+    """File that ranks write their output to instead of passing it through mpirun; empty: through mpirun.
+    `{slot}` in its path stands for the worker of the rank."""
     secrets_dir: str = ""
     """Directory with one file per secret, for ranks that do not get secrets in their environment."""
 

@@ -50,7 +50,7 @@ POLL_S = 0.05
 SECRETS_ENV = "STOKER_SECRETS"
 """The folder with a file for each secret, if the environment has none."""
 OUTPUT_ENV = "STOKER_OUTPUT"
-"""The file that ranks print to, if not through mpirun."""
+"""The file that ranks print to, if not through mpirun; with `{slot}` in its path, one file per worker."""
 GPUS_ENV = "CUDA_VISIBLE_DEVICES"
 AGENT_FLAG = "--agent"
 TMPDIR_OPTION = "orte_tmpdir_base"
@@ -185,7 +185,7 @@ def main(argv: list[str]) -> int:
     stop = StopRequest(float(os.environ.get("STOKER_GRACE_S", "30")))
     output_file = os.environ.get(OUTPUT_ENV)
     if output_file:
-        os.dup2(os.open(output_file, os.O_WRONLY | os.O_APPEND), 1)
+        os.dup2(open_output(output_file), 1)
     output = Output(LineEncoder(rank, ranks) if output_file else EscapingEncoder())
     read_fd, write_fd = os.pipe()
     try:
@@ -203,6 +203,12 @@ def main(argv: list[str]) -> int:
     code = child.wait()
     pump.join(DRAIN_S)  # a process that the program left behind may keep the pipe open
     return _report_exit(output, rank, code, stop)
+
+
+def open_output(path: str) -> int:
+    """Open the file that the rank prints to; `{slot}` in its path stands for the slot, whose ranks share the file."""
+    own = path.replace("{slot}", os.environ["STOKER_SLOT"].replace("/", "-"))
+    return os.open(own, os.O_WRONLY | os.O_APPEND | (os.O_CREAT if own != path else 0), 0o644)
 
 
 def load_secrets(environ: Any) -> None:

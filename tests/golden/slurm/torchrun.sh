@@ -26,7 +26,7 @@ module load cuda/12.4
 
 retries=3 backoff=(1 5 15 30)
 slots=2 lead= lead_slots=0
-fixed_port= observers=''
+fixed_port= observers='' is_mpi=
 
 run_slot() {
   local run=$1 port=$2 hosts=("${@:3}") command directory is_observer is_stopping= log pid code
@@ -89,6 +89,24 @@ is_lead_done() { # whether the slots of the lead role have succeeded, while othe
   [ -n "$lead" ] && [ "$(cat exit."$attempt.$lead"-* 2>/dev/null | grep -cx 0)" = "$lead_slots" ]
 }
 
+terminate() {
+  if [ -z "$is_mpi" ]; then
+    scancel --signal=TERM "$SLURM_JOB_ID"
+    return
+  fi
+  # mpirun and its daemons kill the ranks soon after a SIGTERM, so it goes to the ranks; each leads a process group.
+  local nodes=$SLURM_JOB_NUM_NODES
+  srun --overlap --mem=0 --input=none --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 bash -c '
+    for process in /proc/[0-9]*; do
+      variables=$(tr "\0" "\n" <"$process/environ" 2>/dev/null)
+      for name in "STOKER_RUN=$STOKER_RUN" "SLURMD_NODENAME=$SLURMD_NODENAME" "OMPI_COMM_WORLD_RANK=[0-9]*"; do
+        grep -qx "$name" <<<"$variables" || continue 2
+      done
+      kill -TERM -- "-${process##*/}" 2>/dev/null
+    done'
+  kill -TERM "$step"
+}
+
 has_step() { squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -q '\.[0-9]'; }
 
 watch_step() {
@@ -96,8 +114,8 @@ watch_step() {
     if [ -z "$reason" ] && ! is_lead_done; then
       if ((lead_slots && lead_slots < slots)); then sleep 1 & wait $!; else wait "$step"; fi
     elif [ -z "$signalled" ] && has_step; then
-      scancel --signal=TERM "$SLURM_JOB_ID"
       signalled=1
+      terminate
     else
       sleep 0.2 & wait $!
     fi
@@ -122,9 +140,13 @@ while :; do
   export STOKER_ATTEMPT=$attempt
   port=${fixed_port:-$((20000 + (SLURM_JOB_ID * 32 + attempt * slots) % 10000))}
   record began "$attempt" "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST"
-  srun --kill-on-bad-exit=1 --wait=0 --distribution=block --input=none \
-    ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
-    bash -c 'run_slot "$@"' stoker "$run" "$port" "${hosts[@]}" &
+  if [ -n "$is_mpi" ]; then
+    run_slot "$run" "$port" "${hosts[@]}" &
+  else
+    srun --kill-on-bad-exit=1 --wait=0 --distribution=block --input=none \
+      ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
+      bash -c 'run_slot "$@"' stoker "$run" "$port" "${hosts[@]}" &
+  fi
   step=$! signalled=''
   watch_step
   if [ -n "$reason" ]; then

@@ -20,6 +20,8 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(240)
 TASK = ROOT / "tests/support/tf_task.py"
+LOOPBACK = ["--mca", "btl_tcp_if_include", "lo", "--mca", "oob_tcp_if_include", "lo"]
+"""The nodes of the cluster are addresses of the loopback interface, which mpirun does not use by default."""
 ALL_REDUCE = """
 import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -46,6 +48,37 @@ class TestSlurm(LauncherSuite):
         assert status.state is JobState.SUCCEEDED, status.message
         for index, node in enumerate(NODES):
             assert f"sum 3.0 of 2 {NODES[0]} {node}" in self.text(launcher, run, Slot("worker", index))
+
+    def test_mpirun_starts_ranks_on_two_nodes(self, launcher: Any, tmp_path: Path) -> None:
+        (tmp_path / "reduce.py").write_text(ALL_REDUCE)
+        keys = {"topology": "mpi", "workers": 2, "processes_per_worker": 2, "mpi": {"args": LOOPBACK}}
+        run, status = self.run_to_end(launcher, job_of(program={"script": "reduce.py"}, **keys), 100)
+        assert status.state is JobState.SUCCEEDED, status.message
+        assert [slot.code for slot in status.slots] == [0, 0, 0]
+        for index, node in enumerate(NODES):
+            lines = self.text(launcher, run, Slot("worker", index))
+            ranks = [f"[rank{rank}]: sum 10.0 of 4 {NODES[0]} {node}" for rank in (2 * index, 2 * index + 1)]
+            assert sorted(lines) == ranks
+
+    @pytest.mark.slow
+    def test_failed_rank_of_mpirun_is_named_and_retried(self, launcher: Any) -> None:
+        script = "test $RANK$STOKER_ATTEMPT = 10 && kill -9 $$; sleep 1; echo $RANK"
+        run, status = self.run_to_end(
+            launcher, job_of(script, topology="mpi", workers=2, retries=1, mpi={"args": LOOPBACK})
+        )
+        assert status.state is JobState.SUCCEEDED, status.message
+        assert status.attempts[0].cause.startswith("worker/1 (rank 1) was killed by SIGKILL; ")
+
+    @pytest.mark.slow
+    def test_ranks_of_mpirun_have_a_grace_period(self, launcher: Any, tmp_path: Path) -> None:
+        saved = tmp_path / "saved"
+        script = f"trap 'sleep 3; echo $RANK >> {saved}; exit 143' TERM; echo ready; while :; do sleep 0.05; done"
+        keys = {"topology": "mpi", "workers": 2, "mpi": {"args": LOOPBACK}}
+        run = self.start(launcher, job_of(script, **keys))
+        wait_until(lambda: self.text(launcher, run).count("ready") == 2)
+        launcher.stop(run.handle)
+        assert launcher.status(run.handle).state is JobState.STOPPED
+        assert sorted(saved.read_text().split()) == ["0", "1"]
 
     def test_lead_role_ends_the_job(self, launcher: Any) -> None:
         roles = {"ps": {"count": 1}, "evaluator": {"count": 1}}

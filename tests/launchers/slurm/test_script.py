@@ -32,6 +32,12 @@ JOBS: dict[str, dict[str, Any]] = {
             "options": ["--reservation=exam"],
         },
     },
+    "mpi": {
+        "program": {"script": "/code/train.py", "cwd": "/code"},
+        "topology": "mpi",
+        "workers": 2,
+        "resources": {"gpu": 2},
+    },
     "tf-ps": {
         "program": {"script": "/code/train.py", "cwd": "/code"},
         "topology": "tf-ps",
@@ -75,7 +81,6 @@ def test_time_limit(seconds: float, expected: str) -> None:
     [
         ({"topology": "torchrun", "program": {"module": "this"}, "workers": {"min": 1, "max": 2}}, "workers"),
         ({"topology": "tf-mirrored", "workers": "all"}, "workers"),
-        ({"topology": "mpi"}, "topology"),
         ({"topology": "tf-ps", "resources": {"gpu": 1}}, "resources.gpu"),
         ({"tensorboard": True}, "tensorboard"),
         ({"data": {"train": "missing"}}, "data.train"),

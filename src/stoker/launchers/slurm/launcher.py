@@ -24,15 +24,15 @@ from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, rais
 from stoker.jobs.run_folder import RunFolder, stoker_home
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import STOPPED_MESSAGE, JobState, JobStatus
-from stoker.jobs.topology import Slot, get_topology
+from stoker.jobs.topology import Slot
 from stoker.launchers.checks import check_module, check_secret_env, check_secret_files, check_via
 from stoker.launchers.paths import programs_by_key, resolve_job_paths
 from stoker.launchers.run_logs import read_run_logs
 from stoker.launchers.slurm.commands import JobQuery, cancel, require_slurm, submit
 from stoker.launchers.slurm.plan import SlurmPlan, read_slurm_plan
 from stoker.launchers.slurm.records import BATCH_LOG, JOB_ID_FILE, STOP_FILE, derive_status, read_records
-from stoker.launchers.slurm.script import PROFILER, build_script
-from stoker.remote import profiler
+from stoker.launchers.slurm.script import MPI_RANK, PROFILER, build_script, list_tasks
+from stoker.remote import mpi_rank, profiler
 
 SCRIPT = "slurm.sh"
 STOP_MARGIN_S = 15.0
@@ -46,7 +46,9 @@ _NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 class SlurmLauncher:
     """Launcher for Slurm: slots are the tasks of one job step."""
 
-    traits: ClassVar[LauncherTraits] = LauncherTraits(name="slurm", supports_address_per_slot=True)
+    traits: ClassVar[LauncherTraits] = LauncherTraits(
+        name="slurm", supports_standby_workers=True, supports_address_per_slot=True
+    )
 
     def __init__(self) -> None:
         self._query = JobQuery()
@@ -85,6 +87,7 @@ class SlurmLauncher:
         require_slurm()
         run.write(SCRIPT, rendered.script.encode())
         shutil.copy(profiler.__file__, run.folder / PROFILER)
+        shutil.copy(mpi_rank.__file__, run.folder / MPI_RANK)
         self._submit(run, rendered)
         return run.handle
 
@@ -187,7 +190,7 @@ def _check_workers(job: JobSpec) -> Iterator[Fault]:
 
 def _check_gpu_roles(job: JobSpec) -> Iterator[Fault]:
     """Reject GPUs where some slots have none: all tasks of a Slurm job get the same resources."""
-    others = [role.name for role in get_topology(job).roles(job) if role.name != "worker"]
+    others = list(dict.fromkeys(slot.role for slot in list_tasks(job) if slot.role != "worker"))
     if job.resources_of(0).gpus and others:
         what = f"all slots of a job on slurm get the same resources, but {', '.join(others)} cannot use GPUs"
         yield Fault("resources.gpu", f"{what}; remove the roles or the GPUs")

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from pathlib import Path
 
 import msgspec
 
@@ -23,11 +24,13 @@ from stoker.jobs.retry_policy import INVALID_INPUT, attempts_exhausted, not_retr
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import STOPPED_MESSAGE, Attempt, JobState, JobStatus, SlotStatus, signal_from_exit_code
-from stoker.jobs.topology import Slot, list_slots, observer_slots
+from stoker.jobs.topology import Slot, lead_slots, list_slots, observer_slots
 from stoker.launchers.slurm.batch import LIMIT_REASON, NOT_RETRIED_CODES, RECORDS, REQUEUE_REASON
 from stoker.launchers.slurm.commands import QueuedJob
 from stoker.launchers.supervise.diagnosis import LOG_SEPARATOR, diagnose_slot, insert_note
 from stoker.launchers.supervise.slot_handle import Exited
+from stoker.remote.mpi_rank import RANK_EXIT_MARK
+from stoker.telemetry.reader import read_log
 
 JOB_ID_FILE = "slurm.job"
 STOP_FILE = "stopping"
@@ -90,14 +93,25 @@ def to_exit_code(code: int) -> int:
     return -number if (number := signal_from_exit_code(code)) else code
 
 
-def read_exit_codes(run: RunFolder, job: JobSpec, attempt: int) -> dict[Slot, int | None]:
+def read_exit_codes(run: RunFolder, job: JobSpec, record: AttemptRecord) -> dict[Slot, int | None]:
     """Return the exit code of every slot in an attempt; None without a record."""
     codes: dict[Slot, int | None] = {}
     for slot in list_slots(job):
         codes[slot] = None
         with suppress(FileNotFoundError, ValueError):
-            codes[slot] = to_exit_code(int((run.folder / f"exit.{attempt}.{slot.filename}").read_text()))
+            codes[slot] = to_exit_code(int((run.folder / f"exit.{record.number}.{slot.filename}").read_text()))
+        if job.traits.has_standby_workers and record.outcome and slot not in lead_slots(job):
+            codes[slot] = _read_rank_exits(run.log_path(slot, record.number))
     return codes
+
+
+def _read_rank_exits(log: Path) -> int | None:
+    """Return the exit code of a worker of mpirun from the events of its ranks: that of the first one that failed."""
+    if not log.exists():
+        return None
+    marks = (event.fields for event in read_log(log).events if event.kind == "mark")
+    codes = [int(fields.get("code", 0)) for fields in marks if fields.get("name") == RANK_EXIT_MARK]
+    return next(filter(None, codes), 0) if codes else None
 
 
 def derive_status(run: RunFolder, job: JobSpec, records: Records, job_id: str, queued: QueuedJob | None) -> JobStatus:
@@ -182,9 +196,11 @@ def _explain(run: RunFolder, job: JobSpec, record: AttemptRecord) -> str:
     tolerated = observer_slots(job)
     diagnoses = [
         diagnose_slot(slot, Exited(code), run.log_path(slot, record.number))
-        for slot, code in read_exit_codes(run, job, record.number).items()
+        for slot, code in read_exit_codes(run, job, record).items()
         if code and slot not in tolerated
     ]
+    if job.traits.has_standby_workers:  # mpirun fails with its ranks
+        diagnoses = [diagnosis for diagnosis in diagnoses if diagnosis.slot not in lead_slots(job)] or diagnoses
     if not diagnoses:
         return f"srun exited with code {record.code}{LOG_SEPARATOR}{run.folder / BATCH_LOG}"
     return min(diagnoses, key=lambda diagnosis: diagnosis.sort_key).message
@@ -202,7 +218,7 @@ def _with_retry_note(job: JobSpec, attempts: Sequence[Attempt]) -> str:
 def _slot_statuses(run: RunFolder, job: JobSpec, last: AttemptRecord | None, state: JobState) -> tuple[SlotStatus, ...]:
     if last is None:
         return tuple(SlotStatus(slot=str(slot), state=state) for slot in list_slots(job))
-    codes = read_exit_codes(run, job, last.number)
+    codes = read_exit_codes(run, job, last)
     return tuple(SlotStatus(slot=str(slot), state=_slot_state(code, state), code=code) for slot, code in codes.items())
 
 

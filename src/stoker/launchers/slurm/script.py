@@ -18,22 +18,22 @@ from stoker.launchers.plan import listening_slots, requested_ports
 from stoker.launchers.shell_words import ANY_INDEX, quote_word
 from stoker.launchers.slurm.batch import BATCH, RUN_SLOT
 
-PROFILER = "profiler.py"
-"""Copy of the profiler in the run folder."""
+PROFILER, MPI_RANK = "profiler.py", "mpi_rank.py"
+"""Copies of the profiler and of the wrapper of MPI ranks in the run folder."""
 SIGNAL_MARGIN_S = 15
 """Time between the end of the grace period and the time limit, in which the script requeues the job."""
 _ANY_PORT = 3 * 10**18
 """Placeholder for the port of slot 0, which is followed by those of the other slots."""
-_RUN = "@slurm:run@"
+_RUN, _ATTEMPT = "@slurm:run@", "@slurm:attempt@"
 _PER_SLOT = ("STOKER_SLOT", "STOKER_ROLE", "STOKER_INDEX")
 
 
 def build_script(job: JobSpec, python: str) -> str:
     """Build the batch script of a job."""
-    roles = get_topology(job).roles(job)
-    slots = list_slots(job)
-    expressions = _expressions(slots)
-    commands = [_render(job, role, _address_book(job, slots, python)) for role in roles]
+    roles = started_roles(job)
+    tasks = list_tasks(job)
+    expressions = _expressions(tasks)
+    commands = [_render(job, role, _address_book(job, tasks, python)) for role in roles]
     shared = {
         name: value
         for name, value in commands[0].env.items()
@@ -41,16 +41,26 @@ def build_script(job: JobSpec, python: str) -> str:
         and all(command.env.get(name) == value for command in commands)
         and quote_word(value, expressions) == quote_word(value, {})
     }
-    lines = ["#!/bin/bash", *sbatch_lines(job, roles), ""]
+    lines = ["#!/bin/bash", *sbatch_lines(job, len(tasks)), ""]
     lines += [f"export {name}={quote_word(value, {})}" for name, value in shared.items()]
     lines += [job.slurm.setup.rstrip()] if job.slurm.setup else []
     lines += ["", *_settings(job, roles), "", "run_slot() {", *_select_slot(roles, commands, shared, expressions)]
     return "\n".join([*lines, RUN_SLOT, BATCH])
 
 
-def sbatch_lines(job: JobSpec, roles: Sequence[Role]) -> Iterator[str]:
+def started_roles(job: JobSpec) -> list[Role]:
+    """List the roles whose slots the script starts; mpirun starts the ranks of standby workers."""
+    return [role for role in get_topology(job).roles(job) if not (job.traits.has_standby_workers and not role.is_lead)]
+
+
+def list_tasks(job: JobSpec) -> list[Slot]:
+    """List the slots that need a place: all, except for an mpirun, which runs in the batch script."""
+    roles = started_roles(job) if job.traits.has_standby_workers else []
+    return [slot for slot in list_slots(job) if all(slot.role != role.name for role in roles)]
+
+
+def sbatch_lines(job: JobSpec, tasks: int) -> Iterator[str]:
     """Yield the options of sbatch as comments that it reads."""
-    tasks = sum(role.count for role in roles)
     nodes = min(job.slurm.nodes or tasks, tasks)
     tasks_per_node = math.ceil(tasks / nodes)
     resources = [job.resources_of(0), *(role.resources for role in job.roles.values())]
@@ -64,7 +74,10 @@ def sbatch_lines(job: JobSpec, roles: Sequence[Role]) -> Iterator[str]:
         "ntasks-per-node": tasks_per_node,
         "cpus-per-task": math.ceil(cpu) or None,
         "mem": f"{math.ceil(memory * tasks_per_node / 2**20)}M" if memory else None,
-        **_gpu_option(job.resources_of(0), settings.gpu_request, tasks_per_node),
+        # The daemon that mpirun starts on a node needs the GPUs of all workers there.
+        **_gpu_option(
+            job.resources_of(0), "gres" if job.traits.has_standby_workers else settings.gpu_request, tasks_per_node
+        ),
         "partition": settings.partition,
         "account": settings.account,
         "qos": settings.qos,
@@ -96,25 +109,32 @@ def _gpu_option(resources: ResourcesSpec, style: str, tasks_per_node: int) -> di
     return {"gpus-per-task": f"{kind}{resources.gpus}"}
 
 
-def _address_book(job: JobSpec, slots: Sequence[Slot], python: str) -> AddressBook:
+def _address_book(job: JobSpec, tasks: Sequence[Slot], python: str) -> AddressBook:
     """Return addresses with a placeholder for every node and port, which are known once Slurm has allocated them."""
-    hosts = {slot: f"@slurm:host:{number}@" for number, slot in enumerate(slots)}
+    hosts = {slot: f"@slurm:host:{number}@" for number, slot in enumerate(tasks)}
     listening = listening_slots(job)
     requested = requested_ports(job, listening)
-    numbers = {slot: number for number, slot in enumerate(slots)}
+    numbers = {slot: number for number, slot in enumerate(tasks)}
     return AddressBook(
-        hosts={**hosts, **{Slot(slot.role, ANY_INDEX): "@slurm:own@" for slot in slots}},
+        hosts={**hosts, **{Slot(slot.role, ANY_INDEX): "@slurm:own@" for slot in tasks}},
         port=job.port or _ANY_PORT,
         ports={slot: requested.get(slot, _ANY_PORT + numbers[slot]) for slot in listening},
         python=python,
         profiler=(python, "-I", "-S", f"{_RUN}/{PROFILER}"),
+        mpi_rank=(python, "-I", "-S", f"{_RUN}/{MPI_RANK}"),
+        output_file=f"{_RUN}/logs/{{slot}}.{_ATTEMPT}.log",
     )
 
 
-def _expressions(slots: Sequence[Slot]) -> dict[str, str]:
+def _expressions(tasks: Sequence[Slot]) -> dict[str, str]:
     """Return the shell expression that each placeholder stands for."""
-    expressions = {_RUN: '"$run"', str(ANY_INDEX): '"$STOKER_INDEX"', "@slurm:own@": '"$SLURMD_NODENAME"'}
-    for number in range(len(slots)):
+    expressions = {
+        _RUN: '"$run"',
+        _ATTEMPT: '"$STOKER_ATTEMPT"',
+        str(ANY_INDEX): '"$STOKER_INDEX"',
+        "@slurm:own@": '"$SLURMD_NODENAME"',
+    }
+    for number in range(len(tasks)):
         expressions[f"@slurm:host:{number}@"] = f'"${{hosts[{number}]}}"'
         expressions[str(_ANY_PORT + number)] = f'"$((port + {number}))"' if number else '"$port"'
     return expressions
@@ -136,7 +156,7 @@ def _settings(job: JobSpec, roles: Sequence[Role]) -> Iterator[str]:
     backoff = " ".join(f"{pause:g}" for pause in BACKOFF_S)
     yield f"retries={job.retries} backoff=({backoff})"
     yield f"slots={len(slots)} lead={lead[0] if lead else ''} lead_slots={lead_count}"
-    yield f"fixed_port={job.port or ''} observers='{observers}'"
+    yield f"fixed_port={job.port or ''} observers='{observers}' is_mpi={'1' if job.traits.has_standby_workers else ''}"
 
 
 def _select_slot(
