@@ -63,7 +63,7 @@ class TestSlurm(LauncherSuite):
     @pytest.mark.slow
     def test_failed_rank_of_mpirun_is_named_and_retried(self, launcher: Any) -> None:
         script = "test $RANK$STOKER_ATTEMPT = 10 && kill -9 $$; sleep 1; echo $RANK"
-        run, status = self.run_to_end(
+        _, status = self.run_to_end(
             launcher, job_of(script, topology="mpi", workers=2, retries=1, mpi={"args": LOOPBACK})
         )
         assert status.state is JobState.SUCCEEDED, status.message
