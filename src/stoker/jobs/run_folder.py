@@ -5,6 +5,7 @@ environment.json                   of the process that started it, secrets redac
 logs/<role>-<index>.<attempt>.log  output and events of each slot
 state.json                         the last known status
 checkpoints/                       unless the job sets checkpoint.dir
+slurm.*  exit.<attempt>.<slot>     records of a run on Slurm: see `launchers.slurm.records`
 kept                               what a finished run has left running, and how to use and stop it
 ray-<run>/                         the Ray nodes of a run with `ray.hosts`: plan and logs as of a run on ssh hosts
 """

@@ -36,7 +36,7 @@ run_slot() {
     directory=/code is_observer=
     command=(/env/bin/python -I -S "$run"/profiler.py --every 30 -- /env/bin/python -m torch.distributed.run --nnodes 2 --node-rank "$STOKER_INDEX" --nproc-per-node 4 --master-addr "${hosts[0]}" --master-port "$port" --max-restarts 0 /code/train.py --name 'it'"'"'s')
   fi
-  unset -f run_slot
+  unset -f run_slot signal_processes
   log=$run/logs/$STOKER_ROLE-$STOKER_INDEX.$STOKER_ATTEMPT.log
   trap 'is_stopping=1; { sleep "$STOKER_GRACE_S"; kill -KILL "$pid"; } >/dev/null 2>&1 &' TERM
   {
@@ -89,22 +89,29 @@ is_lead_done() { # whether the slots of the lead role have succeeded, while othe
   [ -n "$lead" ] && [ "$(cat exit."$attempt.$lead"-* 2>/dev/null | grep -cx 0)" = "$lead_slots" ]
 }
 
+signal_processes() { # SIGNAL PREFIX PATTERN...: processes of the run on this node; prefix -: their process groups
+  local signal=$1 prefix=$2 files pattern file
+  files=$(echo /proc/[0-9]*/environ)
+  for pattern in "STOKER_RUN=$STOKER_RUN" "SLURMD_NODENAME=$SLURMD_NODENAME" "${@:3}"; do
+    files=$(grep -lzxs -e "$pattern" -- $files /dev/null)
+  done
+  for file in $files; do kill "-$signal" -- "$prefix$(basename "${file%/environ}")" 2>/dev/null; done
+}
+export -f signal_processes
+
+on_all_nodes() {
+  local nodes=$SLURM_JOB_NUM_NODES
+  timeout 30 srun --overlap --mem=0 --input=none --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
+    bash -c 'signal_processes "$@"' stoker "$@"
+}
+
 terminate() {
   if [ -z "$is_mpi" ]; then
     scancel --signal=TERM "$SLURM_JOB_ID"
-    return
+  else # mpirun and its daemons kill the ranks soon after a SIGTERM; each rank leads a process group
+    on_all_nodes TERM - 'OMPI_COMM_WORLD_RANK=.*'
+    kill -TERM "$step"
   fi
-  # mpirun and its daemons kill the ranks soon after a SIGTERM, so it goes to the ranks; each leads a process group.
-  local nodes=$SLURM_JOB_NUM_NODES
-  srun --overlap --mem=0 --input=none --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 bash -c '
-    for process in /proc/[0-9]*; do
-      variables=$(tr "\0" "\n" <"$process/environ" 2>/dev/null)
-      for name in "STOKER_RUN=$STOKER_RUN" "SLURMD_NODENAME=$SLURMD_NODENAME" "OMPI_COMM_WORLD_RANK=[0-9]*"; do
-        grep -qx "$name" <<<"$variables" || continue 2
-      done
-      kill -TERM -- "-${process##*/}" 2>/dev/null
-    done'
-  kill -TERM "$step"
 }
 
 has_step() { squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -q '\.[0-9]'; }
@@ -122,6 +129,8 @@ watch_step() {
   done
   wait "$step"
   code=$?
+  # What slots have left behind must not disturb the next attempt; Slurm finds such processes only with cgroups.
+  if [ "$reason" != interrupted ]; then on_all_nodes KILL '' 'STOKER_SLOT=.*'; fi
 }
 
 find_failure() { # the exit code of the slot that failed first; 0 if none has

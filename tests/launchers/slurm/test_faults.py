@@ -17,7 +17,7 @@ from stoker.launchers.slurm.batch import LIMIT_REASON, REQUEUE_REASON
 from stoker.launchers.slurm.launcher import SlurmLauncher
 from stoker.launchers.slurm.records import CANCELLED_MESSAGE
 from stoker.trainers.ledger import effective_samples, session_starts
-from tests.launchers.contract import LauncherTests, is_ready
+from tests.launchers.contract import DEAF, LauncherTests, is_ready
 from tests.support.slurm import NODES, SlurmTestCluster
 from tests.support.training_drill import (
     EPOCHS,
@@ -140,6 +140,14 @@ class TestSlurmFaults(LauncherTests):
         status = launcher.status(run.handle)
         assert (status.state, status.slots[0].code) == (JobState.STOPPED, -signal.SIGKILL)
         assert find_processes_by_env({"STOKER_RUN": run.id}) == []
+
+    @pytest.mark.parametrize("index", [0, 1])
+    def test_leftovers_of_an_attempt_are_killed(self, launcher: SlurmLauncher, index: int) -> None:
+        """Of the slot that fails, and of the one that srun kills."""
+        script = f"""{DEAF.partition("echo")[0]} echo ready; sleep 1; test $STOKER_INDEX = 1 || sleep 100; exit 5"""
+        run, status = self.run_to_end(launcher, self.job(script, topology="tf-mirrored", workers=2))
+        assert status.slots[1].code == 5
+        assert find_processes_by_env({"STOKER_RUN": run.id, "STOKER_SLOT": f"worker/{index}"}) == []
 
     def test_controller_restart_does_not_end_the_run(self, launcher: SlurmLauncher, tmp_path: Path) -> None:
         mark = tmp_path / "go"
