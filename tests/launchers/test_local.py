@@ -474,7 +474,8 @@ def test_command_forks_a_supervisor_that_keeps_nothing_of_it_open(workspace: Pat
     read_fd, write_fd = os.pipe()
     done = start_cli("job", "run", job, "--detach", pass_fds=[write_fd], start_new_session=True)
     os.close(write_fd)
-    assert done.wait(60) == 0
+    done.communicate(timeout=60)
+    assert done.returncode == 0
     assert os.read(read_fd, 1) == b""  # the end of the file: no process has the other end open
     os.close(read_fd)
     run = find_run("small")
