@@ -49,7 +49,14 @@ def kill_rank(run: RunFolder, cluster: SlurmTestCluster) -> None:
     os.kill(find_processes_by_env({"STOKER_RUN": run.id, "RANK": "1"})[0], signal.SIGKILL)
 
 
-def kill_batch_script(run: RunFolder, cluster: SlurmTestCluster) -> None:
+def kill_srun(run: RunFolder, cluster: SlurmTestCluster) -> None:
+    """Kill srun, whose tasks may keep running; they must not overlap with the next attempt."""
+    for pid in find_processes_by_env({"STOKER_RUN": run.id}):
+        if Path(f"/proc/{pid}/comm").read_text() == "srun\n":
+            os.kill(pid, signal.SIGKILL)
+
+
+def requeue(run: RunFolder, cluster: SlurmTestCluster) -> None:
     """Requeue the job as its owner would; Slurm ends it like a preempted one."""
     cluster.run("scontrol", "requeue", (run.folder / "slurm.job").read_text().strip())
     cluster.hasten(run)
@@ -62,7 +69,7 @@ def lose_node(run: RunFolder, cluster: SlurmTestCluster) -> None:
     cluster.hasten(run)
 
 
-@pytest.mark.parametrize("break_run", [kill_rank, kill_batch_script, lose_node])
+@pytest.mark.parametrize("break_run", [kill_rank, kill_srun, requeue, lose_node])
 def test_training_resumes_exactly(
     break_run: Callable[[RunFolder, SlurmTestCluster], None],
     reference: Path,
@@ -103,6 +110,21 @@ class TestSlurmFaults(LauncherTests):
         assert CANCELLED_MESSAGE in status.message
         assert stoker("job", "run", "--resume", run.id, "--detach") == 0
         wait_until(lambda: is_ready(run, 1))
+
+    def test_killed_batch_script_fails_the_run(self, launcher: SlurmLauncher) -> None:
+        run = self.start(launcher, self.job("echo ready; sleep 100", retries=3))
+        wait_until(lambda: is_ready(run))
+        (script,) = [
+            pid
+            for pid in find_processes_by_env({"SLURM_JOB_ID": (run.folder / "slurm.job").read_text().strip()})
+            if str(run.folder).encode() in (line := Path(f"/proc/{pid}/cmdline").read_bytes())
+            and b"slurm_script" in line
+        ]
+        os.kill(script, signal.SIGKILL)
+        status = wait_for_end(run)
+        assert status.state is JobState.FAILED
+        assert f"--resume {run.id}" in status.message
+        wait_until(lambda: not find_processes_by_env({"STOKER_RUN": run.id}))
 
     def test_preempted_job_is_requeued(self, launcher: SlurmLauncher, tmp_path: Path) -> None:
         first, second = tmp_path / "first", tmp_path / "second"

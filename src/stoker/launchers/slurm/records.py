@@ -156,7 +156,7 @@ def _derive_state(
     if queued.state == "CANCELLED":
         return JobState.STOPPED, f"Slurm job {job_id} {CANCELLED_MESSAGE}; {resume}"
     reason = _END_REASONS.get(queued.state) or _explain_batch_failure(run, records, queued)
-    return JobState.FAILED, f"Slurm job {job_id} {reason}{LOG_SEPARATOR}{run.folder / BATCH_LOG}"
+    return JobState.FAILED, f"Slurm job {job_id} {reason}; {resume}{LOG_SEPARATOR}{run.folder / BATCH_LOG}"
 
 
 def _explain_batch_failure(run: RunFolder, records: Records, queued: QueuedJob) -> str:
