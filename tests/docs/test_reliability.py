@@ -17,6 +17,7 @@ FAULT_TESTS = (
     "tests/e2e/test_kill_drill.py",
     "tests/launchers/ray/test_faults.py",
     "tests/launchers/ray/test_slot_daemon.py",
+    "tests/launchers/slurm/test_faults.py",
     "tests/launchers/ssh/test_drill.py",
     "tests/launchers/ssh/test_faults.py",
     "tests/launchers/ssh/test_guarantees.py",
