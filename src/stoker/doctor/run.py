@@ -436,7 +436,10 @@ PREPARERS: dict[str, Callable[[JobSpec, Launcher[Any], str, Notify], ProbePlan]]
 
 def _run_probes(launcher: Launcher[Any], plan: ProbePlan) -> list[ProbeResult]:
     """Start all probe jobs, wait for them up to a timeout, and remove everything they leave."""
-    with TemporaryDirectory(prefix="stoker-doctor-", ignore_cleanup_errors=True) as directory:
+    parent = stoker_home() if launcher.traits.shares_files else None
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="stoker-doctor-", dir=parent, ignore_cleanup_errors=True) as directory:
         started: list[tuple[ProbeJob, RunFolder | None, Any, str]] = []
         try:
             for number, probe_job in enumerate(plan.probe_jobs):

@@ -32,6 +32,8 @@ class LauncherTraits:
     """Whether workers can differ in their resources and number of ranks."""
     supports_claims: bool = False
     """Whether PersistentVolumeClaims can be mounted."""
+    shares_files: bool = False
+    """Whether slots read and write the run folder over a file system that their machines share with this one."""
     has_targets: bool = False
     """Whether `--on NAME://TARGET` selects one of several clusters."""
     hosts_key: str = ""

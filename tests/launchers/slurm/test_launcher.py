@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,13 @@ class TestSlurm(LauncherSuite):
             assert stoker("job", *command, *((run.id,) if command != ("list",) else ())) == 0, command
         assert not run.folder.exists()
         assert "hello" in capsys.readouterr().out
+
+    def test_doctor_probes_the_nodes(self, launcher: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "job.yaml").write_text(_job_file(topology="tf-mirrored", workers=2))
+        assert stoker("doctor", "job.yaml", "--on", "slurm", "--json") == 0
+        hosts = {check["host"] for check in json.loads(capsys.readouterr().out)}
+        assert socket.gethostname() in hosts
+        assert not list((tmp_path / "stoker").glob("stoker-doctor-*"))
 
 
 def _job_file(**keys: Any) -> str:

@@ -47,7 +47,7 @@ class SlurmLauncher:
     """Launcher for Slurm: slots are the tasks of one job step."""
 
     traits: ClassVar[LauncherTraits] = LauncherTraits(
-        name="slurm", supports_standby_workers=True, supports_address_per_slot=True
+        name="slurm", supports_standby_workers=True, supports_address_per_slot=True, shares_files=True
     )
 
     def __init__(self) -> None:

@@ -15,6 +15,11 @@ class SlurmPlan(msgspec.Struct, frozen=True, kw_only=True):
     workdir: str
     notes: tuple[str, ...] = ()
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the slots run on other machines."""
+        return True
+
     def to_text(self) -> str:
         """Return the script, as `sbatch SCRIPT RUN_FOLDER` takes it."""
         return self.script
