@@ -10,7 +10,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -94,13 +94,7 @@ class RayTestCluster:
 
     def processes(self, *parts: str) -> list[int]:
         """The processes on its nodes, and on no other, whose command line contains all of these parts."""
-        namespaces = {os.stat(f"/run/netns/{node.host.namespace}").st_ino for node in self.nodes}
-        pids = []
-        for pid in processes_matching(*parts):
-            with suppress(OSError):
-                if os.stat(f"/proc/{pid}/ns/net").st_ino in namespaces:
-                    pids.append(pid)
-        return pids
+        return host_processes([node.host for node in self.nodes], *parts)
 
     def jobs(self) -> list[str]:
         """The names of all submitted jobs."""
@@ -138,6 +132,17 @@ def processes_matching(*parts: str) -> list[int]:
             with suppress(OSError):
                 text = (folder / "cmdline").read_bytes().decode(errors="replace")
                 pids += [int(folder.name)] if all(part in text for part in parts) else []
+    return pids
+
+
+def host_processes(hosts: Iterable[Host], *parts: str) -> list[int]:
+    """The processes on these hosts whose command line contains all of these parts."""
+    namespaces = {os.stat(f"/run/netns/{host.namespace}").st_ino for host in hosts}
+    pids = []
+    for pid in processes_matching(*parts):
+        with suppress(OSError):
+            if os.stat(f"/proc/{pid}/ns/net").st_ino in namespaces:
+                pids.append(pid)
     return pids
 
 

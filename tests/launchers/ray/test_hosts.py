@@ -26,7 +26,7 @@ from stoker.launchers.ray.plan import RayPlan
 from stoker.launchers.ssh.preflight import Route
 from tests.launchers.contract import DEAF, is_ready, job_of
 from tests.support.hosts import Network, network
-from tests.support.ray import processes_matching, slot_processes, write_job
+from tests.support.ray import host_processes, processes_matching, slot_processes, write_job
 from tests.support.ssh_runs import ssh_section
 from tests.support.trees import stoker
 from tests.support.waiting import eventually, wait_until
@@ -126,19 +126,8 @@ ON_HOSTS = ("--on", "ray", "--hosts", "node1,node2")
 
 def ray_processes(net: Network) -> list[int]:
     """The processes of Ray on the hosts of a network."""
-    namespaces = {os.stat(f"/run/netns/{host.namespace}").st_ino for host in net.hosts}
-    pids = []
-    for pid in {
-        *processes_matching("ray.scripts.scripts"),
-        *processes_matching("raylet"),
-        *processes_matching("gcs_server"),
-    }:
-        try:
-            if os.stat(f"/proc/{pid}/ns/net").st_ino in namespaces:
-                pids.append(pid)
-        except OSError:
-            continue
-    return pids
+    words = ("ray.scripts.scripts", "raylet", "gcs_server", "ray::")
+    return [pid for word in words for pid in host_processes(net.hosts, word)]
 
 
 @contextmanager
@@ -228,7 +217,7 @@ def test_kept_cluster_runs_until_the_run_is_stopped(
     assert stoker("job", "run", write_host_job(net, workspace, "echo done"), *ON_HOSTS, "--keep") == 0
     run = find_run(None)
     assert f"stoker job stop {run.id}" in capsys.readouterr().err
-    assert len(processes_matching("raylet/raylet")) >= 2
+    assert len(host_processes(net.hosts, "raylet/raylet")) == 2
     assert stoker("job", "delete", run.id, "--yes") == 2
     assert stoker("job", "stop", run.id) == 0
     assert eventually(lambda: not ray_processes(net))
@@ -248,7 +237,7 @@ def test_cluster_is_gone_after_a_kill(victim: str, net: Network, workspace: Path
         else:
             process.kill()
         wait_until(lambda: not slot_processes(run) and not ray_processes(net), 60)
-    assert not processes_matching("stoker-slot-", "slot_daemon.py")
+    assert eventually(lambda: not host_processes(net.hosts, "slot_daemon.py"))
 
 
 @pytest.mark.slow
@@ -256,7 +245,7 @@ def test_killed_node_ends_the_attempt_and_a_retry_starts_a_new_cluster(net: Netw
     command = f"echo ready; test -e {workspace}/retried && exit 0; touch {workspace}/retried; sleep 600"
     with launched(write_host_job(net, workspace, command, retries=1)) as (run, process):
         wait_until(lambda: is_ready(run), 120)
-        (head,) = (pid for pid in processes_matching("gcs_server") if pid in ray_processes(net))
+        (head,) = host_processes(net.hosts, "gcs/gcs_server")
         os.kill(head, signal.SIGKILL)
         assert process.wait(200) == 0, (workspace / "output").read_text()
     first, _ = run.read_status().attempts

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from stoker.core.processes import terminate_by_env
+from stoker.core.processes import terminate_by_env, wait_until
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.topology import Slot
 from stoker.launchers.plan import read_plan
@@ -160,6 +160,11 @@ class ProxyBackend(LocalBackend):
         self._env.pop("STOKER_CONTINUES", None)
         super().restart_slot(slot)
         return self._proxy(slot, self._slots[slot])
+
+    def close(self, grace_s: float) -> None:
+        """Let the local processes remove what they have started for their slots, and stop those that do not exit."""
+        wait_until(lambda: all(local.process.poll() is not None for local in self._slots.values()), REPORT_S)
+        super().close(grace_s)
 
 
 def explain_exit(code: int, log: Path) -> Exited:
