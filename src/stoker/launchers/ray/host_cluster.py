@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
-from stoker.core.processes import Process, start, wait_until
+from stoker.core.processes import start, wait_until
 from stoker.core.spec import to_json
 from stoker.core.text import join_all
 from stoker.errors import StokerError, UnavailableError
 from stoker.jobs.run_folder import KEPT_FILE, RunFolder
 from stoker.jobs.topology import Slot
-from stoker.launchers.plan import PORT_RANGE, LocalPlan, find_free_ports
+from stoker.launchers.plan import PORT_RANGE, find_free_ports
 from stoker.launchers.ray.cluster import RayCluster
 from stoker.launchers.ray.hosts import (
     AGENT_PORT,
@@ -37,10 +35,11 @@ from stoker.launchers.ray.hosts import (
 from stoker.launchers.ray.plan import RayPlan
 from stoker.launchers.ssh.client import Session, SshClient
 from stoker.launchers.ssh.launcher import clean_up_hosts
-from stoker.launchers.ssh.plan import SshPlan, read_ssh_plan
+from stoker.launchers.ssh.plan import SshPlan, read_ssh_plan, set_detached
 from stoker.launchers.ssh.preflight import run_parallel
 from stoker.launchers.ssh.prepare import is_prepared, prepare_hosts
-from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE
+from stoker.launchers.ssh.slots import SshBackend, SshSlot
+from stoker.launchers.supervise.slot_handle import Exited, Running, Unreachable
 
 START_TIMEOUT_S = 120.0
 POLL_S = 0.2
@@ -57,9 +56,8 @@ class HostCluster:
     def __init__(self, plan: RayPlan, run: RunFolder, attempt: int) -> None:
         assert plan.nodes is not None
         self._plan, self._run, self._attempt = plan, run, attempt
-        self._nodes = node_run(run)
-        self._ssh: SshPlan = plan.nodes
-        self._slots: dict[str, Process] = {}
+        self._nodes, self._ssh = node_run(run), plan.nodes
+        self._slots: dict[Slot, SshSlot] = {}
         self._forward: PortForward | None = None
         self.address = ""
         """URL of the dashboard, through the port forward."""
@@ -73,33 +71,22 @@ class HostCluster:
         digest = zlib.crc32(f"{self._run.id}.{self._attempt}".encode())
         plan = fill_in(self._ssh, f"/tmp/stoker-ray-{digest:08x}", ports)
         self._nodes.write("plan.json", to_json(plan))
-        self._nodes.write("processes.json", to_json(LocalPlan(slots={}, hosts=plan.hosts, detached=self._plan.keep)))
+        set_detached(self._nodes, is_detached=self._plan.keep)
         (self._run.folder / KEPT_FILE).unlink(missing_ok=True)
         self._nodes.write(_STARTED_FILE, b"")
-        for name in plan.slots:
-            self._slots[name] = self._start_node(name)
+        self._slots = SshBackend(self._nodes).start_slots(self._attempt)
         head = plan.hosts[str(HEAD)]
         with open(self._nodes.logs / f"forward.{self._attempt}.log", "ab") as log:
             self._forward = PortForward(plan.client, head, ports[head][DASHBOARD_PORT], log.fileno())
         self.address = f"http://127.0.0.1:{self._forward.port}"
         self._wait_for_nodes(should_stop)
 
-    def _start_node(self, name: str) -> Process:
-        """Start the local process of a node, which runs it on its host and holds its lease."""
-        argv = [sys.executable, "-P", "-m", "stoker.launchers.ssh.remote_slot", str(self._nodes.folder), name]
-        env = {**os.environ, "STOKER_ATTEMPT": str(self._attempt), "STOKER_SLOT": name}
-        with open(self._log(name), "ab") as log:
-            return start(argv, env=env, stdout=log, stderr=log, terminate_with_parent=True)
-
-    def _log(self, name: str) -> Path:
-        return self._nodes.log_path(Slot.parse(name), self._attempt)
-
     def _wait_for_nodes(self, should_stop: Callable[[], bool]) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         alive = set[str]()
         while not should_stop() and alive < set(self._plan.node_addresses.values()):
-            for name in self._slots:
-                if reason := self._exit_reason(name):
+            for slot in self._slots:
+                if reason := self._exit_reason(slot):
                     raise UnavailableError(reason)
             if time.monotonic() > deadline:
                 missing = [host for host, address in self._plan.node_addresses.items() if address not in alive]
@@ -109,39 +96,40 @@ class HostCluster:
                 alive = {address for address, state in RayCluster(self.address).nodes().items() if state == "alive"}
             time.sleep(POLL_S)
 
-    def _exit_reason(self, name: str) -> str:
-        """Return why a node is not running any more; empty while it is."""
-        process = self._slots[name]
-        if process.poll() is None:
+    def _exit_reason(self, slot: Slot) -> str:
+        """Return why a node is not running any more; empty while it may be."""
+        state = self._slots[slot].poll()
+        if isinstance(state, Running) or (isinstance(state, Unreachable) and not state.is_lost):
             return ""
-        lines = [line for line in self._log(name).read_text(errors="replace").splitlines() if line.strip()]
-        last = f": {lines[-1].strip()}" if lines else ""
-        return f"Ray on {self._ssh.hosts[name]} exited{last} (log: {self._log(name)})"
+        log = self._nodes.log_path(slot, self._attempt)
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        reason = state.reason or (lines[-1] if lines else "no output")
+        return f"Ray on {self._ssh.hosts[str(slot)]} exited: {reason} (log: {log})"
 
     def failure(self) -> str:
         """Return why the cluster cannot be used any more: its head has exited; empty while it runs."""
-        return self._exit_reason(str(HEAD)) if str(HEAD) in self._slots else ""
+        return self._exit_reason(HEAD) if self._slots else ""
 
     def close(self) -> None:
         """Stop all nodes, or leave them running for the user."""
-        is_complete = not any(process.poll() is not None for process in self._slots.values())
-        if self._plan.keep and self._slots and is_complete and self.address:
-            self._run.write(KEPT_FILE, describe_kept(self._nodes).encode())
-        else:
-            # Tells the local processes of nodes without a lease to stop those instead of leaving them.
-            self._nodes.write(f"ending.{self._attempt}", b"")
-        for process in self._slots.values():
-            process.terminate()
-        self._wait(NODE_GRACE_S + EXIT_REPORT_S)
         if self._forward is not None:
             self._forward.close()
-        codes = [process.stop(0) for process in self._slots.values()]
-        is_kept = (self._run.folder / KEPT_FILE).exists()
-        if not is_kept and all(code not in (LOST_EXIT_CODE, -9) for code in codes):
-            (self._nodes.folder / _STARTED_FILE).unlink(missing_ok=True)
+        if self._plan.keep and self.address and not any(map(self._exit_reason, self._slots)):
+            self._run.write(KEPT_FILE, describe_kept(self._nodes).encode())
+        else:
+            self._stop_nodes()
+        for connection in {slot.connection for slot in self._slots.values()}:
+            connection.close()
 
-    def _wait(self, timeout_s: float) -> None:
-        wait_until(lambda: all(process.poll() is not None for process in self._slots.values()), timeout_s)
+    def _stop_nodes(self) -> None:
+        def have_exited() -> bool:
+            states = [slot.poll() for slot in self._slots.values()]
+            return all(isinstance(state, Exited) and not state.is_lost for state in states)
+
+        for slot in self._slots.values():
+            slot.terminate()
+        if wait_until(have_exited, NODE_GRACE_S + EXIT_REPORT_S):
+            (self._nodes.folder / _STARTED_FILE).unlink(missing_ok=True)
 
 
 def describe_kept(nodes: RunFolder) -> str:

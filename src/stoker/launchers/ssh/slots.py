@@ -78,6 +78,10 @@ class SshBackend:
 
     def start(self, attempt: int, *, reattach: bool = False) -> Mapping[Slot, SlotHandle]:
         """Start all slots; those that run commands in standby slots follow when these are ready."""
+        return dict(self.start_slots(attempt, reattach=reattach))
+
+    def start_slots(self, attempt: int, *, reattach: bool = False) -> dict[Slot, SshSlot]:
+        """Do the same and return the slots with their connections."""
         if not reattach:
             check_secrets(self._plan)
         self._attempt = attempt
