@@ -147,6 +147,7 @@ def test_ssh_run_with_a_slot_of_unknown_exit_is_refused_until_it_is_stopped(
     run = runs.write(stoker_home, OLD, JobState.FAILED)
     run.write("handle", f"ssh://{run.folder}\n".encode())
     if version == 1:
+        (run.folder / "version").unlink()
         run.write("processes.json", to_json(LocalPlan(slots={}, detached=True)))
     else:
         set_detached(run, is_detached=True)

@@ -17,6 +17,7 @@ from stoker.core.spec import decode
 from stoker.errors import InputError
 from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.retry_policy import INVALID_INPUT, not_retried
+from stoker.jobs.run_files import find_run_file
 from stoker.jobs.run_folder import RunFolder, create_run, find_run
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import JobState, JobStatus
@@ -80,6 +81,9 @@ class LauncherTests:
         yield
         for launcher, run in self.started:
             launcher.stop(run.handle)
+            paths = (path for path in run.folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+            names = [str(path.relative_to(run.folder)) for path in paths]
+            assert [name for name in names if find_run_file(name) is None] == []
 
     def start(self, launcher: Any, job: JobSpec) -> RunFolder:
         rendered = launcher.render(job)

@@ -1,14 +1,4 @@
-"""Run folders: the files of a run, and how to create, find and list runs.
-
-job.yaml  plan.json  handle        the job, the rendered plan, the URL of the run
-environment.json                   of the process that started it, secrets redacted
-logs/<role>-<index>.<attempt>.log  output and events of each slot
-state.json                         the last known status
-checkpoints/                       unless the job sets checkpoint.dir
-slurm.*  exit.<attempt>.<slot>     records of a run on Slurm: see `launchers.slurm.records`
-kept                               what a finished run has left running, and how to use and stop it
-ray-<run>/                         the Ray nodes of a run with `ray.hosts`: plan and logs as of a run on ssh hosts
-"""
+"""Run folders: how to create, find, list, read and write them; `run_files` lists their files."""
 
 from __future__ import annotations
 
@@ -24,6 +14,7 @@ from pathlib import Path
 
 from stoker.core.spec import load, to_json
 from stoker.errors import ConflictError, InputError, NotFoundError, redact_urls
+from stoker.jobs.run_files import VERSION
 from stoker.jobs.spec import JobSpec, load_job, to_yaml
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import Slot
@@ -49,6 +40,12 @@ class RunFolder:
     def name(self) -> str:
         """The name of the job."""
         return self.id.rsplit("-", 3)[0]
+
+    @property
+    def version(self) -> int:
+        """The version of the run folder; the first one had no number."""
+        path = self.folder / "version"
+        return int(path.read_text()) if path.exists() else 1
 
     @property
     def logs(self) -> Path:
@@ -131,6 +128,7 @@ def create_run(job: JobSpec, plan: object, *, home: Path | None = None) -> RunFo
         raise ConflictError(
             "run folder already exists: another run was started at the same time", where=run.folder, hint="try again"
         ) from error
+    run.write("version", f"{VERSION}\n".encode())
     run.write("job.yaml", to_yaml(job).encode())
     run.write("plan.json", to_json(plan))
     run.write("environment.json", to_json(describe_environment()))

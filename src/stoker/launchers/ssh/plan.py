@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 from stoker.core.spec import load
+from stoker.jobs.run_files import VERSION
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.topologies.tensorflow import replace_ports
 from stoker.jobs.topology import Command, Slot
@@ -18,7 +19,6 @@ from stoker.launchers.ssh.client import SshClient
 RETRY_PORTS = range(20000, 29500)
 """Rendezvous ports of all attempts but the first: below the default port of jobs and the kernel's ephemeral ports."""
 _DETACHED_FILE = "detached"
-_FIRST_VERSION_FILE = "processes.json"
 
 
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +78,7 @@ def _assign_ports(ports: Mapping[str, int], hosts: Mapping[str, str], start: int
 
 def set_detached(run: RunFolder, *, is_detached: bool) -> None:
     """Record whether the slots of a run, which is of this version from now on, keep running without a supervisor."""
-    (run.folder / _FIRST_VERSION_FILE).unlink(missing_ok=True)
+    run.write("version", f"{VERSION}\n".encode())
     if is_detached:
         run.write(_DETACHED_FILE, b"")
     else:
@@ -94,7 +94,7 @@ def is_detached(run: RunFolder) -> bool:
 
 def is_first_version(run: RunFolder) -> bool:
     """Whether a run was started when each slot had a local process and a daemon of its own."""
-    return (run.folder / _FIRST_VERSION_FILE).exists()
+    return run.version == 1
 
 
 def read_ssh_plan(run: RunFolder) -> SshPlan:
