@@ -193,7 +193,7 @@ def test_own_ray_is_started_and_removed_with_the_run(workspace: Path, capsys: py
     assert stoker("job", "run", job, "--on", "ray") == 4
     out, err = capsys.readouterr()
     assert out == f"{workspace}/work\n"
-    assert "Ray is started on this machine for the duration of the run" in err
+    assert "Ray will run on this machine for the duration of the run" in err
     run = find_run(None)
     assert run.handle == f"ray://{run.folder}"
     assert re.search(rf"worker/0 .*\b7; log: {run.log_path(Slot('worker', 0), 0)}", err)
