@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -14,10 +17,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from stoker.core.spec import to_json
 from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.run_folder import create_run, find_run
-from stoker.jobs.status import JobState
+from stoker.jobs.status import JobState, JobStatus, SlotStatus
 from stoker.jobs.topology import Command, Slot
+from stoker.launchers.plan import LocalPlan
 from stoker.launchers.ssh import host_connection
 from stoker.launchers.ssh.client import SshClient
 from stoker.launchers.ssh.exec_router import ExecRouter, StandbyTarget
@@ -263,6 +268,31 @@ def test_unprepared_run_is_not_reattached(net: Network, workspace: Path) -> None
     assert stoker("job", "stop") == 0
     assert remote_processes(run) == []
     assert not list(run.logs.iterdir())
+
+
+def test_run_of_the_first_version_can_be_stopped(net: Network, workspace: Path) -> None:
+    """Its slots have a daemon each, and no supervisor of ours could take over: they are found by their tags."""
+    launcher = LAUNCHERS.get("ssh")()
+    job = job_of(DEAF, ssh=ssh_section(net, workspace / "there", "node2"), grace=1)
+    run = create_run(job, launcher.render(job))
+    run.write("handle", f"ssh://{run.folder}\n".encode())
+    run.write("prepared", b"")
+    run.write("processes.json", to_json(LocalPlan(slots={}, hosts={"worker/0": "node2"}, detached=True)))
+    slots = (SlotStatus(slot="worker/0", state=JobState.RUNNING),)
+    run.write_status(JobStatus(state=JobState.RUNNING, slots=slots, began=1.0))
+    os.utime(run.folder, (0, 0))  # no longer young
+    daemon = f"import time; time.sleep(999); 'stoker-agent-{run.id}'"
+    tagged = f"STOKER_RUN={run.id} STOKER_HOST=node2 STOKER_SLOT=worker/0"
+    script = f"mkdir -p {workspace}/there/.stoker/{run.id}/worker-0.0; cd /; "
+    script += f'setsid {sys.executable} -c "{daemon}" stoker-agent-{run.id} < /dev/null > /dev/null 2>&1 & '
+    script += f"{tagged} setsid bash -c {shlex.quote(DEAF)} > /dev/null 2>&1 < /dev/null & sleep 1"
+    subprocess.run(["ssh", "-F", str(net.config), "node2", script], check=True)
+    wait_until(lambda: len(remote_processes(run)) >= 4)
+    assert launcher.status(run.handle).state is JobState.LOST
+    assert stoker("job", "stop", run.id) == 0
+    assert remote_processes(run) == []
+    assert not (workspace / "there" / ".stoker").exists()
+    assert run.read_status().state is JobState.STOPPED
 
 
 def test_logs_reattach_a_detached_run(net: Network, workspace: Path) -> None:
