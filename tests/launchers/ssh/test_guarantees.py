@@ -140,6 +140,18 @@ def test_full_disk_of_a_host_yields_the_exit_code(end: str, net: Network, worksp
 # --- Processes
 
 
+def test_one_connection_and_one_daemon_serve_all_slots_of_a_host(net: Network, workspace: Path) -> None:
+    scripts = ["trap 'exit 143' TERM; echo ready; while :; do sleep 0.05; done"] * 4
+    with machine() as launching:
+        run = start_workers(launching, net, workspace, scripts, "node1", "node2:3")
+        wait_until(lambda: all("ready" in read_log(run, worker) for worker in range(4)))
+        assert len(supervisors(run)) == 1
+        assert len(find_by_command(f"stoker-agent-{run.id}", "ssh")) == 2
+        assert [len(find(run)) for find in (attach_sessions, slot_daemons, guards)] == [2, 2, 2]
+        assert launching.run("job", "stop").returncode == 0
+    assert remote_processes(run) == []
+
+
 def test_leftovers_of_a_slot_are_stopped(net: Network, workspace: Path) -> None:
     script = (
         f"(sleep 1000 &); {DEAF.partition('echo ready')[0]} while ! test -e {workspace}/go; do sleep 0.05; done; exit 7"
