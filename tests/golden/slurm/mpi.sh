@@ -4,7 +4,7 @@
 #SBATCH --ntasks=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gres=gpu:2
-#SBATCH --signal=B:USR1@20
+#SBATCH --signal=B:USR1@50
 #SBATCH --open-mode=append
 #SBATCH --requeue
 

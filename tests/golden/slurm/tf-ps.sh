@@ -4,7 +4,7 @@
 #SBATCH --ntasks=5
 #SBATCH --ntasks-per-node=3
 #SBATCH --mem=6144M
-#SBATCH --signal=B:USR1@20
+#SBATCH --signal=B:USR1@50
 #SBATCH --open-mode=append
 #SBATCH --requeue
 

@@ -10,7 +10,7 @@
 #SBATCH --account=vision
 #SBATCH --time=1-02:00:00
 #SBATCH --exclude=node[3-4]
-#SBATCH --signal=B:USR1@20
+#SBATCH --signal=B:USR1@50
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --reservation=exam
@@ -130,7 +130,7 @@ watch_step() {
   wait "$step"
   code=$?
   # What slots have left behind must not disturb the next attempt; Slurm finds such processes only with cgroups.
-  if [ "$reason" != interrupted ]; then on_all_nodes KILL '' 'STOKER_SLOT=.*'; fi
+  case $reason in '' | stopped) on_all_nodes KILL '' 'STOKER_SLOT=.*' ;; esac # there is no time at the time limit
 }
 
 find_failure() { # the exit code of the slot that failed first; 0 if none has

@@ -112,7 +112,7 @@ watch_step() {{
   wait "$step"
   code=$?
   # What slots have left behind must not disturb the next attempt; Slurm finds such processes only with cgroups.
-  if [ "$reason" != interrupted ]; then on_all_nodes KILL '' 'STOKER_SLOT=.*'; fi
+  case $reason in '' | stopped) on_all_nodes KILL '' 'STOKER_SLOT=.*' ;; esac # there is no time at the time limit
 }}
 
 find_failure() {{ # the exit code of the slot that failed first; 0 if none has

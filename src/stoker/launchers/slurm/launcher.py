@@ -35,7 +35,7 @@ from stoker.launchers.slurm.script import MPI_RANK, PROFILER, build_script, list
 from stoker.remote import mpi_rank, profiler
 
 SCRIPT = "slurm.sh"
-STOP_MARGIN_S = 15.0
+STOP_MARGIN_S = 45.0
 """After the grace period, for the script to record the end and for Slurm to notice it."""
 KILL_TIMEOUT_S = 90.0
 """For a cancelled job: Slurm's own KillWait is 30 s by default."""

@@ -20,8 +20,8 @@ from stoker.launchers.slurm.batch import BATCH, RUN_SLOT
 
 PROFILER, MPI_RANK = "profiler.py", "mpi_rank.py"
 """Copies of the profiler and of the wrapper of MPI ranks in the run folder."""
-SIGNAL_MARGIN_S = 15
-"""Time between the end of the grace period and the time limit, in which the script requeues the job."""
+SIGNAL_MARGIN_S = 45
+"""Besides the grace period: to signal the programs on a busy cluster, and to requeue the job before the time limit."""
 _ANY_PORT = 3 * 10**18
 """Placeholder for the port of slot 0, which is followed by those of the other slots."""
 _RUN, _ATTEMPT = "@slurm:run@", "@slurm:attempt@"
