@@ -85,7 +85,7 @@ class SshBackend:
         if not reattach:
             check_secrets(self._plan)
         self._attempt = attempt
-        names = [*self._plan.standby, *self._plan.slots]
+        names = [*self._plan.slots, *self._plan.standby]
         hosts = dict.fromkeys(self._plan.hosts[name] for name in names)
         self._connections = {host: self._connections.get(host) or self._connect(host) for host in hosts}
         connect_peers(list(self._connections.values()))
