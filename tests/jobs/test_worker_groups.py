@@ -93,6 +93,7 @@ def test_launchers_refuse_workers_that_differ_unless_they_support_them() -> None
     traits = LauncherTraits(name="there")
     assert [fault.path for fault in check_traits(make_job(GROUPS), traits)] == ["workers"]
     assert list(check_traits(make_job([{"count": 2}, {}]), traits)) == []
+    assert not LAUNCHERS.get("slurm").traits.supports_unequal_workers  # as docs/jobs.md says
     for name in ("k8s", "local", "ray", "ssh"):
         assert list(check_traits(make_job(GROUPS), LAUNCHERS.get(name).traits)) == []
 
