@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -57,8 +58,12 @@ def test_commands_of_a_page_succeed(page: Path, tmp_path: Path) -> None:
 
 def anchors(page: Path) -> set[str]:
     """Return the anchors of the headings of a page, as GitHub generates them."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    found = set[str]()
+    for heading in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE):
+        name = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        numbered = (f"{name}-{number}" for number in itertools.count(1))
+        found.add(next(anchor for anchor in itertools.chain([name], numbered) if anchor not in found))
+    return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -268,7 +268,7 @@ def test_log_of_a_restarted_slot_continues_at_the_size_of_the_local_log(tmp_path
 
 
 def test_flood_of_one_slot_delays_neither_heartbeats_nor_the_stop_of_another(tmp_path: Path) -> None:
-    flood = "echo ready; for i in $(seq 400); do head -c 1000000 /dev/zero; sleep 0.005; done"
+    flood = "echo ready; for i in $(seq 400); do head -c 1000000 /dev/zero; sleep 0.005; done; sleep 600"
     beat = "trap 'exit 7' TERM; echo ready; while :; do date +%s.%N; sleep 0.1; done"
     with small_disk(tmp_path / "disk", 1 << 29) as folder, daemon_client(folder) as client:
         start_all(client, {"worker/0": flood, "worker/1": beat})
