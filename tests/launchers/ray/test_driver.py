@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stoker.launchers.ray import client, connection
+from stoker.launchers.ray import connection, slots
 from stoker.launchers.ray import launcher as ray_launcher
 from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE
 
@@ -85,7 +85,7 @@ def test_placement_obstacles_of_unequal_bundles() -> None:
 def test_constants_repeated_in_standalone_files_agree() -> None:
     def constants(name: str) -> dict[str, Any]:
         values_by_name = {}
-        for node in ast.parse(Path(client.__file__).with_name(name).read_text()).body:
+        for node in ast.parse(Path(slots.__file__).with_name(name).read_text()).body:
             if isinstance(node, ast.Assign):
                 names = [part.id for part in ast.walk(node.targets[0]) if isinstance(part, ast.Name)]
                 values = [part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
@@ -96,6 +96,6 @@ def test_constants_repeated_in_standalone_files_agree() -> None:
     assert driver["FRAME_PREFIX"] == connection.FRAME_PREFIX
     for name in ("PYTHON", "WORKDIR", "PORT", "INTERFACE"):
         assert driver[name] == getattr(ray_launcher, name)
-    assert f'f"{driver["HOME"]}/' in Path(client.__file__).read_text()
-    assert f'"{daemon["OUTPUT"]}"' in Path(client.__file__).with_name("driver.py").read_text()
+    assert f'f"{driver["HOME"]}/' in Path(slots.__file__).read_text()
+    assert f'"{daemon["OUTPUT"]}"' in Path(slots.__file__).with_name("driver.py").read_text()
     assert driver["LOST_EXIT_CODE"] == LOST_EXIT_CODE

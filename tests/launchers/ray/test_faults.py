@@ -20,7 +20,6 @@ from tests.launchers.contract import DEAF, is_ready, launched
 from tests.support.open_files import processes_with_open_file
 from tests.support.ray import (
     RayTestCluster,
-    processes_matching,
     slot_processes,
     write_job,
 )
@@ -41,8 +40,6 @@ def find_victims(victim: str, run: RunFolder, cluster: RayTestCluster) -> list[i
     match victim:
         case "supervisor":
             return processes_with_open_file(run.folder / "lock")
-        case "client":
-            return processes_matching("stoker.launchers.ray.client", run.id)
         case "driver":
             return cluster.processes(".stoker/driver.py", f"gcs://stoker-{run.id}")
         case "actor":
@@ -52,7 +49,6 @@ def find_victims(victim: str, run: RunFolder, cluster: RayTestCluster) -> list[i
 
 
 DIAGNOSES = {
-    "client": r"worker/0 was killed by SIGKILL; ",
     "driver": r"worker/0 was lost: .*driver",
     "actor": r"worker/0 was lost: .*actor on ",
     "slot daemon": r"worker/0 was lost: .*slot daemon",

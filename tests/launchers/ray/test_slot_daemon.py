@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stoker.launchers.ray import client
+from stoker.launchers.ray import slots
 from stoker.remote.tagged_processes import list_tagged
 
 
@@ -20,7 +20,7 @@ from stoker.remote.tagged_processes import list_tagged
 def slot_daemon(folder: Path, **request: Any) -> Iterator[subprocess.Popen[str]]:
     """Start a slot daemon with a request, as an actor does."""
     folder.mkdir()
-    for name, text in client.read_daemon_files().items():
+    for name, text in slots.read_daemon_files().items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     run = "import runpy, sys; sys.path.insert(0, sys.argv[1]); runpy.run_path(sys.argv[2], run_name='__main__')"

@@ -424,7 +424,7 @@ class Driver:
         data = response["data"]
         if data:
             self._offsets[name] += len(data)
-            self._out.write(slot=name, data=data.decode("utf-8", "surrogateescape"))
+            self._out.write(slot=name, data=data.decode("latin-1"))
         if "code" in response:
             self._codes[name] = response["code"]
             self._out.write(slot=name, code=response["code"])

@@ -1,8 +1,8 @@
 """Ray launcher: run a job on a Ray cluster, under the same supervisor as on this machine.
 
 `render` asks the cluster at most for its version and free resources. `start` packs the working directory and starts the
-supervisor on this machine; one local process, the client, manages all slots through a driver on the cluster. Without
-a cluster, that process starts Ray on the hosts of the job, or on this machine, for the duration of the run.
+supervisor on this machine, which manages all slots through a driver on the cluster. Without a cluster, it starts Ray on
+the hosts of the job, or on this machine, for the duration of the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from stoker.core.spec import run_checks, to_json
+from stoker.core.spec import run_checks
 from stoker.core.text import join_all
 from stoker.core.units import format_bytes, pluralize
 from stoker.errors import Fault, InputError, StokerError
@@ -31,7 +31,6 @@ from stoker.jobs.topology import AddressBook, Command, Slot, list_slots, render_
 from stoker.launchers.checks import check_gpus, check_module, check_secret_env, check_secret_files, check_via
 from stoker.launchers.local import LocalLauncher
 from stoker.launchers.paths import relative_to_workdir, resolve_job_paths
-from stoker.launchers.plan import LocalPlan
 from stoker.launchers.ray.cluster import (
     MAX_UPLOAD_BYTES,
     UNKNOWN_VERSION,
@@ -280,7 +279,6 @@ class RayLauncher:
         if not rendered.runs_here:
             pack_working_dir(rendered, run.folder / ARCHIVE)
         run.write("handle", f"{handle}\n".encode())
-        run.write("processes.json", to_json(_client_plan(rendered, run)))
         self.restart(run)
         return handle
 
@@ -295,7 +293,7 @@ class RayLauncher:
         return self._local.status(handle)
 
     def logs(self, handle: str, slot: Slot | None, *, follow: bool, tail: int | None = None) -> Iterator[SlotLogLine]:
-        """Yield the log lines of one slot or all, which the client writes on this machine."""
+        """Yield the log lines of one slot or all, which the supervisor writes on this machine."""
         return self._local.logs(handle, slot, follow=follow, tail=tail)
 
     def stop(self, handle: str) -> None:
@@ -410,10 +408,3 @@ def pack_working_dir(plan: RayPlan, path: Path) -> None:
             raise
         what = f"the compressed working directory exceeds Ray's limit of {format_bytes(MAX_UPLOAD_BYTES)}"
         raise InputError(what, where=folder, hint=_UPLOAD_HINT) from None
-
-
-def _client_plan(plan: RayPlan, run: RunFolder) -> LocalPlan:
-    """Return the plan with the client, the local process that manages all slots."""
-    argv = (sys.executable, "-m", "stoker.launchers.ray.client", str(run.folder))
-    command = Command(argv, {"STOKER_SLOT": "driver/0", "STOKER_ROLE": "driver"}, str(run.folder))
-    return LocalPlan(slots={"driver/0": command}, hosts=plan.hosts, delegated=tuple(plan.slots))

@@ -41,7 +41,7 @@ BACKENDS: Registry[Callable[[RunFolder], SlotBackend]] = Registry(
     "slot backend",
     {
         "local": "stoker.launchers.supervise.process_group:open_local_backend",
-        "ray": "stoker.launchers.supervise.proxy_slots:ProxyBackend",
+        "ray": "stoker.launchers.ray.slots:RayBackend",
         "ssh": "stoker.launchers.ssh.slots:SshBackend",
     },
 )

@@ -1,14 +1,12 @@
-"""The Ray client and its connection to the driver, with fake clusters."""
+"""Slots on Ray and the connection to their driver, with fake clusters."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,10 +15,11 @@ import pytest
 from stoker.errors import UnavailableError
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.topology import Command, Slot
-from stoker.launchers.ray import client, connection
-from stoker.launchers.ray.client import RayClient
+from stoker.launchers.ray import connection, slots
 from stoker.launchers.ray.connection import DriverLog, LineQueue
 from stoker.launchers.ray.plan import RayPlan
+from stoker.launchers.ray.slots import RayAttempt
+from stoker.launchers.supervise.slot_handle import Exited, Running, SlotState, Unreachable
 from tests.support.waiting import wait_until
 
 
@@ -144,11 +143,12 @@ class FakeCluster:
 def fake_cluster(monkeypatch: pytest.MonkeyPatch) -> type[FakeCluster]:
     monkeypatch.setattr(connection, "RayCluster", FakeCluster)
     monkeypatch.setattr(FakeCluster, "log", [])
+    monkeypatch.setattr(FakeCluster, "calls", [])
     return FakeCluster
 
 
-def make_client(workspace: Path) -> RayClient:
-    """Return the client of a run with one worker on a remote cluster."""
+def make_attempt(workspace: Path) -> RayAttempt:
+    """Return an attempt of a run with one worker on a remote cluster."""
     for name in ("run", "run/logs"):
         (workspace / name).mkdir()
     command = Command(("true",), {})
@@ -162,32 +162,31 @@ def make_client(workspace: Path) -> RayClient:
         grace_s=1,
         lost_after_s=0.5,
     )
-    return RayClient(RunFolder(workspace / "run"), plan, 0)
+    return RayAttempt(plan, RunFolder(workspace / "run"), 0)
 
 
-@pytest.fixture
-def signals() -> Iterator[None]:
-    """Restore the signal handlers that a client replaces."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+def run_attempt(attempt: RayAttempt) -> SlotState:
+    """Run an attempt to its end and return the state of its worker."""
+    attempt.start()
+    attempt.join(60)
+    return attempt.states["worker/0"]
 
 
-def read_worker_log(workspace: Path) -> str:
-    return RunFolder(workspace / "run").log_path(Slot("worker", 0), 0).read_text()
+def to_log(*frames: dict[str, Any]) -> list[str]:
+    """Return lines of the driver's log."""
+    return [f"{connection.FRAME_PREFIX}{json.dumps({'n': n, **frame})}\n" for n, frame in enumerate(frames, 1)]
 
 
-@pytest.mark.usefixtures("signals")
+def read_worker_log(workspace: Path) -> bytes:
+    return RunFolder(workspace / "run").log_path(Slot("worker", 0), 0).read_bytes()
+
+
 def test_upload_may_take_longer_than_lost_after(
     workspace: Path, fake_cluster: type[FakeCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fake_cluster, "submit_s", 1.0)
-    frames = [{"alive": True}, {"slot": "worker/0", "code": 0}, {"finished": True}]
-    fake_cluster.log += [
-        f"{connection.FRAME_PREFIX}{json.dumps({'n': n, **frame})}\n" for n, frame in enumerate(frames, 1)
-    ]
-    assert make_client(workspace).run() == 0
+    fake_cluster.log += to_log({"alive": True}, {"slot": "worker/0", "code": 0}, {"finished": True})
+    assert run_attempt(make_attempt(workspace)) == Exited(0)
     # Nothing is stored before the driver is running, and nothing after the connection is closed.
     assert (fake_cluster.calls[0], fake_cluster.calls[-1]) == ("submit", "acknowledge")
     count = len(fake_cluster.calls)
@@ -196,51 +195,77 @@ def test_upload_may_take_longer_than_lost_after(
     assert (workspace / "run" / "submissions").read_text() == ""
 
 
-@pytest.mark.usefixtures("signals")
 def test_rejected_job_leaves_no_secret_in_the_store(
     workspace: Path, fake_cluster: type[FakeCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fake_cluster, "is_failing", True)
-    assert make_client(workspace).run() == 255
+    assert run_attempt(make_attempt(workspace)) == Exited(255, "http://far: rejected the job", is_lost=True)
     assert fake_cluster.calls == ["submit"]
-    assert "stoker: http://far: rejected the job\n" in read_worker_log(workspace)
 
 
-@pytest.mark.usefixtures("signals")
 def test_request_is_sent_once_the_driver_is_running(
     workspace: Path, fake_cluster: type[FakeCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "EXIT_TIMEOUT_S", 0.2)
-    fake_cluster.log.append(f'{connection.FRAME_PREFIX}{{"n": 1, "alive": true}}\n')
-    ray_client = make_client(workspace)
-    thread = threading.Thread(target=ray_client.run)
-    thread.start()
+    """A driver that does not report its end may keep its slots running until it misses our heartbeats."""
+    monkeypatch.setattr(slots, "EXIT_TIMEOUT_S", 0.2)
+    fake_cluster.log += to_log({"alive": True})
+    attempt = make_attempt(workspace)
+    attempt.start()
     wait_until(lambda: fake_cluster.calls.count("heartbeat") >= 2)
     assert fake_cluster.calls[:3] == ["submit", "request", "heartbeat"]
     assert fake_cluster.calls.count("request") == 1
-    os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)
-    thread.join(60)
-    assert not thread.is_alive()
-    assert "stoker: the Ray driver did not report its end in time\n" in read_worker_log(workspace)
+    attempt.stop(1)
+    attempt.stop(2)
+    attempt.join(60)
+    state = attempt.states["worker/0"]
+    assert isinstance(state, Unreachable)
+    assert state.is_lost
+    assert state.reason == "the Ray driver did not report its end in time"
+    assert state.gone_by is not None
+    assert state.gone_by > time.monotonic() + 0.5
 
 
-@pytest.mark.usefixtures("signals")
 def test_stop_before_the_upload(workspace: Path, fake_cluster: type[FakeCluster]) -> None:
-    ray_client = make_client(workspace)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert ray_client.run() == -signal.SIGTERM
+    attempt = make_attempt(workspace)
+    attempt.stop(1)
+    assert run_attempt(attempt) == Exited(-signal.SIGTERM)
     assert fake_cluster.calls == []
 
 
-@pytest.mark.usefixtures("signals")
-def test_bug_of_the_client_is_reported_as_such(
+def test_bug_of_the_connection_is_reported_as_such(
     workspace: Path,
     fake_cluster: type[FakeCluster],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(fake_cluster, "submit", None)
-    assert make_client(workspace).run() == 255
-    assert "stoker: the Ray client failed: TypeError: " in read_worker_log(workspace)
-    assert "Traceback" in capsys.readouterr().err
+    state = run_attempt(make_attempt(workspace))
+    assert isinstance(state, Exited)
+    assert state.is_lost
+    assert "the connection to Ray failed: TypeError: " in state.reason
+    assert "Traceback" in capsys.readouterr().out
+
+
+def test_slots_are_pending_until_placement_is_reported(workspace: Path, fake_cluster: type[FakeCluster]) -> None:
+    attempt = make_attempt(workspace)
+    assert attempt.states["worker/0"] == Running(is_placed=False)
+    for frame, state in (
+        ({"pending": "no capacity"}, Running(is_placed=False, pending_reason="no capacity")),
+        ({"addresses": {"worker/0": "10.0.0.1"}}, Running()),
+    ):
+        fake_cluster.log[:] = to_log({"alive": True}, frame)
+        for line in fake_cluster.log:
+            attempt._last_frame = 0
+            attempt._process_line(line)
+        assert attempt.states["worker/0"] == state
+
+
+def test_log_is_a_copy_of_the_output_and_remarks_are_not_in_it(
+    workspace: Path, fake_cluster: type[FakeCluster], capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = {"slot": "worker/0", "data": b"\xff a line without an end".decode("latin-1")}
+    lost = {"slot": "worker/0", "code": 255, "error": "its Ray node was lost"}
+    fake_cluster.log += to_log({"alive": True}, {"pending": "no capacity"}, output, lost, {"finished": True})
+    assert run_attempt(make_attempt(workspace)) == Exited(255, "its Ray node was lost", is_lost=True)
+    assert read_worker_log(workspace) == b"\xff a line without an end"
+    assert "no capacity" in capsys.readouterr().out
