@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from stoker.core.processes import child_pids, read_env
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.launchers.supervise.supervisor import supervisor_pid
+from stoker.remote.guard import GUARD_NAME
 from tests.launchers.contract import DEAF, LauncherTests, is_ready, job_of
 from tests.launchers.test_local import processes_of
 from tests.support.attempts import OVERLAP, with_attempt_lock
@@ -41,15 +43,69 @@ def kill_supervisor(run: RunFolder) -> None:
     wait_until(lambda: supervisor_pid(run) is None)
 
 
+def guard_pid(run: RunFolder) -> int | None:
+    """The guard of the run's supervisor."""
+    for pid in child_pids(supervisor_pid(run) or 0):
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() == GUARD_NAME:
+                return pid
+    return None
+
+
 class TestLocalFaults(LauncherTests):
     ON = "local"
 
-    @pytest.mark.slow  # waits for processes that do not exit
-    @pytest.mark.xfail(strict=True, reason="if the supervisor is killed, only the first process of a slot gets SIGTERM")
     @pytest.mark.parametrize("script", SURVIVORS.values(), ids=SURVIVORS)
     def test_killed_supervisor_leaves_no_process(self, launcher: Any, script: str) -> None:
         run = self.start(launcher, job_of(script, grace=1))
         wait_until(lambda: is_ready(run))
+        kill_supervisor(run)
+        assert eventually(lambda: not processes_of(run), 15)
+
+    def test_killed_supervisor_leaves_the_grace_period(self, launcher: Any) -> None:
+        """A second SIGTERM, or one to its children, would interrupt a program that is writing a checkpoint."""
+        script = "trap 'echo term; sleep 0.5; echo saved; exit' TERM; echo ready; while :; do sleep 0.1; done"
+        run = self.start(launcher, job_of(script, grace=60))
+        wait_until(lambda: is_ready(run))
+        kill_supervisor(run)
+        wait_until(lambda: not processes_of(run))
+        assert run.log_path(Slot("worker", 0), 0).read_text() == "ready\nterm\nsaved\n"
+
+    def test_guard_spares_the_next_attempt(self, launcher: Any) -> None:
+        """The guard of a killed supervisor acts only when the run has been resumed, and then terminates nothing."""
+        run = self.start(launcher, job_of("echo ready; exec sleep 1000", grace=1))
+        wait_until(lambda: is_ready(run))
+        guard = guard_pid(run)
+        assert guard
+        os.kill(guard, signal.SIGSTOP)
+        kill_supervisor(run)
+        launcher.restart(run)
+        wait_until(lambda: is_ready(run, 1))
+        running = processes_of(run)
+        os.kill(guard, signal.SIGCONT)
+        wait_until(lambda: not read_env(guard))
+        assert processes_of(run) == running
+        assert launcher.status(run.handle).state is JobState.RUNNING
+
+    def test_resumed_run_has_no_process_of_the_last_attempt(self, launcher: Any) -> None:
+        """The run is resumed while the guard of its killed supervisor terminates what ignores SIGTERM."""
+        run = self.start(launcher, job_of(SURVIVORS["ignoring SIGTERM"], grace=1))
+        wait_until(lambda: is_ready(run))
+        previous = set(processes_of(run))
+        kill_supervisor(run)
+        launcher.restart(run)
+        wait_until(lambda: is_ready(run, 1))
+        assert not previous & set(processes_of(run))
+        assert launcher.status(run.handle).state is JobState.RUNNING
+
+    def test_killed_guard_is_replaced(self, launcher: Any) -> None:
+        run = self.start(launcher, job_of(SURVIVORS["in its own session"], grace=1))
+        wait_until(lambda: is_ready(run))
+        guard = guard_pid(run)
+        assert guard
+        os.kill(guard, signal.SIGKILL)
+        wait_until(lambda: guard_pid(run) not in (guard, None))
+        assert launcher.status(run.handle).state is JobState.RUNNING
         kill_supervisor(run)
         assert eventually(lambda: not processes_of(run), 15)
 

@@ -59,7 +59,7 @@ class TestMpi(LauncherSuite):
 
     def ranks(self, run: RunFolder) -> list[int]:
         """The processes between mpirun and the programs, by rank."""
-        (slot,) = child_pids(supervisor_pid(run) or 0)
+        (slot,) = set(child_pids(supervisor_pid(run) or 0)) & set(find_processes_by_env({"STOKER_RUN": run.id}))
         (mpirun,) = child_pids(slot)
         return sorted(child_pids(mpirun))
 
@@ -129,7 +129,7 @@ class TestMpi(LauncherSuite):
     )
     def test_kill_of_any_process_leaves_none(self, launcher: Any, victim: str) -> None:
         run = self.start_ready(launcher, 2, script=f"trap '' TERM; {READY}", grace=1)
-        (slot,) = child_pids(supervisor_pid(run) or 0)
+        (slot,) = set(child_pids(supervisor_pid(run) or 0)) & set(find_processes_by_env({"STOKER_RUN": run.id}))
         (mpirun,) = child_pids(slot)
         os.kill({"slot": slot, "mpirun": mpirun, "rank": self.ranks(run)[1]}[victim], signal.SIGKILL)
         wait_until(lambda: launcher.status(run.handle).state.is_final)

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from stoker.remote.frames import ALIVE, ALIVE_INTERVAL_S, FAILED, FrameWriter, pack_frame
-from stoker.remote.slot_daemon import SlotDaemon, address_of, peer_uid, set_process_name
+from stoker.remote.guard import set_process_name
+from stoker.remote.slot_daemon import SlotDaemon, address_of, peer_uid
 from stoker.remote.slot_process import remove_folder
 from stoker.remote.tagged_processes import KILL_TIMEOUT_S, terminate_tagged
 

@@ -14,7 +14,6 @@ the daemon stops all slots, and starts no more. A detached run has no lease.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import selectors
 import signal
@@ -40,6 +39,7 @@ from stoker.remote.frames import (
     pack_frame,
     pack_json,
 )
+from stoker.remote.guard import Guard
 from stoker.remote.slot_process import DaemonSlot, remove_folder
 from stoker.remote.tagged_processes import Termination, format_survivors, list_tagged, signal_tagged, terminate_tagged
 
@@ -57,8 +57,6 @@ DAEMON_GONE = "the slot daemon was killed, or the host was rebooted"
 LEASE_EXPIRED = "slot stopped: no client was connected"
 NO_SLOT_CODE = 255
 """Exit code of a command for a slot that is not here."""
-_DONE = b"d"
-_PR_SET_NAME = 15
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """Not set by anyone, and also counts while the machine sleeps."""
 
@@ -97,7 +95,7 @@ class SlotDaemon:
         self._is_expired = False
         self._turn, self._pause_s = 0, POLL_S
         self._selector = selectors.DefaultSelector()
-        self._guard = _Guard(self._tags, self._grace_s, listener)
+        self._guard = Guard(self._tags, self._grace_s, closed_fds=[] if listener is None else [listener.fileno()])
         self._exit_at = _now() + FIRST_CLIENT_S
         if client is not None:
             self._serve(client)
@@ -442,46 +440,6 @@ def _exit_frame(slot: DaemonSlot) -> bytes:
     if slot.is_lost:
         return pack_frame(GONE, LEASE_EXPIRED.encode(), slot.name)
     return pack_json(EXIT, slot.record, slot.name)
-
-
-def set_process_name(name: str) -> None:
-    """Set the name of this process in `ps` and `top`, of at most 15 characters."""
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
-
-
-class _Guard:
-    """The guard process, as its daemon sees it."""
-
-    def __init__(self, tags: dict[str, str], grace_s: float, listener: socket.socket | None) -> None:
-        """Fork the guard, which holds the lock of the daemon until no process of the run is left."""
-        read_fd, self._write_fd = os.pipe()
-        self._pid = os.fork()
-        if self._pid:
-            os.close(read_fd)
-            return
-        try:
-            os.close(self._write_fd)
-            set_process_name("stoker-guard")
-            os.setsid()  # a signal to the process group of the daemon must not reach both
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN)
-            if listener is not None:
-                listener.close()
-            if os.read(read_fd, 1) != _DONE:
-                terminate_tagged(tags, grace_s)
-        finally:
-            os._exit(0)
-
-    def has_exited(self) -> bool:
-        """Whether it was killed."""
-        with contextlib.suppress(ChildProcessError):
-            return os.waitpid(self._pid, os.WNOHANG)[0] != 0
-        return True
-
-    def dismiss(self) -> None:
-        """Let it exit: no process of the run is left."""
-        os.write(self._write_fd, _DONE)
-        os.waitpid(self._pid, 0)
 
 
 # --- The address

@@ -38,7 +38,7 @@ module.main()
 """
 _REMOTE_MODULES = tuple(
     f"stoker.remote.{name}"
-    for name in ("tagged_processes", "frames", "slot_process", "slot_daemon", "attach_session", "host_probe")
+    for name in ("tagged_processes", "guard", "frames", "slot_process", "slot_daemon", "attach_session", "host_probe")
 )
 NO_PYTHON_CODE, OLD_PYTHON_CODE = 127, 125
 # -I and -S: starts faster, and no module of the user shadows one of the standard library.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 
 from stoker.core.processes import (
@@ -25,6 +25,7 @@ from stoker.jobs.status import signal_from_exit_code
 from stoker.jobs.topology import Command, Slot
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.supervise.slot_handle import Exited, Running, SlotBackend, SlotHandle, StackRequest
+from stoker.remote.guard import Guard
 from stoker.remote.profiler import machine_oom_kills
 
 LEFTOVER_GRACE_S = 5.0
@@ -75,9 +76,11 @@ class TaggedSlot:
 class LocalSlot(TaggedSlot):
     """A slot that is a process which we have started."""
 
-    def __init__(self, run: RunFolder, slot: Slot, process: Process, oom: OomMonitor) -> None:
+    def __init__(
+        self, run: RunFolder, slot: Slot, process: Process, oom: OomMonitor, keep_guard: Callable[[], None]
+    ) -> None:
         super().__init__(run, slot, leader=process.pid)
-        self.process, self._oom = process, oom
+        self.process, self._oom, self._keep_guard = process, oom, keep_guard
         self._exit: Exited | None = None
 
     def poll(self) -> Running | Exited:
@@ -85,6 +88,8 @@ class LocalSlot(TaggedSlot):
         self._oom.sample()
         if self._exit is None and (code := self.process.poll()) is not None:
             self._exit = Exited(normalize_exit_code(code), out_of_memory=self._oom.has_recent_kills())
+        if self._exit is None:
+            self._keep_guard()
         return self._exit or Running(pid=self.process.pid)
 
     def terminate(self, *, force: bool = False) -> None:
@@ -96,7 +101,11 @@ class LocalSlot(TaggedSlot):
 
 
 class LocalBackend:
-    """Backend for processes of this machine; each writes its own log, so that no output is lost with the supervisor."""
+    """Backend for processes of this machine; each writes its own log, so that no output is lost with the supervisor.
+
+    During an attempt, a guard terminates all its processes if the supervisor is killed. A variable in their environment
+    identifies the supervisor, so that the guard spares those of the next one, which may start at the same time.
+    """
 
     report_delay_s = 0.0
     is_detached = False
@@ -104,7 +113,10 @@ class LocalBackend:
     def __init__(self, run: RunFolder, plan: LocalPlan) -> None:
         self._run, self._plan = run, plan
         self._keeps_port = bool(run.job.port)
+        self._grace_s = float(run.job.grace)
         self._oom = OomMonitor()
+        self._tags = {"STOKER_RUN": run.id, "STOKER_SUPERVISOR": f"{os.getpid()}-{time.time_ns():x}"}
+        self._guard: Guard | None = None
         self._commands: Mapping[Slot, Command] = {}
         self._env: dict[str, str] = {}
         self._attempt = 0
@@ -123,12 +135,13 @@ class LocalBackend:
     def _start_all(self, attempt: int, commands: Mapping[Slot, Command], env: Mapping[str, str] | None = None) -> None:
         self._attempt, self._commands, self._slots = attempt, commands, {}
         self._env = {
-            "STOKER_RUN": self._run.id,
+            **self._tags,
             "STOKER_ATTEMPT": str(attempt),
             "STOKER_CHECKPOINT_DIR": str(self._run.folder / "checkpoints"),
             **(env or {}),
         }
         try:
+            self._keep_guard()
             for slot in commands:
                 self._slots[slot] = self._start(slot)
         except BaseException:
@@ -141,7 +154,18 @@ class LocalBackend:
         env = {**inherited, **self._env, **command.env}
         with open(self._run.log_path(slot, self._attempt), "ab", buffering=0) as log:
             process = start(command.argv, env=env, cwd=command.cwd, stdout=log, stderr=log, terminate_with_parent=True)
-        return LocalSlot(self._run, slot, process, self._oom)
+        if self._guard is not None:
+            self._guard.add_leader(process.pid)
+        return LocalSlot(self._run, slot, process, self._oom, self._keep_guard)
+
+    def _keep_guard(self) -> None:
+        """Fork the guard if there is none yet, or if it was killed."""
+        if self._guard is None or self._guard.has_exited():
+            self._dismiss_guard()
+            open_fds = [int(name) for name in os.listdir("/proc/self/fd")]
+            self._guard = Guard(self._tags, self._grace_s, closed_fds=open_fds)
+            for slot in self._slots.values():
+                self._guard.add_leader(slot.process.pid)
 
     def restart_slot(self, slot: Slot) -> SlotHandle:
         """Start a slot again while the others keep running; its leftover processes are stopped first."""
@@ -156,7 +180,13 @@ class LocalBackend:
         for slot in self._slots.values():
             slot.process.stop(max(0.0, deadline - time.monotonic()))
         stop_leftovers(self._run, max(0.0, deadline - time.monotonic()))
+        self._dismiss_guard()
         kill_children()
+
+    def _dismiss_guard(self) -> None:
+        if self._guard is not None:
+            self._guard.dismiss()
+            self._guard = None
 
 
 def open_local_backend(run: RunFolder) -> SlotBackend:
