@@ -51,6 +51,7 @@ RUN_FILES = (
     RunFile("clean.<attempt>", "exists once nothing of a detached attempt is left on any host", "ssh"),
     RunFile("working.zip", "the uploaded working directory", "ray"),
     RunFile("logs/ray.<attempt>.log", "Ray's own output", "ray"),
+    RunFile("places.json", "the address of the node of each slot", "ray"),
     RunFile("submissions", "the Ray jobs that may still be running", "ray"),
     RunFile("ray-folder", "the temporary directory of the run's own Ray, while it is running", "ray"),
     RunFile("ray-<run>/", "the Ray nodes of a run with `ray.hosts`: a run folder of their own", "ray"),

@@ -160,7 +160,7 @@ def test_plan_shows_what_is_started_where(net: Network, workspace: Path, capsys:
     assert sections == [("node/0", "node1"), ("node/1", "node2"), ("worker/0", "node1"), ("worker/1", "node2")]
     assert f"--node-ip-address={net['node2'].address}" in out
     assert "head on node1, workers on node2" in err
-    assert not ray_processes(net)
+    assert eventually(lambda: not ray_processes(net))
 
 
 def test_all_issues_of_all_hosts_are_reported_at_once(
@@ -237,7 +237,7 @@ def test_cluster_is_gone_after_a_kill(victim: str, net: Network, workspace: Path
         else:
             process.kill()
         wait_until(lambda: not slot_processes(run) and not ray_processes(net), 60)
-    assert eventually(lambda: not host_processes(net.hosts, "slot_daemon.py"))
+    assert eventually(lambda: not host_processes(net.hosts, "SlotDaemon"))
 
 
 @pytest.mark.slow
@@ -250,7 +250,7 @@ def test_killed_node_ends_the_attempt_and_a_retry_starts_a_new_cluster(net: Netw
         assert process.wait(200) == 0, (workspace / "output").read_text()
     first, _ = run.read_status().attempts
     assert "Ray on node1 exited" in first.cause
-    assert not ray_processes(net)
+    assert eventually(lambda: not ray_processes(net))
 
 
 def test_plan_round_trips() -> None:

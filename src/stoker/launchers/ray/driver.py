@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import struct
@@ -46,14 +47,21 @@ NODE_FAILURE_S = 8.0
 PORT_RANGE = range(20000, 32000)
 OBJECT_STORE_BYTES = 256 * 2**20
 _SIOCGIFADDR = 0x8915
-# Ray would kill a child of the actor together with the actor; a daemon sees the actor's end and stops the slot.
-# The daemon's directory comes first: it has the modules that the daemon imports, whatever is installed on the node.
+SLOT_ID = "slot"
+"""The name of the slot in its own slot daemon."""
+# Set by Ray for its own workers; user programs should not inherit them.
+_RAY_VARIABLES = ("PYTHONBREAKPOINT", "RAY_JOB_STOP_WAIT_TIME_S", "RAY_worker_niceness")
+# Ray would kill a child of the actor together with the actor; a daemon sees the actor's end and stops the slot. Its
+# directory comes first, with the modules that it imports, whatever is installed on the node.
 _DAEMONIZE = """
-import os, runpy, sys
+import json, os, shutil, sys
 if os.fork(): os._exit(0)
 os.setsid()
-sys.path.insert(0, os.path.dirname(sys.argv[1]))
-runpy.run_path(sys.argv[1], run_name="__main__")
+sys.path.insert(0, sys.argv[1])
+from stoker.remote.frames import Connection
+from stoker.remote.slot_daemon import SlotDaemon
+shutil.rmtree(os.path.join(sys.argv[1], "stoker"))
+SlotDaemon(json.loads(sys.argv[2]), client=Connection(0, 1)).run()
 """
 
 
@@ -188,8 +196,8 @@ class SlotActor:
     def __init__(self, daemon_files: dict[str, str]) -> None:
         self._daemon_files = daemon_files
         self._folder = ""
-        self._daemon: subprocess.Popen[str] | None = None
-        self._cleanup_request: dict[str, Any] = {}
+        self._request: dict[str, Any] = {}
+        self._daemon: subprocess.Popen[bytes] | None = None
         self._result: dict[str, Any] | None = None
 
     def inspect_node(self) -> dict[str, Any]:
@@ -208,35 +216,47 @@ class SlotActor:
 
     def start(self, request: dict[str, Any]) -> None:
         """Start the slot."""
-        self._folder = tempfile.mkdtemp(prefix="stoker-slot-")
+        self._folder, self._request = tempfile.mkdtemp(prefix="stoker-slot-"), request
+        self._start_daemon()
+        self.send({**request, "op": "start", "key": "", "log_size": 0, "is_standby": False})
+        threading.Thread(target=self._wait_for_result, daemon=True).start()
+
+    def _start_daemon(self) -> None:
         for name, text in self._daemon_files.items():
             path = Path(self._folder, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        self._cleanup_request = {"tags": request["tags"], "grace_s": request["grace_s"]}
-        self._start_daemon(request)
-        threading.Thread(target=self._wait_for_result, daemon=True).start()
-
-    def _start_daemon(self, request: dict[str, Any]) -> None:
+        attach = {
+            "op": "attach",
+            "folder": self._folder,
+            "tags": self._request["tags"],
+            "grace_s": self._request["grace_s"],
+            "lost_after_s": 0.0,  # the lease ends with the pipe
+            "slots": {},
+            "starting": [],
+        }
+        # Without the variables by which a cluster that was started for the run finds its own processes: the daemon
+        # must outlive them to stop its slot.
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("STOKER_") and name not in _RAY_VARIABLES
+        }
         self._daemon = subprocess.Popen(
-            [sys.executable, "-c", _DAEMONIZE, os.path.join(self._folder, "slot_daemon.py")],
+            [sys.executable, "-IS", "-c", _DAEMONIZE, self._folder, json.dumps(attach)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             start_new_session=True,
-            # Without the variables by which a cluster that was started for the run finds its own processes: the daemon
-            # must outlive them to stop its slot.
-            env={name: value for name, value in os.environ.items() if not name.startswith("STOKER_")},
+            env=env,
         )
         self._daemon.wait()  # only for the process that forks; the daemon itself is no child of ours
-        self.send(request)
 
     def send(self, request: dict[str, Any]) -> None:
-        """Send a request to the slot daemon; one that is gone has reported its result."""
+        """Send a request about the slot to its daemon; one that is gone has reported its result."""
         assert self._daemon is not None
         assert self._daemon.stdin is not None
         with contextlib.suppress(OSError):
-            self._daemon.stdin.write(json.dumps(request) + "\n")
+            self._daemon.stdin.write(json.dumps({**request, "slot": SLOT_ID}).encode() + b"\n")
             self._daemon.stdin.flush()
 
     def read(self, offset: int) -> dict[str, Any]:
@@ -252,32 +272,57 @@ class SlotActor:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Close the slot daemon's standard input, so that it exits and removes the output."""
+        """Acknowledge the result, so that the slot daemon exits, and remove the output, also of a killed daemon."""
+        self.send({"op": "acknowledge"})
+        self._close_pipes()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _close_pipes(self) -> None:
         assert self._daemon is not None
-        assert self._daemon.stdin is not None
-        with contextlib.suppress(OSError):
-            self._daemon.stdin.close()
+        for pipe in (self._daemon.stdin, self._daemon.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
 
     def _read_output(self, offset: int) -> bytes:
         try:
-            with open(os.path.join(self._folder, "output"), "rb") as file:
+            with open(os.path.join(self._folder, SLOT_ID, "log"), "rb") as file:
                 file.seek(offset)
                 return file.read(READ_BYTES)
         except OSError:
             return b""
 
     def _wait_for_result(self) -> None:
-        line = self._read_line()
-        if not line:  # a second daemon stops the slot's leftover processes before the loss is reported
+        result = self._read_result()
+        if result is None:  # another daemon stops the slot's leftover processes before the loss is reported
             with contextlib.suppress(OSError):
-                self._start_daemon(self._cleanup_request)
-                self._read_line()
-        self._result = json.loads(line) if line else {"lost": "its slot daemon on the Ray node was killed"}
+                self._close_pipes()
+                self._start_daemon()
+                self.send({"op": "close"})
+                self._read_result()
+        self._result = result or {"lost": "its slot daemon on the Ray node was killed"}
 
-    def _read_line(self) -> str:
+    def _read_result(self) -> dict[str, Any] | None:
+        """Return the result that the daemon reports; None if it exits first. The output is read from its file."""
         assert self._daemon is not None
         assert self._daemon.stdout is not None
-        return self._daemon.stdout.readline()
+        read, header = self._daemon.stdout.read, struct.Struct(">cBI")  # as packed by remote/frames.py
+        while len(fields := read(header.size)) == header.size:
+            kind, name_size, size = header.unpack(fields)
+            payload = read(name_size + size)[name_size:]
+            if kind == b"g":
+                return {"lost": payload.decode(errors="replace")}
+            if kind == b"x":
+                return self._to_result(json.loads(payload))
+        return None
+
+    def _to_result(self, record: dict[str, Any]) -> dict[str, Any]:
+        if "start_error" not in record:
+            return record
+        what = f"cannot start {self._request['argv'][0]!r}"
+        if record["filename"] == self._request["cwd"]:
+            what = f"cannot change to the working directory {record['filename']}"
+        return {"error": f"{what}: {record['start_error']}"}
 
 
 def _interfaces() -> list[tuple[str, str]]:
@@ -393,6 +438,7 @@ class Driver:
             # Without a known interface, the variable must not be set at all.
             "env": {key: value for key, value in env.items() if value or command["env"][key] != INTERFACE},
             "cwd": _fill_in(command["cwd"] or node["workdir"], values),
+            "name": name,
             "tags": {**self._request["tags"], "STOKER_SLOT": name},
             "grace_s": self._request["grace_s"],
         }
@@ -427,22 +473,21 @@ class Driver:
             self._out.write(slot=name, data=data.decode("latin-1"))
         if "code" in response:
             self._codes[name] = response["code"]
-            self._out.write(slot=name, code=response["code"])
-            self._actors[name].close.remote()
-            return False
-        if "error" in response:
+            self._out.write(slot=name, code=response["code"], oom=response["oom"], survivors=response["survivors"])
+        elif "error" in response:
             self._report_error(name, REJECTED_EXIT_CODE, response["error"])
-            return False
-        if "lost" in response:
+        elif "lost" in response:
             self._report_lost(name, response["lost"])
-            return False
-        return True
+        else:
+            return True
+        self._actors[name].close.remote()
+        return False
 
     def _apply_control(self) -> None:
         """Apply new requests: dump stacks; stop with the grace period first, then kill."""
         for name, pids in self._control.take_stack_request().items():
             for pid in pids:
-                self._send(name, {"op": "signal", "pid": pid, "number": int(signal.SIGUSR1)})
+                self._send(name, {"op": "signal", "name": name, "pid": pid, "number": int(signal.SIGUSR1)})
         requests = self._control.stop_requests
         if time.monotonic() > self._deadline:
             requests = 2
@@ -450,7 +495,7 @@ class Driver:
             self._stop_requests += 1
             self._deadline = time.monotonic() + (self._request["grace_s"] if self._stop_requests == 1 else 0)
             for name in self._slots:
-                self._send(name, {"op": "stop"})
+                self._send(name, {"op": "stop", "level": self._stop_requests})
 
     def _send(self, name: str, request: dict[str, Any]) -> None:
         if name not in self._codes:

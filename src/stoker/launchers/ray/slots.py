@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.resources import files
 from typing import Any
 
 import msgspec
@@ -32,15 +31,18 @@ from stoker.launchers.ray.connection import (
 )
 from stoker.launchers.ray.host_cluster import HostCluster
 from stoker.launchers.ray.plan import RayPlan, read_ray_plan
+from stoker.launchers.ssh.client import module_source
 from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE, TAIL_BYTES
 from stoker.launchers.supervise.process_group import normalize_exit_code, stop_leftovers
 from stoker.launchers.supervise.slot_handle import Exited, Running, SlotHandle, SlotState, StackRequest, Unreachable
 from stoker.launchers.supervise.status_writer import log_remark
+from stoker.remote.tagged_processes import format_survivors
 from stoker.telemetry.reader import read_log
 
 GONE_MARGIN_S = 10.0
 """How much later than after its grace period a slot without a driver is surely gone: Ray must notice it first."""
 CLOSE_TIMEOUT_S = 60.0
+DAEMON_MODULES = ("tagged_processes", "frames", "slot_process", "slot_daemon")
 
 
 class RaySlot:
@@ -249,7 +251,11 @@ class RayAttempt:
             error = frame.get("error", "")
             # A program may exit with this code too, but without our error.
             is_lost = bool(error) and frame["code"] == LOST_EXIT_CODE
-            self.states[name] = Exited(normalize_exit_code(frame["code"]), error, is_lost=is_lost)
+            code = normalize_exit_code(frame["code"])
+            is_oom = bool(code and frame.get("oom"))
+            self.states[name] = Exited(code, error, is_lost=is_lost, out_of_memory=is_oom)
+            if survivors := frame.get("survivors"):
+                log_remark(f"cannot kill {format_survivors(survivors)} of {name}")
 
     # --- States
 
@@ -330,9 +336,7 @@ class RayAttempt:
 
 def read_daemon_files() -> dict[str, str]:
     """Return the slot daemon and what it imports, by their paths in the directory that it runs in."""
-    return {
-        "slot_daemon.py": files("stoker.launchers.ray").joinpath("slot_daemon.py").read_text(),
-        "stoker/__init__.py": "",
-        "stoker/remote/__init__.py": "",
-        "stoker/remote/tagged_processes.py": files("stoker.remote").joinpath("tagged_processes.py").read_text(),
-    }
+    modules = {f"stoker.remote.{name}": module_source(f"stoker.remote.{name}") for name in DAEMON_MODULES}
+    sources = {"stoker": "", "stoker.remote": ""}
+    packages = {f"{name.replace('.', '/')}/__init__.py": text for name, text in sources.items()}
+    return {**packages, **{f"{name.replace('.', '/')}.py": text for name, text in modules.items()}}
