@@ -1,0 +1,34 @@
+"""Places of a drill on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.support.drill.faults import Fault, find_modules, find_programs, find_torchrun
+from tests.support.drill.place import Place
+
+
+class LocalPlace(Place):
+    """Processes of this machine under one torchrun."""
+
+    def job_keys(self, folder: Path) -> dict[str, Any]:
+        return {"workers": 1, "processes_per_worker": 2}
+
+    def faults(self) -> Sequence[Fault]:
+        return [*self.common_faults(), Fault("torchrun", self.one_of(find_torchrun), 3)]
+
+
+class MpiPlace(Place):
+    """Processes of this machine under mpirun, whose pipes are lost with it."""
+
+    def job_keys(self, folder: Path) -> dict[str, Any]:
+        return {"topology": "mpi"}
+
+    def faults(self) -> Sequence[Fault]:
+        mpirun = Fault("mpirun", self.one_of(partial(find_programs, name="mpirun")), 3, cuts_logs=True)
+        wrapper = Fault("rank wrapper", self.one_of(partial(find_modules, name="mpi_rank")), 2, cuts_logs=True)
+        slot = Fault("mpirun slot", self.one_of(partial(find_modules, name="mpirun_slot")), 2, cuts_logs=True)
+        return [*self.common_faults(), mpirun, wrapper, slot]
