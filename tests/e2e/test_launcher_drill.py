@@ -22,9 +22,9 @@ from tests.support.drill.places import open_places
 from tests.support.drill.training import train_reference
 from tests.support.ssh_runs import machine
 
-SEEDS = {"local": 8, "mpi": 4, "ssh": 6, "ssh-mpi": 2}
+SEEDS = {"local": 8, "mpi": 4, "ssh": 6, "ssh-mpi": 2, "slurm": 5, "ray": 2}
 """How many jobs run on each launcher."""
-FAULTS = {"local": 10, "mpi": 8, "ssh": 10, "ssh-mpi": 8}
+FAULTS = {"local": 10, "mpi": 8, "ssh": 10, "ssh-mpi": 8, "slurm": 3, "ray": 8}
 """How many faults hit each of these jobs."""
 MIN_FAULTS = 200
 SAMPLE = ("local", 0, 2)

@@ -15,7 +15,6 @@ from typing import Any
 from stoker.core.processes import find_processes_by_env
 from stoker.jobs.run_folder import RunFolder
 from tests.support.hosts import Network
-from tests.support.open_files import processes_with_open_file
 from tests.support.waiting import wait_until
 
 COUNT_UNTIL = "echo ready; i=0; while ! test -e {go}; do echo $i; i=$((i+1)); sleep 0.05; done; printf over"
@@ -89,8 +88,12 @@ def local_processes(run: RunFolder, module: str) -> list[int]:
 
 
 def supervisors(run: RunFolder) -> list[int]:
-    """The supervisor of a run, by its lock: its process id in the lock is that of its own namespace."""
-    return processes_with_open_file(run.folder / "lock")
+    """The supervisor of a run, which holds its lock: the process id in the lock is that of its own namespace."""
+    with suppress(FileNotFoundError):
+        inode = (run.folder / "lock").stat().st_ino
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        return [int(lock[4]) for lock in locks if lock[3] == "WRITE" and lock[5].endswith(f":{inode}")]
+    return []
 
 
 def slot_daemons(run: RunFolder) -> list[int]:

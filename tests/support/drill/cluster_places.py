@@ -9,23 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stoker.launchers.slurm.launcher import SlurmLauncher
-
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import JobStatus
+from stoker.launchers.slurm.launcher import SlurmLauncher
 from tests.support.drill.faults import (
     Fault,
     find_programs,
     find_ranks,
-    find_supervisors,
     find_torchrun,
-    kill,
     killer,
     tagged_commands,
 )
 from tests.support.drill.place import Place
 from tests.support.ray import RayTestCluster
 from tests.support.slurm import NODES, SlurmTestCluster
+from tests.support.ssh_runs import supervisors
 from tests.support.waiting import wait_until
 
 OUTAGE_S = 10
@@ -62,11 +60,10 @@ class RayPlace(Place):
                 return []
 
     def everything(self, run: RunFolder) -> bool:
-        supervisors = find_supervisors(run)
+        watching = supervisors(run)
         parts = [pid for part in ("driver", "actor", "slot daemon", "guard") for pid in self.find(part, run)]
-        pids = [*supervisors, *parts, *(pid for pid, _ in tagged_commands(run))]
-        self.draw.shuffle(pids)
-        return bool(supervisors) and kill(pids)
+        slots = [pid for pid, _ in tagged_commands(run)]
+        return bool(watching) and self.kill_shuffled([*watching, *parts, *slots])
 
     def lose_node(self, run: RunFolder) -> bool:
         node = self.cluster.nodes[1]

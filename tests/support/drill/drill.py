@@ -20,7 +20,7 @@ from tests.support.waiting import wait_until
 
 HIT_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 180.0
-EARLY = 0.25
+EARLY = 0.5
 """How often a fault does not wait until the ranks train again after the last one."""
 MAX_RETRIES = 2
 """Faults that end an attempt before the supervisor is killed: its pauses between attempts become longer."""
@@ -41,7 +41,7 @@ class Drill:
         """Run the job to its end with this many faults, and check everything."""
         run = self.start(write_drill_job(self.folder, reference / "shards", **self.place.job_keys(self.folder)))
         begun = -1
-        for fault in self.draw_faults(faults):
+        for fault in list(self.draw_faults(faults)):
             self.wait_for_moment(run, fault, begun)
             begun = self.newest("lock") if fault.ends_attempt else begun
             self.inject(run, fault)

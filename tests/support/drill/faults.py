@@ -11,7 +11,6 @@ from pathlib import Path
 
 from stoker.core.processes import find_processes_by_env
 from stoker.jobs.run_folder import RunFolder
-from tests.support.ssh_runs import local_processes
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,3 @@ def find_programs(run: RunFolder, name: str) -> list[int]:
 def find_modules(run: RunFolder, name: str) -> list[int]:
     """The Python processes of the slots that execute a module or file."""
     return [pid for pid, argv in tagged_commands(run) if any(name in word for word in argv[1:4])]
-
-
-def find_supervisors(run: RunFolder) -> list[int]:
-    return local_processes(run, "stoker.launchers.supervise.supervisor")

@@ -9,8 +9,8 @@ from typing import Any
 
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import JobStatus
-from tests.support.drill.faults import Fault, find_ranks, find_supervisors, kill, killer, tagged_commands
-from tests.support.ssh_runs import Machine
+from tests.support.drill.faults import Fault, find_ranks, kill, killer, tagged_commands
+from tests.support.ssh_runs import Machine, supervisors
 
 Find = Callable[[RunFolder], list[int]]
 
@@ -52,15 +52,18 @@ class Place:
 
     def everything(self, run: RunFolder) -> bool:
         """Kill the supervisor and all processes of slots, in any order, while there is a supervisor."""
-        supervisors = find_supervisors(run)
-        pids = [*supervisors, *(pid for pid, _ in tagged_commands(run))]
+        watching = supervisors(run)
+        return bool(watching) and self.kill_shuffled([*watching, *(pid for pid, _ in tagged_commands(run))])
+
+    def kill_shuffled(self, pids: list[int]) -> bool:
+        """Kill processes in any order."""
         self.draw.shuffle(pids)
-        return bool(supervisors) and kill(pids)
+        return kill(pids)
 
     def common_faults(self) -> list[Fault]:
         return [
             Fault("rank", self.one_of(find_ranks), 4),
             Fault("all ranks", killer(find_ranks), 2),
-            Fault("supervisor", killer(find_supervisors), 3, ends_supervisor=True, cuts_logs=self.on != "local"),
+            Fault("supervisor", killer(supervisors), 3, ends_supervisor=True, cuts_logs=self.on != "local"),
             Fault("everything at once", self.everything, 2, ends_supervisor=True, cuts_logs=True),
         ]

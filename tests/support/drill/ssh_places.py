@@ -15,14 +15,12 @@ from tests.support.drill.faults import (
     Fault,
     find_programs,
     find_ranks,
-    find_supervisors,
     find_torchrun,
-    kill,
     killer,
     tagged_commands,
 )
 from tests.support.drill.place import Place
-from tests.support.hosts import Network
+from tests.support.hosts import Host, Network
 from tests.support.ssh_runs import (
     Machine,
     attach_sessions,
@@ -31,6 +29,7 @@ from tests.support.ssh_runs import (
     slot_daemons,
     slot_processes,
     ssh_section,
+    supervisors,
 )
 from tests.support.waiting import wait_until
 
@@ -53,7 +52,8 @@ class SshPlace(Place):
         super().__init__(draw)
         self.net = net
         self.detach = draw.random() < 0.3
-        self.lost_after_s = draw.choice([LOST_AFTER_S, OUTAGE_S + 20])
+        # Slots of a detached run have no lease: on a host that is cut off for good, they would run forever.
+        self.lost_after_s = OUTAGE_S + 20 if self.detach else draw.choice([LOST_AFTER_S, OUTAGE_S + 20])
         self.may_lose_more_attempts = self.lost_after_s < OUTAGE_S
 
     def resume(self, run: RunFolder, launching: Machine) -> None:
@@ -79,7 +79,7 @@ class SshPlace(Place):
             Fault("slot daemon", self.one_of(slot_daemons), 2, cuts_logs=True),
             Fault("guard", self.one_of(guards), 2, cuts_logs=True),
         ]
-        ours = Fault("all but the slots", self.all_of_ours, 2, ends_supervisor=True, cuts_logs=True)
+        ours = Fault("all but the slots", self.all_but_the_slots, 2, ends_supervisor=True, cuts_logs=True)
         reboot = Fault("host rebooted", self.reboot, 1, cuts_logs=True)
         return [*self.common_faults(), *self.program_faults(), *connection, *daemons, self.outage(), ours, reboot]
 
@@ -90,30 +90,29 @@ class SshPlace(Place):
         faults = super().common_faults()
         if not self.detach:
             return faults
-        reattach = Fault("supervisor", killer(find_supervisors), 6, ends_attempt=False, ends_supervisor=True)
+        reattach = Fault("supervisor", killer(supervisors), 6, ends_attempt=False, ends_supervisor=True)
         return [reattach, *(fault for fault in faults if not fault.ends_supervisor)]
 
     def find_sessions(self, run: RunFolder) -> list[int]:
         return [pid for host in self.net.hosts for pid in host.sessions()] if attach_sessions(run) else []
 
     def everything(self, run: RunFolder) -> bool:
-        return self.kill_shuffled(run, [pid for pid, _ in tagged_commands(run)])
+        return bool(ours := self.find_ours(run)) and self.kill_shuffled(
+            [*ours, *(pid for pid, _ in tagged_commands(run))]
+        )
 
-    def all_of_ours(self, run: RunFolder) -> bool:
+    def all_but_the_slots(self, run: RunFolder) -> bool:
         """Kill all processes of Stoker and ssh at once; nothing but their death tells the slots to stop."""
-        is_hit = bool(find_ranks(run)) and self.kill_shuffled(run, [])
-        if is_hit and not self.detach:
+        is_hit = bool(find_ranks(run) and (ours := self.find_ours(run))) and self.kill_shuffled(ours)
+        if is_hit:
             wait_until(lambda: not find_ranks(run))
         return is_hit
 
-    def kill_shuffled(self, run: RunFolder, pids: list[int]) -> bool:
-        supervisors, daemons = find_supervisors(run), slot_daemons(run)
-        if not supervisors or not daemons:
-            return False
-        remote = [*daemons, *guards(run), *attach_sessions(run), *self.find_sessions(run)]
-        pids = [*pids, *supervisors, *find_ssh(run), *remote]
-        self.draw.shuffle(pids)
-        return kill(pids)
+    def find_ours(self, run: RunFolder) -> list[int]:
+        """All processes of Stoker and ssh, if the run has a supervisor and slot daemons."""
+        watching, daemons = supervisors(run), slot_daemons(run)
+        others = [*guards(run), *attach_sessions(run), *self.find_sessions(run), *find_ssh(run)]
+        return [*watching, *daemons, *others] if watching and daemons else []
 
     def outage(self) -> Fault:
         """A host without network: shorter than `lost_after`, which changes nothing, or until its slots have stopped."""
@@ -124,33 +123,32 @@ class SshPlace(Place):
         return Fault("cut off for good", self.cut_off_for_good, 2, cuts_logs=True, needs_training=True)
 
     def cut_off_for_a_while(self, run: RunFolder) -> bool:
-        host = self.draw.choice(self.net.hosts)
-        if not slot_processes(run, host.name):
-            return False
-        host.disconnect()
-        time.sleep(OUTAGE_S)
-        host.reconnect()
-        return True
+        if host := self.draw_host(run):
+            host.disconnect()
+            time.sleep(OUTAGE_S)
+            host.reconnect()
+        return host is not None
 
     def cut_off_for_good(self, run: RunFolder) -> bool:
-        host = self.draw.choice(self.net.hosts)
-        if not slot_processes(run, host.name):
-            return False
-        host.disconnect()
-        try:
-            wait_until(lambda: not slot_processes(run, host.name))
-            time.sleep(self.draw.uniform(0, 3))
-        finally:
-            host.reconnect()
-        return True
+        if host := self.draw_host(run):
+            host.disconnect()
+            try:
+                wait_until(lambda: not slot_processes(run, host.name))
+                time.sleep(self.draw.uniform(0, 3))
+            finally:
+                host.reconnect()
+        return host is not None
 
     def reboot(self, run: RunFolder) -> bool:
-        host = self.draw.choice(self.net.hosts)
-        if not slot_processes(run, host.name):
-            return False
-        host.down()
-        host.up()
-        return True
+        if host := self.draw_host(run):
+            host.down()
+            host.up()
+        return host is not None
+
+    def draw_host(self, run: RunFolder) -> Host | None:
+        """Draw a host, as soon as slots run on all of them."""
+        is_running = all(slot_processes(run, host.name) for host in self.net.hosts)
+        return self.draw.choice(self.net.hosts) if is_running else None
 
 
 class SshMpiPlace(SshPlace):
