@@ -29,6 +29,13 @@ from tests.support.waiting import wait_until
 OUTAGE_S = 10
 
 
+def _command_name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:  # it has just exited
+        return ""
+
+
 class RayPlace(Place):
     """A Ray cluster with two nodes, each with one worker."""
 
@@ -54,10 +61,9 @@ class RayPlace(Place):
                 return self.cluster.processes(".stoker/driver.py", f"gcs://stoker-{run.id}")
             case "actor":
                 return self.cluster.processes("ray::SlotActor")
-            case "slot daemon":
-                return []
             case _:
-                return []
+                pids = self.cluster.processes("stoker-slot-", "SlotDaemon")
+                return [pid for pid in pids if ("guard" in _command_name(pid)) == (part == "guard")]
 
     def everything(self, run: RunFolder) -> bool:
         watching = supervisors(run)
@@ -117,5 +123,6 @@ class SlurmPlace(Place):
         self.cluster.lose_node(NODES[1], run)
         wait_until(lambda: "PENDING" in self.cluster.run("squeue", "--noheader", "--format=%T"), 120)
         self.cluster.up(NODES[1])
+        wait_until(self.cluster.is_idle, 120)
         self.cluster.hasten(run)
         return True
