@@ -14,6 +14,7 @@ from stoker.jobs.status import JobStatus
 from stoker.launchers.slurm.launcher import SlurmLauncher
 from tests.support.drill.faults import (
     Fault,
+    command_name,
     find_programs,
     find_ranks,
     find_torchrun,
@@ -27,13 +28,6 @@ from tests.support.ssh_runs import supervisors
 from tests.support.waiting import wait_until
 
 OUTAGE_S = 10
-
-
-def _command_name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text()
-    except OSError:  # it has just exited
-        return ""
 
 
 class RayPlace(Place):
@@ -63,7 +57,7 @@ class RayPlace(Place):
                 return self.cluster.processes("ray::SlotActor")
             case _:
                 pids = self.cluster.processes("stoker-slot-", "SlotDaemon")
-                return [pid for pid in pids if ("guard" in _command_name(pid)) == (part == "guard")]
+                return [pid for pid in pids if ("guard" in command_name(pid)) == (part == "guard")]
 
     def everything(self, run: RunFolder) -> bool:
         watching = supervisors(run)

@@ -77,3 +77,11 @@ def find_programs(run: RunFolder, name: str) -> list[int]:
 def find_modules(run: RunFolder, name: str) -> list[int]:
     """The Python processes of the slots that execute a module or file."""
     return [pid for pid, argv in tagged_commands(run) if any(name in word for word in argv[1:4])]
+
+
+def command_name(pid: int) -> str:
+    """Return the name of a process; empty if it has just exited."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""

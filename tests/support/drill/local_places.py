@@ -7,11 +7,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.support.drill.faults import Fault, find_modules, find_programs, find_torchrun
+from stoker.core.processes import child_pids
+from stoker.jobs.run_folder import RunFolder
+from stoker.remote.guard import GUARD_NAME
+from tests.support.drill.faults import Fault, command_name, find_modules, find_programs, find_torchrun
 from tests.support.drill.place import Place
+from tests.support.ssh_runs import supervisors
 
 
-class LocalPlace(Place):
+def find_guards(run: RunFolder) -> list[int]:
+    """The guard, which stops the slots if their supervisor is killed."""
+    children = [pid for supervisor in supervisors(run) for pid in child_pids(supervisor)]
+    return [pid for pid in children if command_name(pid) == GUARD_NAME]
+
+
+class ThisMachinePlace(Place):
+    """Processes of this machine. A guard that is killed is replaced."""
+
+    def common_faults(self) -> list[Fault]:
+        return [*super().common_faults(), Fault("guard", self.one_of(find_guards), 2, ends_attempt=False)]
+
+
+class LocalPlace(ThisMachinePlace):
     """Processes of this machine under one torchrun."""
 
     def job_keys(self, folder: Path) -> dict[str, Any]:
@@ -21,7 +38,7 @@ class LocalPlace(Place):
         return [*self.common_faults(), Fault("torchrun", self.one_of(find_torchrun), 3)]
 
 
-class MpiPlace(Place):
+class MpiPlace(ThisMachinePlace):
     """Processes of this machine under mpirun, whose pipes are lost with it."""
 
     def job_keys(self, folder: Path) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def check_training(folder: Path, reference: Path) -> None:
 def check_logs(run: RunFolder, records: Path, *, cut_attempts: set[int]) -> int:
     """Assert that the logs have exactly the lines that the ranks wrote; return how many bytes that are.
 
-    The logs of `cut_attempts` may lack lines at their end: what was on its way was lost with a host or a pipe.
+    The logs of `cut_attempts` may lack bytes at their end: what was on its way was lost with a host or a pipe.
     """
     total = 0
     for path in sorted(records.glob("begun.*")):
@@ -79,6 +79,8 @@ def check_logs(run: RunFolder, records: Path, *, cut_attempts: set[int]) -> int:
         mark = f"drill-{rank} ".encode()
         lines = [line[line.index(mark) :] for line in logs.split(b"\n")[:-1] if mark in line]
         begun = path.read_bytes().split(b"\n")[:-1]
+        if attempt in cut_attempts and lines and begun[len(lines) - 1 : len(lines)] != lines[-1:]:
+            assert begun[len(lines) - 1].startswith(lines.pop()), f"attempt {attempt}, rank {rank}: the last line"
         done = (records / f"done.{attempt}.{rank}").stat().st_size
         assert lines == begun[: len(lines)], f"attempt {attempt}, rank {rank}: {first_difference(lines, begun)}"
         assert attempt in cut_attempts or len(lines) >= done, f"attempt {attempt}, rank {rank}: {len(lines)} of {done}"
