@@ -20,19 +20,15 @@ from stoker.jobs.spec.types import MAX_WORKERS_PER_HOST, RESERVED_ENV
 from stoker.jobs.topology_traits import TOPOLOGIES, list_traits
 
 if TYPE_CHECKING:
+    from stoker.jobs.spec.launcher_sections import KubernetesSpec, MpiSpec, RaySpec, SlurmSpec, SshSpec
     from stoker.jobs.spec.sections import (
         CacheSpec,
         CheckpointSpec,
         DataSpec,
         ElasticSpec,
         JobSpec,
-        KubernetesSpec,
-        MpiSpec,
         ProfileSpec,
         ProgramSpec,
-        RaySpec,
-        SlurmSpec,
-        SshSpec,
     )
 
 MIN_LOST_AFTER_S = 5

@@ -15,7 +15,8 @@ from stoker.core.type_hints import default_of, field_types, origin_of, union_mem
 from stoker.core.units import Bytes, Seconds
 from stoker.errors import Fault, InputError, NotFoundError, SpecError
 from stoker.jobs.overrides import SetKey, apply_overrides
-from stoker.jobs.spec.sections import JobSpec, Section
+from stoker.jobs.spec.launcher_sections import Section
+from stoker.jobs.spec.sections import JobSpec
 from stoker.jobs.topology_traits import TOPOLOGIES
 
 Check = Callable[[JobSpec], Iterable[Fault]]

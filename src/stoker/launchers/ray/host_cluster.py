@@ -58,7 +58,7 @@ class HostCluster:
         self._plan, self._run, self._attempt = plan, run, attempt
         self._nodes, self._ssh = node_run(run), plan.nodes
         self._slots: dict[Slot, SshSlot] = {}
-        self._forward: PortForward | None = None
+        self._forward: SshPortForward | None = None
         self.address = ""
         """URL of the dashboard, through the port forward."""
 
@@ -77,7 +77,7 @@ class HostCluster:
         self._slots = SshBackend(self._nodes).start_slots(self._attempt)
         head = plan.hosts[str(HEAD)]
         with open(self._nodes.logs / f"forward.{self._attempt}.log", "ab") as log:
-            self._forward = PortForward(plan.client, head, ports[head][DASHBOARD_PORT], log.fileno())
+            self._forward = SshPortForward(plan.client, head, ports[head][DASHBOARD_PORT], log.fileno())
         self.address = f"http://127.0.0.1:{self._forward.port}"
         self._wait_for_nodes(should_stop)
 
@@ -192,7 +192,7 @@ def _find_port(session: Session) -> int:
     raise UnavailableError(f"no free port from {PORT_RANGE.start} to {PORT_RANGE.stop - 1}", where=session.host)
 
 
-class PortForward:
+class SshPortForward:
     """Port forward to a host's loopback interface; starts `ssh` again when it exits, always with the same port."""
 
     def __init__(self, client: SshClient, host: str, remote_port: int, log_fd: int) -> None:

@@ -101,7 +101,7 @@ class ExecRouter:
             self._send_pending(connection)
 
     def _send_pending(self, connection: HostConnection) -> None:
-        """Tell a host which commands still have callers, once all callers are known."""
+        """Send a host the list of commands that still have callers, once all callers are known."""
         is_standby = any(target.connection is connection for target in self._standby.values())
         if is_standby and self._pending.keys() >= self._callers:
             ids = [exec_id for known in self._pending.values() for exec_id in known]

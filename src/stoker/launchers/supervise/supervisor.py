@@ -148,7 +148,7 @@ class Supervisor:
         self._status.update(attempts=(*self._previous_attempts, *self._attempts))
 
     def _announce_retry(self, attempt: Attempt) -> None:
-        """Tell why there will be another attempt: in the status, which `job logs` shows too, and in our own log."""
+        """Record why there will be another attempt: in the status, which `job logs` shows too, and in our own log."""
         self._record(msgspec.structs.replace(attempt, is_retried=True))
         log_remark(f"attempt {attempt.number} failed, retrying: {attempt.cause}")
         self._status.update(message=f"attempt {attempt.number} failed, retrying: {attempt.cause}")
