@@ -154,15 +154,7 @@ class TestLocalFaults(LauncherTests):
         assert len(status.attempts) == 2
         assert run.log_path(Slot("worker", 0), 1).read_bytes() == b"ran\n"
 
-    @pytest.mark.parametrize(
-        "exit_code",
-        [
-            0,
-            pytest.param(
-                7, marks=pytest.mark.xfail(strict=True, reason="the final status is not written while the disk is full")
-            ),
-        ],
-    )
+    @pytest.mark.parametrize("exit_code", [0, 7])
     def test_full_disk_of_the_run_folder_does_not_stop_the_job(
         self, launcher: Any, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

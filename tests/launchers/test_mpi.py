@@ -43,6 +43,12 @@ def mpi_job(command: str | None = None, **keys: Any) -> Any:
     return job_of(command, **{"topology": "mpi", "workers": 2, **keys})
 
 
+def slot_pid(run: RunFolder) -> int:
+    """The process of the slot that runs mpirun; the supervisor's other child is the guard."""
+    (pid,) = set(child_pids(supervisor_pid(run) or 0)) & set(find_processes_by_env({"STOKER_RUN": run.id}))
+    return pid
+
+
 class TestMpi(LauncherSuite):
     ON = "local"
     TOPOLOGY = "mpi"
@@ -59,7 +65,7 @@ class TestMpi(LauncherSuite):
 
     def ranks(self, run: RunFolder) -> list[int]:
         """The processes between mpirun and the programs, by rank."""
-        (slot,) = set(child_pids(supervisor_pid(run) or 0)) & set(find_processes_by_env({"STOKER_RUN": run.id}))
+        slot = slot_pid(run)
         (mpirun,) = child_pids(slot)
         return sorted(child_pids(mpirun))
 
@@ -129,7 +135,7 @@ class TestMpi(LauncherSuite):
     )
     def test_kill_of_any_process_leaves_none(self, launcher: Any, victim: str) -> None:
         run = self.start_ready(launcher, 2, script=f"trap '' TERM; {READY}", grace=1)
-        (slot,) = set(child_pids(supervisor_pid(run) or 0)) & set(find_processes_by_env({"STOKER_RUN": run.id}))
+        slot = slot_pid(run)
         (mpirun,) = child_pids(slot)
         os.kill({"slot": slot, "mpirun": mpirun, "rank": self.ranks(run)[1]}[victim], signal.SIGKILL)
         wait_until(lambda: launcher.status(run.handle).state.is_final)
@@ -147,7 +153,7 @@ class TestMpi(LauncherSuite):
     def test_ranks_stop_when_supervisor_slot_and_mpirun_are_killed_together(self, launcher: Any) -> None:
         run = self.start_ready(launcher, 2, script=f"trap '' TERM; {READY}", grace=1)
         supervisor = supervisor_pid(run) or 0
-        (slot,) = child_pids(supervisor)
+        slot = slot_pid(run)
         (mpirun,) = child_pids(slot)
         for pid in (supervisor, slot, mpirun):
             os.kill(pid, signal.SIGKILL)

@@ -37,6 +37,7 @@ RUN_FILES = (
     RunFile("environment.json", "the machine and its environment variables, without secrets"),
     RunFile("packages.json", "the installed Python packages"),
     RunFile("state.json", "the last known status: state, slots with their exit codes, attempts"),
+    RunFile("state.reserve", "disk space for the final status, while a supervisor is running", "local, ssh, ray"),
     RunFile("logs/<slot>.<attempt>.log", "the output of one slot in one attempt, including its [events](watch.md)"),
     RunFile("logs/<slot>.<attempt>.times", "when the lines of that log were written"),
     RunFile("checkpoints/", "checkpoints, if `checkpoint.dir` is not set"),

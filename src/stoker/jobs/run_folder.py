@@ -20,6 +20,7 @@ from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import Slot
 
 KEPT_FILE = "kept"
+STATUS_FILE = "state.json"
 _SECRET_NAME = re.compile(
     r"key|token|secret|pass(w|$|_)|pwd|credential|auth|cookie|session|private|webhook|(^|[_-])pat($|_)", re.IGNORECASE
 )
@@ -84,14 +85,14 @@ class RunFolder:
     def read_status(self) -> JobStatus:
         """Read the last known status."""
         try:
-            text = (self.folder / "state.json").read_bytes()
+            text = (self.folder / STATUS_FILE).read_bytes()
         except FileNotFoundError:
             return JobStatus(state=JobState.PENDING)
-        return load(text, JobStatus, self.folder / "state.json")
+        return load(text, JobStatus, self.folder / STATUS_FILE)
 
     def write_status(self, status: JobStatus) -> None:
         """Write the status; concurrent readers see either the old or the new one."""
-        self.write("state.json", to_json(status))
+        self.write(STATUS_FILE, to_json(status))
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file of the run atomically."""

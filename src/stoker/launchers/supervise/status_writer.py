@@ -7,15 +7,23 @@ from contextlib import suppress
 
 import msgspec
 
-from stoker.jobs.run_folder import RunFolder
+from stoker.core.spec import to_json
+from stoker.jobs.run_folder import STATUS_FILE, RunFolder
+
+RESERVE_FILE = "state.reserve"
+RESERVE_BYTES = 256 << 10
+"""More than the status of a thousand slots takes."""
 
 
 class StatusWriter:
     """The status of a run, of which the supervisor is the only writer."""
 
     def __init__(self, run: RunFolder) -> None:
+        """Read the status, and reserve disk space for the final one."""
         self._run = run
         self.current = run.read_status()
+        with suppress(OSError):
+            run.write(RESERVE_FILE, b" " * RESERVE_BYTES)
 
     def update(self, **changes: object) -> None:
         """Change the status and write it if it differs; a write error must not stop the training."""
@@ -24,6 +32,20 @@ class StatusWriter:
             self.current = changed
             with suppress(OSError):
                 self._run.write_status(changed)
+
+    def finish(self, **changes: object) -> None:
+        """Write the final status, into the reserved space if the disk is full; nobody would write it later."""
+        self.current = msgspec.structs.replace(self.current, **changes)
+        reserve = self._run.folder / RESERVE_FILE
+        with suppress(OSError):
+            try:
+                self._run.write_status(self.current)
+            except OSError:
+                with open(reserve, "r+b") as file:
+                    file.write(to_json(self.current))
+                    file.truncate()
+                reserve.replace(self._run.folder / STATUS_FILE)
+            reserve.unlink(missing_ok=True)
 
 
 def log_remark(text: str) -> None:

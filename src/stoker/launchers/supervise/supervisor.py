@@ -99,7 +99,7 @@ class Supervisor:
             traceback.print_exc()
             log = self._run.folder / "supervisor.log"
             state, message = JobState.FAILED, f"the supervisor failed: {type(error).__name__}: {error}; log: {log}"
-        self._status.update(state=state, message=message, ended=time.time())
+        self._status.finish(state=state, message=message, ended=time.time())
 
     def _run_attempts(self) -> tuple[JobState, str]:
         context = RunContext(
