@@ -82,7 +82,7 @@ def _run_guard(read_fd: int, tags: dict[str, str], grace_s: float) -> None:
 
 
 def _terminate(tags: dict[str, str], grace_s: float, leaders: list[int]) -> None:
-    """Terminate a run; the leaders, which must not get SIGTERM twice, have the grace period, others what is left of it."""
+    """Terminate a run; leaders must not get SIGTERM twice and have the grace period, others what is left of it."""
     kill_at = time.monotonic() + grace_s
     time.sleep(POLL_S)  # a process that was just being started has its environment in a moment
     while time.monotonic() < kill_at and list_tagged(tags, leaders):
