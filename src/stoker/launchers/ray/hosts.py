@@ -50,11 +50,19 @@ LEASE_MARGIN_S = 10.0
 """How much longer than the slots of the job a Ray node keeps running without us, so that it does not cut them off."""
 JOIN_TRIES = "120"
 """How many seconds a worker waits for the head, which is started at the same time."""
-# Ray needs up to 30 s to stop a node whose head is gone; whatever is left is killed by its tags.
+# Ray's agents erase their environment, so that their tags are not found, and outlive a killed head by a minute.
+_KILL_SESSION = (
+    "import contextlib, os\n"
+    "for name in os.listdir('/proc'):\n"
+    "    with contextlib.suppress(OSError, ValueError):\n"
+    "        if os.getsid(int(name)) == os.getsid(0) and int(name) not in (os.getpid(), os.getppid()):\n"
+    "            os.kill(int(name), 9)"
+)
+# Ray needs up to 30 s to stop a node whose head is gone; whatever is left in its session is killed.
 _RUN_NODE = (
-    'dir=$1; shift; trap : TERM; "$@" & wait $!; code=$?; kill $! 2>/dev/null; '
-    "for i in 1 2 3 4 5 6 7 8 9 10; do kill -0 $! 2>/dev/null || break; sleep 0.2; done; kill -9 $! 2>/dev/null; "
-    'rm -rf "$dir"; exit $code'
+    'dir=$1; kill_session=$2; shift 2; trap : TERM; "$@" & wait $!; code=$?; kill $! 2>/dev/null; '
+    "for i in 1 2 3 4 5 6 7 8 9 10; do kill -0 $! 2>/dev/null || break; sleep 0.2; done; "
+    '"$1" -IS -c "$kill_session"; rm -rf "$dir"; exit $code'
 )
 
 
@@ -225,7 +233,20 @@ def _start_ray(python: str, address: str, cpus: int, *, head_address: str) -> tu
         "--disable-usage-stats",
         "--block",
     )
-    return ("sh", "-c", _RUN_NODE, "sh", TEMP_DIR, python, "-m", "ray.scripts.scripts", "start", *role, *options)
+    return (
+        "sh",
+        "-c",
+        _RUN_NODE,
+        "sh",
+        TEMP_DIR,
+        _KILL_SESSION,
+        python,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        *role,
+        *options,
+    )
 
 
 def fill_in(plan: SshPlan, temp_dir: str, ports: Mapping[str, Mapping[str, int]]) -> SshPlan:
