@@ -31,7 +31,7 @@ from stoker.launchers.ray.connection import (
 )
 from stoker.launchers.ray.host_cluster import HostCluster
 from stoker.launchers.ray.plan import RayPlan, read_ray_plan
-from stoker.launchers.ssh.client import module_source
+from stoker.launchers.ssh.client import REMOTE_MODULES, module_source
 from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE, TAIL_BYTES
 from stoker.launchers.supervise.process_group import normalize_exit_code, stop_leftovers
 from stoker.launchers.supervise.slot_handle import Exited, Running, SlotHandle, SlotState, StackRequest, Unreachable
@@ -42,7 +42,6 @@ from stoker.telemetry.reader import read_log
 GONE_MARGIN_S = 10.0
 """How much later than after its grace period a slot without a driver is surely gone: Ray must notice it first."""
 CLOSE_TIMEOUT_S = 60.0
-DAEMON_MODULES = ("tagged_processes", "frames", "slot_process", "slot_daemon")
 
 
 class RaySlot:
@@ -336,7 +335,5 @@ class RayAttempt:
 
 def read_daemon_files() -> dict[str, str]:
     """Return the slot daemon and what it imports, by their paths in the directory that it runs in."""
-    modules = {f"stoker.remote.{name}": module_source(f"stoker.remote.{name}") for name in DAEMON_MODULES}
-    sources = {"stoker": "", "stoker.remote": ""}
-    packages = {f"{name.replace('.', '/')}/__init__.py": text for name, text in sources.items()}
-    return {**packages, **{f"{name.replace('.', '/')}.py": text for name, text in modules.items()}}
+    packages = dict.fromkeys(("stoker/__init__.py", "stoker/remote/__init__.py"), "")
+    return {**packages, **{f"{name.replace('.', '/')}.py": module_source(name) for name in REMOTE_MODULES}}

@@ -36,7 +36,7 @@ for name, code in json.loads(given.read(int(given.readline()))):
     exec(compile(code, name, "exec"), module.__dict__)
 module.main()
 """
-_REMOTE_MODULES = tuple(
+REMOTE_MODULES = tuple(
     f"stoker.remote.{name}"
     for name in ("tagged_processes", "guard", "frames", "slot_process", "slot_daemon", "attach_session", "host_probe")
 )
@@ -237,7 +237,7 @@ def agent_argv(ssh: list[str], host: str, python: str, token: str) -> list[str]:
 
 def agent_code() -> bytes:
     """Return the code of the remote agent, which its Python reads first."""
-    sources = [(name, module_source(name)) for name in _REMOTE_MODULES]
+    sources = [(name, module_source(name)) for name in REMOTE_MODULES]
     code = json.dumps(sources).encode()
     return f"{len(code)}\n".encode() + code
 
