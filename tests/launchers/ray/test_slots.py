@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -269,3 +271,12 @@ def test_log_is_a_copy_of_the_output_and_remarks_are_not_in_it(
     assert run_attempt(make_attempt(workspace)) == Exited(255, "its Ray node was lost", is_lost=True)
     assert read_worker_log(workspace) == b"\xff a line without an end"
     assert "no capacity" in capsys.readouterr().out
+
+
+def test_daemon_files_are_complete(tmp_path: Path) -> None:
+    """The slot daemon is imported from them alone, by an interpreter without stoker."""
+    for name, text in slots.read_daemon_files().items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import stoker.remote.slot_daemon"
+    subprocess.run([sys.executable, "-IS", "-c", program], check=True)
