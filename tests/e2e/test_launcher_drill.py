@@ -60,8 +60,12 @@ class Tally:
 
 
 @pytest.fixture(scope="module")
-def tally() -> Tally:
-    return Tally()
+def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
+    """Count the faults of all drills, and print the counts at the end."""
+    counts = Tally()
+    yield counts
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        sys.stdout.write(f"\n{counts}\n")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +104,5 @@ def test_random_kills(
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(CHOSEN), reason="only some seeds were chosen")
-def test_there_were_enough_kills(tally: Tally, capsys: pytest.CaptureFixture[str]) -> None:
-    with capsys.disabled():
-        sys.stdout.write(f"\n{tally}\n")
+def test_there_were_enough_kills(tally: Tally) -> None:
     assert sum(counts.total() for counts in tally.hits.values()) >= MIN_FAULTS
