@@ -246,6 +246,7 @@ class SlotActor:
             [sys.executable, "-IS", "-c", _DAEMONIZE, self._folder, json.dumps(attach)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # not the log of the actor: who has that open is stopped with Ray
             start_new_session=True,
             env=env,
         )

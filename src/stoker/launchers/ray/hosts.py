@@ -44,25 +44,27 @@ CLIENT_PORT, AGENT_PORT = "@ray:client-port@", "@ray:agent-port@"
 TEMP_DIR = "@ray:temp-dir@"
 """Placeholders for what each attempt chooses anew: ports that are free on the host, and a directory in /tmp."""
 HEAD = Slot("node", 0)
-NODE_GRACE_S = 5.0
+NODE_GRACE_S = 10.0
 """Time for the processes of a Ray node to exit; they have no state to save."""
 LEASE_MARGIN_S = 10.0
 """How much longer than the slots of the job a Ray node keeps running without us, so that it does not cut them off."""
 JOIN_TRIES = "120"
 """How many seconds a worker waits for the head, which is started at the same time."""
-# Ray's agents erase their environment, so that their tags are not found, and outlive a killed head by a minute.
-_KILL_SESSION = (
-    "import contextlib, os\n"
+# Ray's agents erase their environment, so that their tags are not found, and outlive a killed head by a minute. All
+# processes of Ray have log files open in its directory.
+_KILL_USERS = (
+    "import contextlib, os, sys\n"
     "for name in os.listdir('/proc'):\n"
     "    with contextlib.suppress(OSError, ValueError):\n"
-    "        if os.getsid(int(name)) == os.getsid(0) and int(name) not in (os.getpid(), os.getppid()):\n"
+    "        fds = ['/proc/%d/fd/%s' % (int(name), fd) for fd in os.listdir('/proc/%d/fd' % int(name))]\n"
+    "        if any(os.readlink(fd).startswith(sys.argv[1] + '/') for fd in fds):\n"
     "            os.kill(int(name), 9)"
 )
-# Ray needs up to 30 s to stop a node whose head is gone; whatever is left in its session is killed.
+# Ray needs up to 30 s to stop a node whose head is gone; whatever still uses its directory then is killed.
 _RUN_NODE = (
-    'dir=$1; kill_session=$2; shift 2; trap : TERM; "$@" & wait $!; code=$?; kill $! 2>/dev/null; '
-    "for i in 1 2 3 4 5 6 7 8 9 10; do kill -0 $! 2>/dev/null || break; sleep 0.2; done; "
-    '"$1" -IS -c "$kill_session"; rm -rf "$dir"; exit $code'
+    'dir=$1; kill_users=$2; shift 2; trap : TERM; "$@" & wait $!; code=$?; kill $! 2>/dev/null; '
+    "for i in 1 2 3 4 5; do kill -0 $! 2>/dev/null || break; sleep 0.2; done; "
+    '"$1" -IS -c "$kill_users" "$dir"; rm -rf "$dir"; exit $code'
 )
 
 
@@ -239,7 +241,7 @@ def _start_ray(python: str, address: str, cpus: int, *, head_address: str) -> tu
         _RUN_NODE,
         "sh",
         TEMP_DIR,
-        _KILL_SESSION,
+        _KILL_USERS,
         python,
         "-m",
         "ray.scripts.scripts",
