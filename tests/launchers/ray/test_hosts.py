@@ -26,8 +26,8 @@ from stoker.launchers.ray.plan import RayPlan
 from stoker.launchers.ssh.preflight import Route
 from tests.launchers.contract import DEAF, is_ready, job_of
 from tests.support.hosts import Network, network
-from tests.support.ray import host_processes, processes_matching, slot_processes, write_job
-from tests.support.ssh_runs import ssh_section
+from tests.support.ray import host_processes, slot_processes, write_job
+from tests.support.ssh_runs import kill_all, ssh_section, supervisors
 from tests.support.trees import stoker
 from tests.support.waiting import eventually, wait_until
 
@@ -232,8 +232,7 @@ def test_cluster_is_gone_after_a_kill(victim: str, net: Network, workspace: Path
     with launched(write_host_job(net, workspace, DEAF, grace="2s")) as (run, process):
         wait_until(lambda: is_ready(run) and len(slot_processes(run)) >= 3, 120)
         if victim == "supervisor":
-            for pid in processes_matching("stoker.launchers.supervise.supervisor", run.id):
-                os.kill(pid, signal.SIGKILL)
+            kill_all(*supervisors(run))
         else:
             process.kill()
         wait_until(lambda: not slot_processes(run) and not ray_processes(net), 60)
