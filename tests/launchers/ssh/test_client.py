@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import SpecError
-from stoker.launchers.ssh.client import FrameParser, SshClient, expand_hosts, expand_slots, format_failure
-from stoker.remote.host_probe import MAGIC
+from stoker.launchers.ssh.client import SshClient, expand_hosts, expand_slots, format_failure
+from stoker.remote.frames import ALIVE, MAGIC, OUTPUT, FrameParser, pack_frame
 
 
 def test_hosts_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,10 +34,10 @@ def test_one_host_name_per_slot() -> None:
 
 
 def test_frames_are_parsed_after_the_output_of_a_login_shell() -> None:
-    sent = b"Welcome!\n" + MAGIC + b"o" + (5).to_bytes(4, "big") + b"hello" + b"k" + (0).to_bytes(4, "big")
+    sent = b"Welcome!\n" + MAGIC + pack_frame(OUTPUT, b"hello", "worker-0.0") + pack_frame(ALIVE)
     parser = FrameParser()
     frames = [frame for at in range(len(sent)) for frame in parser.feed(sent[at : at + 1])]
-    assert frames == [(b"o", b"hello"), (b"k", b"")]
+    assert frames == [(OUTPUT, "worker-0.0", b"hello"), (ALIVE, "", b"")]
     assert parser.preamble == b"Welcome!\n"
 
 

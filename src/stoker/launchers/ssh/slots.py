@@ -11,6 +11,8 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import msgspec
+
 from stoker.core.processes import wait_until
 from stoker.errors import InputError
 from stoker.jobs.run_folder import RunFolder
@@ -25,6 +27,8 @@ from stoker.telemetry.reader import read_log
 
 READY_TIMEOUT_S = 60.0
 """How long standby slots may take to become ready."""
+SETUP_LEASE_S = 20.0
+"""How long a setup keeps running after the command that started it was killed."""
 SETUP_REPORT_S = 5.0
 """How long a host may take to report the exit of a setup, after its grace period."""
 _SLEEP_FOREVER = Command(("sleep", "2147483647"))
@@ -214,6 +218,7 @@ def start_request(target: HostTarget, plan: SshPlan, name: str, attempt: int, co
 
 def run_setup(plan: SshPlan, run: RunFolder, host: str, client: SshClient, log: Path, stop: Event) -> Exited:
     """Run `ssh.setup` on a host and return its exit record; stop it when `stop` is set."""
+    client = msgspec.structs.replace(client, lost_after_s=min(client.lost_after_s, SETUP_LEASE_S))
     connection = HostConnection(make_target(plan, run, host, client, is_detached=False))
     command = Command(("sh", "-c", plan.setup or ""), {}, plan.host_configs[host].workdir)
     request = start_request(connection.target, plan, f"setup@{host}", 0, command)
