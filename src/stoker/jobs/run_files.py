@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 VERSION = 2
 """The version of run folders that this version of stoker writes, in the file `version`."""
+STOP_REQUEST_FILE = "stopping"
+"""File that requests a stop of a run which outlives its supervisor, as opposed to a shutdown of this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ RUN_FILES = (
     RunFile("stacks.<attempt>.txt", "stack traces of all threads, if an attempt hung"),
     RunFile("supervisor.log", "remarks of the supervisor: retries, broken connections, errors"),
     RunFile("lock", "locked while a supervisor or a follower is running; contains its process ID"),
-    RunFile("stopping", "exists once a stop was requested", "ssh, slurm, kubernetes"),
+    RunFile(STOP_REQUEST_FILE, "exists once a stop was requested", "ssh, slurm, kubernetes"),
     RunFile("prepared", "exists once the hosts are prepared", "ssh"),
     RunFile("setup.<host>.log", "the output of `ssh.setup` on a host", "ssh"),
     RunFile("detached", "exists if the slots keep running without a supervisor", "ssh"),

@@ -78,10 +78,6 @@ class RunFolder:
         """Return the path of the log of a slot in an attempt."""
         return self.logs / f"{slot.filename}.{attempt}.log"
 
-    def is_stopping(self, attempt: int) -> bool:
-        """Return whether the supervisor is stopping an attempt."""
-        return (self.folder / f"ending.{attempt}").exists()
-
     def read_status(self) -> JobStatus:
         """Read the last known status."""
         try:

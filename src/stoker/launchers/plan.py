@@ -32,12 +32,12 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Ports of slots that each need their own on a shared host; ports set in the job file are not included."""
     notes: tuple[str, ...] = ()
     hosts: dict[str, str] = {}
-    """The host of each remote slot; the local processes then only represent the slots."""
+    """The host of each remote slot."""
     delegated: tuple[str, ...] = msgspec.field(default=(), name="carried")
     """Slots without a local process of their own: one local process writes their logs and reports their exit codes."""
 
     detached: bool = False
-    """Whether remote slots keep running when this machine goes away."""
+    """Whether remote slots keep running when this machine goes away; only in run folders of version 1."""
 
     @property
     def commands(self) -> dict[Slot, Command]:
@@ -78,7 +78,7 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_plan(run: RunFolder) -> LocalPlan:
-    """Read the local processes of a run: those of its plan, or those that represent its remote slots."""
+    """Read the local processes of a run folder of version 1, which represented its remote slots; or its plan."""
     path = run.folder / "processes.json"
     path = path if path.exists() else run.folder / "plan.json"
     return load(path.read_bytes(), LocalPlan, path)

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from stoker.jobs.launcher import LAUNCHERS
+from stoker.jobs.run_files import STOP_REQUEST_FILE
 from stoker.jobs.run_folder import RunFolder, create_run
 from stoker.jobs.status import Attempt, JobState, JobStatus, SlotStatus
 from stoker.jobs.topology import Slot
 from stoker.launchers.run_logs import read_run_logs
 from stoker.launchers.supervise.slot_handle import Exited, Running, SlotState, Unreachable
-from stoker.launchers.supervise.supervisor import STOP_REQUEST_FILE, Supervisor, supervisor_pid
+from stoker.launchers.supervise.supervisor import Supervisor, supervisor_pid
 from tests.launchers.contract import job_of
 from tests.support.fake_slots import FakeBackend, FakeClock, FakeSlot
 from tests.support.waiting import wait_until

@@ -20,6 +20,7 @@ import msgspec
 
 from stoker.core.spec import load, to_json
 from stoker.errors import AccessDeniedError, MissingError, StokerError
+from stoker.jobs.run_files import STOP_REQUEST_FILE
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import STOPPED_MESSAGE, JobState, JobStatus
 from stoker.jobs.topology import Slot, list_slots
@@ -47,8 +48,6 @@ from stoker.launchers.supervise.diagnosis import insert_note
 from stoker.launchers.supervise.supervisor import supervisor_lock
 
 POSITIONS_FILE = "streams.json"
-STOP_FILE = "stopping"
-"""File in the run folder: the user has requested a stop."""
 POLL_S = 0.5
 LOST_TIMEOUT_S = 600.0
 """Give up following after the API server was unreachable for this long; `stoker job status` resumes it."""
@@ -169,7 +168,7 @@ class LogFollower:
 
     @property
     def _is_stopping(self) -> bool:
-        return (self.run.folder / STOP_FILE).exists()
+        return (self.run.folder / STOP_REQUEST_FILE).exists()
 
     def _list_slot_pods(self) -> list[SlotPod]:
         """Return all pods ever seen, with the attempts under which their logs are stored."""

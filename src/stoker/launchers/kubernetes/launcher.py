@@ -18,6 +18,7 @@ from stoker.core.spec import run_checks
 from stoker.core.units import format_bytes, pluralize
 from stoker.errors import ConflictError, Fault, InputError, NotFoundError, UnavailableError
 from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, raise_faults
+from stoker.jobs.run_files import STOP_REQUEST_FILE
 from stoker.jobs.run_folder import RunFolder, sort_key, stoker_home
 from stoker.jobs.run_lookup import choose_run
 from stoker.jobs.spec import JobSpec
@@ -30,7 +31,6 @@ from stoker.kube.rbac import build_rbac, select_features
 from stoker.launchers.kubernetes.addresses import list_worker_jobs
 from stoker.launchers.kubernetes.checks import check_kubernetes_settings
 from stoker.launchers.kubernetes.config_map import JOB_FILE
-from stoker.launchers.kubernetes.follower import STOP_FILE
 from stoker.launchers.kubernetes.lifecycle import DELETE_TIMEOUT_S, POLL_S, create_objects, delete_objects
 from stoker.launchers.kubernetes.manifests import build_manifests
 from stoker.launchers.kubernetes.plan import KubernetesPlan, read_code_files, read_kubernetes_plan, resolve_code_files
@@ -117,7 +117,7 @@ class KubernetesLauncher:
         status = run.read_status()
         with KubeClient.for_target(target) as client:
             create_objects(client, label_run(_read_objects(run), run.id, status.next_attempt))
-        (run.folder / STOP_FILE).unlink(missing_ok=True)
+        (run.folder / STOP_REQUEST_FILE).unlink(missing_ok=True)
         run.write_status(msgspec.structs.replace(status, state=JobState.PENDING, ended=None, message=""))
         self._follow(run)
 
@@ -151,7 +151,7 @@ class KubernetesLauncher:
         run = self._get_run(handle)
         target, _ = parse_handle(handle)
         if not run.read_status().state.is_final:
-            (run.folder / STOP_FILE).touch()
+            (run.folder / STOP_REQUEST_FILE).touch()
         with KubeClient.for_target(target) as client:
             remaining = delete_objects(client, run)
         if supervisor_pid(run) is not None:

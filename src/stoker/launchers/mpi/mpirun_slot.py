@@ -24,6 +24,7 @@ from stoker.jobs.status import signal_from_exit_code
 from stoker.jobs.topology import Slot
 from stoker.launchers.mpi.mpirun_errors import PEER_EXITED, find_killed_rank, negate_signal
 from stoker.launchers.mpi.mpirun_output import TaggedLine, TagParser
+from stoker.remote.frames import write_all
 from stoker.remote.mpi_rank import RANK_EXIT_MARK, prefix_rank
 from stoker.telemetry.events import PREFIX, Recorder, parse
 
@@ -71,7 +72,7 @@ class RankLogWriter:
         failed = [rank for rank, rank_code in self._rank_codes.items() if rank_code]
         if failed:
             slot = self._slots[self._worker_of[failed[0]]]
-            _write_all(STDOUT, f"stoker: {PEER_EXITED} rank {failed[0]} ({slot}) exited\n".encode())
+            write_all(STDOUT, f"stoker: {PEER_EXITED} rank {failed[0]} ({slot}) exited\n".encode())
         return code
 
     def _worker_code(self, worker: int, code: int) -> int:
@@ -100,7 +101,7 @@ class RankLogWriter:
                 self._record_rank_exit(text)
             texts[log].append(prefix_rank(text, rank, self._ranks[worker]))
         for log, texts_of_log in texts.items():
-            _write_all(log, b"".join(text + b"\n" for text in texts_of_log))
+            write_all(log, b"".join(text + b"\n" for text in texts_of_log))
 
     def _record_rank_exit(self, text: bytes) -> None:
         event = parse(text.decode(errors="replace"))
@@ -171,11 +172,6 @@ class MpiSlot:
     def _on_stop_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self._stop_requests += 1
         self._stop_requested_at = min(self._stop_requested_at, time.monotonic())
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 def main() -> NoReturn:

@@ -21,6 +21,7 @@ from stoker.core.processes import defer_signal, wait_until
 from stoker.core.spec import run_checks
 from stoker.errors import ConflictError, Fault, NotFoundError, UnavailableError
 from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, raise_faults
+from stoker.jobs.run_files import STOP_REQUEST_FILE
 from stoker.jobs.run_folder import RunFolder, stoker_home
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import STOPPED_MESSAGE, JobState, JobStatus
@@ -30,7 +31,7 @@ from stoker.launchers.paths import programs_by_key, resolve_job_paths
 from stoker.launchers.run_logs import read_run_logs
 from stoker.launchers.slurm.commands import JobQuery, cancel, require_slurm, submit
 from stoker.launchers.slurm.plan import SlurmPlan, read_slurm_plan
-from stoker.launchers.slurm.records import BATCH_LOG, JOB_ID_FILE, STOP_FILE, derive_status, read_records
+from stoker.launchers.slurm.records import BATCH_LOG, JOB_ID_FILE, derive_status, read_records
 from stoker.launchers.slurm.script import MPI_RANK, PROFILER, build_script, list_tasks
 from stoker.remote import mpi_rank, profiler
 
@@ -103,7 +104,7 @@ class SlurmLauncher:
             job_id = submit(
                 run.folder / SCRIPT, str(run.folder), output=run.folder / BATCH_LOG, workdir=Path(plan.workdir)
             )
-            (run.folder / STOP_FILE).unlink(missing_ok=True)
+            (run.folder / STOP_REQUEST_FILE).unlink(missing_ok=True)
             status = msgspec.structs.replace(run.read_status(), state=JobState.PENDING, ended=None, message="")
             run.write_status(msgspec.structs.replace(status, began=time.time()))
             run.write(JOB_ID_FILE, f"{job_id}\n".encode())
@@ -146,7 +147,7 @@ class SlurmLauncher:
         job_id, grace = _read_job_id(run), float(run.job.grace)
         if run.read_status().state.is_final and not self._is_queued(job_id):
             return
-        (run.folder / STOP_FILE).touch()
+        (run.folder / STOP_REQUEST_FILE).touch()
         try:
             cancel(job_id, "--state=PENDING")
             cancel(job_id, "--batch", "--signal=USR2")

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from stoker.jobs.retry_policy import INVALID_INPUT, attempts_exhausted, not_retried
+from stoker.jobs.run_files import STOP_REQUEST_FILE
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import STOPPED_MESSAGE, Attempt, JobState, JobStatus, SlotStatus, signal_from_exit_code
@@ -33,8 +34,6 @@ from stoker.remote.mpi_rank import RANK_EXIT_MARK
 from stoker.telemetry.reader import read_log
 
 JOB_ID_FILE = "slurm.job"
-STOP_FILE = "stopping"
-"""File in the run folder: the user has requested a stop."""
 BATCH_LOG = "slurm.log"
 """Output of the batch script and of srun."""
 CANCELLED_MESSAGE = "was cancelled, but not by `stoker job stop`"
@@ -142,7 +141,7 @@ def _derive_state(
     """Return the state of a run and its message; no message for a failure that its attempts explain."""
     if finished in ("succeeded", "failed"):
         return JobState(finished), ""
-    is_stopping = (run.folder / STOP_FILE).exists()
+    is_stopping = (run.folder / STOP_REQUEST_FILE).exists()
     if finished == "stopped" or (is_stopping and (queued is None or queued.is_over)):
         return JobState.STOPPED, STOPPED_MESSAGE
     resume = f"resume with: stoker job run --resume {run.id}"

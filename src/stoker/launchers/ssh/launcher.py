@@ -18,6 +18,7 @@ from stoker.core.spec import run_checks
 from stoker.core.units import format_bytes, pluralize
 from stoker.errors import Fault, InputError, SpecError, UnavailableError
 from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, raise_faults
+from stoker.jobs.run_files import STOP_REQUEST_FILE
 from stoker.jobs.run_folder import RunFolder, stoker_home
 from stoker.jobs.spec import JobSpec, ProgramSpec
 from stoker.jobs.status import JobState, JobStatus
@@ -45,7 +46,6 @@ from stoker.launchers.ssh.preflight import (
 )
 from stoker.launchers.ssh.prepare import MPI_RANK_FILE, PROFILER_FILE, is_prepared, prepare_hosts
 from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE
-from stoker.launchers.supervise.supervisor import STOP_REQUEST_FILE
 from stoker.launchers.upload import list_files, total_size
 
 LARGE_UPLOAD_BYTES = 2**30

@@ -23,6 +23,7 @@ from stoker.core.processes import become_subreaper, wait_until
 from stoker.core.registry import Registry
 from stoker.errors import StokerError
 from stoker.jobs.retry_policy import Restart, decide_retry, not_retried
+from stoker.jobs.run_files import STOP_REQUEST_FILE
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import STOPPED_MESSAGE, Attempt, JobState, JobStatus
@@ -34,8 +35,6 @@ from stoker.launchers.supervise.slot_restarts import SlotRestarts
 from stoker.launchers.supervise.status_writer import StatusWriter, log_remark
 
 LOCK_TIMEOUT_S = 2.0
-STOP_REQUEST_FILE = "stopping"
-"""File in the run folder that requests a stop of a detached run, which a shutdown of this machine does not."""
 
 BACKENDS: Registry[Callable[[RunFolder], SlotBackend]] = Registry(
     "slot backend",
