@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stoker.core.units import pluralize
 from stoker.errors import Fault
-from stoker.jobs.spec import JobSpec
+from stoker.jobs.spec import JobSpec, ProgramSpec
 from stoker.jobs.topology import list_slots
 from stoker.launchers.module_search import explain_missing_module
 from stoker.storage.cache_url import ORIGIN_SCHEMES
@@ -61,6 +61,16 @@ def check_secret_files(job: JobSpec) -> Iterator[Fault]:
     for path in job.secret_files:
         if not Path(path).exists():
             yield Fault(f"secret_files.{path}", "file not found; secret files must already exist on this machine")
+
+
+def find_missing_path(key: str, program: ProgramSpec) -> Fault | None:
+    """Return the fault of a program whose working directory or script does not exist on this machine."""
+    folder = Path.cwd() / (program.cwd or "")
+    if not folder.is_dir():
+        return Fault(f"{key}.cwd", f"no such directory: {folder}")
+    if program.script is not None and not Path(program.script).is_file():
+        return Fault(f"{key}.script", f"no such file or directory: {Path.cwd() / program.script}")
+    return None
 
 
 def check_module(key: str, module: str | None, folder: Path, env: Mapping[str, str]) -> Iterator[Fault]:

@@ -33,6 +33,7 @@ from stoker.launchers.checks import (
     check_secret_env,
     check_secret_files,
     check_via,
+    find_missing_path,
     sum_gpus,
     visible_gpus,
 )
@@ -223,10 +224,8 @@ def _absolute(path: str | None) -> str | None:
 def _check_programs(job: JobSpec) -> Iterator[Fault]:
     for where, program in programs_by_key(job).items():
         folder = Path.cwd() / (program.cwd or "")
-        if not folder.is_dir():
-            yield Fault(f"{where}.cwd", f"no such directory: {folder}")
-        elif program.script is not None and not Path(program.script).is_file():
-            yield Fault(f"{where}.script", f"no such file or directory: {Path.cwd() / program.script}")
+        if fault := find_missing_path(where, program):
+            yield fault
         elif program.command and shutil.which(program.command[0], path=_search_path(job, folder)) is None:
             yield Fault(f"{where}.command", f"program {program.command[0]!r} not found on the PATH")
         else:

@@ -26,7 +26,7 @@ from stoker.jobs.run_folder import RunFolder, stoker_home
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import STOPPED_MESSAGE, JobState, JobStatus
 from stoker.jobs.topology import Slot
-from stoker.launchers.checks import check_module, check_secret_env, check_secret_files, check_via
+from stoker.launchers.checks import check_module, check_secret_env, check_secret_files, check_via, find_missing_path
 from stoker.launchers.paths import programs_by_key, resolve_job_paths
 from stoker.launchers.run_logs import read_run_logs
 from stoker.launchers.slurm.commands import JobQuery, cancel, require_slurm, submit
@@ -209,10 +209,8 @@ def _check_tensorboard(job: JobSpec) -> Iterator[Fault]:
 def _check_programs(job: JobSpec) -> Iterator[Fault]:
     for where, program in programs_by_key(job).items():
         folder = Path.cwd() / (program.cwd or "")
-        if not folder.is_dir():
-            yield Fault(f"{where}.cwd", f"no such directory: {folder}")
-        elif program.script is not None and not Path(program.script).is_file():
-            yield Fault(f"{where}.script", f"no such file or directory: {Path.cwd() / program.script}")
+        if fault := find_missing_path(where, program):
+            yield fault
         elif job.slurm.python is None and job.slurm.setup is None:
             yield from check_module(where, program.module, folder, job.env)
 
