@@ -17,12 +17,12 @@ demo:  ## Install, then run the demo on this machine
 test:  ## Install, then run all checks and tests except the slow ones
 	@scripts/setup dev
 	@$(MAKE) --no-print-directory lint
-	$(BIN)/pytest
+	@scripts/test
 
 test-all:  ## Install, then run all checks and tests, slow ones included
 	@scripts/setup all
 	@$(MAKE) --no-print-directory lint
-	$(BIN)/pytest -m ''
+	@scripts/test -m ''
 
 lint:
 	$(BIN)/ruff check .

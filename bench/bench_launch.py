@@ -20,7 +20,6 @@ from measure import (
     Comparison,
     Implementation,
     Limit,
-    Timing,
     run_rounds,
     time_call,
     time_command,
@@ -31,6 +30,9 @@ if TYPE_CHECKING:
 
 OURS, PLAIN = "stoker job run", "torchrun"
 SSH_OURS, SSH_PLAIN = "stoker job run --on ssh, 2 hosts", "torchrun over ssh, 2 hosts"
+BASELINE = os.environ.get("STOKER_BENCH_BASELINE", "")
+"""`src` folder of another commit, whose launches are then measured too."""
+BASELINE_SUFFIX = ", baseline"
 SLOTS = 100
 PODS = 1000
 
@@ -44,12 +46,7 @@ def run(context: BenchContext) -> BenchResult:
     home = folder / "home"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29517"]
     implementations = [
-        Implementation(
-            name=OURS,
-            run=lambda: time_command("env", f"STOKER_HOME={home}", STOKER, "job", "run", folder / "job.yaml"),
-            cleanup=lambda: shutil.rmtree(home, ignore_errors=True),
-            ours=True,
-        ),
+        *_stoker_implementations(OURS, f"STOKER_HOME={home} {STOKER} job run {folder}/job.yaml", [home]),
         Implementation(name=PLAIN, run=lambda: time_command(*torchrun, folder / "nothing.py")),
     ]
     notes = ["Wall time of the whole command, including supervisor, profiler and run folder."]
@@ -83,6 +80,16 @@ def run(context: BenchContext) -> BenchResult:
         limits.append(
             Limit(what="Overhead on two SSH hosts", value=_added_ms(speeds, SSH_OURS, SSH_PLAIN), bound=3000, unit="ms")
         )
+    limits += [
+        Limit(
+            what=f"Overhead of {ours}, relative to the baseline",
+            value=100 * _added_ms(speeds, ours, bare) / _added_ms(speeds, f"{ours}{BASELINE_SUFFIX}", bare),
+            bound=65,
+            unit="%",
+        )
+        for ours, bare in ((OURS, PLAIN), (SSH_OURS, SSH_PLAIN))
+        if f"{ours}{BASELINE_SUFFIX}" in speeds
+    ]
     return BenchResult(
         name="launch",
         title="Launch two ranks that do nothing",
@@ -132,19 +139,26 @@ def _ssh_implementations(folder: Path, home: Path, net: Network) -> list[Impleme
     ]
     bare = "\n".join([*lines, "for pid in $pids; do wait $pid || exit 1; done"])
 
-    def run_stoker() -> Timing:
-        return time_command(
-            "sh", "-c", f"cd {project} && STOKER_HOME={home} {STOKER} job run {folder}/far.yaml --on ssh"
-        )
-
-    def clean() -> None:
-        shutil.rmtree(home, ignore_errors=True)
-        shutil.rmtree(folder / "remote", ignore_errors=True)
-
+    command = f"cd {project} && STOKER_HOME={home} {STOKER} job run {folder}/far.yaml --on ssh"
     return [
-        Implementation(name=SSH_OURS, run=run_stoker, cleanup=clean, ours=True),
+        *_stoker_implementations(SSH_OURS, command, [home, folder / "remote"]),
         Implementation(name=SSH_PLAIN, run=lambda: time_command("sh", "-c", bare)),
     ]
+
+
+def _stoker_implementations(name: str, command: str, outputs: list[Path]) -> list[Implementation]:
+    """Return ours, and the baseline if there is one."""
+
+    def clean() -> None:
+        for output in outputs:
+            shutil.rmtree(output, ignore_errors=True)
+
+    ours = Implementation(name=name, run=lambda: time_command("sh", "-c", command), cleanup=clean, ours=True)
+    if not BASELINE:
+        return [ours]
+    old = f"export PYTHONPATH={BASELINE}; {command}"
+    baseline = Implementation(name=f"{name}{BASELINE_SUFFIX}", run=lambda: time_command("sh", "-c", old), cleanup=clean)
+    return [ours, baseline]
 
 
 def _time_planning_ms(folder: Path) -> float:

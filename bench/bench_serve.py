@@ -144,14 +144,18 @@ class RunningServer:
 def start_server(*argv: str | Path) -> Iterator[RunningServer]:
     with subprocess.Popen([*map(str, argv)], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        line = process.stderr.readline()
-        if " at http" not in line:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if " at http" in line:
+                break
+        else:
             process.kill()
-            raise RuntimeError(f"{' '.join(map(str, argv))} failed to start: {line}{process.stderr.read()}")
+            raise RuntimeError(f"{' '.join(map(str, argv))} failed to start: {''.join(lines)}")
         drain = threading.Thread(target=process.stderr.read, daemon=True)
         drain.start()
         try:
-            yield RunningServer(process, line.split(" at ")[1].split()[0])
+            yield RunningServer(process, line.split(" at ")[1].split()[0].rstrip(";"))
         finally:
             process.terminate()
             process.wait()

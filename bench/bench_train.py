@@ -20,7 +20,7 @@ _RATE = re.compile(r"done: .* ([\d,]+) images/s")
 
 def run(context: BenchContext) -> BenchResult:
     shards = context.work / "cifar"
-    source, what = _find_source(context.work / "cifar10")
+    source, what = find_source(context.work / "cifar10")
     subprocess.run(
         [STOKER, "data", "convert", source, shards, "--shard-samples", "500"], check=True, capture_output=True
     )
@@ -43,7 +43,7 @@ def run(context: BenchContext) -> BenchResult:
     )
 
 
-def _find_source(folder: Path) -> tuple[str, str]:
+def find_source(folder: Path) -> tuple[str, str]:
     if not CIFAR.exists():
         return "synthetic:samples=20000,classes=10,size=32x32,val=100", "Generated images (CIFAR-10 is not available)"
     with tarfile.open(CIFAR) as archive:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral, Number
 from pathlib import Path
-from typing import Any, SupportsFloat, cast
+from typing import TYPE_CHECKING, Any, SupportsFloat, cast
 
 from stoker.core.processes import wait_until
 from stoker.errors import ConflictError, InputError, RunTimeoutError
@@ -27,10 +27,12 @@ from stoker.jobs.run_lookup import launcher_of, open_launcher, resolve_run
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.targets import LOCAL
 from stoker.jobs.topology import Slot, list_slots
-from stoker.telemetry import analysis
 from stoker.telemetry.events import Event
 from stoker.telemetry.metrics import MetricsRow, build_table
 from stoker.telemetry.reader import read_events
+
+if TYPE_CHECKING:  # imports numpy, whose threads would keep a command from forking the supervisor
+    from stoker.telemetry.analysis import RunAnalysis, TrainingProgress, Verdict
 
 MAX_POLL_S = 0.5
 HOSTS_NEED_TARGET = "hosts can be set only for the targets ssh and ray"
@@ -242,13 +244,19 @@ class Run:
         """Return the scalars reported so far, one row per step, for `pandas.DataFrame(run.metrics())`."""
         return build_table(self.events())
 
-    def progress(self) -> analysis.TrainingProgress:
-        """Return the step, epoch, loss and throughput that were reported last."""
-        return analysis.progress(self.events())
+    def analysis(self) -> RunAnalysis:
+        """Return the analysis of all events so far: progress, verdict, cost of restarts; it reads only new events."""
+        from stoker.telemetry.run_index import open_index
 
-    def verdict(self) -> analysis.Verdict:
+        return open_index(self.files.logs).analysis
+
+    def progress(self) -> TrainingProgress:
+        """Return the step, epoch, loss and throughput that were reported last."""
+        return self.analysis().progress()
+
+    def verdict(self) -> Verdict:
         """Return where the time of the run goes."""
-        return analysis.verdict(self.events())
+        return self.analysis().verdict()
 
     def stop(self) -> None:
         """Stop the run: SIGTERM, a grace period, then SIGKILL.

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from stoker.errors import InputError
 from stoker.load import bench
+from stoker.testing import make_shards
 from tests.support.trees import image_bytes, make_dataset, stoker
 
 
@@ -165,6 +167,31 @@ def test_peek_writes_a_contact_sheet(shards: Path, tmp_path: Path) -> None:
         sheets.append((tmp_path / "sheet.png").read_bytes())
     assert sheets[0] == sheets[1] != sheets[2]
     assert Image.open(io.BytesIO(sheets[0])).width >= 3 * 40
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], ("small-train", 32)),
+        (["--size", "128"], ("imagenet-train", 128)),
+        (["--transform", "imagenet-val"], ("imagenet-val", 32)),
+    ],
+)
+def test_small_images_are_shown_and_measured_as_the_trainer_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], expected: tuple[str, int]
+) -> None:
+    shards = make_shards(tmp_path / "shards", samples=32, val=0, classes=2, size=(32, 32))
+    chosen = []
+
+    def record(*_args: object, **settings: Any) -> Any:
+        chosen.append((settings["transform"], settings["size"]))
+        raise InputError("enough")
+
+    monkeypatch.setattr("stoker.load.peek.peek", record)
+    monkeypatch.setattr("stoker.load.bench.run_benchmark", record)
+    for command in ("peek", "bench"):
+        assert stoker("data", command, shards / "train", *words) == 2
+    assert chosen == [expected] * 2
 
 
 def test_peek_refuses_a_missing_directory_before_it_reads_anything(

@@ -81,3 +81,20 @@ def test_missing_shards_are_an_error_only_if_they_are_named(capsys: pytest.Captu
     assert not Path("job.yaml").exists()
     assert stoker("init", "--train", "later/train") == 0
     assert (read_job().data.train, read_job().data.val) == ("later/train", "later/val")
+
+
+def test_dash_writes_to_standard_output(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (("shards/train", "-"), ("-",)):
+        capsys.readouterr()
+        assert stoker("init", *words) == 0
+        assert parse_job(capsys.readouterr().out, "-").data.train == "shards/train"
+    assert not {"-", "job.yaml"} & {path.name for path in workspace.iterdir()}
+
+
+def test_other_file_names_are_refused(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stoker("init", "shards/train", "job.txt") == 2
+    sentence = capsys.readouterr().err
+    assert sentence.count("\n") == 1
+    assert "job.txt" in sentence
+    assert ".yaml" in sentence
+    assert not (workspace / "job.txt").exists()

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from stoker.jobs.spec import to_yaml
+from tests.launchers.contract import job_of
 from tests.support.trees import stoker
 
 JOB = "name: digits\ntopology: torchrun\nworkers: 2\nimage: example/train\nprogram: {module: train}\n"
@@ -83,3 +85,15 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
 def test_list_of_runs_requires_a_target_that_lists_them(stoker_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert stoker("job", "list", "--on", "ssh") == 2
     assert "--on ssh " in capsys.readouterr().err
+
+
+def test_home_that_cannot_be_written_names_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("STOKER_HOME", str(tmp_path / "file"))
+    (tmp_path / "job.yaml").write_text(to_yaml(job_of("true")))
+    assert stoker("job", "run", tmp_path / "job.yaml") == 2
+    sentence = capsys.readouterr().err
+    assert sentence.count("\n") == 1
+    assert "STOKER_HOME" in sentence

@@ -93,7 +93,18 @@ def test_name_of_several_runs_is_refused(runs: Runs, stoker_home: Path, capsys: 
     assert [row["run"] for row in delete(capsys, "small")] == [NEW]
 
 
-@pytest.mark.parametrize("words", [[], [OLD, "--older-than", "30d"], ["--older-than", "long"], ["nothing"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        [OLD, "--older-than", "30d"],
+        ["--older-than", "long"],
+        ["nothing"],
+        ["--all"],
+        ["small", "--all", "--older-than", "30d"],
+        [OLD, "--all"],
+    ],
+)
 def test_unclear_selection_is_refused(
     runs: Runs, stoker_home: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +112,45 @@ def test_unclear_selection_is_refused(
     assert stoker("job", "delete", *words) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert list_runs() == [run]
+
+
+@pytest.mark.parametrize("age", ["5", "0", " 2.5", "1e2"])
+def test_age_without_a_unit_is_refused_before_anything_is_deleted(
+    runs: Runs, stoker_home: Path, age: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs.write(stoker_home, OLD, ended=time.time() - 40 * DAY)
+    assert stoker("job", "delete", "--older-than", age) == 2
+    sentence = capsys.readouterr().err
+    assert sentence.count("\n") == 1
+    assert all(part in sentence for part in ("--older-than", "30d", "12h", repr(age)))
+    assert list_runs() == [run]
+
+
+def test_prefix_of_a_job_name_deletes_nothing(
+    runs: Runs, stoker_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs.write(stoker_home, "small-big-20250101-000000-abcd")
+    for name in ("small", "small-", "small-bi"):
+        assert stoker("job", "delete", name) == 2
+        sentence = capsys.readouterr().err
+        assert run.id in sentence
+        assert sentence.count("\n") == 1
+    assert list_runs() == [run]
+    assert [row["run"] for row in delete(capsys, "small-big-2")] == [run.id]
+
+
+def test_all_finished_runs_of_a_job_are_deleted(
+    runs: Runs, stoker_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished = [runs.write(stoker_home, f"small-202501{day:02}-000000-abcd") for day in range(1, 13)]
+    kept = [
+        runs.write(stoker_home, "small-20240101-000000-abcd", JobState.RUNNING),  # lost
+        runs.write(stoker_home, "small-big-20230101-000000-abcd"),
+    ]
+    assert stoker("job", "delete", "small") == 2
+    assert "--all" in capsys.readouterr().err
+    assert {row["run"] for row in delete(capsys, "small", "--all")} == {run.id for run in finished}
+    assert list_runs() == kept
 
 
 def test_checkpoints_that_a_running_run_uses_are_not_deleted(

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stoker.cli.job_eval import choose_checkpoint
+from stoker.cli.job_eval import ACCEPTED, choose_checkpoint
+from stoker.errors import NotFoundError
 from stoker.jobs.run_folder import list_runs
 from stoker.jobs.spec import to_yaml
 from stoker.testing import make_shards
@@ -53,6 +54,41 @@ def test_missing_checkpoint_is_refused_before_anything_is_started(
     assert sentence.count("\n") == 1
     assert str(run.folder / "ck" if which in ("best", "newest") else Path.cwd() / which) in sentence
     assert list_runs() == [run]
+
+
+def test_checkpoints_on_a_host_are_named_with_the_host(
+    runs: Runs, stoker_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs.write(stoker_home, TRAINED)
+    (run.folder / "job.yaml").write_text(to_yaml(job_of(program={"module": "stoker.trainers.torch_image"})))
+    run.write("handle", f"ssh://{run.folder}\n".encode())
+    run.write("plan.json", json.dumps({"hosts": {"worker/0": "node1", "worker/1": "node2"}}).encode())
+    mark = {"v": 1, "t": 1.0, "slot": "worker/0", "rank": 0, "attempt": 0, "pid": 1, "seq": 0, "k": "mark"}
+    mark |= {"name": "checkpoint", "detail": f"/home/a/.stoker/{TRAINED}/checkpoints/{step_name(7)}", "step": 7}
+    (run.logs / "worker-0.0.log").write_text(f"@stoker {json.dumps(mark)}\n")
+    location = f"node1:/home/a/.stoker/{TRAINED}/checkpoints"
+    assert stoker("job", "eval", "digits") == 2
+    assert location in capsys.readouterr().err
+    assert stoker("job", "status", "digits") == 0
+    assert location in capsys.readouterr().out
+    assert stoker("job", "status", "digits", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["checkpoints"] == location
+
+
+def test_checkpoint_of_the_run_is_accepted_by_name(
+    runs: Runs, stoker_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = runs.write(stoker_home, TRAINED)
+    Path(run.checkpoint_dir).mkdir()
+    for name in (step_name(7), step_name(8), BEST_NAME):
+        (Path(run.checkpoint_dir) / name).touch()
+        assert choose_checkpoint(run, run.checkpoint_dir, name)[0] == str(Path(run.checkpoint_dir) / name)
+    _, flags = choose_checkpoint(run, run.checkpoint_dir, step_name(7))
+    assert parse_flags(["--val", "s", *flags], {"STOKER_CHECKPOINT_DIR": "ck"}).eval_only == step_name(7)
+    with pytest.raises(NotFoundError) as caught:
+        choose_checkpoint(run, run.checkpoint_dir, step_name(9))
+    assert caught.value.hint == ACCEPTED
 
 
 def test_best_checkpoint_comes_before_the_newest(tmp_path: Path) -> None:

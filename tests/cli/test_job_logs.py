@@ -76,7 +76,7 @@ def test_last_lines_on_a_terminal_are_those_of_the_program(
     failed: RunFolder, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    folded = describe_folded(len(TORCHRUN_LINES))
+    folded = describe_folded(len(TORCHRUN_LINES), "worker-0.0.log")
     for tail, expected in ((2, ["ValueError: mine", folded]), (9, ["starting", "ValueError: mine", folded]), (0, [])):
         assert stoker("job", "logs", failed.id, "--tail", str(tail), *words) == 0
         assert capsys.readouterr().out.splitlines() == expected
@@ -96,7 +96,12 @@ def test_lines_after_the_last_ones_are_followed(
 
     monkeypatch.setattr(Run, "logs", grow)
     print_logs(Run.find(written.id), None, follow=True, fold=True, tail=2)
-    assert capsys.readouterr().out.splitlines() == [describe_folded(len(TORCHRUN_LINES)), "second", "third", "fourth"]
+    assert capsys.readouterr().out.splitlines() == [
+        describe_folded(len(TORCHRUN_LINES), "worker-0.0.log"),
+        "second",
+        "third",
+        "fourth",
+    ]
 
 
 def test_interrupt_clears_a_progress_bar(
@@ -157,3 +162,17 @@ def test_supervisor_records_when_lines_were_written(
     assert int(one + 2) <= times[1] <= ended
     assert stoker("job", "logs", run.id, "--since", datetime.fromtimestamp(one + 1, UTC).isoformat()) == 0
     assert capsys.readouterr().out == "two\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["logs", "--tail", "-3"], "stoker: --tail must be >= 0, got '-3'\n"),
+        (["list", "--limit", "0"], "stoker: --limit must be >= 1, got '0'\n"),
+    ],
+)
+def test_number_out_of_range_is_one_sentence(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stoker("job", *words) == 2
+    assert capsys.readouterr().err == sentence

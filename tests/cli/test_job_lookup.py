@@ -100,6 +100,19 @@ def test_id_prefix_and_handle_select_a_run_whatever_its_state(runs: Runs, stoker
     assert resolve_run_to_stop(old.id) == old
 
 
+def test_prefix_of_a_job_name_stops_nothing(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    run = runs.start(name="cat-big")
+    for name in ("cat", "cat-", "cat-bi"):
+        assert stoker("job", "stop", name) == 2
+        sentence = capsys.readouterr().err
+        assert run.id in sentence
+        assert sentence.count("\n") == 1
+    assert state_of(run) is JobState.RUNNING
+    assert resolve_run("cat") == run
+    assert stoker("job", "stop", run.id[: len("cat-big-20")]) == 0
+    assert state_of(run) is JobState.STOPPED
+
+
 def test_lost_run_is_stopped_if_none_is_running(runs: Runs, stoker_home: Path) -> None:
     lost = runs.write(stoker_home, NEW, JobState.RUNNING)  # without a supervisor
     runs.write(stoker_home, NEWEST)

@@ -13,6 +13,7 @@ from stoker.cli.runs import format_progress
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import STOPPED_MESSAGE, Attempt, JobState, JobStatus
 from stoker.jobs.topology import Slot
+from stoker.telemetry.analysis import analyze
 from stoker.telemetry.events import Event, Recorder
 from tests.support.runs import Runs
 from tests.support.trees import stoker
@@ -45,6 +46,6 @@ def test_stopped_run_has_no_time_left_and_no_cost_of_restarts(
 def test_time_left_is_that_of_a_running_run(state: JobState) -> None:
     start = Event(0.0, "worker/0", 0, 0, 0, "mark", {"name": "start", "total_steps": 100})
     steps = [Event(float(step), "worker/0", 0, 0, step, "heartbeat", {"step": step}) for step in range(1, 11)]
-    text = format_progress([start, *steps], JobStatus(state=state))
+    text = format_progress(analyze([start, *steps]), JobStatus(state=state))
     assert text.startswith("step 10 of 100")
     assert ("1m30s" in text) == (state is JobState.RUNNING)

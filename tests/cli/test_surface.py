@@ -35,7 +35,7 @@ def test_commands_and_options_are_pinned(request: pytest.FixtureRequest) -> None
     assert actual == json.loads(SURFACE.read_text())
 
 
-@pytest.mark.parametrize("words", [("dash",), ("bench",), ("image", "build"), ("cluster", "up")])
+@pytest.mark.parametrize("words", [("bench",), ("image", "build"), ("cluster", "up")])
 def test_commands_that_do_not_exist_are_unknown_and_not_in_the_help(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,6 +54,17 @@ def test_help_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "convert" in done.stdout
     assert done.stderr.strip() == "[]"
+
+
+def test_commands_do_not_import_pydantic_without_a_value_to_parse() -> None:
+    """The import would take as long as all others of the command line together."""
+    code = (
+        "import sys\nfrom stoker.cli.main import run\n"
+        "run(['job', 'list'])\nrun(['job', 'plan', 'none.yaml', '--set', 'a=1'])\n"
+        "print('pydantic' in sys.modules)\nrun(['job', 'list', '--limit', '3'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "False" in done.stdout.splitlines()
 
 
 def groups(command: Any, *path: str) -> list[tuple[str, ...]]:
@@ -134,6 +145,7 @@ def test_demo_runs_every_step_and_survives_a_killed_rank(tmp_path: Path) -> None
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "The demo succeeded" in done.stderr
+    assert "<html" in (tmp_path / "demo" / "run.html").read_text()
     assert "kill -9" in done.stderr
     assert "because worker/0 (rank 1) was killed by SIGKILL" in done.stdout
     resumed = re.search(r"resumed in epoch (\d), after ([\d,]+) of its 1,437 samples", done.stdout)

@@ -44,8 +44,9 @@ def test_every_program_has_a_job_file() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} <= {path.stem for path in JOBS}
 
 
-def test_ddp_script_does_not_use_stoker() -> None:
-    text = (EXAMPLES / "ddp.py").read_text()
+@pytest.mark.parametrize("name", ["ddp.py", "custom_training_mnist.py", "keras_mnist.py"])
+def test_scripts_that_do_not_use_stoker(name: str) -> None:
+    text = (EXAMPLES / name).read_text()
     assert "import stoker" not in text
     assert "from stoker" not in text
     assert "STOKER_" not in text
@@ -76,3 +77,31 @@ def test_own_loop_reports_heartbeats_and_writes_a_checkpoint(workspace: Path) ->
     assert {event.rank for event in events if event.kind == "heartbeat"} == {0, 1}
     assert [event.fields["step"] for event in events if event.kind == "scalar"] == [2, 4]
     assert (run.folder / "checkpoints" / "own_loop.pt").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["custom_training_mnist", "keras_mnist"])
+def test_tensorflow_scripts_resume_where_a_killed_worker_left_them(workspace: Path, name: str) -> None:
+    """One worker kills itself once, after the first epoch; then all workers start again."""
+    pytest.importorskip("tf_keras" if name == "keras_mnist" else "tensorflow")
+    script = workspace / f"examples/{name}.py"
+    trap = f"""
+import json as _json, os as _os, pathlib as _pathlib, threading as _threading, time as _time
+
+def _kill_once():
+    while not list(_pathlib.Path({name!r}).rglob("checkpoint")):
+        _time.sleep(0.02)
+    if not _os.path.exists("killed"):
+        open("killed", "w").close()
+        _os.kill(_os.getpid(), 9)
+
+if _json.loads(_os.environ["TF_CONFIG"])["task"]["index"] == 1:
+    _threading.Thread(target=_kill_once, daemon=True).start()
+"""
+    script.write_text(trap + script.read_text())
+    assert stoker("job", "run", f"examples/{name}.yaml", "--set", "program.args[2]=--epochs=12") == 0
+    run = find_run(None)
+    assert (workspace / "killed").exists()
+    assert [attempt.number for attempt in run.read_status().attempts] == [0, 1]
+    last = [line for line in read_output() if "accuracy" in line][-1]
+    assert float(last.rpartition(" ")[2].rstrip("%")) > 90

@@ -21,6 +21,7 @@ FAULT_TESTS = (
     "tests/launchers/ssh/test_drill.py",
     "tests/launchers/ssh/test_faults.py",
     "tests/launchers/ssh/test_guarantees.py",
+    "tests/launchers/ssh/test_host_connection.py",
     "tests/launchers/ssh/test_reconnect.py",
     "tests/launchers/test_local_faults.py",
 )

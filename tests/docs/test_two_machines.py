@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from stoker.core.processes import start
+from stoker.jobs.launcher import RUN_PLACEHOLDER
+from stoker.jobs.run_folder import find_run
 from tests.support.hosts import Network, network
 from tests.support.paths import ROOT
 from tests.support.servers import free_port
@@ -61,6 +63,9 @@ def test_commands_train_on_two_hosts(workspace: Path, net: Network) -> None:
     assert "on 2 ranks" in output
     assert "[worker/1]" in output
     assert "succeeded" in output
+    run_id = find_run(None).id
+    assert f"; checkpoints: {net.hosts[0].name}:{workspace}/hosts/.stoker/{run_id}/checkpoints;" in output
+    assert RUN_PLACEHOLDER not in output
 
 
 def run_stoker(command: list[str], *more: str) -> str:

@@ -81,6 +81,16 @@ def test_combinations_of_valid_sections_are_reported_beside_invalid_sections() -
     )
 
 
+def test_unsupported_url_schemes_of_data() -> None:
+    data = {"train": "ftp://foo/x", "val": "gcs://bucket/val-{0..9}.tar"}
+    check_faults(
+        parse_faults(minimal(data=data)),
+        [("data.train", "'ftp://foo/x'", "s3://", "https://"), ("data.val", "'gcs://", "gs://")],
+    )
+    for url in ("HTTP://a/x", "file:///a", "shards/a", "shards/{0..9}.tar", "s3://b/x", "gs://b/x"):
+        assert parse_job(minimal(data={"train": url}), "job.yaml").data.train == url
+
+
 @pytest.mark.parametrize("name", ["", "A", "a_b", "-a", "a-", "a.b", "a b", "a\n", "ä", "a" * 41])
 def test_invalid_job_names(name: str) -> None:
     check_faults(parse_faults(minimal(name=name)), [("name", "40", repr(name))])

@@ -117,7 +117,7 @@ def test_launchers_accept_topologies_by_their_traits() -> None:
     }
     everywhere = ["mpi", "relay", "single", "tf-mirrored", "tf-ps", "torchrun"]
     assert supported["local"] == supported["ssh"] == supported["k8s"] == everywhere
-    assert supported["ray"] == ["single", "torchrun"]
+    assert supported["ray"] == [name for name in everywhere if name != "mpi"]
 
 
 def test_only_workers_of_parameter_servers_restart_alone() -> None:

@@ -101,7 +101,7 @@ def test_plan_refuses_a_module_that_does_not_exist(project: Path) -> None:
     [
         ({"train": "/shards/train", "via": CACHE}, ["data.train"]),
         ({"train": "http://data/train", "val": "shards/val", "via": CACHE}, ["data.val"]),
-        ({"train": "file:///shards/train", "val": "hdfs://a/b", "via": CACHE}, ["data.train", "data.val"]),
+        ({"train": "file:///shards/train", "val": "FILE:///a/b", "via": CACHE}, ["data.train", "data.val"]),
         ({"train": f"{CACHE}/data/train", "via": f"{CACHE}/"}, ["data.train"]),
         ({"train": "s3://bucket/train", "val": "gs://bucket/val-{0..9}.tar", "via": CACHE}, []),
         ({"train": "/shards/train"}, []),

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from stoker.api import Job
 from stoker.core.processes import find_processes_by_env
 from stoker.errors import SpecError
 from stoker.jobs.retry_policy import NO_PROGRESS_AT_ALL, not_retried
@@ -24,7 +25,7 @@ from stoker.jobs.run_folder import RunFolder, find_run
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.launchers.supervise.supervisor import supervisor_pid
-from tests.launchers.contract import LauncherSuite, job_of
+from tests.launchers.contract import LauncherSuite, is_ready, job_of
 from tests.support.disks import NOT_ALLOWED
 from tests.support.signals import restore_signals
 from tests.support.trees import stoker
@@ -285,10 +286,39 @@ class TestLocal(LauncherSuite):
         assert visible == ["2,3", "5,7"]
         assert "CUDA_VISIBLE_DEVICES" not in launcher.render(job_of(**keys)).slots["worker/0"].env
 
+    def test_run_whose_folder_is_removed_is_stopped(self, launcher: Any) -> None:
+        run = self.start(launcher, job_of("echo ready; while :; do sleep 0.05; done"))
+        wait_until(lambda: is_ready(run))
+        self.started.clear()
+        run.folder.rename(run.folder.parent.parent / "removed")
+        wait_until(lambda: not find_processes_by_env({"STOKER_RUN": run.id}))
+        assert not run.folder.exists()
+
+    def test_port_in_use_is_refused_before_the_start(self, launcher: Any) -> None:
+        keys = {"program": {"module": "this"}, "topology": "torchrun", "workers": 2}
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            with pytest.raises(SpecError) as caught:
+                launcher.render(job_of(**keys, port=port))
+            assert [fault.path for fault in caught.value.faults] == ["port"]
+            assert str(port) in str(caught.value)
+            assert launcher.render(job_of("true", port=port)).slots  # has no rendezvous
+        assert launcher.render(job_of(**keys, port=port)).port == port
+
+    def test_folder_of_several_shard_sets_is_refused_with_their_names(self, launcher: Any) -> None:
+        for split in ("train", "val"):
+            Path("shards", split).mkdir(parents=True)
+            Path("shards", split, "manifest.json").touch()
+        with pytest.raises(SpecError) as caught:
+            launcher.render(job_of("true", data={"train": "shards"}))
+        assert [fault.path for fault in caught.value.faults] == ["data.train"]
+        assert "2 shard sets: shards/train, shards/val" in str(caught.value)
+
     def test_cluster_cache_is_ignored_with_a_note(self, launcher: Any) -> None:
-        plan = launcher.render(job_of("true", data={"via": "cluster"}))
-        assert "STOKER_DATA_VIA" not in plan.slots["worker/0"].env
-        assert "data.via" in plan.notes[0]
+        job = job_of("true", data={"via": "cluster"})
+        for plan in (launcher.render(job), Job(job).plan()):
+            assert "data.via" in plan.notes[0]
+        assert "STOKER_DATA_VIA" not in launcher.render(job).slots["worker/0"].env
 
     def test_everything_that_this_machine_lacks_is_reported_at_once(
         self, launcher: Any, monkeypatch: pytest.MonkeyPatch

@@ -117,6 +117,18 @@ class TestMpi(LauncherSuite):
             events = read_log(run.log_path(Slot("worker", worker), 0)).events
             assert {(e.slot, e.rank) for e in events if e.kind == "profile"} == {(f"worker/{worker}", 2 * worker)}
 
+    def test_profiler_counts_all_ranks_of_its_worker(self, launcher: Any) -> None:
+        """Without the others, the CPU time of the job cannot be told from that of other processes."""
+        burn = f"test $((RANK % 2)) = 0 && exec sleep 3; exec {sys.executable} -c 'while True: pass' & sleep 3; kill $!"
+        run, _ = self.run_to_end(launcher, mpi_job(burn, processes_per_worker=2, profile={"every": 1}))
+        for worker in (0, 1):
+            events = read_log(run.log_path(Slot("worker", worker), 0)).events
+            samples = [event.fields for event in events if event.kind == "profile"]
+            assert all("machine" in sample for sample in samples)
+            assert max(sample["tree_cpu_pct"] for sample in samples) > 0
+            # The program of the first rank; of the other, what is between mpirun and it, and its three processes.
+            assert max(sample["tree_processes"] for sample in samples) == 5
+
     def test_killed_rank_is_diagnosed_and_the_others_stop(self, launcher: Any) -> None:
         run = self.start_ready(launcher, 2)
         (program,) = (

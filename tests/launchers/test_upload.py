@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import InputError
-from stoker.launchers.upload import IgnorePatterns, list_files
+from stoker.launchers.upload import IgnorePatterns, find_largest, list_files
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,22 @@ def test_list_files_applies_default_and_own_patterns(tmp_path: Path) -> None:
     (tmp_path / ".stokerignore").write_text("/out\n")
     assert list_files(tmp_path, ["y/"], skip=tmp_path / "runs") == [".stokerignore", "a.py", "pkg/b.py"]
     assert ".venv/bin/python" in list_files(tmp_path, ["!.venv/"])
+
+
+def test_virtual_environments_of_any_name_are_not_uploaded(tmp_path: Path) -> None:
+    for name in ("a.py", "venv/pyvenv.cfg", "venv/bin/python", "deep/env/pyvenv.cfg", "deep/b.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert list_files(tmp_path, []) == ["a.py", "deep/b.py"]
+    assert list_files(tmp_path, ["!/venv/"]) == ["a.py", "deep/b.py", "venv/bin/python", "venv/pyvenv.cfg"]
+
+
+def test_largest_parts_are_those_of_the_working_directory(tmp_path: Path) -> None:
+    sizes = {"a.bin": 500, "shards/train/0.tar": 400, "shards/val/0.tar": 300, "photos/cat.jpg": 600}
+    for name, size in sizes.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x" * size)
+    assert find_largest(tmp_path, list_files(tmp_path, [])) == [("shards/", 700), ("photos/", 600)]
 
 
 PATTERNS = {

@@ -6,19 +6,26 @@ import ast
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
+from contextlib import ExitStack
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stoker.remote.frames import ALIVE, ATTACHED, EXEC_EXIT, EXIT, GONE, STARTED, FrameParser, pack_frame
-from stoker.remote.slot_daemon import DAEMON_GONE, LEASE_EXPIRED
+from stoker.remote import attach_session, slot_process, tagged_processes
+from stoker.remote.frames import ALIVE, ATTACHED, EXEC_EXIT, EXIT, GONE, READY, STARTED, FrameParser, pack_frame
+from stoker.remote.slot_daemon import DAEMON_GONE, LEASE_EXPIRED, SlotDaemon, address_of
+from stoker.remote.slot_process import SlotProcess
 from stoker.remote.tagged_processes import list_tagged
 from tests.support.disks import small_disk
 from tests.support.slot_daemons import DaemonClient, daemon_client
+from tests.support.ssh_runs import find_by_command
 from tests.support.waiting import is_alive, wait_until
 
 pytestmark = pytest.mark.timeout(120)
@@ -120,6 +127,77 @@ def test_error_of_the_daemon_is_reported_by_the_next_one(tmp_path: Path) -> None
             assert not second.slot_pids()
 
 
+COUNT_SIGNALS = """
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"terminated\\n"))
+os.write(1, b"ready\\n")
+while True: time.sleep(60)
+"""
+
+
+def test_slots_get_sigterm_once_when_the_daemon_is_killed(tmp_path: Path) -> None:
+    """From the kernel; the guard only waits for the end of the grace period."""
+    with daemon_client(tmp_path, grace_s=1.0, lost_after_s=None) as client:
+        client.attach()
+        client.start("worker/0", "", argv=[sys.executable, "-c", COUNT_SIGNALS])
+        log = client.folder / "worker-0.0" / "log"
+        wait_until(lambda: client.output["worker-0.0"] == b"ready\n")
+        client.session.kill()
+        os.kill(client.daemon_and_guard()[0], signal.SIGKILL)
+        wait_until(client.is_everything_gone)
+        assert log.read_text() == "ready\nterminated\n"
+
+
+def test_process_that_cannot_be_killed_blocks_the_next_start_of_its_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the daemon that has started it, too."""
+    monkeypatch.setattr(slot_process, "Termination", partial(tagged_processes.Termination, kill_timeout_s=0.1))
+    monkeypatch.setattr(tagged_processes, "signal_tagged", lambda *_: None)
+    frames, tags = list[bytes](), {"STOKER_RUN": str(tmp_path), "STOKER_HOST": "here"}
+    daemon = SlotDaemon({"folder": tmp_path, "tags": tags, "grace_s": 0.1, "lost_after_s": None})
+    monkeypatch.setattr(daemon, "_send", frames.append)
+    start = {"slot": "worker-0.0", "name": "worker/0", "env": {}, "cwd": "/", "log_size": 0, "is_standby": False}
+    start |= {"grace_s": 0.1, "argv": ["bash", "-c", "setsid sleep 600 & exit 3"]}
+    try:
+        wait_until(lambda: daemon._poll_slots() or daemon._leftovers is None)
+        daemon._start({**start, "key": "a"})
+        wait_until(lambda: daemon._poll_slots() or not daemon._slots["worker-0.0"].is_running)
+        (survivor,) = list_tagged(tags)
+        daemon._start({**start, "key": "b"})
+        assert [frame[:1] for frame in frames] == [STARTED, GONE]
+        assert str(survivor).encode() in frames[-1]
+        os.kill(survivor, signal.SIGKILL)
+        wait_until(lambda: not list_tagged(tags))
+        daemon._start({**start, "key": "c", "argv": ["true"]})
+        assert frames[-1][:1] == STARTED
+        wait_until(lambda: daemon._poll_slots() or not daemon._slots["worker-0.0"].is_running)
+    finally:
+        for pid in list_tagged(tags):
+            os.kill(pid, signal.SIGKILL)
+        daemon._guard.dismiss()
+
+
+def test_cleanups_for_two_names_of_one_machine_spare_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kills the daemons of its own name, and those of earlier versions, which have no name."""
+    tokens = {name: f"stoker-agent-{tmp_path.name}{name}" for name in ("@node1", "@node2", "")}
+    with ExitStack() as stack:
+        agents = {}
+        for name, token in tokens.items():
+            argv = [sys.executable, "-c", "import time; time.sleep(600)", token]
+            agents[name] = stack.enter_context(subprocess.Popen(argv))
+            stack.callback(agents[name].kill)
+        monkeypatch.setattr(sys, "argv", ["-c", tokens["@node1"]])
+        wait_until(lambda: len(find_by_command(tokens[""], "python")) == len(agents))
+        tags = {"STOKER_RUN": str(tmp_path), "STOKER_HOST": "node1"}
+        request = {"tags": tags, "grace_s": 0.0, "slots": [], "folder": str(tmp_path / "run")}
+        assert attach_session.clean_up_run(request) == {"survivors": []}
+        assert [agents[name].wait(30) for name in ("@node1", "")] == [-signal.SIGKILL] * 2
+        assert agents["@node2"].poll() is None
+
+
 # --- The lease
 
 
@@ -210,6 +288,20 @@ def test_detached_slot_leaves_output_and_exit_record_for_later(tmp_path: Path) -
             assert not second.folder.exists()
 
 
+def test_new_daemon_does_not_wait_without_end_for_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever holds its lock and does not respond."""
+    tags = {"STOKER_RUN": str(tmp_path), "STOKER_HOST": "here"}
+    for name in ("START_TIMEOUT_S", "KILL_TIMEOUT_S"):
+        monkeypatch.setattr(attach_session, name, 0.1)
+    monkeypatch.setattr(attach_session, "set_process_name", lambda _: None)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:
+        lock.bind(f"\0{address_of(tags)}-lock")
+        attach_session._run_daemon({"tags": tags, "folder": str(tmp_path), "grace_s": 0.0})
+    assert not list(tmp_path.iterdir())
+
+
 # --- Output
 
 
@@ -243,6 +335,18 @@ def test_slots_that_a_client_does_not_know_are_stopped_first(tmp_path: Path) -> 
             assert json.loads(second.wait_for(EXIT, "worker-0.1"))["code"] == 4
             assert not [pid for pid in before if is_alive(pid)]
             assert [path.name for path in client.folder.glob("worker-*")] == ["worker-0.1"]
+
+
+def test_host_is_ready_when_nothing_is_left_of_an_earlier_attempt(tmp_path: Path) -> None:
+    with daemon_client(tmp_path, grace_s=1.0) as client:
+        client.attach()
+        client.wait_for(READY)
+        start_all(client, STUBBORN)
+        before = client.slot_pids()
+        with daemon_client(tmp_path, grace_s=1.0) as second:
+            second.attach()
+            second.wait_for(READY)
+            assert not [pid for pid in before if is_alive(pid)]
 
 
 def test_start_that_was_requested_before_is_not_repeated(tmp_path: Path) -> None:
@@ -334,6 +438,15 @@ def test_exit_wakes_up_the_daemon(tmp_path: Path) -> None:
         start_all(client, {"worker/0": f"echo ready; while ! test -e {go}; do sleep 0.01; done; exit 3"})
         go.touch()
         assert json.loads(client.wait_for(EXIT, "worker-0.0")) == {"code": 3, "oom": False, "survivors": []}
+
+
+def test_process_that_a_slot_starts_last_is_not_overlooked(tmp_path: Path) -> None:
+    """Another slot is ending at the same time, for which the processes were listed a moment before."""
+    tags = {"STOKER_RUN": str(tmp_path), "STOKER_HOST": "here"}
+    request = {"argv": ["bash", "-c", "setsid sleep 600 & exit 3"], "cwd": "/", "grace_s": 1.0}
+    process = SlotProcess(request, {}, tags, tmp_path / "log")
+    wait_until(lambda: process.poll(None if process.is_ending else []) is not None)
+    assert list_tagged(tags) == []
 
 
 def test_command_that_cannot_be_started(tmp_path: Path) -> None:

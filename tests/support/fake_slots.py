@@ -71,6 +71,8 @@ class FakeBackend:
         self.started.append(time.monotonic())
         return self.attempts[attempt]
 
+    restarts_slots = True
+
     def restart_slot(self, slot: Slot) -> SlotHandle:
         """Return the next slot that was prepared for a restart."""
         self.restarts.append((slot, time.monotonic()))

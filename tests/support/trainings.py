@@ -57,7 +57,7 @@ class RunningTraining:
         except FileNotFoundError:
             return []
 
-    def wait(self, timeout: float = 120) -> TrainingResult:
+    def wait(self, timeout: float = 280) -> TrainingResult:
         codes = [process.wait(timeout) for process in self.processes]
         return TrainingResult(next((code for code in codes if code), 0), self.log.read_text())
 
@@ -107,7 +107,7 @@ def start_training(
 
 
 def run(
-    log: Path, world: int, *args: object, torchrun: bool = False, timeout: float = 120, **env: str
+    log: Path, world: int, *args: object, torchrun: bool = False, timeout: float = 280, **env: str
 ) -> TrainingResult:
     """Train to the end and return the result."""
     with start_training(log, world, *args, torchrun=torchrun, **env) as training:

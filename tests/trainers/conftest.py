@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.support.tf_gangs import ForkServer
 from tests.support.trainings import TrainingResult
 from tests.support.trees import stoker
 
@@ -31,6 +32,28 @@ def flags(shards: Path) -> list[object]:
     """Flags of a short training: 203 samples in batches of 16 are 13 steps, the last one of 11 samples."""
     data = ["--train", shards / "train", "--val", shards / "val", "--size", 16, "--threads", 1]
     return [*data, "--model", "trivial", "--global-batch-size", 16, "--lr", 0.05, "--log-every", 0.2]
+
+
+@pytest.fixture(scope="session")
+def tf_server() -> Iterator[ForkServer]:
+    """A process that has imported TensorFlow, from which trainers are forked."""
+    pytest.importorskip("keras")
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's digits as tar shards and, in `tfrecord`, as TFRecord shards with the same samples."""
+    from stoker.demo.digits import write_digits
+
+    folder = tmp_path_factory.mktemp("digits")
+    write_digits(folder / "images")
+    for target, kind in (("shards", "tar"), ("tfrecord", "tfrecord")):
+        options = ["--shard-samples", 100, "--format", kind]
+        assert stoker("data", "convert", folder / "images", folder / target, *options) == 0
+    return folder
 
 
 @pytest.fixture

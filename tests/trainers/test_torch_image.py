@@ -276,7 +276,7 @@ def test_copy_to_the_device_is_not_counted_as_waiting_for_data(
             super().__init__(*args, **kwargs)
             self._copier = copy_slowly  # type: ignore[assignment]
 
-    monkeypatch.setattr("stoker.trainers.training_data.Dataset", SlowDataset)
+    monkeypatch.setattr("stoker.trainers.torch_image.Dataset", SlowDataset)
     done = train(*flags, "--epochs", 1, "--val", "")
     assert done.code == 0, done.text
     spans = [event.fields for event in done.events if event.kind == "span"]

@@ -14,10 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from stoker.trainers.checkpoints import CheckpointStore
+from stoker.trainers.checkpoints import open_checkpoints
 from stoker.trainers.ledger import effective_samples, session_starts
-from stoker.trainers.trainer_process import RERUN_TO_RESUME, stopped_after
-from stoker.trainers.world import StopSignal, exit_with_parent
+from stoker.trainers.stop_signal import StopSignal
+from stoker.trainers.trainer_process import RERUN_TO_RESUME, how_to_resume, stopped_after
+from stoker.trainers.world import exit_with_parent
 from tests.support.trainings import TrainingResult, read_checkpoint, run, same_bits, start_training, weights
 
 Train = Callable[..., TrainingResult]
@@ -61,7 +62,7 @@ def interrupt(own: list[object], log: Path, victim: str, *, torchrun: bool = Fal
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         if victim == "torchrun":  # its ranks are stopped, write a checkpoint and unlock the directory
-            CheckpointStore(str(own[own.index("--checkpoint-dir") + 1]), lock_timeout_s=60).close()
+            open_checkpoints(str(own[own.index("--checkpoint-dir") + 1]), lock_timeout_s=60).close()
             done = training.wait(60)
             assert done.marks("stop"), done.text
         if victim == "rank":  # the others lose the connection and exit
@@ -125,6 +126,11 @@ def test_sigterm_to_one_rank_stops_all_after_the_same_step(
     assert_same_result(own, tmp_path, expected)
 
 
+def test_job_is_resumed_by_its_own_command() -> None:
+    assert how_to_resume({"STOKER_RUN": "digits-1"}).endswith("stoker job run --resume digits-1")
+    assert how_to_resume({}) == RERUN_TO_RESUME
+
+
 @pytest.mark.slow
 def test_ranks_stop_when_torchrun_is_killed(flags: list[object], tmp_path: Path) -> None:
     own = [*flags, "--epochs", 1000, "--checkpoint-dir", tmp_path / "ck", "--val", ""]
@@ -133,7 +139,9 @@ def test_ranks_stop_when_torchrun_is_killed(flags: list[object], tmp_path: Path)
         ranks = training.ranks()
         os.kill(training.processes[0].pid, signal.SIGKILL)
         try:
-            CheckpointStore(str(tmp_path / "ck"), lock_timeout_s=60).close()  # the directory is free for the next start
+            open_checkpoints(
+                str(tmp_path / "ck"), lock_timeout_s=60
+            ).close()  # the directory is free for the next start
         finally:
             for pid in ranks:
                 with suppress(ProcessLookupError):
@@ -148,17 +156,17 @@ def test_ranks_stop_when_torchrun_is_killed(flags: list[object], tmp_path: Path)
 SLOW_OR_FULL_DISK = """
 import os, time
 from stoker.errors import StorageFullError
-from stoker.trainers import checkpoints, models
+from stoker.trainers import checkpoint_store, models
 
-write_file = checkpoints._write_file
+write_file = checkpoint_store._write_file
 
-def write_slowly(state, path):
+def write_slowly(checkpoint_format, state, path):
     time.sleep(2)
     if os.environ["DISK"] == "full":
         raise StorageFullError("no space left", where=path)
-    write_file(state, path)
+    write_file(checkpoint_format, state, path)
 
-checkpoints._write_file = write_slowly
+checkpoint_store._write_file = write_slowly
 
 def net(num_classes):
     return models.TrivialNet(num_classes=num_classes)

@@ -75,13 +75,15 @@ def cache(
 
 
 def _deploy(cluster: KubeClient, target: KubeTarget, options: CacheOptions, wait_s: float) -> None:
-    from stoker.serve.cluster.deployment import deploy_cache, wait_ready
+    from stoker.serve.cluster.deployment import deploy_cache, wait_cache_ready
     from stoker.serve.cluster.manifests import build_cache_objects
 
     cache_spec = _build_spec(options, target, cluster)
     deploy_cache(cluster, build_cache_objects(cache_spec, read_patches(options.patches)))
     print_message(f"{cache_spec.kind} stoker-cache in {cluster.url}, {format_bytes(cache_spec.size)} per pod")
-    wait_ready(cluster, cache_spec.kind, timeout_s=wait_s, on_progress=lambda text: print_message(f"pending: {text}"))
+    wait_cache_ready(
+        cluster, cache_spec.kind, timeout_s=wait_s, on_progress=lambda text: print_message(f"pending: {text}")
+    )
 
 
 def _print_objects(on: str, options: CacheOptions, as_json: bool) -> None:

@@ -20,10 +20,20 @@ if TYPE_CHECKING:
     from stoker.shards.shuffle_check import ShuffleQuality
 
 Transform = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="Transform: imagenet-train, imagenet-val, small-train, digits-train or whole."),
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Transform: imagenet-train, imagenet-val, small-train, digits-train or whole. Defaults to that of the "
+        "trainer for this size.",
+    ),
 ]
-Size = Annotated[int, typer.Option(metavar="PX", help="Width and height of the model input, in pixels.")]
+Size = Annotated[
+    int | None,
+    typer.Option(
+        metavar="PX",
+        help="Width and height of the model input, in pixels. Defaults to what `stoker init` suggests for the images.",
+    ),
+]
 Antialias = Annotated[bool, typer.Option(help="Antialias when downscaling images; slightly slower.")]
 
 PLAN_OPTIONS = {
@@ -105,8 +115,8 @@ def peek(
     png: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a contact sheet of the model's inputs to this PNG file.")
     ] = None,
-    transform: Transform = "imagenet-train",
-    size: Size = 224,
+    transform: Transform = None,
+    size: Size = None,
     antialias: Antialias = True,
     seed: Annotated[int, typer.Option(metavar="N", help="Augmentation seed.")] = 0,
     as_json: Json = False,
@@ -126,7 +136,9 @@ def peek(
         raise InputError("--png must be a file name that ends in .png", where=png)
     if png is not None and not png.parent.is_dir():
         raise NotFoundError("no such directory", where=png.parent, hint="create it, or pass another --png")
-    samples = list(peek_at(find_shard_set(url), count, transform=transform, size=size, antialias=antialias, seed=seed))
+    shard_set = find_shard_set(url)
+    transform, size = _choose_input(shard_set, transform, size)
+    samples = list(peek_at(shard_set, count, transform=transform, size=size, antialias=antialias, seed=seed))
     if as_json:
         print_json([{name: value for name, value in each._asdict().items() if name != "pixels"} for each in samples])
     else:
@@ -143,14 +155,16 @@ def peek(
         LocalStore(str(png.parent)).put(png.name, contact_sheet(tiles))
         bad = len(samples) - len(tiles)
         skipped = f", {bad} bad" if bad else ""
-        print_message(f"Wrote a contact sheet of {pluralize(len(tiles), 'image')} ({transform}) to {png}{skipped}")
+        print_message(
+            f"Wrote a contact sheet of {pluralize(len(tiles), 'image')} ({transform}, {size} px) to {png}{skipped}"
+        )
 
 
 def bench(
     url: Url,
     batch_size: Annotated[int, typer.Option(metavar="N", help="Images per batch.")] = 64,
-    transform: Transform = "imagenet-train",
-    size: Size = 224,
+    transform: Transform = None,
+    size: Size = None,
     antialias: Antialias = True,
     decoder: Annotated[
         str,
@@ -182,6 +196,7 @@ def bench(
     if not 0 < seconds <= 3600:
         raise InputError(f"--seconds must be > 0 and <= 3600, got {seconds:g}")
     shard_set = _with_manifest(find_shard_set(url))
+    transform, size = _choose_input(shard_set, transform, size)
     with show_counter("images") as advance, name_options({"global_batch": "--batch-size"}):
         result = run_benchmark(
             shard_set,
@@ -198,14 +213,26 @@ def bench(
     _print_benchmark(result, as_json)
 
 
-def _check_transform(transform: str, size: int) -> None:
+def _choose_input(shard_set: ShardSet, transform: str | None, size: int | None) -> tuple[str, int]:
+    """Return the transform and the input size; by default those with which the trainer would train on these images."""
+    from stoker.shards.image_sizes import measure_image_size
+    from stoker.trainers.flags import default_transform
+    from stoker.trainers.suggest import IMAGENET_SIZE, suggest_size
+
+    if size is None:
+        measured = None if shard_set.manifest is None else measure_image_size(shard_set)
+        size = IMAGENET_SIZE if measured is None else suggest_size(*measured)
+    return transform or default_transform(size), size
+
+
+def _check_transform(transform: str | None, size: int | None) -> None:
     """Raise InputError for an unknown transform or an impossible size."""
     from stoker.errors import InputError
     from stoker.load.transforms import MAX_SIZE, TRANSFORMS
 
-    if transform not in TRANSFORMS:
+    if transform is not None and transform not in TRANSFORMS:
         raise InputError(f"--transform must be one of {', '.join(TRANSFORMS)}, got {transform!r}")
-    if not 1 <= size <= MAX_SIZE:
+    if size is not None and not 1 <= size <= MAX_SIZE:
         raise InputError(f"--size must be between 1 and {MAX_SIZE}, got {size}")
 
 

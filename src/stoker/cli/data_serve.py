@@ -51,7 +51,7 @@ def serve(
     """
     from stoker.errors import InputError, NotFoundError
     from stoker.serve.engines import create_server
-    from stoker.serve.nginx.syntax import is_loopback
+    from stoker.serve.loopback import is_loopback
     from stoker.serve.settings import ServeSettings
 
     folder = parse_folder(folder_name, "DIR")
@@ -85,7 +85,7 @@ def loadtest(
     from stoker.core.units import parse_bytes
     from stoker.errors import InputError
     from stoker.serve.loadtest import run_load_test
-    from stoker.serve.nginx.syntax import is_loopback
+    from stoker.serve.loopback import is_loopback
     from stoker.storage import redacted
 
     if not url.startswith(("http://", "https://")):
@@ -108,7 +108,7 @@ def loadtest(
 
 def run_engine(engine: Engine, what: str, host: str, token_file: Path | None) -> None:
     """Run an engine until a signal, and print its URL."""
-    from stoker.serve.nginx.syntax import is_loopback
+    from stoker.serve.loopback import is_loopback
 
     if not is_loopback(host) and token_file is None:
         print_message(f"warning: {host} is reachable from other machines without a token; consider --token-file")

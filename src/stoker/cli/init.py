@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 DEFAULT_NAME = "my-training"
 DEFAULT_TRAIN = "shards/train"
+DEFAULT_FILE = Path("job.yaml")
+SUFFIXES = (".yaml", ".yml")
 
 
 def init(
@@ -23,7 +25,11 @@ def init(
         typer.Argument(metavar="SHARDS", help="Shard sets to train on. Defaults to shards/, if it exists."),
     ] = None,
     path: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="Job file to write, .yaml or .yml. Defaults to job.yaml.")
+        Path | None,
+        typer.Argument(
+            metavar="FILE",
+            help="Job file to write, .yaml or .yml; `-` writes to standard output. Defaults to job.yaml.",
+        ),
     ] = None,
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the job. Defaults to the name of the dataset.")
@@ -42,14 +48,20 @@ def init(
     Model, image size and batch size are chosen for the shard set. You can omit SHARDS: a single argument that
     ends in .yaml or .yml is treated as FILE.
     """
-    from stoker.errors import ConflictError
+    from stoker.errors import ConflictError, InputError
     from stoker.jobs.spec import parse_job
     from stoker.jobs.template import DEFAULT_ARGS, render_template
     from stoker.storage import local_path
 
-    if path is None and shards is not None and shards.endswith((".yaml", ".yml")):
+    if path is None and shards is not None and (shards == "-" or shards.endswith(SUFFIXES)):
         path, shards = Path(shards), None
-    path = path or Path("job.yaml")
+    path, to_stdout = path or DEFAULT_FILE, str(path) == "-"
+    if to_stdout:
+        path = DEFAULT_FILE
+    elif path.suffix not in SUFFIXES:
+        raise InputError(
+            "the name of a job file must end in .yaml or .yml", where=path, hint=f"for example {DEFAULT_FILE}"
+        )
     local = local_path(train or DEFAULT_TRAIN)
     readable = shards or (train or DEFAULT_TRAIN if local is not None and local.exists() else None)
     data = None if readable is None else _find_data(readable)
@@ -70,6 +82,9 @@ def init(
             about=about,
         )
     parse_job(text, path)  # an invalid name is refused before anything is written
+    if to_stdout:
+        typer.echo(text, nl=False)
+        return
     try:
         with open(path, "w" if force else "x") as file:
             file.write(text)

@@ -39,7 +39,9 @@ def plan(
     """Print what a job would start, without starting it."""
     if rbac is not None:
         _require_rbac(on)
-    planned = _plan(file, on, hosts, sets, quiet=rbac is not None)
+    planned = _plan(file, on, hosts, sets)
+    if rbac is None:
+        _print_notes(planned)
     launcher: Any = planned.launcher
     _print_plan(planned.rendered if rbac is None else launcher.render_rbac(planned.job, rbac), as_json)
 
@@ -90,13 +92,16 @@ def run(
     else:
         planned = _plan(_require_file(file), on, hosts, [*(sets or []), *_option_assignments(tensorboard, keep)])
         if dry_run:
+            _print_notes(planned)
             _print_plan(planned.rendered, as_json)
             return
         started, first = planned.create_run(), 0
+        _print_notes(planned, started.id)
         start = partial(planned.start, started, detach=detach)
     with stop_on_interrupt(started):
         start()
-        print_message(f"Started run {started.id}; logs: {started.folder / 'logs'}")
+        verb = "Started" if resume is None else "Resumed"
+        print_message(f"{verb} run {started.id}; logs: {started.folder / 'logs'}")
         if not detach:
             follow_run(started, first=first, quiet=as_json)
             if started.files.kept:
@@ -126,14 +131,18 @@ job_exec.add_to(app)
 job_forward.add_to(app)
 
 
-def _plan(file: Path, on: str, hosts: str | None, sets: list[str] | None, *, quiet: bool = False) -> Plan:
-    """Return the plan of a job, and print its notes."""
+def _plan(file: Path, on: str, hosts: str | None, sets: list[str] | None) -> Plan:
     from stoker.api import Job
 
-    planned = Job.load(file, sets or [], on=on, hosts=hosts).plan(on)
-    for note in () if quiet else planned.notes:
-        print_message(note)
-    return planned
+    return Job.load(file, sets or [], on=on, hosts=hosts).plan(on)
+
+
+def _print_notes(planned: Plan, run_id: str | None = None) -> None:
+    """Print the notes of a plan, with the ID of its run if there is one already."""
+    from stoker.jobs.launcher import RUN_PLACEHOLDER
+
+    for note in planned.notes:
+        print_message(note.replace(RUN_PLACEHOLDER, run_id or RUN_PLACEHOLDER))
 
 
 def _print_plan(rendered: Any, as_json: bool) -> None:

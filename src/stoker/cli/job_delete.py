@@ -11,6 +11,7 @@ from stoker.cli.options import Json, parse_value
 from stoker.cli.output import format_time, print_json, print_message, print_table
 
 if TYPE_CHECKING:
+    from stoker.jobs.run_folder import RunFolder
     from stoker.launchers.run_deletion import RunDeletion
 
 
@@ -26,9 +27,12 @@ def delete(
     older_than: Annotated[
         str | None,
         typer.Option(
-            metavar="DURATION", help="Delete all runs that finished more than this long ago, for example 30d."
+            metavar="DURATION", help="Delete all runs that finished more than this long ago, for example 30d or 12h."
         ),
     ] = None,
+    all_runs: Annotated[
+        bool, typer.Option("--all", help="Delete all finished runs of the jobs that RUN names.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be deleted without deleting it.")
     ] = False,
@@ -43,7 +47,9 @@ def delete(
 
     from stoker.launchers.run_deletion import delete_run
 
-    deletions = _plan_deletions(names or [], older_than)
+    deletions = _plan_deletions(
+        _select_runs(names or [], older_than, all_runs), skip=all_runs or older_than is not None
+    )
     if not as_json:
         _print_deletions(deletions)
     for deletion in () if dry_run else deletions:
@@ -53,21 +59,31 @@ def delete(
     print_message(_summarize(deletions, dry_run))
 
 
-def _plan_deletions(names: list[str], older_than: str | None) -> list[RunDeletion]:
-    """Return what to delete; raise ConflictError if a named run cannot be deleted, before any is."""
-    from stoker.core.units import parse_duration
-    from stoker.errors import ConflictError, InputError, NotFoundError
-    from stoker.jobs.run_lookup import resolve_exact_run
-    from stoker.launchers.run_deletion import find_checkpoint_users, find_expired, plan_deletion
+def _select_runs(names: list[str], older_than: str | None, all_runs: bool) -> list[RunFolder]:
+    """Return the runs that the arguments select."""
+    from stoker.core.units import parse_age
+    from stoker.errors import InputError
+    from stoker.jobs.run_lookup import list_runs_of, resolve_exact_run
+    from stoker.launchers.run_deletion import find_expired
 
     if names and older_than is not None:
         raise InputError("RUN cannot be combined with --older-than", hint="pass one of them")
     if not names and older_than is None:
         raise InputError("specify a RUN or --older-than", hint="list runs with: stoker job list")
-    if older_than is None:
-        runs = list(dict.fromkeys(map(resolve_exact_run, names)))
-    else:
-        runs = find_expired(parse_value("--older-than", parse_duration, older_than))
+    if older_than is not None and all_runs:
+        raise InputError("--all cannot be combined with --older-than", hint="pass one of them")
+    if older_than is not None:
+        return find_expired(parse_value("--older-than", parse_age, older_than))
+    if all_runs:
+        return list(dict.fromkeys(run for name in names for run in list_runs_of(name)))
+    return list(dict.fromkeys(map(resolve_exact_run, names)))
+
+
+def _plan_deletions(runs: Sequence[RunFolder], *, skip: bool) -> list[RunDeletion]:
+    """Return what to delete; skip what cannot be deleted, or raise ConflictError for it before any is deleted."""
+    from stoker.errors import ConflictError, NotFoundError
+    from stoker.launchers.run_deletion import find_checkpoint_users, plan_deletion
+
     deletions, reasons, users = [], [], find_checkpoint_users()
     for run in runs:
         try:
@@ -75,9 +91,9 @@ def _plan_deletions(names: list[str], older_than: str | None) -> list[RunDeletio
         except ConflictError as error:
             reasons.append(str(error))
         except NotFoundError:  # another process has deleted it meanwhile
-            if older_than is None:
+            if not skip:
                 raise
-    if reasons and older_than is None:
+    if reasons and not skip:
         raise ConflictError("; ".join(reasons))
     for reason in reasons:
         print_message(f"Skipped: {reason}")
@@ -91,7 +107,7 @@ def _print_deletions(deletions: Sequence[RunDeletion]) -> None:
     if not deletions:
         return
     print_table(
-        ("run", "state", "finished", "size", "checkpoints", "reason kept"),
+        ("run", "state", "finished", "size", "checkpoints", "not deleted"),
         [
             (
                 deletion.run,

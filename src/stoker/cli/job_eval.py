@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stoker.jobs.run_folder import RunFolder
 
 TRAINER = "stoker.trainers.torch_image"
+ACCEPTED = "--checkpoint takes best, newest, the name of a checkpoint of the run, or the path or URL of a file"
 
 
 def add_to(app: typer.Typer) -> None:
@@ -29,7 +30,8 @@ def evaluate(
         str,
         typer.Option(
             metavar="WHICH",
-            help="best (the newest if none has been validated yet), newest, or the path or URL of a checkpoint.",
+            help="best (the newest if none has been validated yet), newest, a checkpoint of the run by name "
+            "(step-0000000100.pt), or the path or URL of a checkpoint.",
         ),
     ] = "best",
     sets: Sets = None,
@@ -77,26 +79,31 @@ def _find_newest_training() -> RunFolder:
 def choose_checkpoint(trained: RunFolder, directory: str, which: str) -> tuple[str, tuple[str, ...]]:
     """Return the path or URL of the checkpoint and the trainer's flags for it; raise NotFoundError if there is none."""
     from stoker.errors import NotFoundError
+    from stoker.launchers.checkpoint_location import locate_checkpoints
     from stoker.storage import join_url, open_store, redacted, split_url
-    from stoker.trainers.checkpoint_files import BEST_NAME, find_checkpoint
+    from stoker.telemetry.run_index import open_index
+    from stoker.trainers.checkpoint_files import BEST_NAMES, find_checkpoint
 
-    if which not in ("best", "newest"):
+    is_file = which not in ("best", "newest") and ("/" in which or Path(which).exists())
+    found = None if is_file else find_checkpoint(directory, which)
+    if found is None and which not in ("best", "newest"):
         path = which if "://" in which else str(Path.cwd() / which)
         folder, name = split_url(path)
-        open_store(folder).head(name)  # raises NotFoundError
+        try:
+            open_store(folder).head(name)
+        except NotFoundError as error:
+            raise NotFoundError(error.what, where=error.where, hint=ACCEPTED) from error
         return redacted(path), ("--eval-only", "--init-from", path)
-    found = find_checkpoint(directory, which)
     if found is None:
-        kind = trained.handle.partition("://")[0]
-        is_elsewhere = kind != LOCAL and "://" not in directory
-        raise NotFoundError(
-            f"run {trained.id} has no checkpoint in this directory",
-            where=directory,
-            hint=f"it ran on {kind}: copy a checkpoint here and pass --checkpoint FILE" if is_elsewhere else None,
-        )
-    if which == "best" and found != BEST_NAME:
-        print_message(f"No checkpoint was validated yet ({BEST_NAME} does not exist): using the newest")
+        hint, kind = None, trained.handle.partition("://")[0]
+        if kind != LOCAL and "://" not in directory:
+            location = locate_checkpoints(trained, open_index(trained.logs).analysis)
+            source = f" from {location}" if location else ""
+            hint = f"it ran on {kind}: copy a checkpoint{source} to this machine and pass --checkpoint FILE"
+        raise NotFoundError(f"run {trained.id} has no checkpoint in this directory", where=directory, hint=hint)
+    if which == "best" and found not in BEST_NAMES:
+        print_message("No checkpoint was validated yet: using the newest")
     # By name, because a training that is still running may write a newer one before the trainer reads it. An empty
     # --init-from overrides that of a training which began with other weights.
-    name = "best" if found == BEST_NAME else found
+    name = "best" if found in BEST_NAMES else found
     return redacted(join_url(directory, found)), ("--eval-only", name, "--init-from=")

@@ -1,4 +1,4 @@
-"""`stoker job list|status|logs|stop|report`: look at runs and stop them."""
+"""`stoker job list|status|logs|stacks|stop|report`: look at runs and stop them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from stoker.cli.options import Json, RunName, RunTarget, parse_value
 from stoker.cli.output import format_time, print_json, print_message, print_table
 from stoker.cli.runs import (
     describe_run,
+    format_checkpoints,
     format_elapsed,
     format_progress,
     list_insights,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 def add_to(app: typer.Typer) -> None:
     """Add these commands to `stoker job`."""
     app.command("list")(list_command)
-    for command in (status, logs, stop, report):
+    for command in (status, logs, stacks, stop, report):
         app.command()(command)
 
 
@@ -125,8 +126,9 @@ def status(name: RunName = None, on: RunTarget = None, as_json: Json = False) ->
         ("slot", "state", "pid", "exit code"),
         [(slot.slot, str(slot.state), str(slot.pid or "–"), slot.code) for slot in current.slots],
     )
-    events = run.events()
-    for text in (format_progress(events, current), current.message, *list_insights(events, current)):
+    analysis = run.analysis()
+    progress, checkpoints = format_progress(analysis, current), format_checkpoints(run, analysis)
+    for text in (progress, current.message, checkpoints, *list_insights(analysis, current)):
         if text:
             typer.echo(text)
 
@@ -151,6 +153,22 @@ def logs(
 
     start = 0.0 if since is None else parse_value("--since", parse_since, since)
     print_logs(Run.find(name, on=on), slot, follow=follow, tail=tail, since=start, timestamps=timestamps)
+
+
+def stacks(name: RunName = None) -> None:
+    """Print the Python stacks of the ranks of a run.
+
+    Ranks print them on SIGUSR1 if they use `stoker.telemetry.recorder()` or `faulthandler.register`. Other processes
+    are not signalled.
+    """
+    from stoker.api import Run
+    from stoker.launchers.stack_request import request_stacks
+
+    run = Run.find(name)
+    text = request_stacks(run.files)
+    typer.echo(text, nl=False)
+    if not text:
+        print_message(f"{run.id}: no process prints its stacks; call stoker.telemetry.recorder() in the program")
 
 
 def stop(
@@ -195,12 +213,12 @@ def report(
 
     run = Run.find(name)
     path = out or Path(f"{run.id}.tar.gz")
-    current, events = run.status(), run.events()
+    current, analysis = run.status(), run.analysis()
     lines = [
         f"{run.id}: {current.state}",
-        format_progress(events, current),
+        format_progress(analysis, current),
         current.message,
-        *list_insights(events, current),
+        *list_insights(analysis, current),
     ]
     lines += [f"attempt {attempt.number}: {attempt.cause or 'finished'}" for attempt in current.attempts]
     write_report(run.files, path, "".join(f"{line}\n" for line in lines if line))

@@ -11,7 +11,7 @@ import tempfile
 import typer
 
 from stoker import __version__
-from stoker.cli import data, demo, doctor, init, job, profile, volume
+from stoker.cli import dash, data, demo, doctor, init, job, model, profile, volume
 from stoker.cli.parameters import build_command
 from stoker.cli.renamed import check_renamed_options
 from stoker.core import command_process
@@ -27,7 +27,9 @@ app = typer.Typer(
 )
 app.add_typer(data.app, name="data")
 app.add_typer(job.app, name="job")
+app.add_typer(model.app, name="model")
 app.add_typer(volume.app, name="volume")
+app.command("dash")(dash.dash)
 app.command("demo")(demo.demo)
 app.command("init")(init.init)
 app.command("doctor")(doctor.doctor)

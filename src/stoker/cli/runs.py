@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stoker.api import Run
     from stoker.jobs.launcher import SlotLogLine
     from stoker.jobs.status import JobStatus
-    from stoker.telemetry.events import Event
+    from stoker.telemetry.analysis import RunAnalysis
 
 STOPPED_LINES = 3
 """Log lines shown after Ctrl-C: they say whether a last checkpoint was written."""
@@ -28,11 +28,12 @@ def follow_run(run: Run, *, first: int = 0, quiet: bool = False) -> None:
     print_logs(run, None, follow=True, first=first, quiet=quiet, fold=True)
     status = run.status()
     if status.state == "succeeded":
-        events = run.events()
+        analysis = run.analysis()
         parts = [
             f"succeeded in {format_elapsed(status)}",
-            format_progress(events, status),
-            *list_insights(events, status),
+            format_progress(analysis, status),
+            format_checkpoints(run, analysis),
+            *list_insights(analysis, status),
         ]
         print_message("; ".join(part for part in parts if part))
 
@@ -103,12 +104,11 @@ def stop_on_interrupt(run: Run) -> Iterator[None]:
         raise
 
 
-def format_progress(events: Sequence[Event], status: JobStatus) -> str:
+def format_progress(analysis: RunAnalysis, status: JobStatus) -> str:
     """Return step, loss, throughput, accuracy and time left as one line; empty if the program reports none."""
     from stoker.core.units import format_duration
-    from stoker.telemetry import analysis
 
-    progress, left_s = analysis.progress(events), _estimate_time_left(events, status)
+    progress, left_s = analysis.progress(), _estimate_time_left(analysis, status)
     total = f" of {progress.total_steps:,}" if progress.total_steps else ""
     parts = [
         f"step {progress.step:,}{total}" if progress.step is not None else "",
@@ -120,20 +120,24 @@ def format_progress(events: Sequence[Event], status: JobStatus) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _estimate_time_left(events: Sequence[Event], status: JobStatus) -> float | None:
+def format_checkpoints(run: Run, analysis: RunAnalysis) -> str:
+    """Return where the checkpoints of a run are; empty if it has reported none."""
+    from stoker.launchers.checkpoint_location import locate_checkpoints
+
+    location = locate_checkpoints(run.files, analysis)
+    return f"checkpoints: {location}" if location else ""
+
+
+def _estimate_time_left(analysis: RunAnalysis, status: JobStatus) -> float | None:
     """Return the remaining seconds of a run; None if it is not running."""
-    from stoker.telemetry import analysis
-
-    return analysis.eta(events) if status.state == "running" else None
+    return analysis.eta() if status.state == "running" else None
 
 
-def list_insights(events: Sequence[Event], status: JobStatus) -> list[str]:
+def list_insights(analysis: RunAnalysis, status: JobStatus) -> list[str]:
     """Return the verdict, the cost of restarts, and warnings about the machine."""
-    from stoker.telemetry import analysis
-
-    verdict, restarts = analysis.verdict(events), analysis.restarts(events, stopped=status.stopped_attempts)
+    verdict, restarts = analysis.verdict(), analysis.restarts(status.stopped_attempts)
     verdicts = [verdict.sentence] if verdict.bound_by != "unknown" else []
-    return [*verdicts, *([restarts.sentence] if restarts.count else []), *analysis.remarks(events)]
+    return [*verdicts, *([restarts.sentence] if restarts.count else []), *analysis.remarks()]
 
 
 def format_elapsed(status: JobStatus) -> str:
@@ -145,19 +149,20 @@ def format_elapsed(status: JobStatus) -> str:
 
 def describe_run(run: Run) -> dict[str, Any]:
     """Return everything known about a run as plain values, for `--json`."""
-    from stoker.telemetry import analysis
+    from stoker.launchers.checkpoint_location import locate_checkpoints
 
-    events, status = run.events(), run.status()
+    analysis, status = run.analysis(), run.status()
     return {
         "run": run.id,
         "handle": run.handle,
         "folder": str(run.folder),
         **status_to_dict(status),
-        "progress": analysis.progress(events),
-        "eta_s": _estimate_time_left(events, status),
-        "verdict": analysis.verdict(events),
-        "restarts": analysis.restarts(events, stopped=status.stopped_attempts),
-        "remarks": analysis.remarks(events),
+        "progress": analysis.progress(),
+        "checkpoints": locate_checkpoints(run.files, analysis),
+        "eta_s": _estimate_time_left(analysis, status),
+        "verdict": analysis.verdict(),
+        "restarts": analysis.restarts(status.stopped_attempts),
+        "remarks": analysis.remarks(),
     }
 
 

@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
 from decimal import Decimal
 from typing import Any, ClassVar, Self
@@ -95,6 +96,15 @@ def parse_duration(value: str | float) -> float:
     if not 0 <= seconds < math.inf:
         raise InputError(f"must be {Seconds.expected}, got {value!r}")
     return seconds
+
+
+def parse_age(text: str) -> float:
+    """Parse a duration that selects what is deleted: a number without a unit is refused, not taken as seconds."""
+    is_plain = _PLAIN_SECONDS.fullmatch(text.strip())
+    with suppress(InputError):
+        if not is_plain:
+            return parse_duration(text)
+    raise InputError(f"must be a duration with a unit, for example 30d or 12h, got {text!r}")
 
 
 def parse_since(text: str) -> float:

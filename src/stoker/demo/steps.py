@@ -113,6 +113,7 @@ class Demo:
         return [
             DemoStep("Check that every sample was trained on exactly once per epoch", ledger),
             _stoker("Show the outcome, and where the time went", "job", "status", NAME),
+            _stoker("Write the run as a self-contained page", "dash", NAME, "--html", "run.html"),
         ]
 
     def next_commands(self, folder: Path) -> list[str]:
@@ -121,6 +122,7 @@ class Demo:
         return [
             *([f"export PATH={shlex.quote(str(programs))}:$PATH"] if shutil.which("stoker") is None else []),
             f"cd {shlex.quote(str(folder))}",
+            f"stoker dash {NAME} --open     # the run in the dashboard; also in run.html",
             f"stoker job eval {NAME} --set data.val=shards/val --set data.via=     # evaluate the best checkpoint",
             f"stoker job report {NAME}     # logs, plan and status of the run in one archive",
             "stoker data convert YOUR-IMAGES own",

@@ -55,7 +55,7 @@ from stoker.jobs.spec import (
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import list_slots
 from stoker.jobs.topology_traits import find_topology
-from stoker.launchers.plan import LocalPlan
+from stoker.launchers.plan import is_free
 from stoker.launchers.ssh.client import SshClient, expand_slots
 from stoker.launchers.ssh.gpus import count_needed_gpus, share_gpus
 from stoker.launchers.ssh.launcher import describe_unused_hosts
@@ -175,11 +175,11 @@ def _prepare_by_rendering(job: JobSpec, launcher: Launcher[Any], target: str, no
 
 def _prepare_local(job: JobSpec, launcher: Launcher[Any], target: str, notify: Notify) -> ProbePlan:
     """Check this machine; without a free port or torch, the probe runs without them."""
-    checks, (probe_job,), _ = _prepare_by_rendering(job, launcher, target, notify)
+    is_port_free = not job.port or is_free(job.port)
+    usable = job if is_port_free else msgspec.structs.replace(job, port=None)
+    checks, (probe_job,), _ = _prepare_by_rendering(usable, launcher, target, notify)
     if job.port:
-        is_free = LocalPlan(slots={}, port=job.port).with_free_ports().port == job.port
-        checks.append(check_port(job.port, is_free=is_free))
-        probe_job = probe_job if is_free else probe_job._replace(job=msgspec.structs.replace(probe_job.job, port=None))
+        checks.append(check_port(job.port, is_free=is_port_free))
     if job.traits.runs_ranks and find_spec("torch") is None:
         probe_job = _make_probe_job(job, topology="single", workers=[0], port=None)
     return ProbePlan(checks, [probe_job])

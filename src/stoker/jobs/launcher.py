@@ -40,6 +40,8 @@ class LauncherTraits:
     """The key of the job file that `--hosts` sets; empty if the launcher takes no hosts."""
     lists_runs: bool = False
     """Whether the target itself knows its runs: the launcher has the methods `runs` and `adopt`."""
+    prints_stacks: bool = False
+    """Whether its supervisor prints the stacks of ranks on request."""
     has_rbac: bool = False
     """Whether users need permissions on the target: the launcher has the method `render_rbac`."""
 
@@ -48,6 +50,10 @@ class LauncherTraits:
         return (self.supports_standby_workers or not topology.has_standby_workers) and (
             self.supports_address_per_slot or not topology.has_address_per_slot
         )
+
+
+RUN_PLACEHOLDER = "<run>"
+"""The ID of the run in the notes of a plan, which has none yet."""
 
 
 class SlotLogLine(NamedTuple):

@@ -14,6 +14,14 @@ VERSION = 2
 STOP_REQUEST_FILE = "stopping"
 """File that requests a stop of a run which outlives its supervisor, as opposed to a shutdown of this machine."""
 
+STACKS_REQUEST_FILE = "stacks.request"
+"""File that asks the supervisor for the stacks of all ranks; the supervisor deletes it when it has written them."""
+
+
+def stacks_file(attempt: int) -> str:
+    """Return the name of the file with the stacks of an attempt."""
+    return f"stacks.{attempt}.txt"
+
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
@@ -42,9 +50,11 @@ RUN_FILES = (
     RunFile("state.reserve", "disk space for the final status, while a supervisor is running", "local, ssh, ray"),
     RunFile("logs/<slot>.<attempt>.log", "the output of one slot in one attempt, including its [events](watch.md)"),
     RunFile("logs/<slot>.<attempt>.times", "when the lines of that log were written"),
+    RunFile("index/", "the events of the logs as columns of numbers; may be deleted, and is built again when needed"),
     RunFile("checkpoints/", "checkpoints, if `checkpoint.dir` is not set"),
     RunFile("tensorboard/", "TensorBoard event files, if enabled"),
-    RunFile("stacks.<attempt>.txt", "stack traces of all threads, if an attempt hung"),
+    RunFile("stacks.<attempt>.txt", "stack traces of all threads, if an attempt hung or they were requested"),
+    RunFile(STACKS_REQUEST_FILE, "exists while stack traces are requested", "local, ssh, ray"),
     RunFile("supervisor.log", "remarks of the supervisor: retries, broken connections, errors"),
     RunFile("lock", "locked while a supervisor or a follower is running; contains its process ID"),
     RunFile(STOP_REQUEST_FILE, "exists once a stop was requested", "ssh, slurm, kubernetes"),

@@ -76,7 +76,7 @@ class RunFolder:
 
     def log_path(self, slot: Slot, attempt: int) -> Path:
         """Return the path of the log of a slot in an attempt."""
-        return self.logs / f"{slot.filename}.{attempt}.log"
+        return self.logs / log_name(slot, attempt)
 
     def read_status(self) -> JobStatus:
         """Read the last known status."""
@@ -106,6 +106,11 @@ class RunFolder:
             raise NotFoundError(f"{name} not found", where=self.folder, hint="the run was never started") from error
 
 
+def log_name(slot: Slot, attempt: int) -> str:
+    """Return the name of the log of a slot in an attempt."""
+    return f"{slot.filename}.{attempt}.log"
+
+
 def stoker_home(environ: Mapping[str, str] | None = None) -> Path:
     """Return the directory of all runs: $STOKER_HOME, or the user's data directory."""
     env = os.environ if environ is None else environ
@@ -125,6 +130,10 @@ def create_run(job: JobSpec, plan: object, *, home: Path | None = None) -> RunFo
         raise ConflictError(
             "run folder already exists: another run was started at the same time", where=run.folder, hint="try again"
         ) from error
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        hint = "set STOKER_HOME to a directory that you can write to"
+        raise InputError(f"cannot create the run folder: {reason}", where=run.folder, hint=hint) from error
     run.write("version", f"{VERSION}\n".encode())
     run.write("job.yaml", to_yaml(job).encode())
     run.write("plan.json", to_json(plan))
@@ -150,10 +159,11 @@ def find_run(name: str | None) -> RunFolder:
     return match_runs(name)[0]
 
 
-def match_runs(name: str | None) -> list[RunFolder]:
+def match_runs(name: str | None, *, full_job_name: bool = False) -> list[RunFolder]:
     """Return the run with this ID or unique prefix, or all runs of the job with this name, newest first.
 
-    Without a name, return all runs. Raise NotFoundError rather than return an empty list.
+    Without a name, return all runs. Raise NotFoundError rather than return an empty list. With `full_job_name`, a
+    prefix must include the whole name of the job: `cat` does not mean a run of the job `cat-big`.
     """
     runs = list_runs()
     if not runs:
@@ -170,6 +180,9 @@ def match_runs(name: str | None) -> list[RunFolder]:
         raise InputError(f"{name!r} matches {len(matches)} runs: {ids}", hint="use a longer prefix")
     if not matches:
         raise NotFoundError(f"no run matches {name!r}", hint="list runs with: stoker job list")
+    if full_job_name and not (name or "").startswith(f"{matches[0].name}-"):
+        what = f"there is no job {name!r}; the run that starts with it is {matches[0].id}"
+        raise InputError(what, hint=f"use its ID or the name of its job, {matches[0].name}")
     return matches
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoker.core.text import join_all
-from stoker.errors import InputError, MissingError, UnavailableError
+from stoker.errors import InputError, MissingError, NotFoundError, UnavailableError
 from stoker.jobs.launcher import LAUNCHERS, Launcher
 from stoker.jobs.run_folder import RunFolder, list_runs, match_runs
 from stoker.jobs.status import JobState, JobStatus
@@ -62,7 +62,7 @@ def resolve_run(name: str | None, target: str | None = None) -> RunFolder:
 
 def resolve_run_to_stop(name: str | None, target: str | None = None) -> RunFolder:
     """Return the run that `stop` acts on: the only running one, else a lost one, else the newest."""
-    matches = _match(name, target)
+    matches = _match(name, target, full_job_name=True)
     if len(matches) == 1:
         return matches[0]
     states = {run.id: get_known_state(run) for run in matches}
@@ -74,10 +74,19 @@ def resolve_run_to_stop(name: str | None, target: str | None = None) -> RunFolde
 
 def resolve_exact_run(name: str) -> RunFolder:
     """Return the run with this ID, prefix or handle, or the only run of a job; raise InputError for several."""
-    matches = _match(name, None)
+    matches = _match(name, None, full_job_name=True)
     if len(matches) > 1:
-        raise _ambiguous(f"{name!r} has {len(matches)} runs", [run.id for run in matches])
+        hint = "use the ID of one of them, or pass --all for all that have finished"
+        raise _ambiguous(f"{name!r} has {len(matches)} runs", [run.id for run in matches], hint)
     return matches[0]
+
+
+def list_runs_of(job_name: str) -> list[RunFolder]:
+    """Return all runs of a job, newest first; raise NotFoundError if there are none."""
+    runs = [run for run in list_runs() if run.name == job_name]
+    if not runs:
+        raise NotFoundError(f"there are no runs of a job {job_name!r}", hint="list runs with: stoker job list")
+    return runs
 
 
 def choose_run(states: Mapping[str, JobState], name: str | None) -> str:
@@ -105,12 +114,12 @@ def _choose(matches: Sequence[RunFolder], states: Mapping[str, JobState], name: 
     return next(run for run in matches if run.id == chosen)
 
 
-def _ambiguous(what: str, run_ids: Sequence[str]) -> InputError:
+def _ambiguous(what: str, run_ids: Sequence[str], hint: str = "use the ID of one of them") -> InputError:
     more = ", …" if len(run_ids) > MAX_LISTED else ""
-    return InputError(f"{what}: {', '.join(run_ids[:MAX_LISTED])}{more}", hint="use the ID of one of them")
+    return InputError(f"{what}: {', '.join(run_ids[:MAX_LISTED])}{more}", hint=hint)
 
 
-def _match(name: str | None, target: str | None) -> list[RunFolder]:
+def _match(name: str | None, target: str | None, *, full_job_name: bool = False) -> list[RunFolder]:
     """Return the runs that a name may mean, newest first; a run of a cluster gets a run folder here."""
     if target is None and name is not None and "://" in name:
         if known := [run for run in list_runs() if run.handle == name]:
@@ -118,7 +127,7 @@ def _match(name: str | None, target: str | None) -> list[RunFolder]:
         if name.startswith("k8s://"):
             target, _, name = name.rpartition("/")
     if target is None:
-        return match_runs(name)
+        return match_runs(name, full_job_name=full_job_name)
     if name is None:
         raise InputError("RUN is required with --on", hint=f"list runs with: stoker job list --on {target}")
     return [open_cluster_launcher(target).adopt(name)]

@@ -44,7 +44,7 @@ class AddressBook:
 
     hosts: Mapping[Slot, str]
     port: int | str
-    ports: Mapping[Slot, int] = field(default_factory=dict)
+    ports: Mapping[Slot, int | str] = field(default_factory=dict)
     """Ports of slots that share a host and need different ones."""
     python: str = "python3"
     profiler: tuple[str, ...] = ()
@@ -107,6 +107,8 @@ class Role:
     """Whether its slots listen on ports of their own, which differ on a shared host."""
     restart: Literal["gang", "slot"] = "gang"
     """What a failed slot takes with it: the whole gang, or nothing, if it can join the others again."""
+    is_spread: bool = False
+    """Whether its slots are spread over the hosts of the workers; those of other roles are on the first host."""
 
     @property
     def is_observer(self) -> bool:
@@ -206,7 +208,7 @@ def slot_env(job: JobSpec, slot: Slot, book: AddressBook) -> dict[str, str]:
         "STOKER_INDEX": str(slot.index),
         "STOKER_DATA_TRAIN": job.data.train,
         "STOKER_DATA_VAL": job.data.val,
-        "STOKER_DATA_VIA": job.data.via,
+        "STOKER_DATA_VIA": job.data.via if job.data.via != "cluster" else None,  # where there is one, it has a URL here
         "STOKER_SAMPLING": job.data.sampling,
         "STOKER_CACHE_DIR": cache.dir,
         "STOKER_CACHE_SIZE": str(int(cache.size)) if cache.size else None,

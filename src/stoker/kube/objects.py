@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from stoker.errors import InputError
 
 Manifest = dict[str, Any]
 
@@ -74,6 +76,20 @@ def restricted_security_context() -> Manifest:
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
+def restricted_pod(user: int) -> Manifest:
+    """Return a pod spec with a user that is not root and without the privileges that a server does not need."""
+    return {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": user,
+            "runAsGroup": user,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }
+
+
 # --- Patches
 
 _MERGE_KEYS = ("mountPath", "devicePath", "containerPort", "name", "ip")
@@ -98,6 +114,20 @@ def patch_matches(patch: Mapping[str, Any], obj: Manifest) -> bool:
     """Whether a patch applies to an object: same kind and, if the patch has one, same name."""
     name = (patch.get("metadata") or {}).get("name")
     return patch.get("kind") == obj["kind"] and name in (None, obj["metadata"]["name"])
+
+
+def apply_patches(objects: Sequence[Manifest], patches: Sequence[Manifest]) -> list[Manifest]:
+    """Merge patches into the objects with their kind and name, if set; raise InputError for a patch without a match."""
+    merged = list(objects)
+    for patch in patches:
+        matches = [index for index, manifest in enumerate(merged) if patch_matches(patch, manifest)]
+        if not matches:
+            kind, name = patch.get("kind"), (patch.get("metadata") or {}).get("name")
+            existing = ", ".join(f"{manifest['kind']} {manifest['metadata']['name']}" for manifest in merged)
+            raise InputError(f"--patch: no object {kind} {name or ''}".rstrip(), hint=f"objects are {existing}")
+        for index in matches:
+            merged[index] = strategic_merge(merged[index], patch)
+    return merged
 
 
 def _find_merge_key(entries: list[Any]) -> str | None:

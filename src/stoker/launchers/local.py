@@ -20,6 +20,7 @@ import msgspec
 from stoker.core.processes import run as run_program
 from stoker.core.processes import wait_until
 from stoker.core.spec import run_checks
+from stoker.core.units import pluralize
 from stoker.errors import ConflictError, Fault, MissingExtraError, MissingProgramError
 from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, raise_faults
 from stoker.jobs.run_folder import RunFolder
@@ -42,6 +43,7 @@ from stoker.launchers.plan import (
     LOOPBACK,
     LocalPlan,
     find_free_ports,
+    is_free,
     listening_slots,
     requested_ports,
 )
@@ -50,6 +52,7 @@ from stoker.launchers.supervise.background import START_TIMEOUT_S, start_supervi
 from stoker.launchers.supervise.process_group import stop_leftovers
 from stoker.launchers.supervise.supervisor import supervisor_pid
 from stoker.remote import mpi_rank, profiler
+from stoker.shards.manifest import MANIFEST
 
 
 class LocalLauncher:
@@ -61,6 +64,7 @@ class LocalLauncher:
         supports_address_per_slot=True,
         supports_elastic=True,
         supports_unequal_workers=True,
+        prints_stacks=True,
     )
 
     def check(self, job: JobSpec) -> Iterator[Fault]:
@@ -80,7 +84,7 @@ class LocalLauncher:
 
     def render(self, job: JobSpec) -> LocalPlan:
         """Return the command of every slot, with ports that are free now."""
-        raise_faults(self.check(job))
+        raise_faults((*self.check(job), *_check_ports(job)))
         for module in job.traits.required_modules:
             if find_spec(module) is None:
                 raise MissingExtraError(module, module, purpose=f"topology {job.topology!r}")
@@ -200,6 +204,16 @@ def _assign_ports(job: JobSpec) -> tuple[dict[Slot, int], dict[Slot, int]]:
     return requested, dict(zip(others, free, strict=False))
 
 
+def _check_ports(job: JobSpec) -> Iterator[Fault]:
+    """Yield a fault for each port that the job file sets and another process uses."""
+    requested = requested_ports(job, listening_slots(job))
+    ports = requested.values() if requested else [job.port] if job.port and job.traits.has_rendezvous else []
+    for port in ports:
+        if not is_free(port):
+            what = f"port {port} is in use on this machine"
+            yield Fault("port", f"{what}; set another port (--set port=N), or remove the key to use a free one")
+
+
 def _check_mpirun(job: JobSpec) -> None:
     """Raise unless Open MPI 4 is installed, whose options we use."""
     hint = "install it: apt-get install openmpi-bin"
@@ -238,11 +252,15 @@ def _check_shards(key: str, url: str | None) -> Iterator[Fault]:
     if not Path(url).exists():
         yield Fault(key, f"no such file or directory: {Path.cwd() / url}")
     elif Path(url).is_dir() and not any(_looks_like_shards(path) for path in Path(url).iterdir()):
+        sets = sorted(str(path.parent) for path in Path(url).glob(f"*/{MANIFEST}"))
+        if sets:
+            yield Fault(key, f"found {pluralize(len(sets), 'shard set')}: {', '.join(sets)}; use one of them")
+            return
         yield Fault(key, f"no shards found in {Path.cwd() / url}; create them with: stoker data convert SOURCE DEST")
 
 
 def _looks_like_shards(path: Path) -> bool:
-    return path.name == "manifest.json" or ".tar" in path.suffixes or "tfrecord" in path.name or "-of-" in path.name
+    return path.name == MANIFEST or ".tar" in path.suffixes or "tfrecord" in path.name or "-of-" in path.name
 
 
 def _search_path(job: JobSpec, folder: Path) -> str:

@@ -51,7 +51,6 @@ def resolve_job_paths(job: JobSpec, workdir: str) -> JobSpec:
             train=absolute(data.train),
             val=absolute(data.val),
             cache=change(data.cache, dir=absolute(data.cache.dir)),
-            via=None if data.via == "cluster" else data.via,
         ),
         checkpoint=change(job.checkpoint, dir=absolute(job.checkpoint.dir)),
     )

@@ -15,7 +15,7 @@ from stoker.errors import Fault, SpecError
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.topologies.tensorflow import replace_ports
-from stoker.jobs.topology import Command, Slot, get_topology, list_slots
+from stoker.jobs.topology import Command, Slot, get_topology, list_slots, observer_slots
 
 LOOPBACK = "127.0.0.1"
 # Below the ephemeral ports of the kernel, so that no client takes one between two attempts.
@@ -60,11 +60,11 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
     def with_free_ports(self) -> LocalPlan:
         """Return the plan with new ports if any of its ports is in use."""
         if self.ports:
-            if all(map(_is_free, self.ports.values())):
+            if all(map(is_free, self.ports.values())):
                 return self
             ports = dict(zip(self.ports, find_free_ports(len(self.ports)), strict=True))
             return self.with_ports({Slot.parse(name): port for name, port in ports.items()})
-        if not self.port or _is_free(self.port):
+        if not self.port or is_free(self.port):
             return self
         (port,) = find_free_ports(1)
         slots = {name: with_rendezvous_port(command, self.port, port) for name, command in self.slots.items()}
@@ -87,9 +87,10 @@ def read_plan(run: RunFolder) -> LocalPlan:
 def requested_ports(job: JobSpec, slots: Sequence[Slot]) -> dict[Slot, int]:
     """Return the ports that the job file sets for slots on one host; slots with the same port get consecutive ones."""
     taken: dict[int, Slot] = {}
+    observers = observer_slots(job)
     for slot in slots:
         own = job.roles[slot.role].port if slot.role in job.roles else None
-        port = own or (None if slot.role == "tensorboard" else job.port)
+        port = own or (None if slot in observers else job.port)
         if port is None:
             continue
         while port in taken:
@@ -111,11 +112,12 @@ def listening_slots(job: JobSpec) -> list[Slot]:
 def find_free_ports(count: int) -> list[int]:
     """Return loopback ports that nothing listens on."""
     start = PORT_RANGE.start + os.getpid() * 37 % len(PORT_RANGE)
-    free = (port for port in itertools.chain(range(start, PORT_RANGE.stop), PORT_RANGE) if _is_free(port))
+    free = (port for port in itertools.chain(range(start, PORT_RANGE.stop), PORT_RANGE) if is_free(port))
     return list(itertools.islice(free, count))
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Return whether nothing listens on a loopback port."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

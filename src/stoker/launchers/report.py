@@ -23,7 +23,7 @@ from stoker.telemetry.reader import read_events
 
 MIN_SECRET_LENGTH = 6
 """Shorter values occur in text by chance."""
-EXCLUDED = ("checkpoints", "tensorboard", "lock")
+EXCLUDED = ("checkpoints", "index", "tensorboard", "lock")
 
 
 def write_report(run: RunFolder, path: Path, summary: str, environ: Mapping[str, str] | None = None) -> None:

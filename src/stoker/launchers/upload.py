@@ -23,7 +23,9 @@ DEFAULT_PATTERNS = (
     ".pytest_cache/",
     ".ruff_cache/",
 )
-"""Excluded unless a pattern with `!` includes them."""
+"""Excluded unless a pattern with `!` includes them, like the virtual environments of any name."""
+VENV_FILE = "pyvenv.cfg"
+"""The file that every virtual environment has."""
 
 
 class IgnorePatterns:
@@ -44,6 +46,10 @@ class IgnorePatterns:
     def __call__(self, path: str, *, is_folder: bool) -> bool:
         """Whether a path, relative to the working directory, is excluded; its parent folders are not."""
         return (self._folders if is_folder else self._files).match_file(path)
+
+    def includes(self, folder: str) -> bool:
+        """Whether a pattern with `!` includes a folder."""
+        return self._folders.check_file(folder).include is False
 
 
 def list_files(folder: Path, exclude: Sequence[str], *, skip: Path | None = None) -> list[str]:
@@ -70,10 +76,22 @@ def _walk(root: Path, inside: str, ignored: IgnorePatterns, skip: Path | None) -
         is_folder = entry.is_dir(follow_symlinks=False)
         if ignored(path, is_folder=is_folder) or (skip is not None and Path(entry.path) == skip):
             continue
+        if is_folder and Path(entry.path, VENV_FILE).is_file() and not ignored.includes(path):
+            continue
         if is_folder:
             yield from _walk(root, f"{path}/", ignored, skip)
         elif entry.is_file(follow_symlinks=False) or entry.is_symlink():
             yield path
+
+
+def find_largest(folder: Path, names: Iterable[str], count: int = 2) -> list[tuple[str, int]]:
+    """Return the largest entries of a folder among the files to upload, with the sum of their sizes."""
+    entries: dict[str, list[str]] = {}
+    for name in names:
+        first, slash, _ = name.partition("/")
+        entries.setdefault(first + slash, []).append(name)
+    sizes = [(entry, total_size(folder, inside)) for entry, inside in entries.items()]
+    return sorted(sizes, key=lambda pair: pair[1], reverse=True)[:count]
 
 
 def total_size(folder: Path, names: Iterable[str]) -> int:

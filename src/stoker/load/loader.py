@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
@@ -174,6 +175,9 @@ class Loader:
         self._reader = Reader(self.shard_set, cache=disk_cache)
         self._cursor = self.plan.start_cursor()
         self._running: Generator[Batch] | None = None
+        self._positions_lock = threading.Lock()
+        self._positions_pool: ThreadPool | None = None
+        self._positions_epoch: Epoch | None = None
 
     @property
     def cursor(self) -> Cursor:
@@ -217,9 +221,38 @@ class Loader:
         steps = itertools.islice(epoch.steps(self._cursor.consumed, self.global_batch), worker, None, num_workers)
         return self._batches(epoch, steps, num_workers)
 
+    def load_positions(self, number: int, positions: Int64Array) -> Batch:
+        """Return the samples at these positions of an epoch; safe to call from several threads.
+
+        For programs that distribute positions themselves. The cursor of the loader does not move.
+        """
+        with self._positions_lock:
+            if self._positions_pool is None:
+                self._positions_pool = ThreadPool(self.threads, "stoker-decode")
+            if self._positions_epoch is None or self._positions_epoch.number != number:
+                self._positions_epoch = self.plan.epoch(number, self.rank)
+            epoch, pool = self._positions_epoch, self._positions_pool
+            location = epoch.locate(positions)
+            oldest = int(positions.min()) if len(positions) else 0
+            self._reader.keep_only([*epoch.upcoming_shards(oldest).tolist(), *np.unique(location.shards).tolist()])
+        step = Step(oldest, positions, self._cursor)
+        batch, bad, times = _PendingBatch(
+            epoch, step, location, self._collator, self._reader, pool, self.threads
+        ).finish()
+        with self._positions_lock:
+            self.times += times
+            self.bad += bad
+        if bad:  # a position that is loaded again counts once
+            self._check_bad(list({sample.position: sample for sample in self.bad if sample.epoch == number}.values()))
+        return batch
+
     def close(self) -> None:
         """Stop all threads and close all shards. A loader can be used again after that and reopens them."""
         self._stop()
+        with self._positions_lock:
+            pool, self._positions_pool = self._positions_pool, None
+        if pool is not None:
+            pool.shutdown(wait=True, cancel_futures=True)
         self._reader.close()
 
     def __repr__(self) -> str:
@@ -245,7 +278,6 @@ class Loader:
 
     def _batches(self, epoch: Epoch, steps: Iterator[Step], num_workers: int) -> Generator[Batch]:
         """Yield batches in order, keeping `prefetch` of them in progress."""
-        max_bad = self._max_bad * self.plan.samples
         bad_in_epoch: list[BadSample] = []
         threads = max(1, self.threads // num_workers)
         pool = ThreadPool(threads, "stoker-decode")
@@ -262,17 +294,21 @@ class Loader:
                 self.times += times
                 self.bad += bad
                 bad_in_epoch += bad
-                if len(bad_in_epoch) > max_bad:
-                    raise VerificationError(
-                        f"{_summarize(bad_in_epoch)}: more than max_bad={self._max_bad:g} allows",
-                        where=self.shard_set.url,
-                        hint="list them all with `stoker data verify --deep` and fix the dataset, or raise max_bad",
-                    )
+                self._check_bad(bad_in_epoch)
                 yield batch
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
             if bad_in_epoch:
                 log.warning("%s: epoch %d skipped %s", self.shard_set.url, epoch.number, _summarize(bad_in_epoch))
+
+    def _check_bad(self, bad_in_epoch: list[BadSample]) -> None:
+        """Raise VerificationError if too many samples of an epoch are bad."""
+        if len(bad_in_epoch) > self._max_bad * self.plan.samples:
+            raise VerificationError(
+                f"{_summarize(bad_in_epoch)}: more than max_bad={self._max_bad:g} allows",
+                where=self.shard_set.url,
+                hint="list them all with `stoker data verify --deep` and fix the dataset, or raise max_bad",
+            )
 
     def _locate(
         self, epoch: Epoch, steps: Iterator[Step], pending: deque[_PendingBatch]

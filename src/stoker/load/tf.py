@@ -14,7 +14,7 @@ from stoker.sampling.cursor import Cursor
 from stoker.shards.shard_set import ShardSet
 
 try:
-    import tensorflow as tf  # type: ignore[import-untyped]
+    import tensorflow as tf
 except ImportError as error:
     raise MissingExtraError("tensorflow", "tf", purpose="stoker.load.tf") from error
 

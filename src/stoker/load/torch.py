@@ -19,6 +19,7 @@ from stoker.load import native
 from stoker.load.decode import Pixels
 from stoker.load.loader import BadSample, Batch, Loader, describe_batch
 from stoker.load.shared_cursor import ConsumerState, SharedCursor
+from stoker.load.transforms import IMAGENET_MEAN, IMAGENET_STD
 from stoker.sampling.cursor import Cursor
 from stoker.sampling.order import Int64Array
 from stoker.shards.shard_set import ShardSet
@@ -31,8 +32,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("torch", "torch", purpose="stoker.load.torch") from error
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 PLAN_SETTINGS = ("global_batch", "sampling", "epoch_samples", "seed", "rank")
 """Settings of the loader that determine the number of batches."""
 MAX_COPIES_IN_FLIGHT = 2

@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 from stoker.core.permutations import seed_key, splitmix64
 
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 SCALE = (0.08, 1.0)
 SMALL_SCALE = (0.6, 1.0)
 RATIO = (3 / 4, 4 / 3)

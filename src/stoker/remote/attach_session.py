@@ -59,7 +59,7 @@ def _pass_requests(requests: BinaryIO, sock: socket.socket) -> None:
 
 def _connect(request: dict[str, Any], frames: FrameWriter) -> socket.socket:
     """Connect to the daemon; start one if there is none, which first waits for the end of the guard of the last one."""
-    deadline = time.monotonic() + START_TIMEOUT_S + request["grace_s"] + KILL_TIMEOUT_S
+    deadline = _start_deadline(request)
     sock, before = _try_connect(request), _read_log(request)
     if sock is None:
         _start_daemon(request)
@@ -77,6 +77,10 @@ def _connect(request: dict[str, Any], frames: FrameWriter) -> socket.socket:
     if peer_uid(sock) != os.getuid():
         raise OSError("another user has taken the address of the slot daemon")
     return sock
+
+
+def _start_deadline(request: dict[str, Any]) -> float:
+    return time.monotonic() + START_TIMEOUT_S + float(request["grace_s"]) + KILL_TIMEOUT_S
 
 
 def _try_connect(request: dict[str, Any]) -> socket.socket | None:
@@ -119,27 +123,35 @@ def _start_daemon(request: dict[str, Any]) -> None:
 
 
 def _run_daemon(request: dict[str, Any]) -> None:
-    """Run a daemon once no other daemon and no guard of one is left; the lock is an address that both keep."""
+    """Run a daemon once no other daemon and no guard of one is left."""
     set_process_name("stoker-daemon")
-    address = f"\0{address_of(request['tags'])}"
-    lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    while True:
-        try:
-            lock.bind(f"{address}-lock")
-            break
-        except OSError:
-            if (sock := _try_connect(request)) is not None:
-                sock.close()
-                return
-            time.sleep(POLL_S)
+    lock = _acquire_lock(request)
+    if lock is None:
+        return
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(address)
+    listener.bind(f"\0{address_of(request['tags'])}")
     listener.listen(128)
     error = _read_log(request)
     os.truncate(2, 0)
     SlotDaemon(request, listener=listener, previous_error=error.splitlines()[-1] if error else "").run()
     _remove_log(request)
     lock.close()
+
+
+def _acquire_lock(request: dict[str, Any]) -> socket.socket | None:
+    """Bind the address that a daemon and its guard keep; None if a daemon responds, or if they keep it for too long."""
+    lock, deadline = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM), _start_deadline(request)
+    while time.monotonic() < deadline:
+        try:
+            lock.bind(f"\0{address_of(request['tags'])}-lock")
+            return lock
+        except OSError:
+            if (sock := _try_connect(request)) is not None:
+                sock.close()
+                break
+            time.sleep(POLL_S)
+    lock.close()
+    return None
 
 
 def _log_path(request: dict[str, Any]) -> Path:
@@ -182,9 +194,15 @@ def clean_up_run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _list_daemons() -> Iterator[int]:
-    """Yield the daemons and guards of this run, which have the command line of the session that started them."""
+    """Yield the daemons and guards of this run, which have the command line of the session that started them.
+
+    Its last word names the run and the host, so that cleanups for two names of one machine spare each other; earlier
+    versions named the run only.
+    """
+    token = sys.argv[-1].encode()
+    tokens = {token, token.partition(b"@")[0]}
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             with contextlib.suppress(OSError), open(f"/proc/{name}/cmdline", "rb") as file:
-                if sys.argv[-1].encode() in file.read().split(b"\0"):
+                if tokens.intersection(file.read().split(b"\0")):
                     yield int(name)

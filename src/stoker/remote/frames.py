@@ -11,7 +11,7 @@ from typing import Any
 
 MAGIC = b"\0stoker agent\n"
 """Precedes the first frame; a login shell may print anything before it."""
-RESPONSE, ALIVE, ATTACHED = b"r", b"k", b"a"
+RESPONSE, ALIVE, ATTACHED, READY = b"r", b"k", b"a", b"y"
 STARTED, OUTPUT, EXIT, GONE = b"s", b"o", b"x", b"g"
 EXEC, EXEC_EXIT = b"q", b"e"
 FAILED = b"f"

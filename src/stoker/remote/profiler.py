@@ -45,6 +45,8 @@ ACKNOWLEDGE_S = 1.0
 LAST_SAMPLE_S = 5.0
 """How long the last sample may take after the program has exited; a broken GPU driver may block for ever."""
 PR_SET_PDEATHSIG = 1
+MPI_RANK_ENV = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+"""The variables in which mpirun passes its rank to a process."""
 FORWARDED = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "TERM", "CONT", "TSTP", "WINCH")
 USAGE = "usage: profiler.py [--every SECONDS] -- COMMAND [ARGUMENT]...\n"
 
@@ -334,6 +336,14 @@ def _first_number(env: Any, *names: str) -> int:
     return 0
 
 
+def _list_other_ranks(env: Any) -> range:
+    """Return the other ranks of this worker under mpirun: only the first has a profiler, which samples all of them."""
+    if not any(name in env for name in MPI_RANK_ENV):
+        return range(0)
+    rank = _first_number(env, "RANK")
+    return range(rank + 1, rank + _first_number(env, "LOCAL_WORLD_SIZE"))
+
+
 class Sampler(threading.Thread):
     """Thread that takes samples, so that a driver that blocks does not delay signals."""
 
@@ -432,7 +442,7 @@ class Cpu:
 
 
 class ProcessTree:
-    """CPU time and memory of the program and its descendants.
+    """CPU time and memory of the program and its descendants, and of the other ranks of a worker under mpirun.
 
     Only new processes are opened to find their parents; all others are scanned again when that costs next to nothing.
     A descendant still counts when its parent has exited.
@@ -440,6 +450,9 @@ class ProcessTree:
 
     def __init__(self, root: int, proc: str = "/proc") -> None:
         self._root, self._proc, self._counters = root, proc, Counters()
+        self._other_ranks = _list_other_ranks(os.environ)
+        rank_process = self._stat(os.getppid()) if self._other_ranks else None
+        self._mpirun = rank_process[0] if rank_process else 0
         self._ours: dict[int, int] = {}
         """The descendants and their start times: pids are reused."""
         self._others: dict[int, int] = {}
@@ -484,7 +497,7 @@ class ProcessTree:
         children: dict[int, list[int]] = {}
         for pid in start_times:
             children.setdefault(self._others[pid], []).append(pid)
-        descendants, queue = {}, [self._root] if self._root in start_times else []
+        descendants, queue = {}, [pid for pid in start_times if pid == self._root or self._is_other_rank(pid)]
         queue += [pid for parent in self._ours for pid in children.get(parent, ())]
         while queue:
             pid = queue.pop()
@@ -492,6 +505,15 @@ class ProcessTree:
                 descendants[pid] = start_times[pid]
                 queue.extend(children.get(pid, ()))
         return descendants
+
+    def _is_other_rank(self, pid: int) -> bool:
+        if not self._mpirun or self._others[pid] != self._mpirun:
+            return False
+        try:
+            variables = _read_text(f"{self._proc}/{pid}/environ").split("\0")
+        except OSError:
+            return False
+        return any(f"{name}={rank}" in variables for name in MPI_RANK_ENV for rank in self._other_ranks)
 
     def _stat(self, pid: int) -> tuple[int, int, int, int] | None:
         """Return the parent, CPU ticks (with those of reaped children), resident pages, and start time of a process."""
@@ -675,9 +697,9 @@ def _list_ancestors(root: str, path: str) -> list[str]:
 def _machine(proc: str) -> dict[str, str]:
     """Return an id that all containers of a machine share, to add up their samples.
 
-    Empty for one of several ranks under mpirun: only the first of them is sampled, so that they cannot be added up.
+    Empty for one of several ranks that a user runs under mpirun: without a slot, their samples cannot be added up.
     """
-    if _first_number(os.environ, "OMPI_COMM_WORLD_LOCAL_SIZE") > 1:
+    if _first_number(os.environ, "OMPI_COMM_WORLD_LOCAL_SIZE") > 1 and "STOKER_SLOT" not in os.environ:
         return {}
     try:
         return {"machine": _read_text(proc + "/sys/kernel/random/boot_id").strip()[:8]}

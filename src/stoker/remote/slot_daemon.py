@@ -34,13 +34,14 @@ from stoker.remote.frames import (
     EXIT,
     GONE,
     OUTPUT,
+    READY,
     STARTED,
     Connection,
     pack_frame,
     pack_json,
 )
 from stoker.remote.guard import Guard
-from stoker.remote.slot_process import DaemonSlot, remove_folder
+from stoker.remote.slot_process import DaemonSlot, SlotProcess, remove_folder
 from stoker.remote.tagged_processes import Termination, format_survivors, list_tagged, signal_tagged, terminate_tagged
 
 POLL_S = 0.02
@@ -83,7 +84,7 @@ class SlotDaemon:
         self._listener = listener
         self._client: Connection | None = None
         self._connections: set[Connection] = set()
-        self._is_closing = False
+        self._is_closing = self._is_ready_sent = False
         self._slots: dict[str, DaemonSlot] = {}
         self._callers: dict[str, tuple[Connection, dict[str, Any]]] = {}
         """Open exec requests of our own slots, by id, and the agents that wait for the exit code."""
@@ -171,10 +172,16 @@ class SlotDaemon:
         if self._leftovers is not None and self._leftovers.poll(tagged):
             self._unkillable, self._leftovers = self._leftovers.survivors, None
         for slot in list(self._slots.values()):
+            was_running = slot.is_running
             for exec_id, code in slot.poll(tagged):
                 self._send(pack_json(EXEC_EXIT, {"id": exec_id, "code": code}, slot.name))
+            if was_running and slot.record is not None:  # what cannot be killed blocks the next start of the slot
+                self._unkillable += slot.record.get("survivors", [])
             if slot.is_lost and not slot.is_running and not slot.is_followed and self._client is not None:
                 self._forget(slot)
+        if self._client is not None and not self._is_ready_sent and not self._is_blocked():
+            self._is_ready_sent = True
+            self._send(pack_frame(READY))
         while self._deferred and not self._is_blocked():
             self._handle(self._deferred.pop(0))
 
@@ -245,7 +252,7 @@ class SlotDaemon:
         if self._client is not None and self._client is not connection:
             self._drop(self._client)
         self._client, self._last_alive, self._exit_at = connection, float("-inf"), 0.0
-        self._is_closing, self._deferred = False, []
+        self._is_closing, self._is_ready_sent, self._deferred = False, False, []
         for slot in self._slots.values():
             slot.is_followed = slot.is_reported = False
 
@@ -399,7 +406,13 @@ class SlotDaemon:
             self._send(pack_frame(GONE, f"could not run the slot: {error}".encode(), name))
             return
         self._slots[name] = slot
+        self._add_leader(slot.command)
         self._send(pack_frame(STARTED, slot=name))
+
+    def _add_leader(self, command: SlotProcess | None) -> None:
+        """Let the guard know a process that gets SIGTERM when this one dies, so that it does not send it again."""
+        if command is not None:
+            self._guard.add_leader(command.pid)
 
     def _close(self, _: dict[str, Any]) -> None:
         """Exit as soon as no slot is left: the client waits for that."""
@@ -422,7 +435,7 @@ class SlotDaemon:
         slot, code = self._slots.get(request["slot"]), NO_SLOT_CODE
         if slot is not None:
             tags = {**self._tags, "STOKER_SLOT": request["name"], "STOKER_ASKED": request["id"]}
-            slot.exec(request, request["env"], tags)
+            self._add_leader(slot.exec(request, request["env"], tags))
             if request["id"] not in slot.exec_codes:
                 return
             code = slot.exec_codes[request["id"]]

@@ -40,6 +40,7 @@ class SlotProcess:
         self._grace_s: float = request["grace_s"]
         self._oom_kills_before = oom_kills()
         self._child = _start(request["argv"], request["cwd"], {**env, **tags}, log)
+        self.pid = self._child.pid
         self._requested, self._sent = 0, 0
         self._kill_at = float("inf")
         self._code: int | None = None
@@ -71,6 +72,7 @@ class SlotProcess:
                 self._code = -signal.SIGKILL  # it waits for a disk or a driver, and is one of the survivors
         if self._termination is None:
             self._termination = Termination(self.tags, 0 if self._requested > 1 else LEFTOVER_GRACE_S)
+            tagged = None  # they were listed before it has exited, without processes that it started last
         if self._requested > 1:
             self._termination.expedite()
         if not self._termination.poll(tagged):
@@ -123,7 +125,8 @@ class DaemonSlot:
         self.execs: dict[str, SlotProcess] = {}
         self.exec_codes: dict[str, int] = {}
         """Exit codes of all commands that are over: a client may ask for one again."""
-        self._process: SlotProcess | None = None
+        self.command: SlotProcess | None = None
+        """Its own command; None if that could not be started."""
         self._log: io.FileIO | None = None
         self._is_standby = self._is_lost = False
         self._stop_level = 0
@@ -149,7 +152,7 @@ class DaemonSlot:
                 log.truncate(self.offset)
         self._is_standby = request["is_standby"]
         try:
-            self._process = SlotProcess(request, env, tags, self.folder / "log")
+            self.command = SlotProcess(request, env, tags, self.folder / "log")
         except OSError as error:
             self._publish({"start_error": str(error.strerror or error), "filename": str(error.filename or "")})
 
@@ -176,7 +179,7 @@ class DaemonSlot:
 
     def list_ending(self) -> list[SlotProcess]:
         """List the commands of which only processes are left that must be killed."""
-        commands = [*self.execs.values(), *([self._process] if self._process is not None and self.is_running else [])]
+        commands = [*self.execs.values(), *([self.command] if self.command is not None and self.is_running else [])]
         return [command for command in commands if command.is_ending]
 
     def stop(self, level: int, *, is_lost: bool = False) -> None:
@@ -194,11 +197,11 @@ class DaemonSlot:
                 del self.execs[exec_id]
                 self.exec_codes[exec_id] = result["code"]
                 over.append((exec_id, result["code"]))
-        if self.is_running and self._process is not None:
+        if self.is_running and self.command is not None:
             # A standby slot stops after the commands in it: they have its tags and would be killed with it.
             if self._stop_level > 1 or (self._stop_level and not self.execs):
-                self._process.stop(self._stop_level)
-            if (record := self._process.poll(tagged)) is not None and not self.execs:
+                self.command.stop(self._stop_level)
+            if (record := self.command.poll(tagged)) is not None and not self.execs:
                 if self._is_standby and self._stop_level:
                     record["code"] = 0
                 self._publish(record)
@@ -229,18 +232,22 @@ class DaemonSlot:
 
     # --- Commands of other slots
 
-    def exec(self, request: dict[str, Any], env: dict[str, str], tags: dict[str, str]) -> None:
-        """Run a command in the slot for another slot, with its output in this log; a repeated request is ignored."""
+    def exec(self, request: dict[str, Any], env: dict[str, str], tags: dict[str, str]) -> SlotProcess | None:
+        """Run a command in the slot for another slot, with its output in this log, and return it.
+
+        Return None for a repeated request, which is ignored, and for a command that cannot be started.
+        """
         exec_id = request["id"]
         if exec_id in self.execs or exec_id in self.exec_codes:
-            return
+            return None
         if self._stop_level or not self.is_running:
             self.exec_codes[exec_id] = -signal.SIGTERM
-            return
+            return None
         try:
             self.execs[exec_id] = SlotProcess(request, env, tags, self.folder / "log")
         except OSError:  # its directory is missing
             self.exec_codes[exec_id] = 127
+        return self.execs.get(exec_id)
 
     # --- Output
 

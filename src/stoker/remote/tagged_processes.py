@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 
 POLL_S = 0.02
+EXEC_TRIES, EXEC_RETRY_S = 10, 0.002
 KILL_TIMEOUT_S = 20.0
 """How long a killed process may take to disappear: it survives SIGKILL while it waits for a disk or a driver."""
 
@@ -58,10 +59,19 @@ def list_tagged(tags: dict[str, str], among: Iterable[int] | None = None) -> lis
 
 
 def signal_tagged(pid: int, tags: dict[str, str], number: int) -> None:
-    """Send a signal to a process, if it has these tags."""
+    """Send a signal to a process, if it has these tags; never to another that has got its pid since."""
     with contextlib.suppress(OSError):
-        if _has_tags(pid, tags):
-            os.kill(pid, number)
+        pidfd = _open_pidfd(pid)
+        try:
+            if not _has_tags(pid, tags):
+                return
+            if pidfd is None:
+                os.kill(pid, number)
+            else:
+                signal.pidfd_send_signal(pidfd, number)
+        finally:
+            if pidfd is not None:
+                os.close(pidfd)
 
 
 def format_survivors(pids: list[int]) -> str:
@@ -69,10 +79,31 @@ def format_survivors(pids: list[int]) -> str:
     return f"process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))}"
 
 
+def _open_pidfd(pid: int) -> int | None:
+    """Open a file that refers to this process whatever becomes of its pid; None before Python 3.9 and Linux 5.3."""
+    try:
+        return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+    except ProcessLookupError:
+        raise
+    except OSError:  # the kernel or a sandbox does not have it
+        return None
+
+
 def _has_tags(pid: int, tags: dict[str, str]) -> bool:
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            environ = file.read().split(b"\0")
+        environ = _read_environ(pid).split(b"\0")
     except OSError:
         return False
     return all(f"{name}={value}".encode() in environ for name, value in tags.items())
+
+
+def _read_environ(pid: int) -> bytes:
+    """Read the environment of a process, which is empty for a moment while the process executes another program."""
+    for _ in range(EXEC_TRIES):
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            environ = file.read()
+        if environ:
+            return environ
+        os.readlink(f"/proc/{pid}/exe")  # noqa: PTH115 (fails for a zombie and for a kernel thread; Python 3.8)
+        time.sleep(EXEC_RETRY_S)
+    return b""

@@ -1,15 +1,15 @@
-"""Values in events: numbers that can be trusted, their mean, and the events of the last seconds. Pure."""
+"""Values in events: numbers that can be trusted, and the events of the last seconds. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from statistics import fmean
 from typing import Any
 
 from stoker.telemetry.events import Event
 
-_MAX_NUMBER = 1e15
+MAX_NUMBER = 1e15
+"""Numbers of this size and above are not plausible."""
 
 
 def recent(events: Iterable[Event], last_s: float | None) -> list[Event]:
@@ -23,15 +23,20 @@ def recent(events: Iterable[Event], last_s: float | None) -> list[Event]:
 
 def sort_events(events: Iterable[Event]) -> list[Event]:
     """Return the events with a plausible time, sorted by attempt and time."""
-    valid = (event for event in events if abs(event.t) < _MAX_NUMBER)
+    valid = (event for event in events if is_plausible_time(event.t))
     return sorted(valid, key=lambda event: (event.attempt, event.t, event.seq))
+
+
+def is_plausible_time(t: float) -> bool:
+    """Whether a time can be that of an event."""
+    return abs(t) < MAX_NUMBER
 
 
 def number(value: Any) -> float | None:
     """Return a finite number of a plausible size, and None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if -_MAX_NUMBER < value < _MAX_NUMBER else None
+    return float(value) if -MAX_NUMBER < value < MAX_NUMBER else None
 
 
 def number_or_nan(value: Any) -> float | None:
@@ -42,12 +47,6 @@ def number_or_nan(value: Any) -> float | None:
 def is_nonfinite(value: Any) -> bool:
     """Whether a value is NaN or infinite."""
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the known values; None if none is known."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
 
 
 def percent(share: float) -> str:

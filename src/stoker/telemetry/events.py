@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,11 +59,15 @@ class Recorder:
     def __init__(self, *, slot: str = "", rank: int = 0, attempt: int = 0, fd: int = 1) -> None:
         self.slot, self.rank, self.attempt = slot[:_MAX_SLOT_CHARS], rank, attempt
         self._fd = fd
+        self.on_scalar: Callable[[str, float, int], None] | None = None
+        """Called with every scalar, to write it elsewhere too."""
         self._reset()
 
     def scalar(self, name: str, value: float, step: int) -> None:
         """Record a number at a step, such as the loss."""
         self.emit("scalar", name=name, step=step, value=value)
+        if self.on_scalar is not None:
+            self.on_scalar(name, value, step)
 
     def span(self, name: str, start: float, length: float, step: int, **more: Any) -> None:
         """Record how long something took, in seconds; the sum over `count` steps if that is given."""
@@ -132,8 +136,17 @@ def split_line(line: str) -> list[Event | str]:
 def _decode(line: str, at: int) -> tuple[Event | None, int]:
     try:
         raw, end = _DECODER.raw_decode(line, at)
+    except (ValueError, RecursionError):
+        return None, at
+    event = build_event(raw)
+    return (event, end) if event else (None, at)
+
+
+def build_event(raw: Any) -> Event | None:
+    """Return the event that a decoded JSON value is; None if it is none. The value is modified."""
+    try:
         if not isinstance(raw, dict) or raw.pop("v") != VERSION:
-            return None, at
+            return None
         kind = str(raw.pop("k"))
         event = Event(
             t=float(raw.pop("t")),
@@ -145,9 +158,9 @@ def _decode(line: str, at: int) -> tuple[Event | None, int]:
             kind=_replace_surrogates(kind),
             fields={_replace_surrogates(name): _decode_value(name, value) for name, value in raw.items()},
         )
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return None, at
-    return (event, end) if math.isfinite(event.t) else (None, at)
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return None
+    return event if math.isfinite(event.t) else None
 
 
 def _decode_value(name: str, value: Any) -> Any:

@@ -239,7 +239,7 @@ class RunTail:
         for part in tail.iter_parts(final=final):
             if isinstance(part, Event):
                 clock.last_event = max(part.t, clock.last_event)
-                yield _with_slot(part, file)
+                yield with_slot(part, file)
 
     def _open(self, file: LogFile) -> tuple[LogTail, _LineClock]:
         """Return the reader of a log and its clock, for a new pass."""
@@ -253,7 +253,7 @@ class RunTail:
         for part in tail.iter_parts(final=final):
             if isinstance(part, Event):
                 clock.last_event = max(part.t, clock.last_event)
-                yield _with_slot(part, file)
+                yield with_slot(part, file)
             else:
                 yield LogLine(clock.time_of(tail.line_offset), file, part)
 
@@ -365,6 +365,6 @@ def _split(line: str) -> tuple[list[Event], str | None]:
     return events, (None if events and _TAG.fullmatch(text) else text)
 
 
-def _with_slot(event: Event, file: LogFile) -> Event:
+def with_slot(event: Event, file: LogFile) -> Event:
     """Return the event with the slot and attempt of its log, if it has no slot of its own."""
     return event if event.slot else replace(event, slot=file.slot, attempt=file.attempt)

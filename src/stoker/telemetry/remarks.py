@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Sequence
 from statistics import fmean
 
 from stoker.core.units import format_bytes
-from stoker.telemetry.event_values import is_nonfinite, mean, number, percent, recent
-from stoker.telemetry.events import Event
+from stoker.telemetry.event_values import percent
+from stoker.telemetry.machine_totals import MachineTotals
+from stoker.telemetry.scalar_history import ScalarPoint
 
 OTHERS_PCT = 25
 """From this share of a busy machine, processes outside the job are reported instead of the job."""
@@ -15,14 +17,9 @@ OTHERS_PCT = 25
 NETWORK_LOSS = "the network loses packets"
 
 
-def remarks(events: Iterable[Event], *, last_s: float | None = None) -> list[str]:
+def find_remarks(totals: MachineTotals, losses: Sequence[ScalarPoint]) -> list[str]:
     """Return what is unusual on the machines, and in the loss."""
-    chosen = recent(events, last_s)
-    by_slot: dict[str, list[Event]] = {}
-    for event in chosen:
-        if event.kind == "profile":
-            by_slot.setdefault(event.slot, []).append(event)
-    profiles = [_Profiles(slot, samples) for slot, samples in sorted(by_slot.items())]
+    profiles = [_Profiles(slot, totals) for slot in sorted(totals.slots)]
     job_cpu = _job_cpu_by_machine(profiles)
     uses_network = len({slot.machine for slot in profiles if slot.machine}) > 1
     machines = [
@@ -35,26 +32,34 @@ def remarks(events: Iterable[Event], *, last_s: float | None = None) -> list[str
             *_cpu_remarks(slot, job_cpu.get(slot.machine)),
         )
     ]
-    return [*machines, *_loss_remarks(chosen)]
+    return [*machines, *_loss_remarks(losses)]
 
 
 class _Profiles:
-    """The profile events of one slot."""
+    """The profiles of one slot."""
 
-    def __init__(self, slot: str, events: Sequence[Event]) -> None:
+    def __init__(self, slot: str, totals: MachineTotals) -> None:
         self.where = f"on {slot}" if slot else "on this machine"
-        self.events = events
-
-    @property
-    def machine(self) -> str:
+        self.machine = totals.machines.get(slot, "")
         """The machine that the slot runs on; empty if unknown."""
-        return next((str(event.fields["machine"]) for event in self.events if "machine" in event.fields), "")
+        self._slot, self._totals = slot, totals
 
     def mean(self, name: str) -> float | None:
-        return mean([number(event.fields.get(name)) for event in self.events])
+        return self._totals.mean(self._slot, name)
 
     def last(self, name: str) -> float | None:
-        return next((v for e in reversed(self.events) if (v := number(e.fields.get(name))) is not None), None)
+        return self._totals.last(self._slot, name)
+
+    def peak(self, name: str) -> float:
+        return self._totals.peak(self._slot, name)
+
+    @property
+    def gpu_utilization(self) -> list[float]:
+        return self._totals.gpu_utilization(self._slot)
+
+    @property
+    def gpu_memory(self) -> float:
+        return self._totals.gpu_memory(self._slot)
 
 
 def _job_cpu_by_machine(slots: Sequence[_Profiles]) -> dict[str, float]:
@@ -67,19 +72,7 @@ def _job_cpu_by_machine(slots: Sequence[_Profiles]) -> dict[str, float]:
 
 
 def _gpu_remarks(profiles: _Profiles) -> list[str]:
-    utilization: dict[int, list[float | None]] = {}
-    fullest = 0.0
-    for event in profiles.events:
-        rows = event.fields.get("gpu")
-        for row in rows if isinstance(rows, list) else []:
-            index = number(row.get("i")) if isinstance(row, Mapping) else None
-            if index is None:
-                continue
-            utilization.setdefault(int(index), []).append(number(row.get("util_pct")))
-            used, total = number(row.get("mem_used")), number(row.get("mem_total"))
-            if used is not None and total:
-                fullest = max(fullest, used / total)
-    means = [value for values in utilization.values() if (value := mean(values)) is not None]
+    means, fullest = profiles.gpu_utilization, profiles.gpu_memory
     idle = [value for value in means if value < 50]
     remarks = []
     if idle:
@@ -100,7 +93,7 @@ def _memory_remarks(profiles: _Profiles) -> list[str]:
     elif total and free is not None and free < 0.05 * total:
         available = format_bytes(max(0.0, free))
         remarks.append(f"memory {where} is nearly full: {available} of {format_bytes(total)} available")
-    if kills := max((number(event.fields.get("oom_kills")) or 0 for event in profiles.events), default=0):
+    if kills := profiles.peak("oom_kills"):
         remarks.append(f"the OOM killer killed {int(kills):,} process{'es' if kills > 1 else ''} {where}")
     return remarks
 
@@ -140,15 +133,13 @@ def _busy_remark(profiles: _Profiles, busy: float, job_cpu_pct: float | None) ->
     return f"all CPUs {profiles.where} are busy ({busy:.0f}%)"
 
 
-def _loss_remarks(ordered: Sequence[Event]) -> list[str]:
-    losses = [event for event in ordered if event.kind == "scalar" and event.fields.get("name") == "loss"]
-    if not losses or not is_nonfinite(losses[-1].fields.get("value")):
+def _loss_remarks(losses: Sequence[ScalarPoint]) -> list[str]:
+    if not losses or math.isfinite(losses[-1].value):
         return []
     first = losses[-1]
-    for event in reversed(losses):
-        if not is_nonfinite(event.fields.get("value")):
+    for loss in reversed(losses):
+        if math.isfinite(loss.value):
             break
-        first = event
-    step = number(first.fields.get("step"))
-    since = f" since step {step:,.0f}" if step is not None else ""
+        first = loss
+    since = f" since step {first.step:,.0f}" if first.step is not None else ""
     return [f"the loss is NaN or infinite{since}"]

@@ -1,4 +1,4 @@
-"""Command-line flags of the image trainer; imports no torch, so that bad flags are reported fast."""
+"""Command-line flags of the trainers; imports neither torch nor TensorFlow, so that bad flags are reported fast."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -29,26 +30,47 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 _HIDDEN = argparse.SUPPRESS
 
 
-def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerProgram:
+    """How the flags of one trainer differ from those of the others."""
+
+    module: str
+    description: str
+    framework: str
+    """The Python package that it needs."""
+    extra: str
+    """The extra of stoker that installs it."""
+    model_sources: str = ""
+    """Where models besides the built-in ones come from."""
+    sampling_modes: tuple[str, ...] = tuple(SAMPLING_MODES)
+    precisions: tuple[str, ...] = PRECISIONS
+    devices: str = "auto, cpu, cuda or cuda:N"
+    device_pattern: str = r"auto|cpu|cuda(:\d+)?"
+    add_flags: Callable[[argparse.ArgumentParser], None] = lambda _: None
+    find_faults: Callable[[argparse.Namespace], Iterable[tuple[str, str]]] = lambda _: ()
+    """Return what is wrong with its own flags: the name of each, and what."""
+
+
+def build_parser(environ: Mapping[str, str], program: TrainerProgram) -> argparse.ArgumentParser:
     """Build the parser; environment variables of a job are the defaults."""
     parser = argparse.ArgumentParser(
-        prog="python -m stoker.trainers.torch_image",
+        prog=f"python -m {program.module}",
         usage="%(prog)s --train URL [--val URL] [--model NAME] [--epochs N] [--checkpoint-dir DIR] …",
-        description="Train an image classifier on a shard set, alone or with torchrun. Resumes automatically "
-        "from --checkpoint-dir, in the middle of an epoch, with any world size.",
+        description=f"{program.description} Resumes automatically from --checkpoint-dir, in the middle of an epoch, "
+        "with any world size.",
         allow_abbrev=False,
     )
-    _data(parser.add_argument_group("data"), environ)
-    _model(parser.add_argument_group("model"))
+    _data(parser.add_argument_group("data"), environ, program)
+    _model(parser.add_argument_group("model"), program)
     _training(parser.add_argument_group("training"))
     _checkpoints(parser.add_argument_group("checkpoints"), environ)
-    _machine(parser.add_argument_group("machine"))
+    _machine(parser.add_argument_group("machine"), program)
+    program.add_flags(parser)
     _logging(parser.add_argument_group("logging"))
-    _webdataset(parser)
     return parser
 
 
-def _data(group: argparse._ArgumentGroup, environ: Mapping[str, str]) -> None:
+def _data(group: argparse._ArgumentGroup, environ: Mapping[str, str], program: TrainerProgram) -> None:
     get = environ.get
     group.add_argument("--train", metavar="URL", default=get("STOKER_DATA_TRAIN"), help="shard set to train on")
     group.add_argument("--val", metavar="URL", default=get("STOKER_DATA_VAL"), help="shard set to validate on")
@@ -57,7 +79,7 @@ def _data(group: argparse._ArgumentGroup, environ: Mapping[str, str]) -> None:
     )
     group.add_argument(
         "--sampling",
-        choices=tuple(SAMPLING_MODES),
+        choices=program.sampling_modes,
         default=get("STOKER_SAMPLING") or "exact",
         help="how the samples of an epoch are assigned to ranks",
     )
@@ -68,7 +90,7 @@ def _data(group: argparse._ArgumentGroup, environ: Mapping[str, str]) -> None:
     group.add_argument(
         "--cache-size",
         metavar="SIZE",
-        type=_argparse_type(parse_bytes),
+        type=argparse_type(parse_bytes),
         default=get("STOKER_CACHE_SIZE") or None,
         help="size limit of --cache-dir",
     )
@@ -94,12 +116,12 @@ def _data(group: argparse._ArgumentGroup, environ: Mapping[str, str]) -> None:
     )
 
 
-def _model(group: argparse._ArgumentGroup) -> None:
+def _model(group: argparse._ArgumentGroup, program: TrainerProgram) -> None:
     group.add_argument(
         "--model",
         metavar="NAME",
         default="resnet18",
-        help=f"{', '.join(MODELS)}, timm:NAME, torchvision:NAME, or a function: package.module:function",
+        help=f"{', '.join(MODELS)}, {program.model_sources}or a function: package.module:function",
     )
     group.add_argument(
         "--num-classes", metavar="N", type=int, help="number of classes; default: taken from the training set"
@@ -195,7 +217,7 @@ def _checkpoints(group: argparse._ArgumentGroup, environ: Mapping[str, str]) -> 
     add(
         "--checkpoint-every",
         metavar="TIME",
-        type=_argparse_type(parse_duration),
+        type=argparse_type(parse_duration),
         default="10m",
         help="interval between checkpoints; 0: off",
     )
@@ -204,19 +226,16 @@ def _checkpoints(group: argparse._ArgumentGroup, environ: Mapping[str, str]) -> 
     )
 
 
-def _machine(group: argparse._ArgumentGroup) -> None:
+def _machine(group: argparse._ArgumentGroup, program: TrainerProgram) -> None:
     add = group.add_argument
-    devices = "auto, cpu, cuda or cuda:N"
-    add("--device", metavar="NAME", type=_device, default="auto", help=f"{devices}; auto: cuda if available")
     add(
-        "--backend",
-        choices=("auto", "gloo", "nccl"),
+        "--device",
+        metavar="NAME",
+        type=_device(program),
         default="auto",
-        help="torch.distributed backend; auto: nccl on cuda, otherwise gloo",
+        help=f"{program.devices}; auto: a GPU if available",
     )
-    add("--precision", choices=PRECISIONS, default="fp32", help="precision of the forward and backward passes")
-    add("--channels-last", action="store_true", help="use the channels_last memory format, which is faster on GPUs")
-    add("--compile", action="store_true", help="compile the model with torch.compile")
+    add("--precision", choices=program.precisions, default="fp32", help="precision of the forward and backward passes")
     add(
         "--threads",
         "--workers",
@@ -231,12 +250,36 @@ def _machine(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _torch(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of PyTorch only."""
+    add = parser.add_argument_group("PyTorch").add_argument
+    add(
+        "--backend",
+        choices=("auto", "gloo", "nccl"),
+        default="auto",
+        help="torch.distributed backend; auto: nccl on cuda, otherwise gloo",
+    )
+    add("--channels-last", action="store_true", help="use the channels_last memory format, which is faster on GPUs")
+    add("--compile", action="store_true", help="compile the model with torch.compile")
+    _webdataset(parser)
+
+
+TORCH_IMAGE = TrainerProgram(
+    module="stoker.trainers.torch_image",
+    description="Train an image classifier on a shard set, alone or with torchrun.",
+    framework="torch",
+    extra="torch",
+    model_sources="timm:NAME, torchvision:NAME, ",
+    add_flags=_torch,
+)
+
+
 def _logging(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--log-every",
         metavar="TIME",
-        type=_argparse_type(parse_duration),
+        type=argparse_type(parse_duration),
         default="10",
         help="interval between progress lines",
     )
@@ -250,7 +293,7 @@ def _webdataset(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, dest=name, type=int, default=_HIDDEN, help=_HIDDEN)
     parser.add_argument("--mname", default=_HIDDEN, help=_HIDDEN)
     parser.add_argument(
-        "--loginterval", dest="log_every", type=_argparse_type(parse_duration), default=_HIDDEN, help=_HIDDEN
+        "--loginterval", dest="log_every", type=argparse_type(parse_duration), default=_HIDDEN, help=_HIDDEN
     )
     parser.add_argument(
         "--splitshards", dest="sampling", action="store_const", const="exact", default=_HIDDEN, help=_HIDDEN
@@ -265,25 +308,40 @@ def _webdataset(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, dest="ignored", default=_HIDDEN, help=_HIDDEN)
 
 
-def parse_flags(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> argparse.Namespace:
+def default_transform(size: int) -> str:
+    """Return the transform of training images for an input of this size."""
+    return "small-train" if size <= SMALL_SIZE else "imagenet-train"
+
+
+def parse_flags(
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] = os.environ,
+    program: TrainerProgram = TORCH_IMAGE,
+) -> argparse.Namespace:
     """Parse the flags and check what can be checked without the data; report every fault at once."""
-    args = build_parser(environ).parse_args(argv)
+    args = build_parser(environ, program).parse_args(argv)
     _apply_webdataset(args)
-    args.transform = args.transform or ("small-train" if args.size <= SMALL_SIZE else "imagenet-train")
-    args.val_transform = args.val_transform or ("whole" if args.size <= SMALL_SIZE else "imagenet-val")
-    faults = list(_faults(args))
+    args.transform = args.transform or default_transform(args.size)
+    args.has_val_transform = args.val_transform is not None
+    args.val_transform = args.val_transform or default_val_transform(args.size)
+    faults = [*_faults(args), *program.find_faults(args)]
     if faults:
         raise SpecError([Fault("--" + name.replace("_", "-"), what) for name, what in faults])
-    if find_spec("torch") is None:
-        raise MissingExtraError("torch", "torch", purpose="stoker.trainers.torch_image")
+    if find_spec(program.framework) is None:
+        raise MissingExtraError(program.framework, program.extra, purpose=program.module)
     return args
 
 
-def parse_or_exit(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags and set the environment that torch reads on import; exit if the flags are invalid."""
+def default_val_transform(size: int) -> str:
+    """Return the validation transform for images of this size."""
+    return "whole" if size <= SMALL_SIZE else "imagenet-val"
+
+
+def parse_or_exit(argv: Sequence[str], program: TrainerProgram = TORCH_IMAGE) -> argparse.Namespace:
+    """Parse the flags and set the environment that the framework reads on import; exit if the flags are invalid."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # before anything that may hang
     try:
-        args = parse_flags(argv)
+        args = parse_flags(argv, os.environ, program)
     except StokerError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
@@ -292,6 +350,7 @@ def parse_or_exit(argv: Sequence[str]) -> argparse.Namespace:
     if args.deterministic:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # the order of floating-point sums depends on it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     return args
 
 
@@ -353,10 +412,13 @@ def _checkpoint(text: str) -> str:
     return text
 
 
-def _device(text: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
-        raise argparse.ArgumentTypeError(f"must be auto, cpu, cuda or cuda:N, got {text!r}")
-    return text
+def _device(program: TrainerProgram) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if not re.fullmatch(program.device_pattern, text):
+            raise argparse.ArgumentTypeError(f"must be {program.devices}, got {text!r}")
+        return text
+
+    return read
 
 
 def _epochs(text: str) -> tuple[float, ...]:
@@ -366,7 +428,7 @@ def _epochs(text: str) -> tuple[float, ...]:
 _epochs.__name__ = "epochs, such as 30,60,90"
 
 
-def _argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+def argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """Wrap a parser so that argparse reports its InputError."""
 
     def read(text: str) -> Any:
@@ -378,14 +440,19 @@ def _argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
-def flags_table() -> str:
+def flags_table(program: TrainerProgram = TORCH_IMAGE) -> str:
     """Return the tables of flags in docs/train.md."""
     lines = []
-    for group in build_parser({})._action_groups:
+    for group in build_parser({}, program)._action_groups:
         actions = [action for action in group._group_actions if action.help not in (_HIDDEN, None)]
         if group.title in (None, "positional arguments", "options"):
             continue
-        lines += [f"**{str(group.title).capitalize()}**", "", "| flag | default | |", "|---|---|---|"]
+        lines += [
+            f"**{str(group.title)[0].upper()}{str(group.title)[1:]}**",
+            "",
+            "| flag | default | |",
+            "|---|---|---|",
+        ]
         for action in actions:
             value = f" {action.metavar}" if action.metavar else " " + " \\| ".join(map(str, action.choices or ()))
             flag = "`, `".join(action.option_strings)

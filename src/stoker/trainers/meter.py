@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from stoker.load.loader import StageTimes
 from stoker.telemetry import Recorder
 
@@ -67,7 +65,7 @@ class Meter:
         for name, length in seconds.items():
             self._spans[name] = self._spans.get(name, 0.0) + length
 
-    def add_samples(self, local: int, total: int, loss_sum: torch.Tensor) -> None:
+    def add_samples(self, local: int, total: int, loss_sum: Any) -> None:
         """Count a step: the samples of this rank and of all ranks, and this rank's losses, which stay on the device."""
         self.steps += 1
         self._local_samples += local

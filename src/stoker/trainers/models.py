@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
 from torch.nn.functional import avg_pool2d
 
-from stoker.errors import InputError, MissingError
+from stoker.errors import InputError
 from stoker.trainers.flags import SMALL_SIZE
+from stoker.trainers.model_functions import call_function, find_function, import_package
 
 
 def build_model(name: str, *, num_classes: int, size: int, stem: str = "auto", zero_gamma: bool = False) -> nn.Module:
@@ -30,7 +29,7 @@ def build_model(name: str, *, num_classes: int, size: int, stem: str = "auto", z
             f"unknown model {name!r}",
             hint=f"set --model to one of {', '.join(_BUILTIN)}, timm:NAME, torchvision:NAME or package.module:function",
         )
-    return _call_factory(_find_factory(home, rest), name, num_classes)
+    return call_function(_find_factory(home, rest), name, num_classes, nn.Module, "torch.nn.Module")
 
 
 class TrivialNet(nn.Module):
@@ -177,41 +176,7 @@ def _zero_init_residual(model: nn.Module) -> None:
 def _find_factory(home: str, name: str) -> Callable[..., object]:
     """Import the function that builds the model."""
     if home == "timm":
-        return partial(_import("timm", f"timm:{name}").create_model, name)
+        return partial(import_package("timm", f"timm:{name}").create_model, name)
     if home == "torchvision":
-        return partial(_import("torchvision.models", f"torchvision:{name}").get_model, name)
-    function = getattr(_import(home, f"{home}:{name}"), name, None)
-    if not callable(function):
-        raise InputError(f"module {home!r} has no function {name!r}", where=f"--model {home}:{name}")
-    return cast(Callable[..., object], function)
-
-
-def _import(module: str, model: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        package = (error.name or module).partition(".")[0]
-        raise MissingError(
-            f"Python package {package!r} is not installed",
-            where=f"--model {model}",
-            hint=f"run: pip install {package}",
-        ) from error
-    except Exception as error:  # installed but broken, as torchvision built for another torch
-        raise MissingError(f"cannot import {module!r}: {error}", where=f"--model {model}") from error
-
-
-def _call_factory(function: Callable[..., object], name: str, num_classes: int) -> nn.Module:
-    try:
-        inspect.signature(function).bind(num_classes=num_classes)
-    except TypeError as error:
-        raise InputError(
-            f"call with num_classes={num_classes} failed: {error}",
-            where=f"--model {name}",
-            hint="the function must take num_classes and return the model",
-        ) from error
-    except ValueError:
-        pass  # a function without an inspectable signature
-    model = function(num_classes=num_classes)
-    if not isinstance(model, nn.Module):
-        raise InputError(f"returned {type(model).__name__}, expected torch.nn.Module", where=f"--model {name}")
-    return model
+        return partial(import_package("torchvision.models", f"torchvision:{name}").get_model, name)
+    return find_function(home, name)

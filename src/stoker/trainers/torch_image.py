@@ -24,16 +24,12 @@ if __name__ == "__main__":  # before importing torch: to report bad flags fast, 
 import argparse
 import contextlib
 import inspect
-import logging
 import os
-import signal
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,23 +37,38 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from stoker.core.permutations import seed_key
-from stoker.core.units import pluralize
-from stoker.errors import InputError, StokerError
+from stoker.load.loader import Loader
 from stoker.load.torch import Dataset, TorchBatch, normalize
-from stoker.sampling.plan import Epoch
 from stoker.sampling.rank import Rank
 from stoker.storage import join_url, redacted
-from stoker.telemetry import Recorder, recorder
-from stoker.telemetry.events import PEER_LOST
+from stoker.telemetry import Recorder
 from stoker.trainers import checkpoints, models
-from stoker.trainers.checkpoints import Checkpoint, CheckpointMeta, CheckpointStore
+from stoker.trainers.checkpoint_store import CheckpointMeta
+from stoker.trainers.checkpoints import TORCH_FORMAT
 from stoker.trainers.join import JoinProgress, sync_ranks, uneven_inputs
 from stoker.trainers.meter import HeartbeatSender
+from stoker.trainers.startup import (
+    check_same_training,
+    choose_global_batch,
+    load_checkpoint,
+    open_store,
+    run_trainer,
+    start_trainer,
+)
+from stoker.trainers.stop_signal import StopSignal
 from stoker.trainers.train_state import TrainState, copy_for_averaging, update_ema
 from stoker.trainers.trainer_process import TrainerProcess
-from stoker.trainers.training_data import TrainingData, count_classes, open_validation_set
-from stoker.trainers.world import StoppedImmediately, StopSignal, World, exit_with_parent
+from stoker.trainers.training_data import DataAdapter, TrainingData, ValidationSet, count_classes
+from stoker.trainers.validation import (
+    ValidationResult,
+    build_results,
+    format_results,
+    is_validation_epoch,
+    record_results,
+)
+from stoker.trainers.world import World, exit_with_parent
 
+Trainer = TrainerProcess[World]
 STOP = 1 << 40
 """Added to the sample count of a step by each rank that has received a stop signal; larger than any batch."""
 PEER_LOST_ERRORS = (
@@ -69,52 +80,39 @@ PEER_LOST_ERRORS = (
 
 def main(args: argparse.Namespace) -> int:
     """Train or evaluate; report errors in one sentence. Programming errors keep their traceback."""
-    record = recorder()
-    level = logging.INFO if record.rank == 0 else logging.WARNING
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
-    try:
-        with contextlib.ExitStack() as resources:
-            run = evaluate if args.eval_only else train
-            return run(args, World(args), record, resources)
-    except StokerError as error:
-        record.mark("error", f"{type(error).__name__}: {error}")
-        _print_error(f"error: {error}")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except StoppedImmediately as stopped:
-        hint = "; resumes at the start of the epoch" if args.checkpoint_dir and not args.synthetic else ""
-        record.mark("stop", f"stopped immediately{hint}")
-        return 128 + stopped.signal_number
-    except BrokenPipeError:  # the reader of our output has exited, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except Exception as error:
-        if Rank.from_environ(os.environ).world_size > 1 and any(part in str(error) for part in PEER_LOST_ERRORS):
-            record.mark("lost", f"{PEER_LOST}: {str(error).strip().partition(chr(10))[0]}")
-            _print_error(f"rank {record.rank}: {PEER_LOST}, exiting")
-            return 1
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        record.mark("error", f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})")
-        raise
+
+    def run(record: Recorder, resources: contextlib.ExitStack) -> int:
+        return (evaluate if args.eval_only else train)(args, World(args), record, resources)
+
+    return run_trainer(args, run, is_peer_lost)
+
+
+def is_peer_lost(error: Exception) -> bool:
+    """Return whether an error means that another rank has died."""
+    is_distributed = Rank.from_environ(os.environ).world_size > 1
+    return is_distributed and any(part in str(error) for part in PEER_LOST_ERRORS)
 
 
 def train(args: argparse.Namespace, world: World, record: Recorder, resources: contextlib.ExitStack) -> int:
     """Train to the last epoch, to --num-batches or until stopped; return the exit code."""
-    print_line = _start(args, world, record, resources)
+    print_line = start_trainer(args, world, record, resources)
     if args.synthetic and args.checkpoint_dir:
         print_line(f"--synthetic: not reading or writing checkpoints in {redacted(args.checkpoint_dir)}")
         args = argparse.Namespace(**{**vars(args), "checkpoint_dir": None})
 
     # Only rank 0 reads and writes checkpoints; the others receive what it has read.
-    store = _open_checkpoints(args, world, record, resources)
-    name, checkpoint = _load_checkpoint(args, world, store)
+    store = open_store(args, world, record, resources, TORCH_FORMAT)
+    name, checkpoint = load_checkpoint(args, world, store)
     meta: CheckpointMeta = checkpoint["meta"] if checkpoint else {}
-    global_batch = _choose_global_batch(args, world, meta, print_line)
-    data = world.run_on_all(lambda: TrainingData.open(args, world, global_batch))
+    global_batch = choose_global_batch(args, world.size, meta, print_line)
+    adapter = _data_adapter(world.device)
+    data = world.run_on_all(lambda: TrainingData.open(args, world.sampling_rank, global_batch, adapter))
     resources.callback(data.close)
-    val = world.run_on_all(lambda: open_validation_set(args, world, global_batch)) if args.val else None
-    num_classes = world.broadcast(world.run_on_rank0(lambda: count_classes(args, meta, data, val)))
+    val = None
+    if args.val:
+        val = world.run_on_all(lambda: ValidationSet.open(args, world.sampling_rank, global_batch, adapter))
+    loader = val.loader if val else None
+    num_classes = world.broadcast(world.run_on_rank0(lambda: count_classes(args, meta, data, loader)))
     assert num_classes is not None
 
     # The same weights on all ranks: from the checkpoint, from a file, or from the seed.
@@ -129,11 +127,12 @@ def train(args: argparse.Namespace, world: World, record: Recorder, resources: c
         device=world.device,
         global_batch=global_batch,
         num_classes=num_classes,
+        classes=data.classes,
         peak_lr=args.lr if args.lr is not None else meta.get("lr"),
     )
     if checkpoint:
         where = join_url(redacted(args.checkpoint_dir), name)
-        world.run_on_all(lambda: _check_same_training(args, meta, data, num_classes, where))
+        world.run_on_all(lambda: check_same_training(args, meta, data, num_classes, where))
         world.run_on_all(lambda: state.load_state_dict(checkpoint, where=where))
         checkpoint.clear()  # as large as the model
     compiled = _compile(args, model) if args.compile else model
@@ -155,21 +154,22 @@ def train(args: argparse.Namespace, world: World, record: Recorder, resources: c
 
 def evaluate(args: argparse.Namespace, world: World, record: Recorder, resources: contextlib.ExitStack) -> int:
     """Validate a checkpoint, or with --init-from the weights of a file, and report the result."""
-    print_line = _start(args, world, record, resources)
-    store = _open_checkpoints(args, world, record, resources)
+    print_line = start_trainer(args, world, record, resources)
+    store = open_store(args, world, record, resources, TORCH_FORMAT)
     name, checkpoint = "", None
     if not args.init_from:
-        name, checkpoint = _load_checkpoint(args, world, store)
+        name, checkpoint = load_checkpoint(args, world, store)
     meta: CheckpointMeta = checkpoint["meta"] if checkpoint else {}
-    global_batch = _choose_global_batch(args, world, meta, print_line)
-    val = world.run_on_all(lambda: open_validation_set(args, world, global_batch))
-    num_classes = world.broadcast(world.run_on_rank0(lambda: count_classes(args, meta, None, val)))
+    global_batch = choose_global_batch(args, world.size, meta, print_line)
+    adapter = _data_adapter(world.device)
+    val = world.run_on_all(lambda: ValidationSet.open(args, world.sampling_rank, global_batch, adapter))
+    num_classes = world.broadcast(world.run_on_rank0(lambda: count_classes(args, meta, None, val.loader)))
     assert num_classes is not None
 
     model = _build_model(args, world, num_classes)
     if checkpoint:
         where = join_url(redacted(args.checkpoint_dir), name)
-        world.run_on_all(lambda: _check_same_training(args, meta, None, num_classes, where))
+        world.run_on_all(lambda: check_same_training(args, meta, None, num_classes, where))
         world.run_on_all(lambda: checkpoints.load_weights(model, checkpoint["model"], where=where))
         average = checkpoint["ema"]
     else:
@@ -182,12 +182,12 @@ def evaluate(args: argparse.Namespace, world: World, record: Recorder, resources
     step = meta.get("step", 0)
     results = validate(args, world, val, evaluated, StopSignal(), partial(HeartbeatSender(record), step))
     assert results is not None
-    print_line(f"{name or redacted(args.init_from)}: {_format_results(results)}")
-    _record_results(record if world.rank == 0 else None, results, step)
+    print_line(f"{name or redacted(args.init_from)}: {format_results(results)}")
+    record_results(record if world.rank == 0 else None, results, step)
     return 0
 
 
-def run_epoch(run: TrainerProcess, state: TrainState) -> bool:
+def run_epoch(run: Trainer, state: TrainState) -> bool:
     """Train on the rest of an epoch; return whether it is complete and the training does not stop."""
     data, meter, samples = run.data, run.meter, state.plan.samples
     epoch = state.plan.epoch(state.cursor.epoch, run.world.sampling_rank)
@@ -211,10 +211,7 @@ def run_epoch(run: TrainerProcess, state: TrainState) -> bool:
                 start, end = progress.step_range(batch)
                 seen = progress.samples_seen(state.global_batch)
             before, after = (epoch.number * samples + min(samples, count) for count in seen)
-            if run.ledger is not None:
-                location = epoch.locate(batch.positions)
-                pairs = zip(location.shards.tolist(), location.samples.tolist(), strict=True)
-                run.ledger.step(epoch.number, start, end, list(pairs))
+            run.record_samples(epoch, start, end, batch.positions)
             lr = state.peak_lr * run.schedule.factor((before + after) / 2)
 
             result = train_step(run, state, batch, lr)
@@ -228,7 +225,7 @@ def run_epoch(run: TrainerProcess, state: TrainState) -> bool:
             meter.add_times(loader_wait=wait, h2d=h2d, collective_wait=collective, step=finished - started)
             meter.add_times(compute=compute)
             meter.add_samples(batch.count, result.samples * (run.world.size if run.is_join else 1), result.loss_sum)
-            _send_heartbeat(run, state, epoch, batch)
+            run.send_heartbeat(state, epoch, batch)
             if meter.is_due():
                 meter.report(epoch.number, state.step, run.total_steps, lr, after / samples, data.times)
             if not run.is_join and state.cursor.epoch == epoch.number and not run.stopping:
@@ -240,7 +237,7 @@ def run_epoch(run: TrainerProcess, state: TrainState) -> bool:
         state.cursor = state.plan.start_cursor(epoch.number + 1)
     ended = ended or state.cursor.epoch > epoch.number
     if ended:
-        state.validation_due = bool(run.args.val) and _is_validation_epoch(run.args, state.cursor.epoch)
+        state.validation_due = bool(run.args.val) and is_validation_epoch(run.args, state.cursor.epoch)
     return ended and not run.stopping and not run.reached_limit(state)
 
 
@@ -255,7 +252,7 @@ class StepResult:
     agreed_at: float
 
 
-def train_step(run: TrainerProcess, state: TrainState, batch: TorchBatch, lr: float) -> StepResult:
+def train_step(run: Trainer, state: TrainState, batch: TorchBatch, lr: float) -> StepResult:
     """Make one optimizer step; set `run.stopping` if a rank has received a stop signal."""
     args, world, device, model = run.args, run.world, run.world.device, state.model
     total = None if run.is_join else world.all_reduce_async(batch.count + STOP * bool(run.stop.received))
@@ -294,7 +291,7 @@ def train_step(run: TrainerProcess, state: TrainState, batch: TorchBatch, lr: fl
     return StepResult(loss.detach(), samples, copied_at, forward_at, agreed_at)
 
 
-def finish_epoch(run: TrainerProcess, state: TrainState) -> None:
+def finish_epoch(run: Trainer, state: TrainState) -> None:
     """Validate if it is due, and write a checkpoint; at the end of an epoch all ranks hold the same weights."""
     is_best = False
     if state.validation_due:
@@ -303,31 +300,14 @@ def finish_epoch(run: TrainerProcess, state: TrainState) -> None:
         if results is None:
             run.stopping = True
             return
-        state.validation_due = False
-        state.metrics = _record_results(run.record if run.world.rank == 0 else None, results, state.step)
-        top1 = results[-1].top1  # of the moving average, if there is one
-        is_best, state.best_top1 = top1 > state.best_top1, max(state.best_top1, top1)
-        run.print_line(f"epoch {state.cursor.epoch - 1} {_format_results(results)}")
+        is_best = run.record_validation(state, results)
     run.save(state, best=is_best)
-
-
-class ValidationResult(NamedTuple):
-    """Loss and accuracy over exactly the validation set."""
-
-    loss: float
-    top1: float
-    top5: float
-    samples: int
-
-    def __str__(self) -> str:
-        accuracy = f"top-1 {self.top1:.2%}, top-5 {self.top5:.2%}"
-        return f"validation loss {self.loss:.4f}, {accuracy} ({pluralize(self.samples, 'sample')})"
 
 
 def validate(
     args: argparse.Namespace,
     world: World,
-    val: Dataset | None,
+    val: Iterable[TorchBatch],
     evaluated: list[nn.Module],
     stop: StopSignal,
     heartbeat: Callable[[], None],
@@ -339,23 +319,21 @@ def validate(
     for model in evaluated:
         model.eval()
         world.broadcast_buffers(model)
-    if val is not None:  # None on some ranks if there are fewer samples than ranks
-        val.load_state_dict(val.loader.plan.start_cursor().state())
-        with torch.inference_mode():
-            for batch in val:
-                if stop.received:
-                    break
-                heartbeat()
-                if not batch.count:
-                    continue
-                images, labels = _to_inputs(args, batch, device)
-                for model, row in zip(evaluated, sums, strict=True):
-                    with _autocast(args, device):
-                        out = model(images).float()
-                    correct = out.topk(min(5, out.shape[1]), dim=1).indices == labels[:, None]
-                    loss = cross_entropy(out, labels, reduction="sum")
-                    count = torch.tensor(batch.count, device=device)
-                    row += torch.stack([loss, correct[:, 0].sum(), correct.any(dim=1).sum(), count])
+    with torch.inference_mode():
+        for batch in val:
+            if stop.received:
+                break
+            heartbeat()
+            if not batch.count:
+                continue
+            images, labels = _to_inputs(args, batch, device)
+            for model, row in zip(evaluated, sums, strict=True):
+                with _autocast(args, device):
+                    out = model(images).float()
+                correct = out.topk(min(5, out.shape[1]), dim=1).indices == labels[:, None]
+                loss = cross_entropy(out, labels, reduction="sum")
+                count = torch.tensor(batch.count, device=device)
+                row += torch.stack([loss, correct[:, 0].sum(), correct.any(dim=1).sum(), count])
     for model, mode in zip(evaluated, modes, strict=True):
         model.train(mode)
     totals = torch.cat([sums.cpu().flatten(), torch.tensor([float(bool(stop.received))], dtype=torch.float64)])
@@ -363,73 +341,20 @@ def validate(
     if totals[-1]:
         return None
     rows = totals[:-1].view(len(evaluated), 4).tolist()
-    return [ValidationResult(loss / n, top1 / n, top5 / n, int(n)) for loss, top1, top5, n in rows if n]
+    return build_results(rows)
 
 
-def _start(
-    args: argparse.Namespace, world: World, record: Recorder, resources: contextlib.ExitStack
-) -> Callable[[str], None]:
-    """Send the first heartbeat, print the notes on the flags, and return what prints lines on rank 0 only."""
-    resources.callback(world.close)
-    print_line = _print_line if world.rank == 0 else lambda _: None
-    record.heartbeat(0)
-    for note in args.notes:
-        print_line(note)
-    return print_line
+def _data_adapter(device: torch.device) -> DataAdapter:
+    """Return how tensors of batches are made."""
 
+    def open_dataset(url: Any, **options: Any) -> tuple[Dataset, Loader]:
+        dataset = Dataset(url, device=device, **options)
+        return dataset, dataset.loader
 
-def _open_checkpoints(
-    args: argparse.Namespace, world: World, record: Recorder, resources: contextlib.ExitStack
-) -> CheckpointStore | None:
-    """Open --checkpoint-dir on rank 0; None on the others, or if there is none."""
-    if not args.checkpoint_dir:
-        return None
-    store = world.run_on_rank0(
-        lambda: CheckpointStore(
-            args.checkpoint_dir,
-            keep=args.keep,
-            write=not args.eval_only,
-            on_written=lambda where, step, s: record.mark("checkpoint", where, step=step, seconds=round(s, 3)),
-            on_damaged=lambda name, reason: record.mark("fallback", f"{name}: {reason}"),
-        )
-    )
-    if store is not None:
-        resources.callback(store.close)
-    return store
+    def to_device(images: Any, labels: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.from_numpy(images).permute(0, 3, 1, 2).to(device), torch.from_numpy(labels).to(device)
 
-
-def _load_checkpoint(
-    args: argparse.Namespace, world: World, store: CheckpointStore | None
-) -> tuple[str, Checkpoint | None]:
-    """Read the checkpoint to resume from or to evaluate, and its name; --eval-only needs one."""
-
-    def read() -> tuple[str, Checkpoint] | None:
-        assert store is not None
-        if args.eval_only not in (None, "best", "newest"):
-            return store.load(args.eval_only)
-        loaded = store.load_best() if args.eval_only == "best" else store.load_newest()
-        if loaded is None and args.eval_only:
-            raise InputError("no checkpoint to evaluate", where=store.url)
-        return loaded
-
-    if not args.checkpoint_dir:
-        return "", None
-    return world.broadcast(world.run_on_rank0(read)) or ("", None)
-
-
-def _choose_global_batch(
-    args: argparse.Namespace, world: World, meta: CheckpointMeta, print_line: Callable[[str], None]
-) -> int:
-    """Return the global batch size: that of the first start, unless --global-batch-size changes it."""
-    per_rank = args.batch_size or 32
-    global_batch: int = args.global_batch_size or meta.get("global_batch") or per_rank * world.size
-    if meta and args.global_batch_size and args.global_batch_size != meta["global_batch"]:
-        print_line(f"global batch size changes from {meta['global_batch']:,} to {global_batch:,}")
-    elif meta and args.batch_size and args.batch_size * world.size != global_batch:
-        print_line(
-            f"ignoring --batch-size: the global batch size stays {global_batch:,}; change it with --global-batch-size"
-        )
-    return global_batch
+    return DataAdapter(open_dataset, to_device, TorchBatch)
 
 
 def _build_model(args: argparse.Namespace, world: World, num_classes: int) -> nn.Module:
@@ -451,28 +376,6 @@ def _init_weights(args: argparse.Namespace, world: World, model: nn.Module) -> d
     assert weights is not None
     world.run_on_all(lambda: checkpoints.load_weights(model, weights.model, where=args.init_from))
     return weights.ema
-
-
-def _check_same_training(
-    args: argparse.Namespace, meta: CheckpointMeta, data: TrainingData | None, num_classes: int, where: str
-) -> None:
-    """Raise InputError if a checkpoint belongs to another training, and name the differences."""
-    differences = []
-    if meta["model"] != args.model:
-        differences.append(f"model {meta['model']}, now {args.model}")
-    if meta["num_classes"] != num_classes:
-        differences.append(f"{meta['num_classes']} classes, now {num_classes}")
-    if data is not None and meta["plan"] != data.plan.digest:
-        saved, current = meta["args"], vars(args)
-        names = [name for name in ("seed", "sampling", "epoch_samples") if saved[name] != current[name]]
-        changes = ", ".join(f"{name} {saved[name]}, now {current[name]}" for name in names)
-        differences.append(f"different sample order ({changes or 'the dataset has changed'})")
-    if differences:
-        raise InputError(
-            f"checkpoint belongs to another training run: {'; '.join(differences)}",
-            where=where,
-            hint="set another --checkpoint-dir, or load only its weights with --init-from",
-        )
 
 
 def _compile(args: argparse.Namespace, model: nn.Module) -> Any:
@@ -519,43 +422,6 @@ def freeze_batchnorm(model: nn.Module) -> list[nn.Module]:
     kinds, synced = nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm
     norms = [module for module in model.modules() if isinstance(module, kinds) and not isinstance(module, synced)]
     return [norm.eval() for norm in norms if norm.training]
-
-
-def _is_validation_epoch(args: argparse.Namespace, epochs: int) -> bool:
-    every = args.validate_every
-    return bool(every) and (epochs % every == 0 or epochs >= args.epochs)
-
-
-def _send_heartbeat(run: TrainerProcess, state: TrainState, epoch: Epoch, batch: TorchBatch) -> None:
-    """Send a heartbeat with the last sample of the batch, if one is due."""
-    if run.heartbeat.is_due():
-        location = epoch.locate(batch.positions[-1:])
-        shard = run.data.shard_name(int(location.shards[0])) if batch.count else ""
-        run.heartbeat(state.step, shard, int(location.samples[0]) if batch.count else -1)
-
-
-def _record_results(record: Recorder | None, results: list[ValidationResult], step: int) -> dict[str, float]:
-    metrics = {"val_loss": results[0].loss, "val_top1": results[0].top1, "val_top5": results[0].top5}
-    if len(results) > 1:
-        metrics["ema_top1"] = results[1].top1
-    if record is not None:
-        for name, value in metrics.items():
-            record.scalar(name, value, step)
-    return metrics
-
-
-def _format_results(results: list[ValidationResult]) -> str:
-    return "; averaged weights: ".join(map(str, results))
-
-
-def _print_line(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
-def _print_error(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

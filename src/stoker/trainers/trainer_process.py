@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
 
 from stoker.core.units import pluralize
-from stoker.load.torch import Dataset
+from stoker.sampling.order import Int64Array
+from stoker.sampling.plan import Epoch
 from stoker.telemetry import Recorder
-from stoker.trainers.checkpoints import CheckpointStore
+from stoker.trainers.checkpoint_store import CheckpointStore
 from stoker.trainers.ledger import Ledger, next_session
 from stoker.trainers.meter import HeartbeatSender, Meter
+from stoker.trainers.progress import ResumableState
+from stoker.trainers.rank_group import RankGroup
 from stoker.trainers.schedule import LearningRateSchedule
-from stoker.trainers.train_state import TrainState
+from stoker.trainers.stop_signal import StopSignal
 from stoker.trainers.training_data import TrainingData
-from stoker.trainers.world import StopSignal, World
+from stoker.trainers.validation import ValidationResult, format_results, record_results
 
 RERUN_TO_RESUME = "run the same command to resume"
+
+
+def how_to_resume(environ: Mapping[str, str]) -> str:
+    """Return how a training that was stopped is resumed: a run of `stoker job` has a command of its own."""
+    run = environ.get("STOKER_RUN")
+    return f"resume with: stoker job run --resume {run}" if run else RERUN_TO_RESUME
 
 
 def stopped_after(step: int) -> str:
@@ -28,17 +38,20 @@ def stopped_after(step: int) -> str:
     return f"stopped after step {step:,}"
 
 
-class TrainerProcess:
+WorldT = TypeVar("WorldT", bound=RankGroup)
+
+
+class TrainerProcess(Generic[WorldT]):
     """What one process needs to train: flags, ranks, data, and where results go. Nothing of it is in a checkpoint."""
 
     def __init__(
         self,
         args: argparse.Namespace,
-        world: World,
+        world: WorldT,
         record: Recorder,
         print_line: Callable[[str], None],
         data: TrainingData,
-        val: Dataset | None,
+        val: Any,
         store: CheckpointStore | None,
         parallel: Any,
     ) -> None:
@@ -58,10 +71,14 @@ class TrainerProcess:
         self.stop = StopSignal()
         self.stopping = False
         """Whether the ranks have agreed to stop."""
+        self.has_stepped = False
+        """Whether this process has made a step, so that its functions are compiled."""
         self.total_steps = 0
+        self.workers = ""
+        """What trains, if it is not the ranks of `world`."""
         self._saved_at, self._saved_step = time.monotonic(), 0
 
-    def prepare(self, state: TrainState) -> None:
+    def prepare(self, state: ResumableState) -> None:
         """Compute the total number of steps; --checkpoint-every-steps counts from this state on."""
         args, rank, plan, cursor = self.args, self.world.sampling_rank, state.plan, state.cursor
         per_epoch = plan.epoch(0, rank).count_steps(0, state.global_batch)
@@ -71,13 +88,12 @@ class TrainerProcess:
             self.total_steps = min(self.total_steps, args.num_batches)
         self._saved_step = state.step
 
-    def announce(self, state: TrainState, *, resumed_from: str) -> None:
+    def announce(self, state: ResumableState, *, resumed_from: str) -> None:
         """Report the start or the resume."""
         args, world, plan, cursor = self.args, self.world, state.plan, state.cursor
-        parameters = sum(weight.numel() for weight in state.model.parameters())
-        ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
+        parameters, ranks = state.parameter_count, self.workers or pluralize(world.size, "rank")
         what = (
-            f"{args.model} ({parameters:,} parameters) on {ranks} ({world.device.type}), "
+            f"{args.model} ({parameters:,} parameters) on {ranks} ({world.device_type}), "
             f"{pluralize(plan.samples, 'sample')} × {pluralize(args.epochs, 'epoch')}"
         )
         if world.rank == 0:
@@ -95,7 +111,7 @@ class TrainerProcess:
                 self.record.mark("resume", detail, **fields, **{"from": resumed_from})
             self.print_line(f"{resumed_from}: {detail}" + ("; ignoring --init-from" if args.init_from else ""))
 
-    def open_ledger(self, state: TrainState, resources: contextlib.ExitStack) -> None:
+    def open_ledger(self, state: ResumableState, resources: contextlib.ExitStack) -> None:
         """Open the ledger, if there is to be one."""
         if self.args.ledger:
             world, folder = self.world, self.args.ledger
@@ -104,22 +120,45 @@ class TrainerProcess:
             self.ledger = Ledger(folder, rank=world.rank, attempt=attempt, session=session, cursor=cursor)
             resources.callback(self.ledger.close)
 
-    def is_done(self, state: TrainState) -> bool:
+    def record_samples(self, epoch: Epoch, start: int, end: int, positions: Int64Array) -> None:
+        """Write the samples of a step to the ledger, if there is one."""
+        if self.ledger is not None:
+            location = epoch.locate(positions)
+            pairs = zip(location.shards.tolist(), location.samples.tolist(), strict=True)
+            self.ledger.step(epoch.number, start, end, list(pairs))
+
+    def send_heartbeat(self, state: ResumableState, epoch: Epoch, batch: Any) -> None:
+        """Send a heartbeat with the last sample of the batch, if one is due."""
+        if self.heartbeat.is_due():
+            location = epoch.locate(batch.positions[-1:])
+            shard = self.data.shard_name(int(location.shards[0])) if batch.count else ""
+            self.heartbeat(state.step, shard, int(location.samples[0]) if batch.count else -1)
+
+    def record_validation(self, state: ResumableState, results: list[ValidationResult]) -> bool:
+        """Record and print the results of a validation; return whether they are the best so far."""
+        state.validation_due = False
+        state.metrics = record_results(self.record if self.world.rank == 0 else None, results, state.step)
+        top1 = results[-1].top1  # of the moving average, if there is one
+        is_best, state.best_top1 = top1 > state.best_top1, max(state.best_top1, top1)
+        self.print_line(f"epoch {state.cursor.epoch - 1} {format_results(results)}")
+        return is_best
+
+    def is_done(self, state: ResumableState) -> bool:
         """Whether to stop before the next epoch."""
         finished = state.cursor.epoch >= self.args.epochs and not state.validation_due
         return finished or self.stopping or self.reached_limit(state)
 
-    def reached_limit(self, state: TrainState) -> bool:
+    def reached_limit(self, state: ResumableState) -> bool:
         """Whether the step limit of --num-batches is reached."""
         return bool(self.args.num_batches) and state.step >= self.args.num_batches
 
-    def save(self, state: TrainState, *, best: bool = False) -> None:
+    def save(self, state: ResumableState, *, best: bool = False) -> None:
         """Write a checkpoint in the background, on rank 0."""
         if self.store is not None:
             self.store.save(state.state_dict(), state.step, best=best)
             self._saved_at, self._saved_step = time.monotonic(), state.step
 
-    def save_if_due(self, state: TrainState) -> None:
+    def save_if_due(self, state: ResumableState) -> None:
         """Write a checkpoint if one is due by --checkpoint-every or --checkpoint-every-steps."""
         every_s, every_steps = self.args.checkpoint_every, self.args.checkpoint_every_steps
         steps_due = every_steps and state.step - self._saved_step >= every_steps
@@ -127,7 +166,7 @@ class TrainerProcess:
         if self.store is not None and (steps_due or (time_due and not self.store.is_writing)):
             self.save(state)
 
-    def report_finished(self, state: TrainState) -> int:
+    def report_finished(self, state: ResumableState) -> int:
         """Report that the checkpoint was at the last epoch already; return the exit code."""
         top1 = state.metrics.get("val_top1")
         if self.world.rank == 0:
@@ -139,7 +178,7 @@ class TrainerProcess:
         )
         return 0
 
-    def finish(self, state: TrainState) -> int:
+    def finish(self, state: ResumableState) -> int:
         """Write the last checkpoint, report the end, and return the exit code."""
 
         def write_last() -> None:
@@ -153,7 +192,7 @@ class TrainerProcess:
         if self.stopping:
             if self.world.rank == 0 or self.stop.received:
                 self.record.mark("stop", stopped_after(state.step))
-            hint = f"; {RERUN_TO_RESUME}" if self.args.checkpoint_dir and not self.is_join else ""
+            hint = f"; {how_to_resume(os.environ)}" if self.args.checkpoint_dir and not self.is_join else ""
             self.print_line(stopped_after(state.step) + hint)
             return 128 + (self.stop.received or signal.SIGTERM)
         if self.world.rank == 0:

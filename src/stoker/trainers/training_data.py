@@ -1,134 +1,169 @@
-"""The training and validation sets of the image trainer, and the number of classes."""
+"""The training and validation sets of the trainers, whatever the framework, and the number of classes."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from stoker.core.permutations import seed_key
 from stoker.core.text import join_some
 from stoker.errors import InputError
-from stoker.load.loader import StageTimes
-from stoker.load.torch import Dataset, TorchBatch
+from stoker.load.loader import Batch, Loader, StageTimes
 from stoker.sampling.cursor import Cursor
 from stoker.sampling.plan import SamplingPlan
 from stoker.sampling.rank import Rank
 from stoker.storage.cache_url import find_cache_url
-from stoker.trainers.checkpoints import CheckpointMeta
-from stoker.trainers.world import World
+from stoker.trainers.checkpoint_store import CheckpointMeta
 
 IMAGENET_SAMPLES = 1_281_167
+
+
+class Batches(Protocol):
+    """Batches of the rest of an epoch, from a cursor on."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a cursor."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DataAdapter:
+    """How a framework gets its batches: as they are, unless a trainer says otherwise."""
+
+    open: Callable[..., tuple[Batches, Loader]]
+    """Open a shard set with the options of `Loader`; return its batches and the loader that reads them."""
+    to_device: Callable[[Any, Any], tuple[Any, Any]] = lambda images, labels: (images, labels)
+    """Convert images (N×H×W×3, uint8) and labels of numpy."""
+    make_batch: Callable[..., Any] = Batch
+
+
+def open_loader(url: Any, **options: Any) -> tuple[Batches, Loader]:
+    """Open a shard set whose batches are those of the loader."""
+    loader = Loader(url, **options)
+    return loader, loader
 
 
 class TrainingData:
     """The training set, or with `--synthetic` batches of the same shapes and counts without any I/O."""
 
-    def __init__(
-        self,
-        plan: SamplingPlan,
-        classes: tuple[str, ...],
-        dataset: Dataset | None,
-        synthetic: SyntheticBatches | None,
-    ) -> None:
-        self.plan, self.classes, self._dataset, self._synthetic = plan, classes, dataset, synthetic
+    def __init__(self, plan: SamplingPlan, classes: tuple[str, ...], batches: Batches, loader: Loader | None) -> None:
+        self.plan, self.classes, self._batches, self._loader = plan, classes, batches, loader
 
     @classmethod
-    def open(cls, args: argparse.Namespace, world: World, global_batch: int) -> TrainingData:
+    def open(cls, args: argparse.Namespace, rank: Rank, global_batch: int, adapter: DataAdapter) -> TrainingData:
         """Open the training set that the flags name."""
         if not args.train:
             samples = args.epoch_samples or IMAGENET_SAMPLES
             plan = SamplingPlan(data="synthetic", sizes=np.array([samples], dtype=np.int64), seed=args.seed)
-            return cls(plan, (), None, SyntheticBatches(args, world, plan, global_batch))
-        dataset = Dataset(
-            _cached_url(args, args.train),
-            **_dataset_options(args, world, global_batch, args.transform),
+            return cls(plan, (), SyntheticBatches(args, rank, plan, global_batch, adapter), None)
+        batches, loader = adapter.open(
+            cached_url(args, args.train),
+            **loader_options(args, rank, global_batch, args.transform),
             sampling=args.sampling,
             epoch_samples=args.epoch_samples,
             seed=args.seed,
         )
-        manifest, plan = dataset.loader.shard_set.manifest, dataset.loader.plan
+        manifest, plan = loader.shard_set.manifest, loader.plan
         classes = manifest.classes if manifest is not None else ()
-        if args.synthetic and not (classes or args.num_classes):
-            raise _unknown_classes(args.train)
-        synthetic = SyntheticBatches(args, world, plan, global_batch, len(classes)) if args.synthetic else None
-        return cls(plan, classes, dataset, synthetic)
+        if args.synthetic:
+            if not (classes or args.num_classes):
+                raise _unknown_classes(args.train)
+            batches = SyntheticBatches(args, rank, plan, global_batch, adapter, len(classes))
+        return cls(plan, classes, batches, loader)
 
     @property
     def times(self) -> StageTimes:
         """Times of the loader's threads so far."""
-        return self._dataset.loader.times if self._dataset is not None else StageTimes()
+        return self._loader.times if self._loader is not None else StageTimes()
 
     def shard_name(self, number: int) -> str:
         """Return the name of a shard."""
-        return self._dataset.loader.shard_set.shards[number].name if self._dataset is not None else ""
+        return self._loader.shard_set.shards[number].name if self._loader is not None else ""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a cursor."""
-        (self._synthetic or self._dataset).load_state_dict(state)  # type: ignore[union-attr]
+        self._batches.load_state_dict(state)
 
-    def __iter__(self) -> Iterator[TorchBatch]:
-        return iter(self._synthetic or self._dataset)  # type: ignore[arg-type]
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
 
     def close(self) -> None:
         """Stop the loader's threads."""
-        if self._dataset is not None:
-            self._dataset.close()
+        if self._loader is not None:
+            self._loader.close()
 
 
 class SyntheticBatches:
     """Random batches, generated once, with the counts and cursors of a sampling plan."""
 
     def __init__(
-        self, args: argparse.Namespace, world: World, plan: SamplingPlan, global_batch: int, classes: int = 0
+        self,
+        args: argparse.Namespace,
+        rank: Rank,
+        plan: SamplingPlan,
+        global_batch: int,
+        adapter: DataAdapter,
+        classes: int = 0,
     ) -> None:
-        generator = torch.Generator().manual_seed(seed_key("synthetic", args.seed, world.rank))
-        count = -(-global_batch // world.size)
-        shape = (count, args.size, args.size, 3)
-        self._images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).permute(0, 3, 1, 2)
-        self._labels = torch.randint(0, args.num_classes or classes, (count,), generator=generator)
-        self._plan, self._rank, self._global_batch = plan, world.sampling_rank, global_batch
+        generator = np.random.default_rng(seed_key("synthetic", args.seed, rank.number))
+        count = -(-global_batch // rank.world_size)
+        images = generator.integers(0, 256, (count, args.size, args.size, 3), dtype=np.uint8)
+        labels = generator.integers(0, args.num_classes or classes, count)
+        self._images, self._labels = adapter.to_device(images, labels)
+        self._make_batch = adapter.make_batch
+        self._plan, self._rank, self._global_batch = plan, rank, global_batch
         self._cursor = plan.start_cursor()
-        self._images, self._labels = self._images.to(world.device), self._labels.to(world.device)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a cursor."""
         self._cursor = self._plan.check_cursor(Cursor.from_state(state))
 
-    def __iter__(self) -> Iterator[TorchBatch]:
+    def __iter__(self) -> Iterator[Any]:
         epoch = self._plan.epoch(self._cursor.epoch, self._rank)
         for _, positions, end in epoch.steps(self._cursor.consumed, self._global_batch):
             count = len(positions)
-            yield TorchBatch(self._images[:count], self._labels[:count], count, end, positions)
+            yield self._make_batch(self._images[:count], self._labels[:count], count, end, positions)
 
 
-def open_validation_set(args: argparse.Namespace, world: World, global_batch: int) -> Dataset | None:
-    """Open the validation set; None on a rank for which it has too few samples.
+@dataclass(frozen=True, slots=True)
+class ValidationSet:
+    """The validation set; `batches` is None on a rank for which it has too few samples."""
 
-    Its batch is that of the training, as far as its size and the number of ranks allow.
-    """
-    options = _dataset_options(args, world, 1, args.val_transform)
-    probe = Dataset(_cached_url(args, args.val), **{**options, "rank": (0, 1)})
-    samples, shard_set = probe.loader.plan.samples, probe.loader.shard_set
-    probe.close()
-    ranks = min(world.size, samples)
-    if world.rank >= ranks:
-        return None
-    rank = Rank(world.rank, ranks, world.sampling_rank.local_world_size)
-    return Dataset(shard_set, **{**options, "rank": rank, "global_batch": min(max(global_batch, ranks), samples)})
+    batches: Batches | None
+    loader: Loader
+
+    @classmethod
+    def open(cls, args: argparse.Namespace, rank: Rank, global_batch: int, adapter: DataAdapter) -> ValidationSet:
+        """Open the set; its batch is that of the training, as far as its size and the number of ranks allow."""
+        options = loader_options(args, rank, 1, args.val_transform)
+        probe = Loader(cached_url(args, args.val), **{**options, "rank": (0, 1)})
+        samples, shard_set = probe.plan.samples, probe.shard_set
+        probe.close()
+        ranks = min(rank.world_size, samples)
+        if rank.number >= ranks:
+            return cls(None, probe)
+        own = Rank(rank.number, ranks, rank.local_world_size)
+        global_batch = min(max(global_batch, ranks), samples)
+        return cls(*adapter.open(shard_set, **{**options, "rank": own, "global_batch": global_batch}))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of the whole set on this rank."""
+        if self.batches is not None:
+            self.batches.load_state_dict(self.loader.plan.start_cursor().state())
+            yield from self.batches
 
 
-def count_classes(
-    args: argparse.Namespace, meta: CheckpointMeta, data: TrainingData | None, val: Dataset | None
-) -> int:
+def count_classes(args: argparse.Namespace, meta: CheckpointMeta, data: TrainingData | None, val: Loader | None) -> int:
     """Return the number of classes: from --num-classes, else from the training set, or from the checkpoint to evaluate.
 
     Raise InputError if it is unknown, if the dataset has more, or if the classes of both sets differ.
     """
-    manifest = val.loader.shard_set.manifest if val is not None else None
+    manifest = val.shard_set.manifest if val is not None else None
     val_classes = manifest.classes if manifest is not None else ()
     if data is not None and data.classes and val_classes and data.classes != val_classes:
         raise InputError(
@@ -156,20 +191,21 @@ def _unknown_classes(where: str) -> InputError:
     )
 
 
-def _cached_url(args: argparse.Namespace, url: str) -> str:
+def cached_url(args: argparse.Namespace, url: str) -> str:
+    """Return the URL of a set, through the shared cache of --via if there is one."""
     return find_cache_url(url, args.via) if args.via else url
 
 
-def _dataset_options(args: argparse.Namespace, world: World, global_batch: int, transform: str) -> dict[str, Any]:
+def loader_options(args: argparse.Namespace, rank: Rank, global_batch: int, transform: str) -> dict[str, Any]:
+    """Return the options of `Loader` that the flags set."""
     return {
         "global_batch": global_batch,
         "transform": transform,
         "size": args.size,
         "decoder": args.decoder,
-        "rank": world.sampling_rank,
+        "rank": rank,
         "cache": args.cache_dir,
         "cache_size": args.cache_size,
         "threads": args.threads,
         "max_bad": args.max_bad,
-        "device": world.device,
     }

@@ -1,4 +1,4 @@
-"""The ranks of a training: device, process group, collectives, and stop signals."""
+"""The ranks of a PyTorch training: device, process group and collectives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -16,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stoker.errors import InputError, MissingError, StokerError
+from stoker.errors import InputError, MissingError
 from stoker.sampling.rank import Rank
+from stoker.trainers.rank_group import RankGroup
 
 T = TypeVar("T")
-FORCE_AFTER_S = 3.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -37,13 +36,13 @@ def exit_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-class World:
+class World(RankGroup):
     """The ranks that train together: the number and device of this one, and collectives over all."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.sampling_rank = Rank.from_environ(os.environ)
-        self.rank, self.size, _ = self.sampling_rank
         self.device = _device(args)
+        self.device_type = self.device.type
         self._cpu_group: Any = None
         if args.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -82,25 +81,6 @@ class World:
         if self._cpu_group is not None:
             dist.all_reduce(numbers, group=self._cpu_group)
 
-    def run_on_all(self, function: Callable[[], T]) -> T:
-        """Call a function on every rank; if it fails on some, the first of them raises the error and all exit."""
-        error: StokerError | None = None
-        try:
-            result = function()
-        except StokerError as caught:
-            error = caught
-        codes = self.all_gather(error.exit_code if error is not None else 0)
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if not failed:
-            return result
-        if error is not None and failed[0] == self.rank:
-            raise error
-        raise SystemExit(codes[failed[0]])
-
-    def run_on_rank0(self, function: Callable[[], T]) -> T | None:
-        """Call a function on rank 0 only; if it fails, all ranks exit."""
-        return self.run_on_all(lambda: function() if self.rank == 0 else None)
-
     def broadcast(self, value: T) -> T:
         """Return the value of rank 0 on all ranks."""
         if self._cpu_group is None:
@@ -127,38 +107,6 @@ class World:
         numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(numbers, torch.tensor([number]), group=self._cpu_group)
         return [int(gathered) for gathered in numbers]
-
-
-class StoppedImmediately(Exception):  # noqa: N818 - an event, not an error
-    """Raised on a rank that received a stop signal and does not wait for the others."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"signal {number}")
-        self.signal_number = number
-
-
-class StopSignal:
-    """Whether this rank received a signal to stop: SIGTERM or SIGINT (Ctrl-C).
-
-    A signal often arrives twice, from the terminal and from torchrun, so only a later Ctrl-C stops immediately.
-    """
-
-    def __init__(self) -> None:
-        self.received, self._immediate, self._since = 0, False, 0.0
-
-    def install(self, *, immediate: bool) -> None:
-        """Install the signal handlers; until then, signals terminate the process as usual."""
-        self._immediate = immediate
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, _: object) -> None:
-        first, self.received = not self.received, self.received or number
-        if first:
-            self._since = time.monotonic()
-        impatient = number == signal.SIGINT and time.monotonic() - self._since > FORCE_AFTER_S
-        if (first and self._immediate) or impatient:
-            raise StoppedImmediately(number)
 
 
 def _device(args: argparse.Namespace) -> torch.device:

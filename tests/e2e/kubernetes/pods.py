@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import stoker
+from stoker.kube.client import KubeClient
+from stoker.kube.objects import build_claim, build_object
 
 IMAGE = "docker.io/library/hostpy:local"
 BUSYBOX = "docker.io/library/busybox:local"
@@ -38,3 +42,22 @@ def build_job_keys(namespace: str, /, *folders: str, **kubernetes: Any) -> dict[
             **kubernetes,
         },
     }
+
+
+@contextmanager
+def claim_of_folder(cluster: KubeClient, claim: str, folder: Path) -> Iterator[Path]:
+    """Create a ReadWriteOnce claim whose volume is a folder of this machine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{cluster.namespace}-{claim}"
+    spec = {
+        "capacity": {"storage": "1Gi"},
+        "accessModes": ["ReadWriteOnce"],
+        "hostPath": {"path": str(folder)},
+        "storageClassName": "",
+        "persistentVolumeReclaimPolicy": "Retain",
+    }
+    cluster.create(build_object("v1", "PersistentVolume", name, {}, spec=spec))
+    cluster.create(build_claim(claim, 1 << 30, "rwo", {}, storage_class="", volume=name))
+    yield folder
+    cluster.delete("PersistentVolumeClaim", claim)
+    cluster.delete("PersistentVolume", name)

@@ -11,9 +11,9 @@ import pytest
 from stoker.jobs.run_folder import RunFolder, find_run
 from stoker.jobs.status import JobState
 from stoker.kube.client import KubeClient
-from stoker.kube.objects import RUN_LABEL, build_claim, build_object
+from stoker.kube.objects import RUN_LABEL
 from stoker.trainers.ledger import effective_samples
-from tests.e2e.kubernetes.pods import build_job_keys
+from tests.e2e.kubernetes.pods import build_job_keys, claim_of_folder
 from tests.support.training_drill import (
     EPOCHS,
     SAMPLES,
@@ -37,20 +37,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def checkpoints(cluster: KubeClient, tmp_path: Path) -> Iterator[Path]:
     """A ReadWriteOnce claim `ckpt`; return its folder on this machine."""
-    folder, name = tmp_path / "checkpoints", f"{cluster.namespace}-ckpt"
-    folder.mkdir()
-    spec = {
-        "capacity": {"storage": "1Gi"},
-        "accessModes": ["ReadWriteOnce"],
-        "hostPath": {"path": str(folder)},
-        "storageClassName": "",
-        "persistentVolumeReclaimPolicy": "Retain",
-    }
-    cluster.create(build_object("v1", "PersistentVolume", name, {}, spec=spec))
-    cluster.create(build_claim("ckpt", 1 << 30, "rwo", {}, storage_class="", volume=name))
-    yield folder
-    cluster.delete("PersistentVolumeClaim", "ckpt")
-    cluster.delete("PersistentVolume", name)
+    with claim_of_folder(cluster, "ckpt", tmp_path / "checkpoints") as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("victim", [None, "worker-0", "worker-1"])

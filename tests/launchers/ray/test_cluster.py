@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from stoker.errors import AccessDeniedError, InputError
-from stoker.launchers.ray import launcher as ray_launcher
 from stoker.launchers.ray.cluster import RayCluster, parse_free, parse_total, resolve_address
+from stoker.launchers.ray.placement import count_fitting
 from tests.support.ray import (
     fake_dashboard,
 )
@@ -30,10 +30,10 @@ def test_free_and_total_resources_per_node() -> None:
     assert parse_free(text) == {"CPU": 1.5, "GPU": 2.0, "memory": 7 * 2**30}
     assert parse_total(text) == {"CPU": 4.0, "GPU": 2.0, "memory": 8 * 2**30}
     nodes = [{"CPU": 3.0, "GPU": 1.0}, {"CPU": 1.0}, {"CPU": 2.0, "GPU": 8.0}]
-    assert ray_launcher.count_fitting(nodes, {"CPU": 2}, "pack") == 2
-    assert ray_launcher.count_fitting(nodes, {"CPU": 1, "GPU": 1}, "pack") == 3
-    assert ray_launcher.count_fitting(nodes, {"CPU": 1}, "strict_spread") == 3
-    assert ray_launcher.count_fitting(nodes, {"CPU": 1}, "strict_pack") == 3
+    assert count_fitting(nodes, {"CPU": 2}, "PACK") == 2
+    assert count_fitting(nodes, {"CPU": 1, "GPU": 1}, "PACK") == 3
+    assert count_fitting(nodes, {"CPU": 1}, "STRICT_SPREAD") == 3
+    assert count_fitting(nodes, {"CPU": 1}, "STRICT_PACK") == 3
 
 
 def test_rejected_token_is_an_access_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import json
 import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,71 +18,137 @@ from stoker.launchers.ray import connection, slots
 from stoker.launchers.ray import launcher as ray_launcher
 from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE
 
+Response = Callable[[], Any]
+"""What a call of an actor returns or raises."""
+GRACE_S, LOST_AFTER_S = 0.2, 7.0
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of an actor; without a response, it never ends."""
+
+    response: Response | None
+
+
+class FakeRay:
+    """Actors whose calls return given responses."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("ray")
+        from stoker.launchers.ray import driver
+
+        self.dead_nodes: list[str] = []
+        self.killed: list[Any] = []
+        monkeypatch.setattr(driver, "NODE_FAILURE_S", 0.5)
+        monkeypatch.setattr(driver, "EXIT_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(driver, "list_nodes", lambda: [{"NodeID": n, "Alive": False} for n in self.dead_nodes])
+        monkeypatch.setattr(driver.ray, "wait", lambda refs, timeout: (self._wait(refs, timeout), []))
+        monkeypatch.setattr(driver.ray, "get", lambda ref: ref.response())
+        monkeypatch.setattr(driver.ray, "kill", self.killed.append)
+
+    def _wait(self, refs: list[Any], timeout_s: float) -> list[Any]:
+        done = [ref for ref in refs if ref.response]
+        time.sleep(0 if done else timeout_s)
+        return done
+
+    def make_actor(self, *responses: Response) -> Any:
+        """Return an actor that responds to `start` and then to each `read`."""
+        rest = iter(responses)
+        call = SimpleNamespace(remote=lambda *_: Call(next(rest, None)))
+        sent: list[Any] = []
+        """Requests to the slot daemon."""
+        ignored = SimpleNamespace(remote=lambda *_: None)
+        return SimpleNamespace(
+            start=call, read=call, send=SimpleNamespace(remote=sent.append), close=ignored, sent=sent
+        )
+
+    def run(self, actors: dict[str, Any], stop_requests: int = 0) -> None:
+        """Run slots, one on each actor, to their end."""
+        from stoker.launchers.ray import driver
+
+        command = {"argv": ["true"], "env": {}, "cwd": None}
+        slots, limits = dict.fromkeys(actors, command), {"grace_s": GRACE_S, "lost_after_s": LOST_AFTER_S}
+        request = {"slots": slots, "bundles": [{}] * len(slots), "strategy": "PACK", "tags": {}, **limits}
+        control: Any = SimpleNamespace(stop_requests=stop_requests, take_stack_request=dict)
+        attempt = driver.Driver(request, control, driver.JsonFrameWriter())
+        for index, name in enumerate(actors):
+            keys = ("address", "python", "workdir", "home", "interface", "port", "node")
+            attempt._nodes[name] = dict.fromkeys(keys, f"node{index}")
+        attempt._actors.update(actors)
+        attempt._forward_output(attempt._start_slots())
+
+
+def fail(name: str, text: str = "") -> Response:
+    """Return a response that raises an exception of Ray."""
+
+    def respond() -> None:
+        raise getattr(pytest.importorskip("ray.exceptions"), name)(*([text] if text else []))
+
+    return respond
+
+
+def started() -> None:
+    """Respond to a start."""
+
+
+def exited() -> dict[str, Any]:
+    return {"data": b"", "code": 0, "oom": False, "survivors": []}
+
+
+def read_ends(capfd: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+    """Return the last frame of each slot, in their order."""
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(connection.FRAME_PREFIX)]
+    frames = [json.loads(line.removeprefix(connection.FRAME_PREFIX)) for line in lines]
+    return {frame["slot"]: frame for frame in frames if "code" in frame}
+
 
 def test_slot_that_cannot_be_started_is_lost(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    exceptions = pytest.importorskip("ray.exceptions")
+    ray = FakeRay(monkeypatch)
+    actor = ray.make_actor(fail("RayError", "no space left"))
+    ray.run({"worker/0": actor})
+    (end,) = read_ends(capfd).values()
+    assert end["code"] == LOST_EXIT_CODE
+    assert re.search("node0 .*: no space left$", end["error"])
+    assert ray.killed == [actor]  # nothing reads its output any more
     from stoker.launchers.ray import driver
 
-    def fail(ref: object) -> None:
-        raise exceptions.RayError("no space left")
-
-    monkeypatch.setattr(driver.ray, "get", fail)
-    monkeypatch.setattr(driver, "NODE_FAILURE_S", 0)
-    command = {"argv": ["true"], "env": {}, "cwd": None}
-    request = {"slots": {"worker/0": command}, "bundles": [{}], "strategy": "PACK", "tags": {}, "grace_s": 1}
-    control: Any = SimpleNamespace(stop_requests=0)
-    attempt = driver.Driver(request, control, driver.JsonFrameWriter(), can_scale=True)
-    node = dict.fromkeys(("address", "python", "workdir", "home", "interface", "port"), "node1")
-    attempt._nodes["worker/0"] = node
-    attempt._actors["worker/0"] = SimpleNamespace(start=SimpleNamespace(remote=lambda _: None))
-    attempt._start_slots()
-    attempt._forward_output()  # returns at once
-    frames = [json.loads(line.removeprefix(driver.FRAME_PREFIX)) for line in capfd.readouterr().out.splitlines()]
-    assert frames[-1]["code"] == LOST_EXIT_CODE
-    assert re.search("node1 .*: no space left$", frames[-1]["error"])
     with pytest.raises(RuntimeError, match="was not started"):
         driver.SlotActor({}).read(0)
 
 
-def test_placement_obstacles() -> None:
-    pytest.importorskip("ray")
-    from stoker.launchers.ray.driver import placement_obstacle
-
-    nodes = [{"CPU": 2.0}, {"CPU": 2.0}]
-    for bundle, count, strategy, free, expected, is_too_small in (
-        ({"CPU": 3}, 1, "PACK", {}, "no node is large enough", True),
-        ({"CPU": 2}, 3, "PACK", {}, "cluster is too small", True),
-        ({"CPU": 2}, 2, "PACK", {"CPU": 2}, "in use", False),
-        ({"CPU": 2}, 1, "PACK", {"CPU": 2}, "where pack does not fit", False),
-        ({"CPU": 1}, 3, "STRICT_SPREAD", {"CPU": 4}, "strict_spread needs 3 nodes, 2 are", True),
-        ({"CPU": 1}, 3, "STRICT_PACK", {"CPU": 4}, "strict_pack needs one node", True),
-    ):
-        obstacle = placement_obstacle([bundle] * count, strategy, nodes, free)  # type: ignore[arg-type]
-        assert expected in obstacle[0]
-        assert obstacle[1] is is_too_small
+def test_slot_whose_node_does_not_respond_may_be_running(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ray = FakeRay(monkeypatch)
+    ray.run({"worker/0": ray.make_actor(started), "worker/1": ray.make_actor(started, exited)}, stop_requests=1)
+    ends = read_ends(capfd)
+    assert (ends["worker/0"]["code"], ends["worker/0"]["lease_s"]) == (LOST_EXIT_CODE, LOST_AFTER_S)
+    assert "node0" in ends["worker/0"]["error"]
+    assert ends["worker/1"]["code"] == 0
 
 
-def test_placement_obstacles_of_unequal_bundles() -> None:
-    pytest.importorskip("ray")
-    from stoker.launchers.ray.driver import placement_obstacle
+def test_stop_during_the_start_of_a_slot_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay(monkeypatch)
+    actor = ray.make_actor(lambda: actor.sent.append("started"), exited)
+    ray.run({"worker/0": actor}, stop_requests=1)
+    stop = {"op": "stop", "level": 1}
+    assert actor.sent == [stop, "started", stop]
 
-    nodes = [{"CPU": 4.0}, {"CPU": 1.0}]
-    for sizes, strategy, expected, is_too_small in (
-        ((4, 1), "STRICT_SPREAD", "where strict_spread does not fit", False),
-        ((4, 4), "PACK", "cluster is too small", True),
-        ((3, 1, 2), "PACK", "cluster is too small", True),
-        ((5, 1), "PACK", "no node is large enough", True),
-        ((1, 1, 1), "STRICT_SPREAD", "strict_spread needs 3 nodes", True),
-        ((2, 2), "STRICT_SPREAD", "strict_spread needs 2 nodes, 1 are", True),
-        ((4, 1), "STRICT_PACK", "strict_pack needs one node", True),
-        ((3, 1), "STRICT_PACK", "where strict_pack does not fit", False),
-    ):
-        bundles = [{"CPU": float(size)} for size in sizes]
-        obstacle = placement_obstacle(bundles, strategy, nodes, {"CPU": 5.0})
-        assert expected in obstacle[0], (sizes, strategy, obstacle)
-        assert obstacle[1] is is_too_small, (sizes, strategy)
+
+def test_lost_slots_do_not_delay_others(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """A lost node is distinguished from a killed actor; Ray may need a moment to know."""
+    ray = FakeRay(monkeypatch)
+    ray.dead_nodes = ["node1"]
+    killed, lost = (ray.make_actor(started, fail("RayActorError")) for _ in range(2))
+    other = ray.make_actor(started, lambda: {"data": b"output"}, lambda: {"data": b""}, exited)
+    ray.run({"worker/0": killed, "worker/1": lost, "worker/2": other})
+    ends = read_ends(capfd)
+    assert list(ends) == ["worker/1", "worker/2", "worker/0"]
+    assert [ends[f"worker/{index}"].get("lease_s") for index in range(3)] == [0, LOST_AFTER_S, None]
+    assert "actor on node0 was killed" in ends["worker/0"]["error"]
+    assert "node node1 was lost" in ends["worker/1"]["error"]
 
 
 def test_constants_repeated_in_standalone_files_agree() -> None:

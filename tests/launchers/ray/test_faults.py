@@ -111,6 +111,22 @@ def test_network_cut_of_eight_seconds(lost_after: int, cluster: RayTestCluster, 
     assert lines == ["ready", *map(str, range(len(lines) - 2)), "over"]
 
 
+@pytest.mark.slow
+def test_slot_on_a_node_that_is_cut_off_stops_by_itself(cluster: RayTestCluster, workspace: Path) -> None:
+    """Long before Ray considers the node lost, so that no slot of the next attempt runs beside it."""
+    job = write_job(workspace, DEAF, ray={"lost_after": "5s"}, resources={"gpu_type": "TEST"})
+    with launched(job, f"ray://{cluster.target}") as (run, process):
+        wait_until(lambda: is_ready(run) and len(slot_processes(run)) >= 3)
+        cluster.nodes[1].host.disconnect()
+        try:
+            assert eventually(lambda: not slot_processes(run), 25)
+        finally:
+            cluster.nodes[1].host.reconnect()
+        assert process.wait(120) == 4, (workspace / "output").read_text()
+    assert re.search(r"worker/0 was lost: .*Ray node", run.read_status().message)
+    cluster.wait(2)
+
+
 def is_rank(pid: int) -> bool:
     args = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     is_ours = any(arg.endswith(("train.py", "stoker.trainers.torch_image")) for arg in args)

@@ -218,7 +218,7 @@ def test_kept_cluster_runs_until_the_run_is_stopped(
     run = find_run(None)
     assert f"stoker job stop {run.id}" in capsys.readouterr().err
     assert len(host_processes(net.hosts, "raylet/raylet")) == 2
-    assert stoker("job", "delete", run.id, "--yes") == 2
+    assert stoker("job", "delete", run.id) == 2
     assert stoker("job", "stop", run.id) == 0
     assert eventually(lambda: not ray_processes(net))
     assert not run.kept

@@ -69,6 +69,28 @@ def test_plan_has_placeholders_for_what_ray_decides(workspace: Path, capsys: pyt
     assert command.endswith("@ray:workdir@/train.py")
 
 
+def test_tasks_of_tensorflow_have_addresses_and_bundles_of_their_own(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slots may share a node, so each gets a port there, unless the job file sets one."""
+    pytest.importorskip("ray")
+    roles = {"ps": {"count": 2, "port": 31000}, "chief": {"resources": {"cpu": 2}}}
+    keys = {"topology": "tf-ps", "workers": 2, "resources": {"cpu": 4, "gpu": 1}, "roles": roles}
+    with fake_dashboard(200, {"ray_version": "2.60.0"}) as target:
+        assert stoker("job", "plan", write_job(workspace, "true", **keys), "--on", f"ray://{target}", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert json.loads(plan["slots"]["worker/1"]["env"]["TF_CONFIG"]) == {
+        "cluster": {
+            "chief": ["@ray:chief/0@:@ray:chief/0:port@"],
+            "worker": [f"@ray:worker/{index}@:@ray:worker/{index}:port@" for index in (0, 1)],
+            "ps": ["@ray:ps/0@:31000", "@ray:ps/1@:31001"],
+        },
+        "task": {"type": "worker", "index": 1},
+    }
+    assert plan["bundle"] == {"CPU": 4.0, "GPU": 1}
+    assert plan["bundles"] == {"chief/0": {"CPU": 2.0}, "ps/0": {"CPU": 1.0}, "ps/1": {"CPU": 1.0}}
+
+
 def test_missing_ray_package_exits_3_with_the_extra_to_install(workspace: Path) -> None:
     program = (
         "import importlib.util as util, sys\n"

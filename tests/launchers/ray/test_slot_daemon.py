@@ -27,7 +27,8 @@ def slot_actor(folder: Path, **request: Any) -> Iterator[Any]:
 
     folder.mkdir()
     actor = driver.SlotActor(slots.read_daemon_files())
-    actor.start({"name": "worker/0", "tags": make_tags(folder), "env": {}, "cwd": str(folder), **request})
+    defaults = {"name": "worker/0", "tags": make_tags(folder), "env": {}, "cwd": str(folder), "lost_after_s": 60}
+    actor.start({**defaults, **request})
     yield actor
     actor.close()
     assert eventually(lambda: not Path(actor._folder).exists())
@@ -87,6 +88,17 @@ def test_slot_of_a_killed_daemon_is_stopped_before_it_is_lost(victims: tuple[str
                 os.kill(pid, signal.SIGKILL)
         assert "lost" in read_result(actor)
         assert eventually(lambda: not list_tagged(make_tags(tmp_path / "a")))
+
+
+def test_slot_is_stopped_when_its_driver_does_not_read(tmp_path: Path) -> None:
+    """A node that is cut off from the others stops its slot by itself, with the grace period."""
+    script = f"trap 'sleep 0.5; touch {tmp_path}/saved; exit' TERM; while :; do sleep 0.1; done"
+    with slot_actor(tmp_path / "a", argv=["bash", "-c", script], grace_s=60, lost_after_s=2) as actor:
+        wait_until(lambda: bool(list_tagged(make_tags(tmp_path / "a"))))
+        actor.read(0)  # renews the lease
+        wait_until(lambda: not list_tagged(make_tags(tmp_path / "a")))
+        assert "lost" in read_result(actor)
+    assert (tmp_path / "saved").exists()
 
 
 def test_leftovers_of_a_slot_are_stopped(tmp_path: Path) -> None:

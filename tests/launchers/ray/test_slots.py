@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,15 +16,21 @@ from typing import Any, ClassVar
 
 import pytest
 
-from stoker.errors import UnavailableError
+from stoker.core.spec import to_json
+from stoker.errors import MissingError, UnavailableError
 from stoker.jobs.run_folder import RunFolder
+from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import Command, Slot
 from stoker.launchers.ray import connection, slots
 from stoker.launchers.ray.connection import DriverLog, LineQueue
+from stoker.launchers.ray.launcher import RayLauncher
 from stoker.launchers.ray.plan import RayPlan
-from stoker.launchers.ray.slots import RayAttempt
+from stoker.launchers.ray.slots import RayAttempt, RayBackend
 from stoker.launchers.supervise.slot_handle import Exited, Running, SlotState, Unreachable
 from tests.support.waiting import wait_until
+
+BUSY_CLUSTER = {"nodes": [{"CPU": 2.0}], "free": {"CPU": 0.5}}
+BUSY_REASON = "Ray has not placed 1 × (1 CPU): resources are in use by other jobs (needs 1 CPU, 0.5 CPU of 2 CPU free)"
 
 
 def test_folder_of_a_killed_ray_is_removed(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,15 +157,15 @@ def fake_cluster(monkeypatch: pytest.MonkeyPatch) -> type[FakeCluster]:
     return FakeCluster
 
 
-def make_attempt(workspace: Path) -> RayAttempt:
-    """Return an attempt of a run with one worker on a remote cluster."""
+def make_attempt(workspace: Path, address: str | None = "http://far") -> RayAttempt:
+    """Return an attempt of a run with one worker, on a remote cluster if there is an address."""
     for name in ("run", "run/logs"):
         (workspace / name).mkdir()
     command = Command(("true",), {})
     plan = RayPlan(
         slots={"worker/0": command},
         hosts={"worker/0": "http://far"},
-        address="http://far",
+        address=address,
         bundle={"CPU": 1.0},
         strategy="PACK",
         source=str(workspace),
@@ -252,7 +260,9 @@ def test_slots_are_pending_until_placement_is_reported(workspace: Path, fake_clu
     attempt = make_attempt(workspace)
     assert attempt.states["worker/0"] == Running(is_placed=False)
     for frame, state in (
-        ({"pending": "no capacity"}, Running(is_placed=False, pending_reason="no capacity")),
+        ({"capacity": BUSY_CLUSTER}, Running(is_placed=False, pending_reason=BUSY_REASON)),
+        ({"capacity": None}, Running()),
+        ({"capacity": BUSY_CLUSTER}, Running(is_placed=False, pending_reason=BUSY_REASON)),
         ({"addresses": {"worker/0": "10.0.0.1"}}, Running()),
     ):
         fake_cluster.log[:] = to_log({"alive": True}, frame)
@@ -262,15 +272,129 @@ def test_slots_are_pending_until_placement_is_reported(workspace: Path, fake_clu
         assert attempt.states["worker/0"] == state
 
 
+def test_job_is_rejected_by_a_small_cluster_that_cannot_grow(workspace: Path) -> None:
+    """One that has an address may have an autoscaler: there, the job waits."""
+    for address, state in (("http://far", Running), (None, Exited)):
+        folder = workspace / str(address is None)
+        folder.mkdir()
+        attempt = make_attempt(folder, address)
+        (line,) = to_log({"capacity": {"nodes": [{"CPU": 0.5}], "free": {"CPU": 0.5}}})
+        attempt._process_line(line)
+        assert isinstance(attempt.states["worker/0"], state)
+        assert bool(attempt._desired_state()["stop_level"]) is (address is None)
+    assert attempt.states["worker/0"] == Exited(
+        MissingError.exit_code,
+        "Ray cannot place 1 × (1 CPU): no node is large enough for one worker (needs 1 CPU, 0.5 CPU of 0.5 CPU free)",
+    )
+
+
 def test_log_is_a_copy_of_the_output_and_remarks_are_not_in_it(
     workspace: Path, fake_cluster: type[FakeCluster], capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = {"slot": "worker/0", "data": b"\xff a line without an end".decode("latin-1")}
     lost = {"slot": "worker/0", "code": 255, "error": "its Ray node was lost"}
-    fake_cluster.log += to_log({"alive": True}, {"pending": "no capacity"}, output, lost, {"finished": True})
+    fake_cluster.log += to_log({"alive": True}, {"capacity": BUSY_CLUSTER}, output, lost, {"finished": True})
     assert run_attempt(make_attempt(workspace)) == Exited(255, "its Ray node was lost", is_lost=True)
     assert read_worker_log(workspace) == b"\xff a line without an end"
-    assert "no capacity" in capsys.readouterr().out
+    assert BUSY_REASON in capsys.readouterr().out
+
+
+def seconds_left(state: SlotState) -> float:
+    """Return for how long a lost slot may be running."""
+    assert isinstance(state, Unreachable)
+    assert state.is_lost
+    assert state.gone_by is not None
+    return state.gone_by - time.monotonic()
+
+
+def test_lost_slot_counts_as_running_until_it_is_surely_gone(workspace: Path, fake_cluster: type[FakeCluster]) -> None:
+    """Also if the driver has reported its end; not if the slot was stopped before the loss was reported."""
+    for lease_s, folder in ((0, "actor"), (100, "node")):
+        (workspace / folder).mkdir()
+        lost = {"slot": "worker/0", "code": 255, "error": "lost", "lease_s": lease_s}
+        fake_cluster.log[:] = to_log({"alive": True}, lost, {"finished": True})
+        attempt = make_attempt(workspace / folder)
+        assert seconds_left(run_attempt(attempt)) > lease_s + 1
+    (workspace / "here").mkdir()
+    attempt = make_attempt(workspace / "here", address=None)  # its processes are stopped with the attempt
+    (line,) = to_log({**lost, "lease_s": attempt._make_request()["lost_after_s"]})
+    attempt._has_begun = True
+    attempt._process_line(line)
+    assert attempt.states["worker/0"] == Exited(255, "lost", is_lost=True)
+
+
+def test_slots_of_a_failed_driver_count_as_running(workspace: Path, fake_cluster: type[FakeCluster]) -> None:
+    fake_cluster.log += to_log({"alive": True}, {"failed": "out of memory"})
+    state = run_attempt(make_attempt(workspace))
+    assert seconds_left(state) > 1
+    assert isinstance(state, Unreachable)
+    assert "out of memory" in state.reason
+
+
+def test_slots_count_as_running_when_their_output_cannot_be_written(
+    workspace: Path, fake_cluster: type[FakeCluster], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_cluster.log += to_log({"alive": True}, {"slot": "worker/0", "data": "text"})
+    attempt = make_attempt(workspace)
+    attempt._logs["worker/0"] = os.open("/dev/full", os.O_WRONLY)
+    state = run_attempt(attempt)
+    assert seconds_left(state) > 1
+    assert "No space left" in capsys.readouterr().out
+
+
+class StuckCluster(FakeCluster):
+    """A cluster whose jobs do not stop."""
+
+    def stop(self, name: str) -> None:
+        self.calls.append(f"stop {name}")
+
+
+@pytest.fixture
+def stuck_run(workspace: Path, fake_cluster: type[FakeCluster], monkeypatch: pytest.MonkeyPatch) -> RayAttempt:
+    """An attempt of a run with a driver of an earlier attempt, which cannot be stopped."""
+    monkeypatch.setattr(connection, "RayCluster", StuckCluster)
+    monkeypatch.setattr(connection, "EXIT_TIMEOUT_S", 0.1)
+    attempt = make_attempt(workspace)
+    (workspace / "run" / "submissions").write_text("earlier\n")
+    return attempt
+
+
+def test_attempt_does_not_start_beside_a_driver_that_cannot_be_stopped(stuck_run: RayAttempt) -> None:
+    state = run_attempt(stuck_run)
+    assert isinstance(state, Exited)  # nothing of this attempt was started
+    assert state.is_lost
+    assert "earlier" in state.reason
+    assert FakeCluster.calls == ["stop earlier"]
+
+
+def test_stop_reports_a_driver_that_cannot_be_stopped(stuck_run: RayAttempt) -> None:
+    run = stuck_run._run
+    run.write("plan.json", to_json(stuck_run._plan))
+    run.write("job.yaml", b"{name: a, topology: single, grace: 1s, program: {command: ['true']}}")
+    run.write_status(JobStatus(state=JobState.FAILED))
+    with pytest.raises(UnavailableError, match="earlier") as caught:
+        RayLauncher().stop(f"ray://{run.folder}")
+    assert caught.value.exit_code == 5
+    assert (run.folder / "submissions").read_text() == "earlier\n"  # for the next try
+
+
+def test_end_of_an_attempt_is_not_assumed(
+    workspace: Path, fake_cluster: type[FakeCluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_uploading, upload = threading.Event(), threading.Event()
+    monkeypatch.setattr(fake_cluster, "submit", lambda *_: (is_uploading.set(), upload.wait(60)))
+    monkeypatch.setattr(slots, "CLOSE_TIMEOUT_S", 0.1)
+    attempt = make_attempt(workspace)
+    attempt._run.write("plan.json", to_json(attempt._plan))
+    backend = RayBackend(attempt._run)
+    backend.start(0)
+    assert is_uploading.wait(60)
+    with pytest.raises(UnavailableError, match=r"not closed within 0\.1 s"):
+        backend.close(0)
+    monkeypatch.setattr(slots, "CLOSE_TIMEOUT_S", 60.0)
+    upload.set()
+    fake_cluster.log += to_log({"alive": True}, {"finished": True})
+    backend.close(0)
 
 
 def test_daemon_files_are_complete(tmp_path: Path) -> None:

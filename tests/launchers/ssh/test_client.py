@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from stoker.errors import SpecError
-from stoker.launchers.ssh.client import SshClient, expand_hosts, expand_slots, format_failure
+from stoker.launchers.ssh.client import SshClient, agent_argv, expand_hosts, expand_slots, format_failure
 from stoker.remote.frames import ALIVE, MAGIC, OUTPUT, FrameParser, pack_frame
 
 
@@ -47,6 +48,11 @@ def test_ssh_runs_in_batch_mode() -> None:
     assert "BatchMode=yes" in argv
     assert not any("StrictHostKeyChecking" in word for word in argv)
     assert argv[-2:] == ["-l", "me"]
+
+
+def test_processes_of_a_run_on_a_host_are_known_by_both() -> None:
+    words = shlex.split(agent_argv(["ssh"], "me@node1", "python3", "run")[-1])
+    assert words[-1] == "stoker-agent-run@me@node1"
 
 
 def test_unknown_failure_shows_the_last_line_or_the_exit_code() -> None:

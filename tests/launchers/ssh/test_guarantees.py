@@ -249,6 +249,23 @@ def test_attempt_does_not_start_while_an_unreachable_host_runs_the_last(net: Net
     assert OVERLAP not in read_log(run, 0, 1)
 
 
+@pytest.mark.slow
+def test_no_host_starts_a_resumed_run_while_another_stops_the_last_attempt(net: Network, workspace: Path) -> None:
+    """The first host has nothing left to stop; the second takes the whole grace period."""
+    hosts, first = ("node1", "node2"), with_attempt_lock(workspace, "echo ready; sleep 600")
+    second = f"if test $STOKER_ATTEMPT = 1; then exit 3; fi; trap '' TERM; {DEAF}"
+    with machine() as launching:
+        run = start_workers(
+            launching, net, workspace, [first, with_attempt_lock(workspace, second)], *hosts, grace="6s"
+        )
+        wait_until(lambda: all("ready" in read_log(run, worker) for worker in (0, 1)))
+        kill_all(*supervisors(run), *slot_processes(run, "node1"))
+        wait_until(lambda: supervisor_pid(run) is None and not slot_processes(run, "node1"))
+        launching.run("job", "run", "--resume", run.id)
+    assert "ready" in read_log(run, 0, 1)
+    assert OVERLAP not in read_log(run, 0, 1)
+
+
 # --- Stop, and the terminal
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +72,23 @@ def test_every_silent_rank_is_found(run: RunFolder) -> None:
     monitor = monitor_with_silent_ranks(run, FIRST, SECOND)
     silent = monitor.find_silent_ranks(slots_in(Running(), Running()))
     assert silent == [RankPosition(FIRST, 0, 5), RankPosition(SECOND, 1, 5)]
+
+
+def test_hang_is_explained_on_a_full_disk(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the stack traces, which are not mentioned then."""
+    monitor, slots = monitor_with_silent_ranks(run, FIRST), slots_in(Running(), Running())
+    silent = monitor.find_silent_ranks(slots)
+    stacks, log = str(run.folder / "stacks.0.txt"), str(run.log_path(FIRST, 0))
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(RunFolder, "write", fail_to_write)
+        cause = monitor.explain_hang(silent, slots)
+    assert (stacks in cause, cause.endswith(log)) == (False, True)
+    cause = monitor.explain_hang(silent, slots)
+    assert (stacks in cause, cause.endswith(log)) == (True, True)
+
+
+def fail_to_write(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_scalars_are_written_to_tensorboard_once(stoker_home: Path) -> None:

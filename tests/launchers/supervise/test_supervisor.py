@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -16,10 +18,11 @@ import pytest
 
 from stoker.jobs.launcher import LAUNCHERS
 from stoker.jobs.run_files import STOP_REQUEST_FILE
-from stoker.jobs.run_folder import RunFolder, create_run
+from stoker.jobs.run_folder import STATUS_FILE, RunFolder, create_run
 from stoker.jobs.status import Attempt, JobState, JobStatus, SlotStatus
 from stoker.jobs.topology import Slot
 from stoker.launchers.run_logs import read_run_logs
+from stoker.launchers.supervise.attempt import SETTLE_S
 from stoker.launchers.supervise.slot_handle import Exited, Running, SlotState, Unreachable
 from stoker.launchers.supervise.supervisor import Supervisor, supervisor_pid
 from tests.launchers.contract import job_of
@@ -121,6 +124,28 @@ def test_lost_slot_without_a_lease_fails_the_run(stoker_home: Path, clock: FakeC
     ]
 
 
+def test_lost_slot_stays_failed_although_its_host_has_reconnected(stoker_home: Path, clock: FakeClock) -> None:
+    """It comes back between the poll that finds it lost and the diagnosis."""
+    states = by_time((0, Running()), (40, unreachable(10, 90, is_lost=True)), (40 + SETTLE_S / 2, Running()))
+    lost = FakeSlot(states, on_terminate=TERMINATED)
+    backend = FakeBackend({FIRST: running(), SECOND: lost}, {FIRST: succeeded(), SECOND: succeeded()})
+    status = supervise(two_workers(), backend)
+    assert (status.state, len(backend.started)) == (JobState.SUCCEEDED, 2)
+    assert status.attempts[0].lost
+    assert "worker/1 was lost: b: no response" in status.attempts[0].cause
+
+
+def test_slot_without_a_lease_that_is_lost_before_a_retry_fails_the_run(stoker_home: Path, clock: FakeClock) -> None:
+    """Its exit was still expected when the attempt was over."""
+    run = two_workers(grace=1)
+    lost = unreachable(20, None, is_lost=True)
+    deaf = FakeSlot(by_time((0, Running()), (100, unreachable(100, None)), (150, lost)))
+    status = supervise(run, FakeBackend({FIRST: FakeSlot(Exited(1)), SECOND: deaf}), lambda: clock.now > 900)
+    assert (status.state, [attempt.is_retried for attempt in status.attempts]) == (JobState.FAILED, [False])
+    assert f"stoker job stop {run.id}" in status.message
+    assert 150 <= clock.now < 152
+
+
 def test_run_is_stopped_while_it_waits_for_a_lease(stoker_home: Path, clock: FakeClock) -> None:
     lost = FakeSlot(by_time((0, Running()), (40, unreachable(10, 900, is_lost=True))))
     backend = FakeBackend({FIRST: running(), SECOND: lost})
@@ -163,6 +188,46 @@ def test_reason_of_a_retry_is_shown_between_the_attempts(stoker_home: Path, cloc
     assert lines == ["first", "ValueError: bad", reason, "second"]
     assert [line.text for line in read_run_logs(run, SECOND, is_over=lambda: True)] == []
     assert "ValueError: bad" in reason
+
+
+# --- A full disk
+
+
+def fail_writes(monkeypatch: pytest.MonkeyPatch, *, of: Callable[[str], bool]) -> None:
+    """Fail to write some files of run folders, as on a full disk."""
+    write = RunFolder.write
+
+    def write_or_fail(run: RunFolder, name: str, data: bytes) -> None:
+        if of(name):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(run, name, data)
+
+    monkeypatch.setattr(RunFolder, "write", write_or_fail)
+
+
+def test_full_disk_does_not_end_the_attempt(
+    stoker_home: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = two_workers()
+    fail_writes(monkeypatch, of=lambda name: name == "packages.json")
+    status = supervise(run, FakeBackend({FIRST: succeeded(10), SECOND: succeeded(10)}))
+    assert (status.state, len(status.attempts)) == (JobState.SUCCEEDED, 1)
+    assert "packages.json" in capsys.readouterr().out
+
+
+def test_status_is_written_as_soon_as_the_disk_has_space(
+    stoker_home: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, seen = two_workers(), list[JobState]()
+    fail_writes(monkeypatch, of=lambda name: name == STATUS_FILE and clock.now < 20)
+
+    def note_state() -> bool:
+        if clock.now > 40:
+            seen.append(run.read_status().state)
+        return False
+
+    supervise(run, FakeBackend({FIRST: succeeded(60), SECOND: succeeded(60)}), note_state)
+    assert seen[0] is JobState.RUNNING
 
 
 # --- Restarts of single slots

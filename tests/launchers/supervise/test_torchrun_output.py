@@ -64,7 +64,7 @@ def test_stopped_torchrun_is_folded(tmp_path: Path) -> None:
         written += process.stdout.read().splitlines()
     assert any("SignalException" in line for line in written)
     number = len(written) - 1 - written.index("starting")
-    assert fold(written)[-2:] == ["starting", describe_folded(number)]
+    assert fold(written)[-2:] == ["starting", describe_folded(number, "worker-0.0.log")]
 
 
 def test_tracebacks_of_the_program_are_shown_in_order() -> None:
@@ -96,7 +96,7 @@ REPORT = [
 @pytest.mark.parametrize("length", range(3, len(REPORT) + 1))
 def test_report_that_is_cut_short_does_not_hide_what_follows(length: int) -> None:
     assert fold([*REPORT[:length], "resumed", "=" * 60, "done"]) == [
-        describe_folded(length),
+        describe_folded(length, "worker-0.0.log"),
         "resumed",
         "=" * 60,
         "done",
@@ -105,7 +105,7 @@ def test_report_that_is_cut_short_does_not_hide_what_follows(length: int) -> Non
 
 def test_report_with_a_traceback_is_folded_up_to_a_limit() -> None:
     quoted = [*REPORT, "  traceback : Traceback (most recent call last):", '    File "train.py"', "  ValueError: bad"]
-    assert fold([*quoted, "=" * 60, "end"]) == [describe_folded(len(quoted) + 1), "end"]
+    assert fold([*quoted, "=" * 60, "end"]) == [describe_folded(len(quoted) + 1, "worker-0.0.log"), "end"]
     shown = fold([*quoted, *(f"line {number}" for number in range(1_000))])
     assert shown[-1] == "line 999"
     assert len(shown) > 700
@@ -115,4 +115,9 @@ def test_lines_of_slots_are_folded_separately() -> None:
     logged = "W1116 10:00:08.935000 1 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 5"
     lines = [SlotLogLine(Slot("worker", index), 0, text) for text in (logged, "out") for index in (0, 1)]
     shown = [(line.slot.index, line.text) for line in fold_torchrun_output(lines)]
-    assert shown == [(0, describe_folded(1)), (0, "out"), (1, describe_folded(1)), (1, "out")]
+    assert shown == [
+        (0, describe_folded(1, "worker-0.0.log")),
+        (0, "out"),
+        (1, describe_folded(1, "worker-1.0.log")),
+        (1, "out"),
+    ]

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from stoker.errors import ConflictError
+from stoker.errors import ConflictError, InputError
 from stoker.serve import http
 from stoker.serve.cache import slices
 from stoker.serve.embedded import EmbeddedEngine
@@ -44,6 +44,12 @@ def test_object_with_a_wrong_digest_is_never_completed_or_cached(tmp_path: Path)
         assert send_request(url, "/train/a.tar").body == LARGE
         again = send_request(url, "/train/a.tar")
         assert (again.body, again.headers["x-cache"]) == (LARGE, "HIT")
+
+
+def test_folder_where_nothing_can_be_stored_is_refused() -> None:
+    with pytest.raises(InputError) as caught:
+        slices.check_budget(Path("/proc/cache"), 1 << 30)
+    assert "--dir" in str(caught.value)
 
 
 def test_size_mismatch_with_the_manifest_is_reported(tmp_path: Path) -> None:

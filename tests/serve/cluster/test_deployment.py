@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from stoker.errors import InputError, JobFailedError, NotFoundError, StokerError, StorageFullError
+from stoker.errors import InputError, JobFailedError, NotFoundError, StorageFullError
+from stoker.kube import rollout
 from stoker.kube.objects import CACHE_PORT, Manifest, cache_url
 from stoker.serve.cluster import deployment
 from stoker.serve.cluster.manifests import (
@@ -16,6 +15,7 @@ from stoker.serve.cluster.manifests import (
     build_warm_objects,
 )
 from tests.support.cache_objects import REPLICATED, SINGLE, WARM_JOB, find_kind, make_claim
+from tests.support.fake_cluster import fake_cluster
 
 
 @pytest.mark.parametrize(("storage", "bytes_per_pod"), [("3Gi", 1 << 30), ("3e9", 10**9), ("3000000000000m", 10**9)])
@@ -49,47 +49,7 @@ def make_workload(*, desired: int = 2, observed: int = 5, **status: int) -> Mani
     ],
 )
 def test_only_ready_pods_of_the_current_version_count(workload: Manifest, expected: int) -> None:
-    assert deployment.count_ready_pods(workload) == (expected, 2)
-
-
-class FakeCluster:
-    """A KubeClient with objects in a dictionary, and logs."""
-
-    context, namespace, url = "here", "team", "k8s://here/team"
-
-    def __init__(self, objects: dict[tuple[str, str], Manifest], logs: dict[str, bytes] | None = None) -> None:
-        self.objects, self.logs = objects, logs or {}
-        self.rejections: dict[str, StokerError] = {}
-
-    def __str__(self) -> str:
-        return self.url
-
-    def get(self, kind: str, name: str) -> Manifest | None:
-        return self.objects.get((kind, name))
-
-    def list_objects(self, kind: str, labels: Any = "", fields: str = "") -> list[Manifest]:
-        return [manifest for (other_kind, _), manifest in self.objects.items() if other_kind == kind]
-
-    def stream_log(self, pod: str, container: str = "", *, follow: bool, since: str = "") -> Iterator[bytes]:
-        if pod not in self.logs:
-            raise NotFoundError(f"pod {pod} not found")
-        yield from self.logs[pod].splitlines()
-
-    def apply(self, manifest: Manifest, *, dry_run: bool = False) -> Manifest:
-        if manifest["kind"] in self.rejections:
-            raise self.rejections[manifest["kind"]]
-        if dry_run:
-            return manifest
-        created = {**manifest, "metadata": {**manifest["metadata"], "uid": f"uid of {manifest['kind']}"}}
-        self.objects[manifest["kind"], manifest["metadata"]["name"]] = created
-        return created
-
-    def delete(self, kind: str, name: str) -> bool:
-        return self.objects.pop((kind, name), None) is not None
-
-
-def fake_cluster(objects: list[Manifest], logs: dict[str, bytes] | None = None) -> Any:
-    return FakeCluster({(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in objects}, logs)
+    assert rollout.count_ready_pods(workload) == (expected, 2)
 
 
 def running_pod(name: str, address: str, *, ready: bool = True) -> Manifest:
@@ -127,9 +87,9 @@ def test_pods_of_a_previous_version_are_ignored() -> None:
     previous["status"]["containerStatuses"][0] |= {"restartCount": 9, "state": crashing}
     current["metadata"]["annotations"] = find_kind(objects, "Deployment")["spec"]["template"]["metadata"]["annotations"]
     cluster = fake_cluster([*objects, previous, current], {"old": b"", "new": b""})
-    assert not deployment._has_failed_permanently(cluster, objects[2])
+    assert not rollout.has_failed_permanently(cluster, objects[2])
     current["status"]["containerStatuses"][0] |= {"restartCount": 9, "state": crashing}
-    assert deployment._has_failed_permanently(cluster, objects[2])
+    assert rollout.has_failed_permanently(cluster, objects[2])
 
 
 def test_replicas_are_warmed_by_address_and_a_single_pod_by_service() -> None:

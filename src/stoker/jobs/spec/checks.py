@@ -18,6 +18,7 @@ from stoker.errors import Fault, InputError
 from stoker.jobs.mpirun import parse_mpirun_flags
 from stoker.jobs.spec.types import MAX_WORKERS_PER_HOST, RESERVED_ENV
 from stoker.jobs.topology_traits import TOPOLOGIES, list_traits
+from stoker.storage import STORES
 
 if TYPE_CHECKING:
     from stoker.jobs.spec.launcher_sections import KubernetesSpec, MpiSpec, RaySpec, SlurmSpec, SshSpec
@@ -133,7 +134,12 @@ def _check_cache_dir(cache: CacheSpec) -> Iterator[Fault]:
 def check_data(data: DataSpec) -> Iterator[Fault]:
     """Check the paths and URLs of the datasets."""
     for key in ("train", "val"):
-        yield from check_path(key, getattr(data, key))
+        url = getattr(data, key)
+        yield from check_path(key, url)
+        scheme, separator, _ = (url or "").partition("://")
+        if separator and "/" not in scheme and scheme.lower() not in STORES:
+            schemes = ", ".join(f"{name}://" for name in STORES.names())
+            yield Fault(key, f"{url!r} has an unsupported URL scheme; supported schemes: {schemes}")
 
 
 def check_checkpoint(checkpoint: CheckpointSpec) -> Iterator[Fault]:

@@ -60,7 +60,7 @@ class TfPs:
         roles = (
             Role("chief", chiefs, is_lead=True, listens=True),
             Role("worker", job.max_workers, is_lead=not chiefs, listens=True, restart="slot"),
-            Role("ps", _count(job, "ps", 1), listens=True),
+            Role("ps", _count(job, "ps", 1), listens=True, is_spread=True),
         )
         return *(role for role in roles if role.count), *_observer_roles(job)
 

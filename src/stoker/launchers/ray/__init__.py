@@ -1,1 +1,1 @@
-"""Ray launcher; `driver` and `slot_daemon` run on the cluster, all other modules on this machine."""
+"""Ray launcher; `driver` runs on the cluster, all other modules on this machine."""

@@ -19,13 +19,15 @@ from collections.abc import Iterator
 from contextlib import aclosing, suppress
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, Protocol
+from typing import Any
 
 from stoker.core.processes import Process, start, wait_until
+from stoker.errors import UnavailableError
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import RESERVED_ENV
 from stoker.launchers.ray.cluster import RayCluster
 from stoker.launchers.ray.plan import RayPlan
+from stoker.remote.frames import write_all
 
 FRAME_PREFIX = "@stoker-ray "
 """Prefix of every line that the driver sends; the driver, a separate program, defines it too."""
@@ -52,31 +54,6 @@ LineQueue = queue.SimpleQueue[str | None]
 """Lines of a driver's output; None marks its end."""
 
 
-class DriverConnection(Protocol):
-    """Connection to the driver of one attempt."""
-
-    def begin(self, request: dict[str, Any]) -> None:
-        """Start the driver with a request."""
-        ...
-
-    def send(self, state: dict[str, Any]) -> None:
-        """Send the desired state, which replaces the previous one."""
-        ...
-
-    def lines(self) -> Iterator[str | None]:
-        """Yield the lines of the driver's output, None while there are none, until the driver exits."""
-        ...
-
-    def close(self, *, is_over: bool) -> None:
-        """Close the connection, to a driver that has reported its end (`is_over`) or not; wait for a child process."""
-        ...
-
-    @property
-    def exit_reason(self) -> str:
-        """Why the driver's output ended before it reported its end."""
-        ...
-
-
 class LocalDriver:
     """Connection to a driver that is a child process and runs its own Ray on this machine."""
 
@@ -98,19 +75,17 @@ class LocalDriver:
         os.close(stdout)
 
     def begin(self, request: dict[str, Any]) -> None:
-        """Send the request to the driver, which is already running."""
+        """Send the request of an attempt to the driver, which is already running."""
         remove_ray_folder(self._run)
         self.send({**request, "folder": make_ray_folder(self._run)})
 
     def send(self, state: dict[str, Any]) -> None:
-        """Write the state to the driver's standard input."""
-        rest = memoryview(json.dumps(state).encode() + b"\n")
+        """Write the desired state, which replaces the previous one, to the driver's standard input."""
         with suppress(BrokenPipeError):
-            while rest:
-                rest = rest[os.write(self._to_driver, rest) :]
+            write_all(self._to_driver, json.dumps(state).encode() + b"\n")
 
     def lines(self) -> Iterator[str | None]:
-        """Yield the lines of the driver's standard output."""
+        """Yield the lines of the driver's standard output, None while there are none, until the driver exits."""
         lines = LineQueue()
 
         def read() -> None:
@@ -169,19 +144,18 @@ class SubmittedDriver:
         self._request = request
         _add_submission(self._run, self._name)
         entrypoint = _ENTRYPOINT.format(driver=DRIVER, key=f"gcs://{self._name}", timeout_s=self._timeout_s)
-        # Time for a last checkpoint, in case the job is stopped with `ray job stop`.
-        variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(int(self._plan.grace_s + 2 * EXIT_TIMEOUT_S))}
+        variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(_stop_wait_s(self._plan.grace_s))}
         self._cluster.submit(self._name, entrypoint, self._run.folder / ARCHIVE, variables)
         self._last_response = time.monotonic()
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
     def send(self, state: dict[str, Any]) -> None:
-        """Send the state with the next heartbeat, without delay."""
+        """Send the desired state with the next heartbeat, without delay."""
         self._state = state
         self._has_news.set()
 
     def lines(self) -> Iterator[str | None]:
-        """Follow the driver's log; end when the cluster does not respond for too long."""
+        """Yield the lines of the driver's log, None while there are none; end if the cluster is silent for too long."""
         lines = LineQueue()
         threading.Thread(target=lambda: asyncio.run(self._log.follow(lines)), daemon=True).start()
         for line in _drain(lines):
@@ -228,6 +202,9 @@ class SubmittedDriver:
             self._heartbeats += 1
             self._cluster.put(self._name, {**self._state, "heartbeat": self._heartbeats})
         self._last_response = time.monotonic()
+
+
+DriverConnection = LocalDriver | SubmittedDriver
 
 
 class DriverLog:
@@ -284,18 +261,34 @@ def _drain(lines: LineQueue) -> Iterator[str | None]:
 
 
 def stop_submissions(run: RunFolder, address: str, grace_s: float) -> None:
-    """Stop submitted drivers that have not reported their end and may still be running."""
+    """Stop submitted drivers that have not reported their end; raise UnavailableError if one may still be running."""
     names = _list_submissions(run)
     if not names:
         return
     cluster = RayCluster(address)
+    running = []
     for name in names:
-        with suppress(Exception):
-            if not cluster.state(name)[0]:
-                cluster.stop(name)
-                wait_until(lambda name=name: cluster.state(name)[0], grace_s + EXIT_TIMEOUT_S)  # type: ignore[misc]
-            if cluster.state(name)[0]:
-                _remove_submission(run, name)
+        if _stop_submission(cluster, name, _stop_wait_s(grace_s) + EXIT_TIMEOUT_S):
+            _remove_submission(run, name)
+        else:
+            running.append(name)
+    if running:
+        raise UnavailableError(f"Ray job {', '.join(running)} could not be stopped", where=address)
+
+
+def _stop_submission(cluster: RayCluster, name: str, timeout_s: float) -> bool:
+    """Stop a driver and return whether it is known to be over."""
+    with suppress(Exception):  # any error of the network or the cluster: it may be running
+        if cluster.state(name)[0]:
+            return True
+        cluster.stop(name)
+        return wait_until(lambda: cluster.state(name)[0], timeout_s)
+    return False
+
+
+def _stop_wait_s(grace_s: float) -> int:
+    """Return how long Ray waits for a driver that it stops: time for a last checkpoint of its slots."""
+    return int(grace_s + 2 * EXIT_TIMEOUT_S)
 
 
 def _list_submissions(run: RunFolder) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import random
 import shutil
@@ -22,7 +23,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
@@ -32,7 +33,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 FRAME_PREFIX = "@stoker-ray "
 PYTHON, WORKDIR, HOME = "@ray:python@", "@ray:workdir@", "@ray:home@"
 PORT, INTERFACE = "@ray:port@", "@ray:interface@"
-"""Placeholders for what is known only after placement; the address of a slot is `@ray:worker/0@`."""
+"""Placeholders for what is known only after placement; a slot has the address `@ray:worker/0@` and the
+port `@ray:worker/0:port@`."""
 LOST_EXIT_CODE, REJECTED_EXIT_CODE = 255, 3
 READ_BYTES = 8192
 LONG_POLL_S = 1.0
@@ -197,8 +199,10 @@ class SlotActor:
         self._daemon_files = daemon_files
         self._folder = ""
         self._request: dict[str, Any] = {}
-        self._daemon: subprocess.Popen[bytes] | None = None
+        self._pipes: tuple[IO[bytes], ...] = ()
+        """Standard input and output of the slot daemon."""
         self._result: dict[str, Any] | None = None
+        self._read_at, self._has_expired = time.monotonic(), False
 
     def inspect_node(self) -> dict[str, Any]:
         """Return what only this node knows: its address, network interface, a free port, and paths."""
@@ -219,22 +223,18 @@ class SlotActor:
         self._folder, self._request = tempfile.mkdtemp(prefix="stoker-slot-"), request
         self._start_daemon()
         self.send({**request, "op": "start", "key": "", "log_size": 0, "is_standby": False})
-        threading.Thread(target=self._wait_for_result, daemon=True).start()
+        self._read_at = time.monotonic()
+        for target in (self._wait_for_result, self._watch_lease):
+            threading.Thread(target=target, daemon=True).start()
 
     def _start_daemon(self) -> None:
         for name, text in self._daemon_files.items():
             path = Path(self._folder, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        attach = {
-            "op": "attach",
-            "folder": self._folder,
-            "tags": self._request["tags"],
-            "grace_s": self._request["grace_s"],
-            "lost_after_s": 0.0,  # the lease ends with the pipe
-            "slots": {},
-            "starting": [],
-        }
+        attach = {key: self._request[key] for key in ("tags", "grace_s")}
+        # The lease of the daemon ends with the pipe.
+        attach |= {"op": "attach", "folder": self._folder, "lost_after_s": 0.0, "slots": {}, "starting": []}
         # Without the variables by which a cluster that was started for the run finds its own processes: the daemon
         # must outlive them to stop its slot.
         env = {
@@ -242,7 +242,7 @@ class SlotActor:
             for name, value in os.environ.items()
             if not name.startswith("STOKER_") and name not in _RAY_VARIABLES
         }
-        self._daemon = subprocess.Popen(
+        daemon = subprocess.Popen(
             [sys.executable, "-IS", "-c", _DAEMONIZE, self._folder, json.dumps(attach)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -250,24 +250,27 @@ class SlotActor:
             start_new_session=True,
             env=env,
         )
-        self._daemon.wait()  # only for the process that forks; the daemon itself is no child of ours
+        daemon.wait()  # only for the process that forks; the daemon itself is no child of ours
+        self._pipes = tuple(pipe for pipe in (daemon.stdin, daemon.stdout) if pipe is not None)
 
     def send(self, request: dict[str, Any]) -> None:
         """Send a request about the slot to its daemon; one that is gone has reported its result."""
-        assert self._daemon is not None
-        assert self._daemon.stdin is not None
-        with contextlib.suppress(OSError):
-            self._daemon.stdin.write(json.dumps({**request, "slot": SLOT_ID}).encode() + b"\n")
-            self._daemon.stdin.flush()
+        with contextlib.suppress(OSError, ValueError, IndexError):  # closed by the daemon or by us, or not yet open
+            self._pipes[0].write(json.dumps({**request, "slot": SLOT_ID}).encode() + b"\n")
+            self._pipes[0].flush()
 
     def read(self, offset: int) -> dict[str, Any]:
         """Return the slot's output from an offset, or its result after all output; wait a moment for either."""
-        if self._daemon is None:
+        if not self._pipes:
             raise RuntimeError("the slot was not started")
-        deadline = time.monotonic() + LONG_POLL_S
+        self._read_at = time.monotonic()
+        deadline = self._read_at + LONG_POLL_S
         while True:
             result = self._result  # before the last read, so that it misses no output
-            data = self._read_output(offset)
+            data = b""
+            with contextlib.suppress(OSError), open(os.path.join(self._folder, SLOT_ID, "log"), "rb") as file:
+                file.seek(offset)
+                data = file.read(READ_BYTES)
             if data or result is not None or time.monotonic() > deadline:
                 return {"data": data, **({} if data else result or {})}
             time.sleep(0.05)
@@ -279,19 +282,17 @@ class SlotActor:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _close_pipes(self) -> None:
-        assert self._daemon is not None
-        for pipe in (self._daemon.stdin, self._daemon.stdout):
-            assert pipe is not None
+        for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.close()
 
-    def _read_output(self, offset: int) -> bytes:
-        try:
-            with open(os.path.join(self._folder, SLOT_ID, "log"), "rb") as file:
-                file.seek(offset)
-                return file.read(READ_BYTES)
-        except OSError:
-            return b""
+    def _watch_lease(self) -> None:
+        """Stop the slot when the driver has not read its output for too long: this node is cut off."""
+        lease_s = self._request["lost_after_s"]
+        while lease_s is None or time.monotonic() - self._read_at < lease_s:
+            time.sleep(POLL_S)
+        self._has_expired = True
+        self.send({"op": "stop", "level": 1})
 
     def _wait_for_result(self) -> None:
         result = self._read_result()
@@ -301,13 +302,13 @@ class SlotActor:
                 self._start_daemon()
                 self.send({"op": "close"})
                 self._read_result()
+        if self._has_expired:
+            result = {"lost": f"its Ray node had no connection for {self._request['lost_after_s']:g} s"}
         self._result = result or {"lost": "its slot daemon on the Ray node was killed"}
 
     def _read_result(self) -> dict[str, Any] | None:
         """Return the result that the daemon reports; None if it exits first. The output is read from its file."""
-        assert self._daemon is not None
-        assert self._daemon.stdout is not None
-        read, header = self._daemon.stdout.read, struct.Struct(">cBI")  # as packed by remote/frames.py
+        read, header = self._pipes[1].read, struct.Struct(">cBI")  # as packed by remote/frames.py
         while len(fields := read(header.size)) == header.size:
             kind, name_size, size = header.unpack(fields)
             payload = read(name_size + size)[name_size:]
@@ -352,16 +353,15 @@ def _find_free_port() -> int:
 class Driver:
     """Driver of one attempt: all slots are placed, started and stopped together."""
 
-    def __init__(
-        self, request: dict[str, Any], control: ControlState, out: JsonFrameWriter, *, can_scale: bool
-    ) -> None:
-        """Prepare an attempt; with `can_scale`, wait for resources that the cluster does not have yet."""
-        self._request, self._control, self._out, self._can_scale = request, control, out, can_scale
+    def __init__(self, request: dict[str, Any], control: ControlState, out: JsonFrameWriter) -> None:
+        self._request, self._control, self._out = request, control, out
         self._slots: dict[str, dict[str, Any]] = request["slots"]
         self._actors: dict[str, Any] = {}
         self._nodes: dict[str, dict[str, Any]] = {}
         self._offsets = dict.fromkeys(self._slots, 0)
         self._codes: dict[str, int] = {}
+        self._failed_actors: dict[str, tuple[float, str]] = {}
+        """How actors of slots failed, and until when their nodes may turn out to be gone."""
         self._stop_requests, self._deadline = 0, float("inf")
 
     def run(self) -> int:
@@ -369,30 +369,25 @@ class Driver:
         group = placement_group(self._request["bundles"], strategy=self._request["strategy"])
         try:
             if self._wait_for_placement(group) and self._create_actors(group):
-                self._start_slots()
-                self._forward_output()
+                self._forward_output(self._start_slots())
         finally:  # Ray would remove it too, but only some time after our exit
             with contextlib.suppress(Exception):
                 remove_placement_group(group)
         return 0 if set(self._codes.values()) == {0} and len(self._codes) == len(self._slots) else 1
 
     def _wait_for_placement(self, group: Any) -> bool:
-        """Wait until all bundles are placed and report why they are not; False on a stop request."""
-        reported, checked_at = "", 0.0
+        """Wait until all bundles are placed, and report the capacity meanwhile; False on a stop request."""
+        reported, checked_at = None, 0.0
         while not group.wait(1):
             if self._control.stop_requests:
                 return False
             if time.monotonic() - checked_at >= CAPACITY_CHECK_S:
-                checked_at = time.monotonic()
-                reason, is_too_small = explain_no_capacity(self._request)
-                if is_too_small and not self._can_scale:
-                    self._report_rejected(f"Ray cannot place {reason}")
-                    return False
-                if reason != reported:
-                    reported = reason
-                    self._out.write(pending=f"Ray has not placed {reason}")
+                checked_at, capacity = time.monotonic(), read_capacity()
+                if capacity != reported:
+                    self._out.write(capacity=capacity)
+                reported = capacity
         if reported:
-            self._out.write(pending="")
+            self._out.write(capacity=None)
         return True
 
     def _create_actors(self, group: Any) -> bool:
@@ -405,29 +400,24 @@ class Driver:
             self._actors[name] = bound.remote(self._request["daemon_files"])
             pending[self._actors[name].inspect_node.remote()] = name
         while pending:
-            done, _ = ray.wait(list(pending), timeout=POLL_S)
-            for ref in done:
+            for ref in ray.wait(list(pending), timeout=POLL_S)[0]:
                 name = pending.pop(ref)
                 try:
                     self._nodes[name] = ray.get(ref)
                 except RayError as error:
-                    self._report_lost(name, f"its Ray actor did not start: {_last_line(error)}")
+                    self._report_error(name, LOST_EXIT_CODE, f"its Ray actor did not start: {_last_line(error)}")
             if self._control.stop_requests or self._codes:
                 return False
         return True
 
-    def _start_slots(self) -> None:
-        """Fill in the placeholders of the commands and start them."""
+    def _start_slots(self) -> dict[Any, str]:
+        """Fill in the placeholders of the commands and start them; return the slots by pending calls."""
         first = self._nodes[next(iter(self._slots))]
         shared = {f"@ray:{name}@": node["address"] for name, node in self._nodes.items()}
-        shared[PORT] = str(first["port"])
-        starts = {name: self._actors[name].start.remote(self._slot_request(name, shared)) for name in self._slots}
+        shared |= {PORT: str(first["port"])} | {f"@ray:{name}:port@": str(n["port"]) for name, n in self._nodes.items()}
+        calls = {self._actors[name].start.remote(self._slot_request(name, shared)): name for name in self._slots}
         self._out.write(addresses={name: node["address"] for name, node in self._nodes.items()})
-        for name, started in starts.items():
-            try:
-                ray.get(started)
-            except RayError as error:
-                self._report_lost(name, self._explain_loss(name, error))
+        return calls
 
     def _slot_request(self, name: str, shared: dict[str, str]) -> dict[str, Any]:
         command, node = self._slots[name], self._nodes[name]
@@ -441,22 +431,23 @@ class Driver:
             "cwd": _fill_in(command["cwd"] or node["workdir"], values),
             "name": name,
             "tags": {**self._request["tags"], "STOKER_SLOT": name},
-            "grace_s": self._request["grace_s"],
+            **{key: self._request[key] for key in ("grace_s", "lost_after_s")},
         }
 
-    def _forward_output(self) -> None:
+    def _forward_output(self, calls: dict[Any, str]) -> None:
         """Forward the output of the slots until all have exited or are lost."""
-        reads = {self._read(name): name for name in self._slots if name not in self._codes}
-        while reads and time.monotonic() < self._deadline + EXIT_TIMEOUT_S:
+        while len(self._codes) < len(self._slots) and time.monotonic() < self._deadline + EXIT_TIMEOUT_S:
             self._apply_control()
-            done, _ = ray.wait(list(reads), timeout=POLL_S)
-            for ref in done:
-                name = reads.pop(ref)
+            for ref in ray.wait(list(calls), timeout=POLL_S)[0]:
+                name = calls.pop(ref)
                 if self._process_response(name, ref):
-                    reads[self._read(name)] = name
-
-    def _read(self, name: str) -> Any:
-        return self._actors[name].read.remote(self._offsets[name])
+                    calls[self._actors[name].read.remote(self._offsets[name])] = name
+            self._report_failed_actors()
+            time.sleep(0 if calls else POLL_S)  # without calls, Ray does not wait
+        for name in self._slots:
+            if name not in self._codes:
+                reason = f"its Ray node {self._nodes[name]['address']} does not respond"
+                self._report_error(name, LOST_EXIT_CODE, reason, lease_s=self._request["lost_after_s"])
 
     def _process_response(self, name: str, ref: Any) -> bool:
         """Forward one response of a slot and return whether there is more to read."""
@@ -466,10 +457,15 @@ class Driver:
             time.sleep(POLL_S)
             return True  # read again from the same offset when it is back
         except RayError as error:
-            self._report_lost(name, self._explain_loss(name, error))
+            what = "was killed" if isinstance(error, RayActorError) else f"failed: {_last_line(error)}"
+            self._failed_actors[name] = (time.monotonic() + NODE_FAILURE_S, what)
+            ray.kill(self._actors[name])  # ends its slot, too
             return False
-        data = response["data"]
-        if data:
+        if response is None:  # the slot has started; requests to stop may have come too early
+            if self._stop_requests:
+                self._send(name, {"op": "stop", "level": self._stop_requests})
+            return True
+        if data := response["data"]:
             self._offsets[name] += len(data)
             self._out.write(slot=name, data=data.decode("latin-1"))
         if "code" in response:
@@ -478,7 +474,7 @@ class Driver:
         elif "error" in response:
             self._report_error(name, REJECTED_EXIT_CODE, response["error"])
         elif "lost" in response:
-            self._report_lost(name, response["lost"])
+            self._report_error(name, LOST_EXIT_CODE, response["lost"])
         else:
             return True
         self._actors[name].close.remote()
@@ -502,29 +498,24 @@ class Driver:
         if name not in self._codes:
             self._actors[name].send.remote(request)
 
-    def _report_rejected(self, reason: str) -> None:
-        """Report that the job cannot run here, so that it is not retried."""
-        for name in self._slots:
-            self._report_error(name, REJECTED_EXIT_CODE, reason)
-
-    def _report_lost(self, name: str, reason: str) -> None:
-        self._report_error(name, LOST_EXIT_CODE, reason)
-
-    def _report_error(self, name: str, code: int, reason: str) -> None:
+    def _report_error(self, name: str, code: int, reason: str, **fields: Any) -> None:
+        """Report why a slot has no exit code of its own; with `lease_s`, it may be running until that has expired."""
         self._codes[name] = code
-        self._out.write(slot=name, error=reason, code=code)
+        self._out.write(slot=name, error=reason, code=code, **fields)
 
-    def _explain_loss(self, name: str, error: RayError) -> str:
-        """Return whether the node of a slot is gone or only its actor."""
-        node = self._nodes[name]
-        deadline = time.monotonic() + NODE_FAILURE_S
-        while time.monotonic() < deadline:
-            if any(other["NodeID"] == node["node"] and not other["Alive"] for other in list_nodes()):
-                return f"its Ray node {node['address']} was lost"
-            time.sleep(POLL_S)
-        if isinstance(error, RayActorError):
-            return f"its Ray actor on {node['address']} was killed"
-        return f"its Ray actor on {node['address']} failed: {_last_line(error)}"
+    def _report_failed_actors(self) -> None:
+        """Report slots whose actors have failed, once it is known whether their nodes are gone or only the actors."""
+        nodes = list_nodes() if self._failed_actors else []
+        dead = [node["NodeID"] for node in nodes if not node["Alive"]]
+        for name, (deadline, what) in list(self._failed_actors.items()):
+            node, lease_s = self._nodes[name], 0.0
+            reason = f"its Ray actor on {node['address']} {what}"
+            if node["node"] in dead:
+                reason, lease_s = f"its Ray node {node['address']} was lost", self._request["lost_after_s"]
+            elif time.monotonic() < deadline:
+                continue
+            del self._failed_actors[name]
+            self._report_error(name, LOST_EXIT_CODE, reason, lease_s=lease_s)
 
 
 def _fill_in(text: str, values: dict[str, str]) -> str:
@@ -551,51 +542,10 @@ def list_nodes() -> list[dict[str, Any]]:
     return nodes
 
 
-def explain_no_capacity(request: dict[str, Any]) -> tuple[str, bool]:
-    """Return why a gang is not placed, with needed and free amounts, and whether the cluster is too small for it."""
-    alive = [node["Resources"] for node in list_nodes() if node["Alive"]]
+def read_capacity() -> dict[str, Any]:
+    """Return the resources of each node, and those of all nodes that are free."""
     free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
-    amounts = "; ".join(
-        f"needs {_format_amount(name, amount)}, "
-        f"{_format_amount(name, free.get(name, 0))} of {_format_amount(name, sum_bundles(alive).get(name, 0))} free"
-        for name, amount in sum_bundles(request["bundles"]).items()
-    )
-    reason, is_too_small = placement_obstacle(request["bundles"], request["strategy"], alive, free)
-    return f"{request['gang']}: {reason} ({amounts})", is_too_small
-
-
-def sum_bundles(bundles: list[dict[str, float]]) -> dict[str, float]:
-    """Return the resources of several bundles together."""
-    return {name: sum(bundle.get(name, 0) for bundle in bundles) for name in sorted(frozenset().union(*bundles))}
-
-
-def placement_obstacle(
-    bundles: list[dict[str, float]], strategy: str, alive: list[dict[str, float]], free: dict[str, float]
-) -> tuple[str, bool]:
-    """Return what prevents the placement of the bundles, and whether the whole cluster is surely too small."""
-
-    def count_fitting(bundle: dict[str, float]) -> list[int]:
-        return [min(int(node.get(name, 0) / amount + 1e-6) for name, amount in bundle.items()) for node in alive]
-
-    fitting, needed = [(bundles.count(bundle), count_fitting(bundle)) for bundle in bundles], sum_bundles(bundles)
-    large_enough = min(sum(fits > 0 for fits in nodes) for _, nodes in fitting)
-    if not large_enough:
-        return "no node is large enough for one worker", True
-    is_spread = len(alive) >= len(bundles) and all(sum(fits > 0 for fits in nodes) >= count for count, nodes in fitting)
-    if strategy == "STRICT_SPREAD" and not is_spread:
-        return f"strict_spread needs {len(bundles)} nodes, {large_enough} are large enough", True
-    if strategy == "STRICT_PACK" and not max(count_fitting(needed)):
-        return "strict_pack needs one node for all workers, none is large enough", True
-    is_short = any(sum_bundles(alive).get(name, 0) + 1e-6 < amount for name, amount in needed.items())
-    if is_short or any(sum(nodes) < count for count, nodes in fitting):
-        return "the cluster is too small", True
-    if all(free.get(name, 0) >= amount for name, amount in needed.items()):
-        return f"the free resources are on nodes where {strategy.lower()} does not fit", False
-    return "resources are in use by other jobs", False
-
-
-def _format_amount(name: str, value: float) -> str:
-    return f"{value / 2**30:.1f} GiB memory" if name == "memory" else f"{value:g} {name}"
+    return {"nodes": [node["Resources"] for node in list_nodes() if node["Alive"]], "free": free}
 
 
 def _last_line(error: BaseException) -> str:
@@ -613,7 +563,7 @@ def main() -> int:
         request, control = receive_from_store(key, client_timeout_s)
     else:
         request, control = receive_from_stdin()
-        cpus = max(os.cpu_count() or 1, int(sum_bundles(request["bundles"]).get("CPU", 0) + 0.999))
+        cpus = max(os.cpu_count() or 1, math.ceil(sum(bundle.get("CPU", 0) for bundle in request["bundles"])))
         ray.init(
             address="local",
             num_cpus=cpus,
@@ -625,7 +575,7 @@ def main() -> int:
     code = 1
     try:
         if request is not None:
-            code = Driver(request, control, out, can_scale=request["can_scale"]).run()
+            code = Driver(request, control, out).run()
         out.write(finished=True)
     except Exception as error:
         out.write(failed=_last_line(error))

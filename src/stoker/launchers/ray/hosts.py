@@ -235,20 +235,8 @@ def _start_ray(python: str, address: str, cpus: int, *, head_address: str) -> tu
         "--disable-usage-stats",
         "--block",
     )
-    return (
-        "sh",
-        "-c",
-        _RUN_NODE,
-        "sh",
-        TEMP_DIR,
-        _KILL_USERS,
-        python,
-        "-m",
-        "ray.scripts.scripts",
-        "start",
-        *role,
-        *options,
-    )
+    ray = (python, "-m", "ray.scripts.scripts", "start", *role, *options)
+    return ("sh", "-c", _RUN_NODE, "sh", TEMP_DIR, _KILL_USERS, *ray)
 
 
 def fill_in(plan: SshPlan, temp_dir: str, ports: Mapping[str, Mapping[str, int]]) -> SshPlan:

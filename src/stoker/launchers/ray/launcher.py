@@ -23,7 +23,7 @@ from stoker.core.spec import run_checks
 from stoker.core.text import join_all
 from stoker.core.units import format_bytes, pluralize
 from stoker.errors import Fault, InputError, StokerError
-from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, raise_faults
+from stoker.jobs.launcher import RUN_PLACEHOLDER, LauncherTraits, SlotLogLine, check_traits, raise_faults
 from stoker.jobs.run_folder import RunFolder, stoker_home
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import JobStatus
@@ -31,6 +31,7 @@ from stoker.jobs.topology import AddressBook, Command, Slot, list_slots, render_
 from stoker.launchers.checks import check_gpus, check_module, check_secret_env, check_secret_files, check_via
 from stoker.launchers.local import LocalLauncher
 from stoker.launchers.paths import relative_to_workdir, resolve_job_paths
+from stoker.launchers.plan import listening_slots, requested_ports
 from stoker.launchers.ray.cluster import (
     MAX_UPLOAD_BYTES,
     UNKNOWN_VERSION,
@@ -43,7 +44,8 @@ from stoker.launchers.ray.cluster import (
 from stoker.launchers.ray.connection import ARCHIVE, DRIVER, remove_ray_folder, stop_submissions
 from stoker.launchers.ray.host_cluster import prepare_nodes, stop_nodes
 from stoker.launchers.ray.hosts import NodePlan, assign_hosts, check_hosts, plan_nodes
-from stoker.launchers.ray.plan import RayPlan, read_ray_plan, worker_bundle
+from stoker.launchers.ray.placement import count_fitting
+from stoker.launchers.ray.plan import RayPlan, read_ray_plan, slot_bundle, worker_bundle
 from stoker.launchers.ssh.client import expand_hosts, expand_slots
 from stoker.launchers.ssh.gpus import describe_ranks
 from stoker.launchers.upload import list_files
@@ -66,7 +68,12 @@ class RayLauncher:
     """Launcher for Ray: slots are actors of one placement group."""
 
     traits: ClassVar[LauncherTraits] = LauncherTraits(
-        name="ray", supports_unequal_workers=True, has_targets=True, hosts_key="ray.hosts"
+        name="ray",
+        supports_address_per_slot=True,
+        supports_unequal_workers=True,
+        has_targets=True,
+        hosts_key="ray.hosts",
+        prints_stacks=True,
     )
 
     def __init__(self, target: str | None = None) -> None:
@@ -117,7 +124,7 @@ class RayLauncher:
             raise InputError(
                 "workers: all: the cluster does not report its free resources", where=self._address, hint=_WORKERS_HINT
             )
-        count = count_fitting(nodes, bundle, job.ray.strategy)
+        count = count_fitting(nodes, bundle, job.ray.strategy.upper())
         if not count:
             needed = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
             what = f"workers: all: a worker needs {needed}, no node has that free now"
@@ -131,10 +138,7 @@ class RayLauncher:
             job,
             check_secret_env,
             check_via,
-            lambda job: self._check_path(job, "data.train", job.data.train),
-            lambda job: self._check_path(job, "data.val", job.data.val),
-            lambda job: self._check_path(job, "program.script", job.program.script),
-            self._check_cwd,
+            self._check_paths,
             self._check_place,
         )
 
@@ -144,14 +148,11 @@ class RayLauncher:
         checks = (check_hosts,) if self._uses_hosts(job) else (_check_keep,)
         return run_checks(job, *checks, _check_checkpoint, _check_workdir)
 
-    def _check_path(self, job: JobSpec, key: str, path: str | None) -> Iterator[Fault]:
-        if path is None or "://" in path or "{" in path:
-            return
-        if self._is_local(job, path) and not Path(path).exists():
-            yield Fault(key, f"no such file or directory: {Path.cwd() / path}")
-
-    def _check_cwd(self, job: JobSpec) -> Iterator[Fault]:
-        cwd = job.program.cwd
+    def _check_paths(self, job: JobSpec) -> Iterator[Fault]:
+        data, script, cwd = job.data, job.program.script, job.program.cwd
+        for key, path in (("data.train", data.train), ("data.val", data.val), ("program.script", script)):
+            if path and "://" not in path and "{" not in path and self._is_local(job, path) and not Path(path).exists():
+                yield Fault(key, f"no such file or directory: {Path.cwd() / path}")
         if cwd is not None and self._is_local(job, cwd) and not Path(cwd).is_dir():
             yield Fault("program.cwd", f"no such directory: {Path.cwd() / cwd}")
 
@@ -176,8 +177,7 @@ class RayLauncher:
         """Return the plan without notes; `hosts` is where each slot runs."""
         bundle = worker_bundle(job, 0)
         bundles = {
-            slot: {**worker_bundle(job, slot.index), **(nodes.pin(host) if nodes else {})}
-            for slot, host in hosts.items()
+            slot: {**slot_bundle(job, slot), **(nodes.pin(host) if nodes else {})} for slot, host in hosts.items()
         }
         return RayPlan(
             slots={str(slot): command for slot, command in self._commands(job, list(hosts)).items()},
@@ -203,6 +203,7 @@ class RayLauncher:
         book = AddressBook(
             hosts={slot: f"@ray:{slot}@" for slot in slots},
             port=job.port or PORT,
+            ports=_slot_ports(job),
             python=python,
             profiler=(python, "-I", "-S", profiler_path),
             # Without resources.cpu, a bundle has one CPU for each rank.
@@ -222,8 +223,8 @@ class RayLauncher:
             yield from self._version_notes(version)
             if job.checkpoint.dir is None:
                 yield (
-                    "checkpoints stay on the node of worker/0, in ~/stoker/<run>/checkpoints; a retry may run on "
-                    "another node: set checkpoint.dir to a bucket or to a directory shared by all nodes"
+                    f"checkpoints stay on the node of worker/0, in ~/stoker/{RUN_PLACEHOLDER}/checkpoints; a retry may "
+                    "run on another node: set checkpoint.dir to a bucket or to a directory shared by all nodes"
                 )
             yield from self._capacity_notes(plan)
         yield from _ignored_notes(job)
@@ -238,7 +239,8 @@ class RayLauncher:
             yield f"the hosts run different numbers of ranks: {ranks}"
         yield from self._upload_notes(job, "through Ray")
         if job.checkpoint.dir is None:
-            yield f"checkpoints are written to ~/stoker/<run>/checkpoints on {head}; set checkpoint.dir for elsewhere"
+            folder = f"~/stoker/{RUN_PLACEHOLDER}/checkpoints"
+            yield f"checkpoints are written to {folder} on {head}; set checkpoint.dir for elsewhere"
         yield from _ignored_notes(job)
 
     def _upload_notes(self, job: JobSpec, where: str) -> Iterator[str]:
@@ -266,7 +268,7 @@ class RayLauncher:
         for amounts, count in plan.count_bundles() if nodes else ():
             # Not every version of Ray reports other resources.
             bundle = {name: amount for name, amount in amounts.items() if name in ("CPU", "GPU")}
-            if (fitting := count_fitting(nodes, bundle, plan.strategy.lower())) < count:
+            if (fitting := count_fitting(nodes, bundle, plan.strategy)) < count:
                 total = ", ".join(f"{sum(node.get(name, 0) for node in nodes):g} {name}" for name in bundle)
                 yield (
                     f"the cluster is too small now: {pluralize(len(nodes), 'node')} with {total} in total can run "
@@ -315,13 +317,10 @@ class RayLauncher:
                 raise type(error)(f"{error.what}; {note}", where=error.where) from error
 
 
-def count_fitting(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, float], strategy: str) -> int:
-    """Return how many bundles fit into the free resources of the nodes."""
-    # The reported amounts are rounded, above all those of memory.
-    fitting = [min(int(free.get(name, 0) / amount + 1e-3) for name, amount in bundle.items()) for free in nodes]
-    if strategy == "strict_pack":
-        return max(fitting)
-    return sum(count > 0 for count in fitting) if strategy == "strict_spread" else sum(fitting)
+def _slot_ports(job: JobSpec) -> dict[Slot, int | str]:
+    """Return the port of every slot that needs its own, because slots may share a node."""
+    slots = listening_slots(job)
+    return {**{slot: f"@ray:{slot}:port@" for slot in slots}, **requested_ports(job, slots)}
 
 
 def _ignored_notes(job: JobSpec) -> Iterator[str]:

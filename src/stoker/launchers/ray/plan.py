@@ -11,6 +11,8 @@ from stoker.core.spec import load
 from stoker.core.units import format_bytes
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import JobSpec
+from stoker.jobs.spec.sections import ResourcesSpec
+from stoker.jobs.topology import Slot
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.ssh.plan import SshPlan
 
@@ -49,21 +51,36 @@ class RayPlan(LocalPlan, frozen=True, kw_only=True):
 
     def count_bundles(self) -> list[tuple[dict[str, float], int]]:
         """Return each different bundle, and how many slots have it."""
-        return [(bundle, len(list(same))) for bundle, same in groupby(map(self.bundle_of, self.slots))]
+        return [(bundle, len(list(same))) for bundle, same in groupby(self.list_bundles())]
 
     def bundle_of(self, slot: str) -> dict[str, float]:
         """Return the resources that Ray reserves for a slot."""
         return self.bundles.get(slot, self.bundle)
+
+    def list_bundles(self) -> list[dict[str, float]]:
+        """Return the bundle of every slot, in their order."""
+        return [self.bundle_of(slot) for slot in self.slots]
 
     def to_text(self) -> str:
         """Return the commands as shell text: first those that start Ray on the hosts, if any."""
         return "\n".join([*([self.nodes.to_text()] if self.nodes else []), super().to_text()])
 
 
+def slot_bundle(job: JobSpec, slot: Slot) -> dict[str, float]:
+    """Return the resources that Ray reserves for a slot: those of a worker, or of another role."""
+    if slot.role == "worker":
+        return worker_bundle(job, slot.index)
+    role = job.roles.get(slot.role)
+    return _build_bundle(role.resources if role is not None else ResourcesSpec(), 1)
+
+
 def worker_bundle(job: JobSpec, worker: int) -> dict[str, float]:
     """Return the resources that Ray reserves for a worker; without `resources.cpu`, one CPU per rank."""
-    resources = job.resources_of(worker)
-    bundle: dict[str, float] = {"CPU": resources.cpu or float(job.ranks_of(worker))}
+    return _build_bundle(job.resources_of(worker), job.ranks_of(worker))
+
+
+def _build_bundle(resources: ResourcesSpec, ranks: int) -> dict[str, float]:
+    bundle: dict[str, float] = {"CPU": resources.cpu or float(ranks)}
     if resources.gpus:
         bundle["GPU"] = resources.gpus
     if resources.memory:

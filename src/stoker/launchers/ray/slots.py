@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from stoker.core import json_io
-from stoker.errors import InputError, SpecError, StokerError
+from stoker.errors import InputError, MissingError, SpecError, StokerError, UnavailableError
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.topology import Slot
 from stoker.launchers.ray.connection import (
@@ -30,17 +30,19 @@ from stoker.launchers.ray.connection import (
     SubmittedDriver,
 )
 from stoker.launchers.ray.host_cluster import HostCluster
+from stoker.launchers.ray.placement import explain_no_capacity
 from stoker.launchers.ray.plan import RayPlan, read_ray_plan
 from stoker.launchers.ssh.client import REMOTE_MODULES, module_source
 from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE, TAIL_BYTES
 from stoker.launchers.supervise.process_group import normalize_exit_code, stop_leftovers
 from stoker.launchers.supervise.slot_handle import Exited, Running, SlotHandle, SlotState, StackRequest, Unreachable
 from stoker.launchers.supervise.status_writer import log_remark
+from stoker.remote.frames import write_all
 from stoker.remote.tagged_processes import format_survivors
 from stoker.telemetry.reader import read_log
 
 GONE_MARGIN_S = 10.0
-"""How much later than after its grace period a slot without a driver is surely gone: Ray must notice it first."""
+"""How much later than after its lease and grace period a lost slot is surely gone: Ray must notice the loss first."""
 CLOSE_TIMEOUT_S = 60.0
 
 
@@ -96,17 +98,26 @@ class RayBackend:
             for name in self._plan.slots
         }
 
+    restarts_slots = False
+
     def restart_slot(self, slot: Slot) -> SlotHandle:
         """Raise InputError: a placement group is started as a whole."""
         raise InputError(f"{slot} cannot be restarted alone on Ray")
 
     def close(self, grace_s: float) -> None:
-        """Wait until the driver is gone, and with it a cluster of the run's own; stop leftovers on this machine."""
+        """Wait until the driver is gone, and with it a cluster of the run's own; stop leftovers on this machine.
+
+        Raise UnavailableError if that takes too long: slots may still be started or running.
+        """
+        is_closed = True
         if self._attempt is not None:
             self._attempt.stop(1)
-            self._attempt.join(CLOSE_TIMEOUT_S)
+            is_closed = self._attempt.join(CLOSE_TIMEOUT_S)
         if self._plan.runs_here:
             stop_leftovers(self._run, grace_s)
+        if not is_closed:
+            what = f"the connection to Ray was not closed within {CLOSE_TIMEOUT_S:g} s"
+            raise UnavailableError(what, where=self._run.id, hint=f"run: stoker job stop {self._run.id}")
 
 
 class RayAttempt:
@@ -122,7 +133,7 @@ class RayAttempt:
         self._stop_level = self._stack_requests = 0
         self._sent: dict[str, Any] = {"stop_level": 0, "stacks": 0}
         self._last_frame = 0
-        self._is_over = False
+        self._has_begun = self._is_over = False
         self._cluster: HostCluster | None = None
         self._thread = threading.Thread(target=self._run_thread, name="ray", daemon=True)
 
@@ -140,9 +151,10 @@ class RayAttempt:
         """Ask the ranks of all slots for their stacks."""
         self._stack_requests += 1
 
-    def join(self, timeout_s: float) -> None:
-        """Wait until nothing is left of the driver, or of a cluster of the run's own."""
+    def join(self, timeout_s: float) -> bool:
+        """Wait until nothing is left of the driver, or of a cluster of the run's own; return whether that is so."""
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     # --- The thread
 
@@ -183,6 +195,7 @@ class RayAttempt:
                 self._finish()
             else:
                 connection.begin(self._make_request())
+                self._has_begun = True
                 self._process_output(connection)
         finally:
             connection.close(is_over=self._is_over)
@@ -206,14 +219,12 @@ class RayAttempt:
                     grace_s = self._plan.grace_s if state["stop_level"] == 1 else 0
                     deadline = time.monotonic() + EXIT_TIMEOUT_S * 2 + grace_s
             if time.monotonic() > deadline:
-                # The driver stops the slots when it gets no more heartbeats.
-                gone_in_s = self._plan.lost_after_s + self._grace_s
-                self._lose_all("the Ray driver did not report its end in time", gone_in_s)
+                self._lose_all("the Ray driver did not report its end in time")
                 return
             if self._cluster is not None and (reason := self._cluster.failure()):
-                self._lose_all(reason, self._grace_s)
+                self._lose_all(reason)
                 return
-        self._lose_all(connection.exit_reason, self._grace_s)
+        self._lose_all(connection.exit_reason)
 
     def _process_line(self, line: str) -> bool:
         """Process one line of the driver's output and return whether it is the last."""
@@ -230,23 +241,35 @@ class RayAttempt:
         self._last_frame = frame["n"]
         if "slot" in frame:
             self._process_slot_frame(frame)
-        elif "pending" in frame:
-            self._set_pending(frame["pending"])
+        elif "capacity" in frame:
+            self._process_capacity(frame["capacity"])
         elif "addresses" in frame:
             self._set_pending("")
             self._run.write("places.json", json.dumps(frame["addresses"]).encode())
         elif "failed" in frame:
-            self._lose_all(f"the driver on Ray failed: {frame['failed']}", self._grace_s)
+            self._lose_all(f"the driver on Ray failed: {frame['failed']}")
             return True
         return "finished" in frame
+
+    def _process_capacity(self, capacity: dict[str, Any] | None) -> None:
+        """Process the capacity of a cluster that has not placed the slots yet; None when it has."""
+        if capacity is None:
+            self._set_pending("")
+            return
+        nodes, free = capacity["nodes"], capacity["free"]
+        reason, is_too_small = explain_no_capacity(self._plan.list_bundles(), self._plan.strategy, nodes, free)
+        if is_too_small and self._plan.address is None:  # a cluster with an address may be scaled up
+            self._reject_all(f"Ray cannot place {self._plan.gang}: {reason}")
+        else:
+            self._set_pending(f"Ray has not placed {self._plan.gang}: {reason}")
 
     def _process_slot_frame(self, frame: dict[str, Any]) -> None:
         name = frame["slot"]
         if frame.get("data"):
-            rest = memoryview(frame["data"].encode("latin-1"))
-            while rest:
-                rest = rest[os.write(self._logs[name], rest) :]
-        if "code" in frame:
+            write_all(self._logs[name], frame["data"].encode("latin-1"))
+        if "lease_s" in frame:
+            self.states[name] = self._lost_state(frame["error"], frame["lease_s"])
+        elif "code" in frame:
             error = frame.get("error", "")
             # A program may exit with this code too, but without our error.
             is_lost = bool(error) and frame["code"] == LOST_EXIT_CODE
@@ -272,25 +295,31 @@ class RayAttempt:
 
     def _finish(self) -> None:
         """Record slots that were never started as terminated."""
-        for name, state in self.states.items():
-            if not isinstance(state, Exited):
-                self.states[name] = Exited(-signal.SIGTERM)
+        self._end_running(Exited(-signal.SIGTERM))
 
-    @property
-    def _grace_s(self) -> float:
-        """Time until a slot is gone whose driver is; on this machine, its processes are stopped with the attempt."""
-        return 0.0 if self._plan.runs_here else self._plan.grace_s + GONE_MARGIN_S
+    def _end_running(self, end: SlotState) -> None:
+        """Record the end of the slots that have none yet."""
+        self.states.update({name: end for name, state in self.states.items() if isinstance(state, Running)})
 
-    def _lose_all(self, reason: str, gone_in_s: float = 0.0) -> None:
-        """Record all slots without an exit as lost; they may be running for another moment."""
+    def _reject_all(self, reason: str) -> None:
+        """Record that the slots cannot run here, so that they are not retried, and stop the driver."""
+        self.states.update(dict.fromkeys(self.states, Exited(MissingError.exit_code, reason)))
+        self.stop(1)
+
+    def _lose_all(self, reason: str) -> None:
+        """Record all slots without an end as lost: their driver or actors stop them when the lease has expired."""
         log_remark(reason)
+        self._end_running(self._lost_state(reason, self._plan.lost_after_s))
+
+    def _lost_state(self, reason: str, lease_s: float) -> SlotState:
+        """Return the state of a lost slot, which may be running until its lease and grace period are over.
+
+        Not if no slot was started; and on this machine, processes are stopped at the end of the attempt.
+        """
+        if self._plan.runs_here or not self._has_begun:
+            return Exited(LOST_EXIT_CODE, reason, is_lost=True)
         now = time.monotonic()
-        lost: SlotState = Exited(LOST_EXIT_CODE, reason, is_lost=True)
-        if gone_in_s:
-            lost = Unreachable(now, reason, now + gone_in_s, is_lost=True)
-        for name, state in self.states.items():
-            if not isinstance(state, Exited):
-                self.states[name] = lost
+        return Unreachable(now, reason, now + lease_s + self._plan.grace_s + GONE_MARGIN_S, is_lost=True)
 
     def _log_ray_output(self, line: str) -> None:
         """Append a line of Ray's own output to the Ray log of the attempt."""
@@ -310,12 +339,11 @@ class RayAttempt:
                 name: {"argv": command.argv, "env": {**env, **command.env}, "cwd": command.cwd}
                 for name, command in self._plan.slots.items()
             },
-            "bundles": [self._plan.bundle_of(name) for name in self._plan.slots],
-            "gang": self._plan.gang,
+            "bundles": self._plan.list_bundles(),
             "strategy": self._plan.strategy,
-            "can_scale": self._plan.address is not None,
             "tags": {"STOKER_RUN": self._run.id},
             "grace_s": self._plan.grace_s,
+            "lost_after_s": None if self._plan.runs_here else self._plan.lost_after_s,
             "daemon_files": read_daemon_files(),
         }
 

@@ -231,8 +231,8 @@ def python_command(python: str, code: str, *args: str) -> str:
 
 
 def agent_argv(ssh: list[str], host: str, python: str, token: str) -> list[str]:
-    """Return the command that starts the remote agent on a host."""
-    return [*ssh, "--", host, python_command(python, _BOOTSTRAP, f"{_TOKEN}-{token}")]
+    """Return the command that starts the remote agent on a host; its processes are found by the token and the host."""
+    return [*ssh, "--", host, python_command(python, _BOOTSTRAP, f"{_TOKEN}-{token}@{host}")]
 
 
 def agent_code() -> bytes:
@@ -268,7 +268,7 @@ class Session:
         if self._connection is None:
             self._connect_with_retries(deadline)
         assert self._connection is not None
-        write_all(self._connection.stdin_fd, json.dumps(request).encode() + b"\n")
+        self._connection.write(json.dumps(request).encode() + b"\n", deadline)
         response: dict[str, Any] = json.loads(self._wait_for(self._connection, RESPONSE, deadline))
         return response
 
@@ -292,7 +292,7 @@ class Session:
             raise UnavailableError("the connection was closed", where=self.host)
         self._connection = connection = SshProcess(self._argv)
         try:
-            write_all(connection.stdin_fd, agent_code())
+            connection.write(agent_code(), deadline)
             self._wait_for(connection, None, deadline)
         except _RetryableError:
             self._connection = None
@@ -361,6 +361,14 @@ class SshProcess:
         finally:
             os.close(child_stdin)
             os.close(child_stdout)
+        os.set_blocking(self.stdin_fd, False)
+
+    def write(self, data: bytes, deadline: float) -> None:
+        """Write the data until a deadline, as `ssh` takes it; a failure is noticed by the lack of a response."""
+        rest = memoryview(data)
+        with suppress(BrokenPipeError):  # the EOF on the other pipe comes with a reason
+            while rest and select.select([], [self.stdin_fd], [], max(0.0, deadline - time.monotonic()))[1]:
+                rest = rest[os.write(self.stdin_fd, rest) :]
 
     def close(self, grace_s: float = 2.0) -> None:
         """Close the pipes, and stop the process."""
@@ -371,14 +379,6 @@ class SshProcess:
 
 
 # --- Pipes to and from `ssh`
-
-
-def write_all(fd: int, data: bytes) -> None:
-    """Write all of the data, and ignore a broken pipe: the EOF on the other pipe comes with a reason."""
-    rest = memoryview(data)
-    with suppress(BrokenPipeError):
-        while rest:
-            rest = rest[os.write(fd, rest) :]
 
 
 def wait_exit_code(ssh: Process, timeout_s: float) -> int:

@@ -80,14 +80,20 @@ class ExecRouter:
 
     def _finish(self, exec_id: str, code: int) -> None:
         self._codes[exec_id] = code
+        self._forget_pending(exec_id)
         if exec_id in self._open:
             caller, _, _ = self._open.pop(exec_id)
             caller.send({"op": "exec_exit", "id": exec_id, "code": code})
 
     def _cancel(self, exec_id: str) -> None:
+        self._forget_pending(exec_id)
         if exec_id in self._open:
             _, target, _ = self._open.pop(exec_id)
             target.connection.send({"op": "exec_cancel", "slot": target.slot_id, "id": exec_id})
+
+    def _forget_pending(self, exec_id: str) -> None:
+        """Forget that a caller waits for a command; otherwise a host that reconnects would keep it running."""
+        self._pending = {host: [known for known in ids if known != exec_id] for host, ids in self._pending.items()}
 
     def _set_pending(self, caller: HostConnection, ids: list[str]) -> None:
         """Cancel the commands whose callers have gone away while their host was not connected."""

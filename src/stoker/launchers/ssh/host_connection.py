@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,8 +125,9 @@ class HostConnection:
     ) -> None:
         """Connect as soon as there is a slot.
 
-        `on_change` is called when a slot has started or exited, `on_exec` with messages about commands that slots run
-        on other hosts, `on_attached` when requests can be sent; all of them in the thread of the connection.
+        `on_change` is called when the host is ready and when a slot has started or exited, `on_exec` with messages
+        about commands that slots run on other hosts, `on_attached` when requests can be sent; all of them in the thread
+        of the connection.
         """
         self.target, self.peers = target, list[HostConnection]()
         """`peers` are the connections of the same run."""
@@ -137,6 +139,7 @@ class HostConnection:
         os.set_blocking(self._wakeup_fd, False)
         os.set_blocking(self._wake_fd, False)
         self._has_attached = self._is_attached = self._is_closing = self._is_disconnected = False
+        self._is_stale = self._is_ready = False
         self._connected_at = self.last_heard = self._last_renewal = time.monotonic()
         self._reason, self._backoff_s = "connecting", MIN_BACKOFF_S
         self._thread: threading.Thread | None = None
@@ -144,10 +147,12 @@ class HostConnection:
     # --- For other threads
 
     def add(self, channel: SlotChannel) -> None:
-        """Start a slot, or resume one that has started."""
+        """Start a slot, or resume one that has started; it replaces an earlier start of the same slot."""
         with self._lock:
-            self._channels = [other for other in self._channels if other.slot_id != channel.slot_id or not other.exit]
-            self._channels.append(channel)
+            replaced = [other for other in self._channels if other.slot_id == channel.slot_id]
+            self._channels = [*(other for other in self._channels if other not in replaced), channel]
+            # The exit of the earlier start that this connection may yet report must not be taken for that of this one.
+            self._is_stale = self._is_stale or any(other.exit is None for other in replaced)
             if self._thread is None:
                 self.last_heard = self._last_renewal = time.monotonic()
                 self._thread = threading.Thread(target=self._run, name=f"ssh-{self.target.host}", daemon=True)
@@ -155,9 +160,21 @@ class HostConnection:
             self._send_start(channel)
         self._wake()
 
+    @property
+    def is_clear(self) -> bool:
+        """Whether nothing of an earlier attempt is running on the host: it has said so, or the lease has expired."""
+        has_expired = not self.target.is_detached and time.monotonic() >= self._gone_by
+        return has_expired or (self._is_attached and self._is_ready)
+
+    @property
+    def _gone_by(self) -> float:
+        return self._last_renewal + self.target.client.lost_after_s + self.target.grace_s + GONE_MARGIN_S
+
     def release(self, channel: SlotChannel) -> None:
         """Start a slot that was held back."""
         with self._lock:
+            if not channel.is_held:
+                return
             channel.is_held = False
             self._send_start(channel)
         self._wake()
@@ -176,7 +193,7 @@ class HostConnection:
     def send(self, request: dict[str, Any]) -> None:
         """Send a request if the host can be reached."""
         with self._lock:
-            if self._is_attached:
+            if self._is_attached and not self._is_closing:
                 self._queue(request)
         self._wake()
 
@@ -191,10 +208,8 @@ class HostConnection:
             host, client = self.target.host, self.target.client
             is_lost = self._is_lost()
             reason = f"no response for {client.lost_after_s:g} s" if is_lost else self._reason
-            gone_by = self._last_renewal + client.lost_after_s + self.target.grace_s + GONE_MARGIN_S
-            return Unreachable(
-                self.last_heard, f"{host}: {reason}", None if self.target.is_detached else gone_by, is_lost=is_lost
-            )
+            gone_by = None if self.target.is_detached else self._gone_by
+            return Unreachable(self.last_heard, f"{host}: {reason}", gone_by, is_lost=is_lost)
 
     @property
     def silence_s(self) -> float:
@@ -211,7 +226,7 @@ class HostConnection:
     def _give_up_start(self, channel: SlotChannel) -> None:
         """Record that a slot was never started, if its host could not be reached for too long."""
         waited_s = time.monotonic() - max(channel.created_at, self.last_heard)
-        if not channel.is_held and self._is_disconnected and waited_s > self.target.client.lost_after_s:
+        if self._is_disconnected and waited_s > self.target.client.lost_after_s:
             channel.exit = Exited(LOST_EXIT_CODE, f"{self.target.host}: {self._reason}", is_lost=True)
 
     @property
@@ -220,24 +235,31 @@ class HostConnection:
         with self._lock:
             return all(channel.exit is not None for channel in self._channels)
 
+    def begin_close(self) -> None:
+        """Begin to disconnect, without waiting."""
+        with self._lock:
+            if not self._is_closing and self._is_attached and self.is_idle:
+                self._queue({"op": "close"})
+            self._is_closing = True
+        self._wake()
+
     def close(self) -> None:
         """Disconnect; wait a moment until the daemon has exited, if no slot of it is left."""
-        with self._lock:
-            self._is_closing = True
-            if self._is_attached and self.is_idle:
-                self._queue({"op": "close"})
-        self._wake()
+        self.begin_close()
         if self._thread is not None:
             self._thread.join()
-        for fd in (self._wakeup_fd, self._wake_fd):
-            os.close(fd)
+        with self._lock:
+            for fd in (self._wakeup_fd, self._wake_fd):
+                os.close(fd)
+            self._wakeup_fd = self._wake_fd = -1
 
     def _wake(self) -> None:
-        self._wakeup.set()
-        try:
-            os.write(self._wake_fd, b"w")
-        except BlockingIOError:  # it will wake up anyway
-            return
+        """Wake up the thread; other connections may still send requests when this one is closed."""
+        with self._lock:
+            self._wakeup.set()
+            if self._wake_fd >= 0:
+                with suppress(BlockingIOError):  # it will wake up anyway
+                    os.write(self._wake_fd, b"w")
 
     # --- Requests, with the lock held
 
@@ -315,12 +337,13 @@ class HostConnection:
     def _exchange(self, ssh: SshProcess) -> None:
         """Exchange requests and frames until `ssh` closes its output or the daemon has exited."""
         parser, close_by = frames.FrameParser(), float("inf")
-        os.set_blocking(ssh.stdin_fd, False)
         with self._lock:
-            self._connected_at = time.monotonic()
+            self._connected_at, self._is_stale, self._is_ready = time.monotonic(), False, False
             self._outgoing = bytearray(agent_code())
             self._queue(self._attach_request())
         while True:
+            if self._is_stale:
+                raise _Disconnected("a slot is started again")
             writable = [ssh.stdin_fd] if self._outgoing else []
             readable, writable, _ = select.select([ssh.stdout_fd, self._wakeup_fd], writable, [], POLL_S)
             if self._wakeup_fd in readable:
@@ -378,12 +401,17 @@ class HostConnection:
                 self._on_attached(self)
         elif kind == frames.FAILED:
             raise _Disconnected(payload.decode(errors="replace"))
+        elif kind == frames.READY:
+            self._is_ready = True
+            self._on_change()
         elif kind in (frames.EXEC, frames.EXEC_EXIT):
             self._on_exec(self, kind, json.loads(payload))
         else:
-            for channel in self._channels:
-                if channel.slot_id == slot_id and channel.exit is None:
-                    self._handle_slot_frame(kind, channel, payload)
+            with self._lock:
+                known = (other for other in self._channels if other.slot_id == slot_id and other.exit is None)
+                channel = None if self._is_stale else next(known, None)
+            if channel is not None:
+                self._handle_slot_frame(kind, channel, payload)
 
     def _handle_attached(self) -> None:
         if self._is_disconnected and self._has_attached:

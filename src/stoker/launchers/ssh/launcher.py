@@ -17,12 +17,12 @@ import msgspec
 from stoker.core.spec import run_checks
 from stoker.core.units import format_bytes, pluralize
 from stoker.errors import Fault, InputError, SpecError, UnavailableError
-from stoker.jobs.launcher import LauncherTraits, SlotLogLine, check_traits, raise_faults
+from stoker.jobs.launcher import RUN_PLACEHOLDER, LauncherTraits, SlotLogLine, check_traits, raise_faults
 from stoker.jobs.run_files import STOP_REQUEST_FILE
 from stoker.jobs.run_folder import RunFolder, stoker_home
 from stoker.jobs.spec import JobSpec, ProgramSpec
 from stoker.jobs.status import JobState, JobStatus
-from stoker.jobs.topology import AddressBook, Command, Slot, Standby, list_slots, render_command
+from stoker.jobs.topology import AddressBook, Command, Slot, Standby, get_topology, list_slots, render_command
 from stoker.launchers.checks import check_gpu_roles, check_secret_env, check_via
 from stoker.launchers.local import LocalLauncher
 from stoker.launchers.paths import map_programs, programs_by_key, relative_to_workdir, resolve_job_paths
@@ -46,9 +46,9 @@ from stoker.launchers.ssh.preflight import (
 )
 from stoker.launchers.ssh.prepare import MPI_RANK_FILE, PROFILER_FILE, is_prepared, prepare_hosts
 from stoker.launchers.supervise.diagnosis import LOST_EXIT_CODE
-from stoker.launchers.upload import list_files, total_size
+from stoker.launchers.upload import IGNORE_FILE, find_largest, list_files, total_size
 
-LARGE_UPLOAD_BYTES = 2**30
+LARGE_UPLOAD_BYTES = 2**26
 CLOCK_SKEW_S = 5.0
 
 
@@ -62,6 +62,7 @@ class SshLauncher:
         supports_elastic=True,
         supports_unequal_workers=True,
         hosts_key="ssh.hosts",
+        prints_stacks=True,
     )
 
     def __init__(self) -> None:
@@ -204,13 +205,14 @@ def _count_workers(job: JobSpec) -> int:
 
 
 def _assign_hosts(job: JobSpec) -> dict[Slot, str]:
-    """Assign workers to hosts in the order of the list, parameter servers round-robin, all others to the first."""
+    """Assign workers to hosts in the order of the list, roles that are spread round-robin, all others to the first."""
     names = expand_slots(job.ssh.hosts)[: job.max_workers]
     workers = {Slot("worker", index): host for index, host in enumerate(names)}
     hosts = list(dict.fromkeys(workers.values()))
+    spread = {role.name for role in get_topology(job).roles(job) if role.is_spread}
 
     def choose_host(slot: Slot) -> str:
-        return workers.get(slot) or hosts[slot.index % len(hosts) if slot.role == "ps" else 0]
+        return workers.get(slot) or hosts[slot.index % len(hosts) if slot.role in spread else 0]
 
     return {slot: choose_host(slot) for slot in list_slots(job)}
 
@@ -381,9 +383,10 @@ def _upload_notes(
     names = list_files(folder, job.ssh.exclude, skip=stoker_home())
     size = total_size(folder, names)
     targets = ", ".join(f"{host}:{configs[host].workdir}" for host in others)
-    yield f"uploading {pluralize(len(names), 'file')} ({format_bytes(size)}) of {folder} to {targets}"
+    yield f"uploads {pluralize(len(names), 'file')} ({format_bytes(size)}) of {folder} to {targets}"
     if size > LARGE_UPLOAD_BYTES:
-        yield "this is a large upload: list what the hosts do not need in .stokerignore"
+        largest = ", ".join(f"{name} ({format_bytes(part)})" for name, part in find_largest(folder, names))
+        yield f"the largest parts of the upload are {largest}: list what the hosts do not need in {IGNORE_FILE}"
 
 
 def _host_notes(
@@ -399,7 +402,7 @@ def _host_notes(
         yield f"the hosts run different numbers of ranks: {ranks}"
     if job.checkpoint.dir is None:
         host = slot_hosts[min(slot_hosts)]
-        folder = f"{configs[host].workdir}/.stoker/<run>/checkpoints"
+        folder = f"{configs[host].workdir}/.stoker/{RUN_PLACEHOLDER}/checkpoints"
         yield f"checkpoints are written to {folder} on {host}; set checkpoint.dir to write them elsewhere"
     versions = {host: (values.get("modules") or {}).get("torch") for host, values in facts.items()}
     if "torch" in required_modules(job) and len(set(versions.values())) > 1:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -26,7 +27,7 @@ from stoker.launchers.supervise.slot_handle import Exited, SlotHandle, SlotState
 from stoker.telemetry.reader import read_log
 
 READY_TIMEOUT_S = 60.0
-"""How long standby slots may take to become ready."""
+"""How long hosts may take to become ready, in addition to the lease and grace period of an earlier attempt."""
 SETUP_LEASE_S = 20.0
 """How long a setup keeps running after the command that started it was killed."""
 SETUP_REPORT_S = 5.0
@@ -76,12 +77,14 @@ class SshBackend:
         self._slots: dict[Slot, SshSlot] = {}
         self._router = ExecRouter({}, set())
         self._attempt = 0
+        self._lock = threading.RLock()
+        """Held while slots are added or released; connections release slots in their threads."""
 
     def prepare(self, grace_s: float, *, reattach: bool = False) -> None:
         """Do nothing: an earlier supervisor left nothing here, and the slot daemons stop slots that we do not know."""
 
     def start(self, attempt: int, *, reattach: bool = False) -> Mapping[Slot, SlotHandle]:
-        """Start all slots; those that run commands in standby slots follow when these are ready."""
+        """Start all slots once every host is ready; those that run commands in standby slots follow these."""
         return dict(self.start_slots(attempt, reattach=reattach))
 
     def start_slots(self, attempt: int, *, reattach: bool = False) -> dict[Slot, SshSlot]:
@@ -93,22 +96,25 @@ class SshBackend:
         hosts = dict.fromkeys(self._plan.hosts[name] for name in names)
         self._connections = {host: self._connections.get(host) or self._connect(host) for host in hosts}
         connect_peers(list(self._connections.values()))
-        self._slots = {Slot.parse(name): self._make_slot(name, has_started=reattach) for name in names}
-        self._router = self._make_router()
-        for handle in self._slots.values():
-            handle.connection.add(handle.channel)
+        with self._lock:
+            self._slots = {Slot.parse(name): self._make_slot(name, is_held=not reattach) for name in names}
+            self._router = self._make_router()
+            for handle in self._slots.values():
+                handle.channel.has_started = reattach
+                handle.connection.add(handle.channel)
+            self.release_slots()
         return dict(self._slots)
 
     def _connect(self, host: str) -> HostConnection:
         target = make_target(self._plan, self._run, host, self._plan.client, is_detached=self.is_detached)
         return HostConnection(
             target,
-            on_change=self._release_callers,
+            on_change=self.release_slots,
             on_exec=lambda *message: self._router.handle(*message),
             on_attached=lambda connection: self._router.resend(connection),
         )
 
-    def _make_slot(self, name: str, *, has_started: bool = False) -> SshSlot:
+    def _make_slot(self, name: str, *, is_held: bool = False) -> SshSlot:
         plan, slot = self._plan, Slot.parse(name)
         connection = self._connections[plan.hosts[name]]
         is_standby = name in plan.standby
@@ -116,14 +122,14 @@ class SshBackend:
         request = start_request(connection.target, plan, name, self._attempt, command)
         log = self._run.log_path(slot, self._attempt)
         log.touch()
-        channel = SlotChannel(name, f"{slot.filename}.{self._attempt}", request, log, has_started=has_started)
+        channel = SlotChannel(name, f"{slot.filename}.{self._attempt}", request, log, is_held=is_held)
         if is_standby:
             request["is_standby"] = True
         elif plan.standby:
             request["rsh_agent"] = module_source("stoker.remote.rsh_agent")
-            channel.is_held = not has_started
-            return _CallingSlot(connection, channel, self._list_unready)
-        return SshSlot(connection, channel)
+        return _HeldSlot(connection, channel, self) if is_held else SshSlot(connection, channel)
+
+    restarts_slots = True
 
     def restart_slot(self, slot: Slot) -> SlotHandle:
         """Start a slot again; its log continues."""
@@ -133,12 +139,34 @@ class SshBackend:
 
     def close(self, grace_s: float) -> None:  # noqa: ARG002
         """Close the connections to hosts without slots; others stay, so that their slots can report their exit."""
-        for host, connection in list(self._connections.items()):
-            if connection.is_idle:
-                del self._connections[host]
-                connection.close()
+        idle = {host: connection for host, connection in self._connections.items() if connection.is_idle}
+        for connection in idle.values():
+            connection.begin_close()
+        for host, connection in idle.items():
+            del self._connections[host]
+            connection.close()
 
-    # --- Slots that run commands in standby slots
+    # --- Slots that wait for others
+
+    def list_unready(self) -> list[str]:
+        """List the hosts that cannot be reached or still stop processes of an earlier attempt."""
+        return [host for host, connection in list(self._connections.items()) if not connection.is_clear]
+
+    def list_unstarted(self) -> list[str]:
+        """List the standby slots that have not started."""
+        return [name for name in self._plan.standby if not self._slots[Slot.parse(name)].channel.has_started]
+
+    def release_slots(self) -> None:
+        """Start the slots that are held back, once every host is ready: no two attempts may run at the same time.
+
+        Slots that run commands in standby slots wait for these, too.
+        """
+        with self._lock:
+            if self.list_unready():
+                return
+            standby = [self._slots[Slot.parse(name)] for name in self._plan.standby]
+            for handle in standby if self.list_unstarted() else self._slots.values():
+                handle.connection.release(handle.channel)
 
     def _make_router(self) -> ExecRouter:
         plan, standby = self._plan, dict[str, StandbyTarget]()
@@ -149,35 +177,27 @@ class SshBackend:
             standby[name] = StandbyTarget(handle.connection, handle.channel.slot_id, env)
         return ExecRouter(standby, {plan.hosts[name] for name in plan.slots} if standby else set())
 
-    def _list_unready(self) -> list[str]:
-        names = self._plan.standby
-        return [name for name in names if not self._slots[Slot.parse(name)].channel.has_started]
 
-    def _release_callers(self) -> None:
-        """Start the slots that were held back, once all standby slots are ready."""
-        if self._plan.standby and not self._list_unready():
-            for name in self._plan.slots:
-                handle = self._slots[Slot.parse(name)]
-                if handle.channel.is_held:
-                    handle.connection.release(handle.channel)
+class _HeldSlot(SshSlot):
+    """A slot whose start waits for other slots and hosts."""
 
-
-class _CallingSlot(SshSlot):
-    """A slot whose start waits for standby slots."""
-
-    def __init__(self, connection: HostConnection, channel: SlotChannel, list_unready: Callable[[], list[str]]) -> None:
+    def __init__(self, connection: HostConnection, channel: SlotChannel, backend: SshBackend) -> None:
         super().__init__(connection, channel)
-        self._list_unready = list_unready
+        self._backend = backend
+        target = connection.target
+        self._timeout_s = READY_TIMEOUT_S + target.client.lost_after_s + target.grace_s
 
     def poll(self) -> SlotState:
-        """Return the state; a slot whose standby slots are not ready in time is lost."""
+        """Return the state; a slot that is not started in time is lost."""
         channel = self.channel
-        if channel.is_held and channel.exit is None and time.monotonic() > channel.created_at + READY_TIMEOUT_S:
-            names = ", ".join(self._list_unready())
-            channel.exit = Exited(
-                LOST_EXIT_CODE, f"other hosts are not ready after {READY_TIMEOUT_S:g} s: {names}", is_lost=True
-            )
-        return super().poll()
+        if channel.is_held:
+            self._backend.release_slots()  # the lease of a host that cannot be reached may have expired
+        state = super().poll()
+        if channel.is_held and channel.exit is None and time.monotonic() > channel.created_at + self._timeout_s:
+            names = ", ".join(self._backend.list_unready() or self._backend.list_unstarted())
+            reason = f"other hosts are not ready after {self._timeout_s:g} s: {names}"
+            state = channel.exit = Exited(LOST_EXIT_CODE, reason, is_lost=True)
+        return state
 
 
 # --- Requests

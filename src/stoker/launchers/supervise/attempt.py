@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from stoker.core.processes import wait_until
 from stoker.core.spec import to_json
+from stoker.jobs.run_files import STACKS_REQUEST_FILE
 from stoker.jobs.run_folder import RunFolder, list_packages
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import STOPPED_MESSAGE, Attempt, JobState, SlotStatus
@@ -23,7 +24,7 @@ from stoker.launchers.supervise.slot_handle import (
     Unreachable,
 )
 from stoker.launchers.supervise.slot_restarts import SlotRestarts
-from stoker.launchers.supervise.status_writer import StatusWriter, log_remark
+from stoker.launchers.supervise.status_writer import StatusWriter, log_remark, try_write
 from stoker.telemetry.log_times import LogTimesSampler
 
 POLL_S = 0.05
@@ -79,7 +80,7 @@ class AttemptRunner:
             states = self._poll_slots()
             self._update_slots(states, self._exits(states), job=_describe(states))
             if self.number == 0:  # for `job report`; listing them takes a moment, so after the slots have started
-                self._run.write("packages.json", to_json(list_packages()))
+                try_write(self._run, "packages.json", to_json(list_packages()))
             while (outcome := self.poll()) is None:
                 time.sleep(POLL_S)
         finally:
@@ -99,6 +100,7 @@ class AttemptRunner:
         """Check events, exits, hangs and the stop flag once; return the outcome when the attempt is over."""
         self._log_times.sample()
         self.monitor.read_events()
+        self._answer_stack_request()
         states = self._poll_slots()
         exits = self._exits(states)
         self._update_slots(states, exits, job=_describe(states))
@@ -109,8 +111,8 @@ class AttemptRunner:
                 grace
             )  # the last step is done; a slot still running then waits for a peer that is gone
             return AttemptOutcome("", 0.0)
-        if any(exited and exited.code for slot, exited in exits.items() if slot not in tolerated):
-            diagnosis = self._diagnose_failure(tolerated)
+        if failed := _find_failed(exits, tolerated):
+            diagnosis = self._diagnose_failure(failed, tolerated)
             failed_grace = min(grace, FAILED_GRACE_S)
             return AttemptOutcome(diagnosis.message, failed_grace, code=diagnosis.code, lost=diagnosis.lost)
         if all(_has_succeeded(exits[slot]) for slot in lead_slots(self._job)):
@@ -119,6 +121,13 @@ class AttemptRunner:
             cause = self.monitor.explain_hang(silent, self._handles)
             return AttemptOutcome(cause, min(grace, FAILED_GRACE_S), hung=True)
         return AttemptOutcome(STOPPED_MESSAGE, grace) if self._context.should_stop() else None
+
+    def _answer_stack_request(self) -> None:
+        """Save the stacks of all ranks if `stoker job stacks` has asked for them."""
+        request = self._run.folder / STACKS_REQUEST_FILE
+        if request.exists():
+            self.monitor.save_stacks(self._handles)
+            request.unlink(missing_ok=True)
 
     # --- States
 
@@ -162,6 +171,8 @@ class AttemptRunner:
 
     def _restart_slots(self, states: Mapping[Slot, SlotState]) -> frozenset[Slot]:
         """Restart a slot that can be restarted alone, and return those whose failure does not end the attempt."""
+        if not self._context.backend.restarts_slots:
+            return frozenset()
         choice = self._context.restarts.choose(states)
         if choice.restart is not None:
             log_remark(f"attempt {self.number}: restarting {choice.restart}: {states[choice.restart]}")
@@ -169,24 +180,26 @@ class AttemptRunner:
             self._handles[choice.restart] = self._context.backend.restart_slot(choice.restart)
         return choice.tolerated
 
-    def _diagnose_failure(self, tolerated: Collection[Slot]) -> Diagnosis:
+    def _diagnose_failure(self, failed: Mapping[Slot, Exited], tolerated: Collection[Slot]) -> Diagnosis:
         """Return the diagnosis of a failed attempt, waiting a moment for a slot that names the root cause."""
         time.sleep(SETTLE_S)
         self.monitor.read_events()
-        diagnosis = self._diagnose(tolerated)
+        diagnosis = self._diagnose(failed, tolerated)
         deadline = time.monotonic() + self._context.backend.report_delay_s
         while not diagnosis.is_conclusive and not self._have_exited() and time.monotonic() < deadline:
             time.sleep(POLL_S)
-            diagnosis = self._diagnose(tolerated)
+            diagnosis = self._diagnose(failed, tolerated)
         return diagnosis
 
-    def _diagnose(self, tolerated: Collection[Slot]) -> Diagnosis:
-        """Choose the root cause among the failed slots: an error of its own before one caused by a peer."""
-        diagnoses = [
-            diagnose_slot(slot, exited, self._run.log_path(slot, self.number))
-            for slot, exited in self._exits(self._poll_slots()).items()
-            if exited and exited.code and slot not in tolerated
-        ]
+    def _diagnose(self, failed: Mapping[Slot, Exited], tolerated: Collection[Slot]) -> Diagnosis:
+        """Choose the root cause among the failed slots: an error of its own before one caused by a peer.
+
+        A lost slot stays failed in this attempt, although its host may have reconnected since.
+        """
+        failed = {**failed, **_find_failed(self._exits(self._poll_slots()), tolerated)}
+        diagnoses = (
+            diagnose_slot(slot, exited, self._run.log_path(slot, self.number)) for slot, exited in failed.items()
+        )
         return min(diagnoses, key=lambda diagnosis: diagnosis.sort_key)
 
     # --- The end
@@ -245,6 +258,11 @@ def _exit_record(state: SlotState) -> Exited | None:
     if isinstance(state, Unreachable):
         return Exited(LOST_EXIT_CODE, state.reason, is_lost=True) if state.is_lost else None
     return state if isinstance(state, Exited) else None
+
+
+def _find_failed(exits: Exits, tolerated: Collection[Slot]) -> dict[Slot, Exited]:
+    """Return the exit records of the slots whose failure ends the attempt."""
+    return {slot: exited for slot, exited in exits.items() if exited and exited.code and slot not in tolerated}
 
 
 def _give_up(state: SlotState) -> SlotState:

@@ -12,8 +12,9 @@ from stoker.errors import InputError, MissingError
 from stoker.jobs.status import signal_from_exit_code
 from stoker.jobs.topology import Slot
 from stoker.launchers.mpi.mpirun_errors import PEER_EXITED, classify_exit_code, explain_exit
-from stoker.launchers.supervise.error_lines import find_last_error
+from stoker.launchers.supervise.error_lines import find_last_error, has_output_after
 from stoker.launchers.supervise.slot_handle import Exited
+from stoker.launchers.supervise.torchrun_output import drop_torchrun_output
 from stoker.remote.mpi_rank import RANK_EXIT_MARK
 from stoker.telemetry.events import PEER_LOST, Event
 from stoker.telemetry.reader import find_marks, read_log
@@ -31,6 +32,9 @@ _PEER_ERROR = re.compile(
 )
 
 LOG_SEPARATOR = "; log: "
+SYS_EXIT_CODE = 1
+"""Exit code of Python after `sys.exit("message")`."""
+MAX_QUOTED = 200
 
 
 def insert_note(message: str, note: str) -> str:
@@ -51,12 +55,16 @@ class Diagnosis:
     out_of_memory: bool = False
     lost: bool = False
     """Whether the slot was lost with its host, through no fault of its own."""
+    has_run: bool = False
+    """Whether the program made progress, or printed more after the error."""
+    last_output: str = ""
+    """The last line that the program printed: without an error, it may say why it exited."""
 
     @property
     def message(self) -> str:
         """One sentence with the slot, the cause and the log file."""
         subject = str(self.slot) if self.rank is None else f"{self.slot} (rank {self.rank})"
-        return f"{subject} {self._summary()}{LOG_SEPARATOR}{self.log}"
+        return f"{subject} {self._summary().removesuffix('.')}{LOG_SEPARATOR}{self.log}"
 
     @property
     def is_secondary(self) -> bool:
@@ -80,15 +88,17 @@ class Diagnosis:
 
     def _summary(self) -> str:
         if self._signal == signal.SIGKILL and self.out_of_memory:
-            return "was killed by SIGKILL while the kernel was killing processes because the machine ran out of memory"
+            return "was killed by SIGKILL while the kernel was killing processes of its machine that were out of memory"
         if self._signal:
             return f"was killed by {_signal_name(self._signal)}"
         if self.lost:
             return f"was lost: {self.error}"
-        if self.error and self.code in (InputError.exit_code, MissingError.exit_code):
+        if self.error and self.code in (InputError.exit_code, MissingError.exit_code) and not self.has_run:
             return f"could not start: {_CLASS.sub('', self.error)}"
         if self.error and self.code == 1:
             return f"failed: {self.error}"
+        if self.error is None and self.last_output and self.code == SYS_EXIT_CODE:
+            return f"exited with code {self.code}; last output: {self.last_output}"
         return f"exited with code {self.code}" + (f": {self.error}" if self.error else "")
 
 
@@ -102,9 +112,19 @@ def diagnose_slot(slot: Slot, exited: Exited, log: Path) -> Diagnosis:
     errors = find_marks(content.events, "error")
     ranks = [(int(match["rank"]), int(match["code"])) for match in _FAILURE.finditer("\n".join(lines))]
     ranks += _failed_ranks(content.events)
+    output = drop_torchrun_output(lines)
+    last_output = next((text.strip()[:MAX_QUOTED] for text in reversed(output) if text.strip()), "")
+    has_stepped = any(event.kind == "heartbeat" and event.fields.get("step", 0) > 0 for event in content.events)
     diagnoses = [
         Diagnosis(
-            slot, rank, rank_code, _reported_error(errors, rank) or find_last_error(lines, rank), log, out_of_memory
+            slot,
+            rank,
+            rank_code,
+            _reported_error(errors, rank) or find_last_error(lines, rank),
+            log,
+            out_of_memory,
+            has_run=has_stepped,
+            last_output=last_output,
         )
         for rank, rank_code in reversed(ranks)
     ]
@@ -113,7 +133,8 @@ def diagnose_slot(slot: Slot, exited: Exited, log: Path) -> Diagnosis:
         if error is None and slot.role == "launcher":
             error = explain_exit(lines)
             code = classify_exit_code(error, code)
-        diagnoses = [Diagnosis(slot, None, code, error, log, out_of_memory)]
+        has_run = has_stepped or (not errors and error is not None and has_output_after(output, error))
+        diagnoses = [Diagnosis(slot, None, code, error, log, out_of_memory, has_run=has_run, last_output=last_output)]
     return next((diagnosis for diagnosis in diagnoses if not diagnosis.is_secondary), diagnoses[0])
 
 

@@ -14,6 +14,8 @@ _RANK_PREFIX = re.compile(r"\[(?:rank|default)(?P<rank>\d+)\]: ?")
 _USAGE = "usage: "
 # A number after `error:` is a metric.
 _MESSAGE = r"(?P<error>(?![-+]?(?:\.?\d|nan\b|inf\b)).+)"
+_AFTER_ERROR = re.compile(r"(?i:usage: |try |for more information|for help)|╰")
+"""What argument parsers print after an error, and the end of a box."""
 _SUBCOMMAND_ERROR = re.compile(rf"(?P<program>[\w./\\-]+(?: [\w./\\-]+)+): error: {_MESSAGE}")
 """An error of argparse in a subcommand, `train.py fit: error: …`, or text such as `Epoch 3 train: error: …`."""
 # Error lines of programs that exit without a traceback.
@@ -45,6 +47,13 @@ def find_last_error(lines: Sequence[str], rank: int | None) -> str | None:
     own = [p.string[p.end() :] for p in prefixes if p and int(p["rank"]) == rank]
     shared = [line for line, prefix in zip(plain, prefixes, strict=True) if not prefix]
     return _find_error(own) or _find_error(shared)
+
+
+def has_output_after(lines: Sequence[str], error: str) -> bool:
+    """Return whether a program printed more after an error, other than how it is used: the error did not end it."""
+    unboxed = [strip_colours(line).strip() for line in _unbox(lines)]
+    last = max((index for index, line in enumerate(unboxed) if error in line), default=len(unboxed))
+    return any(line and not _AFTER_ERROR.match(line) for line in unboxed[last + 1 :])
 
 
 def _find_error(lines: Sequence[str]) -> str | None:

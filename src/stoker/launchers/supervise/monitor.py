@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stoker.jobs.run_files import stacks_file
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.topology import Slot, list_slots
 from stoker.launchers.supervise.hangs import RankKey, RankPosition, StackDump, describe_hang
 from stoker.launchers.supervise.slot_handle import SlotHandle, StackRequest
-from stoker.launchers.supervise.status_writer import log_remark
+from stoker.launchers.supervise.status_writer import log_remark, try_write
 from stoker.remote.mpi_rank import RANK_EXIT_MARK
 from stoker.telemetry.events import Event
 from stoker.telemetry.reader import LogTail
@@ -109,18 +110,19 @@ class AttemptMonitor:
 
     def explain_hang(self, silent: Sequence[RankPosition], handles: Handles) -> str:
         """Save the stacks of all ranks beside the logs, and return which rank hangs, in one sentence."""
-        dumps = self._dump_stacks(handles)
+        dumps = self.save_stacks(handles)
         # The files of another machine may differ from those here.
         has_sources = all(handle.reads_local_sources for handle in handles.values())
         hang = describe_hang(silent, dumps, self._hang_after_s, linecache.getline if has_sources else lambda *_: "")
         log = self._run.log_path(hang.slot, self._attempt)
-        return f"{hang.message}; stack traces of all ranks: {self._stacks_file}; log: {log}"
+        stacks = f"; stack traces of all ranks: {self._stacks_file}" if self._stacks_file.exists() else ""
+        return f"{hang.message}{stacks}; log: {log}"
 
     @property
     def _stacks_file(self) -> Path:
-        return self._run.folder / f"stacks.{self._attempt}.txt"
+        return self._run.folder / stacks_file(self._attempt)
 
-    def _dump_stacks(self, handles: Handles) -> list[StackDump]:
+    def save_stacks(self, handles: Handles) -> list[StackDump]:
         """Ask every slot for the stacks of its processes, and save and return them."""
         text = [f"{slot}: {line}" for slot, line in self.read_events()]
         dumps = list[StackDump]()
@@ -135,7 +137,7 @@ class AttemptMonitor:
                 else:
                     dumps += self._split_by_slot(lines)
                 text += [f"{source}: {line}" for source, line in lines]
-        self._run.write(self._stacks_file.name, "".join(f"{line}\n" for line in text).encode())
+        try_write(self._run, self._stacks_file.name, "".join(f"{line}\n" for line in text).encode())
         return dumps
 
     def _split_by_slot(self, lines: Sequence[tuple[Slot, str]]) -> list[StackDump]:

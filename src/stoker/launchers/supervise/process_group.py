@@ -167,6 +167,8 @@ class LocalBackend:
             for slot in self._slots.values():
                 self._guard.add_leader(slot.process.pid)
 
+    restarts_slots = True
+
     def restart_slot(self, slot: Slot) -> SlotHandle:
         """Start a slot again while the others keep running; its leftover processes are stopped first."""
         self._slots[slot].process.stop(0)

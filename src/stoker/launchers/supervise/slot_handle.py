@@ -1,8 +1,8 @@
 """Slots as the supervisor sees them; where and how they run is known only to the backend of a launcher.
 
 The supervisor asks a backend to start the slots of an attempt and gets a handle for each. It polls the handles, and
-stops them when the attempt is over. Slots write their output to their logs in the run folder; nothing of ours is
-written there.
+stops them when the attempt is over. Slots write their output to their logs in the run folder; the supervisor writes
+nothing there.
 """
 
 from __future__ import annotations
@@ -116,6 +116,11 @@ class SlotBackend(Protocol):
 
         With `reattach`, return handles of the slots of that attempt, which kept running without a supervisor.
         """
+        ...
+
+    @property
+    def restarts_slots(self) -> bool:
+        """Whether `restart_slot` works; otherwise a failed slot fails the attempt."""
         ...
 
     def restart_slot(self, slot: Slot) -> SlotHandle:

@@ -22,16 +22,18 @@ class StatusWriter:
         """Read the status, and reserve disk space for the final one."""
         self._run = run
         self.current = run.read_status()
+        self._is_written = True
         with suppress(OSError):
             run.write(RESERVE_FILE, b" " * RESERVE_BYTES)
 
     def update(self, **changes: object) -> None:
-        """Change the status and write it if it differs; a write error must not stop the training."""
+        """Change the status and write it if it differs from the file; a write error must not stop the training."""
         changed = msgspec.structs.replace(self.current, **changes)
-        if changed != self.current:
-            self.current = changed
+        if changed != self.current or not self._is_written:
+            self.current, self._is_written = changed, False
             with suppress(OSError):
                 self._run.write_status(changed)
+                self._is_written = True
 
     def finish(self, **changes: object) -> None:
         """Write the final status, into the reserved space if the disk is full; nobody would write it later."""
@@ -46,6 +48,14 @@ class StatusWriter:
                     file.truncate()
                 reserve.replace(self._run.folder / STATUS_FILE)
             reserve.unlink(missing_ok=True)
+
+
+def try_write(run: RunFolder, name: str, data: bytes) -> None:
+    """Write a file of a run that no command depends on; a full disk is a remark, and must not stop the training."""
+    try:
+        run.write(name, data)
+    except OSError as error:
+        log_remark(f"cannot write {name}: {error.strerror}")
 
 
 def log_remark(text: str) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.core.processes import become_subreaper, wait_until
+from stoker.core.processes import become_subreaper
 from stoker.core.registry import Registry
 from stoker.errors import StokerError
 from stoker.jobs.retry_policy import Restart, decide_retry, not_retried
@@ -28,7 +28,7 @@ from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import JobSpec
 from stoker.jobs.status import STOPPED_MESSAGE, Attempt, JobState, JobStatus
 from stoker.jobs.topology import Slot
-from stoker.launchers.supervise.attempt import AttemptRunner, RunContext
+from stoker.launchers.supervise.attempt import POLL_S, AttemptRunner, RunContext
 from stoker.launchers.supervise.diagnosis import insert_note
 from stoker.launchers.supervise.slot_handle import SlotBackend, SlotState, Unreachable
 from stoker.launchers.supervise.slot_restarts import SlotRestarts
@@ -125,8 +125,12 @@ class Supervisor:
                     return JobState.FAILED, attempt.cause
                 return JobState.FAILED, insert_note(attempt.cause, not_retried(decision.reason))
             self._announce_retry(attempt)
-            if not self._wait_for_retry(runner, decision.after_s):
+            survivors = self._wait_for_retry(runner, decision.after_s)
+            if self._should_stop():
                 return JobState.STOPPED, STOPPED_MESSAGE
+            if survivors:
+                self._record(attempt)
+                return JobState.FAILED, insert_note(attempt.cause, _how_to_stop(self._run, survivors))
 
     def _run_attempt(self, context: RunContext, number: int) -> tuple[AttemptRunner, Attempt]:
         """Run one attempt to its end."""
@@ -152,22 +156,44 @@ class Supervisor:
         log_remark(f"attempt {attempt.number} failed, retrying: {attempt.cause}")
         self._status.update(message=f"attempt {attempt.number} failed, retrying: {attempt.cause}")
 
-    def _wait_for_retry(self, runner: AttemptRunner, pause_s: float) -> bool:
-        """Wait for the pause, and until no slot of the last attempt can be running; return False to stop instead."""
+    def _wait_for_retry(self, runner: AttemptRunner, pause_s: float) -> dict[Slot, SlotState]:
+        """Wait for the pause, and until no slot of the last attempt can be running, or until the run should stop.
+
+        Return the slots that may be running if one of them was lost meanwhile and may run on without end.
+        """
         resume_at = time.monotonic() + pause_s
-        wait_until(lambda: self._should_stop() or (time.monotonic() >= resume_at and not runner.find_survivors()), None)
-        return not self._should_stop()
+        while not self._should_stop():
+            survivors = runner.find_survivors()
+            is_over = not survivors and time.monotonic() >= resume_at
+            if is_over or has_no_lease({slot: state for slot, state in survivors.items() if _is_lost(state)}):
+                return survivors
+            time.sleep(POLL_S)
+        return {}
 
     def _should_stop(self) -> bool:
         """Whether the run should stop; a signal without a stop request only ends the supervisor of a detached run."""
         if self._stop_flag.is_set and self._backend.is_detached and not (self._run.folder / STOP_REQUEST_FILE).exists():
             os._exit(0)
-        return self._stop_flag.is_set
+        return self._stop_flag.is_set or self._is_deleted()
+
+    def _is_deleted(self) -> bool:
+        """Whether somebody has removed the run folder: without it, no command could stop the run."""
+        try:
+            self._run.folder.stat()
+        except FileNotFoundError:
+            return True
+        except OSError:  # for example of a file server that does not respond
+            return False
+        return False
 
 
 def has_no_lease(survivors: Mapping[Slot, SlotState]) -> bool:
     """Whether any of these slots may run on without end, because it has no lease that expires."""
     return any(isinstance(state, Unreachable) and state.gone_by is None for state in survivors.values())
+
+
+def _is_lost(state: SlotState) -> bool:
+    return isinstance(state, Unreachable) and state.is_lost
 
 
 def _how_to_stop(run: RunFolder, survivors: Mapping[Slot, SlotState]) -> str:

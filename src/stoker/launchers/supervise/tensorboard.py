@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import socket
@@ -13,6 +14,8 @@ from pathlib import Path
 from stoker.shards.formats.tfrecord import record, varint
 from stoker.telemetry.events import Event
 
+log = logging.getLogger(__name__)
+
 
 class ScalarWriter:
     """Writer of one event file, which is created with the first scalar."""
@@ -20,6 +23,7 @@ class ScalarWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path: Path | None = None
+        self._failed = False
 
     def write(self, events: Iterable[Event]) -> None:
         """Append the scalars among the given events."""
@@ -32,6 +36,15 @@ class ScalarWriter:
             self._path = self._folder / name
             self._append([record(_double(1, time.time()) + _bytes(3, b"brain.Event:2"))])
         self._append([record(_event(event)) for event in scalars])
+
+    def write_one(self, name: str, value: float, step: int) -> None:
+        """Append a scalar; a write error is logged once and must not stop the program."""
+        if not self._failed:
+            try:
+                self.write([Event(time.time(), "", 0, 0, 0, "scalar", {"name": name, "value": value, "step": step})])
+            except OSError as error:
+                self._failed = True
+                log.warning("cannot write TensorBoard event files: %s", error)
 
     def _append(self, records: list[bytes]) -> None:
         assert self._path is not None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from stoker.core.units import pluralize
 from stoker.jobs.launcher import SlotLogLine
+from stoker.jobs.run_folder import log_name
+from stoker.jobs.topology import Slot
 from stoker.launchers.supervise.error_lines import TORCHRUN_ERRORS, TRACEBACK
 
 _LOGGED = re.compile(
@@ -22,6 +24,7 @@ _REPORT_LINE = re.compile(
 )
 _ERROR_FILE_TRACEBACK = re.compile(r"  traceback *: (?!To enable traceback)")
 _MAX_REPORT_LINES = 200
+_FOLDED = re.compile(r"… [\d,]+ lines? by torchrun; see .*")
 
 
 def fold_torchrun_output(lines: Iterable[SlotLogLine]) -> Iterator[SlotLogLine]:
@@ -34,6 +37,13 @@ def fold_torchrun_output(lines: Iterable[SlotLogLine]) -> Iterator[SlotLogLine]:
             yield from folds.setdefault((line.slot, line.attempt), _Fold()).add(line)
     for fold in folds.values():
         yield from fold.finish()
+
+
+def drop_torchrun_output(lines: Sequence[str]) -> list[str]:
+    """Return the lines of a log that torchrun itself did not write."""
+    fold = _Fold()
+    shown = [shown for text in lines for shown in fold.add(SlotLogLine(Slot("", 0), 0, text))]
+    return [line.text for line in [*shown, *fold.finish()] if not _FOLDED.fullmatch(line.text)]
 
 
 class _Fold:
@@ -103,9 +113,10 @@ class _Fold:
         if not self._folded:
             return []
         folded, self._folded = self._folded, []
-        return [folded[-1]._replace(text=describe_folded(len(folded)))]
+        log = log_name(folded[-1].slot, folded[-1].attempt)
+        return [folded[-1]._replace(text=describe_folded(len(folded), log))]
 
 
-def describe_folded(count: int) -> str:
+def describe_folded(count: int, log: str) -> str:
     """Return the line that is shown instead of folded lines."""
-    return f"… {pluralize(count, 'line')} by torchrun; see the log file"
+    return f"… {pluralize(count, 'line')} by torchrun; see {log}"

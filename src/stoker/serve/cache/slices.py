@@ -357,7 +357,10 @@ def check_budget(folder: Path, budget: int) -> None:
         raise InputError(f"--size must be >= {format_bytes(4 * SLICE_BYTES)}, got {format_bytes(budget)}")
     used = sum(map(_size, (folder / "objects").rglob("*")))
     disk = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(disk).free + used
+    usage = shutil.disk_usage(disk)
+    if not usage.total:  # /proc and /sys
+        raise InputError("this file system stores no files", where=folder, hint="pass another --dir")
+    free = usage.free + used
     if budget > free:
         raise InputError(
             f"--size is {format_bytes(budget)}, but the disk has {format_bytes(free)} free",

@@ -12,12 +12,24 @@ from dataclasses import dataclass
 
 from stoker.errors import InputError, JobFailedError, NotFoundError, StokerError, UnavailableError
 from stoker.kube.client import KubeClient
-from stoker.kube.conditions import filter_events, get_condition, has_condition, is_terminating
+from stoker.kube.conditions import get_condition, has_condition, is_terminating
 from stoker.kube.ephemeral_pod import list_events, wait_deleted
 from stoker.kube.objects import CACHE_PORT, CACHE_SERVICE, MAIN_CONTAINER, Manifest, cache_url, with_owner
 from stoker.kube.pending import explain_pending
 from stoker.kube.pods import main_container_status
 from stoker.kube.quantity import parse_quantity
+from stoker.kube.rollout import (
+    POLL_S,
+    ProgressCallback,
+    count_ready_pods,
+    creation_time,
+    explain_pod,
+    explain_unready,
+    has_started,
+    is_ready,
+    read_log,
+    wait_ready,
+)
 from stoker.serve.cluster.manifests import (
     CACHE_LABELS,
     KINDS,
@@ -25,21 +37,13 @@ from stoker.serve.cluster.manifests import (
     WarmJob,
     build_warm_objects,
     check_claim_writable,
-    pod_version,
 )
 from stoker.serve.nginx.stats import count_log_line
 
-READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 120.0
-MAX_RESTARTS = 3
-"""Restarts of a container after which waiting for it is pointless."""
 MAX_POLL_FAILURES = 5
 """Consecutive API failures that are tolerated while a Job is followed."""
-POLL_S = 1.0
 JOB_NAME_LABEL = "batch.kubernetes.io/job-name"
-
-ProgressCallback = Callable[[str], None]
-
 
 # --- Deploy
 
@@ -80,111 +84,27 @@ def _dry_run(cluster: KubeClient, manifest: Manifest) -> None:
         raise InputError("the claims of a deployed cache cannot be changed", where=cluster, hint=hint) from error
 
 
-def wait_ready(
-    cluster: KubeClient,
-    kind: str,
-    *,
-    timeout_s: float = READY_TIMEOUT_S,
-    on_progress: ProgressCallback = lambda _: None,
+def wait_cache_ready(
+    cluster: KubeClient, kind: str, *, timeout_s: float, on_progress: ProgressCallback = lambda _: None
 ) -> None:
     """Wait until every pod of the cache is ready; raise with the reason if that fails."""
-    deadline, reported, next_check = time.monotonic() + timeout_s, "", 0.0
-    while True:
-        owner = cluster.get(kind, CACHE_SERVICE)
-        if owner is None:
-            raise UnavailableError("the cache was deleted", where=cluster)
-        ready, expected = count_ready_pods(owner)
-        if ready == expected:
-            return
-        late = time.monotonic() > deadline
-        if late or time.monotonic() > next_check:  # the explanation needs several API requests
-            next_check = time.monotonic() + 3 * POLL_S
-            why = _explain_unready(cluster, owner)
-            state = f"{ready} of {expected} pods are ready{f': {why}' if why else ''}"
-            if late or _has_failed_permanently(cluster, owner):
-                hint = "for details, run: stoker data cache --on k8s --status; to remove the cache, pass --stop"
-                raise UnavailableError(f"the cache is not ready: {state}", where=cluster, hint=hint)
-            if state != reported:
-                on_progress(reported := state)
-        time.sleep(POLL_S)
+    wait_ready(
+        cluster,
+        kind,
+        CACHE_SERVICE,
+        what="the cache",
+        hint="for details, run: stoker data cache --on k8s --status; to remove the cache, pass --stop",
+        timeout_s=timeout_s,
+        on_progress=on_progress,
+        is_noise=is_access_line,
+    )
 
 
-def count_ready_pods(owner: Manifest) -> tuple[int, int]:
-    """Return the ready pods of the current version, 0 until the controller has observed it, and the expected number."""
-    status, expected = owner.get("status") or {}, int(owner["spec"].get("replicas", 1))
-    if status.get("observedGeneration", 0) < owner["metadata"].get("generation", 0):
-        return 0, expected
-    # Pods of the previous version are counted as ready until they are gone.
-    new, total = int(status.get("updatedReplicas") or 0), int(status.get("replicas") or 0)
-    ready = int(status.get("readyReplicas") or 0)
-    return max(0, min(new, ready - (total - new))), expected
-
-
-def _explain_unready(cluster: KubeClient, owner: Manifest) -> str:
-    pods = [pod for pod in _list_current_pods(cluster, owner) if not _is_ready(pod)]
-    events = list_events(cluster)
-    if not pods:
-        return _explain_missing_pods(owner, events)
-    sentences = (_explain_pod(cluster, pod, events) for pod in sorted(pods, key=_creation_time, reverse=True))
-    return next(filter(None, sentences), "")
-
-
-def _explain_pod(cluster: KubeClient, pod: Manifest, events: Sequence[Manifest]) -> str:
-    """Return why a pod is not ready, with the last line of its log if that helps."""
-    why = explain_pending(pod, events)
-    if not _has_started(pod):
-        return why
-    last = _last_log_line(cluster, pod)
-    if not why and (end := (main_container_status(pod).get("lastState") or {}).get("terminated")):
-        why = f"exited with code {end.get('exitCode')}"
-    if not why and any(event.get("reason") == "Unhealthy" for event in filter_events(pod, "Pod", events)):
-        why = "running, but not responding"
-    return ": ".join(part for part in (why, last) if part) if why else ""
-
-
-def _explain_missing_pods(owner: Manifest, events: Sequence[Manifest]) -> str:
-    """Return why a Deployment or StatefulSet has no pods, from its condition or the events of its ReplicaSets."""
-    if has_condition(owner, "ReplicaFailure"):
-        message = get_condition(owner, "ReplicaFailure").get("message")
-        return explain_pending({}, [{"reason": "FailedCreate", "message": message}])
-    from_sets = [event for event in events if event["involvedObject"].get("kind") == "ReplicaSet"]
-    own_sets = [event for event in from_sets if event["involvedObject"]["name"].startswith(f"{CACHE_SERVICE}-")]
-    return explain_pending({}, [*filter_events(owner, owner["kind"], events), *own_sets])
-
-
-def _list_current_pods(cluster: KubeClient, owner: Manifest) -> list[Manifest]:
-    """List the pods of the current version; previous ones may be the broken ones being replaced."""
-    version = pod_version(owner["spec"]["template"])
-    return [
-        pod
-        for pod in cluster.list_objects("Pod", SERVER_LABELS)
-        if pod_version(pod) == version and not is_terminating(pod)
-    ]
-
-
-def _has_failed_permanently(cluster: KubeClient, owner: Manifest) -> bool:
-    """Return whether waiting is pointless: a container keeps crashing, or its image name is invalid."""
-    for pod in _list_current_pods(cluster, owner):
-        status = main_container_status(pod)
-        waiting = (status.get("state") or {}).get("waiting") or {}
-        if waiting.get("reason") in ("InvalidImageName", "ErrImageNeverPull"):
-            return True
-        if waiting and int(status.get("restartCount") or 0) >= MAX_RESTARTS:
-            return True
-    return False
-
-
-def _last_log_line(cluster: KubeClient, pod: Manifest) -> str:
-    """Return the last log line that is not one of nginx's access log."""
+def is_access_line(line: bytes) -> bool:
+    """Return whether a line is one of nginx's access log."""
     totals: Counter[str] = Counter()
-    last = ""
-    with suppress(StokerError):
-        for line in _read_log(cluster, pod):
-            before = sum(totals.values())
-            count_log_line(line, totals)
-            if sum(totals.values()) == before and line.strip():
-                last = line.decode(errors="replace").strip()
-    return last[:200]
+    count_log_line(line, totals)
+    return totals.total() > 0
 
 
 # --- Status
@@ -239,27 +159,25 @@ def read_status(cluster: KubeClient) -> CacheStatus:
 
 
 def _read_pod_status(cluster: KubeClient, pod: Manifest, events: Sequence[Manifest]) -> CachePodStatus:
-    ready = _is_ready(pod) and not is_terminating(pod)
+    ready = is_ready(pod) and not is_terminating(pod)
     return CachePodStatus(
         name=pod["metadata"]["name"],
         node=pod["spec"].get("nodeName"),
         ready=ready,
         restarts=int(main_container_status(pod).get("restartCount") or 0),
-        why="" if ready else "terminating" if is_terminating(pod) else _explain_pod(cluster, pod, events),
-        log=_count_log(cluster, pod) if _has_started(pod) else {},
+        why=""
+        if ready
+        else "terminating"
+        if is_terminating(pod)
+        else explain_pod(cluster, pod, events, is_access_line),
+        log=_count_log(cluster, pod) if has_started(pod) else {},
     )
-
-
-def _read_log(cluster: KubeClient, pod: Manifest, *, follow: bool = False) -> Iterator[bytes]:
-    """Yield the lines of a pod's log, without timestamps."""
-    for stamped in cluster.stream_log(pod["metadata"]["name"], MAIN_CONTAINER, follow=follow):
-        yield stamped.rstrip(b"\n").partition(b" ")[2]
 
 
 def _count_log(cluster: KubeClient, pod: Manifest) -> dict[str, int]:
     totals: Counter[str] = Counter()
     with suppress(StokerError):
-        for line in _read_log(cluster, pod):
+        for line in read_log(cluster, pod):
             count_log_line(line, totals)
     return {name: totals[name] for name in LOG_COUNTERS}
 
@@ -317,9 +235,9 @@ class WarmTarget:
 def find_warm_target(cluster: KubeClient) -> WarmTarget:
     """Return the cache to warm; with several replicas, each pod has its own storage and is warmed separately."""
     config, owner = _get_deployed(cluster)
-    pods = [pod for pod in cluster.list_objects("Pod", SERVER_LABELS) if _is_ready(pod) and not is_terminating(pod)]
+    pods = [pod for pod in cluster.list_objects("Pod", SERVER_LABELS) if is_ready(pod) and not is_terminating(pod)]
     if not pods:
-        why = _explain_unready(cluster, owner)
+        why = explain_unready(cluster, owner, is_access_line)
         raise UnavailableError(f"no pod of the cache is ready{f': {why}' if why else ''}", where=cluster)
     service = (cache_url(cluster.namespace),)
     caches = (
@@ -381,7 +299,7 @@ def _follow_job(
             job = cluster.get("Job", warm_job.name)
             outcome = None if job is None else _job_outcome(job)
             pods = cluster.list_objects("Pod", {JOB_NAME_LABEL: warm_job.name})
-            for pod in sorted(pods, key=_creation_time):
+            for pod in sorted(pods, key=creation_time):
                 for status, number, text in _read_progress(cluster, pod):
                     if status == "failed":
                         failed[number] = text
@@ -422,11 +340,11 @@ def _check_outcome(outcome: str, read: int, failed: dict[int, str], warm_job: Wa
 
 def _read_progress(cluster: KubeClient, pod: Manifest) -> Iterator[tuple[str, int, str]]:
     """Yield the progress lines of a warming pod until it exits; none if it has not started."""
-    if not _has_started(pod):
+    if not has_started(pod):
         return
     follow = pod["status"].get("phase") == "Running"
     with suppress(NotFoundError):  # deleted since it was listed, for example with its node
-        for line in _read_log(cluster, pod, follow=follow):
+        for line in read_log(cluster, pod, follow=follow):
             status, number, text = [*line.decode(errors="replace").split(" ", 2), "", ""][:3]
             if status in ("read", "failed") and number.isdecimal():
                 yield status, int(number), text
@@ -445,21 +363,3 @@ def _job_outcome(job: Manifest) -> str | None:
         failed = get_condition(job, "Failed")
         return str(failed.get("message") or failed.get("reason") or "Job failed")
     return "" if has_condition(job, "Complete") else None
-
-
-# --- Pod state
-
-
-def _has_started(pod: Manifest) -> bool:
-    """Return whether the container was started at least once, so that it has a log."""
-    status = main_container_status(pod)
-    state = {**(status.get("lastState") or {}), **(status.get("state") or {})}
-    return "running" in state or "terminated" in state
-
-
-def _is_ready(pod: Manifest) -> bool:
-    return bool(main_container_status(pod).get("ready"))
-
-
-def _creation_time(pod: Manifest) -> str:
-    return str(pod["metadata"].get("creationTimestamp") or "")

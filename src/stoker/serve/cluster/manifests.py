@@ -23,18 +23,18 @@ from stoker.kube.objects import (
     ACCESS_MODES,
     CACHE_PORT,
     CACHE_SERVICE,
-    LABEL_DOMAIN,
     MAIN_CONTAINER,
     MANAGED_BY,
     PART_LABEL,
     ROLE_LABEL,
     Manifest,
+    apply_patches,
     build_claim,
     build_object,
-    patch_matches,
+    restricted_pod,
     restricted_security_context,
-    strategic_merge,
 )
+from stoker.kube.rollout import annotate_config
 from stoker.serve.nginx.config import ContainerPaths, NginxCacheConfig, keys_zone_bytes, render_cache_config
 from stoker.storage import redacted
 
@@ -63,7 +63,6 @@ MAX_CONFIG_MAP_BYTES = (1 << 20) - (1 << 14)
 
 CONFIG_DIR, RUN_DIR, CACHE_DIR = "/etc/stoker", "/run/stoker", "/cache"
 """Mount paths in a cache pod: configuration, runtime files, and cached data."""
-CONFIG_ANNOTATION = f"{LABEL_DOMAIN}/config"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,23 +97,8 @@ def build_cache_objects(cache: ClusterCache, patches: Sequence[Manifest] = ()) -
         "ports": [{"name": "http", "port": CACHE_PORT, "targetPort": "http", "protocol": "TCP"}],
     }
     service = build_object("v1", "Service", CACHE_SERVICE, CACHE_LABELS, namespace=cache.namespace, spec=spec)
-    return _annotate_pods(*apply_patches([config, service, _build_workload(cache)], patches))
-
-
-def _annotate_pods(config: Manifest, service: Manifest, workload: Manifest) -> list[Manifest]:
-    """Annotate the pods with a hash of their configuration: a change starts new pods, recognizable as such."""
-    content = json.dumps([config.get("data"), workload["spec"]["template"]["spec"]], sort_keys=True)
-    annotation = {CONFIG_ANNOTATION: hashlib.sha256(content.encode()).hexdigest()}
-    return [
-        config,
-        service,
-        strategic_merge(workload, {"spec": {"template": {"metadata": {"annotations": annotation}}}}),
-    ]
-
-
-def pod_version(template: Manifest) -> str:
-    """Return the configuration hash of a pod or pod template."""
-    return str((template["metadata"].get("annotations") or {}).get(CONFIG_ANNOTATION) or "")
+    config, service, workload = apply_patches([config, service, _build_workload(cache)], patches)
+    return [config, service, annotate_config(workload, config.get("data"))]
 
 
 def _cache_faults(cache: ClusterCache) -> Iterator[Fault]:
@@ -175,27 +159,13 @@ def _build_pod(cache: ClusterCache) -> Manifest:
         volumes.append({"name": "cache", "persistentVolumeClaim": {"claimName": cache.claim}})
     elif cache.storage_class is None:
         volumes.append({"name": "cache", "emptyDir": {"sizeLimit": str(_disk_limit(cache))}})
-    pod = _restricted_pod(NGINX_UID)
+    pod = restricted_pod(NGINX_UID)
     pod["securityContext"] |= {"fsGroup": NGINX_UID, "fsGroupChangePolicy": "OnRootMismatch"}
     pod |= {"terminationGracePeriodSeconds": GRACE_S, "containers": [_build_container(cache)], "volumes": volumes}
     if cache.replicas > 1:
         spread = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
         pod["topologySpreadConstraints"] = [{**spread, "labelSelector": {"matchLabels": SERVER_LABELS}}]
     return pod
-
-
-def _restricted_pod(user: int) -> Manifest:
-    """Return a pod spec without the privileges that neither nginx nor wget needs."""
-    return {
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": user,
-            "runAsGroup": user,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-    }
 
 
 def _build_container(cache: ClusterCache) -> Manifest:
@@ -365,7 +335,7 @@ def _build_job(warm_job: WarmJob) -> Manifest:
         "securityContext": {**restricted_security_context(), "readOnlyRootFilesystem": True},
         "volumeMounts": [{"name": "config", "mountPath": CONFIG_DIR, "readOnly": True}],
     }
-    pod = _restricted_pod(NOBODY_UID) | {
+    pod = restricted_pod(NOBODY_UID) | {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 5,
         "containers": [container],
@@ -438,20 +408,3 @@ for pid in $workers; do
 done
 exit "$code"
 """
-
-
-# --- Patches
-
-
-def apply_patches(objects: Sequence[Manifest], patches: Sequence[Manifest]) -> list[Manifest]:
-    """Merge patches into the objects with their kind and name, if set; raise InputError for a patch without a match."""
-    merged = list(objects)
-    for patch in patches:
-        matches = [index for index, manifest in enumerate(merged) if patch_matches(patch, manifest)]
-        if not matches:
-            kind, name = patch.get("kind"), (patch.get("metadata") or {}).get("name")
-            existing = ", ".join(f"{manifest['kind']} {manifest['metadata']['name']}" for manifest in merged)
-            raise InputError(f"--patch: no object {kind} {name or ''}".rstrip(), hint=f"objects are {existing}")
-        for index in matches:
-            merged[index] = strategic_merge(merged[index], patch)
-    return merged

@@ -11,9 +11,10 @@ from pathlib import Path
 from textwrap import indent
 
 from stoker.errors import InputError
+from stoker.serve.loopback import is_loopback
 from stoker.serve.nginx.auth import token_check, token_map
 from stoker.serve.nginx.origin import OriginLocations
-from stoker.serve.nginx.syntax import format_host, is_loopback, quote_word
+from stoker.serve.nginx.syntax import format_host, quote_word
 
 MIB = 1 << 20
 

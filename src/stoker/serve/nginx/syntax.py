@@ -35,11 +35,3 @@ def format_host(host: str) -> str:
             return host
         raise InputError("invalid host name or address", where=repr(host))
     return f"[{address}]" if address.version == 6 else str(address)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an address is only reachable from this machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -1,0 +1,1 @@
+"""Dashboard: run folders as web pages and as an API."""

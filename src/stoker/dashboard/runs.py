@@ -1,0 +1,88 @@
+"""Runs that the dashboard shows: their folders and indexes. IDs from requests are checked here."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from stoker.errors import NotFoundError, StokerError
+from stoker.jobs.run_folder import STATUS_FILE, RunFolder, list_runs
+from stoker.jobs.status import JobState, JobStatus
+from stoker.telemetry.run_index import RunIndex
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class DashboardRun:
+    """One run: its folder, and its index, which all requests share under a lock."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.lock = threading.RLock()
+        self._index: RunIndex | None = None
+        self._refreshed = -1e9
+        self._status: tuple[tuple[int, int, int], JobStatus] | None = None
+
+    @property
+    def id(self) -> str:
+        """The ID of the run."""
+        return self.folder.id
+
+    def status(self) -> JobStatus:
+        """Return the last known status; that of a large run takes a while to decode, and is kept until it changes."""
+        try:
+            stat = (self.folder.folder / STATUS_FILE).stat()
+            version = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+            if self._status is None or self._status[0] != version:
+                self._status = (version, self.folder.read_status())
+            return self._status[1]
+        except FileNotFoundError:
+            return self.folder.read_status()
+        except (StokerError, OSError):
+            return JobStatus(state=JobState.LOST, message="state.json cannot be read")
+
+    def index(self, max_age_s: float = 1.0) -> RunIndex:
+        """Return the index, not older than this; call it, and use the index, with `lock` held."""
+        if self._index is None:
+            self._index = RunIndex(self.folder.logs)
+        if time.monotonic() - self._refreshed >= max_age_s:
+            if not self.folder.folder.is_dir():
+                raise NotFoundError(f"run {self.id} was deleted")
+            self._index.refresh()
+            self._refreshed = time.monotonic()
+        return self._index
+
+    def job_yaml(self) -> str:
+        """Return the job file; empty if it cannot be read."""
+        try:
+            return (self.folder.folder / "job.yaml").read_text(errors="replace")
+        except OSError:
+            return ""
+
+
+class RunCatalog:
+    """The runs that are shown: those named on the command line, or all runs of this machine."""
+
+    def __init__(self, folders: Sequence[Path] = ()) -> None:
+        self._folders = [RunFolder(folder) for folder in folders]
+        self._runs: dict[str, DashboardRun] = {}
+        self._lock = threading.Lock()
+
+    def list(self) -> list[DashboardRun]:
+        """Return the runs, newest first; the list of a machine changes while the dashboard is open."""
+        folders = self._folders or list_runs()
+        with self._lock:
+            known = {folder.id: self._runs.get(folder.id) or DashboardRun(folder) for folder in folders}
+            self._runs = known
+        return [*known.values()]
+
+    def find(self, run_id: str) -> DashboardRun:
+        """Return a run by its ID; raise NotFoundError for any other text."""
+        if _ID.fullmatch(run_id):
+            run = self._runs.get(run_id) or next((run for run in self.list() if run.id == run_id), None)
+            if run is not None:
+                return run
+        raise NotFoundError("no such run")

@@ -1,0 +1,263 @@
+"""Series for charts: columns of an index, down-sampled in bins of time. Pure functions of arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.telemetry.analysis import PARTS, STAGES
+from stoker.telemetry.profile_rows import GPU_FIELDS, PROFILE_FIELDS
+from stoker.telemetry.run_index import RunIndex
+
+Numbers = list[float | None]
+"""Numbers for JSON: None where there is no value, or where it is not finite."""
+
+
+class Metric(NamedTuple):
+    """What a heat map can show: its title, unit, and whether low or high values are bad."""
+
+    title: str
+    unit: str
+    is_low_bad: bool
+
+
+METRICS: Mapping[str, Metric] = {
+    "gpu.util_pct": Metric("GPU utilization", "%", True),
+    "gpu.power_w": Metric("GPU power", "W", True),
+    "gpu.sm_mhz": Metric("GPU clock", "MHz", True),
+    "gpu.mem_used": Metric("GPU memory", "B", False),
+    "gpu.temp_c": Metric("GPU temperature", "°C", False),
+    "cpu_pct": Metric("CPU", "%", False),
+    "iowait_pct": Metric("I/O wait", "%", False),
+    "loader_wait": Metric("loader wait", "%", False),
+    "tree_rss": Metric("program memory", "B", False),
+    "mem_available": Metric("available memory", "B", True),
+    "net_rx_per_s": Metric("network received", "B/s", True),
+    "net_tx_per_s": Metric("network sent", "B/s", True),
+    "tcp_retransmits_per_s": Metric("TCP retransmits", "/s", False),
+    "disk_read_per_s": Metric("disk read", "B/s", False),
+    "disk_write_per_s": Metric("disk written", "B/s", False),
+    "cache_disk_free": Metric("free cache disk", "B", True),
+}
+QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
+
+
+class Window(NamedTuple):
+    """A range of time in equal bins."""
+
+    since: float
+    until: float
+    bins: int
+
+    @property
+    def bin_s(self) -> float:
+        """The length of a bin."""
+        return max((self.until - self.since) / self.bins, 1e-6)
+
+    @property
+    def centers(self) -> NDArray[np.float64]:
+        """The times in the middle of the bins."""
+        return np.float64(self.since) + (np.arange(self.bins, dtype=np.float64) + 0.5) * self.bin_s
+
+    def select(self, t: NDArray[np.float64]) -> tuple[NDArray[np.bool_] | slice, NDArray[np.int64]]:
+        """Return which times are in the window, a slice if all of them are, and the bins of those."""
+        is_inside = (t >= self.since) & (t <= self.until)
+        chosen = slice(None) if is_inside.all() else is_inside
+        return chosen, np.minimum(((t[chosen] - self.since) / self.bin_s).astype(np.int64), self.bins - 1)
+
+
+def scalar_series(index: RunIndex, name: str, window: Window) -> dict[str, Numbers]:
+    """Return a scalar by time: `t`, `step`, `mean`, `min` and `max` of each bin that has values.
+
+    No extreme value is lost by down-sampling.
+    """
+    table = index.tables["scalar"]
+    empty: dict[str, Numbers] = {key: [] for key in ("t", "step", "mean", "min", "max")}
+    if name not in index.names:
+        return empty
+    rows = table.read("name") == index.names.index(name)
+    t, step, value = (table.read(column)[rows] for column in ("t", "step", "value"))
+    chosen, bins = window.select(t)
+    t, step, value = t[chosen], step[chosen], value[chosen]
+    if not len(t):
+        return empty
+    if len(t) <= window.bins:
+        order = np.argsort(t, kind="stable")
+        numbers = to_numbers(value[order])
+        return {
+            "t": to_numbers(t[order]),
+            "step": to_numbers(step[order]),
+            "mean": numbers,
+            "min": numbers,
+            "max": numbers,
+        }
+    order = np.lexsort((t, bins))
+    _, starts, counts = np.unique(bins[order], return_index=True, return_counts=True)
+    value = value[order]
+    return {
+        "t": to_numbers(np.add.reduceat(t[order], starts) / counts),
+        "step": to_numbers(np.maximum.reduceat(step[order], starts)),
+        "mean": to_numbers(np.add.reduceat(value, starts) / counts),
+        "min": to_numbers(np.minimum.reduceat(value, starts)),
+        "max": to_numbers(np.maximum.reduceat(value, starts)),
+    }
+
+
+def step_series(index: RunIndex, window: Window) -> tuple[dict[str, Numbers], dict[str, Numbers]]:
+    """Return the mean time of a step by its parts, and the mean time of a sample in each stage of the loader."""
+    table = index.tables["span"]
+    t = table.read("t")
+    chosen, bins = window.select(t)
+    names, lengths, counts, samples = (table.read(key)[chosen] for key in ("name", "length", "count", "samples"))
+
+    def mean_of(name: str, weights: NDArray[Any]) -> NDArray[np.float64]:
+        if name not in index.names:
+            return np.full(window.bins, np.nan)
+        rows = names == index.names.index(name)
+        sums = np.bincount(bins[rows], lengths[rows], window.bins)
+        total = np.bincount(bins[rows], weights[rows], window.bins)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(total > 0, sums / total, np.nan)
+
+    parts = {name: mean_of(name, counts) for name in PARTS}
+    known = np.array([*parts.values()])
+    step = mean_of("step", counts)
+    with np.errstate(invalid="ignore"):
+        parts["rest"] = np.maximum(0.0, step - np.where(np.isnan(known), 0.0, known).sum(axis=0))
+    stages = {stage: mean_of(f"loader.{stage}", samples) for stage in STAGES}
+    return (
+        {"t": to_numbers(window.centers), **{name: to_numbers(values) for name, values in parts.items()}},
+        {"t": to_numbers(window.centers), **{name: to_numbers(values) for name, values in stages.items()}},
+    )
+
+
+class Matrix(NamedTuple):
+    """Means by row (a slot, or a GPU of one) and bin; NaN where there is no data."""
+
+    rows: list[str]
+    values: NDArray[np.float64]
+
+
+def matrix(index: RunIndex, metric: str, window: Window) -> Matrix:
+    """Return a metric of every slot, or every GPU of every slot, by time."""
+    if metric == "loader_wait":
+        return _wait_matrix(index, window)
+    is_gpu = metric.startswith("gpu.")
+    field = metric.removeprefix("gpu.")
+    if field not in (GPU_FIELDS if is_gpu else PROFILE_FIELDS):
+        return Matrix([], np.zeros((0, window.bins)))
+    table = index.tables["gpu" if is_gpu else "profile"]
+    chosen, bins = window.select(table.read("t"))
+    rows, values = table.read("slot")[chosen].astype(np.int64), table.read(field)[chosen]
+    names = index.slots
+    if is_gpu:
+        gpus = np.clip(table.read("gpu")[chosen], 0, 255)
+        width = int(gpus.max(initial=0)) + 1
+        rows = rows * width + gpus if width > 1 else rows
+        is_used = np.bincount(rows, minlength=len(names) * width) > 0
+        rows = (np.cumsum(is_used) - 1)[rows]
+        names = [f"{names[pair // width]} gpu {pair % width}" for pair in np.flatnonzero(is_used).tolist()]
+    known = np.isfinite(values)
+    if not known.all():
+        rows, bins, values = rows[known], bins[known], values[known]
+    return Matrix(names, _means(rows, bins, values, (len(names), window.bins)))
+
+
+def _wait_matrix(index: RunIndex, window: Window) -> Matrix:
+    """Return the share of step time that each slot waits for input, in percent."""
+    table = index.tables["span"]
+    slots = sorted({process.slot for process in index.processes})
+    if not slots or "loader_wait" not in index.names or "step" not in index.names:
+        return Matrix([], np.zeros((0, window.bins)))
+    owner = np.array([slots.index(process.slot) for process in index.processes])
+    chosen, bins = window.select(table.read("t"))
+    rows = owner[table.read("process")[chosen]]
+    names, lengths = table.read("name")[chosen], table.read("length")[chosen]
+    shape = (len(slots), window.bins)
+
+    def total(name: str) -> NDArray[np.float64]:
+        used = names == index.names.index(name)
+        flat = rows[used] * window.bins + bins[used]
+        return np.bincount(flat, lengths[used], shape[0] * shape[1]).astype(np.float64).reshape(shape)
+
+    steps = total("step")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return Matrix(slots, np.where(steps > 0, 100 * total("loader_wait") / steps, np.nan))
+
+
+def _means(
+    rows: NDArray[np.int64], bins: NDArray[np.int64], values: NDArray[Any], shape: tuple[int, int]
+) -> NDArray[np.float64]:
+    flat = rows * shape[1] + bins
+    counts = np.bincount(flat, minlength=shape[0] * shape[1])
+    sums = np.bincount(flat, values, shape[0] * shape[1])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(counts > 0, sums / counts, np.nan).reshape(shape)
+
+
+def fill_short_gaps(values: NDArray[np.float64], interval_s: float, bin_s: float) -> NDArray[np.float64]:
+    """Repeat a value in the bins until the next sample, if bins are shorter than the interval of samples."""
+    reach = math.ceil(1.5 * interval_s / bin_s) - 1 if interval_s > 0 else 0
+    if reach <= 0 or not values.size:
+        return values
+    positions = np.where(np.isnan(values), -1, np.arange(values.shape[1]))
+    last = np.maximum.accumulate(positions, axis=1)
+    is_near = (last >= 0) & (np.arange(values.shape[1]) - last <= reach)
+    filled = np.take_along_axis(values, np.maximum(last, 0), axis=1)
+    return np.where(is_near, filled, np.nan)
+
+
+def worst_first(found: Matrix, metric: Metric) -> list[int]:
+    """Return the rows in order: those without recent data, those with the longest gaps, then the worst means."""
+    if not found.rows:
+        return []
+    known = np.isfinite(found.values)
+    last = np.where(known.any(axis=1), found.values.shape[1] - 1 - np.argmax(known[:, ::-1], axis=1), -1)
+    newest = last.max()
+    gaps = 1 - known.mean(axis=1)
+    is_dead = last < newest - max(1, found.values.shape[1] // 50)
+    sums, counts = np.where(known, found.values, 0.0).sum(axis=1), known.sum(axis=1)
+    means = sums / np.maximum(counts, 1)
+    badness = means if metric.is_low_bad else -means
+    has_gap = gaps > gaps.min() + 0.02
+    return [int(row) for row in np.lexsort((badness, np.where(has_gap, -gaps, 0.0), ~is_dead))]
+
+
+def bands(found: Matrix) -> dict[str, Numbers]:
+    """Return quantiles over all rows for each bin: `min`, `p10`, `p50`, `p90`, `max`."""
+    names = ("min", "p10", "p50", "p90", "max")
+    if not found.rows:
+        return {name: [] for name in names}
+    ordered = np.sort(found.values, axis=0)  # NaN last
+    counts = np.isfinite(ordered).sum(axis=0)
+    columns = np.arange(ordered.shape[1])
+    picks: Callable[[float], NDArray[Any]] = lambda share: np.round(share * np.maximum(counts - 1, 0)).astype(np.int64)  # noqa: E731
+    return {name: to_numbers(ordered[picks(share), columns]) for name, share in zip(names, QUANTILES, strict=True)}
+
+
+def quantize(values: NDArray[np.float64], unit: str) -> tuple[bytes, float, float]:
+    """Return a matrix as bytes from 0 to 254, and the values of 0 and 254; 255 is no data.
+
+    Percentages have a fixed scale, other values that of their extremes.
+    """
+    known = np.isfinite(values)
+    if not known.any():
+        return bytes(np.full(values.shape, 255, np.uint8).tobytes()), 0.0, 1.0
+    low, high = float(values[known].min()), float(values[known].max())
+    if unit == "%":
+        low, high = min(low, 0.0), max(high, 100.0)
+    span = high - low or 1.0
+    scaled = np.where(known, np.nan_to_num((values - low) / span * 254), 255.0)
+    return np.rint(scaled).astype(np.uint8).tobytes(), low, low + span
+
+
+def to_numbers(values: NDArray[Any]) -> Numbers:
+    """Return an array as numbers for JSON, with six significant digits; times keep milliseconds."""
+    return [
+        None if not math.isfinite(value) else value if abs(value) >= 1e6 else float(f"{value:.6g}")
+        for value in values.tolist()
+    ]

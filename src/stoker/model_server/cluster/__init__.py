@@ -1,0 +1,1 @@
+"""A model server in a Kubernetes namespace."""

@@ -1,0 +1,134 @@
+"""Kill drill for TensorFlow: tasks are killed and stopped at random moments, and the weights stay the same to the bit.
+
+The faults come from seeds. Repeat one run with `STOKER_DRILL_SEEDS=tf-ps:2`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.core.processes import find_processes_by_env
+from stoker.jobs.run_folder import RunFolder, find_run
+from stoker.telemetry.reader import read_run
+from stoker.testing import make_shards
+from stoker.trainers.ledger import effective_samples
+from tests.support.tf_gangs import assert_same_bits, read_tf_checkpoint
+from tests.support.trees import stoker
+from tests.support.waiting import wait_until
+
+pytest.importorskip("keras")
+
+SAMPLES = 240
+EPOCHS = {"tf-mirrored": 100, "tf-ps": 30}
+"""So many that a training lasts longer than its faults."""
+FAULTS = 5
+"""Faults per run: the pause before a restart grows with their number."""
+SEEDS = 4
+PEER_TIMEOUT_S = 10
+MAX_DETECTION_S = 60
+"""From a fault to the restart: the timeout, the grace period and the pause before the restart."""
+MODULES = {"tf-mirrored": "tf_mirrored", "tf-ps": "tf_ps"}
+TASKS = {
+    "tf-mirrored": ["worker/0", "worker/1"],
+    "tf-ps": ["chief/0", "worker/0", "worker/1", "ps/0", "ps/1"],
+}
+CASES = [(topology, seed) for topology in MODULES for seed in range(SEEDS)]
+
+
+def selected_cases() -> list[tuple[str, int]]:
+    """Return the cases that STOKER_DRILL_SEEDS names, or all."""
+    chosen = os.environ.get("STOKER_DRILL_SEEDS", "").split()
+    return [case for case in CASES if not chosen or f"{case[0]}:{case[1]}" in chosen]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_shards(
+        tmp_path_factory.mktemp("tf-drill") / "shards", samples=SAMPLES, val=20, classes=5, size=(24, 24)
+    )
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, dict[str, Any]]:
+    """The final checkpoints of undisturbed trainings, by topology."""
+    return {}
+
+
+def write_job(folder: Path, name: str, topology: str, shards: Path) -> Path:
+    options = f"--model small --size 16 --global-batch-size 12 --epochs {EPOCHS[topology]} --deterministic --seed 3"
+    options += f" --checkpoint-every-steps 3 --log-every 1s --validate-every 0 --ledger {folder / name / 'ledger'}"
+    options += f" --threads 1 --peer-timeout {PEER_TIMEOUT_S} --start-timeout 120"
+    job = {
+        "name": name,
+        "topology": topology,
+        "workers": 2,
+        "program": {"module": f"stoker.trainers.{MODULES[topology]}", "args": options.split()},
+        "roles": {"ps": {"count": 2}} if topology == "tf-ps" else {},
+        "data": {"train": str(shards / "train")},
+        "checkpoint": {"dir": str(folder / name / "checkpoints")},
+        "env": {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        "profile": {"every": 0},
+        "retries": 4 * FAULTS,
+        "grace": 5,
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(json.dumps(job))
+    return path
+
+
+def newest_step(run: RunFolder, since: float) -> int:
+    """The last step that was reported after a moment."""
+    steps = [e.fields["step"] for e in read_run(run.logs).events if e.kind == "heartbeat" and e.t > since]
+    return max(steps, default=0)
+
+
+def has_reached(run: RunFolder, since: float, step: int) -> bool:
+    """Whether the training has come further since a fault, or has ended."""
+    return newest_step(run, since) >= step or run.read_status().state.is_final
+
+
+def hit(run: RunFolder, draw: random.Random, topology: str) -> str:
+    """Kill or stop a task; return which, or nothing if it was not running."""
+    task, number = draw.choice(TASKS[topology]), draw.choice([signal.SIGKILL, signal.SIGSTOP])
+    pids = find_processes_by_env({"STOKER_RUN": run.id, "STOKER_SLOT": task})
+    for pid in pids:
+        os.kill(pid, number)
+    return f"{task} {number.name}" if pids else ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("topology", "seed"), selected_cases())
+def test_faults_do_not_change_the_weights(
+    topology: str, seed: int, shards: Path, references: dict[str, dict[str, Any]], workspace: Path
+) -> None:
+    if topology not in references:
+        assert stoker("job", "run", write_job(workspace, "undisturbed", topology, shards)) == 0
+        references[topology] = read_tf_checkpoint(workspace / "undisturbed/checkpoints")
+    draw = random.Random(f"{topology} {seed}")
+    assert stoker("job", "run", write_job(workspace, "hit", topology, shards), "--detach") == 0
+    run, faults, since, step = find_run("hit"), list[str](), 0.0, 0
+    while len(faults) < FAULTS:
+        step += draw.randint(1, 12)
+        wait_until(partial(has_reached, run, since, step), MAX_DETECTION_S + 60)
+        time.sleep(draw.random() * 0.5)
+        if fault := hit(run, draw, topology):
+            since, step = time.time(), newest_step(run, since)
+            faults.append(fault)
+        assert not run.read_status().state.is_final, (faults, run.read_status().message)
+    wait_until(lambda: run.read_status().state.is_final, 300)
+    assert run.read_status().state == "succeeded", (faults, run.read_status().message)
+    assert_same_bits(read_tf_checkpoint(workspace / "hit/checkpoints"), references[topology])
+    epochs = effective_samples(workspace / "hit/ledger")
+    assert sorted(epochs) == list(range(EPOCHS[topology]))
+    assert all(len(samples) == len(set(samples)) == SAMPLES for samples in epochs.values())
+    assert find_processes_by_env({"STOKER_RUN": run.id}) == []
