@@ -7,17 +7,17 @@ have sequence numbers, so that a reader can detect gaps. Numbers that JSON lacks
 
 from __future__ import annotations
 
-import faulthandler
 import itertools
 import json
 import math
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from stoker.telemetry.stack_signal import install_stack_signal
 
 PREFIX = "@stoker "
 VERSION = 1
@@ -100,8 +100,8 @@ def recorder(environ: Mapping[str, str] | None = None) -> Recorder:
 
     It also makes `kill -USR1` print the stacks of all threads to standard error.
     """
-    if environ is None and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    if environ is None:
+        install_stack_signal()
     env = os.environ if environ is None else environ
     rank = _first_number(env, "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
     # Run by hand on a terminal: no JSON.

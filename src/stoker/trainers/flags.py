@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from stoker.errors import Fault, InputError, MissingExtraError, SpecError, Stoke
 from stoker.load.native import DECODERS
 from stoker.load.transforms import TRANSFORMS
 from stoker.sampling.plan import SAMPLING_MODES
+from stoker.telemetry.stack_signal import install_stack_signal
 from stoker.trainers.checkpoint_files import is_step_name, step_name
 from stoker.trainers.schedule import SCHEDULES
 
@@ -339,7 +338,7 @@ def default_val_transform(size: int) -> str:
 
 def parse_or_exit(argv: Sequence[str], program: TrainerProgram = TORCH_IMAGE) -> argparse.Namespace:
     """Parse the flags and set the environment that the framework reads on import; exit if the flags are invalid."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # before anything that may hang
+    install_stack_signal()  # before anything that may hang
     try:
         args = parse_flags(argv, os.environ, program)
     except StokerError as error:

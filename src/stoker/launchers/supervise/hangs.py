@@ -11,7 +11,7 @@ from stoker.core.text import join_some
 from stoker.core.units import format_duration
 from stoker.jobs.topology import Slot
 
-_THREAD = re.compile(r"(?P<current>Current t|T)hread 0x")
+_THREAD = re.compile(r"(?P<current>Current thread 0x|Stack \(most recent call first\))|Thread 0x")
 _FRAME = re.compile(r'\s*File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
 # Libraries that wait for other ranks in their own Python code.
 _COLLECTIVE_FILE = re.compile(
@@ -125,7 +125,7 @@ def main_stacks(lines: Iterable[str]) -> list[list[Frame]]:
     stacks: list[tuple[bool, list[Frame]]] = []
     for line in lines:
         if thread := _THREAD.match(line):
-            stacks.append((thread["current"] != "T", []))
+            stacks.append((thread["current"] is not None, []))
         elif stacks and (frame := _FRAME.fullmatch(line)):
             stacks[-1][1].append(Frame(frame["file"], int(frame["line"]), frame["function"]))
     known = [(is_current, frames) for is_current, frames in stacks if frames]
