@@ -18,17 +18,8 @@ from hypothesis import strategies as st
 from stoker.telemetry import column_files, run_index
 from stoker.telemetry.analysis import RunAnalysis, analyze
 from stoker.telemetry.events import PREFIX, Event, split_line
-from stoker.telemetry.profile_rows import (
-    ATTEMPT,
-    MACHINE,
-    PROFILE_FIELDS,
-    ROW_FIELDS,
-    SLOT,
-    T,
-    decode_profiles,
-    profile_row,
-)
-from stoker.telemetry.reader import read_events
+from stoker.telemetry.profile_rows import PROFILE_FIELDS, ProfileRows
+from stoker.telemetry.reader import LogFile, read_events, with_slot
 from stoker.telemetry.run_index import RunIndex, decode_events, open_index
 from tests.support.event_logs import EventLogs
 
@@ -245,23 +236,30 @@ def test_fast_and_slow_path_agree(fields: dict[str, Any], around: str, is_ascii:
         raw = line.encode(errors="replace")
         slow = [part for part in split_line(raw.decode(errors="replace")) if isinstance(part, Event)]
         assert repr(decode_events(raw)) == repr(slow)
-        fast, others = decode_profiles([raw[len(PREFIX) :]]) if raw.startswith(PREFIX.encode()) else ([], [])
-        assert len(fast) + len(others) == raw.startswith(PREFIX.encode())
-        for row in fast:
+        fast, expected = ProfileRows(), ProfileRows()
+        if fast.add_lines([raw], "log/7", 7):
+            assert not len(fast)
+        if len(fast):
             (event,) = slow
-            expected = profile_row(event)
-            assert row[: MACHINE + 1] == expected[: MACHINE + 1]
-            assert repr(row[MACHINE + 1]) == repr(expected[MACHINE + 1])  # GPUs
-            plausible = [value if abs(value) < 1e15 else math.nan for value in row[MACHINE + 2 :]]
-            np.testing.assert_array_equal(plausible, expected[MACHINE + 2 :])
+            expected.add_event(with_slot(event, LogFile("log/7", 7, Path())))
+            assert_equal_rows(fast, expected)
 
 
-def test_usual_profile_takes_the_fast_path(logs: Path) -> None:
+def assert_equal_rows(one: ProfileRows, two: ProfileRows) -> None:
+    assert (one.slots, one.machines, one.gpu_counts) == (two.slots, two.machines, two.gpu_counts)
+    for first, second in zip(one.columns() + one.gpu_columns(), two.columns() + two.gpu_columns(), strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_usual_profile_takes_the_fast_path() -> None:
     fields = {"v": 1, "t": 5.5, "slot": "w/0", "rank": 0, "attempt": 2, "seq": 3, "pid": 9, "k": "profile"}
-    (row,), others = decode_profiles([json.dumps({**fields, "cpu_pct": 5}).encode()])
-    assert not others
-    assert (row[T], row[SLOT], row[ATTEMPT]) == (5.5, "w/0", 2)
-    assert row[len(ROW_FIELDS) + PROFILE_FIELDS.index("cpu_pct")] == 5.0
+    profile = f"{PREFIX}{json.dumps({**fields, 'cpu_pct': 5})}".encode()
+    span = f"{PREFIX}{json.dumps({**fields, 'k': 'span'})}".encode()
+    rows = ProfileRows()
+    assert rows.add_lines([b"text", profile, b"text", profile, span, b"[1] " + profile, profile], "log/7", 7) == [4, 5]
+    t, attempts, values = rows.columns()
+    assert (t.tolist(), rows.slots, attempts.tolist()) == ([5.5] * 3, ["w/0"] * 3, [2] * 3)
+    assert values[PROFILE_FIELDS.index("cpu_pct")].tolist() == [5.0] * 3
 
 
 @settings(max_examples=25, deadline=None)

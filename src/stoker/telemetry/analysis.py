@@ -16,7 +16,7 @@ import msgspec
 from stoker.telemetry.event_values import is_plausible_time, number, number_or_nan, recent, sort_events
 from stoker.telemetry.events import Event
 from stoker.telemetry.machine_totals import MachineTotals, ProfileBlock
-from stoker.telemetry.profile_rows import ATTEMPT, ProfileRow, T, profile_row
+from stoker.telemetry.profile_rows import ProfileRows
 from stoker.telemetry.remarks import find_remarks
 from stoker.telemetry.scalar_history import ScalarPoint, add_point, last_up_to
 from stoker.telemetry.segments import (
@@ -150,16 +150,16 @@ class RunAnalysis:
         elif event.kind == "mark" and name == CHECKPOINT_MARK:
             self._keep_checkpoint(event)
 
-    def add_profiles(self, rows: Sequence[ProfileRow]) -> ProfileBlock:
+    def add_profiles(self, rows: ProfileRows) -> ProfileBlock:
         """Add profiles, in any order; return them as arrays."""
-        rows = [row for row in rows if is_plausible_time(row[T])]
-        if rows:
+        block = self.machines.add(rows)
+        if len(block.t):
             state = self._state
-            newest = max(row[ATTEMPT] for row in rows)
+            newest = int(block.attempts.max())
             state.attempt = newest if state.attempt is None else max(state.attempt, newest)
-            state.first_t = min(state.first_t, *(row[T] for row in rows))
-            state.last_t = max(state.last_t, *(row[T] for row in rows))
-        return self.machines.add(rows)
+            state.first_t = min(state.first_t, float(block.t.min()))
+            state.last_t = max(state.last_t, float(block.t.max()))
+        return block
 
     def verdict(self) -> Verdict:
         """Return what bounds the step time."""
@@ -272,10 +272,13 @@ def analyze(events: Iterable[Event], *, last_s: float | None = None) -> RunAnaly
     """Return the analysis of events, or of those of the last seconds."""
     analysis = RunAnalysis()
     chosen = sort_events(events) if last_s is None else recent(events, last_s)
+    profiles = ProfileRows()
     for event in chosen:
-        if event.kind != "profile":
+        if event.kind == "profile":
+            profiles.add_event(event)
+        else:
             analysis.add(event)
-    analysis.add_profiles([profile_row(event) for event in chosen if event.kind == "profile"])
+    analysis.add_profiles(profiles)
     return analysis
 
 

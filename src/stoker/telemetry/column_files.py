@@ -31,14 +31,21 @@ class ColumnTable:
     def __init__(self, folder: Path, name: str, columns: Mapping[str, str]) -> None:
         self.columns = {column: np.dtype(kind) for column, kind in columns.items()}
         self._paths = {column: folder / f"{name}.{column}" for column in columns}
+        self._pending: dict[str, list[NDArray[Any]]] = {column: [] for column in columns}
         self.rows = 0
 
     def append(self, **columns: Any) -> None:
-        """Append rows, given as one array or list for each column."""
-        arrays = {name: np.asarray(columns[name]).astype(kind) for name, kind in self.columns.items()}
-        for name, array in arrays.items():
-            append_bytes(self._paths[name], array.tobytes())
-        self.rows += len(next(iter(arrays.values())))
+        """Append rows, given as one array or list for each column; they can be read after `flush`."""
+        for name, kind in self.columns.items():
+            self._pending[name].append(np.asarray(columns[name]).astype(kind))
+        self.rows += len(self._pending[name][-1])
+
+    def flush(self) -> None:
+        """Write the appended rows."""
+        for name, arrays in self._pending.items():
+            if arrays:
+                append_bytes(self._paths[name], np.concatenate(arrays).tobytes())
+                arrays.clear()
 
     def read(self, name: str, first: int = 0) -> NDArray[Any]:
         """Return a column from a row on."""

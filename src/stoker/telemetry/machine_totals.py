@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.telemetry.profile_rows import (
-    ATTEMPT,
-    GPU,
-    GPU_FIELDS,
-    MACHINE,
-    PROFILE_FIELDS,
-    ROW_FIELDS,
-    SLOT,
-    ProfileRow,
-    T,
-    to_array,
-)
+from stoker.telemetry.profile_rows import GPU_FIELDS, PROFILE_FIELDS, ProfileRows
 
 _LAST_FIELDS = (
     "mem_total", "mem_available", "cgroup_mem_limit", "cgroup_mem_used", "cores", "cpus", "cache_disk_free",
@@ -27,20 +14,22 @@ _LAST_FIELDS = (
 _WIDTH = len(PROFILE_FIELDS)
 _COLUMN = {name: number for number, name in enumerate(PROFILE_FIELDS)}
 _LAST_COLUMN = {name: number for number, name in enumerate(_LAST_FIELDS)}
-_UTIL, _USED, _TOTAL = (1 + GPU_FIELDS.index(name) for name in ("util_pct", "mem_used", "mem_total"))
+_UTIL, _USED, _TOTAL = (GPU_FIELDS.index(name) for name in ("util_pct", "mem_used", "mem_total"))
 
 
 class ProfileBlock(msgspec.Struct, frozen=True):
-    """Profile rows as arrays; `slots` are numbers of slots in `MachineTotals.slots`."""
+    """Profiles as arrays; `slots` are numbers of slots in `MachineTotals.slots`."""
 
     t: NDArray[np.float64]
     slots: NDArray[np.int64]
     attempts: NDArray[np.int64]
     values: NDArray[np.float64]
-    gpu_rows: NDArray[np.int64]
-    """The row in this block that each GPU belongs to."""
-    gpus: NDArray[np.float64]
-    """The number of the GPU, then `GPU_FIELDS`."""
+    """One row for each of `PROFILE_FIELDS`."""
+    gpu_owners: NDArray[np.int64]
+    """The profile in this block that each GPU belongs to."""
+    gpu_numbers: NDArray[np.int64]
+    gpu_values: NDArray[np.float64]
+    """One row for each of `GPU_FIELDS`."""
 
 
 class MachineTotals:
@@ -58,29 +47,28 @@ class MachineTotals:
         """The attempt, time and value of the last known value of a field."""
         self._gpu_util: dict[int, dict[int, tuple[float, int]]] = {}
         """Sum and number of the utilizations of each GPU of each slot."""
-        self._gpu_memory: dict[int, float] = {}
-        """The highest share of GPU memory in use."""
+        self._gpu_memory: NDArray[np.float64] = np.zeros(0)
+        """The highest share of GPU memory in use on each slot."""
 
-    def add(self, rows: Sequence[ProfileRow]) -> ProfileBlock:
-        """Add rows, in any order; return them as arrays."""
-        columns = list(zip(*rows, strict=True)) or [()] * (len(ROW_FIELDS) + _WIDTH)
-        names, machines = columns[SLOT], columns[MACHINE]
-        for slot, machine in dict.fromkeys(zip(names, machines, strict=True)):
+    def add(self, rows: ProfileRows) -> ProfileBlock:
+        """Add profiles, in any order; return them as arrays."""
+        for slot, machine in dict.fromkeys(zip(rows.slots, rows.machines, strict=True)):
             self.slots.setdefault(slot, len(self.slots))
             if machine:
                 self.machines.setdefault(slot, machine)
         self._grow()
-        gpus = [(number, *msgspec.structs.astuple(gpu)) for number, row in enumerate(columns[GPU]) for gpu in row]
-        gpu_rows, *gpu_values = list(zip(*gpus, strict=True)) or [()] * (2 + len(GPU_FIELDS))
+        t, attempts, values = rows.columns()
+        gpu_numbers, gpu_values = rows.gpu_columns()
         block = ProfileBlock(
-            t=np.array(columns[T], np.float64),
-            slots=np.array([self.slots[slot] for slot in names], np.int64),
-            attempts=np.array(columns[ATTEMPT], np.int64),
-            values=to_array(columns[len(ROW_FIELDS) :]),
-            gpu_rows=np.array(gpu_rows, np.int64),
-            gpus=to_array(gpu_values),
+            t=t,
+            slots=np.fromiter(map(self.slots.__getitem__, rows.slots), np.int64, len(rows)),
+            attempts=attempts,
+            values=values,
+            gpu_owners=np.repeat(np.arange(len(rows)), rows.gpu_counts),
+            gpu_numbers=gpu_numbers,
+            gpu_values=gpu_values,
         )
-        if rows:
+        if len(rows):
             self._add_block(block)
         return block
 
@@ -88,12 +76,12 @@ class MachineTotals:
         self.profiles += len(block.t)
         order = np.argsort(block.slots, kind="stable")
         slots, starts = np.unique(block.slots[order], return_index=True)
-        values = block.values[order]
+        values = block.values[:, order]
         known = np.isfinite(values)
         values[~known] = 0.0
-        self._sums[slots] += np.add.reduceat(values, starts)
-        self._counts[slots] += np.add.reduceat(known, starts, dtype=np.float64)
-        self._peaks[slots] = np.maximum(self._peaks[slots], np.maximum.reduceat(values, starts))
+        self._sums[slots] += np.add.reduceat(values, starts, axis=1).T
+        self._counts[slots] += np.add.reduceat(known, starts, axis=1, dtype=np.float64).T
+        self._peaks[slots] = np.maximum(self._peaks[slots], np.maximum.reduceat(values, starts, axis=1).T)
         self.last_t[slots] = np.maximum(self.last_t[slots], np.maximum.reduceat(block.t[order], starts))
         self._keep_last(block)
         self._add_gpus(block)
@@ -124,7 +112,7 @@ class MachineTotals:
 
     def gpu_memory(self, slot: str) -> float:
         """Return the highest share of its memory that a GPU of a slot has used."""
-        return self._gpu_memory.get(self.slots[slot], 0.0)
+        return float(self._gpu_memory[self.slots[slot]])
 
     def _grow(self) -> None:
         missing = len(self.slots) - len(self._sums)
@@ -132,6 +120,7 @@ class MachineTotals:
             return
         empty = np.zeros((missing, _WIDTH))
         self.last_t = np.concatenate([self.last_t, np.full(missing, -np.inf)])
+        self._gpu_memory = np.concatenate([self._gpu_memory, np.zeros(missing)])
         self._sums, self._counts, self._peaks = (
             np.concatenate([array, empty]) for array in (self._sums, self._counts, self._peaks)
         )
@@ -141,7 +130,7 @@ class MachineTotals:
     def _keep_last(self, block: ProfileBlock) -> None:
         order = np.lexsort((block.t, block.attempts))
         for number, name in enumerate(_LAST_FIELDS):
-            column = block.values[:, _COLUMN[name]]
+            column = block.values[_COLUMN[name]]
             known = order[np.isfinite(column[order])]
             newest = np.full(len(self._last), -1)
             newest[block.slots[known]] = known  # of several rows of a slot, the last one in order stays
@@ -155,12 +144,11 @@ class MachineTotals:
             self._last[slots, number] = np.stack([block.attempts[rows], block.t[rows], column[rows]], axis=1)
 
     def _add_gpus(self, block: ProfileBlock) -> None:
-        if not len(block.gpus):
+        if not len(block.gpu_owners):
             return
         self.has_gpu = True
-        slots, util = block.slots[block.gpu_rows], block.gpus[:, _UTIL]
-        gpus = block.gpus[:, 0].astype(np.int64)
-        (indexes, numbers), width = np.unique(gpus, return_inverse=True), len(gpus)
+        slots, util = block.slots[block.gpu_owners], block.gpu_values[_UTIL]
+        (indexes, numbers), width = np.unique(block.gpu_numbers, return_inverse=True), len(block.gpu_numbers)
         pairs, owners = np.unique(slots * width + numbers, return_inverse=True)
         keys = np.stack([pairs // width, indexes[pairs % width]], axis=1)
         known = np.isfinite(util)
@@ -170,19 +158,16 @@ class MachineTotals:
             gpus_of_slot = self._gpu_util.setdefault(slot, {})
             before, number = gpus_of_slot.get(gpu, (0.0, 0))
             gpus_of_slot[gpu] = (before + total, number + int(count))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            shares = np.where(block.gpus[:, _TOTAL] != 0, block.gpus[:, _USED] / block.gpus[:, _TOTAL], np.nan)
-        for slot in np.unique(slots[np.isfinite(shares)]).tolist():
-            fullest = float(np.nanmax(shares[slots == slot]))
-            self._gpu_memory[slot] = max(self._gpu_memory.get(slot, 0.0), fullest)
+        has_memory = block.gpu_values[_TOTAL] != 0
+        shares = block.gpu_values[_USED, has_memory] / block.gpu_values[_TOTAL, has_memory]
+        np.fmax.at(self._gpu_memory, slots[has_memory], shares)
 
     def dump(self) -> bytes:
         """Return the totals as bytes, for an index on disk."""
-        arrays = {name: getattr(self, name) for name in ("last_t", "_sums", "_counts", "_peaks", "_last")}
+        names = ("last_t", "_gpu_memory", "_sums", "_counts", "_peaks", "_last")
         state = _State(
             slots=list(self.slots), machines=self.machines, profiles=self.profiles, has_gpu=self.has_gpu,
-            arrays={name: array.tobytes() for name, array in arrays.items()},
-            gpu_util=self._gpu_util, gpu_memory=self._gpu_memory,
+            arrays={name: getattr(self, name).tobytes() for name in names}, gpu_util=self._gpu_util,
         )  # fmt: skip
         return msgspec.msgpack.encode(state)
 
@@ -197,7 +182,7 @@ class MachineTotals:
         for name, stored in state.arrays.items():
             shape = getattr(totals, name).shape
             setattr(totals, name, np.frombuffer(stored, np.float64).reshape(shape).copy())
-        totals._gpu_util, totals._gpu_memory = state.gpu_util, state.gpu_memory
+        totals._gpu_util = state.gpu_util
         return totals
 
 
@@ -208,4 +193,3 @@ class _State(msgspec.Struct):
     has_gpu: bool
     arrays: dict[str, bytes]
     gpu_util: dict[int, dict[int, tuple[float, int]]]
-    gpu_memory: dict[int, float]

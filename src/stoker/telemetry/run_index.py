@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +30,16 @@ from stoker.telemetry.analysis import RunAnalysis
 from stoker.telemetry.column_files import ColumnTable, append_bytes, replace_file
 from stoker.telemetry.event_values import is_plausible_time, number, number_or_nan
 from stoker.telemetry.events import PREFIX, Event, build_event, split_line
-from stoker.telemetry.profile_rows import (
-    ATTEMPT,
-    GPU_FIELDS,
-    PROFILE_FIELDS,
-    SLOT,
-    ProfileRow,
-    decode_profiles,
-    profile_row,
-)
+from stoker.telemetry.profile_rows import GPU_FIELDS, PROFILE_FIELDS, ProfileRows
 from stoker.telemetry.reader import MAX_LINE_BYTES, LogFile, list_log_files, with_slot
 
-VERSION = 1
+VERSION = 2
 FOLDER = "index"
 LOCK_TIMEOUT_S = 60.0
 """After this time without the lock, a private index is built: its holder may be stopped."""
 
 _BLOCK = 4 << 20
+_MAX_PROFILES = 1 << 13
 _COMMIT_BYTES = 128 << 20
 """A first pass over large logs commits after reading this much, so that it can be resumed."""
 _HEAD_BYTES = 1024
@@ -101,7 +95,7 @@ class _Rows:
     """Rows that are not in the tables yet."""
 
     def __init__(self) -> None:
-        self.profiles: list[ProfileRow] = []
+        self.profiles = ProfileRows()
         self.scalars: list[tuple[float, ...]] = []
         self.spans: list[tuple[float, ...]] = []
         self.marks: list[Mark] = []
@@ -194,9 +188,8 @@ class RunIndex:
                 if pending >= _COMMIT_BYTES:
                     self._commit(rows)
                     rows, pending = _Rows(), 0
-                elif len(rows.profiles) >= 1 << 16:
-                    self._flush(rows)
-                    rows = _Rows()
+                elif len(rows.profiles) >= _MAX_PROFILES:
+                    self._append_profiles(rows)
         if read:
             self._commit(rows)
         return read
@@ -281,18 +274,12 @@ class RunIndex:
             return
 
     def _add_lines(self, file: LogFile, data: bytes, begin: int, rows: _Rows) -> None:
-        profiles, start = [], 0
-        for line in data.split(b"\n"):
-            if line.startswith(_PREFIX) and b'"profile"' in line:
-                profiles.append(line[len(_PREFIX) :])
-            elif _PREFIX in line:
-                self._add_line(file, line, begin + start, rows)
-            start += len(line) + 1
-        plain, others = decode_profiles(profiles)
-        rows.profiles += [row if row[SLOT] else _set_slot(row, file) for row in plain]
-        for text in others:
-            offset = begin + data.find(text) - len(_PREFIX)
-            self._add_line(file, _PREFIX + text, offset, rows)
+        lines = data.split(b"\n")
+        others = rows.profiles.add_lines(lines, file.slot, file.attempt)
+        if others:
+            offsets = list(accumulate((len(line) + 1 for line in lines), initial=begin))
+            for number in others:
+                self._add_line(file, lines[number], offsets[number], rows)
 
     def _add_line(self, file: LogFile, line: bytes, offset: int, rows: _Rows) -> None:
         for event in decode_events(line):
@@ -302,7 +289,7 @@ class RunIndex:
         if not _is_storable(event):
             return
         if event.kind == "profile":
-            rows.profiles.append(profile_row(event))
+            rows.profiles.add_event(event)
             return
         self.analysis.add(event)
         name = event.fields.get("name")
@@ -339,20 +326,24 @@ class RunIndex:
             self.names.append(name)
         return known
 
+    def _append_profiles(self, rows: _Rows) -> None:
+        block = self.analysis.add_profiles(rows.profiles)
+        rows.profiles = ProfileRows()
+        values = dict(zip(PROFILE_FIELDS, block.values, strict=True))
+        self.tables["profile"].append(t=block.t, slot=block.slots, attempt=block.attempts, **values)
+        gpus, owners = dict(zip(GPU_FIELDS, block.gpu_values, strict=True)), block.gpu_owners
+        self.tables["gpu"].append(t=block.t[owners], slot=block.slots[owners], gpu=block.gpu_numbers, **gpus)
+
     def _flush(self, rows: _Rows) -> None:
-        """Append rows to the tables."""
-        if rows.profiles:
-            block = self.analysis.add_profiles(rows.profiles)
-            values = dict(zip(PROFILE_FIELDS, block.values.T, strict=True))
-            self.tables["profile"].append(t=block.t, slot=block.slots, attempt=block.attempts, **values)
-            if len(block.gpus):
-                gpus = dict(zip(("gpu", *GPU_FIELDS), block.gpus.T, strict=True))
-                owners = block.gpu_rows
-                self.tables["gpu"].append(t=block.t[owners], slot=block.slots[owners], **gpus)
+        """Write rows to the tables."""
+        if len(rows.profiles):
+            self._append_profiles(rows)
         for table, chosen in (("scalar", rows.scalars), ("span", rows.spans)):
             if chosen:
                 columns = zip(*chosen, strict=True)
                 self.tables[table].append(**dict(zip(_TABLES[table], map(list, columns), strict=True)))
+        for written in self.tables.values():
+            written.flush()
         if rows.marks:
             lines = b"".join(msgspec.json.encode(mark) + b"\n" for mark in rows.marks)
             append_bytes(self.folder / "marks", lines)
@@ -439,10 +430,6 @@ def _choose_folder(logs: Path) -> Path:
 def _is_storable(event: Event) -> bool:
     numbers = (event.rank, event.attempt, event.seq, event.pid)
     return all(abs(value) < _MAX_INT for value in numbers) and is_plausible_time(event.t)
-
-
-def _set_slot(row: ProfileRow, file: LogFile) -> ProfileRow:
-    return (*row[:SLOT], file.slot, *row[SLOT + 1 : ATTEMPT], file.attempt, *row[ATTEMPT + 1 :])
 
 
 def _to_mark(event: Event, name: str, log: str, offset: int) -> Mark:
