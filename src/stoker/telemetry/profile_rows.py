@@ -63,7 +63,7 @@ class ProfileRows:
         return len(self._rows)
 
     def add_lines(self, lines: Sequence[bytes], slot: str, attempt: int) -> list[int]:
-        """Add the lines of a log that are plain profile events; return the positions of other lines that may have events.
+        """Add the lines of a log that are plain profile events; return the positions of lines with other events.
 
         `slot` and `attempt` are those of events without a slot of their own.
         """
