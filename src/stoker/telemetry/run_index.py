@@ -43,6 +43,7 @@ _MAX_PROFILES = 1 << 13
 _COMMIT_BYTES = 128 << 20
 """A first pass over large logs commits after reading this much, so that it can be resumed."""
 _HEAD_BYTES = 1024
+_CLOCK_RESOLUTION_NS = 2_000_000_000
 _MAX_INT = 2**53
 _MAX_NAMES = 10_000
 _MAX_NAME_CHARS = 256
@@ -120,6 +121,9 @@ class RunIndex:
     def __init__(self, logs: Path, folder: Path | None = None) -> None:
         """Open the index of a directory of logs, which is beside it unless that directory is read-only."""
         self.logs, self.folder = logs, folder or _choose_folder(logs)
+        self._files: list[LogFile] = []
+        self._listed_at: int | None = None
+        """The modification time of the directory of logs when it was listed; None if it may have changed since."""
         self._verified: set[str] = set()
         """The logs whose first bytes were compared."""
         self._committed: tuple[int, int, int] | None = None
@@ -173,11 +177,37 @@ class RunIndex:
 
     def _refresh(self) -> bool:
         self._reload_if_changed()
-        files = list_log_files(self.logs)
-        if not all(self._matches(file) for file in files if file.path.name in self.positions):
+        files = self._list_files()
+        grown = self._find_grown(files)
+        if grown is None:
             self._reset()
+            grown = files
         with _without_gc():
-            return self._read_logs(files)
+            return self._read_logs(grown)
+
+    def _list_files(self) -> list[LogFile]:
+        """Return the logs; the list of a large run is kept while its directory does not change."""
+        try:
+            changed = os.stat(self.logs).st_mtime_ns
+        except OSError:
+            return []
+        if changed != self._listed_at:
+            self._files = list_log_files(self.logs)
+            # Two changes within the resolution of the clock have the same time.
+            self._listed_at = changed if time.time_ns() - changed > _CLOCK_RESOLUTION_NS else None
+        return self._files
+
+    def _find_grown(self, files: list[LogFile]) -> list[LogFile] | None:
+        """Return the logs with unread bytes; None if one does not begin with what was read from it."""
+        grown = []
+        for file in files:
+            known = self.positions.get(file.path.name)
+            size = self._check_log(file, known) if known else 0
+            if size is None:
+                return None
+            if known is None or size > known.offset:
+                grown.append(file)
+        return grown
 
     def _read_logs(self, files: list[LogFile]) -> bool:
         read, pending = False, 0
@@ -232,28 +262,25 @@ class RunIndex:
         for table in self.tables.values():
             table.truncate(0)
 
-    def _matches(self, file: LogFile) -> bool:
-        """Whether a log still begins with what was read from it."""
-        known = self.positions[file.path.name]
+    def _check_log(self, file: LogFile, known: IndexedLog) -> int | None:
+        """Return the size of a log; None if it does not begin with what was read from it."""
         try:
             stat = os.stat(file.path)
             if stat.st_ino != known.inode or stat.st_size < known.offset:
-                return False
+                return None
             if stat.st_size == known.offset and file.path.name in self._verified:
-                return True
+                return stat.st_size
             self._verified.add(file.path.name)
             with open(file.path, "rb", buffering=0) as log:
-                return _digest(log.read(known.head_bytes)) == known.head
+                return stat.st_size if _digest(log.read(known.head_bytes)) == known.head else None
         except OSError:
-            return False
+            return None
 
     def _read_log(self, file: LogFile, rows: _Rows) -> Iterator[int]:
         """Add the new complete lines of a log to the rows, block by block; yield the size of each block."""
         known = self.positions.get(file.path.name)
         offset = known.offset if known else 0
         try:
-            if known and os.stat(file.path).st_size == offset:
-                return
             with open(file.path, "rb", buffering=0) as log:
                 inode = os.fstat(log.fileno()).st_ino
                 log.seek(offset)
