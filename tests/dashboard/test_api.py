@@ -59,6 +59,20 @@ def test_heat_map_shows_a_slot_that_stopped_reporting_first(stoker_home: object,
     assert len(found["bands"]["p50"]) == 60
 
 
+def test_heat_map_keeps_the_gpus_of_a_dead_slot_in_a_window_without_them(stoker_home: object, run: RunFolder) -> None:
+    for log in run.logs.glob("worker-1.*.log"):
+        lines = log.read_text().splitlines(keepends=True)
+        log.write_text("".join(lines[: len(lines) // 4]))
+    last = max(e.t for e in read_events(run.logs))
+    with running_dashboard() as dashboard:
+        found = dashboard.get(f"/api/runs/{run.id}/heat?metric=gpu.util_pct&bins=60&since={last - 2}").json
+    cells = np.frombuffer(base64.b64decode(found["cells"]), np.uint8).reshape(len(found["rows"]), found["bins"])
+    assert sorted(found["rows"]) == [f"worker/{slot} gpu {gpu}" for slot in range(3) for gpu in range(2)]
+    assert found["rows"][:2] == ["worker/1 gpu 0", "worker/1 gpu 1"]
+    assert (cells[:2] == 255).all()
+    assert (cells[2:] < 255).any(axis=1).all()
+
+
 def test_ranks_slots_and_data(dashboard: Dashboard, run: RunFolder) -> None:
     events = read_events(run.logs)
     last = max(event.attempt for event in events)

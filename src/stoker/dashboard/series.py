@@ -43,6 +43,7 @@ METRICS: Mapping[str, Metric] = {
     "disk_write_per_s": Metric("disk written", "B/s", False),
     "cache_disk_free": Metric("free cache disk", "B", True),
 }
+MAX_GPU = 255
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
@@ -150,53 +151,57 @@ def matrix(index: RunIndex, metric: str, window: Window) -> Matrix:
     field = metric.removeprefix("gpu.")
     if field not in (GPU_FIELDS if is_gpu else PROFILE_FIELDS):
         return Matrix([], np.zeros((0, window.bins)))
+    names, rows, gpus = _gpu_rows(index) if is_gpu else (index.slots, np.arange(len(index.slots)), 1)
     table = index.tables["gpu" if is_gpu else "profile"]
-    chosen, bins = window.select(table.read("t"))
-    rows, values = table.read("slot")[chosen].astype(np.int64), table.read(field)[chosen]
-    names = index.slots
-    if is_gpu:
-        gpus = np.clip(table.read("gpu")[chosen], 0, 255)
-        width = int(gpus.max(initial=0)) + 1
-        rows = rows * width + gpus if width > 1 else rows
-        is_used = np.bincount(rows, minlength=len(names) * width) > 0
-        rows = (np.cumsum(is_used) - 1)[rows]
-        names = [f"{names[pair // width]} gpu {pair % width}" for pair in np.flatnonzero(is_used).tolist()]
-    known = np.isfinite(values)
-    if not known.all():
-        rows, bins, values = rows[known], bins[known], values[known]
-    return Matrix(names, _means(rows, bins, values, (len(names), window.bins)))
+    shape = (len(names), window.bins)
+    sums, counts = np.zeros(shape), np.zeros(shape)
+    for t, slot, values, *gpu in table.read_blocks("t", "slot", field, *(["gpu"] if gpus > 1 else [])):
+        chosen, bins = window.select(t)
+        owner, values = slot[chosen], values[chosen]
+        if gpu:
+            owner = owner * gpus + np.clip(gpu[0][chosen], 0, gpus - 1)
+        cells = rows[owner] * window.bins + bins
+        known = np.isfinite(values)
+        if not known.all():
+            cells, values = cells[known], values[known]
+        _add_to_cells(sums, cells, values)
+        _add_to_cells(counts, cells)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return Matrix(names, np.where(counts > 0, sums / counts, np.nan))
+
+
+def _gpu_rows(index: RunIndex) -> tuple[list[str], NDArray[np.int64], int]:
+    """Return the names of the rows of GPUs, the rows of all GPUs of all slots, and the number of GPUs of a slot."""
+    slots = index.slots
+    gpus = sorted({(slot, min(max(gpu, 0), MAX_GPU)) for slot, gpu in index.analysis.machines.gpus()})
+    width = 1 + max((gpu for _, gpu in gpus), default=0)
+    rows = np.zeros(len(slots) * width, np.int64)
+    rows[[slot * width + gpu for slot, gpu in gpus]] = np.arange(len(gpus))
+    return [f"{slots[slot]} gpu {gpu}" for slot, gpu in gpus], rows, width
 
 
 def _wait_matrix(index: RunIndex, window: Window) -> Matrix:
     """Return the share of step time that each slot waits for input, in percent."""
-    table = index.tables["span"]
-    slots = sorted({process.slot for process in index.processes})
+    slots = {slot: row for row, slot in enumerate(sorted({process.slot for process in index.processes}))}
     if not slots or "loader_wait" not in index.names or "step" not in index.names:
         return Matrix([], np.zeros((0, window.bins)))
-    owner = np.array([slots.index(process.slot) for process in index.processes])
-    chosen, bins = window.select(table.read("t"))
-    rows = owner[table.read("process")[chosen]]
-    names, lengths = table.read("name")[chosen], table.read("length")[chosen]
-    shape = (len(slots), window.bins)
-
-    def total(name: str) -> NDArray[np.float64]:
-        used = names == index.names.index(name)
-        flat = rows[used] * window.bins + bins[used]
-        return np.bincount(flat, lengths[used], shape[0] * shape[1]).astype(np.float64).reshape(shape)
-
-    steps = total("step")
+    rows = np.array([slots[process.slot] for process in index.processes])
+    waits, steps = np.zeros((len(slots), window.bins)), np.zeros((len(slots), window.bins))
+    totals = ((index.names.index("loader_wait"), waits), (index.names.index("step"), steps))
+    for t, process, name, length in index.tables["span"].read_blocks("t", "process", "name", "length"):
+        chosen, bins = window.select(t)
+        cells, name, length = rows[process[chosen]] * window.bins + bins, name[chosen], length[chosen]
+        for number, total in totals:
+            _add_to_cells(total, cells[name == number], length[name == number])
     with np.errstate(divide="ignore", invalid="ignore"):
-        return Matrix(slots, np.where(steps > 0, 100 * total("loader_wait") / steps, np.nan))
+        return Matrix([*slots], np.where(steps > 0, 100 * waits / steps, np.nan))
 
 
-def _means(
-    rows: NDArray[np.int64], bins: NDArray[np.int64], values: NDArray[Any], shape: tuple[int, int]
-) -> NDArray[np.float64]:
-    flat = rows * shape[1] + bins
-    counts = np.bincount(flat, minlength=shape[0] * shape[1])
-    sums = np.bincount(flat, values, shape[0] * shape[1])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(counts > 0, sums / counts, np.nan).reshape(shape)
+def _add_to_cells(total: NDArray[np.float64], cells: NDArray[np.int64], weights: NDArray[Any] | None = None) -> None:
+    """Add weights, or 1, to cells of a matrix; only the range of cells that occur is touched."""
+    if len(cells):
+        first, end = int(cells.min()), int(cells.max()) + 1
+        total.reshape(-1)[first:end] += np.bincount(cells - first, weights, end - first)
 
 
 def fill_short_gaps(values: NDArray[np.float64], interval_s: float, bin_s: float) -> NDArray[np.float64]:
@@ -232,11 +237,11 @@ def bands(found: Matrix) -> dict[str, Numbers]:
     names = ("min", "p10", "p50", "p90", "max")
     if not found.rows:
         return {name: [] for name in names}
-    ordered = np.sort(found.values, axis=0)  # NaN last
-    counts = np.isfinite(ordered).sum(axis=0)
-    columns = np.arange(ordered.shape[1])
+    ordered = np.sort(found.values.T)  # NaN last
+    counts = np.isfinite(ordered).sum(axis=1)
+    columns = np.arange(len(ordered))
     picks: Callable[[float], NDArray[Any]] = lambda share: np.round(share * np.maximum(counts - 1, 0)).astype(np.int64)  # noqa: E731
-    return {name: to_numbers(ordered[picks(share), columns]) for name, share in zip(names, QUANTILES, strict=True)}
+    return {name: to_numbers(ordered[columns, picks(share)]) for name, share in zip(names, QUANTILES, strict=True)}
 
 
 def quantize(values: NDArray[np.float64], unit: str) -> tuple[bytes, float, float]:

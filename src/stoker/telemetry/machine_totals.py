@@ -110,6 +110,10 @@ class MachineTotals:
         """Return the mean utilization of each GPU of a slot."""
         return [total / count for total, count in self._gpu_util.get(self.slots[slot], {}).values() if count]
 
+    def gpus(self) -> list[tuple[int, int]]:
+        """Return the GPUs of all slots, as the number of the slot and that of the GPU."""
+        return sorted((slot, gpu) for slot, gpus in self._gpu_util.items() for gpu in gpus)
+
     def gpu_memory(self, slot: str) -> float:
         """Return the highest share of its memory that a GPU of a slot has used."""
         return float(self._gpu_memory[self.slots[slot]])

@@ -20,6 +20,21 @@ function parseColor(text) {
   return [value >> 16, (value >> 8) & 255, value & 255];
 }
 
+// The pixel of each cell: ImageData is written as 32-bit words.
+function makePalette(isLowBad) {
+  const bytes = new Uint8ClampedArray(256 * 4);
+  for (let cell = 0; cell < 255; cell++) bytes.set([...heatColor(isLowBad ? 1 - cell / 254 : cell / 254), 255], cell * 4);
+  bytes.set([...parseColor(css("--none")), 255], 255 * 4);
+  return new Uint32Array(bytes.buffer);
+}
+
+function decodeCells(text) {
+  const letters = atob(text);
+  const cells = new Uint8Array(letters.length);
+  for (let i = 0; i < letters.length; i++) cells[i] = letters.charCodeAt(i);
+  return cells;
+}
+
 export class HeatMap {
   constructor(view, { onRow } = {}) {
     this.view = view;
@@ -47,7 +62,7 @@ export class HeatMap {
 
   set(data) {
     this.data = data;
-    this.cells = Uint8Array.from(atob(data.cells), (letter) => letter.charCodeAt(0));
+    this.cells = decodeCells(data.cells);
     const gaps = data.rows.filter((_, row) => this.cells[(row + 1) * data.bins - 1] === 255).length;
     const shown = data.rows.length < data.total_rows ? `the worst ${data.rows.length.toLocaleString("en-US")} of ` : "";
     this.summary = `${data.title} of ${shown}${data.total_rows.toLocaleString("en-US")} ${data.total_rows === 1 ? "row" : "rows"}, worst first; ${gaps} without recent data`;
@@ -93,23 +108,20 @@ export class HeatMap {
   }
 
   // The rows of the data that share one row of pixels are reduced to the worst value; no data is the worst of all.
-  pixels(begin, count, height) {
+  pixels(begin, count, height, palette) {
     const { bins, is_low_bad: isLowBad } = this.data;
     const image = new ImageData(bins, height);
-    const none = parseColor(css("--none"));
-    const colors = Array.from({ length: 255 }, (_, cell) => heatColor(isLowBad ? 1 - cell / 254 : cell / 254));
+    const words = new Uint32Array(image.data.buffer);
     for (let y = 0; y < height; y++) {
       const first = begin + Math.floor((y * count) / height);
       const last = Math.max(first, begin + Math.ceil(((y + 1) * count) / height) - 1);
       for (let bin = 0; bin < bins; bin++) {
-        let worst = -1;
-        for (let row = first; row <= last; row++) {
+        let worst = this.cells[first * bins + bin];
+        for (let row = first + 1; row <= last && worst !== 255; row++) {
           const cell = this.cells[row * bins + bin];
-          if (cell === 255) { worst = 255; break; }
-          if (worst < 0 || (isLowBad ? cell < worst : cell > worst)) worst = cell;
+          if (cell === 255 || (isLowBad ? cell < worst : cell > worst)) worst = cell;
         }
-        const color = worst === 255 ? none : colors[worst];
-        image.data.set([color[0], color[1], color[2], 255], (y * bins + bin) * 4);
+        words[y * bins + bin] = palette[worst];
       }
     }
     return image;
@@ -117,7 +129,6 @@ export class HeatMap {
 
   draw() {
     if (!this.data || !this.canvas.clientWidth) return;
-    const started = performance.now();
     const ratio = window.devicePixelRatio || 1;
     const height = this.data.rows.length ? this.height() : 60;
     this.canvas.style.height = `${height + HEAT_BOTTOM}px`;
@@ -134,14 +145,14 @@ export class HeatMap {
       return;
     }
     context.imageSmoothingEnabled = false;
+    const palette = makePalette(this.data.is_low_bad);
     for (const part of this.plot.sections) {
       const lines = Math.min(Math.floor(part.height), part.count);
       const small = new OffscreenCanvas(this.data.bins, lines);
-      small.getContext("2d").putImageData(this.pixels(part.first, part.count, lines), 0, 0);
+      small.getContext("2d").putImageData(this.pixels(part.first, part.count, lines, palette), 0, 0);
       context.drawImage(small, HEAT_LEFT, part.top, width, part.height);
     }
     this.drawLabels(context, width, height);
-    this.drawn = performance.now() - started;
     this.drawOverlay();
   }
 

@@ -44,8 +44,7 @@ export async function showSlots(main, context, id) {
 
   const unsubscribe = view.subscribe((what) => { if (what === "range") { clearTimeout(timer); timer = setTimeout(load, 60); } });
   choice.addEventListener("change", load);
-  await load();
-  const { slots } = await get(runPath(id, "/slots"));
+  const [{ slots }] = await Promise.all([get(runPath(id, "/slots")), load()]);
   const newest = Math.max(...slots.map((slot) => slot.last_profile || 0));
   const isDead = (slot) => slot.last_profile !== null && newest - slot.last_profile > 120;
   const ordered = [...slots].sort((a, b) => isDead(b) - isDead(a) || (a.gpu_util_pct ?? a.cpu_pct ?? 0) - (b.gpu_util_pct ?? b.cpu_pct ?? 0));
