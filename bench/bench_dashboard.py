@@ -34,8 +34,9 @@ def run(context: BenchContext) -> BenchResult:
     again = [cpu_time(SCRIPT, large.logs) for _ in range(context.rounds)]
     parse = cpu_time(PARSE_SCRIPT, *sorted(large.logs.glob("*.log"))[:PARSED_SLOTS])
     page = measure_page(home, large.id)
-    event_logs.write_run(home / "runs", 10_000, 1, name="wide")
-    wide = cpu_time(SCRIPT, home / "runs" / "wide-20261106-210000-0000" / "logs")
+    wide = event_logs.write_run(home / "runs", 10_000, 1, name="wide")
+    wide_first = cpu_time(SCRIPT, wide.logs)
+    wide_page = measure_page(home, wide.id)
     shutil.rmtree(home)
     implementations = [
         Implementation(name=OPEN, run=lambda: Timing(0.0), ours=True),
@@ -44,7 +45,7 @@ def run(context: BenchContext) -> BenchResult:
     limits = [
         Limit(what="First open, CPU time", value=first, bound=15, unit="s"),
         Limit(what="Later opens, CPU time", value=1000 * statistics.median(again), bound=2000, unit="ms"),
-        Limit(what="First open of 10,000 slots × 1 h, CPU time", value=wide, bound=15, unit="s"),
+        Limit(what="First open of 10,000 slots × 1 h, CPU time", value=wide_first, bound=15, unit="s"),
     ]
     return BenchResult(
         name="dashboard",
@@ -53,7 +54,7 @@ def run(context: BenchContext) -> BenchResult:
         implementations=implementations,
         speeds={OPEN: [lines / first], PARSE: [lines * PARSED_SLOTS / SLOTS / parse]},
         comparisons=[Comparison(ours=OPEN, peer=PARSE, note="parsing alone, without keeping anything")],
-        limits=[*limits, *page],
+        limits=[*limits, *page_limits(page), *wide_page_limits(wide_page)],
         notes=["Logs of 2 GB with one sample of each slot every 30 s. CPU time of a new process, with imports."],
     )
 
@@ -66,8 +67,8 @@ def cpu_time(script: str, *paths: Path) -> float:
     return (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
 
 
-def measure_page(home: Path, run_id: str) -> list[Limit]:
-    """Open the page of the slots in Chromium, zoom and pan; an empty list without Chromium."""
+def measure_page(home: Path, run_id: str) -> dict[str, Any]:
+    """Open the page of the slots in Chromium, zoom and pan; return nothing without Chromium."""
     chromium = shutil.which("chromium")
     try:
         from playwright.sync_api import sync_playwright
@@ -75,7 +76,7 @@ def measure_page(home: Path, run_id: str) -> list[Limit]:
         chromium = None
     if chromium is None:
         print("chromium or playwright is missing: the page is not measured", file=sys.stderr)
-        return []
+        return {}
     command = [sys.executable, "-m", "stoker", "dash", "--port", "0"]
     environment = {**os.environ, "STOKER_HOME": str(home)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
@@ -91,16 +92,29 @@ def measure_page(home: Path, run_id: str) -> list[Limit]:
             browser.close()
         peak = int(re.findall(r"VmHWM:\s+(\d+)", Path(f"/proc/{server.pid}/status").read_text())[0]) / 1024
         server.terminate()
+    return {**measures, "peak": peak}
+
+
+def page_limits(measures: dict[str, Any]) -> list[Limit]:
+    """Return what was measured with the limits of the dashboard; an empty list if nothing was."""
+    if not measures:
+        return []
+    ready, zooms, sent = measures["ready"][0], statistics.median(measures["slots"][1:]), measures["bytes"] / 1e3
     return [
-        Limit(
-            what="Page of all slots, from the request to the drawn heat map",
-            value=measures["ready"][0],
-            bound=2000,
-            unit="ms",
-        ),
-        Limit(what="Zoom and pan, median", value=statistics.median(measures["slots"][1:]), bound=250, unit="ms"),
-        Limit(what="Sent to the page in all", value=measures["bytes"] / 1e3, bound=5000, unit="kB"),
-        Limit(what="Peak memory of the server", value=peak, bound=500, unit="MB"),
+        Limit(what="Page of all slots, from the request to the drawn heat map", value=ready, bound=2000, unit="ms"),
+        Limit(what="Zoom and pan, median", value=zooms, bound=250, unit="ms"),
+        Limit(what="Sent to the page in all", value=sent, bound=5000, unit="kB"),
+        Limit(what="Peak memory of the server", value=measures["peak"], bound=500, unit="MB"),
+    ]
+
+
+def wide_page_limits(measures: dict[str, Any]) -> list[Limit]:
+    """Return the limits of the page of 10,000 slots: it opens, and the server stays within its memory."""
+    if not measures:
+        return []
+    return [
+        Limit(what="Page of 10,000 slots × 1 h", value=measures["ready"][0], bound=5000, unit="ms"),
+        Limit(what="Peak memory of the server, 10,000 slots", value=measures["peak"], bound=500, unit="MB"),
     ]
 
 

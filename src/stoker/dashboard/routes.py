@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-import numpy as np
 
 from stoker.dashboard import compare, log_pages, prometheus, ranks, series, stream, summary
 from stoker.dashboard.runs import DashboardRun, RunCatalog
@@ -195,7 +194,9 @@ def read_heat(_: RunCatalog, run: DashboardRun | None, query: HeatQuery) -> Heat
         interval = index.analysis.machines.overall_mean("interval_s") or 0.0
     found = found._replace(values=series.fill_short_gaps(found.values, interval, window.bin_s))
     order = series.worst_first(found, metric)[: query.rows]
-    cells, low, high = series.quantize(found.values[order] if order else np.zeros((0, window.bins)), metric.unit)
+    cells, low, high = series.quantize(
+        found.values[order] if order else np.zeros((0, window.bins), np.float32), metric.unit
+    )
     return Heat(
         metric=query.metric, title=metric.title, unit=metric.unit, is_low_bad=metric.is_low_bad, since=window.since,
         until=window.until, bins=window.bins, rows=[found.rows[row] for row in order], total_rows=len(found.rows),

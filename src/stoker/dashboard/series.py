@@ -140,7 +140,7 @@ class Matrix(NamedTuple):
     """Means by row (a slot, or a GPU of one) and bin; NaN where there is no data."""
 
     rows: list[str]
-    values: NDArray[np.float64]
+    values: NDArray[np.float32]
 
 
 def matrix(index: RunIndex, metric: str, window: Window) -> Matrix:
@@ -150,7 +150,7 @@ def matrix(index: RunIndex, metric: str, window: Window) -> Matrix:
     is_gpu = metric.startswith("gpu.")
     field = metric.removeprefix("gpu.")
     if field not in (GPU_FIELDS if is_gpu else PROFILE_FIELDS):
-        return Matrix([], np.zeros((0, window.bins)))
+        return Matrix([], np.zeros((0, window.bins), np.float32))
     names, rows, gpus = _gpu_rows(index) if is_gpu else (index.slots, np.arange(len(index.slots)), 1)
     table = index.tables["gpu" if is_gpu else "profile"]
     shape = (len(names), window.bins)
@@ -167,7 +167,7 @@ def matrix(index: RunIndex, metric: str, window: Window) -> Matrix:
         _add_to_cells(sums, cells, values)
         _add_to_cells(counts, cells)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return Matrix(names, np.where(counts > 0, sums / counts, np.nan))
+        return Matrix(names, (sums / counts).astype(np.float32))  # 0 / 0 is NaN: no data
 
 
 def _gpu_rows(index: RunIndex) -> tuple[list[str], NDArray[np.int64], int]:
@@ -184,7 +184,7 @@ def _wait_matrix(index: RunIndex, window: Window) -> Matrix:
     """Return the share of step time that each slot waits for input, in percent."""
     slots = {slot: row for row, slot in enumerate(sorted({process.slot for process in index.processes}))}
     if not slots or "loader_wait" not in index.names or "step" not in index.names:
-        return Matrix([], np.zeros((0, window.bins)))
+        return Matrix([], np.zeros((0, window.bins), np.float32))
     rows = np.array([slots[process.slot] for process in index.processes])
     waits, steps = np.zeros((len(slots), window.bins)), np.zeros((len(slots), window.bins))
     totals = ((index.names.index("loader_wait"), waits), (index.names.index("step"), steps))
@@ -194,7 +194,7 @@ def _wait_matrix(index: RunIndex, window: Window) -> Matrix:
         for number, total in totals:
             _add_to_cells(total, cells[name == number], length[name == number])
     with np.errstate(divide="ignore", invalid="ignore"):
-        return Matrix([*slots], np.where(steps > 0, 100 * waits / steps, np.nan))
+        return Matrix([*slots], np.where(steps > 0, 100 * waits / steps, np.nan).astype(np.float32))
 
 
 def _add_to_cells(total: NDArray[np.float64], cells: NDArray[np.int64], weights: NDArray[Any] | None = None) -> None:
@@ -204,16 +204,15 @@ def _add_to_cells(total: NDArray[np.float64], cells: NDArray[np.int64], weights:
         total.reshape(-1)[first:end] += np.bincount(cells - first, weights, end - first)
 
 
-def fill_short_gaps(values: NDArray[np.float64], interval_s: float, bin_s: float) -> NDArray[np.float64]:
+def fill_short_gaps(values: NDArray[np.float32], interval_s: float, bin_s: float) -> NDArray[np.float32]:
     """Repeat a value in the bins until the next sample, if bins are shorter than the interval of samples."""
     reach = math.ceil(1.5 * interval_s / bin_s) - 1 if interval_s > 0 else 0
     if reach <= 0 or not values.size:
         return values
-    positions = np.where(np.isnan(values), -1, np.arange(values.shape[1]))
-    last = np.maximum.accumulate(positions, axis=1)
-    is_near = (last >= 0) & (np.arange(values.shape[1]) - last <= reach)
+    columns = np.arange(values.shape[1], dtype=np.int32)
+    last = np.maximum.accumulate(np.where(np.isnan(values), np.int32(-1), columns), axis=1)
     filled = np.take_along_axis(values, np.maximum(last, 0), axis=1)
-    return np.where(is_near, filled, np.nan)
+    return np.where((last >= 0) & (columns - last <= reach), filled, np.float32(np.nan))
 
 
 def worst_first(found: Matrix, metric: Metric) -> list[int]:
@@ -225,7 +224,7 @@ def worst_first(found: Matrix, metric: Metric) -> list[int]:
     newest = last.max()
     gaps = 1 - known.mean(axis=1)
     is_dead = last < newest - max(1, found.values.shape[1] // 50)
-    sums, counts = np.where(known, found.values, 0.0).sum(axis=1), known.sum(axis=1)
+    sums, counts = np.where(known, found.values, 0.0).sum(axis=1, dtype=np.float64), known.sum(axis=1)
     means = sums / np.maximum(counts, 1)
     badness = means if metric.is_low_bad else -means
     has_gap = gaps > gaps.min() + 0.02
@@ -244,7 +243,7 @@ def bands(found: Matrix) -> dict[str, Numbers]:
     return {name: to_numbers(ordered[columns, picks(share)]) for name, share in zip(names, QUANTILES, strict=True)}
 
 
-def quantize(values: NDArray[np.float64], unit: str) -> tuple[bytes, float, float]:
+def quantize(values: NDArray[np.float32], unit: str) -> tuple[bytes, float, float]:
     """Return a matrix as bytes from 0 to 254, and the values of 0 and 254; 255 is no data.
 
     Percentages have a fixed scale, other values that of their extremes.
