@@ -145,6 +145,14 @@ def test_deleted_run_disappears(dashboard: Dashboard, run: RunFolder, path: str)
     assert not run.folder.exists()  # nothing of it was created again
 
 
+def test_heat_map_of_a_run_without_events(dashboard: Dashboard, run: RunFolder) -> None:
+    for log in run.logs.iterdir():
+        log.write_text("text\n")
+    for metric in ("cpu_pct", "gpu.util_pct", "loader_wait"):
+        answer = dashboard.get(f"/api/runs/{run.id}/heat?metric={metric}")
+        assert (answer.code, answer.json["rows"], answer.json["cells"]) == (200, [], "")
+
+
 def test_requests_read_only_below_run_folders(dashboard: Dashboard, run: RunFolder) -> None:
     secret = run.folder.parent / "secret.txt"
     secret.write_text("do not read")

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,22 @@ def test_two_processes_update_one_index(logs: Path) -> None:
         index.refresh()
         assert_equals_events(index)
     assert one.generation == two.generation
+
+
+@pytest.mark.parametrize("age_s", [0, 3600])
+def test_new_log_is_found_however_old_the_directory_looks(logs: Path, age_s: int) -> None:
+    writer, index = EventLogs(logs), RunIndex(logs)
+    writer.write(2)
+    changed = time.time_ns() - age_s * 10**9
+    os.utime(logs, ns=(changed, changed))
+    index.refresh()
+    writer.write(1)
+    assert index.refresh()  # logs grow without a change of the directory
+    shutil.copy(logs / "worker-0.0.log", logs / "worker-7.0.log")
+    if not age_s:
+        os.utime(logs, ns=(changed, changed))  # two changes within the resolution of the clock
+    assert index.refresh()
+    assert_equals_events(index)
 
 
 def test_incomplete_line_is_read_when_it_is_complete(logs: Path) -> None:
@@ -178,9 +195,14 @@ def test_index_killed_at_any_write_is_right_after_reopening(logs: Path, kill_at:
     assert kills > 60  # every column, the marks and the commit, with and without an index before
 
 
-def test_index_goes_on_after_an_error_in_the_same_process(logs: Path, kill_at: list[int]) -> None:
+@pytest.mark.parametrize("commit_bytes", [128 << 20, 4000])
+def test_index_goes_on_after_an_error_in_the_same_process(
+    logs: Path, kill_at: list[int], commit_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_index, "_COMMIT_BYTES", commit_bytes)  # the small one: several commits in each pass
+    monkeypatch.setattr(run_index, "_MAX_PROFILES", 2)
     writer, index = EventLogs(logs), RunIndex(logs)
-    for writes in (3, 30, 35, 10**9):
+    for writes in (3, 30, 35, 60, 75, 10**9):
         writer.write(3)
         kill_at[0] = writes
         try:

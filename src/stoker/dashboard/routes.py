@@ -194,9 +194,7 @@ def read_heat(_: RunCatalog, run: DashboardRun | None, query: HeatQuery) -> Heat
         interval = index.analysis.machines.overall_mean("interval_s") or 0.0
     found = found._replace(values=series.fill_short_gaps(found.values, interval, window.bin_s))
     order = series.worst_first(found, metric)[: query.rows]
-    cells, low, high = series.quantize(
-        found.values[order] if order else np.zeros((0, window.bins), np.float32), metric.unit
-    )
+    cells, low, high = series.quantize(found.values[order], metric.unit)
     return Heat(
         metric=query.metric, title=metric.title, unit=metric.unit, is_low_bad=metric.is_low_bad, since=window.since,
         until=window.until, bins=window.bins, rows=[found.rows[row] for row in order], total_rows=len(found.rows),
