@@ -73,6 +73,21 @@ def test_heat_map_keeps_the_gpus_of_a_dead_slot_in_a_window_without_them(stoker_
     assert (cells[2:] < 255).any(axis=1).all()
 
 
+def test_slots_are_the_worst_first(stoker_home: object, run: RunFolder) -> None:
+    silent = run.logs / "worker-1.0.log"
+    lines = silent.read_text().splitlines(keepends=True)
+    late = [line.replace('"t": ', '"t": 9') for line in lines if '"slot": "worker/1"' in line]
+    (run.logs / "worker-8.0.log").write_text("".join(late).replace('"worker/1"', '"worker/8"'))
+    with running_dashboard() as dashboard:
+        slots = dashboard.get(f"/api/runs/{run.id}/slots").json["slots"]
+        first = dashboard.get(f"/api/runs/{run.id}/slots?limit=2").json["slots"]
+    busy = [slot["gpu_util_pct"] for slot in slots if slot["is_silent"]]
+    assert [slot["slot"] for slot in slots][-1] == "worker/8"
+    assert [slot["is_silent"] for slot in slots] == [True] * 3 + [False]
+    assert busy == sorted(busy)
+    assert first == slots[:2]
+
+
 def test_ranks_slots_and_data(dashboard: Dashboard, run: RunFolder) -> None:
     events = read_events(run.logs)
     last = max(event.attempt for event in events)

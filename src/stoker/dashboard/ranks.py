@@ -10,6 +10,7 @@ from stoker.dashboard.runs import DashboardRun
 from stoker.telemetry.segments import ProcessSteps
 
 MAX_ROWS = 20_000
+SILENT_S = 120.0
 
 
 class RankRow(msgspec.Struct, frozen=True):
@@ -38,6 +39,8 @@ class SlotRow(msgspec.Struct, frozen=True):
     code: int | None
     machine: str
     last_profile: float | None
+    is_silent: bool
+    """Whether it has stopped reporting profiles while other slots still do."""
     cpu_pct: float | None
     gpu_util_pct: float | None
     gpu_memory: float | None
@@ -95,22 +98,25 @@ def list_ranks(run: DashboardRun) -> list[RankRow]:
         return rows[:MAX_ROWS]
 
 
-def list_slots(run: DashboardRun) -> list[SlotRow]:
-    """Return the slots of a run, with what is known of their machines."""
+def list_slots(run: DashboardRun, limit: int = MAX_ROWS) -> list[SlotRow]:
+    """Return the slots of a run, with what is known of their machines: silent ones first, then the least busy."""
     with run.lock:
         machines, status = run.index().analysis.machines, run.status()
         states = {slot.slot: slot for slot in status.slots}
+        newest = machines.last_t.max(initial=0.0)
         rows = []
         for slot in list(dict.fromkeys([*states, *machines.slots]))[:MAX_ROWS]:
             state, has_profile = states.get(slot), slot in machines.slots
             utilization = machines.gpu_utilization(slot) if has_profile else []
+            last_profile = float(machines.last_t[machines.slots[slot]]) if has_profile else None
             rows.append(
                 SlotRow(
                     slot=slot,
                     state=str(state.state) if state else "",
                     code=state.code if state else None,
                     machine=machines.machines.get(slot, ""),
-                    last_profile=float(machines.last_t[machines.slots[slot]]) if has_profile else None,
+                    last_profile=last_profile,
+                    is_silent=last_profile is not None and bool(newest - last_profile > SILENT_S),
                     cpu_pct=machines.mean(slot, "cpu_pct") if has_profile else None,
                     gpu_util_pct=sum(utilization) / len(utilization) if utilization else None,
                     gpu_memory=machines.gpu_memory(slot) if utilization else None,
@@ -118,7 +124,12 @@ def list_slots(run: DashboardRun) -> list[SlotRow]:
                     cache_disk_free=machines.last(slot, "cache_disk_free") if has_profile else None,
                 )
             )
-        return rows
+        return sorted(rows, key=_badness)[:limit]
+
+
+def _badness(row: SlotRow) -> tuple[bool, float]:
+    busy = row.cpu_pct if row.gpu_util_pct is None else row.gpu_util_pct
+    return not row.is_silent, busy or 0.0
 
 
 def describe_data(run: DashboardRun) -> DataState:

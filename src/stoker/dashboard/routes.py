@@ -46,6 +46,12 @@ class HeatQuery(RangeQuery):
     rows: Annotated[int, msgspec.Meta(ge=1, le=2000)] = 1000
 
 
+class SlotQuery(msgspec.Struct):
+    """How many slots are wanted."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=ranks.MAX_ROWS)] = ranks.MAX_ROWS
+
+
 class LogQuery(msgspec.Struct):
     """Lines of logs: names of logs separated by commas, and for each where to begin."""
 
@@ -114,7 +120,7 @@ class Ranks(msgspec.Struct):
 
 
 class Slots(msgspec.Struct):
-    """The slots of a run."""
+    """The slots of a run, the worst first."""
 
     slots: list[ranks.SlotRow]
 
@@ -202,6 +208,12 @@ def read_heat(_: RunCatalog, run: DashboardRun | None, query: HeatQuery) -> Heat
     )  # fmt: skip
 
 
+def read_slots(_: RunCatalog, run: DashboardRun | None, query: SlotQuery) -> Slots:
+    """Return the slots of a run, the worst first."""
+    assert run is not None
+    return Slots(ranks.list_slots(run, query.limit))
+
+
 def read_log_page(_: RunCatalog, run: DashboardRun | None, query: LogQuery) -> log_pages.LogPage:
     """Return lines of logs."""
     assert run is not None
@@ -275,7 +287,7 @@ API = (
     ApiRoute("/api/runs/{run}/steps", "Step time by part", RangeQuery, Steps, read_steps),
     ApiRoute("/api/runs/{run}/heat", "Heat map of all slots", HeatQuery, Heat, read_heat),
     ApiRoute("/api/runs/{run}/ranks", "Ranks", NoQuery, Ranks, _of_run(lambda run: Ranks(ranks.list_ranks(run)))),
-    ApiRoute("/api/runs/{run}/slots", "Slots", NoQuery, Slots, _of_run(lambda run: Slots(ranks.list_slots(run)))),
+    ApiRoute("/api/runs/{run}/slots", "Slots", SlotQuery, Slots, read_slots),
     ApiRoute("/api/runs/{run}/data", "Data", NoQuery, ranks.DataState, _of_run(ranks.describe_data)),
     ApiRoute("/api/runs/{run}/logs", "List the logs", NoQuery, Logs, _of_run(_list_logs)),
     ApiRoute("/api/runs/{run}/lines", "Lines of logs", LogQuery, log_pages.LogPage, read_log_page),

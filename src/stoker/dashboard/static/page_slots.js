@@ -6,6 +6,8 @@ import { el, formatNumber, formatPercent, formatTime, replace, table } from "./d
 import { HeatMap } from "./heat.js";
 import { TimeView } from "./view.js";
 
+const MAX_SLOTS = 300;
+
 export async function showSlots(main, context, id) {
   const detail = await get(runPath(id));
   const view = new TimeView(detail.since, detail.until);
@@ -44,12 +46,9 @@ export async function showSlots(main, context, id) {
 
   const unsubscribe = view.subscribe((what) => { if (what === "range") { clearTimeout(timer); timer = setTimeout(load, 60); } });
   choice.addEventListener("change", load);
-  const [{ slots }] = await Promise.all([get(runPath(id, "/slots")), load()]);
-  const newest = Math.max(...slots.map((slot) => slot.last_profile || 0));
-  const isDead = (slot) => slot.last_profile !== null && newest - slot.last_profile > 120;
-  const ordered = [...slots].sort((a, b) => isDead(b) - isDead(a) || (a.gpu_util_pct ?? a.cpu_pct ?? 0) - (b.gpu_util_pct ?? b.cpu_pct ?? 0));
+  const [{ slots }] = await Promise.all([get(runPath(id, "/slots"), { limit: MAX_SLOTS }), load()]);
   replace(rowsNode, table(["slot", "state", "machine", "#last profile", "#GPU", "#GPU memory", "#CPU", "#available memory", "#free cache disk"],
-    ordered.slice(0, 300).map((slot) => [slot.slot, slot.state, slot.machine.slice(0, 12), isDead(slot) ? `silent since ${formatTime(slot.last_profile)}` : formatTime(slot.last_profile), formatNumber(slot.gpu_util_pct, "%"), formatPercent(slot.gpu_memory),
+    slots.slice(0, MAX_SLOTS).map((slot) => [slot.slot, slot.state, slot.machine.slice(0, 12), slot.is_silent ? `silent since ${formatTime(slot.last_profile)}` : formatTime(slot.last_profile), formatNumber(slot.gpu_util_pct, "%"), formatPercent(slot.gpu_memory),
       formatNumber(slot.cpu_pct, "%"), formatNumber(slot.mem_available, "B"), formatNumber(slot.cache_disk_free, "B")]), { label: "Slots" }));
   return () => { unsubscribe(); heat.close(); bands.close(); clearTimeout(timer); };
 }
