@@ -13,7 +13,7 @@ import pytest
 import typer
 
 import stoker as package
-from stoker.cli.main import app
+from stoker.cli.main import make_app
 from stoker.cli.renamed import RENAMED, check_renamed_options
 from tests.support.paths import GOLDEN
 from tests.support.trees import make_dataset, stoker
@@ -29,7 +29,7 @@ def surface(command: Any) -> dict[str, object]:
 
 
 def test_commands_and_options_are_pinned(request: pytest.FixtureRequest) -> None:
-    actual = surface(typer.main.get_command(app))
+    actual = surface(typer.main.get_command(make_app()))
     if request.config.getoption("--update-golden"):
         SURFACE.write_text(json.dumps(actual, indent=1, sort_keys=True) + "\n")
     assert actual == json.loads(SURFACE.read_text())
@@ -76,7 +76,7 @@ def groups(command: Any, *path: str) -> list[tuple[str, ...]]:
     ]
 
 
-@pytest.mark.parametrize("path", groups(typer.main.get_command(app)), ids=" ".join)
+@pytest.mark.parametrize("path", groups(typer.main.get_command(make_app())), ids=" ".join)
 def test_group_help_is_not_truncated(path: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert stoker(*path, "--help") == 0
     commands = capsys.readouterr().out.partition("Commands:")[2]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import typer
 
-from stoker.cli.main import app
+from stoker.cli.main import make_app
 from tests.support.paths import ROOT
 from tests.support.trees import make_dataset
 
@@ -92,7 +92,7 @@ def iter_stoker_commands(page: Path) -> Iterator[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_options_of_commands_exist(page: Path) -> None:
     for words in iter_stoker_commands(page):
-        command: Any = typer.main.get_command(app)
+        command: Any = typer.main.get_command(make_app())
         while words and words[0] in getattr(command, "commands", {}):
             command, *words = command.commands[words[0]], *words[1:]
         options = {option for parameter in command.params if not parameter.hidden for option in parameter.opts} | {

@@ -11,7 +11,7 @@ import pytest
 import typer
 import yaml
 
-from stoker.cli.main import app
+from stoker.cli.main import make_app
 from stoker.jobs.spec import job_schema, load_job
 from stoker.launchers.kubernetes.checks import check_kubernetes_settings
 from stoker.launchers.kubernetes.manifests import build_manifests
@@ -128,7 +128,7 @@ def test_is_key_rejects_unknown_keys() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_keys_and_commands_in_the_tables_exist(page: str) -> None:
-    commands = typer.main.get_command(app)
+    commands = typer.main.get_command(make_app())
     checked = 0
     for _, right in iter_rows(read_page(page)):
         for word in find_code(right):

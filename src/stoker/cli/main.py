@@ -1,4 +1,4 @@
-"""The `stoker` command: registers all commands, and turns errors into one sentence and an exit code."""
+"""The `stoker` command: imports the commands that it needs, and turns errors into one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -7,33 +7,39 @@ import io
 import signal
 import sys
 import tempfile
+from collections.abc import Collection
+from importlib import import_module
 
 import typer
 
 from stoker import __version__
-from stoker.cli import dash, data, demo, doctor, init, job, model, profile, volume
 from stoker.cli.parameters import build_command
 from stoker.cli.renamed import check_renamed_options
 from stoker.core import command_process
 from stoker.errors import InterruptError, StokerError, UnavailableError, redact_urls
 
-app = typer.Typer(
-    name="stoker",
-    help="Train image models at the speed of your accelerators: convert and serve datasets, run and monitor jobs.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.add_typer(data.app, name="data")
-app.add_typer(job.app, name="job")
-app.add_typer(model.app, name="model")
-app.add_typer(volume.app, name="volume")
-app.command("dash")(dash.dash)
-app.command("demo")(demo.demo)
-app.command("init")(init.init)
-app.command("doctor")(doctor.doctor)
-app.command("profile", context_settings=profile.SETTINGS)(profile.profile)
+COMMANDS = ("data", "job", "model", "volume", "dash", "demo", "init", "doctor", "profile")
+"""Modules of this package: a group of commands is `app` there, a command the function with the name of the module."""
+
+
+def make_app(names: Collection[str] = COMMANDS) -> typer.Typer:
+    """Return the app with these commands only, because importing the modules of all of them takes longer."""
+    app = typer.Typer(
+        name="stoker",
+        help="Train image models at the speed of your accelerators: convert and serve datasets, run and monitor jobs.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(options)
+    for name in names:
+        module = import_module(f"stoker.cli.{name}")
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name, context_settings=getattr(module, "SETTINGS", None))(getattr(module, name))
+    return app
 
 
 def _show_version(value: bool) -> None:
@@ -42,7 +48,6 @@ def _show_version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def options(
     version: bool = typer.Option(
         False, "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
@@ -66,7 +71,8 @@ def run(argv: list[str]) -> int:
     """Run one command line and return its exit code."""
     try:
         check_renamed_options(argv)
-        build_command(app)(args=argv, prog_name="stoker")
+        names = argv[:1] if argv[:1] and argv[0] in COMMANDS else COMMANDS
+        build_command(make_app(names))(args=argv, prog_name="stoker")
     except SystemExit as done:  # typer has already printed usage errors
         if done.code == InterruptError.exit_code:
             typer.echo("stoker: interrupted", err=True)
