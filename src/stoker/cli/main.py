@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import signal
 import sys
@@ -64,7 +65,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file name that the terminal cannot show must not fail
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    gc.freeze()  # otherwise the interpreter searches all objects for cycles before it exits
+    sys.exit(code)
 
 
 def run(argv: list[str]) -> int:

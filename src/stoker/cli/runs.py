@@ -25,6 +25,8 @@ STOPPED_LINES = 3
 
 def follow_run(run: Run, *, first: int = 0, quiet: bool = False) -> None:
     """Print the logs of a run until it finishes, then a one-line summary if it succeeded."""
+    import stoker.telemetry.run_index  # noqa: F401 (for the summary; importing it takes a while, and now the job starts)
+
     print_logs(run, None, follow=True, first=first, quiet=quiet, fold=True)
     status = run.status()
     if status.state == "succeeded":

@@ -73,8 +73,7 @@ class Process:
                 wait_until(self._is_gone, grace_s)
             finally:  # also when a second Ctrl-C interrupts the grace period
                 os.killpg(self.pid, signal.SIGKILL)
-                wait_until(self._is_gone, KILL_TIMEOUT_S)
-                if not self._is_gone():
+                if not wait_until(self._is_gone, KILL_TIMEOUT_S):
                     raise _unkillable([self.pid])
                 self._popen.wait()
         return self._popen.wait()
@@ -209,14 +208,9 @@ def _has_members(group: int) -> bool:
     not reap children they stay forever.
     """
     for pid in _pids():
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        # The name, in parentheses, may itself contain spaces and parentheses.
-        state, _parent, process_group = stat.rpartition(")")[2].split()[:3]
-        if int(process_group) == group and state not in "ZX":
-            return True
+        with suppress(ProcessLookupError):
+            if os.getpgid(pid) == group and _is_running(pid):
+                return True
     return False
 
 
@@ -230,8 +224,11 @@ def find_processes_by_env(env: Mapping[str, str]) -> list[int]:
 
 def terminate_by_env(env: Mapping[str, str], grace_s: float) -> None:
     """Stop all processes with these variables: SIGTERM, wait up to `grace_s`, SIGKILL until none is left."""
-    for pid in find_processes_by_env(env):
+    pids = find_processes_by_env(env)
+    for pid in pids:
         _signal_by_env(pid, env, signal.SIGTERM)
+    if not pids:
+        return
     wait_until(lambda: not find_processes_by_env(env), grace_s)
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while pids := find_processes_by_env(env):  # a process may fork while we iterate
@@ -250,14 +247,17 @@ def become_subreaper() -> None:
 def kill_children() -> None:
     """Kill all children of this process, for a subreaper that has no other children."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    while pids := child_pids(os.getpid()):
-        if time.monotonic() > deadline:
-            raise _unkillable(pids)
-        for pid in pids:
-            with suppress(ProcessLookupError, ChildProcessError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, os.WNOHANG)
-        time.sleep(0.005)
+    with suppress(ChildProcessError):  # there are no more children
+        while True:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            pids = child_pids(os.getpid())
+            if time.monotonic() > deadline:
+                raise _unkillable(pids)
+            for pid in pids:
+                with suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.005)
 
 
 def exit_with_process(pid: int) -> None:
@@ -267,25 +267,27 @@ def exit_with_process(pid: int) -> None:
     """
 
     def watch() -> None:
-        _wait_for_exit(pid)
+        wait_for_exit(pid)
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=watch, name="stoker-exit-with-process", daemon=True).start()
 
 
-def _wait_for_exit(pid: int) -> None:
-    """Wait until a process, which need not be a child of this one, exits or is killed."""
+def wait_for_exit(pid: int, timeout_s: float | None = None) -> None:
+    """Wait until a process, which need not be a child of this one, exits or is killed; for at most `timeout_s`."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return
     except (AttributeError, OSError):  # an old C library or kernel, or a container that forbids the call
-        wait_until(lambda: not _is_running(pid), None, max_interval_s=1.0)
+        wait_until(lambda: not _is_running(pid), timeout_s, max_interval_s=1.0)
         return
-    exited = select.poll()
-    exited.register(pidfd, select.POLLIN)  # readable from the moment the process exits, even if nobody reaps it
-    exited.poll()
-    os.close(pidfd)
+    try:
+        exited = select.poll()
+        exited.register(pidfd, select.POLLIN)  # readable from the moment the process exits, even if nobody reaps it
+        exited.poll(None if timeout_s is None else 1000 * timeout_s)
+    finally:
+        os.close(pidfd)
 
 
 def _is_running(pid: int) -> bool:

@@ -188,10 +188,11 @@ def match_runs(name: str | None, *, full_job_name: bool = False) -> list[RunFold
 
 def describe_environment() -> dict[str, object]:
     """Describe this machine and process for a report, with secrets redacted."""
+    system = os.uname()  # `platform.platform` would start a process
     return {
         "python": sys.version,
-        "platform": platform.platform(),
-        "machine": platform.machine(),
+        "platform": f"{system.sysname}-{system.release}-{system.machine}-with-{''.join(platform.libc_ver())}",
+        "machine": system.machine,
         "cores": os.cpu_count(),
         "argv": [_redact_text(argument) for argument in sys.argv],
         "cwd": _redact_text(str(Path.cwd())),

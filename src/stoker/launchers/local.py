@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
@@ -18,7 +19,7 @@ from typing import ClassVar
 import msgspec
 
 from stoker.core.processes import run as run_program
-from stoker.core.processes import wait_until
+from stoker.core.processes import wait_for_exit, wait_until
 from stoker.core.spec import run_checks
 from stoker.core.units import pluralize
 from stoker.errors import ConflictError, Fault, MissingExtraError, MissingProgramError
@@ -154,8 +155,9 @@ class LocalLauncher:
 
     def logs(self, handle: str, slot: Slot | None, *, follow: bool, tail: int | None = None) -> Iterator[SlotLogLine]:
         """Yield the log lines of one slot or all, attempt by attempt."""
+        run = _parse_handle(handle)
         is_over = lambda: not follow or self.status(handle).state.is_final  # noqa: E731
-        return read_run_logs(_parse_handle(handle), slot, is_over=is_over, tail=tail)
+        return read_run_logs(run, slot, is_over=is_over, tail=tail, pause=partial(_wait_for_supervisor, run))
 
     def stop(self, handle: str) -> None:
         """Signal the supervisor to stop the run and wait for it; without one, stop the leftover processes."""
@@ -309,6 +311,14 @@ def _signal_supervisor(run: RunFolder, pid: int | None, number: signal.Signals) 
     if pid and supervisor_pid(run) == pid:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def _wait_for_supervisor(run: RunFolder, timeout_s: float) -> None:
+    """Wait until the supervisor of a run exits, for at most `timeout_s`."""
+    if pid := supervisor_pid(run):
+        wait_for_exit(pid, timeout_s)
+    else:  # it is being started
+        time.sleep(timeout_s)
 
 
 def _is_starting(run: RunFolder) -> bool:

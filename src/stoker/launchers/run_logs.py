@@ -15,9 +15,17 @@ POLL_S = 0.1
 
 
 def read_run_logs(
-    run: RunFolder, slot: Slot | None, *, is_over: Callable[[], bool], tail: int | None = None
+    run: RunFolder,
+    slot: Slot | None,
+    *,
+    is_over: Callable[[], bool],
+    tail: int | None = None,
+    pause: Callable[[float], object] = time.sleep,
 ) -> Iterator[SlotLogLine]:
-    """Yield the log lines in a run folder, or the last `tail` of them, and new ones until the run is over."""
+    """Yield the log lines in a run folder, or the last `tail` of them, and new ones until the run is over.
+
+    `pause` waits between two reads, for at most so many seconds.
+    """
     logs = RunTail(run.logs, slot=None if slot is None else str(slot))
     notes = RetryNotes(run, slot)
     while True:
@@ -29,7 +37,7 @@ def read_run_logs(
             return
         for line in logs.changed_bars():
             yield _to_slot_line(line)._replace(is_partial=True)
-        time.sleep(POLL_S)
+        pause(POLL_S)
 
 
 class RetryNotes:

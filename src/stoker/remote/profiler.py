@@ -14,7 +14,6 @@ are forwarded. When we are killed by SIGKILL, the kernel sends SIGTERM to the pr
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import select
@@ -23,7 +22,10 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing typing would delay the program
+    from typing import Any
 
 try:
     import ctypes
@@ -324,6 +326,8 @@ class EventWriter:
 
 
 def _encode_line(event: dict[str, Any]) -> bytes:
+    import json  # after the program was started, which it would delay
+
     return (PREFIX + json.dumps(event) + "\n").encode()
 
 
@@ -357,6 +361,7 @@ class Sampler(threading.Thread):
         """Take the first sample soon, then one at every multiple of the interval, and a last one at the end."""
         if not self._every:
             return
+        _encode_line({})  # imports json now, not when the program has exited
         gauges = (Cpu(), ProcessTree(self._root), Network(), Disks(), Memory(), Gpus(), CacheDisk())
         for gauge in gauges:
             _read(gauge, 0.0)

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,8 +78,9 @@ class RayBackend:
     report_delay_s = 12.0
     is_detached = False
 
-    def __init__(self, run: RunFolder) -> None:
-        self._run, self._plan = run, read_ray_plan(run)
+    def __init__(self, run: RunFolder, on_change: Callable[[], None] = lambda: None) -> None:
+        """Call `on_change`, in any thread, when a slot has exited."""
+        self._run, self._plan, self._on_change = run, read_ray_plan(run), on_change
         self._attempt: RayAttempt | None = None
 
     def prepare(self, grace_s: float, *, reattach: bool = False) -> None:  # noqa: ARG002
@@ -88,7 +89,7 @@ class RayBackend:
 
     def start(self, attempt: int, *, reattach: bool = False) -> Mapping[Slot, SlotHandle]:  # noqa: ARG002
         """Start the driver in the background, and with it all slots."""
-        self._attempt = RayAttempt(self._plan, self._run, attempt)
+        self._attempt = RayAttempt(self._plan, self._run, attempt, self._on_change)
         self._attempt.start()
         first = next(iter(self._plan.slots))
         return {
@@ -123,8 +124,8 @@ class RayBackend:
 class RayAttempt:
     """One attempt: what is known of its slots, and the thread that talks to their driver."""
 
-    def __init__(self, plan: RayPlan, run: RunFolder, attempt: int) -> None:
-        self._plan, self._run, self._attempt = plan, run, attempt
+    def __init__(self, plan: RayPlan, run: RunFolder, attempt: int, on_exit: Callable[[], None] = lambda: None) -> None:
+        self._plan, self._run, self._attempt, self._on_exit = plan, run, attempt, on_exit
         self.states: dict[str, SlotState] = dict.fromkeys(plan.slots, Running(is_placed=False))
         """The state of each slot; changed by the thread only."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -276,6 +277,7 @@ class RayAttempt:
             code = normalize_exit_code(frame["code"])
             is_oom = bool(code and frame.get("oom"))
             self.states[name] = Exited(code, error, is_lost=is_lost, out_of_memory=is_oom)
+            self._on_exit()
             if survivors := frame.get("survivors"):
                 log_remark(f"cannot kill {format_survivors(survivors)} of {name}")
 

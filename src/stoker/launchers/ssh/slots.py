@@ -7,7 +7,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -70,8 +70,9 @@ class SshBackend:
 
     report_delay_s = 12.0
 
-    def __init__(self, run: RunFolder) -> None:
-        self._run, self._plan = run, read_ssh_plan(run)
+    def __init__(self, run: RunFolder, on_change: Callable[[], None] = lambda: None) -> None:
+        """Call `on_change`, in any thread, when the state of a slot may have changed."""
+        self._run, self._plan, self._notify = run, read_ssh_plan(run), on_change
         self.is_detached = is_detached(run)
         self._connections: dict[str, HostConnection] = {}
         self._slots: dict[Slot, SshSlot] = {}
@@ -109,7 +110,7 @@ class SshBackend:
         target = make_target(self._plan, self._run, host, self._plan.client, is_detached=self.is_detached)
         return HostConnection(
             target,
-            on_change=self.release_slots,
+            on_change=self._handle_change,
             on_exec=lambda *message: self._router.handle(*message),
             on_attached=lambda connection: self._router.resend(connection),
         )
@@ -155,6 +156,10 @@ class SshBackend:
     def list_unstarted(self) -> list[str]:
         """List the standby slots that have not started."""
         return [name for name in self._plan.standby if not self._slots[Slot.parse(name)].channel.has_started]
+
+    def _handle_change(self) -> None:
+        self.release_slots()
+        self._notify()
 
     def release_slots(self) -> None:
         """Start the slots that are held back, once every host is ready: no two attempts may run at the same time.

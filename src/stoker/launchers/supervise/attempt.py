@@ -48,6 +48,8 @@ class RunContext:
     status: StatusWriter
     restarts: SlotRestarts
     should_stop: Callable[[], bool]
+    pause: Callable[[float], object]
+    """Wait before the next poll, for at most so many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class AttemptRunner:
             if self.number == 0:  # for `job report`; listing them takes a moment, so after the slots have started
                 try_write(self._run, "packages.json", to_json(list_packages()))
             while (outcome := self.poll()) is None:
-                time.sleep(POLL_S)
+                self._context.pause(POLL_S)
         finally:
             self._stop(outcome)
         return Attempt(

@@ -33,10 +33,11 @@ from stoker.launchers.supervise.diagnosis import insert_note
 from stoker.launchers.supervise.slot_handle import SlotBackend, SlotState, Unreachable
 from stoker.launchers.supervise.slot_restarts import SlotRestarts
 from stoker.launchers.supervise.status_writer import StatusWriter, log_remark
+from stoker.launchers.supervise.wakeup import Wakeup
 
 LOCK_TIMEOUT_S = 2.0
 
-BACKENDS: Registry[Callable[[RunFolder], SlotBackend]] = Registry(
+BACKENDS: Registry[Callable[[RunFolder, Callable[[], None]], SlotBackend]] = Registry(
     "slot backend",
     {
         "local": "stoker.launchers.supervise.process_group:open_local_backend",
@@ -44,7 +45,7 @@ BACKENDS: Registry[Callable[[RunFolder], SlotBackend]] = Registry(
         "ssh": "stoker.launchers.ssh.slots:SshBackend",
     },
 )
-"""What starts the slots of a run, by the scheme of its handle."""
+"""What starts the slots of a run, by the scheme of its handle; it calls a function when the state of a slot changes."""
 
 
 class StopFlag:
@@ -62,9 +63,20 @@ class StopFlag:
 class Supervisor:
     """Supervisor of one run, from its first attempt to its final state."""
 
-    def __init__(self, run: RunFolder, backend: SlotBackend, stop_flag: StopFlag, *, reattach: bool = False) -> None:
-        """Supervise a run; with `reattach`, one whose slots kept running without a supervisor."""
-        self._run, self._backend, self._stop_flag = run, backend, stop_flag
+    def __init__(
+        self,
+        run: RunFolder,
+        backend: SlotBackend,
+        stop_flag: StopFlag,
+        *,
+        pause: Callable[[float], object] = time.sleep,
+        reattach: bool = False,
+    ) -> None:
+        """Supervise a run; with `reattach`, one whose slots kept running without a supervisor.
+
+        `pause` waits between two polls, for at most so many seconds.
+        """
+        self._run, self._backend, self._stop_flag, self._pause = run, backend, stop_flag, pause
         self._job: JobSpec = run.job
         self._status = StatusWriter(run)
         self._restarts = SlotRestarts(self._job)
@@ -102,7 +114,13 @@ class Supervisor:
 
     def _run_attempts(self) -> tuple[JobState, str]:
         context = RunContext(
-            self._run, self._job, self._backend, self._status, self._restarts, should_stop=self._should_stop
+            self._run,
+            self._job,
+            self._backend,
+            self._status,
+            self._restarts,
+            should_stop=self._should_stop,
+            pause=self._pause,
         )
         while True:
             runner, attempt = self._run_attempt(context, self._first_number + len(self._attempts))
@@ -167,7 +185,7 @@ class Supervisor:
             is_over = not survivors and time.monotonic() >= resume_at
             if is_over or has_no_lease({slot: state for slot, state in survivors.items() if _is_lost(state)}):
                 return survivors
-            time.sleep(POLL_S)
+            self._pause(POLL_S)
         return {}
 
     def _should_stop(self) -> bool:
@@ -249,7 +267,7 @@ def supervisor_pid(run: RunFolder) -> int | None:
 
 def run_supervisor(run: RunFolder, *, reattach: bool) -> None:
     """Supervise a run to its end in this process, which has a session of its own."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if inherited as ignored, exit codes would be lost
+    wakeup = Wakeup()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop_flag = StopFlag()  # before the lock publishes our process id
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -257,8 +275,8 @@ def run_supervisor(run: RunFolder, *, reattach: bool) -> None:
         if reattach and (run.read_status().state.is_final or (run.folder / STOP_REQUEST_FILE).exists()):
             return  # another process has finished it while we waited for the lock
         become_subreaper()
-        backend = BACKENDS.get(run.handle.partition("://")[0])(run)
-        Supervisor(run, backend, stop_flag, reattach=reattach).run()
+        backend = BACKENDS.get(run.handle.partition("://")[0])(run, wakeup.notify)
+        Supervisor(run, backend, stop_flag, pause=wakeup.pause, reattach=reattach).run()
 
 
 def main() -> None:
