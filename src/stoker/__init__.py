@@ -1,9 +1,13 @@
 """Stoker keeps accelerators fed."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
-if TYPE_CHECKING:
+import importlib
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing typing would delay programs that run under the profiler
+    from typing import Any
+
     from stoker.api import Job as Job
     from stoker.api import Run as Run
     from stoker.api import runs as runs

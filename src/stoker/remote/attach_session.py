@@ -63,7 +63,7 @@ def _connect(request: dict[str, Any], frames: FrameWriter) -> socket.socket:
     sock, before = _try_connect(request), _read_log(request)
     if sock is None:
         _start_daemon(request)
-    next_alive = time.monotonic() + ALIVE_INTERVAL_S
+    next_alive, pause_s = time.monotonic() + ALIVE_INTERVAL_S, POLL_S / 16
     while sock is None:
         if (error := _read_log(request)) and error != before:
             raise OSError(f"could not start the slot daemon: {error.splitlines()[-1]}")
@@ -72,7 +72,8 @@ def _connect(request: dict[str, Any], frames: FrameWriter) -> socket.socket:
         if time.monotonic() > next_alive:
             next_alive += ALIVE_INTERVAL_S
             frames.write(pack_frame(ALIVE))
-        time.sleep(POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, POLL_S)
         sock = _try_connect(request)
     if peer_uid(sock) != os.getuid():
         raise OSError("another user has taken the address of the slot daemon")

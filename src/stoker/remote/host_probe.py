@@ -21,23 +21,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stoker.remote.attach_session import attach, clean_up_run
 from stoker.remote.frames import MAGIC, RESPONSE, FrameWriter, pack_json
 
 DIAL_TIMEOUT_S = 3.0
 PYTHON_TIMEOUT_S = 60.0
 _SIOCGIFADDR = 0x8915
 
-# Run by the job's own Python. It imports none of the modules, which can take seconds.
+# Run by the job's own Python. It imports none of the modules, which can take seconds, and no importlib.metadata.
 _PYTHON_FACTS = """
-import importlib.metadata, importlib.util, json, sys
+import importlib.util, json, os, re, sys
+folders = [name for path in sys.path if os.path.isdir(path) for name in os.listdir(path)]
 def version(name):
     if importlib.util.find_spec(name) is None:
         return None
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    pattern = re.compile(name + r"-(\\d[^-]*)(-.*)?\\.(dist|egg)-info", re.IGNORECASE)
+    return next((match[1] for match in map(pattern.fullmatch, folders) if match), "unknown")
 print(json.dumps({"python": sys.executable, "version": sys.version.split()[0],
                   "modules": {name: version(name) for name in sys.argv[1:]}}))
 """
@@ -220,15 +218,23 @@ def exchange_markers(request: dict[str, Any]) -> dict[str, Any]:
     return {"found": existing}
 
 
+def _clean_up_run(request: dict[str, Any]) -> dict[str, Any]:
+    from stoker.remote.attach_session import clean_up_run
+
+    return clean_up_run(request)
+
+
 def main() -> None:
     """Handle the requests on standard input."""
     requests, frames = sys.stdin.buffer, FrameWriter(1)
     os.write(1, MAGIC)
     probe = HostProbe()
-    handlers = {"cleanup": clean_up_run, "markers": exchange_markers}
+    handlers = {"cleanup": _clean_up_run, "markers": exchange_markers}
     for line in iter(requests.readline, b""):
         request = json.loads(line)
         if request["op"] == "attach":
+            from stoker.remote.attach_session import attach
+
             attach(request, requests, frames)
             break
         frames.write(pack_json(RESPONSE, handlers.get(request["op"], probe.handle)(request)))

@@ -200,7 +200,7 @@ def test_host_that_reads_nothing_times_out(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "ssh").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "ssh").chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(ssh_client, "agent_code", lambda: bytes(1 << 20))
+    monkeypatch.setattr(ssh_client, "agent_code", lambda _: bytes(1 << 20))
     with Session(SshClient(), "node1", "python3") as session, pytest.raises(UnavailableError, match="no response"):
         session.request({"op": "probe"}, timeout_s=0.5)
 

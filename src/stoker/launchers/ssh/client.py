@@ -10,7 +10,7 @@ import select
 import shlex
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
@@ -40,6 +40,8 @@ REMOTE_MODULES = tuple(
     f"stoker.remote.{name}"
     for name in ("tagged_processes", "guard", "frames", "slot_process", "slot_daemon", "attach_session", "host_probe")
 )
+PROBE_MODULES = ("stoker.remote.frames", "stoker.remote.host_probe")
+"""All that a host needs to be probed: it compiles them for each session."""
 NO_PYTHON_CODE, OLD_PYTHON_CODE = 127, 125
 # -I and -S: starts faster, and no module of the user shadows one of the standard library.
 _RUN_PYTHON = (
@@ -110,7 +112,7 @@ class SshClient(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     lost_after_s: float = 30.0
     control: str | None = None
-    """The `ControlPath` by which calls share one connection to each host."""
+    """The `ControlPath` by which calls share the connection of the first of them to each host, while it is open."""
 
     def command_line(self, host: str, program: str = "ssh") -> str:
         """Return the command by which the user reaches a host as we do."""
@@ -133,7 +135,7 @@ class SshClient(msgspec.Struct, frozen=True, kw_only=True):
             "LogLevel": "INFO",
         }
         if self.control is not None:
-            options |= {"ControlMaster": "auto", "ControlPath": self.control, "ControlPersist": 60}
+            options |= {"ControlMaster": "auto", "ControlPath": self.control, "ControlPersist": "no"}
         argv = ["ssh", "-T", *(() if self.config is None else ("-F", self.config))]
         argv += [argument for name, value in options.items() for argument in ("-o", f"{name}={value}")]
         return [*argv, *(() if self.user is None else ("-l", self.user)), *more]
@@ -235,9 +237,9 @@ def agent_argv(ssh: list[str], host: str, python: str, token: str) -> list[str]:
     return [*ssh, "--", host, python_command(python, _BOOTSTRAP, f"{_TOKEN}-{token}@{host}")]
 
 
-def agent_code() -> bytes:
+def agent_code(modules: Sequence[str] = REMOTE_MODULES) -> bytes:
     """Return the code of the remote agent, which its Python reads first."""
-    sources = [(name, module_source(name)) for name in REMOTE_MODULES]
+    sources = [(name, module_source(name)) for name in modules]
     code = json.dumps(sources).encode()
     return f"{len(code)}\n".encode() + code
 
@@ -254,10 +256,17 @@ class Session:
     _connecting = threading.BoundedSemaphore(MAX_CONNECTING)
 
     def __init__(
-        self, client: SshClient, host: str, python: str, token: str = "probe", *, attempts: int = CONNECTION_ATTEMPTS
+        self,
+        client: SshClient,
+        host: str,
+        python: str,
+        token: str = "probe",
+        *,
+        attempts: int = CONNECTION_ATTEMPTS,
+        modules: Sequence[str] = PROBE_MODULES,
     ) -> None:
         self.host = host
-        self._client = client
+        self._client, self._modules = client, modules
         self._argv = agent_argv(client.argv(attempts=attempts), host, python, token)
         self._connection: SshProcess | None = None
         self._is_closed = False
@@ -292,7 +301,7 @@ class Session:
             raise UnavailableError("the connection was closed", where=self.host)
         self._connection = connection = SshProcess(self._argv)
         try:
-            connection.write(agent_code(), deadline)
+            connection.write(agent_code(self._modules), deadline)
             self._wait_for(connection, None, deadline)
         except _RetryableError:
             self._connection = None

@@ -27,7 +27,7 @@ from stoker.launchers.checks import check_gpu_roles, check_secret_env, check_via
 from stoker.launchers.local import LocalLauncher
 from stoker.launchers.paths import map_programs, programs_by_key, relative_to_workdir, resolve_job_paths
 from stoker.launchers.plan import requested_ports
-from stoker.launchers.ssh.client import RESPONSE_TIMEOUT_S, Session, SshClient, expand_hosts, expand_slots
+from stoker.launchers.ssh.client import REMOTE_MODULES, RESPONSE_TIMEOUT_S, Session, SshClient, expand_hosts, expand_slots
 from stoker.launchers.ssh.gpus import count_needed_gpus, describe_ranks, share_gpus
 from stoker.launchers.ssh.plan import HostConfig, SshPlan, is_detached, is_first_version, read_ssh_plan, set_detached
 from stoker.launchers.ssh.preflight import (
@@ -444,7 +444,7 @@ def clean_up_hosts(run: RunFolder) -> list[str]:
             "grace_s": plan.grace_s,
         }
         try:
-            with Session(plan.client, host, config.python, run.id, attempts=1) as session:
+            with Session(plan.client, host, config.python, run.id, attempts=1, modules=REMOTE_MODULES) as session:
                 survivors = session.request(request, plan.grace_s + RESPONSE_TIMEOUT_S)["survivors"]
         except UnavailableError as error:
             return f"{host}: {error.what}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import subprocess
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -54,16 +53,9 @@ def prepare_hosts(run: RunFolder) -> None:
 
 @contextmanager
 def _share_connections(client: SshClient) -> Iterator[SshClient]:
-    """Yield a client whose calls share one connection to each host."""
+    """Yield a client whose calls share the connections of its sessions."""
     with TemporaryDirectory(prefix="stoker-", dir="/tmp" if Path("/tmp").is_dir() else None) as folder:
-        try:
-            yield msgspec.structs.replace(client, control=f"{folder}/%C")
-        finally:
-            for socket in Path(folder).iterdir():
-                argv = ["ssh", "-O", "exit", "-o", f"ControlPath={socket}", "--", "any"]
-                subprocess.run(
-                    argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
-                )
+        yield msgspec.structs.replace(client, control=f"{folder}/%C")
 
 
 def _prepare(plan: SshPlan, run: RunFolder, client: SshClient) -> None:

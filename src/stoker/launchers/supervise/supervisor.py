@@ -69,14 +69,14 @@ class Supervisor:
         backend: SlotBackend,
         stop_flag: StopFlag,
         *,
-        pause: Callable[[float], object] = time.sleep,
+        pause: Callable[[float], object] | None = None,
         reattach: bool = False,
     ) -> None:
         """Supervise a run; with `reattach`, one whose slots kept running without a supervisor.
 
         `pause` waits between two polls, for at most so many seconds.
         """
-        self._run, self._backend, self._stop_flag, self._pause = run, backend, stop_flag, pause
+        self._run, self._backend, self._stop_flag, self._pause = run, backend, stop_flag, pause or time.sleep
         self._job: JobSpec = run.job
         self._status = StatusWriter(run)
         self._restarts = SlotRestarts(self._job)
