@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from many_slots import start_slots
 from measure import (
     STOKER,
     BenchContext,
@@ -34,6 +35,7 @@ BASELINE = os.environ.get("STOKER_BENCH_BASELINE", "")
 """`src` folder of another commit, whose launches are then measured too."""
 BASELINE_SUFFIX = ", baseline"
 SLOTS = 100
+MEMORY_SLOTS = 64
 PODS = 1000
 
 
@@ -61,6 +63,10 @@ def run(context: BenchContext) -> BenchResult:
                 "The two hosts are network namespaces of this machine, each with its own sshd; they share its cores."
             )
         speeds, _ = run_rounds(implementations, context.rounds, 60)
+        notes.append(f"Memory of our own processes with {MEMORY_SLOTS} slots: {start_slots(folder, MEMORY_SLOTS)}.")
+        if not isinstance(net, str):
+            many = start_slots(folder, SLOTS, net)
+            notes[-1] += f" On two SSH hosts: {start_slots(folder, MEMORY_SLOTS, net)}; with {SLOTS} slots: {many}."
     helps = [time_command(STOKER, "--help").seconds for _ in range(context.rounds + 1)][1:]
     limits = [
         Limit(what="Overhead of stoker", value=_added_ms(speeds, OURS, PLAIN), bound=1000, unit="ms"),
@@ -77,9 +83,12 @@ def run(context: BenchContext) -> BenchResult:
         ),
     ]
     if SSH_OURS in speeds:
-        limits.append(
-            Limit(what="Overhead on two SSH hosts", value=_added_ms(speeds, SSH_OURS, SSH_PLAIN), bound=3000, unit="ms")
-        )
+        limits += [
+            Limit(
+                what="Overhead on two SSH hosts", value=_added_ms(speeds, SSH_OURS, SSH_PLAIN), bound=3000, unit="ms"
+            ),
+            Limit(what=f"Start of {SLOTS} slots on two SSH hosts", value=many.seconds, bound=60, unit="s"),
+        ]
     limits += [
         Limit(
             what=f"Overhead of {ours}, relative to the baseline",
@@ -147,16 +156,18 @@ def _ssh_implementations(folder: Path, home: Path, net: Network) -> list[Impleme
 
 
 def _stoker_implementations(name: str, command: str, outputs: list[Path]) -> list[Implementation]:
-    """Return ours, and the baseline if there is one."""
+    """Return ours, and the baseline if there is one; both with bytecode, as after an installation."""
 
     def clean() -> None:
         for output in outputs:
             shutil.rmtree(output, ignore_errors=True)
 
+    command = f"unset PYTHONDONTWRITEBYTECODE; {command}"
     ours = Implementation(name=name, run=lambda: time_command("sh", "-c", command), cleanup=clean, ours=True)
     if not BASELINE:
         return [ours]
-    old = f"export PYTHONPATH={BASELINE}; {command}"
+    # Also for the profiler on the hosts.
+    old = f"export PYTHONPATH={BASELINE}; {command} --set env.PYTHONPATH={BASELINE}"
     baseline = Implementation(name=f"{name}{BASELINE_SUFFIX}", run=lambda: time_command("sh", "-c", old), cleanup=clean)
     return [ours, baseline]
 

@@ -27,7 +27,14 @@ from stoker.launchers.checks import check_gpu_roles, check_secret_env, check_via
 from stoker.launchers.local import LocalLauncher
 from stoker.launchers.paths import map_programs, programs_by_key, relative_to_workdir, resolve_job_paths
 from stoker.launchers.plan import requested_ports
-from stoker.launchers.ssh.client import REMOTE_MODULES, RESPONSE_TIMEOUT_S, Session, SshClient, expand_hosts, expand_slots
+from stoker.launchers.ssh.client import (
+    REMOTE_MODULES,
+    RESPONSE_TIMEOUT_S,
+    Session,
+    SshClient,
+    expand_hosts,
+    expand_slots,
+)
 from stoker.launchers.ssh.gpus import count_needed_gpus, describe_ranks, share_gpus
 from stoker.launchers.ssh.plan import HostConfig, SshPlan, is_detached, is_first_version, read_ssh_plan, set_detached
 from stoker.launchers.ssh.preflight import (
