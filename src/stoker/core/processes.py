@@ -227,9 +227,8 @@ def terminate_by_env(env: Mapping[str, str], grace_s: float) -> None:
     pids = find_processes_by_env(env)
     for pid in pids:
         _signal_by_env(pid, env, signal.SIGTERM)
-    if not pids:
+    if wait_until(lambda: not find_processes_by_env(env), grace_s) and not pids:
         return
-    wait_until(lambda: not find_processes_by_env(env), grace_s)
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while pids := find_processes_by_env(env):  # a process may fork while we iterate
         if time.monotonic() > deadline:
@@ -325,12 +324,16 @@ def child_pids(parent: int) -> list[int]:
 
 def read_env(pid: int) -> dict[str, str]:
     """Return the variables that a process was started with; empty for zombies and other users' processes."""
-    try:
-        content = Path(f"/proc/{pid}/environ").read_bytes()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return {}
-    pairs = (entry.partition("=") for entry in os.fsdecode(content).split("\0"))
+    pairs = (entry.partition("=") for entry in map(os.fsdecode, _read_environ(pid)))
     return {name: value for name, equals, value in pairs if equals}
+
+
+def _read_environ(pid: int) -> list[bytes]:
+    try:
+        with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
+            return file.read().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return []
 
 
 def _unkillable(pids: Sequence[int]) -> UnavailableError:
@@ -357,7 +360,8 @@ def _signal_by_env(pid: int, env: Mapping[str, str], number: signal.Signals) -> 
 
 def _has_env(pid: int, env: Mapping[str, str]) -> bool:
     """Return whether a process was started with these variables; False for zombies and other users' processes."""
-    return env.items() <= read_env(pid).items()
+    entries = _read_environ(pid)
+    return all(os.fsencode(f"{name}={value}") in entries for name, value in env.items())
 
 
 def _pids() -> list[int]:

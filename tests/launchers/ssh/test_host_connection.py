@@ -23,7 +23,7 @@ from stoker.launchers.ssh.host_connection import GONE_MARGIN_S, HostConnection, 
 from stoker.launchers.ssh.plan import RETRY_PORTS, HostConfig, SshPlan
 from stoker.launchers.ssh.slots import READY_TIMEOUT_S, SshBackend
 from stoker.launchers.supervise.slot_handle import Exited, Running, Unreachable
-from stoker.remote.frames import ATTACHED, EXEC, EXEC_EXIT, GONE, OUTPUT, READY, STARTED
+from stoker.remote.frames import ATTACHED, EXEC, EXEC_EXIT, EXIT, GONE, OUTPUT, READY, STARTED
 from tests.launchers.contract import job_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -245,6 +245,18 @@ def test_no_slot_starts_before_all_hosts_have_stopped_the_earlier_attempt(backen
     assert started(backend) == ["worker/0", "worker/1"]
     second._handle_frame(READY, "", b"")
     assert started(backend) == ["worker/0", "worker/1"]
+
+
+def test_exit_of_a_slot_notifies_the_supervisor(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostConnection, "_run", lambda _: None)
+    states = list[Any]()
+    backend = SshBackend(create_run(job_of("true"), plan_of("node1")), lambda: states.append(slot.poll()))
+    (slot,) = backend.start_slots(0).values()
+    slot.connection._handle_frame(ATTACHED, "", b"1.0")
+    slot.connection._handle_frame(READY, "", b"")
+    record = json.dumps({"code": 0, "oom": False, "survivors": []})
+    slot.connection._handle_frame(EXIT, slot.channel.slot_id, record.encode())
+    assert states[-1] == Exited(0)
 
 
 def test_slots_do_not_wait_for_a_host_whose_lease_has_expired(backend: SshBackend) -> None:
