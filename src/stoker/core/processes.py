@@ -246,17 +246,22 @@ def become_subreaper() -> None:
 def kill_children() -> None:
     """Kill all children of this process, for a subreaper that has no other children."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    with suppress(ChildProcessError):  # there are no more children
-        while True:
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            pids = child_pids(os.getpid())
-            if time.monotonic() > deadline:
-                raise _unkillable(pids)
-            for pid in pids:
-                with suppress(ProcessLookupError, ChildProcessError):
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, os.WNOHANG)
-            time.sleep(0.005)
+    while _has_children() and (pids := child_pids(os.getpid())):
+        if time.monotonic() > deadline:
+            raise _unkillable(pids)
+        for pid in pids:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.005)
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def exit_with_process(pid: int) -> None:

@@ -30,7 +30,8 @@ _SIOCGIFADDR = 0x8915
 # Run by the job's own Python. It imports none of the modules, which can take seconds, and no importlib.metadata.
 _PYTHON_FACTS = """
 import importlib.util, json, os, re, sys
-folders = [name for path in sys.path if os.path.isdir(path) for name in os.listdir(path)]
+paths = [path for path in sys.path if os.path.isdir(path) and os.access(path, os.R_OK)]
+folders = [name for path in paths for name in os.listdir(path)]
 def version(name):
     if importlib.util.find_spec(name) is None:
         return None

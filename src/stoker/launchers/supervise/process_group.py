@@ -191,7 +191,7 @@ class LocalBackend:
             self._guard = None
 
 
-def open_local_backend(run: RunFolder, on_change: Callable[[], None]) -> SlotBackend:  # noqa: ARG001 (SIGCHLD says so)
+def open_local_backend(run: RunFolder, on_change: Callable[[], None]) -> SlotBackend:  # noqa: ARG001 (slots send SIGCHLD)
     """Return the backend of a run on this machine: for its processes, or for mpirun, which starts the workers."""
     plan = load((run.folder / "plan.json").read_bytes(), LocalPlan, run.folder / "plan.json")
     if not plan.delegated:
