@@ -9,10 +9,11 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -33,14 +34,17 @@ EPOCHS = {"tf-mirrored": 100, "tf-ps": 30}
 FAULTS = 5
 """Faults per run: the pause before a restart grows with their number."""
 SEEDS = 4
-PEER_TIMEOUT_S = 10
-MAX_DETECTION_S = 60
-"""From a fault to the restart: the timeout, the grace period and the pause before the restart."""
+PEER_TIMEOUT_S, GRACE_S = 10, 5
+MAX_STOP_S = PEER_TIMEOUT_S + GRACE_S + 15
+"""From a fault until the attempt is over: the timeout, the margin of the watchdog, the grace period, a busy machine."""
+MAX_RECOVERY_S = 120
+"""From a fault to the next new step: also the pause before the restart, and the start of all tasks."""
 MODULES = {"tf-mirrored": "tf_mirrored", "tf-ps": "tf_ps"}
 TASKS = {
     "tf-mirrored": ["worker/0", "worker/1"],
     "tf-ps": ["chief/0", "worker/0", "worker/1", "ps/0", "ps/1"],
 }
+SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 CASES = [(topology, seed) for topology in MODULES for seed in range(SEEDS)]
 
 
@@ -78,7 +82,7 @@ def write_job(folder: Path, name: str, topology: str, shards: Path) -> Path:
         "env": {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         "profile": {"every": 0},
         "retries": 4 * FAULTS,
-        "grace": 5,
+        "grace": GRACE_S,
     }
     path = folder / f"{name}.yaml"
     path.write_text(json.dumps(job))
@@ -96,13 +100,47 @@ def has_reached(run: RunFolder, since: float, step: int) -> bool:
     return newest_step(run, since) >= step or run.read_status().state.is_final
 
 
-def hit(run: RunFolder, draw: random.Random, topology: str) -> str:
-    """Kill or stop a task; return which, or nothing if it was not running."""
-    task, number = draw.choice(TASKS[topology]), draw.choice([signal.SIGKILL, signal.SIGSTOP])
-    pids = find_processes_by_env({"STOKER_RUN": run.id, "STOKER_SLOT": task})
+class Fault(NamedTuple):
+    """A signal for a task."""
+
+    task: str
+    number: signal.Signals
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.number.name}"
+
+
+def faults_of(topology: str, seed: int) -> list[Fault]:
+    """The faults of one run; those of all seeds hit every task with every signal equally often."""
+    pairs = [Fault(task, number) for task in TASKS[topology] for number in SIGNALS]
+    faults = pairs * (FAULTS * SEEDS // len(pairs))
+    assert len(faults) == FAULTS * SEEDS
+    random.Random(topology).shuffle(faults)
+    return faults[FAULTS * seed : FAULTS * (seed + 1)]
+
+
+def hit(run: RunFolder, fault: Fault) -> bool:
+    """Signal all processes of a task; return whether there were any."""
+    pids = find_processes_by_env({"STOKER_RUN": run.id, "STOKER_SLOT": fault.task})
     for pid in pids:
-        os.kill(pid, number)
-    return f"{task} {number.name}" if pids else ""
+        os.kill(pid, fault.number)
+    return bool(pids)
+
+
+def stop_times(run: RunFolder, hits: list[tuple[Fault, float]]) -> list[str]:
+    """Check that each fault ended an attempt in time, a killed worker of tf-ps none; return how long it took."""
+    attempts = run.read_status().attempts
+    lines = []
+    for (fault, at), until in zip(hits, [*(at for _, at in hits[1:]), float("inf")], strict=True):
+        ended = [attempt.ended for attempt in attempts if attempt.cause and at < attempt.ended < until]
+        if fault.number == signal.SIGKILL and fault.task.startswith("worker") and run.job.topology == "tf-ps":
+            assert not ended, (fault, attempts)
+            lines.append(f"{fault}: the others continued")
+        else:
+            assert ended, (fault, attempts)
+            assert ended[0] - at < MAX_STOP_S, (fault, attempts)
+            lines.append(f"{fault}: all stopped after {ended[0] - at:.1f} s")
+    return lines
 
 
 @pytest.mark.slow
@@ -116,19 +154,22 @@ def test_faults_do_not_change_the_weights(
         references[topology] = read_tf_checkpoint(workspace / "undisturbed/checkpoints")
     draw = random.Random(f"{topology} {seed}")
     assert stoker("job", "run", write_job(workspace, "hit", topology, shards), "--detach") == 0
-    run, faults, since, step = find_run("hit"), list[str](), 0.0, 0
-    while len(faults) < FAULTS:
+    run, hits, since, step = find_run("hit"), list[tuple[Fault, float]](), 0.0, 0
+    for fault in faults_of(topology, seed):
         step += draw.randint(1, 12)
-        wait_until(partial(has_reached, run, since, step), MAX_DETECTION_S + 60)
+        wait_until(partial(has_reached, run, since, step), MAX_RECOVERY_S)
         time.sleep(draw.random() * 0.5)
-        if fault := hit(run, draw, topology):
-            since, step = time.time(), newest_step(run, since)
-            faults.append(fault)
-        assert not run.read_status().state.is_final, (faults, run.read_status().message)
+        before = since
+        since = time.time()
+        wait_until(partial(hit, run, fault))
+        step = newest_step(run, before)
+        hits.append((fault, since))
+        assert not run.read_status().state.is_final, (hits, run.read_status().message)
     wait_until(lambda: run.read_status().state.is_final, 300)
-    assert run.read_status().state == "succeeded", (faults, run.read_status().message)
+    assert run.read_status().state == "succeeded", (hits, run.read_status().message)
     assert_same_bits(read_tf_checkpoint(workspace / "hit/checkpoints"), references[topology])
     epochs = effective_samples(workspace / "hit/ledger")
     assert sorted(epochs) == list(range(EPOCHS[topology]))
     assert all(len(samples) == len(set(samples)) == SAMPLES for samples in epochs.values())
     assert find_processes_by_env({"STOKER_RUN": run.id}) == []
+    sys.stdout.write("\n  ".join([f"{topology}:{seed}", *stop_times(run, hits)]) + "\n")
