@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -34,7 +34,29 @@ def read_cluster(run: RunFolder, slot: str = "worker/0") -> dict[str, list[str]]
     return cluster
 
 
-class TestLocal(LauncherTests):
+class SlotRestartTests(LauncherTests):
+    """What launchers do that restart single slots."""
+
+    keys: ClassVar[dict[str, Any]] = {}
+
+    def test_failed_worker_is_restarted_alone(self, launcher: Any, tmp_path: Path) -> None:
+        fail_once = (
+            f"test $POD_NAME != worker-1 || {{ test -e {tmp_path}/tried || {{ touch {tmp_path}/tried; exit 7; }}; }}"
+        )
+        wait = f"test $POD_NAME != worker-1 || touch {tmp_path}/go; while ! test -e {tmp_path}/go; do sleep 0.05; done"
+        keep = "while test ${POD_NAME%-*} = ps; do sleep 0.1; done"
+        job = job_of(f"echo started $$ $TF_CONFIG; {fail_once}; {wait}; {keep}", **NO_CHIEF, **self.keys, retries=1)
+        run, status = self.run_to_end(launcher, job)
+        assert status.state is JobState.SUCCEEDED, status.message
+        assert [(attempt.number, attempt.code) for attempt in status.attempts] == [(0, 0)]
+        starts = {slot.slot: self.text(launcher, run, Slot.parse(slot.slot)) for slot in status.slots}
+        assert {slot: len(lines) for slot, lines in starts.items()} == {"worker/0": 1, "worker/1": 2, "ps/0": 1}
+        first, again = (line.split(maxsplit=2) for line in starts["worker/1"])
+        assert first[1] != again[1]
+        assert first[2] == again[2]  # the others know its address
+
+
+class TestLocal(SlotRestartTests):
     ON = "local"
 
     @pytest.fixture(autouse=True)
@@ -64,19 +86,6 @@ class TestLocal(LauncherTests):
         states = {slot.slot: (slot.state, slot.code) for slot in status.slots}
         assert states["evaluator/0"] == (JobState.FAILED, 3)
         assert states["ps/0"][0] is JobState.STOPPED
-
-    def test_failed_worker_is_restarted_alone(self, launcher: Any, tmp_path: Path) -> None:
-        fail_once = (
-            f"test $POD_NAME != worker-1 || {{ test -e {tmp_path}/tried || {{ touch {tmp_path}/tried; exit 7; }}; }}"
-        )
-        wait = f"test $POD_NAME != worker-1 || touch {tmp_path}/go; while ! test -e {tmp_path}/go; do sleep 0.05; done"
-        keep = "while test ${POD_NAME%-*} = ps; do sleep 0.1; done"
-        job = job_of(f"echo started $$; {fail_once}; {wait}; {keep}", **NO_CHIEF, retries=1)
-        run, status = self.run_to_end(launcher, job)
-        assert status.state is JobState.SUCCEEDED, status.message
-        assert [(attempt.number, attempt.code) for attempt in status.attempts] == [(0, 0)]
-        starts = {slot.slot: len(self.text(launcher, run, Slot.parse(slot.slot))) for slot in status.slots}
-        assert starts == {"worker/0": 1, "worker/1": 2, "ps/0": 1}
 
     def test_restarts_of_a_worker_count_as_retries(self, launcher: Any) -> None:
         script = "echo started; test $POD_NAME != worker-1 || exit 7; sleep 60"
@@ -149,7 +158,7 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-class TestSsh(LauncherTests):
+class TestSsh(SlotRestartTests):
     ON = "ssh"
 
     @pytest.fixture(autouse=True)
@@ -158,6 +167,7 @@ class TestSsh(LauncherTests):
         shutil.copy(TASK, tmp_path / "task.py")
         self.ssh = {"hosts": ["node1:2", "node2"], "config": str(net.config), "workdir": str(tmp_path / "remote")}
         self.ssh |= {"python": sys.executable}
+        self.keys = {"ssh": self.ssh}  # type: ignore[misc]
 
     @pytest.mark.parametrize("keys", [PS, {**MIRRORED, "workers": 3}], ids=["ps", "mirrored"])
     def test_tasks_reach_each_other_between_hosts(self, launcher: Any, keys: Any) -> None:

@@ -71,7 +71,9 @@ class FakeBackend:
         self.started.append(time.monotonic())
         return self.attempts[attempt]
 
-    restarts_slots = True
+    def can_restart(self, slot: Slot) -> bool:
+        """Whether a slot can be started again: always."""
+        return True
 
     def restart_slot(self, slot: Slot) -> SlotHandle:
         """Return the next slot that was prepared for a restart."""

@@ -53,29 +53,33 @@ class FakeRay:
 
     def make_actor(self, *responses: Response) -> Any:
         """Return an actor that responds to `start` and then to each `read`."""
-        rest = iter(responses)
-        call = SimpleNamespace(remote=lambda *_: Call(next(rest, None)))
+        rest, calls = list(responses), list[tuple[Any, ...]]()
+
+        def respond(*args: Any) -> Call:
+            calls.append(args)
+            return Call(rest.pop(0) if rest else None)
+
+        call = SimpleNamespace(remote=respond)
         sent: list[Any] = []
         """Requests to the slot daemon."""
         ignored = SimpleNamespace(remote=lambda *_: None)
-        return SimpleNamespace(
-            start=call, read=call, send=SimpleNamespace(remote=sent.append), close=ignored, sent=sent
-        )
+        send = SimpleNamespace(remote=sent.append)
+        return SimpleNamespace(start=call, read=call, send=send, close=ignored, sent=sent, rest=rest, calls=calls)
 
-    def run(self, actors: dict[str, Any], stop_requests: int = 0) -> None:
+    def run(self, actors: dict[str, Any], stop_requests: int = 0, restarts: dict[str, int] | None = None) -> None:
         """Run slots, one on each actor, to their end."""
         from stoker.launchers.ray import driver
 
         command = {"argv": ["true"], "env": {}, "cwd": None}
         slots, limits = dict.fromkeys(actors, command), {"grace_s": GRACE_S, "lost_after_s": LOST_AFTER_S}
         request = {"slots": slots, "bundles": [{}] * len(slots), "strategy": "PACK", "tags": {}, **limits}
-        control: Any = SimpleNamespace(stop_requests=stop_requests, take_stack_request=dict)
+        control: Any = SimpleNamespace(stop_requests=stop_requests, take_stack_request=dict, restarts=restarts or {})
         attempt = driver.Driver(request, control, driver.JsonFrameWriter())
         for index, name in enumerate(actors):
             keys = ("address", "python", "workdir", "home", "interface", "port", "node")
             attempt._nodes[name] = dict.fromkeys(keys, f"node{index}")
         attempt._actors.update(actors)
-        attempt._forward_output(attempt._start_slots())
+        attempt._forward_output({attempt._start(name): name for name in actors})
 
 
 def fail(name: str, text: str = "") -> Response:
@@ -91,15 +95,19 @@ def started() -> None:
     """Respond to a start."""
 
 
-def exited() -> dict[str, Any]:
-    return {"data": b"", "code": 0, "oom": False, "survivors": []}
+def exited(code: int = 0) -> dict[str, Any]:
+    return {"data": b"", "code": code, "oom": False, "survivors": []}
 
 
 def read_ends(capfd: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
     """Return the last frame of each slot, in their order."""
+    return {frame["slot"]: frame for frame in read_frames(capfd) if "code" in frame}
+
+
+def read_frames(capfd: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """Return all frames that the driver has written."""
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(connection.FRAME_PREFIX)]
-    frames = [json.loads(line.removeprefix(connection.FRAME_PREFIX)) for line in lines]
-    return {frame["slot"]: frame for frame in frames if "code" in frame}
+    return [json.loads(line.removeprefix(connection.FRAME_PREFIX)) for line in lines]
 
 
 def test_slot_that_cannot_be_started_is_lost(
@@ -135,6 +143,32 @@ def test_stop_during_the_start_of_a_slot_reaches_it(monkeypatch: pytest.MonkeyPa
     ray.run({"worker/0": actor}, stop_requests=1)
     stop = {"op": "stop", "level": 1}
     assert actor.sent == [stop, "started", stop]
+
+
+def test_slot_is_started_again_as_often_as_the_client_wants(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Only after it has exited, and with the output of the new start from its beginning."""
+    ray, restarts = FakeRay(monkeypatch), {"worker/1": 1}
+    output = [lambda: {"data": b"first"}, lambda: exited(7), started, lambda: {"data": b"again"}]
+    actor = ray.make_actor(started, *output, exited)
+
+    def end() -> dict[str, Any]:
+        return exited() if not actor.rest else {"data": b""}
+
+    ray.run({"worker/0": ray.make_actor(started, *[end] * 20), "worker/1": actor}, restarts=restarts)
+    frames = [frame for frame in read_frames(capfd) if frame["slot"] == "worker/1"]
+    assert [frame.get("data") or frame["code"] for frame in frames] == ["first", 7, "again", 0]
+    assert [args[0] for args in actor.calls if isinstance(args[0], int)] == [0, 5, 0, 5]
+
+
+def test_slot_is_not_started_again_once_all_are_stopped(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ray = FakeRay(monkeypatch)
+    actors = {"worker/0": ray.make_actor(started, exited), "worker/1": ray.make_actor(started, lambda: exited(7))}
+    ray.run(actors, stop_requests=1, restarts={"worker/1": 1})
+    assert read_ends(capfd)["worker/1"]["code"] == 7
 
 
 def test_lost_slots_do_not_delay_others(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

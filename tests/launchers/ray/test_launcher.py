@@ -20,6 +20,7 @@ from stoker.launchers.ray.launcher import RayLauncher
 from stoker.launchers.ray.plan import read_ray_plan
 from tests.launchers.contract import LauncherSuite, is_ready, job_of
 from tests.launchers.test_local import HANGING
+from tests.launchers.test_tensorflow import SlotRestartTests
 from tests.support.ray import (
     CPUS,
     RayTestCluster,
@@ -44,7 +45,7 @@ dist.destroy_process_group()
 """
 
 
-class TestRay(LauncherSuite):
+class TestRay(LauncherSuite, SlotRestartTests):
     ON = "ray"
 
     @pytest.fixture

@@ -25,10 +25,11 @@ from stoker.launchers.ray import connection, slots
 from stoker.launchers.ray.connection import DriverLog, LineQueue
 from stoker.launchers.ray.launcher import RayLauncher
 from stoker.launchers.ray.plan import RayPlan
-from stoker.launchers.ray.slots import RayAttempt, RayBackend
+from stoker.launchers.ray.slots import RayAttempt, RayBackend, RaySlot
 from stoker.launchers.supervise.slot_handle import Exited, Running, SlotState, Unreachable
 from tests.support.waiting import wait_until
 
+WORKER = Slot("worker", 0)
 BUSY_CLUSTER = {"nodes": [{"CPU": 2.0}], "free": {"CPU": 0.5}}
 BUSY_REASON = "Ray has not placed 1 × (1 CPU): resources are in use by other jobs (needs 1 CPU, 0.5 CPU of 2 CPU free)"
 
@@ -321,6 +322,29 @@ def test_lost_slot_counts_as_running_until_it_is_surely_gone(workspace: Path, fa
     attempt._has_begun = True
     attempt._process_line(line)
     assert attempt.states["worker/0"] == Exited(255, "lost", is_lost=True)
+
+
+def test_slot_that_has_exited_can_be_started_again(workspace: Path) -> None:
+    """Not one that was lost, nor after the driver has ended, because nobody would start it."""
+    attempt = make_attempt(workspace)
+    backend = RayBackend.__new__(RayBackend)
+    backend._attempt, backend._handles = (
+        attempt,
+        {WORKER: RaySlot(attempt, "worker/0", is_first=True, reads_local_sources=False)},
+    )
+    assert not backend.can_restart(WORKER)
+    attempt._process_line(*to_log({"slot": "worker/0", "code": 7}))
+    assert backend.can_restart(WORKER)
+    handle = backend.restart_slot(WORKER)
+    assert handle.poll() == Running()
+    assert attempt._desired_state()["restarts"] == {"worker/0": 1}
+    attempt._last_frame = 0
+    attempt._process_line(*to_log({"slot": "worker/0", "code": 255, "error": "its Ray node was lost"}))
+    assert not backend.can_restart(WORKER)
+    attempt._lose_all("the driver has ended")
+    before = handle.poll()
+    backend.restart_slot(WORKER)
+    assert handle.poll() == before
 
 
 def test_slots_of_a_failed_driver_count_as_running(workspace: Path, fake_cluster: type[FakeCluster]) -> None:

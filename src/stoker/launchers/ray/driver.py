@@ -37,9 +37,7 @@ PORT, INTERFACE = "@ray:port@", "@ray:interface@"
 port `@ray:worker/0:port@`."""
 LOST_EXIT_CODE, REJECTED_EXIT_CODE = 255, 3
 READ_BYTES = 8192
-LONG_POLL_S = 1.0
-POLL_S = 0.2
-STATE_POLL_S = 0.5
+POLL_S, LONG_POLL_S, STATE_POLL_S = 0.2, 1.0, 0.5
 CAPACITY_CHECK_S = 5.0
 EXIT_TIMEOUT_S = 5.0
 """Time to report the end, after the grace period."""
@@ -102,10 +100,9 @@ class ControlState:
     def __init__(self, client_timeout_s: float) -> None:
         self._client_timeout_s, self._updated_at = client_timeout_s, time.monotonic()
         self._state: dict[str, Any] = {}
-        self._stack_requests = 0
-        self._is_client_gone = False
+        self._stack_requests, self._is_client_gone = 0, False
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+            signal.signal(number, lambda *_: self.mark_client_gone())
 
     def update(self, state: dict[str, Any]) -> None:
         """Set the desired state; any change also proves that the client is alive."""
@@ -138,8 +135,11 @@ class ControlState:
         pids: dict[str, list[int]] = self._state["pids"]
         return pids
 
-    def _on_signal(self, number: int, frame: Any) -> None:  # noqa: ARG002
-        self._is_client_gone = True
+    @property
+    def restarts(self) -> dict[str, int]:
+        """How many times each slot is to be started again."""
+        counts: dict[str, int] = self._state.get("restarts", {})
+        return counts
 
 
 def receive_from_store(key: str, client_timeout_s: float) -> tuple[dict[str, Any] | None, ControlState]:
@@ -197,8 +197,7 @@ class SlotActor:
 
     def __init__(self, daemon_files: dict[str, str]) -> None:
         self._daemon_files = daemon_files
-        self._folder = ""
-        self._request: dict[str, Any] = {}
+        self._folder, self._request = "", dict[str, Any]()
         self._pipes: tuple[IO[bytes], ...] = ()
         """Standard input and output of the slot daemon."""
         self._result: dict[str, Any] | None = None
@@ -218,9 +217,10 @@ class SlotActor:
             "home": str(Path.home()),
         }
 
-    def start(self, request: dict[str, Any]) -> None:
-        """Start the slot."""
+    def start(self, request: dict[str, Any], closed: None = None) -> None:  # noqa: ARG002
+        """Start the slot; or again, with the result of `close`, because calls of an actor may overtake each other."""
         self._folder, self._request = tempfile.mkdtemp(prefix="stoker-slot-"), request
+        self._result, self._has_expired = None, False
         self._start_daemon()
         self.send({**request, "op": "start", "key": "", "log_size": 0, "is_standby": False})
         self._read_at = time.monotonic()
@@ -237,18 +237,14 @@ class SlotActor:
         attach |= {"op": "attach", "folder": self._folder, "lost_after_s": 0.0, "slots": {}, "starting": []}
         # Without the variables by which a cluster that was started for the run finds its own processes: the daemon
         # must outlive them to stop its slot.
-        env = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith("STOKER_") and name not in _RAY_VARIABLES
-        }
+        names = [name for name in os.environ if not name.startswith("STOKER_") and name not in _RAY_VARIABLES]
         daemon = subprocess.Popen(
             [sys.executable, "-IS", "-c", _DAEMONIZE, self._folder, json.dumps(attach)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # not the log of the actor: who has that open is stopped with Ray
             start_new_session=True,
-            env=env,
+            env={name: os.environ[name] for name in names},
         )
         daemon.wait()  # only for the process that forks; the daemon itself is no child of ours
         self._pipes = tuple(pipe for pipe in (daemon.stdin, daemon.stdout) if pipe is not None)
@@ -289,10 +285,11 @@ class SlotActor:
     def _watch_lease(self) -> None:
         """Stop the slot when the driver has not read its output for too long: this node is cut off."""
         lease_s = self._request["lost_after_s"]
-        while lease_s is None or time.monotonic() - self._read_at < lease_s:
+        while self._result is None and (lease_s is None or time.monotonic() - self._read_at < lease_s):
             time.sleep(POLL_S)
-        self._has_expired = True
-        self.send({"op": "stop", "level": 1})
+        if self._result is None:
+            self._has_expired = True
+            self.send({"op": "stop", "level": 1})
 
     def _wait_for_result(self) -> None:
         result = self._read_result()
@@ -351,17 +348,17 @@ def _find_free_port() -> int:
 
 
 class Driver:
-    """Driver of one attempt: all slots are placed, started and stopped together."""
+    """Driver of one attempt: all slots are placed, started and stopped together; one may be started again."""
 
     def __init__(self, request: dict[str, Any], control: ControlState, out: JsonFrameWriter) -> None:
         self._request, self._control, self._out = request, control, out
         self._slots: dict[str, dict[str, Any]] = request["slots"]
-        self._actors: dict[str, Any] = {}
-        self._nodes: dict[str, dict[str, Any]] = {}
-        self._offsets = dict.fromkeys(self._slots, 0)
-        self._codes: dict[str, int] = {}
+        self._actors, self._nodes = dict[str, Any](), dict[str, dict[str, Any]]()
+        self._offsets, self._codes = dict.fromkeys(self._slots, 0), dict[str, int]()
         self._failed_actors: dict[str, tuple[float, str]] = {}
         """How actors of slots failed, and until when their nodes may turn out to be gone."""
+        self._restarts, self._closing = dict.fromkeys(self._slots, 0), dict[str, Any]()
+        """How often each slot was started again; the calls of `close`, by slots that have exited."""
         self._stop_requests, self._deadline = 0, float("inf")
 
     def run(self) -> int:
@@ -369,7 +366,8 @@ class Driver:
         group = placement_group(self._request["bundles"], strategy=self._request["strategy"])
         try:
             if self._wait_for_placement(group) and self._create_actors(group):
-                self._forward_output(self._start_slots())
+                self._out.write(addresses={name: node["address"] for name, node in self._nodes.items()})
+                self._forward_output({self._start(name): name for name in self._slots})
         finally:  # Ray would remove it too, but only some time after our exit
             with contextlib.suppress(Exception):
                 remove_placement_group(group)
@@ -410,19 +408,27 @@ class Driver:
                 return False
         return True
 
-    def _start_slots(self) -> dict[Any, str]:
-        """Fill in the placeholders of the commands and start them; return the slots by pending calls."""
-        first = self._nodes[next(iter(self._slots))]
-        shared = {f"@ray:{name}@": node["address"] for name, node in self._nodes.items()}
-        shared |= {PORT: str(first["port"])} | {f"@ray:{name}:port@": str(n["port"]) for name, n in self._nodes.items()}
-        calls = {self._actors[name].start.remote(self._slot_request(name, shared)): name for name in self._slots}
-        self._out.write(addresses={name: node["address"] for name, node in self._nodes.items()})
+    def _start(self, name: str, *closed: Any) -> Any:
+        """Start a slot, or start it again after the call that closes it; return the pending call."""
+        return self._actors[name].start.remote(self._slot_request(name), *closed)
+
+    def _restart_slots(self) -> dict[Any, str]:
+        """Start the slots again that have exited and for which the client wants it; return them by pending calls."""
+        calls = {}
+        for name, count in self._control.restarts.items():
+            if count > self._restarts[name] and name in self._closing and not self._stop_requests:
+                self._restarts[name], self._offsets[name] = count, 0
+                del self._codes[name]
+                calls[self._start(name, self._closing.pop(name))] = name
         return calls
 
-    def _slot_request(self, name: str, shared: dict[str, str]) -> dict[str, Any]:
+    def _slot_request(self, name: str) -> dict[str, Any]:
+        """Return the request to start a slot, without placeholders."""
+        first = self._nodes[next(iter(self._slots))]
+        values = {PORT: str(first["port"])} | {f"@ray:{slot}@": node["address"] for slot, node in self._nodes.items()}
+        values |= {f"@ray:{slot}:port@": str(node["port"]) for slot, node in self._nodes.items()}
         command, node = self._slots[name], self._nodes[name]
-        own = {PYTHON: node["python"], WORKDIR: node["workdir"], HOME: node["home"], INTERFACE: node["interface"]}
-        values = {**shared, **own}
+        values |= {PYTHON: node["python"], WORKDIR: node["workdir"], HOME: node["home"], INTERFACE: node["interface"]}
         env = {key: _fill_in(value, values) for key, value in command["env"].items()}
         return {
             "argv": [_fill_in(argument, values) for argument in command["argv"]],
@@ -438,6 +444,7 @@ class Driver:
         """Forward the output of the slots until all have exited or are lost."""
         while len(self._codes) < len(self._slots) and time.monotonic() < self._deadline + EXIT_TIMEOUT_S:
             self._apply_control()
+            calls |= self._restart_slots()
             for ref in ray.wait(list(calls), timeout=POLL_S)[0]:
                 name = calls.pop(ref)
                 if self._process_response(name, ref):
@@ -477,7 +484,7 @@ class Driver:
             self._report_error(name, LOST_EXIT_CODE, response["lost"])
         else:
             return True
-        self._actors[name].close.remote()
+        self._closing[name] = self._actors[name].close.remote()
         return False
 
     def _apply_control(self) -> None:
@@ -520,9 +527,8 @@ class Driver:
 
 def _fill_in(text: str, values: dict[str, str]) -> str:
     """Replace the placeholders in a text."""
-    if "@ray:" in text:
-        for placeholder, value in values.items():
-            text = text.replace(placeholder, value)
+    for placeholder, value in values.items():
+        text = text.replace(placeholder, value)
     return text
 
 
@@ -581,18 +587,13 @@ def main() -> int:
         out.write(failed=_last_line(error))
         raise
     finally:
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
+        while key and not control.is_done and time.monotonic() < deadline:  # until the client writes our key no more
+            time.sleep(POLL_S)
         if key:
-            clean_up_store(key, control)
+            delete_from_store(key)
     ray.shutdown()
     return code
-
-
-def clean_up_store(key: str, control: ControlState) -> None:
-    """Delete our key once the client writes it no more."""
-    deadline = time.monotonic() + EXIT_TIMEOUT_S
-    while not control.is_done and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    delete_from_store(key)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from stoker.core import json_io
-from stoker.errors import InputError, MissingError, SpecError, StokerError, UnavailableError
+from stoker.errors import MissingError, SpecError, StokerError, UnavailableError
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.topology import Slot
 from stoker.launchers.ray.connection import (
@@ -82,6 +82,7 @@ class RayBackend:
         """Call `on_change`, in any thread, when a slot has exited."""
         self._run, self._plan, self._on_change = run, read_ray_plan(run), on_change
         self._attempt: RayAttempt | None = None
+        self._handles: dict[Slot, RaySlot] = {}
 
     def prepare(self, grace_s: float, *, reattach: bool = False) -> None:  # noqa: ARG002
         """Stop what an earlier supervisor left behind of a Ray on this machine."""
@@ -92,18 +93,25 @@ class RayBackend:
         self._attempt = RayAttempt(self._plan, self._run, attempt, self._on_change)
         self._attempt.start()
         first = next(iter(self._plan.slots))
-        return {
+        self._handles = {
             Slot.parse(name): RaySlot(
                 self._attempt, name, is_first=name == first, reads_local_sources=self._plan.runs_here
             )
             for name in self._plan.slots
         }
+        return dict(self._handles)
 
-    restarts_slots = False
+    def can_restart(self, slot: Slot) -> bool:
+        """Whether its node is there: the others know its address, and Ray would place it on any other node."""
+        assert self._attempt is not None
+        state = self._attempt.states[str(slot)]
+        return isinstance(state, Exited) and not state.is_lost
 
     def restart_slot(self, slot: Slot) -> SlotHandle:
-        """Raise InputError: a placement group is started as a whole."""
-        raise InputError(f"{slot} cannot be restarted alone on Ray")
+        """Start a slot again on the node where it ran; its log continues."""
+        assert self._attempt is not None
+        self._attempt.restart(str(slot))
+        return self._handles[slot]
 
     def close(self, grace_s: float) -> None:
         """Wait until the driver is gone, and with it a cluster of the run's own; stop leftovers on this machine.
@@ -127,12 +135,14 @@ class RayAttempt:
     def __init__(self, plan: RayPlan, run: RunFolder, attempt: int, on_exit: Callable[[], None] = lambda: None) -> None:
         self._plan, self._run, self._attempt, self._on_exit = plan, run, attempt, on_exit
         self.states: dict[str, SlotState] = dict.fromkeys(plan.slots, Running(is_placed=False))
-        """The state of each slot; changed by the thread only."""
+        """The state of each slot; changed by the thread, and by `restart`."""
+        self._restarts = dict.fromkeys(plan.slots, 0)
+        self._lock, self._has_ended = threading.Lock(), False
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         paths = {name: run.log_path(Slot.parse(name), attempt) for name in plan.slots}
         self._logs = {name: os.open(path, flags, 0o600) for name, path in paths.items()}
         self._stop_level = self._stack_requests = 0
-        self._sent: dict[str, Any] = {"stop_level": 0, "stacks": 0}
+        self._sent: dict[str, Any] = {"stop_level": 0, "stacks": 0, "restarts": {}}
         self._last_frame = 0
         self._has_begun = self._is_over = False
         self._cluster: HostCluster | None = None
@@ -151,6 +161,13 @@ class RayAttempt:
     def request_stacks(self) -> None:
         """Ask the ranks of all slots for their stacks."""
         self._stack_requests += 1
+
+    def restart(self, name: str) -> None:
+        """Start a slot again that has exited, unless the driver has ended meanwhile."""
+        with self._lock:
+            if not self._has_ended:
+                self.states[name] = Running()
+                self._restarts[name] += 1
 
     def join(self, timeout_s: float) -> bool:
         """Wait until nothing is left of the driver, or of a cluster of the run's own; return whether that is so."""
@@ -300,8 +317,10 @@ class RayAttempt:
         self._end_running(Exited(-signal.SIGTERM))
 
     def _end_running(self, end: SlotState) -> None:
-        """Record the end of the slots that have none yet."""
-        self.states.update({name: end for name, state in self.states.items() if isinstance(state, Running)})
+        """Record the end of the slots that have none yet; no slot is started any more."""
+        with self._lock:
+            self._has_ended = True
+            self.states.update({name: end for name, state in self.states.items() if isinstance(state, Running)})
 
     def _reject_all(self, reason: str) -> None:
         """Record that the slots cannot run here, so that they are not retried, and stop the driver."""
@@ -350,7 +369,8 @@ class RayAttempt:
         }
 
     def _desired_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {**self._sent, "stop_level": self._stop_level}
+        restarts = {name: count for name, count in self._restarts.items() if count}
+        state: dict[str, Any] = {**self._sent, "stop_level": self._stop_level, "restarts": restarts}
         if self._stack_requests != self._sent["stacks"]:
             pids = {name: self._rank_pids(Slot.parse(name)) for name in self._plan.slots}
             state |= {"stacks": self._stack_requests, "pids": pids}

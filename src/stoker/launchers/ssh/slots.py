@@ -130,7 +130,9 @@ class SshBackend:
             request["rsh_agent"] = module_source("stoker.remote.rsh_agent")
         return _HeldSlot(connection, channel, self) if is_held else SshSlot(connection, channel)
 
-    restarts_slots = True
+    def can_restart(self, slot: Slot) -> bool:  # noqa: ARG002
+        """Whether a slot can be started again: always."""
+        return True
 
     def restart_slot(self, slot: Slot) -> SlotHandle:
         """Start a slot again; its log continues."""

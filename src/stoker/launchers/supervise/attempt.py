@@ -173,9 +173,7 @@ class AttemptRunner:
 
     def _restart_slots(self, states: Mapping[Slot, SlotState]) -> frozenset[Slot]:
         """Restart a slot that can be restarted alone, and return those whose failure does not end the attempt."""
-        if not self._context.backend.restarts_slots:
-            return frozenset()
-        choice = self._context.restarts.choose(states)
+        choice = self._context.restarts.choose(states, self._context.backend.can_restart)
         if choice.restart is not None:
             log_remark(f"attempt {self.number}: restarting {choice.restart}: {states[choice.restart]}")
             self.monitor.reset_slot(choice.restart)

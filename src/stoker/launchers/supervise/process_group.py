@@ -167,7 +167,9 @@ class LocalBackend:
             for slot in self._slots.values():
                 self._guard.add_leader(slot.process.pid)
 
-    restarts_slots = True
+    def can_restart(self, slot: Slot) -> bool:  # noqa: ARG002
+        """Whether a slot can be started again: always."""
+        return True
 
     def restart_slot(self, slot: Slot) -> SlotHandle:
         """Start a slot again while the others keep running; its leftover processes are stopped first."""

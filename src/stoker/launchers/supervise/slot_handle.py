@@ -118,9 +118,8 @@ class SlotBackend(Protocol):
         """
         ...
 
-    @property
-    def restarts_slots(self) -> bool:
-        """Whether `restart_slot` works; otherwise a failed slot fails the attempt."""
+    def can_restart(self, slot: Slot) -> bool:
+        """Whether `restart_slot` works for a slot that has failed; otherwise its failure ends the attempt."""
         ...
 
     def restart_slot(self, slot: Slot) -> SlotHandle:

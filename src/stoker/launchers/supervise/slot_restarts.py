@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from stoker.errors import InputError, MissingError
@@ -40,9 +40,9 @@ class SlotRestarts:
         """Forget a restart that was planned in the previous attempt."""
         self._next_at = None
 
-    def choose(self, states: Mapping[Slot, SlotState]) -> RestartChoice:
-        """Return what to do about the slots that have failed so far."""
-        failed = [slot for slot, state in states.items() if self._may_restart(slot, state)]
+    def choose(self, states: Mapping[Slot, SlotState], can_restart: Callable[[Slot], bool]) -> RestartChoice:
+        """Return what to do about the slots that have failed so far, as far as they can be restarted."""
+        failed = [slot for slot, state in states.items() if self._may_restart(slot, state) and can_restart(slot)]
         if not failed:
             return RestartChoice()
         # A slot that may still be running is not started a second time.
