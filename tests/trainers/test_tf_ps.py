@@ -91,6 +91,20 @@ def test_the_chief_exits_in_time_and_the_restarted_gang_has_the_same_bits(
     assert_same_bits(read_tf_checkpoint(tmp_path / "ck"), read_tf_checkpoint(undisturbed / "ck"))
 
 
+def test_the_others_exit_in_time_when_the_chief_is_stopped(
+    tf_server: ForkServer, ps_flags: list[object], tmp_path: Path
+) -> None:
+    """The kernel still accepts connections for it."""
+    with start_gang(tf_server, tmp_path, MODULE, ROLES, *ps_flags, "--peer-timeout", PEER_TIMEOUT_S) as gang:
+        gang["chief-0"].wait_for('"name": "loss"')
+        gang["chief-0"].kill(signal.SIGSTOP)
+        started = time.monotonic()
+        results = gang.wait("worker-0", "worker-1", "ps-0", "ps-1", timeout=PEER_TIMEOUT_S + 20)
+        assert time.monotonic() - started > PEER_TIMEOUT_S / 2
+        assert {result.code for result in results.values()} == {1}
+        assert all("the chief" in result.marks("lost")[0].fields["detail"] for result in results.values())
+
+
 def test_an_in_process_cluster_has_the_same_bits(
     tf_server: ForkServer, ps_flags: list[object], undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -21,6 +21,9 @@ RETRY_S = 0.1
 MAX_CALL_S = 5.0
 """How long one attempt to connect may take; a host that is starting may drop packets."""
 
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""What a client of HTTP/2 sends first, with empty SETTINGS; the server responds with its own."""
+
 
 class MissingPeersError(StokerError):
     """Other tasks of the training did not start in time."""
@@ -63,10 +66,10 @@ def meet(rank: Rank, master: str, port: int, timeout_s: float) -> list[str]:
 
 
 def wait_for_servers(addresses: Mapping[str, str], timeout_s: float) -> None:
-    """Wait until a server listens at each address, by task; raise MissingPeersError for those that do not in time."""
+    """Wait until a gRPC server responds at each address, by task; raise MissingPeersError after the timeout."""
     missing, deadline = dict(addresses), time.monotonic() + timeout_s
     while missing:
-        missing = {task: address for task, address in missing.items() if not is_listening(address)}
+        missing = {task: address for task, address in missing.items() if not is_responding(address)}
         if missing and time.monotonic() >= deadline:
             raise MissingPeersError(f"{_join(missing)} did not start within {timeout_s:g} s")
         if missing:
@@ -116,14 +119,18 @@ def _attempt() -> str:
     return os.environ.get("STOKER_ATTEMPT", "")
 
 
-def is_listening(address: str) -> bool:
-    """Return whether a server accepts connections at an address."""
+def is_responding(address: str, timeout_s: float = MAX_CALL_S) -> bool:
+    """Return whether a gRPC server at an address responds.
+
+    It must begin an HTTP/2 connection: the kernel accepts connections for a process that is stopped, too.
+    """
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=MAX_CALL_S).close()
+        with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:
+            connection.sendall(_HTTP2_PREFACE)
+            return bool(connection.recv(1))
     except OSError:
         return False
-    return True
 
 
 def _join(names: Iterable[str]) -> str:

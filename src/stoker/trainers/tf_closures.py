@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from stoker.telemetry import Recorder
 from stoker.tf_environment import TaskEnvironment
-from stoker.trainers.rendezvous import MissingPeersError, free_port, is_listening, wait_for_servers
+from stoker.trainers.rendezvous import MissingPeersError, free_port, is_responding, wait_for_servers
 from stoker.trainers.startup import print_error
 from stoker.trainers.tf_reader import PositionReader, find_reader_error
 from stoker.trainers.watchdog import EXIT_CODE, exit_now
@@ -99,8 +99,8 @@ def serve(args: argparse.Namespace, task: TaskEnvironment, record: Recorder) -> 
     (chief,) = task.cluster["chief"]
     timeout_s, seen_at, was_seen = float(args.start_timeout), time.monotonic(), False
     forever = threading.Event()
-    while not forever.wait(min(CHIEF_POLL_S, timeout_s / 2)):
-        if is_listening(chief):
+    while not forever.wait(pause_s := min(CHIEF_POLL_S, timeout_s / 4)):
+        if is_responding(chief, pause_s):
             timeout_s, seen_at, was_seen = float(args.peer_timeout), time.monotonic(), True
         elif time.monotonic() - seen_at > timeout_s:
             what = "has not responded" if was_seen else "did not start"
