@@ -45,7 +45,8 @@ def run(context: BenchContext) -> BenchResult:
         ],
         notes=[
             f"{what}: resnet8 at 32 px; decode-bound: one linear layer at 224 px on the TFRecords of the other "
-            f"benchmarks, with random crops and flips. Global batch size {BATCH}, always the loop of tf_mirrored.",
+            f"benchmarks, with random crops and flips; only our loader antialiases. Global batch size {BATCH}, always "
+            "the loop of tf_mirrored.",
         ],
     )
 

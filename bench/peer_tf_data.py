@@ -49,7 +49,7 @@ class TfDataBatches:
 
 
 def decode(record: Any) -> tuple[Any, Any]:
-    """Decode a random crop, resize it and flip it at random, as the ImageNet examples of TensorFlow do."""
+    """Decode a random crop, resize it without antialiasing and flip it, as the ImageNet examples of TensorFlow do."""
     features = tf.io.parse_single_example(record, FEATURES)
     shape = tf.io.extract_jpeg_shape(features["image/encoded"])
     box = tf.zeros([1, 0, 4])
@@ -58,8 +58,8 @@ def decode(record: Any) -> tuple[Any, Any]:
     )
     window = tf.concat([begin[:2], size[:2]], 0)
     image = tf.io.decode_and_crop_jpeg(features["image/encoded"], window, channels=3)
-    image = tf.image.random_flip_left_right(tf.image.resize(image, [ARGS.size, ARGS.size], antialias=True))
-    return tf.cast(tf.clip_by_value(image + 0.5, 0, 255), tf.uint8), features["image/class/label"]
+    image = tf.cast(tf.image.resize(image, [ARGS.size, ARGS.size]), tf.uint8)
+    return tf.image.random_flip_left_right(image), features["image/class/label"]
 
 
 def open_tf_data(url: Any, **options: Any) -> tuple[TfDataBatches, Loader]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from stoker.cli.job_eval import ACCEPTED, choose_checkpoint
+from stoker.cli.job_eval import ACCEPTED, choose_checkpoint, make_evaluation
 from stoker.errors import NotFoundError
 from stoker.jobs.run_folder import list_runs
 from stoker.jobs.spec import to_yaml
+from stoker.jobs.topology import list_slots
 from stoker.testing import make_shards
 from stoker.trainers.checkpoint_files import BEST_NAME, find_checkpoint, step_name
 from stoker.trainers.flags import parse_flags
@@ -98,6 +100,31 @@ def test_best_checkpoint_comes_before_the_newest(tmp_path: Path) -> None:
     assert [find_checkpoint(str(tmp_path), which) for which in ("best", "newest")] == [step_name(10)] * 2
     (tmp_path / BEST_NAME).touch()
     assert [find_checkpoint(str(tmp_path), which) for which in ("best", "newest")] == [BEST_NAME, step_name(10)]
+
+
+def test_parameter_servers_are_evaluated_in_one_process() -> None:
+    roles = {"ps": {"count": 2}, "evaluator": {"count": 1}}
+    program = {"module": "stoker.trainers.tf_ps", "args": ["--model", "small"]}
+    job = job_of(program=program, topology="tf-ps", workers=4, roles=roles, data={"val": "shards"})
+    evaluation = make_evaluation(job, "/ck", ("--eval-only", "newest"))
+    assert [str(slot) for slot in list_slots(evaluation)] == ["worker/0"]
+    assert evaluation.program.args == ("--model", "small", "--eval-only", "newest")
+    assert list(evaluation.faults()) == []
+    observer: dict[str, Any] = {"tensorboard": {"count": 1, "logdir": "/logs"}}
+    mirrored = make_evaluation(job_of(program=program, topology="tf-mirrored", workers=2, roles=observer), "/ck", ())
+    assert [str(slot) for slot in list_slots(mirrored)] == ["worker/0", "worker/1"]
+
+
+@pytest.mark.parametrize("program", [{"module": "acme.train"}, {"script": "train.py"}])
+def test_other_programs_are_refused_in_one_sentence(
+    runs: Runs, stoker_home: Path, program: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs.write(stoker_home, TRAINED)
+    (run.folder / "job.yaml").write_text(to_yaml(job_of(program=program)))
+    assert stoker("job", "eval", "digits") == 2
+    sentence = capsys.readouterr().err
+    assert sentence.count("\n") == 1
+    assert "stoker.trainers.tf_ps" in sentence
 
 
 def test_newest_checkpoint_is_passed_by_name(runs: Runs, stoker_home: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from stoker.demo.digits import write_digits
-from stoker.jobs.run_folder import RunFolder
+from stoker.jobs.run_folder import RunFolder, list_runs
 from stoker.jobs.status import JobState
 from stoker.jobs.topology import Slot
 from stoker.launchers.ray.launcher import RayLauncher
@@ -104,6 +105,40 @@ class TestLocal(TrainingTests):
         if shutil.which("mpirun") is None:
             pytest.skip("no program 'mpirun'")
         self.train(launcher, "tf_mirrored", Slot("worker", 0), topology="mpi", workers=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize(
+    ("module", "keys"),
+    [
+        ("tf_mirrored", {"topology": "tf-mirrored", "workers": 2}),
+        ("tf_ps", {"topology": "tf-ps", "workers": 1, "roles": {"ps": {"count": 1}}}),
+    ],
+)
+def test_job_eval(
+    module: str, keys: dict[str, Any], digits: Path, workspace: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without a validated checkpoint, the newest is evaluated."""
+    options = "--size 32 --model small --num-batches 3 --validate-every 0 --global-batch-size 32"
+    job = {
+        "name": "digits",
+        "program": {"module": f"stoker.trainers.{module}", "args": options.split()},
+        "data": {"train": str(digits / "train"), "val": str(digits / "val")},
+        "env": ENV,
+        "profile": {"every": 0},
+        **keys,
+    }
+    (workspace / "job.yaml").write_text(json.dumps(job))
+    assert stoker("job", "run", workspace / "job.yaml") == 0
+    (trained,) = list_runs()
+    (path,) = Path(trained.checkpoint_dir).glob("*.npz")
+    capfd.readouterr()
+    assert stoker("job", "eval") == 0
+    out, err = capfd.readouterr()
+    assert f"{path.name}: validation loss" in out
+    assert f"Evaluating {path} of run {trained.id}" in err
+    assert "using the newest" in err
 
 
 @pytest.fixture(scope="module")

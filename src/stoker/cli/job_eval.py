@@ -14,8 +14,9 @@ from stoker.jobs.targets import LOCAL
 
 if TYPE_CHECKING:
     from stoker.jobs.run_folder import RunFolder
+    from stoker.jobs.spec import JobSpec
 
-TRAINER = "stoker.trainers.torch_image"
+TRAINERS = tuple(f"stoker.trainers.{name}" for name in ("torch_image", "tf_mirrored", "tf_ps"))
 ACCEPTED = "--checkpoint takes best, newest, the name of a checkpoint of the run, or the path or URL of a file"
 
 
@@ -37,8 +38,6 @@ def evaluate(
     sets: Sets = None,
 ) -> None:
     """Evaluate a checkpoint of a run with the run's settings."""
-    import msgspec
-
     from stoker.api import Job
     from stoker.errors import InputError
     from stoker.jobs.run_lookup import resolve_run
@@ -46,27 +45,39 @@ def evaluate(
 
     trained = resolve_run(name) if name else _find_newest_training()
     job = load_job(trained.folder / "job.yaml", sets or [])
-    if job.program.module != TRAINER:
+    if job.program.module not in TRAINERS:
         raise InputError(
-            f"`job eval` supports only runs of {TRAINER}",
+            f"`job eval` supports only runs of {', '.join(TRAINERS)}",
             hint=f"run {trained.id} uses another program, so evaluate its checkpoints with that program",
         )
     directory = job.checkpoint.dir or trained.checkpoint_dir
     where, flags = choose_checkpoint(trained, directory, checkpoint)
-    job = msgspec.structs.replace(
-        job,
-        name=f"{job.name[:35].rstrip('-')}-eval",
-        program=msgspec.structs.replace(job.program, args=(*job.program.args, *flags)),
-        checkpoint=msgspec.structs.replace(job.checkpoint, dir=directory),
-        retries=0,
-    )
-    planned = Job(job).plan()
+    planned = Job(make_evaluation(job, directory, flags)).plan()
     print_message(f"Evaluating {where} of run {trained.id}")
     started = planned.create_run()
     with stop_on_interrupt(started):
         planned.start(started, detach=False)
         follow_run(started)
     started.status().raise_for_state()
+
+
+def make_evaluation(job: JobSpec, directory: str, flags: tuple[str, ...]) -> JobSpec:
+    """Return the job that evaluates a checkpoint in this directory, without observers and parameter servers."""
+    import msgspec
+
+    from stoker.jobs.topology import OBSERVER_ROLES
+
+    job = msgspec.structs.replace(
+        job,
+        name=f"{job.name[:35].rstrip('-')}-eval",
+        program=msgspec.structs.replace(job.program, args=(*job.program.args, *flags)),
+        roles={name: role for name, role in job.roles.items() if name not in OBSERVER_ROLES},
+        checkpoint=msgspec.structs.replace(job.checkpoint, dir=directory),
+        retries=0,
+    )
+    if job.topology != "tf-ps":
+        return job
+    return msgspec.structs.replace(job, topology="single", workers=1, roles={})
 
 
 def _find_newest_training() -> RunFolder:

@@ -63,8 +63,6 @@ def _parameter_servers(parser: argparse.ArgumentParser) -> None:
 def _find_parameter_server_faults(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     if args.updates == "async" and args.ema:
         yield "ema", "cannot be combined with --updates async, where no step has a defined end"
-    if args.eval_only:
-        yield "eval_only", "is not supported here: use stoker.trainers.tf_mirrored, which reads the same checkpoints"
 
 
 _COMMON = {

@@ -49,7 +49,8 @@ from stoker.trainers.startup import (
 )
 from stoker.trainers.tf_checkpoints import TF_FORMAT, read_weights
 from stoker.trainers.tf_closures import IN_PROCESS_WORKERS, Workers, serve
-from stoker.trainers.tf_cluster import configure_tensorflow, is_peer_lost, make_watchdog
+from stoker.trainers.tf_cluster import MirroredWorld, configure_tensorflow, is_peer_lost, make_watchdog
+from stoker.trainers.tf_mirrored import evaluate
 from stoker.trainers.tf_network import Gradients, TfNetwork, step_seed
 from stoker.trainers.tf_reader import TRAIN, VAL, PositionReader, read_positions
 from stoker.trainers.tf_train_state import TfTrainState
@@ -68,12 +69,14 @@ def main(args: argparse.Namespace) -> int:
     """Run this task; report errors in one sentence. Programming errors keep their traceback."""
 
     def run(record: Recorder, resources: contextlib.ExitStack) -> int:
-        task = None if args.use_in_process_cluster else read_task()
+        task = None if args.use_in_process_cluster or args.eval_only else read_task()
         configure_tensorflow(args, min_inter_op_threads=2 * IN_PROCESS_WORKERS if task is None else 1)
         if task is not None and task.role in ("worker", "ps"):
             return serve(args, task, record)
         watchdog = make_watchdog(record)
         resources.callback(watchdog.close)
+        if args.eval_only:  # needs no other tasks
+            return evaluate(args, MirroredWorld(args, None, watchdog), record, resources)
         return train(args, task, watchdog, record, resources)
 
     return run_trainer(args, run, is_peer_lost, end=exit_now)
