@@ -15,7 +15,7 @@ from stoker.tf_environment import TaskEnvironment
 from stoker.trainers.rendezvous import MissingPeersError, free_port, is_responding, wait_for_servers
 from stoker.trainers.startup import print_error
 from stoker.trainers.tf_reader import PositionReader, find_reader_error
-from stoker.trainers.watchdog import EXIT_CODE, exit_now
+from stoker.trainers.watchdog import EXIT_CODE, Watchdog, exit_now
 
 POLL_S = 0.0005
 MAX_POLL_S = 0.01
@@ -26,7 +26,8 @@ IN_PROCESS_WORKERS, IN_PROCESS_SERVERS = 2, 1
 class Workers:
     """The workers of a cluster, which execute closures in any order."""
 
-    def __init__(self, args: argparse.Namespace, task: TaskEnvironment | None) -> None:
+    def __init__(self, args: argparse.Namespace, task: TaskEnvironment | None, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
         self._timeout_s = float(args.peer_timeout)
         self._first_timeout_s = self._timeout_s + float(args.start_timeout)
         self._servers: list[Any] = []
@@ -50,25 +51,36 @@ class Workers:
         """
         results: dict[int, Any] = {}
         while missing := [index for index in range(len(arguments)) if index not in results]:
-            remote = {index: self._coordinator.schedule(function, args=arguments[index]) for index in missing}
+            # Any call of TensorFlow may wait for a worker that does not respond, even one that only creates a tensor.
+            with self._watchdog.bound(self._limit_s, self._sentence):
+                remote = {index: self._coordinator.schedule(function, args=arguments[index]) for index in missing}
             self._wait(on_poll)
-            for index, value in remote.items():
-                try:
-                    results[index] = self._coordinator.fetch(value)
-                except tf.errors.UnavailableError:
-                    continue  # the worker died between its answer and this call
-                except tf.errors.OpError as error:
-                    raise find_reader_error(error) or error from error
+            with self._watchdog.bound(self._limit_s, self._sentence):
+                for index, value in remote.items():
+                    try:
+                        results[index] = self._coordinator.fetch(value)
+                    except tf.errors.UnavailableError:
+                        continue  # the worker died between its answer and this call
+                    except tf.errors.OpError as error:
+                        raise find_reader_error(error) or error from error
         return [results[index] for index in range(len(arguments))]
 
+    @property
+    def _limit_s(self) -> float:
+        """How long workers may take; the first time longer, because they build the graph."""
+        return self._timeout_s if self._has_run else self._first_timeout_s
+
+    @property
+    def _sentence(self) -> str:
+        return f"no worker has finished its work for {self._limit_s:g} s"
+
     def _wait(self, on_poll: Callable[[], None]) -> None:
-        timeout_s = self._timeout_s if self._has_run else self._first_timeout_s
-        deadline, pause_s = time.monotonic() + timeout_s, POLL_S
+        deadline, pause_s = time.monotonic() + self._limit_s, POLL_S
         try:
             while not self._coordinator.done():
                 on_poll()
                 if time.monotonic() > deadline:
-                    raise MissingPeersError(f"no worker has finished its work for {timeout_s:g} s")
+                    raise MissingPeersError(self._sentence)
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 1.1, MAX_POLL_S)
         except tf.errors.OpError as error:

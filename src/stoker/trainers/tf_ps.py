@@ -38,6 +38,7 @@ from stoker.sampling.rank import Rank
 from stoker.storage import join_url, redacted
 from stoker.telemetry import Recorder
 from stoker.tf_environment import TaskEnvironment, read_tf_environment
+from stoker.trainers.checkpoint_store import Checkpoint
 from stoker.trainers.rank_group import SingleRank
 from stoker.trainers.startup import (
     check_same_training,
@@ -122,24 +123,10 @@ def train(
 
     reader = PositionReader(args, num_classes).register()  # for workers in this process
     resources.callback(reader.close)
-    workers = Workers(args, task)
-    network = TfNetwork(args, num_classes)
-    state = TfTrainState(
-        args,
-        network,
-        data.plan,
-        strategy=workers.strategy,
-        global_batch=global_batch,
-        num_classes=num_classes,
-        classes=data.classes,
-        peak_lr=args.lr if args.lr is not None else meta.get("lr"),
-    )
-    if checkpoint:
-        where = join_url(redacted(args.checkpoint_dir), name)
-        check_same_training(args, meta, data, num_classes, where)
-        state.load_state_dict(checkpoint, where=where)
-    elif args.init_from:
-        state.load_weights(read_weights(args.init_from)[0], where=args.init_from)
+    start_s = float(args.start_timeout + args.peer_timeout)
+    with watchdog.bound(start_s, f"a task did not respond within {start_s:g} s, while the weights were created"):
+        workers = Workers(args, task, watchdog)
+        state = create_state(args, workers, watchdog, data, global_batch, num_classes, name, checkpoint)
     functions = build_functions(state, workers, watchdog)
     keep_alive(workers, state, functions)
     run = Trainer(args, world, record, print_line, data, val, store, functions)
@@ -158,6 +145,43 @@ def train(
     if args.export and not run.stopping:
         print_line(f"exported {state.export(args.export)}")
     return run.finish(state)
+
+
+def create_state(
+    args: argparse.Namespace,
+    workers: Workers,
+    watchdog: Watchdog,
+    data: TrainingData,
+    global_batch: int,
+    num_classes: int,
+    name: str,
+    checkpoint: Checkpoint | None,
+) -> TfTrainState:
+    """Create the variables on the parameter servers: from the checkpoint, from a file, or from the seed."""
+    meta = checkpoint["meta"] if checkpoint else {}
+    state = TfTrainState(
+        args,
+        TfNetwork(args, num_classes),
+        data.plan,
+        strategy=workers.strategy,
+        global_batch=global_batch,
+        num_classes=num_classes,
+        classes=data.classes,
+        peak_lr=args.lr if args.lr is not None else meta.get("lr"),
+        bound=lambda: bound_server(args, watchdog),
+    )
+    if checkpoint:
+        where = join_url(redacted(args.checkpoint_dir), name)
+        check_same_training(args, meta, data, num_classes, where)
+        state.load_state_dict(checkpoint, where=where)
+    elif args.init_from:
+        state.load_weights(read_weights(args.init_from)[0], where=args.init_from)
+    return state
+
+
+def bound_server(args: argparse.Namespace, watchdog: Watchdog) -> contextlib.AbstractContextManager[None]:
+    """Bound what needs parameter servers only."""
+    return watchdog.bound(args.peer_timeout, f"a parameter server did not respond for {args.peer_timeout:g} s")
 
 
 class ParameterServerFunctions(NamedTuple):
@@ -235,11 +259,10 @@ def run_exact_epoch(run: Trainer, state: TfTrainState) -> bool:
         ]
         results = functions.workers.run(functions.gradients, arguments, lambda: run.heartbeat(state.step))
         computed = time.perf_counter()
-        functions.watchdog.expect(args.peer_timeout, f"a parameter server did not respond for {args.peer_timeout:g} s")
         # In the order of the shares, whichever worker was first.
         sums = [np.sum(parts, axis=0, dtype=np.float32) for parts in zip(*results, strict=True)]
-        functions.apply(sums, np.float32(lr), np.float32(state.ema_decay()))
-        functions.watchdog.relax()
+        with bound_server(args, functions.watchdog):
+            functions.apply(sums, np.float32(lr), np.float32(state.ema_decay()))
         finished = time.perf_counter()
         run.meter.add_times(loader_wait=0.0, compute=computed - started, apply=finished - computed)
         run.meter.add_times(step=finished - started)

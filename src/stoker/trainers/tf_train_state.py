@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,13 @@ class TfTrainState(ResumableState):
         num_classes: int,
         classes: tuple[str, ...] = (),
         peak_lr: float | None = None,
+        bound: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """Create the variables; those of other tasks are read within `bound`."""
         super().__init__(
             args, plan, global_batch=global_batch, num_classes=num_classes, classes=classes, peak_lr=peak_lr
         )
-        self.network, self._strategy = network, strategy
+        self.network, self._strategy, self._bound = network, strategy, bound
         self.weights = self._make_variables(network.weights)
         self.statistics = self._make_variables(network.statistics)
         zeros = {name: np.zeros_like(array) for name, array in network.weights.items()}
@@ -120,13 +123,14 @@ class TfTrainState(ResumableState):
     def state_dict(self) -> Checkpoint:
         """Return the content of a checkpoint, as arrays of numpy."""
         names, statistics = list(self.network.weights), list(self.network.statistics)
-        return {
-            "weights": _to_numpy(names, self.weights),
-            "momentum": _to_numpy(names, self.momentum),
-            "statistics": _to_numpy(statistics, self.statistics),
-            "ema": _to_numpy([*names, *statistics], self.ema) if self.ema is not None else None,
-            "meta": self.meta(),
-        }
+        with self._bound():
+            return {
+                "weights": _to_numpy(names, self.weights),
+                "momentum": _to_numpy(names, self.momentum),
+                "statistics": _to_numpy(statistics, self.statistics),
+                "ema": _to_numpy([*names, *statistics], self.ema) if self.ema is not None else None,
+                "meta": self.meta(),
+            }
 
     def load_state_dict(self, checkpoint: Checkpoint, *, where: str) -> None:
         """Load a checkpoint; flags of the command line override its hyperparameters."""
@@ -149,7 +153,8 @@ class TfTrainState(ResumableState):
         TensorFlow Serving takes that number as the version of the model.
         """
         weights, statistics = self.evaluated[-1]
-        arrays = [variable.numpy() for variable in [*weights, *statistics]]
+        with self._bound():
+            arrays = [variable.numpy() for variable in [*weights, *statistics]]
         path = Path(directory).expanduser() / str(self.step)
         export_saved_model(self.network, arrays, path, describe_model(self.meta(), where=path))
         return str(path)

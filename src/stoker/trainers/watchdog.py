@@ -6,7 +6,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 POLL_S = 0.25
 EXIT_CODE = 1
@@ -41,6 +42,16 @@ class Watchdog:
     def relax(self) -> None:
         """Expect nothing until the next call of `expect`."""
         self._deadline = float("inf")
+
+    @contextmanager
+    def bound(self, within_s: float, sentence: str) -> Iterator[None]:
+        """Report the sentence and exit if the body takes longer than this."""
+        before = self._sentence, self._deadline
+        self.expect(within_s, sentence)
+        try:
+            yield
+        finally:
+            self._sentence, self._deadline = before
 
     def close(self) -> None:
         """Stop watching."""
