@@ -1,13 +1,14 @@
 """Train a digit classifier with Keras 3 `fit` on JAX, on any number of workers; TF_CONFIG describes the cluster.
 
-Run it alone (`python examples/keras_jax_mnist.py`) or as a job (`examples/keras_jax_mnist.yaml`). It needs no TensorFlow:
-it reads from TF_CONFIG only the addresses of the workers. Without `--data mnist.npz` it uses the digits of scikit-learn,
-so that nothing is downloaded. All workers must be able to read the --model-dir; only the first one writes it.
+Run it alone (`python examples/keras_jax_mnist.py`) or as a job (`examples/keras_jax_mnist.yaml`). It needs no
+TensorFlow: it reads from TF_CONFIG only the addresses of the workers. Without `--data mnist.npz` it uses the digits of
+scikit-learn, so that nothing is downloaded. All workers read the --model-dir; only the first one writes it.
 """
 
 import argparse
 import json
 import os
+import tempfile
 from pathlib import Path
 
 os.environ["KERAS_BACKEND"] = "jax"  # read when Keras is imported
@@ -63,6 +64,20 @@ def join_workers():
     return index, len(workers)
 
 
+class SaveWeights(keras.callbacks.Callback):
+    """Save the weights after every epoch; a file that was not written to its end keeps another name."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def on_epoch_end(self, epoch, logs=None):  # noqa: ARG002 (the signature of Keras)
+        """Write a file and rename it."""
+        part = self.folder / "part.weights.h5"
+        self.model.save_weights(part)
+        part.rename(self.folder / f"epoch-{epoch + 1:03d}.weights.h5")
+
+
 def main():
     """Train on this worker."""
     parser = argparse.ArgumentParser()
@@ -80,28 +95,26 @@ def main():
     done = sorted(args.model_dir.glob("epoch-*.weights.h5"))
     if done:
         model.load_weights(done[-1])
-    callbacks = []
-    if index == 0:
-        args.model_dir.mkdir(parents=True, exist_ok=True)
-        path = str(args.model_dir / "epoch-{epoch:03d}.weights.h5")
-        callbacks.append(keras.callbacks.ModelCheckpoint(path, save_weights_only=True))
+    # Saving is a collective: every worker takes part, but only the files of the first one are kept.
+    folder = args.model_dir if index == 0 else Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
     model.fit(
         images[share],
         labels[share],
         batch_size=GLOBAL_BATCH // workers,
         epochs=args.epochs,
         initial_epoch=len(done),
-        callbacks=callbacks,
+        callbacks=[SaveWeights(folder)],
         verbose=2 if index == 0 else 0,
     )
-    weights = [np.asarray(weight) for weight in model.get_weights()]
+    weights = model.get_weights()
+    keras.distribution.set_distribution(None)  # from here on, every worker computes alone
     if index == 0:
-        keras.distribution.set_distribution(None)  # this worker computes alone
-        alone = build_model(images.shape[1])
-        alone.set_weights(weights)
-        alone.save(args.model_dir / "model.keras")
-        accuracy = np.mean(np.argmax(alone.predict(test[0], verbose=0), axis=1) == test[1])
-        print(f"accuracy {accuracy:.2%} on {workers} workers", flush=True)
+        model = build_model(images.shape[1])
+        model.set_weights(weights)
+        model.save(args.model_dir / "model.keras")
+        accuracy = np.mean(np.argmax(model.predict(test[0], verbose=0), axis=1) == test[1])
+        print(f"{workers} workers: accuracy {accuracy:.2%}", flush=True)
 
 
 if __name__ == "__main__":

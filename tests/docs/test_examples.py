@@ -44,7 +44,7 @@ def test_every_program_has_a_job_file() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} <= {path.stem for path in JOBS}
 
 
-@pytest.mark.parametrize("name", ["ddp.py", "custom_training_mnist.py", "keras_mnist.py"])
+@pytest.mark.parametrize("name", ["ddp.py", "custom_training_mnist.py", "keras_mnist.py", "keras_jax_mnist.py"])
 def test_scripts_that_do_not_use_stoker(name: str) -> None:
     text = (EXAMPLES / name).read_text()
     assert "import stoker" not in text
@@ -80,16 +80,25 @@ def test_own_loop_reports_heartbeats_and_writes_a_checkpoint(workspace: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["custom_training_mnist", "keras_mnist"])
-def test_tensorflow_scripts_resume_where_a_killed_worker_left_them(workspace: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "needed", "saved"),
+    [
+        ("custom_training_mnist", "tensorflow", "checkpoint"),
+        ("keras_mnist", "tf_keras", "checkpoint"),
+        ("keras_jax_mnist", "jax", "epoch-001.weights.h5"),
+    ],
+)
+def test_scripts_with_tf_config_resume_where_a_killed_worker_left_them(
+    workspace: Path, name: str, needed: str, saved: str
+) -> None:
     """One worker kills itself once, after the first epoch; then all workers start again."""
-    pytest.importorskip("tf_keras" if name == "keras_mnist" else "tensorflow")
+    pytest.importorskip(needed)
     script = workspace / f"examples/{name}.py"
     trap = f"""
 import json as _json, os as _os, pathlib as _pathlib, threading as _threading, time as _time
 
 def _kill_once():
-    while not list(_pathlib.Path({name!r}).rglob("checkpoint")):
+    while not list(_pathlib.Path({name!r}).rglob({saved!r})):
         _time.sleep(0.02)
     if not _os.path.exists("killed"):
         open("killed", "w").close()
