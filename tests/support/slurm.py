@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -106,9 +107,14 @@ class SlurmTestCluster:
         return self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split() == ["idle"] * 2
 
     def hasten(self, run: RunFolder) -> None:
-        """Start a requeued job now: Slurm waits for two minutes, so that credentials of the old one expire."""
+        """Start a requeued job now: Slurm waits for two minutes, so that nothing of the old one is under way.
+
+        If a node gets the request to end the old job only after the new one has started there, its response removes the
+        node from the new job.
+        """
         job_id = (run.folder / "slurm.job").read_text().strip()
         wait_until(lambda: "BeginTime" in self.run("squeue", "-h", f"--jobs={job_id}", "--format=%r"), 90)
+        wait_until(lambda: re.search(r"Agent queue size:\s*0\nAgent count:\s*0\n", self.run("sdiag")), 90)
         self.run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
 
     def lose_node(self, name: str, run: RunFolder) -> None:

@@ -59,6 +59,7 @@ run_slot() {
 run=$(realpath -- "${1:?usage: sbatch SCRIPT RUN_FOLDER}") || exit
 mkdir -p "$run/logs" && cd "$run" || exit
 export STOKER_RUN=${run##*/} STOKER_CHECKPOINT_DIR=${STOKER_CHECKPOINT_DIR:-$run/checkpoints}
+export OMPI_MCA_plm_slurm_args="--immediate=60 $OMPI_MCA_plm_slurm_args" # for the srun of mpirun
 export -f run_slot
 reason='' signalled=''
 trap 'reason=limit' USR1
@@ -98,6 +99,10 @@ signal_processes() { # SIGNAL PREFIX PATTERN...: processes of the run on this no
   for file in $files; do kill "-$signal" -- "$prefix$(basename "${file%/environ}")" 2>/dev/null; done
 }
 export -f signal_processes
+
+is_step_overdue() { # whether no program has started in all the time that srun was given
+  ((SECONDS - step_began >= 60)) && ! compgen -G "logs/${is_mpi:+worker-}*.$attempt.log" >/dev/null
+}
 
 on_all_nodes() {
   local nodes=$SLURM_JOB_NUM_NODES
@@ -149,10 +154,11 @@ while :; do
   export STOKER_ATTEMPT=$attempt
   port=${fixed_port:-$((20000 + (SLURM_JOB_ID * 32 + attempt * slots) % 10000))}
   record began "$attempt" "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST"
+  step_began=$SECONDS
   if [ -n "$is_mpi" ]; then
     run_slot "$run" "$port" "${hosts[@]}" &
   else
-    srun --kill-on-bad-exit=1 --wait=0 --distribution=block --input=none \
+    srun --kill-on-bad-exit=1 --wait=0 --distribution=block --input=none --immediate=60 \
       ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
       bash -c 'run_slot "$@"' stoker "$run" "$port" "${hosts[@]}" &
   fi
@@ -168,6 +174,8 @@ while :; do
     case $failed_code in 2|3) finish failed "$failed_code" ;; esac
     failures=$(grep -c " failed [0-9]* $SLURM_JOB_ID\$" slurm.records)
     if ((failures > retries)); then finish failed "$failed_code"; fi
+    # A node may have returned too early for Slurm to start steps on it again; a new allocation has all of its nodes.
+    if is_step_overdue && scontrol requeue "$SLURM_JOB_ID"; then exit 143; fi
     pause=$((failures > ${#backoff[@]} ? ${#backoff[@]} : failures))
     for ((i = 0; i < backoff[pause - 1] * 5; i++)); do
       if [ -n "$reason" ]; then break; fi

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from stoker.core.processes import find_processes_by_env
+from stoker.core.processes import find_processes_by_env, start
 from stoker.jobs.run_folder import RunFolder, find_run
 from stoker.jobs.status import JobState, JobStatus
-from stoker.launchers.slurm.batch import LIMIT_REASON, REQUEUE_REASON
+from stoker.launchers.slurm.batch import LIMIT_REASON, REQUEUE_REASON, STEP_TIMEOUT_S
 from stoker.launchers.slurm.launcher import SlurmLauncher
 from stoker.launchers.slurm.records import CANCELLED_MESSAGE
 from stoker.trainers.ledger import effective_samples, session_starts
@@ -170,6 +170,28 @@ class TestSlurmFaults(LauncherTests):
         run, status = self.run_to_end(launcher, self.job(script, topology="tf-mirrored", workers=2))
         assert status.slots[1].code == 5
         assert find_processes_by_env({"STOKER_RUN": run.id, "STOKER_SLOT": f"worker/{index}"}) == []
+
+    @pytest.mark.parametrize("topology", ["tf-mirrored", "mpi"])
+    def test_job_whose_nodes_stay_busy_is_requeued(
+        self, launcher: SlurmLauncher, tmp_path: Path, topology: str
+    ) -> None:
+        """A step of someone else takes the CPUs of the job between two attempts, and does not end."""
+        mark = tmp_path / "go"
+        script = f"test $STOKER_ATTEMPT = 0 || exit 0; echo ready; until test -e {mark}; do sleep 0.1; done; exit 5"
+        run = self.start(launcher, self.job(script, topology=topology, workers=2, retries=3))
+        job_id = (run.folder / "slurm.job").read_text().strip()
+        wait_until(lambda: is_ready(run))
+        holder = start(["srun", f"--jobid={job_id}", "--nodes=2", "--ntasks=2", "sleep", "1000"])
+        try:
+            wait_until(lambda: "State=PENDING" in self.cluster.run("scontrol", "show", "step"))
+            mark.touch()
+            wait_until(lambda: launcher.status(run.handle).state is JobState.PENDING, 3 * STEP_TIMEOUT_S)
+        finally:
+            holder.stop(0)
+        self.cluster.hasten(run)
+        status = wait_for_end(run)
+        assert status.state is JobState.SUCCEEDED, status.message
+        assert [(attempt.code, attempt.is_retried) for attempt in status.attempts] == [(5, True), (1, True), (0, False)]
 
     def test_controller_restart_does_not_end_the_run(self, launcher: SlurmLauncher, tmp_path: Path) -> None:
         mark = tmp_path / "go"

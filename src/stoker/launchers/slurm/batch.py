@@ -11,6 +11,8 @@ from stoker.errors import InputError, MissingError
 
 RECORDS = "slurm.records"
 """Records of the script in the run folder; see `records`."""
+STEP_TIMEOUT_S = 60
+"""How long srun waits until the nodes of the job can run its step; without a limit, it would wait forever."""
 NOT_RETRIED_CODES = (InputError.exit_code, MissingError.exit_code)
 LIMIT_REASON = "the time limit was reached"
 REQUEUE_REASON = "Slurm requeued the job: it was preempted, or a node failed"
@@ -41,6 +43,7 @@ BATCH = f"""\
 run=$(realpath -- "${{1:?usage: sbatch SCRIPT RUN_FOLDER}}") || exit
 mkdir -p "$run/logs" && cd "$run" || exit
 export STOKER_RUN=${{run##*/}} STOKER_CHECKPOINT_DIR=${{STOKER_CHECKPOINT_DIR:-$run/checkpoints}}
+export OMPI_MCA_plm_slurm_args="--immediate={STEP_TIMEOUT_S} $OMPI_MCA_plm_slurm_args" # for the srun of mpirun
 export -f run_slot
 reason='' signalled=''
 trap 'reason=limit' USR1
@@ -80,6 +83,10 @@ signal_processes() {{ # SIGNAL PREFIX PATTERN...: processes of the run on this n
   for file in $files; do kill "-$signal" -- "$prefix$(basename "${{file%/environ}}")" 2>/dev/null; done
 }}
 export -f signal_processes
+
+is_step_overdue() {{ # whether no program has started in all the time that srun was given
+  ((SECONDS - step_began >= {STEP_TIMEOUT_S})) && ! compgen -G "logs/${{is_mpi:+worker-}}*.$attempt.log" >/dev/null
+}}
 
 on_all_nodes() {{
   local nodes=$SLURM_JOB_NUM_NODES
@@ -131,10 +138,11 @@ while :; do
   export STOKER_ATTEMPT=$attempt
   port=${{fixed_port:-$((20000 + (SLURM_JOB_ID * 32 + attempt * slots) % 10000))}}
   record began "$attempt" "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST"
+  step_began=$SECONDS
   if [ -n "$is_mpi" ]; then
     run_slot "$run" "$port" "${{hosts[@]}}" &
   else
-    srun --kill-on-bad-exit=1 --wait=0 --distribution=block --input=none \\
+    srun --kill-on-bad-exit=1 --wait=0 --distribution=block --input=none --immediate={STEP_TIMEOUT_S} \\
       ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} \\
       bash -c 'run_slot "$@"' stoker "$run" "$port" "${{hosts[@]}}" &
   fi
@@ -150,6 +158,8 @@ while :; do
     case $failed_code in {"|".join(map(str, NOT_RETRIED_CODES))}) finish failed "$failed_code" ;; esac
     failures=$(grep -c " failed [0-9]* $SLURM_JOB_ID\\$" {RECORDS})
     if ((failures > retries)); then finish failed "$failed_code"; fi
+    # A node may have returned too early for Slurm to start steps on it again; a new allocation has all of its nodes.
+    if is_step_overdue && scontrol requeue "$SLURM_JOB_ID"; then exit 143; fi
     pause=$((failures > ${{#backoff[@]}} ? ${{#backoff[@]}} : failures))
     for ((i = 0; i < backoff[pause - 1] * 5; i++)); do
       if [ -n "$reason" ]; then break; fi
