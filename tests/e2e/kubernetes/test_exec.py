@@ -203,7 +203,7 @@ def test_exec_in_a_terminal_allocates_a_tty(running: str) -> None:
     terminal.expect(r"# ")
     terminal.type("tty; echo a$((1+1))b\n")
     terminal.expect(r"/dev/pts/\d+\r\na2b")
-    terminal.type("echo wait-$((1+1)); sleep 600\n")
+    terminal.type("sh -c 'echo wait-$((1+1)); exec sleep 600'\n")  # it writes once it is in the foreground
     terminal.expect(r"wait-2")
     terminal.type("\x03")  # interrupts the command in the pod only
     terminal.type("echo still-$((40+2))\n")
