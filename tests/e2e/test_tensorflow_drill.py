@@ -20,7 +20,7 @@ import pytest
 
 from stoker.core.processes import find_processes_by_env
 from stoker.jobs.run_folder import RunFolder, find_run
-from stoker.telemetry.reader import read_run
+from stoker.telemetry.reader import read_log, read_run
 from stoker.testing import make_shards
 from stoker.trainers.ledger import effective_samples
 from tests.support.tf_gangs import assert_same_bits, read_tf_checkpoint
@@ -93,9 +93,11 @@ def write_job(folder: Path, name: str, topology: str, shards: Path) -> Path:
 
 
 def newest_step(run: RunFolder, since: float) -> int:
-    """The last step that was reported after a moment."""
-    steps = [e.fields["step"] for e in read_run(run.logs).events if e.kind == "heartbeat" and e.t > since]
-    return max(steps, default=0)
+    """The last step that the newest attempt has reported after a moment."""
+    lead = TASKS[run.job.topology][0].replace("/", "-")
+    path = max(run.logs.glob(f"{lead}.*.log"), key=lambda path: int(path.suffixes[0][1:]), default=None)
+    events = read_log(path).events if path else []
+    return max((e.fields["step"] for e in events if e.kind == "heartbeat" and e.t > since), default=0)
 
 
 def has_reached(run: RunFolder, since: float, step: int) -> bool:
