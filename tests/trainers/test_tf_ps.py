@@ -95,7 +95,8 @@ def test_the_others_exit_in_time_when_the_chief_is_stopped(
     tf_server: ForkServer, ps_flags: list[object], tmp_path: Path
 ) -> None:
     """The kernel still accepts connections for it."""
-    with start_gang(tf_server, tmp_path, MODULE, ROLES, *ps_flags, "--peer-timeout", PEER_TIMEOUT_S) as gang:
+    own = [*ps_flags, "--epochs", 1000, "--peer-timeout", PEER_TIMEOUT_S]
+    with start_gang(tf_server, tmp_path, MODULE, ROLES, *own) as gang:
         gang["chief-0"].wait_for('"name": "loss"')
         gang["chief-0"].kill(signal.SIGSTOP)
         started = time.monotonic()

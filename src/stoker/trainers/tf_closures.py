@@ -19,7 +19,7 @@ from stoker.trainers.watchdog import EXIT_CODE, Watchdog, exit_now
 
 POLL_S = 0.0005
 MAX_POLL_S = 0.01
-CHIEF_POLL_S = 5.0
+START_POLL_S, CHIEF_POLL_S = 0.5, 5.0
 IN_PROCESS_WORKERS, IN_PROCESS_SERVERS = 2, 1
 
 
@@ -110,10 +110,11 @@ def serve(args: argparse.Namespace, task: TaskEnvironment, record: Recorder) -> 
     record.mark("serving", f"{task.role} {task.index} at {task.address}")
     (chief,) = task.cluster["chief"]
     timeout_s, seen_at, was_seen = float(args.start_timeout), time.monotonic(), False
-    forever = threading.Event()
-    while not forever.wait(pause_s := min(CHIEF_POLL_S, timeout_s / 4)):
+    forever, pause_s = threading.Event(), START_POLL_S
+    while not forever.wait(pause_s):
         if is_responding(chief, pause_s):
             timeout_s, seen_at, was_seen = float(args.peer_timeout), time.monotonic(), True
+            pause_s = min(CHIEF_POLL_S, timeout_s / 4)
         elif time.monotonic() - seen_at > timeout_s:
             what = "has not responded" if was_seen else "did not start"
             sentence = f"the chief at {chief} {what} within {timeout_s:g} s"
