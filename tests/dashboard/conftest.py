@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import JobState
+from tests.support.browsers import Browser
 from tests.support.dashboards import Dashboard, running_dashboard
 from tests.support.event_logs import EventLogs
 from tests.support.runs import Runs
@@ -30,3 +33,25 @@ def dashboard(run: RunFolder) -> Iterator[Dashboard]:
     """A dashboard of all runs, of which there is one."""
     with running_dashboard() as dashboard:
         yield dashboard
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """A headless browser; tests are skipped without one."""
+    playwright_api = pytest.importorskip("playwright.sync_api")
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("chromium is not installed")
+    with playwright_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def browser(chromium: Any) -> Iterator[Browser]:
+    """A new page of the browser."""
+    context = chromium.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    context.set_default_timeout(60_000)
+    yield Browser(context.new_page())
+    context.close()

@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,11 @@ from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import JobState
 from stoker.telemetry.events import PREFIX
 from stoker.telemetry.reader import read_events
+from tests.support.browsers import Browser
 from tests.support.dashboards import Dashboard, running_dashboard
 from tests.support.event_logs import EventLogs
 from tests.support.runs import Runs
 from tests.support.trees import stoker
-
-playwright_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
 PAGES = ("", "/slots", "/ranks", "/data", "/logs")
 PAYLOAD = "<img src=x onerror=window.pwned=1>\"'</script><b>x"
@@ -39,65 +35,6 @@ LABEL_COLORS = """canvas => {
   return [Math.min(...reds), Math.max(...reds)];
 }"""
 """The darkest and the brightest red of the labels left of a chart."""
-
-
-class Browser:
-    """A page of the browser that collects errors of scripts and of the content security policy."""
-
-    def __init__(self, page: Any) -> None:
-        self.page = page
-        self.errors: list[str] = []
-        self.requests: list[str] = []
-        page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("request", lambda request: self.requests.append(request.url))
-
-    def open(self, url: str) -> None:
-        """Open a page, and wait until it shows its data."""
-        self.page.goto("about:blank")
-        self.page.goto(url)
-        self.page.wait_for_selector("main[data-ready]")
-
-    @property
-    def connection(self) -> str:
-        """The state of the connection, as the page shows it."""
-        return str(self.page.locator("#connection").inner_text())
-
-    def fact(self, name: str) -> str:
-        """Return one of the numbers on top of the page."""
-        return str(self.page.locator(f"[data-fact={name}]").inner_text())
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition, while the page goes on."""
-        deadline = time.monotonic() + 90
-        while not condition():
-            assert time.monotonic() < deadline, (self.page.locator("main").inner_text()[:500], self.errors)
-            self.page.wait_for_timeout(100)
-
-    def chart_rows(self, title: str) -> int:
-        """Return the number of rows of the table behind a chart."""
-        details = self.page.locator(f'section[aria-label="{title}"] details')
-        details.evaluate("node => { node.open = false; }")
-        self.page.wait_for_timeout(50)
-        details.evaluate("node => { node.open = true; }")
-        self.page.wait_for_timeout(50)
-        return int(details.locator("tbody tr").count())
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with playwright_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def browser(chromium: Any) -> Iterator[Browser]:
-    context = chromium.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
-    context.set_default_timeout(60_000)
-    yield Browser(context.new_page())
-    context.close()
 
 
 def finite_losses(run: RunFolder) -> list[Any]:

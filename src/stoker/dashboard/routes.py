@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from stoker.dashboard import compare, log_pages, prometheus, ranks, series, stream, summary
+from stoker.dashboard import compare, log_pages, prometheus, ranks, series, stacks, stream, summary
 from stoker.dashboard.runs import DashboardRun, RunCatalog
 from stoker.errors import InputError
 from stoker.telemetry.run_index import ReportingProcess
@@ -148,6 +148,7 @@ class ApiRoute(NamedTuple):
     answer: type[Any] | str
     """The type of the answer, or a content type."""
     handle: Callable[[RunCatalog, DashboardRun | None, Any], Any]
+    method: Literal["GET", "POST"] = "GET"
 
 
 def list_runs(catalog: RunCatalog, _: DashboardRun | None, __: NoQuery) -> RunList:
@@ -293,6 +294,10 @@ API = (
     ApiRoute("/api/runs/{run}/lines", "Lines of logs", LogQuery, log_pages.LogPage, read_log_page),
     ApiRoute("/api/runs/{run}/export.csv", "Export a table", CsvQuery, CSV, export_csv),
     ApiRoute(
+        "/api/runs/{run}/stacks", "Request the stacks of all ranks", NoQuery, stacks.Stacks,
+        _of_run(stacks.read_stacks), "POST",
+    ),
+    ApiRoute(
         "/metrics", "Metrics of all runs for Prometheus", NoQuery, prometheus.CONTENT_TYPE,
         lambda catalog, _, __: Text(prometheus.render(_rows(catalog)), prometheus.CONTENT_TYPE),
     ),
@@ -306,6 +311,9 @@ class ErrorAnswer(msgspec.Struct):
     error: str
 
 
+_FAILED: dict[str, Any] = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}}
+
+
 def openapi(version: str) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of the API."""
     types = [ErrorAnswer, stream.Update, *(route.answer for route in API if not isinstance(route.answer, str))]
@@ -314,7 +322,11 @@ def openapi(version: str) -> dict[str, Any]:
     for route in API:
         is_text = isinstance(route.answer, str)
         content = {str(route.answer).partition(";")[0] if is_text else "application/json": _content(route.answer)}
-        paths[route.path] = {"get": _operation(route.path, route.summary, route.query, content)}
+        operation = _operation(route.path, route.summary, route.query, content)
+        if route.method == "POST":
+            for code, why in (("403", "request from another site"), ("409", "not possible now")):
+                operation["responses"][code] = {"description": why, **_FAILED}
+        paths[route.path] = {route.method.lower(): operation}
     events = {"text/event-stream": {"schema": {"type": "string"}}}
     paths[STREAM_PATH] = {"get": _operation(STREAM_PATH, "Live updates (server-sent events)", NoQuery, events)}
     return {
@@ -341,8 +353,7 @@ def _operation(path: str, text: str, query: type[Any], content: dict[str, Any]) 
     if "{run}" in path:
         pattern = {"type": "string", "minLength": 1, "maxLength": 128}
         parameters.insert(0, {"name": "run", "in": "path", "required": True, "schema": pattern})
-    failed = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}}
     responses: dict[str, Any] = {"200": {"description": "the answer", "content": content}}
     for code, why in (("400", "invalid query"), ("401", "token required"), ("404", "not found"), ("421", "wrong host")):
-        responses[code] = {"description": why, **failed}
+        responses[code] = {"description": why, **_FAILED}
     return {"summary": text, "parameters": parameters, "responses": responses}

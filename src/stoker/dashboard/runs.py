@@ -22,6 +22,8 @@ class DashboardRun:
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.lock = threading.RLock()
+        self.stacks_lock = threading.Lock()
+        """Held while the stacks of the ranks are requested."""
         self._index: RunIndex | None = None
         self._refreshed = -1e9
         self._status: tuple[tuple[int, int, int], JobStatus] | None = None

@@ -38,6 +38,8 @@ class Access:
         """Return the response that refuses a request; None if it is allowed."""
         if self._is_loopback and not is_loopback_header(request.headers.get("host", "").lower()):
             return JSONResponse({"error": "the Host header is not that of this server"}, 421)
+        if request.method not in ("GET", "HEAD") and not _is_same_origin(request):
+            return JSONResponse({"error": "requests from other sites are not allowed"}, 403)
         if self._token is None:
             return None
         cookie = request.cookies.get(COOKIE, "")
@@ -58,6 +60,13 @@ class Access:
         response = RedirectResponse("/", 303)
         response.set_cookie(COOKIE, self._session, httponly=True, samesite="strict", path="/")
         return response
+
+
+def _is_same_origin(request: Request) -> bool:
+    """Whether a request is from a page of this server, or not from a page: only browsers send these headers."""
+    origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
+    is_own = origin is None or origin.lower().partition("://")[2] == request.headers.get("host", "").lower()
+    return is_own and site in ("same-origin", "none")
 
 
 def add_headers(headers: Any, extra: Mapping[str, str] = HEADERS) -> None:

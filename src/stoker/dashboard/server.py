@@ -28,7 +28,7 @@ from stoker.dashboard.export import bundle_scripts
 from stoker.dashboard.notify import Notifier
 from stoker.dashboard.runs import RunCatalog
 from stoker.dashboard.security import Access, add_headers
-from stoker.errors import InputError, NotFoundError, StokerError
+from stoker.errors import ConflictError, InputError, NotFoundError, StokerError
 
 STATIC = Path(__file__).with_name("static")
 STREAM_INTERVAL_S = 1.0
@@ -64,7 +64,9 @@ def create_app(catalog: RunCatalog, access: Access, notifier: Notifier | None = 
         if task:
             task.cancel()
 
-    table: list[BaseRoute] = [Route(one.path, _endpoint(catalog, one)) for one in routes.API]
+    table: list[BaseRoute] = [
+        Route(one.path, _endpoint(catalog, one), methods=[one.method]) for one in routes.API
+    ]
     table += [
         Route(routes.STREAM_PATH, read_stream),
         Route("/api/openapi.json", read_openapi),
@@ -115,6 +117,8 @@ def _endpoint(catalog: RunCatalog, route: routes.ApiRoute) -> Callable[[Request]
             return _error(400, str(error))
         except NotFoundError as error:
             return _error(404, str(error))
+        except ConflictError as error:
+            return _error(409, str(error))
         except InputError as error:
             return _error(400, str(error))
         except (StokerError, OSError) as error:

@@ -7,6 +7,20 @@ export const isStatic = embedded !== null;
 export const embeddedRun = embedded ? embedded["/api/runs"].runs[0].id : null;
 export const traffic = { bytes: 0, requests: 0 };
 
+async function request(path, options) {
+  const response = await fetch(path, options);
+  const text = await response.text();
+  traffic.bytes += text.length;
+  traffic.requests += 1;
+  const answer = JSON.parse(text);
+  if (!response.ok) throw new Error(answer.error || `HTTP ${response.status}`);
+  return answer;
+}
+
+export function post(path) {
+  return request(path, { method: "POST" });
+}
+
 export async function get(path, query = {}, signal = undefined) {
   if (embedded) {
     const answer = embedded[query.metric ? `${path}?metric=${query.metric}` : path];
@@ -15,13 +29,7 @@ export async function get(path, query = {}, signal = undefined) {
   }
   const words = Object.entries(query).filter(([, value]) => value !== undefined && value !== null && value !== "");
   const search = new URLSearchParams(words).toString();
-  const response = await fetch(search ? `${path}?${search}` : path, { signal });
-  const text = await response.text();
-  traffic.bytes += text.length;
-  traffic.requests += 1;
-  const answer = JSON.parse(text);
-  if (!response.ok) throw new Error(answer.error || `HTTP ${response.status}`);
-  return answer;
+  return request(search ? `${path}?${search}` : path, { signal });
 }
 
 export function runPath(id, rest = "") {
