@@ -120,6 +120,7 @@ def test_nothing_from_a_run_becomes_markup(stoker_home: Path, browser: Browser) 
     head = {"v": 1, "t": time.time(), "slot": PAYLOAD[:60], "rank": 0, "attempt": 0, "pid": 5}
     events: list[dict[str, Any]] = [
         {"k": "mark", "name": PAYLOAD, "detail": PAYLOAD, "step": 1},
+        {"k": "mark", "name": "bad_sample", "detail": PAYLOAD, "shard": PAYLOAD, "reason": PAYLOAD, "offset": 1},
         {"k": "scalar", "name": PAYLOAD, "step": 1, "value": 1.5},
         {"k": "scalar", "name": "loss", "step": 1, "value": 1.5},
         {"k": "heartbeat", "step": 1, "shard": PAYLOAD, "sample": 3},

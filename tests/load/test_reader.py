@@ -240,8 +240,9 @@ def test_reads_the_samples_of_the_index(shards: Path) -> None:
         data = (shards / shard_set.shards[shard].name).read_bytes()
         assert bytes(image) == data[int(index["offset"]) :][: int(index["length"])]
         assert label == index["label"]
-    url, offset = reader.locate(1, 3)
-    assert Path(url).read_bytes()[offset:].startswith(bytes(samples.images[2]))
+    url, offset, length, digest = reader.locate(1, 3)
+    assert Path(url).read_bytes()[offset : offset + length] == bytes(samples.images[2])
+    assert digest == hashlib.sha256(Path(url).read_bytes()).hexdigest()
     reader.close()
     assert bytes(reader.read(locations((1, 3))).images[0]) == bytes(samples.images[2])
 

@@ -376,6 +376,10 @@ def test_bad_samples_are_skipped(train: Train, tmp_path: Path, caplog: pytest.Lo
     assert done.code == 0, done.text
     assert [len(seen) for seen in effective_samples(tmp_path / "ledger").values()] == [59]
     assert re.search(r"epoch 0 .*\b1 bad sample\b", caplog.text)
+    (mark,) = [event.fields for event in done.events if event.fields.get("name") == "bad_sample"]
+    assert (mark["shard"], mark["epoch"]) == (str(shard), 0)
+    assert data[mark["offset"] :][: mark["length"]].startswith(b"bad")
+    assert [e.fields["value"] for e in done.events if e.fields.get("name") == "bad_samples"] == [1]
     rejected = train(*own, "--epochs", 1)
     assert rejected.code == 2
     assert re.search(r"error: .*\b1 bad sample\b.*more than max_bad=0\.001", rejected.text)

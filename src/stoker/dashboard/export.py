@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from stoker.dashboard import routes
+from stoker.dashboard.bad_samples import list_bad_samples
 from stoker.dashboard.runs import DashboardRun, RunCatalog
 from stoker.dashboard.series import METRICS
 from stoker.errors import UnavailableError
@@ -17,6 +18,7 @@ from stoker.errors import UnavailableError
 STATIC = Path(__file__).with_name("static")
 LOG_LINES = 2000
 BINS = 600
+THUMBNAILS = 24
 _IMPORT = re.compile(r"^import (?:[^;]*? from )?\"\./(?P<name>[\w-]+\.js)\";$", re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=async function|function|const|let|class)", re.MULTILINE)
 
@@ -70,13 +72,16 @@ def collect_answers(run: DashboardRun) -> dict[str, Any]:
         ("/api/runs", {}), (base, {}), (f"{base}/ranks", {}), (f"{base}/slots", {}), (f"{base}/data", {}),
         (f"{base}/logs", {}), (f"{base}/steps", {"bins": BINS}),
         (f"{base}/scalars", {"bins": BINS, "names": ",".join(scalars[:20])}), (f"{base}/lines", {"limit": LOG_LINES}),
-        ("/api/compare", {"runs": run.id}), *((f"{base}/heat", {"metric": name, "bins": 240}) for name in metrics),
+        ("/api/compare", {"runs": run.id}),
+        *((f"{base}/thumbnail", {"sample": row.number}) for row in list_bad_samples(run)[:THUMBNAILS]),
+        *((f"{base}/heat", {"metric": name, "bins": 240}) for name in metrics),
     ]  # fmt: skip
     return {_key(path, query): _answer(catalog, run, path, query) for path, query in wanted}
 
 
 def _key(path: str, query: dict[str, Any]) -> str:
-    return f"{path}?metric={query['metric']}" if "metric" in query else path
+    chosen = next((name for name in ("metric", "sample") if name in query), None)
+    return f"{path}?{chosen}={query[chosen]}" if chosen else path
 
 
 def _answer(catalog: RunCatalog, run: DashboardRun, path: str, query: dict[str, Any]) -> Any:

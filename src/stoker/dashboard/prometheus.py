@@ -16,6 +16,7 @@ _GAUGES = {
     "val_top1": "Last reported validation accuracy, 0 to 1.",
     "eta_s": "Estimated remaining seconds.",
     "goodput": "Useful share of the elapsed time, 0 to 1.",
+    "cost": "Price of all slots over the elapsed time, in the currency of the job file.",
     "attempts": "Number of attempts.",
     "slots": "Number of slots.",
     "elapsed_s": "Seconds since the start, or between start and end.",

@@ -48,22 +48,6 @@ class SlotRow(msgspec.Struct, frozen=True):
     cache_disk_free: float | None
 
 
-class DataState(msgspec.Struct, frozen=True):
-    """What a run has read: the samples of its epoch, and the shard that each rank reads."""
-
-    train: str
-    val: str
-    samples: int | None
-    epoch: float | None
-    epochs: float | None
-    seen: int | None
-    left: int | None
-    global_batch: int | None
-    ranks: list[RankRow]
-    stages: dict[str, float]
-    """Seconds that the loader's threads spent in each stage, over all ranks."""
-
-
 def list_ranks(run: DashboardRun) -> list[RankRow]:
     """Return the ranks of the newest attempt, by slot and rank."""
     with run.lock:
@@ -130,47 +114,6 @@ def list_slots(run: DashboardRun, limit: int = MAX_ROWS) -> list[SlotRow]:
 def _badness(row: SlotRow) -> tuple[bool, float]:
     busy = row.cpu_pct if row.gpu_util_pct is None else row.gpu_util_pct
     return not row.is_silent, busy or 0.0
-
-
-def describe_data(run: DashboardRun) -> DataState:
-    """Return what a run has read of its dataset."""
-    with run.lock:
-        index = run.index()
-        progress = index.analysis.progress()
-        starts = [mark for mark in index.marks()[0] if mark.name == "start"]
-        numbers = starts[-1].numbers if starts else {}
-        samples, batch = numbers.get("samples"), numbers.get("global_batch")
-        seen = None
-        if samples and progress.epoch is not None and math.isfinite(progress.epoch):
-            is_end = progress.ended or (progress.epochs is not None and progress.epoch >= progress.epochs)
-            seen = int(samples) if is_end else round(progress.epoch % 1 * samples)
-        stages: dict[str, float] = {}
-        for times in index.analysis.spans.by_rank().values():
-            for name, seconds in times.seconds.items():
-                if name.startswith("loader."):
-                    stage = name.removeprefix("loader.")
-                    stages[stage] = stages.get(stage, 0.0) + seconds
-        train, val = _data_urls(run)
-        return DataState(
-            train=train,
-            val=val,
-            samples=None if samples is None else int(samples),
-            epoch=progress.epoch,
-            epochs=progress.epochs,
-            seen=seen,
-            left=None if seen is None or samples is None else max(0, int(samples) - seen),
-            global_batch=None if batch is None else int(batch),
-            ranks=list_ranks(run),
-            stages=stages,
-        )
-
-
-def _data_urls(run: DashboardRun) -> tuple[str, str]:
-    try:
-        data = run.folder.job.data
-        return str(data.train or ""), str(data.val or "")
-    except Exception:  # a job file of another version
-        return "", ""
 
 
 def _finite_time(t: float, default: float) -> float:

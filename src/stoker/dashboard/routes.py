@@ -10,7 +10,18 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from stoker.dashboard import compare, log_pages, prometheus, ranks, series, stacks, stream, summary
+from stoker.dashboard import (
+    bad_samples,
+    compare,
+    data_state,
+    log_pages,
+    prometheus,
+    ranks,
+    series,
+    stacks,
+    stream,
+    summary,
+)
 from stoker.dashboard.runs import DashboardRun, RunCatalog
 from stoker.errors import InputError
 from stoker.telemetry.run_index import ReportingProcess
@@ -60,6 +71,12 @@ class LogQuery(msgspec.Struct):
     search: _Name = ""
     limit: Annotated[int, msgspec.Meta(ge=1, le=5000)] = 500
     tail: bool = True
+
+
+class ThumbnailQuery(msgspec.Struct):
+    """The number of a bad sample."""
+
+    sample: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class CompareQuery(msgspec.Struct):
@@ -226,6 +243,12 @@ def read_log_page(_: RunCatalog, run: DashboardRun | None, query: LogQuery) -> l
     return log_pages.read_page(run, names, begin, limit=query.limit, search=query.search, tail=query.tail)
 
 
+def read_thumbnail(_: RunCatalog, run: DashboardRun | None, query: ThumbnailQuery) -> bad_samples.SampleImage:
+    """Return the thumbnail of a bad sample."""
+    assert run is not None
+    return bad_samples.read_thumbnail(run, query.sample)
+
+
 def read_comparison(catalog: RunCatalog, _: DashboardRun | None, query: CompareQuery) -> compare.Comparison:
     """Compare runs."""
     ids = list(dict.fromkeys(name for name in query.runs.split(",") if name))
@@ -289,7 +312,11 @@ API = (
     ApiRoute("/api/runs/{run}/heat", "Heat map of all slots", HeatQuery, Heat, read_heat),
     ApiRoute("/api/runs/{run}/ranks", "Ranks", NoQuery, Ranks, _of_run(lambda run: Ranks(ranks.list_ranks(run)))),
     ApiRoute("/api/runs/{run}/slots", "Slots", SlotQuery, Slots, read_slots),
-    ApiRoute("/api/runs/{run}/data", "Data", NoQuery, ranks.DataState, _of_run(ranks.describe_data)),
+    ApiRoute("/api/runs/{run}/data", "Data", NoQuery, data_state.DataState, _of_run(data_state.describe_data)),
+    ApiRoute(
+        "/api/runs/{run}/thumbnail", "Thumbnail of a bad sample", ThumbnailQuery, bad_samples.SampleImage,
+        read_thumbnail,
+    ),
     ApiRoute("/api/runs/{run}/logs", "List the logs", NoQuery, Logs, _of_run(_list_logs)),
     ApiRoute("/api/runs/{run}/lines", "Lines of logs", LogQuery, log_pages.LogPage, read_log_page),
     ApiRoute("/api/runs/{run}/export.csv", "Export a table", CsvQuery, CSV, export_csv),

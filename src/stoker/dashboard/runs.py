@@ -6,11 +6,13 @@ import re
 import threading
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from stoker.errors import NotFoundError, StokerError
 from stoker.jobs.run_folder import STATUS_FILE, RunFolder, list_runs
 from stoker.jobs.status import JobState, JobStatus
+from stoker.jobs.topology import sum_prices
 from stoker.telemetry.run_index import RunIndex
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -45,6 +47,14 @@ class DashboardRun:
             return self.folder.read_status()
         except (StokerError, OSError):
             return JobStatus(state=JobState.LOST, message="state.json cannot be read")
+
+    @cached_property
+    def price_per_hour(self) -> float | None:
+        """The price of all slots per hour; None if the job file has none, or cannot be read."""
+        try:
+            return sum_prices(self.folder.job)
+        except (StokerError, OSError):
+            return None
 
     def index(self, max_age_s: float = 1.0) -> RunIndex:
         """Return the index, not older than this; call it, and use the index, with `lock` held."""

@@ -64,9 +64,7 @@ def create_app(catalog: RunCatalog, access: Access, notifier: Notifier | None = 
         if task:
             task.cancel()
 
-    table: list[BaseRoute] = [
-        Route(one.path, _endpoint(catalog, one), methods=[one.method]) for one in routes.API
-    ]
+    table: list[BaseRoute] = [Route(one.path, _endpoint(catalog, one), methods=[one.method]) for one in routes.API]
     table += [
         Route(routes.STREAM_PATH, read_stream),
         Route("/api/openapi.json", read_openapi),
@@ -155,7 +153,7 @@ async def _open_stream(catalog: RunCatalog, request: Request) -> Response:
                 update, after = await run_in_threadpool(stream.read_update, run, position)
             except (StokerError, OSError):
                 return
-            state = msgspec.json.encode(msgspec.structs.replace(update.run, elapsed_s=0.0, goodput=None))
+            state = msgspec.json.encode(msgspec.structs.replace(update.run, elapsed_s=0.0, goodput=None, cost=None))
             if after != position or state != previous:
                 yield stream.format_message(update, after)
                 position, previous, sent_at = after, state, loop.time()

@@ -55,6 +55,8 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     val_top1: float | None
     eta_s: float | None
     goodput: float | None
+    cost: float | None
+    """The price of all slots over the elapsed time; None if the job file has no price."""
     bound_by: str
     verdict: str
     message: str
@@ -94,6 +96,8 @@ class RunDetail(msgspec.Struct, frozen=True, kw_only=True):
 
     run: RunRow
     goodput: Goodput
+    price_per_hour: float | None
+    """The price of all slots, in the currency of the job file."""
     shares: dict[str, float]
     stage: str
     stage_share: float
@@ -130,6 +134,7 @@ def describe_detail(run: DashboardRun) -> RunDetail:
         return RunDetail(
             run=_row(run, index, status, goodput),
             goodput=goodput,
+            price_per_hour=run.price_per_hour,
             shares=dict(verdict.shares),
             stage=verdict.stage,
             stage_share=verdict.stage_share,
@@ -174,6 +179,7 @@ def _row(run: DashboardRun, index: RunIndex, status: JobStatus, goodput: Goodput
         val_top1=_finite(progress.val_top1),
         eta_s=analysis.eta() if not status.state.is_final else None,
         goodput=goodput.share,
+        cost=None if run.price_per_hour is None else run.price_per_hour * goodput.total_s / 3600,
         bound_by=verdict.bound_by,
         verdict=verdict.sentence if verdict.bound_by != "unknown" else "",
         message=status.message,

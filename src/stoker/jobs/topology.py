@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Protocol
 
-from stoker.jobs.spec import JobSpec, ProgramSpec
+from stoker.jobs.spec import JobSpec, ProgramSpec, RoleSpec
 from stoker.jobs.topology_traits import TopologyTraits, find_topology
 
 
@@ -138,6 +138,16 @@ def get_topology(job: JobSpec) -> Topology:
 def list_slots(job: JobSpec) -> list[Slot]:
     """List all slots of a job."""
     return [Slot(role.name, index) for role in get_topology(job).roles(job) for index in range(role.count)]
+
+
+def sum_prices(job: JobSpec) -> float | None:
+    """Return the price per hour of all slots whose price the job states; None if it states none."""
+    slots = [
+        (job.resources_of(slot.index) if slot.role == "worker" else job.roles.get(slot.role, RoleSpec()).resources)
+        for slot in list_slots(job)
+    ]
+    known = [resources.price_per_hour for resources in slots if resources.price_per_hour is not None]
+    return math.fsum(known) if known else None
 
 
 def lead_slots(job: JobSpec) -> frozenset[Slot]:

@@ -34,7 +34,7 @@ from stoker.sampling.rank import Rank
 from stoker.shards.scan import ensure_manifest
 from stoker.shards.shard_set import ShardSet
 from stoker.storage import redacted
-from stoker.storage.cache import DiskCache
+from stoker.storage.cache import CacheStats, DiskCache
 
 ROWS_PER_TASK = 32
 """Rows that one task of the thread pool decodes: a task per image would cost more than it balances."""
@@ -86,6 +86,10 @@ class BadSample(NamedTuple):
     epoch: int
     position: int
     reason: str
+    length: int = 0
+    """Bytes of the image."""
+    sha256: str = ""
+    """The digest of the shard, if its manifest has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +187,11 @@ class Loader:
     def cursor(self) -> Cursor:
         """The cursor after the last batch that the consumer took."""
         return self._cursor
+
+    @property
+    def cache_stats(self) -> CacheStats | None:
+        """The counters of the disk cache in this process; None without one."""
+        return self._reader.cache_stats
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor as plain values, for a checkpoint."""
@@ -380,8 +389,9 @@ class _PendingBatch:
         )
 
     def _bad_sample(self, row: int, reason: str) -> BadSample:
-        url, offset = self._reader.locate(int(self._location.shards[row]), int(self._location.samples[row]))
-        return BadSample(url, offset, self._epoch.number, int(self.step.positions[row]), reason)
+        at = self._reader.locate(int(self._location.shards[row]), int(self._location.samples[row]))
+        position = int(self.step.positions[row])
+        return BadSample(at.shard, at.offset, self._epoch.number, position, reason, at.length, at.sha256)
 
 
 def _make_collator(

@@ -22,7 +22,7 @@ from stoker.shards.index import Index
 from stoker.shards.sample import Buffer
 from stoker.shards.shard_set import MappedFile, ShardSet
 from stoker.storage import Entry, Store, check_name, local_path
-from stoker.storage.cache import CachedFile, DiskCache, fetch
+from stoker.storage.cache import CachedFile, CacheStats, DiskCache, fetch
 
 THREADS = {"fetch": 2, "range": 16}
 """Few threads download whole shards; many read single samples, each of which waits for one response."""
@@ -37,6 +37,15 @@ class EncodedSamples(NamedTuple):
     images: list[Buffer]
     labels: Int64Array
     fetch_s: float
+
+
+class SampleBytes(NamedTuple):
+    """Where an image is: the URL of its shard, offset and length, and the digest of the shard if it is known."""
+
+    shard: str
+    offset: int
+    length: int
+    sha256: str
 
 
 class _ObjectArgs(TypedDict):
@@ -155,10 +164,16 @@ class Reader:
             images[row] = data
         return EncodedSamples(images, labels, opened - started + time.perf_counter() - ranged)
 
-    def locate(self, number: int, sample: int) -> tuple[str, int]:
-        """Return the URL of a shard and the byte offset of one of its samples."""
+    def locate(self, number: int, sample: int) -> SampleBytes:
+        """Return where the image of a sample is."""
         shard = self._open_shard(number).result()
-        return self._shard_set.url_of(shard.name), int(shard.offsets[sample])
+        url, digest = self._shard_set.url_of(shard.name), self._object_args(shard)["sha256"]
+        return SampleBytes(url, int(shard.offsets[sample]), int(shard.lengths[sample]), digest)
+
+    @property
+    def cache_stats(self) -> CacheStats | None:
+        """The counters of the disk cache in this process; None without one."""
+        return None if self._cache is None else self._cache.stats()
 
     def close(self) -> None:
         """Release all shards and stop all threads; shards fetched without a cache directory are deleted."""

@@ -104,6 +104,11 @@ class DiskCache:
             self._count(hits=1)
         return cached
 
+    def find_digest(self, sha256: str) -> CachedFile | None:
+        """Return the cached copy of the object with this digest, or None, without a store."""
+        with translate_os_errors(self._objects):
+            return _open_copy(self._objects / sha256, None)
+
     def open(
         self,
         store: Store,

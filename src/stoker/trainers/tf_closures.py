@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from stoker.telemetry import Recorder
 from stoker.tf_environment import TaskEnvironment
+from stoker.trainers.data_report import DataReporter
 from stoker.trainers.rendezvous import MissingPeersError, free_port, is_responding, wait_for_servers
 from stoker.trainers.startup import print_error
 from stoker.trainers.tf_reader import PositionReader, find_reader_error
@@ -110,8 +111,10 @@ def serve(args: argparse.Namespace, task: TaskEnvironment, record: Recorder) -> 
     record.mark("serving", f"{task.role} {task.index} at {task.address}")
     (chief,) = task.cluster["chief"]
     timeout_s, seen_at, was_seen = float(args.start_timeout), time.monotonic(), False
-    forever, pause_s = threading.Event(), START_POLL_S
+    forever, pause_s, reporter = threading.Event(), START_POLL_S, DataReporter(record)
     while not forever.wait(pause_s):
+        if (loader := reader.training_loader) is not None:
+            reporter.report(loader, reader.epoch, step=0)
         if is_responding(chief, pause_s):
             timeout_s, seen_at, was_seen = float(args.peer_timeout), time.monotonic(), True
             pause_s = min(CHIEF_POLL_S, timeout_s / 4)

@@ -42,7 +42,7 @@ class PositionReader:
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, "stoker-prefetch")
         self._prefetched: dict[tuple[int, int, bytes], Future[Sample]] = {}
-        self.hits = self.reads = 0
+        self.hits = self.reads = self.epoch = 0
 
     def register(self) -> Self:
         """Let closures that run in this process read from here; return the reader, which the caller must keep."""
@@ -64,6 +64,7 @@ class PositionReader:
             key = (int(which), int(epoch), positions.tobytes())
             with self._lock:
                 self.reads += 1
+                self.epoch = int(epoch) if int(which) == TRAIN else self.epoch
                 ready = self._prefetched.pop(key, None)
                 self.hits += ready is not None
             sample = self._read(int(which), int(epoch), positions) if ready is None else ready.result()
@@ -74,6 +75,11 @@ class PositionReader:
             # TensorFlow passes the text of an error to the chief, and nothing else.
             fields = {"what": str(error), "code": error.exit_code}
             raise ValueError(f"[[stoker {json.dumps(fields)}]]") from error
+
+    @property
+    def training_loader(self) -> Loader | None:
+        """The loader of the training set; None before the first read."""
+        return self._loaders.get(TRAIN)
 
     def close(self) -> None:
         """Stop all threads."""

@@ -15,6 +15,7 @@ from stoker.sampling.order import Int64Array
 from stoker.sampling.plan import Epoch
 from stoker.telemetry import Recorder
 from stoker.trainers.checkpoint_store import CheckpointStore
+from stoker.trainers.data_report import DataReporter
 from stoker.trainers.ledger import Ledger, next_session
 from stoker.trainers.meter import HeartbeatSender, Meter
 from stoker.trainers.progress import ResumableState
@@ -67,6 +68,7 @@ class TrainerProcess(Generic[WorldT]):
         )
         self.is_join = args.sampling == "join"
         self.heartbeat, self.meter = HeartbeatSender(record), Meter(args, record, print_line, world.rank)
+        self._data_reporter = DataReporter(record)
         self.ledger: Ledger | None = None
         self.stop = StopSignal()
         self.stopping = False
@@ -128,8 +130,11 @@ class TrainerProcess(Generic[WorldT]):
             self.ledger.step(epoch.number, start, end, list(pairs))
 
     def send_heartbeat(self, state: ResumableState, epoch: Epoch, batch: Any) -> None:
-        """Send a heartbeat with the last sample of the batch, if one is due."""
-        if self.heartbeat.is_due():
+        """Send a heartbeat with the last sample of the batch, if one is due; report what the loader skipped."""
+        is_due, is_last = self.heartbeat.is_due(), batch.cursor.epoch != epoch.number
+        if self.data.loader is not None and (is_due or is_last):
+            self._data_reporter.report(self.data.loader, epoch.number, state.step)
+        if is_due:
             location = epoch.locate(batch.positions[-1:])
             shard = self.data.shard_name(int(location.shards[0])) if batch.count else ""
             self.heartbeat(state.step, shard, int(location.samples[0]) if batch.count else -1)

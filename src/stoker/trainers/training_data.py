@@ -81,6 +81,11 @@ class TrainingData:
         """Times of the loader's threads so far."""
         return self._loader.times if self._loader is not None else StageTimes()
 
+    @property
+    def loader(self) -> Loader | None:
+        """The loader that reads the training set; None for synthetic batches."""
+        return self._loader
+
     def shard_name(self, number: int) -> str:
         """Return the name of a shard."""
         return self._loader.shard_set.shards[number].name if self._loader is not None else ""

@@ -23,7 +23,8 @@ export function post(path) {
 
 export async function get(path, query = {}, signal = undefined) {
   if (embedded) {
-    const answer = embedded[query.metric ? `${path}?metric=${query.metric}` : path];
+    const choice = ["metric", "sample"].find((name) => query[name] !== undefined);
+    const answer = embedded[choice ? `${path}?${choice}=${query[choice]}` : path];
     if (!answer) throw new Error("not part of this page");
     return answer;
   }

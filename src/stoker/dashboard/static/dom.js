@@ -67,6 +67,12 @@ export function formatPercent(share) {
   return share === null || share === undefined ? "–" : `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)}%`;
 }
 
+export function formatMoney(amount) {
+  if (amount === null || amount === undefined) return "–";
+  const digits = amount !== 0 && Math.abs(amount) < 1 ? 4 : 2;
+  return amount.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: digits });
+}
+
 export function fact(label, value, key) {
   return el("div", {}, el("dt", {}, label), el("dd", { "data-fact": key, title: String(value) }, value));
 }

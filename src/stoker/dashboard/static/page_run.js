@@ -2,7 +2,7 @@
 
 import { get, isStatic, listen, runPath } from "./api.js";
 import { TimeChart, describeSpan, markColor } from "./chart.js";
-import { css, el, fact, formatDuration, formatNumber, formatPercent, formatTime, replace, table } from "./dom.js";
+import { css, el, fact, formatDuration, formatMoney, formatNumber, formatPercent, formatTime, replace, table } from "./dom.js";
 import { TimeView } from "./view.js";
 
 const PART_NAMES = { loader_wait: "loader wait", h2d: "to device", compute: "compute", collective_wait: "collective", rest: "rest" };
@@ -12,12 +12,14 @@ const GOODPUT = [["useful_s", "useful", "--s3"], ["input_wait_s", "input wait", 
   ["checkpoint_s", "checkpoints", "--s6"], ["restart_s", "restarts", "--bad"], ["other_s", "start-up, validation, idle", "--s5"]];
 const LOSSES = ["loss", "val_loss"], ACCURACIES = ["val_top1", "val_top5"];
 
-// Checkpoints that follow each other become one entry, that of the last.
+const GROUPED = ["checkpoint", "bad_sample"];
+
+// Checkpoints, or bad samples, that follow each other become one entry, that of the last.
 function groupMarks(marks) {
   const groups = [];
   for (const mark of [...marks].sort((a, b) => a.t - b.t)) {
     const last = groups.at(-1);
-    if (last && mark.name === "checkpoint" && last.mark.name === "checkpoint") { last.mark = mark; last.count += 1; }
+    if (last && GROUPED.includes(mark.name) && last.mark.name === mark.name) { last.mark = mark; last.count += 1; }
     else groups.push({ mark, count: 1 });
   }
   return groups;
@@ -99,19 +101,21 @@ export async function showRun(main, context, id) {
 
   function drawGoodput() {
     const parts = GOODPUT.map(([key, name, color]) => ({ name, color, seconds: state.goodput[key] }));
-    const bar = el("div", { class: "bar-chart", role: "img", "aria-label": parts.map((part) => `${part.name} ${formatDuration(part.seconds)}`).join(", ") });
+    const price = state.price_per_hour;
+    const money = (seconds) => (price === null ? "" : `, ${formatMoney((price * seconds) / 3600)}`);
+    const bar = el("div", { class: "bar-chart", role: "img", "aria-label": parts.map((part) => `${part.name} ${formatDuration(part.seconds)}${money(part.seconds)}`).join("; ") });
     const legend = el("div", { class: "legend" });
     for (const part of parts) {
-      const piece = el("i", { title: `${part.name} ${formatDuration(part.seconds)}` });
+      const piece = el("i", { title: `${part.name} ${formatDuration(part.seconds)}${money(part.seconds)}` });
       piece.style.flexGrow = String(part.seconds);
       piece.style.background = css(part.color);
       const key = el("i", { class: "key", "aria-hidden": "true" });
       key.style.background = css(part.color);
       if (part.seconds > 0) bar.append(piece);
-      legend.append(el("span", {}, key, `${part.name} ${formatDuration(part.seconds)} (${formatPercent(state.goodput.total_s ? part.seconds / state.goodput.total_s : 0)})`));
+      legend.append(el("span", {}, key, `${part.name} ${formatDuration(part.seconds)} (${formatPercent(state.goodput.total_s ? part.seconds / state.goodput.total_s : 0)})${money(part.seconds)}`));
     }
     const loss = state.restarts ? `${state.restarts} restart${state.restarts > 1 ? "s" : ""}: ${formatDuration(state.restart_idle_s)} without a step, ${formatNumber(state.repeated_steps)} steps repeated` : "";
-    replace(goodputNode, el("div", { class: "row spread" }, el("h2", {}, `Goodput ${formatPercent(state.run.goodput)}`), el("span", { class: "small quiet", "data-fact": "restarts" }, loss)), bar, legend);
+    replace(goodputNode, el("div", { class: "row spread" }, el("h2", {}, `Goodput ${formatPercent(state.run.goodput)}`), price === null ? null : el("span", { class: "small", "data-fact": "cost" }, `cost ${formatMoney((price * state.goodput.total_s) / 3600)}, at ${formatMoney(price)} per hour for all slots`), el("span", { class: "small quiet", "data-fact": "restarts" }, loss)), bar, legend);
   }
 
   function drawMarks() {

@@ -1,13 +1,13 @@
 // The list of runs: filter, sort, choose several to compare.
 
 import { get } from "./api.js";
-import { el, formatDuration, formatNumber, formatPercent, formatTime, replace } from "./dom.js";
+import { el, formatDuration, formatMoney, formatNumber, formatPercent, formatTime, replace } from "./dom.js";
 
 const COLUMNS = [
   ["", null], ["run", (r) => r.id], ["state", (r) => r.state], ["started", (r) => r.began, 1], ["elapsed", (r) => r.elapsed_s, 1],
   ["progress", (r) => (r.total_steps ? r.step / r.total_steps : -1), 1], ["left", (r) => r.eta_s ?? Infinity, 1],
   ["images/s", (r) => r.samples_per_s ?? -1, 1], ["loss", (r) => r.loss ?? Infinity, 1], ["top-1", (r) => r.val_top1 ?? -1, 1],
-  ["goodput", (r) => r.goodput ?? -1, 1], ["verdict", (r) => r.bound_by],
+  ["goodput", (r) => r.goodput ?? -1, 1], ["cost", (r) => r.cost ?? -1, 1], ["verdict", (r) => r.bound_by],
 ];
 
 export async function showRuns(main, context) {
@@ -44,7 +44,7 @@ export async function showRuns(main, context) {
     return el("tr", { "data-run": run.id }, el("td", {}, box), el("td", {}, el("a", { href: `#/run/${run.id}` }, run.id)),
       el("td", {}, el("span", { class: `state ${run.state}` }, run.state)), number(formatTime(run.began, 1e6)), number(formatDuration(run.elapsed_s)),
       number(progress), number(formatDuration(run.eta_s)), number(formatNumber(run.samples_per_s)), number(formatNumber(run.loss)),
-      number(formatPercent(run.val_top1)), number(formatPercent(run.goodput)), el("td", { class: "clip", title: run.message || run.verdict }, run.state === "failed" ? run.message : run.verdict || "–"));
+      number(formatPercent(run.val_top1)), number(formatPercent(run.goodput)), number(formatMoney(run.cost)), el("td", { class: "clip", title: run.message || run.verdict }, run.state === "failed" ? run.message : run.verdict || "–"));
   }
 
   async function refresh() { runs = (await get("/api/runs")).runs; draw(); }

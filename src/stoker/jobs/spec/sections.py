@@ -88,6 +88,10 @@ class ResourcesSpec(Section, frozen=True, kw_only=True):
         ),
     ] = None
     gpu_type: Annotated[NonEmpty | None, describe("GPU model, using the cloud provider's name for it.")] = None
+    price_per_hour: Annotated[
+        Annotated[float, msgspec.Meta(ge=0, le=1e9), expect("an amount of money such as 2.5")] | None,
+        describe("Price of one slot per hour, in any currency. The dashboard shows from it what a run has cost."),
+    ] = None
 
     def faults(self) -> Iterator[Fault]:
         """Yield invalid combinations."""
