@@ -34,19 +34,31 @@ def dash(
         Path | None,
         typer.Option(metavar="FILE", help="Write one run as a self-contained page to FILE, and exit."),
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TARGET",
+            help="Follow the runs of a cluster, also those that others started: k8s://context/namespace or ray://host.",
+        ),
+    ] = None,
     notify: Annotated[
         str | None, typer.Option(metavar="URL", help="Post a JSON message to URL if a run fails, hangs or slows down.")
     ] = None,
 ) -> None:
     """Show runs on a web page, live.
 
-    Reads only run folders. Runs until you press Ctrl-C or it receives SIGTERM.
+    Reads only run folders; with --on, the logs of the cluster's runs are copied to run folders first, and nothing is
+    changed in the cluster. Runs until you press Ctrl-C or it receives SIGTERM.
     """
     from stoker.errors import InputError, MissingExtraError
 
     if notify is not None and not notify.startswith(("http://", "https://")):
         raise InputError("--notify must be an http:// or https:// URL")
-    catalog = _open_catalog(runs or [])
+    if on is not None and html is not None:
+        raise InputError(
+            "--html cannot be combined with --on", hint="open the page, or write it on the machine of the run"
+        )
+    catalog = _open_catalog(runs or []) if on is None else _follow_cluster(on, runs or [])
     if html is not None:
         _write_page(catalog, html)
         return
@@ -86,6 +98,16 @@ def _open_catalog(names: list[str]) -> RunCatalog:
         else:
             folders += [run.folder for run in match_runs(name)]
     return RunCatalog(list(dict.fromkeys(folders)))
+
+
+def _follow_cluster(target: str, names: list[str]) -> RunCatalog:
+    """Begin to follow the runs of a cluster, and return them."""
+    from stoker.dashboard.runs import RunCatalog
+    from stoker.launchers.followed_runs import FollowedRuns, open_cluster_runs
+
+    followed = FollowedRuns(open_cluster_runs(target), names)
+    followed.start()
+    return RunCatalog(followed=followed)
 
 
 def _write_page(catalog: RunCatalog, path: Path) -> None:

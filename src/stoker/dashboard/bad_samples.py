@@ -118,6 +118,8 @@ def _read_fields(run: DashboardRun, mark: Mark) -> dict[str, Any]:
 
 def _read_image(run: DashboardRun, fields: Mapping[str, Any], offset: int, length: int) -> bytes:
     """Read an image from a shard on this machine or in the job's cache; raise StokerError if it is in neither."""
+    if run.is_followed:  # its job file was written by others, for other machines
+        raise NotFoundError("the run was started elsewhere: its shards are not read from here")
     if length > MAX_BYTES:
         raise BadImageError(too_large_reason(length))
     url, sha256 = str(fields.get("shard", "")), str(fields.get("sha256", ""))

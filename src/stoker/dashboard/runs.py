@@ -13,16 +13,20 @@ from stoker.errors import NotFoundError, StokerError
 from stoker.jobs.run_folder import STATUS_FILE, RunFolder, list_runs
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import sum_prices
+from stoker.launchers.followed_runs import FollowedRuns
 from stoker.telemetry.run_index import RunIndex
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class DashboardRun:
-    """One run: its folder, and its index, which all requests share under a lock."""
+    """One run: its folder, and its index, which all requests share under a lock.
 
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
+    With `is_followed`, the folder is a copy of a run that others started.
+    """
+
+    def __init__(self, folder: RunFolder, *, is_followed: bool = False) -> None:
+        self.folder, self.is_followed = folder, is_followed
         self.lock = threading.RLock()
         self.stacks_lock = threading.Lock()
         """Held while the stacks of the ranks are requested."""
@@ -76,20 +80,30 @@ class DashboardRun:
 
 
 class RunCatalog:
-    """The runs that are shown: those named on the command line, or all runs of this machine."""
+    """The runs that are shown: those named on the command line, all runs of this machine, or those of a cluster."""
 
-    def __init__(self, folders: Sequence[Path] = ()) -> None:
-        self._folders = [RunFolder(folder) for folder in folders]
+    def __init__(self, folders: Sequence[Path] = (), followed: FollowedRuns | None = None) -> None:
+        self._folders, self._followed = [RunFolder(folder) for folder in folders], followed
         self._runs: dict[str, DashboardRun] = {}
         self._lock = threading.Lock()
 
     def list(self) -> list[DashboardRun]:
         """Return the runs, newest first; the list of a machine changes while the dashboard is open."""
-        folders = self._folders or list_runs()
+        followed = self._followed
+        folders = self._folders or (list_runs() if followed is None else followed.list_folders())
         with self._lock:
-            known = {folder.id: self._runs.get(folder.id) or DashboardRun(folder) for folder in folders}
+            known = {
+                run.id: self._runs[run.id] if self._is_known(run) else DashboardRun(run, is_followed=self._is_copy(run))
+                for run in folders
+            }
             self._runs = known
         return [*known.values()]
+
+    def _is_known(self, run: RunFolder) -> bool:
+        return run.id in self._runs and self._runs[run.id].folder == run
+
+    def _is_copy(self, run: RunFolder) -> bool:
+        return self._followed is not None and run.folder.parent == self._followed.folder
 
     def find(self, run_id: str) -> DashboardRun:
         """Return a run by its ID; raise NotFoundError for any other text."""

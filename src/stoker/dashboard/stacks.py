@@ -21,6 +21,8 @@ class Stacks(msgspec.Struct, frozen=True):
 
 def read_stacks(run: DashboardRun) -> Stacks:
     """Request the stacks of all ranks and return them; raise ConflictError with the reason if there are none."""
+    if run.is_followed:
+        raise ConflictError(f"the run was started elsewhere: run `stoker job stacks {run.id}` there")
     if not run.stacks_lock.acquire(blocking=False):  # each request occupies a thread of the server
         raise ConflictError("the stacks of this run are being requested already")
     try:

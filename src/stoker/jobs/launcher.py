@@ -40,6 +40,8 @@ class LauncherTraits:
     """The key of the job file that `--hosts` sets; empty if the launcher takes no hosts."""
     lists_runs: bool = False
     """Whether the target itself knows its runs: the launcher has the methods `runs` and `adopt`."""
+    follows_runs: bool = False
+    """Whether runs that others started can be followed: the launcher has the method `open_runs`."""
     prints_stacks: bool = False
     """Whether its supervisor prints the stacks of ranks on request."""
     has_rbac: bool = False

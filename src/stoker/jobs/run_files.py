@@ -69,7 +69,7 @@ RUN_FILES = (
     RunFile("ray-folder", "the temporary directory of the run's own Ray, while it is running", "ray"),
     RunFile("ray-<run>/", "the Ray nodes of a run with `ray.hosts`: a run folder of their own", "ray"),
     RunFile("kept", "what a finished run has left running, and how to use and stop it", "ray"),
-    RunFile("streams.json", "how much of each pod's log has been copied", "kubernetes"),
+    RunFile("streams.json", "how much of each log in the cluster has been copied", "kubernetes, ray"),
     RunFile("slurm.sh", "the batch script", "slurm"),
     RunFile("slurm.job", "the ID of the Slurm job", "slurm"),
     RunFile("slurm.log", "the output of the batch script and of `srun`", "slurm"),

@@ -59,6 +59,8 @@ OUTAGE_NOTICE_S = 3.0
 """Report only longer outages of the API server."""
 LOG_STREAM_TIMEOUT_S = STREAM_TIMEOUT_S + 30.0
 """How long to wait for the rest of finished pods' logs; a dropped stream is noticed after STREAM_TIMEOUT_S."""
+READ_ONLY_TIMEOUT_S = 10.0
+"""How long to wait for the remaining pods of a finished job that others have to stop."""
 RECONNECTED_NOTICE = "reconnected to the API server"
 INCOMPLETE_NOTICE = "log incomplete: the rest could not be fetched"
 
@@ -71,6 +73,8 @@ class LogFollower:
     client: KubeClient
     kind: str
     """Kind of the objects that hold the job's status: Job or MPIJob."""
+    is_read_only: bool = False
+    """Whether the run was started by others: their follower stops its remaining Jobs, this one changes nothing."""
     _objects: dict[str, list[Manifest]] = field(default_factory=dict)
     _streams: dict[str, LogStream] = field(default_factory=dict)
     """By uid of the pod, as are positions and pods."""
@@ -97,8 +101,18 @@ class LogFollower:
         self._history = AttemptHistory(self.run, self._initial.attempts, self._is_log_complete)
         self._load_positions()
         updates: queue.Queue[WatchUpdate] = queue.Queue()
-        for kind in ("Pod", self.kind):
-            ObjectWatch(self.client, kind, {RUN_LABEL: self.run.id}, updates).start()
+        watches = [ObjectWatch(self.client, kind, {RUN_LABEL: self.run.id}, updates) for kind in ("Pod", self.kind)]
+        for watch in watches:
+            watch.start()
+        try:
+            self._process_updates(updates)
+        finally:
+            for watch in watches:
+                watch.stop()
+            for stream in self._streams.values():
+                stream.stop()
+
+    def _process_updates(self, updates: queue.Queue[WatchUpdate]) -> None:
         while not self._status.state.is_final:
             self._receive(updates)
             if self._unreachable_since and time.monotonic() - min(self._unreachable_since.values()) > LOST_TIMEOUT_S:
@@ -267,10 +281,10 @@ class LogFollower:
     def _finish(self, derived: DerivedStatus, pods: Sequence[SlotPod]) -> None:
         """Stop the remaining Jobs, wait for all logs, and write the final status."""
         state = JobState.STOPPED if self._is_stopping else derived.state
-        if state is not JobState.STOPPED:
+        if state is not JobState.STOPPED and not self.is_read_only:
             self._stop_other_jobs()
         pods = self._wait_for_pods(pods)
-        self._wait_for_logs(pods)
+        self._wait_for_logs([pod for pod in pods if pod.is_finished or not self.is_read_only])
         attempts = self._history.update(pods, is_finished=True)
         message = STOPPED_MESSAGE if self._is_stopping else derived.reason
         if state is JobState.FAILED:
@@ -300,8 +314,9 @@ class LogFollower:
                     self.client.delete("Job", name)
 
     def _wait_for_pods(self, pods: Sequence[SlotPod]) -> Sequence[SlotPod]:
-        """Wait until no pod runs; return the pods in their final state."""
-        deadline = time.monotonic() + float(self.job.grace) + LOG_STREAM_TIMEOUT_S
+        """Wait until no pod runs; return the pods in their final state, or those that others have not stopped yet."""
+        timeout_s = READ_ONLY_TIMEOUT_S if self.is_read_only else float(self.job.grace) + LOG_STREAM_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             try:
                 pod_objects = self.client.list_objects("Pod", {RUN_LABEL: self.run.id})

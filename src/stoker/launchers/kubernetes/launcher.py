@@ -33,6 +33,7 @@ from stoker.launchers.kubernetes.checks import check_kubernetes_settings
 from stoker.launchers.kubernetes.config_map import JOB_FILE
 from stoker.launchers.kubernetes.lifecycle import DELETE_TIMEOUT_S, POLL_S, create_objects, delete_objects
 from stoker.launchers.kubernetes.manifests import build_manifests
+from stoker.launchers.kubernetes.namespace_runs import NamespaceRuns
 from stoker.launchers.kubernetes.plan import KubernetesPlan, read_code_files, read_kubernetes_plan, resolve_code_files
 from stoker.launchers.kubernetes.run_list import RUN_SELECTOR, list_cluster_runs
 from stoker.launchers.kubernetes.run_objects import label_run
@@ -60,6 +61,7 @@ class KubernetesLauncher:
         has_targets=True,
         lists_runs=True,
         has_rbac=True,
+        follows_runs=True,
     )
 
     def __init__(self, target: str | None = None) -> None:
@@ -171,6 +173,10 @@ class KubernetesLauncher:
         """List the runs in the namespace, newest first."""
         with KubeClient.for_target(self._target) as client:
             return list_cluster_runs(client)
+
+    def open_runs(self) -> NamespaceRuns:
+        """Return the runs in the namespace, to be followed without changing them."""
+        return NamespaceRuns(lambda: KubeClient.for_target(self._target))
 
     def adopt(self, name: str) -> RunFolder:
         """Find a run in the cluster by run id or job name, and create its run folder here if there is none."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -42,11 +41,16 @@ class LogStream(threading.Thread):
         """Replaced as a whole, so that other threads never read a partial update."""
         self.is_pod_finished = False
         """Whether the pod has finished, so that its log is complete."""
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Give up an incomplete log."""
+        self._stopped.set()
 
     def run(self) -> None:
         """Follow the log, again after each disconnect, until it is complete."""
         failures = 0
-        while not self.position.done:
+        while not (self.position.done or self._stopped.is_set()):
             is_last, before = self.is_pod_finished, self.position
             try:
                 self._copy(is_last)
@@ -56,9 +60,12 @@ class LogStream(threading.Thread):
                 self._update(done=True)
             except (StokerError, OSError, ValueError):  # retried below
                 pass
+            except RuntimeError:
+                if not self._stopped.is_set():  # otherwise its client was closed
+                    raise
             failures = 0 if self.position != before else failures + 1
             if not self.position.done:
-                time.sleep(RETRY_DELAYS_S[min(failures, len(RETRY_DELAYS_S) - 1)])
+                self._stopped.wait(RETRY_DELAYS_S[min(failures, len(RETRY_DELAYS_S) - 1)])
 
     def _copy(self, is_last: bool) -> None:
         """Append the lines after the position; an incomplete line only if no more can come."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 
 from stoker.errors import StokerError
 from stoker.kube.client import KubeClient
@@ -23,11 +22,16 @@ class ObjectWatch(threading.Thread):
     ) -> None:
         super().__init__(daemon=True, name=kind)
         self._client, self._kind, self._labels, self._updates = client, kind, labels, updates
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Do not list and watch again; a watch in progress ends with its connection."""
+        self._stopped.set()
 
     def run(self) -> None:
         """List and watch, again whenever the watch ends."""
         failures = 0
-        while True:
+        while not self._stopped.is_set():
             try:
                 current, version = self._client.list_with_version(self._kind, self._labels)
                 objects = {obj["metadata"]["uid"]: obj for obj in current}
@@ -41,5 +45,8 @@ class ObjectWatch(threading.Thread):
                     self._updates.put((self._kind, list(objects.values())))
             except StokerError as error:
                 self._updates.put((self._kind, error))
-                time.sleep(RETRY_DELAYS_S[min(failures, len(RETRY_DELAYS_S) - 1)])
+                self._stopped.wait(RETRY_DELAYS_S[min(failures, len(RETRY_DELAYS_S) - 1)])
                 failures += 1
+            except Exception:
+                if not self._stopped.is_set():  # otherwise its client was closed
+                    raise

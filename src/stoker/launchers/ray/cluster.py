@@ -15,7 +15,7 @@ from http import HTTPStatus
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from stoker.core import json_io
 from stoker.errors import AccessDeniedError, InputError, MissingExtraError, SpecError, UnavailableError
@@ -103,6 +103,18 @@ def _fetch_version(address: str, timeout_s: float) -> str | None:
         return None
 
 
+class SubmittedJob(NamedTuple):
+    """A job that was submitted to a cluster, and its times in seconds."""
+
+    name: str
+    is_over: bool
+    is_stopped: bool
+    """Whether it was stopped through the job API."""
+    message: str
+    began: float
+    ended: float | None
+
+
 class RayCluster:
     """Client of one Ray cluster: its jobs, its resources, and small values for its driver."""
 
@@ -174,6 +186,12 @@ class RayCluster:
         info = self._check(response, path).json()
         return info["status"] in _FINAL_STATES, str(info.get("message") or "")
 
+    def jobs(self) -> list[SubmittedJob]:
+        """List the jobs that were submitted to the cluster."""
+        path = "/api/jobs/"
+        rows = self._check(self._send("GET", path), path).json()
+        return [_to_job(row) for row in rows if isinstance(row, dict) and row.get("submission_id")]
+
     def stop(self, name: str) -> None:
         """Request that Ray sends SIGTERM to a driver."""
         self._request("POST", f"/api/jobs/{name}/stop")
@@ -181,6 +199,18 @@ class RayCluster:
     def tail(self, name: str) -> AsyncGenerator[str, None]:
         """Yield a driver's log from its beginning, as it grows."""
         return cast("AsyncGenerator[str, None]", self._client.tail_job_logs(name))
+
+
+def _to_job(row: dict[str, Any]) -> SubmittedJob:
+    status = str(row.get("status", ""))
+    return SubmittedJob(
+        name=str(row["submission_id"]),
+        is_over=status in _FINAL_STATES,
+        is_stopped=status == "STOPPED",
+        message=str(row.get("message") or ""),
+        began=float(row.get("start_time") or 0) / 1000,
+        ended=float(row["end_time"]) / 1000 if row.get("end_time") else None,
+    )
 
 
 @contextmanager

@@ -21,8 +21,9 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+from stoker.core import json_io
 from stoker.core.processes import Process, start, wait_until
-from stoker.errors import UnavailableError
+from stoker.errors import SpecError, UnavailableError
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import RESERVED_ENV
 from stoker.launchers.ray.cluster import RayCluster
@@ -95,7 +96,7 @@ class LocalDriver:
             lines.put(None)
 
         threading.Thread(target=read, daemon=True).start()
-        yield from _drain(lines)
+        yield from drain_lines(lines)
 
     def close(self, *, is_over: bool) -> None:  # noqa: ARG002 (a child process is always waited for)
         """Wait for Ray to shut down, kill it after a while, and remove its temporary directory."""
@@ -158,7 +159,7 @@ class SubmittedDriver:
         """Yield the lines of the driver's log, None while there are none; end if the cluster is silent for too long."""
         lines = LineQueue()
         threading.Thread(target=lambda: asyncio.run(self._log.follow(lines)), daemon=True).start()
-        for line in _drain(lines):
+        for line in drain_lines(lines):
             if line is not None and not self._is_driver_up and FRAME_PREFIX in line:
                 self._is_driver_up = True
                 self._has_news.set()
@@ -248,7 +249,20 @@ class DriverLog:
                     lines.put(line)
 
 
-def _drain(lines: LineQueue) -> Iterator[str | None]:
+def parse_frame(line: str) -> dict[str, Any] | None:
+    """Return the frame in a line of the driver's output; None for other output, and for an incomplete frame."""
+    start = line.find(FRAME_PREFIX)
+    if start < 0:
+        return None
+    try:
+        frame = json_io.parse(line[start + len(FRAME_PREFIX) :], None)
+    except SpecError:  # the driver died while writing it
+        return None
+    return frame if isinstance(frame, dict) and isinstance(frame.get("n"), int) else None
+
+
+def drain_lines(lines: LineQueue) -> Iterator[str | None]:
+    """Yield the lines of a queue to its end; None while there are none."""
     while True:
         try:
             line = lines.get(timeout=POLL_S)

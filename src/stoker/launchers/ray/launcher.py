@@ -22,7 +22,7 @@ import msgspec
 from stoker.core.spec import run_checks
 from stoker.core.text import join_all
 from stoker.core.units import format_bytes, pluralize
-from stoker.errors import Fault, InputError, StokerError
+from stoker.errors import Fault, InputError, StokerError, UnavailableError
 from stoker.jobs.launcher import RUN_PLACEHOLDER, LauncherTraits, SlotLogLine, check_traits, raise_faults
 from stoker.jobs.run_folder import RunFolder, stoker_home
 from stoker.jobs.spec import JobSpec
@@ -41,6 +41,7 @@ from stoker.launchers.ray.cluster import (
     require_ray,
     resolve_address,
 )
+from stoker.launchers.ray.cluster_runs import RayClusterRuns
 from stoker.launchers.ray.connection import ARCHIVE, DRIVER, remove_ray_folder, stop_submissions
 from stoker.launchers.ray.host_cluster import prepare_nodes, stop_nodes
 from stoker.launchers.ray.hosts import NodePlan, assign_hosts, check_hosts, plan_nodes
@@ -74,6 +75,7 @@ class RayLauncher:
         has_targets=True,
         hosts_key="ray.hosts",
         prints_stacks=True,
+        follows_runs=True,
     )
 
     def __init__(self, target: str | None = None) -> None:
@@ -297,6 +299,13 @@ class RayLauncher:
     def logs(self, handle: str, slot: Slot | None, *, follow: bool, tail: int | None = None) -> Iterator[SlotLogLine]:
         """Yield the log lines of one slot or all, which the supervisor writes on this machine."""
         return self._local.logs(handle, slot, follow=follow, tail=tail)
+
+    def open_runs(self) -> RayClusterRuns:
+        """Return the runs of the cluster, to be followed without changing them."""
+        require_ray()
+        if self._address is None:
+            raise UnavailableError("no Ray cluster was specified or found", hint="use --on ray://host:8265")
+        return RayClusterRuns(self._address)
 
     def stop(self, handle: str) -> None:
         """Stop the run through its supervisor, then any driver on the cluster that has not reported its end."""

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from stoker.core import json_io
-from stoker.errors import MissingError, SpecError, StokerError, UnavailableError
+from stoker.errors import InputError, MissingError, SpecError, StokerError, UnavailableError
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.topology import Slot
 from stoker.launchers.ray.connection import (
@@ -28,6 +28,7 @@ from stoker.launchers.ray.connection import (
     DriverConnection,
     LocalDriver,
     SubmittedDriver,
+    parse_frame,
 )
 from stoker.launchers.ray.host_cluster import HostCluster
 from stoker.launchers.ray.placement import explain_no_capacity
@@ -246,13 +247,11 @@ class RayAttempt:
 
     def _process_line(self, line: str) -> bool:
         """Process one line of the driver's output and return whether it is the last."""
-        start = line.find(FRAME_PREFIX)
-        if start < 0:
+        if FRAME_PREFIX not in line:
             self._log_ray_output(line)
             return False
-        try:
-            frame = json_io.parse(line[start + len(FRAME_PREFIX) :], None)
-        except SpecError:  # the driver died while writing it
+        frame = parse_frame(line)
+        if frame is None:
             return False
         if frame["n"] <= self._last_frame:
             return False  # from a log that is read again
