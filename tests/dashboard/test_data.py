@@ -100,7 +100,7 @@ def test_bad_samples_have_thumbnails(log_run: LogRun, tmp_path: Path, browser: B
         assert (browser.fact("seen"), browser.fact("left_samples"), browser.fact("bad")) == ("25", "75", "2")
         browser.wait_for(lambda: page.locator(".thumbnail img").count() == 1)
         assert page.locator(".thumbnail img").evaluate("image => image.naturalWidth") == 128
-        browser.wait_for(lambda: page.locator(".thumbnail", has_text="unknown image format").count() == 1)
+        browser.wait_for(lambda: page.locator(".thumbnail", has_text="nothing can be decoded").count() == 1)
         page.locator(".samples a").first.click()
         browser.wait_for(lambda: page.locator("select").input_value() == "worker-0.0.log")
     assert browser.errors == []

@@ -12,6 +12,8 @@ from stoker import api
 from stoker.jobs.run_folder import RunFolder
 from tests.support.browsers import Browser
 from tests.support.dashboards import Dashboard, running_dashboard
+from tests.support.runs import Runs
+from tests.support.waiting import wait_until
 
 TOKEN = "0123456789abcdef0123"
 PROGRAM = """
@@ -29,12 +31,13 @@ wait_for_the_others(recorder())
 """
 
 
-@pytest.fixture
-def waiting(stoker_home: Path, tmp_path: Path) -> Iterator[api.Run]:
-    """A run of one rank that sends heartbeats and prints its stacks on SIGUSR1."""
+@pytest.fixture(params=["30s", 0])
+def waiting(stoker_home: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[api.Run]:
+    """A run of one rank, under the profiler or not, that sends heartbeats and prints its stacks on SIGUSR1."""
     script = tmp_path / "<b>waiting<b>.py"
     script.write_text(PROGRAM)
-    run = api.Job.from_dict({"name": "waiting", "topology": "single", "program": {"script": str(script)}}).run()
+    keys = {"name": "waiting", "topology": "single", "profile": {"every": request.param}}
+    run = api.Job.from_dict({**keys, "program": {"script": str(script)}}).run()
     yield run
     run.stop()
 
@@ -68,7 +71,21 @@ def test_reason_is_shown_instead(run: RunFolder, dashboard: Dashboard, browser: 
     assert browser.page.locator("pre.stacks").is_hidden()
 
 
+def test_program_without_stacks_is_named(stoker_home: Path) -> None:
+    runs = Runs()
+    silent = runs.start()
+    try:
+        with running_dashboard() as dashboard:
+            answer = dashboard.get(f"/api/runs/{silent.id}/stacks", method="POST")
+            assert answer.code == 409
+            assert "no process prints its stacks" in answer.json["error"]
+    finally:
+        runs.stop()
+
+
+@pytest.mark.parametrize("waiting", [0], indirect=True)
 def test_request_from_another_site_is_refused(waiting: api.Run) -> None:
+    wait_until(lambda: waiting.progress().step is not None)
     with running_dashboard() as dashboard:
         path, own = f"/api/runs/{waiting.id}/stacks", f"127.0.0.1:{dashboard.port}"
         for headers in (

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from stoker.dashboard.runs import RunCatalog
 from stoker.dashboard.security import Access
 from stoker.dashboard.server import DashboardServer, create_app
+from stoker.launchers.followed_runs import FollowedRuns
 from tests.support.waiting import wait_until
 
 
@@ -49,10 +50,13 @@ class Dashboard:
 
 @contextmanager
 def running_dashboard(
-    folders: list[Path] | None = None, token: str | None = None, port: int = 0
+    folders: list[Path] | None = None,
+    token: str | None = None,
+    port: int = 0,
+    followed: FollowedRuns | None = None,
 ) -> Iterator[Dashboard]:
     """Start a dashboard on a loopback port, a free one by default, and stop it at the end."""
-    catalog, access = RunCatalog(folders or []), Access(token, is_loopback=True)
+    catalog, access = RunCatalog(folders or [], followed), Access(token, is_loopback=True)
     listener = socket.create_server(("127.0.0.1", port))
     server = DashboardServer(create_app(catalog, access))
     thread = threading.Thread(target=server.run, args=([listener],))

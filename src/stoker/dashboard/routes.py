@@ -94,9 +94,10 @@ class CsvQuery(msgspec.Struct):
 
 
 class RunList(msgspec.Struct):
-    """All runs, newest first."""
+    """All runs, newest first, and the cluster whose runs are followed, if any."""
 
     runs: list[summary.RunRow]
+    target: str = ""
 
 
 class Scalars(msgspec.Struct):
@@ -170,7 +171,7 @@ class ApiRoute(NamedTuple):
 
 def list_runs(catalog: RunCatalog, _: DashboardRun | None, __: NoQuery) -> RunList:
     """List all runs."""
-    return RunList(_rows(catalog))
+    return RunList(_rows(catalog), catalog.target)
 
 
 def _rows(catalog: RunCatalog) -> list[summary.RunRow]:

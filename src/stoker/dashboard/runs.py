@@ -99,6 +99,11 @@ class RunCatalog:
             self._runs = known
         return [*known.values()]
 
+    @property
+    def target(self) -> str:
+        """The cluster whose runs are followed; empty for the runs of this machine."""
+        return "" if self._followed is None else self._followed.url
+
     def _is_known(self, run: RunFolder) -> bool:
         return run.id in self._runs and self._runs[run.id].folder == run
 

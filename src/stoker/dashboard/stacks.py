@@ -33,4 +33,6 @@ def read_stacks(run: DashboardRun) -> Stacks:
         raise ConflictError(f"no stacks: {error}") from error
     finally:
         run.stacks_lock.release()
+    if not text:
+        raise ConflictError("no process prints its stacks; call stoker.telemetry.recorder() in the program")
     return Stacks(text[:MAX_CHARS], len(text) > MAX_CHARS)

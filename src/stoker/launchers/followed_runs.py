@@ -58,7 +58,7 @@ class FollowedRuns:
     """Copies of the runs of a cluster, all or those with these IDs or job names."""
 
     def __init__(self, source: ClusterRuns, names: Sequence[str] = ()) -> None:
-        self._source, self._names = source, names
+        self.url, self._source, self._names = source.url, source, names
         self.folder = stoker_home() / FOLDER / re.sub(r"[^A-Za-z0-9._-]+", "-", source.url)
         self._threads: dict[str, threading.Thread] = {}
         self._failed_at: dict[str, float] = {}

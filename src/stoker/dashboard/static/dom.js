@@ -67,10 +67,14 @@ export function formatPercent(share) {
   return share === null || share === undefined ? "–" : `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)}%`;
 }
 
-export function formatMoney(amount) {
+export function pluralize(count, noun) {
+  return `${formatNumber(count)} ${noun}${count === 1 ? "" : "s"}`;
+}
+
+export function formatMoney(amount, total = amount) {
   if (amount === null || amount === undefined) return "–";
-  const digits = amount !== 0 && Math.abs(amount) < 1 ? 4 : 2;
-  return amount.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: digits });
+  const digits = total > 0 && total < 1 ? 4 : 2;  // the parts of a total have as many as the total
+  return amount.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
 export function fact(label, value, key) {

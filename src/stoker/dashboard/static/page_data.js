@@ -41,7 +41,7 @@ async function fillThumbnail(frame, id, sample) {
   try {
     const { image, reason } = await get(runPath(id, "/thumbnail"), { sample: sample.number });
     if (image) replace(frame, el("img", { src: image, alt: `Thumbnail of the sample at byte ${sample.offset}${reason ? ", incomplete" : ""}` }));
-    else replace(frame, note(reason));
+    else replace(frame, note(reason === sample.reason ? "nothing can be decoded" : reason));
   } catch (error) {
     replace(frame, note(error.message));
   }

@@ -1,7 +1,7 @@
 // Ranks: where each stands, and the stacks of all.
 
 import { get, isStatic, post, runPath } from "./api.js";
-import { el, formatDuration, formatNumber, formatPercent, formatTime, replace, table } from "./dom.js";
+import { el, formatDuration, formatNumber, formatPercent, formatTime, pluralize, replace, table } from "./dom.js";
 
 export function rankTable(ranks, isActive) {
   const now = Date.now() / 1000;
@@ -44,7 +44,7 @@ export async function showRanks(main, context, id) {
   async function refresh() {
     const [{ ranks }, detail] = await Promise.all([get(runPath(id, "/ranks")), get(runPath(id))]);
     const isActive = ["running", "pending"].includes(detail.run.state);
-    count.textContent = `${ranks.length} ranks of attempt ${detail.run.attempts - 1}, ${detail.stragglers.length} stragglers`;
+    count.textContent = `${pluralize(ranks.length, "rank")} of attempt ${detail.run.attempts - 1}, ${pluralize(detail.stragglers.length, "straggler")}`;
     stacks.button.hidden = !isActive;
     replace(body, ranks.length ? rankTable(ranks, isActive) : el("p", { class: "empty" }, "No rank has sent a heartbeat yet"));
   }

@@ -101,8 +101,8 @@ export async function showRun(main, context, id) {
 
   function drawGoodput() {
     const parts = GOODPUT.map(([key, name, color]) => ({ name, color, seconds: state.goodput[key] }));
-    const price = state.price_per_hour;
-    const money = (seconds) => (price === null ? "" : `, ${formatMoney((price * seconds) / 3600)}`);
+    const price = state.price_per_hour, total = (price * state.goodput.total_s) / 3600;
+    const money = (seconds) => (price === null ? "" : `, ${formatMoney((price * seconds) / 3600, total)}`);
     const bar = el("div", { class: "bar-chart", role: "img", "aria-label": parts.map((part) => `${part.name} ${formatDuration(part.seconds)}${money(part.seconds)}`).join("; ") });
     const legend = el("div", { class: "legend" });
     for (const part of parts) {
@@ -115,7 +115,7 @@ export async function showRun(main, context, id) {
       legend.append(el("span", {}, key, `${part.name} ${formatDuration(part.seconds)} (${formatPercent(state.goodput.total_s ? part.seconds / state.goodput.total_s : 0)})${money(part.seconds)}`));
     }
     const loss = state.restarts ? `${state.restarts} restart${state.restarts > 1 ? "s" : ""}: ${formatDuration(state.restart_idle_s)} without a step, ${formatNumber(state.repeated_steps)} steps repeated` : "";
-    replace(goodputNode, el("div", { class: "row spread" }, el("h2", {}, `Goodput ${formatPercent(state.run.goodput)}`), price === null ? null : el("span", { class: "small", "data-fact": "cost" }, `cost ${formatMoney((price * state.goodput.total_s) / 3600)}, at ${formatMoney(price)} per hour for all slots`), el("span", { class: "small quiet", "data-fact": "restarts" }, loss)), bar, legend);
+    replace(goodputNode, el("div", { class: "row spread" }, el("div", { class: "row" }, el("h2", {}, `Goodput ${formatPercent(state.run.goodput)}`), price === null ? null : el("span", { class: "small quiet", "data-fact": "cost" }, `cost ${formatMoney(total)}, at ${formatMoney(price)} per hour for all slots`)), el("span", { class: "small quiet", "data-fact": "restarts" }, loss)), bar, legend);
   }
 
   function drawMarks() {

@@ -10,22 +10,28 @@ const COLUMNS = [
   ["goodput", (r) => r.goodput ?? -1, 1], ["cost", (r) => r.cost ?? -1, 1], ["verdict", (r) => r.bound_by],
 ];
 
+const COST = COLUMNS.findIndex(([name]) => name === "cost");
+
 export async function showRuns(main, context) {
   const filter = el("input", { type: "search", placeholder: "Filter by name, state or verdict", "aria-label": "Filter runs", size: "34" });
   const compare = el("button", { type: "button", disabled: true }, "Compare");
   const count = el("span", { class: "quiet small", role: "status" });
+  const target = el("span", { class: "quiet small", "data-fact": "target" });
   const body = el("tbody");
   const chosen = new Set();
   let runs = [], sort = [3, -1];
   const heads = COLUMNS.map(([name, key, numeric], i) => el("th", { scope: "col", class: numeric ? "number" : null },
     key ? el("button", { type: "button", onclick: () => { sort = [i, sort[0] === i ? -sort[1] : 1]; draw(); } }, name) : el("span", { class: "hidden" }, "compare")));
   replace(main, el("div", { class: "stack" },
-    el("div", { class: "row" }, el("h1", {}, "Runs"), filter, compare, count),
+    el("div", { class: "row" }, el("h1", {}, "Runs"), target, filter, compare, count),
     el("div", { class: "panel scroll", tabindex: "0", role: "region", "aria-label": "Runs" }, el("table", {}, el("thead", {}, el("tr", {}, heads)), body))));
   compare.addEventListener("click", () => context.go(`#/compare/${[...chosen].join(",")}`));
   filter.addEventListener("input", draw);
 
+  const hasCost = () => runs.some((run) => run.cost !== null);
+
   function draw() {
+    heads[COST].hidden = !hasCost();
     const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
     const shown = runs.filter((run) => words.every((word) => `${run.id} ${run.state} ${run.verdict} ${run.message}`.toLowerCase().includes(word)));
     const key = COLUMNS[sort[0]][1];
@@ -44,10 +50,15 @@ export async function showRuns(main, context) {
     return el("tr", { "data-run": run.id }, el("td", {}, box), el("td", {}, el("a", { href: `#/run/${run.id}` }, run.id)),
       el("td", {}, el("span", { class: `state ${run.state}` }, run.state)), number(formatTime(run.began, 1e6)), number(formatDuration(run.elapsed_s)),
       number(progress), number(formatDuration(run.eta_s)), number(formatNumber(run.samples_per_s)), number(formatNumber(run.loss)),
-      number(formatPercent(run.val_top1)), number(formatPercent(run.goodput)), number(formatMoney(run.cost)), el("td", { class: "clip", title: run.message || run.verdict }, run.state === "failed" ? run.message : run.verdict || "–"));
+      number(formatPercent(run.val_top1)), number(formatPercent(run.goodput)), el("td", { class: "number", hidden: !hasCost() }, formatMoney(run.cost)), el("td", { class: "clip", title: run.message || run.verdict }, run.state === "failed" ? run.message : run.verdict || "–"));
   }
 
-  async function refresh() { runs = (await get("/api/runs")).runs; draw(); }
+  async function refresh() {
+    const answer = await get("/api/runs");
+    runs = answer.runs;
+    target.textContent = answer.target ? `followed on ${answer.target}` : "";
+    draw();
+  }
 
   await refresh();
   return context.every(5000, refresh);

@@ -25,7 +25,7 @@ from stoker.jobs.topology import Slot
 from stoker.launchers.followed_runs import ClusterRun
 from stoker.launchers.ray.cluster import RayCluster, SubmittedJob
 from stoker.launchers.ray.connection import DriverLog, LineQueue, drain_lines, parse_frame
-from stoker.launchers.supervise.diagnosis import diagnose_slot
+from stoker.launchers.supervise.diagnosis import Diagnosis, diagnose_slot
 from stoker.launchers.supervise.process_group import normalize_exit_code
 from stoker.launchers.supervise.slot_handle import Exited
 
@@ -44,6 +44,14 @@ class Submission(NamedTuple):
     run: str
     attempt: int
     job: SubmittedJob
+
+
+class AttemptEnd(NamedTuple):
+    """How an attempt ended, why, and the exit code of the slot that caused it."""
+
+    state: JobState
+    cause: str = ""
+    code: int = 0
 
 
 class SubmissionLog(msgspec.Struct, kw_only=True):
@@ -173,46 +181,43 @@ class SubmissionFollower:
         """Write the final status, that of the last attempt."""
         last, attempts = submissions[-1], self._describe_attempts(submissions)
         log = self._logs[last.job.name]
-        state, message = self._find_end(last, log)
+        end = self._find_end(last, log)
         status = JobStatus(
-            state=state,
+            state=end.state,
             attempt=log.attempt,
-            slots=_slot_statuses(log, state),
+            slots=_slot_statuses(log, end.state),
             attempts=attempts,
-            message=message,
+            message=end.cause,
             began=submissions[0].job.began,
             ended=last.job.ended or time.time(),
         )
         self._run.write_status(status)
 
-    def _find_end(self, submission: Submission, log: SubmissionLog) -> tuple[JobState, str]:
-        """Return how an attempt ended, and why."""
+    def _find_end(self, submission: Submission, log: SubmissionLog) -> AttemptEnd:
+        """Return how an attempt ended: of several failed slots, the one that explains the most counts."""
         failed = {name: code for name, code in log.codes.items() if code}
         if log.codes and not failed and not log.failure:
-            return JobState.SUCCEEDED, ""
+            return AttemptEnd(JobState.SUCCEEDED)
         is_stopped = bool(failed) and all(code == -signal.SIGTERM for code in failed.values())
         if submission.job.is_stopped or is_stopped:
-            return JobState.STOPPED, STOPPED_MESSAGE
-        diagnoses = [self._diagnose(name, code, log) for name, code in failed.items()]
-        if not diagnoses:
-            return JobState.FAILED, log.failure or submission.job.message
-        return JobState.FAILED, min(diagnoses)[1]
+            return AttemptEnd(JobState.STOPPED, STOPPED_MESSAGE, -signal.SIGTERM)
+        if not failed:
+            return AttemptEnd(JobState.FAILED, log.failure or submission.job.message)
+        diagnoses = [self._diagnose(Slot.parse(name), code, log) for name, code in failed.items()]
+        diagnosis = min(diagnoses, key=lambda one: one.sort_key)
+        return AttemptEnd(JobState.FAILED, diagnosis.message, diagnosis.code)
 
-    def _diagnose(self, name: str, code: int, log: SubmissionLog) -> tuple[Any, str]:
-        slot = Slot.parse(name)
-        diagnosis = diagnose_slot(slot, Exited(code, log.errors[name]), self._run.log_path(slot, log.attempt))
-        return diagnosis.sort_key, diagnosis.message
+    def _diagnose(self, slot: Slot, code: int, log: SubmissionLog) -> Diagnosis:
+        return diagnose_slot(slot, Exited(code, log.errors[str(slot)]), self._run.log_path(slot, log.attempt))
 
     def _describe_attempts(self, submissions: Sequence[Submission]) -> tuple[Attempt, ...]:
         attempts: dict[int, Attempt] = {}
         for one in submissions:
             if (log := self._logs.get(one.job.name)) is None or not log.is_done:
                 continue
-            cause = self._find_end(one, log)[1]
-            code = next((code for code in log.codes.values() if code), 0)
-            ended = one.job.ended or time.time()
+            end, ended = self._find_end(one, log), one.job.ended or time.time()
             attempts[one.attempt] = Attempt(
-                number=one.attempt, began=one.job.began, ended=ended, code=code, cause=cause
+                number=one.attempt, began=one.job.began, ended=ended, code=end.code, cause=end.cause
             )
         return tuple(attempts.values())
 

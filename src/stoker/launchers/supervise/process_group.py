@@ -25,6 +25,7 @@ from stoker.jobs.status import signal_from_exit_code
 from stoker.jobs.topology import Command, Slot
 from stoker.launchers.plan import LocalPlan
 from stoker.launchers.supervise.slot_handle import Exited, Running, SlotBackend, SlotHandle, StackRequest
+from stoker.remote import profiler
 from stoker.remote.guard import Guard
 from stoker.remote.profiler import machine_oom_kills
 
@@ -53,9 +54,9 @@ class TaggedSlot:
 
     reads_local_sources = True
 
-    def __init__(self, run: RunFolder, slot: Slot, leader: int | None = None) -> None:
-        """Take the process that the slot was started as: it may be the profiler, which forwards all signals."""
-        self._tags, self._leader = {"STOKER_RUN": run.id, "STOKER_SLOT": str(slot)}, leader
+    def __init__(self, run: RunFolder, slot: Slot, profiler: int | None = None) -> None:
+        """Take the process of the profiler, if the slot has one: it forwards all signals to the program."""
+        self._tags, self._profiler = {"STOKER_RUN": run.id, "STOKER_SLOT": str(slot)}, profiler
 
     def has_process(self, pid: int) -> bool:
         """Whether a process id belongs to a live process of the slot."""
@@ -63,7 +64,7 @@ class TaggedSlot:
 
     def dump_stacks(self) -> Iterator[StackRequest]:
         """Signal one process after the other, because the ranks of a slot share a log."""
-        candidates = sorted(set(find_processes_by_env(self._tags)) - {self._leader})
+        candidates = sorted(set(find_processes_by_env(self._tags)) - {self._profiler})
         pids = [pid for pid in candidates if handles_signal(pid, signal.SIGUSR1)]
         for pid in pids:
             rank = read_env(pid).get("RANK", "")
@@ -77,9 +78,16 @@ class LocalSlot(TaggedSlot):
     """A slot that is a process which we have started."""
 
     def __init__(
-        self, run: RunFolder, slot: Slot, process: Process, oom: OomMonitor, keep_guard: Callable[[], None]
+        self,
+        run: RunFolder,
+        slot: Slot,
+        process: Process,
+        oom: OomMonitor,
+        keep_guard: Callable[[], None],
+        *,
+        is_profiled: bool,
     ) -> None:
-        super().__init__(run, slot, leader=process.pid)
+        super().__init__(run, slot, profiler=process.pid if is_profiled else None)
         self.process, self._oom, self._keep_guard = process, oom, keep_guard
         self._exit: Exited | None = None
 
@@ -156,7 +164,8 @@ class LocalBackend:
             process = start(command.argv, env=env, cwd=command.cwd, stdout=log, stderr=log, terminate_with_parent=True)
         if self._guard is not None:
             self._guard.add_leader(process.pid)
-        return LocalSlot(self._run, slot, process, self._oom, self._keep_guard)
+        is_profiled = profiler.__file__ in command.argv
+        return LocalSlot(self._run, slot, process, self._oom, self._keep_guard, is_profiled=is_profiled)
 
     def _keep_guard(self) -> None:
         """Fork the guard if there is none yet, or if it was killed."""
