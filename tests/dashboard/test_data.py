@@ -106,6 +106,22 @@ def test_bad_samples_have_thumbnails(log_run: LogRun, tmp_path: Path, browser: B
     assert browser.errors == []
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_thumbnails_are_accessible(log_run: LogRun, tmp_path: Path, chromium: Any, scheme: str) -> None:
+    url = write_shards(tmp_path / "shards", broken_images())
+    log_run(train=url).read_epoch(url)
+    context = chromium.new_context(color_scheme=scheme, bypass_csp=True)
+    context.set_default_timeout(60_000)
+    try:
+        browser = Browser(context.new_page())
+        with running_dashboard() as dashboard:
+            browser.open(f"{dashboard.url}/#/run/{RUN_ID}/data")
+            browser.wait_for(lambda: browser.page.locator(".thumbnail img").count() == 1)
+            assert browser.serious_violations() == []
+    finally:
+        context.close()
+
+
 def test_exported_page_has_the_thumbnails(log_run: LogRun, tmp_path: Path, browser: Browser) -> None:
     url = write_shards(tmp_path / "shards", broken_images())
     log_run(train=url).read_epoch(url)

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 
 class Browser:
     """A page of the browser that collects errors of scripts and of the content security policy."""
@@ -39,6 +41,13 @@ class Browser:
         while not condition():
             assert time.monotonic() < deadline, (self.page.locator("main").inner_text()[:500], self.errors)
             self.page.wait_for_timeout(100)
+
+    def serious_violations(self) -> list[tuple[str, str]]:
+        """Return the serious violations of accessibility rules that axe finds; the page must bypass its CSP."""
+        axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+        found = axe.run(self.page).response["violations"]
+        serious = [one for one in found if one["impact"] in ("serious", "critical")]
+        return [(one["id"], one["nodes"][0]["html"][:200]) for one in serious]
 
     def chart_rows(self, title: str) -> int:
         """Return the number of rows of the table behind a chart."""

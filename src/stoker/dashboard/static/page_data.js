@@ -20,7 +20,7 @@ function epochPanel(data) {
   return el("section", { class: "panel", "aria-label": "Epoch" }, el("h2", {}, "This epoch"), bar,
     el("dl", { class: "facts" }, fact("seen", formatNumber(data.seen), "seen"), fact("left", formatNumber(data.left), "left_samples"), fact("bad", formatNumber(data.bad), "bad"), fact("samples", formatNumber(data.samples), "samples"),
       fact("epoch", data.epochs ? `${formatNumber(data.epoch)} of ${formatNumber(data.epochs)}` : formatNumber(data.epoch), "data_epoch"), fact("global batch", formatNumber(data.global_batch), "global_batch")),
-    el("p", { class: "small quiet" }, `train: ${data.train || "–"}`), el("p", { class: "small quiet" }, `val: ${data.val || "–"}`));
+    el("p", { class: "small quiet source" }, [["train", data.train], ["val", data.val]].filter(([, url]) => url).map(([name, url]) => el("span", {}, `${name}: ${url}`))));
 }
 
 function cachePanel(cache) {

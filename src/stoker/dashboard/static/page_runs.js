@@ -50,7 +50,7 @@ export async function showRuns(main, context) {
     return el("tr", { "data-run": run.id }, el("td", {}, box), el("td", {}, el("a", { href: `#/run/${run.id}` }, run.id)),
       el("td", {}, el("span", { class: `state ${run.state}` }, run.state)), number(formatTime(run.began, 1e6)), number(formatDuration(run.elapsed_s)),
       number(progress), number(formatDuration(run.eta_s)), number(formatNumber(run.samples_per_s)), number(formatNumber(run.loss)),
-      number(formatPercent(run.val_top1)), number(formatPercent(run.goodput)), el("td", { class: "number", hidden: !hasCost() }, formatMoney(run.cost)), el("td", { class: "clip", title: run.message || run.verdict }, run.state === "failed" ? run.message : run.verdict || "–"));
+      number(formatPercent(run.val_top1)), number(formatPercent(run.goodput)), el("td", { class: "number", hidden: !hasCost() }, formatMoney(run.cost)), el("td", { class: "clip rest", title: run.message || run.verdict }, run.state === "failed" ? run.message : run.verdict || "–"));
   }
 
   async function refresh() {
