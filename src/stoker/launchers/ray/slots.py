@@ -18,8 +18,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.core import json_io
-from stoker.errors import InputError, MissingError, SpecError, StokerError, UnavailableError
+from stoker.errors import MissingError, StokerError, UnavailableError
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.topology import Slot
 from stoker.launchers.ray.connection import (
