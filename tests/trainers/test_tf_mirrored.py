@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,11 @@ from tests.trainers.test_trainer_resume import assert_exactly_once
 
 WORKERS = {"worker": 2}
 MODULE = "tf_mirrored"
-PEER_TIMEOUT_S = 3
+PEER_TIMEOUT_S = 12
+"""Longer than a task that runs is silent on a busy machine."""
+START_TIMEOUT_S = 3
+MARGIN_S = 60
+"""How much later a busy machine may notice a timeout."""
 DIGITS = ["--size", 32, "--model", "small", "--transform", "digits-train", "--threads", 1, "--deterministic"]
 TRAINED_ENOUGH = 0.95
 
@@ -77,14 +80,12 @@ def test_a_lost_worker_ends_the_others_and_the_resumed_training_has_the_same_bit
     tf_server: ForkServer, tf_flags: list[object], undisturbed: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     own = [*tf_flags, "--checkpoint-dir", tmp_path / "ck", "--ledger", tmp_path / "ledger"]
-    own += ["--checkpoint-every-steps", 2, "--peer-timeout", PEER_TIMEOUT_S]
-    with start_gang(tf_server, tmp_path / "logs", MODULE, WORKERS, *own) as gang:
+    own += ["--checkpoint-every-steps", 2]
+    with start_gang(tf_server, tmp_path / "logs", MODULE, WORKERS, *own, "--peer-timeout", PEER_TIMEOUT_S) as gang:
         gang["worker-0"].wait_for('"name": "checkpoint"')
         gang["worker-1"].kill(number)
-        started = time.monotonic()
-        lost = gang["worker-0"].wait(60)
+        lost = gang["worker-0"].wait(PEER_TIMEOUT_S + MARGIN_S)
         assert lost.code == 1, lost.text
-        assert time.monotonic() - started < PEER_TIMEOUT_S + 20
         assert len(lost.marks("lost")) == 1
         assert "Traceback" not in lost.text
     assert run_gang(tf_server, tmp_path / "logs", MODULE, WORKERS, *own).code == 0
@@ -134,9 +135,9 @@ def test_tfrecords_train_like_tars(tf_server: ForkServer, digits: Path, tmp_path
 
 
 def test_a_worker_that_never_starts(tf_server: ForkServer, tf_flags: list[object], tmp_path: Path) -> None:
-    limits = ["--start-timeout", PEER_TIMEOUT_S]
+    limits = ["--start-timeout", START_TIMEOUT_S]
     with start_gang(tf_server, tmp_path, MODULE, WORKERS, *tf_flags, *limits, absent=("worker-1",)) as gang:
-        done = gang["worker-0"].wait(PEER_TIMEOUT_S + 30)
+        done = gang["worker-0"].wait(START_TIMEOUT_S + MARGIN_S)
     assert done.code == 1
     assert len(done.marks("lost")) == 1
     assert "Traceback" not in done.text
