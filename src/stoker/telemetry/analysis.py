@@ -196,7 +196,8 @@ class RunAnalysis:
 
     def remarks(self) -> list[str]:
         """Return what is unusual on the machines, and in the loss."""
-        return find_remarks(self.machines, self._state.scalars.get("loss", []))
+        has_steps = any(process.last_point for process in self.steps.processes)
+        return find_remarks(self.machines, self._state.scalars.get("loss", []), has_steps=has_steps)
 
     def dump(self) -> bytes:
         """Return the analysis as bytes, for an index on disk."""

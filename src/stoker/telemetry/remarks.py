@@ -14,13 +14,15 @@ from stoker.telemetry.scalar_history import ScalarPoint
 OTHERS_PCT = 25
 """From this share of a busy machine, processes outside the job are reported instead of the job."""
 
+IDLE_CORE_PCT = 5
+"""Below this usage, in percent of one core, a job that reports no steps does not need the CPUs."""
+
 NETWORK_LOSS = "the network loses packets"
 
 
-def find_remarks(totals: MachineTotals, losses: Sequence[ScalarPoint]) -> list[str]:
-    """Return what is unusual on the machines, and in the loss."""
+def find_remarks(totals: MachineTotals, losses: Sequence[ScalarPoint], *, has_steps: bool) -> list[str]:
+    """Return what is unusual on the machines, and in the loss; `has_steps`: whether the run reports steps."""
     profiles = [_Profiles(slot, totals) for slot in sorted(totals.slots)]
-    job_cpu = _job_cpu_by_machine(profiles)
     uses_network = len({slot.machine for slot in profiles if slot.machine}) > 1
     machines = [
         text
@@ -29,10 +31,10 @@ def find_remarks(totals: MachineTotals, losses: Sequence[ScalarPoint]) -> list[s
             *_gpu_remarks(slot),
             *_memory_remarks(slot),
             *_network_remarks(slot, uses_network=uses_network),
-            *_cpu_remarks(slot, job_cpu.get(slot.machine)),
+            *_cpu_remarks(slot),
         )
     ]
-    return [*machines, *_loss_remarks(losses)]
+    return [*machines, *_busy_remarks(profiles, has_steps=has_steps), *_loss_remarks(losses)]
 
 
 class _Profiles:
@@ -52,6 +54,16 @@ class _Profiles:
 
     def peak(self, name: str) -> float:
         return self._totals.peak(self._slot, name)
+
+    @property
+    def cpu_pct(self) -> float:
+        return self.mean("cpu_pct") or 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the CPUs are busy for another reason than a CPU quota, which is reported by itself."""
+        throttled = self.mean("throttled_pct")
+        return self.cpu_pct >= 95 and (throttled is None or throttled < 5)
 
     @property
     def gpu_utilization(self) -> list[float]:
@@ -108,24 +120,37 @@ def _network_remarks(profiles: _Profiles, *, uses_network: bool) -> list[str]:
     return [f"{share} of TCP segments are retransmitted {profiles.where}{reason}"]
 
 
-def _cpu_remarks(profiles: _Profiles, job_cpu_pct: float | None) -> list[str]:
+def _cpu_remarks(profiles: _Profiles) -> list[str]:
     where, remarks = profiles.where, []
-    iowait, busy, throttled = profiles.mean("iowait_pct"), profiles.mean("cpu_pct"), profiles.mean("throttled_pct")
+    iowait, throttled = profiles.mean("iowait_pct"), profiles.mean("throttled_pct")
     if iowait is not None and iowait >= 20:
         remarks.append(f"CPUs {where} wait for I/O {iowait:.0f}% of the time")
     cores, tree = profiles.last("cores"), profiles.mean("tree_cpu_pct")
     if throttled is not None and throttled >= 5:
         remarks.append(f"the CPU quota throttles the program {where} {throttled:.0f}% of the time")
-    elif busy is not None and busy >= 95:
-        remarks.append(_busy_remark(profiles, busy, job_cpu_pct))
-    elif cores and tree is not None and tree >= 95 * cores:
+    elif not profiles.is_busy and cores and tree is not None and tree >= 95 * cores:
         remarks.append(f"the program uses all of its {cores:g} cores {where}")
     return remarks
 
 
-def _busy_remark(profiles: _Profiles, busy: float, job_cpu_pct: float | None) -> str:
+def _busy_remarks(slots: Sequence[_Profiles], *, has_steps: bool) -> list[str]:
+    """Return who uses the CPUs of each busy machine, once for all slots on it."""
+    job_cpu = _job_cpu_by_machine(slots)
+    reported: set[str] = set()
+    remarks = []
+    for slot in slots:
+        if not slot.is_busy or slot.machine in reported:
+            continue
+        reported |= {slot.machine} - {""}
+        job_cpu_pct = job_cpu.get(slot.machine)
+        if has_steps or job_cpu_pct is None or job_cpu_pct >= IDLE_CORE_PCT:
+            remarks.append(_busy_remark(slot, job_cpu_pct))
+    return remarks
+
+
+def _busy_remark(profiles: _Profiles, job_cpu_pct: float | None) -> str:
     """Return who uses the CPUs of a busy machine: the job, or other processes."""
-    cpus = profiles.last("cpus")
+    busy, cpus = profiles.cpu_pct, profiles.last("cpus")
     if job_cpu_pct is not None and cpus:
         own = min(busy, job_cpu_pct / cpus)
         if busy - own >= OTHERS_PCT:
