@@ -53,8 +53,10 @@ def test_runs_are_chosen_by_name_and_folder(
 def test_mistakes(stoker_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Runs().write(stoker_home, RUN_ID, JobState.SUCCEEDED)
     with socket.create_server(("127.0.0.1", 0)) as other:
-        assert stoker("dash", "--port", other.getsockname()[1]) == 5
-    assert "--port" in capsys.readouterr().err
+        port = other.getsockname()[1]
+        assert stoker("dash", "--port", port) == 5
+    expected = f"cannot listen on 127.0.0.1:{port}: the port is already in use; choose another --port"
+    assert capsys.readouterr().err.strip().endswith(expected)
     assert stoker("dash", "--notify", "ftp://example.org") == 2
     assert stoker("dash", "--html", tmp_path / "missing" / "page.html") == 5
     (tmp_path / "token").write_text("short")

@@ -124,13 +124,10 @@ def _write_page(catalog: RunCatalog, path: Path) -> None:
 def _listen(host: str, port: int) -> socket.socket:
     import socket
 
-    from stoker.errors import UnavailableError
+    from stoker.serve.embedded import listen_error
 
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise UnavailableError(
-            f"cannot listen: {reason}", where=f"{host}:{port}", hint="choose another --port"
-        ) from error
+        raise listen_error(host, port, error) from error
