@@ -121,3 +121,17 @@ def test_lines_of_slots_are_folded_separately() -> None:
         (1, describe_folded(1, "worker-1.0.log")),
         (1, "out"),
     ]
+
+
+def test_lines_of_an_attempt_are_folded_before_the_next_attempt() -> None:
+    slots = [Slot("worker", 0), Slot("worker", 1)]
+    lines = [SlotLogLine(slot, 0, text) for text in ("out", *REPORT) for slot in slots]
+    lines += [SlotLogLine(slot, 1, "resumed") for slot in slots]
+    assert [(line.slot.index, line.attempt, line.text) for line in fold_torchrun_output(lines)] == [
+        (0, 0, "out"),
+        (1, 0, "out"),
+        (0, 0, describe_folded(len(REPORT), "worker-0.0.log")),
+        (1, 0, describe_folded(len(REPORT), "worker-1.0.log")),
+        (0, 1, "resumed"),
+        (1, 1, "resumed"),
+    ]

@@ -30,7 +30,12 @@ _FOLDED = re.compile(r"… [\d,]+ lines? by torchrun; see .*")
 def fold_torchrun_output(lines: Iterable[SlotLogLine]) -> Iterator[SlotLogLine]:
     """Yield the lines of a run with those of torchrun replaced by their number; they stay in the log files."""
     folds: dict[tuple[object, int], _Fold] = {}
+    newest = 0
     for line in lines:
+        if line.attempt > newest:  # the previous attempt has exited
+            newest = line.attempt
+            for fold in folds.values():
+                yield from fold.finish()
         if line.is_partial:
             yield line
         else:
