@@ -37,6 +37,11 @@ def redact_urls(text: str) -> str:
     return _QUERY.sub(r"\1", _USERINFO.sub("", text))
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra; stoker is not on PyPI, where its name may be another package."""
+    return f"pip install 'path/to/stoker[{extra}]', with the path of your checkout or wheel"
+
+
 class StokerError(Exception):
     """Root of the tree; has where, what and a hint."""
 
@@ -117,7 +122,7 @@ class MissingExtraError(MissingError):
     """Python package of an extra that is not installed."""
 
     def __init__(self, package: str, extra: str, *, purpose: str) -> None:
-        super().__init__(f"{purpose} needs the Python package {package!r}", hint=f"run: pip install 'stoker[{extra}]'")
+        super().__init__(f"{purpose} needs the Python package {package!r}", hint=f"run: {install_command(extra)}")
         self.package = package
         self.extra = extra
 

@@ -62,7 +62,7 @@ def test_webdataset_reads_the_shards(tmp_path: Path) -> None:
 
 def test_tensorflow_reads_the_shards(tmp_path: Path) -> None:
     if importlib.util.find_spec("tensorflow") is None:
-        pytest.skip("tensorflow is not installed; pip install 'stoker[dev]'")
+        pytest.skip("tensorflow is not installed; pip install 'path/to/stoker[dev]'")
     data = make_dataset(tmp_path / "pets", train=20)
     assert stoker("data", "convert", data, tmp_path / "out", "--shard-samples", 9, "--format", "tfrecord") == 0
     command = [sys.executable, "-c", TENSORFLOW, str(tmp_path / "out/train/train-*-of-*")]

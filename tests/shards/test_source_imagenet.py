@@ -446,7 +446,7 @@ def test_without_scipy(tmp_path: Path, scratch: Path, monkeypatch: pytest.Monkey
         return actual(name, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(builtins, "__import__", no_scipy)
-    with pytest.raises(MissingExtraError, match=r"pip install 'stoker\[imagenet\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'path/to/stoker\[imagenet\]'"):
         ImagenetSource(str(dataset.folder), scratch=scratch)
 
 

@@ -272,7 +272,7 @@ with tf.io.TFRecordWriter(theirs) as writer:
 def tensorflow_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], bytes]:
     """Return what TensorFlow read from our shard, and a shard that it wrote; in a subprocess, because it warns."""
     if importlib.util.find_spec("tensorflow") is None:
-        pytest.skip("tensorflow is not installed; pip install 'stoker[dev]'")
+        pytest.skip("tensorflow is not installed; pip install 'path/to/stoker[dev]'")
     folder = tmp_path_factory.mktemp("tensorflow")
     ours, theirs, results = (folder / name for name in ("ours", "theirs", "results.json"))
     ours.write_bytes(make_shard(FORMAT, SAMPLES))

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from stoker.core.units import format_bytes
-from stoker.errors import MissingError
+from stoker.errors import MissingError, install_command
 from stoker.load import native
 
 SHM_DIR = "/dev/shm"
@@ -68,7 +68,7 @@ def _check_decoder() -> Check:
 def _check_framework(name: str) -> Check:
     extra = {"torch": "torch", "tensorflow": "tf"}[name]
     if find_spec(name) is None:
-        return Check(name, None, "not installed", f"to train with it: pip install 'stoker[{extra}]'")
+        return Check(name, None, "not installed", f"to train with it: {install_command(extra)}")
     packages = metadata.packages_distributions().get(name, [])  # TensorFlow is distributed under several names
     return Check(name, True, metadata.version(packages[0]) if packages else "installed")
 

@@ -16,6 +16,7 @@ from stoker.errors import (
     NotFoundError,
     StokerError,
     UnavailableError,
+    install_command,
     redact_urls,
 )
 from stoker.jobs.spec import JobSpec
@@ -298,7 +299,7 @@ def _check_machines(reports: Sequence[ProbeReport]) -> list[Check]:
     clocks = {report.host: float(report.fields["at"]) for report in reports if report.subject == "clock"}
     checks = [Check("python", True, version, host=host) for host, version in pythons.items()]
     for host, version in torches.items():
-        fix = "to train with it: pip install 'stoker[torch]'"
+        fix = f"to train with it: {install_command('torch')}"
         missing = Check("torch", None, "not installed", fix, host)
         checks.append(Check("torch", True, version, host=host) if version else missing)
     checks += [*check_versions("python", pythons), *check_versions("torch", torches)]
