@@ -50,6 +50,20 @@ def test_runs_are_chosen_by_name_and_folder(
     assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
 
 
+def test_page_is_of_one_run_which_is_named(
+    stoker_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = "photos-20260102-000000-abcd"
+    for run_id in (RUN_ID, newest):
+        Runs().write(stoker_home, run_id, JobState.SUCCEEDED)
+    page = tmp_path / "page.html"
+    assert stoker("dash", RUN_ID, newest, "--html", page) == 2
+    assert not page.exists()
+    assert "--html" in capsys.readouterr().err
+    assert stoker("dash", "--html", page) == 0
+    assert newest in capsys.readouterr().err
+
+
 def test_mistakes(stoker_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Runs().write(stoker_home, RUN_ID, JobState.SUCCEEDED)
     with socket.create_server(("127.0.0.1", 0)) as other:

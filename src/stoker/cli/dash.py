@@ -32,7 +32,9 @@ def dash(
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write one run as a self-contained page to FILE, and exit."),
+        typer.Option(
+            metavar="FILE", help="Write one run as a self-contained page to FILE, and exit. Defaults to the newest run."
+        ),
     ] = None,
     on: Annotated[
         str | None,
@@ -54,10 +56,12 @@ def dash(
 
     if notify is not None and not notify.startswith(("http://", "https://")):
         raise InputError("--notify must be an http:// or https:// URL")
-    if on is not None and html is not None:
+    if html is not None and on is not None:
         raise InputError(
             "--html cannot be combined with --on", hint="open the page, or write it on the machine of the run"
         )
+    if html is not None and len(runs or []) > 1:
+        raise InputError("--html writes one run, got several", hint="name one run, and repeat the command for others")
     catalog = _open_catalog(runs or []) if on is None else _follow_cluster(on, runs or [])
     if html is not None:
         _write_page(catalog, html)
@@ -118,6 +122,7 @@ def _write_page(catalog: RunCatalog, path: Path) -> None:
     if not runs:
         raise NotFoundError("no runs found", hint="start one with: stoker job run")
     write_page(runs[0], path)
+    print_message(f"Wrote the page of run {runs[0].id}")
     typer.echo(path)
 
 
