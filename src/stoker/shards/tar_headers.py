@@ -171,7 +171,7 @@ def _is_directory(kind: bytes, path: str, where: str, offset: int, reject_specia
         raise SourceError(
             f"member {path!r} at byte {offset} is neither a regular file nor a directory",
             where=where,
-            hint="create the archive again with: tar --dereference --hard-dereference",
+            hint="delete broken links, then create the archive again with: tar --dereference --hard-dereference",
         )
     return is_directory
 
