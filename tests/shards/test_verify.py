@@ -57,6 +57,16 @@ def test_valid_shard_set_has_no_findings(shards: Path, capsys: pytest.CaptureFix
     assert verify_findings(capsys, str(shards / "pets-train-{000000..000002}.tar")) == []
 
 
+def test_appended_byte_does_not_hide_the_last_sample(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shard = first_shard(shards)
+    size = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes() + b"x")
+    found = [str(finding["what"]) for finding in verify_findings(capsys, shards)]
+    assert len(found) == 2, found
+    assert f"{size + 1:,} bytes" in found[0]
+    assert f"data follows at byte {size}" in found[1]
+
+
 def flip_bit(shards: Path) -> None:
     data = bytearray(first_shard(shards).read_bytes())
     data[700] ^= 1  # inside an image

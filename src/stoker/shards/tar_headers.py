@@ -59,6 +59,10 @@ class TarReader(Protocol):
         ...
 
 
+class TrailingDataError(SourceError):
+    """Data follows the end of an archive; all of its members have been read."""
+
+
 class MemoryReader:
     """A tar in memory or in a memory map."""
 
@@ -253,4 +257,4 @@ def _verify_checksum(block: bytes, where: str, offset: int) -> None:
 def _check_trailing(tar: TarReader, where: str, end: int) -> None:
     for offset in range(end, tar.end, BLOCK_BYTES):
         if any(tar.read(offset, min(BLOCK_BYTES, tar.end - offset))):
-            raise SourceError(f"the archive ends at byte {end}, but data follows at byte {offset}", where=where)
+            raise TrailingDataError(f"the archive ends at byte {end}, but data follows at byte {offset}", where=where)

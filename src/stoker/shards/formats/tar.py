@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from stoker.errors import SourceError
 from stoker.shards.formats import CANONICAL_EXTENSIONS, EncodedSample, LocatedSample
 from stoker.shards.sample import NO_EXTRAS, Buffer, Sample
-from stoker.shards.tar_headers import BLOCK_BYTES, ZERO_BLOCK, MemoryReader, iter_members
+from stoker.shards.tar_headers import BLOCK_BYTES, ZERO_BLOCK, MemoryReader, TrailingDataError, iter_members
 
 MAX_NAME_BYTES = 100
 MAX_LABEL_BYTES = 20
@@ -110,25 +110,31 @@ def _iter_samples(
     first = last = 0
     spans: dict[str, tuple[int, int]] = {}
     members = iter_members(MemoryReader(view), where, verify=check, require_end=whole, reject_trailing=whole and check)
-    for start, path, offset, size, end in members:
-        if path == expected:  # the label of the current sample: no need to split its path
-            extension = "cls"
-        else:
-            names = split_path(path)
-            if names is None:
-                continue
-            if names[0] != key or not spans:
-                if spans and (located := _collect_sample(view, where, key, first, last, spans, errors)):
-                    yield located
-                key, first, spans = names[0], start, {}
-                expected = f"{key}.cls"
-            extension = names[1]
-        if extension in spans:
-            raise SourceError(f"member {path!r} at byte {start} occurs twice", where=where)
-        spans[extension] = offset, size
-        last = end
+    trailing: TrailingDataError | None = None
+    try:
+        for start, path, offset, size, end in members:
+            if path == expected:  # the label of the current sample: no need to split its path
+                extension = "cls"
+            else:
+                names = split_path(path)
+                if names is None:
+                    continue
+                if names[0] != key or not spans:
+                    if spans and (located := _collect_sample(view, where, key, first, last, spans, errors)):
+                        yield located
+                    key, first, spans = names[0], start, {}
+                    expected = f"{key}.cls"
+                extension = names[1]
+            if extension in spans:
+                raise SourceError(f"member {path!r} at byte {start} occurs twice", where=where)
+            spans[extension] = offset, size
+            last = end
+    except TrailingDataError as error:  # the last sample is complete
+        trailing = error
     if spans and (located := _collect_sample(view, where, key, first, last, spans, errors)):
         yield located
+    if trailing:
+        raise trailing
 
 
 def _collect_sample(
