@@ -49,3 +49,12 @@ def test_time_left_is_that_of_a_running_run(state: JobState) -> None:
     text = format_progress(analyze([start, *steps]), JobStatus(state=state))
     assert text.startswith("step 10 of 100")
     assert ("1m30s" in text) == (state is JobState.RUNNING)
+
+
+def test_step_0_is_shown_only_for_a_training() -> None:
+    """An evaluation of another file than a checkpoint of the run has no step."""
+    scalar = Event(1.0, "worker/0", 0, 0, 1, "scalar", {"name": "val_top1", "value": 0.5, "step": 0})
+    start = Event(0.0, "worker/0", 0, 0, 0, "mark", {"name": "start", "total_steps": 100})
+    status = JobStatus(state=JobState.SUCCEEDED)
+    assert format_progress(analyze([scalar]), status) == "validation top-1 50.00%"
+    assert format_progress(analyze([start, scalar]), status).startswith("step 0 of 100, ")

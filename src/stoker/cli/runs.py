@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,7 @@ def print_logs(
 ) -> None:
     """Print the log lines of a run from attempt `first` on: the last `tail`, and of those the ones after `since`.
 
-    On a terminal, or with `fold`, what torchrun itself writes is left out: it hides the error of the program.
+    On a terminal, or with `fold`, the output of torchrun and mpirun is left out: it hides the error of the program.
     """
     from stoker.core.units import pluralize
     from stoker.jobs.topology import list_slots
@@ -76,31 +76,35 @@ def print_logs(
         print_message(f"Left out {pluralize(untimed, 'line')} without a time: logs of earlier versions have none")
 
 
-def _read_folded(run: Run, slot: str | None, *, follow: bool, tail: int | None) -> Iterator[SlotLogLine]:
-    """Yield the log lines without those of torchrun, or the last `tail` of what is left of them."""
+def _fold_lines(lines: Iterable[SlotLogLine]) -> Iterator[SlotLogLine]:
+    """Yield the log lines of a run without those of torchrun and harmless warnings of mpirun."""
+    from stoker.launchers.supervise.mpirun_output import drop_mpirun_warnings
     from stoker.launchers.supervise.torchrun_output import fold_torchrun_output
 
-    lines = fold_torchrun_output(run.logs(slot, follow=follow, partial=True))
+    return fold_torchrun_output(drop_mpirun_warnings(lines))
+
+
+def _read_folded(run: Run, slot: str | None, *, follow: bool, tail: int | None) -> Iterator[SlotLogLine]:
+    """Yield the folded log lines, or the last `tail` of what is left of them."""
+    lines = _fold_lines(run.logs(slot, follow=follow, partial=True))
     if tail is None:
         return lines
     if not follow:
         return iter(deque(lines, maxlen=tail))
-    count = sum(1 for _ in fold_torchrun_output(run.logs(slot)))
+    count = sum(1 for _ in _fold_lines(run.logs(slot)))
     return islice(lines, max(0, count - tail), None)
 
 
 @contextmanager
 def stop_on_interrupt(run: Run) -> Iterator[None]:
     """Stop a run on Ctrl-C, also while it is being started."""
-    from stoker.launchers.supervise.torchrun_output import fold_torchrun_output
-
     try:
         yield
     except KeyboardInterrupt:
         if (run.folder / "handle").exists():
             print_message("\nStopping the job; press Ctrl-C again to kill it")
             run.stop()
-            for line in list(fold_torchrun_output(run.logs()))[-STOPPED_LINES:]:
+            for line in list(_fold_lines(run.logs()))[-STOPPED_LINES:]:
                 print_message(f"  {line.text}")
             print_message(f"Resume with: stoker job run --resume {run.id}")
         raise
@@ -113,7 +117,7 @@ def format_progress(analysis: RunAnalysis, status: JobStatus) -> str:
     progress, left_s = analysis.progress(), _estimate_time_left(analysis, status)
     total = f" of {progress.total_steps:,}" if progress.total_steps else ""
     parts = [
-        f"step {progress.step:,}{total}" if progress.step is not None else "",
+        f"step {progress.step:,}{total}" if progress.step is not None and (progress.step or total) else "",
         f"loss {progress.loss:.4g}" if progress.loss is not None else "",
         f"{progress.samples_per_s:,.0f} images/s" if progress.samples_per_s else "",
         f"validation top-1 {progress.val_top1:.2%}" if progress.val_top1 is not None else "",
