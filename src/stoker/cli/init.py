@@ -52,6 +52,7 @@ def init(
     from stoker.jobs.spec import parse_job
     from stoker.jobs.template import DEFAULT_ARGS, render_template
     from stoker.storage import local_path
+    from stoker.storage.local import write_file
 
     if path is None and shards is not None and (shards == "-" or shards.endswith(SUFFIXES)):
         path, shards = Path(shards), None
@@ -85,11 +86,9 @@ def init(
     if to_stdout:
         typer.echo(text, nl=False)
         return
-    try:
-        with open(path, "w" if force else "x") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise ConflictError("file already exists", where=path, hint="choose another name or pass --force") from error
+    if path.exists() and not force:
+        raise ConflictError("file already exists", where=path, hint="choose another name or pass --force")
+    write_file(path.resolve(), text.encode())  # resolved: a link to a job file stays a link
     print_message(f"Wrote {path}. Edit it, then run: stoker job run {path}")
     if data is not None and val is None:
         print_message(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import io
 import signal
 import sys
-import tempfile
 from collections.abc import Collection
 from importlib import import_module
 
@@ -85,8 +83,6 @@ def run(argv: list[str]) -> int:
         return error.exit_code
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        if error.errno == errno.ENOSPC and not where:  # a temporary list or archive did not fit
-            where = f"{tempfile.gettempdir()}: "
         typer.echo(f"stoker: {redact_urls(where)}{error.strerror or error}", err=True)
         return UnavailableError.exit_code
     return 0

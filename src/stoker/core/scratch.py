@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import shutil
 import tempfile
@@ -27,7 +28,19 @@ def scratch_directory(parent: Path | None = None) -> Iterator[Path]:
             new.rename(folder / "lock")  # only once it is locked: another process would remove an unlocked directory
             files = folder / "files"
             files.mkdir()
-            yield files
+            with _name_full_disk(files):
+                yield files
+
+
+@contextmanager
+def _name_full_disk(folder: Path) -> Iterator[None]:
+    """Add the directory to the error of a full disk, which names no file if a write to an open file failed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
+            error.filename = str(folder)
+        raise
 
 
 def _remove_if_stale(folder: Path) -> None:

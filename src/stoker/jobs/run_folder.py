@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -96,8 +97,19 @@ class RunFolder:
         try:
             temporary.write_bytes(data)
             temporary.replace(self.folder / name)
+        except OSError as error:
+            error.filename = str(self.folder / name)  # that of a full disk has none
+            raise
         finally:
             temporary.unlink(missing_ok=True)
+
+    def write_handle(self, handle: str) -> None:
+        """Write the handle of a run of which nothing has started; without one nobody could find it, so remove it."""
+        try:
+            self.write("handle", f"{handle}\n".encode())
+        except OSError:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
 
     def _read_text(self, name: str) -> str:
         try:
@@ -125,7 +137,6 @@ def create_run(job: JobSpec, plan: object, *, home: Path | None = None) -> RunFo
     run = RunFolder((home or stoker_home()) / "runs" / f"{job.name}-{stamp}-{secrets.token_hex(2)}")
     try:
         run.folder.mkdir(mode=0o700, parents=True)  # private: the plan contains the environment variables of the job
-        run.logs.mkdir()
     except FileExistsError as error:
         raise ConflictError(
             "run folder already exists: another run was started at the same time", where=run.folder, hint="try again"
@@ -134,10 +145,15 @@ def create_run(job: JobSpec, plan: object, *, home: Path | None = None) -> RunFo
         reason = (error.strerror or str(error)).lower()
         hint = "set STOKER_HOME to a directory that you can write to"
         raise InputError(f"cannot create the run folder: {reason}", where=run.folder, hint=hint) from error
-    run.write("version", f"{VERSION}\n".encode())
-    run.write("job.yaml", to_yaml(job).encode())
-    run.write("plan.json", to_json(plan))
-    run.write("environment.json", to_json(describe_environment()))
+    try:
+        run.logs.mkdir()
+        run.write("version", f"{VERSION}\n".encode())
+        run.write("job.yaml", to_yaml(job).encode())
+        run.write("plan.json", to_json(plan))
+        run.write("environment.json", to_json(describe_environment()))
+    except BaseException:
+        shutil.rmtree(run.folder, ignore_errors=True)
+        raise
     return run
 
 

@@ -119,7 +119,7 @@ class LocalLauncher:
     def start(self, rendered: LocalPlan, run: RunFolder, *, detach: bool = False) -> str:  # noqa: ARG002
         """Start the supervisor, which starts the slots of the run's plan."""
         handle = f"local://{run.folder}"
-        run.write("handle", f"{handle}\n".encode())
+        run.write_handle(handle)
         self.restart(run)
         return handle
 

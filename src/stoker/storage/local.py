@@ -196,6 +196,12 @@ def _atomic_write(target: Path) -> Iterator[Path]:
         raise
 
 
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file atomically; a failure leaves the previous file, and raises a StokerError that names the path."""
+    with translate_os_errors(path), _atomic_write(path) as temporary:
+        temporary.write_bytes(data)
+
+
 @contextmanager
 def translate_os_errors(path: Path, source: Path | None = None) -> Iterator[None]:
     """Convert OSError into a StokerError; "not found" refers to `source` if one is given."""

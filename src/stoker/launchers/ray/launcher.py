@@ -282,7 +282,7 @@ class RayLauncher:
         handle = f"ray://{run.folder}"
         if not rendered.runs_here:
             pack_working_dir(rendered, run.folder / ARCHIVE)
-        run.write("handle", f"{handle}\n".encode())
+        run.write_handle(handle)
         self.restart(run)
         return handle
 

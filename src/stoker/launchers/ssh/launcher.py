@@ -128,7 +128,7 @@ class SshLauncher:
     def start(self, rendered: SshPlan, run: RunFolder, *, detach: bool = False) -> str:  # noqa: ARG002
         """Upload, prepare the hosts, and start the local supervisor."""
         handle = f"ssh://{run.folder}"
-        run.write("handle", f"{handle}\n".encode())
+        run.write_handle(handle)
         self.restart(run, detach=detach)
         return handle
 
