@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -24,3 +24,13 @@ def small_disk(folder: Path, size: int) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextmanager
+def full_disk(folder: Path) -> Iterator[Path]:
+    """Mount a file system that can create files, but has no space for their content: `filler` uses all of it."""
+    with small_disk(folder, 1 << 20):
+        with suppress(OSError), open(folder / "filler", "wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        yield folder

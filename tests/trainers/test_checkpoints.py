@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from stoker.errors import ConflictError, InputError, StorageFullError, VerificationError
+from stoker.sampling.cursor import Cursor
 from stoker.trainers.checkpoint_files import BEST_NAME
 from stoker.trainers.checkpoint_store import CheckpointStore
 from stoker.trainers.checkpoints import decode_checkpoint, load_weights, open_checkpoints, read_weights
-from tests.support.disks import small_disk
+from stoker.trainers.ledger import Ledger
+from tests.support.disks import full_disk, small_disk
 from tests.support.servers import aws_environ
 
 
@@ -145,6 +147,20 @@ def test_a_full_disk_keeps_the_old_checkpoints(tmp_path: Path, caplog: pytest.Lo
         checkpoints.save(make_state(7), 7)  # not in a row
         checkpoints.close()
         assert names(folder) == [*before, "step-0000000005.pt", "step-0000000007.pt"]
+
+
+def test_a_disk_that_is_full_at_the_start_is_named(tmp_path: Path) -> None:
+    with full_disk(tmp_path / "disk") as folder:
+        directory = folder / "checkpoints"
+        with pytest.raises(StorageFullError) as caught:
+            open_checkpoints(str(directory))
+        assert caught.value.where == str(directory)
+        with pytest.raises(StorageFullError, match=r"rank-0\.jsonl"):
+            Ledger(folder, rank=0, attempt=0, session=1, cursor=Cursor(0, 0, ""))
+        left = directory / f".step-0000000001.pt.1.{'0' * 8}.tmp"
+        (folder / "filler").replace(left)
+        open_checkpoints(str(directory)).close()  # what a killed training has left is removed first
+        assert not left.exists()
 
 
 def test_close_raises_the_error_of_the_last_write(tmp_path: Path) -> None:

@@ -241,11 +241,12 @@ def _write_file(checkpoint_format: CheckpointFormat, state: Checkpoint, path: Pa
 
 
 def _fsync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with translate_os_errors(directory):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _lock_directory(directory: Path, timeout_s: float) -> IO[str] | None:
@@ -275,10 +276,20 @@ def _lock_directory(directory: Path, timeout_s: float) -> IO[str] | None:
                 "%s: cannot lock the directory (%s); make sure that no other training run writes here", directory, error
             )
             break
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {os.uname().nodename}")
-    file.flush()
-    for path in directory.iterdir():
-        if is_temporary(path.name):  # left by a training that was killed while writing
-            path.unlink(missing_ok=True)
+    try:
+        _claim_directory(directory, file)
+    except BaseException:
+        file.close()
+        raise
     return file
+
+
+def _claim_directory(directory: Path, file: IO[str]) -> None:
+    """Remove what a training that was killed while writing has left, and write into the lock who holds it."""
+    with translate_os_errors(directory):
+        for path in directory.iterdir():
+            if is_temporary(path.name):
+                path.unlink(missing_ok=True)
+        file.truncate(0)
+        # Not buffered: if the disk is full, closing the file would try to write it again.
+        os.write(file.fileno(), f"process {os.getpid()} on {os.uname().nodename}".encode())

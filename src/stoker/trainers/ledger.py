@@ -29,9 +29,10 @@ class Ledger:
 
     def __init__(self, folder: str | Path, *, rank: int, attempt: int, session: int, cursor: Cursor) -> None:
         path = Path(folder).expanduser()
+        self._path = path / f"rank-{rank}.jsonl"
         with translate_os_errors(path):
             path.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path / f"rank-{rank}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._head = {"session": session, "attempt": attempt, "rank": rank}
         self._write(b"\n")  # ends a line that a kill has truncated
         self._append({"resume": True, "epoch": cursor.epoch, "consumed": cursor.consumed})
@@ -48,8 +49,9 @@ class Ledger:
         self._write(json.dumps({**self._head, **fields}, separators=(",", ":")).encode() + b"\n")
 
     def _write(self, line: bytes) -> None:
-        while line:
-            line = line[os.write(self._fd, line) :]
+        with translate_os_errors(self._path):
+            while line:
+                line = line[os.write(self._fd, line) :]
 
 
 class _LedgerLine(NamedTuple):
