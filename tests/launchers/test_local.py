@@ -294,8 +294,12 @@ class TestLocal(LauncherSuite):
         wait_until(lambda: not find_processes_by_env({"STOKER_RUN": run.id}))
         assert not run.folder.exists()
 
-    def test_port_in_use_is_refused_before_the_start(self, launcher: Any) -> None:
-        keys = {"program": {"module": "this"}, "topology": "torchrun", "workers": 2}
+    @pytest.mark.parametrize("topology", ["torchrun", "mpi"])
+    def test_port_in_use_is_refused_before_the_start(
+        self, launcher: Any, topology: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("stoker.launchers.local._check_mpirun", lambda _: None)
+        keys = {"program": {"module": "this"}, "topology": topology, "workers": 2}
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             with pytest.raises(SpecError) as caught:

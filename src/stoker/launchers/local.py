@@ -209,7 +209,8 @@ def _assign_ports(job: JobSpec) -> tuple[dict[Slot, int], dict[Slot, int]]:
 def _check_ports(job: JobSpec) -> Iterator[Fault]:
     """Yield a fault for each port that the job file sets and another process uses."""
     requested = requested_ports(job, listening_slots(job))
-    ports = requested.values() if requested else [job.port] if job.port and job.traits.has_rendezvous else []
+    has_master = job.traits.has_rendezvous or job.traits.has_standby_workers  # rank 0 of mpirun listens on MASTER_PORT
+    ports = requested.values() if requested else [job.port] if job.port and has_master else []
     for port in ports:
         if not is_free(port):
             what = f"port {port} is in use on this machine"
