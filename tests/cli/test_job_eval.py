@@ -43,6 +43,22 @@ def test_newest_checkpoint_is_evaluated_if_none_was_validated(
     assert str(Path(trained.checkpoint_dir) / newest) in err
 
 
+@pytest.mark.parametrize("args", [[], ["--val-transform", "whole"]])
+def test_run_without_a_validation_set_is_refused_before_anything_is_started(
+    runs: Runs, stoker_home: Path, args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs.write(stoker_home, TRAINED)
+    (run.folder / "checkpoints").mkdir()
+    (run.folder / "checkpoints" / step_name(1)).touch()
+    program = {"module": "stoker.trainers.torch_image", "args": args}
+    (run.folder / "job.yaml").write_text(to_yaml(job_of(program=program)))
+    assert stoker("job", "eval", "digits", "--checkpoint", "newest") == 2
+    sentence = capsys.readouterr().err
+    assert sentence.count("\n") == 1
+    assert "--set data.val=URL" in sentence
+    assert list_runs() == [run]
+
+
 @pytest.mark.parametrize("which", ["best", "newest", "other.pt", "ck/step-0000000002.pt"])
 def test_missing_checkpoint_is_refused_before_anything_is_started(
     runs: Runs, stoker_home: Path, which: str, capsys: pytest.CaptureFixture[str]

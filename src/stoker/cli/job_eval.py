@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from stoker.jobs.spec import JobSpec
 
 TRAINERS = tuple(f"stoker.trainers.{name}" for name in ("torch_image", "tf_mirrored", "tf_ps"))
+VAL_FLAGS = ("--val", "--valshards")
+"""Flags of the trainers that set the validation set instead of `data.val`."""
 ACCEPTED = "--checkpoint takes best, newest, the name of a checkpoint of the run, or the path or URL of a file"
 
 
@@ -52,6 +54,9 @@ def evaluate(
         )
     directory = job.checkpoint.dir or trained.checkpoint_dir
     where, flags = choose_checkpoint(trained, directory, checkpoint)
+    if job.data.val is None and not any(arg.partition("=")[0] in VAL_FLAGS for arg in map(str, job.program.args)):
+        hint = "pass one with: --set data.val=URL"
+        raise InputError(f"run {trained.id} has no validation set", where="data.val", hint=hint)
     planned = Job(make_evaluation(job, directory, flags)).plan()
     print_message(f"Evaluating {where} of run {trained.id}")
     started = planned.create_run()
