@@ -91,7 +91,7 @@ def test_full_disk_is_reported_and_leaves_no_temporary_file(mount: Mount, tmp_pa
 
 def test_read_only_file_system_is_reported(mount: Mount) -> None:
     store = LocalStore(str(mount("size=1m,ro")))
-    with pytest.raises(AccessDeniedError, match=rf"permission denied; .*\buid {os.geteuid()}\b") as caught:
+    with pytest.raises(AccessDeniedError, match="read-only file system") as caught:
         store.put("a", b"")
     assert caught.value.where == str(store.root / "a")
 

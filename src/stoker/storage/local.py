@@ -223,7 +223,9 @@ def _to_error(error: OSError, where: Path) -> StokerError:
             return NotFoundError("a parent of this path is not a directory", where=where)
         case errno.ENOSPC | errno.EDQUOT:
             return StorageFullError("no space left on device", where=where, hint="free some space or write elsewhere")
-        case errno.EACCES | errno.EPERM | errno.EROFS:
+        case errno.EROFS:
+            return AccessDeniedError("read-only file system", where=where, hint="write elsewhere, or mount it writable")
+        case errno.EACCES | errno.EPERM:
             return AccessDeniedError(
                 "permission denied",
                 where=where,
