@@ -130,6 +130,14 @@ def test_load_checks_the_job_on_its_hosts(workspace: Path) -> None:
             stoker.Job.load(path, on=on, hosts=["node1"])
 
 
+def test_faults_of_overrides_do_not_name_options_of_the_command_line() -> None:
+    for key, expected in (("colour", "(from overrides)"), ("name[", "overrides 'name[=1'")):
+        with pytest.raises(SpecError) as caught:
+            job_of("true").replace({key: 1})
+        assert expected in str(caught.value)
+        assert "--" not in str(caught.value)
+
+
 def test_missing_job_file_is_one_exception() -> None:
     with pytest.raises(NotFoundError) as caught:
         stoker.Job.load("no-such.yaml")

@@ -305,7 +305,10 @@ def to_assignments(overrides: Overrides) -> list[str]:
         return [overrides]
     if not isinstance(overrides, Mapping):
         return list(overrides)
-    return [f"{key}={'' if value is None else _to_json(value)}" for key, value in overrides.items()]
+    return [
+        OptionAssignment(f"{key}={'' if value is None else _to_json(value)}", "overrides")
+        for key, value in overrides.items()
+    ]
 
 
 def host_overrides(on: str | None, hosts: str | Sequence[str] | None) -> list[str]:
@@ -314,7 +317,7 @@ def host_overrides(on: str | None, hosts: str | Sequence[str] | None) -> list[st
         return []
     key = "" if on is None else open_launcher(on).traits.hosts_key
     if on is None or not key:
-        raise InputError(HOSTS_NEED_TARGET, hint="use --on ssh or --on ray, or omit the hosts")
+        raise InputError(HOSTS_NEED_TARGET, hint="choose the target ssh or ray, or omit the hosts")
     kind, _, address = on.partition("://")
     if address:
         hint = f"use --on {kind} to start a cluster on the hosts, or omit the hosts"

@@ -42,7 +42,8 @@ def apply_overrides(
         try:
             path = _assign(data, assignment)
         except InputError as error:
-            faults.append(Fault("", f"--set {error}"))
+            option = assignment.option if isinstance(assignment, OptionAssignment) else "--set"
+            faults.append(Fault("", f"{option} {error}"))
         else:
             origin = assignment.option if isinstance(assignment, OptionAssignment) else f"--set {path}"
             keys.append(SetKey(path, origin))
