@@ -106,6 +106,11 @@ def test_numbers_that_take_quadratic_time_are_rejected() -> None:
         json_io.parse("1" * 1_000_000, "x")
 
 
+def test_several_documents_are_rejected_with_a_whole_sentence() -> None:
+    with pytest.raises(SpecError, match=r"^x: not valid YAML: expected a single document.*, but found another"):
+        yaml_io.parse("a: 1\n---\nb: 2", "x")
+
+
 def test_large_documents_are_rejected_with_the_limit(tmp_path: Path) -> None:
     for parse, text, limit in (
         (yaml_io.parse, "a: " + "b" * yaml_io.MAX_BYTES, "4 MiB"),

@@ -118,7 +118,7 @@ def choose_checkpoint(trained: RunFolder, directory: str, which: str) -> tuple[s
             hint = f"it ran on {kind}: copy a checkpoint{source} to this machine and pass --checkpoint FILE"
         raise NotFoundError(f"run {trained.id} has no checkpoint in this directory", where=directory, hint=hint)
     if which == "best" and found not in BEST_NAMES:
-        print_message("No checkpoint was validated yet: using the newest")
+        print_message("No checkpoint has been validated yet: using the newest")
     # By name, because a training that is still running may write a newer one before the trainer reads it. An empty
     # --init-from overrides that of a training which began with other weights.
     name = "best" if found in BEST_NAMES else found

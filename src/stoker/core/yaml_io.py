@@ -188,7 +188,8 @@ def _parse(
         return json_io.parse_text(text, where, object_pairs_hook=_to_unique_dict, **json_hooks), []
     except ValueError as error:  # not JSON, or a duplicate key: the YAML parser reports the position
         if len(text) > MAX_BYTES:
-            what = f"not valid JSON: {error} (YAML is limited to {format_bytes(MAX_BYTES)})"
+            size, limit = format_bytes(len(text)), format_bytes(MAX_BYTES)
+            what = f"{size} is larger than the limit of {limit} for YAML, and it is not valid JSON: {error}"
             raise SpecError([Fault("", what)], where=where) from error
     with _translate_errors(text, where):
         return _construct(loader := _make_loader(loader_class, text, where), loader.get_single_node())
@@ -295,7 +296,10 @@ def _find_duplicate_keys(node: yaml.Node, path: str, visited: set[int]) -> Itera
 def _describe_error(error: yaml.YAMLError, text: str) -> str:
     match error:
         case yaml.MarkedYAMLError(problem_mark=mark) if mark is not None:
-            return f"{error.problem}, at line {mark.line + 1}, column {mark.column + 1}"
+            problem = str(error.problem)
+            if problem.startswith("but "):  # the second half of a sentence
+                problem = f"{error.context}, {problem}"
+            return f"{problem}, at line {mark.line + 1}, column {mark.column + 1}"
         case yaml.reader.ReaderError():
             index = text.index(chr(error.character))
             line, column = text.count("\n", 0, index) + 1, index - text.rfind("\n", 0, index)

@@ -56,7 +56,7 @@ A job file describes a training job: the program, its data, its resources and wh
   or without quotes: `1e-4`, `0755`, `1.10` and `yes` are not converted.
 - Relative paths (`program.script`, `program.cwd`, `data.train`, `checkpoint.dir`, …) are resolved against the current
   directory, not the directory of the job file.
-- A file can have at most {MAX_DEPTH} levels and {format_bytes(yaml_io.MAX_BYTES)}. Anchors, aliases and merge
+- A file can have up to {format_bytes(yaml_io.MAX_BYTES)} and {MAX_DEPTH} levels of nesting. Anchors, aliases and merge
   keys (`<<`) are supported.
 - For completion and validation in an editor, generate the JSON Schema with `stoker job schema > job.schema.json`.
 

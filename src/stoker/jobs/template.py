@@ -43,8 +43,8 @@ data:                         # passed to the program as STOKER_DATA_TRAIN, STOK
 
 # labels: {{team: vision}}
 # retries: 3                  # restarts after a failure, from the last checkpoint
-# grace: 30s                  # for a last checkpoint, before SIGKILL
-# hang_after: 10m             # without a heartbeat; 0: never
+# grace: 30s                  # time between SIGTERM and SIGKILL, to write a last checkpoint
+# hang_after: 10m             # restart after this time without a heartbeat; 0 disables this
 # profile: {{every: 30s}}       # samples GPU, CPU, network and disk utilization
 # tensorboard: true           # event files in the run folder
 

@@ -26,6 +26,8 @@ def plan_sampling(
     if epoch_samples is not None and epoch_samples < 1:
         raise SpecError([Fault("epoch_samples", f"must be >= 1, got {epoch_samples}")])
     shards = [shard_set.manifest_shards[entry.name] for entry in shard_set.shards]
+    if not any(shard.samples for shard in shards):
+        raise InputError("the shard set has no samples", where=shard_set.url)
     return SamplingPlan(
         data=data_digest([(shard.name, shard.samples, shard.sha256 or shard.index_sha256) for shard in shards]),
         sizes=np.array([shard.samples for shard in shards], dtype=np.int64),

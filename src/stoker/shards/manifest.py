@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -115,6 +116,9 @@ def read_manifest(store: Store, folder: str = "") -> Manifest:
         document = json_io.parse_text(json_io.decode_text(data, where), where, object_pairs_hook=_to_unique_dict)
         if not isinstance(document, dict):
             raise ValueError("not a JSON object")
+    except json.JSONDecodeError as error:
+        what = f"invalid manifest: not valid JSON at line {error.lineno}, column {error.colno}"
+        raise InputError(what, where=where) from error
     except ValueError as error:
         raise InputError(f"invalid manifest: {error}", where=where) from error
     if (version := document.get("version")) != VERSION:

@@ -65,7 +65,7 @@ class ConversionPlan(msgspec.Struct, frozen=True, kw_only=True):
         if _select_samples(options) == _select_samples(self.options):
             now = {split.split: split.digest for split in self.splits}
             if any(digest != now.get(split) for split, digest in digests.items()):
-                differences.append("from samples that differ from those now in the source")
+                differences.append("from a source that has changed since")
         return ", ".join(differences)
 
 

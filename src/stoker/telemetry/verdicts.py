@@ -210,8 +210,7 @@ def _bound_by(shares: Mapping[str, float]) -> str:
 
 
 def _unknown_sentence(steps: int) -> str:
-    reported = f"{pluralize(steps, 'step')} so far" if steps else "no step reported yet"
-    return f"too few steps for a verdict: {reported}"
+    return f"too few steps for a verdict: {pluralize(steps, 'step')} so far" if steps else "no steps reported yet"
 
 
 def _compute_sentence(shares: Mapping[str, float]) -> str:

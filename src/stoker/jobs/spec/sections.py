@@ -104,7 +104,7 @@ class ResourcesSpec(Section, frozen=True, kw_only=True):
 
 
 class WorkerGroupSpec(Section, frozen=True, kw_only=True):
-    """Equal workers of a job whose workers differ."""
+    """A group of workers with the same resources, for jobs that use more than one kind of worker."""
 
     count: Annotated[PositiveInt, describe("Number of workers.")] = 1
     resources: Annotated[

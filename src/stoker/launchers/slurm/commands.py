@@ -107,7 +107,7 @@ def query(job_id: str) -> QueuedJob | None:
     """Return the state of a job: from the queue, or from accounting if that is enabled; None if it is unknown."""
     completed = _run(["squeue", "--noheader", f"--jobs={job_id}", "--states=all", "--format=%T|%r"])
     if completed.exit_code and _UNKNOWN_JOB not in completed.stderr:
-        raise _unreachable(completed.stderr)
+        raise _unreachable(completed.stderr, "submitted jobs continue without it")
     if completed.stdout.strip():
         return QueuedJob(*completed.stdout.split("\n", 1)[0].strip().split("|", 1))
     if shutil.which("sacct") is None:
@@ -120,7 +120,7 @@ def cancel(job_id: str, *options: str) -> None:
     """Cancel or signal a job; do nothing if it is over."""
     completed = _run(["scancel", *options, job_id])
     if completed.exit_code and _UNREACHABLE.search(completed.stderr):
-        raise _unreachable(completed.stderr)
+        raise _unreachable(completed.stderr, "the job continues without it")
 
 
 def _run(argv: Sequence[str]) -> CompletedProcess:
@@ -138,7 +138,7 @@ def _run(argv: Sequence[str]) -> CompletedProcess:
 def _explain_rejection(stderr: str) -> StokerError:
     """Return the error for a rejected submission, with the key of the job file that it is about."""
     if _UNREACHABLE.search(stderr):
-        return _unreachable(stderr)
+        return _unreachable(stderr, "the job was not submitted")
     what = _last_message(stderr).removeprefix("Batch job submission failed: ")
     if re.search("permission denied|not permitted", what, re.IGNORECASE):
         return AccessDeniedError(f"Slurm rejected the job: {what}")
@@ -146,8 +146,8 @@ def _explain_rejection(stderr: str) -> StokerError:
     return InputError(f"Slurm rejected the job: {what}", where=keys[0] if keys else None)
 
 
-def _unreachable(stderr: str) -> UnavailableError:
-    hint = "check it with: scontrol ping; submitted jobs continue without it"
+def _unreachable(stderr: str, consequence: str) -> UnavailableError:
+    hint = f"{consequence}; check it with: scontrol ping"
     return UnavailableError(f"cannot reach the Slurm controller: {_last_message(stderr)}", hint=hint)
 
 

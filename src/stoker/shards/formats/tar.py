@@ -174,7 +174,7 @@ def _build_sample(
         if not -INT64 <= label < INT64:
             raise ValueError
     except ValueError:
-        what = f"sample {key!r} at byte {start} has the label {text!r}, which is not an integer of 64 bits"
+        what = f"sample {key!r} at byte {start} has the label {text!r}, which is not a 64-bit integer"
         raise SourceError(what, where=where) from None
     extras = NO_EXTRAS
     if len(spans) > 2:

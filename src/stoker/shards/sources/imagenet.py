@@ -171,7 +171,7 @@ class _TarOfClassTars:
             for member in iter_files(file):
                 wnid, _, suffix = _basename(member.name).partition(".")
                 if suffix != "tar" or not WNID.fullmatch(wnid) or wnid in self._tars:
-                    raise SourceError(f"member {member.name!r} is not the tar of another class", where=file.path)
+                    raise SourceError(f"member {member.name!r} is not a tar of a new class", where=file.path)
                 self._tars[wnid] = member
             if not self._tars:
                 raise SourceError("the tar contains no class tars", where=file.path)
