@@ -40,6 +40,11 @@ def test_job_file_fits_the_shard_set(words: tuple[str, ...]) -> None:
     assert stoker("job", "plan", "job.yaml") == 0
 
 
+def test_missing_directory_of_the_job_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert stoker("init", "shards", "jobs/sub/job.yaml") == 2
+    assert "jobs/sub: no such directory" in capsys.readouterr().err
+
+
 def test_test_split_is_used_where_there_is_no_val_split(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (workspace / "pets/val").rename(workspace / "pets/test")
     assert stoker("data", "convert", "pets", "other") == 0

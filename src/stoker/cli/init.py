@@ -48,7 +48,7 @@ def init(
     Model, image size and batch size are chosen for the shard set. You can omit SHARDS: a single argument that
     ends in .yaml or .yml is treated as FILE.
     """
-    from stoker.errors import ConflictError, InputError
+    from stoker.errors import ConflictError, InputError, NotFoundError
     from stoker.jobs.spec import parse_job
     from stoker.jobs.template import DEFAULT_ARGS, render_template
     from stoker.storage import local_path
@@ -63,6 +63,8 @@ def init(
         raise InputError(
             "the name of a job file must end in .yaml or .yml", where=path, hint=f"for example {DEFAULT_FILE}"
         )
+    elif not path.parent.is_dir():
+        raise NotFoundError("no such directory", where=path.parent, hint="create it, or choose another path")
     local = local_path(train or DEFAULT_TRAIN)
     readable = shards or (train or DEFAULT_TRAIN if local is not None and local.exists() else None)
     data = None if readable is None else _find_data(readable)
