@@ -62,6 +62,8 @@ def test_a_running_training_is_found_by_its_job_name(trained: Path, stoker_home:
         ([".", "--versions", "0"], 2, "--versions"),
         ([".", "--max-batch-size", "0"], 2, "--max-batch-size"),
         ([".", "--max-body", "x"], 2, "--max-body"),
+        ([".", "--max-body", "10"], 2, "--max-body must be between 1 MiB and 1 GiB, got 10 B; add a unit"),
+        ([".", "--max-body", "2Gi"], 2, "--max-body must be between 1 MiB and 1 GiB, got 2 GiB"),
         ([".", "--checkpoint", "x"], 2, "--checkpoint"),
         ([".", "--device", "tpu"], 2, "--device"),
         (["model", "--port", "70000"], 2, "--port"),

@@ -115,14 +115,12 @@ def serve(
         pod = (engine, image, replicas, memory, gpus, token_secret, patch or [])
         model_cluster.deploy(ClusterOptions(model, name, claim, *pod), on, timeout)
         return
-    from stoker.core.units import parse_bytes
     from stoker.errors import InputError
     from stoker.serve.loopback import is_loopback
 
     _check_range("--versions", versions, MAX_VERSIONS)
     _check_range("--max-batch-size", max_batch_size, MAX_BATCH_SIZE)
-    body_bytes = parse_value("--max-body", parse_bytes, max_body)
-    _check_range("--max-body", body_bytes, 1 << 30)
+    body_bytes = _parse_max_body(max_body)
     if not is_loopback(host) and token_file is None and not no_auth:
         raise InputError(
             "other machines could send requests without a token",
@@ -191,6 +189,18 @@ def parse_model_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
         raise InputError(f"--name must consist of letters, digits, '-', '_' and '.', got {name!r}")
     return name
+
+
+def _parse_max_body(text: str) -> int:
+    from stoker.core.units import MIN_SIZE_BYTES, format_bytes, parse_bytes
+    from stoker.errors import InputError
+
+    size, maximum = parse_value("--max-body", parse_bytes, text), 1 << 30
+    if not MIN_SIZE_BYTES <= size <= maximum:
+        limits = f"between {format_bytes(MIN_SIZE_BYTES)} and {format_bytes(maximum)}"
+        hint = "add a unit, for example 32Mi" if size < MIN_SIZE_BYTES else None
+        raise InputError(f"--max-body must be {limits}, got {format_bytes(size)}", hint=hint)
+    return size
 
 
 def _check_range(option: str, value: int, maximum: int) -> None:
