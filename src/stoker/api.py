@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # imports numpy, whose threads would keep a command from fork
 MAX_POLL_S = 0.5
 HOSTS_NEED_TARGET = "hosts can be set only for the targets ssh and ray"
 HOSTS_WITH_ADDRESS = "hosts cannot be combined with the address of a cluster"
+EMPTY_HOST = "the list of hosts has an empty name"
 NO_HOSTS = "the list of hosts is empty"
 
 Overrides = Mapping[str, object] | Iterable[str]
@@ -323,9 +324,11 @@ def host_overrides(on: str | None, hosts: str | Sequence[str] | None) -> list[st
         hint = f"use --on {kind} to start a cluster on the hosts, or omit the hosts"
         raise InputError(HOSTS_WITH_ADDRESS, where=f"--on {on}", hint=hint)
     listed = hosts.split(",") if isinstance(hosts, str) else hosts
-    names = [name.strip() for name in listed if name.strip()]
-    if not names:
+    names = [name.strip() for name in listed]
+    if not any(names):
         raise InputError(NO_HOSTS, hint="for example: --hosts node1,node2 or --hosts @FILE")
+    if not all(names):
+        raise InputError(EMPTY_HOST, where=f"--hosts {','.join(names)}", hint="remove a comma, or add the missing name")
     return [OptionAssignment(f"{key}={_to_json(names)}", "--hosts")]
 
 

@@ -51,6 +51,11 @@ def test_plan_prints_the_rbac_objects_of_a_subject(job_file: Path, capsys: pytes
         (["--on", "k8s:context/team"], "k8s://context/namespace"),
         (["--on", "ray:head:8265"], "ray://host:port"),
         (["--on", "local://here"], "'here'"),
+        (["--on", "ray://"], "--on ray:// has no address; add it, or use --on ray"),
+        (["--on", "shh"], "did you mean 'ssh'?"),
+        (["--on", "ssh", "--hosts", "node1,,node2"], "--hosts node1,,node2: the list of hosts has an empty name"),
+        (["--on", "ssh", "--hosts", "node1:0", "--set", "workers=1"], "node1:0"),
+        (["--on", "ray", "--hosts", "node1:0", "--set", "workers=1"], "node1:0"),
     ],
 )
 def test_options_for_another_target_are_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from stoker.core.text import join_all
@@ -17,13 +18,17 @@ MAX_LISTED = 10
 
 def open_launcher(target: str) -> Launcher[Any]:
     """Return the launcher that `--on` names, for example `local` or `ray://host:8265`."""
-    kind, _, address = target.partition("://")
+    kind, separator, address = target.partition("://")
     if kind not in LAUNCHERS and (scheme := kind.partition(":")[0]) in LAUNCHERS:
         example = "context/namespace" if scheme == "k8s" else "host:port"
         raise InputError(f"--on {target} is not a valid target", hint=f"use {scheme}://{example}")
     if kind not in LAUNCHERS:
-        raise InputError(f"unknown target {kind!r}", hint=f"--on must be {join_all(LAUNCHERS.names(), 'or')}")
+        close = get_close_matches(kind, LAUNCHERS.names(), n=1)
+        hint = f"--on must be {join_all(LAUNCHERS.names(), 'or')}"
+        raise InputError(f"unknown target {kind!r}", hint=f"did you mean {close[0]!r}? {hint}" if close else hint)
     launcher: Any = LAUNCHERS.get(kind)
+    if separator and not address:
+        raise InputError(f"--on {target} has no address", hint=f"add it, or use --on {kind}")
     if address and not launcher.traits.has_targets:
         raise InputError(f"--on {kind} does not take an address", hint=f"remove {address!r}")
     return launcher(address) if address else launcher()  # type: ignore[no-any-return]

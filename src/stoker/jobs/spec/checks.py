@@ -207,7 +207,7 @@ def _check_queue(kubernetes: KubernetesSpec) -> Iterator[Fault]:
 
 def check_ssh(ssh: SshSpec) -> Iterator[Fault]:
     """Check paths on the hosts, worker counts after `host:` and the timeout."""
-    return run_checks(ssh, _check_ssh_paths, _check_hosts, lambda ssh: check_lost_after(ssh.lost_after))
+    return run_checks(ssh, _check_ssh_paths, check_host_counts, lambda ssh: check_lost_after(ssh.lost_after))
 
 
 def _check_ssh_paths(ssh: SshSpec) -> Iterator[Fault]:
@@ -215,7 +215,8 @@ def _check_ssh_paths(ssh: SshSpec) -> Iterator[Fault]:
         yield from check_path(key, getattr(ssh, key))
 
 
-def _check_hosts(section: SshSpec | RaySpec) -> Iterator[Fault]:
+def check_host_counts(section: SshSpec | RaySpec) -> Iterator[Fault]:
+    """Yield a fault for each host with an invalid number of workers."""
     for index, host in enumerate(section.hosts):
         name, colon, count = host.rpartition(":")
         if not colon or ":" in name or host.startswith("@"):  # more than one colon: an IPv6 address
@@ -230,7 +231,7 @@ def _check_hosts(section: SshSpec | RaySpec) -> Iterator[Fault]:
 
 def check_ray(ray: RaySpec) -> Iterator[Fault]:
     """Check worker counts after `host:`, require hosts for `keep`, and check the timeout."""
-    return run_checks(ray, _check_hosts, _check_keep, lambda ray: check_lost_after(ray.lost_after))
+    return run_checks(ray, check_host_counts, _check_keep, lambda ray: check_lost_after(ray.lost_after))
 
 
 def _check_keep(ray: RaySpec) -> Iterator[Fault]:

@@ -18,6 +18,7 @@ import msgspec
 from stoker.errors import Fault, SpecError
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.spec import JobSpec
+from stoker.jobs.spec.checks import check_host_counts
 from stoker.jobs.topology import Command, Slot, list_slots
 from stoker.launchers.ray.cluster import local_version
 from stoker.launchers.ray.plan import worker_bundle
@@ -102,7 +103,7 @@ def check_hosts(job: JobSpec) -> Iterator[Fault]:
     except SpecError as error:
         yield Fault("ray.hosts", f"{error.what} ({error.hint})")
         return
-    if capacity < job.max_workers:
+    if capacity < job.max_workers and not any(check_host_counts(job.ray)):  # reported with the job file
         what = f"job needs {job.max_workers} workers, the hosts have slots for {capacity}"
         yield Fault("ray.hosts", f"{what}: add hosts, or set more slots per host (node1:2)")
     if job.ssh.config is not None and not Path(job.ssh.config).is_file():

@@ -21,6 +21,7 @@ from stoker.jobs.launcher import RUN_PLACEHOLDER, LauncherTraits, SlotLogLine, c
 from stoker.jobs.run_files import STOP_REQUEST_FILE
 from stoker.jobs.run_folder import RunFolder, stoker_home
 from stoker.jobs.spec import JobSpec, ProgramSpec
+from stoker.jobs.spec.checks import check_host_counts
 from stoker.jobs.status import JobState, JobStatus
 from stoker.jobs.topology import AddressBook, Command, Slot, Standby, get_topology, list_slots, render_command
 from stoker.launchers.checks import check_gpu_roles, check_secret_env, check_via
@@ -242,7 +243,7 @@ def _check_hosts(job: JobSpec) -> Iterator[Fault]:
         return
     if not job.ssh.hosts:
         yield Fault("ssh.hosts", "no SSH hosts specified; set ssh.hosts in the job file or pass --hosts a,b")
-    elif capacity < job.max_workers:
+    elif capacity < job.max_workers and not any(check_host_counts(job.ssh)):  # reported with the job file
         what = f"job needs {job.max_workers} workers, the hosts have slots for {capacity}"
         yield Fault("ssh.hosts", f"{what}: add hosts, or set more slots per host (node1:2)")
 
