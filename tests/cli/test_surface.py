@@ -140,6 +140,17 @@ def test_unreadable_folder_fails_with_one_sentence(tmp_path: Path, capsys: pytes
     assert err.startswith("stoker: ")
 
 
+def test_demo_without_its_dataset_creates_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert stoker("demo") == 3
+    assert stoker("demo", "--dir", tmp_path / "demo") == 3
+    assert "scikit-learn" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_demo_runs_every_step_and_survives_a_killed_rank(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "stoker", "demo", "--dir", str(tmp_path / "demo")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -374,7 +374,10 @@ def test_disk_without_enough_space_is_rejected_before_writing(
         sentence = run_and_fail(capsys, 5, "data", "convert", data, disk / "out")
         assert f"{disk}/out: " in sentence
         assert re.search(r"\b2\d\d(\.\d)? KiB are free; ", sentence)
-        assert is_clean(disk / "out")
+        assert not (disk / "out").exists()
+        (disk / "own/empty").mkdir(parents=True)
+        run_and_fail(capsys, 5, "data", "convert", data, disk / "own")
+        assert list(disk.rglob("*")) == [disk / "own", disk / "own/empty"]
 
 
 def test_full_disk_can_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ def demo(
     import time
 
     from stoker.core.units import format_duration
-    from stoker.demo.digits import write_digits
+    from stoker.demo.digits import import_loader, write_digits
     from stoker.demo.run import run_demo
     from stoker.demo.steps import Demo
     from stoker.errors import ConflictError, NotFoundError
@@ -44,6 +44,8 @@ def demo(
         raise NotFoundError(
             "no train/ and val/ directories found", where=data, hint="create both, with one folder of images per class"
         )
+    if data is None:
+        import_loader()  # raises an error if it cannot be imported, before a directory is created
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="stoker-demo-"))
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 from PIL import Image
@@ -14,13 +16,18 @@ VAL_EVERY = 5
 """Every fifth image belongs to the validation split."""
 
 
-def write_digits(folder: Path) -> tuple[int, int]:
-    """Write `train/<digit>/NNNN.jpg` and `val/<digit>/NNNN.jpg`; return how many there are of each."""
+def import_loader() -> Callable[[], Any]:
+    """Return the function that loads the digits; raise MissingExtraError if scikit-learn is not installed."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise MissingExtraError("scikit-learn", "demo", purpose="the demo's dataset") from error
-    digits = load_digits()
+    return cast("Callable[[], Any]", load_digits)
+
+
+def write_digits(folder: Path) -> tuple[int, int]:
+    """Write `train/<digit>/NNNN.jpg` and `val/<digit>/NNNN.jpg`; return how many there are of each."""
+    digits = import_loader()()
     counts = {"train": 0, "val": 0}
     for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
         split = "val" if number % VAL_EVERY == 0 else "train"

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -105,8 +105,15 @@ class Destination:
         if self._folder is None:
             yield
             return
+        before = set(_list_folders(self._folder))
         with _acquire_lock(self._folder / WORK / "lock", self._store.url):
-            yield
+            try:
+                yield
+            except BaseException:
+                if not (self._folder / PLAN).exists():  # nothing to resume
+                    shutil.rmtree(self._folder / WORK, ignore_errors=True)
+                    _remove_empty_folders(set(_list_folders(self._folder)) - before)
+                raise
 
     def start(self, plan: ConversionPlan, stamp: str) -> None:
         """Record the plan that is being written; delete the manifests of an incomplete shard set."""
@@ -295,6 +302,18 @@ def _explain_record(record: PlanRecord, plan: ConversionPlan) -> str:
         return other
     digests = {split.split: split.digest for split in record.details.splits}
     return plan.explain_difference(record.details.name, record.details.options, digests) or other
+
+
+def _remove_empty_folders(folders: Iterable[Path]) -> None:
+    for folder in sorted(folders, key=lambda folder: len(folder.parts), reverse=True):
+        with contextlib.suppress(OSError):  # not empty
+            folder.rmdir()
+
+
+def _list_folders(root: Path) -> Iterator[Path]:
+    """Yield the folders below a folder, itself and its parents, as far as they exist."""
+    yield from (folder for folder in (root, *root.parents) if folder.is_dir())
+    yield from (Path(folder, name) for folder, names, _ in os.walk(root) for name in names)
 
 
 def _acquire_lock(path: Path, where: str) -> IO[str]:
