@@ -149,8 +149,9 @@ def test_invalid_job_file_is_reported_in_the_status(kube: KubeApi, follow: Follo
     kube.add_run(job(), RUN_ID)
     (config_map,) = [obj for obj in kube.objects if obj["kind"] == "ConfigMap"]
     config_map["data"]["job.yaml"] = "name: 7"
-    (run,) = follow().list_folders()
-    wait_until(lambda: run.read_status().state is JobState.LOST)
+    followed = follow()
+    wait_until(lambda: [run.read_status().state for run in followed.list_folders()] == [JobState.LOST])
+    (run,) = followed.list_folders()
     assert "job.yaml" in run.read_status().message
 
 
