@@ -5,8 +5,8 @@ One file, standard library only, Python 3.8 or later, no import of stoker: it ru
     mpirun … python3 mpi_rank.py --ranks 2 --first 6 -- [words only for the first rank of a worker] PROGRAM …
 
 - The rank gets the variables that torchrun would set, and those of its slot: mpirun gives all ranks the same ones.
-- `mpirun --tag-output` loses bytes when short lines come in bursts, and a program may print what looks like a tag. So
-  newlines and tags that would be misread are escaped; `telemetry.mpi_output` undoes it.
+- mpirun loses output when short lines come in bursts, and when it kills the ranks. So a process of its own writes the
+  output of the rank to `$STOKER_OUTPUT`; it outlives the rank, whose process group mpirun kills.
 - mpirun kills all ranks two seconds after one has failed. So a rank that was asked to stop exits with 0, and its real
   exit code is an event; the other ranks keep their grace period for a last checkpoint.
 - When mpirun itself dies, the rank gets SIGTERM, and after its grace period SIGKILL.
@@ -23,7 +23,6 @@ import contextlib
 import ctypes
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -37,20 +36,15 @@ PREFIX = "@stoker "
 VERSION = 1
 RANK_EXIT_MARK = "rank_exit"
 """The mark with the exit code of a rank."""
-ESCAPE, NEWLINE, NOTHING = b"\x10", b"n", b"-"
-"""After the escape: an escaped newline, and nothing; a real newline after the escape is not part of the output."""
 MAX_LINE_BYTES = 1 << 20
 """Size after which a line without a newline is written as is."""
-MIN_NEWLINE_DISTANCE_BYTES = 64
-"""Bytes between two newlines that mpirun sees: its buffer has room for about one newline in 14 bytes."""
-FLUSH_AFTER_S = 0.1
 NOT_STARTED_CODE = 3
 DRAIN_S = 1.0
 POLL_S = 0.05
 SECRETS_ENV = "STOKER_SECRETS"
 """The folder with a file for each secret, if the environment has none."""
 OUTPUT_ENV = "STOKER_OUTPUT"
-"""The file that ranks print to, if not through mpirun; with `{slot}` in its path, one file per worker."""
+"""The file that ranks print to, else their standard output; with `{slot}` in its path, one file per worker."""
 GPUS_ENV = "CUDA_VISIBLE_DEVICES"
 AGENT_FLAG = "--agent"
 TMPDIR_OPTION = "orte_tmpdir_base"
@@ -58,36 +52,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 
 
-class EscapingEncoder:
-    """Encoder that escapes output so that mpirun tags it without loss; takes bytes in any pieces."""
-
-    def __init__(self) -> None:
-        self._bytes_since_newline, self.last = 0, b"\n"
-
-    def encode(self, data: bytes) -> bytes:
-        """Return the escaped bytes."""
-        start = ESCAPE + NOTHING if self.last == b"]" and data[:1] == b"<" else b""
-        self.last = data[-1:] or self.last
-        data = start + data.replace(ESCAPE, ESCAPE * 2).replace(b"]<", b"]" + ESCAPE + NOTHING + b"<")
-        first, *lines = data.split(b"\n")
-        parts = [first]
-        self._bytes_since_newline += len(first)
-        for line in lines:
-            is_near = self._bytes_since_newline < MIN_NEWLINE_DISTANCE_BYTES
-            parts += [ESCAPE + NEWLINE if is_near else b"\n", line]
-            self._bytes_since_newline = len(line) + (self._bytes_since_newline + 2 if is_near else 0)
-        return b"".join(parts)
-
-    def flush(self) -> bytes:
-        """Return a newline for mpirun only, so that its own messages are not taken for output of the rank."""
-        if not self._bytes_since_newline:
-            return b""
-        self._bytes_since_newline = 0
-        return ESCAPE + b"\n"
-
-
 class LineEncoder:
-    """Encoder that writes complete lines, each with its rank, without mpirun: the ranks of a worker share a file."""
+    """Encoder that writes complete lines, each with its rank: the ranks of a worker share a file."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
@@ -101,10 +67,6 @@ class LineEncoder:
             lines, self._rest = [*lines, self._rest], b""
         return b"".join(prefix_rank(line, self._rank, self._ranks) + b"\n" for line in lines)
 
-    def flush(self) -> bytes:
-        """Return nothing: an incomplete line waits for its newline."""
-        return b""
-
 
 def prefix_rank(line: bytes, rank: int, ranks: int) -> bytes:
     """Prefix a line with its rank if the worker has several ranks; events carry their own."""
@@ -112,40 +74,40 @@ def prefix_rank(line: bytes, rank: int, ranks: int) -> bytes:
 
 
 class Output:
-    """The output of the rank, encoded for mpirun or for a file."""
+    """The output of the rank, in complete lines."""
 
-    def __init__(self, encoder: EscapingEncoder | LineEncoder) -> None:
-        self._encoder, self._is_closed = encoder, False
+    def __init__(self, encoder: LineEncoder) -> None:
+        self._encoder = encoder
 
-    def pump(self, pipe: int) -> None:
-        """Forward the output of the program; keep reading when mpirun is gone, so that the program does not block."""
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, STOP_SIGNALS
-        )  # they must interrupt the main thread, which waits for the program
+    def start_copying(self, read_fd: int, write_fd: int) -> int:
+        """Copy a pipe in a process that ends with the last writer; return its ID."""
+        pid = os.fork()
+        if pid:
+            return pid
+        os.setsid()  # mpirun kills the process group of the rank, and what is still in the pipe must not be lost
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        os.close(write_fd)
+        os.dup2(1, 2)  # mpirun waits until nobody has the streams that it gave to the rank
+        self._copy(read_fd)
+        os._exit(0)
+
+    def _copy(self, pipe: int) -> None:
+        """Copy the output of the program; read it even if it cannot be written, so that the program does not block."""
         while True:
-            if not select.select([pipe], [], [], FLUSH_AFTER_S)[0]:
-                self._write(self._encoder.flush())
-                select.select([pipe], [], [])
             data = os.read(pipe, 1 << 16)
             if not data:
-                return
+                break
             self.write(data)
-
-    def end_line(self) -> None:
-        """Write a newline unless the last line is complete."""
         if self._encoder.last != b"\n":
             self.write(b"\n")
 
     def write(self, data: bytes) -> None:
-        """Write all of the data; ignore it if mpirun is gone."""
-        self._write(self._encoder.encode(data))
-
-    def _write(self, rest: bytes) -> None:
-        try:
-            while rest and not self._is_closed:
+        """Write all of the data; drop what a full disk or a closed pipe does not take."""
+        rest = self._encoder.encode(data)
+        with contextlib.suppress(OSError):
+            while rest:
                 rest = rest[os.write(1, rest) :]
-        except OSError:
-            self._is_closed = True
 
 
 class StopRequest:
@@ -186,8 +148,10 @@ def main(argv: list[str]) -> int:
     output_file = os.environ.get(OUTPUT_ENV)
     if output_file:
         os.dup2(open_output(output_file), 1)
-    output = Output(LineEncoder(rank, ranks) if output_file else EscapingEncoder())
+    output = Output(LineEncoder(rank, ranks))
     read_fd, write_fd = os.pipe()
+    copier = output.start_copying(read_fd, write_fd)
+    os.close(read_fd)
     try:
         child = _start(command, write_fd)
     except OSError as error:
@@ -198,11 +162,26 @@ def main(argv: list[str]) -> int:
     if stop.signal:  # it may have come before the program was started
         with contextlib.suppress(OSError):
             child.send_signal(stop.signal)
-    pump = threading.Thread(target=output.pump, args=(read_fd,), daemon=True)
-    pump.start()
-    code = child.wait()
-    pump.join(DRAIN_S)  # a process that the program left behind may keep the pipe open
-    return _report_exit(output, rank, code, stop)
+    return _report_exit(output, rank, wait_for_program(child, copier), stop)
+
+
+def wait_for_program(child: subprocess.Popen[bytes], copier: int) -> int:
+    """Wait for the program and for its output; kill it if the process that copies its output was killed."""
+    is_copying = True
+    while child.returncode is None:
+        pid, status = os.wait()
+        code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+        if pid == child.pid:
+            child.returncode = code
+        elif pid == copier:
+            is_copying = False
+            if code:
+                os.kill(child.pid, signal.SIGKILL)
+    deadline = time.monotonic() + DRAIN_S  # a process that the program left behind may keep the pipe open
+    while is_copying and time.monotonic() < deadline:
+        is_copying = os.waitpid(copier, os.WNOHANG)[0] == 0
+        time.sleep(POLL_S if is_copying else 0)
+    return child.returncode
 
 
 def open_output(path: str) -> int:
@@ -348,7 +327,6 @@ def _report_exit(output: Output, rank: int, code: int, stop: StopRequest) -> int
         "name": RANK_EXIT_MARK,
         "code": code,
     }
-    output.end_line()
     output.write(f"{PREFIX}{json.dumps(event)}\n".encode())
     if stop.signal:
         return 0

@@ -277,6 +277,20 @@ def test_finished_or_stopping_run_is_not_reattached(reason: str, workspace: Path
     assert not list(run.logs.iterdir())
 
 
+def test_lost_attempt_is_recorded_before_the_next_one_starts(
+    stoker_home: Path, clock: FakeClock, statuses: list[JobStatus]
+) -> None:
+    """Otherwise it would be forgotten if the next supervisor is killed too."""
+    run = two_workers()
+    failed = Attempt(number=0, began=10, ended=20, code=1, cause="failed")
+    slots = (SlotStatus(slot=str(FIRST), state=JobState.RUNNING),)
+    run.write_status(JobStatus(state=JobState.RUNNING, attempt=1, slots=slots, attempts=(failed,), began=10))
+    statuses.clear()
+    supervise(run, FakeBackend({}, {}, {FIRST: succeeded(), SECOND: succeeded()}))
+    assert [(attempt.number, attempt.began) for attempt in statuses[0].attempts] == [(0, 10), (1, 20)]
+    assert [attempt.number for attempt in run.read_status().attempts] == [0, 1, 2]
+
+
 def test_reattached_supervisor_counts_only_attempts_since_the_last_start(workspace: Path) -> None:
     job = job_of("true", retries=2)
     run = create_run(job, LAUNCHERS.get("local")().render(job))

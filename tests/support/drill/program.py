@@ -45,8 +45,9 @@ def hold_lock(folder: Path, attempt: int, rank: int) -> None:
 def write_lines(folder: Path, attempt: int, rank: int) -> None:
     """Write numbered lines of random length to the log, without end."""
     draw = random.Random(f"{attempt}.{rank}")
-    begun = os.open(folder / f"begun.{attempt}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    # First, because the check expects it for each file `begun`: a kill can hit in between.
     done = os.open(folder / f"done.{attempt}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    begun = os.open(folder / f"begun.{attempt}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in itertools.count():
         line = f"drill-{rank} {number} ".encode() + draw.randbytes(draw.randrange(MAX_LINE_BYTES // 2)).hex().encode()
         for fd, data in ((begun, line + b"\n"), (1 + number % 2, line + b"\n"), (done, b".")):

@@ -11,6 +11,7 @@ from stoker.jobs.topology import Slot
 from stoker.launchers.mpi.mpirun_slot import SLOT_EXIT_MARK
 from stoker.launchers.supervise.process_group import LocalBackend, LocalSlot, TaggedSlot
 from stoker.launchers.supervise.slot_handle import Exited, Running, SlotHandle
+from stoker.remote.mpi_rank import OUTPUT_ENV
 from stoker.telemetry.reader import find_marks, read_log
 
 EXIT_TAIL_BYTES = 64 << 10
@@ -40,13 +41,17 @@ class MpiWorker(TaggedSlot):
 
 
 class LocalMpiBackend(LocalBackend):
-    """Backend for mpirun, which runs inside a process that writes the logs of the workers."""
+    """Backend for mpirun, which runs inside a process that records the exit codes of the workers."""
 
     def start(self, attempt: int, *, reattach: bool = False) -> Mapping[Slot, SlotHandle]:  # noqa: ARG002
         """Start mpirun, and return handles of its process and of the workers."""
         plan = self._plan if self._keeps_port else self._plan.with_free_ports()
         wrapper = (sys.executable, "-P", "-m", "stoker.launchers.mpi.mpirun_slot", str(self._run.folder), "--")
-        commands = {slot: replace(command, argv=(*wrapper, *command.argv)) for slot, command in plan.commands.items()}
+        output = {OUTPUT_ENV: str(self._run.logs / f"{{slot}}.{attempt}.log")}
+        commands = {
+            slot: replace(command, argv=(*wrapper, *command.argv), env={**command.env, **output})
+            for slot, command in plan.commands.items()
+        }
         self._start_all(attempt, commands)
         (launcher,) = self._slots.values()
         workers = map(Slot.parse, plan.delegated)

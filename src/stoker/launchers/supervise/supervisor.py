@@ -101,7 +101,8 @@ class Supervisor:
         """Run attempts until the job succeeds, is stopped or is given up; always record the final state."""
         try:
             began = self._status.current.began if self._reattach else time.time()
-            self._status.update(state=JobState.RUNNING, began=began, ended=None, message="")
+            attempts = (*self._previous_attempts, *self._attempts)
+            self._status.update(state=JobState.RUNNING, attempts=attempts, began=began, ended=None, message="")
             self._backend.prepare(float(self._job.grace), reattach=self._reattach)
             state, message = self._run_attempts()
         except StokerError as error:
@@ -226,7 +227,8 @@ def _previous_attempts(status: JobStatus) -> tuple[tuple[Attempt, ...], int]:
     recorded = {attempt.number for attempt in status.attempts}
     if status.attempt in recorded:
         return status.attempts, status.next_attempt
-    lost = Attempt(number=status.attempt, began=status.began, ended=time.time(), cause="lost with its supervisor")
+    began = max(status.began, *(attempt.ended for attempt in status.attempts), 0.0)
+    lost = Attempt(number=status.attempt, began=began, ended=time.time(), cause="lost with its supervisor")
     return (*status.attempts, lost), status.next_attempt
 
 
