@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from stoker.jobs.run_folder import RunFolder
     from stoker.jobs.spec import JobSpec
 
-TRAINERS = tuple(f"stoker.trainers.{name}" for name in ("torch_image", "tf_mirrored", "tf_ps"))
+PARAMETER_SERVER_TRAINER = "stoker.trainers.tf_ps"
+TRAINERS = ("stoker.trainers.torch_image", "stoker.trainers.tf_mirrored", PARAMETER_SERVER_TRAINER)
 VAL_FLAGS = ("--val", "--valshards")
 """Flags of the trainers that set the validation set instead of `data.val`."""
 ACCEPTED = "--checkpoint takes best, newest, the name of a checkpoint of the run, or the path or URL of a file"
@@ -80,7 +81,7 @@ def make_evaluation(job: JobSpec, directory: str, flags: tuple[str, ...]) -> Job
         checkpoint=msgspec.structs.replace(job.checkpoint, dir=directory),
         retries=0,
     )
-    if job.topology != "tf-ps":
+    if job.program.module != PARAMETER_SERVER_TRAINER:
         return job
     return msgspec.structs.replace(job, topology="single", workers=1, roles={})
 
