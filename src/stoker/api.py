@@ -318,7 +318,7 @@ def host_overrides(on: str | None, hosts: str | Sequence[str] | None) -> list[st
         return []
     key = "" if on is None else open_launcher(on).traits.hosts_key
     if on is None or not key:
-        raise InputError(HOSTS_NEED_TARGET, hint="choose the target ssh or ray, or omit the hosts")
+        raise InputError(HOSTS_NEED_TARGET, hint='choose a target with --on ssh or on="ssh", or omit the hosts')
     kind, _, address = on.partition("://")
     if address:
         hint = f"use --on {kind} to start a cluster on the hosts, or omit the hosts"

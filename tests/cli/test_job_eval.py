@@ -127,6 +127,7 @@ def test_parameter_servers_are_evaluated_in_one_process() -> None:
     assert evaluation.program.args == ("--model", "small", "--eval-only", "newest")
     assert list(evaluation.faults()) == []
     observer: dict[str, Any] = {"tensorboard": {"count": 1, "logdir": "/logs"}}
+    program = {"module": "stoker.trainers.tf_mirrored"}
     mirrored = make_evaluation(job_of(program=program, topology="tf-mirrored", workers=2, roles=observer), "/ck", ())
     assert [str(slot) for slot in list_slots(mirrored)] == ["worker/0", "worker/1"]
 
