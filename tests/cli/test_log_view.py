@@ -29,6 +29,16 @@ for percent in range(0, 101, 10):
 sys.stderr.write("\n")
 print("done")
 """
+BARS_THAT_ARE_SEEN = r"""
+import os, sys, time
+for percent in range(0, 101, 25):
+    sys.stderr.write(f"\rtrain: {percent:3d}%")
+    sys.stderr.flush()
+    while not os.path.exists(f"seen-{percent}"):
+        time.sleep(0.01)
+sys.stderr.write("\n")
+print("done")
+"""
 FAILING = """
 raise LookupError("no such thing")
 """
@@ -55,7 +65,8 @@ def test_bar_is_shown_in_its_last_state(workspace: Path, capfd: pytest.CaptureFi
 
 
 def test_terminal_updates_a_bar_in_place(workspace: Path) -> None:
-    job = write_job("bars", BARS, topology="single")
+    """The program draws the next state of its bar when the terminal shows the last one."""
+    job = write_job("bars", BARS_THAT_ARE_SEEN, topology="single")
     parent, child = pty.openpty()
     with subprocess.Popen([sys.executable, "-m", "stoker", "job", "run", job], stdout=child, stderr=child) as process:
         os.close(child)
@@ -65,11 +76,13 @@ def test_terminal_updates_a_bar_in_place(workspace: Path) -> None:
                 written += os.read(parent, 4096)
             except OSError:  # the terminal has been closed
                 break
+            for state in re.findall(rb"train: +(\d+)%", written):
+                Path(f"seen-{state.decode()}").touch()
         assert process.wait(60) == 0
     os.close(parent)
-    states = re.findall(rb"\r\x1b\[Ktrain: +(\d+)%", written)
-    assert len(states) > 2
-    assert sorted(map(int, states)) == list(map(int, states))
+    states = [int(state) for state in re.findall(rb"\r\x1b\[Ktrain: +(\d+)%", written)]
+    assert sorted(set(states)) == [0, 25, 50, 75, 100]
+    assert sorted(states) == states
     assert re.search(rb"\r\x1b\[Ktrain: 100%\r\ndone\r\n", written)
 
 
