@@ -20,6 +20,7 @@ from stoker.jobs.run_folder import RunFolder, sort_key, stoker_home
 from stoker.jobs.run_lookup import open_launcher
 from stoker.jobs.status import JobState, JobStatus
 from stoker.launchers.supervise.supervisor import supervisor_lock, supervisor_pid
+from stoker.storage.local import translate_os_errors
 
 FOLDER = "followed"
 LIST_INTERVAL_S = 5.0
@@ -68,7 +69,8 @@ class FollowedRuns:
 
     def start(self) -> None:
         """List the runs and begin to follow them; raise StokerError if the cluster cannot be reached."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with translate_os_errors(self.folder):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.refresh()
         threading.Thread(target=self._refresh_forever, name="followed-runs", daemon=True).start()
 
@@ -111,8 +113,6 @@ class FollowedRuns:
             with supervisor_lock(run):
                 if not (run.folder / "handle").exists():
                     run.write("handle", f"{self._source.url}/{run_id}\n".encode())
-                if (status := run.read_status()).state.is_final:  # it was restarted, or was lost for a while
-                    run.write_status(msgspec.structs.replace(status, state=JobState.PENDING, ended=None, message=""))
                 self._source.follow(run)
         except (StokerError, OSError) as error:
             self._failed_at[run_id] = time.monotonic()

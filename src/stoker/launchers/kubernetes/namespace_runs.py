@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from stoker.errors import NotFoundError
 from stoker.jobs.run_folder import RunFolder
 from stoker.jobs.status import JobState
@@ -39,4 +41,6 @@ class NamespaceRuns:
                 if text is None:
                     raise NotFoundError(f"the job file of run {run.id} is not in the cluster", where=client)
                 run.write(JOB_FILE, text.encode())
+            if (status := run.read_status()).state.is_final:  # it was restarted, or was lost for a while
+                run.write_status(msgspec.structs.replace(status, state=JobState.PENDING, ended=None, message=""))
             LogFollower(run, client, get_lead_kind(run.job), is_read_only=True).follow()
