@@ -108,6 +108,7 @@ def test_stopped_run(copy: RunFolder) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
+@pytest.mark.filterwarnings("ignore:ssl=None is deprecated:DeprecationWarning")  # in Ray's client
 class TestRealCluster(LauncherTests):
     ON = "ray"
 

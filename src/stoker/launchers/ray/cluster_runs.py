@@ -30,9 +30,8 @@ from stoker.launchers.supervise.process_group import normalize_exit_code
 from stoker.launchers.supervise.slot_handle import Exited
 
 POSITIONS_FILE = "streams.json"
-FIRST_FRAME_TIMEOUT_S, SILENCE_TIMEOUT_S = 10.0, 120.0
-"""Reconnect to a log that has been silent for this long, before and after its first frame: Ray sends nothing over some
-connections that were opened before the driver had a log."""
+SILENCE_TIMEOUT_S = 120.0
+"""Reconnect to a log that has been silent for this long; how often a driver sends heartbeats is not known here."""
 SAVE_INTERVAL_S = 1.0
 NOT_PLACED = "Ray has not placed all slots yet"
 _SUBMISSION = re.compile(r"stoker-(?P<run>[A-Za-z0-9][A-Za-z0-9._-]{0,127})-(?P<attempt>\d{1,9})-[0-9a-f]{4}")
@@ -124,13 +123,11 @@ class SubmissionFollower:
 
     def _copy(self, submission: Submission, log: SubmissionLog, submissions: Sequence[Submission]) -> None:
         """Copy the log of a driver until the driver reports its end, or is over without."""
-        driver_log, lines = DriverLog(self._cluster, submission.job.name, FIRST_FRAME_TIMEOUT_S), LineQueue()
+        driver_log, lines = DriverLog(self._cluster, submission.job.name, SILENCE_TIMEOUT_S), LineQueue()
         threading.Thread(target=lambda: asyncio.run(driver_log.follow(lines)), daemon=True).start()
         self._write_progress(submission, log, submissions)
         for line in drain_lines(lines):
             frame = parse_frame(line) if line is not None else None
-            if frame is not None:
-                driver_log.timeout_s = SILENCE_TIMEOUT_S
             if frame is not None and frame["n"] > log.frame:
                 was_placed, ended = log.is_placed, len(log.codes)
                 self._process_frame(frame, log)

@@ -212,9 +212,7 @@ class DriverLog:
     """The log of a submitted driver, read over connections that may break; yields each line once."""
 
     def __init__(self, cluster: RayCluster, name: str, timeout_s: float) -> None:
-        self._cluster, self._name = cluster, name
-        self.timeout_s = timeout_s
-        """Reconnect if the log has been silent for this long."""
+        self._cluster, self._name, self._timeout_s = cluster, name, timeout_s
         self._lines_read = 0
         self.exit_reason = ""
 
@@ -240,7 +238,7 @@ class DriverLog:
         async with aclosing(self._cluster.tail(self._name)) as log:
             while True:
                 try:
-                    text = await asyncio.wait_for(anext(log), self.timeout_s)
+                    text = await asyncio.wait_for(anext(log), self._timeout_s)
                 except StopAsyncIteration:
                     return
                 *complete, rest = (rest + text).split("\n")
