@@ -169,7 +169,7 @@ class MachineTotals:
     def dump(self) -> bytes:
         """Return the totals as bytes, for an index on disk."""
         names = ("last_t", "_gpu_memory", "_sums", "_counts", "_peaks", "_last")
-        state = _State(
+        state = _StoredTotals(
             slots=list(self.slots), machines=self.machines, profiles=self.profiles, has_gpu=self.has_gpu,
             arrays={name: getattr(self, name).tobytes() for name in names}, gpu_util=self._gpu_util,
         )  # fmt: skip
@@ -178,7 +178,7 @@ class MachineTotals:
     @classmethod
     def load(cls, data: bytes) -> MachineTotals:
         """Return the totals that `dump` has written."""
-        state = msgspec.msgpack.decode(data, type=_State)
+        state = msgspec.msgpack.decode(data, type=_StoredTotals)
         totals = cls()
         totals.slots = {slot: number for number, slot in enumerate(state.slots)}
         totals.machines, totals.profiles, totals.has_gpu = state.machines, state.profiles, state.has_gpu
@@ -190,7 +190,7 @@ class MachineTotals:
         return totals
 
 
-class _State(msgspec.Struct):
+class _StoredTotals(msgspec.Struct):
     slots: list[str]
     machines: dict[str, str]
     profiles: int
