@@ -119,6 +119,20 @@ def test_log_of_a_driver_on_a_dead_node_is_given_up(monkeypatch: pytest.MonkeyPa
     assert log.exit_reason.endswith(": its node died")
 
 
+def test_output_of_slots_is_not_the_reason_why_a_driver_exited() -> None:
+    class Killed:
+        def state(self, name: str) -> tuple[bool, str]:
+            logs = connection.FRAME_PREFIX + '{"n": 1, "slot": "worker/0", "data": "a line"}'
+            return True, f"Job entrypoint command failed with exit code -9, last available logs (truncated):\n{logs}\n"
+
+        async def tail(self, name: str) -> AsyncIterator[str]:
+            yield ""
+
+    log = DriverLog(Killed(), "job", 5)  # type: ignore[arg-type]
+    asyncio.run(log.follow(LineQueue()))
+    assert log.exit_reason.endswith("exited early: Job entrypoint command failed with exit code -9")
+
+
 class FakeCluster:
     """A cluster that records calls; uploads can be slow or fail."""
 

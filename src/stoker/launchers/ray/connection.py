@@ -227,7 +227,7 @@ class DriverLog:
                 is_complete = True
             tries += is_over
             if is_over and (is_complete or tries >= LOG_READ_TRIES):  # over before the log was read to its end
-                self.exit_reason = f"the driver on the Ray cluster exited early: {_last_line(message)}"
+                self.exit_reason = f"the driver on the Ray cluster exited early: {_find_reason(message)}"
                 lines.put(None)
                 return
             await asyncio.sleep(RETRY_S)
@@ -319,5 +319,7 @@ def _remove_submission(run: RunFolder, name: str) -> None:
     run.write(SUBMISSIONS, "".join(f"{submission}\n" for submission in others).encode())
 
 
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["no reason given"])[-1]
+def _find_reason(message: str) -> str:
+    """Return the last line of the driver's log, with which Ray's message ends; Ray's own words if it is a frame."""
+    lines = message.strip().splitlines() or ["no reason given"]
+    return lines[0].partition(", last available logs")[0] if FRAME_PREFIX in lines[-1] else lines[-1]
