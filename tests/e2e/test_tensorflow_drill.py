@@ -125,8 +125,10 @@ def faults_of(topology: str, seed: int) -> list[Fault]:
     while True:
         draw.shuffle(faults)
         runs = [faults[FAULTS * number : FAULTS * (number + 1)] for number in range(SEEDS)]
-        # A worker of tf-ps that was killed restarts alone, after a pause in which the others may finish the training.
-        if not any(is_restarted_alone(topology, a) and a.task == b.task for own in runs for a, b in pairwise(own)):
+        # A killed worker of tf-ps restarts alone, after a pause in which the others may finish the training; if they
+        # are gone, too, the chief gives up.
+        pairs = [pair for own in runs for pair in pairwise(own) if is_restarted_alone(topology, pair[0])]
+        if not any(a.task == b.task or is_restarted_alone(topology, b) for a, b in pairs):
             return runs[seed]
 
 

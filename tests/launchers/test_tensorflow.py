@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import socket
 import sys
@@ -121,6 +122,12 @@ class TestLocal(SlotRestartTests):
             assert cluster["worker"] == [f"127.0.0.1:{moved.ports[f'worker/{index}']}" for index in (0, 1)]
             assert cluster["chief"] == [f"127.0.0.1:{moved.ports['chief/0']}"]
             assert cluster["ps"] == ["127.0.0.1:31999", "127.0.0.1:32000"]  # as set in the job file
+
+    def test_jobs_that_start_at_the_same_time_have_other_ports(self, launcher: Any) -> None:
+        """Their slots listen only after a while, and until then the ports are free."""
+        random.seed(1)
+        first, second = (launcher.render(job_of("true", **PS)) for _ in range(2))
+        assert not set(first.ports.values()) & set(second.ports.values())
 
     def test_retry_after_a_kill(self, launcher: Any, tmp_path: Path) -> None:
         """One task is killed after all ports are assigned; all tasks start again."""

@@ -15,6 +15,7 @@ from stoker.trainers.flags import parse_flags
 from stoker.trainers.ledger import effective_samples, session_starts
 from stoker.trainers.tf_flags import TF_PS
 from tests.support.tf_gangs import ForkServer, assert_same_bits, read_tf_checkpoint, run_gang, start_gang
+from tests.support.waiting import wait_until
 from tests.trainers.test_tf_mirrored import MARGIN_S, PEER_TIMEOUT_S, START_TIMEOUT_S
 from tests.trainers.test_trainer_resume import SAMPLES, assert_exactly_once
 
@@ -102,6 +103,35 @@ def test_the_others_exit_in_time_when_the_chief_is_stopped(
         assert time.monotonic() - started > PEER_TIMEOUT_S / 2
         assert {result.code for result in results.values()} == {1}
         assert all("the chief" in result.marks("lost")[0].fields["detail"] for result in results.values())
+
+
+@pytest.mark.slow
+def test_the_chief_exits_in_time_when_it_sends_work_to_a_stopped_worker(
+    tf_server: ForkServer, ps_flags: list[object], tmp_path: Path
+) -> None:
+    """The worker is stopped while it has nothing to do, because the chief is stopped, too."""
+    own = [*ps_flags, "--epochs", 1000, "--peer-timeout", PEER_TIMEOUT_S]
+    with start_gang(tf_server, tmp_path, MODULE, ROLES, *own) as gang:
+        gang["chief-0"].wait_for('"name": "loss"')
+        gang["chief-0"].kill(signal.SIGSTOP)
+        wait_until(lambda: is_idle(gang["worker-0"].pid))
+        gang["worker-0"].kill(signal.SIGSTOP)
+        gang["chief-0"].kill(signal.SIGCONT)
+        lost = gang["chief-0"].wait(PEER_TIMEOUT_S + 20)
+        assert lost.code == 1, lost.text
+        assert len(lost.marks("lost")) == 1
+
+
+def is_idle(pid: int) -> bool:
+    """Whether a process uses no CPU time for a moment."""
+
+    def cpu_ticks() -> int:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    before = cpu_ticks()
+    time.sleep(0.5)
+    return cpu_ticks() - before <= 1  # it looks for the chief now and then
 
 
 def test_an_in_process_cluster_has_the_same_bits(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
+import random
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -110,8 +110,8 @@ def listening_slots(job: JobSpec) -> list[Slot]:
 
 
 def find_free_ports(count: int) -> list[int]:
-    """Return loopback ports that nothing listens on."""
-    start = PORT_RANGE.start + os.getpid() * 37 % len(PORT_RANGE)
+    """Return loopback ports that nothing listens on; other ports each time, because slots do not listen at once."""
+    start = random.choice(PORT_RANGE)
     free = (port for port in itertools.chain(range(start, PORT_RANGE.stop), PORT_RANGE) if is_free(port))
     return list(itertools.islice(free, count))
 

@@ -50,11 +50,13 @@ class Workers:
 
         A result that is lost with its worker is computed again. Raise MissingPeersError after --peer-timeout.
         """
+        # As tensors of the chief: while TensorFlow copies arrays of numpy to a worker, it blocks all threads of Python,
+        # the watchdog included.
+        tensors = [tuple(tf.constant(value) for value in values) for values in arguments]
         results: dict[int, Any] = {}
         while missing := [index for index in range(len(arguments)) if index not in results]:
-            # Any call of TensorFlow may wait for a worker that does not respond, even one that only creates a tensor.
             with self._watchdog.bound(self._limit_s, self._sentence):
-                remote = {index: self._coordinator.schedule(function, args=arguments[index]) for index in missing}
+                remote = {index: self._coordinator.schedule(function, args=tensors[index]) for index in missing}
             self._wait(on_poll)
             with self._watchdog.bound(self._limit_s, self._sentence):
                 for index, value in remote.items():

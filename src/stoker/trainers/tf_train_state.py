@@ -54,13 +54,15 @@ class TfTrainState(ResumableState):
 
     def _make_variables(self, arrays: Arrays, *, beside: Sequence[Any] = ()) -> list[Any]:
         """Create variables; each on the device of another one, where an operation uses both."""
+        # Tensors of this task: while TensorFlow copies arrays of numpy to another one, it blocks all threads of Python.
+        tensors = [tf.constant(array) for array in arrays.values()]
         with self._strategy.scope():
             if not beside:
-                return [tf.Variable(array, trainable=False) for array in arrays.values()]
+                return [tf.Variable(tensor, trainable=False) for tensor in tensors]
             variables = []
-            for array, other in zip(arrays.values(), beside, strict=True):
+            for tensor, other in zip(tensors, beside, strict=True):
                 with self._strategy.extended.colocate_vars_with(other):
-                    variables.append(tf.Variable(array, trainable=False))
+                    variables.append(tf.Variable(tensor, trainable=False))
             return variables
 
     @property
