@@ -16,6 +16,7 @@ import pytest
 from stoker.errors import SourceError
 from stoker.shards.destination import RESUME_HINT
 from stoker.shards.formats import FORMATS
+from stoker.shards.plan import SOURCE_CHANGED
 from stoker.shards.sample import Sample
 from stoker.shards.sources.folder import FolderSource
 from tests.shards.test_convert import crash
@@ -244,7 +245,7 @@ def test_other_options_for_an_unfinished_conversion_are_named(
     assert all(part in sentence for part in ("--shard-samples 4", "--shard-samples 9", "--restart")), sentence
     (data / "train/ant/00000.jpg").unlink()
     sentence = run_and_fail(capsys, 2, "data", "convert", data, out, "--shard-samples", 4)
-    assert "from samples that differ" in sentence
+    assert SOURCE_CHANGED in sentence
     assert "--shard-samples" not in sentence
 
 

@@ -15,6 +15,7 @@ from stoker.shards.options import ConversionOptions, list_differences
 
 # Part of every plan's digest: increment it when the same plan would produce other bytes.
 ALGORITHM = 1
+SOURCE_CHANGED = "from a source that has changed since"
 
 
 class SplitPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +66,7 @@ class ConversionPlan(msgspec.Struct, frozen=True, kw_only=True):
         if _select_samples(options) == _select_samples(self.options):
             now = {split.split: split.digest for split in self.splits}
             if any(digest != now.get(split) for split, digest in digests.items()):
-                differences.append("from a source that has changed since")
+                differences.append(SOURCE_CHANGED)
         return ", ".join(differences)
 
 
